@@ -1,10 +1,10 @@
-"""Checkpoints of random weights in the shapes of real models, for speed measurements.
+"""Random checkpoints in the shapes of real models, for speed measurements.
 
-Random weights say nothing about quality; the shapes and bytes are the real ones. Written once to
-a cache folder outside of the repository and found again by name; the same name is the same bytes.
-The values are drawn from one pool of normals (0, 0.02), so writing 1.2 GB takes seconds. Shapes
-of real models have a tokenizer with as many tokens as the model (made here: all of them ASCII, so
-that each token is text at once), the older llama-0.6b one of bytes only.
+Random weights say nothing about quality; shapes and bytes are the real ones. They are written once
+to a cache directory outside the repository and found by name; the same name means the same bytes.
+Values come from one pool of normals (0, 0.02), so writing 1.2 GB takes seconds. Shapes of real
+models have a tokenizer with as many tokens as the model (generated, all ASCII, so that each token
+is text at once), the older llama-0.6b one of bytes only.
 """
 
 from __future__ import annotations
@@ -104,12 +104,12 @@ BYTES_ONLY = ("llama-0.6b",)
 
 
 def cache_folder() -> Path:
-    """Where checkpoints lie: QUIRE_BENCH_CACHE, else a folder among the temporary ones."""
+    """Return the checkpoint directory: QUIRE_BENCH_CACHE, else one for temporary files."""
     return Path(os.environ.get("QUIRE_BENCH_CACHE") or Path(tempfile.gettempdir()) / "quire-bench")
 
 
 def checkpoint_config(shape: str) -> dict[str, object]:
-    """config.json of a shape."""
+    """Return the config.json of a shape."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -123,7 +123,7 @@ def checkpoint_config(shape: str) -> dict[str, object]:
 
 
 def random_checkpoint(shape: str, *, seed: int = 0) -> Path:
-    """Folder of a bf16 checkpoint of `shape` (a key of SHAPES), written if it is not there yet."""
+    """Return the folder of a bf16 checkpoint of `shape` (a key of SHAPES); write it if missing."""
     folder = cache_folder() / f"{shape}-bf16-seed{seed}"
     if (folder / "complete").exists():
         return folder
@@ -148,7 +148,7 @@ def random_checkpoint(shape: str, *, seed: int = 0) -> Path:
 
 
 def tensor_shapes(config: dict[str, object]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of each tensor of a checkpoint with this config.json."""
+    """Return name and shape of each tensor of a checkpoint with this config.json."""
 
     def number(key: str) -> int:
         return int(config[key])  # type: ignore[call-overload,no-any-return]
@@ -177,7 +177,7 @@ def tensor_shapes(config: dict[str, object]) -> Iterator[tuple[str, tuple[int, .
 
 
 def _write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], seed: int) -> None:
-    """The safetensors layout: u64 header length, JSON header, then the tensors' bytes."""
+    """Write the safetensors layout: u64 header length, JSON header, tensor bytes."""
     rng = np.random.default_rng(seed)
     pool = _to_bf16(rng.standard_normal(POOL_SIZE, dtype=np.float32) * np.float32(0.02))
     header: dict[str, object] = {}
@@ -208,8 +208,11 @@ def _to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 
 
 def tokenizer_json(num_tokens: int | None) -> dict[str, object]:
-    """A byte-level BPE. num_tokens None: without merges; else of exactly so many tokens, by merges
-    of two printable ASCII letters, then of such a pair and a third one."""
+    """Return a byte-level BPE tokenizer. num_tokens None: without merges.
+
+    Else it has exactly that many tokens, by merges of two printable ASCII letters, then of such a
+    pair and a third one.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in printable]
     letters = [chr(byte) for byte in printable] + [chr(256 + i) for i in range(len(rest))]

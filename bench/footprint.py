@@ -27,11 +27,11 @@ import numpy as np
 
 from bench.checkpoints import random_checkpoint
 from quire.base.errors import WorkerError
+from quire.bench.cpu_use import own_bytes
 from quire.bench.floor import program_of
-from quire.bench.foreign import own_bytes
 from quire.bench.http_load import Target, open_loop, served_model
 from quire.bench.machine import machine_card
-from quire.bench.workloads import Ask, draw_ids
+from quire.bench.workloads import RequestSpec, draw_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -126,7 +126,7 @@ def _wait(process: subprocess.Popen[bytes], target: Target, log: IO[bytes]) -> N
 def _fill(target: Target, vocab_size: int) -> None:
     rng = np.random.default_rng(3)
     asks = [
-        Ask(
+        RequestSpec(
             prompt_ids=tuple(draw_ids(PROMPT_TOKENS, vocab_size, rng).tolist()),
             output_tokens=OUTPUT_TOKENS,
         )

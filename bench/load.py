@@ -2,9 +2,9 @@
 
     python -m bench.load --rates 0.25,0.5,1,2 --seconds 60
 
-All servers are up; at each rate each gets the same arrivals and lengths (tokens drawn anew), one
-after the other, beginning with another one each time. A server drops out when few of its requests
-are served well. Writes bench/results/serving-SHAPE-PRECISION.json and a PNG after each rate.
+All servers are up; at each rate each gets the same arrivals and lengths (with new tokens), one
+after another in rotating order. A server is dropped when few of its requests meet the goals. Writes
+bench/results/serving-SHAPE-PRECISION.json and a PNG after each rate.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bench.peers.places import REPOSITORY
 from bench.peers.settings import settings_for
 from bench.servers import ENGINES, Server
 from quire.base.errors import WorkerError
-from quire.bench.foreign import CpuWatch
+from quire.bench.cpu_use import CpuWatch
 from quire.bench.machine import machine_card
 from quire.bench.plots import plot_serving
 from quire.bench.serve import GIVE_UP_SHARE, Load, measure_serving, serving_text
@@ -106,7 +106,7 @@ def main() -> None:
 def _measure(
     result: dict[str, Any], server: Server, rate: float, vocab_size: int, seconds: float
 ) -> None:
-    """One server at one rate; the same seed means the same arrivals for all."""
+    """Measure one server at one rate; the same seed means the same arrivals for all."""
     load = Load(
         rates=(rate,),
         seconds=seconds,

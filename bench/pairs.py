@@ -19,9 +19,9 @@ import numpy as np
 from bench.floors import Work
 from bench.peers.child import Peer, PeerFailed
 from bench.record import TOOL_SUFFIX, is_settled
-from quire.bench.foreign import CpuWatch, peak_rss_bytes
+from quire.bench.cpu_use import CpuWatch, peak_rss_bytes
 from quire.bench.reading import ReadProbe
-from quire.bench.workloads import Ask, Workload
+from quire.bench.workloads import RequestSpec, Workload
 from quire.obs.timing import RequestTimes, run_rates
 
 _WARM_UP_REQUESTS = 4
@@ -108,7 +108,7 @@ class PairRun:
             "why": "; ".join(problems),
         }
 
-    def _sample(self, side: str, asks: Sequence[Ask]) -> dict[str, Any]:
+    def _sample(self, side: str, asks: Sequence[RequestSpec]) -> dict[str, Any]:
         time.sleep(SETTLE_S)
         read_gb_per_s = self._probe.gb_per_s()
         watch = CpuWatch([self._sides[side].pid, os.getpid()])
@@ -132,7 +132,7 @@ class PairRun:
             sample["floor_share"] = self._floor_share(rates, read_gb_per_s)
         return sample
 
-    def _run(self, side: str, asks: Sequence[Ask]) -> list[dict[str, Any]]:
+    def _run(self, side: str, asks: Sequence[RequestSpec]) -> list[dict[str, Any]]:
         requests = [
             {"prompt_ids": list(ask.prompt_ids), "output_tokens": ask.output_tokens} for ask in asks
         ]
@@ -181,7 +181,7 @@ class PairRun:
         return found
 
 
-def _times(ask: Ask, answer: dict[str, Any]) -> RequestTimes:
+def _times(ask: RequestSpec, answer: dict[str, Any]) -> RequestTimes:
     return RequestTimes(
         sent_s=answer["sent_s"],
         first_s=answer["first_s"],

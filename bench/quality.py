@@ -1,11 +1,12 @@
-"""What precisions cost in quality: perplexity, and divergence from f32, on stories.
+"""Quality of precisions: perplexity, and divergence from f32, on stories.
 
 Trained models, teacher-forced: each token of a text is predicted from those before it, by the
-native executor, or where something is in fp8, which it does not multiply, by the torch executor on
-the CPU (the extra gpu). For each precision of weights and of the KV cache: perplexity, its ratio to
-f32's, the mean Kullback-Leibler divergence of its next-token distributions from f32's (nats), and
-how often both find the same token likeliest. stories260K reads the first stories, the model in the
-box those that its training left out. Knows no engine and no sampling.
+native executor, or for fp8, which it does not multiply, by the torch executor on the CPU (the extra
+gpu). For each precision of weights and KV cache: perplexity, its ratio to f32's, the mean
+Kullback-Leibler divergence of its next-token distributions from f32's (nats), and how often both
+agree on the most likely token. stories260K reads the first stories, the built-in model those left
+out of its training. Independent of engine and sampling.
+
 Run: python -m bench.quality [--stories 40]
      [--precisions int8,fp8] [--out bench/results/quality.json]
 """
@@ -46,7 +47,7 @@ GOALS |= {("box", "int8"): 1.01, ("box", "int4-g32"): 1.05}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How a model is computed."""
+    """The precision that a model is computed in."""
 
     dtype: DType
     scheme: str = "none"
@@ -78,7 +79,7 @@ def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
 def next_logprobs(
     folder: Path, setting: Setting, texts: Sequence[Sequence[int]]
 ) -> tuple[str, Iterator[NDArray[np.float64]]]:
-    """What the precision is called, and of each text log-probabilities [tokens - 1, vocab]."""
+    """Return the precision's name and log-probabilities [tokens - 1, vocab] of each text."""
     plain = build_program(open_model(folder), dtype=setting.dtype, max_positions=STORY_TOKENS + 1)
     program = quantize(plain, setting.scheme, head=setting.head, keep=setting.keep)
     program = with_kv_cache_dtype(program, setting.kv_cache_dtype)
@@ -133,7 +134,7 @@ def _class_of(setting: Setting) -> ExecutorClass:
 
 
 def measure(folder: Path, texts: Sequence[Sequence[int]], settings: Sequence[Setting]) -> Any:
-    """A row for each setting; the first is what the others are compared with."""
+    """Return a row for each setting; the first is the reference of the others."""
     _, base_rows = next_logprobs(folder, settings[0], texts)
     base = list(base_rows)
     targets = [np.array(ids[1:]) for ids in texts]
@@ -168,7 +169,7 @@ def measure(folder: Path, texts: Sequence[Sequence[int]], settings: Sequence[Set
 
 
 def story_ids(folder: Path, stories: Sequence[str]) -> list[list[int]]:
-    """The first STORY_TOKENS tokens of each, with what the tokenizer puts before them."""
+    """Return the first STORY_TOKENS tokens of each story, with the tokenizer's prefix."""
     tokenizer = Tokenizer.load(folder)
     return [tokenizer.encode(story)[: STORY_TOKENS + 1] for story in stories]
 

@@ -1,11 +1,11 @@
-"""What a second thread, and continuous batching, bring: 0.6B shape, in pairs of one run.
+"""Gains of a second thread and of continuous batching: 0.6B shape, in pairs of one run.
 
     python -m bench.scaling
 
 Threads: a prompt of 2,048 (W2) by an engine with one thread and by one with all, both loaded, in
-turn on the same tokens; tokens that differ are an error, for threads must not change an answer.
-Batching: 32 requests (W3) by one engine, as they come and in fixed groups of 16, with the share of
-the time in which nothing was computed natively: Python's. Writes bench/results/scaling.json.
+turn on the same tokens; tokens must be equal. Batching: 32 requests (W3) by one engine, with
+continuous batching and in fixed groups of 16, with the share of time outside native code (Python).
+Writes bench/results/scaling.json.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from bench.peers.convert import PRECISIONS, quire_settings
 from bench.record import MIN_PAIRS
 from quire.bench.machine import machine_card
 from quire.bench.throughput import MODES, measure_throughput
-from quire.bench.workloads import WORKLOADS, Ask
+from quire.bench.workloads import WORKLOADS, RequestSpec
 from quire.config.machine import num_usable_cores
 
 LIMIT_S = 240.0
 
 
 def threads_in_turn(engines: dict[int, Peer], vocab_size: int, pairs: int) -> dict[str, Any]:
-    """Prefill tokens a second by number of threads, and the last over the first by pairs.
+    """Return prefill tokens/s by number of threads, and the ratio of last to first by pairs.
 
-    Raises WrongAnswer where the numbers of threads answer differently.
+    Raises WrongAnswer where the thread counts answer differently.
     """
     rng = np.random.default_rng()
     rates: dict[int, list[float]] = {threads: [] for threads in engines}
     for number in range(-1, pairs):  # the first one warms up
-        asks = WORKLOADS["w2"].draw(vocab_size, rng)
+        specs = WORKLOADS["w2"].draw(vocab_size, rng)
         answers = {}
         for threads in sorted(engines, reverse=number % 2 == 1):
-            answers[threads], rate = _prefill(engines[threads], asks)
+            answers[threads], rate = _prefill(engines[threads], specs)
             if number >= 0:
                 rates[threads].append(rate)
         if len({tuple(one) for one in answers.values()}) > 1:
@@ -58,12 +58,12 @@ def threads_in_turn(engines: dict[int, Peer], vocab_size: int, pairs: int) -> di
     }
 
 
-def _prefill(engine: Peer, asks: list[Ask]) -> tuple[list[int], float]:
+def _prefill(engine: Peer, specs: list[RequestSpec]) -> tuple[list[int], float]:
     requests = [
-        {"prompt_ids": list(ask.prompt_ids), "output_tokens": ask.output_tokens} for ask in asks
+        {"prompt_ids": list(spec.prompt_ids), "output_tokens": spec.output_tokens} for spec in specs
     ]
     [answer] = engine.ask({"do": "run", "requests": requests}, limit_s=LIMIT_S)["answers"]
-    return answer["token_ids"], len(asks[0].prompt_ids) / (answer["first_s"] - answer["sent_s"])
+    return answer["token_ids"], len(specs[0].prompt_ids) / (answer["first_s"] - answer["sent_s"])
 
 
 def main() -> None:

@@ -1,8 +1,7 @@
-"""The HTTP servers of the engines that have one, started and ended for a load over HTTP.
+"""The HTTP servers of the engines that have one, started and stopped for a load over HTTP.
 
-OpenVINO GenAI comes from the package index without a server, transformers' is not made for
-throughput; so Quire, llama.cpp and vLLM. Each listens on loopback and is ready when it lists its
-model.
+OpenVINO GenAI comes without a server, transformers' is not made for throughput; so Quire, llama.cpp
+and vLLM. Each listens on loopback and is ready when it lists its model.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ READY_LIMIT_S = 600.0
 
 
 class Server:
-    """One engine's server in a process group of its own; `target` once it is ready."""
+    """One engine's server in its own process group; `target` once it is ready."""
 
     def __init__(
         self,
@@ -58,7 +57,7 @@ class Server:
         self.target = Target(url=f"http://127.0.0.1:{port}", model="", timeout_s=300)
 
     def wait(self) -> None:
-        """Until it lists its model. Raises PeerFailed where it ends or takes too long."""
+        """Wait until it lists its model. Raises PeerFailed where it ends or takes too long."""
         end_s = time.monotonic() + READY_LIMIT_S
         while time.monotonic() < end_s:
             if self._process.poll() is not None:
@@ -70,7 +69,7 @@ class Server:
         raise PeerFailed(f"the server of {self.engine} did not start; {self._log.name} says why")
 
     def close(self) -> None:
-        """End it and all it started."""
+        """Stop it and all its descendants."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, number)

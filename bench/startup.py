@@ -1,10 +1,11 @@
 """Start-up: process start to ready, and to the first streamed token; installed size.
 
-For the model in the box and for a 0.6B bf16 checkpoint of random weights in the page cache, packed
-at each start and mapped from a pack cache that the first start, not counted, has filled. Beside
-each stands the floor of the imports: a bare interpreter that imports what the server imports.
-Refuses to report if two starts answer the same greedy request differently. Knows the command line
-and HTTP only. Run: python -m bench.startup [--starts 7] [--out bench/results/startup.json]
+For the built-in model and for a random 0.6B bf16 checkpoint in the page cache, packed at each start
+and mapped from a pack cache that the first, uncounted start has filled. Beside each stands the
+floor of the imports: a bare interpreter that imports what the server imports. Refuses to report if
+two starts answer the same greedy request differently. Uses the command line and HTTP only.
+
+Run: python -m bench.startup [--starts 7] [--out bench/results/startup.json]
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ENGINE_IMPORTS = "numpy, msgspec, zmq"
 
 
 def import_floor_s(modules: str, times: int) -> float:
-    """Median seconds of an interpreter that only imports `modules`."""
+    """Return the median seconds of an interpreter that only imports `modules`."""
     seconds = []
     for _ in range(times):
         started = time.perf_counter()
@@ -43,7 +44,7 @@ def import_floor_s(modules: str, times: int) -> float:
 
 
 def installed_size_mb(root: Path) -> float:
-    """Megabytes of a fresh environment's packages after `pip install .`, bytecode included."""
+    """Return the megabytes of a new environment after `pip install .`, with bytecode."""
     with tempfile.TemporaryDirectory() as folder:
         environment = Path(folder) / "env"
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
@@ -65,7 +66,7 @@ def installed_size_mb(root: Path) -> float:
 
 
 def measure(name: str, model: list[str], starts: int) -> dict[str, object]:
-    """Medians over `starts` starts after one warm-up; exits where answers differ."""
+    """Return medians over `starts` starts after one warm-up; exit where answers differ."""
     found = [one_start(model) for _ in range(starts + 1)]
     try:
         counted = check_same(found)[1:]

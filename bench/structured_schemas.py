@@ -1,7 +1,7 @@
-"""Schemas put together at random, each of which bounds every answer: texts, lists and numbers.
+"""Random schemas that bound the length of every answer: strings, lists and numbers.
 
-What a model makes of one must therefore end, whatever the model: an answer that is cut off is a
-fault of the engine, or max_tokens is too small. Knows no model and no grammar.
+Any model's answer must therefore end: a truncated answer is a fault of the engine, or max_tokens is
+too small. Independent of models and grammars.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _PATTERNS = ("^[A-Z][a-z]{1,8}$", "^[0-9]{2}:[0-9]{2}$", "^(ab|cd){1,3}$")
 
 
 def random_schema(rng: random.Random) -> dict[str, Any]:
-    """An object with one to four properties, nested at most twice."""
+    """Return an object schema with one to four properties, nested at most twice."""
     return _object(rng, levels=2)
 
 

@@ -1,11 +1,11 @@
-"""Finds each engine's best settings for a workload, among those of bench/peers/settings.py.
+"""Find each engine's best settings for a workload, among those of bench/peers/settings.py.
 
     python -m bench.sweep --engines llama.cpp,openvino --workloads w1,w3 --minutes 30
 
-Every candidate is loaded, warmed and run a few times; its best run counts, so that a noisy moment
-does not decide. What is committed is a candidate too, and stays unless another is a fiftieth
-faster. All that was tried is kept in bench/results/sweep-SHAPE-PRECISION.json (a second call goes
-on), and a new choice is written to bench/peers/settings.json.
+Every candidate is loaded, warmed up and run a few times; its best run counts, so that a noisy
+moment does not decide. The committed settings are a candidate too, and stay unless another is 2 %
+faster. All tries are recorded in bench/results/sweep-SHAPE-PRECISION.json (a second call
+continues), and a new choice is written to bench/peers/settings.json.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bench.peers.places import REPOSITORY
 from bench.peers.settings import FILE, candidates, settings_for, write_choice
 from bench.record import HEADLINES
 from quire.bench.machine import machine_card
-from quire.bench.workloads import WORKLOADS, Ask
+from quire.bench.workloads import WORKLOADS, RequestSpec
 from quire.config.machine import num_usable_cores
 from quire.models.registry import open_model
 from quire.obs.timing import RequestTimes, run_rates
@@ -41,9 +41,9 @@ WORTH_CHANGING = 1.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is swept. minutes: no candidate is begun later; the same command goes on another time.
+    """The sweep. minutes: no candidate is begun later; the same command continues later.
 
-    repeats: runs that count, after one that does not. limit_s: how long a run may take.
+    repeats: runs that count, after one that does not. limit_s: time limit of a run.
     """
 
     checkpoint: Path
@@ -59,7 +59,7 @@ class Plan:
 def measured(
     plan: Plan, engine: str, model: Path, workload: str, settings: dict[str, Any]
 ) -> list[float]:
-    """The headline rate of each repetition. Raises PeerFailed."""
+    """Return the headline rate of each repetition. Raises PeerFailed."""
     vocab_size = open_model(plan.checkpoint).vocab_size
     log = Path(tempfile.gettempdir()) / f"quire-sweep-{os.getpid()}.log"
     rng = np.random.default_rng()
@@ -69,39 +69,41 @@ def measured(
     with Peer(engine, plan.threads, log) as peer:
         peer.load(str(model), settings, limit_s=LOAD_LIMIT_S)
         for repetition in range(plan.repeats + 1):
-            asks = WORKLOADS[workload].draw(vocab_size, rng)
+            specs = WORKLOADS[workload].draw(vocab_size, rng)
             requests = [
-                {"prompt_ids": list(ask.prompt_ids), "output_tokens": ask.output_tokens}
-                for ask in asks
+                {"prompt_ids": list(spec.prompt_ids), "output_tokens": spec.output_tokens}
+                for spec in specs
             ]
             told = peer.ask({"do": "run", "requests": requests}, limit_s=plan.limit_s)
             if repetition:  # the first one warms up
-                rates.append(_headline(workload, asks, told["answers"]))
+                rates.append(_headline(workload, specs, told["answers"]))
     return rates
 
 
-def _headline(workload: str, asks: Sequence[Ask], answers: Sequence[dict[str, Any]]) -> float:
-    """Raises PeerFailed for an answer of another length: its rate would be of other work."""
+def _headline(
+    workload: str, specs: Sequence[RequestSpec], answers: Sequence[dict[str, Any]]
+) -> float:
+    """Return the headline rate. Raises PeerFailed for an answer of another length."""
     times = []
-    for ask, answer in zip(asks, answers, strict=True):
-        if len(answer["token_ids"]) != ask.output_tokens:
+    for spec, answer in zip(specs, answers, strict=True):
+        if len(answer["token_ids"]) != spec.output_tokens:
             raise PeerFailed(
-                f"answered {len(answer['token_ids'])} tokens where {ask.output_tokens} were asked"
+                f"answered {len(answer['token_ids'])} tokens where {spec.output_tokens} were asked"
             )
         times.append(
             RequestTimes(
                 sent_s=answer["sent_s"],
                 first_s=answer["first_s"],
                 last_s=answer["last_s"],
-                prompt_tokens=len(ask.prompt_ids),
-                output_tokens=ask.output_tokens,
+                prompt_tokens=len(spec.prompt_ids),
+                output_tokens=spec.output_tokens,
             )
         )
     return run_rates(times)[HEADLINES[workload]]
 
 
 class Sweep:
-    """What was tried so far, on disk."""
+    """The tries so far, on disk."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -112,7 +114,7 @@ class Sweep:
         )
 
     def rates_of(self, engine: str, workload: str, settings: dict[str, Any]) -> list[float] | None:
-        """What a candidate came to; empty if it failed, None if it was not tried."""
+        """Return a candidate's rates; empty if it failed, None if it was not tried."""
         for entry in self.content["tried"]:
             if (entry["engine"], entry["workload"]) == (engine, workload) and entry[
                 "settings"
@@ -122,14 +124,14 @@ class Sweep:
         return None
 
     def add(self, **entry: Any) -> None:
-        """Keep a candidate."""
+        """Record a candidate."""
         self.content["tried"].append(entry)
         self._path.write_text(json.dumps(self.content, indent=1) + "\n")
 
     def choice(
         self, engine: str, workload: str, committed: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """The settings with the best run; the committed ones if that is hardly better.
+        """Return the settings with the best run; the committed ones unless it is clearly better.
 
         None where no candidate ran.
         """
@@ -148,7 +150,7 @@ class Sweep:
 
 
 def run(plan: Plan, sweep: Sweep, *, file: Path = FILE) -> None:
-    """Try what was not tried yet; where a grid was tried to its end, the best goes into `file`."""
+    """Try the remaining candidates; after a complete grid write the best into `file`."""
     end_s = time.monotonic() + 60 * plan.minutes
     for workload in plan.workloads:
         for engine in plan.engines:
@@ -169,7 +171,7 @@ def run(plan: Plan, sweep: Sweep, *, file: Path = FILE) -> None:
 def _try_grid(
     plan: Plan, sweep: Sweep, engine: str, workload: str, *, end_s: float, file: Path
 ) -> bool:
-    """Whether all candidates were tried; what is committed already is one of them."""
+    """Try the candidates and the committed settings; return whether all were tried."""
     committed = settings_for(engine, precision=plan.precision, workload=workload, file=file)
     for candidate in ({}, *candidates(engine, workload)):
         settings = committed | candidate

@@ -84,7 +84,7 @@ def trace_streamed_chat(prompt: str = "Tell me a story.") -> list[EnteredFile]:
     Must run in the main thread: the server takes signals. Raises RuntimeError where the chat was
     not answered.
     """
-    from quire.api.http.server import run
+    from quire.api.server import run
     from quire.base.log import Log
     from quire.config.flags import engine_config
     from quire.config.groups import ServerConfig
@@ -119,12 +119,22 @@ def _ask_beside(trace: FileTrace, prompt: str, address: tuple[str, int], outcome
     """Ask in a thread, since the caller is the server's event loop; then stop the server."""
 
     def ask() -> None:
+        _get_health(address)  # the listener accepts connections only after `announce`
         trace.start()
         outcome.answer = _posted(address, prompt)
         outcome.files = trace.stop()
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=ask, daemon=True).start()
+
+
+def _get_health(address: tuple[str, int]) -> None:
+    connection = http.client.HTTPConnection(*address, timeout=60)
+    try:
+        connection.request("GET", "/health")
+        connection.getresponse().read()
+    finally:
+        connection.close()
 
 
 def _posted(address: tuple[str, int], prompt: str) -> bytes:

@@ -27,7 +27,7 @@ import numpy as np
 from bench.memory.plots import plot_preemption
 from bench.memory.processes import Runs, add_places, child, fill_places, median
 from quire.bench.local import LocalEngine
-from quire.bench.workloads import WORKLOADS, Ask, draw_ids
+from quire.bench.workloads import WORKLOADS, RequestSpec, draw_ids
 
 MODES = {"w3": ("uncut", "cut", "tier"), "long": ("alone", "cut", "tier")}
 # Conversations of so many turns; a turn adds so many tokens to what was said before.
@@ -60,7 +60,7 @@ async def converse(engine: LocalEngine) -> tuple[list[tuple[int, ...]], int]:
             pair = range(first, first + 2)
             for one in pair:
                 said[one] += draw_ids(ADDED, engine.vocab_size, rng).tolist()
-            asks = [Ask(prompt_ids=tuple(said[one]), output_tokens=ANSWER) for one in pair]
+            asks = [RequestSpec(prompt_ids=tuple(said[one]), output_tokens=ANSWER) for one in pair]
             for one, answer in zip(pair, await engine.run(asks), strict=True):
                 said[one] += answer.token_ids
                 answers.append(answer.token_ids)

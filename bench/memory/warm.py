@@ -26,7 +26,7 @@ import numpy as np
 from bench.memory.plots import plot_tier
 from bench.memory.processes import Run, Runs, add_places, child, fill_places, median
 from quire.bench.local import LocalEngine
-from quire.bench.workloads import Ask, draw_ids
+from quire.bench.workloads import RequestSpec, draw_ids
 
 KINDS = ("cold", "fill", "warm", "dropped")
 OWN_TOKENS = 16  # behind the beginning, different each time
@@ -56,7 +56,7 @@ async def one_run(args: argparse.Namespace) -> dict[str, Any]:
         ready_s = time.perf_counter() - began_s
         beginning = 0 if args.kind != "cold" or args.same else 1_000 + args.number
         ids = prompt(args.prompt, engine.vocab_size, beginning=beginning, end=args.number)
-        (answer,) = await engine.run([Ask(prompt_ids=ids, output_tokens=OUTPUT_TOKENS)])
+        (answer,) = await engine.run([RequestSpec(prompt_ids=ids, output_tokens=OUTPUT_TOKENS)])
         if args.kind == "fill":
             await _saved(engine, args.prompt // int(engine.description["block_size"]))
         stats = engine.stats

@@ -10,8 +10,8 @@ import os
 from typing import Any
 
 from bench.peers.protocol import Asked, Unsupported, serve
-from quire.bench.local import Answered, LocalEngine
-from quire.bench.workloads import Ask
+from quire.bench.local import CompletedRequest, LocalEngine
+from quire.bench.workloads import RequestSpec
 
 
 class Quire:
@@ -41,11 +41,11 @@ class Quire:
     def run(self, requests: list[Asked], static_batch: int) -> list[dict[str, Any]]:
         if self._engine is None:
             raise Unsupported("nothing is loaded")
-        asks = [
-            Ask(prompt_ids=tuple(one["prompt_ids"]), output_tokens=one["output_tokens"])
+        specs = [
+            RequestSpec(prompt_ids=tuple(one["prompt_ids"]), output_tokens=one["output_tokens"])
             for one in requests
         ]
-        answered = self._runner.run(self._engine.run(asks, static_batch=static_batch))
+        answered = self._runner.run(self._engine.run(specs, static_batch=static_batch))
         return [_told(one) for one in answered]
 
     def own_tool(self, workload: dict[str, Any]) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Quire:
         self._runner.close()
 
 
-def _told(answered: Answered) -> dict[str, Any]:
+def _told(answered: CompletedRequest) -> dict[str, Any]:
     times = answered.times
     return {
         "sent_s": times.sent_s,

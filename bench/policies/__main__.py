@@ -1,16 +1,16 @@
-"""Scheduling policies on recorded traffic: in the simulator at rising speed, and a real piece.
+"""Scheduling policies on recorded traffic: simulated at rising speed, and on the real engine.
 
     python -m bench.policies table --scene accelerator
     python -m bench.policies piece --seconds 300 --policies fcfs,sjf
 
-`table` writes bench/results/policies-SCENE.json and PNG: every policy at every speed, the goals
-told to the engine (which may then refuse early), and two policies with goals kept back. `piece`
+`table` writes bench/results/policies-SCENE.json and PNG: every policy at every speed with the goals
+in the requests (which the engine may then reject early), and two policies without goals. `piece`
 replays the beginning of the trace on the real engine and in the simulator, one policy after the
-other, and adds to bench/results/policies-piece.json after each. `forecast` holds the predicted
-time to the first token, by which requests are refused early, against what came of it.
+other, and adds to bench/results/policies-piece.json after each. `forecast` compares the predicted
+time to first token, by which requests are rejected early, with the actual one.
 
-Both can be stopped at any time: begun again with the same settings, they go on after the last run
-that was complete (`table` keeps those in a file beside its result until it is done).
+All can be stopped at any time: the same command with the same settings continues after the last
+complete run (`table` keeps those in a file beside its result until it is complete).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from quire.obs.pictures import check_plots
 from quire.obs.report import Progress
 from quire.obs.timing import Goals
 from quire.obs.trace import read_trace
-from quire.sim.compare import Question, compare
-from quire.sim.load import Asks, jobs_of
+from quire.sim.compare import Comparison, compare
+from quire.sim.load import RequestDefaults, trace_requests
 from quire.sim.plots import plot_policies
 from quire.sim.run import simulate
-from quire.sim.summary import summaries_text
+from quire.sim.summary import comparison_text
 
 POLICIES = ("fcfs", "priority", "sjf", "fair", "edf")
 
@@ -82,9 +82,9 @@ def main() -> None:
     {"table": _table, "piece": _piece, "forecast": _forecast}[args.kind](args)
 
 
-def _asks(scene: Scene, *, told: bool) -> Asks:
+def _asks(scene: Scene, *, told: bool) -> RequestDefaults:
     goals = scene.goals
-    return Asks(
+    return RequestDefaults(
         max_tokens=MAX_TOKENS,
         max_model_len=scene.settings["max_model_len"],
         ttft_slo_ms=1e3 * goals.ttft_s if told else None,
@@ -98,12 +98,12 @@ def _table(args: argparse.Namespace) -> None:
     trace = read_trace(outside(TRACE), max_requests=args.max_requests)
     machine, config = scene.machine(), scene.config()
     speeds = tuple(map(float, args.speeds.split(","))) if args.speeds else scene.speeds
-    question = Question(
+    comparison = Comparison(
         trace_name=Path(TRACE).name,
         trace=trace,
         policies=tuple(args.policies.split(",")),
         speeds=speeds,
-        asks=_asks(scene, told=True),
+        defaults=_asks(scene, told=True),
         goals=scene.goals,
         light_every=args.light,
         light_speed=scene.light_speed,
@@ -111,7 +111,7 @@ def _table(args: argparse.Namespace) -> None:
     out = args.out or RESULTS / f"policies-{scene.name}.json"
     part = Part(out.with_suffix(".part.json"), {"scene": scene.text, "settings": vars(args)})
     outcome = compare(
-        question,
+        comparison,
         machine,
         config,
         progress=Progress(),
@@ -121,9 +121,9 @@ def _table(args: argparse.Namespace) -> None:
     # Where the engine may refuse, means are of those it took: orders are compared without. Nor
     # may a full queue refuse: as many wait then under any order, so that their mean wait is one.
     orders = replace(
-        question,
-        asks=_asks(scene, told=False),
-        policies=tuple(name for name in question.policies if name in ("fcfs", "sjf")),
+        comparison,
+        defaults=_asks(scene, told=False),
+        policies=tuple(name for name in comparison.policies if name in ("fcfs", "sjf")),
         light_every=0,
     )
     endless = replace(config.scheduler, max_queued_requests=len(trace))
@@ -135,22 +135,24 @@ def _table(args: argparse.Namespace) -> None:
         known=part.known("open-ended"),
         on_run=part.keeper("open-ended"),
     )
-    jobs, _ = jobs_of(trace, speed=speeds[len(speeds) // 2], asks=question.asks)
+    requests, _ = trace_requests(
+        trace, speed=speeds[len(speeds) // 2], defaults=comparison.defaults
+    )
     began_s = time.process_time()
-    simulate(jobs, question.asks, machine, config)
+    simulate(requests, comparison.defaults, machine, config)
     outcome |= {
         "bench": "policies",
         "machine": machine_card(),
         "scene": scene.text,
         "open_ended": open_ended,
-        "requests_per_minute": 60 * len(jobs) / (time.process_time() - began_s),
+        "requests_per_minute": 60 * len(requests) / (time.process_time() - began_s),
     }
     outcome["goals"] = read_goals(outcome)
     out.write_text(json.dumps(outcome, indent=1) + "\n")
     plot_policies(outcome, out.with_suffix(".png"))
     part.remove()
-    print(summaries_text(outcome))
-    print("\ngoals kept back, nothing refused early\n" + summaries_text(open_ended))
+    print(comparison_text(outcome))
+    print("\ngoals kept back, nothing refused early\n" + comparison_text(open_ended))
     print(goals_text(outcome["goals"]))
 
 
@@ -197,7 +199,7 @@ def _piece(args: argparse.Namespace) -> None:
         settings=settings,
         policies=policies,
         speed=args.speed,
-        asks=Asks(max_tokens=args.max_tokens, max_model_len=16_384),
+        defaults=RequestDefaults(max_tokens=args.max_tokens, max_model_len=16_384),
         goals=Goals(ttft_s=10.0, tpot_s=0.5),
         profile=known.get("profile"),
         progress=Progress(),
@@ -209,11 +211,11 @@ def _forecast(args: argparse.Namespace) -> None:
     scene = SCENES[args.scene]
     trace = read_trace(outside(TRACE), max_requests=args.max_requests)
     speeds = tuple(map(float, args.speeds.split(","))) if args.speeds else scene.speeds
-    asks, goal_s = _asks(scene, told=False), args.goal or scene.goals.ttft_s
+    defaults, goal_s = _asks(scene, told=False), args.goal or scene.goals.ttft_s
     rows = []
     for policy in args.policies.split(","):
         for speed in speeds:
-            rows.append(held(trace, scene, policy, speed, asks, goal_s, light_every=args.light))
+            rows.append(held(trace, scene, policy, speed, defaults, goal_s, light_every=args.light))
             print(held_text(rows[-1]), flush=True)
     out = args.out or RESULTS / f"forecast-{scene.name}.json"
     about = {"bench": "policies, forecast", "scene": scene.text, "goal_s": goal_s}

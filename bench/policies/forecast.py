@@ -1,10 +1,9 @@
-"""The forecast behind early refusal, held against what came: in the simulator, nobody refused.
+"""The TTFT prediction behind early rejection, compared with actual times in the simulator.
 
-When a request is taken its time to the first token is foretold, as it would be to refuse it; what
-comes of it is noted. Told are the error's median, how much is foretold for what comes, and of a
-wish for the first token within so many seconds: who would have been refused though it was kept, and
-who would have been taken though it was not. Fair share has a light tenant beside a flood, told by
-itself: it is the one that others stand back for.
+When a request is accepted its time to first token is predicted, as admission control would do; its
+actual time is recorded. Reported are the error's median, the ratio of prediction to actual time,
+and for a goal of so many seconds the requests that would have been rejected although they met it,
+and accepted although they missed it. Fair share has a light tenant beside a flood.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from bench.policies.scenes import Scene
 from quire.obs.trace import Arrival
 from quire.scheduler.scheduler import Scheduler
 from quire.sim.compare import with_policy
-from quire.sim.load import LIGHT, Asks, flooded, jobs_of
+from quire.sim.load import LIGHT, RequestDefaults, trace_requests, with_flood
 from quire.sim.run import simulate
 
 
@@ -28,37 +27,37 @@ def held(
     scene: Scene,
     policy: str,
     speed: float,
-    asks: Asks,
+    defaults: RequestDefaults,
     goal_s: float,
     *,
     light_every: int = 0,
 ) -> dict[str, Any]:
-    """One policy at one speed: plain numbers. light_every: as of `Question`, for fair share."""
+    """One policy at one speed: plain numbers. light_every: as of `Comparison`, for fair share."""
     is_flooded = policy == "fair" and light_every > 0
     if is_flooded:
-        jobs, _ = flooded(
-            trace, every=light_every, light_speed=scene.light_speed, speed=speed, asks=asks
+        requests, _ = with_flood(
+            trace, every=light_every, light_speed=scene.light_speed, speed=speed, defaults=defaults
         )
     else:
-        jobs, _ = jobs_of(trace, speed=speed, asks=asks)
+        requests, _ = trace_requests(trace, speed=speed, defaults=defaults)
     config = with_policy(scene.config(), policy)
     config = replace(
-        config, scheduler=replace(config.scheduler, max_queued_requests=max(len(jobs), 1))
+        config, scheduler=replace(config.scheduler, max_queued_requests=max(len(requests), 1))
     )
     foretold_ms: dict[int, float] = {}
 
     def taken(number: int, scheduler: Scheduler) -> None:
         found_ms = scheduler.predict_ttft_ms(str(number))
         if found_ms is not None:
-            foretold_ms[id(jobs[number])] = found_ms
+            foretold_ms[id(requests[number])] = found_ms
 
-    run = simulate(jobs, asks, scene.machine(), config, on_taken=taken)
-    ended = [one for one in run.ended if id(one.job) in foretold_ms]
-    predicted = np.array([foretold_ms[id(one.job)] for one in ended]) / 1e3
-    actual = np.array([one.first_token_ms - one.job.arrival_ms for one in ended]) / 1e3
+    run = simulate(requests, defaults, scene.machine(), config, on_accepted=taken)
+    finished = [one for one in run.finished if id(one.request) in foretold_ms]
+    predicted = np.array([foretold_ms[id(one.request)] for one in finished]) / 1e3
+    actual = np.array([one.first_token_ms - one.request.arrival_ms for one in finished]) / 1e3
     found = {"policy": policy, "speed": speed, **held_against(predicted, actual, goal_s)}
     if is_flooded:
-        is_light = np.array([one.job.tenant == LIGHT for one in ended])
+        is_light = np.array([one.request.tenant == LIGHT for one in finished])
         found["light"] = held_against(predicted[is_light], actual[is_light], goal_s)
     return found
 

@@ -1,8 +1,8 @@
-"""What the policies are to show, read off a result: how much, and whether it is enough.
+"""The policies' goals, read off a result: the measured value, and whether it is enough.
 
-Means are compared where nothing was refused early (open_ended), goodput where it may be. Plain
-arithmetic over the JSON object that quire/sim/compare.py makes. Always holds: a goal that could
-not be looked at is told as such, not as kept.
+Means are compared without early rejections (open_ended), goodput with them. Plain arithmetic over
+the JSON object of quire/sim/compare.py. Always holds: a goal that could not be measured is reported
+as such, not as kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def read_goals(outcome: Mapping[str, Any]) -> list[dict[str, Any]]:
     runs = outcome["runs"]
     return [
         _shortest(outcome["open_ended"]["runs"]),
-        _light(runs),
+        _light_tenant(runs),
         *(_goodput(runs, policy) for policy in _policies(runs)),
         _speed(outcome),
     ]
@@ -60,7 +60,7 @@ def _shortest(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return _goal(what, found, wanted, kept=shares[speed] <= SHORTEST_SHARE)
 
 
-def _light(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _light_tenant(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     what = "fair share: a light tenant's p99 of the first token over that alone, most of all speeds"
     wanted = f"at most {LIGHT_TIMES}"
     times = {

@@ -1,11 +1,11 @@
-"""A long prompt among requests that make tokens: what each does to the other.
+"""A long prompt among decoding requests: the effect of each on the other.
 
-`alone` is the long prompt's time to its first token on an idle engine. `beside`: a number of
-requests make tokens; the times between two tokens before the prompt comes, and from its arrival to
-its first token. The engine runs in this process, without HTTP; a token's time is when its step
-ended. It has computed a prompt as long before, and was idle then: one that just began pays for
-first use of memory too. Refuses to report if the prompt's first token differs beside others. Runs
-add up in the file and their medians are told.
+`alone` is the long prompt's time to first token on an idle engine. `beside`: a number of requests
+decode; measured are their inter-token times before the prompt arrives, and from its arrival to its
+first token. The engine runs in this process, without HTTP; a token's time is the end of its step.
+Before, the engine has computed a prompt as long and been idle: a new engine would pay for the first
+use of memory too. Refuses to report if the prompt's first token differs beside others. Runs add up
+in the file and their medians are reported.
 
 Run: python -m bench.policies.interference [--model FOLDER] [--runs alone,beside] [--prompt 8192]
      [--decoding 16] [--flags "tpot_target_ms=0 long_prompt_tokens=2048"] [--out FILE]
@@ -51,7 +51,7 @@ class Loop:
         self.first_ids: dict[str, int] = {}
 
     def add(self, name: str, num_prompt_tokens: int, num_output_tokens: int) -> float:
-        """A request nobody shares a prefix with; when it came."""
+        """Add a request that shares no prefix; return its arrival."""
         now_ms = self._clock.now_ms()
         drawn = np.random.default_rng([ord(letter) for letter in name])
         request = Request(
@@ -77,7 +77,7 @@ class Loop:
             self.first_ids.setdefault(output.request_id, output.token_ids[0])
 
     def until_idle(self) -> None:
-        """Run until nobody is left."""
+        """Run until all requests have ended."""
         while self._core.has_work:
             self.step()
 

@@ -1,9 +1,9 @@
-"""A piece of the trace on the real engine, and the same in the simulator: do they agree?
+"""A piece of recorded traffic on the real engine and in the simulator, side by side.
 
-The model's steps are measured first, then each policy serves the same requests in real time, and
-in virtual time. Told are, for each, the mean and p50 latency and the mean time to the first token,
-how far the simulation was off, and whether both rank the policies the same. A model of random
-weights serves: what it says is of no matter here, and answers end where the trace says.
+The model's steps are measured first, then each policy serves the same requests in real time, and in
+virtual time. Reported are, for each, the mean and p50 latency and the mean time to first token, the
+error of the simulation, and whether both rank the policies the same. The model has random weights:
+its answers end where the trace says.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quire.obs.report import Progress, table
 from quire.obs.timing import Goals
 from quire.obs.trace import Arrival
 from quire.sim.compare import with_policy
-from quire.sim.load import Asks, Job, jobs_of
+from quire.sim.load import RequestDefaults, TraceRequest, trace_requests
 from quire.sim.machine import Machine
 from quire.sim.profile import machine_of, measure_machine
 from quire.sim.real import run_real
@@ -42,19 +42,20 @@ def measure_piece(
     settings: Mapping[str, Any],
     policies: Sequence[str],
     speed: float,
-    asks: Asks,
+    defaults: RequestDefaults,
     goals: Goals,
     profile: Mapping[str, Any] | None,
     progress: Progress,
     on_policy: Callable[[dict[str, Any]], None],
 ) -> None:
-    """on_policy is told the result object as it stands, after each policy.
+    """Run each policy; on_policy receives the result object so far after each.
 
-    profile: of this model here, measured now where there is none."""
+    profile: of this model on this machine; measured if None.
+    """
     config = engine_config({**settings, "model": str(random_checkpoint(shape))})
     profile = profile or measure_machine(config, progress=progress)
     machine = machine_of(profile)
-    jobs, left_out = jobs_of(trace, speed=speed, asks=asks)
+    requests, left_out = trace_requests(trace, speed=speed, defaults=defaults)
     progress.say("packing the weights")
     engine = assemble(config, clock=Clock(), report=_tell)
     runs: dict[str, Any] = {}
@@ -62,7 +63,7 @@ def measure_piece(
         "settings": {
             "shape": shape,
             "speed": speed,
-            "num_requests": len(jobs),
+            "num_requests": len(requests),
             "left_out": left_out,
             **dict(settings),
         },
@@ -70,10 +71,12 @@ def measure_piece(
         "runs": runs,
     }
     with closing(engine.core.runner):
-        while engine.core.touch():  # as a server does before anybody asks
+        while engine.core.touch():  # as a server does before the first request
             pass
         for policy in policies:
-            progress.say(f"{policy}: {len(jobs)} requests in {jobs[-1].arrival_ms / 1e3:.0f} s")
+            progress.say(
+                f"{policy}: {len(requests)} requests in {requests[-1].arrival_ms / 1e3:.0f} s"
+            )
             own = with_policy(config, policy)
             num_blocks = machine.num_blocks(own)
             if num_blocks > engine.card.num_blocks:
@@ -96,11 +99,11 @@ def measure_piece(
                 hash_key=bytes(16),
                 cost=machine.linear if limits.step_budget_ms else None,
             )
-            show = partial(_show_progress, progress, policy, len(jobs))
-            run = run_real(engine, jobs, asks, scheduler=scheduler, on_progress=show)
+            show = partial(_show_progress, progress, policy, len(requests))
+            run = run_real(engine, requests, defaults, scheduler=scheduler, on_progress=show)
             runs[policy] = {
-                "real": summary_of(run, jobs, goals),
-                "simulated": _simulated(jobs, asks, machine, own, goals),
+                "real": summary_of(run, requests, goals),
+                "simulated": _simulated(requests, defaults, machine, own, goals),
             }
             on_policy(outcome)
     progress.clear()
@@ -109,19 +112,23 @@ def measure_piece(
 def _show_progress(
     progress: Progress,
     policy: str,
-    num_jobs: int,
+    num_requests: int,
     *,
     num_arrived: int,
     num_ended: int,
     now_ms: float,
 ) -> None:
-    progress.say(f"{policy}: {num_arrived} of {num_jobs} requests arrived, {num_ended} ended")
+    progress.say(f"{policy}: {num_arrived} of {num_requests} requests arrived, {num_ended} ended")
 
 
 def _simulated(
-    jobs: Sequence[Job], asks: Asks, machine: Machine, config: EngineConfig, goals: Goals
+    requests: Sequence[TraceRequest],
+    defaults: RequestDefaults,
+    machine: Machine,
+    config: EngineConfig,
+    goals: Goals,
 ) -> dict[str, Any]:
-    return summary_of(simulate(jobs, asks, machine, config), jobs, goals)
+    return summary_of(simulate(requests, defaults, machine, config), requests, goals)
 
 
 def piece_text(outcome: Mapping[str, Any]) -> str:

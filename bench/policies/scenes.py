@@ -1,9 +1,9 @@
-"""What the policies are compared on: two machines, the speeds that load them, and the goals.
+"""Scenarios of the policy comparison: two machines, the speeds that load them, and the goals.
 
-`cpu` is a small model whose steps were measured on a machine with two cores (the profile lies
-beside the results). `accelerator` is described only: an 8B model on 1.5 TB/s and 300 TFLOP/s,
-what a data-centre card keeps up; it is about what the recorded service had a request at its own
-pace. Knows no policy and measures nothing.
+`cpu` is a small model with steps measured on a machine with two cores (the profile lies beside the
+results). `accelerator` is described only: an 8B model on 1.5 TB/s and 300 TFLOP/s, sustained rates
+of a data-centre card, about the capacity per request of the recorded service at its own pace.
+Independent of policies; measures nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """speeds: rising; light_speed: of the tenant who keeps its pace; settings: the engine's."""
+    """speeds: ascending; light_speed: of the light tenant; settings: the engine's."""
 
     name: str
     text: str

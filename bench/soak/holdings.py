@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.frontend.servers import Child
-from quire.bench.foreign import rss_bytes
+from quire.bench.cpu_use import rss_bytes
 
 _LIMIT_S = 60.0
 _POLL_S = 0.05

@@ -12,14 +12,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from quire.api.http import server
+from quire.api import server
 from quire.cli import main as cli
 
 
 def main() -> int:
-    run, file = server._Life.run, Path(sys.argv[1])
+    run, file = server.ServerProcess.run, Path(sys.argv[1])
 
-    async def told(life: server._Life, *args: Any) -> int:
+    async def told(life: server.ServerProcess, *args: Any) -> int:
         loop = asyncio.get_running_loop()
 
         def tell() -> None:
@@ -30,7 +30,7 @@ def main() -> int:
         loop.add_signal_handler(signal.SIGUSR1, tell)
         return await run(life, *args)
 
-    server._Life.run = told  # type: ignore[method-assign]
+    server.ServerProcess.run = told  # type: ignore[method-assign]
     return cli.main(["serve", *sys.argv[2:]])
 
 

@@ -1,26 +1,27 @@
-"""What all routes share: the engine, the settings, the counters, and whether we take requests.
+"""State shared by all routes of one server process: engine, keys, open requests, counters.
 
-`Engine` is the part of EngineClient the edge uses. Knows no route and no JSON. Always holds:
-`engine()` gives an engine only while requests may be taken; `idle` is set exactly while no request
-for tokens is open.
+Knows no route and no JSON. Always holds: `engine()` returns an engine only while requests are
+accepted; `idle` is set exactly while no POST request is open; a request is found only with the key
+that it was sent with; the ended requests that are kept are bounded in number and time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import ParamSpec, TypeVar
 
-from quire.api.generation.request_registry import RequestRegistry
+from quire.api.engine_protocol import Engine
 from quire.api.http.auth import Keys
-from quire.api.http.errors import SlowReader, shape_of
-from quire.api.http.thread_pools import ThreadPools
-from quire.api.streaming.resumable_stream import ResumableStreams
-from quire.api.workers.sibling_workers import SiblingWorkers
-from quire.base.cache_usage import CacheReport
+from quire.api.http.errors import Aborted, SlowReader, UnknownRequest, shape_of
+from quire.api.streaming.event_journal import ResumableStreams
 from quire.base.errors import (
     ContextTooLong,
     OverloadedError,
@@ -31,63 +32,31 @@ from quire.base.errors import (
 )
 from quire.base.log import Log
 from quire.base.log_process import dropped_lines
-from quire.base.records import EngineStats
-from quire.base.sampling_params import SamplingParams
-from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
+from quire.base.show import show
 from quire.config.admin_keys import read_admin_keys
 from quire.config.groups import ServerConfig
 from quire.config.tenants import Tenant
 from quire.engine.model_card import Health, ModelCard
-from quire.engine.output.output_stream import PLAIN_TEXT, TextDelta, TextRules
 from quire.obs.metrics import Metrics
-from quire.text.chat_template import ChatTemplate
-from quire.text.tokenizer import Tokenizer
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Requests that wait while the server is paused.
-MOST_HELD = 1024
-# When to ask again of a server that an admin holds: nobody knows for how long.
-_LOOK_AGAIN_S = 10.0
-
-
-class Engine(Protocol):
-    """What the edge needs of an engine; quire.engine.client.engine_client.EngineClient has it."""
-
-    card: ModelCard
-    tokenizer: Tokenizer
-    template: ChatTemplate | None
-    on_stats: Callable[[EngineStats], None] | None
-    dead: asyncio.Event
-
-    def default_sampling(self) -> SamplingParams: ...
-
-    def check(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None: ...
-
-    def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        request_id: str,
-        first_stream: int = 0,
-        cache_salt: str = "",
-        terms: SchedulingParams = DEFAULT_SCHEDULING,
-        text_rules: TextRules = PLAIN_TEXT,
-    ) -> AsyncIterator[TextDelta]: ...
-
-    def num_waiting(self, request_id: str) -> int: ...
-
-    async def cache_report(self, *, num_prefixes: int = 0) -> CacheReport: ...
-
-    async def flush_cache(self) -> int: ...
-
-    def health(self) -> Health: ...
+MAX_HELD = 1024
+# `retry-after` of a paused or drained server: when an admin resumes it is not known.
+_RETRY_AFTER_S = 10.0
+# Template rendering holds the interpreter lock: more threads end no earlier and delay the loop.
+NUM_THREADS = 2
+MAX_ENDED = 1024
+# Ended requests are kept for so long.
+ENDED_S = 60.0
 
 
 class ServerState:
-    """One server process's state. Made and used in the event loop's thread.
+    """The state of one server process. Created and used in the event loop's thread.
 
-    tenants: of the tenants file, None without one. keys: who may ask, as of now. peers: the other
-    processes, where the server has several.
+    tenants: of the tenants file, None without one.
     """
 
     def __init__(
@@ -96,164 +65,154 @@ class ServerState:
         metrics: Metrics,
         log: Log,
         tenants: Sequence[Tenant] | None = None,
-        peers: SiblingWorkers | None = None,
     ) -> None:
         self.config = config
-        self.peers = peers
         self._admin_digests = read_admin_keys(config.admin_key_file)
-        self.know(tenants)
+        self.set_tenants(tenants)
         self.metrics = metrics
         self.log = log
-        self.lanes = ThreadPools()
-        self.live = RequestRegistry()
-        self.tellings = ResumableStreams(config.resume_memory_bytes)
+        self.thread_pools = ThreadPools()
+        self.requests = RequestRegistry()
+        self.resumable_streams = ResumableStreams(config.resume_memory_bytes)
         self.draining = False
         self.num_held = 0
-        self._takes = asyncio.Event()
-        self._takes.set()
+        self._accepting = asyncio.Event()
+        self._accepting.set()
         loop = asyncio.get_running_loop()
-        self.leaving: asyncio.Future[None] = loop.create_future()
-        self.over: asyncio.Future[None] = loop.create_future()
+        self.stopping: asyncio.Future[None] = loop.create_future()
+        self.grace_over: asyncio.Future[None] = loop.create_future()
         self.idle = asyncio.Event()
         self.idle.set()
         self._engine: Engine | None = None
         self._num_open = 0
-        self._counted = _Counted(self._hold, self._let_go)
+        self._counted = _Counted(self._request_opened, self._request_closed)
 
     def fingerprint(self, card: ModelCard) -> str:
-        """The engine's; where this server was set to answer otherwise, of those settings too."""
+        """Return the fingerprint of answers: the engine's, and of settings that change answers."""
         config = self.config
-        told = (config.tool_call_parser, config.reasoning_parser, config.max_output_tokens)
-        if told == ("auto", "auto", None):
+        settings = (config.tool_call_parser, config.reasoning_parser, config.max_output_tokens)
+        if settings == ("auto", "auto", None):
             return card.fingerprint
-        digest = hashlib.blake2b(repr((card.fingerprint, *told)).encode(), digest_size=8)
+        digest = hashlib.blake2b(repr((card.fingerprint, *settings)).encode(), digest_size=8)
         return f"fp_{digest.hexdigest()}"
 
     @property
-    def has_strangers(self) -> bool:
-        """Whether callers may be different people: more than one key, or none and open to all."""
+    def has_several_users(self) -> bool:
+        """Whether requests may come from different users: several keys, or none and --insecure."""
         num_keys = len(self.config.api_key)
         num_keys += sum(len(tenant.key_digests) for tenant in self.tenants or ())
         num_keys += len(self._admin_digests) if num_keys else 0
         return num_keys > 1 or (num_keys == 0 and self.config.insecure)
 
-    def know(self, tenants: Sequence[Tenant] | None) -> None:
-        """From now on these are the tenants; what was let in goes on."""
+    def set_tenants(self, tenants: Sequence[Tenant] | None) -> None:
+        """Replace the tenants; open requests continue."""
         self.tenants = tenants
         shares = self.config.share_prefixes
         self.keys = Keys(self.config.api_key, tenants, self._admin_digests, shares_prefixes=shares)
 
-    def know_admins(self, digests: Sequence[str]) -> None:
-        """From now on these are the keys of the admin key file, by their digests."""
+    def set_admin_keys(self, digests: Sequence[str]) -> None:
+        """Replace the keys of the admin key file, given as digests."""
         self._admin_digests = tuple(digests)
-        self.know(self.tenants)
+        self.set_tenants(self.tenants)
 
     def start(self, engine: Engine) -> None:
-        """The engine is ready: take requests."""
+        """Accept requests: the engine is ready."""
         self._engine = engine
         engine.on_stats = self.metrics.see
 
     @property
-    def loaded(self) -> Engine | None:
-        """The engine, once it is ready, whether requests are taken or not."""
+    def loaded_engine(self) -> Engine | None:
+        """The engine once it is ready, whether or not requests are accepted."""
         return self._engine
 
     @property
     def paused(self) -> bool:
-        """Whether requests for tokens are held."""
-        return not self._takes.is_set()
+        """Whether generation requests are held."""
+        return not self._accepting.is_set()
 
     def pause(self) -> None:
-        """Hold requests for tokens that come from now on; what runs goes on."""
+        """Hold new generation requests; running ones continue."""
         if not self.draining:
-            self._takes.clear()
+            self._accepting.clear()
 
     def refuse_new(self) -> None:
-        """Take nothing new, held requests neither, until `resume`."""
+        """Refuse new requests, and those that are held, until `resume`."""
         self.draining = True
-        self._takes.set()
+        self._accepting.set()
 
     def resume(self) -> None:
-        """Take requests again, unless the server is being stopped."""
-        self._takes.set()
-        self.draining = self.leaving.done()
+        """Accept requests again, unless the server is stopping."""
+        self._accepting.set()
+        self.draining = self.stopping.done()
 
-    def become(self, *, paused: bool, draining: bool) -> None:
-        """As another process of this server is, where an admin was."""
-        self.draining = draining or self.leaving.done()
+    def set_admission(self, *, paused: bool, draining: bool) -> None:
+        """Take over the state of another API process of this server."""
+        self.draining = draining or self.stopping.done()
         if paused and not self.draining:
-            self._takes.clear()
+            self._accepting.clear()
         else:
-            self._takes.set()
+            self._accepting.set()
 
-    async def admitted(self) -> None:
-        """Wait while the server is paused. Raises OverloadedError where too many wait, or none may
-        go on."""
-        if self.paused:
-            if self.num_held >= MOST_HELD:
-                raise OverloadedError(
-                    "the server is paused; try again later", retry_after_s=_LOOK_AGAIN_S
-                )
-            self.num_held += 1
-            try:
-                await self._takes.wait()
-            finally:
-                self.num_held -= 1
-            self.engine()
+    async def wait_while_paused(self) -> None:
+        """Wait while the server is paused. Raises OverloadedError if too many requests wait, or
+        if the server drains in the meantime."""
+        if self.num_held >= MAX_HELD:
+            raise OverloadedError(
+                "the server is paused; try again later", retry_after_s=_RETRY_AFTER_S
+            )
+        self.num_held += 1
+        try:
+            await self._accepting.wait()
+        finally:
+            self.num_held -= 1
+        self.engine()
 
     def drain(self) -> None:
-        """Take nothing new, for good; what is open goes on."""
+        """Refuse new requests for good; open ones continue."""
         self.refuse_new()
-        if not self.leaving.done():
-            self.leaving.set_result(None)
+        if not self.stopping.done():
+            self.stopping.set_result(None)
 
     def end_all(self) -> None:
-        """Grace is over: end what is open with an error."""
-        if not self.over.done():
-            self.over.set_result(None)
+        """End open requests with an error: the grace time is over."""
+        if not self.grace_over.done():
+            self.grace_over.set_result(None)
 
     def engine(self) -> Engine:
-        """The engine, if requests may be taken; else OverloadedError or WorkerError says why."""
+        """Return the engine if requests are accepted. Raises OverloadedError or WorkerError."""
         if self.draining:
-            raise self._refusal()
+            raise self._draining_error()
         if self._engine is None:
             raise OverloadedError("the model is still loading; try again", retry_after_s=1.0)
         if self._engine.dead.is_set():
             raise WorkerError(f"the engine is gone: {self._engine.health().reason}")
         return self._engine
 
-    def _refusal(self) -> ShuttingDown:
-        """Told while nothing new is taken: when another server will be here, or this one may be."""
-        again_s = max(self.config.grace_s, 1.0) if self.leaving.done() else _LOOK_AGAIN_S
-        return ShuttingDown(f"{self._why_draining()}; try elsewhere", retry_after_s=again_s)
+    def _draining_error(self) -> ShuttingDown:
+        retry_s = max(self.config.grace_s, 1.0) if self.stopping.done() else _RETRY_AFTER_S
+        return ShuttingDown(f"{self._draining_reason()}; try elsewhere", retry_after_s=retry_s)
 
-    def _why_draining(self) -> str:
-        who = (
-            "the server is shutting down" if self.leaving.done() else "an admin drained the server"
+    def _draining_reason(self) -> str:
+        cause = (
+            "the server is shutting down" if self.stopping.done() else "an admin drained the server"
         )
-        return f"{who}: it takes nothing new"
+        return f"{cause}: it takes nothing new"
 
     def health(self) -> Health:
-        """The engine's word, or ours while there is none or we are leaving."""
+        """Return the engine's health, or the server's while it is starting or draining."""
         if self._engine is None:
             reason = "the model is still loading"
             return Health(ok=False, state="starting", reason=reason, pending=0, steps_total=0)
         health = self._engine.health()
         if self.draining and health.state != "dead":
-            reason = self._why_draining()
-            return Health(
-                ok=False,
-                state="draining",
-                reason=reason,
-                pending=health.pending,
-                steps_total=health.steps_total,
-            )
+            reason = self._draining_reason()
+            return replace(health, ok=False, state="draining", reason=reason)
         if self.paused and health.ok:
             return replace(health, ok=False, state="paused", reason="an admin paused the server")
         return health
 
-    def failed(self, error: QuireError) -> None:
-        """A request ended in an error: count it."""
+    def count_error(self, error: QuireError) -> None:
+        """Count the error that ended a request."""
         self.metrics.error(type(error).__name__)
         if isinstance(error, SlowReader):
             self.metrics.slow_reader()
@@ -264,26 +223,26 @@ class ServerState:
             self.metrics.refused(str(shape_of(error).code))
 
     def scrape(self) -> bytes:
-        """All metrics as text."""
+        """Return all metrics as text."""
         self.metrics.dropped_lines(dropped_lines())
         return self.metrics.text()
 
-    def request(self, *, counts: bool) -> AbstractContextManager[None]:
-        """Held while a request is open; draining waits for those that count."""
+    def track_request(self, *, counts: bool) -> AbstractContextManager[None]:
+        """Return the context of one open request; draining waits for those that count."""
         return self._counted if counts else _UNCOUNTED
 
-    def _hold(self) -> None:
+    def _request_opened(self) -> None:
         self._num_open += 1
         self.idle.clear()
 
-    def _let_go(self) -> None:
+    def _request_closed(self) -> None:
         self._num_open -= 1
         if self._num_open == 0:
             self.idle.set()
 
 
 class _Counted:
-    """Entered by each request that counts, however many are in it."""
+    """The context of all counted requests; it is entered once for each of them."""
 
     def __init__(self, enter: Callable[[], None], leave: Callable[[], None]) -> None:
         self._enter, self._leave = enter, leave
@@ -296,3 +255,145 @@ class _Counted:
 
 
 _UNCOUNTED = nullcontext()
+
+
+class ThreadPools:
+    """Threads beside the event loop for templates and long texts: a quick pool and a slow one.
+
+    Large bodies and templates of requests go to the slow pool, so they delay only each other.
+    Neither pool shares threads with the reading of bodies. Work that has not begun when its client
+    disconnects is never begun.
+    """
+
+    def __init__(self) -> None:
+        self._quick = ThreadPoolExecutor(NUM_THREADS, "quire-quick")
+        self._slow = ThreadPoolExecutor(NUM_THREADS, "quire-slow")
+
+    async def run(
+        self, slow: bool, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Run `function` in a thread of a pool; return or raise what it does."""
+        pool = self._slow if slow else self._quick
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(pool, partial(function, *args, **kwargs))
+
+    def close(self) -> None:
+        """Begin no more work; what runs ends by itself."""
+        self._quick.shutdown(wait=False, cancel_futures=True)
+        self._slow.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Requester:
+    """The sender of a request: the digest of its key (b"" without keys), and the `x-request-id`
+    that it gave the request ("" for none)."""
+
+    key: bytes = b""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestProgress:
+    """Token counts of a request so far. finish_reasons: of its choices, "open" for running ones."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    finish_reasons: tuple[str, ...] = ()
+
+
+def _new_cut() -> asyncio.Future[QuireError]:
+    return asyncio.get_running_loop().create_future()
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """One request. cut: set to an error, it ends the request with it. read_progress: returns the
+    counts so far. on_end: called once when the request has ended. Created in the event loop."""
+
+    id: str
+    requester: Requester
+    route: str
+    is_stream: bool = False
+    created_s: float = field(default_factory=time.time)
+    cut: asyncio.Future[QuireError] = field(default_factory=_new_cut)
+    read_progress: Callable[[], RequestProgress] = RequestProgress
+    ended_s: float | None = None
+    error: str | None = None
+    on_end: Callable[[], None] | None = None
+
+    @property
+    def state(self) -> str:
+        """waiting (no token yet), running, done or failed."""
+        if self.ended_s is not None:
+            return "done" if self.error is None else "failed"
+        return "running" if self.read_progress().finish_reasons else "waiting"
+
+    def end_with(self, error: QuireError) -> None:
+        """End the request with `error`, unless it was ended before."""
+        if not self.cut.done():
+            self.cut.set_result(error)
+
+
+class RequestRegistry:
+    """Requests of one server by id, and by their `x-request-id`: open ones and recently ended."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, OpenRequest] = {}
+        self._ended: OrderedDict[str, OpenRequest] = OrderedDict()
+        self._names: dict[Requester, OpenRequest] = {}
+
+    @property
+    def num_open(self) -> int:
+        """Number of open requests."""
+        return len(self._open)
+
+    def begin(self, request: OpenRequest) -> None:
+        """Register an open request."""
+        self._open[request.id] = request
+        if request.requester.name:
+            self._names[request.requester] = request
+
+    def end(self, request: OpenRequest, error: QuireError | None = None) -> None:
+        """Record that a request has ended, and with which error. A second call has no effect."""
+        if self._open.pop(request.id, None) is None:
+            return
+        last = request.read_progress()  # keep the counts, not the prompts they are read from
+        request.read_progress = lambda: last
+        request.ended_s = time.monotonic()
+        request.error = None if error is None else shape_of(error).code or "error"
+        self._ended[request.id] = request
+        self._forget_expired()
+        on_end, request.on_end = request.on_end, None
+        if on_end is not None:
+            on_end()
+
+    def find(self, id_or_name: str, key: bytes) -> OpenRequest:
+        """Return the request with that id or `x-request-id`. Raises UnknownRequest."""
+        self._forget_expired()
+        request = self._open.get(id_or_name) or self._ended.get(id_or_name)
+        if request is None:
+            request = self._names.get(Requester(key, id_or_name))
+        if request is None or request.requester.key != key:
+            raise UnknownRequest(
+                f"request {show(id_or_name)} is not known here: it was never asked with this key, "
+                f"or ended more than {ENDED_S:g} s ago"
+            )
+        return request
+
+    def abort(self, request: OpenRequest) -> bool:
+        """End a request; return whether it was still open."""
+        if request.id not in self._open:
+            return False
+        request.end_with(Aborted("the request was ended by an abort of its id"))
+        return True
+
+    def _forget_expired(self) -> None:
+        oldest_s = time.monotonic() - ENDED_S
+        while self._ended:
+            first = next(iter(self._ended.values()))
+            if len(self._ended) <= MAX_ENDED and (first.ended_s or 0.0) > oldest_s:
+                return
+            del self._ended[first.id]
+            if self._names.get(first.requester) is first:
+                del self._names[first.requester]

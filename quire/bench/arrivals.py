@@ -1,7 +1,7 @@
-"""When requests arrive and how long they are: Poisson at a rate, or a recorded trace replayed.
+"""Arrival times and lengths of requests: a Poisson process, or a replayed trace.
 
-Content is made up; lengths, and which blocks of tokens prompts share, are the trace's: replaying
-it meets the prefix cache as the recorded service's did.
+Content is made up. Lengths and shared prompt blocks are the trace's, so a replay meets the prefix
+cache as the recorded service did.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from quire.base.errors import SettingError
-from quire.bench.workloads import Ask, Lengths, draw_ids
+from quire.bench.workloads import Lengths, RequestSpec, draw_ids
 from quire.obs.trace import MOONCAKE_BLOCK_TOKENS, Arrival
 
 
@@ -22,22 +22,24 @@ def poisson(
     seconds: float,
     vocab_size: int,
     rng: np.random.Generator,
-) -> list[Ask]:
-    """Requests that arrive independently within `seconds`: a Poisson process, given that as many
-    came as `per_s` makes (at least one), so that rising rates do rise.
+) -> list[RequestSpec]:
+    """Draw the arrivals of a Poisson process within `seconds`.
 
-    Lengths are taken in turn. Raises SettingError for a rate of 0 or less.
+    The number of requests is the expected one (at least one), so that higher rates always mean more
+    requests. Lengths are taken in turn. Raises SettingError for a rate of 0 or less.
     """
     if not per_s > 0 or not seconds > 0:
         raise SettingError(f"{per_s} requests a second for {seconds} s; both must be above 0")
-    asks: list[Ask] = []
+    specs: list[RequestSpec] = []
     for arrival_s in np.sort(rng.uniform(0.0, seconds, max(round(per_s * seconds), 1))).tolist():
-        one = lengths[len(asks) % len(lengths)]
+        one = lengths[len(specs) % len(lengths)]
         ids = draw_ids(one.prompt, vocab_size, rng)
-        asks.append(
-            Ask(prompt_ids=tuple(ids.tolist()), output_tokens=one.output, arrival_s=arrival_s)
+        specs.append(
+            RequestSpec(
+                prompt_ids=tuple(ids.tolist()), output_tokens=one.output, arrival_s=arrival_s
+            )
         )
-    return asks
+    return specs
 
 
 def replay(
@@ -47,11 +49,11 @@ def replay(
     max_tokens: int,
     vocab_size: int,
     rng: np.random.Generator,
-) -> tuple[list[Ask], int]:
-    """The trace's requests, `speed` times as fast, and how many were left out.
+) -> tuple[list[RequestSpec], int]:
+    """Return the trace's requests, `speed` times as fast, and how many were left out.
 
-    A request of more than `max_tokens`, prompt and output, is left out: the model could not hold
-    it. Raises SettingError where that leaves none.
+    A request of more than `max_tokens`, prompt and output, does not fit the model and is left out.
+    Raises SettingError where none is left.
     """
     if not speed > 0:
         raise SettingError(f"the speed is {speed}; it must be above 0")
@@ -62,7 +64,7 @@ def replay(
             "raise --max-tokens as far as the model's context allows"
         )
     blocks: dict[int, tuple[int, ...]] = {}
-    asks = []
+    specs = []
     for one in fit:
         ids: list[int] = []
         for block_id in one.block_ids:
@@ -72,11 +74,11 @@ def replay(
             ids += blocks[block_id]
         if len(ids) < one.prompt_tokens:
             ids += draw_ids(one.prompt_tokens - len(ids), vocab_size, rng).tolist()
-        asks.append(
-            Ask(
+        specs.append(
+            RequestSpec(
                 prompt_ids=tuple(ids[: one.prompt_tokens]),
                 output_tokens=one.output_tokens,
                 arrival_s=one.arrival_s / speed,
             )
         )
-    return asks, len(trace) - len(fit)
+    return specs, len(trace) - len(fit)

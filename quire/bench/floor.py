@@ -1,8 +1,8 @@
-"""The least time that work can take: bytes that must come from memory, over how fast it reads.
+"""Roofline floors: the least time that reading the required bytes, or the arithmetic, can take.
 
-Bytes and operations are those of the program's own cost model. Requests' floors look at memory
-only, so that of a long prompt, which is bound by arithmetic, is far below what any machine reaches;
-an operation's is of both. Knows no clock.
+Bytes and operations are those of the program's cost model. A request's floor counts memory only, so
+for a long prompt, which is bound by arithmetic, it is far below any machine's time; an operation's
+floor counts both. Reads no clock.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ CACHED = "cached"
 
 
 def program_of(model: str, settings: Mapping[str, Any] = MappingProxyType({})) -> Program:
-    """The program an engine with these settings runs for `model` (empty: the one in the box).
+    """Return the program of an engine with these settings for `model` (empty: built-in).
 
-    Precisions count as the engine keeps them: of the weights, the head and the cache.
+    Precisions of weights, head and cache are those the engine would use.
     """
     config = engine_config({"model": model, **settings})
     folder = model_folder(config.model)
@@ -36,7 +36,7 @@ def program_of(model: str, settings: Mapping[str, Any] = MappingProxyType({})) -
 
 
 def decode_bytes(program: Program, *, prompt_tokens: int, output_tokens: int) -> int:
-    """Bytes of weights and cache that one request's tokens after the first must read.
+    """Return the bytes of weights and cache that one request's decode steps must read.
 
     Raises SettingError where the request is longer than the model allows.
     """
@@ -72,5 +72,5 @@ def arithmetic_s(program: Program, op: Op, cost: Cost, limits: Mapping[str, floa
 
 
 def share_text(floor_s: float, seconds: float) -> str:
-    """The floor's share of the time; what came faster than memory reads has no floor there."""
+    """Return the floor as a share of the time, or CACHED where the bytes came from caches."""
     return CACHED if floor_s > seconds else f"{100 * floor_s / seconds:.0f} %"

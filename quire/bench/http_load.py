@@ -1,9 +1,9 @@
-"""An open loop over HTTP: requests are sent when they arrive, however many still wait.
+"""An open loop over HTTP: requests are sent at their arrival times, whatever is still pending.
 
-Speaks to any OpenAI-compatible /v1/completions, streamed, over one connection a request and
-nothing but asyncio: the client must cost little beside a server on the same machine. Prompts go
-as token ids (or as text). A request that fails, or ends at another length than asked, is an
-error of that request and never of the run.
+Uses any OpenAI-compatible /v1/completions with streaming, one connection per request and only
+asyncio: the client must cost little beside a server on the same machine. Prompts are token ids (or
+text). A request that fails, or ends at another length than requested, is an error of that request
+only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from quire.base.errors import SettingError, WorkerError
-from quire.bench.workloads import Ask
+from quire.bench.workloads import RequestSpec
 from quire.obs.timing import RequestTimes
 
 _MAX_LINE_BYTES = 1 << 20
@@ -28,10 +28,11 @@ _MAX_REFUSAL_BYTES = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A server and how it is asked. extra: fields added to each request's body.
+    """A server and how to send requests to it. extra: fields added to each request's body.
 
-    as_text: prompts are sent as words instead of token ids, for servers that take no ids; their
-    number of tokens is then the server's business. exact: another length than asked is an error.
+    as_text: prompts are sent as words instead of token ids, for servers that take no ids; the
+    number of tokens then depends on the server's tokenizer. exact: another length than requested is
+    an error.
     """
 
     url: str
@@ -45,7 +46,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where a server listens; path stands before every route."""
+    """Host and port of a server; path is the prefix of every route."""
 
     host: str
     port: int
@@ -54,7 +55,7 @@ class Address:
 
 
 def address_of(url: str) -> Address:
-    """The parts of an http:// or https:// URL. Raises SettingError for anything else."""
+    """Parse an http:// or https:// URL. Raises SettingError for anything else."""
     try:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         host, port = parts.hostname, parts.port
@@ -73,7 +74,7 @@ def address_of(url: str) -> Address:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model as its server lists it; None: the server does not say."""
+    """A model as listed by its server; None: not listed."""
 
     name: str
     max_model_len: int | None = None
@@ -81,8 +82,10 @@ class ServedModel:
 
 
 async def served_model(target: Target) -> ServedModel:
-    """The target's model, or the first one listed where it names none. Raises WorkerError where
-    the list cannot be read, or is empty and no name was given."""
+    """Return the target's model, or the first listed one where the target names none.
+
+    Raises WorkerError where the list cannot be read, or is empty and no name was given.
+    """
     try:
         async with asyncio.timeout(30):
             body = b""
@@ -106,41 +109,41 @@ async def served_model(target: Target) -> ServedModel:
 
 
 def _count(value: object) -> int | None:
-    """A server may say anything."""
+    """Return the value if it is a positive integer; servers may send anything."""
     return value if type(value) is int and value > 0 else None
 
 
 async def open_loop(
-    target: Target, asks: Sequence[Ask], *, on_end: Callable[[], None] | None = None
+    target: Target, specs: Sequence[RequestSpec], *, on_end: Callable[[], None] | None = None
 ) -> list[RequestTimes]:
-    """Send each request at its arrival, wait until all have ended; times in the order of `asks`.
+    """Send each request at its arrival and return the times, in order, when all have ended.
 
-    A request's `sent_s` is when it was due: a client that falls behind is no excuse.
+    A request's `sent_s` is its due time, so a slow client counts against the result.
     """
     begin_s = time.perf_counter()
 
-    async def one(ask: Ask) -> RequestTimes:
-        await asyncio.sleep(max(begin_s + ask.arrival_s - time.perf_counter(), 0))
-        times = await _ask(target, ask, begin_s)
+    async def one(spec: RequestSpec) -> RequestTimes:
+        await asyncio.sleep(max(begin_s + spec.arrival_s - time.perf_counter(), 0))
+        times = await _ask(target, spec, begin_s)
         if on_end is not None:
             on_end()
         return times
 
-    return list(await asyncio.gather(*(one(ask) for ask in asks)))
+    return list(await asyncio.gather(*(one(spec) for spec in specs)))
 
 
 class Refused(Exception):
-    """The server answered, but not with what was asked for."""
+    """The server answered with something else than requested."""
 
 
-async def _ask(target: Target, ask: Ask, begin_s: float) -> RequestTimes:
+async def _ask(target: Target, spec: RequestSpec, begin_s: float) -> RequestTimes:
     first_s = last_s = 0.0
     num_tokens = num_events = 0
     error = ""
     body = {
         "model": target.model,
-        "prompt": _words(ask) if target.as_text else list(ask.prompt_ids),
-        "max_tokens": ask.output_tokens,
+        "prompt": _words(spec) if target.as_text else list(spec.prompt_ids),
+        "max_tokens": spec.output_tokens,
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -167,21 +170,21 @@ async def _ask(target: Target, ask: Ask, begin_s: float) -> RequestTimes:
     num_tokens = num_tokens or num_events
     if not error and not num_tokens:
         error = "no token came"
-    if not error and target.exact and num_tokens != ask.output_tokens:
-        error = f"{num_tokens} tokens came, {ask.output_tokens} were asked for"
+    if not error and target.exact and num_tokens != spec.output_tokens:
+        error = f"{num_tokens} tokens came, {spec.output_tokens} were asked for"
     return RequestTimes(
-        sent_s=ask.arrival_s,
+        sent_s=spec.arrival_s,
         first_s=first_s,
         last_s=last_s,
-        prompt_tokens=len(ask.prompt_ids),
+        prompt_tokens=len(spec.prompt_ids),
         output_tokens=num_tokens,
         error=error,
     )
 
 
-def _words(ask: Ask) -> str:
-    """Text of about as many tokens: a short number a token."""
-    return " ".join(str(token_id % 1000) for token_id in ask.prompt_ids)
+def _words(spec: RequestSpec) -> str:
+    """Return text of about as many tokens: a short number per token."""
+    return " ".join(str(token_id % 1000) for token_id in spec.prompt_ids)
 
 
 async def _until_done(lines: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
@@ -193,9 +196,9 @@ async def _until_done(lines: AsyncIterator[bytes]) -> AsyncIterator[dict[str, An
 
 
 async def events(lines: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any] | None]:
-    """The objects of a stream of server-sent events; None for [DONE], where a server says it.
+    """Yield the objects of a stream of server-sent events; None for [DONE].
 
-    Raises Refused for an event that is no object, ValueError for one that is no JSON.
+    Raises Refused for an event that is not an object, ValueError for one that is not JSON.
     """
     async for line in lines:
         field, _, value = line.partition(b":")
@@ -211,7 +214,7 @@ async def events(lines: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any] | 
 
 
 def _exchange(target: Target, method: str, path: str, body: object) -> AsyncIterator[bytes]:
-    """One request below /v1."""
+    """Send one request to a route below /v1."""
     address = address_of(target.url)
     version = "" if address.path.endswith("/v1") else "/v1"
     return exchange(address, method, version + path, body, api_key=target.api_key)
@@ -220,9 +223,9 @@ def _exchange(target: Target, method: str, path: str, body: object) -> AsyncIter
 async def exchange(
     address: Address, method: str, path: str, body: object, *, api_key: str = ""
 ) -> AsyncIterator[bytes]:
-    """One request on a connection of its own; the lines of its answer's body, without their ends.
+    """Send one request on its own connection and yield the lines of the body, without line ends.
 
-    Raises Refused where the status is not 200, OSError where nobody listens.
+    Raises Refused where the status is not 200, OSError where no server listens.
     """
     reader, writer = await asyncio.open_connection(
         address.host, address.port, ssl=address.tls, limit=_MAX_LINE_BYTES
@@ -257,7 +260,7 @@ async def exchange(
 
 
 async def _lines(reader: asyncio.StreamReader, *, chunked: bool) -> AsyncIterator[bytes]:
-    """Lines of a body, as they come; a last one without its end as well."""
+    """Yield the lines of a body as they arrive, including an unfinished last one."""
     if not chunked:
         while line := await reader.readline():
             yield line

@@ -1,10 +1,10 @@
-"""`quire bench kernels`: each operation of a model by itself, beside what the machine allows.
+"""`quire bench kernels`: each operation of a model alone, beside the machine's limits.
 
-Products in several precisions and row counts, attention at depths, the small operations, and token
-choice. Shapes are the model's, weights are random. Always holds: nothing is told of a wrong result;
-each operation is computed by the NumPy twin too, for some of its rows, before its time counts. The
-share is that of the operation's floor (floor.py), by memory's speed of the same moment; where bytes
-came from caches there is none to tell.
+Products in several precisions and row counts, attention at several depths, the small operations,
+and sampling. Shapes are the model's, weights are random. Always holds: an operation is timed only
+after some of its rows were checked against the NumPy twin. The share is that of the operation's
+floor (floor.py) at the memory bandwidth of that moment; there is none where the bytes came from
+caches.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from numpy.typing import NDArray
 
 from quire import _native
 from quire.base.errors import SettingError, WorkerError
-from quire.bench.choice_cases import ASKED, check_choice, choice_batch
 from quire.bench.floor import CACHED, op_floor_s, program_of, share_text
 from quire.bench.limits import READ, machine_limits
-from quire.bench.lone_ops import (
+from quire.bench.reading import ReadProbe
+from quire.bench.report import result
+from quire.bench.sampling_cases import ASKED, check_choice, choice_batch
+from quire.bench.single_op import (
     BLOCK_SIZE,
     PIECE_ROWS,
     TABLE_ROWS,
-    LoneOp,
-    MadeUpTensors,
+    RandomTensors,
     Sequences,
+    SingleOp,
     rows_batch,
 )
-from quire.bench.reading import ReadProbe
-from quire.bench.report import result
 from quire.config.flags import engine_config
 from quire.config.machine import num_usable_cores
 from quire.execute.executor import Executor, ExecutorOptions, StepLimits
@@ -68,15 +68,15 @@ COLD_BYTES = 400 << 20  # of weights, or keys and values, that a call goes throu
 MANY_ROWS = 64  # from here on arithmetic bounds products, and two copies do
 PREFILL_TOKENS, SEQUENCES = 256, 16
 _MAX_COPIES = 512
-_LEAST_CALLS = 3
+_MIN_CALLS = 3
 _SMALL: tuple[type[Op], ...] = (Norm, Rope, Activation, Add, Scale, SoftCap)
 # Of the root of the mean square of a result, and of each of its elements.
 _TOLERANCE = {DType.BF16: 2.0**-7, DType.F32: 1e-4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What is measured: of which parts, precisions, rows and depths, and how long each."""
+class KernelOptions:
+    """What to measure: parts, precisions, rows and depths, and seconds for each case."""
 
     parts: tuple[str, ...] = PARTS
     precisions: tuple[str, ...] = ("none", "int8", "int4")
@@ -92,9 +92,13 @@ class Asked:
 
 
 def measure_kernels(
-    model: str, settings: Mapping[str, Any], asked: Asked, *, progress: Progress | None = None
+    model: str,
+    settings: Mapping[str, Any],
+    asked: KernelOptions,
+    *,
+    progress: Progress | None = None,
 ) -> dict[str, object]:
-    """The result object. Raises SettingError, ModelError, WorkerError where a result is wrong."""
+    """Return the result. Raises SettingError, ModelError, and WorkerError for a wrong result."""
     progress = progress or Progress()
     config = engine_config({"model": model, **settings})
     threads = config.executor.num_threads or num_usable_cores()
@@ -120,7 +124,7 @@ def measure_kernels(
 
 
 def kernels_text(outcome: Mapping[str, Any]) -> str:
-    """A table a part."""
+    """Return a table for each part."""
     about = (
         f"{outcome['settings']['model']}: {outcome['kernels']}, {outcome['threads']} threads, "
         f"memory {outcome['limits'][READ]:.1f} GB/s; each result is what NumPy makes of it"
@@ -154,25 +158,25 @@ def _row(one: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class _Bench:
-    """What all parts measure with."""
+    """Shared state of all parts of the measurement."""
 
     def __init__(
         self,
         threads: int,
         limits: Mapping[str, float],
         probe: ReadProbe,
-        asked: Asked,
+        asked: KernelOptions,
         progress: Progress,
     ) -> None:
         self.threads, self.asked = threads, asked
         self._limits, self._probe, self._progress = limits, probe, progress
 
     def lone(
-        self, part: str, what: str, lone: LoneOp, cases: Sequence[tuple[ForwardBatch, StepShape]],
+        self, part: str, what: str, lone: SingleOp, cases: Sequence[tuple[ForwardBatch, StepShape]],
         twin: Callable[[ForwardBatch], tuple[NDArray[np.intp], NDArray[np.float32]]],
         prepare: Callable[[Executor], None],
     ) -> Iterator[dict[str, Any]]:  # fmt: skip
-        """An operation at several batches. twin: some rows of a batch, and what they have to be."""
+        """Measure an operation at several batches. twin: some rows and their expected values."""
         most = max(len(batch.token_ids) for batch, _ in cases)
         with closing(_executor(NativeExecutor, lone.program, most, self.threads)) as executor:
             prepare(executor)
@@ -193,7 +197,7 @@ class _Bench:
     def choice(
         self, what: str, logits: NDArray[np.float32], asked: Mapping[str, float]
     ) -> dict[str, Any]:
-        """Token choice of these rows."""
+        """Measure sampling of these rows."""
         self._progress.say(f"choice: {what}, {len(logits)} rows")
         pool, batch = _native.Pool(self.threads), choice_batch(len(logits), asked)
         check_choice(choose(logits, batch, pool), logits, asked, what)
@@ -208,12 +212,12 @@ class _Bench:
         return _entry("choice", what, logits, seconds, logits.nbytes, 0, floor_s)
 
     def _median_s(self, executor: Executor, batch: ForwardBatch) -> float:
-        """Of all copies."""
+        """Return the median time of all copies."""
         return statistics.median(_calls(lambda: _timed(executor, batch), self.asked.seconds))
 
 
 def _products(bench: _Bench, program: Program) -> Iterator[dict[str, Any]]:
-    """Each shape in each precision; what few rows go through lies in no cache."""
+    """Measure each shape in each precision; weights for few rows come from memory, not caches."""
     for scheme in bench.asked.precisions:
         written = quantize(program, scheme, head=scheme)
         for op in _distinct(written, Linear):
@@ -228,7 +232,7 @@ def _products(bench: _Bench, program: Program) -> Iterator[dict[str, Any]]:
 
 
 def _small(bench: _Bench, program: Program) -> Iterator[dict[str, Any]]:
-    """Operations without products."""
+    """Measure operations without products."""
     for op in _distinct(program, _SMALL):
         form = op.form if isinstance(op, (Norm, Activation)) else ""
         what = " ".join(str(word) for word in (op.kind, form, op.inputs[0].width) if word)
@@ -247,9 +251,9 @@ def _of_rows(
     copies: int,
     counts: Sequence[int],
 ) -> Iterator[dict[str, Any]]:
-    """An operation that looks at no cache, for each of some row counts."""
-    lone = LoneOp(program, op, copies=copies)
-    small = LoneOp(program, op, only_piece=True)
+    """Measure an operation that does not use the KV cache, at several row counts."""
+    lone = SingleOp(program, op, copies=copies)
+    small = SingleOp(program, op, one_piece=True)
     rng = np.random.default_rng(0)
 
     def drawn(count: int) -> tuple[ForwardBatch, StepShape]:
@@ -273,7 +277,7 @@ def _of_rows(
 
 
 def _attention(bench: _Bench, program: Program) -> Iterator[dict[str, Any]]:
-    """One row, rows of several sequences, and a chunk of a prompt, each at some depth."""
+    """Measure one row, rows of several sequences, and a prompt chunk, each at several depths."""
     for op in _distinct(program, Attention):
         for depth in sorted(
             {min(depth, program.max_positions - 1) for depth in bench.asked.depths}
@@ -295,12 +299,12 @@ def _attend(
     held = Sequences(ids)
     layer_bytes = ids.size * program.caches[0].token_bytes // program.caches[0].layers
     copies = 2 if count > 1 else min(max(COLD_BYTES // layer_bytes, 1), _MAX_COPIES)
-    lone = LoneOp(program, op, copies=copies)
+    lone = SingleOp(program, op, copies=copies)
     shape = StepShape([count] * sequences, [depth] * sequences)
 
     def twin(batch: ForwardBatch) -> tuple[NDArray[np.intp], NDArray[np.float32]]:
         """The first and the last row, each of a sequence of its own in the twin's cache."""
-        small, rows, wanted = LoneOp(program, op), [], []
+        small, rows, wanted = SingleOp(program, op), [], []
         for sequence, row in dict.fromkeys([(0, 0), (sequences - 1, count - 1)]):
             alone = Sequences(ids[sequence : sequence + 1])
             with closing(
@@ -323,7 +327,7 @@ def _attend(
 
 
 def _choice(bench: _Bench, program: Program) -> Iterator[dict[str, Any]]:
-    """Over the vocabulary, for one row and for several."""
+    """Measure sampling over the vocabulary, for one row and for several."""
     rng = np.random.default_rng(2)
     logits = 3 * rng.standard_normal((SEQUENCES, program.vocab_size), np.float32)
     for what, asked in ASKED.items():
@@ -343,7 +347,7 @@ _PARTS: Mapping[str, Callable[[_Bench, Program], Iterator[dict[str, Any]]]] = {
 
 
 def _distinct(program: Program, kind: type[T] | tuple[type[T], ...]) -> list[T]:
-    """Operations of a kind that differ in more than their layer."""
+    """Return operations of these kinds that differ in more than their layer."""
     found: dict[object, T] = {}
     for ops in program.segments.values():
         for op in ops:
@@ -369,7 +373,7 @@ def _executor(
     rows = max(rows, PREFILL_TOKENS * 2)
     return make(
         program,
-        MadeUpTensors(program),
+        RandomTensors(program),
         ExecutorOptions(
             limits=StepLimits(max_tokens=rows, max_samples=rows, max_sequences=rows),
             num_threads=threads,
@@ -378,13 +382,13 @@ def _executor(
 
 
 def _head(executor: Executor, batch: ForwardBatch) -> NDArray[np.float32]:
-    """What the operation makes, as float32."""
+    """Return the operation's output as float32."""
     found: NDArray[Any] = executor.run_head(batch, 0, len(batch.token_ids))
     return from_bf16_bits(found) if found.dtype == np.uint16 else found.copy()
 
 
 def _timed(executor: Executor, batch: ForwardBatch) -> float:
-    """Seconds of all copies of the operation, its inputs made anew before."""
+    """Return the seconds of all copies of the operation, after renewing its inputs."""
     assert isinstance(executor, NativeExecutor)
     executor.run_trunk(batch)
     executor.set_timed(True)
@@ -395,18 +399,18 @@ def _timed(executor: Executor, batch: ForwardBatch) -> float:
 
 
 def _calls(call: Callable[[], float], seconds: float) -> list[float]:
-    """What the call says it took, for so long; at least some times."""
+    """Return the times reported by repeated calls within `seconds`, at least _MIN_CALLS."""
     found: list[float] = []
     end_s = time.perf_counter() + seconds
-    while len(found) < _LEAST_CALLS or time.perf_counter() < end_s:
+    while len(found) < _MIN_CALLS or time.perf_counter() < end_s:
         found.append(call())
     return found
 
 
 def _check(
-    found: NDArray[np.float32], wanted: NDArray[np.float32], lone: LoneOp, what: str
+    found: NDArray[np.float32], wanted: NDArray[np.float32], lone: SingleOp, what: str
 ) -> None:
-    """Raises WorkerError unless the rows are the twin's, which repeat where weights do."""
+    """Raise WorkerError unless the rows equal the twin's, which repeat where weights do."""
     of_wanted = np.arange(found.shape[1]) % wanted.shape[1]
     if wanted.shape[1] < found.shape[1]:
         of_wanted = np.arange(found.shape[1]) % PIECE_ROWS
@@ -418,12 +422,12 @@ def _check(
         row, column = np.argwhere(is_wrong)[0]
         raise WorkerError(
             f"{lone.program.name}, {what}: element {row}, {column} is {found[row, column]}, NumPy "
-            f"says {wanted[row, column]}; nothing is told of wrong results"
+            f"says {wanted[row, column]}; no times of wrong results are reported"
         )
 
 
 def _some_rows(count: int) -> NDArray[np.intp]:
-    """The first, one in the middle, the last."""
+    """Return the first, the middle and the last row."""
     return np.unique([0, count // 2, count - 1])
 
 
@@ -443,7 +447,7 @@ def _entry(
     }
 
 
-def _as_dict(asked: Asked) -> dict[str, object]:
+def _as_dict(asked: KernelOptions) -> dict[str, object]:
     return {
         "parts": list(asked.parts),
         "precisions": list(asked.precisions),

@@ -1,7 +1,7 @@
-"""`quire bench latency`: one request alone: time to the first token, then time for each.
+"""`quire bench latency`: one request alone: time to first token and time per output token.
 
-Before each repetition the memory's speed is measured, so that the time between tokens can be
-given as a share of the floor: how long only reading the weights and the cache would take.
+Memory bandwidth is measured before each repetition, so that the time per output token can be given
+as a share of the floor: the time of reading the weights and the cache alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def measure_latency(
     repeats: int,
     progress: Progress | None = None,
 ) -> dict[str, object]:
-    """The result object. Raises SettingError, ModelError or CapacityError."""
+    """Return the result. Raises SettingError, ModelError or CapacityError."""
     progress = progress or Progress()
     program = program_of(model, settings)
     read_bytes = decode_bytes(program, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
@@ -74,7 +74,7 @@ def measure_latency(
 
 
 def latency_text(outcome: Mapping[str, Any]) -> str:
-    """The medians as a table."""
+    """Return the medians as a table."""
     median, settings = outcome["median"], outcome["settings"]
     title = (
         f"{outcome['engine']['model']}, {settings['prompt_tokens']} tokens in, "

@@ -1,8 +1,8 @@
-"""The machine's limits: how fast it reads memory, and how fast it computes in registers.
+"""The machine's limits: memory bandwidth and peak arithmetic rates.
 
-Plain loops of the compiled module (native/src/limits.cc), which share nothing with the kernels and
-so can judge them. Those of one instruction set: where the processor has more than the kernels use,
-it does not count. Rates are 10^9 bytes or operations a second, all threads together.
+Measured by plain loops of the compiled module (native/src/limits.cc), which share no code with the
+kernels, for one instruction set: features that the kernels do not use do not count. Rates are 10^9
+bytes or operations per second, all threads together.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 def machine_limits(threads: int, *, rounds: int = 5, isa: str = "") -> dict[str, float]:
-    """The medians of some rounds: reading, each arithmetic loop there is, and what handing work
-    to all threads costs, in microseconds (1 thread: nothing to hand out, 0)."""
+    """Return medians over some rounds: read bandwidth, arithmetic rates, and fork-join time.
+
+    The time to hand work to all threads is in microseconds; 0 for one thread.
+    """
     pool = _native.Pool(threads, isa=isa)
     with ReadProbe(threads, isa=isa) as probe:
         limits = {READ: probe.gb_per_s(rounds=rounds)}
@@ -48,7 +50,7 @@ def machine_limits(threads: int, *, rounds: int = 5, isa: str = "") -> dict[str,
 
 
 def peak_gflops(limits: Mapping[str, float], precision: str) -> float | None:
-    """The arithmetic limit of a precision's products; None where it was not measured."""
+    """Return the peak arithmetic rate of a precision's products; None if not measured."""
     return max((limits[name] for name in LOOPS[precision] if name in limits), default=None)
 
 

@@ -1,8 +1,8 @@
-"""The engine in this process, driven with token ids, and what each request's times were.
+"""The engine in this process, driven with token ids, and the times of each request.
 
-All of a run's requests are handed in at once; how many run together is the engine's setting.
-Greedy, without end-of-text, so that lengths are exact: a request that ended at another length, or
-with an error, ends the measurement. Times are taken where a caller sees tokens.
+All requests of a run are submitted at once; the engine's settings decide how many run together.
+Decoding is greedy and ignores end-of-text, so that lengths are exact: a request with another
+length, or an error, ends the measurement. Times are taken where a client receives tokens.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 from quire.base.errors import WorkerError
 from quire.base.records import EngineStats
 from quire.base.sampling_params import SamplingParams
-from quire.bench.foreign import rss_bytes
-from quire.bench.workloads import Ask, batches
+from quire.bench.cpu_use import rss_bytes
+from quire.bench.workloads import RequestSpec, batches
 from quire.engine.library.async_llm import AsyncLLM
 from quire.obs.timing import RequestTimes
 
-# A result names no paths of whoever measured, only what a folder is called.
+# A result has the name of a directory, never its path.
 _FOLDERS = re.compile(r"(?<=\s)/(?:[^/\s]+/)*")
 # Until memory has not grown by more for so long, or at most so long.
 _SETTLED_BYTES = 1024**2
@@ -33,15 +33,15 @@ _SETTLE_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
-    """One request's times, and the tokens it was answered with."""
+class CompletedRequest:
+    """Times and output tokens of one request."""
 
     times: RequestTimes
     token_ids: tuple[int, ...]
 
 
 class LocalEngine:
-    """An AsyncLLM for measuring. `async with LocalEngine(model, settings) as engine: ...`
+    """An AsyncLLM for measuring: `async with LocalEngine(model, settings) as engine: ...`
 
     Raises what AsyncLLM raises.
     """
@@ -58,12 +58,12 @@ class LocalEngine:
 
     @property
     def vocab_size(self) -> int:
-        """Width of the logits."""
+        """Return the width of the logits."""
         return self._llm.client.card.vocab_size
 
     @property
     def description(self) -> dict[str, object]:
-        """What runs: the model, dtypes, scheme of weights, instruction set, the cache's memory."""
+        """Describe the engine: model, dtypes, weight scheme, instruction set, KV cache memory."""
         card = self._llm.client.card
         return {
             "model": card.name,
@@ -79,12 +79,14 @@ class LocalEngine:
 
     @property
     def stats(self) -> EngineStats:
-        """The engine's counters, as of its latest step."""
+        """Return the engine's counters of its latest step."""
         return self._llm.client.stats
 
     async def settle(self) -> None:
-        """Wait until the idle engine has made the memory it makes ahead of use, at most a minute:
-        what is measured is an engine in service, not its first seconds."""
+        """Wait, at most a minute, until the idle engine has prefaulted its memory.
+
+        Measurements then show an engine in service, not its first seconds.
+        """
         held_bytes, give_up_s = -_SETTLED_BYTES, time.perf_counter() + _SETTLE_LIMIT_S
         while (now_bytes := rss_bytes(os.getpid())) - held_bytes >= _SETTLED_BYTES:
             if time.perf_counter() > give_up_s:
@@ -92,28 +94,37 @@ class LocalEngine:
             held_bytes = now_bytes
             await asyncio.sleep(_SETTLE_LOOK_S)
 
-    async def run(self, asks: Sequence[Ask], *, static_batch: int = 0) -> list[Answered]:
-        """Answer all, in order. static_batch above 0: groups of so many, one after the other,
-        each computed until its longest answer is done (tokens past a request's own are cut)."""
+    async def run(
+        self, specs: Sequence[RequestSpec], *, static_batch: int = 0
+    ) -> list[CompletedRequest]:
+        """Run all requests and return the results in order.
+
+        static_batch above 0: groups of that size one after another, each computed until its longest
+        answer is complete (tokens beyond a request's own length are cut).
+        """
         begin_s = time.perf_counter()
         if not static_batch:
-            return list(await asyncio.gather(*(self._answer(ask, ask, begin_s) for ask in asks)))
-        answered: list[Answered] = []
-        for group in batches(asks, static_batch):
-            wanted = asks[len(answered) : len(answered) + len(group)]
+            return list(
+                await asyncio.gather(*(self._answer(spec, spec, begin_s) for spec in specs))
+            )
+        answered: list[CompletedRequest] = []
+        for group in batches(specs, static_batch):
+            wanted = specs[len(answered) : len(answered) + len(group)]
             answered += await asyncio.gather(
-                *(self._answer(ask, own, begin_s) for ask, own in zip(group, wanted, strict=True))
+                *(self._answer(spec, own, begin_s) for spec, own in zip(group, wanted, strict=True))
             )
         return answered
 
-    async def _answer(self, ask: Ask, wanted: Ask, begin_s: float) -> Answered:
-        """Compute `ask`; the times and tokens are those of `wanted`, its beginning."""
+    async def _answer(
+        self, spec: RequestSpec, wanted: RequestSpec, begin_s: float
+    ) -> CompletedRequest:
+        """Run `ask`; return the times and tokens of its beginning, `wanted`."""
         sampling = SamplingParams(
-            temperature=0.0, max_tokens=ask.output_tokens, ignore_eos=True, seed=0
+            temperature=0.0, max_tokens=spec.output_tokens, ignore_eos=True, seed=0
         )
         first_s = last_s = 0.0
         token_ids: list[int] = []
-        async with aclosing(self._llm.generate(list(ask.prompt_ids), sampling)) as deltas:
+        async with aclosing(self._llm.generate(list(spec.prompt_ids), sampling)) as deltas:
             async for delta in deltas:
                 if delta.error is not None:
                     raise WorkerError(f"a request ended with an error: {delta.error}")
@@ -123,16 +134,16 @@ class LocalEngine:
                     if len(token_ids) < wanted.output_tokens:
                         last_s = now_s
                 token_ids += delta.token_ids
-        if len(token_ids) != ask.output_tokens:
+        if len(token_ids) != spec.output_tokens:
             raise WorkerError(
-                f"a request for {ask.output_tokens} tokens was answered with {len(token_ids)}; "
+                f"a request for {spec.output_tokens} tokens was answered with {len(token_ids)}; "
                 "nothing is measured of wrong answers"
             )
         times = RequestTimes(
             sent_s=0.0,
             first_s=first_s,
             last_s=last_s,
-            prompt_tokens=len(ask.prompt_ids),
+            prompt_tokens=len(spec.prompt_ids),
             output_tokens=wanted.output_tokens,
         )
-        return Answered(times=times, token_ids=tuple(token_ids[: wanted.output_tokens]))
+        return CompletedRequest(times=times, token_ids=tuple(token_ids[: wanted.output_tokens]))

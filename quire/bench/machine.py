@@ -1,7 +1,7 @@
-"""The machine card that stands in every result: what a number was measured on.
+"""The machine card of every result: the hardware and limits that a number was measured on.
 
-Says what decides speed (processor, cores, memory, instruction sets, limits set on the process)
-and nothing that identifies a machine or a person: no names, paths or addresses.
+Contains what decides speed (processor, cores, memory, instruction sets, process limits) and nothing
+that identifies a machine or a person: no names, paths or addresses.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def machine_text(card: Mapping[str, Any], *, with_load: bool = True) -> str:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """The first processor's fields."""
+    """Return the fields of the first processor."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -83,7 +83,7 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def _limits() -> dict[str, object]:
-    """What the process may use less than the machine has."""
+    """Return the limits of this process: memory, CPU quota, address space."""
     found: dict[str, object] = {}
     for name, file in (("memory_max", "memory.max"), ("cpu_max", "cpu.max")):
         path = Path("/sys/fs/cgroup") / file

@@ -1,10 +1,9 @@
-"""`quire profile`: where a step's time goes, beside what the machine allows, and what would help.
+"""`quire profile`: where the time of a step goes, beside the machine's limits, and advice.
 
-Steps are made up and computed over and over by the engine's own runner, as the settings make it:
-one row at depth, a full prompt chunk, and rows at depth beside a chunk. The executor takes the time
-of each operation (of those it computes together: of all of them), so that caches and memory are as
-in service. What is left of a step is Python's. Floors are max(bytes / read, operations / peak) with
-the bytes and operations of the program's cost model.
+Made-up steps are computed repeatedly by the engine's own runner with the given settings: one row at
+depth, a full prompt chunk, and rows at depth beside a chunk. The executor times each operation
+(fused ones together), so that caches and memory behave as in service. The rest of a step is Python.
+Floors are max(bytes / bandwidth, operations / peak) with the counts of the program's cost model.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from quire.runner.model_runner import ModelRunner
 DECODE, PREFILL, MIXED = "decode", "prefill", "mixed"
 CHOICE, OUTSIDE = "token choice", "outside operations"
 _GREEDY = SamplingParams(temperature=0.0, seed=0)
-_LEAST_CALLS = 5
+_MIN_CALLS = 5
 _WORTH_TELLING = 0.05  # of a step: what is said to be worth a change
 
 
@@ -58,12 +57,12 @@ class Step:
 
     @property
     def shape(self) -> StepShape:
-        """As the cost model takes it; one row of each sequence goes through the head."""
+        """Return the shape for the cost model; one row of each sequence goes through the head."""
         return StepShape(self.counts, self.starts)
 
     @property
     def text(self) -> str:
-        """In words."""
+        """Return a description."""
         told = []
         for (count, start), number in Counter(zip(self.counts, self.starts, strict=True)).items():
             rows = f"{number} row{'s' * (number > 1)}" if count == 1 else f"{count} tokens"
@@ -80,10 +79,10 @@ def measure_profile(
     seconds: float = 3.0,
     progress: Progress | None = None,
 ) -> dict[str, object]:
-    """The result object. depth: tokens before a decoding row. sequences: rows that decode together,
-    and rows of the mixed step.
+    """Return the result. depth: cached tokens of a decoding row.
 
-    Raises SettingError, ModelError, CapacityError.
+    sequences: rows that decode together, and rows of the mixed step. Raises SettingError,
+    ModelError, CapacityError.
     """
     progress = progress or Progress()
     config = engine_config({"model": model, **settings})
@@ -134,7 +133,7 @@ def measure_profile(
 
 
 def profile_text(outcome: Mapping[str, Any]) -> str:
-    """The limits, a table a step, and what would help."""
+    """Return the limits, a table for each step, and the advice."""
     threads = outcome["threads"]
     about = (
         f"{outcome['settings']['model']}: {outcome['dtype']}, weights {outcome['quantization']}, "
@@ -217,7 +216,7 @@ def _rate(part: Mapping[str, Any], name: str) -> str:
 
 
 def _advice(outcome: Mapping[str, Any]) -> list[str]:
-    """What the numbers say about settings; nothing where they say nothing."""
+    """Return what the measurement suggests about settings; may be empty."""
     threads, floors = outcome["threads"], outcome["decode_floors_s"]
     lines = []
     if outcome["quantization"] == "none" and "none" in floors:
@@ -262,8 +261,7 @@ def _advice(outcome: Mapping[str, Any]) -> list[str]:
 def _steps(
     depth: int, sequences: int, *, budget: int, positions: int, blocks: tuple[int, int]
 ) -> list[Step]:
-    """Decode of one row, prefill and, where there is room, decode of all sequences and mixed; as
-    deep as asked for and possible."""
+    """Return decode of one row, prefill, and where they fit decode of all sequences and mixed."""
     num_blocks, block_size = blocks
     held = num_blocks * block_size
     deep = min(depth, positions - 2, held - 1)
@@ -287,8 +285,10 @@ def _steps(
 
 
 def _fill_cache(runner: ModelRunner, depth: int, budget: int) -> None:
-    """Row 0's keys and values, which others get copies of: pages that were never written all read
-    from one and the same, which lies in the caches."""
+    """Write row 0's keys and values, which other rows get copies of.
+
+    Reads of unwritten pages would all hit one zero page in the processor's caches.
+    """
     for start in range(0, depth, budget):
         count = min(budget, depth - start)
         plan = made_up_plan([count], [start], runner.tables.block_size, _GREEDY)
@@ -296,13 +296,13 @@ def _fill_cache(runner: ModelRunner, depth: int, budget: int) -> None:
 
 
 def _settled(plan: StepPlan) -> StepPlan:
-    """The same rows again, when nobody comes anew."""
+    """Return the plan for the same rows without admissions."""
     none = NO_INTS
     return replace(plan, admissions=(), table_slots=none, table_columns=none, table_blocks=none)
 
 
 def _copied(plan: StepPlan, depth: int, block_size: int) -> StepPlan:
-    """Row 0's blocks of `depth` tokens to those of the other rows that are as deep."""
+    """Add copies of row 0's blocks to the other rows of the same depth."""
     columns = depth // block_size
     deep = [row for row, start in enumerate(plan.starts.tolist()) if start == depth][1:]
     width = -(-(depth + 1) // block_size)
@@ -372,10 +372,10 @@ class _Call:
 
 
 def _calls(call: Callable[[], object], executor: NativeExecutor, seconds: float) -> list[_Call]:
-    """The call made for so long, each with the times it took; at least some count."""
+    """Repeat the call for `seconds`, at least _MIN_CALLS times; return the times of each."""
     calls: list[_Call] = []
     end_s = time.perf_counter() + seconds
-    while len(calls) < _LEAST_CALLS or time.perf_counter() < end_s:
+    while len(calls) < _MIN_CALLS or time.perf_counter() < end_s:
         executor.set_timed(True)
         forks, compute_ns, began_s = (
             executor.pool.num_forks,
@@ -469,4 +469,4 @@ def _thread_counts(threads: int) -> list[int]:
 
 
 def _ignore(what: str, **fields: Field) -> None:
-    """A made-up step goes wrong only together with the measurement, which then says so."""
+    """Ignore reports; a failed step fails the measurement."""

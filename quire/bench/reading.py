@@ -1,7 +1,7 @@
-"""How fast memory can be read right now: the floor under everything that streams weights.
+"""Current memory bandwidth: the floor of everything that streams weights.
 
 All threads together read a block far larger than any cache, by a plain loop of the compiled module
-(native/src/limits.cc). Memory speed drifts on shared machines, so this is asked again before each
+(native/src/limits.cc). Bandwidth drifts on shared machines, so it is measured again before each
 sample.
 """
 
@@ -16,7 +16,7 @@ BLOCK_BYTES = 1 << 30
 
 
 class ReadProbe:
-    """Holds the block of memory that is read, and the threads that read it. Close it when done."""
+    """Holds the block of memory to read and the reading threads. Close it when done."""
 
     def __init__(self, num_threads: int, *, num_bytes: int | None = None, isa: str = "") -> None:
         num_bytes = BLOCK_BYTES if num_bytes is None else num_bytes
@@ -26,7 +26,7 @@ class ReadProbe:
         self._pool: _native.Pool | None = _native.Pool(num_threads, isa=isa)
 
     def gb_per_s(self, *, rounds: int = 3) -> float:
-        """The best of a few rounds, 10^9 bytes a second, all threads together."""
+        """Return the best of a few rounds, in 10^9 bytes per second, all threads together."""
         assert self._pool is not None, "the probe is closed"
         read = [_native.limit(self._pool, "read", 1, self._block) for _ in range(rounds)]
         assert all(num_bytes == self._block.nbytes for num_bytes, _ in read), "all of it was read"

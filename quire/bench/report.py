@@ -1,6 +1,6 @@
-"""The JSON object of a measurement: what was measured, on what machine, with which settings.
+"""The JSON object of a measurement: the results, the machine card and the settings.
 
-Tables and progress are in quire/obs/report.py: others tell results too. Always holds: every
+Tables and progress are in quire/obs/report.py, which simulations use too. Always holds: every
 result has the machine card.
 """
 
@@ -12,5 +12,5 @@ from quire.bench.machine import machine_card
 
 
 def result(bench: str, settings: Mapping[str, object], **parts: object) -> dict[str, object]:
-    """The object of a run."""
+    """Return the object of a run."""
     return {"bench": bench, "machine": machine_card(), "settings": dict(settings), **parts}

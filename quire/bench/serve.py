@@ -1,10 +1,9 @@
-"""`quire bench serve`: a server under load that rises, over HTTP, as its callers see it.
+"""`quire bench serve`: a server under rising load over HTTP, as its clients see it.
 
-At each rate requests arrive by themselves (Poisson), whether or not earlier ones have ended. Told
-are the percentiles of the time to the first token and of the time per token after it, and the
-goodput: requests a second that met both goals. The knee is the highest rate at which nearly all
-did; it is not reached where no higher one was tried. A recorded trace can be replayed instead, at
-several speeds.
+At each rate requests arrive independently (Poisson), whatever is still pending. Reported are
+percentiles of time to first token and time per output token, and the goodput: requests per second
+that met both goals. The knee is the highest rate at which nearly all did; if no higher rate was
+tried, the true knee may be higher. A recorded trace can be replayed instead, at several speeds.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from quire.base.errors import WorkerError
 from quire.bench.arrivals import poisson, replay
 from quire.bench.http_load import ServedModel, Target, open_loop, served_model
 from quire.bench.report import result
-from quire.bench.workloads import Ask, Lengths
+from quire.bench.workloads import Lengths, RequestSpec
 from quire.obs.report import Progress, table
 from quire.obs.timing import Goals, knee, rate_summary
 from quire.obs.trace import Arrival
@@ -33,10 +32,10 @@ GIVE_UP_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What arrives. rates: requests a second, or with `trace` how many times as fast it runs.
+    """The arrivals. rates: requests per second, or with `trace` its speed factors.
 
     lengths are taken in turn where there is no trace; max_tokens: longer requests of a trace are
-    left out. vocab_size: ids are drawn below it.
+    left out. vocab_size: bound of the token ids.
     """
 
     rates: tuple[float, ...]
@@ -51,9 +50,9 @@ class Load:
 def measure_serving(
     target: Target, load: Load, goals: Goals, *, progress: Progress | None = None
 ) -> dict[str, object]:
-    """The result object. Raises SettingError, and WorkerError where the server answers nothing.
+    """Return the result. Raises SettingError, and WorkerError where the server answers nothing.
 
-    Rates are tried in rising order until so few requests are served well that more teach nothing.
+    Rates are tried in ascending order until too few requests meet the goals.
     """
     progress = progress or Progress()
     rng = np.random.default_rng(load.seed)
@@ -65,11 +64,11 @@ def measure_serving(
         await _warm_up(named, load, rng)
         summaries: list[dict[str, object]] = []
         for rate in sorted(load.rates):
-            asks, left_out = _asks(load, rate, rng)
-            counted = _counter(progress, f"rate {rate:g}", len(asks))
-            times = await open_loop(named, asks, on_end=counted)
-            seconds = max(asks[-1].arrival_s, load.seconds if not load.trace else 0.0)
-            offered = len(asks) / max(seconds, 1e-9)
+            specs, left_out = _asks(load, rate, rng)
+            counted = _counter(progress, f"rate {rate:g}", len(specs))
+            times = await open_loop(named, specs, on_end=counted)
+            seconds = max(specs[-1].arrival_s, load.seconds if not load.trace else 0.0)
+            offered = len(specs) / max(seconds, 1e-9)
             summary = rate_summary(times, offered_per_s=offered, seconds=seconds, goals=goals)
             errors = sorted({one.error for one in times if one.error})[:5]
             summaries.append({"rate": rate, **summary, "errors": errors, "left_out": left_out})
@@ -98,9 +97,8 @@ def measure_serving(
     )
 
 
-def ask_what_is_served(target: Target) -> ServedModel:
-    """What the server says of the model. Raises WorkerError where it says nothing and the target
-    names none."""
+def resolve_model(target: Target) -> ServedModel:
+    """Return the served model. Raises WorkerError where the server and the target name none."""
     try:
         return asyncio.run(served_model(target))
     except WorkerError:
@@ -110,7 +108,7 @@ def ask_what_is_served(target: Target) -> ServedModel:
 
 
 def serving_text(outcome: Mapping[str, Any]) -> str:
-    """A line a rate, and the knee."""
+    """Return a line for each rate, and the knee."""
     goals = outcome["settings"]["goals"]
     rows = [
         (
@@ -154,14 +152,14 @@ def serving_text(outcome: Mapping[str, Any]) -> str:
 
 
 async def _warm_up(target: Target, load: Load, rng: np.random.Generator) -> None:
-    asks, _ = _asks(load, max(load.rates), rng)
-    first = [replace(ask, arrival_s=0.0) for ask in asks[:WARM_UP_REQUESTS]]
+    specs, _ = _asks(load, max(load.rates), rng)
+    first = [replace(spec, arrival_s=0.0) for spec in specs[:WARM_UP_REQUESTS]]
     times = await open_loop(target, first)
     if all(one.error for one in times):
         raise WorkerError(f"{target.url} does not serve: {times[0].error}")
 
 
-def _asks(load: Load, rate: float, rng: np.random.Generator) -> tuple[Sequence[Ask], int]:
+def _asks(load: Load, rate: float, rng: np.random.Generator) -> tuple[Sequence[RequestSpec], int]:
     if load.trace:
         return replay(
             load.trace,
@@ -170,10 +168,10 @@ def _asks(load: Load, rate: float, rng: np.random.Generator) -> tuple[Sequence[A
             vocab_size=load.vocab_size,
             rng=rng,
         )
-    asks = poisson(
+    specs = poisson(
         load.lengths, per_s=rate, seconds=load.seconds, vocab_size=load.vocab_size, rng=rng
     )
-    return asks, 0
+    return specs, 0
 
 
 def _counter(progress: Progress, what: str, total: int) -> Callable[[], None]:
@@ -195,7 +193,7 @@ def _milliseconds(found: Mapping[str, float], share: str) -> str:
 
 
 def trace_of(path: str, *, max_requests: int | None) -> tuple[Arrival, ...]:
-    """The trace in a file, or none where no file is named."""
+    """Return the trace in a file, or None where no file is named."""
     from quire.obs.trace import read_trace
 
     return tuple(read_trace(Path(path), max_requests=max_requests)) if path else ()

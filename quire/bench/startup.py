@@ -1,9 +1,8 @@
-"""`quire bench startup`: from the start of the server's process to ready, and to the first token.
+"""`quire bench startup`: from process start to ready, and to the first token.
 
-Each start is a process of its own, asked over HTTP as callers ask. The first one warms the page
-cache, fills a pack cache where one is given, and is not counted. All starts are asked the same
-greedy question: where they answer it differently, nothing is reported. Knows the command line and
-HTTP only.
+Each start is a separate process, which gets one request over HTTP. The first one warms the page
+cache, fills a pack cache if one is given, and is not counted. All starts get the same greedy
+request; if the answers differ, nothing is reported. Uses the command line and HTTP only.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _ASKED = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0, "stre
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Seconds from the start of the process, and the greedy answer."""
+    """Seconds from process start, and the greedy answer."""
 
     ready_s: float
     first_token_s: float
@@ -42,7 +41,7 @@ class Start:
 def measure_startup(
     words: Sequence[str], *, starts: int, progress: Progress | None = None
 ) -> dict[str, object]:
-    """The result object. words: what follows `quire serve` but the port. Raises WorkerError."""
+    """Return the result. words: arguments of `quire serve` without the port. Raises WorkerError."""
     progress = progress or Progress()
     found: list[Start] = []
     for number in range(starts + 1):
@@ -59,7 +58,7 @@ def measure_startup(
 
 
 def startup_text(outcome: Mapping[str, Any]) -> str:
-    """Two lines."""
+    """Return two lines: ready and first token."""
     return "\n".join(
         f"{name:<23}{outcome[key]['median']:.3f} s  "
         f"({outcome[key]['least']:.3f} to {outcome[key]['most']:.3f}, "
@@ -69,12 +68,12 @@ def startup_text(outcome: Mapping[str, Any]) -> str:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, least and most."""
+    """Return median, lowest and highest."""
     return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
 def check_same(starts: Sequence[Start]) -> Sequence[Start]:
-    """The starts. Raises WorkerError where they answered differently."""
+    """Return the starts. Raises WorkerError where the answers differ."""
     answers = sorted({one.text for one in starts})
     if len(answers) != 1:
         raise WorkerError(f"starts answered the same request differently: {answers}")
@@ -82,11 +81,11 @@ def check_same(starts: Sequence[Start]) -> Sequence[Start]:
 
 
 def one_start(words: Sequence[str]) -> Start:
-    """Start a server, ask it once, stop it. Raises WorkerError where it does not serve."""
+    """Start a server, send one request, stop it. Raises WorkerError where it does not serve."""
     port = _free_port()
     command = [sys.executable, "-m", "quire", "serve", *words, "--port", str(port)]
     began_s = time.perf_counter()
-    # A file, not a pipe: each question is a line of its log, and nobody reads while it starts.
+    # A file, not a pipe: the server logs each request, and the pipe is not read while it starts.
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
         try:

@@ -1,9 +1,9 @@
-"""`quire bench throughput`: many requests handed in at once, and how many tokens a second come.
+"""`quire bench throughput`: tokens per second of many requests submitted at once.
 
 With static batching the same requests are computed in fixed groups, each until its longest answer
-is done, as engines without continuous batching do: the difference is what continuous batching
-brings. Both are run in turn on the same requests, so that a drift of the machine meets both.
-Time in which nothing was computed natively is Python's: of scheduling, of the runner, of outputs.
+is complete, as engines without continuous batching do; the difference is the gain of continuous
+batching. Both modes alternate on the same requests, so that drift of the machine affects both. Time
+outside native code is Python's: scheduling, runner and outputs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from quire import _native
 from quire.base.errors import WorkerError
-from quire.bench.local import Answered, LocalEngine
+from quire.bench.local import CompletedRequest, LocalEngine
 from quire.bench.report import result
 from quire.bench.workloads import Workload
 from quire.obs.report import Progress, table
@@ -36,8 +36,10 @@ def measure_throughput(
     repeats: int = 5,
     progress: Progress | None = None,
 ) -> dict[str, object]:
-    """The result object. Raises SettingError, ModelError or CapacityError, and WorkerError where
-    the two modes answer the same request differently."""
+    """Return the result. Raises SettingError, ModelError or CapacityError.
+
+    Raises WorkerError where the two modes answer the same request differently.
+    """
     progress = progress or Progress()
     chosen = {**settings, "max_num_seqs": workload.max_running}
     samples: dict[str, list[dict[str, object]]] = {mode: [] for mode in modes}
@@ -49,7 +51,7 @@ def measure_throughput(
             await engine.run(workload.draw(engine.vocab_size, rng)[:2])
             await engine.settle()
             for number in range(repeats):
-                # Each mode gets tokens of its own: what one left in the prefix cache helps nobody.
+                # Each mode gets different tokens, so that no prefix is cached.
                 for mode in modes if number % 2 == 0 else modes[::-1]:
                     progress.say(f"{mode} batching, repetition {number + 1} of {repeats}")
                     asks = workload.draw(engine.vocab_size, rng)
@@ -68,9 +70,9 @@ def measure_throughput(
     description = asyncio.run(run())
     medians = {
         mode: {
-            name: statistics.median(float(sample[name]) for sample in found)  # type: ignore[arg-type]
-            for name, value in found[0].items()
-            if isinstance(value, float)
+            name: statistics.median(value for one in found if isinstance(value := one[name], float))
+            for name, first in found[0].items()
+            if isinstance(first, float)
         }
         for mode, found in samples.items()
     }
@@ -86,7 +88,7 @@ def measure_throughput(
 
 
 def throughput_text(outcome: Mapping[str, Any]) -> str:
-    """The medians as a table, a line a mode."""
+    """Return the medians as a table, a line for each mode."""
     settings = outcome["settings"]
     title = (
         f"{outcome['engine']['model']}, {settings['num_requests']} requests, "
@@ -108,7 +110,7 @@ def throughput_text(outcome: Mapping[str, Any]) -> str:
     return f"{title}\n{table(headings, rows)}"
 
 
-def _sample(answered: list[Answered]) -> dict[str, object]:
+def _sample(answered: list[CompletedRequest]) -> dict[str, object]:
     times = [one.times for one in answered]
     return {
         **run_rates(times),
@@ -117,7 +119,7 @@ def _sample(answered: list[Answered]) -> dict[str, object]:
     }
 
 
-def _check_same(alone: Answered, together: Answered) -> None:
+def _check_same(alone: CompletedRequest, together: CompletedRequest) -> None:
     if alone.token_ids != together.token_ids:
         raise WorkerError(
             "a request was answered differently alone and among others; nothing is reported of "

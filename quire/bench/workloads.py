@@ -1,8 +1,7 @@
-"""Workloads: which requests are sent, how long they are, and how many may run at once.
+"""Workloads: the requests, their lengths, and how many may run at once.
 
-Lengths are fixed by the workload's own seed and never change; tokens are drawn anew for each
-repetition, so that no prefix cache holds them, but for what a workload shares on purpose. Knows
-no engine and no clock.
+Lengths are fixed by the workload's own seed; tokens are drawn anew for each repetition, so that the
+prefix cache hits only what a workload shares on purpose. Independent of engine and clock.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from numpy.typing import NDArray
 from quire.base.errors import SettingError
 
 Range = tuple[int, int]
-# The usual lengths, where nobody asks for others.
+# Default lengths.
 PROMPTS, OUTPUTS = (128, 512), (32, 128)
 # Ids below are letters and special tokens in most vocabularies.
 FIRST_TOKEN_ID = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """One request: token ids in, exactly `output_tokens` out, sent `arrival_s` after the start."""
+class RequestSpec:
+    """One request: prompt ids, exactly `output_tokens` of output, sent `arrival_s` after start."""
 
     prompt_ids: tuple[int, ...]
     output_tokens: int
@@ -35,7 +34,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Prompt and output tokens of one request; the first `shared` of the prompt are everybody's."""
+    """Prompt and output tokens of one request; its first `shared` tokens are common to all."""
 
     prompt: int
     output: int
@@ -44,7 +43,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Requests that are handed in together, of which at most `max_running` may run at once."""
+    """Requests that are submitted together, of which at most `max_running` run at once."""
 
     name: str
     text: str
@@ -53,24 +52,24 @@ class Workload:
 
     @property
     def prompt_tokens(self) -> int:
-        """Prompt tokens of all requests."""
+        """Return the prompt tokens of all requests."""
         return sum(one.prompt for one in self.lengths)
 
     @property
     def output_tokens(self) -> int:
-        """Output tokens of all requests."""
+        """Return the output tokens of all requests."""
         return sum(one.output for one in self.lengths)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, prompt and output."""
+        """Return the tokens of the longest request, prompt and output."""
         return max(one.prompt + one.output for one in self.lengths)
 
-    def draw(self, vocab_size: int, rng: np.random.Generator) -> list[Ask]:
-        """The requests with fresh tokens. Raises SettingError for a vocabulary that is tiny."""
+    def draw(self, vocab_size: int, rng: np.random.Generator) -> list[RequestSpec]:
+        """Return the requests with new tokens. Raises SettingError for a tiny vocabulary."""
         shared = draw_ids(max(one.shared for one in self.lengths), vocab_size, rng)
         return [
-            Ask(
+            RequestSpec(
                 prompt_ids=(
                     *shared[: one.shared].tolist(),
                     *draw_ids(one.prompt - one.shared, vocab_size, rng).tolist(),
@@ -82,7 +81,7 @@ class Workload:
 
 
 def draw_ids(count: int, vocab_size: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Token ids [count], even over the vocabulary but for its first few where it is large."""
+    """Draw token ids [count], uniform over the vocabulary without its first few (if large)."""
     first = FIRST_TOKEN_ID if vocab_size > 2 * FIRST_TOKEN_ID else 3
     if vocab_size <= first:
         raise SettingError(f"the vocabulary has {vocab_size} tokens; more than {first} are needed")
@@ -92,7 +91,7 @@ def draw_ids(count: int, vocab_size: int, rng: np.random.Generator) -> NDArray[n
 def mixed_lengths(
     num_requests: int, prompts: tuple[int, int], outputs: tuple[int, int], *, seed: int
 ) -> tuple[Lengths, ...]:
-    """Lengths even within both ranges, ends included, fixed by `seed`."""
+    """Draw lengths uniformly within both ranges, ends included, fixed by `seed`."""
     rng = np.random.default_rng(seed)
     return tuple(
         Lengths(prompt=int(prompt), output=int(output))
@@ -104,11 +103,13 @@ def mixed_lengths(
     )
 
 
-def fitted(
+def fit_lengths(
     context: int | None, prompts: Range | None, outputs: Range | None
 ) -> tuple[Range, Range]:
-    """Lengths of prompts and outputs: what was asked for, else the usual ones, cut to a context of
-    so many tokens (None: not known). Raises SettingError where what was asked for does not fit."""
+    """Return lengths of prompts and outputs: the given ones, else defaults cut to the context.
+
+    A context of None is unknown. Raises SettingError where given lengths do not fit.
+    """
     room = math.inf if context is None else context
     least = (prompts[1] if prompts else 1) + (outputs[1] if outputs else 1)
     if least > room:
@@ -132,17 +133,19 @@ def _shorter(lengths: Range, share: float) -> Range:
     return max(int(lengths[0] * share), 1), max(int(lengths[1] * share), 1)
 
 
-def batches(asks: Sequence[Ask], size: int) -> list[list[Ask]]:
-    """Static batching: groups in order, each computed until its longest answer is done.
+def batches(specs: Sequence[RequestSpec], size: int) -> list[list[RequestSpec]]:
+    """Yield static batches: groups in order, each computed until its longest answer is complete.
 
-    So all of a group ask for the longest output among them; what is beyond their own is not
-    counted by whoever measures.
+    All of a group request the longest output among them; the caller ignores tokens beyond a
+    request's own length.
     """
     groups = []
-    for first in range(0, len(asks), size):
-        group = asks[first : first + size]
-        longest = max(ask.output_tokens for ask in group)
-        groups.append([Ask(prompt_ids=one.prompt_ids, output_tokens=longest) for one in group])
+    for first in range(0, len(specs), size):
+        group = specs[first : first + size]
+        longest = max(spec.output_tokens for spec in group)
+        groups.append(
+            [RequestSpec(prompt_ids=one.prompt_ids, output_tokens=longest) for one in group]
+        )
     return groups
 
 

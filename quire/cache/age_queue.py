@@ -1,8 +1,8 @@
 """AgeQueue: free blocks in the order in which they came, the oldest taken first.
 
-Knows block numbers only. A block can be taken out of the middle: its stamp changes and its entry
-is stale from then on. Always holds: a block is in the queue at most once, and is in it exactly
-while its stamp is that of one of the entries. All state lies in arrays made once.
+Knows block numbers only. A block can be taken out of the middle: its stamp changes and its entry is
+stale from then on. Always holds: a block is in the queue at most once, and is in it exactly while
+its stamp is that of one of the entries. All state lies in arrays made once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class AgeQueue:
         self.size += count
 
     def pop(self, count: int) -> Index:
-        """The `count` oldest blocks, oldest first; there must be so many."""
+        """Remove and return the `count` oldest blocks, oldest first; there must be so many."""
         parts: list[Index] = []
         missing = count
         while missing:
@@ -60,18 +60,18 @@ class AgeQueue:
         return blocks
 
     def take(self, blocks: Index) -> None:
-        """Take `blocks` (distinct, all of them in the queue) out of it, wherever they are."""
+        """Remove `blocks` (distinct, all of them in the queue), wherever they are."""
         self._stamps[blocks] = 0
         self.size -= len(blocks)
 
     def blocks(self) -> Index:
-        """All blocks, oldest first."""
+        """Return all blocks, oldest first."""
         window = self._entries[self._head : self._tail]
         live: Index = window[self._stamps[window] == self._entry_stamps[self._head : self._tail]]
         return live
 
     def clear(self) -> Index:
-        """Empty the queue; what was in it, oldest first."""
+        """Empty the queue; return what was in it, oldest first."""
         blocks = self.blocks()
         self._stamps[:] = 0
         self._head = self._tail = self.size = 0

@@ -27,10 +27,10 @@ def check(
     *,
     repair: bool = False,
 ) -> list[str]:
-    """Contradictions in words, none if all books agree.
+    """Return contradictions between tables, references, free blocks and index, in words.
 
-    With `repair`, reference counts and free blocks are derived anew from tables and holds, and
-    the marks of findable blocks from the index: leaked blocks return, nothing is lost.
+    With `repair`, reference counts and free blocks are derived anew from tables and holds, and the
+    marks of findable blocks from the index: leaked blocks return, nothing is lost.
     """
     due, names = _references_due(pool.num_blocks, tables, holds), tables.last_holders()
     keyed = index.known
@@ -38,7 +38,7 @@ def check(
         *_table_problems(tables),
         *_named(pool.references > due, "blocks leaked (more references than holders)", names),
         *_named(pool.references < due, "blocks with fewer references than holders", names),
-        *_named(pool.findable != keyed, "blocks whose findable mark and index entry disagree"),
+        *_named(pool.findable != keyed, "blocks where findable mark and index entry disagree"),
         *_free_problems(pool, names),
         *index.problems(),
     ]
@@ -49,7 +49,7 @@ def check(
 
 
 def has_leaks(pool: BlockPool, tables: BlockTable, holds: Sequence[tuple[int, Int32s]]) -> bool:
-    """Whether references and holders disagree: what a bug in the scheduler's verbs looks like."""
+    """Return whether references and holders disagree, as a bug of the scheduler would cause."""
     due = _references_due(pool.num_blocks, tables, holds)
     return bool((pool.references != due).any())
 

@@ -1,4 +1,4 @@
-"""Chains: the digests of a request's full blocks, and who makes them.
+"""Chains: the digests of a request's full blocks, and the hasher that makes them.
 
 Knows tokens, salts and the key; no blocks of the pool. Always holds: two chains have a digest in
 common exactly where the same tokens stand before it under the same salt, model and key.
@@ -32,12 +32,12 @@ class Chain(NamedTuple):
         return keys_of(self.digests)
 
     def end(self, num_blocks: int) -> Uint64s:
-        """The digest after the first `num_blocks` blocks, [2]."""
+        """Return the digest after the first `num_blocks` blocks, [2]."""
         digest: Uint64s = self.digests[num_blocks - 1] if num_blocks else self.owner.seed
         return digest
 
     def parents(self, first: int, last: int) -> Uint64s:
-        """The digests before blocks first .. last - 1, [last - first, 2]."""
+        """Return the digests before blocks first .. last - 1, [last - first, 2]."""
         return np.concatenate((self.end(first)[None], self.digests[first : last - 1]))
 
 
@@ -54,7 +54,7 @@ class PrefixMatch(NamedTuple):
 
     @property
     def rest(self) -> tuple[bytes, ...]:
-        """Digests of the blocks that were not, as bytes."""
+        """The digests of the blocks that were not found, as bytes."""
         return keys_of(self.chain.digests[len(self.blocks) :])
 
 
@@ -75,11 +75,11 @@ class ChainHasher:
         self._hash_blocks = hash_blocks
 
     def seed(self, salt: str) -> Uint64s:
-        """The digest before the first block."""
+        """Return the digest before the first block."""
         return seed_of(salt, self._key, siphash128, fingerprint=self._fingerprint)
 
     def chain(self, token_ids: Int32s, owner: Owner) -> Chain:
-        """The chain of all full blocks of `token_ids`."""
+        """Return the chain of all full blocks of `token_ids`."""
         tokens = np.ascontiguousarray(token_ids, np.int32).reshape(1, -1)
         counts = np.array([len(token_ids) // self._block_size], np.int32)
         digests = self.go_on(tokens, _ZERO, _ZERO, counts, owner.seed.reshape(1, 2))
@@ -105,7 +105,7 @@ class ChainHasher:
     def go_on(
         self, tokens: Int32s, rows: Index | Int32s, firsts: Int32s, counts: Int32s, ends: Uint64s
     ) -> Uint64s:
-        """Digests of the counts[i] blocks of tokens[rows[i]] from firsts[i] on, after ends[i]."""
+        """Return digests of counts[i] blocks of tokens[rows[i]] from firsts[i], after ends[i]."""
         return self._hash_blocks(
             tokens,
             rows.astype(np.int32, copy=False),

@@ -1,10 +1,10 @@
-"""Digests of chains of full blocks, and the plain twin of the native call that makes them.
+"""Digests of chains of full blocks, and the Python twin of the native call that makes them.
 
-The digest of a block is SipHash-2-4 with 128 bits of output (Aumasson and Bernstein, 2012, and
-the authors' reference code for the wide output) over the digest of the block before it followed
-by the block's token ids as little-endian int32. The digest before the first block is that of
-what makes the keys and values (the model's fingerprint) and of the cache salt. The key is secret
-and drawn a process, so that nobody can craft colliding prompts; the fixed key is for tests.
+The digest of a block is SipHash-2-4 with 128 bits of output (Aumasson and Bernstein, 2012, and the
+authors' reference code for the wide output) over the digest of the block before it followed by the
+block's token ids as little-endian int32. The digest before the first block is that of what makes
+the keys and values (the model's fingerprint) and of the cache salt. The key is secret and drawn per
+process, so that colliding prompts cannot be crafted; the fixed key is for tests.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class HashChains(Protocol):
 
 
 def siphash128(message: bytes, key: bytes) -> tuple[int, int]:
-    """SipHash-2-4 with 128-bit output: the two halves as integers, low half first."""
+    """Return SipHash-2-4 with 128-bit output: two integers, low half first."""
     k0, k1 = struct.unpack("<QQ", key)
     state = [
         k0 ^ 0x736F6D6570736575,
@@ -79,7 +79,7 @@ def hash_chains(
     block_size: int,
     key: bytes,
 ) -> Uint64s:
-    """The plain twin; see HashChains."""
+    """See HashChains; the Python twin."""
     digests: list[tuple[int, int]] = []
     for row, first, count, seed in zip(rows, firsts, counts, seeds, strict=True):
         chain = (int(seed[0]), int(seed[1]))
@@ -94,7 +94,7 @@ def hash_chains(
 def seed_of(
     salt: str, key: bytes, siphash: SipHash = siphash128, *, fingerprint: str = ""
 ) -> Uint64s:
-    """The digest before the first block, uint64 [2].
+    """Return the digest before the first block, uint64 [2].
 
     Chains of different salts, and those of different models, never meet.
     """
@@ -103,12 +103,12 @@ def seed_of(
 
 
 def keys_of(digests: Uint64s) -> tuple[bytes, ...]:
-    """The digests [N, 2] as dictionary keys."""
+    """Return the digests [N, 2] as dictionary keys."""
     return struct.unpack(f"{DIGEST_BYTES}s" * len(digests), np.ascontiguousarray(digests).tobytes())
 
 
 def digests_of(keys: Sequence[bytes]) -> Uint64s:
-    """What keys_of made keys of."""
+    """Return the digests that keys_of made keys of."""
     return np.frombuffer(b"".join(keys), np.uint64).reshape(-1, 2)
 
 

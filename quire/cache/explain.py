@@ -1,8 +1,8 @@
-"""What the cache says of itself: why a prefix was not found, and what is held by whom.
+"""Reports on the cache: why a prefix was not found, and what is held for which owners.
 
-Reads the books of a CacheManager and changes nothing. Slow beside them (a look at every block),
-so it runs for those who ask. Always holds: what it tells of a prompt depends on prompts of the
-same salt alone, or of the same named tenant.
+Reads the state of a CacheManager and changes nothing. Slow beside it (a look at every block), so it
+runs on request only. Always holds: what a report on a prompt says depends on prompts of the same
+salt alone, or of the same named tenant.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from quire.base.block_copies import Tier
 from quire.base.cache_usage import CacheReport, Miss, MissReason, OwnerUsage, PrefixUsage
 from quire.cache.chain import Chain
 from quire.cache.manager import CacheManager
-from quire.cache.owners import EVERYBODY_ELSE, Owner
+from quire.cache.owners import OTHER_OWNERS, Owner
 from quire.cache.table import Int32s
 
 # Other salts of a tenant that are looked at, the latest.
 MAX_OTHER_SALTS = 16
-_NOBODY = "(others)"
+_OTHERS = "(others)"
 
 NO_HITS: Mapping[Tier, int] = MappingProxyType({})
 
@@ -29,7 +29,7 @@ NO_HITS: Mapping[Tier, int] = MappingProxyType({})
 def miss_of(
     cache: CacheManager, chain: Chain | None, num_found: int, token_ids: Int32s
 ) -> Miss | None:
-    """Why no more than the first `num_found` blocks of a chain were found; None where all were.
+    """Return why no more than `num_found` blocks of a chain were found; None where all were.
 
     chain: of `token_ids`; None without prefix caching.
     """
@@ -57,7 +57,7 @@ def report_of(
     tier_hit_tokens_total: Mapping[Tier, int] = NO_HITS,
     num_prefixes: int,
 ) -> CacheReport:
-    """What the books hold now, with the prefixes that spared most tokens."""
+    """Return what the cache holds now, with the prefixes that saved most tokens."""
     pool = cache.pool
     return CacheReport(
         prefix_caching=cache.prefix_caching,
@@ -82,9 +82,9 @@ def report_of(
 
 
 def _is_under_another_salt(cache: CacheManager, owner: Owner, token_ids: Int32s) -> bool:
-    """Whether its tenant has the first block under another salt of its own.
+    """Return whether its tenant has the first block under another salt of its own.
 
-    Nobody in particular ("") is told nothing: those share a name and nothing else.
+    Nothing is reported for the unnamed tenant (""): its requests share a name and nothing else.
     """
     if not owner.tenant:
         return False
@@ -99,7 +99,7 @@ def _is_under_another_salt(cache: CacheManager, owner: Owner, token_ids: Int32s)
 def _prefixes(cache: CacheManager, count: int) -> tuple[PrefixUsage, ...]:
     lineage, owners = cache.lineage, cache.owners.by_number()
     found: list[PrefixUsage] = []
-    for block in lineage.most_found(cache.pool.findable, count).tolist():
+    for block in lineage.top_found(cache.pool.findable, count).tolist():
         key = cache.index.key_of(block)
         if key is None:
             continue
@@ -109,8 +109,8 @@ def _prefixes(cache: CacheManager, count: int) -> tuple[PrefixUsage, ...]:
                 digest=key.hex(),
                 tokens=int(lineage.depths[block]) * cache.block_size,
                 hits=int(lineage.hits[block]),
-                tenant=owner.tenant if owner else _NOBODY,
-                salt=_salt_name(owner) if owner else _NOBODY,
+                tenant=owner.tenant if owner else _OTHERS,
+                salt=_salt_name(owner) if owner else _OTHERS,
                 protected=bool(cache.pool.protected[block]),
             )
         )
@@ -118,7 +118,7 @@ def _prefixes(cache: CacheManager, count: int) -> tuple[PrefixUsage, ...]:
 
 
 def _owners(cache: CacheManager) -> tuple[OwnerUsage, ...]:
-    """Those who have something, most first."""
+    """Return the owners of findable blocks, most blocks first."""
     numbers = cache.lineage.owners[cache.pool.findable]
     counts = np.bincount(numbers, minlength=1)
     owners = cache.owners.by_number()
@@ -127,12 +127,12 @@ def _owners(cache: CacheManager) -> tuple[OwnerUsage, ...]:
         for number, owner in owners.items()
         if number < len(counts) and counts[number]
     ]
-    if counts[EVERYBODY_ELSE]:
-        blocks = int(counts[EVERYBODY_ELSE])
-        held.append(OwnerUsage(tenant=_NOBODY, salt=_NOBODY, blocks=blocks))
+    if counts[OTHER_OWNERS]:
+        blocks = int(counts[OTHER_OWNERS])
+        held.append(OwnerUsage(tenant=_OTHERS, salt=_OTHERS, blocks=blocks))
     return tuple(sorted(held, key=lambda use: -use.blocks))
 
 
 def _salt_name(owner: Owner) -> str:
-    """A salt is as good as a key to what is cached under it: it is named by its digest."""
+    """Return a name for a salt: its digest, because a salt is like a key to what it covers."""
     return owner.seed.tobytes().hex() if owner.salt else ""

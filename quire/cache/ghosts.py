@@ -1,8 +1,8 @@
-"""Ghosts: digests of blocks that were evicted, so that what comes back is known as such.
+"""Ghosts: digests of blocks that were evicted, so that what comes back is recognized.
 
-A block whose digest is here when it is computed anew was wanted twice, like one that was found;
-and who asks why nothing was found can be told that it was there once. Knows digests only. Always
-holds: at most `limit` digests, the ones evicted last.
+A block with its digest here when it is computed anew was wanted twice, like one that was found; and
+a report can say that a missing prefix was there once. Knows digests only. Always holds: at most
+`limit` digests, the ones evicted last.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Ghosts:
         self._place_of = DigestTable()
         self._ring: Uint64s = np.zeros((2 * limit, 2), np.uint64)
         self._first = self._end = 0
-        # Evicted since somebody asked: a step evicts several times, and asks once.
+        # Evicted since the last look-up: a step evicts several times, and looks up once.
         self._fresh: list[Uint64s] = []
 
     def __len__(self) -> int:
@@ -36,11 +36,11 @@ class Ghosts:
         return len(self._place_of.longest_run(digest.reshape(1, 2))) == 1
 
     def add(self, digests: Uint64s) -> None:
-        """These were just evicted; none of them is here."""
+        """Add digests of blocks that were just evicted; none of them is here."""
         self._fresh.append(digests)
 
     def take(self, digests: Uint64s) -> NDArray[np.bool_]:
-        """Which of `digests` were here; they are no longer."""
+        """Return which of `digests` were here; they are removed."""
         self._put_fresh()
         taken: NDArray[np.bool_] = self._place_of.take(digests) >= 0
         return taken
@@ -52,7 +52,7 @@ class Ghosts:
         self._first = self._end = 0
 
     def _put_fresh(self) -> None:
-        """Remember what was evicted since."""
+        """Enter what was evicted since the last look-up."""
         if not self._fresh:
             return
         fresh, self._fresh = self._fresh, []

@@ -1,8 +1,8 @@
-"""Lineage: of each block that can be found, what it stands for and how often it was.
+"""Lineage: what each findable block stands for and how often it was found.
 
-Written in bulk when blocks are registered and found; read only when somebody asks why a prefix
-was not found, or what the cache holds. Knows no digest index and decides nothing. What stands
-here of a block that cannot be found (any more) is stale; callers pass a mask of those that can.
+Written in bulk when blocks are registered and found; read only for reports on misses and on what
+the cache holds. Knows no digest index and decides nothing. What is recorded of a block that is not
+findable (any more) is stale; callers pass a mask of those that are.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Lineage:
 
     @property
     def owners(self) -> Int32s:
-        """The number of who computed each (quire/cache/owners.py)."""
+        """The number of the owner that computed each (owners.py)."""
         self._write_fresh()
         return self._owners
 
@@ -55,19 +55,19 @@ class Lineage:
     def describe(
         self, blocks: Ints, *, parents: Uint64s, tokens: Int32s, depths: Ints, owners: Int32s
     ) -> None:
-        """`blocks` can be found from now on, and were not yet."""
+        """Describe `blocks`, which become findable now."""
         self._fresh.append((blocks, parents, tokens, depths, owners))
         if len(self._fresh) >= _AT_ONCE:
             self._write_fresh()
 
     def found(self, blocks: Int32s) -> None:
-        """A chain of blocks was found, in this order."""
+        """Count a chain of blocks that was found, in this order."""
         self._write_fresh()
         self._hits[blocks] += 1
         self._ends[blocks[-1]] = True
 
     def agreement(self, parent: Uint64s, tokens: Int32s, findable: Bools) -> int | None:
-        """How many of `tokens` the block most like them begins with, of those after `parent`.
+        """Return how many of `tokens` the most similar block after `parent` begins with.
 
         None where no block comes after it.
         """
@@ -81,8 +81,8 @@ class Lineage:
         agreed = np.where(differs.any(axis=1), differs.argmax(axis=1), len(tokens))
         return int(agreed.max())
 
-    def most_found(self, findable: Bools, count: int) -> Int32s:
-        """The `count` blocks that end the prefixes which spared most tokens, most first."""
+    def top_found(self, findable: Bools, count: int) -> Int32s:
+        """Return the `count` blocks that end the prefixes which saved most tokens, most first."""
         self._write_fresh()
         ends = np.flatnonzero(findable & self._ends)
         spared = self._hits[ends] * self._depths[ends]
@@ -90,7 +90,7 @@ class Lineage:
         return ends[order].astype(np.int32)
 
     def _write_fresh(self) -> None:
-        """What was described, in that order: a block may have been described twice since."""
+        """Write what was described, in that order: a block may be described twice."""
         if not self._fresh:
             return
         blocks, parents, tokens, depths, owners = map(

@@ -1,10 +1,10 @@
-"""CacheManager: who holds which KV blocks. The only face of the cache towards the scheduler.
+"""CacheManager: which requests hold which KV blocks. The cache's only interface to the scheduler.
 
-Ties together the pool (free or not), the tables (whose), and the prefix index (findable by
-content). Knows slots, token counts and step numbers; no requests, no policy, no tensors.
-Always holds: a block's references are the table entries that name it plus the holds on it; a
-block in the prefix index holds exactly the keys and values of the chain its digest stands for,
-because blocks are registered only up to positions whose step has ended well.
+Combines the pool (free or not), the tables (of slots), and the prefix index (findable by content).
+Knows slots, token counts and step numbers; no requests, no policy, no tensors. Always holds: a
+block's references are the table entries that name it plus the holds on it; a block in the prefix
+index holds exactly the keys and values of the chain its digest stands for, because blocks are
+registered only up to positions of steps that have ended well.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from quire.cache.owners import Owner, Owners
 from quire.cache.pool import BlockPool, Bools
 from quire.cache.prefix_index import PrefixIndex
 from quire.cache.table import BlockTable, Index, Int32s
-from quire.cache.tier_books import Fetch, TierBooks
 from quire.cache.tier_map import TierMap
+from quire.cache.tier_transfers import Fetch, TierTransfers
 
 # Columns of a slot that count as offered to the index where nothing of it may be found.
 _ALL_COLUMNS = np.iinfo(np.int32).max
@@ -39,7 +39,7 @@ NO_BLOCKS: Int32s = np.empty(0, np.int32)
 
 @dataclass(slots=True, kw_only=True)  # not frozen: that costs a steady step half a microsecond
 class TableDeltas:
-    """New table entries: blocks[i] now stands in column columns[i] of slot slots[i]."""
+    """New table entries: blocks[i] is now in column columns[i] of slot slots[i]."""
 
     slots: Int32s
     columns: Int32s
@@ -51,10 +51,10 @@ class CacheManager:
 
     hash_key: 16 secret bytes, drawn anew for each process that serves, or kept with a tier; the
     default is for tests. fingerprint: of what computes the keys and values; those of another are
-    never found. tier: where blocks that leave the pool go on to be found, at most max_saving of
-    them on their way there at once. window: how many positions a token sees, its own included, in
-    any layer; 0: all. Blocks behind it are given back while their request runs. make_pool: makes
-    the pool of num_blocks blocks.
+    never found. tier: where blocks that leave the pool stay findable, at most max_saving of them on
+    their way there at once. window: how many positions a token sees, its own included, in any
+    layer; 0: all. Blocks behind it are given back while their request runs. make_pool: makes the
+    pool of num_blocks blocks.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class CacheManager:
         self.owners = Owners(self.hasher.seed)
         self.evicted_blocks_total = 0
         self.tiers = (
-            TierBooks(tier, self.pool, self.index, self._insert_fetched, max_saving=max_saving)
+            TierTransfers(tier, self.pool, self.index, self._insert_fetched, max_saving=max_saving)
             if tier is not None and prefix_caching
             else None
         )
@@ -107,7 +107,7 @@ class CacheManager:
         # What was digested while a request waited: its slot's chain, and how many blocks that has.
         self._chains: list[Chain | None] = [None] * num_slots
         self._chain_blocks: Int32s = np.zeros(num_slots, np.int32)
-        # Slots whose request was here before: that it needs its own blocks twice is no second use.
+        # Slots of requests that were here before: that one needs its own blocks twice is no reuse.
         self._returned: Bools = np.zeros(num_slots, np.bool_)
         self._owner_numbers: Int32s = np.zeros(num_slots, np.int32)
 
@@ -123,7 +123,7 @@ class CacheManager:
 
     @property
     def num_never_used(self) -> int:
-        """The pool's last so many blocks were never handed out."""
+        """How many of the pool's last blocks were never allocated."""
         return self.pool.num_never_used
 
     @property
@@ -137,15 +137,15 @@ class CacheManager:
         return self.tables.capacities
 
     def can_allocate(self, num_blocks: int) -> bool:
-        """Whether `num_blocks` blocks are free."""
+        """Return whether `num_blocks` blocks are free."""
         return num_blocks <= self.pool.num_free
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Return the blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def blocks_short(self, slots: Index, num_tokens: Int32s) -> Int32s:
-        """Blocks that slots[i] lacks to hold num_tokens[i] tokens; 0 where it lacks none."""
+        """Return the blocks that slots[i] lacks to hold num_tokens[i] tokens."""
         # Rounded up by rounding down what is left over; -(-x // y) as in blocks_for.
         left = (self.tables.capacities[slots] - num_tokens) // self._size
         short: Int32s = -np.minimum(left, _ZERO)
@@ -161,7 +161,7 @@ class CacheManager:
         return TableDeltas(slots=rows.astype(np.int32), columns=columns, blocks=blocks)
 
     def extend(self, slot: int, num_tokens: int) -> None:
-        """Give one slot what it lacks to hold `num_tokens` tokens; see `allocate`, `entries`."""
+        """Give one slot the blocks it lacks to hold `num_tokens` tokens."""
         lacking = self.blocks_for(num_tokens) - int(self.tables.counts[slot])
         if lacking > 0:
             self.tables.append(slot, self._take_blocks(lacking))
@@ -187,7 +187,7 @@ class CacheManager:
         )
 
     def entries(self, slot: int) -> TableDeltas:
-        """All table entries of a slot, to tell of one that was just filled."""
+        """Return all table entries of a slot that was just filled."""
         blocks, first = self.tables.row(slot).copy(), int(self.tables.firsts[slot])
         slots = np.empty_like(blocks)
         slots.fill(slot)
@@ -198,9 +198,9 @@ class CacheManager:
         )
 
     def chain(self, token_ids: Int32s, salt: str, tenant: str = "") -> Chain | None:
-        """Digests of the full blocks of a request's known tokens; None without prefix caching.
+        """Return the digests of the full blocks of known tokens; None without prefix caching.
 
-        Whose it is (`tenant`) is for reports; what is shared depends on the salt alone.
+        The tenant is for reports; what is shared depends on the salt alone.
         """
         if not self.prefix_caching:
             return None
@@ -215,7 +215,7 @@ class CacheManager:
         return self.hasher.chains([token_ids for token_ids, _, _ in requests], owners)
 
     def match(self, chain: Chain) -> PrefixMatch:
-        """The longest run of a chain's first blocks that the pool still holds."""
+        """Return the longest run of a chain's first blocks that the pool still holds."""
         return PrefixMatch(chain, self.index.longest_match(chain.digests))
 
     def match_all(self, chains: Sequence[Chain]) -> list[PrefixMatch]:
@@ -233,7 +233,7 @@ class CacheManager:
         return matches
 
     def num_takeable(self, match: PrefixMatch | None) -> int:
-        """Blocks that could be allocated once `match` is attached."""
+        """Return the blocks that could be allocated once `match` is attached."""
         if match is None or not match.num_blocks:
             return self.pool.num_free
         return self.pool.num_free - self.pool.num_unreferenced(match.blocks)
@@ -275,7 +275,7 @@ class CacheManager:
         return partial, own
 
     def can_fork(self, source: int, num_tokens: int) -> bool:
-        """Whether `source` still has all that the last of its first `num_tokens` tokens sees."""
+        """Return whether `source` still has all that a fork of `num_tokens` tokens sees."""
         seen_from = max(num_tokens - self.window, 0) if self.window else 0
         return int(self.tables.firsts[source]) * self.block_size <= seen_from
 
@@ -315,9 +315,9 @@ class CacheManager:
     def register(self, slots: Index, computed: Int32s, tokens: Int32s) -> None:
         """Make the full blocks of `slots` findable, up to computed[i] tokens of slots[i].
 
-        tokens: int32 [num_slots, positions], the known tokens by slot. `computed` must count
-        only positions whose step has ended well. What was not digested while its request waited
-        is by one native call.
+        tokens: int32 [num_slots, positions], the known tokens by slot. `computed` must count only
+        positions of steps that have ended well. Blocks that were not digested while their request
+        waited are digested by one native call.
         """
         if not self.prefix_caching:
             return
@@ -350,7 +350,7 @@ class CacheManager:
             self.tiers.swap_out(self.tables.blocks[slot, first : self._findable_end(slot)])
 
     def swap_in(self, match: PrefixMatch, places: Int32s, token_ids: Int32s) -> Fetch:
-        """Begin to fetch what comes after `match` in the chain of token_ids from the tier.
+        """Begin to load what comes after `match` in the chain of token_ids from the tier.
 
         Raises CapacityError if too few blocks are free.
         """
@@ -381,7 +381,7 @@ class CacheManager:
     def free(self, slots: Index, last_steps: NDArray[np.int64]) -> int:
         """Empty `slots` (distinct). last_steps[i] is the last step that names slots[i].
 
-        Blocks of slots whose last step has not ended are held until it has. Within a request
+        Blocks of a slot with a last step that has not ended are held until it has. Within a request
         later blocks are forgotten first. Returns how many blocks became free now.
         """
         self._registered[slots] = 0
@@ -396,7 +396,7 @@ class CacheManager:
         return self.pool.release(self.tables.take(slots[~busy]))
 
     def settle(self, step: int) -> int:
-        """Step `step`, and all before it, have ended. Returns how many blocks became free."""
+        """Note that step `step`, and all before it, have ended; return the blocks freed."""
         self._settled_step = step
         if not self.holds:
             return 0
@@ -405,7 +405,7 @@ class CacheManager:
         return sum(self.pool.release(blocks) for blocks in ended)
 
     def flush(self) -> int:
-        """Nothing known now is found again; returns how many blocks were findable.
+        """Make nothing known now findable; return how many blocks were findable.
 
         What runs keeps its blocks and goes on, and is not found either.
         """
@@ -417,18 +417,18 @@ class CacheManager:
         return self.index.clear()
 
     def num_freed_by(self, slot: int) -> int:
-        """Blocks that only `slot` names: what freeing it would yield."""
+        """Return the blocks that only `slot` names: what freeing it would yield."""
         return self.pool.num_freed_by(self.tables.row(slot))
 
     def name_slot(self, slot: int, holder: str) -> None:
-        """Who takes `slot`: the audit tells it of blocks that nobody else named since."""
+        """Note the request that takes `slot`, for reports of the audit."""
         self.tables.name(slot, holder)
 
     def check_integrity(self, *, repair: bool = False, quick: bool = False) -> list[str]:
-        """Compare all books; returns contradictions in words, none if all agree.
+        """Compare tables, references, free blocks and index; return contradictions in words.
 
-        quick: only if references and holders disagree, which costs a few vector operations.
-        With `repair` reference counts and free blocks are derived anew from tables and holds.
+        quick: only if references and holders disagree, which costs a few vector operations. With
+        `repair` reference counts and free blocks are derived anew from tables and holds.
         """
         holds = self.holds if self.tiers is None else [*self.holds, *self.tiers.holds()]
         if quick and not audit.has_leaks(self.pool, self.tables, holds):
@@ -449,10 +449,10 @@ class CacheManager:
     def _digests(
         self, slots: Index, firsts: Int32s, lasts: Int32s, tokens: Int32s
     ) -> tuple[Index | None, Uint64s]:
-        """Digests of blocks firsts[i] .. lasts[i] - 1 of slots[i], and in which order of i; None
-        for theirs.
+        """Return digests of blocks firsts[i] .. lasts[i] - 1 of slots[i], and their order of i.
 
-        What was digested while its request waited comes first, and is not digested again.
+        None for the order as it is. What was digested while its request waited comes first, and is
+        not digested again.
         """
         is_known = lasts <= self._chain_blocks[slots]
         num_known = np.count_nonzero(is_known)
@@ -471,7 +471,7 @@ class CacheManager:
         return np.concatenate((known, rest)), np.concatenate(parts)
 
     def _go_on(self, slots: Index, firsts: Int32s, lasts: Int32s, tokens: Int32s) -> Uint64s:
-        """The same for those whose blocks firsts[i] on were not digested yet."""
+        """Return digests of blocks that were not digested yet, from firsts[i] on."""
         return self.hasher.go_on(tokens, slots, firsts, lasts - firsts, self._chain_ends[slots])
 
     def _chain_of(self, slot: int) -> Chain:
@@ -488,7 +488,7 @@ class CacheManager:
         columns: NDArray[np.int64],
         tokens: Int32s,
     ) -> None:
-        """blocks[i], in columns[i] of slots[i], is found under digests[i] from now on.
+        """Make blocks[i], in columns[i] of slots[i], findable under digests[i].
 
         What was evicted and is computed again is as good as found: it is protected.
         """
@@ -519,13 +519,13 @@ class CacheManager:
             self.tiers.findable(keys_of(digests), blocks)
 
     def _insert_fetched(self, keys: list[bytes], blocks: Int32s) -> None:
-        """Blocks that came from a tier are found from now on."""
+        """Make blocks that came from a tier findable."""
         digests = digests_of(keys)
         self.pool.findable[blocks[self.index.insert(digests, blocks)]] = True
         self.ghosts.take(digests)
 
     def _describe_fetched(self, match: PrefixMatch, blocks: Int32s, token_ids: Int32s) -> None:
-        """What `blocks`, which come after `match`, will stand for when they can be found."""
+        """Describe `blocks`, which come after `match`, for when they can be found."""
         chain, first, size = match.chain, match.num_blocks, self.block_size
         last = first + len(blocks)
         self.lineage.describe(
@@ -540,16 +540,19 @@ class CacheManager:
         return self.owners.owner(tenant, salt) or self.owners.add(tenant, salt, self._owners_now)
 
     def _owners_now(self) -> Int32s:
-        """Numbers of owners of what can be found, and of what runs or ran last in each slot."""
+        """Return the owners of findable blocks, and of what runs or ran last in each slot."""
         return np.concatenate((self.lineage.owners[self.pool.findable], self._owner_numbers))
 
     def _findable_end(self, slot: int) -> int:
-        """Columns of `slot` before this one were offered to the index."""
+        """Return the column of `slot` before which all were offered to the index."""
         return min(int(self._registered[slot]), int(self.tables.counts[slot]))
 
     def _inherit_chain(self, slot: int, source: int, shared: Int32s, num_blocks: int) -> None:
-        """Shared blocks, the last of the chain's first num_blocks, need no second digest where the
-        index knows the last of them."""
+        """Continue the chain of `source` in `slot`, behind the `shared` blocks.
+
+        They need no second digest where the index knows the last of them, number num_blocks of the
+        chain.
+        """
         self._chains[slot], self._chain_blocks[slot] = None, 0
         self._seeds[slot] = self._seeds[source]
         self._owner_numbers[slot] = self._owner_numbers[source]

@@ -1,8 +1,8 @@
-"""Owners: who computed what the cache holds, a small number for each pair of tenant and salt.
+"""Owners: a small number for each pair of tenant and salt that has blocks in the cache.
 
-Where chains of digests begin (a seed for each salt) is known here too. Knows no blocks. Always
-holds: number 0 is of all that have no number of their own because there are too many; others keep
-theirs while something is theirs.
+Also knows where chains of digests begin (a seed for each salt). Knows no blocks. Always holds:
+number 0 stands for all owners without a number of their own because there are too many; others keep
+theirs while a block is theirs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from quire.cache.digest import Uint64s
 
 MAX_OWNERS = 1024
-EVERYBODY_ELSE = 0
+OTHER_OWNERS = 0
 
 
 class Owner(NamedTuple):
@@ -35,43 +35,46 @@ class Owners:
         self._seed_of = seed_of
         self._limit = limit
         self._by_name: dict[tuple[str, str], Owner] = {}
-        self._free = list(range(limit, EVERYBODY_ELSE, -1))
+        self._free = list(range(limit, OTHER_OWNERS, -1))
         self._since_cleared = 0
 
     def __len__(self) -> int:
         return len(self._by_name)
 
     def owner(self, tenant: str, salt: str) -> Owner | None:
-        """Who that is, None for somebody without a number (yet); see `add`."""
+        """Return the owner of that name, None for one without a number (yet); see `add`."""
         return self._by_name.get((tenant, salt))
 
     def add(self, tenant: str, salt: str, used: Callable[[], NDArray[np.int32]]) -> Owner:
-        """Somebody new. used: the numbers something is of, asked for where all are given out."""
+        """Add a new owner.
+
+        used: returns the numbers in use; called where all are given out.
+        """
         if not self._free and self._since_cleared <= 0:
             self._clear(used())
-        number = self._free.pop() if self._free else EVERYBODY_ELSE
+        number = self._free.pop() if self._free else OTHER_OWNERS
         owner = Owner(number, tenant, salt, self._seed_of(salt))
-        if number == EVERYBODY_ELSE:
+        if number == OTHER_OWNERS:
             self._since_cleared -= 1
         else:
             self._by_name[tenant, salt] = owner
         return owner
 
     def number_now(self, owner: Owner) -> int:
-        """The number of somebody told of earlier, who may have lost it since."""
+        """Return the current number of an owner, which may have lost it."""
         now = self._by_name.get((owner.tenant, owner.salt))
-        return EVERYBODY_ELSE if now is None else now.number
+        return OTHER_OWNERS if now is None else now.number
 
     def of_tenant(self, tenant: str) -> list[Owner]:
-        """All of one tenant, the latest first."""
+        """Return all owners of one tenant, the latest first."""
         return [owner for owner in reversed(self._by_name.values()) if owner.tenant == tenant]
 
     def by_number(self) -> dict[int, Owner]:
-        """All that have a number."""
+        """Return all owners that have a number."""
         return {owner.number: owner for owner in self._by_name.values()}
 
     def _clear(self, used: NDArray[np.int32]) -> None:
-        """Take back the numbers nothing is of; not again until as many came in vain."""
+        """Take back unused numbers; not again until as many owners were added in vain."""
         kept = set(used.tolist())
         gone = [name for name, owner in self._by_name.items() if owner.number not in kept]
         for name in gone:

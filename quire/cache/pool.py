@@ -1,13 +1,13 @@
 """BlockPool: which blocks of the KV pool are free, and how often each of the others is named.
 
-Knows block numbers only: no tokens, no digests, no requests. A free block whose content can
-still be found by prefix (`findable`) is handed out last: of those used once the one freed longest
-ago first, and only then those that were used again (`protected`), in the same order. What was
-used again is so safe from a crowd that comes once, as far as the share of it allows; beyond
-that its oldest blocks lose their protection (a segmented LRU).
-Always holds: a block is referenced (references > 0), or on the stack of plain free blocks, or
-in one of the two queues of findable free blocks; never two of these. One owner thread, no locks;
-all state lies in arrays made once, and every verb takes many blocks at a time.
+Knows block numbers only: no tokens, no digests, no requests. Free blocks with content that can
+still be found by prefix (`findable`) are allocated last: of those used once the one freed longest
+ago first, and only then those that were used again (`protected`), in the same order. So what was
+used again is safe from a burst of requests that come once, as far as the share of it allows; beyond
+that its oldest blocks lose their protection (a segmented LRU). Always holds: a block is referenced
+(references > 0), or on the stack of plain free blocks, or in one of the two queues of findable free
+blocks; never two of these. One owner thread, no locks; all state lies in arrays made once, and
+every operation takes many blocks at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROTECTED_SHARE = 0.8
 
 
 class BlockPool:
-    """`num_blocks` blocks, all free and plain at first; lower numbers are handed out first."""
+    """`num_blocks` blocks, all free and plain at first; lower numbers are allocated first."""
 
     def __init__(self, num_blocks: int, *, protected_share: float = PROTECTED_SHARE) -> None:
         if num_blocks < 1:
@@ -42,7 +42,7 @@ class BlockPool:
         self.findable: Bools = np.zeros(num_blocks, np.bool_)
         self.protected: Bools = np.zeros(num_blocks, np.bool_)  # findable ones only
         self._stack: Index = np.arange(num_blocks - 1, -1, -1, dtype=np.intp)
-        self._stack_size = self._least_stack = num_blocks
+        self._stack_size = self._min_stack = num_blocks
         self._once = AgeQueue(num_blocks)
         self._again = AgeQueue(num_blocks)
         self._scratch: Int32s = np.zeros(num_blocks, np.int32)
@@ -57,11 +57,11 @@ class BlockPool:
     @property
     def num_never_used(self) -> int:
         """The last so many blocks were never handed out: they lie at the bottom of the stack."""
-        return self._least_stack
+        return self._min_stack
 
     @property
     def num_free_findable(self) -> int:
-        """Free blocks whose content a prefix match would still find."""
+        """Free blocks with content that a prefix match would still find."""
         return len(self._once) + len(self._again)
 
     @property
@@ -70,10 +70,10 @@ class BlockPool:
         return len(self._again)
 
     def allocate(self, count: int) -> tuple[Int32s, Index]:
-        """Hand out `count` blocks, each with one reference.
+        """Allocate `count` blocks, each with one reference.
 
-        Returns (blocks [count], evicted): `evicted` are those of them that were findable until
-        now; the caller makes its index forget them. Raises CapacityError if too few are free.
+        Returns (blocks [count], evicted): `evicted` are those of them that were findable until now;
+        the caller makes its index forget them. Raises CapacityError if too few are free.
         """
         if count > self.num_free:
             raise CapacityError(
@@ -84,7 +84,7 @@ class BlockPool:
         top = self._stack_size
         blocks = self._stack[top - plain : top][::-1].copy()
         self._stack_size = top - plain
-        self._least_stack = min(self._least_stack, self._stack_size)
+        self._min_stack = min(self._min_stack, self._stack_size)
         evicted = blocks[:0]
         if plain < count:
             once = min(count - plain, len(self._once))
@@ -109,7 +109,7 @@ class BlockPool:
         self.references[index] += 1
 
     def protect(self, blocks: Int32s) -> None:
-        """`blocks` (referenced and findable) were used again: hand them out after others."""
+        """Note that `blocks` (referenced and findable) were used again: allocate them last."""
         self.protected[blocks] = True
 
     def release(self, blocks: Int32s) -> int:
@@ -134,27 +134,27 @@ class BlockPool:
         return len(freed)
 
     def forget_all(self) -> None:
-        """No block is findable any more: free ones become plain, others will when released."""
+        """Make no block findable: free ones become plain, others when they are released."""
         self._push_stack(self._once.clear())
         self._push_stack(self._again.clear())
         self.findable[:] = False
         self.protected[:] = False
 
     def num_freed_by(self, blocks: Int32s) -> int:
-        """How many of `blocks` (distinct) would become free if each lost one reference."""
+        """Return how many of `blocks` (distinct) would become free by one reference less."""
         return int(np.count_nonzero(self.references[blocks] == 1))
 
     def num_unreferenced(self, blocks: Int32s) -> int:
-        """How many of `blocks` are free now."""
+        """Return how many of `blocks` are free now."""
         return int(np.count_nonzero(self.references[blocks] == 0))
 
     def free_blocks(self) -> tuple[Index, Index]:
-        """The books as they stand: (plain free blocks, findable ones in the order they go)."""
+        """Return plain free blocks, and findable ones in order of eviction."""
         findable = np.concatenate((self._once.blocks(), self._again.blocks()))
         return self._stack[: self._stack_size].copy(), findable
 
     def protected_blocks(self) -> Index:
-        """Free blocks that are handed out after all others, oldest first."""
+        """Return free blocks that are allocated after all others, oldest first."""
         return self._again.blocks()
 
     def rebuild(self, references: Int32s) -> None:
@@ -171,7 +171,7 @@ class BlockPool:
         self._stack_size = len(plain)
 
     def _release_shared(self, blocks: Index) -> Index:
-        """Take the references; returns which became free, each once."""
+        """Take the references; return which became free, each once."""
         np.subtract.at(self.references, blocks, 1)
         freed = blocks[self.references[blocks] == 0]
         # A block that lost its last two references in this call occurs twice: keep one.

@@ -1,8 +1,8 @@
 """PrefixIndex: from the digest of a chain of full blocks to the block that holds its last one.
 
-Knows digests (made by quire.cache.digest) and block numbers; knows neither tokens nor who uses a
-block, and evicts nothing by itself: the pool hands out the oldest free block and the manager makes
-the index forget it. Always holds: one block a digest, one digest a block.
+Knows digests (made by quire.cache.digest) and block numbers; neither tokens nor requests. It evicts
+nothing by itself: the pool allocates the oldest free block and the manager makes the index forget
+it. Always holds: one block per digest, one digest per block.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PrefixIndex:
         return len(self._block_of)
 
     def longest_match(self, digests: Uint64s) -> Int32s:
-        """Blocks of the longest run of known digests from the first on."""
+        """Return blocks of the longest run of known digests from the first on."""
         return self._block_of.longest_run(digests)
 
     def find(self, digests: Uint64s) -> Int32s:
@@ -52,7 +52,7 @@ class PrefixIndex:
         return new if free is None else free[new]
 
     def forget(self, blocks: Index) -> Uint64s:
-        """Drop `blocks`, all of them known here; returns their digests."""
+        """Drop `blocks`, all of them known here; return their digests."""
         if np.count_nonzero(self.known[blocks]) < len(blocks):
             block = int(blocks[~self.known[blocks]][0])
             raise RuntimeError(f"block {block} was evicted but the prefix index has no key")
@@ -62,18 +62,18 @@ class PrefixIndex:
         return digests
 
     def clear(self) -> int:
-        """Drop all; returns how many."""
+        """Drop all; return how many."""
         dropped = len(self._block_of)
         self._block_of.clear()
         self.known[:] = False
         return dropped
 
     def key_of(self, block: int) -> bytes | None:
-        """The digest under which `block` is found, None if it is not."""
+        """Return the digest under which `block` is found, None if it is not."""
         return self._digests[block].tobytes() if self.known[block] else None
 
     def problems(self) -> list[str]:
-        """Contradictions between the two directions, in words; empty when the books agree."""
+        """Return contradictions between the two directions, in words."""
         blocks = np.flatnonzero(self.known)
         found_as = self._block_of.find(self._digests[blocks])
         wrong = found_as != blocks

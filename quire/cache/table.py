@@ -1,9 +1,9 @@
 """BlockTable: which pool blocks hold a slot's tokens, in order of position.
 
-Column c of a slot's row is the block of positions c * block_size .. (c + 1) * block_size - 1.
-Knows no tokens and no reference counts, and of whoever is in a slot a name only. Always holds:
-columns `firsts[slot]` .. `counts[slot]` - 1 are blocks, the others -1 (those before were given
-back, because nothing of them is seen any more); `capacities[slot]` is counts[slot] * block_size.
+Column c of a slot's row is the block of positions c * block_size .. (c + 1) * block_size - 1. Knows
+no tokens and no reference counts, and of the request in a slot a name only. Always holds: columns
+`firsts[slot]` .. `counts[slot]` - 1 are blocks, the others -1 (those before were given back,
+because nothing of them is seen any more); `capacities[slot]` is counts[slot] * block_size.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class BlockTable:
 
     def __init__(self, num_slots: int, num_columns: int, block_size: int, num_blocks: int) -> None:
         self.block_size = block_size
-        # Who is in a slot, and who was in the slot that last named a block: numbers of names, for
-        # the audit's words.
+        # The request in a slot, and the one in the slot that last named a block: numbers of names,
+        # for reports of the audit.
         self._holders: Int64s = np.zeros(num_slots, np.int64)
         self._last_holders: Int64s = np.zeros(num_blocks, np.int64)
         self._names = {0: ""}
@@ -35,7 +35,7 @@ class BlockTable:
         self.capacities: Int32s = np.zeros(num_slots, np.int32)
 
     def name(self, slot: int, holder: str) -> None:
-        """`holder` takes `slot`."""
+        """Note that the request `holder` takes `slot`."""
         self._num_named += 1
         self._holders[slot] = self._num_named
         self._names[self._num_named] = holder
@@ -44,25 +44,25 @@ class BlockTable:
             self._names = {number: self._names[number] for number in used}
 
     def holder(self, slot: int) -> str:
-        """Who took `slot` last."""
+        """Return the name of the request that took `slot` last."""
         return self._names[int(self._holders[slot])]
 
     def last_holders(self) -> NDArray[Any]:
-        """Who was in the slot that last named each block, "" where nobody was."""
+        """Return the name of the request that last held each block, "" for none."""
         return np.array([self._names[number] for number in self._last_holders.tolist()], object)
 
     def row(self, slot: int) -> Int32s:
-        """The blocks of `slot`, from column firsts[slot] on (a view)."""
+        """Return the blocks of `slot`, from column firsts[slot] on (a view)."""
         return self.blocks[slot, self.firsts[slot] : self.counts[slot]]
 
     def held(self) -> NDArray[np.bool_]:
-        """Which entries are blocks, bool [num_slots, num_columns]."""
+        """Return which entries are blocks, bool [num_slots, num_columns]."""
         columns = np.arange(self.blocks.shape[1])
         held: NDArray[np.bool_] = columns < self.counts[:, None]
         return held & (columns >= self.firsts[:, None])
 
     def begin(self, slot: int, first: int) -> None:
-        """`slot`, which is empty, has nothing before column `first`."""
+        """Let `slot`, which is empty, have nothing before column `first`."""
         self.firsts[slot] = self.counts[slot] = first
 
     def drop(self, slots: Index, firsts: Int32s) -> Int32s:
@@ -107,7 +107,7 @@ class BlockTable:
         return rows, columns
 
     def take(self, slots: Index) -> Int32s:
-        """Empty `slots` (distinct) and return their blocks, last column first within a slot."""
+        """Empty `slots` (distinct); return their blocks, last column first within a slot."""
         if len(slots) == 1:
             return self._take_one(int(slots[0]))
         counts = self.counts[slots]

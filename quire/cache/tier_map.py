@@ -20,8 +20,11 @@ Int32s = NDArray[np.int32]
 
 
 class TierMap:
-    """`num_blocks` places of a tier of that kind; lower ones are filled first. Memory grows with
-    those that were used. block_ms: expected time to move one block, until it is measured."""
+    """`num_blocks` places of a tier of that kind; lower ones are filled first.
+
+    Memory grows with those that were used. block_ms: expected time to move one block, until it is
+    measured.
+    """
 
     def __init__(self, num_blocks: int, kind: Tier = Tier.DISK, *, block_ms: float = 1.0) -> None:
         self.num_blocks, self.kind, self.block_ms = num_blocks, kind, block_ms
@@ -38,7 +41,7 @@ class TierMap:
         return len(self._place_of)
 
     def load(self, held: Iterable[tuple[bytes, int]]) -> None:
-        """What lies there from an earlier run, the oldest first; before anything else."""
+        """Enter what lies there from an earlier run, the oldest first; before anything else."""
         for key, place in held:
             self._place_of[key] = place
             self._key_of[place] = key
@@ -47,11 +50,11 @@ class TierMap:
         self._free = [place for place in below if place not in self._key_of]
 
     def knows(self, key: bytes) -> bool:
-        """Whether a block of this digest is there or on its way there."""
+        """Return whether a block of this digest is there or on its way there."""
         return key in self._place_of or key in self._awaited_keys
 
     def run(self, keys: Sequence[bytes]) -> list[int]:
-        """Places of the longest run of digests from the first on."""
+        """Return places of the longest run of digests from the first on."""
         places = []
         for key in keys:
             place = self._place_of.get(key)
@@ -114,7 +117,7 @@ class TierMap:
         self._first_unused = 0
 
     def problems(self) -> list[str]:
-        """Contradictions in words; empty when the books agree."""
+        """Return contradictions in words."""
         found = [
             f"tier: key of place {place} leads to place {self._place_of.get(key)}"
             for place, key in self._key_of.items()

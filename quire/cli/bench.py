@@ -83,11 +83,11 @@ def _add_throughput(parser: argparse.ArgumentParser) -> None:
 def _throughput(arguments: argparse.Namespace) -> int:
     from quire.bench.floor import program_of
     from quire.bench.throughput import MODES, measure_throughput, throughput_text
-    from quire.bench.workloads import Workload, fitted, mixed_lengths
+    from quire.bench.workloads import Workload, fit_lengths, mixed_lengths
 
     settings = engine_settings(arguments)
     context = program_of(arguments.model, settings).max_positions
-    prompts, outputs = fitted(context, arguments.prompts, arguments.outputs)
+    prompts, outputs = fit_lengths(context, arguments.prompts, arguments.outputs)
     workload = Workload(
         name="throughput",
         text="many requests at once",
@@ -184,12 +184,12 @@ def _serve(arguments: argparse.Namespace) -> int:
     from quire.bench.plots import plot_serving
     from quire.bench.serve import (
         Load,
-        ask_what_is_served,
         measure_serving,
+        resolve_model,
         serving_text,
         trace_of,
     )
-    from quire.bench.workloads import fitted, mixed_lengths
+    from quire.bench.workloads import fit_lengths, mixed_lengths
     from quire.obs.pictures import check_plots
     from quire.obs.timing import Goals
 
@@ -204,8 +204,8 @@ def _serve(arguments: argparse.Namespace) -> int:
         extra=() if arguments.may_end else (("ignore_eos", True),),
     )
     trace = trace_of(arguments.trace, max_requests=arguments.max_requests)
-    served = ask_what_is_served(target)
-    prompts, outputs = fitted(served.max_model_len, arguments.prompts, arguments.outputs)
+    served = resolve_model(target)
+    prompts, outputs = fit_lengths(served.max_model_len, arguments.prompts, arguments.outputs)
     load = Load(
         rates=arguments.rates or ((1.0,) if arguments.trace else (0.5, 1.0, 2.0, 4.0, 8.0)),
         seconds=arguments.seconds,
@@ -246,9 +246,9 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
 
 
 def _kernels(arguments: argparse.Namespace) -> int:
-    from quire.bench.kernels import Asked, kernels_text, measure_kernels
+    from quire.bench.kernels import KernelOptions, kernels_text, measure_kernels
 
-    asked = Asked(
+    asked = KernelOptions(
         parts=arguments.parts,
         precisions=arguments.precisions,
         rows=arguments.rows,
@@ -324,7 +324,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _add_ranges(parser: argparse.ArgumentParser, prompts: str, outputs: str) -> None:
-    """Add both ranges; their defaults are cut to the model's context (workloads.fitted)."""
+    """Add both ranges; their defaults are cut to the model's context (workloads.fit_lengths)."""
     for flag, usual, text in (("--prompts", "128-512", prompts), ("--outputs", "32-128", outputs)):
         parser.add_argument(
             flag,

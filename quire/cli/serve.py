@@ -135,7 +135,7 @@ def _serve(
     log = Log("server")
     listening, for_admins = sockets
     # Imported only now, in parallel with the engine process's imports.
-    from quire.api.http.server import run as run_server
+    from quire.api.server import run as run_server
     from quire.engine.client.engine_client import EngineClient
 
     client = EngineClient.attach(process, config, watchdog_s=server.watchdog_s)

@@ -127,10 +127,10 @@ def run(arguments: argparse.Namespace) -> int:
     from quire.obs.report import show
     from quire.obs.timing import Goals
     from quire.obs.trace import EXAMPLE_TRACE, read_trace
-    from quire.sim.compare import Question, compare, with_policy
-    from quire.sim.load import Asks
+    from quire.sim.compare import Comparison, compare, with_policy
+    from quire.sim.load import RequestDefaults
     from quire.sim.plots import plot_policies
-    from quire.sim.summary import summaries_text
+    from quire.sim.summary import comparison_text
 
     if arguments.png:
         check_plots()
@@ -143,29 +143,29 @@ def run(arguments: argparse.Namespace) -> int:
     path = Path(arguments.trace) if arguments.trace else EXAMPLE_TRACE
     trace = read_trace(path, max_requests=arguments.max_requests)
     machine = _machine(arguments, config)
-    asks = Asks(
+    defaults = RequestDefaults(
         max_tokens=arguments.max_tokens,
         max_model_len=config.model.max_model_len or machine.max_model_len,
         ttft_slo_ms=1e3 * goals.ttft_s if arguments.tell_goals else None,
         tpot_slo_ms=1e3 * goals.tpot_s if arguments.tell_goals else None,
     )
-    question = Question(
+    comparison = Comparison(
         trace_name=path.name,
         trace=trace,
         policies=arguments.policy,
         speeds=arguments.speed,
-        asks=asks,
+        defaults=defaults,
         goals=goals,
         light_every=arguments.light or 0,
         light_speed=arguments.light_speed or min(arguments.speed),
     )
     with _stop_on_interrupt() as should_stop:
-        outcome = compare(question, machine, config, should_stop=should_stop)
+        outcome = compare(comparison, machine, config, should_stop=should_stop)
     if not outcome["runs"]:
         raise KeyboardInterrupt
     if arguments.png:
         plot_policies(outcome, Path(arguments.png))
-    show(outcome, summaries_text(outcome), as_json=arguments.json)
+    show(outcome, comparison_text(outcome), as_json=arguments.json)
     return 0 if outcome["complete"] else _EXIT_INTERRUPTED
 
 

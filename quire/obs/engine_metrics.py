@@ -1,8 +1,7 @@
-"""What an EngineStats says, as metrics: the engine's numbers as they come, not copied.
+"""Collectors that expose EngineStats as Prometheus metrics, read at scrape time.
 
-Knows Prometheus' families and the stats' fields; keeps only the samples from which the device's
-busy share is derived. Always holds: a counter of the
-engine is a counter here, under one name; of tenants only names are shown that a file has.
+Always holds: a counter of the engine is one counter here; of tenants only names from the tenants
+file are exposed.
 """
 
 from __future__ import annotations
@@ -176,7 +175,7 @@ def _tier_counters(stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
         ),
         (
             "quire_tier_bad_blocks",
-            "KV blocks read from the tier with other bytes than saved; they were computed again",
+            "KV blocks with corrupt bytes in the tier; they were computed again",
             stats.tier_bad_blocks_total,
         ),
         ("quire_tier_failures", "Times the tier was put out of use", stats.tier_failures_total),

@@ -1,9 +1,9 @@
-"""Metrics: what a server did, in Prometheus' text format, from a registry of its own.
+"""Metrics of a server in Prometheus' text format, from a registry of its own.
 
-Two sources. Requests are reported by the server (`request`, `error`, ...); the engine's own
-counters are shown as the EngineStats of its latest step has them (`see`). Knows no HTTP server, no
-engine. Always holds: a name ends in its unit (`_seconds`, `_tokens`) and, for counters, `_total`;
-counters only grow. docs/metrics.md lists the names.
+Two sources: the API layer counts requests (`request`, `error`, ...), and the engine's counters are
+read from the EngineStats of its latest step (`see`). Independent of HTTP server and engine. Always
+holds: a name ends in its unit (`_seconds`, `_tokens`) and, for counters, `_total`; counters only
+grow. docs/metrics.md lists the names.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Metrics:
         )
         self._disconnects = Counter(
             "quire_disconnects",
-            "Requests cancelled because the client disconnected before the answer was complete",
+            "Requests with a client that disconnected before the answer was complete",
             registry=registry,
         )
         self._slow_readers = Counter(
@@ -125,7 +125,7 @@ class Metrics:
         )
         self._dropped_lines = Counter(
             "quire_log_lines_dropped",
-            "Log lines dropped because they were not read",
+            "Log lines dropped because nobody read them",
             registry=registry,
         )
         self._num_dropped_lines = 0
@@ -208,19 +208,19 @@ class Metrics:
             _observe_ms(self._per_token, between_ms)
 
     def error(self, kind: str) -> None:
-        """A request ended in an error of class `kind`."""
+        """Count a request that ended in an error of class `kind`."""
         self._errors.labels(kind).inc()
 
     def timeout(self) -> None:
-        """A request was ended by its time limit."""
+        """Count a request that was ended by its time limit."""
         self._timeouts.inc()
 
     def refused(self, reason: str) -> None:
-        """A request was not begun. `reason`: the code its error has in a response."""
+        """Count a rejected request. `reason`: the error code in its response."""
         self._refused.labels(reason).inc()
 
     def disconnect(self) -> None:
-        """A client went away before its answer was complete."""
+        """Count a client that disconnected before its answer was complete."""
         self._disconnects.inc()
 
     def dropped_lines(self, total: int) -> None:
@@ -229,15 +229,15 @@ class Metrics:
         self._num_dropped_lines = total
 
     def slow_reader(self) -> None:
-        """A stream was cut because its reader did not read."""
+        """Count a stream that was closed because its client did not read."""
         self._slow_readers.inc()
 
     def opened(self) -> None:
-        """An HTTP request arrived."""
+        """Count an HTTP request that arrived."""
         self._open.inc()
 
     def answered(self, *, route: str, status: int) -> None:
-        """An HTTP request that was opened is over. `route` is a pattern, never a raw path."""
+        """Count an HTTP request that ended. `route` is a pattern, never a raw path."""
         self._open.dec()
         self._of(self._responses, route, str(status)).inc()
 
@@ -263,7 +263,7 @@ class Metrics:
 
 
 def restarts_counter() -> Counter:
-    """API processes that ended and were replaced; counted by the supervisor."""
+    """API processes that ended and were replaced; counted by the process that replaces them."""
     return Counter(
         "quire_api_process_restarts",
         "API processes that ended by themselves and were replaced",

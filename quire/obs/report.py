@@ -1,7 +1,7 @@
-"""Report the progress and results of a long command: progress, a table, JSON.
+"""Output of long-running commands: progress, tables, JSON.
 
-Progress goes to standard error; standard output holds the table, or with --json the object and
-nothing else. Knows no measurement.
+Progress goes to standard error; standard output has the table, or with --json only the object.
+Independent of measurements.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Progress:
         self._next_s = clock_s() + every_s
 
     def say(self, text: str) -> None:
-        """Show what is going on now."""
+        """Show the current state."""
         if self._is_terminal:
             self._stream.write(f"\r\033[K{text}")
         elif (now_s := self._clock_s()) >= self._next_s:
@@ -49,7 +49,7 @@ class Progress:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns under their headings, the first aligned left and the others right."""
+    """Return columns under their headings, the first aligned left and the others right."""
     lines = [list(headings), *map(list, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
     return "\n".join(
@@ -62,5 +62,5 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def show(outcome: Mapping[str, object], text: str, *, as_json: bool) -> None:
-    """Print one of the two."""
+    """Print the object as JSON, or the text."""
     print(json.dumps(outcome) if as_json else text)

@@ -1,9 +1,9 @@
-"""Counts of several processes, added up by whichever is asked.
+"""Counters of several processes, summed by the process that is scraped.
 
-Each process keeps its counts in files of its own in one folder (prometheus_client's way, chosen by
-an environment variable that it reads when it is imported), so what a process has counted stays
-counted when it is gone, and counters only grow. What is true only of a living process (open
-requests) leaves with it. Knows no metric by name.
+Each process writes its counts to its own files in one directory (multiprocess mode of
+prometheus_client, chosen by an environment variable that is read on import), so counts survive
+their process, and counters only grow. Gauges of a process (open requests) are removed when it ends.
+Independent of metric names.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 
 
 def share_counts(folder: Path) -> None:
-    """Counts of this process go to `folder`. To be called before quire.obs.metrics is imported."""
+    """Write counts of this process to `folder`; call before importing quire.obs.metrics."""
     folder.mkdir(mode=0o700, exist_ok=True)
     os.environ[_VARIABLE] = str(folder)
 
 
 def forget_process(folder: Path, process_id: int) -> None:
-    """It has ended: what was true only while it lived is no more."""
+    """Remove the gauges of a process that has ended."""
     for file in folder.glob(f"gauge_live*_{process_id}.db"):
         file.unlink(missing_ok=True)

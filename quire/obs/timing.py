@@ -1,7 +1,7 @@
-"""What was measured of requests, and what is said about it: rates, percentiles, goodput.
+"""Request times and their summary: rates, percentiles, goodput.
 
-Times are seconds since the start of the run. Plain arithmetic: knows no
-engine, no clock and no file.
+Times are seconds on one clock that is zero at the start of the run. Plain arithmetic: independent
+of engine, clock and files.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ PERCENTILES = (50, 90, 95, 99)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTimes:
-    """One request: when it was sent, when its first and last token came, how long it was.
+    """One request: when it was sent, when its first and last token arrived, its lengths.
 
-    error: what went wrong, empty if it ended as asked; its times then mean nothing.
+    error: the failure, empty if it succeeded; its times then mean nothing.
     """
 
     sent_s: float
@@ -30,34 +30,34 @@ class RequestTimes:
 
     @property
     def ttft_s(self) -> float:
-        """Time to the first token."""
+        """Return the time to first token."""
         return self.first_s - self.sent_s
 
     @property
     def tpot_s(self) -> float:
-        """Time per output token after the first; 0 where there was only one."""
+        """Return the time per output token after the first; 0 where there was only one."""
         return (self.last_s - self.first_s) / max(self.output_tokens - 1, 1)
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Output tokens a second without the first; 0 where there was only one."""
+        """Return output tokens per second without the first; 0 where there was only one."""
         return (self.output_tokens - 1) / (self.last_s - self.first_s) if self.tpot_s > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goals:
-    """When a request counts as well served."""
+    """The latency goals that a request must meet to count for goodput."""
 
     ttft_s: float = 2.0
     tpot_s: float = 0.1
 
     def met_by(self, times: RequestTimes) -> bool:
-        """Whether a request ended without an error and in time, first token and each after it."""
+        """Return whether a request succeeded and met both goals."""
         return not times.error and times.ttft_s <= self.ttft_s and times.tpot_s <= self.tpot_s
 
 
 def run_rates(requests: Sequence[RequestTimes]) -> dict[str, float]:
-    """Rates of a run in which all were handed in at once; total tokens are prompt and output."""
+    """Return the rates of a run in which all requests were submitted at once."""
     start_s = min(times.sent_s for times in requests)
     wall_s = max(times.last_s for times in requests) - start_s
     output = sum(times.output_tokens for times in requests)
@@ -76,7 +76,7 @@ def run_rates(requests: Sequence[RequestTimes]) -> dict[str, float]:
 
 
 def percentiles(values: Iterable[float], shares: Sequence[int] = PERCENTILES) -> dict[str, float]:
-    """p50, p90, p95 and p99, or those of `shares`; empty where there are no values."""
+    """Return p50, p90, p95 and p99, or those of `shares`; empty where there are no values."""
     found = np.array(list(values), np.float64)
     if not len(found):
         return {}
@@ -86,10 +86,11 @@ def percentiles(values: Iterable[float], shares: Sequence[int] = PERCENTILES) ->
 def rate_summary(
     requests: Sequence[RequestTimes], *, offered_per_s: float, seconds: float, goals: Goals
 ) -> dict[str, object]:
-    """What one rate of arrivals came to.
+    """Summarize the requests of one arrival rate.
 
-    offered_per_s: requests a second that arrived; seconds: how long they arrived. goodput_per_s
-    counts well served requests over the longer of that and the time until the last one ended.
+    offered_per_s: requests per second that arrived; seconds: duration of the arrivals.
+    goodput_per_s counts requests that met the goals over the longer of that and the time until the
+    last one ended.
     """
     ended = [times for times in requests if not times.error]
     last_s = max((times.last_s for times in ended), default=0.0)
@@ -107,10 +108,14 @@ def rate_summary(
 
 
 def knee(summaries: Sequence[dict[str, object]], *, good_share: float = 0.9) -> int | None:
-    """Index of the highest offered rate at which `good_share` of the requests were well served."""
+    """Return the index of the highest rate at which `good_share` of requests met the goals."""
     good = [
-        index
-        for index, summary in enumerate(summaries)
-        if float(summary["good_share"]) >= good_share  # type: ignore[arg-type]
+        index for index, one in enumerate(summaries) if _number(one, "good_share") >= good_share
     ]
-    return max(good, key=lambda index: float(summaries[index]["offered_per_s"]), default=None)  # type: ignore[arg-type]
+    return max(good, key=lambda index: _number(summaries[index], "offered_per_s"), default=None)
+
+
+def _number(summary: dict[str, object], name: str) -> float:
+    value = summary[name]
+    assert isinstance(value, float | int)
+    return float(value)

@@ -1,9 +1,9 @@
-"""When requests came and how long they were: recorded traces, as services publish them.
+"""Read recorded traces: arrival times and lengths of requests, as services publish them.
 
 Two formats are read. Azure's: CSV with TIMESTAMP, ContextTokens, GeneratedTokens. Mooncake's: JSON
-lines with timestamp (milliseconds), input_length, output_length and hash_ids, one a block of 512
-prompt tokens: equal ids stand for equal tokens. A replay makes content up; lengths and
-sharing are real.
+lines with timestamp (milliseconds), input_length, output_length and hash_ids, one per block of 512
+prompt tokens: equal ids stand for equal tokens. A replay makes up content; lengths and sharing are
+recorded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FORMATS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """One request of a trace. block_ids: which blocks of its prompt others may share; empty: none.
+    """One request of a trace. block_ids: blocks of its prompt that others may share; may be empty.
 
     arrival_s counts from the trace's first request.
     """
@@ -41,9 +41,9 @@ class Arrival:
 
 
 def read_trace(path: Path, *, max_requests: int | None = None) -> list[Arrival]:
-    """The first requests of a trace, in order of arrival; the format is detected.
+    """Return the first requests of a trace, in order of arrival; the format is detected.
 
-    Raises SettingError naming the line where the file is neither format.
+    Raises SettingError with the line number where the file has neither format.
     """
     try:
         with path.open(encoding="utf-8-sig") as lines:

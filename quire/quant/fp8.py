@@ -1,10 +1,10 @@
-"""Weights and rows of activations in fp8 (e4m3), in NumPy: what the kernels for it are held to.
+"""Quantize weights and activations to fp8 (e4m3) in NumPy: the reference for the kernels.
 
-Of a row, of 128 elements of it, or of a block of 128 x 128 elements of a weight the scale is
-absmax / 448 and the values are x * (448 / absmax), in float32, rounded to the nearest that e4m3 has
-(ties to even). What is tiny or not finite as in int_rows.py. Where a checkpoint fixes the scale of
-rows they are x * (1 / scale), what is beyond 448 as 448. Knows no layout. Always holds: PyTorch and
-the Triton kernels make the same values and scales, bit for bit.
+The scale of a row, of 128 elements of it, or of a 128 x 128 block of a weight is absmax / 448, and
+the values are x * (448 / absmax), in float32, rounded to the nearest e4m3 value (ties to even).
+Tiny and non-finite values are handled as in int_rows.py. If a checkpoint fixes the scale of
+activations, values are x * (1 / scale), clipped to 448. Knows no layout. Invariant: PyTorch and the
+Triton kernels produce the same values and scales, bit for bit.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ LARGEST = np.float32(448)
 class Fp8Matrix:
     """A weight [N, K] in e4m3: element (n, k) is values[n, k] times its scale.
 
-    values: f32 [N, K], each a number that e4m3 has. scales: f32 [N, 1] where the scheme has one a
-    row, or [ceil(N / 128), ceil(K / 128)] of its blocks. input_scale: what rows are divided by
-    where the scheme is static, else None.
+    values: f32 [N, K], each an e4m3 value. scales: f32 [N, 1] for a scale per row, or [ceil(N /
+    128), ceil(K / 128)] for blocks. input_scale: the fixed scale of activations if the scheme is
+    static, else None.
     """
 
     scheme: Scheme
@@ -37,7 +37,7 @@ class Fp8Matrix:
     input_scale: np.float32 | None = None
 
     def dequantized(self) -> Float32s:
-        """The elements as f32 [N, K]."""
+        """Return the elements as f32 [N, K]."""
         rows, columns = self.values.shape
         group = self.scheme.group
         if not group:
@@ -47,16 +47,16 @@ class Fp8Matrix:
 
 
 def e4m3(x: Float32s) -> Float32s:
-    """f32 rounded to the nearest that e4m3 has, those beyond 448 to 448."""
+    """Round f32 to the nearest e4m3 value, clipping to 448."""
     x = np.clip(x, -LARGEST, LARGEST)
-    exponent = np.maximum(np.frexp(x)[1] - 1, -6)  # below 2^-6 steps stay the same
+    exponent = np.maximum(np.frexp(x)[1] - 1, -6)  # subnormal below 2^-6: constant step
     step = np.ldexp(np.float32(1), exponent - 3)
     rounded: Float32s = np.rint(x / step) * step
     return rounded
 
 
 def _of_codes() -> Float32s:
-    """What each byte means: a sign, 4 bits of exponent (bias 7), 3 bits; 0x7F and 0xFF are NaN."""
+    """Return the value of each byte: sign, 4-bit exponent (bias 7), 3 bits; 0x7F, 0xFF are NaN."""
     code = np.arange(128)
     exponent, fraction = code >> 3, (code & 7).astype(np.float32)
     small = np.ldexp(fraction, -9)
@@ -70,7 +70,7 @@ OF_CODES = _of_codes()
 
 
 def quantize_fp8(w: Float32s, scheme: Scheme) -> Fp8Matrix:
-    """The weight w [N, K] in e4m3, with scales as the scheme has them."""
+    """Quantize the weight w [N, K] to e4m3, with the scheme's scales."""
     if not scheme.group:
         values, scales = quantize_fp8_rows(w, by_block=False)
         return Fp8Matrix(scheme=scheme, values=values, scales=scales)
@@ -85,7 +85,7 @@ def quantize_fp8(w: Float32s, scheme: Scheme) -> Fp8Matrix:
 
 
 def quantize_fp8_rows(x: Float32s, *, by_block: bool) -> tuple[Float32s, Float32s]:
-    """Values [R, K] of rows x, and scales: [R, 1], or [R, groups of 128] by block."""
+    """Quantize rows x; return values [R, K] and scales [R, 1], or [R, groups of 128] by block."""
     groups = grouped(x, ACTIVATION_GROUP) if by_block else x[:, None, :]
     scales, inverse = scale_and_inverse(np.abs(groups).max(axis=2), float(LARGEST))
     finite = np.where(np.isfinite(groups), groups, np.float32(0))
@@ -94,7 +94,10 @@ def quantize_fp8_rows(x: Float32s, *, by_block: bool) -> tuple[Float32s, Float32
 
 
 def quantize_fp8_by(x: Float32s, scale: np.float32) -> tuple[Float32s, Float32s]:
-    """Values [R, K] of rows x by a given scale, NaN where x is not finite; the scale [1, 1]."""
+    """Quantize rows x by a given scale.
+
+    Returns values [R, K], NaN for a non-finite x, and the scale as [1, 1].
+    """
     with np.errstate(over="ignore"):
         values = e4m3(np.where(np.isfinite(x), x, np.float32(0)) * (np.float32(1) / scale))
     return np.where(np.isfinite(x), values, np.float32(np.nan)), np.full((1, 1), scale, np.float32)

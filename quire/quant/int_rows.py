@@ -1,9 +1,9 @@
-"""The arithmetic that integer products share, in NumPy: rows of activations, fused steps.
+"""Shared arithmetic of integer matrix products, in NumPy: quantized activations, fused steps.
 
-A row is cut into groups of 128 elements. Each has the scale absmax / 127 and the integers
-rint(x * (127 / absmax)), in float32. A group whose absmax is below TINY counts as zeros, scale 0;
-one that holds an infinity or NaN has the scale NaN and zeros, so its row's results are all NaN.
-Knows no layout. Always holds: what is said here is bit for bit what the kernels do.
+A row is split into groups of 128 elements. The scale of a group is absmax / 127, its integers are
+rint(x * (127 / absmax)), in float32. A group with absmax below TINY counts as zeros with scale 0; a
+group with an infinity or NaN has scale NaN and zeros, so all results of its row are NaN. Knows no
+layout. Invariant: the kernels compute the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ TINY = np.float32(2.0**-100)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntRows:
-    """Rows as integers: [R, K] of whole numbers from -127 to 127 (held in f32, where products of
-    them are exact), and their scales [R, groups of 128]."""
+    """Quantized rows: whole numbers [R, K] from -127 to 127, and scales [R, groups of 128].
+
+    The numbers are held in f32, in which their products are exact.
+    """
 
     values: Float32s
     scales: Float32s
 
 
 def grouped(values: Float32s, group: int) -> Float32s:
-    """[R, K] as [R, groups, group], the last one filled up with zeros."""
+    """Reshape [R, K] to [R, groups, group], padding the last group with zeros."""
     rows, columns = values.shape
     padded = np.pad(values, ((0, 0), (0, -columns % group)))
     return padded.reshape(rows, -1, group)
 
 
 def scale_and_inverse(largest: Float32s, steps: float) -> tuple[Float32s, Float32s]:
-    """largest / steps and steps / largest; 0 and 0 where it is tiny, NaN and 0 where not finite."""
+    """Return largest / steps and steps / largest: 0 and 0 if tiny, NaN and 0 if not finite."""
     finite = np.isfinite(largest)
     counts = finite & (largest >= TINY)
     divisor = np.where(counts, largest, np.float32(1))
@@ -48,9 +50,9 @@ def scale_and_inverse(largest: Float32s, steps: float) -> tuple[Float32s, Float3
 
 
 def quantize_rows(x: Float32s) -> IntRows:
-    """Rows of x [R, K] as integers."""
+    """Quantize the rows of x [R, K] to integers."""
     groups = grouped(x, ACTIVATION_GROUP)
-    # np.max hands on a NaN, as the kernels' comparison of bits does.
+    # np.max propagates NaN, as the kernels' comparison of bits does.
     scales, inverse = scale_and_inverse(np.abs(groups).max(axis=2), 127.0)
     finite = np.where(np.isfinite(groups), groups, np.float32(0))
     values = np.rint(finite * inverse[:, :, None])
@@ -60,16 +62,16 @@ def quantize_rows(x: Float32s) -> IntRows:
 
 
 def fma(a: Float32s, b: Float32s, c: Float32s) -> Float32s:
-    """a * b + c in float32, rounded once.
+    """Return a * b + c in float32, rounded once.
 
-    The product is exact in float64. The sum is not: its last bit is set where something was cut
-    off (rounding to odd), so that rounding it again to float32 gives what one rounding gives.
+    The product is exact in float64. The sum is not: its last bit is set if it was inexact (rounding
+    to odd), so that rounding it to float32 gives the result of a single rounding.
     """
     product = np.multiply(a, b, dtype=np.float64)
     addend = np.asarray(c, np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         total = product + addend
-        part = total - product  # what the sum took of the addend; two-sum, exact
+        part = total - product  # the addend as rounded in the sum; exact two-sum
         lost = (product - (total - part)) + (addend - part)
         bits = total.view(np.int64)
         inexact = np.isfinite(total) & (lost != 0) & ((bits & 1) == 0)

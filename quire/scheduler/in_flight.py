@@ -1,8 +1,9 @@
-"""InFlightPlan: a plan that is out, and which rows of its result still stand when it comes back.
+"""InFlightPlans: plans that were sent and not updated, and which rows of a result are valid.
 
-Knows rows and slots, not what they are for. A row stands if its slot still has the request it
-had when the plan was made, and the worker did not report an error for it. `InFlightPlans` has all
-that are out; always holds: they land in the order in which they went."""
+Knows rows and slots, not what they are for. A row is valid if its slot still has the request it had
+when the plan was made, and the worker reported no error for it. Always holds: plans land in the
+order in which they were sent.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +21,12 @@ from quire.scheduler.running_batch import Bools, Index, Int32s
 
 @dataclass(slots=True, kw_only=True)
 class PlanOutcome:
-    """The rows of a result that stand, and the errors of requests that are still there.
+    """The valid rows of a result, and the errors of requests that are still live.
 
     index, ends: slots computed well, and how far; rows: their rows in the plan, None for all.
     sampled: slots that got a run of tokens; entries: the index of each run's first token in the
     result's arrays, run_lengths: its length; both None where every run is one token, in order.
-    by_layers: the slot of which a part was computed by layers, to the last, and how far that is;
-    None for none.
+    by_layers: the slot of a chunk that was computed to its last layer, and its end; None for none.
     """
 
     index: Index
@@ -41,10 +41,10 @@ class PlanOutcome:
 
 @dataclass(slots=True, kw_only=True)
 class InFlightPlan:
-    """`plan` is out since `began_ms`. index, ends: its slots as an index, and starts + counts.
+    """A plan in flight since `began_ms`.
 
-    left: slots whose request has left them since the plan was made. branched: slots that it gives
-    blocks of others, maybe without a row.
+    index, ends: its slots as an index, and starts + counts. left: slots that their request has left
+    since the plan was made. branched: slots that get blocks of others, maybe without a row.
     """
 
     plan: StepPlan
@@ -55,7 +55,7 @@ class InFlightPlan:
     branched: frozenset[int] = frozenset()
 
     def names(self, index: Index) -> Bools:
-        """Which of slots `index` the plan has a row for, or copies blocks for."""
+        """Return which of slots `index` the plan has a row for, or copies blocks for."""
         layers = self.plan.layers
         others = [*self.branched] if layers is None else [*self.branched, layers.slot]
         most = max(self.index.max(initial=0), index.max(initial=0), *others)
@@ -66,7 +66,10 @@ class InFlightPlan:
         return named
 
     def land(self, result: StepResult) -> PlanOutcome:
-        """Sort out `result`. Raises WorkerError if it is not an answer to the plan."""
+        """Sort out `result`.
+
+        Raises WorkerError if it does not answer the plan.
+        """
         plan = self.plan
         num_rows = len(plan.slots)
         if result.step != plan.step or len(result.token_counts) != num_rows:
@@ -121,7 +124,7 @@ class InFlightPlan:
         )
 
     def _by_layers(self) -> tuple[int, int] | None:
-        """As in PlanOutcome, where it did not fail."""
+        """Return PlanOutcome.by_layers, where the chunk did not fail."""
         layers = self.plan.layers
         if layers is None or not layers.is_last or layers.slot in self.left:
             return None
@@ -138,7 +141,7 @@ class InFlightPlan:
 
 
 class InFlightPlans:
-    """The plans that are out, oldest first. step: the number of the last that went."""
+    """The plans in flight, oldest first. step: the number of the last one sent."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -151,16 +154,16 @@ class InFlightPlans:
         return iter(self._out)
 
     def send(self, flight: InFlightPlan, now_ms: float) -> StepPlan:
-        """`flight` goes out."""
+        """Send a plan."""
         flight.began_ms = now_ms
         self.step = flight.plan.step
         self._out.append(flight)
         return flight.plan
 
     def land(self, plan: StepPlan, result: StepResult) -> tuple[PlanOutcome, float]:
-        """`result` of `plan` is back: what stands of it, and when the plan went out.
+        """Return the valid part of `result`, which answers `plan`, and when the plan was sent.
 
-        Raises WorkerError where it is not the oldest plan's answer.
+        Raises WorkerError where it does not answer the oldest plan.
         """
         if not self._out or self._out[0].plan is not plan:
             raise WorkerError(
@@ -171,12 +174,12 @@ class InFlightPlans:
         return outcome, self._out.popleft().began_ms
 
     def left(self, slots: Sequence[int]) -> None:
-        """The requests in `slots` have left them."""
+        """Note that the requests in `slots` have left them."""
         for flight in self._out:
             flight.left.extend(slots)
 
     def last_steps(self, index: Index) -> NDArray[np.int64]:
-        """The last plan that is out and names slot index[i]; 0 for none."""
+        """Return the last plan in flight that names slot index[i]; 0 for none."""
         steps = np.zeros(len(index), np.int64)
         for flight in self._out:
             steps[flight.names(index)] = flight.plan.step

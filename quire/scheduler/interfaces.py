@@ -1,7 +1,7 @@
 """Interfaces through which the scheduler's core meets its extensions.
 
 The core imports nothing of the extension packages except in wiring.py. An extension that is off has
-no object, or one whose `is_active` is False; then none of its code runs.
+no object, or is not active; then none of its code runs.
 """
 
 from __future__ import annotations

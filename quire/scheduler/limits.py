@@ -1,7 +1,7 @@
 """SchedulerLimits: the numbers the scheduler must keep to.
 
-A record without knowledge; the engine's wiring fills it from flags and from what the cache can
-hold. Always holds: each number lies within its limits, so nobody checks again.
+A record without knowledge; the engine fills it from flags and from what the cache can hold. Always
+holds: each number lies within its limits, so it is not checked again.
 """
 
 from __future__ import annotations
@@ -13,20 +13,18 @@ from quire.base.errors import InvalidParameter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """max_num_seqs: requests that run at once. max_num_batched_tokens: token rows of one step.
-    max_model_len: prompt and output of one request, in tokens. plans_in_flight: how many plans
-    may be out at once. max_queued_requests: how many may wait, beside those that can start at
-    once, before new ones are refused; max_queued_tokens: the same for the tokens they know, 0
-    for any number.
-    step_budget_ms: predicted milliseconds of one step, 0 for no such limit. queue_timeout_ms: how
-    long a request may wait for its first step, 0 for ever.
-    tpot_target_ms: predicted milliseconds of a step that makes tokens, kept by bounding the
-    prompts in it; 0 for what requests ask.
-    long_prompt_tokens: from how many known tokens on a request counts as long, 0 for never.
-    max_long_prompts, max_short_prompts: how many long ones, and others, may run at once beside
-    max_num_seqs; 0 for no such limit.
-    part_layers: into how many a part of a prompt may be cut, to be computed some a step; 0: it
-    may not. layered_part_tokens: most tokens of such a part.
+    """Limits of one scheduler; 0 stands for no limit where it is a default.
+
+    max_num_seqs: requests that run at once. max_num_batched_tokens: token rows of one step.
+    max_model_len: prompt and output of one request, in tokens. plans_in_flight: how many plans may
+    be out at once. max_queued_requests: how many may wait, beside those that can start at once,
+    before new ones are rejected; max_queued_tokens: the same for their known tokens.
+    step_budget_ms: predicted milliseconds of one step. queue_timeout_ms: how long a request may
+    wait for its first step. tpot_target_ms: predicted milliseconds of a step that generates tokens,
+    kept by bounding the prompts in it; 0 for what requests ask. long_prompt_tokens: from how many
+    known tokens on a request counts as long. max_long_prompts, max_short_prompts: how many long
+    ones, and others, may run at once. part_layers: into how many groups of layers a prompt chunk
+    may be cut, to be computed one per step; layered_part_tokens: the most tokens of such a chunk.
 
     Raises InvalidParameter, which names the field.
     """

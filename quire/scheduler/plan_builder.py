@@ -24,9 +24,9 @@ _Rows = tuple[Index, Int32s, Int32s, Int32s, Int32s, Int32s, Int32s]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branches:
-    """Slots that take over others' tokens, the last tokens of slots, and blocks to copy.
+    """Slots that take over tokens of others, the last tokens of slots, and blocks to copy.
 
-    slots: of all that run together and leave together. The others are as in StepPlan.
+    slots: of all members that run together and leave together. The others are as in StepPlan.
     """
 
     slots: frozenset[int]
@@ -49,7 +49,8 @@ class Step:
     paused: slots of running requests that are left out. deferred: slots left out for an urgent
     prompt, for as long as that advances. is_urgent: there is one; it may take what it wants.
     has_room: whether there were blocks for every row that needed some. yielding: running requests
-    whose prompts rank behind a waiting one and get tokens after it."""
+    with prompts that rank behind a waiting one and get tokens after it.
+    """
 
     builder: PlanBuilder
     budget: StepBudget
@@ -81,7 +82,7 @@ class PlanBuilder:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to do at all: branches and copies may go without rows."""
+        """Whether there is nothing to do: branches and copies may go without rows."""
         return not self.has_rows and not self._branches and self._tier_copies is None
 
     def add_rows(
@@ -94,35 +95,35 @@ class PlanBuilder:
         store_from: Int32s,
         sample_counts: Int32s,
     ) -> None:
-        """Rows behind those already there. index and slots are the same, ends are the sums."""
+        """Add rows behind those already there. index and slots are the same, ends are the sums."""
         self._rows.append((index, slots, starts, counts, ends, store_from, sample_counts))
 
     def set_layers(self, layers: PartLayers) -> None:
-        """Layers of a part of a prompt, beside the rows."""
+        """Set the layers of a prompt chunk that are computed beside the rows."""
         self._layers = layers
 
     def add_admission(self, admission: Admission) -> None:
-        """A request that takes a slot."""
+        """Add a request that takes a slot."""
         self._admissions.append(admission)
 
     def add_deltas(self, deltas: TableDeltas) -> None:
-        """New table entries."""
+        """Add new table entries."""
         self._deltas.append(deltas)
 
     def add_copies(self, copy_from: Int32s, copy_to: Int32s) -> None:
-        """Blocks to copy before the rows are computed."""
+        """Add blocks to copy before the rows are computed."""
         self._copies.append((copy_from, copy_to))
 
     def set_tier_copies(self, copies: BlockCopies | None) -> None:
-        """Blocks that leave for a tier or come from one."""
+        """Set the blocks that move to a tier or come from one."""
         self._tier_copies = copies
 
     def add_branches(self, branches: Branches) -> None:
-        """A group of beams takes its seats. Left out at the end if it has left them by then."""
+        """Add the branches of a group; they are left out if it leaves its slots before the end."""
         self._branches.append(branches)
 
     def finish(self, retired: list[int]) -> InFlightPlan:
-        """The plan, ready to go out. `retired`: slots given back since the last one."""
+        """Return the plan, ready to be sent. retired: slots given back since the last one."""
         rows = self._rows[0] if len(self._rows) == 1 else self._joined_rows()
         index, slots, starts, counts, ends, store_from, sample_counts = rows
         branched = self._branched(retired) if self._branches else _NO_BRANCHES
@@ -151,7 +152,7 @@ class PlanBuilder:
         return InFlightPlan(plan=plan, index=index, ends=ends, branched=branched.slots)
 
     def _branched(self, retired: list[int]) -> Branches:
-        """All branches as one, their copies beside the others; without those that have left."""
+        """Return all branches as one, without those of groups that have left their slots."""
         branches = [one for one in self._branches if one.slots.isdisjoint(retired)]
         self._copies += [(one.copy_from, one.copy_to) for one in branches]
         return Branches(

@@ -1,8 +1,9 @@
-"""Scores of prompts on their way from steps to outputs.
+"""Scores of prompts on their way from step results to sequences.
 
 A prompt is scored in as many parts as it was computed in; a sequence keeps them until its first
-output tells them together. Decides nothing and knows no blocks. Always holds: a sequence's parts
-are of consecutive positions, each scored once, whatever happened to the request between them."""
+output reports them together. Decides nothing and knows no blocks. Always holds: a sequence's parts
+are of consecutive positions, each scored once, whatever happened to the request between them.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +21,11 @@ def keep_scores(
     plan: StepPlan,
     result: StepResult,
     rows: Index | None,
-    ticket_in: Callable[[int], SequenceState],
+    sequence_in: Callable[[int], SequenceState],
 ) -> None:
     """Give each request its part of the scores in `result`.
 
-    rows: the rows that stand, None for all. Raises WorkerError where the scores do not fit the
-    plan.
+    rows: the valid rows, None for all. Raises WorkerError where the scores do not fit the plan.
     """
     scores, counts = result.scores, result.score_counts
     if scores is None:
@@ -38,11 +38,11 @@ def keep_scores(
     firsts = np.cumsum(counts) - counts
     scored = counts.nonzero()[0] if rows is None else rows[counts[rows] > 0]
     for row in scored.tolist():
-        sequence = ticket_in(int(plan.slots[row]))
+        sequence = sequence_in(int(plan.slots[row]))
         part = slice(int(firsts[row]), int(firsts[row] + counts[row]))
         width = sequence.request.sampling.prompt_logprobs
         sequence.keep_scores(
-            PromptScores(  # copies: a view would hold what neighbours were told
+            PromptScores(  # copies: a view would keep the scores of other rows alive
                 logprobs=scores.logprobs[part].copy(),
                 ranks=scores.ranks[part].copy(),
                 top_ids=scores.top_ids[part, :width].copy(),

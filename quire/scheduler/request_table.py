@@ -147,7 +147,7 @@ class RequestTable:
             self._forget(sequence)
 
     def release(self, slots: list[int]) -> None:
-        """Empty `slots`, whose requests end or are preempted."""
+        """Empty `slots`: their requests end or are preempted."""
         batch, index = self._batch, np.array(slots, np.intp)
         for slot in slots:
             self._policy.released(batch.sequence(slot))

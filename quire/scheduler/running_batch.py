@@ -1,13 +1,13 @@
-"""RunningBatch: the running requests in arrays, one entry a slot.
+"""RunningBatch: the running requests in arrays, one entry per slot.
 
 A request has tokens known (tokens.lengths), scheduled (handed out in plans) and computed (their
-plans have ended well); `goal` is how far it should be scheduled now. There are no phases: a
-prompt, a chunk of it and a single new token are the same distance between scheduled and goal.
-Knows no blocks, budgets or order of service. Always holds, for running slots:
-computed <= scheduled <= goal <= ceiling, and `active` lists them in order of admission.
+plans have ended well); `goal` is how far it should be scheduled now. There are no phases: a prompt,
+a chunk of it and a single new token are the same distance between scheduled and goal. Knows no
+blocks, budgets or order of service. Always holds, for running slots: computed <= scheduled <= goal
+<= ceiling, and `active` lists them in order of admission.
 
-Slots stand in two kinds of array: int32 in plans, and `Index` (the platform's index type) where
-they index arrays, which is three times faster.
+Slots come in two kinds of array: int32 in plans, and `Index` (the platform's index type) where they
+index arrays, which is three times faster.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ Bools = NDArray[np.bool_]
 
 
 class Totals(NamedTuple):
-    """Of all running requests together: tokens known; of them, and of samples in flight, those not
-    scheduled; and how many more they may have."""
+    """Sums over the running requests.
+
+    known: tokens. unscheduled: of these, and of samples in flight, those not scheduled. room:
+    tokens they may still have.
+    """
 
     known: float
     unscheduled: float
@@ -36,7 +39,7 @@ class Totals(NamedTuple):
 
 
 class RunningBatch:
-    """Room for `num_slots` requests of up to `max_model_len` tokens."""
+    """Arrays for `num_slots` requests of up to `max_model_len` tokens."""
 
     def __init__(self, num_slots: int, max_model_len: int) -> None:
         self.tokens = TokenTable(num_slots, max_model_len)
@@ -47,11 +50,11 @@ class RunningBatch:
         # The last token a request may have needs no computing: goals stop at limit - 1. But a
         # request without output, which is there for its prompt's scores, has all of it computed.
         self.ceiling: Int32s = np.zeros(num_slots, np.int32)
-        # What the ceiling is in the end: that of a beam rises with each decision.
+        # The final ceiling: that of a beam rises with each decision.
         self.longest: Int32s = np.zeros(num_slots, np.int32)
         # Positions below lie in shared blocks and are never stored again.
         self.stored: Int32s = np.zeros(num_slots, np.int32)
-        # Known length that is worth an event: the first token, then the limit.
+        # Known length that requires an event: the first token, then the limit.
         self.next_event: Int32s = np.zeros(num_slots, np.int32)
         # Positions before are scored, so that computing them costs more; 0 where none are.
         self._scored_until: Int32s = np.zeros(num_slots, np.int32)
@@ -74,8 +77,8 @@ class RunningBatch:
         self.num_long = 0  # running requests with long prompts
         self.sequences: list[SequenceState | None] = [None] * num_slots
         self.free_slots: list[int] = list(range(num_slots - 1, -1, -1))
-        # Replaced on events and never changed in place: while nobody comes or goes it is the
-        # same object, and so is what was derived from it.
+        # Replaced on events and never changed in place: between events it is the same object, and
+        # so is what was derived from it.
         self.active: Index = np.empty(0, np.intp)
         self.active_slots: Int32s = np.empty(0, np.int32)
         self._request_ids: NDArray[Any] = np.full(num_slots, None, object)
@@ -87,7 +90,7 @@ class RunningBatch:
         self._flat_tokens: Int32s = self.tokens.tokens.reshape(-1)
 
     def sequence(self, slot: int) -> SequenceState:
-        """The request that runs in `slot`."""
+        """Return the request that runs in `slot`."""
         sequence = self.sequences[slot]
         if sequence is None:
             raise RuntimeError(f"slot {slot} is empty; a running one was expected")
@@ -98,7 +101,7 @@ class RunningBatch:
         return int(self.computed[sequence.slot]) >= sequence.num_prompt_tokens
 
     def occupy(self, sequence: SequenceState, start: int, stored: int) -> int:
-        """Give `sequence` a slot; it runs after the next `activate`.
+        """Give `sequence` a slot and return it; the request runs after the next `activate`.
 
         Positions before `start` count as computed; for `stored` see above.
         """
@@ -129,15 +132,15 @@ class RunningBatch:
         return slot
 
     def activate(self, slots: Sequence[int]) -> None:
-        """`slots`, all occupied since the last call, run from now on."""
+        """Let `slots`, all occupied since the last call, run from now on."""
         index = np.array(slots, np.intp)
         self._runs[index] = True
         self._set_active(np.concatenate((self.active, index)))
 
     def hold_at(self, slots: Sequence[int], known: int, *, computed: int) -> None:
-        """Each of `slots`, computed so far, goes on to `known` tokens and waits there.
+        """Let each of `slots`, computed so far, go on to `known` tokens and wait there.
 
-        For rows whose next token is not the worker's to choose; each result is an event.
+        For rows of which the next token is not chosen by the worker; each result is an event.
         """
         self.scheduled[slots] = self.computed[slots] = computed
         self.goal[slots] = self.ceiling[slots] = known
@@ -146,7 +149,7 @@ class RunningBatch:
         self._totals = None
 
     def runs(self, index: Index) -> Bools:
-        """Which of slots `index` are running."""
+        """Return which of slots `index` are running."""
         running: Bools = self._runs[index]
         return running
 
@@ -162,19 +165,19 @@ class RunningBatch:
         return counts
 
     def done_without_output(self, index: Index, ends: Int32s) -> list[SequenceState]:
-        """Requests of slots `index`, computed up to `ends`, that wanted nothing but that."""
+        """Return requests of slots `index`, computed up to `ends`, that want no output."""
         if not self.num_without_output:
             return []
         done = self._without_output[index] & (ends >= self.ceiling[index])
         return [self.sequence(slot) for slot in index[done].tolist()]
 
     def reporting(self, index: Index) -> list[int]:
-        """Return those of slots `index` whose requests report the progress of their prompts."""
+        """Return those of slots `index` with requests that report the progress of their prompts."""
         slots: list[int] = index[self._reports[index]].tolist()
         return slots
 
     def still_scored(self, index: Index, starts: Int32s) -> Bools | None:
-        """Which rows of slots `index` compute positions that are scored, from `starts` on."""
+        """Return which rows of slots `index` compute scored positions, from `starts` on."""
         return starts < self._scored_until[index] if self._num_scored else None
 
     def append(self, index: Index, token_ids: Int32s, now_ms: float) -> Int32s:
@@ -199,13 +202,13 @@ class RunningBatch:
         self._totals = None
 
     def totals(self) -> Totals:
-        """As of now; those who come together ask for the same."""
+        """Return the sums over running requests, computed once until one of them changes."""
         if self._totals is None:
             self._totals = self._sum_up()
         return self._totals
 
     def hits_stop(self, index: Index, token_ids: Int32s) -> Bools:
-        """Whether token_ids[i] ends the request in slot index[i]."""
+        """Return whether token_ids[i] ends the request in slot index[i]."""
         hits: Bools = self._stops_any.take(token_ids, mode="clip")
         rows = hits.nonzero()[0]
         if len(rows):
@@ -214,13 +217,13 @@ class RunningBatch:
         return hits
 
     def request_ids(self, index: Index) -> list[str]:
-        """Names of the requests in slots `index`; the same list as long as nothing changes."""
+        """Return the request ids of slots `index`; the same list while nothing changes."""
         if self._named is None or self._named[0] is not index:
             self._named = (index, self._request_ids[index].tolist())
         return self._named[1]
 
     def release(self, slots: Sequence[int]) -> None:
-        """Give `slots` (distinct) back; their sequences know what they need when they return."""
+        """Free `slots` (distinct); their sequences keep what they need to return."""
         index = np.array(slots, np.intp)
         for slot, last_token_ms in zip(slots, self.last_token_ms[index].tolist(), strict=True):
             sequence = self.sequence(slot)
@@ -244,7 +247,7 @@ class RunningBatch:
         self._set_active(self.active[self._runs[self.active]])
 
     def problems(self) -> list[str]:
-        """Contradictions in words; empty when the arrays agree with each other."""
+        """Return contradictions between the arrays, in words."""
         found = []
         running = [slot for slot, sequence in enumerate(self.sequences) if sequence is not None]
         if sorted(self.active.tolist()) != running:
@@ -295,7 +298,7 @@ class RunningBatch:
             self._stops_any[token_id] = self._stop_uses[token_id] > 0
 
     def _mark_stops(self, stop_ids: tuple[int, ...]) -> None:
-        """Make room for `stop_ids`, which nobody had, and count them."""
+        """Make room for `stop_ids`, a new set, and count them."""
         num_slots, width = self._stop_ids.shape
         if len(stop_ids) > width:
             wider = np.full((num_slots, len(stop_ids)), -1, np.int32)

@@ -5,8 +5,8 @@ executor and no clock: time is an argument.
 
 A step hands out its budget to the running requests, then admits waiting ones in the policy's order;
 extensions (backpressure, tenant ceilings, priority preemption, beams, layered chunks) take part
-through the hooks of StepExtension. Up to `plans_in_flight` plans may be out: a row whose token is
-still being sampled is scheduled all the same, because the worker will know the token. Results are
+through the hooks of StepExtension. Up to `plans_in_flight` plans may be out: a row is scheduled
+although its token is still being sampled, because the worker will know the token. Results are
 applied in order of step; those of requests that ended meanwhile are dropped.
 """
 
@@ -172,7 +172,7 @@ class Scheduler:
         return [id_ for id_ in self._requests.sequences if id_.startswith(prefix)]
 
     def hold(self, request_id: str, *, is_held: bool) -> None:
-        """Pause a request whose client reads too slowly, or let it go on.
+        """Pause a request because its client reads too slowly, or let it go on.
 
         Ids that are not live are ignored.
         """
@@ -185,7 +185,7 @@ class Scheduler:
             self._backpressure.release(sequence)
 
     def expire(self, now_ms: float) -> list[Expired]:
-        """End requests that waited too long for their first step, or whose deadline has passed.
+        """End requests that waited too long for their first step, or missed their deadline.
 
         Returns their ids, with the error to report. A group of which any request has begun is past
         waiting.

@@ -27,7 +27,7 @@ Bools = NDArray[np.bool_]
 # Machines compute rows in tiles of so many: one row more costs as much as a whole tile, but for the
 # first two, which weights on their way hide.
 TILE_TOKENS = 16
-# What prompts get in a step together, however tight their bound: one tile of rows.
+# Tokens that prompts get in a step together, however tight their bound: one tile of rows.
 MIN_PROMPT_TOKENS = TILE_TOKENS
 # Steps that are noted before they are learned from, at most.
 MAX_NOTED_STEPS = 64
@@ -43,7 +43,7 @@ class CostModel(Protocol):
     def rows_ms(self, starts: Int32s, counts: Int32s, scored: Bools | None = None) -> Float64s:
         """Return the cost of each row that computes counts[i] tokens from position starts[i].
 
-        scored: rows whose tokens are all scored, so that the head runs on each; None: no row.
+        scored: rows of which all tokens are scored, so that the head runs on each; None: no row.
         """
 
     def row_ms(self, start: int, count: int, *, scored: bool = False) -> float:
@@ -71,17 +71,17 @@ class StepBudget:
         return self._prompt_cost is not None
 
     def bound(self, prompt_ms: float, long_ms: float, cost: CostModel) -> None:
-        """Further rows of several tokens may take so much together, and long prompts' so much."""
+        """Bound what further rows of several tokens may take together, and long prompts of that."""
         self._prompt_cost, self._prompt_ms, self._long_ms = cost, prompt_ms, long_ms
         self._least = MIN_PROMPT_TOKENS
 
     @property
     def spent(self) -> bool:
-        """Whether nothing further can be handed out."""
+        """Whether nothing further can be allotted."""
         return self.tokens < 1 or (self.ms <= 0 and not self._untouched)
 
     def allot(self, starts: Int32s, wanted: Int32s, scored: Bools | None = None) -> Int32s:
-        """Tokens for each row, in order, until the budget is spent. scored: see CostModel."""
+        """Return tokens for each row, in order, until the budget is spent."""
         total = int(np.add.reduce(wanted))
         counts: Int32s = wanted
         if not total:
@@ -100,7 +100,7 @@ class StepBudget:
         return counts
 
     def give_back(self, starts: Int32s, counts: Int32s, scored: Bools | None = None) -> None:
-        """Rows that were handed tokens and cannot use them now."""
+        """Take back tokens of rows that cannot use them now."""
         self.tokens += int(np.add.reduce(counts))
         if self._cost is not None:
             self.ms += float(np.add.reduce(self._cost.rows_ms(starts, counts, scored)))
@@ -108,9 +108,9 @@ class StepBudget:
     def allot_one(
         self, start: int, wanted: int, *, scored: bool = False, is_long: bool = False
     ) -> int:
-        """Tokens for one further row that wants `wanted` >= 1 of them; 0 if none are left.
+        """Return tokens for one further row that wants `wanted` >= 1 of them; 0 if none are left.
 
-        is_long: the row is a part of a long prompt.
+        is_long: the row is a chunk of a long prompt.
         """
         count = min(wanted, self.tokens)
         if wanted > 1 and self._prompt_cost is not None:
@@ -124,15 +124,17 @@ class StepBudget:
         return count
 
     def prompt_room_ms(self, *, is_long: bool) -> float | None:
-        """What a further part of a prompt may take; None where nothing bounds it."""
+        """Return what a further prompt chunk may take; None where nothing bounds it."""
         left_ms = self._left_ms(is_long=is_long)
         if self._prompt_cost is None or left_ms == math.inf:
             return None
         return left_ms
 
     def prompt_pace(self, start: int, wanted: int, *, is_long: bool) -> float:
-        """Tokens that allot_one would give such a prompt now, where prompts are bounded; fewer
-        where they take longer than the bound: as many as it would allow."""
+        """Return the tokens that allot_one would give such a prompt now, where prompts are bounded.
+
+        Fewer where they take longer than the bound: as many as it would allow.
+        """
         cost = self._prompt_cost
         assert cost is not None, "prompts are bounded"
         count = min(wanted, self.tokens)
@@ -142,16 +144,18 @@ class StepBudget:
         return count * left_ms / ms if ms > left_ms > 0 else float(count)
 
     def part_tokens(self, start: int, ms: float) -> int:
-        """Tokens of a part that is computed by itself, whole, in so much time."""
+        """Return the tokens of a chunk that is computed by itself, whole, in so much time."""
         assert self._prompt_cost is not None, "prompts are bounded"
         return self._prompt_cost.max_tokens(start, ms - self._prompt_cost.fixed_ms)
 
     def allot_layers(
         self, start: int, count: int, left: int, num_layers: int, *, is_long: bool
     ) -> int:
-        """How many of the `left` layers a part of so many tokens gets, once prompts are bounded;
-        all where the bound is none. It reads its weights for itself, so that it costs a share of a
-        whole step."""
+        """Return how many of the `left` layers a chunk of so many tokens gets.
+
+        All where prompts are bounded by no time. A chunk reads the weights for itself, so it costs
+        a share of a whole step.
+        """
         cost = self._prompt_cost
         assert cost is not None, "prompts are bounded"
         room_ms = min(self._left_ms(is_long=is_long), self.ms)
@@ -175,7 +179,7 @@ class StepBudget:
     def _bounded(
         self, cost: CostModel, start: int, count: int, *, scored: bool, is_long: bool
     ) -> int:
-        """At most `count` tokens of a prompt, within its bounds, which shrink."""
+        """Return at most `count` tokens of a prompt, within its bounds, which shrink."""
         if self._left_ms(is_long=is_long) == math.inf:
             return count
         count = self._within(cost, start, count, scored=scored, is_long=is_long)
@@ -186,7 +190,7 @@ class StepBudget:
     def _within(
         self, cost: CostModel, start: int, count: int, *, scored: bool, is_long: bool
     ) -> int:
-        """At most `count` tokens of a prompt that its bounds allow."""
+        """Return at most `count` tokens of a prompt that its bounds allow."""
         most = cost.max_tokens(start, self._left_ms(is_long=is_long), scored=scored)
         if most < count:  # cut by time: to the end of a tile of the step's rows
             in_step = self._all_tokens - self.tokens + most
@@ -196,7 +200,7 @@ class StepBudget:
     def _cut_to_time(
         self, cost: CostModel, starts: Int32s, counts: Int32s, scored: Bools | None
     ) -> tuple[Int32s, float]:
-        """What fits into the time left, and its cost."""
+        """Return what fits into the time left, and its cost."""
         first = counts.nonzero()[0][0]
         row_ms = cost.rows_ms(starts, counts, scored)
         until = np.cumsum(row_ms)

@@ -59,7 +59,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The parts of one scheduler. extensions: those whose hooks steps may call, in order."""
+    """The parts of one scheduler. extensions: in the order in which steps call them."""
 
     batch: RunningBatch
     shares: BlockShares

@@ -1,7 +1,6 @@
-"""VirtualClock: time that passes only when something says so.
+"""VirtualClock: time that advances only when it is waited on.
 
-What the engine's clock is to a server, this is to a simulation: the loop's owner reads it and
-passes it on. Always holds: it never goes back.
+The simulation's clock, as the engine's clock is the server's. Always holds: it never goes back.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ class VirtualClock:
         self._now_ms = 0.0
 
     def now_ms(self) -> float:
-        """The moment it is."""
+        """Return the current time."""
         return self._now_ms
 
     def wait_until(self, moment_ms: float) -> None:
-        """Let time pass up to `moment_ms`; nothing where that is over already."""
+        """Advance the time to `moment_ms`, if that is later."""
         if moment_ms > self._now_ms:
             self._now_ms = moment_ms

@@ -14,29 +14,32 @@ from quire.config.groups import EngineConfig
 from quire.obs.report import Progress
 from quire.obs.timing import Goals
 from quire.obs.trace import Arrival
-from quire.sim.load import LIGHT, Asks, flooded, jobs_of
+from quire.sim.load import LIGHT, RequestDefaults, trace_requests, with_flood
 from quire.sim.machine import Machine
 from quire.sim.run import simulate
 from quire.sim.summary import summary_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What is to be compared. light_every: one in so many requests is a light tenant's, whose
-    pace stays at `light_speed` while the others flood; 0: nobody is."""
+class Comparison:
+    """What to compare. light_every: one request in so many is a light tenant's.
+
+    The light tenant's requests keep arriving at light_speed while the others flood; 0: no light
+    tenant.
+    """
 
     trace_name: str
     trace: Sequence[Arrival]
     policies: tuple[str, ...]
     speeds: tuple[float, ...]
-    asks: Asks
+    defaults: RequestDefaults
     goals: Goals
     light_every: int = 0
     light_speed: float = 1.0
 
 
 def compare(
-    question: Question,
+    comparison: Comparison,
     machine: Machine,
     config: EngineConfig,
     *,
@@ -47,22 +50,22 @@ def compare(
 ) -> dict[str, Any]:
     """Return the result object, ready for JSON. Raises what `simulate` raises.
 
-    known: runs of the same question from an earlier call, as on_run received them. on_run receives
-    complete runs only. should_stop: see `simulate`; "complete" of the result tells whether it
-    returned True before all runs were complete.
+    known: runs of the same comparison from an earlier call, as on_run received them. on_run
+    receives complete runs only. should_stop: see `simulate`; "complete" in the result is False if
+    it returned True before all runs were complete.
     """
     progress = progress or Progress()
     made = {(run["policy"], run["speed"]): run for run in known}
-    asks = question.asks
-    left_out = jobs_of(question.trace, speed=1.0, asks=asks)[1]
-    wanted = [(policy, speed) for policy in question.policies for speed in question.speeds]
+    defaults = comparison.defaults
+    left_out = trace_requests(comparison.trace, speed=1.0, defaults=defaults)[1]
+    wanted = [(policy, speed) for policy in comparison.policies for speed in comparison.speeds]
     runs: list[Mapping[str, Any]] = []
     for number, (policy, speed) in enumerate(wanted, start=1):
         run = made.get((policy, speed))
         if run is None:
             label = f"run {number} of {len(wanted)}: {policy} at speed {speed:g}"
             settings = with_policy(config, policy)
-            run = _one(question, machine, settings, policy, speed, progress, label, should_stop)
+            run = _one(comparison, machine, settings, policy, speed, progress, label, should_stop)
             if run is not None and run["complete"] and on_run is not None:
                 on_run(run)
         if run is not None:
@@ -75,13 +78,13 @@ def compare(
         "settings": {
             "machine": machine.name,
             **{f"machine_{name}": value for name, value in machine.about.items()},
-            "trace": question.trace_name,
-            "num_requests": len(question.trace) - left_out,
+            "trace": comparison.trace_name,
+            "num_requests": len(comparison.trace) - left_out,
             "left_out": left_out,
-            "max_tokens": asks.max_tokens,
-            "max_model_len": asks.max_model_len,
-            "goals": asdict(question.goals),
-            "goals_are_told": asks.ttft_slo_ms is not None,
+            "max_tokens": defaults.max_tokens,
+            "max_model_len": defaults.max_model_len,
+            "goals": asdict(comparison.goals),
+            "goals_are_told": defaults.ttft_slo_ms is not None,
             "max_num_seqs": config.scheduler.max_num_seqs,
             "num_blocks": machine.num_blocks(config),
             "step_tokens": machine.step_tokens_of(config),
@@ -99,7 +102,7 @@ def with_policy(config: EngineConfig, policy: str) -> EngineConfig:
 
 
 def _one(
-    question: Question,
+    comparison: Comparison,
     machine: Machine,
     config: EngineConfig,
     policy: str,
@@ -109,28 +112,28 @@ def _one(
     should_stop: Callable[[], bool] | None,
 ) -> dict[str, Any] | None:
     """Simulate one policy at one speed; None where it was stopped before any request ended."""
-    asks, goals = question.asks, question.goals
-    jobs, _ = jobs_of(question.trace, speed=speed, asks=asks)
+    defaults, goals = comparison.defaults, comparison.goals
+    requests, _ = trace_requests(comparison.trace, speed=speed, defaults=defaults)
     run = simulate(
-        jobs,
-        asks,
+        requests,
+        defaults,
         machine,
         config,
-        on_progress=_RunProgress(progress, label, len(jobs)),
+        on_progress=_RunProgress(progress, label, len(requests)),
         should_stop=should_stop,
     )
-    if not run.complete and not run.ended and not run.refused:
+    if not run.complete and not run.finished and not run.refused:
         return None
     light, complete = None, run.complete
-    if complete and question.light_every:
+    if complete and comparison.light_every:
         progress.say(f"{label}: the light tenant")
-        light = _light(question, machine, config, speed, should_stop)
+        light = _light_tenant(comparison, machine, config, speed, should_stop)
         complete = light is not None
     return {
         "policy": policy,
         "speed": speed,
         "complete": complete,
-        "summary": summary_of(run, jobs, goals),
+        "summary": summary_of(run, requests, goals),
         "light": light,
     }
 
@@ -138,8 +141,8 @@ def _one(
 class _RunProgress:
     """Shows the progress of one run each time another 64 requests arrived or ended."""
 
-    def __init__(self, progress: Progress, label: str, num_jobs: int) -> None:
-        self._progress, self._label, self._num_jobs = progress, label, num_jobs
+    def __init__(self, progress: Progress, label: str, num_requests: int) -> None:
+        self._progress, self._label, self._num_requests = progress, label, num_requests
         self._next = 0
 
     def __call__(self, *, num_arrived: int, num_ended: int, now_ms: float) -> None:
@@ -147,31 +150,31 @@ class _RunProgress:
             return
         self._next = num_arrived + num_ended + 64
         self._progress.say(
-            f"{self._label}: {num_ended:,} of {self._num_jobs:,} requests ended, "
+            f"{self._label}: {num_ended:,} of {self._num_requests:,} requests ended, "
             f"{num_arrived:,} arrived, {now_ms / 1e3:,.0f} s simulated"
         )
 
 
-def _light(
-    question: Question,
+def _light_tenant(
+    comparison: Comparison,
     machine: Machine,
     config: EngineConfig,
     speed: float,
     should_stop: Callable[[], bool] | None,
 ) -> Mapping[str, Any] | None:
     """Simulate the light tenant beside the flood and alone; None where it was stopped."""
-    asks, goals = question.asks, question.goals
-    jobs, calm = flooded(
-        question.trace,
-        every=question.light_every,
-        light_speed=question.light_speed,
+    defaults, goals = comparison.defaults, comparison.goals
+    requests, calm = with_flood(
+        comparison.trace,
+        every=comparison.light_every,
+        light_speed=comparison.light_speed,
         speed=speed,
-        asks=asks,
+        defaults=defaults,
     )
     found = {}
-    for name, tenant_jobs in (("beside", jobs), ("alone", calm)):
-        run = simulate(tenant_jobs, asks, machine, config, should_stop=should_stop)
+    for name, tenant_requests in (("beside", requests), ("alone", calm)):
+        run = simulate(tenant_requests, defaults, machine, config, should_stop=should_stop)
         if not run.complete:
             return None
-        found[name] = summary_of(run, tenant_jobs, goals)["tenants"][LIGHT]
+        found[name] = summary_of(run, tenant_requests, goals)["tenants"][LIGHT]
     return found

@@ -1,9 +1,8 @@
-"""How long a step takes on the machine that is simulated: by measured steps, or by a roofline.
+"""Predict the time of a step on the simulated machine: from measured steps or a roofline.
 
-`MeasuredCost` puts a step together from steps that were timed (quire/sim/profile.py).
-`RooflineCost` counts what the program's mathematics needs (quire/program/cost.py) and divides by
-what a machine is said to do. Neither reads a clock. Always holds: a step costs the same wherever
-it stands in a run.
+`MeasuredCost` combines timed steps (quire/sim/profile.py). `RooflineCost` counts what the program
+computes (quire/program/cost.py) and divides by the machine's rates. Neither reads a clock. Always
+holds: the time of a step depends on the step alone.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ from quire.program.cost import Cost, StepShape
 from quire.program.program import Program
 from quire.scheduler.cost.step_cost import LinearCost
 
-Points = tuple[tuple[int, float], ...]  # (rows or tokens, milliseconds), rising
+Points = tuple[tuple[int, float], ...]  # (rows or tokens, milliseconds), ascending
 
 
 class StepCost(Protocol):
     """Predicts one step."""
 
     def step_ms(self, plan: StepPlan) -> float:
-        """Milliseconds from handing the plan in to having its result."""
+        """Return the milliseconds from submitting the plan to having its result."""
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StepWork:
     """What a plan computes, as far as its time depends on it.
 
-    Of rows with one token: how many, and the positions before them in all. Of rows with more
-    (chunks): their tokens, and pairs of such a token and a position before the chunk.
+    single_positions: cached positions of rows with one token, summed. chunk_pairs: pairs of a token
+    of a longer row (a chunk) and a position before the chunk.
     """
 
     num_tokens: int
@@ -45,27 +44,27 @@ class Work:
     chunk_pairs: int
 
 
-def work_of(plan: StepPlan) -> Work:
-    """Sums over the rows of a plan."""
+def step_work(plan: StepPlan) -> StepWork:
+    """Return the sums over the rows of a plan."""
     counts, starts = plan.counts, plan.starts
     num_rows = len(counts)
     num_tokens = int(np.add.reduce(counts))
     positions = int(np.add.reduce(starts, dtype=np.int64))
     if num_tokens == num_rows:
-        return Work(num_tokens, num_rows, positions, 0)
+        return StepWork(num_tokens, num_rows, positions, 0)
     chunks = (counts > 1).nonzero()[0]
     chunk_starts = starts[chunks].astype(np.int64)
     pairs = int(np.dot(chunk_starts, counts[chunks]))
-    return Work(num_tokens, num_rows, positions - int(np.add.reduce(chunk_starts)), pairs)
+    return StepWork(num_tokens, num_rows, positions - int(np.add.reduce(chunk_starts)), pairs)
 
 
 class MeasuredCost:
-    """Steps put together from timed ones.
+    """Step times interpolated between measured ones.
 
     chunk_ms: one chunk of so many tokens from position 0. rows_ms: so many rows of one token, at
     position 0. pair_ms: for each token of a chunk and position before the chunk. read_ms: for each
-    position before a row of one token, by the number of such rows. loop_ms: the engine's own
-    part of each step.
+    position before a row of one token, by the number of such rows. loop_ms: the engine's own part
+    of each step.
     """
 
     def __init__(
@@ -78,18 +77,18 @@ class MeasuredCost:
         loop_ms: float = 0.0,
     ) -> None:
         most = max(chunk_ms[-1][0], rows_ms[-1][0]) + 1
-        trunk = interpolated(chunk_ms, most)
-        rows = interpolated(rows_ms, most)
+        trunk = interpolate(chunk_ms, most)
+        rows = interpolate(rows_ms, most)
         self._loop_ms = loop_ms
         self._trunk_ms: list[float] = (trunk + loop_ms).tolist()
-        # What so many separate rows take beyond one chunk of as many tokens: heads, mostly.
+        # Extra time of separate rows over one chunk of as many tokens: mostly the head.
         self._rows_more_ms: list[float] = (rows - trunk).tolist()
-        self._read_ms: list[float] = interpolated(read_ms, most).tolist()
+        self._read_ms: list[float] = interpolate(read_ms, most).tolist()
         self._pair_ms = pair_ms
 
     def step_ms(self, plan: StepPlan) -> float:
         """See StepCost."""
-        work = work_of(plan)
+        work = step_work(plan)
         last = len(self._trunk_ms) - 1
         tokens, rows = min(work.num_tokens, last), min(work.num_rows, last)
         cost_ms = self._trunk_ms[tokens] + self._rows_more_ms[rows]
@@ -99,15 +98,15 @@ class MeasuredCost:
         return cost_ms if plan.layers is None else cost_ms + self._layers_ms(plan.layers)
 
     def _layers_ms(self, layers: PartLayers) -> float:
-        """A share of a chunk by itself."""
+        """Return the time of a chunk's share that is computed by layers."""
         last = len(self._trunk_ms) - 1
         tokens = min(layers.count, last)
         chunk_ms = (self._trunk_ms[tokens] - self._loop_ms) * layers.count / tokens
         return layers.share * (chunk_ms + layers.count * layers.start * self._pair_ms)
 
 
-def interpolated(points: Points, length: int) -> NDArray[np.float64]:
-    """Values at 0 .. length - 1: straight between points, and on as between the outer two."""
+def interpolate(points: Points, length: int) -> NDArray[np.float64]:
+    """Return values at 0 .. length - 1, linear between points and beyond the last one."""
     at = [point for point, _ in points]
     values = [value for _, value in points]
     everywhere = np.arange(length)
@@ -122,10 +121,10 @@ def interpolated(points: Points, length: int) -> NDArray[np.float64]:
 
 
 class RooflineCost:
-    """The program's operations and bytes, over what a machine does a second.
+    """The program's operations and bytes over the machine's rates.
 
-    Products, and attention, each take as long as the slower of arithmetic and memory; the rest of
-    the arithmetic is left out. fixed_ms: of each step, whatever it computes.
+    Products, and attention, each take as long as the slower of arithmetic and memory; other
+    arithmetic is ignored. fixed_ms: overhead of each step.
     """
 
     def __init__(
@@ -167,7 +166,7 @@ class RooflineCost:
         return float(max(weights_ms, products_ms) + max(kv_ms, attention_ms))
 
     def linear(self) -> LinearCost:
-        """The same for the scheduler's budget: arithmetic by token, memory as the fixed part."""
+        """Return the cost model of a step budget: weights as fixed time, arithmetic by token."""
         ops, attended = self._prices["product_ops"], self._prices["attention_ops"]
         return LinearCost(
             fixed_ms=self._fixed_ms + self._prices["weight_bytes"][0] * self._per_byte_ms,
@@ -178,12 +177,12 @@ class RooflineCost:
 
 
 def _prices(program: Program) -> Mapping[str, tuple[float, ...]]:
-    """Each field of Cost by 1, tokens, sampled rows, attended pairs and positions read.
+    """Return each field of Cost per step, token, sampled row, attended pair and position read.
 
-    All are straight lines in these (windows apart, which are taken as if they were open), so
-    that steps which differ in one of them each tell the price of it.
+    All are linear in these (attention windows are ignored), so a few steps that differ in one of
+    them determine the coefficients.
     """
-    # Six steps: rows, samples, depth of one row, and a chunk at depth tell them apart.
+    # Six steps that vary rows, samples, depth of one row, and a chunk at depth.
     shapes = (
         ((1,), (0,), 1),
         ((1, 1), (0, 0), 1),

@@ -1,9 +1,8 @@
-"""What arrives in a simulation: a trace's requests, as fast as asked for, in the engine's terms.
+"""Turn a trace into a simulation's requests, at a given speed.
 
-Content is made up so that sharing is real: where a trace names blocks of a prompt, equal names
-become equal tokens, and what it does not name is no other request's. Token ids stand for content
-and for nothing else; no vocabulary bounds them. Always holds: the same trace and settings give
-the same requests.
+Prompts are made up so that sharing is real: where a trace names blocks of a prompt, equal names
+become equal tokens, and all other tokens belong to one request only. Token ids stand for content;
+no vocabulary bounds them. Always holds: the same trace and settings give the same requests.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from quire.base.errors import SettingError
 from quire.base.records import Request
 from quire.base.sampling_params import SamplingParams
 from quire.obs.trace import MOONCAKE_BLOCK_TOKENS, Arrival
-from quire.sim.runner import STOP_ID, Planned
+from quire.sim.runner import STOP_ID, PlannedOutput
 
 HEAVY, LIGHT = "heavy", "light"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One request to come. output_tokens: what it will get; the engine is not told."""
+class TraceRequest:
+    """One request of a trace. output_tokens: its length in the trace, unknown to the engine."""
 
     arrival_ms: float
     prompt_tokens: int
@@ -35,10 +34,10 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asks:
-    """What all requests say of themselves. max_tokens: the most output, whatever comes of it.
+class RequestDefaults:
+    """Settings that all requests of a simulation share. max_tokens: their output limit.
 
-    The goals are told to the engine where they are set (see Request).
+    The objectives are passed to the engine where they are set (see Request).
     """
 
     max_tokens: int
@@ -48,41 +47,50 @@ class Asks:
     deadline_ms: float | None = None
 
 
-def jobs_of(
-    trace: Sequence[Arrival], *, speed: float, asks: Asks, tenant: str = ""
-) -> tuple[list[Job], int]:
-    """The trace's requests, `speed` times as fast, and how many were left out.
+def trace_requests(
+    trace: Sequence[Arrival], *, speed: float, defaults: RequestDefaults, tenant: str = ""
+) -> tuple[list[TraceRequest], int]:
+    """Return the trace's requests, `speed` times as fast, and how many were left out.
 
-    Left out is what the context cannot hold; answers longer than max_tokens are cut to it.
+    Requests longer than the context are left out; longer answers are cut to max_tokens.
     """
     if not speed > 0:
         raise SettingError(f"the speed is {speed}; it must be above 0")
-    jobs = [
-        Job(
+    requests = [
+        TraceRequest(
             arrival_ms=1e3 * one.arrival_s / speed,
             prompt_tokens=one.prompt_tokens,
-            output_tokens=min(one.output_tokens, asks.max_tokens),
+            output_tokens=min(one.output_tokens, defaults.max_tokens),
             block_ids=one.block_ids,
             tenant=tenant,
         )
         for one in trace
     ]
-    fit = [job for job in jobs if job.prompt_tokens + job.output_tokens <= asks.max_model_len]
+    fit = [
+        request
+        for request in requests
+        if request.prompt_tokens + request.output_tokens <= defaults.max_model_len
+    ]
     if not fit:
         raise SettingError(
-            f"none of the {len(trace)} requests of the trace has at most {asks.max_model_len} "
+            f"none of the {len(trace)} requests of the trace has at most {defaults.max_model_len} "
             "tokens; raise max_model_len"
         )
-    return fit, len(jobs) - len(fit)
+    return fit, len(requests) - len(fit)
 
 
-def flooded(
-    trace: Sequence[Arrival], *, every: int, light_speed: float, speed: float, asks: Asks
-) -> tuple[list[Job], list[Job]]:
-    """Each `every`-th request belongs to a light tenant, whose pace stays; the others flood.
+def with_flood(
+    trace: Sequence[Arrival],
+    *,
+    every: int,
+    light_speed: float,
+    speed: float,
+    defaults: RequestDefaults,
+) -> tuple[list[TraceRequest], list[TraceRequest]]:
+    """Return a light tenant's requests among a flood, and those of the light tenant alone.
 
-    Returns all jobs in order of arrival, and those of the light tenant alone. The light tenant
-    asks for as long as the flood lasts.
+    Each `every`-th request of the trace belongs to the light tenant and arrives at light_speed; the
+    others arrive at `speed`. The light tenant's requests end with the flood's.
     """
     light = [one for number, one in enumerate(trace) if number % every == 0]
     heavy = [one for number, one in enumerate(trace) if number % every]
@@ -91,63 +99,71 @@ def flooded(
             f"the trace has {len(trace)} requests; a light tenant gets one in {every} of them, "
             "which must leave some to each"
         )
-    flood, _ = jobs_of(heavy, speed=speed, asks=asks, tenant=HEAVY)
-    calm, _ = jobs_of(light, speed=light_speed, asks=asks, tenant=LIGHT)
-    calm = [job for job in calm if job.arrival_ms <= flood[-1].arrival_ms] or calm[:1]
-    return sorted([*flood, *calm], key=lambda job: job.arrival_ms), calm
+    flood, _ = trace_requests(heavy, speed=speed, defaults=defaults, tenant=HEAVY)
+    calm, _ = trace_requests(light, speed=light_speed, defaults=defaults, tenant=LIGHT)
+    calm = [request for request in calm if request.arrival_ms <= flood[-1].arrival_ms] or calm[:1]
+    return sorted([*flood, *calm], key=lambda request: request.arrival_ms), calm
 
 
-class Requests:
-    """Makes the engine's requests of jobs; `planned` says what becomes of those that live.
+class RequestFactory:
+    """Makes engine requests of trace requests; `planned` has the outputs of unfinished ones.
 
-    vocab_size: token ids stay below it, and content is told by pairs of them.
+    vocab_size: upper bound of token ids; content is then encoded as pairs of ids.
     """
 
-    def __init__(self, jobs: Sequence[Job], asks: Asks, *, vocab_size: int | None = None) -> None:
-        self._asks = asks
-        # Ids but the stop id; one that names content is written as two digits of this base.
+    def __init__(
+        self,
+        requests: Sequence[TraceRequest],
+        defaults: RequestDefaults,
+        *,
+        vocab_size: int | None = None,
+    ) -> None:
+        self._asks = defaults
+        # Token ids without the stop id; a content id is written as two digits of this base.
         self._base = None if vocab_size is None else vocab_size - 1
-        self._sampling = SamplingParams(seed=0, max_tokens=asks.max_tokens)
-        self.planned: dict[str, Planned] = {}
-        named = max((max(job.block_ids, default=-1) for job in jobs), default=-1)
-        # Ids above the stop id name shared blocks; those above all of them, one request each.
+        self._sampling = SamplingParams(seed=0, max_tokens=defaults.max_tokens)
+        self.planned: dict[str, PlannedOutput] = {}
+        named = max((max(request.block_ids, default=-1) for request in requests), default=-1)
+        # Content ids: first those of shared blocks, then one for each request.
         self._first_block, self._first_own = STOP_ID + 1, STOP_ID + 2 + named
-        if self._base is not None and self._base**2 < self._first_own + len(jobs):
+        if self._base is not None and self._base**2 < self._first_own + len(requests):
             raise SettingError(
-                f"the vocabulary has {vocab_size} tokens; pairs of them are too few to tell "
-                f"{self._first_own + len(jobs)} contents apart: take fewer requests"
+                f"the vocabulary has {vocab_size} tokens; pairs of them cannot encode "
+                f"{self._first_own + len(requests)} distinct contents; take fewer requests"
             )
 
-    def make(self, number: int, job: Job) -> Request:
-        """Request `number` of the run."""
-        own, asks = self._first_own + number, self._asks
+    def make(self, number: int, request: TraceRequest) -> Request:
+        """Return the engine's request `number` of the run."""
+        own, defaults = self._first_own + number, self._asks
         name = str(number)
         token_id = own if self._base is None else STOP_ID + 1 + own % self._base
-        self.planned[name] = Planned(job.prompt_tokens + job.output_tokens, token_id)
+        self.planned[name] = PlannedOutput(request.prompt_tokens + request.output_tokens, token_id)
         return Request(
             request_id=name,
             group_id=name,
             stream=0,
-            prompt_ids=self._prompt(job, own),
+            prompt_ids=self._prompt(request, own),
             sampling=self._sampling,
             stop_ids=(STOP_ID,),
-            max_total_tokens=min(job.prompt_tokens + asks.max_tokens, asks.max_model_len),
-            arrival_ms=job.arrival_ms,
-            tenant=job.tenant,
-            deadline_ms=asks.deadline_ms,
-            ttft_slo_ms=asks.ttft_slo_ms,
-            tpot_slo_ms=asks.tpot_slo_ms,
+            max_total_tokens=min(
+                request.prompt_tokens + defaults.max_tokens, defaults.max_model_len
+            ),
+            arrival_ms=request.arrival_ms,
+            tenant=request.tenant,
+            deadline_ms=defaults.deadline_ms,
+            ttft_slo_ms=defaults.ttft_slo_ms,
+            tpot_slo_ms=defaults.tpot_slo_ms,
         )
 
     def forget(self, request_id: str) -> None:
-        """A request ended, or was refused."""
+        """Drop a request that ended or was rejected."""
         del self.planned[request_id]
 
-    def _prompt(self, job: Job, own: int) -> NDArray[np.int32]:
-        prompt = np.full(job.prompt_tokens, own, np.int32)
-        if job.block_ids:
-            named = np.array(job.block_ids, np.int32) + self._first_block
-            shared = np.repeat(named, MOONCAKE_BLOCK_TOKENS)[: job.prompt_tokens]
+    def _prompt(self, request: TraceRequest, own: int) -> NDArray[np.int32]:
+        prompt = np.full(request.prompt_tokens, own, np.int32)
+        if request.block_ids:
+            named = np.array(request.block_ids, np.int32) + self._first_block
+            shared = np.repeat(named, MOONCAKE_BLOCK_TOKENS)[: request.prompt_tokens]
             prompt[: len(shared)] = shared
         if self._base is None:
             return prompt

@@ -1,7 +1,7 @@
-"""Machine: what is simulated, in numbers: how long steps take, contexts, bytes a token.
+"""Machine: the simulated machine in numbers: step cost, context, bytes per token.
 
-Two kinds: one whose steps were measured (quire/sim/profile.py), and one that is only described, by
-bytes and operations a second, beside the program that would run on it. Knows no trace.
+It is either measured (quire/sim/profile.py) or described by bytes and operations per second beside
+the program that would run on it. Independent of traces.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.program.program import Program
 from quire.scheduler.cost.step_cost import LinearCost
 from quire.sim.cost import RooflineCost, StepCost
 
-# Memory of the KV cache where nobody says: a table must not depend on what this machine has free.
+# Default KV cache memory: results must not depend on the free memory of this machine.
 DEFAULT_KV_BYTES = 4 * 2**30
 # Bounds of the default step size of a described machine.
 MIN_STEP_TOKENS, MAX_STEP_TOKENS = 64, 8192
@@ -30,10 +30,10 @@ MIN_STEP_TOKENS, MAX_STEP_TOKENS = 64, 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """cost: of the steps that are simulated. linear: what a scheduler with a step budget knows.
+    """A machine to simulate. cost: of its steps. linear: the cost model of a step budget.
 
-    token_bytes: of keys and values. step_tokens: most of one step, unless the config says.
-    num_layers: that its executor computes by themselves, 0 where it does not.
+    token_bytes: of keys and values. step_tokens: limit of one step unless the config sets it.
+    num_layers: layers that its executor can compute separately, 0 if none.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Machine:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def num_blocks(self, config: EngineConfig) -> int:
-        """KV blocks; never more than all requests together can use."""
+        """Return the number of KV blocks, at most what all running requests can use."""
         size, asked = config.cache.block_size, config.cache.kv_cache_memory_bytes
         blocks = (DEFAULT_KV_BYTES if asked is None else asked) // (size * self.token_bytes)
         if blocks < 1:
@@ -58,13 +58,13 @@ class Machine:
         return int(min(blocks, config.scheduler.max_num_seqs * -(-longest // size)))
 
     def step_tokens_of(self, config: EngineConfig) -> int:
-        """Most token rows of one step."""
+        """Return the token limit of one step."""
         scheduler = config.scheduler
         return scheduler.max_num_batched_tokens or max(self.step_tokens, 2 * scheduler.max_num_seqs)
 
 
 def planned_program(config: EngineConfig) -> Program:
-    """The program an engine of this config runs, for as long a context as it may have.
+    """Return the program of an engine with this config, for its longest context.
 
     Raises ModelError or SettingError. Loads no weights: a folder needs its config.json only.
     """
@@ -86,7 +86,7 @@ def ridge_step_tokens(linear: LinearCost) -> int:
 def described_machine(
     config: EngineConfig, *, gb_per_s: float, gflop_per_s: float, fixed_ms: float
 ) -> Machine:
-    """The config's model on a machine that nobody has measured. Loads no weights.
+    """Return a machine given by its rates, with the config's model. Loads no weights.
 
     Raises ModelError or SettingError as an engine would.
     """

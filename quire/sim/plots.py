@@ -1,4 +1,4 @@
-"""Pictures of compared policies: times, goodput and waits over the offered load, as one PNG.
+"""Draw compared policies over the offered load: times, goodput and waits, as one PNG.
 
 Input is the JSON object of quire/sim/compare.py. matplotlib is an extra (quire/obs/pictures.py).
 """

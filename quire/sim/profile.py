@@ -1,8 +1,8 @@
-"""A profile: what steps of a real engine took, kept as JSON, so that it can be simulated anywhere.
+"""Measure a profile: step times of a real engine as JSON, to be simulated on any machine.
 
-Made-up steps are timed through the engine's own runner, as the settings make it: chunks from
-position 0, rows of one token, both at depth; then a short run of the whole loop tells what the
-engine adds to each step. Reads the machine's clock; whoever simulates from the file does not.
+Made-up steps are timed through the engine's own runner with the given settings: chunks from
+position 0, rows of one token, and both at depth. A short run of the whole loop then measures what
+the engine adds to each step. Only measuring reads a clock.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ VERSION = 1
 _GREEDY = SamplingParams(temperature=0.0, seed=0)
 _TIMES = 5
 _DEPTH = 512
-# Tokens that rows at depth hold together, at most: filling the cache takes as long as a prompt.
+# Limit of cached tokens over all rows at depth: filling the cache costs as much as a prompt.
 _DEEP_TOKENS = 8192
 _LOOP_PROMPT, _LOOP_OUTPUT = 48, 24
 
 
 def measure_machine(config: EngineConfig, *, progress: Progress | None = None) -> dict[str, Any]:
-    """The profile of an engine of this config, here and now, ready for JSON.
+    """Measure an engine of this config and return its profile, ready for JSON.
 
     Raises ModelError, CapacityError or SettingError as an engine's start does.
     """
@@ -55,7 +55,7 @@ def measure_machine(config: EngineConfig, *, progress: Progress | None = None) -
     runner, card = engine.core.runner, engine.card
     assert isinstance(runner, ModelRunner)
     with closing(runner):
-        measured = _Steps(runner, engine, clock, progress).measure()
+        measured = _StepTimer(runner, engine, clock, progress).measure()
         limits = SchedulerLimits(
             max_num_seqs=card.max_num_seqs,
             max_num_batched_tokens=engine.step_tokens,
@@ -83,7 +83,7 @@ def measure_machine(config: EngineConfig, *, progress: Progress | None = None) -
 
 
 def read_machine(path: Path) -> Machine:
-    """The machine of a profile's file. Raises SettingError where it is none."""
+    """Return the machine of a profile file. Raises SettingError where it is not one."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -92,7 +92,7 @@ def read_machine(path: Path) -> Machine:
 
 
 def machine_of(profile: Mapping[str, Any], *, where: str = "the profile") -> Machine:
-    """The machine a profile tells of. Raises SettingError where something is missing or wrong."""
+    """Return the machine of a profile. Raises SettingError for missing or invalid fields."""
     try:
         if profile["profile_version"] != VERSION:
             raise SettingError(
@@ -117,7 +117,7 @@ def machine_of(profile: Mapping[str, Any], *, where: str = "the profile") -> Mac
 
 
 def _points(profile: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of MeasuredCost."""
+    """Return the arguments of MeasuredCost."""
     found: dict[str, Any] = {
         name: tuple((int(at), float(ms)) for at, ms in profile[name])
         for name in ("chunk_ms", "rows_ms", "read_ms")
@@ -127,7 +127,7 @@ def _points(profile: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-class _Steps:
+class _StepTimer:
     """Times made-up steps of one engine."""
 
     def __init__(
@@ -140,18 +140,18 @@ class _Steps:
         self._block_size = card.block_size
         self._positions = min(card.max_model_len, card.num_blocks * card.block_size)
         self._step_tokens = min(engine.step_tokens, self._positions - 1)
-        self._most_rows = min(card.max_num_seqs, self._step_tokens, card.num_blocks)
+        self._max_rows = min(card.max_num_seqs, self._step_tokens, card.num_blocks)
         self._num_blocks = card.num_blocks
 
     def measure(self) -> dict[str, Any]:
-        """chunk_ms, rows_ms, pair_ms and read_ms, see MeasuredCost."""
+        """Return chunk_ms, rows_ms, pair_ms and read_ms (see MeasuredCost)."""
         chunk_ms = tuple((n, self._median_ms([n], 0)) for n in _sizes(self._step_tokens))
-        rows_ms = tuple((n, self._median_ms([1] * n, 0)) for n in _sizes(self._most_rows))
+        rows_ms = tuple((n, self._median_ms([1] * n, 0)) for n in _sizes(self._max_rows))
         depth = max(min(_DEPTH, self._positions - self._step_tokens - 1), 0)
         read_ms: Points = ((1, 0.0),)
         pair_ms = 0.0
         if depth:
-            rows = {1, min(8, self._most_rows), self._most_rows}
+            rows = {1, min(8, self._max_rows), self._max_rows}
             read_ms = tuple((n, self._read_ms(n, min(depth, self._room(n)))) for n in sorted(rows))
             count = self._step_tokens
             self._fill(1, depth)
@@ -165,7 +165,7 @@ class _Steps:
         }
 
     def _room(self, num_rows: int) -> int:
-        """The most tokens each of so many rows can have behind it."""
+        """Return how many cached tokens each of num_rows rows can have."""
         own_blocks = self._num_blocks // num_rows
         return min(_DEEP_TOKENS // num_rows, own_blocks * self._block_size) - 1
 
@@ -178,8 +178,10 @@ class _Steps:
         return max(deep_ms - shallow_ms, 0.0) / (num_rows * depth)
 
     def _fill(self, num_rows: int, depth: int) -> None:
-        """Keys and values of `depth` tokens for each row: pages that were never written all read
-        from one and the same, which lies in the processor's caches."""
+        """Write keys and values of `depth` tokens for each row.
+
+        Reads of unwritten pages would all hit one zero page in the processor's caches.
+        """
         for start in range(0, depth, self._step_tokens):
             count = min(self._step_tokens, depth - start)
             self._run(made_up_plan([count], [start], *self._what()))
@@ -200,7 +202,7 @@ class _Steps:
         return -(-num_tokens // self._block_size)
 
     def _median_ms(self, counts: Sequence[int], start: int) -> float:
-        """A step of rows that were admitted before."""
+        """Return the median time of a step without admissions."""
         self._progress.say(
             f"measuring a step: {len(counts)} rows, {sum(counts)} tokens, at {start}"
         )
@@ -220,22 +222,22 @@ class _Steps:
         return self._clock.now_ms() - began_ms
 
 
-def _sizes(most: int) -> list[int]:
-    """1, 2, 4, 8, 16, and from there on also halfway, up to `most`."""
-    sizes = {most}
+def _sizes(highest: int) -> list[int]:
+    """Return 1, 2, 4, 8, 16, then each power of two and the half way to it, up to `highest`."""
+    sizes = {highest}
     size = 1
-    while size < most:
-        sizes |= {size, min(size * 3 // 2, most)} if size >= 16 else {size}
+    while size < highest:
+        sizes |= {size, min(size * 3 // 2, highest)} if size >= 16 else {size}
         size *= 2
     return sorted(sizes)
 
 
 def _loop_ms(engine: Engine, cost: MeasuredCost, clock: Clock) -> float:
-    """What a step takes beyond its prediction, when the whole loop runs a few requests."""
+    """Return the time per step beyond the prediction when the whole loop runs requests."""
     card, plans = engine.card, list[StepPlan]()
     scheduler = engine.core.scheduler
     core = EngineCore(
-        scheduler, _Noting(engine.core.runner, plans), plans_in_flight=1, report=_ignore
+        scheduler, _PlanRecorder(engine.core.runner, plans), plans_in_flight=1, report=_ignore
     )
     output = min(_LOOP_OUTPUT, max(card.max_model_len // 2, 1))
     prompt = min(_LOOP_PROMPT, card.max_model_len - output)
@@ -264,15 +266,15 @@ def _loop_ms(engine: Engine, cost: MeasuredCost, clock: Clock) -> float:
     return max(wall_ms - predicted_ms, 0.0) / max(len(plans), 1)
 
 
-class _Noting:
-    """A runner that keeps the plans it hands on."""
+class _PlanRecorder:
+    """A runner that records the plans it passes on."""
 
     def __init__(self, runner: Runner, plans: list[StepPlan]) -> None:
         self._runner = runner
         self._plans = plans
 
     def submit(self, plan: StepPlan) -> Handle:
-        """Note, and hand on."""
+        """Record the plan and pass it on."""
         self._plans.append(plan)
         return self._runner.submit(plan)
 
@@ -281,8 +283,8 @@ class _Noting:
         return self._runner.collect(handle)
 
     def close(self) -> None:
-        """Its owner closes it."""
+        """Do nothing; the owner of the inner runner closes it."""
 
 
 def _ignore(what: str, **fields: Field) -> None:
-    """Nothing fails here that would not be seen."""
+    """Ignore reports; a failed step fails the measurement."""

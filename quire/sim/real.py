@@ -1,7 +1,7 @@
-"""The same jobs on a real engine, in real time: what a simulation is held against.
+"""Run the same requests on a real engine in real time, to validate a simulation.
 
-The engine computes everything; only where a request ends is as the trace says, as it is in the
-simulation: its last token is replaced by the stop token. Reads the machine's clock.
+The engine computes everything. Only the lengths of answers come from the trace, as in the
+simulation: the last token is replaced by the stop token. Reads the machine's clock.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from quire.engine.assembly.assemble import Engine
 from quire.engine.core import EngineCore, Runner
 from quire.runner.handle import Handle
 from quire.scheduler.scheduler import Scheduler
-from quire.sim.load import Asks, Job, Requests
-from quire.sim.run import Feed, OnProgress, Run, WaitingClock
-from quire.sim.runner import PlannedEnds
+from quire.sim.load import RequestDefaults, RequestFactory, TraceRequest
+from quire.sim.run import OnProgress, Run, TraceReplay, WaitingClock
+from quire.sim.runner import PlannedOutputs
 
 
-class RealClock:
-    """Milliseconds since it was made; waiting sleeps."""
+class WallClock:
+    """Milliseconds since its creation; waiting sleeps."""
 
     def __init__(self) -> None:
         self._began_ms = time.monotonic_ns() / 1e6
 
     def now_ms(self) -> float:
-        """The moment it is."""
+        """Return the current time."""
         return time.monotonic_ns() / 1e6 - self._began_ms
 
     def wait_until(self, moment_ms: float) -> None:
-        """Sleep; nothing where that moment is over already."""
+        """Sleep until `moment_ms`; return at once if it has passed."""
         left_ms = moment_ms - self.now_ms()
         if left_ms > 0:
             time.sleep(left_ms / 1e3)
 
 
 @dataclass(frozen=True, slots=True)
-class _Computing:
+class _PendingStep:
     plan: StepPlan
     handle: Handle
 
@@ -46,13 +46,16 @@ class _Computing:
         return self.handle.outcome()
 
 
-class EndingRunner:
-    """Computes plans with `runner` and ends requests where `ends` plans it. on_plan sees plans."""
+class PlannedLengthRunner:
+    """Computes plans with `runner` and ends requests at their planned length.
+
+    on_plan receives every plan.
+    """
 
     def __init__(
         self,
         runner: Runner,
-        ends: PlannedEnds,
+        ends: PlannedOutputs,
         *,
         on_plan: Callable[[StepPlan], None] | None = None,
     ) -> None:
@@ -60,15 +63,15 @@ class EndingRunner:
         self._ends = ends
         self._on_plan = on_plan
 
-    def submit(self, plan: StepPlan) -> _Computing:
-        """Hand on."""
+    def submit(self, plan: StepPlan) -> _PendingStep:
+        """Pass the plan on."""
         if self._on_plan is not None:
             self._on_plan(plan)
-        return _Computing(plan, self._runner.submit(plan))
+        return _PendingStep(plan, self._runner.submit(plan))
 
     def collect(self, handle: Handle) -> StepResult:
-        """The result with other tokens. Plans come in order, so those admitted are known now."""
-        assert isinstance(handle, _Computing)
+        """Return the result with planned tokens; plans must be collected in order."""
+        assert isinstance(handle, _PendingStep)
         result = self._runner.collect(handle.handle)
         self._ends.admit(handle.plan)
         if result.errors:
@@ -76,13 +79,13 @@ class EndingRunner:
         return replace(result, token_ids=self._ends.token_ids(handle.plan))
 
     def close(self) -> None:
-        """Its owner closes it."""
+        """Do nothing; the owner of the inner runner closes it."""
 
 
 def run_real(
     engine: Engine,
-    jobs: Sequence[Job],
-    asks: Asks,
+    requests: Sequence[TraceRequest],
+    defaults: RequestDefaults,
     *,
     scheduler: Scheduler,
     plans_in_flight: int = 1,
@@ -90,19 +93,18 @@ def run_real(
     on_plan: Callable[[StepPlan], None] | None = None,
     on_progress: OnProgress | None = None,
 ) -> Run:
-    """Run `jobs` on an engine that has nothing else to do, as they arrive.
+    """Run `requests` at their arrival times on an otherwise idle engine.
 
-    scheduler: a fresh one of as many slots as the engine's and no more blocks.
-    on_progress: see OnProgress.
-    clock: the machine's, where none is given; its zero is when the first job is waited for.
+    scheduler: a new one with as many slots as the engine's and no more blocks. on_progress: see
+    OnProgress. clock: a wall clock by default; its zero is the start of the run.
     """
-    requests = Requests(jobs, asks, vocab_size=engine.card.vocab_size)
-    ends = PlannedEnds(requests.planned, num_slots=engine.card.max_num_seqs)
-    runner = EndingRunner(engine.core.runner, ends, on_plan=on_plan)
+    factory = RequestFactory(requests, defaults, vocab_size=engine.card.vocab_size)
+    ends = PlannedOutputs(factory.planned, num_slots=engine.card.max_num_seqs)
+    runner = PlannedLengthRunner(engine.core.runner, ends, on_plan=on_plan)
     core = EngineCore(
         scheduler,
         runner,
         plans_in_flight=plans_in_flight,
         report=engine.core.report,
     )
-    return Feed(core, clock or RealClock(), jobs, requests).run(on_progress)
+    return TraceReplay(core, clock or WallClock(), requests, factory).run(on_progress)

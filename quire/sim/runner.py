@@ -1,9 +1,9 @@
-"""VirtualRunner: answers plans as a worker would, in virtual time and without computing anything.
+"""VirtualRunner: answer plans in virtual time without computing anything.
 
-A request goes on until the length that is planned for it and then gets the stop token; which
-tokens it gets before is of no matter to anybody but the prefix cache, so each request has one of
-its own, over and over. Always holds: plans end in the order they were handed in, none begins
-before the one before it has ended, and waiting for one is what makes time pass.
+A request produces tokens up to its planned length and then the stop token. Its tokens matter to the
+prefix cache only, so each request repeats one token of its own. Always holds: plans end in
+submission order, none begins before the one before it has ended, and time passes only by waiting
+for one.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ STOP_ID = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """What becomes of a request: tokens it ends with, prompt and output, and the token it gets."""
+class PlannedOutput:
+    """The output of a request: total tokens with the prompt, and the token it repeats."""
 
     total_tokens: int
     token_id: int
 
 
-class PlannedEnds:
-    """Which tokens rows get so that requests end where it is planned.
+class PlannedOutputs:
+    """Chooses tokens so that requests end at their planned length.
 
     planned: by request id, filled before a request is added.
     """
 
-    def __init__(self, planned: Mapping[str, Planned], *, num_slots: int) -> None:
+    def __init__(self, planned: Mapping[str, PlannedOutput], *, num_slots: int) -> None:
         self._planned = planned
-        self._last_known = np.zeros(num_slots, np.int32)  # tokens it has before its last one
+        self._last_known = np.zeros(num_slots, np.int32)  # known tokens before the last
         self._token_ids = np.zeros(num_slots, np.int32)
 
     def admit(self, plan: StepPlan) -> None:
-        """Who takes a slot in this plan. Plans come in order."""
+        """Record the slots of a plan's admissions. Plans must come in order."""
         for admission in plan.admissions:
             planned = self._planned[admission.request_id]
             self._last_known[admission.slot] = planned.total_tokens - 1
             self._token_ids[admission.slot] = planned.token_id
 
     def token_ids(self, plan: StepPlan) -> NDArray[np.int32]:
-        """A token for each row that samples; the stop token where the request is complete."""
+        """Return a token for each sampled row; the stop token where the request is complete."""
         slots, known = plan.slots.astype(np.intp), plan.starts + plan.counts
         samples = plan.samples
         if np.count_nonzero(samples) < len(slots):
@@ -60,25 +60,25 @@ class PlannedEnds:
 
 
 @dataclass(frozen=True, slots=True)
-class Computing:
-    """A plan that was handed in: its result, and when it is there."""
+class PendingStep:
+    """A submitted plan: its result, and when it will be available."""
 
     result: StepResult
     until_ms: float
 
     def outcome(self) -> StepResult:
-        """See Handle; the runner lets the time pass."""
+        """See Handle; the runner advances the time."""
         return self.result
 
 
 class VirtualRunner:
-    """A Runner of the engine's loop. on_plan sees every plan as it is handed in."""
+    """A Runner of the engine's loop. on_plan receives every plan as it is submitted."""
 
     def __init__(
         self,
         clock: VirtualClock,
         cost: StepCost,
-        ends: PlannedEnds,
+        ends: PlannedOutputs,
         *,
         on_plan: Callable[[StepPlan], None] | None = None,
     ) -> None:
@@ -89,8 +89,8 @@ class VirtualRunner:
         self._on_plan = on_plan
         self.busy_ms = 0.0
 
-    def submit(self, plan: StepPlan) -> Computing:
-        """Begin as soon as the plan before has ended."""
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Begin when the previous plan has ended."""
         if plan.admissions:
             self._ends.admit(plan)
         cost_ms = self._cost.step_ms(plan)
@@ -103,13 +103,13 @@ class VirtualRunner:
             token_counts=plan.sample_counts,
             token_ids=self._ends.token_ids(plan),
         )
-        return Computing(result, self._until_ms)
+        return PendingStep(result, self._until_ms)
 
     def collect(self, handle: Handle) -> StepResult:
-        """The result, once its time has come."""
-        assert isinstance(handle, Computing)
+        """Advance the time to the end of the plan and return its result."""
+        assert isinstance(handle, PendingStep)
         self._clock.wait_until(handle.until_ms)
         return handle.result
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing; there are no resources."""

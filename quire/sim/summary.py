@@ -1,8 +1,8 @@
-"""What is said of a simulation: times, goodput and waits, of all requests and of each tenant.
+"""Summarize a simulation: latency, goodput and waits, of all requests and of each tenant.
 
-Arithmetic over what ended; the words and shares are those of measured load (quire/obs/timing.py).
-A latency is from arrival to the last token; a wait is from arrival to the first step that computes
-something of the request, and for one that was refused there is none.
+Metrics are defined as for measured load (quire/obs/timing.py). A latency is from arrival to the
+last token; a wait is from arrival to the first step that computes something of the request.
+Rejected requests have no wait.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy as np
 
 from quire.obs.report import table
 from quire.obs.timing import Goals, RequestTimes, percentiles, rate_summary
-from quire.sim.load import Job
-from quire.sim.run import Ended, Run
+from quire.sim.load import TraceRequest
+from quire.sim.run import FinishedRequest, Run
 
 
-def summary_of(run: Run, jobs: Sequence[Job], goals: Goals) -> dict[str, Any]:
-    """Plain numbers, seconds; under "tenants" the same for each, where there are any."""
-    found = _times(run.ended, run.refused, goals)
+def summary_of(run: Run, requests: Sequence[TraceRequest], goals: Goals) -> dict[str, Any]:
+    """Return the metrics in seconds; under "tenants" the same for each tenant."""
+    found = _times(run.finished, run.refused, goals)
     stats = run.stats
     queried = stats.prefix_queried_tokens_total
     found |= {
@@ -31,10 +31,10 @@ def summary_of(run: Run, jobs: Sequence[Job], goals: Goals) -> dict[str, Any]:
         "busy_share": run.busy_ms / run.end_ms if run.end_ms else 0.0,
         "end_s": run.end_ms / 1e3,
     }
-    tenants = sorted({job.tenant for job in jobs} - {""})
+    tenants = sorted({request.tenant for request in requests} - {""})
     found["tenants"] = {
         tenant: _times(
-            [one for one in run.ended if one.job.tenant == tenant],
+            [one for one in run.finished if one.request.tenant == tenant],
             [one for one in run.refused if one[0].tenant == tenant],
             goals,
         )
@@ -44,40 +44,40 @@ def summary_of(run: Run, jobs: Sequence[Job], goals: Goals) -> dict[str, Any]:
 
 
 def _times(
-    ended: Sequence[Ended], refused: Sequence[tuple[Job, str]], goals: Goals
+    finished: Sequence[FinishedRequest], refused: Sequence[tuple[TraceRequest, str]], goals: Goals
 ) -> dict[str, Any]:
-    times = [_request_times(one) for one in ended]
-    times += [_refused_times(job, kind) for job, kind in refused]
+    times = [_request_times(one) for one in finished]
+    times += [_refused_times(request, kind) for request, kind in refused]
     arrivals_s = [one.sent_s for one in times]
     seconds = max(max(arrivals_s) - min(arrivals_s), 1e-9)
     found = rate_summary(times, offered_per_s=len(times) / seconds, seconds=seconds, goals=goals)
-    latencies_s = [one.last_s - one.sent_s for one in times[: len(ended)]]
-    waits_s = [(one.first_scheduled_ms - one.job.arrival_ms) / 1e3 for one in ended]
+    latencies_s = [one.last_s - one.sent_s for one in times[: len(finished)]]
+    waits_s = [(one.first_scheduled_ms - one.request.arrival_ms) / 1e3 for one in finished]
     return found | {
-        "ttft_mean_s": _mean([one.ttft_s for one in times[: len(ended)]]),
+        "ttft_mean_s": _mean([one.ttft_s for one in times[: len(finished)]]),
         "latency_s": percentiles(latencies_s),
         "latency_mean_s": _mean(latencies_s),
         "longest_wait_s": max(waits_s, default=0.0),
     }
 
 
-def _request_times(one: Ended) -> RequestTimes:
+def _request_times(one: FinishedRequest) -> RequestTimes:
     return RequestTimes(
-        sent_s=one.job.arrival_ms / 1e3,
+        sent_s=one.request.arrival_ms / 1e3,
         first_s=one.first_token_ms / 1e3,
         last_s=one.last_token_ms / 1e3,
-        prompt_tokens=one.job.prompt_tokens,
-        output_tokens=one.job.output_tokens,
+        prompt_tokens=one.request.prompt_tokens,
+        output_tokens=one.request.output_tokens,
     )
 
 
-def _refused_times(job: Job, kind: str) -> RequestTimes:
-    sent_s = job.arrival_ms / 1e3
+def _refused_times(request: TraceRequest, kind: str) -> RequestTimes:
+    sent_s = request.arrival_ms / 1e3
     return RequestTimes(
         sent_s=sent_s,
         first_s=sent_s,
         last_s=sent_s,
-        prompt_tokens=job.prompt_tokens,
+        prompt_tokens=request.prompt_tokens,
         output_tokens=0,
         error=kind,
     )
@@ -87,22 +87,22 @@ def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if values else float("nan")
 
 
-def summaries_text(outcome: Mapping[str, Any]) -> str:
-    """The table of a whole simulation: a line a speed and policy, and one each for who is light."""
+def comparison_text(outcome: Mapping[str, Any]) -> str:
+    """Return the table of a comparison: a row per policy and speed, and the light tenants."""
     settings = outcome["settings"]
     goals = settings["goals"]
     lines = [
         f"{settings['machine']}: {settings['num_requests']} requests of {settings['trace']}, "
         f"{settings['left_out']} left out; max_tokens {settings['max_tokens']}",
-        f"good: first token within {goals['ttft_s']:g} s, "
-        f"{1e3 * goals['tpot_s']:g} ms for each after it",
+        f"goal: first token within {goals['ttft_s']:g} s, "
+        f"{1e3 * goals['tpot_s']:g} ms per output token after it",
         table(_HEADINGS, [_row(one) for one in outcome["runs"]]),
     ]
     if not outcome.get("complete", True):
         lines.append(_stopped_text(outcome))
-    flooded = [one for one in outcome["runs"] if one["light"] is not None]
-    if flooded:
-        lines += ["", _light_text(flooded)]
+    with_flood = [one for one in outcome["runs"] if one["light"] is not None]
+    if with_flood:
+        lines += ["", _light_text(with_flood)]
     return "\n".join(lines)
 
 
@@ -113,10 +113,10 @@ def _stopped_text(outcome: Mapping[str, Any]) -> str:
     if not partial:
         return text
     [last] = partial
-    ended = last["summary"]["num_requests"]
+    finished = last["summary"]["num_requests"]
     return (
         f"{text}; * {last['policy']} at speed {last['speed']:g} is partial: "
-        f"{ended} of {outcome['settings']['num_requests']} requests ended"
+        f"{finished} of {outcome['settings']['num_requests']} requests ended"
     )
 
 
@@ -146,9 +146,9 @@ def _row(one: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _light_text(flooded: Sequence[Mapping[str, Any]]) -> str:
+def _light_text(with_flood: Sequence[Mapping[str, Any]]) -> str:
     rows = []
-    for one in flooded:
+    for one in with_flood:
         light, alone = one["light"]["beside"], one["light"]["alone"]
         rows.append(
             (
@@ -162,7 +162,7 @@ def _light_text(flooded: Sequence[Mapping[str, Any]]) -> str:
             )
         )
     headings = (
-        *("a light tenant", "speed of the flood", "TTFT p99", "alone", "times"),
+        *("light tenant", "flood speed", "TTFT p99", "alone", "times"),
         *("latency p99", "alone", "times"),
     )
     return table(headings, rows)

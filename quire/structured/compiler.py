@@ -1,6 +1,6 @@
 """GrammarCompiler: compile grammars to matchers in background threads; cache them by digest.
 
-Two groups of threads: one for short grammars, whose cost llguidance's limits bound, one for
+Two groups of threads: one for short grammars, with costs bounded by llguidance's limits, one for
 grammars that are first compiled in a process that can be killed (trial.py). So hostile grammars
 delay only grammars of their own kind. Callers poll `is_settled`; no call blocks, except `matcher`
 for a grammar that is not cached. Invariants: a grammar is compiled once while it is cached; the
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 # plan leaves, whatever clients send.
 MAX_KEPT = 256
 MAX_KEPT_BYTES = 128 << 20
-# Memory of a compiled grammar per character: the most that was measured, with thousands of choices
-# and properties.
+# Memory of a compiled grammar per character: the measured maximum, with thousands of choices and
+# properties.
 _BYTES_A_CHAR = 210
-_LEAST_BYTES = 64 << 10
+_MIN_BYTES = 64 << 10
 # Compiling a longer grammar leaves much freed memory, which is returned to the system at once.
 _LARGE_CHARS = 32_768
 NUM_THREADS = 2  # of each lane
-# A grammar whose lexer failed is compiled again for one row only where that took at most so long.
+# After a failure of its lexer a grammar is compiled again for one row only up to this time.
 MAX_RECOMPILE_MS = 250.0
 # Idle time after which the trial process is ended.
 _IDLE_S = 60.0
@@ -71,9 +71,9 @@ class _Entry:
     def num_bytes(self) -> int:
         """Return the approximate memory; of one not compiled yet, an estimate."""
         if self.error is not None:
-            return _LEAST_BYTES + len(self.grammar.text)
+            return _MIN_BYTES + len(self.grammar.text)
         written = 0 if self.root is None else self.root.num_source_chars
-        return _LEAST_BYTES + max(len(self.grammar.text), written) * _BYTES_A_CHAR
+        return _MIN_BYTES + max(len(self.grammar.text), written) * _BYTES_A_CHAR
 
 
 class GrammarCompiler:
@@ -109,7 +109,7 @@ class GrammarCompiler:
         self._new_trial = new_trial
         self._quick, self._slow = _Lane(), _Lane()
         self._trying = threading.Lock()
-        self._trial = new_trial()  # of those who compile in their own threads
+        self._trial = new_trial()  # of callers that compile in their own threads
 
     def want(self, grammar: Grammar) -> None:
         """Begin to compile a grammar, unless it is cached."""
@@ -131,7 +131,7 @@ class GrammarCompiler:
             self._pins[grammar.digest] -= 1
             if self._pins[grammar.digest] <= 0:
                 del self._pins[grammar.digest]
-                self._let_go()
+                self._evict()
 
     def is_settled(self, grammar: Grammar) -> bool:
         """Return whether it is compiled or has failed; begin to compile it if it is not cached."""
@@ -169,9 +169,9 @@ class GrammarCompiler:
     def replacement(self, grammar: Grammar, failed: Matcher) -> Matcher:
         """Return a matcher at the beginning of its answer, with a lexer shared with no other.
 
-        Copies of one compiled grammar share llguidance's lexer, whose errors are permanent. So the
-        grammar `failed` was copied from is dropped: later requests compile it again. Raises
-        MatcherError where compiling it takes too long to repeat between two steps.
+        Copies of one compiled grammar share llguidance's lexer, and errors of a lexer are
+        permanent. So the grammar `failed` was copied from is dropped: later requests compile it
+        again. Raises MatcherError if compiling it takes too long to repeat between two steps.
         """
         root = failed.root
         with self._lock:
@@ -200,7 +200,7 @@ class GrammarCompiler:
             self._entries.move_to_end(digest)
             return entry
         entry = self._entries[digest] = _Entry(grammar)
-        self._let_go()
+        self._evict()
         if queued:
             lane = self._slow if needs_trial(grammar) else self._quick
             lane.jobs.put(entry)
@@ -208,7 +208,7 @@ class GrammarCompiler:
                 lane.start(self._work, self._new_trial())
         return entry
 
-    def _let_go(self) -> None:
+    def _evict(self) -> None:
         """Evict settled grammars, least recently used first, until the rest are within bounds.
 
         Those of live requests are evicted last, and only for memory.
@@ -298,25 +298,25 @@ def compiled(grammar: Grammar, vocabulary: LoadedVocabulary, source: str = "") -
 
     Raises InvalidParameter if no answer can follow it.
     """
-    from llguidance import LLMatcher  # both only when a grammar comes
+    from llguidance import LLMatcher  # imported with the first grammar
 
-    from quire.structured.source import llguidance_grammar, refusal
+    from quire.structured.source import llguidance_grammar, rejection
 
     try:
         source = source or llguidance_grammar(grammar, vocabulary.special_names)
         matcher = LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=_limits())
-    except ValueError as error:  # numbers it has no room for, say
-        raise refusal(grammar, str(error)) from None
+    except ValueError as error:  # for example integer overflow
+        raise rejection(grammar, str(error)) from None
     if matcher.is_error():
-        raise refusal(grammar, matcher.get_error())
+        raise rejection(grammar, matcher.get_error())
     if matcher.is_stopped():
-        raise refusal(grammar, "it allows no text but the empty one")
+        raise rejection(grammar, "it allows no text but the empty one")
     root = Matcher(matcher, vocabulary)
     root.num_source_chars = len(source)
     try:
         _try_out(root)
     except MatcherError as error:
-        raise refusal(grammar, str(error)) from None
+        raise rejection(grammar, str(error)) from None
     return root
 
 
@@ -349,8 +349,8 @@ def _limits() -> LLParserLimits:
 def _named(error: QuireError | None, grammar: Grammar) -> QuireError | None:
     """Return the error with the field of this request: the cached one may name another's."""
     if isinstance(error, InvalidParameter) and error.param and error.param != grammar.param:
-        said = str(error)
-        if said.startswith(f"{error.param}: "):
-            said = grammar.param + said[len(error.param) :]
-        return InvalidParameter(said, param=grammar.param)
+        message = str(error)
+        if message.startswith(f"{error.param}: "):
+            message = grammar.param + message[len(error.param) :]
+        return InvalidParameter(message, param=grammar.param)
     return error

@@ -3,8 +3,8 @@
     Disjoint(document).excludes(one, other)     # True: no value is valid under both
     finite_values(schema, document)             # [1, 2] or None
 
-Knows JSON Schema's keywords; no grammar and no tokens. Always holds: a True and a list are exact;
-whatever is not plain to see, or takes too long to look for, is False or None.
+Knows JSON Schema's keywords, but no grammars and no tokens. Invariant: True and lists are exact; a
+question that is undecidable here, or takes too long, is answered with False or None.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from quire.structured.evaluate import Evaluator, Undecided, equal, resolved, typ
 TYPES = ("null", "boolean", "object", "array", "number", "string")
 MAX_COMPARISONS = 2_000  # of schemas, for one question
 MAX_DEPTH = 8
-MAX_FINITE = 64  # values of a schema that is taken for a list
+MAX_FINITE = 64  # values of a schema that counts as finite
 _SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}]")
 _ESCAPED = re.compile(r"[\\^$.|?*+()\[\]{}/-]")
 _REPEATED = frozenset("?*{")
 
 
 class Disjoint:
-    """Answers for one document, where references are looked up."""
+    """Compare schemas of one document, in which references are resolved."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -42,7 +42,7 @@ class Disjoint:
         return self._by_parts(one, other, depth) or self._by_type(one, other, depth)
 
     def _by_parts(self, one: Mapping[str, Any], other: Mapping[str, Any], depth: int) -> bool:
-        """By their values where one lists them, or by the schemas they are made of."""
+        """Compare the values if one schema lists them, or the schemas they are composed of."""
         for a, b in ((one, other), (other, one)):
             listed = listed_values(a)
             if listed is not None and self._allows_none(b, listed):
@@ -68,7 +68,7 @@ class Disjoint:
             return False
 
     def _by_type(self, one: Mapping[str, Any], other: Mapping[str, Any], depth: int) -> bool:
-        """Whether they exclude each other as each of the types that both allow."""
+        """Return whether they exclude each other for each type that both allow."""
         for name in types_of(one) & types_of(other):
             if name == "object":
                 apart = self._objects(one, other, depth) or self._objects(other, one, depth)
@@ -85,7 +85,7 @@ class Disjoint:
         return True
 
     def _objects(self, one: Mapping[str, Any], other: Mapping[str, Any], depth: int) -> bool:
-        """By a property that `one` requires: `other` forbids it, or its values fit only one."""
+        """Compare a property that `one` requires: `other` forbids it, or no value fits both."""
         required, has, others = (one.get("required", []), *(_properties(s) for s in (one, other)))
         if not isinstance(required, list) or has is None or others is None:
             return False
@@ -97,18 +97,18 @@ class Disjoint:
         )
 
     def _arrays(self, one: Mapping[str, Any], other: Mapping[str, Any], depth: int) -> bool:
-        """By their lengths, or by an entry that both must have."""
+        """Compare the lengths, or an entry that both must have."""
         if _ranges_apart(one, other, "minItems", "maxItems"):
             return True
-        least = max(_number(one, "minItems") or 0, _number(other, "minItems") or 0)
+        low = max(_number(one, "minItems") or 0, _number(other, "minItems") or 0)
         return any(
             self.excludes(entry_schema(one, at), entry_schema(other, at), depth + 1)
-            for at in range(int(min(least, MAX_DEPTH)))
+            for at in range(int(min(low, MAX_DEPTH)))
         )
 
 
 def seen(root: Any, schema: Any) -> Any:
-    """Return what a reference names; what stands beside a reference only narrows it."""
+    """Resolve a reference; keywords beside a reference can only narrow it."""
     for _ in range(MAX_DEPTH):
         if not isinstance(schema, Mapping) or "$ref" not in schema:
             return schema
@@ -137,7 +137,7 @@ def listed_values(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 def finite_values(schema: Any, root: Any, depth: int = 0) -> list[Any] | None:
-    """Return all values a schema allows, each once; None where it has many or is not decided."""
+    """Return all values a schema allows, each once; None if there are many or it is undecided."""
     target = seen(root, schema)
     if not isinstance(target, Mapping) or depth > MAX_DEPTH:
         return [] if target is False else None
@@ -225,7 +225,7 @@ def _ranges_apart(one: Mapping[str, Any], other: Mapping[str, Any], least: str, 
 
 
 def _numbers_apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """By their bounds; exclusiveMinimum and its like are numbers, or flags as in draft 4."""
+    """Compare the bounds; exclusive ones are numbers, or flags as in draft 4."""
     for a, b in ((one, other), (other, one)):
         for low_name, high_name, may_touch in (
             ("minimum", "maximum", a.get("exclusiveMinimum") is True),
@@ -241,13 +241,13 @@ def _numbers_apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _prefixes_apart(one: Any, other: Any) -> bool:
-    """By the letters that two anchored patterns begin with."""
+    """Compare the literal prefixes of two anchored patterns."""
     a, b = _prefix(one), _prefix(other)
     return not a.startswith(b) and not b.startswith(a)
 
 
 def _prefix(pattern: Any) -> str:
-    """Return letters that every match of an anchored regular expression begins with."""
+    """Return the literal prefix of every match of an anchored regular expression."""
     if not isinstance(pattern, str) or not pattern.startswith("^") or "|" in pattern:
         return ""
     letters, at = "", 1

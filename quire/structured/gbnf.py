@@ -1,9 +1,9 @@
-"""GBNF, llama.cpp's way to write grammars, as Lark: by llguidance's own parser, in linear time.
+"""Convert GBNF, llama.cpp's grammar language, to Lark with llguidance's parser, in linear time.
 
-llguidance finds out which rules are terminals by going through all of them until nothing changes.
-Rules that stand in front of those they name make that as many rounds as there are rules, so they
-are put behind them first: then one round finds all, and another that there is no more. Knows no
-JSON and no tokens. Always holds: the Lark is that of llguidance's own conversion, in another order.
+llguidance determines which rules are terminals by iterating over all rules until nothing changes.
+If rules precede the ones they refer to, that takes as many rounds as there are rules. So rules are
+sorted after the ones they refer to first; then the second round finds no change. Invariant: the
+Lark equals that of llguidance's own conversion, except for the order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def lark_of(text: str) -> str:
-    """The grammar in Lark. Raises whatever llguidance's parser raises for what is no GBNF."""
+    """Convert a grammar to Lark. Raises what llguidance's parser raises for invalid GBNF."""
     from llguidance.gbnf_to_lark import GrammarParser, resolve
 
     parsed = GrammarParser().parse(text)
@@ -23,7 +23,7 @@ def lark_of(text: str) -> str:
 
 
 def _named_first(rules: dict[str, Any]) -> list[str]:
-    """The rules' names, each behind those it names, but where they name each other in a circle."""
+    """Return the rules' names, each after those it refers to, except in cycles."""
     order: dict[str, None] = {}
     met: set[str] = set()
     for first in rules:
@@ -42,7 +42,7 @@ def _named_first(rules: dict[str, Any]) -> list[str]:
 
 
 def _names(rule: Any) -> Iterator[str]:
-    """The rules that a rule names."""
+    """Yield the rules that a rule refers to."""
     from llguidance.gbnf_to_lark import RuleRefNode
 
     waiting = [rule]

@@ -146,10 +146,10 @@ class Matcher:
         return taken
 
     def _why(self) -> str:
-        said = self._matcher.get_error().partition("\n<")[0].partition("<state>")[0].strip()
-        if said == "NoExtensionBias":  # llguidance's name for a grammar that never terminates
-            said = "no text ever ends it, or nothing begins it"
-        return said[:200] or "no reason was given"
+        message = self._matcher.get_error().partition("\n<")[0].partition("<state>")[0].strip()
+        if message == "NoExtensionBias":  # llguidance's name for a grammar that never terminates
+            message = "no text ever ends it, or nothing begins it"
+        return message[:200] or "no reason was given"
 
 
 def only_id(mask: Words) -> int | None:

@@ -17,7 +17,7 @@ from quire.structured.unique_items import is_always_unique, unique_arrays
 
 Schema = dict[str, Any]
 
-# Keywords whose value is a schema, a list of schemas, or an object of schemas.
+# Keywords with a schema, a list of schemas, or an object of schemas as value.
 _ONE = frozenset(
     {
         "additionalItems",
@@ -361,7 +361,7 @@ _NEGATIONS: Mapping[str, Callable[[Any], Any]] = {
     "maxItems": _beyond("array", "minItems", 1),
 }
 _NOTES = frozenset({"$comment", "comment", "description", "title"})
-# Keywords whose meaning does not depend on their siblings.
+# Keywords that do not depend on their siblings.
 _APART = frozenset(_NEGATIONS)
 
 

@@ -1,8 +1,7 @@
-"""From a Grammar to llguidance's own words, and from its complaints to errors that teach.
+"""Convert a Grammar to llguidance's languages, and its complaints to instructive errors.
 
-Each kind of grammar is written in one of llguidance's languages; nothing is compiled here but
-GBNF and structural tags into Lark. Knows no tokens but the names of special ones. Always holds: a
-schema's reference is looked up in the schema alone, never fetched.
+Only GBNF and structural tags are compiled here, to Lark. Knows no tokens but the names of special
+ones. Invariant: a schema's reference is resolved within the schema, never fetched.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from quire.structured.gbnf import lark_of
 from quire.structured.schema import each_schema, for_llguidance, path_of
 
 MAX_GBNF_CHARS = 65_536
-_MAX_SAID_CHARS = 400
+_MAX_MESSAGE_CHARS = 400
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*?\])", re.DOTALL)
 _TOO_WIDE = re.compile(r"Current row has (\d+) items; max is (\d+)")
 _IN_SCHEMA = re.compile(
@@ -29,9 +28,9 @@ _FORMAT = re.compile(r"Unknown format: (.*)")
 
 
 def llguidance_grammar(grammar: Grammar, special_names: frozenset[str]) -> str:
-    """The grammar as LLMatcher takes it. special_names: of tokens that have no text.
+    """Return the grammar in the form LLMatcher takes. special_names: tokens that have no text.
 
-    Raises InvalidParameter for what is wrong on its face.
+    Raises InvalidParameter for a grammar that is malformed.
     """
     from llguidance import LLMatcher
 
@@ -40,7 +39,7 @@ def llguidance_grammar(grammar: Grammar, special_names: frozenset[str]) -> str:
         case GrammarKind.JSON_SCHEMA:
             schema = for_llguidance(json.loads(grammar.text))
             if schema is False:
-                raise refusal(grammar, "Unsatisfiable schema: schema is false")
+                raise rejection(grammar, "Unsatisfiable schema: schema is false")
             schema = {} if schema is True else schema
             text = LLMatcher.grammar_from_json_schema(schema, overrides=_json_options(grammar))
         case GrammarKind.REGEX:
@@ -54,16 +53,18 @@ def llguidance_grammar(grammar: Grammar, special_names: frozenset[str]) -> str:
     return text
 
 
-def refusal(grammar: Grammar, complaint: str) -> InvalidParameter:
-    """The error for what llguidance said of a grammar."""
-    said = complaint.split("<state>")[0].split("<backtrace>")[0].strip()
+def rejection(grammar: Grammar, complaint: str) -> InvalidParameter:
+    """Return the error for a complaint of llguidance."""
+    message = complaint.split("<state>")[0].split("<backtrace>")[0].strip()
     if grammar.kind is GrammarKind.JSON_SCHEMA:
         return InvalidParameter(
-            f"{grammar.param}: {_of_schema(json.loads(grammar.text), said)}", param=grammar.param
+            f"{grammar.param}: {_of_schema(json.loads(grammar.text), message)}", param=grammar.param
         )
-    if (embedded := _embedded_schema(grammar, said)) is not None:
-        schema, said = embedded
-        return InvalidParameter(f"{grammar.param}: {_of_schema(schema, said)}", param=grammar.param)
+    if (embedded := _embedded_schema(grammar, message)) is not None:
+        schema, message = embedded
+        return InvalidParameter(
+            f"{grammar.param}: {_of_schema(schema, message)}", param=grammar.param
+        )
     what = {
         GrammarKind.REGEX: "the regular expression",
         GrammarKind.CHOICE: "the choice",
@@ -71,14 +72,16 @@ def refusal(grammar: Grammar, complaint: str) -> InvalidParameter:
         GrammarKind.STRUCTURAL_TAG: "the structural tag",
     }[grammar.kind]
     return InvalidParameter(
-        f"{grammar.param}: {what} cannot be used: {_cut(said)}", param=grammar.param
+        f"{grammar.param}: {what} cannot be used: {_cut(message)}", param=grammar.param
     )
 
 
-def _embedded_schema(grammar: Grammar, said: str) -> tuple[Any, str] | None:
-    """Return the schema in a Lark grammar that a complaint is about, and the complaint without
-    the listing of the grammar behind it; None where it is about something else."""
-    found = _IN_SCHEMA.match(said)
+def _embedded_schema(grammar: Grammar, message: str) -> tuple[Any, str] | None:
+    """Return the schema within a Lark grammar that a complaint is about, and the complaint itself.
+
+    The listing of the grammar is removed from the complaint. None if it is about something else.
+    """
+    found = _IN_SCHEMA.match(message)
     lines = grammar.text.split("\n")
     if grammar.kind is not GrammarKind.GRAMMAR or found is None or int(found[1]) > len(lines):
         return None
@@ -90,8 +93,11 @@ def _embedded_schema(grammar: Grammar, said: str) -> tuple[Any, str] | None:
 
 
 def _json_options(grammar: Grammar) -> Any:
-    """Whitespace, and no approximations. A space behind commas and colons, nothing else: so an
-    answer cannot lose itself in white space, and its form leaves as little open as it can."""
+    """Return the options for white space, without approximations.
+
+    By default one space follows commas and colons and there is no other white space: an answer
+    cannot continue with endless white space, and fewer tokens are ambiguous.
+    """
     options: dict[str, Any] = {"lenient": False, "coerce_one_of": False}
     if grammar.whitespace is None:
         separators = {"item_separator": ", ", "key_separator": ": "}
@@ -101,8 +107,8 @@ def _json_options(grammar: Grammar) -> Any:
     return {**options, "whitespace_pattern": grammar.whitespace}
 
 
-def _of_schema(schema: Any, said: str) -> str:
-    if (found := _UNIMPLEMENTED.search(said)) is not None:
+def _of_schema(schema: Any, message: str) -> str:
+    if (found := _UNIMPLEMENTED.search(message)) is not None:
         keys: list[str] = json.loads(found[1])
         places = [path_of(schema, key) for key in keys]
         named = ", ".join(
@@ -112,42 +118,42 @@ def _of_schema(schema: Any, said: str) -> str:
             f"the schema has keywords that are not supported: {named}; rewrite it without them "
             "(docs/structured-output.md lists what is)"
         )
-    if (found := _FORMAT.search(said)) is not None:
+    if (found := _FORMAT.search(message)) is not None:
         place = path_of(schema, "format", found[1].strip())
         return (
             f"the schema has the format {show(found[1].strip())}"
             f"{f' (at {place})' if place else ''}, which is not supported; leave it out, or write "
             "it as a pattern"
         )
-    if "oneOf constraints are not supported" in said:
+    if "oneOf constraints are not supported" in message:
         return (
-            f"the schema has a oneOf (at {_unresolved_path(schema, 'oneOf')}) whose alternatives "
-            "are not seen to exclude each other; give each object a required property with a "
-            "const of its own, or write anyOf"
+            f"the schema has a oneOf (at {_unresolved_path(schema, 'oneOf')}), and its "
+            "alternatives are not known to exclude each other; give each object a required "
+            "property with a const of its own, or write anyOf"
         )
-    if _TOO_WIDE.search(said) is not None:
+    if _TOO_WIDE.search(message) is not None:
         return (
-            "the schema leaves too much open at one place, as an object of more than some 1,600 "
-            "properties does that may all be left out; make them required, in which case their "
-            "order says what comes next, or part them among several objects"
+            "the schema has too many alternatives at one place, such as an object with more than "
+            "about 1,600 optional properties; make them required, which fixes their order, or "
+            "distribute them among several objects"
         )
-    return f"the schema cannot be used: {_cut(said)}"
+    return f"the schema cannot be used: {_cut(message)}"
 
 
 def _unresolved_path(schema: Any, keyword: str) -> str:
-    """Return where a keyword is that rewriting has left as it was."""
+    """Return the path of a keyword that rewriting has left unchanged."""
     rewritten = {path for path, at in each_schema(for_llguidance(schema)) if keyword in at}
     paths = [path for path, at in each_schema(schema) if keyword in at]
     path = next((path for path in paths if path in rewritten), paths[0] if paths else "#")
     return f"{path}/{keyword}"
 
 
-def _cut(said: str) -> str:
-    return said if len(said) <= _MAX_SAID_CHARS else said[:_MAX_SAID_CHARS] + "..."
+def _cut(message: str) -> str:
+    return message if len(message) <= _MAX_MESSAGE_CHARS else message[:_MAX_MESSAGE_CHARS] + "..."
 
 
 def _literal(text: str) -> str:
-    """A text as Lark writes it."""
+    """Quote a text for Lark."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -166,8 +172,8 @@ def _lark(grammar: Grammar) -> str:
         )
     try:
         return lark_of(grammar.text)
-    except (Exception, RecursionError) as error:  # noqa: BLE001  a parser of others' making
-        raise refusal(grammar, f"it is no GBNF: {str(error)[:200]}") from None
+    except (Exception, RecursionError) as error:  # noqa: BLE001  third-party parser
+        raise rejection(grammar, f"it is not valid GBNF: {str(error)[:200]}") from None
 
 
 def _structural_tag(grammar: Grammar, special_names: frozenset[str]) -> str:
@@ -177,7 +183,7 @@ def _structural_tag(grammar: Grammar, special_names: frozenset[str]) -> str:
         StructTag(trigger=trigger, begin=begin, grammar=schema, end=end)
         for trigger, begin, schema, end in _structures(grammar)
     ]
-    # A trigger that is a special token is one token, not its letters.
+    # A trigger that is a special token is a single token, not its characters.
     kinds = {tag.trigger in special_names for tag in tags}
     if len(kinds) > 1:
         raise InvalidParameter(
@@ -189,21 +195,21 @@ def _structural_tag(grammar: Grammar, special_names: frozenset[str]) -> str:
 
 
 def _structures(grammar: Grammar) -> Iterator[tuple[str, str, dict[str, Any], str]]:
-    """Each structure's trigger, begin, schema and end."""
+    """Yield each structure's trigger, begin, schema and end."""
     tag, param = json.loads(grammar.text), grammar.param
     unknown = tag.keys() - {"type", "structures", "triggers"}
     if tag.get("type", "structural_tag") != "structural_tag" or unknown:
         extra = ", ".join(sorted(unknown)) or show(tag.get("type"))
         raise InvalidParameter(
             f"{param}: structural_tag has {extra}; allowed are structures and triggers (the form "
-            "with format is not served)",
+            "with format is not supported)",
             param=param,
         )
     structures, triggers = tag.get("structures"), tag.get("triggers")
     if not _texts(triggers) or not isinstance(structures, list) or not structures:
         raise InvalidParameter(
             f"{param}: structural_tag needs structures, a list of objects, and triggers, a list "
-            "of texts; neither may be empty",
+            "of strings; neither may be empty",
             param=param,
         )
     for place, structure in enumerate(structures):
@@ -218,8 +224,8 @@ def _structures(grammar: Grammar) -> Iterator[tuple[str, str, dict[str, Any], st
         schema = structure.get("schema", {})
         if not isinstance(begin, str) or not isinstance(end, str) or not isinstance(schema, dict):
             raise InvalidParameter(
-                f"{param}: structures[{place}] needs texts as begin and end, and an object as "
-                "schema",
+                f"{param}: structures[{place}] needs strings as begin and end, and an object "
+                "as schema",
                 param=param,
             )
         starts = [trigger for trigger in triggers if begin.startswith(trigger)]

@@ -1,11 +1,10 @@
-"""Trial: a grammar that may do harm is compiled in a process of its own first.
+"""Trial: compile a risky grammar in a separate process first.
 
-llguidance's own limits do not bound everything: a divisor can keep it busy for minutes, thousands
-of rules that name each other overflow its stack, which ends the process. So what is long, or of a
-kind that can be dear while it is short, is tried out where it may hang, swell or crash: the process
-(trial_process.py) is ended and its grammar refused. What ends there ends here. Knows no tokens but
-the names of special ones. Always holds: `source` returns or raises within its limit, whatever the
-grammar.
+llguidance's limits do not bound everything: multipleOf can keep it busy for minutes, and thousands
+of nested rules overflow its stack, which ends the process. So a grammar that is long, or of a kind
+that can be expensive even if short, is first compiled in a process that may hang, run out of memory
+or crash; the process (trial_process.py) is then killed and its grammar rejected. Invariant:
+`source` returns or raises within its limit, for any grammar.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path
 from quire.base.errors import InvalidParameter, WorkerError
 from quire.base.grammar import Grammar, GrammarKind
 
-# Shorter grammars cannot overflow a stack of 8 MiB: a level takes six characters at least, and
+# Shorter grammars cannot overflow a stack of 8 MiB: each level takes at least six characters, and
 # two thousand levels fit.
 MAX_UNTRIED_CHARS = 8192
 _START = """
@@ -35,7 +34,7 @@ _SIZE_BYTES = 4
 
 
 def needs_trial(grammar: Grammar) -> bool:
-    """Whether a grammar may take long, much memory or much stack: by its length and its words."""
+    """Return whether a grammar may take long, much memory or much stack, judged by its text."""
     text = grammar.text
     if len(text) > MAX_UNTRIED_CHARS or "multipleOf" in text:
         return True
@@ -43,7 +42,7 @@ def needs_trial(grammar: Grammar) -> bool:
 
 
 class Trial:
-    """The process, started when it is first needed. For one thread; `end` may come from any."""
+    """A trial process, started on first use. For one thread; any thread may call `end`."""
 
     def __init__(self, command: Sequence[str] | None = None) -> None:
         self._command = command or (
@@ -54,47 +53,47 @@ class Trial:
         self._process: subprocess.Popen[bytes] | None = None
 
     def source(self, grammar: Grammar, special_names: frozenset[str], *, limit_ms: float) -> str:
-        """The grammar in llguidance's words; "" where it has none, which compiling it will explain.
+        """Return the grammar in llguidance's form; "" if it has none, as compiling it will explain.
 
-        Raises InvalidParameter where compiling it does not end well within the limit.
+        Raises InvalidParameter if compiling it crashes or exceeds the limit.
         """
         job = {
             "kind": grammar.kind.value,
             "text": grammar.text,
             "whitespace": grammar.whitespace,
             "special_names": sorted(special_names),
-            "most_seconds": int(limit_ms / 1000) + 1,  # of processor time; then it ends
+            "max_cpu_s": int(limit_ms / 1000) + 1,  # then the process ends
         }
         try:
             process = self._running()
             assert process.stdin is not None, "it was started with a pipe"
             assert process.stdout is not None, "likewise"
             write_frame(process.stdin.fileno(), json.dumps(job).encode())
-            told = _frame_in_time(process.stdout.fileno(), limit_ms)
+            answer = _frame_in_time(process.stdout.fileno(), limit_ms)
         except TimeoutError:
             self.close()
             raise too_slow(grammar, limit_ms) from None
         except OSError as error:
             self.close()
-            raise WorkerError(f"no grammar can be tried out here: {error}") from error
-        if told is None:
+            raise WorkerError(f"the process for trial compilations failed: {error}") from error
+        if answer is None:
             self.close()
             raise InvalidParameter(
-                f"{grammar.param}: the grammar takes more memory than it may have to be compiled, "
-                "or its parts name each other in too many levels; make it smaller",
+                f"{grammar.param}: compiling the grammar exceeds its memory limit or nests too "
+                "deeply; make it smaller",
                 param=grammar.param,
             )
-        return told.decode()
+        return answer.decode()
 
     def end(self) -> None:
-        """Whatever is being tried out fails, and all that comes."""
+        """Fail the running trial and all later ones."""
         self._is_over = True
         process = self._process
         if process is not None:
             process.kill()
 
     def close(self) -> None:
-        """End the process; the next grammar starts another."""
+        """Kill the process; the next grammar starts another."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -112,14 +111,14 @@ class Trial:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=kept,
-                start_new_session=True,  # an interrupt at a terminal is not for it
+                start_new_session=True,  # Ctrl-C at a terminal must not reach it
                 bufsize=0,
             )
         return self._process
 
 
 def too_slow(grammar: Grammar, limit_ms: float) -> InvalidParameter:
-    """The refusal of a grammar that was not compiled in time."""
+    """Return the error for a grammar that was not compiled in time."""
     return InvalidParameter(
         f"{grammar.param}: the grammar was not compiled within {limit_ms / 1000:g} s; make it "
         "smaller (fewer alternatives, smaller bounds of repetition)",
@@ -128,14 +127,14 @@ def too_slow(grammar: Grammar, limit_ms: float) -> InvalidParameter:
 
 
 def write_frame(number: int, raw: bytes) -> None:
-    """A message into a descriptor, behind its length."""
+    """Write a message with its length to a file descriptor."""
     left = memoryview(len(raw).to_bytes(_SIZE_BYTES, "big") + raw)
     while left:
         left = left[os.write(number, left) :]
 
 
 def read_frame(number: int) -> bytes | None:
-    """A message that was written by write_frame; None at the end."""
+    """Read a message of write_frame; None at the end."""
     size = _read_exactly(number, _SIZE_BYTES)
     return None if size is None else _read_exactly(number, int.from_bytes(size, "big"))
 
@@ -151,7 +150,7 @@ def _read_exactly(number: int, size: int) -> bytes | None:
 
 
 def _frame_in_time(number: int, limit_ms: float) -> bytes | None:
-    """A message, no part of which is written before all of it is known. Raises TimeoutError."""
+    """Read a message within the limit. The sender writes it at once. Raises TimeoutError."""
     waiting = select.poll()
     waiting.register(number, select.POLLIN)
     if not waiting.poll(limit_ms):

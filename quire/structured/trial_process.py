@@ -1,8 +1,8 @@
-"""The process of trial.py: compiles one grammar after the other over a vocabulary of single bytes.
+"""The process of trial.py: compile one grammar after another for a vocabulary of single bytes.
 
-It computes beside the engine and yields to it (nice), within bounds that the system holds: memory,
-processor time a grammar, and a stack smaller than those in which the engine compiles. Ends with its
-standard input.
+It runs at low priority beside the engine, within limits that the system enforces: memory, CPU time
+per grammar, and a stack smaller than that of the engine's compiler threads. Ends with its standard
+input.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from quire.structured.vocabulary import LoadedVocabulary, Vocabulary
 
 _NICE = 10
 _STACK_BYTES = 4 << 20
-# Beyond what it holds before the first grammar.
-_MOST_MEMORY_BYTES = 1 << 30
+# In addition to the memory before the first grammar.
+_MAX_MEMORY_BYTES = 1 << 30
 _END = b"<|end|>"
 
 
 def main() -> None:
-    """Answer until the input ends."""
+    """Compile grammars until the input ends."""
     os.nice(_NICE)
-    _bytes_vocabulary(())  # imports: their memory is not the grammars'
-    with open("/proc/self/statm", encoding="ascii") as told:
-        pages = int(told.read().split()[0])
-    limit = pages * resource.getpagesize() + _MOST_MEMORY_BYTES
+    _bytes_vocabulary(())  # import before the memory is measured
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        pages = int(statm.read().split()[0])
+    limit = pages * resource.getpagesize() + _MAX_MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     threading.stack_size(_STACK_BYTES)
     thread = threading.Thread(target=_answer)
@@ -48,18 +48,18 @@ def _answer() -> None:
     while (raw := read_frame(sys.stdin.fileno())) is not None:
         job = json.loads(raw)
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-        most_s = int(time.process_time()) + 1 + job["most_seconds"]
-        resource.setrlimit(resource.RLIMIT_CPU, (most_s, hard))
-        write_frame(sys.stdout.fileno(), _tried(job).encode())
+        limit_s = int(time.process_time()) + 1 + job["max_cpu_s"]
+        resource.setrlimit(resource.RLIMIT_CPU, (limit_s, hard))
+        write_frame(sys.stdout.fileno(), _source_of(job).encode())
 
 
-def _tried(job: Mapping[str, Any]) -> str:
-    """llguidance's words, once they have been compiled, well or not."""
+def _source_of(job: Mapping[str, Any]) -> str:
+    """Return llguidance's form of a grammar after compiling it, successfully or not."""
     grammar = Grammar(kind=GrammarKind(job["kind"]), text=job["text"], whitespace=job["whitespace"])
     vocabulary = _bytes_vocabulary(tuple(job["special_names"]))
     try:
         source = llguidance_grammar(grammar, vocabulary.special_names)
-    except Exception:  # noqa: BLE001  whoever compiles it next says why
+    except Exception:  # noqa: BLE001  the next compilation reports the error
         return ""
     try:
         compiled(grammar, vocabulary, source)

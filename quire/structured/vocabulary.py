@@ -1,7 +1,7 @@
-"""Vocabulary: a model's tokens as grammars see them, bytes by id; and llguidance's view of them.
+"""Vocabulary: a model's tokens as bytes by id, and llguidance's representation of them.
 
-Knows no model and no tokenizer's files: who has them hands in bytes and a way to encode. Always
-holds: llguidance is imported only when the first grammar comes, because start-up is felt.
+Knows no model and no tokenizer files: the caller passes bytes and an encoder. llguidance is
+imported with the first grammar only, to keep start-up fast.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """token_bytes: by id, as the token stands inside a text; special ones by their names.
+    """The tokens of a model.
 
-    special_ids: have no text; a grammar may name them, as <|name|>. eos_ids: may end an answer,
-    where a grammar lets it; there may be none. encode: ids of a text inside a text, without opening
-    or closing tokens.
+    token_bytes: by id, as the token appears within a text; special tokens by their names.
+    special_ids: tokens without text; a grammar may name them, as <|name|>. eos_ids: tokens that may
+    end an answer where the grammar allows it; may be empty. encode: returns the ids of a text
+    within a text, without opening or closing tokens.
     """
 
     token_bytes: Sequence[bytes]
@@ -30,12 +31,12 @@ class Vocabulary:
 
     @property
     def num_words(self) -> int:
-        """32-bit words of a mask over all ids."""
+        """Return the number of 32-bit words of a mask over all ids."""
         return -(-len(self.token_bytes) // 32)
 
 
 class LoadedVocabulary:
-    """A vocabulary that llguidance has made its own."""
+    """A vocabulary loaded into llguidance."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         import llguidance
@@ -46,21 +47,21 @@ class LoadedVocabulary:
         self.special_names = frozenset(
             vocabulary.token_bytes[id_].decode(errors="replace") for id_ in vocabulary.special_ids
         )
-        # llguidance wants an end token: for a model without one an id that no row has.
-        self._stands_for_end = () if vocabulary.eos_ids else (self.num_ids,)
-        tokens = [*vocabulary.token_bytes, *(b"<|quire:end|>" for _ in self._stands_for_end)]
-        eos_ids = [*vocabulary.eos_ids, *self._stands_for_end]
+        # llguidance requires an end token; a model without one gets an id beyond the vocabulary.
+        self._end_placeholder = () if vocabulary.eos_ids else (self.num_ids,)
+        tokens = [*vocabulary.token_bytes, *(b"<|quire:end|>" for _ in self._end_placeholder)]
+        eos_ids = [*vocabulary.eos_ids, *self._end_placeholder]
         self.tokenizer: llguidance.LLTokenizer = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(_Encoder(vocabulary, tokens, eos_ids[0])),
             eos_token=eos_ids,
             slices=llguidance.LLTokenizer.json_slices(),
         )
-        # A mask as llguidance writes it.
+        # Length of a mask in llguidance.
         self.mask_words = -(-len(tokens) // 32)
 
 
 class _Encoder:
-    """What llguidance asks of a tokenizer: the bytes of tokens, and ids of bytes."""
+    """Implement llguidance's tokenizer interface: the bytes of tokens, and the ids of bytes."""
 
     def __init__(self, vocabulary: Vocabulary, tokens: list[bytes], eos_id: int) -> None:
         self.tokens = tokens
@@ -74,8 +75,11 @@ class _Encoder:
         self._ids: dict[bytes, int] | None = None
 
     def __call__(self, text: Any) -> list[int]:
-        """Ids whose bytes are those of the text: the tokenizer's own, or else the longest tokens
-        that fit (a tokenizer may set a space before a text, or normalise it)."""
+        """Return ids with exactly the bytes of the text.
+
+        They are the tokenizer's own, or else the longest tokens that match: a tokenizer may insert
+        a space before a text, or normalize it.
+        """
         raw = text if isinstance(text, bytes) else text.encode()
         try:
             ids = self._encode(raw.decode())

@@ -1,9 +1,9 @@
-"""Tokens beside a vocabulary: which ids have them, which are special, which have names.
+"""Collect tokens beside a vocabulary: their ids, flags and roles.
 
-What is known of them lies scattered: tokenizer_config.json (added_tokens_decoder, bos_token and its
-kin, additional_special_tokens or extra_special_tokens), special_tokens_map.json, added_tokens.json,
-and the tokenizer file itself. This file makes one list of it. It never guesses an id, and tells
-files that contradict.
+This information is spread over tokenizer_config.json (added_tokens_decoder, bos_token and similar,
+additional_special_tokens or extra_special_tokens), special_tokens_map.json, added_tokens.json, and
+the tokenizer file. This module merges it into one list. It never guesses an id, and reports files
+that contradict each other.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ MAX_ID = 2**31 - 1
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json over special_tokens_map.json, with what added_tokens.json lists.
+    """Return tokenizer_config.json merged over special_tokens_map.json and added_tokens.json.
 
-    Raises TokenizerError for a file that is broken.
+    Raises TokenizerError for a broken file.
     """
     config = read_json(folder / "special_tokens_map.json")
     config.update(read_json(folder / "tokenizer_config.json"))
@@ -49,13 +49,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is no file. Raises TokenizerError if it is broken."""
+    """Read a JSON object; empty if there is no file. Raises TokenizerError if it is broken."""
     if not is_present(file):
         return {}
     content = read_file(file)
     try:
         value = json.loads(content)
-        json.dumps(value, ensure_ascii=False).encode()  # halves of characters are escapes in JSON
+        json.dumps(value, ensure_ascii=False).encode()  # JSON can escape lone surrogates
     except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{file}: not valid JSON ({error}); copy it again") from error
     if not isinstance(value, dict):
@@ -64,13 +64,13 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The tokens that have a role, as chat templates expect them (bos_token, eos_token, ...)."""
+    """Return the tokens with a role, as chat templates expect them (bos_token, eos_token, ...)."""
     contents = {name: _content(config.get(name)) for name in _NAMES}
     return {name: content for name, content in contents.items() if content is not None}
 
 
 def listed_tokens(config: Mapping[str, Any]) -> Iterator[tuple[int, str, dict[str, bool]]]:
-    """Ids, contents and flags of added_tokens_decoder, by id. Raises TokenizerError."""
+    """Yield ids, contents and flags of added_tokens_decoder, by id. Raises TokenizerError."""
     listed = config.get("added_tokens_decoder")
     if not isinstance(listed, Mapping):
         return
@@ -87,7 +87,7 @@ def listed_tokens(config: Mapping[str, Any]) -> Iterator[tuple[int, str, dict[st
 
 
 def put_listed(vocabulary: dict[str, int], config: Mapping[str, Any], file: Path) -> None:
-    """Give listed tokens their ids in a vocabulary about to be built, holes and all."""
+    """Add the listed tokens with their ids to a vocabulary, even if ids are left unused."""
     taken = {id_: token for token, id_ in vocabulary.items()}
     for id_, content, _ in listed_tokens(config):
         if vocabulary.get(content, id_) != id_:
@@ -102,12 +102,12 @@ def put_listed(vocabulary: dict[str, int], config: Mapping[str, Any], file: Path
 
 
 def settle_added(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """Have the listed tokens stand in texts as themselves, and mark those that are special."""
+    """Register the listed tokens as added tokens, and mark those that are special."""
     _add_missing(backend, config)
     contents = set(named_tokens(config).values())
     contents |= {content for _, content, flags in listed_tokens(config) if flags.get("special")}
     for extra in (config.get("additional_special_tokens"), config.get("extra_special_tokens")):
-        # The newer name of the former; by role where it is an object.
+        # The second is a newer name of the first; an object maps roles to tokens.
         listed = list(extra.values()) if isinstance(extra, Mapping) else extra
         if isinstance(listed, list):
             contents |= {content for content in map(_content, listed) if content is not None}
@@ -123,7 +123,7 @@ def settle_added(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> No
 
 
 def _add_missing(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """Tokens that only the config lists are added, at the ids it gives them."""
+    """Add the tokens that only the config lists, and check their ids."""
     listed = list(listed_tokens(config))
     already = {token.content for token in backend.get_added_tokens_decoder().values()}
     missing = [
@@ -152,7 +152,7 @@ def _is_id(key: object) -> bool:
 
 
 def _content(value: object) -> str | None:
-    """A token in a config file: a string, or an object with its string under `content`."""
+    """Return the text of a token in a config file: a string, or an object with `content`."""
     if isinstance(value, Mapping):
         value = value.get("content")
     return value if isinstance(value, str) and value else None

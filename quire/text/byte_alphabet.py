@@ -1,8 +1,8 @@
-"""GPT-2's printable stand-ins for bytes, in which byte-level vocabularies are written.
+"""GPT-2's printable stand-ins for bytes, used in byte-level vocabularies.
 
 Visible Latin-1 characters stand for themselves; the other bytes, in order, for U+0100 and up.
-Knows nothing of tokenizers. Always holds: 256 distinct characters, one a byte.
-Source: bytes_to_unicode in openai/gpt-2's encoder.py.
+Invariant: 256 distinct characters, one for each byte. Source: bytes_to_unicode in openai/gpt-2's
+encoder.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 
 @functools.cache
 def stand_ins() -> str:
-    """The 256 characters; the one at place b stands for byte b."""
+    """Return the 256 characters; the one at index b stands for byte b."""
     hidden = [byte for byte in range(256) if byte not in _VISIBLE]
     characters = {byte: chr(byte) for byte in _VISIBLE}
     characters.update((byte, chr(0x100 + place)) for place, byte in enumerate(hidden))
@@ -22,7 +22,7 @@ def stand_ins() -> str:
 
 
 def written(raw: bytes) -> str:
-    """Bytes as a byte-level vocabulary writes them."""
+    """Return bytes as a byte-level vocabulary writes them."""
     return raw.decode("latin-1").translate(_table())
 
 

@@ -1,9 +1,9 @@
-"""Chat templates: messages to the text a model was trained to continue.
+"""Chat templates: render messages into the text a model was trained to continue.
 
-A model has one template or several by name. Rendering follows what `transformers` does with the
-same files and messages, byte for byte: keys without a value are left out, reasoning goes by all
-its names, a final message may be left open. A template that cannot be used is kept with the
-reason, which is raised when it is asked for: a model can do without. Knows no HTTP.
+A model has one template, or several with names. Rendering equals that of `transformers` for the
+same files and messages, byte for byte: keys without a value are dropped, reasoning is passed under
+all its names, a final message may be left open. An unusable template is kept with the reason, which
+is raised on use, since a model works without it. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.text.template_sandbox import TemplateSandbox
 from quire.text.template_work import Limits
 from quire.text.tokenizer import Tokenizer
 
-# What `render` itself sets; no caller may set it a second time as a variable.
+# Variables set by `render` itself; callers must not pass them as template variables.
 OWN_VARIABLES = frozenset(
     {
         "messages",
@@ -35,20 +35,20 @@ OWN_VARIABLES = frozenset(
 )
 _TOOL_USE = "tool_use"
 _PROBE = "quire-probe"
-_MOST_LEVELS = 80
+_MAX_LEVELS = 80
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-# Stands at the end of a message that is left open. The space at its end tells whether the template
-# keeps space there; the characters for private use, that no text says it by chance.
+# Marks the end of an open message. Its trailing space shows whether the template keeps white space
+# there; its private-use characters do not occur in ordinary text.
 _OPEN_END = "\ue0f7open end\ue0f7 "
 
 
 class ChatTemplate:
-    """The templates of one model. Immutable; may be used from several threads.
+    """The templates of one model. Immutable and thread-safe.
 
-    sources: template text by name; one named "default" is used where none is named. variables:
-    what every rendering sees beside the messages (bos_token, eos_token, ...). now: the clock
-    behind strftime_now; clock_s: the one behind the time limit. `problems`: what is wrong with
-    templates that cannot be used, by name.
+    sources: template text by name; "default" is used unless a name is given. variables: passed to
+    every rendering besides the messages (bos_token, eos_token, ...). now: the clock of
+    strftime_now; clock_s: the clock of the time limit. `problems`: why templates cannot be used, by
+    name.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class ChatTemplate:
         chosen: str | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> ChatTemplate | None:
-        """The templates of a model's folder; None where there are none.
+        """Return the templates of a model's directory; None if there are none.
 
-        chosen: the name of one of them, or a file with another, which then is the default.
-        Raises SettingError where it is neither, or cannot be used.
+        chosen: the name of one of them, or a file with another, which becomes the default. Raises
+        SettingError if it is neither, or unusable.
         """
         try:
             sources = sources_in(folder)
@@ -102,8 +102,8 @@ class ChatTemplate:
             raise SettingError(f"chat_template {chosen!r}: {template.problems[DEFAULT]}")
         if chosen is not None and "messages" not in template._templates[DEFAULT].variables:
             raise SettingError(
-                f"chat_template {chosen!r} never reads messages, so all conversations would look "
-                "alike; give a Jinja template of a chat model"
+                f"chat_template {chosen!r} never reads messages, so every conversation would have "
+                "the same prompt; give a Jinja template of a chat model"
             )
         return template
 
@@ -115,11 +115,11 @@ class ChatTemplate:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the templates, usable or not."""
+        """Return the names of the templates, usable or not."""
         return tuple(sorted({*self._templates, *self.problems}))
 
     def with_source(self, source: str) -> ChatTemplate:
-        """A template of the caller's own, for the same model. Raises TokenizerError."""
+        """Return a template given by the caller, for the same model. Raises TokenizerError."""
         template = ChatTemplate(
             {DEFAULT: source},
             variables=self._variables,
@@ -132,7 +132,7 @@ class ChatTemplate:
         return template
 
     def check_usable(self) -> None:
-        """Raises the error that every rendering by the default template would raise."""
+        """Raise the error that every rendering by the default template would raise."""
         self._named(None, None)
 
     def render(
@@ -147,15 +147,15 @@ class ChatTemplate:
         chat_template: str | None = None,
         **variables: Any,
     ) -> str:
-        """The text for these messages; tokenize it without adding special tokens.
+        """Return the text for these messages; tokenize it without adding special tokens.
 
         A message's content is text, or a list of parts {"type": "text", "text": ...}, which are
-        joined by line breaks for templates that know no parts. add_generation_prompt: open an
-        answer of the model's at the end; as told, else yes, unless continue_final_message: then
-        the text ends where the content of the last message ends. chat_template: the name of one
-        of the model's templates. Further keyword arguments are variables of the template.
-        Raises InvalidParameter where the template refuses the messages, and TokenizerError where
-        it cannot be used or does what it may not.
+        joined by line breaks for templates that do not support parts. add_generation_prompt: open
+        an answer of the model at the end; the default is the opposite of continue_final_message,
+        which ends the text at the end of the last message's content. chat_template: the name of one
+        of the model's templates. Further keyword arguments are variables of the template. Raises
+        InvalidParameter if the template rejects the messages, and TokenizerError if it is unusable
+        or violates the sandbox.
         """
         opens = (
             not continue_final_message if add_generation_prompt is None else add_generation_prompt
@@ -190,7 +190,7 @@ class ChatTemplate:
         tools: object = None,
         chat_template: str | None = None,
     ) -> None:
-        """Raises InvalidParameter for a variable that cannot change what the template renders."""
+        """Raise InvalidParameter for a variable that cannot affect the template's output."""
         template = self._named(chat_template, tools)
         known = template.open_variables - OWN_VARIABLES
         for name in names:
@@ -211,31 +211,31 @@ class ChatTemplate:
                 )
 
     def reads(self, name: str, *, tools: object = None, chat_template: str | None = None) -> bool:
-        """Whether a variable of this name can change what the template renders."""
+        """Return whether a variable of this name can affect the template's output."""
         return name in self._named(chat_template, tools).variables
 
     def source(self, *, tools: object = None, chat_template: str | None = None) -> str:
-        """The text of the template that renders such a conversation."""
+        """Return the text of the template that renders such a conversation."""
         return self._named(chat_template, tools).source
 
     def check_reads(
         self, name: str, *, tools: object = None, chat_template: str | None = None
     ) -> None:
-        """Raises InvalidParameter if the template has no place for `name`: tools or documents."""
+        """Raise InvalidParameter if the template does not use `name`: tools or documents."""
         template = self._named(chat_template, tools)
         if name not in template.variables:
             raise InvalidParameter(
-                f"chat template {template.name!r} has no place for {name}: they would not be in "
-                f"the prompt; leave {name} out, or put them into a message",
+                f"chat template {template.name!r} does not use {name}: they would not be in the "
+                f"prompt; leave {name} out, or put them into a message",
                 param=name,
             )
 
     def takes_argument_objects(
         self, *, tools: object = None, chat_template: str | None = None
     ) -> bool:
-        """Whether a tool call's arguments should be an object in messages, not its JSON text.
+        """Return whether a tool call's arguments must be objects in messages, not JSON text.
 
-        Found by trying: templates that write them out with `tojson` would quote a text again.
+        Determined by a trial: templates that write them with `tojson` would quote a text again.
         """
         template = self._named(chat_template, tools)
         return self._finds_probe(template, _with_tool_call({_PROBE: 1}))
@@ -243,9 +243,9 @@ class ChatTemplate:
     def takes_argument_text(
         self, *, tools: object = None, chat_template: str | None = None
     ) -> bool:
-        """Whether a tool call's arguments may be a text, of which the template shows what it says.
+        """Return whether a tool call's arguments may be a text that the template writes unchanged.
 
-        One that goes through an object's entries does not.
+        This fails for templates that iterate over an object's entries.
         """
         template = self._named(chat_template, tools)
         return self._finds_probe(template, _with_tool_call(_PROBE))
@@ -268,7 +268,7 @@ class ChatTemplate:
         return self._templates[chosen]
 
     def _finds_probe(self, template: CompiledTemplate, messages: list[dict[str, Any]]) -> bool:
-        """Whether a template takes apart an object with _PROBE in it, and does not just print."""
+        """Return whether a template extracts _PROBE from its object instead of printing it."""
         nothing: dict[str, Any] = {"tools": None, "documents": None, "add_generation_prompt": True}
         try:
             text = template.render({**self._variables, "messages": messages, **nothing})
@@ -291,7 +291,7 @@ def _with_tool_call(arguments: object) -> list[dict[str, Any]]:
 
 
 def _render_open(template: CompiledTemplate, values: dict[str, Any]) -> str:
-    """The text up to where the content of the last message ends."""
+    """Return the text up to the end of the last message's content."""
     messages = values["messages"]
     content = messages[-1].get("content") if messages else None
     said, opened = _opened(content)
@@ -308,11 +308,11 @@ def _render_open(template: CompiledTemplate, values: dict[str, Any]) -> str:
     at = text.rindex(mark)
     if text.startswith(_OPEN_END, at):
         return text[:at]
-    return text[:at].rstrip()  # the template takes space off the end of a message
+    return text[:at].rstrip()  # the template strips the end of a message
 
 
 def _opened(content: Any) -> tuple[str, Any]:
-    """The last text of a message's content, and the content with the mark behind that text."""
+    """Return the last text of a message's content, and the content with the mark after it."""
     if isinstance(content, str):
         return content, content + _OPEN_END
     parts = list(content) if isinstance(content, list | tuple) else []
@@ -329,7 +329,7 @@ def _opened(content: Any) -> tuple[str, Any]:
 
 
 def _said(at: int, message: Any) -> dict[str, Any]:
-    """A message as templates see it: plain values, none of them None, reasoning by all names."""
+    """Return a message as templates get it: plain values without None, reasoning by all names."""
     if not isinstance(message, Mapping):
         raise InvalidParameter(
             f"message {at} is of type {type(message).__name__}; an object with role and content "
@@ -344,13 +344,13 @@ def _said(at: int, message: Any) -> dict[str, Any]:
     return {"thinking": reasoning, **kept, "reasoning_content": reasoning}
 
 
-def _plain(value: Any, param: str, levels: int = _MOST_LEVELS) -> Any:
-    """A copy made of what JSON has, which is all a template is shown."""
+def _plain(value: Any, param: str, levels: int = _MAX_LEVELS) -> Any:
+    """Return a copy with JSON types only, the only types passed to templates."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if levels == 0:
         raise InvalidParameter(
-            f"{param} is nested more than {_MOST_LEVELS} levels deep; make it flatter", param=param
+            f"{param} is nested more than {_MAX_LEVELS} levels deep; make it flatter", param=param
         )
     if isinstance(value, Mapping):
         return {
@@ -360,7 +360,7 @@ def _plain(value: Any, param: str, levels: int = _MOST_LEVELS) -> Any:
     if isinstance(value, list | tuple):
         entries = [_plain(entry, param, levels - 1) for entry in value]
         return tuple(entries) if isinstance(value, tuple) else entries
-    for kind in (str, int, float):  # a class derived from one, an enum's value perhaps
+    for kind in (str, int, float):  # a subclass, for example an enum
         if isinstance(value, kind):
             return kind(value)
     raise InvalidParameter(

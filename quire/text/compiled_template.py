@@ -1,9 +1,8 @@
-"""One template, compiled: variables in, text out, and who is to blame where that fails.
+"""A compiled template: variables to text, with errors attributed to the template or the client.
 
-Whose fault an error is is told apart: a template that cannot be compiled, does what the sandbox
-forbids, or does too much for a short conversation, is a TokenizerError; a conversation that it
-refuses, stumbles over, or that is too long for it, is InvalidParameter. Both name the template
-and its line where there is one. Knows nothing of messages but their size.
+A template that cannot be compiled, violates the sandbox, or does too much work for a short
+conversation, raises TokenizerError; a conversation that the template rejects, fails on, or that is
+too long, raises InvalidParameter. Both name the template, and its line if known.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from quire.text.template_sandbox import AccountedContext, TemplateSandbox
 from quire.text.template_work import LimitExceeded, Limits, Work
 
 MAX_SOURCE_CHARS = 500_000
-# A conversation of less has not worn out a template that does what templates do.
+# Below this length of the conversation an exceeded limit is attributed to the template.
 _SHORT_CHARS = 200_000
-_MOST_WORDS = 2_000
-_MOST_REASON = 300
-_STUMBLES = (
+_MAX_MESSAGE_CHARS = 2_000
+_MAX_REASON_CHARS = 300
+_TEMPLATE_FAILURES = (
     TemplateError,
     TypeError,
     ValueError,
@@ -40,9 +39,9 @@ _UNCOMPILED = (SyntaxError, TypeError, ValueError, ArithmeticError, RecursionErr
 
 
 class CompiledTemplate:
-    """A template that can be rendered, from several threads at once.
+    """A template that can be rendered, in several threads at once.
 
-    Raises TokenizerError where it cannot be compiled, with its name and line.
+    Raises TokenizerError with its name and line if it cannot be compiled.
     """
 
     def __init__(
@@ -62,27 +61,27 @@ class CompiledTemplate:
         self._template = self._compiled()
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """The text. Raises InvalidParameter or TokenizerError (see the top of this file)."""
+        """Return the text. Raises InvalidParameter or TokenizerError (see the module docstring)."""
         try:
             return self._run(variables)
         except (LimitExceeded, *_TOO_DEEP) as error:
             raise self._too_much(error, variables) from error
         except SecurityError as error:
             raise TokenizerError(
-                f"{self._place(error)} does what a template may not: {_cut(error)}; the template "
+                f"{self._place(error)} does what a template must not: {_cut(error)}; the template "
                 "is at fault: use another (--chat-template)"
             ) from error
-        except _STUMBLES as error:
-            raise self._refusal(error) from error
+        except _TEMPLATE_FAILURES as error:
+            raise self._rejection(error) from error
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """The names it may read before it has set them: what is not here cannot change its text."""
+        """Return the names read before they are set; others cannot affect the output."""
         return frozenset(meta.find_undeclared_variables(self._sandbox.parse(self.source)))
 
     @cached_property
     def open_variables(self) -> frozenset[str]:
-        """Those of them that it never sets, or only where they are not defined: worth telling."""
+        """Return those never set, or set only if undefined: the ones worth listing to users."""
         parsed = self._sandbox.parse(self.source)
         set_here = {name.name for name in parsed.find_all(nodes.Name) if name.ctx != "load"}
         tested = {
@@ -111,21 +110,21 @@ class CompiledTemplate:
         num_chars = _chars_in(variables)
         if num_chars < _SHORT_CHARS:
             return TokenizerError(
-                f"{self._place(error)} does too much: {reason}, for a conversation of {num_chars} "
-                "characters; the template is at fault: use another (--chat-template)"
+                f"{self._place(error)} exceeds a limit: {reason}, for a conversation of "
+                f"{num_chars} characters; the template is at fault: use another (--chat-template)"
             )
         return InvalidParameter(
-            f"{self._place(error)} does too much for these messages: {reason}, for {num_chars} "
+            f"{self._place(error)} exceeds a limit for these messages: {reason}, for {num_chars} "
             "characters; shorten them",
             param="messages",
         )
 
-    def _refusal(self, error: Exception) -> InvalidParameter:
+    def _rejection(self, error: Exception) -> InvalidParameter:
         raised_on_purpose = isinstance(error, TemplateError) and not isinstance(
             error, TemplateRuntimeError
         )
         if raised_on_purpose:
-            words = str(error)[:_MOST_WORDS]
+            words = str(error)[:_MAX_MESSAGE_CHARS]
             message = f"the model's chat template refuses these messages: {words}"
         else:
             message = (
@@ -135,7 +134,7 @@ class CompiledTemplate:
         return InvalidParameter(message, param="messages")
 
     def _place(self, error: BaseException) -> str:
-        """The template and, where the traceback tells it, the line."""
+        """Return the template's name and, if the traceback has it, the line."""
         line, step = None, error.__traceback__
         while step is not None:
             if step.tb_frame.f_code.co_filename == self._template.filename:
@@ -167,11 +166,11 @@ class CompiledTemplate:
 
 def _cut(error: object) -> str:
     text = str(error)
-    return text if len(text) <= _MOST_REASON else text[:_MOST_REASON] + "..."
+    return text if len(text) <= _MAX_REASON_CHARS else text[:_MAX_REASON_CHARS] + "..."
 
 
 def _chars_in(variables: Mapping[str, Any]) -> int:
-    """Characters of all texts, and one for every other value."""
+    """Return the characters of all texts, plus one for every other value."""
     waiting, num_chars = list(variables.values()), 0
     while waiting:
         item = waiting.pop()

@@ -1,9 +1,9 @@
-"""How byte-level tokenizers of GGUF files split text before merging, by the name in the file.
+"""How byte-level tokenizers of GGUF files split text before merging, by name.
 
-A GGUF file names its way to split (tokenizer.ggml.pre) and does not describe it. The ways known
-here are those of the models' own tokenizer.json files. Any other name is rejected: a wrong way
-gives almost right ids, silently. Source of the names: llama-vocab.cpp and
-convert_hf_to_gguf_update.py (ggml-org/llama.cpp).
+A GGUF file names its split (tokenizer.ggml.pre) without describing it. The known splits are those
+of the models' own tokenizer.json files. Any other name is rejected, since a wrong split silently
+yields almost correct ids. Source of the names: llama-vocab.cpp and convert_hf_to_gguf_update.py
+(ggml-org/llama.cpp).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _digits_alone() -> list[pre_tokenizers.PreTokenizer]:
 
 
 def _falcon_words() -> list[pre_tokenizers.PreTokenizer]:
-    """Split off punctuation, then as GPT-2 does, then numbers into threes."""
+    """Split off punctuation, then as GPT-2 does, then numbers into groups of three digits."""
     return [
         pre_tokenizers.Punctuation("contiguous"),
         *_gpt_2_words(),
@@ -41,7 +41,7 @@ def _falcon_words() -> list[pre_tokenizers.PreTokenizer]:
 
 
 def _by(*patterns: str, digits_alone: bool = False) -> Steps:
-    """Return steps that split by each pattern in turn, what it leaves too, then write bytes."""
+    """Return steps that split by each pattern in turn, then write bytes."""
 
     def steps() -> list[pre_tokenizers.PreTokenizer]:
         cuts = [pre_tokenizers.Split(tokenizers.Regex(text), "isolated") for text in patterns]
@@ -54,10 +54,10 @@ def _by(*patterns: str, digits_alone: bool = False) -> Steps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """A way to split: the steps of its pre-tokenizer, in order.
+    """The steps of a pre-tokenizer, in order.
 
-    whole_words: a word that is a token is not merged to it. adds_bos: where the file says nothing.
-    composes: Unicode NFC before all else.
+    whole_words: a word in the vocabulary is one token without merging. adds_bos: the default if the
+    file has no flag. composes: normalize to Unicode NFC first.
     """
 
     steps: Steps = _gpt_2_words
@@ -66,11 +66,11 @@ class Split:
     composes: bool = False
 
     def normalizer(self) -> normalizers.Normalizer | None:
-        """Return what is done to a text first."""
+        """Return the normalizer, if any."""
         return normalizers.NFC() if self.composes else None
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
-        """Return what splits it into words and writes them as bytes."""
+        """Return the pre-tokenizer, which splits into words and writes them as bytes."""
         steps = self.steps()
         return steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
 
@@ -139,5 +139,5 @@ SPLITS: Mapping[str, Split] = MappingProxyType(
         "gpt-neox": _NEOX,
     }
 )
-# Files of these architectures have no name: all their byte-level tokenizers split alike.
+# Files of these architectures have no name: all their byte-level tokenizers use one split.
 BY_ARCHITECTURE: Mapping[str, str] = MappingProxyType({"gptneox": "gpt-neox"})

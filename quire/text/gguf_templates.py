@@ -1,7 +1,7 @@
-"""The chat templates in a GGUF file's metadata, by name.
+"""Read the chat templates in a GGUF file's metadata, by name.
 
-One under tokenizer.chat_template is the default; others stand under tokenizer.chat_template.NAME.
-Knows nothing of what a template says. Source of the keys: gguf-py (ggml-org/llama.cpp).
+tokenizer.chat_template is the default; others are tokenizer.chat_template.NAME. Source of the keys:
+gguf-py (ggml-org/llama.cpp).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _KEY = "tokenizer.chat_template"
 
 
 def read_gguf_templates(file: Path) -> dict[str, str]:
-    """Templates by name; empty where the file has none. Raises TokenizerError, WeightsError."""
+    """Return templates by name; empty if there are none. Raises TokenizerError, WeightsError."""
     sources: dict[str, str] = {}
     for key, value in open_gguf(file).metadata.items():
         if key != _KEY and not key.startswith(f"{_KEY}."):
             continue
         if not isinstance(value, str):
-            raise TokenizerError(f"{file}: {key} is {show(value)}; a text must stand there")
+            raise TokenizerError(f"{file}: {key} is {show(value)}; a string is expected")
         sources[key.removeprefix(_KEY).removeprefix(".") or DEFAULT] = value
     return sources

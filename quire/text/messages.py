@@ -1,9 +1,9 @@
-"""Messages of a conversation, checked and brought into the form that chat templates take.
+"""Validate messages of a conversation and convert them to the form that chat templates take.
 
-Roles are system, developer (which templates know as system), user, assistant and tool; content is
-text or a list of text parts; other keys of a message are handed to the template as they are. The
-arguments of tool calls, which OpenAI's clients send as the text of a JSON object, become that
-object where the template writes objects out itself. Knows no token and no HTTP.
+Roles are system, developer (passed to templates as system), user, assistant and tool; content is
+text or a list of text parts; other keys of a message are passed to the template unchanged. Tool
+call arguments, which OpenAI's clients send as JSON text, are parsed if the template writes objects
+itself. Knows no tokens and no HTTP.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def checked_messages(messages: Any) -> list[dict[str, Any]]:
-    """The messages, as a template takes them. Raises InvalidParameter naming the message."""
+    """Return the messages as a template takes them. Raises InvalidParameter naming the message."""
     if not isinstance(messages, list | tuple) or not messages:
         raise InvalidParameter(
             f"messages is {show(messages)}; a list of at least one message is needed",
@@ -36,10 +36,10 @@ def with_argument_objects(
     tools: object = None,
     chat_template: str | None = None,
 ) -> Sequence[Mapping[str, Any]]:
-    """The messages; arguments that are the text of an object as that object, where fitting.
+    """Return the messages with JSON text of arguments parsed, if the template needs objects.
 
-    What a model wrote as arguments may be no JSON, and is sent back so: it stays a text where the
-    template can show one. Raises InvalidParameter where it cannot.
+    Arguments written by a model may be invalid JSON and come back so: they stay text if the
+    template can write text. Raises InvalidParameter if it cannot.
     """
     if not any(message.get("tool_calls") for message in messages):
         return messages
@@ -74,7 +74,7 @@ def _with_object(call: Any, place: str, takes_text: Callable[[], bool]) -> Any:
         return call
     try:
         value = json.loads(arguments) if arguments.strip() else {}
-        json.dumps(value, ensure_ascii=False).encode()  # halves of characters are escapes in JSON
+        json.dumps(value, ensure_ascii=False).encode()  # JSON can escape lone surrogates
     except (ValueError, RecursionError):
         value = None
     if isinstance(value, dict):
@@ -103,7 +103,7 @@ def _checked(at: int, message: Any) -> dict[str, Any]:
     _check_calls(at, message.get("tool_calls"))
     content = message.get("content")
     if content is None and role == "assistant":
-        # Beside tool calls templates expect no content; alone it is an answer without words.
+        # With tool calls, templates expect no content; otherwise the answer is empty.
         return checked if message.get("tool_calls") else {**checked, "content": ""}
     if isinstance(content, list | tuple):
         for part in content:
@@ -128,7 +128,7 @@ def _check_calls(at: int, calls: Any) -> None:
 
 
 def _check_call(place: str, call: Mapping[str, Any]) -> None:
-    """A call of a function by name; its arguments a text, or an object as some programs send."""
+    """Check a call of a function by name; some clients send arguments as an object."""
     if call.get("type", "function") != "function":
         raise InvalidParameter(
             f'{place}.type is {show(call["type"])}; "function" is allowed', param="messages"

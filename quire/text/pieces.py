@@ -1,10 +1,9 @@
-"""What each token id contributes to text, as the `decoder` part of a tokenizer.json says.
+"""Map token ids to pieces of text, as the `decoder` of a tokenizer.json specifies.
 
-A decoder there is a chain of steps. This file compiles the chains that language models use into
-one piece an id (text, or bytes where a token may hold part of a character) and a few facts about
-joining pieces; every other chain is refused by name. It does not join pieces (detokenizer.py
-does) and keeps no state but a cache. Pieces joined as these facts say equal what the
-`tokenizers` library decodes; tests hold the two against each other.
+A decoder is a chain of steps. This module compiles the chains of language models into one piece per
+id (text, or bytes if a token may hold part of a character) and rules for joining pieces; any other
+chain is rejected by name. detokenizer.py joins the pieces. Joined by these rules, pieces equal what
+the `tokenizers` library decodes; tests compare both.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ _SUPPORTED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinRules:
-    """How pieces become text.
+    """How pieces are joined to text.
 
-    byte_level: bytes decode as one UTF-8 stream. Otherwise each run of byte pieces is judged as
-    a whole: valid UTF-8 is its text, anything else is one U+FFFD a byte.
-    strip: a character, and how many of it are dropped from the start of the whole text.
+    byte_level: bytes are decoded as one UTF-8 stream. Otherwise each run of byte pieces is decoded
+    as a whole: to its text if it is valid UTF-8, else to one U+FFFD per byte. strip: a character,
+    and how many of it are dropped from the start of the whole text.
     """
 
     byte_level: bool = False
@@ -63,10 +62,10 @@ class _Chain:
 
 
 class PieceTable:
-    """Pieces by id. `num_ids` is one more than the largest id.
+    """Pieces by id. num_ids: the largest id plus one.
 
-    An id without a token has the piece b"" and is as if it were not there: text around it joins.
-    Raises TokenizerError at construction for a decoder this file does not know.
+    An id without a token has the piece b"" and no effect on its neighbours. The constructor raises
+    TokenizerError for an unsupported decoder.
     """
 
     def __init__(
@@ -80,14 +79,14 @@ class PieceTable:
         self._later: dict[int, Piece] = {}
 
     def piece(self, token_id: int) -> Piece:
-        """The piece of a token that is not the first. Raises InvalidParameter out of range."""
+        """Return the piece of a token that is not first. Raises InvalidParameter out of range."""
         piece = self._later.get(token_id)
         if piece is None:
             piece = self._later[int(token_id)] = self._made(token_id, self._chain.later)
         return piece
 
     def first_piece(self, token_id: int) -> Piece:
-        """The piece of a token that opens the text."""
+        """Return the piece of a token that opens the text."""
         return self._made(token_id, self._chain.first)
 
     def _made(self, token_id: int, piece_of: Callable[[str], Piece]) -> Piece:
@@ -134,9 +133,8 @@ def _compile_text_chain(steps: list[dict[str, Any]]) -> _Chain:
                 strip = (step["content"], step["start"])
             case kind:
                 raise TokenizerError(
-                    f"its decoder has a step {kind} that cannot be streamed where "
-                    f"it stands; supported: {_SUPPORTED}. Re-export the tokenizer with such a "
-                    "decoder"
+                    f"its decoder has a step {kind} that cannot be streamed at that place; "
+                    f"supported: {_SUPPORTED}. Re-export the tokenizer with such a decoder"
                 )
 
     def piece(token: str, place: int) -> Piece:
@@ -185,7 +183,7 @@ def _strip(step: dict[str, Any]) -> Callable[[str], str]:
 
 
 def _word_piece(step: dict[str, Any]) -> tuple[Callable[[str], str], Callable[[str], str]]:
-    """A token that goes on a word loses its prefix, another gets a space; cleanup is by token."""
+    """Strip the prefix of continuation tokens, add a space before others; clean up each token."""
     prefix, cleans = step["prefix"], step["cleanup"]
 
     def clean(token: str) -> str:
@@ -211,7 +209,7 @@ def _byte_level_piece() -> Callable[[str], Piece]:
     def piece(token: str) -> Piece:
         try:
             raw = bytes(byte_of[character] for character in token)
-        except KeyError:  # an added token with characters outside of the alphabet stands as it is
+        except KeyError:  # an added token with characters outside of the alphabet is literal text
             return token
         try:
             return raw.decode()

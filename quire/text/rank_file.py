@@ -1,9 +1,9 @@
 """Byte-level BPE from files that list its parts: tiktoken's ranks, or vocab.json and merges.txt.
 
-Neither format says how a text is split before merging: that is known of the families below, each
-with its own pattern, and any other is refused (a wrong pattern gives almost right ids, silently).
-What is built is a `tokenizers` object, as from a tokenizer.json of the same model. tiktoken's rule
-that a whole word in the vocabulary is one token holds. Knows no BOS and no EOS rules.
+Neither format describes how a text is split before merging: that is known for the families below,
+each with its own pattern, and any other is rejected (a wrong pattern silently yields almost correct
+ids). The result is a `tokenizers` object, as from a tokenizer.json of the same model. As in
+tiktoken, a whole word in the vocabulary is one token. Knows no rules for BOS and EOS.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ _SHOWN = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What the files of a family do not say.
+    """Properties of a family that its files lack.
 
-    pattern: how text is split before merging; None: as GPT-2 does. num_ranks: of its published
-    file. special_tokens: with their ids, where no config lists any. named: special tokens by role.
+    pattern: how text is split before merging; None: as GPT-2 does. num_ranks: in the published
+    file. special_tokens: with their ids, used if no config lists any. named: special tokens by
+    role. composes: normalize to Unicode NFC first.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Family:
     special_tokens: Mapping[str, int]
     named: Mapping[str, str]
     adds_bos: bool = False
-    composes: bool = False  # Unicode NFC first
+    composes: bool = False
 
 
 def _numbered(stem: str, low: int, high: int) -> tuple[str, ...]:
@@ -100,7 +101,7 @@ P50K = Family(
     name="p50k_base",
     pattern=None,
     num_ranks=50_280,
-    special_tokens={"<|endoftext|>": 50_256},  # within the ranks, which leave it out
+    special_tokens={"<|endoftext|>": 50_256},  # an unused rank
     named={"eos_token": "<|endoftext|>"},
 )
 CL100K = Family(
@@ -134,9 +135,9 @@ def _class_name(config: Mapping[str, Any]) -> str:
 
 
 def read_ranks(file: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Family]:
-    """A tokenizer of tiktoken ranks: base64 of a token and its id, a line each.
+    """Read tiktoken ranks: lines with a token in base64 and its id.
 
-    Raises TokenizerError for a broken line with its number, and for a family that is not known.
+    Raises TokenizerError for a broken line, with its number, and for an unknown family.
     """
     ranks = _parsed_ranks(file)
     family = _family_of_ranks(file, len(ranks), config)
@@ -160,7 +161,7 @@ def read_ranks(file: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokeni
 def read_vocabulary_and_merges(
     folder: Path, config: Mapping[str, Any]
 ) -> tuple[tokenizers.Tokenizer, Family]:
-    """A tokenizer of vocab.json and merges.txt. Raises TokenizerError, with the line of a merge."""
+    """Read vocab.json and merges.txt. Raises TokenizerError, with the line of a merge."""
     family = _OF_CLASS.get(_class_name(config)) if _class_name(config) else GPT_2
     file = folder / "vocab.json"
     if family is None:
@@ -184,7 +185,7 @@ def read_vocabulary_and_merges(
 
 
 def looks_like_ranks(content: bytes) -> bool:
-    """Whether a file begins as tiktoken's do: base64, a space, a number."""
+    """Return whether a file begins like tiktoken's: base64, a space, a number."""
     first = content[:1024].split(b"\n", 1)[0].split()
     return len(first) == 2 and first[1].isdigit() and _from_base64(first[0]) is not None
 
@@ -219,7 +220,7 @@ def _family_of_ranks(file: Path, num_ranks: int, config: Mapping[str, Any]) -> F
     if family is None:
         known = ", ".join(f"{family.name} ({size})" for size, family in _OF_SIZE.items())
         raise TokenizerError(
-            f"{file}: {num_ranks} tiktoken ranks of no family known here, and such a file does not "
+            f"{file}: {num_ranks} tiktoken ranks match no known family, and such a file does not "
             f"say how text is split before merging; known families and their ranks: {known}; "
             f"Qwen's also by tokenizer_class QWenTokenizer. For another, {HOW_TO_CONVERT}"
         )
@@ -301,7 +302,7 @@ def _check_bytes(file: Path, tokens: Mapping[str, int] | set[str]) -> None:
     if missing:
         raise TokenizerError(
             f"{file}: no token for {len(missing)} of the 256 bytes, the first 0x{missing[0]:02X}, "
-            "so that texts could not be written in it; copy it again"
+            "so that some texts have no encoding; copy it again"
         )
 
 
@@ -317,7 +318,7 @@ def _raise_twice(file: Path, vocabulary: Mapping[str, int]) -> None:
 
 def _bad_line(file: Path, number: int, line: str | bytes, allowed: str) -> TokenizerError:
     return TokenizerError(
-        f"{file}: line {number} is {line[:_SHOWN]!r}; {allowed} must stand there; copy it again"
+        f"{file}: line {number} is {line[:_SHOWN]!r}; expected: {allowed}; copy it again"
     )
 
 

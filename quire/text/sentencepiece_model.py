@@ -1,14 +1,14 @@
-"""Tokenizers from SentencePiece model files: converted where that is exact, else by the library.
+"""Load SentencePiece model files: convert them if that is exact, else use the library.
 
-A BPE model that leaves characters as they are becomes a `tokenizers` object: its merges follow from
-its scores, and nothing else has to be installed. That covers Llama 2, Mistral and Gemma. The other
-kinds do not convert exactly (Unigram sums 32-bit scores over whole texts and breaks ties its own
-way; the library's character maps work on other units than `tokenizers`'), so there the
-`sentencepiece` package encodes, and a `tokenizers` object holds the ids and finds special tokens.
+A BPE model without normalization becomes a `tokenizers` object: its merges follow from its scores,
+and no other package is needed. That covers Llama 2, Mistral and Gemma. The other kinds cannot be
+converted exactly (Unigram sums 32-bit scores over whole texts and breaks ties its own way; the
+library's character maps work on other units than `tokenizers`'), so the `sentencepiece` package
+encodes, and a `tokenizers` object holds the ids and finds special tokens.
 
-Special tokens written out in a text are found in both, as for a tokenizer.json. A model's space in
-front of a text goes in front of a text that opens with no special token; with `legacy` in
-tokenizer_config.json, after each special token too (as transformers' two ways have it).
+Special tokens written out in a text are found in both, as with a tokenizer.json. A model's leading
+space precedes a text that does not open with a special token; with `legacy` in
+tokenizer_config.json it also follows each special token (the two behaviours of transformers).
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from quire.text.sentencepiece_proto import ModelKind, PieceKind, SentencePieces
 
 Encode = Callable[[str], list[int]]
 _MARK = "▁"
-# A further normalizer_spec in a message is merged over the first: here add_dummy_prefix.
+# A second normalizer_spec in a message is merged over the first: here add_dummy_prefix.
 _PREFIX_ON, _PREFIX_OFF = b"\x1a\x02\x18\x01", b"\x1a\x02\x18\x00"
 
 
 def converted(
     pieces: SentencePieces, config: Mapping[str, Any], file: Path
 ) -> tokenizers.Tokenizer:
-    """The model as a `tokenizers` object. Only where `why_not_converted` is None."""
+    """Return the model as a `tokenizers` object. Requires that `why_not_converted` is None."""
     vocabulary = {text: id_ for id_, text in enumerate(pieces.texts)}
     normal = {
         text: -score
         for text, score, kind in zip(pieces.texts, pieces.scores, pieces.kinds, strict=True)
         if kind is PieceKind.NORMAL
     }
-    # Of equals the leftmost goes first: it grows to the end before another begins, so the longest.
+    # With equal scores the leftmost merges first and grows to its end, so the longest precedes.
     by_score = sorted(normal, key=lambda text: (normal[text], -len(text)))
     places = {text: place for place, text in enumerate(by_score)}
     merges = merges_of(by_score, places)
@@ -63,7 +63,7 @@ def converted(
         normalizers.Sequence([normalizers.Prepend(_MARK), escape]) if prefixed else escape
     )
     _finish(backend, pieces, config)
-    # Found in the text as the model sees it, with its marks for spaces.
+    # Matched in the normalized text, with its symbols for spaces.
     backend.add_tokens(
         [
             tokenizers.AddedToken(text, normalized=True)
@@ -74,13 +74,13 @@ def converted(
 
 
 def why_not_converted(pieces: SentencePieces, config: Mapping[str, Any]) -> str | None:
-    """What about the model `tokenizers` cannot do exactly; None where it can do all."""
+    """Return what `tokenizers` cannot reproduce exactly; None if nothing."""
     if pieces.model is not ModelKind.BPE:
         return f"is of the kind {pieces.model.name.capitalize()}"
     if pieces.has_charsmap or pieces.remove_extra_spaces:
         return "normalizes its text"
     if pieces.suffix_spaces or not pieces.escape_spaces:
-        return "writes spaces in a way of its own"
+        return "represents spaces in an unsupported way"
     if PieceKind.UNUSED in pieces.kinds:
         return "has pieces marked as unused"
     if (
@@ -88,23 +88,23 @@ def why_not_converted(pieces: SentencePieces, config: Mapping[str, Any]) -> str 
         and adds_prefix(pieces, config)
         and _is_legacy(config)
     ):
-        return "has pieces of its user and is asked for spaces after special tokens (legacy)"
+        return "has user-defined pieces together with spaces after special tokens (legacy)"
     listed = zip(pieces.texts, pieces.scores, pieces.kinds, strict=True)
     if not ties_are_harmless({text: at for text, at, kind in listed if kind is PieceKind.NORMAL}):
         return "has pieces of equal score"
     known = set(_of_kind(pieces, PieceKind.NORMAL))
     if not known.issuperset(character for text in known for character in text):
-        return "has pieces with characters that are no pieces"
+        return "has pieces with characters that are not pieces"
     bytes_known = all(f"<0x{byte:02X}>" in pieces.texts for byte in range(256))
     if pieces.byte_fallback and not bytes_known:
-        return "falls back to bytes that are no pieces"
+        return "falls back to bytes that are not pieces"
     return None
 
 
 def ties_are_harmless(scores: Mapping[str, float]) -> bool:
-    """Whether equal scores are only those of runs of one character, merged after all else.
+    """Return whether only runs of one character have equal scores, merged after everything else.
 
-    scores: of the normal pieces. Llama 2 has such: its runs of spaces.
+    scores: of the normal pieces. Llama 2 has such ties: its runs of spaces.
     """
     texts_of: dict[float, list[str]] = {}
     for text, score in scores.items():
@@ -122,7 +122,7 @@ def ties_are_harmless(scores: Mapping[str, float]) -> bool:
 def encoded_by_library(
     pieces: SentencePieces, config: Mapping[str, Any], file: Path, content: bytes
 ) -> tuple[tokenizers.Tokenizer, Encode]:
-    """A table of the pieces, and what encodes. Raises TokenizerError without the package."""
+    """Return a table of the pieces, and an encoder. Raises TokenizerError without the package."""
     try:
         import sentencepiece
     except ImportError:
@@ -151,14 +151,14 @@ def encoded_by_library(
 
 
 class _LibraryEncoder:
-    """Special tokens as the table finds them, what lies between as the library encodes it."""
+    """Find special tokens with the table, and encode the text between them with the library."""
 
     def __init__(self, table: tokenizers.Tokenizer, first: Any, later: Any) -> None:
         self._table, self._first, self._later = table, first, later
 
     @functools.cached_property
     def _contents(self) -> dict[int, str]:
-        """Of all added tokens, some of which are added after this object is made."""
+        """Return the text of all added tokens, some of which are added after construction."""
         added = self._table.get_added_tokens_decoder()
         return {id_: token.content for id_, token in added.items()}
 
@@ -169,7 +169,7 @@ class _LibraryEncoder:
         for id_, (start, end) in zip(found.ids, found.offsets, strict=True):
             part = text[start:end]
             content = self._contents.get(id_)
-            if content is not None and content in part:  # else some text, as an unknown word
+            if content is not None and content in part:  # otherwise it is text, an unknown word
                 ids.append(id_)
             else:
                 ids += processor.encode(part)
@@ -178,13 +178,13 @@ class _LibraryEncoder:
 
 
 def adds_prefix(pieces: SentencePieces, config: Mapping[str, Any]) -> bool:
-    """Whether a text gets a space in front, as the model says, or tokenizer_config.json over it."""
+    """Return whether a text gets a leading space; tokenizer_config.json overrides the model."""
     wanted = config.get("add_prefix_space")
     return wanted if isinstance(wanted, bool) else pieces.add_dummy_prefix
 
 
 def prefix_once(pieces: SentencePieces, config: Mapping[str, Any]) -> str:
-    """What goes in front of a text that opens with no special token, of a converted model."""
+    """Return the prefix of a text that opens with no special token, for a converted model."""
     return " " if adds_prefix(pieces, config) and not _is_legacy(config) else ""
 
 
@@ -199,7 +199,7 @@ def _of_kind(pieces: SentencePieces, kind: PieceKind) -> list[str]:
 def _finish(
     backend: tokenizers.Tokenizer, pieces: SentencePieces, config: Mapping[str, Any]
 ) -> None:
-    """The way back to text, and the pieces that are special."""
+    """Set the decoder and the special tokens."""
     steps = [decoders.Replace(_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
     if adds_prefix(pieces, config):
         steps.append(decoders.Strip(" ", 1, 0))

@@ -1,8 +1,8 @@
-"""What a SentencePiece model file says: its pieces, and how text is made ready for them.
+"""Read a SentencePiece model file: its pieces, and how text is normalized.
 
-Reads the few fields of the protocol buffer that matter to text, without any package, and checks
-that they make sense. It does not encode. Source of the field numbers: sentencepiece_model.proto
-of google/sentencepiece; of the wire format: protobuf's encoding page.
+Parses the few relevant fields of the protocol buffer without any package, and validates them. Does
+not encode. Source of the field numbers: sentencepiece_model.proto of google/sentencepiece; of the
+wire format: protobuf's encoding page.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CHARSMAP, _DUMMY_PREFIX, _EXTRA_SPACES, _ESCAPE_SPACES = 2, 3, 4, 5
 
 
 class PieceKind(IntEnum):
-    """What a piece is; the numbers are the file's."""
+    """The kind of a piece, with the file's numbers."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -39,7 +39,7 @@ class PieceKind(IntEnum):
 
 
 class ModelKind(IntEnum):
-    """How a text is cut into pieces; the numbers are the file's."""
+    """How a text is split into pieces, with the file's numbers."""
 
     UNIGRAM = 1
     BPE = 2
@@ -49,10 +49,10 @@ class ModelKind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentencePieces:
-    """A model. The place of a piece in the three parallel tuples is its id.
+    """A model. The index of a piece in the three parallel tuples is its id.
 
-    add_dummy_prefix: a text gets a space in front. has_charsmap: characters are normalized.
-    named: special tokens by role, those that the pieces have.
+    add_dummy_prefix: a text gets a leading space. has_charsmap: characters are normalized. named:
+    the special tokens that the pieces have, by role.
     """
 
     texts: tuple[str, ...]
@@ -69,22 +69,22 @@ class SentencePieces:
 
     @property
     def unknown(self) -> str:
-        """The piece that stands for what has none."""
+        """Return the piece for unknown text."""
         return self.texts[self.kinds.index(PieceKind.UNKNOWN)]
 
 
 def read_pieces(file: Path, content: bytes) -> SentencePieces:
-    """The model in `content`. Raises TokenizerError naming `file` and the byte where it breaks."""
+    """Parse the model in `content`. Raises TokenizerError with `file` and the offending byte."""
     try:
         return _model(content)
     except _Broken as error:
         raise TokenizerError(
-            f"{file}: not a sound SentencePiece model ({error}); copy it again"
+            f"{file}: not a valid SentencePiece model ({error}); copy it again"
         ) from None
 
 
 class _Broken(Exception):
-    """The bytes are not what the format says."""
+    """The bytes violate the format."""
 
 
 def _model(content: bytes) -> SentencePieces:
@@ -105,7 +105,7 @@ def _model(content: bytes) -> SentencePieces:
             normalizer.update((field, value) for field, value, _ in _fields(value, at))
     _check(texts, kinds)
     if not trainer:
-        raise _Broken(f"after {len(texts)} pieces it ends without saying of which kind it is")
+        raise _Broken(f"after {len(texts)} pieces it ends without a model type")
     model = trainer.get(_MODEL_TYPE, ModelKind.UNIGRAM)
     if model not in tuple(ModelKind):
         raise _Broken(f"its model type is {model!r}; {', '.join(map(str, ModelKind))} are known")
@@ -138,18 +138,18 @@ def _model(content: bytes) -> SentencePieces:
 def _check(texts: list[str], kinds: list[PieceKind]) -> None:
     if kinds.count(PieceKind.UNKNOWN) != 1:
         raise _Broken(
-            f"{len(texts)} pieces, {kinds.count(PieceKind.UNKNOWN)} of them for the unknown; there "
-            "must be one"
+            f"{len(texts)} pieces with {kinds.count(PieceKind.UNKNOWN)} unknown pieces; exactly "
+            "one is needed"
         )
     if len(set(texts)) != len(texts):
         seen: set[str] = set()
         for id_, text in enumerate(texts):
             if text in seen:
-                raise _Broken(f"the piece {id_}, {text!r}, is there twice")
+                raise _Broken(f"the piece {id_}, {text!r}, occurs twice")
             seen.add(text)
     for id_, (text, kind) in enumerate(zip(texts, kinds, strict=True)):
         if kind is PieceKind.BYTE and not _BYTE_PIECE.fullmatch(text):
-            raise _Broken(f"the byte piece {id_}, {text!r}, is no byte as <0x41> is")
+            raise _Broken(f"the byte piece {id_}, {text!r}, is not of the form <0x41>")
 
 
 def _piece(content: bytes, at: int) -> tuple[str, float, PieceKind]:
@@ -172,7 +172,7 @@ def _piece(content: bytes, at: int) -> tuple[str, float, PieceKind]:
 
 
 def _fields(content: bytes, start: int = 0) -> Iterator[tuple[int, int | bytes, int]]:
-    """Field numbers, values, and the byte of the file where each field begins.
+    """Yield field numbers, values, and the byte of the file where each field begins.
 
     Numbers are ints; texts, messages and fixed-width values are bytes.
     """

@@ -1,12 +1,12 @@
-"""Which files of a model make its tokenizer, in the order in which they are tried.
+"""Find and read the tokenizer files of a model, in a fixed order.
 
-1. tokenizer.json  2. tokenizer.model: tiktoken ranks or a SentencePiece model, as its content says
-3. one *.tiktoken  4. vocab.json with merges.txt. A GGUF file has its tokenizer in itself.
+1. tokenizer.json  2. tokenizer.model: tiktoken ranks or a SentencePiece model, by its content 3.
+one *.tiktoken  4. vocab.json with merges.txt. A GGUF file contains its tokenizer.
 
-The first that is there counts, and is an error if it is broken: nothing falls through to another,
-which might give other ids. What the older formats leave to a model's tokenizer class (the names of
-BOS and EOS, whether BOS is added) is filled in where no config says. Code that a checkpoint brings
-along (auto_map) is never run.
+The first one found is used, and is an error if it is broken: there is no fallback to another, which
+might yield other ids. What the older formats leave to a model's tokenizer class (the names of BOS
+and EOS, whether BOS is added) gets defaults unless a config says otherwise. Code in a checkpoint
+(auto_map) is never run.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from quire.text.tokenizer_json import (
 if TYPE_CHECKING:
     from quire.text.rank_file import Family
 
-# The readers of the older formats are imported where they are used: most models need none.
+# Readers of the older formats are imported on use: most models need none.
 _SHOWN_FILES = 12
 _FIRST_FIELD = b"\n"  # of a SentencePiece model: a piece, with its length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A tokenizer as its files give it.
+    """A tokenizer as read from its files.
 
-    backend: the ids, their tokens, and what encodes unless `encode` does. config: what the folder
-    says of special tokens. prefix: what goes in front of a text that opens with no special token.
+    backend: the ids, their tokens, and the encoder unless `encode` is given. config: the
+    directory's special tokens and flags. prefix: put before a text that opens with no special
+    token.
     """
 
     file: Path
@@ -54,12 +55,12 @@ class Source:
 
 
 def read_source(folder: Path) -> Source:
-    """Read what is there. Raises TokenizerError naming the file."""
+    """Read the tokenizer. Raises TokenizerError naming the file."""
     if (gguf := find_gguf(folder)) is not None:
         return _from_gguf(gguf)
     if not folder.is_dir():
         raise TokenizerError(
-            f"{folder}: no such folder; give the folder of a model with its tokenizer files"
+            f"{folder}: no such directory; give the directory of a model with tokenizer files"
         )
     file, read = _first_of(folder)
     config = read_config(folder)
@@ -113,12 +114,12 @@ def _from_model(file: Path, config: dict[str, Any]) -> Source:
     if not content.startswith(_FIRST_FIELD):
         raise TokenizerError(
             f"{file}: begins with {content[:16]!r}; a SentencePiece model or tiktoken ranks are "
-            "read; copy it again"
+            "expected; copy it again"
         )
     pieces = read_pieces(file, content)
     is_t5 = str(config.get("tokenizer_class") or "").removesuffix("Fast") == "T5Tokenizer"
     if is_t5 and config.get("add_eos_token") is None:
-        config["add_eos_token"] = True  # of the usual classes the only one that closes a text
+        config["add_eos_token"] = True  # the only common class that adds EOS
     config = _with_defaults(config, pieces.named, adds_bos=not is_t5)
     if why_not_converted(pieces, config) is None:
         backend = converted(pieces, config, file)
@@ -156,7 +157,7 @@ def _of_family(
 def _with_defaults(
     config: dict[str, Any], named: Mapping[str, str], *, adds_bos: bool
 ) -> dict[str, Any]:
-    """The config, with the names and rules of the model's own class where it says nothing."""
+    """Return the config, completed with the names and rules of the model's tokenizer class."""
     complete = {**named, **config}
     if complete.get("add_bos_token") is None:
         complete["add_bos_token"] = adds_bos and "bos_token" in named_tokens(complete)
@@ -170,11 +171,11 @@ def _what_is_there(folder: Path) -> str:
     code = ""
     if read_config(folder).get("auto_map"):
         code = (
-            " Its tokenizer_config.json names Python code of the checkpoint (auto_map), which is "
-            "never run."
+            " Its tokenizer_config.json refers to Python code in the checkpoint (auto_map), which "
+            "is never run."
         )
     return (
-        f"{folder}: no tokenizer: tokenizer.json, tokenizer.model, *.tiktoken, or vocab.json with "
-        f"merges.txt are read; found {there}{more}.{code} Copy the model's tokenizer.json there, "
+        f"{folder}: no tokenizer (tokenizer.json, tokenizer.model, *.tiktoken, or vocab.json with "
+        f"merges.txt); found {there}{more}.{code} Copy the model's tokenizer.json there, "
         f"or {HOW_TO_CONVERT}"
     )

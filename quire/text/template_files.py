@@ -1,8 +1,7 @@
-"""Where the templates of a model lie: files and fields of its folder, by name.
+"""Find a model's chat templates in files and fields of its directory, by name.
 
-A file of its own counts over the field in tokenizer_config.json, as for `transformers`. Knows
-nothing of what a template says. Raises TokenizerError for files that cannot be understood, with
-the file's path and what was found in it.
+A separate file overrides the field in tokenizer_config.json, as in `transformers`. Raises
+TokenizerError for invalid files, with the path and what was found.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ DEFAULT = "default"
 
 
 def sources_in(folder: Path) -> dict[str, str]:
-    """Templates by name; empty where there are none. One alone is the default, however named.
+    """Return templates by name; empty if there are none. A single one is also the default.
 
-    folder: a model's folder, or a GGUF file, which has its templates in itself.
+    folder: a model's directory, or a GGUF file, which contains its templates.
     """
     if (gguf := find_gguf(folder)) is not None:
         from quire.text.gguf_templates import read_gguf_templates
@@ -50,9 +49,9 @@ def _in_files(folder: Path) -> dict[str, str]:
 
 
 def source_in_force(folder: Path, chosen: str | None) -> str | None:
-    """The template that was chosen in place of the model's own; None where none was.
+    """Return the template that was chosen to replace the model's; None if none was.
 
-    Raises SettingError as `named_source` does.
+    Raises SettingError like `named_source`.
     """
     if chosen is None:
         return None
@@ -64,8 +63,7 @@ def source_in_force(folder: Path, chosen: str | None) -> str | None:
 
 
 def named_source(chosen: str, sources: Mapping[str, str]) -> str:
-    """The one of `sources` with this name, or the text of a file. Raises SettingError where it is
-    neither."""
+    """Return the template of this name, or the text of a file. Raises SettingError for neither."""
     if chosen in sources:
         return sources[chosen]
     file = Path(chosen).expanduser()
@@ -82,7 +80,7 @@ def named_source(chosen: str, sources: Mapping[str, str]) -> str:
 
 
 def read_source(file: Path) -> str:
-    """The text of a template's file."""
+    """Return the text of a template file."""
     try:
         return read_file(file).decode()
     except UnicodeDecodeError as error:

@@ -1,10 +1,11 @@
-"""The filters, tests and methods that templates may call, each with a bound on what it can cost.
+"""Filters, tests and methods that templates may call, with bounds on their cost.
 
-Jinja's own do the work; here is said what is charged and refused before they do. A filter that
-only looks at the entries of a list is charged for each, any other may write its value out as
-text and is charged for all that is inside. What makes much of little (widths, replacements,
-formats, joins) is reckoned beforehand. Left out are filters that need more than that, or luck, and
-that no chat template needs: pprint, random, striptags, urlencode, urlize, wordwrap, xmlattr.
+Jinja's own implementations do the work; this module charges and limits them before the call. A
+filter that only visits the entries of a list is charged for each entry; any other may write its
+value as text and is charged for all of its content. The cost of what multiplies its input (widths,
+replacements, formats, joins) is estimated in advance. Filters that are too hard to bound, or
+random, and that no chat template needs are removed: pprint, random, striptags, urlencode, urlize,
+wordwrap, xmlattr.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Arguments = tuple[Any, ...]
 Named = Mapping[str, Any]
 
 LEFT_OUT = ("pprint", "random", "striptags", "urlencode", "urlize", "wordwrap", "xmlattr")
-# These take no look at what is inside of a value.
+# Filters that do not visit the content of a value.
 _PASSING = frozenset({"abs", "attr", "count", "d", "default", "first", "last", "length", "items"})
 _TAKING = frozenset({"batch", "list", "map", "reject", "rejectattr", "reverse", "select"})
 _TAKING |= {"selectattr", "slice"}
@@ -36,13 +37,13 @@ SHALLOW_TESTS = frozenset(
         "undefined",
     }
 )  # fmt: skip
-# Where a filter takes the path of an attribute, as in "function.name".
+# The argument that is the path of an attribute, as in "function.name".
 _PATHS = {
     "groupby": 0, "join": 1, "max": 1, "min": 1, "rejectattr": 0, "selectattr": 0, "sort": 2,
     "sum": 0, "unique": 1, "map": None,
 }  # fmt: skip
-_MOST_STEPS = 100
-_MOST_DIGITS = 4300  # as Python itself reads
+_MAX_STEPS = 100
+_MAX_DIGITS = 4300  # Python's own limit
 
 _TEXT_METHODS = frozenset(
     {
@@ -57,7 +58,7 @@ _WIDENING = frozenset({"center", "ljust", "rjust", "zfill"})
 _TWO_SIDED = frozenset(
     {"lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip"}
 )  # fmt: skip
-_MOST_PRODUCT = 1 << 28
+_MAX_PRODUCT = 1 << 28
 _BYTES_A_PIECE = 64
 _LINE_ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 _OTHER_METHODS: dict[type, frozenset[str]] = {
@@ -73,7 +74,7 @@ _PRINTF = re.compile(r"[-+ #0]*(\*|\d*)(?:\.(\*|\d*))?")
 
 
 def admitted(work: Work, name: str, value: Any, args: Arguments, named: Named) -> Any:
-    """What filter `name` may be given as its value. Raises LimitExceeded."""
+    """Charge for filter `name` and return the value to pass to it. Raises LimitExceeded."""
     for argument in (*args, *named.values()):
         if not (name in _PASSING or isinstance(argument, Iterator)):
             work.looked(argument)
@@ -91,16 +92,16 @@ def admitted(work: Work, name: str, value: Any, args: Arguments, named: Named) -
         for argument in (*args, *named.values()):
             work.check_width(argument)
     elif name == "title":
-        work.check_entries(extent.chars)  # it is taken apart into words
+        work.check_entries(extent.chars)  # it is split into words
     elif name == "trim" and args and isinstance(args[0], str):
         _check_product(extent.chars, args[0])
-    elif name == "int" and extent.chars > _MOST_DIGITS:
-        raise LimitExceeded(f"a number of more than {_MOST_DIGITS} digits")
+    elif name == "int" and extent.chars > _MAX_DIGITS:
+        raise LimitExceeded(f"a number of more than {_MAX_DIGITS} digits")
     return value
 
 
 def check_method(work: Work, owner: Any, name: str, args: Arguments, named: Named) -> Arguments:
-    """The arguments a method of the plain value `owner` is called with, if it may be called so.
+    """Check the call of a method of the plain value `owner` and return its arguments.
 
     Raises LimitExceeded, and SecurityError for methods that no template needs.
     """
@@ -164,12 +165,12 @@ def _num_lines(text: str) -> int:
 
 
 def _check_product(num_chars: int, other: str) -> None:
-    if num_chars * len(other) > _MOST_PRODUCT:
+    if num_chars * len(other) > _MAX_PRODUCT:
         raise LimitExceeded(f"{len(other)} characters looked for in {num_chars}")
 
 
 def _check_replacement(work: Work, text: str, old: Any = "", new: Any = "", count: Any = -1) -> int:
-    """The number of places. `new` is put at up to `count` of them."""
+    """Charge for replacing up to `count` occurrences, and return their number."""
     if not isinstance(old, str) or not isinstance(new, str):
         return 0
     num_places = text.count(old)
@@ -182,12 +183,12 @@ def _check_replacement(work: Work, text: str, old: Any = "", new: Any = "", coun
 def _check_path(name: str, args: Arguments, named: Named) -> None:
     at = _PATHS[name]
     path = named.get("attribute", args[at] if at is not None and at < len(args) else None)
-    if isinstance(path, str) and path.count(".") + path.count(",") > _MOST_STEPS:
-        raise LimitExceeded(f"an attribute of more than {_MOST_STEPS} steps")
+    if isinstance(path, str) and path.count(".") + path.count(",") > _MAX_STEPS:
+        raise LimitExceeded(f"an attribute of more than {_MAX_STEPS} steps")
 
 
 def check_printf(work: Work, template: str, values: Any) -> None:
-    """`template % values` and the `format` filter: widths and sizes are bounded."""
+    """Bound widths and sizes of `template % values` and the `format` filter."""
     num_places, at = 0, template.find("%")
     while at >= 0:
         num_places += 1
@@ -203,7 +204,7 @@ def check_printf(work: Work, template: str, values: Any) -> None:
 
 
 def _end_of_key(template: str, at: int) -> int:
-    """Behind the (key) that may follow a %; keys may hold parentheses of their own."""
+    """Return the end of the (key) that may follow a %; keys may contain parentheses."""
     if template[at : at + 1] != "(":
         return at
     depth = 0
@@ -215,7 +216,7 @@ def _end_of_key(template: str, at: int) -> int:
 
 
 def check_braces(work: Work, template: str, values: Any) -> None:
-    """`template.format(values)`: widths and sizes are bounded."""
+    """Bound widths and sizes of `template.format(values)`."""
     if match := _BRACE_WIDTH.search(template):
         raise LimitExceeded(f"a width of {match[1][:20]} in a format")
     chars = work.looked(values).chars + work.limits.width
@@ -223,7 +224,7 @@ def check_braces(work: Work, template: str, values: Any) -> None:
 
 
 def _texts(work: Work, items: Any, separator: str) -> Any:
-    """A list to be joined, whose joined text is not too long; other values as they are."""
+    """Return the entries to join, after checking the length of the joined text."""
     if not isinstance(items, Iterable):
         return items
     entries = list(work.consumed(items))
@@ -235,7 +236,7 @@ def _texts(work: Work, items: Any, separator: str) -> Any:
 def join(
     work: Work, environment: Environment, value: Any, d: Any = "", attribute: Any = None
 ) -> str:
-    """Jinja's `join` filter."""
+    """Implement Jinja's `join` filter."""
     entries = value if attribute is None else map(make_attrgetter(environment, attribute), value)
     if not isinstance(entries, Iterator):
         entries = iter(entries)
@@ -252,7 +253,7 @@ def total(
     work: Work, environment: Environment, add: Callable[[Any, Any], Any],
     value: Any, attribute: Any = None, start: Any = 0,
 ) -> Any:  # fmt: skip
-    """Jinja's `sum` filter: numbers as Python sums them, lists one after the other by `add`."""
+    """Implement Jinja's `sum` filter: numbers as Python sums them, lists concatenated by `add`."""
     items = value if attribute is None else map(make_attrgetter(environment, attribute), value)
     entries = list(work.consumed(iter(items)))
     if all(isinstance(entry, int | float) for entry in (start, *entries)):
@@ -266,7 +267,7 @@ def total(
 
 
 def replace(work: Work, value: Any, old: Any, new: Any, count: Any = None) -> str:
-    """Jinja's `replace` filter."""
+    """Implement Jinja's `replace` filter."""
     text, old, new = str(value), str(old), str(new)
     limit = -1 if count is None else count
     _check_replacement(work, text, old, new, limit)
@@ -274,7 +275,7 @@ def replace(work: Work, value: Any, old: Any, new: Any, count: Any = None) -> st
 
 
 def indent(work: Work, value: Any, width: Any = 4, first: bool = False, blank: bool = False) -> Any:
-    """What Jinja's `indent` filter is given, if it may."""
+    """Check the arguments of Jinja's `indent` filter and return its value."""
     work.check_width(width)
     num_chars = len(width) if isinstance(width, str) else width
     if isinstance(value, str) and isinstance(num_chars, int):
@@ -284,7 +285,7 @@ def indent(work: Work, value: Any, width: Any = 4, first: bool = False, blank: b
 
 
 def printf(work: Work, value: Any, *args: Any, **named: Any) -> str:
-    """Jinja's `format` filter."""
+    """Implement Jinja's `format` filter."""
     if args and named:
         raise TypeError("format takes values by place or by name, not both")
     template = str(value)
@@ -293,7 +294,7 @@ def printf(work: Work, value: Any, *args: Any, **named: Any) -> str:
 
 
 def word_count(value: Any) -> int:
-    """Jinja's `wordcount` filter."""
+    """Implement Jinja's `wordcount` filter."""
     return sum(1 for _ in re.finditer(r"\w+", str(value)))
 
 
@@ -305,7 +306,7 @@ def to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is, without Jinja's HTML escapes; the arguments `transformers` lets it have."""
+    """Write JSON without Jinja's HTML escapes; takes the arguments that `transformers` allows."""
     work.check_width(indent)
     extent = work.looked(value)
     indented = len(indent) if isinstance(indent, str) else indent

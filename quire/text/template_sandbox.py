@@ -1,10 +1,10 @@
-"""Where chat templates run: Jinja in a sandbox that keeps an account of all that is done.
+"""The sandbox of chat templates: Jinja with accounting of all work.
 
-A template is a program somebody published with a model. It sees plain values only, reaches no
-Python internals, and cannot make the process hang, crash or grow without end: the compiled
-template is given counters (every round of a loop, every text written, every list made), and
-everything it may call is bounded (template_filters.py) by one account (template_work.py). All else
-renders as `transformers` renders it. Knows nothing of messages.
+A template is an untrusted program published with a model. It gets plain values only, reaches no
+Python internals, and cannot make the process hang, crash or exhaust memory: counters are inserted
+into the compiled template (each loop iteration, each text written, each list created), and
+everything it may call is bounded (template_filters.py) by one account (template_work.py). Otherwise
+it renders as in `transformers`. Knows nothing of messages.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Node = TypeVar("Node", bound=nodes.Node)
 
 _MAX_RANGE = 1_000_000
 _MAX_FORMAT_CHARS = 200
-# Names with a space: no template can write them.
+# Names with a space, which templates cannot use.
 _PLAIN = "plain "  # before the name of Jinja's own filter or test
 _MADE = "value made"
 _WRITTEN = "value written"
@@ -48,12 +48,12 @@ _NOT_POSSIBLE = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
 
 
 class AccountedContext(Context):
-    """A template's variables, and the account of the rendering they belong to."""
+    """A template's variables, and the account of their rendering."""
 
     work: Work
 
     def derived(self, locals: dict[str, Any] | None = None) -> Context:
-        """As Jinja's, on the same account."""
+        """Derive a context with the same account."""
         context = super().derived(locals)
         assert isinstance(context, AccountedContext), "the environment's context_class"
         context.work = self.work
@@ -71,9 +71,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[loopcontrols, _GenerationBlock],
-            optimized=False,  # constants are reckoned on the account, not while compiling
+            optimized=False,  # evaluate constants on the account, not while compiling
         )
-        del self.globals["lipsum"]  # a prompt must not depend on luck
+        del self.globals["lipsum"]  # random: a prompt must be deterministic
         self.globals["dict"] = _Dictionaries()
         self.globals["namespace"] = _namespace
         self.globals["raise_exception"] = _raise_exception
@@ -114,12 +114,12 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         filename: str | None,
         defer_init: bool = False,
     ) -> str:
-        """Jinja's hook between parsing and compiling: put the counters in."""
-        counted = _PutCounters().visit(source)
+        """Insert the counters between parsing and compiling."""
+        counted = _InsertCounters().visit(source)
         return super()._generate(counted, name, filename, defer_init)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Arithmetic that could make something huge is looked at first."""
+        """Check arithmetic that could create a huge value."""
         work = _work_of(context)
         work.add(1)
         if operator == "%" and isinstance(left, str):
@@ -133,10 +133,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return work.made(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls are charged, with what they are given and what they make."""
+        """Charge for a call, its arguments and its result."""
         work = _work_of(__context)
         work.add(1)
-        if not isinstance(__obj, Macro | LoopContext):  # those only hand their arguments on
+        if not isinstance(__obj, Macro | LoopContext):  # these only pass on their arguments
             for value in (*args, *kwargs.values()):
                 work.looked(value)
         owner = getattr(__obj, "__self__", None)
@@ -155,7 +155,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         context: Context | None = None,
         eval_ctx: EvalContext | None = None,
     ) -> Any:
-        """A filter called by a name that a template gives, as `map` does."""
+        """Call a filter by a name that the template computes, as `map` does."""
         self._check_name(name)
         return super().call_filter(name, value, args, kwargs, context, eval_ctx)
 
@@ -168,20 +168,20 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         context: Context | None = None,
         eval_ctx: EvalContext | None = None,
     ) -> Any:
-        """A test called by a name that a template gives, as `select` does."""
+        """Call a test by a name that the template computes, as `select` does."""
         self._check_name(name)
         return super().call_test(name, value, args, kwargs, context, eval_ctx)
 
     def call_plain_filter(
         self, context: Context, name: str, value: Any, args: Any, kwargs: Any
     ) -> Any:
-        """Jinja's own filter, off the account."""
+        """Call Jinja's own filter without accounting."""
         return super().call_filter(_PLAIN + name, value, args, kwargs, context, context.eval_ctx)
 
     def call_plain_test(
         self, context: Context, name: str, value: Any, args: Any, kwargs: Any
     ) -> Any:
-        """Jinja's own test, off the account."""
+        """Call Jinja's own test without accounting."""
         return super().call_test(_PLAIN + name, value, args, kwargs, context, context.eval_ctx)
 
     def _check_name(self, name: Any) -> None:
@@ -189,13 +189,13 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             raise SecurityError(f"{str(name)[:40]!r} is not the name of a filter or test")
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """As Jinja's; a tuple is a key only if it is flat enough to be hashed."""
+        """Get an item; a tuple as key must be flat, to bound hashing."""
         if isinstance(argument, tuple) and any(isinstance(part, tuple) for part in argument):
             raise LimitExceeded("a key of lists in lists")
         return super().getitem(obj, argument)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """`str.format` as Jinja guards it; `call` bounds it."""
+        """Wrap `str.format` as Jinja does; `call` bounds it."""
         wrapped = super().wrap_str_format(value)
         return None if wrapped is None else _BoundedFormat(value.__self__, wrapped)
 
@@ -212,7 +212,7 @@ class _BoundedFormat:
 
 
 class _Dictionaries:
-    """What `dict` is in a template: not the class, whose methods could change an object."""
+    """Replace `dict` in templates: the class itself has methods that could modify an object."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -222,7 +222,7 @@ class _Dictionaries:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks what a model said, for training; here its body is just rendered."""
+    """Render the body of `{% generation %}`, which marks model output for training."""
 
     tags = {"generation"}  # noqa: RUF012  Jinja's own shape
 
@@ -232,8 +232,8 @@ class _GenerationBlock(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-class _PutCounters(NodeTransformer):
-    """Puts the counting filters where a template does something of which there can be much."""
+class _InsertCounters(NodeTransformer):
+    """Insert the counting filters where a template can repeat or create much."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         if node.test is not None:
@@ -273,7 +273,7 @@ class _PutCounters(NodeTransformer):
     def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
         self.generic_visit(node)
         if not isinstance(node.key, nodes.Const):
-            node.key = _filtered(node.key, _LOOKED)  # it will be hashed
+            node.key = _filtered(node.key, _LOOKED)  # hashed by the dict
         return node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
@@ -298,7 +298,7 @@ class _PutCounters(NodeTransformer):
         return node
 
     def generic_visit(self, node: Node, *args: Any, **kwargs: Any) -> Node:
-        """As Jinja's, for what a template of a model cannot have: other templates."""
+        """Reject other templates: include, import and extends."""
         if isinstance(node, _NOT_POSSIBLE):
             raise TemplateSyntaxError(
                 "a chat template stands alone: it cannot include, import or extend", node.lineno
@@ -316,7 +316,7 @@ class _PutCounters(NodeTransformer):
 
 
 def _cost(*parts: nodes.Node) -> int:
-    """Rounds that one pass over parts of a template counts for."""
+    """Return the number of rounds that one pass over parts of a template counts as."""
     return 1 + sum(1 for part in parts for _ in part.find_all(nodes.Node)) // _NODES_A_ROUND
 
 
@@ -364,7 +364,7 @@ def _accounted_test(name: str) -> Callable[..., Any]:
 
 
 def _on_account(filter_: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter of ours that is given the account."""
+    """Wrap a filter of this package that takes the account."""
 
     @pass_context
     def run(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -414,7 +414,7 @@ def _made(context: Context, value: Any) -> Any:
 
 @pass_context
 def _written(context: Context, value: Any) -> Any:
-    """A value that is about to become part of a text: charged as that part."""
+    """Charge for a value that becomes part of a text."""
     work = _work_of(context)
     if isinstance(value, str):
         return work.made(value)

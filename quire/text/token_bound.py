@@ -24,7 +24,7 @@ _KEEPING_SPLITS = frozenset({"Isolated", "MergedWithPrevious", "MergedWithNext",
 _NUM_BYTES = 256
 
 
-def most_bytes_a_token(backend: tokenizers.Tokenizer, vocabulary: Set[str]) -> int | None:
+def max_bytes_per_token(backend: tokenizers.Tokenizer, vocabulary: Set[str]) -> int | None:
     """Return the bound in bytes of UTF-8, or None. vocabulary: with the added tokens."""
     shrinks = [_shrink(part) for part in _parts(backend.normalizer, "normalizers")]
     splits = list(_parts(backend.pre_tokenizer, "pretokenizers"))

@@ -1,11 +1,11 @@
-"""Text to token ids and back, from the tokenizer files of a model folder (sources.py).
+"""Convert text to token ids and back, with the tokenizer files of a model (sources.py).
 
-The `tokenizers` library does the merging; this file decides what is put around it: which special
-tokens a text is given (tokenizer_config.json's word counts over the post-processor's), which ids
-are special, and how ids become text (pieces.py, detokenizer.py, the same way whole or streamed).
-It never truncates, pads or draws lots (dropout). It knows nothing of models beyond the number of
-their ids. Fields of tokenizer_config.json that only steer other tokenizer classes are not read,
-among them clean_up_tokenization_spaces: text that was sent cannot be cleaned up afterwards.
+The `tokenizers` library does the merging; this module decides which special tokens surround a text
+(tokenizer_config.json overrides the post-processor), which ids are special, and how ids become text
+(pieces.py and detokenizer.py, the same whole or streamed). It never truncates, pads or applies
+dropout. Of the model it knows only the number of ids. Fields of tokenizer_config.json for other
+tokenizer classes are ignored, among them clean_up_tokenization_spaces: streamed text cannot be
+cleaned up afterwards.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from quire.text.added_tokens import named_tokens, settle_added
 from quire.text.detokenizer import Detokenizer
 from quire.text.pieces import PieceTable
 from quire.text.sources import read_source
-from quire.text.token_bound import most_bytes_a_token
+from quire.text.token_bound import max_bytes_per_token
 from quire.text.tokenizer_json import library_errors_become
 
-# Shorter texts take less than a millisecond, and the library's batch call costs more than they do.
+# Shorter texts take less than a millisecond, less than the overhead of the library's batch call.
 _SHORT_CHARS = 2048
-_MOST_AROUND = 64
+_MAX_SURROUNDING = 64
 
 
 class Tokenizer:
-    """One model's tokenizer. Immutable after `load`; may be used from several threads.
+    """The tokenizer of one model. Immutable after `load` and thread-safe.
 
-    vocab_size: number of ids, the model's where it was given (a model's table is often padded
-    past its tokenizer; such ids have no text). special_tokens: the named ones, as chat templates
-    expect them (bos_token, eos_token, ...). bos_id and eos_id are None where there is none.
+    vocab_size: number of ids, of the model if given (its table is often padded beyond the
+    tokenizer; such ids have no text). special_tokens: by role, as chat templates expect them
+    (bos_token, eos_token, ...). bos_id and eos_id are None if there is none.
     """
 
     def __init__(
@@ -46,11 +46,14 @@ class Tokenizer:
         prefix: str = "",
         encode: Callable[[str], list[int]] | None = None,
     ) -> None:
-        """prefix: put before a text that opens with no added token. encode: in backend's stead."""
+        """Set up a backend. prefix: put before a text that opens with no added token.
+
+        encode: replaces the backend's encoder.
+        """
         backend.no_truncation()
         backend.no_padding()
         if isinstance(backend.model, tokenizers.models.BPE):
-            backend.model.dropout = None  # for training: the same text would have other ids
+            backend.model.dropout = None  # used in training: ids would be random
         settle_added(backend, config)
         self.special_tokens = named_tokens(config)
         added = backend.get_added_tokens_decoder()
@@ -74,14 +77,14 @@ class Tokenizer:
             num_ids=self.vocab_size,
             decoder_json=None if decoder is None else decoder.__getstate__(),
         )
-        self._most_bytes = most_bytes_a_token(backend, vocabulary.keys())
+        self._max_token_bytes = max_bytes_per_token(backend, vocabulary.keys())
 
     @classmethod
     def load(cls, path: Path, *, vocab_size: int = 0) -> Tokenizer:
-        """Read the tokenizer of a model folder: sources.py says which files, in which order.
+        """Read the tokenizer of a model directory (see sources.py for the files and their order).
 
-        vocab_size: the model's number of ids; a model's table is often padded past its tokenizer.
-        Raises TokenizerError when files are missing, broken or contradict each other or the model.
+        vocab_size: the model's number of ids, often padded beyond the tokenizer's. Raises
+        TokenizerError if files are missing, broken, or contradict each other or the model.
         """
         source = read_source(path)
         with library_errors_become(
@@ -98,18 +101,18 @@ class Tokenizer:
             except TokenizerError as error:
                 raise TokenizerError(f"{source.file}: {error}") from error
 
-    def least_tokens(self, text: str) -> int:
+    def min_num_tokens(self, text: str) -> int:
         """Fewer tokens than this `text` cannot have; 0 where its length says nothing."""
-        if self._most_bytes is None:
+        if self._max_token_bytes is None:
             return 0
-        return -(-len(text.encode(errors="surrogatepass")) // self._most_bytes)
+        return -(-len(text.encode(errors="surrogatepass")) // self._max_token_bytes)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text, with the model's opening and closing tokens unless told otherwise.
+        """Return the ids of a text, with the model's opening and closing tokens by default.
 
-        Special tokens written out in the text become their ids. A long text is worked on without
-        the interpreter lock: of the library's calls only those for batches let go of it. Raises
-        InvalidParameter for text that is not valid Unicode, or that the tokenizer cannot cope with.
+        Special tokens written out in the text become their ids. A long text is encoded without the
+        interpreter lock, which only the library's batch calls release. Raises InvalidParameter for
+        text that is not valid Unicode, or that the tokenizer fails on.
         """
         _check_unicode(text)
         if text and self._prefix and not text.startswith(self._openings):
@@ -127,22 +130,22 @@ class Tokenizer:
         return [*self._before, *ids, *self._after] if add_special_tokens else ids
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of ids. Raises InvalidParameter for an id out of range."""
+        """Return the text of ids. Raises InvalidParameter for an id out of range."""
         stream = Detokenizer(self, skip_special_tokens)
         return stream.push(token_ids) + stream.flush()
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token inside a text; U+FFFD stands for parts of characters."""
+        """Return the text of one token within a text; U+FFFD replaces parts of characters."""
         piece = self.pieces.piece(token_id)
         return piece if isinstance(piece, str) else piece.decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """UTF-8 bytes of one token inside a text; they may be part of a character."""
+        """Return the UTF-8 bytes of one token within a text; they may be part of a character."""
         piece = self.pieces.piece(token_id)
         return piece if isinstance(piece, bytes) else piece.encode()
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token as the vocabulary writes it, or None."""
+        """Return the id of a token as written in the vocabulary, or None."""
         id_: int | None = self._backend.token_to_id(token)
         return id_
 
@@ -151,7 +154,7 @@ class Tokenizer:
         return None if token is None else backend.token_to_id(token)
 
     def _surroundings(self, config: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-        """The ids put before and after a text, each of BOS and EOS at most once."""
+        """Return the ids put before and after a text, each of BOS and EOS at most once."""
         probe = "a"
         plain = self._backend.encode(probe, add_special_tokens=False).ids
         full = self._backend.encode(probe, add_special_tokens=True).ids
@@ -159,10 +162,10 @@ class Tokenizer:
         starts = (at for at in range(num_added + 1) if full[at : at + len(plain)] == plain)
         start = next(starts, 0)
         before, after = full[:start], full[start + len(plain) :]
-        if num_added > _MOST_AROUND:
+        if num_added > _MAX_SURROUNDING:
             raise TokenizerError(
-                f"its post-processor puts {num_added} tokens around a text; at most {_MOST_AROUND} "
-                "make sense; re-export the tokenizer"
+                f"its post-processor puts {num_added} tokens around a text; at most "
+                f"{_MAX_SURROUNDING} are allowed; re-export the tokenizer"
             )
         if (wanted := _flag(config, "add_bos_token")) is not None:
             bos = self._required_id("bos_token", wanted)
@@ -230,10 +233,10 @@ def _flag(config: Mapping[str, Any], name: str) -> bool | None:
 def _past_the_model(
     vocabulary: Mapping[str, int], added: Mapping[int, object], vocab_size: int
 ) -> dict[int, str]:
-    """Added tokens for which the model has no row. Raises TokenizerError for any other token.
+    """Return added tokens for which the model has no row. Raises TokenizerError for other tokens.
 
-    Checkpoints with an added token or two past their table are common (a padding token, a picture
-    of the model's larger siblings): they run, and only a text that spells such a token is refused.
+    Some checkpoints have an added token or two beyond their table (a padding token, or an image
+    token of larger models): they work, and only a text that contains such a token is rejected.
     """
     if not vocab_size or max(vocabulary.values(), default=-1) < vocab_size:
         return {}

@@ -1,7 +1,7 @@
 """Read the tokenizer and template files of a model directory as bytes.
 
-Knows no format. Always holds: what cannot be read, is no regular file or is too large is a
-TokenizerError that names the file.
+Knows no format. A file that cannot be read, is not regular or is too large raises a TokenizerError
+that names it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Read a tokenizer.json, an untrusted file, through the `tokenizers` library.
+"""Read a tokenizer.json, an untrusted file, with the `tokenizers` library.
 
-What the library refuses, by an exception or a panic, becomes a TokenizerError. Some files would
-end the process instead (it aborts when it cannot allocate, and recurses over pieces), so they are
+What the library rejects, by an exception or a panic, becomes a TokenizerError. Some files would end
+the process instead (it aborts if it cannot allocate, and recurses over pieces), so they are
 rejected first: a character map that claims more bytes than it has, a Unigram piece of absurd
-length, stages with too many steps or that multiply the length of a text. Files that can hold
+length, stages with too many steps or that multiply the length of a text. Files that can contain
 neither of the first two are not parsed twice. Other files that end the process may exist.
 """
 
@@ -39,7 +39,7 @@ _ESCAPED_LETTER = re.compile(rb"\\u00[4-7]")
 
 @contextmanager
 def library_errors_become(error_of: Callable[[BaseException], QuireError]) -> Iterator[None]:
-    """What the library raises: bare Exceptions, and panics, which no other net would catch."""
+    """Convert what the library raises: bare Exceptions, and panics, which are BaseExceptions."""
     try:
         yield
     except BaseException as error:
@@ -49,7 +49,7 @@ def library_errors_become(error_of: Callable[[BaseException], QuireError]) -> It
 
 
 def read_tokenizer_json(file: Path) -> tokenizers.Tokenizer:
-    """The tokenizer in a file. Raises TokenizerError naming it."""
+    """Return the tokenizer in a file. Raises TokenizerError naming it."""
     raw = read_file(file)
     check_no_pointer(file, raw)
     if any(mark in raw for mark in _WORTH_PARSING) or _ESCAPED_LETTER.search(raw):
@@ -64,7 +64,7 @@ def read_tokenizer_json(file: Path) -> tokenizers.Tokenizer:
 
 
 def check_no_pointer(file: Path, content: bytes) -> None:
-    """Raises TokenizerError where the file lies elsewhere and this only says so."""
+    """Raise TokenizerError if the file is a Git LFS pointer."""
     if content.startswith(_LFS_POINTER):
         raise TokenizerError(
             f"{file}: a pointer of Git LFS, not the file itself; fetch it with git lfs pull"
@@ -77,7 +77,7 @@ def _check_content(file: Path, raw: bytes) -> None:
     except (ValueError, RecursionError) as error:
         raise _unreadable(file, error) from error
     if not isinstance(content, Mapping):
-        return  # the library says what is wrong
+        return  # the library reports the error
     model = content.get("model")
     if isinstance(model, Mapping) and isinstance(model.get("vocab"), list):
         for entry in model["vocab"]:
@@ -85,7 +85,7 @@ def _check_content(file: Path, raw: bytes) -> None:
             if isinstance(piece, str) and len(piece) > MAX_PIECE_CHARS:
                 raise _unreadable(
                     file,
-                    f"a piece has {len(piece)} characters, at most {MAX_PIECE_CHARS} make sense",
+                    f"a piece has {len(piece)} characters, at most {MAX_PIECE_CHARS} are allowed",
                 )
     for part in _parts(content.get("normalizer")):
         if "precompiled_charsmap" in part:
@@ -93,11 +93,11 @@ def _check_content(file: Path, raw: bytes) -> None:
 
 
 def _check_charsmap(file: Path, written: Any) -> None:
-    """A map is the size of its trie in bytes (four bytes, little end first), the trie, and text."""
+    """Check a map: the size of its trie (4 bytes, little-endian), the trie, and text."""
     try:
         charsmap = binascii.a2b_base64(written, strict_mode=True)
     except (TypeError, ValueError) as error:
-        raise _unreadable(file, f"its precompiled_charsmap is no base64: {error}") from None
+        raise _unreadable(file, f"its precompiled_charsmap is not base64: {error}") from None
     size = int.from_bytes(charsmap[:4], "little")
     if size > len(charsmap):
         raise _unreadable(
@@ -106,10 +106,10 @@ def _check_charsmap(file: Path, written: Any) -> None:
 
 
 def _check_stages(file: Path, backend: tokenizers.Tokenizer) -> None:
-    """Raise where text passes through too many steps or may become many times as long.
+    """Raise if text passes through too many steps or may be multiplied in length.
 
-    Each step costs time for every text. Steps that each double a text make one of 30 characters
-    fill the memory, before tokens are made (normalizer) or when they become text (decoder).
+    Each step costs time for every text. Steps that each double a text turn 30 characters into more
+    than the memory holds, before tokenization (normalizer) or in detokenization (decoder).
     """
     for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         stage = getattr(backend, name)
@@ -127,7 +127,7 @@ def _check_stages(file: Path, backend: tokenizers.Tokenizer) -> None:
 
 
 def _growth(parts: Iterable[Mapping[str, Any]]) -> float:
-    """How many times as long a text may become. Patterns match one character at least."""
+    """Return the maximum growth factor of a text. Patterns match at least one character."""
     growth = 1.0
     for part in parts:
         if part.get("type") == "Replace":
@@ -141,7 +141,7 @@ def _growth(parts: Iterable[Mapping[str, Any]]) -> float:
 
 
 def _parts(stage: Any) -> Iterator[Mapping[str, Any]]:
-    """The steps of a stage, those within sequences too."""
+    """Yield the steps of a stage, including those within sequences."""
     waiting = [stage]
     while waiting:
         part = waiting.pop()

@@ -1,7 +1,7 @@
-"""Regular expressions by which published byte-level tokenizers split text into words.
+"""Regular expressions with which published byte-level tokenizers split text into words.
 
 Sources: tiktoken_ext/openai_public.py (openai/tiktoken), and the tokenizer files of the models that
-took over or changed these patterns.
+adopted or changed these patterns.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 
 
 def words(digits: str) -> str:
-    """Return the pattern of cl100k_base, with so many digits a word."""
+    """Return the pattern of cl100k_base, with this pattern of digits."""
     return (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
         + digits
@@ -19,9 +19,9 @@ def words(digits: str) -> str:
 
 
 def cased_words(ending: str, digits: str) -> str:
-    """Return the pattern of o200k_base, with this ending of words and so many digits a word.
+    """Return the pattern of o200k_base, with this ending of words and this pattern of digits.
 
-    A word begins anew where small letters become capitals.
+    A new word begins where lower case is followed by upper case.
     """
     before = r"[^\r\n\p{L}\p{N}]?"
     return (

@@ -1,12 +1,11 @@
-"""Binds a program's parameter table to a checkpoint: strict both ways, all problems together.
+"""Bind a program's parameter table to a checkpoint; report all mismatches together.
 
-A missing tensor, an unexpected one and one of a wrong shape are errors. What is accepted beyond
-the table: buffers that old checkpoints carry though they can be computed (BUFFERS); a copy of the
-embedding as `lm_head.weight` where the head is tied, if it is the same bytes; rows of a source
-that no part takes. A program names its sources in full (`transformer.h.0...`); where no name of
-the checkpoint begins with the word that most sources begin with, the file was written from the
-decoder alone, and its names are taken to lack that word (`h.0...`). Reads no values but those two
-matrices.
+A missing tensor, an unexpected tensor and a wrong shape are errors. Accepted beyond the table:
+buffers in old checkpoints that can be computed (BUFFERS); a copy of the embedding as
+`lm_head.weight` if the head is tied, if its bytes are equal; rows of a source that no part uses. A
+program gives the full names of its sources (`transformer.h.0...`); if no name in the checkpoint has
+the most common first component, the file was saved from the decoder alone, and its names lack that
+component (`h.0...`). Reads no values except those of the two tied matrices.
 """
 
 from __future__ import annotations
@@ -33,19 +32,22 @@ if TYPE_CHECKING:
 
 TIED_COPY = "lm_head.weight"
 COMPARED_ROWS = 4_096
-# Rotary frequencies; GPT-2's causal mask and what it puts where nothing is seen.
+# Rotary frequencies; GPT-2's causal mask and its mask value.
 BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|(.*\.)?h\.\d+\.attn\.(bias|masked_bias)")
 
 
-# Elements of a quantized tensor that become float32 together: few, so that caches hold them.
+# Elements of a quantized tensor converted to float32 at once: few, to fit in the CPU's caches.
 PIECE_ELEMENTS = 1 << 19
-PIECE_ROWS = 32  # a multiple of: kernels' panels have so many
+PIECE_ROWS = 32  # pieces are multiples of the rows of a kernel's panel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Rows for a weight: `rows` of them from `first_row` on of a tensor [of_rows, columns], or
-    [columns, of_rows] where transposed, whose bytes are `raw`; is_content: what is digested."""
+    """Rows of a weight: `rows` rows from `first_row` on of a tensor with the bytes `raw`.
+
+    The tensor is [of_rows, columns], or [columns, of_rows] if transposed. is_content: whether the
+    bytes are those that are digested.
+    """
 
     raw: NDArray[np.uint8]
     dtype: str
@@ -57,23 +59,25 @@ class Piece:
 
 
 class Binding:
-    """A checkpoint that holds what a program needs, asked by the parts of its weights."""
+    """A checkpoint that matches a program, accessed by the parts of its weights."""
 
     def __init__(self, checkpoint: Checkpoint, names: Mapping[str, str]) -> None:
         self.checkpoint = checkpoint
-        self._names = names  # the checkpoint's, by the program's
+        self._names = names  # names in the checkpoint, by names in the program
 
     def tensor(self, part: WeightPart) -> StoredTensor:
-        """The whole tensor that `part` is cut from, as stored."""
+        """Return the whole stored tensor of which `part` is a slice."""
         return self.checkpoint.tensor(self._names[part.source])
 
     def content(self, part: WeightPart) -> StoredTensor:
-        """What is digested of the tensor that `part` is cut from."""
+        """Return the digested content of the tensor of which `part` is a slice."""
         return self.checkpoint.content(self._names[part.source])
 
     def pieces(self, part: WeightPart) -> Iterator[Callable[[], Piece]]:
-        """The part's rows in order, each piece made when it is called for, in any thread: the
-        stored tensor, or of a quantized one some rows at a time as float32."""
+        """Yield the part's rows in order, as functions that produce each piece in any thread.
+
+        A piece is the stored tensor, or for a quantized tensor some rows at a time as float32.
+        """
         name = self._names[part.source]
         rows = self.checkpoint.quantized_rows(name, transposed=part.transposed)
         if rows is None:
@@ -96,19 +100,19 @@ class Binding:
         )
 
     def read_f32(self, part: WeightPart) -> NDArray[np.float32]:
-        """A fresh float32 copy of the part's rows: [rows, columns], or [rows] of a vector."""
+        """Return a new float32 copy of the part's rows: [rows, columns], or [rows] for a vector."""
         name, rows = self._names[part.source], slice(part.first_row, part.first_row + part.rows)
         if part.transposed:
             return np.ascontiguousarray(self.checkpoint.read_f32(name)[:, rows].T)
         return self.checkpoint.read_f32(name, rows)
 
     def fp8(self, part: WeightPart) -> Fp8Stored | None:
-        """The part's rows, where its tensor is stored in fp8."""
+        """Return the part's rows if its tensor is stored in fp8."""
         stored = None if part.transposed else self.checkpoint.fp8(self._names[part.source])
         return None if stored is None else stored.rows(part.first_row, part.rows)
 
     def release(self, part: WeightPart) -> None:
-        """Drop the pages of the tensor that `part` is cut from."""
+        """Drop the pages of the tensor of which `part` is a slice."""
         self.checkpoint.release(self._names[part.source])
 
 
@@ -127,7 +131,7 @@ def _some(rows: RowReader, first: int, count: int) -> Piece:
 
 
 def bind(program: Program, checkpoint: Checkpoint) -> Binding:
-    """Raises WeightsError unless the checkpoint is exactly what the program needs."""
+    """Bind the program. Raises WeightsError unless the checkpoint matches it exactly."""
     shapes = program.source_shapes()
     names = _names(shapes, checkpoint)
     expected = {names[source]: shape for source, shape in shapes.items()}
@@ -147,7 +151,7 @@ def bind(program: Program, checkpoint: Checkpoint) -> Binding:
                     f"{list(expected[name])}"
                 )
             if dtype not in NUMPY_TYPES:
-                problems.append(f"{name} is {dtype}; f32, f16 and bf16 can be computed with")
+                problems.append(f"{name} is {dtype}; f32, f16 and bf16 are supported")
         elif name == TIED_COPY and tied_source in present:
             if not _same_bytes(checkpoint, TIED_COPY, tied_source):
                 problems.append(
@@ -161,20 +165,20 @@ def bind(program: Program, checkpoint: Checkpoint) -> Binding:
 
 
 def _names(sources: Mapping[str, object], checkpoint: Checkpoint) -> dict[str, str]:
-    """The checkpoint's name of each source."""
+    """Return the checkpoint's name of each source."""
     words = Counter(source.split(".", 1)[0] for source in sources)
     prefix = f"{words.most_common(1)[0][0]}."
     bare = {source: source.removeprefix(prefix) for source in sources}
     present = checkpoint.names
     is_bare = not any(name.startswith(prefix) for name in present)
-    # A file of another model altogether is told in full names.
+    # Errors about a file of a different model use full names.
     if is_bare and not set(present).isdisjoint(bare.values()):
         return bare
     return {source: source for source in sources}
 
 
 def _tied_source(program: Program) -> str | None:
-    """The source of the embedding where it is the head too."""
+    """Return the source of the embedding if it is also the head."""
     ops = [op for segment in program.segments.values() for op in segment]
     products = {op.weight for op in ops if isinstance(op, Linear)}
     for op in ops:

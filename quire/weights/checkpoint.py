@@ -1,9 +1,9 @@
-"""A checkpoint: all tensors of a model by name, whether in one file or in shards.
+"""A checkpoint: all tensors of a model by name, in one file or in shards.
 
-Safetensors, in fp8 too (fp8_checkpoint.py), or GGUF (gguf_checkpoint.py); both of these are loaded
-where they are wanted. Pickles are refused because loading one runs whatever code it holds. What
-always holds: each name lies in exactly one shard, the one the index says, and no path leaves the
-folder. Knows no model; binding.py compares names and shapes with a program.
+Formats are safetensors, also in fp8 (fp8_checkpoint.py), and GGUF (gguf_checkpoint.py); both are
+imported on demand. Pickles are rejected, because loading one runs any code it contains. Invariant:
+each name is in exactly one shard, the one given by the index, and no path leaves the directory.
+Knows no model; binding.py compares names and shapes with a program.
 """
 
 from __future__ import annotations
@@ -36,63 +36,67 @@ WHOLE = slice(None)
 
 
 class RowReader(Protocol):
-    """Rows that become float32 when they are asked for, some at a time."""
+    """Rows that are converted to float32 on request."""
 
     @property
     def columns(self) -> int:
-        """Elements of a row."""
+        """Return the number of elements in a row."""
 
     def to_f32(self, rows: slice) -> NDArray[np.float32]:
-        """The values of some rows [rows, columns]. Called from any thread."""
+        """Return the values of some rows, [rows, columns]. Thread-safe."""
 
 
 class Checkpoint(Protocol):
-    """Tensors by name. `described_by`: what says which shapes they should have, for errors."""
+    """Tensors by name. described_by: the source of the expected shapes, for error messages."""
 
     path: Path
     described_by: str
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All tensor names."""
+        """Return all tensor names."""
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors in their files."""
+        """Return the bytes of all tensors in their files."""
 
     @property
     def files(self) -> Mapping[Path, os.stat_result]:
-        """The files that hold tensors, and what the system knew of them when they were opened."""
+        """Return the files that hold tensors, with their metadata (os.stat_result) when opened."""
 
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Dtype and shape of a tensor, whose values are not looked at. Raises WeightsError."""
+        """Return dtype and shape of a tensor without reading values. Raises WeightsError."""
 
     def block_type(self, name: str) -> str:
-        """The type of a quantized tensor's blocks, "" of a plain one."""
+        """Return the block type of a quantized tensor, "" for a plain one."""
 
     def tensor(self, name: str) -> StoredTensor:
-        """The tensor, a view of the file where possible. WeightsError for an unknown name."""
+        """Return the tensor, a view of the file if possible. Raises WeightsError if unknown."""
 
     def content(self, name: str) -> StoredTensor:
-        """What is digested of the tensor: the tensor, or the blocks that a quantized one lies in,
-        which `dtype` names then."""
+        """Return what is digested: the tensor, or the blocks of a quantized one.
+
+        For blocks, `dtype` names their type.
+        """
 
     def quantized_rows(self, name: str, *, transposed: bool) -> RowReader | None:
-        """The rows of a quantized matrix, or of what it is transposed, if these lie in the file
-        row by row. None: take the tensor as a whole."""
+        """Return the rows of a quantized matrix, or of its transpose, if stored by row.
+
+        None: use the whole tensor.
+        """
 
     def fp8(self, name: str) -> Fp8Stored | None:
-        """The codes and scales of a matrix in fp8, None of any other tensor."""
+        """Return the codes and scales of an fp8 matrix, None for any other tensor."""
 
     def read_f32(self, name: str, rows: slice = WHOLE) -> NDArray[np.float32]:
-        """A fresh float32 copy of the tensor, or of a slice of its first axis."""
+        """Return a new float32 copy of the tensor, or of a slice of its first axis."""
 
     def release(self, name: str) -> None:
         """Drop the tensor's pages from memory; views stay valid and read the file again."""
 
 
 class SafetensorsCheckpoint:
-    """Tensors by name, over the safetensors files that hold them."""
+    """Tensors by name, in one or more safetensors files."""
 
     described_by = "config.json"
 
@@ -102,47 +106,47 @@ class SafetensorsCheckpoint:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All tensor names."""
+        """Return all tensor names."""
         return tuple(self._holders)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Return the bytes of all tensors."""
         return sum(len(self.tensor(name).raw) for name in self._holders)
 
     @property
     def files(self) -> dict[Path, os.stat_result]:
-        """The files, and what the system knew of them when they were opened."""
+        """Return the files with their metadata when opened."""
         return {file.path: file.opened for file in self._holders.values()}
 
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Dtype and shape of the tensor `name`."""
+        """Return dtype and shape of a tensor."""
         stored = self.tensor(name)
         return stored.dtype, stored.shape
 
     def block_type(self, name: str) -> str:
-        """Those that are in fp8 have a face of their own; others are refused by config.json."""
+        """Return "": Fp8Checkpoint wraps fp8 tensors, and config.json rejects other formats."""
         return ""
 
     def tensor(self, name: str) -> StoredTensor:
-        """The tensor as stored, a view of the file. Raises WeightsError for an unknown name."""
+        """Return the stored tensor, a view of the file. Raises WeightsError for an unknown name."""
         holder = self._holders.get(name)
         if holder is None:
             raise WeightsError(f"{self.path}: no tensor named {name!r}")
         return holder.tensor(name)
 
     def content(self, name: str) -> StoredTensor:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return self.tensor(name)
 
     def quantized_rows(self, name: str, *, transposed: bool) -> None:
-        """Nothing is quantized here."""
+        """Return None: no tensor is quantized."""
 
     def fp8(self, name: str) -> None:
-        """Nothing is in fp8 here."""
+        """Return None: no tensor is in fp8."""
 
     def read_f32(self, name: str, rows: slice = WHOLE) -> NDArray[np.float32]:
-        """A fresh float32 copy of the tensor, or of a slice of its first axis."""
+        """Return a new float32 copy of the tensor, or of a slice of its first axis."""
         stored = self.tensor(name)
         part = stored.array[rows] if stored.shape else stored.array
         if stored.dtype == "bf16":
@@ -155,11 +159,11 @@ class SafetensorsCheckpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in folder `path` (or the one file `path`, safetensors or GGUF).
+    """Open the checkpoint in directory `path`, or the single safetensors or GGUF file `path`.
 
-    model.safetensors counts before model.safetensors.index.json, as in transformers; a GGUF file
-    counts where there is neither. Raises WeightsError: nothing readable there (with the way out),
-    or corrupt files.
+    model.safetensors takes precedence over model.safetensors.index.json, as in transformers; a GGUF
+    file is used if there is neither. Raises WeightsError if there is no readable checkpoint (with
+    instructions), or if files are corrupt.
     """
     path = Path(path)
     if path.is_file() and path.suffix == ".safetensors":
@@ -169,10 +173,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
         return GgufCheckpoint(gguf)
     if not path.is_dir():
-        raise WeightsError(f"{path}: no such folder; give the folder of a model")
+        raise WeightsError(f"{path}: no such directory; give the directory of a model")
     for name in (SINGLE_FILE, INDEX_FILE):
         if (path / name).exists() and not (path / name).is_file():
-            raise WeightsError(f"{path / name} is not a plain file; put the model's file there")
+            raise WeightsError(f"{path / name} is not a regular file; put the model's file there")
     if (path / SINGLE_FILE).exists():
         return _open_single(path, path / SINGLE_FILE)
     if (path / INDEX_FILE).exists():
@@ -208,7 +212,7 @@ def _open_shards(folder: Path) -> Checkpoint:
     for name, file_name in weight_map.items():
         if file_name in files and name not in files[file_name].names:
             others = [other for other, file in files.items() if name in file.names]
-            where = f"it is in {', '.join(others)}" if others else "it is in none that was read"
+            where = f"it is in {', '.join(others)}" if others else "it is in no shard that was read"
             problems.append(f"{name} should be in {file_name}, but {where}")
     for file_name, file in files.items():
         for name in file.names:
@@ -262,10 +266,10 @@ def _why_nothing(folder: Path) -> str:
     pickles = [name for name in files if name.endswith(PICKLE_SUFFIXES)]
     if pickles:
         return (
-            f"{folder}: weights are only there as pickles ({', '.join(pickles[:3])}), which are "
-            "refused because loading one can run any code it holds; convert them to safetensors "
+            f"{folder}: the weights are pickles ({', '.join(pickles[:3])}), which are rejected "
+            "because loading one can run any code it contains; convert them to safetensors "
             "(load the model in transformers and call save_pretrained), or fetch the safetensors "
             "files of the same model"
         )
     found = ", ".join(files[:8]) or "nothing"
-    return f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is there; found {found}"
+    return f"{folder}: there is neither {SINGLE_FILE} nor {INDEX_FILE}; found {found}"

@@ -1,7 +1,7 @@
-"""Storage types of checkpoint tensors, and how their values become float32 and bfloat16.
+"""Storage types of checkpoint tensors, and conversion to float32 and bfloat16.
 
-bfloat16 is held as uint16 (the upper half of a float32): NumPy has no such type, and none is
-needed. Rounding is to nearest, ties to even; NaN stays NaN, quiet.
+bfloat16 is stored as uint16 (the upper half of a float32), since NumPy has no such type. Rounding
+is to nearest, ties to even; NaN stays NaN, quiet.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 Float32s = NDArray[np.float32]
 Uint16s = NDArray[np.uint16]
 
-# NumPy's view of each readable type; bf16 as its bits.
+# NumPy type of each readable type; bf16 as bits.
 NUMPY_TYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype("<u2")}
 )
 FP8 = "f8_e4m3"
-BYTE_TYPE_BYTES = 1  # of an element of fp8, and of the types that only masks have
+BYTE_TYPE_BYTES = 1  # size of an fp8 element, and of the dtypes of masks
 
 
 def bf16_bits(values: Float32s) -> Uint16s:
-    """Float32 to bfloat16 bits, same shape."""
+    """Convert float32 to bfloat16 bits of the same shape."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     odd = (bits >> np.uint32(16)) & np.uint32(1)
     with np.errstate(over="ignore"):
@@ -36,11 +36,11 @@ def bf16_bits(values: Float32s) -> Uint16s:
 
 
 def from_bf16_bits(bits: Uint16s) -> Float32s:
-    """Bfloat16 bits to the float32 of the same value, same shape."""
+    """Convert bfloat16 bits to float32 of the same shape."""
     wide = bits.astype(np.uint32) << np.uint32(16)
     return np.asarray(wide).view(np.float32)
 
 
 def round_to_bf16(values: Float32s) -> Float32s:
-    """Float32 values rounded to the nearest that bfloat16 has."""
+    """Round float32 values to the nearest bfloat16 values."""
     return from_bf16_bits(bf16_bits(values))

@@ -1,11 +1,11 @@
-"""Quantized blocks of GGUF, as they lie and as numbers.
+"""Quantized blocks of GGUF, as stored and as numbers.
 
-Every type read here says the same thing in its own bits: a row is cut into groups of 16 or 32
-elements, each with a scale and perhaps an offset, and an element is `code * scale (+ offset)`.
-`unpack` gives those parts, so that an executor can keep the codes; `to_f32` multiplies them out, in
-float32, the product rounded once and the sum once, which is the formats' definition. Bit for bit
-that is what ggml's reference functions give without contraction of product and sum.
-Source of the layouts: ggml-common.h and ggml-quants.c (ggml-org/ggml).
+All supported types have the same structure with different bit layouts: a row is split into groups
+of 16 or 32 elements, each with a scale and optionally an offset, and an element is `code * scale (+
+offset)`. `unpack` returns these parts, so that an executor can keep the codes; `to_f32` multiplies
+them out in float32, rounding the product once and the sum once, which is the formats' definition.
+The result equals ggml's reference functions, compiled without contraction of product and sum, bit
+for bit. Source of the layouts: ggml-common.h and ggml-quants.c (ggml-org/ggml).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from quire.base.gguf_types import BlockType
 Bytes = NDArray[np.uint8]
 Float32s = NDArray[np.float32]
 Int8s = NDArray[np.int8]
-Ints = NDArray[Any]  # uint8 still, which the type checker does not follow through bit operations
+Ints = NDArray[Any]  # uint8; the type checker loses it in bit operations
 
-# Elements turned into numbers at a time: what is held beside the result stays small.
+# Elements converted at a time, to limit temporary memory.
 CHUNK_ELEMENTS = 1 << 21
 
 
@@ -33,7 +33,8 @@ CHUNK_ELEMENTS = 1 << 21
 class Groups:
     """Blocks as numbers: element e of group g is codes[..., g, e] * scales[..., g] + offsets.
 
-    codes: int8 [blocks, groups, size]; scales: f32 [blocks, groups]; offsets: likewise, or None.
+    codes: int8 [blocks, groups, size]; scales: f32 [blocks, groups]; offsets: the same shape, or
+    None.
     """
 
     codes: Int8s
@@ -41,7 +42,7 @@ class Groups:
     offsets: Float32s | None = None
 
     def to_f32(self) -> Float32s:
-        """The values, f32 [blocks, groups * size]."""
+        """Return the values, f32 [blocks, groups * size]."""
         with np.errstate(invalid="ignore", over="ignore"):
             values = self.codes.astype(np.float32) * self.scales[..., None]
             if self.offsets is not None:
@@ -51,23 +52,23 @@ class Groups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedRows:
-    """A quantized matrix as its file has it: blocks uint8 [rows, blocks a row, block bytes]."""
+    """A quantized matrix as stored: blocks uint8 [rows, blocks per row, block bytes]."""
 
     type: BlockType
     blocks: Bytes
 
     @property
     def columns(self) -> int:
-        """Elements of a row."""
+        """Return the number of elements in a row."""
         return int(self.blocks.shape[1]) * self.type.block_size
 
     def groups(self, rows: slice) -> Groups:
-        """The parts of the numbers of some rows; [rows * blocks a row, groups, size]."""
+        """Return the groups of some rows; [rows * blocks per row, groups, size]."""
         part = self.blocks[rows]
         return unpack(self.type, part.reshape(-1, self.type.block_bytes))
 
     def to_f32(self, rows: slice = slice(None)) -> Float32s:
-        """The values of some rows, f32 [rows, columns]."""
+        """Return the values of some rows, f32 [rows, columns]."""
         first, last, _ = rows.indices(len(self.blocks))
         values = np.empty((max(0, last - first), self.columns), np.float32)
         step = max(1, CHUNK_ELEMENTS // max(1, self.columns))
@@ -78,23 +79,23 @@ class QuantizedRows:
 
 
 def unpack(kind: BlockType, blocks: Bytes) -> Groups:
-    """Blocks [n, block bytes] of a type of UNPACKERS as codes, scales and offsets."""
+    """Unpack blocks [n, block bytes] of a type in UNPACKERS into codes, scales and offsets."""
     with np.errstate(invalid="ignore", over="ignore"):
         return UNPACKERS[kind.name](blocks)
 
 
 def _halves(blocks: Bytes, at: int) -> Float32s:
-    """The float16 at byte `at` of each block, f32 [n, 1]."""
+    """Return the float16 at byte `at` of each block, f32 [n, 1]."""
     return blocks[:, at : at + 2].copy().view("<f2").astype(np.float32)
 
 
 def _nibbles(packed: Bytes) -> Ints:
-    """Low halves of all bytes, then the high ones: [n, bytes] -> [n, 2 * bytes]."""
+    """Return the low halves of all bytes, then the high ones: [n, bytes] -> [n, 2 * bytes]."""
     return np.concatenate((packed & 15, packed >> 4), axis=-1)
 
 
 def _fifth_bits(blocks: Bytes, at: int) -> Ints:
-    """Bit e of the 32 at byte `at`, as 16 or 0, for each element e: [n, 32]."""
+    """Return bit e of the 32 bits at byte `at`, as 16 or 0, for each element e: [n, 32]."""
     return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << 4
 
 
@@ -127,25 +128,25 @@ def _q8_0(blocks: Bytes) -> Groups:
 
 
 def _two_bits(packed: Bytes) -> Ints:
-    """Each run of 32 bytes holds 128 elements, two bits each, the lowest first: [n, 4 * bytes]."""
+    """Unpack two bits per element, lowest first, 128 elements per 32 bytes: [n, 4 * bytes]."""
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     runs: Ints = packed.reshape(len(packed), -1, 1, 32) >> shifts & 3
     return runs.reshape(len(packed), -1)
 
 
 def _four_bits(packed: Bytes, run: int) -> Ints:
-    """Of each run of bytes the low halves, then the high ones: [n, 2 * bytes]."""
+    """Return the low halves of each run of bytes, then the high ones: [n, 2 * bytes]."""
     return _nibbles(packed.reshape(len(packed), -1, run)).reshape(len(packed), -1)
 
 
 def _bit_planes(packed: Bytes) -> Ints:
-    """Bit p of byte b belongs to element 32 p + b: [n, 32] -> [n, 256]."""
+    """Return bit p of byte b as element 32 p + b: [n, 32] -> [n, 256]."""
     planes = np.arange(8, dtype=np.uint8)[:, None]
     return (packed[:, None, :] >> planes & 1).reshape(len(packed), -1)
 
 
 def _scales_and_mins(packed: Bytes) -> tuple[Ints, Ints]:
-    """Eight six-bit scales and eight minima out of twelve bytes, as Q4_K and Q5_K pack them."""
+    """Unpack eight 6-bit scales and eight minima from twelve bytes, as in Q4_K and Q5_K."""
     low, middle, high = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.concatenate((low & 63, high & 15 | (low >> 6) << 4), axis=1)
     minima = np.concatenate((middle & 63, high >> 4 | (middle >> 6) << 4), axis=1)
@@ -153,7 +154,7 @@ def _scales_and_mins(packed: Bytes) -> tuple[Ints, Ints]:
 
 
 def _with_minima(codes: Ints, blocks: Bytes, scales: Ints, minima: Ints, at: int) -> Groups:
-    """Groups scaled twice: by small numbers of their own and by the block's two float16s."""
+    """Return groups with two-level scales: small integers times the block's two float16s."""
     num_groups = scales.shape[1]
     return Groups(
         codes=codes.astype(np.int8).reshape(len(blocks), num_groups, -1),
@@ -168,7 +169,7 @@ def _q2_k(blocks: Bytes) -> Groups:
 
 
 def _q3_k(blocks: Bytes) -> Groups:
-    high = _bit_planes(blocks[:, 0:32])  # unset: 4 is taken off
+    high = _bit_planes(blocks[:, 0:32])  # unset: 4 is subtracted
     codes = _two_bits(blocks[:, 32:96]).astype(np.int8) - ((high ^ 1) << 2).astype(np.int8)
     low = _nibbles(blocks[:, 96:104])
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]

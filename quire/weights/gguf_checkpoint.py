@@ -1,10 +1,10 @@
-"""GgufCheckpoint: a GGUF model with the face of Checkpoint, under the checkpoint's names.
+"""A GGUF model as a Checkpoint, with the checkpoint's tensor names.
 
-Plain types are handed out as they lie in the file. Quantized ones become float32 when they are
-asked for, some rows at a time, or as a whole and then kept until they are released; rows that the
-converter reordered are put back, as bytes, so that an f32, f16 or bf16 file gives the very tensors
-of its checkpoint. `quantized` hands out the blocks themselves, for who computes with them. Always
-holds: what cannot be read is refused when the file is opened, by name and type.
+Plain types are returned as stored. Quantized tensors are converted to float32 on request, some rows
+at a time, or as a whole and then cached until released. Rows that the converter reordered are put
+back, as bytes, so that an f32, f16 or bf16 file yields exactly the tensors of its checkpoint.
+`quantized` returns the blocks themselves, for executors that compute with them. Invariant:
+unsupported tensors are rejected when the file is opened, by name and type.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ WHOLE = slice(None)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Held:
-    """A tensor of the file under the checkpoint's name."""
+    """A tensor of the file, under the checkpoint's name."""
 
     stored: GgufTensor
     placed: Placed
-    num_heads: int  # of Order.NEIGHBOURS
+    num_heads: int  # for Order.NEIGHBOURS
 
     @property
     def dtype(self) -> str:
-        """What it is handed out as."""
+        """Return the dtype in which the tensor is returned."""
         return PLAIN.get(self.stored.type.name, "f32")
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The checkpoint's shape."""
+        """Return the checkpoint's shape."""
         if self.placed.order is Order.TRANSPOSED:
             return tuple(reversed(self.stored.shape))
         return self.stored.shape
 
 
 class GgufCheckpoint:
-    """Tensors by the checkpoint's names. Raises WeightsError, all problems listed together."""
+    """Tensors by the checkpoint's names. Raises WeightsError with all problems together."""
 
     described_by = "its metadata"
 
@@ -68,26 +68,26 @@ class GgufCheckpoint:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All tensor names, as a checkpoint has them; a name nobody knows stays the file's."""
+        """Return all tensor names, as in a checkpoint; an unknown name is kept from the file."""
         return tuple(self._held)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors in the file."""
+        """Return the bytes of all tensors in the file."""
         return sum(held.stored.end - held.stored.start for held in self._held.values())
 
     @property
     def files(self) -> dict[Path, os.stat_result]:
-        """The model's files, and what the system knew of them when they were opened."""
+        """Return the model's files with their metadata when opened."""
         return {file.path: file.opened for file in self._model.files}
 
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Dtype and shape of the tensor `name` as it is handed out."""
+        """Return dtype and shape of a tensor as `tensor` returns it."""
         held = self._known(name)
         return held.dtype, held.shape
 
     def tensor(self, name: str) -> StoredTensor:
-        """The tensor as a checkpoint would have it; a view of the file where nothing differs."""
+        """Return the tensor as in a checkpoint; a view of the file if nothing differs."""
         held = self._known(name)
         raw = self._ready.get(name)
         if raw is None:
@@ -97,7 +97,7 @@ class GgufCheckpoint:
         return StoredTensor(name=name, dtype=held.dtype, shape=held.shape, raw=raw)
 
     def content(self, name: str) -> StoredTensor:
-        """What is digested of it: the tensor, or the blocks as they lie in the file."""
+        """Return what is digested: the tensor, or its blocks as stored."""
         held = self._known(name)
         kind = held.stored.type.name
         if kind in PLAIN:
@@ -106,16 +106,18 @@ class GgufCheckpoint:
         return StoredTensor(name=name, dtype=kind, shape=held.shape, raw=raw)
 
     def quantized_rows(self, name: str, *, transposed: bool) -> QuantizedRows | None:
-        """The rows of a quantized matrix; see Checkpoint."""
+        """Return the rows of a quantized matrix; see Checkpoint."""
         held = self._known(name)
-        is_turned = held.placed.order is Order.TRANSPOSED
-        return self.quantized(name) if len(held.shape) == 2 and is_turned == transposed else None
+        is_transposed = held.placed.order is Order.TRANSPOSED
+        return (
+            self.quantized(name) if len(held.shape) == 2 and is_transposed == transposed else None
+        )
 
     def fp8(self, name: str) -> None:
-        """No type of blocks is fp8."""
+        """Return None: no block type is fp8."""
 
     def read_f32(self, name: str, rows: slice = WHOLE) -> NDArray[np.float32]:
-        """A fresh float32 copy of the tensor, or of a slice of its first axis."""
+        """Return a new float32 copy of the tensor, or of a slice of its first axis."""
         if (quantized := self.quantized_rows(name, transposed=False)) is not None:
             return quantized.to_f32(rows)
         stored = self.tensor(name)
@@ -124,15 +126,15 @@ class GgufCheckpoint:
         return np.array(stored.array[rows], np.float32, order="C")
 
     def block_type(self, name: str) -> str:
-        """The type of a quantized tensor's blocks, "" of a plain one."""
+        """Return the block type of a quantized tensor, "" for a plain one."""
         kind = self._known(name).stored.type.name
         return "" if kind in PLAIN else kind
 
     def quantized(self, name: str) -> QuantizedRows | None:
-        """The blocks of a quantized tensor, None of a plain one.
+        """Return the blocks of a quantized tensor, None for a plain one.
 
-        Rows come in the checkpoint's order; where it stores a matrix the other way round
-        (GPT-2's products) they are rows of the product still: blocks cannot be transposed.
+        Rows are in the checkpoint's order; if the checkpoint stores the matrix transposed (GPT-2's
+        products), they are still rows of the product, since blocks cannot be transposed.
         """
         held = self._known(name)
         if held.stored.type.name in PLAIN:
@@ -140,7 +142,7 @@ class GgufCheckpoint:
         return QuantizedRows(type=held.stored.type, blocks=self._blocks(held))
 
     def release(self, name: str) -> None:
-        """Drop what was made of the tensor, and its pages; views of the file stay valid."""
+        """Drop the cached tensor and its pages; views of the file stay valid."""
         self._ready.pop(name, None)
         stored = self._known(name).stored
         self._model.holder(stored.name).release(stored)
@@ -152,7 +154,7 @@ class GgufCheckpoint:
         return held
 
     def _made_ready(self, held: _Held) -> NDArray[np.uint8]:
-        """The bytes of the tensor as it is handed out."""
+        """Return the bytes of the tensor as `tensor` returns it."""
         kind, shape = held.stored.type, held.stored.shape
         if kind.name in PLAIN:
             raw = self._model.holder(held.stored.name).raw(held.stored)
@@ -169,7 +171,7 @@ class GgufCheckpoint:
         return values.reshape(-1).view(np.uint8)
 
     def _blocks(self, held: _Held) -> NDArray[np.uint8]:
-        """uint8 [rows, blocks a row, block bytes], rows in the checkpoint's order."""
+        """Return uint8 [rows, blocks per row, block bytes], with rows in the checkpoint's order."""
         kind, shape = held.stored.type, held.stored.shape
         raw = self._model.holder(held.stored.name).raw(held.stored)
         rows = raw.reshape(prod(shape[:-1]), -1, kind.block_bytes)
@@ -179,7 +181,7 @@ class GgufCheckpoint:
 
 
 def _halves_apart(rows: NDArray[np.uint8], num_heads: int) -> NDArray[np.uint8]:
-    """Of each head the even rows, then the odd ones: [heads, 2, rows a head / 2, ...]."""
+    """Return the even rows of each head, then the odd ones: [heads, 2, rows per head / 2, ...]."""
     pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2))
 
@@ -188,8 +190,8 @@ def _named(model: GgufModel) -> dict[str, _Held]:
     architecture = model.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in NAMES:
         raise WeightsError(
-            f"{model.path}: general.architecture is {show(architecture)}; {', '.join(NAMES)} can "
-            "be read; take the safetensors checkpoint of the model"
+            f"{model.path}: general.architecture is {show(architecture)}; supported: "
+            f"{', '.join(NAMES)}; use the safetensors checkpoint of the model"
         )
     problems: list[str] = []
     held: dict[str, _Held] = {}
@@ -198,8 +200,8 @@ def _named(model: GgufModel) -> dict[str, _Held]:
             continue
         if stored.type.name not in READABLE:
             problems.append(
-                f"{name} is {stored.type.name}, which is not read yet; {', '.join(READABLE)} are: "
-                "take a file of one of these"
+                f"{name} is {stored.type.name}, which is not supported; use a file with "
+                f"{', '.join(READABLE)}"
             )
             continue
         placed, num_heads = place(name, NAMES[architecture]), 0
@@ -208,15 +210,15 @@ def _named(model: GgufModel) -> dict[str, _Held]:
             continue
         if placed.order is Order.NEIGHBOURS:
             key = f"{architecture}.{placed.heads}"
-            # One number a model, or none: then keys have as many heads as queries.
+            # Without its own count, keys have as many heads as queries.
             count = model.metadata.get(key, model.metadata.get(key.removesuffix("_kv")))
             num_heads = _number_of_heads(count)
             is_cut = len(stored.shape) == 1 and stored.type.name not in PLAIN
             if not num_heads or stored.shape[0] % (2 * num_heads) or is_cut:
                 problems.append(
                     f"{name} is {stored.type.name} {list(stored.shape)}, and {key} is "
-                    f"{show(count)}; an even number of rows a head is needed, of plain numbers "
-                    "where it is a vector"
+                    f"{show(count)}; an even number of rows per head is needed, and a plain type "
+                    "for a vector"
                 )
                 continue
         if placed.source in held:
@@ -227,8 +229,8 @@ def _named(model: GgufModel) -> dict[str, _Held]:
 
 
 def _number_of_heads(count: Any) -> int:
-    """The number, 0 where it is none."""
-    if isinstance(count, GgufArray):  # a number for each layer, which must be the same
+    """Return the number, 0 if it is invalid."""
+    if isinstance(count, GgufArray):  # one number per layer, which must be equal
         values = set(count.numbers().tolist())
         count = values.pop() if len(values) == 1 else 0
     is_whole = isinstance(count, int) and not isinstance(count, bool)

@@ -1,9 +1,9 @@
-"""What each architecture's tensors are called in GGUF, in the checkpoints, and how they differ.
+"""Map GGUF's tensor names to those of checkpoints, for each architecture.
 
-llama.cpp's converter renames tensors, and for some architectures reorders them: rows of query and
-key products, so that rotation pairs neighbours (Llama, Granite, SmolLM 3), and GPT-2's matrices,
-which checkpoints store the other way round. What it adds to values (Gemma's norms) is the models
-room's concern. Source of the facts: convert_hf_to_gguf.py and gguf-py (ggml-org/llama.cpp).
+llama.cpp's converter renames tensors, and reorders some: rows of query and key products, so that
+rotation pairs adjacent rows (Llama, Granite, SmolLM 3), and GPT-2's matrices, which checkpoints
+store transposed. Changes of values (Gemma's norms) are handled in quire/models. Source:
+convert_hf_to_gguf.py and gguf-py (ggml-org/llama.cpp).
 """
 
 from __future__ import annotations
@@ -16,32 +16,35 @@ from types import MappingProxyType
 
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(\w+)\.(weight|bias)")
 _WHOLE = re.compile(r"(\w+)\.(weight|bias)")
-# Read with the metadata, as settings of rotation: no program asks for them.
+# Read with the metadata, as settings of rotary embeddings; no program has them as weights.
 ROPE_TENSORS = frozenset(
     {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 )
 
 
 class Order(Enum):
-    """How a GGUF tensor's rows lie, compared with the checkpoint's."""
+    """The order of a GGUF tensor's rows relative to the checkpoint's."""
 
     SAME = "same"
-    NEIGHBOURS = "neighbours"  # of each head row 2 i is row i, row 2 i + 1 is row i + half
+    NEIGHBOURS = "neighbours"  # per head, row 2 i is row i, row 2 i + 1 is row i + half
     TRANSPOSED = "transposed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """The checkpoint's name of a tensor, and how to get its rows; heads: of NEIGHBOURS."""
+    """A tensor's name in the checkpoint, and the order of its rows.
+
+    heads: for NEIGHBOURS, the metadata key with the number of heads, without the architecture.
+    """
 
     source: str
     order: Order = Order.SAME
-    heads: str = ""  # the metadata that counts them, without the architecture
+    heads: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """Names of one architecture: of the whole model, and of a layer behind `layer_prefix`."""
+    """Names of an architecture: of the whole model, and of a layer after `layer_prefix`."""
 
     whole: Mapping[str, str]
     layer: Mapping[str, str]
@@ -65,19 +68,19 @@ _ATTENTION = {
 }
 _GATED = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-_NORMS_BEHIND = {
+_POST_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 
 _PLAIN = Names(whole=_WHOLE_NAMES, layer={**_ATTENTION, **_GATED, **_NORMS})
 _NEIGHBOURS = Names(whole=_WHOLE_NAMES, layer=_PLAIN.layer, pairs_neighbours=True)
-_NORMED_AROUND = Names(
+_SANDWICH_NORMS = Names(
     whole=_WHOLE_NAMES,
     layer={
         **_ATTENTION,
         **_GATED,
-        **_NORMS_BEHIND,
+        **_POST_NORMS,
         "attn_norm": "input_layernorm",
         "ffn_norm": "pre_feedforward_layernorm",
     },
@@ -91,9 +94,9 @@ NAMES: Mapping[str, Names] = MappingProxyType(
         "qwen2": _PLAIN,
         "qwen3": _PLAIN,
         "gemma": _PLAIN,
-        "gemma2": _NORMED_AROUND,
-        "gemma3": _NORMED_AROUND,
-        "olmo2": Names(whole=_WHOLE_NAMES, layer={**_ATTENTION, **_GATED, **_NORMS_BEHIND}),
+        "gemma2": _SANDWICH_NORMS,
+        "gemma3": _SANDWICH_NORMS,
+        "olmo2": Names(whole=_WHOLE_NAMES, layer={**_ATTENTION, **_GATED, **_POST_NORMS}),
         "phi3": Names(
             whole=_WHOLE_NAMES,
             layer={
@@ -131,7 +134,7 @@ NAMES: Mapping[str, Names] = MappingProxyType(
 
 
 def place(name: str, names: Names) -> Placed:
-    """Where the GGUF tensor `name` belongs; a name that is not known stays what it is."""
+    """Return where the GGUF tensor `name` belongs; an unknown name is kept."""
     if whole := _WHOLE.fullmatch(name):
         known = names.whole.get(whole[1])
         return Placed(source=name if known is None else f"{known}.{whole[2]}")

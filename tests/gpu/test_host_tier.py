@@ -22,7 +22,7 @@ from quire.base.errors import SettingError  # noqa: E402
 from quire.base.records import EngineStats, Request, StepPlan  # noqa: E402
 from quire.base.sampling_params import SamplingParams  # noqa: E402
 from quire.bench.local import LocalEngine  # noqa: E402
-from quire.bench.workloads import Ask  # noqa: E402
+from quire.bench.workloads import RequestSpec  # noqa: E402
 from quire.config.machine import MachineMemory  # noqa: E402
 from quire.execute.gpu.executor_class import TorchExecutorClass  # noqa: E402
 from quire.execute.gpu.stream import CpuStream  # noqa: E402
@@ -212,7 +212,7 @@ def test_who_was_swapped_out_goes_on_with_the_bytes_it_had(
 
 PROMPT = tuple(3 + (7 * at) % 200 for at in range(100))  # six whole blocks
 OTHER = tuple(3 + (11 * at) % 200 for at in range(120))
-ASKS = [Ask(prompt_ids=ids, output_tokens=6) for ids in (PROMPT, OTHER, PROMPT)]
+ASKS = [RequestSpec(prompt_ids=ids, output_tokens=6) for ids in (PROMPT, OTHER, PROMPT)]
 
 
 @pytest.fixture
@@ -233,7 +233,7 @@ def answered(model: Path, **more: Any) -> tuple[list[tuple[int, ...]], EngineSta
 
     async def run() -> tuple[list[tuple[int, ...]], EngineStats]:
         async with LocalEngine(str(model), settings) as engine:
-            told = [(await engine.run([ask]))[0].token_ids for ask in ASKS]
+            told = [(await engine.run([spec]))[0].token_ids for spec in ASKS]
             return told, engine.stats
 
     return asyncio.run(run())

@@ -17,7 +17,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from quire.api.http.server import _server
+from quire.api.server import public_server
 from quire.api.server_state import ServerState
 from quire.base.log import Log
 from quire.config.groups import ServerConfig
@@ -73,7 +73,7 @@ class ScriptedServer:
         self.engine = TurningEngine(*self._made)
         serving = ServerState(ServerConfig(**self._settings), Metrics(), Log("test", io.StringIO()))
         serving.start(self.engine)
-        server = _server(serving)
+        server = public_server(serving)
         self._stop = lambda: setattr(server, "should_exit", True)
         with socket.create_server(("127.0.0.1", 0)) as listening:
             self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"

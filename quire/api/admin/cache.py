@@ -1,8 +1,8 @@
-"""GET /v1/cache and POST /v1/cache/flush: what the prefix cache holds, and emptying it.
+"""GET /v1/cache and POST /v1/cache/flush: report the contents of the prefix cache, and empty it.
 
-For admins (auth.py guards both paths and the names other servers give the second): it tells of
-everybody's prefixes, though by keyed digests and never by text. Knows no scheduling; the numbers
-are the engine's (quire.base.cache_usage).
+For admins (auth.py guards both paths, and the names that other servers give the second): the report
+covers the prefixes of all tenants, as keyed digests without text. The engine provides the numbers
+(quire.base.cache_usage).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CacheRoutes:
         self._serving = serving
 
     async def get(self, request: Request) -> Response:
-        """The report; `?prefixes=N` for the N prefixes that spared most tokens."""
+        """Return the report; `?prefixes=N` adds the N prefixes that saved the most tokens."""
         num_prefixes = _num_prefixes(request)
         report = await self._serving.engine().cache_report(num_prefixes=num_prefixes)
         return _json(report_json(report))
@@ -45,7 +45,7 @@ class CacheRoutes:
 
 
 def report_json(report: CacheReport) -> dict[str, Any]:
-    """The report as it is told; shares are of tokens that were looked up, null before any was."""
+    """Return the report as JSON; shares are of the tokens looked up, null before any lookup."""
     queried = report.queried_tokens_total
     host, disk = report.host_hit_tokens_total, report.disk_hit_tokens_total
     pool = report.hit_tokens_total - host - disk

@@ -1,8 +1,7 @@
-"""GET /health and /metrics: whether the server does what it should, and what it did.
+"""GET /health and /metrics: health as JSON, and metrics for Prometheus.
 
-Health is progress, not presence: 200 only in state "ready", and only while steps advance if work
-is pending; else 503 with the state ("starting", "ready", "paused", "draining",
-"dead") and the reason.
+Health means progress: 200 only in state "ready", and only while steps advance if work is pending;
+else 503 with the state ("starting", "ready", "paused", "draining", "dead") and the reason.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class HealthRoutes:
         self._serving = serving
 
     async def health(self, request: Request) -> Response:
-        """State, reason, open streams and steps so far."""
+        """Return state, reason, open streams and steps so far."""
         health = self._serving.health()
         return Response(
             msgspec.json.encode(dataclasses.asdict(health)),
@@ -34,5 +33,5 @@ class HealthRoutes:
         )
 
     async def metrics(self, request: Request) -> Response:
-        """All metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return Response(self._serving.scrape(), headers={"content-type": CONTENT_TYPE})

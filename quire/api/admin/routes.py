@@ -1,9 +1,9 @@
-"""/admin: pause, resume and drain a server that goes on, for admins (auth.py guards the paths).
+"""/admin: pause, drain and resume a running server, for admins (auth.py guards the paths).
 
-Paused, requests for tokens wait at the edge, and what runs goes on; drained, nothing new is taken
-(503). Resume ends both. The log's level is the API processes': the engine's logs its start and what
-goes wrong. What is set holds in all API processes when it is answered. Knows no engine. Always
-holds: a server that is being stopped by a signal is not resumed.
+While the server is paused, generation requests wait in the HTTP server, and running ones continue;
+while it is drained, new requests get 503. Resume ends both. The log level is that of the API
+processes, not of the engine. A setting holds in all API processes when its request is answered.
+Knows no engine. Always holds: a server that is stopping is not resumed.
 """
 
 from __future__ import annotations
@@ -14,45 +14,46 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.api.http.request_body import read_object
+from quire.api.http.request_io import read_object
 from quire.api.server_state import ServerState
-from quire.api.workers.sibling_workers import WorkerState
+from quire.api.workers.sibling_workers import SiblingWorkers, WorkerState
 from quire.base.errors import InvalidParameter
 from quire.base.log import LEVELS
 from quire.base.show import show
 
 
 class AdminRoutes:
-    """The routes."""
+    """The routes. siblings: the other API processes."""
 
-    def __init__(self, serving: ServerState) -> None:
+    def __init__(self, serving: ServerState, siblings: SiblingWorkers | None = None) -> None:
         self._serving = serving
+        self._siblings = siblings
 
     async def get(self, request: Request) -> Response:
-        """What is taken now, and how many requests are open and held."""
-        peers = self._serving.peers
-        return self._told([] if peers is None else await peers.look())
+        """Return whether requests are accepted, and how many are open and held."""
+        siblings = self._siblings
+        return self._state([] if siblings is None else await siblings.states())
 
     async def pause(self, request: Request) -> Response:
-        """Requests for tokens wait from now on."""
+        """Hold new generation requests."""
         await _no_body(request)
         self._serving.pause()
         return await self._changed()
 
     async def drain(self, request: Request) -> Response:
-        """Nothing new is taken; what is open goes on."""
+        """Refuse new requests; open ones continue."""
         await _no_body(request)
         self._serving.refuse_new()
         return await self._changed()
 
     async def resume(self, request: Request) -> Response:
-        """As before a pause or a drain."""
+        """Accept requests again after a pause or a drain."""
         await _no_body(request)
         self._serving.resume()
         return await self._changed()
 
     async def log_level(self, request: Request) -> Response:
-        """From now on what is worth less is not logged."""
+        """Set the lowest level that is logged."""
         limit_bytes = self._serving.config.max_body_bytes
         body, _ = await read_object(request, limit_bytes=limit_bytes)
         if request.query_params or body.keys() != {"level"}:
@@ -65,21 +66,21 @@ class AdminRoutes:
         return await self._changed()
 
     async def _changed(self) -> Response:
-        peers = self._serving.peers
-        return self._told([] if peers is None else await peers.tell(self._serving))
+        siblings = self._siblings
+        return self._state([] if siblings is None else await siblings.publish(self._serving))
 
-    def _told(self, others: Sequence[WorkerState]) -> Response:
+    def _state(self, others: Sequence[WorkerState]) -> Response:
         serving = self._serving
-        told = {
+        state = {
             "object": "server",
             "paused": serving.paused,
             "draining": serving.draining,
-            "open_requests": serving.live.num_open + sum(one.open_requests for one in others),
+            "open_requests": serving.requests.num_open + sum(one.open_requests for one in others),
             "held_requests": serving.num_held + sum(one.held_requests for one in others),
             "log_level": serving.log.level,
         }
         return Response(
-            msgspec.json.encode(told),
+            msgspec.json.encode(state),
             headers={"cache-control": "no-store"},
             media_type="application/json",
         )

@@ -1,6 +1,6 @@
-"""GET /version, and / for people who come with a browser.
+"""GET /version, and / for browsers.
 
-Knows nothing of the model or the engine: both answer while the model loads, and need no key.
+Knows no model and no engine: both routes answer while the model loads, and need no key.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GET  /v1/models, /tokenizer_info, /v1/requests/ID, /health, /metrics, /version
 
 
 def installed_version() -> str:
-    """The version of this package."""
+    """Return the version of this package."""
     try:
         return version("quire")
     except PackageNotFoundError:
@@ -28,17 +28,17 @@ def installed_version() -> str:
 
 
 async def show_version(request: Request) -> Response:
-    """The version of this server."""
+    """Return the version of this server."""
     content = msgspec.json.encode({"name": "quire", "version": installed_version()})
     return Response(content, media_type="application/json")
 
 
 class Pointer:
-    """What is served here, in a few lines. root_path: what stands before it all."""
+    """The overview of the routes. root_path: the prefix of all paths."""
 
     def __init__(self, root_path: str) -> None:
         self._text = _POINTER.replace(" /", f" {root_path}/")
 
     async def show(self, request: Request) -> Response:
-        """The lines."""
+        """Return the overview."""
         return PlainTextResponse(self._text)

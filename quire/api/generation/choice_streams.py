@@ -1,8 +1,8 @@
-"""Answers: prompts run at once in the engine, their deltas in one stream, counted as they pass.
+"""Run the prompts of a request at once in the engine and merge their deltas into one stream.
 
-Knows nothing of JSON or HTTP. Always holds: each choice is counted once in the metrics, under its
-finish reason, or under "abort" where the caller left or an error ended the request; leaving the
-stream closes every generator of the engine.
+Knows no JSON and no HTTP. Always holds: each choice is counted once in the metrics, under its
+finish reason, or under "abort" if the client disconnected or an error ended the request; leaving
+the stream closes every generator of the engine.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import cast
 
 from msgspec import structs
 
+from quire.api.engine_protocol import Engine
 from quire.api.http.errors import NothingToChoose
-from quire.api.server_state import Engine
 from quire.base.cache_usage import CacheUsage, for_strangers
 from quire.base.errors import OverloadedError, QuireError, RequestError, ShuttingDown, StepRowError
 from quire.base.records import NOTHING_LEFT, FinishReason
@@ -27,14 +27,14 @@ from quire.engine.output.output_stream import PLAIN_TEXT, TextDelta, TextRules
 from quire.engine.output.token_text import TokenText
 from quire.obs.metrics import Metrics
 
-# Deltas of several prompts that wait for the writer; a slow reader stops at this many.
+# Deltas of several prompts that wait for the writer; a slow client stops the engine at this many.
 _QUEUED_DELTAS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One prompt of a request. `echo` is the text put in front of its choices; `first`, its first
-    token, without a log-probability (NaN), where the echo's log-probabilities are told too."""
+    """One prompt of a request. echo: text that precedes its choices. first: its first token, with a
+    log-probability of NaN, if the echo has log-probabilities."""
 
     token_ids: Sequence[int]
     sampling: SamplingParams
@@ -45,8 +45,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Milliseconds from a request's arrival in the engine; of several streams the first's first
-    and the last's last. queue and first_token are None where it did not come to that."""
+    """Milliseconds from a request's arrival in the engine; of several streams the earliest start
+    and the latest end. queue and first_token are None before they happen."""
 
     queue_ms: float | None
     first_token_ms: float | None
@@ -75,19 +75,40 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens of a whole request."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    cache_uses: tuple[CacheUsage, ...] = ()  # of each prompt, where they were asked for
-    timings: Timings | None = None  # where they were asked for
-    speeds: Speeds | None = None  # where they were asked for
+    cache_uses: tuple[CacheUsage, ...] = ()  # of each prompt, if requested
+    timings: Timings | None = None  # if requested
+    speeds: Speeds | None = None  # if requested
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageOptions:
+    """What usage reports. has_several_users: users share cached prefixes and may not learn of
+    each other's prompts, so the details of cached tokens are hidden."""
+
+    has_several_users: bool = False
+    timings: bool = False
+    speeds: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptState:
+    """How much of one prompt is computed: of `total` tokens, `cache` cached, `processed` so far."""
+
+    index: int
+    total: int
+    cache: int
+    processed: int
+    time_ms: float
 
 
 @dataclass(slots=True, kw_only=True)
 class Choice:
-    """All deltas of one choice put together."""
+    """All deltas of one choice joined."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -96,15 +117,12 @@ class Choice:
     stop_reason: str | int | None = None
     seed: int | None = None
     output_tokens: int = 0
-    token_chars: list[int] = field(default_factory=list)  # where they were asked for
-    prompt_logprobs: Sequence[TokenText | None] = ()  # of its prompt; each choice has them
+    token_chars: list[int] = field(default_factory=list)  # if requested
+    prompt_logprobs: Sequence[TokenText | None] = ()  # of its prompt
 
 
 class ChoiceStreams:
-    """The answers to the prompts of one request: `deltas` once, `usage` after it.
-
-    among_strangers: its prefixes are shared with callers who may not learn of each other's prompts.
-    """
+    """The answers to the prompts of one request. Iterate `deltas` once; `usage` has the counts."""
 
     def __init__(
         self,
@@ -115,16 +133,12 @@ class ChoiceStreams:
         *,
         cache_salt: str = "",
         terms: SchedulingParams = DEFAULT_SCHEDULING,
-        among_strangers: bool = False,
-        tells_timings: bool = False,
-        tells_speeds: bool = False,
+        usage_options: UsageOptions = UsageOptions(),
     ) -> None:
         self.prompts = prompts
         self._cache_salt = cache_salt
         self._terms = terms
-        self._among_strangers = among_strangers
-        self._tells_timings = tells_timings
-        self._tells_speeds = tells_speeds
+        self._usage_options = usage_options
         self._engine = engine
         self._metrics = metrics
         self._request_id = request_id
@@ -135,9 +149,9 @@ class ChoiceStreams:
         self._cache_uses: dict[int, CacheUsage] = {}
 
     async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        """(index of the prompt, delta), as they come. Raises what `generate` raises.
+        """Yield (index of the prompt, delta) in order of arrival. Raises what `generate` raises.
 
-        A choice that failed, or that the engine gave up, is raised as an error.
+        A choice that failed, or that the engine aborted, is raised as an error.
         """
         refused = False
         try:
@@ -153,7 +167,7 @@ class ChoiceStreams:
                 self._count_unended()
 
     async def whole(self) -> list[list[Choice]]:
-        """All choices of each prompt, when all have ended."""
+        """Return all choices of each prompt once all have ended."""
         choices = [[Choice() for _ in range(prompt.sampling.n)] for prompt in self.prompts]
         texts: list[list[list[str]]] = [[[] for _ in of_prompt] for of_prompt in choices]
         async with aclosing(self.deltas()) as deltas:
@@ -177,8 +191,8 @@ class ChoiceStreams:
 
     @property
     def usage(self) -> Usage:
-        """Tokens so far. Prompt tokens count once a prompt, however many choices it has; tokens
-        of sequences that best_of computed and does not tell count as completion tokens."""
+        """Token counts so far. Prompt tokens count once a prompt, however many choices it has;
+        tokens of sequences that best_of discards count as completion tokens."""
         if self._final is not None:
             return self._final
         usage = Usage(
@@ -188,11 +202,11 @@ class ChoiceStreams:
             ),
             cached_tokens=sum(self._cached),
             cache_uses=tuple(use for _, use in sorted(self._cache_uses.items())),
-            timings=self._timings() if self._tells_timings else None,
+            timings=self._timings() if self._usage_options.timings else None,
         )
-        if self._tells_speeds:
+        if self._usage_options.speeds:
             usage = replace(usage, speeds=self._speeds(usage))
-        if self._num_open == 0:  # asked for by the answer, the log and whoever looks at requests
+        if self._num_open == 0:  # read by the answer, the log and /v1/requests
             self._final = usage
         return usage
 
@@ -214,7 +228,7 @@ class ChoiceStreams:
 
     @property
     def prefill_ms(self) -> float:
-        """Milliseconds from the first scheduling to the first token, as far as both are known."""
+        """Milliseconds from the first scheduling to the first token; 0 before there is one."""
         timings = self._timings()
         if timings is None or timings.queue_ms is None or timings.first_token_ms is None:
             return 0.0
@@ -243,26 +257,26 @@ class ChoiceStreams:
 
     @property
     def first_token_ms(self) -> float | None:
-        """From arrival in the engine to the first token of any choice; None before there is one."""
+        """Milliseconds from arrival in the engine to the first token; None before there is one."""
         timings = self._timings()
         return None if timings is None else timings.first_token_ms
 
     @property
     def more_waits(self) -> bool:
-        """Whether what comes next, a delta or the end, is to be had without waiting for anybody."""
+        """Whether the next delta, or the end, is available without waiting."""
         if self._num_open == 0:
             return True
         return len(self.prompts) == 1 and self._engine.num_waiting(self._request_id) > 0
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Of each choice that has begun, in order: why it ended, or "open"."""
+        """The finish reason of each choice that has begun, in order; "open" for a running one."""
         last = [delta for _, delta in sorted(self._last.items(), key=lambda item: item[0])]
         return tuple(str(delta.finish_reason or "open") for delta in last)
 
     @property
     def finish_reasons(self) -> str:
-        """The finish reasons of all choices so far, for a log line."""
+        """The distinct finish reasons so far, for a log line."""
         reasons = {str(delta.finish_reason or "open") for delta in self._last.values()}
         return ",".join(sorted(reasons)) or "none"
 
@@ -274,7 +288,7 @@ class ChoiceStreams:
         return runs[0] if len(runs) == 1 else _interleaved(runs)
 
     async def _run(self, at: int, prompt: Prompt) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        # One seed for all prompts; numbered through, equal prompts still get answers of their own.
+        # All prompts have one seed; different stream numbers give equal prompts different answers.
         first = sum(before.sampling.num_sequences for before in self.prompts[:at])
         stream = self._engine.generate(
             prompt.token_ids,
@@ -297,7 +311,7 @@ class ChoiceStreams:
                 use = delta.cache_use
                 self._cache_uses[prompt] = (
                     for_strangers(use, self._engine.card.block_size)
-                    if self._among_strangers
+                    if self._usage_options.has_several_users
                     else use
                 )
         if delta.finish_reason is None:
@@ -338,9 +352,9 @@ def _ratio(amount: float, divisor: float) -> float:
     return round(amount / divisor, 3) if divisor > 0 else 0.0
 
 
-def _failure(sampling: SamplingParams, why: str | None) -> QuireError:
-    """The error of a row that failed: the request's own where it may have left no token."""
-    said = why or "the engine could not compute this request"
+def _failure(sampling: SamplingParams, message: str | None) -> QuireError:
+    """Return the error of a failed row: the request's fault if it may have left no token."""
+    reason = message or "the engine could not compute this request"
     bans = (
         sampling.structured_outputs is not None
         or sampling.allowed_token_ids is not None
@@ -348,13 +362,14 @@ def _failure(sampling: SamplingParams, why: str | None) -> QuireError:
         or sampling.no_repeat_ngram_size
         or sampling.min_tokens
     )
-    return NothingToChoose(said) if bans and said.startswith(NOTHING_LEFT) else StepRowError(said)
+    is_own = bans and reason.startswith(NOTHING_LEFT)
+    return NothingToChoose(reason) if is_own else StepRowError(reason)
 
 
 async def _interleaved(
     runs: Sequence[AsyncGenerator[tuple[int, TextDelta], None]],
 ) -> AsyncGenerator[tuple[int, TextDelta], None]:
-    """The items of all runs as they come. The first error ends all, and so does leaving."""
+    """Yield the items of all runs in order of arrival. The first error ends all runs."""
     queue: asyncio.Queue[tuple[int, TextDelta] | None] = asyncio.Queue(_QUEUED_DELTAS)
 
     async def feed(run: AsyncIterator[tuple[int, TextDelta]]) -> None:
@@ -386,7 +401,7 @@ def _wake(queue: asyncio.Queue[tuple[int, TextDelta] | None]) -> None:
 
 
 def _raise_first(feeding: asyncio.Future[None]) -> None:
-    """Raise the first of the errors a TaskGroup gathered."""
+    """Raise the first error of a TaskGroup."""
     error = feeding.exception()
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,11 +1,11 @@
-"""Answers in a form beside tool calls: what was asked for, less what begins as a call does.
+"""Exclude content that begins like a tool call from the grammar of constrained content.
 
     words = content_beside_calls(asked, written, form, names, options=...)
 
-Llama writes a call as a JSON object, and so may an answer in a form be. What begins as a call is
-one (quire/output_parsers/calls_or_content.py), so no other answer may begin so. Compiles nothing.
-Always holds: a grammar made of these words has no text that could be both, or the request is
-refused by the name of the field that asks for the form.
+Llama writes a call as a JSON object, and constrained content may be one too. Text that begins like
+a call is parsed as one (quire/output_parsers/calls_or_content.py), so content may not begin so.
+Compiles nothing. Always holds: no text of the grammar could be both, or the request is refused with
+the name of the field that constrains the content.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.base.errors import InvalidParameter
 from quire.base.grammar import Grammar, GrammarKind
 from quire.base.show import show
 from quire.output_parsers.call_grammar import AnswerRule, CallSyntax, embedded
-from quire.structured.heads import may_begin
+from quire.structured.call_beginnings import may_begin
 
 # A string as llguidance writes it, as a terminal.
 _TEXT = r'/"([^"\\\x00-\x1f\x7f]|\\(["\\\/bfnrt]|u[0-9a-fA-F]{4}))*"/'
@@ -33,10 +33,10 @@ def content_beside_calls(
     *,
     options: Mapping[str, Any],
 ) -> AnswerRule:
-    """What was asked for, less what begins as a call of one of these functions.
+    """Return the requested content without texts that begin like a call of one of these functions.
 
-    written: all that was asked for, as the body of a Lark rule. options: how its JSON is written,
-    as llguidance takes that. Raises InvalidParameter.
+    written: the requested content as the body of a Lark rule. options: llguidance's options for its
+    JSON. Raises InvalidParameter.
     """
     begins = form.begins(names)
     if asked.kind is GrammarKind.REGEX:
@@ -48,7 +48,7 @@ def content_beside_calls(
                 raise _refusal(asked, f"the choice has {show(text)}, which begins")
         return AnswerRule(written)
     key = form.bare_key
-    if key is None or asked.whitespace == "":  # no JSON begins as a call does
+    if key is None or asked.whitespace == "":  # no JSON begins like a call
         return AnswerRule(written, is_json=True)
     schema, in_list = json.loads(asked.text), bool(form.first)
     if not may_begin(schema, names=names, key=key, in_list=in_list):
@@ -64,15 +64,15 @@ def _pattern(text: str) -> str:
 
 def _refusal(asked: Grammar, what: str) -> InvalidParameter:
     return InvalidParameter(
-        f"{asked.param}: {what} as this model's calls of the request's tools do, so that nothing "
-        "tells one from the other; have it begin with a property that must come and that calls do "
-        "not have, name the tools otherwise, or leave one of both out",
+        f"{asked.param}: {what} as this model's calls of the request's tools do, so that the two "
+        "cannot be distinguished; have it begin with a required property that calls do not have, "
+        "rename the tools, or leave one of both out",
         param=asked.param,
     )
 
 
 def _other_objects(names: Sequence[str], key: str, options: Mapping[str, Any]) -> str:
-    """Objects in Lark, all but those that begin {"name": NAME, KEY: ..."""
+    """Return a Lark rule of all objects except those that begin {"name": NAME, KEY: ..."""
 
     def in_json(**schema: Any) -> str:
         return f"%json {embedded({**schema, 'x-guidance': dict(options)})}"

@@ -1,16 +1,20 @@
-"""The fields each route honours, and how the fields of a body are sorted by name.
+"""The request fields of each route, sorting a body by them, and sampling fields as parameters.
 
 A field that would change the answer is honoured or refused. null means "not given", for any name.
-What other servers and clients send is in foreign_fields.py: exact synonyms are renamed, fields that
+foreign_fields.py lists what other servers and clients send: exact synonyms are renamed, fields that
 cannot change the answer are accepted, hints are accepted and reported. Any other name is refused,
-or, with unknown_fields="warn", left out and reported. Values are checked where they are used.
+or, with unknown_fields="warn", ignored and reported. Sampling fields that a request leaves out come
+from the model's generation_config.json, then from OpenAI's defaults; SamplingParams checks values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
+
+import msgspec
 
 from quire.api.generation.foreign_fields import (
     EMPTY_SYNONYMS,
@@ -21,8 +25,14 @@ from quire.api.generation.foreign_fields import (
     UNSERVED,
     same_json,
 )
+from quire.api.generation.grammar_fields import grammar_asked_for
 from quire.base.errors import InvalidParameter
+from quire.base.sampling_params import MAX_LOGIT_BIAS, SamplingParams, random_seed
 from quire.base.show import show
+
+# OpenAI's default for completions; chats default to the rest of the context.
+COMPLETION_TOKENS = 16
+_MAX_ID_DIGITS = 10
 
 SAMPLING = frozenset(
     {
@@ -69,8 +79,8 @@ SAMPLING = frozenset(
         "structured_outputs",
     }
 )
-# On what terms a request is served; no token depends on them.
-TERMS = frozenset(
+# Scheduling fields; no token depends on them.
+SCHEDULING = frozenset(
     {
         "priority",
         "deadline_ms",
@@ -81,7 +91,7 @@ TERMS = frozenset(
 )
 _EVERYWHERE = (
     SAMPLING
-    | TERMS
+    | SCHEDULING
     | {
         "model",
         "stream",
@@ -95,10 +105,10 @@ _EVERYWHERE = (
         "return_progress",
     }
 )
-# Where answers are texts.
+# Routes with texts as answers.
 _TEXTS = _EVERYWHERE | {"add_special_tokens", "response_format", "return_token_ids"}
 COMPLETIONS = _TEXTS | {"prompt", "echo", "suffix"}
-# What goes with messages and shapes the prompt.
+# Fields beside messages that change the prompt.
 _TEMPLATE = frozenset(
     {
         "tools",
@@ -119,7 +129,7 @@ _CHAT_ONLY = {
     "include_reasoning",
 }
 CHAT = _TEXTS | _TEMPLATE | _CHAT_ONLY
-# Token ids in and out: nothing that is said of texts.
+# Token ids in and out: no fields of texts.
 GENERATE = (_EVERYWHERE - {"logprob_token_ids"}) | {"tokens"}
 CONVERSATION = _TEMPLATE | {"messages"}
 TOKENIZE = CONVERSATION | {"model", "prompt", "add_special_tokens", "return_token_strs"}
@@ -137,10 +147,10 @@ _TYPES: Mapping[str, type | tuple[type, ...]] = {
 def known_fields(
     body: Mapping[str, Any], honoured: frozenset[str], *, warn_unknown: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the honoured fields that were given, and the names left out.
+    """Return the honoured fields that were given, and the names that are ignored.
 
-    Names are left out where they are hints, or unknown with warn_unknown. Raises InvalidParameter
-    naming a field that is not served or not known, with its value.
+    Hints are ignored, and unknown names with warn_unknown. Raises InvalidParameter naming a field
+    that is not served or not known, with its value.
     """
     given: dict[str, Any] = {}
     ignored: list[str] = []
@@ -170,13 +180,13 @@ def known_fields(
 
 
 def ignored_header(names: tuple[str, ...]) -> str:
-    """The names as a header value: printable ASCII, bounded."""
+    """Return the names as a header value: printable ASCII, bounded."""
     shown = [name.encode("ascii", "backslashreplace").decode()[:64] for name in names[:32]]
     return ", ".join("".join(c if c.isprintable() else "?" for c in name) for name in shown)
 
 
 def flag(given: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
-    """A boolean field, `default` where it was not given."""
+    """Return a boolean field, or `default` if it was not given."""
     value = given.get(name, default)
     if not isinstance(value, bool):
         raise InvalidParameter(f"{name} is {show(value)}; true or false is allowed", param=name)
@@ -184,16 +194,16 @@ def flag(given: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
 
 
 def _rename(name: str, value: Any, given: dict[str, Any]) -> None:
-    """Put the value of a synonym where the field that it stands for has it.
+    """Store the value of a synonym under the field that it stands for.
 
-    Raises InvalidParameter where both are given and differ.
+    Raises InvalidParameter if both are given and differ.
     """
     field, *keys = SYNONYMS[name]
     target, key = given, field
     if keys:
         inner = given.get(field, {})
         if not isinstance(inner, dict):
-            return  # refused where the field itself is read
+            return  # the check of the field itself refuses it
         target = given[field] = dict(inner)
         [key] = keys
     if not same_json(target.setdefault(key, value), value):
@@ -234,3 +244,114 @@ def _unknown(name: str, honoured: frozenset[str]) -> InvalidParameter:
         "with --unknown-fields warn",
         param=name[:64],
     )
+
+
+def sampling_of(
+    given: Mapping[str, Any], defaults: SamplingParams, *, logprobs: int | None
+) -> SamplingParams:
+    """Return the sampling parameters of a request: with a seed, but no max_tokens unless given.
+
+    Raises InvalidParameter naming the field.
+    """
+    fields: dict[str, Any] = {name: given[name] for name in SAMPLING & given.keys()}
+    for name in ("ignore_eos", "include_stop_str_in_output"):
+        fields[name] = flag(given, name)
+    fields["skip_special_tokens"] = flag(given, "skip_special_tokens", default=True)
+    if "stop" in fields:
+        fields["stop"] = _stops(fields["stop"])
+    if "stop_token_ids" in fields:
+        fields["stop_token_ids"] = _listed("stop_token_ids", fields["stop_token_ids"])
+    if "logprob_token_ids" in fields:
+        fields["logprob_token_ids"] = _listed("logprob_token_ids", fields["logprob_token_ids"])
+        if fields["logprob_token_ids"] and logprobs is None:
+            raise InvalidParameter(
+                "logprob_token_ids is given without logprobs; add logprobs (0 for completions, "
+                "true for chats)",
+                param="logprob_token_ids",
+            )
+    if isinstance(fields.get("dry_sequence_breakers"), str):
+        fields["dry_sequence_breakers"] = _list_in_text(fields["dry_sequence_breakers"])
+    if "structured_outputs" in given or "response_format" in given:
+        fields["structured_outputs"] = grammar_asked_for(given)
+    if "logit_bias" in fields:
+        fields["logit_bias"] = _biases(fields["logit_bias"])
+    fields.setdefault("seed", random_seed())
+    return defaults.changed(logprobs=logprobs, **fields)
+
+
+def limited(
+    sampling: SamplingParams, *, default_tokens: int, room_tokens: int, cap_tokens: int | None
+) -> SamplingParams:
+    """Return `sampling` with max_tokens: the request's, else the least of default, room and cap.
+
+    More than the server's cap is refused, not cut. More than the context has room for is left
+    unchanged: the engine refuses it with both numbers.
+    """
+    if sampling.max_tokens is not None:
+        if cap_tokens is not None and sampling.max_tokens > cap_tokens:
+            raise InvalidParameter(
+                f"max_tokens is {sampling.max_tokens}; this server makes at most {cap_tokens} "
+                "tokens a request (--max-output-tokens); ask for fewer",
+                param="max_tokens",
+            )
+        return sampling
+    limit = min(default_tokens, room_tokens)
+    if cap_tokens is not None:
+        limit = min(limit, cap_tokens)
+    if limit < 1:  # no room at all: the engine refuses the prompt with both numbers
+        return sampling
+    if sampling.min_tokens > limit:
+        raise InvalidParameter(
+            f"min_tokens is {sampling.min_tokens}, more than the {limit} tokens this request may "
+            "make; lower it, or ask for more with max_tokens",
+            param="min_tokens",
+        )
+    return replace(sampling, max_tokens=limit)
+
+
+def completion_tokens(sampling: SamplingParams) -> int:
+    """Return the output tokens of a completion by its request alone."""
+    return COMPLETION_TOKENS if sampling.max_tokens is None else sampling.max_tokens
+
+
+def _stops(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, str) else _listed("stop", value)
+
+
+def _listed(name: str, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise InvalidParameter(f"{name} is {show(value)}; a list is allowed", param=name)
+    return tuple(value)
+
+
+def _list_in_text(text: str) -> Any:
+    """Return the list that `text` holds as JSON, as some clients send it; else the text."""
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, ValueError):
+        return text
+    return tuple(value) if isinstance(value, list) else text
+
+
+def _biases(value: Any) -> dict[int, Any]:
+    if not isinstance(value, dict):
+        raise InvalidParameter(
+            f"logit_bias is {show(value)}; an object of token ids and numbers is allowed",
+            param="logit_bias",
+        )
+    if len(value) > MAX_LOGIT_BIAS:
+        raise InvalidParameter(
+            f"logit_bias has {len(value)} entries; at most {MAX_LOGIT_BIAS} are allowed",
+            param="logit_bias",
+        )
+    biases: dict[int, Any] = {}
+    for key, bias in value.items():
+        is_id = key.isascii() and key.isdigit() and len(key) <= _MAX_ID_DIGITS
+        if not is_id or int(key) in biases:
+            raise InvalidParameter(
+                f"logit_bias has the key {show(key)}; each key must be one token id, as in "
+                '"50256", given once',
+                param="logit_bias",
+            )
+        biases[int(key)] = bias
+    return biases

@@ -6,7 +6,7 @@ One declarative table in five parts; `documented()` turns it into rows for the d
 - NO_EFFECT: fields that cannot change the answer, accepted at any value of their type.
 - UNSERVED: fields accepted only at values that ask for nothing, and why others are refused.
 - HINTS: fields that ask for less than an exact result; accepted and listed in a response header.
-- OTHER_NAMES: names whose meaning is close but not equal; refused with our name as a hint.
+- OTHER_NAMES: names with a close but different meaning; refused with our name as a hint.
 """
 
 from __future__ import annotations
@@ -239,12 +239,12 @@ OTHER_NAMES: Mapping[str, str] = {
 
 
 def same_json(value: Any, other: Any) -> bool:
-    """Whether two JSON values are equal; unlike in Python, a boolean equals no number."""
+    """Return whether two JSON values are equal; unlike in Python, a boolean equals no number."""
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
 def documented() -> Iterator[tuple[str, str]]:
-    """Rows (field, what happens) of the whole table, in Markdown without its pipes."""
+    """Yield rows (field, treatment) of the whole table, in Markdown without pipes."""
     for name, path in SYNONYMS.items():
         yield f"`{name}`", f"read as `{'.'.join(path)}`"
     for name, kind in NO_EFFECT.items():

@@ -1,7 +1,9 @@
-"""What completions and chats share: from a body to answers, streamed or whole.
+"""Run a generation request: from the body to the response, streamed or whole.
 
-A route hands in how its fields are read (`Reader`) and how its JSON is written (`Writer`). Knows
-neither API's words. Always holds: nothing reaches the engine before every field has been checked.
+A route hands in a GenerationRoute: its fields, how they are checked, and its dialect. Scheduling
+fields and the salt of cached prefixes are read here, because every route has them. Knows no API's
+JSON. Always holds: nothing reaches the engine before every field has been checked; requests of one
+cache scope share prefixes with no other scope, whatever salts are sent.
 """
 
 from __future__ import annotations
@@ -10,33 +12,42 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.api.generation.choice_streams import Choice, ChoiceStreams, Prompt, Usage
-from quire.api.generation.fields import flag
+from quire.api.engine_protocol import Engine
+from quire.api.generation.choice_streams import (
+    Choice,
+    ChoiceStreams,
+    Prompt,
+    Usage,
+    UsageOptions,
+)
+from quire.api.generation.fields import SCHEDULING, flag
 from quire.api.generation.request_context import RequestContext, open_request
-from quire.api.generation.request_registry import OpenRequest, Requester, RequestProgress
-from quire.api.generation.scheduling_fields import cache_salt_of, scheduling_params_of
-from quire.api.http.cancellation import disconnect_of, run_until_disconnect
-from quire.api.server_state import Engine, ServerState
-from quire.api.streaming.event_stream import EventStream, FollowStream
-from quire.api.streaming.resumable_stream import ResumableStream
-from quire.api.streaming.sse import Chunks, Events
+from quire.api.http.dialect import Dialect
+from quire.api.http.request_io import disconnect_of, run_until_disconnect
+from quire.api.server_state import OpenRequest, Requester, RequestProgress, ServerState
+from quire.api.streaming.event_stream import Events, EventStream, Writer
+from quire.api.streaming.resumable_stream import FollowStream, ResumableStream
 from quire.base.errors import InvalidParameter, QuireError
+from quire.base.scheduling_params import SchedulingParams
 from quire.base.show import show
 from quire.config.groups import ServerConfig
 from quire.config.tenants import Tenant
 
 STREAM_OPTIONS = {"include_usage", "include_obfuscation", "continuous_usage_stats", "resumable"}
+MAX_SALT_CHARS = 256
+# Surrounds a cache scope; no salt of a request may begin with it.
+_SEAL = "\0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """What every body and chunk of one answer carries."""
+    """The fields that identify an answer in its body and in every chunk."""
 
     id: str
     created_s: int
@@ -44,15 +55,20 @@ class Envelope:
     fingerprint: str
 
 
-class Writer(Chunks, Protocol):
-    """How an API writes an answer, streamed (Chunks) or whole."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOptions:
+    """Options of a stream. include_usage: a last chunk has the usage. continuous_usage,
+    continuous_timings: every chunk has them so far."""
 
-    def whole(self, choices: Sequence[Sequence[Choice]], usage: Usage) -> dict[str, Any]: ...
+    include_usage: bool = False
+    continuous_usage: bool = False
+    continuous_timings: bool = False
+    resumable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationJob:
-    """A request whose fields are all checked."""
+    """A request after the check of all its fields."""
 
     prompts: Sequence[Prompt]
     writer: Writer
@@ -60,120 +76,116 @@ class GenerationJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """What a Reader is given: the honoured fields, the engine, and the frame of the answer."""
+    """The input of a route's `read`: the known fields, the engine, the envelope of the answer."""
 
-    request: RequestContext
+    context: RequestContext
     given: Mapping[str, Any]
     engine: Engine
     envelope: Envelope
-    include_usage: bool
+    stream_options: StreamOptions
     config: ServerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamOptions:
-    """include_usage: a last chunk has the usage. continuous_usage: every chunk has it so far."""
+class GenerationRoute:
+    """What one route adds. honoured: the names of its fields. id_prefix: of answer ids. read:
+    checks the fields; raises RequestError."""
 
-    include_usage: bool = False
-    continuous_usage: bool = False
+    honoured: frozenset[str]
+    id_prefix: str
+    read: Callable[[GenerationRequest], Coroutine[Any, Any, GenerationJob]]
+    dialect: Dialect
 
 
-Reader = Callable[[GenerationRequest], Coroutine[Any, Any, GenerationJob]]
-
-
-async def generate(
-    serving: ServerState, request: Request, *, honoured: frozenset[str], prefix: str, read: Reader
-) -> Response:
-    """The response to a request for tokens. Raises RequestError and the engine's errors."""
-    begun = await open_request(serving, request, honoured=honoured, prefix=prefix)
-    given, engine, deadline = begun.given, begun.engine, begun.deadline
-    request_id = begun.request_id
+async def generate(serving: ServerState, request: Request, route: GenerationRoute) -> Response:
+    """Answer a generation request. Raises RequestError and the engine's errors."""
+    context = await open_request(
+        serving, request, honoured=route.honoured, id_prefix=route.id_prefix
+    )
+    given, engine = context.given, context.engine
     tenant: Tenant = request.state.tenant
     terms, cache_salt = scheduling_params_of(given, tenant), cache_salt_of(given, tenant)
-    envelope = Envelope(
-        id=request_id,
-        created_s=int(time.time()),
-        model=engine.card.name,
-        fingerprint=serving.fingerprint(engine.card),
-    )
     stream = flag(given, "stream")
     options = _stream_options(given, stream=stream)
     asked = GenerationRequest(
-        request=begun,
+        context=context,
         given=given,
         engine=engine,
-        envelope=envelope,
-        include_usage=options.include_usage,
+        envelope=Envelope(
+            id=context.request_id,
+            created_s=int(time.time()),
+            model=engine.card.name,
+            fingerprint=serving.fingerprint(engine.card),
+        ),
+        stream_options=options,
         config=serving.config,
     )
-    live = OpenRequest(request_id, _asker(request), request.scope["route"].path, is_stream=stream)
-    serving.live.begin(live)
-    request.state.live = live
+    usage_options = UsageOptions(
+        has_several_users=serving.has_several_users and not cache_salt,
+        timings=flag(given, "return_timings"),
+        speeds=flag(given, "timings") or options.continuous_timings,
+    )
+    requester = Requester(request.state.key, request.state.name)
+    open_ = OpenRequest(context.request_id, requester, request.scope["route"].path, stream)
+    serving.requests.begin(open_)
+    request.state.open_request = open_
 
-    async def answered() -> bytes | Response:
-        """The body of a whole answer, or the response that streams it."""
-        await serving.admitted()
-        job = await read(asked)
-        if stream:
-            _refuse_ranked(job.prompts)
+    async def answer() -> bytes | Response:
+        """Return the body of a whole answer, or the response that streams it."""
+        if serving.paused:
+            await serving.wait_while_paused()
+        job = await route.read(asked)
         answers = ChoiceStreams(
             engine,
             serving.metrics,
             job.prompts,
-            request_id,
+            context.request_id,
             cache_salt=cache_salt,
             terms=terms,
-            among_strangers=serving.has_strangers and not cache_salt,
-            tells_timings=flag(given, "return_timings"),
-            tells_speeds=flag(given, "timings") or flag(given, "timings_per_token"),
+            usage_options=usage_options,
         )
         request.state.answers = answers
-        live.look = lambda: _progress(answers)
-        if stream:
-            events = Events(
-                answers,
-                job.writer,
-                live.id,
-                continuous_usage=options.continuous_usage,
-                continuous_timings=flag(given, "timings_per_token"),
-                reports_progress=terms.report_progress,
-            )
-            return _streamed(serving, begun, events, live)
-        return await _written(job, await answers.whole(), answers.usage)
+        open_.read_progress = lambda: _progress(answers)
+        if not stream:
+            return await _encoded(job, await answers.whole(), answers.usage)
+        _refuse_ranked(job.prompts)
+        events = Events(
+            answers,
+            job.writer,
+            route.dialect,
+            open_.id,
+            continuous_usage=options.continuous_usage or options.continuous_timings,
+            reports_progress=terms.report_progress,
+        )
+        if options.resumable and serving.resumable_streams.has_room():
+            return _resumable(serving, context, events, open_)
+        return EventStream(serving, events, context.headers(), context.deadline, open_)
 
     try:
-        done = await run_until_disconnect(
-            answered(),
+        answered = await run_until_disconnect(
+            answer(),
             disconnect_of(request.scope, request.receive),
-            over=serving.over,
-            deadline=deadline,
-            cut=live.cut,
+            over=serving.grace_over,
+            deadline=context.deadline,
+            cut=open_.cut,
         )
     except BaseException as error:
-        serving.live.end(live, error if isinstance(error, QuireError) else QuireError("gone"))
+        serving.requests.end(open_, error if isinstance(error, QuireError) else QuireError("gone"))
         raise
-    if isinstance(done, Response):
-        return done
-    serving.live.end(live)
-    return Response(done, headers=begun.headers(), media_type="application/json")
+    if isinstance(answered, Response):
+        return answered
+    serving.requests.end(open_)
+    return Response(answered, headers=context.headers(), media_type="application/json")
 
 
-def _streamed(
-    serving: ServerState, begun: RequestContext, events: Events, live: OpenRequest
+def _resumable(
+    serving: ServerState, context: RequestContext, events: Events, request: OpenRequest
 ) -> Response:
-    """The stream; resumable where that was asked for and there is room."""
-    headers = begun.headers()
-    wants = (begun.given.get("stream_options") or {}).get("resumable")
-    if not wants or not serving.tellings.has_room():
-        return EventStream(serving, events, headers, begun.deadline, live)
-    telling = ResumableStream(serving, events, begun.deadline, live)
-    serving.tellings.add(telling)
-    headers["x-quire-resume-seconds"] = f"{serving.config.resume_s:g}"
-    return FollowStream(serving, telling, headers)
-
-
-def _asker(request: Request) -> Requester:
-    return Requester(request.state.key, request.state.name)
+    stream = ResumableStream(serving, events, context.deadline, request)
+    serving.resumable_streams.add(stream)
+    resume_s = f"{serving.config.resume_s:g}"
+    headers = {**context.headers(), "x-quire-resume-seconds": resume_s}
+    return FollowStream(serving, stream, headers)
 
 
 def _progress(answers: ChoiceStreams) -> RequestProgress:
@@ -186,48 +198,18 @@ def _progress(answers: ChoiceStreams) -> RequestProgress:
     )
 
 
-async def _written(job: GenerationJob, choices: Sequence[Sequence[Choice]], usage: Usage) -> bytes:
-    """The body; one that tells of whole prompts is long, and is written beside the loop."""
+async def _encoded(job: GenerationJob, choices: Sequence[Sequence[Choice]], usage: Usage) -> bytes:
+    """Return the body; one with log-probabilities of prompts is long, so a thread encodes it."""
 
-    def written() -> bytes:
+    def encoded() -> bytes:
         return msgspec.json.encode(job.writer.whole(choices, usage))
 
     is_long = any(prompt.sampling.prompt_logprobs is not None for prompt in job.prompts)
-    return await asyncio.to_thread(written) if is_long else written()
-
-
-def usage_json(usage: Usage, *, reasoning_tokens: int | None = None) -> dict[str, Any]:
-    """`usage` as both APIs write it. reasoning_tokens: where answers have reasoning."""
-    details = {} if reasoning_tokens is None else {"reasoning_tokens": reasoning_tokens}
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, **_details(usage)},
-        **({"completion_tokens_details": details} if details else {}),
-        **({"timings": msgspec.to_builtins(usage.timings)} if usage.timings else {}),
-    }
-
-
-def _details(usage: Usage) -> dict[str, Any]:
-    """Where cached tokens were found, and for each prompt why no more; if that was asked for."""
-    if not usage.cache_uses:
-        return {}
-    return {
-        "cached_tokens_details": {
-            "pool": sum(use.pool_tokens for use in usage.cache_uses),
-            "host": sum(use.host_tokens for use in usage.cache_uses),
-            "disk": sum(use.disk_tokens for use in usage.cache_uses),
-            "misses": [
-                None if use.miss is None else {"reason": use.miss.reason, "token": use.miss.token}
-                for use in usage.cache_uses
-            ],
-        }
-    }
+    return await asyncio.to_thread(encoded) if is_long else encoded()
 
 
 def _refuse_ranked(prompts: Sequence[Prompt]) -> None:
-    """The best are known when all have ended: then there is nothing left to stream."""
+    """Refuse to stream the best of several sequences, which are known only at the end."""
     for sampling in (prompt.sampling for prompt in prompts):
         if sampling.is_ranked:
             raise InvalidParameter(
@@ -239,14 +221,12 @@ def _refuse_ranked(prompts: Sequence[Prompt]) -> None:
 
 
 def _stream_options(given: Mapping[str, Any], *, stream: bool) -> StreamOptions:
-    options = given.get("stream_options")
-    if options is None:
-        return StreamOptions()
+    options = given.get("stream_options", {})
     if not isinstance(options, dict):
         raise InvalidParameter(
             f"stream_options is {show(options)}; an object is allowed", param="stream_options"
         )
-    if not stream:
+    if "stream_options" in given and not stream:
         raise InvalidParameter(
             "stream_options is given without stream: true; leave it out", param="stream_options"
         )
@@ -260,4 +240,35 @@ def _stream_options(given: Mapping[str, Any], *, stream: bool) -> StreamOptions:
     return StreamOptions(
         include_usage=bool(options.get("include_usage")),
         continuous_usage=bool(options.get("continuous_usage_stats")),
+        continuous_timings=flag(given, "timings_per_token"),
+        resumable=bool(options.get("resumable")),
     )
+
+
+def scheduling_params_of(given: Mapping[str, Any], tenant: Tenant) -> SchedulingParams:
+    """Return the scheduling parameters of a request. Raises InvalidParameter naming the field."""
+    fields = {name: given[name] for name in SCHEDULING & given.keys()}
+    terms = SchedulingParams(
+        tenant=tenant.name_in_requests,
+        report_progress=flag(given, "return_progress") and flag(given, "stream"),
+        **{"priority": tenant.priority, **fields},
+    )
+    if not tenant.priority_min <= terms.priority <= tenant.priority_max:
+        raise InvalidParameter(
+            f"priority is {terms.priority}; tenant {tenant.name} may ask for "
+            f"{tenant.priority_min} to {tenant.priority_max} (lower is served earlier)",
+            param="priority",
+        )
+    return terms
+
+
+def cache_salt_of(given: Mapping[str, Any], tenant: Tenant) -> str:
+    """Return the salt of a request's cached prefixes. Raises InvalidParameter."""
+    salt = given.get("cache_salt", "")
+    if not isinstance(salt, str) or len(salt) > MAX_SALT_CHARS or salt.startswith(_SEAL):
+        raise InvalidParameter(
+            f"cache_salt is {show(salt)}; a text of at most {MAX_SALT_CHARS} characters is "
+            "allowed, the first of them not U+0000",
+            param="cache_salt",
+        )
+    return f"{_SEAL}{tenant.cache_scope}{_SEAL}{salt}" if tenant.cache_scope else salt

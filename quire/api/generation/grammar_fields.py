@@ -1,9 +1,9 @@
-"""What an answer is to look like: response_format and structured_outputs become a grammar.
+"""Convert response_format and structured_outputs to a grammar.
 
-OpenAI's field and vLLM's, which may not both be given. Checks their form only: whether a grammar
-can be used is told by its compiler, before the first token. A schema of response_format is
-followed whether `strict` is true, false or left out, and its objects are closed
-(quire/structured/closed.py); one of structured_outputs is taken to the letter.
+OpenAI's field and vLLM's, which may not both be given. Checks their form only: the grammar compiler
+reports an unusable grammar before the first token. A schema of response_format is followed whether
+`strict` is true, false or left out, and its objects are closed (quire/structured/closed.py); one of
+structured_outputs is used unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SCHEMA_FIELDS = frozenset({"name", "description", "schema", "strict"})
 
 
 def grammar_asked_for(given: Mapping[str, Any]) -> Grammar | None:
-    """The grammar of a request's fields; None where any text will do.
+    """Return the grammar of a request's fields; None if the answer is unconstrained.
 
     Raises InvalidParameter naming the field.
     """
@@ -32,7 +32,7 @@ def grammar_asked_for(given: Mapping[str, Any]) -> Grammar | None:
         return of_format
     if of_format is not None:
         raise InvalidParameter(
-            f"{_FORMAT} and structured_outputs both say what the answer is to be; give one",
+            f"{_FORMAT} and structured_outputs both constrain the answer; give one",
             param="structured_outputs",
         )
     return grammar_of(options)

@@ -1,9 +1,8 @@
-"""What a chat's answer is held to: calls that must come, their arguments, the form of its words.
+"""Build the grammar of a chat's answer from tool calls, response_format and structured_outputs.
 
-Calls as quire/output_parsers/call_grammar.py writes them, and what response_format and
-structured_outputs say; where the model reasons, its reasoning may come before either. Compiles
-nothing. Always holds: a call that was asked for comes, or the request is refused by the name of
-the field that asks.
+quire/output_parsers/call_grammar.py writes the grammar of calls; reasoning may precede the
+constrained part. Compiles nothing. Always holds: a required call is enforced, or the request is
+refused with the name of the field that requires it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 
 from quire.api.generation.content_constraints import content_beside_calls
 from quire.api.generation.conversation import Conversation
-from quire.api.generation.tools import Offer
+from quire.api.generation.tools import ToolOffer
 from quire.base.errors import InvalidParameter
 from quire.base.grammar import Grammar, GrammarKind, grammar
 from quire.output_parsers.call_grammar import (
@@ -34,19 +33,19 @@ from quire.structured.closed import closed
 from quire.structured.schema import for_llguidance
 from quire.text.tokenizer import Tokenizer
 
-# In what dialect calls that must come are written, where the model's own has values without JSON.
+# The dialect of enforced calls, if the model's own dialect has values that are not JSON.
 _SLASHES = re.compile(r"\\.|/|\n")
 _INSTEAD = {"qwen3_coder": "hermes", "glm": "hermes", "pythonic": "json"}
 
 
 def output_grammar(
     asked: Grammar | None,
-    offer: Offer,
+    offer: ToolOffer | None,
     reading: ParserSelection,
     conversation: Conversation,
     tokenizer: Tokenizer,
 ) -> tuple[Grammar | None, ParserSelection]:
-    """The grammar of the answer, if there has to be one, and how the answer is read then.
+    """Return the grammar of the answer, None if it is unconstrained, and the reading it needs.
 
     asked: of response_format or structured_outputs. Raises InvalidParameter.
     """
@@ -54,17 +53,18 @@ def output_grammar(
     special = {
         mark: id_ for mark, id_ in ids.items() if id_ is not None and id_ in tokenizer.special_ids
     }
-    shown = conversation.shows_tools
-    if shown and offer.is_bound:
+    if not conversation.shows_tools:
+        offer = None
+    if offer is not None and offer.is_bound:
         reading = _in_json(offer, reading)
         return _calls(asked, offer, reading, conversation, special)
     if asked is None:
         return None, reading
-    if shown and reading.tools is not None:
+    if offer is not None and reading.tools is not None:
         if call_syntax(reading.tools.name, conversation.template) is None:
             raise InvalidParameter(
                 f"{asked.param} and tools are both given, and this model's calls "
-                f"({reading.tools.name}) are not written in JSON, so that no grammar holds them; "
+                f"({reading.tools.name}) are not written in JSON, so no grammar enforces them; "
                 "leave one out",
                 param=asked.param,
             )
@@ -74,15 +74,15 @@ def output_grammar(
 
 def _calls(
     asked: Grammar | None,
-    offer: Offer,
+    offer: ToolOffer,
     reading: ParserSelection,
     conversation: Conversation,
     special: Mapping[str, int],
 ) -> tuple[Grammar, ParserSelection]:
-    """The grammar of calls, or of the answer that was asked for beside them, and its reading."""
+    """Return the grammar of calls, or of calls and requested content, and its reading."""
     assert reading.tools is not None
     form = call_syntax(reading.tools.name, conversation.template)
-    assert form is not None, "a dialect without a form was exchanged for one with"
+    assert form is not None, "a dialect without a form was replaced by one with a form"
     must = offer.mode == "required"
     words = None if must or asked is None else _words(asked, form, offer, reading)
     if words is not None and reading.reasoning != HARMONY:
@@ -101,27 +101,29 @@ def _calls(
     return grammar(text, param=offer.param if asked is None else asked.param), reading
 
 
-def _words(asked: Grammar, form: CallSyntax, offer: Offer, reading: ParserSelection) -> AnswerRule:
-    """What was asked for, beside calls. In channels nothing is both."""
+def _words(
+    asked: Grammar, form: CallSyntax, offer: ToolOffer, reading: ParserSelection
+) -> AnswerRule:
+    """Return the requested content as an alternative to calls. Harmony's channels separate them."""
     lark = _lark(asked)
     if reading.reasoning == HARMONY:
         return AnswerRule(lark)
     return content_beside_calls(asked, lark, form, offer.callable, options=_options(asked))
 
 
-def _in_json(offer: Offer, reading: ParserSelection) -> ParserSelection:
-    """How calls are read that a grammar holds: always by a dialect whose arguments are JSON."""
+def _in_json(offer: ToolOffer, reading: ParserSelection) -> ParserSelection:
+    """Return the reading of enforced calls: a dialect with JSON arguments."""
     if reading.tools is None:
         raise InvalidParameter(
-            f"{offer.param} asks for what a grammar of calls would hold, and this server reads no "
-            "calls (--tool-call-parser none); leave it out",
+            f"{offer.param} needs a grammar of calls, and this server parses no calls "
+            "(--tool-call-parser none); leave it out",
             param=offer.param,
         )
     if reading.tools.name not in _INSTEAD:
         return reading
     if offer.mode != "required":
         raise InvalidParameter(
-            f"{offer.param} asks for what a grammar of calls would hold, and this model's calls "
+            f"{offer.param} needs a grammar of calls, and this model's calls "
             f"({reading.tools.name}) are not written in JSON; leave it out, or ask for a call "
             '(tool_choice: "required")',
             param=offer.param,
@@ -129,11 +131,11 @@ def _in_json(offer: Offer, reading: ParserSelection) -> ParserSelection:
     return replace(reading, tools=TOOL_CALL_FORMATS[_INSTEAD[reading.tools.name]])
 
 
-def _arguments(offer: Offer, name: str) -> dict[str, Any]:
-    """The schema of a function's arguments: its own where it is to be followed, else any object.
+def _arguments(offer: ToolOffer, name: str) -> dict[str, Any]:
+    """Return the schema of a function's arguments: its own if it is enforced, else any object.
 
-    Of a schema that is not strict, keywords that cannot be followed say nothing. Its objects are
-    closed: a function called with arguments it does not name would fail.
+    Unsupported keywords of a schema that is not strict are ignored. Objects are closed: a function
+    called with arguments that it does not name would fail.
     """
     strict = name in offer.strict
     own = offer.schemas[name] if strict or offer.mode == "required" else {}
@@ -146,7 +148,7 @@ def _arguments(offer: Offer, name: str) -> dict[str, Any]:
 def _behind_reasoning(
     asked: Grammar, reading: ParserSelection, conversation: Conversation, special: Mapping[str, int]
 ) -> Grammar:
-    """What was asked for, behind reasoning where there may be some."""
+    """Return the requested grammar, preceded by reasoning if the model may reason."""
     marks = reading.reasoning
     if marks is None:
         return asked
@@ -154,13 +156,13 @@ def _behind_reasoning(
         isinstance(marks, ReasoningMarks) and is_open(conversation.text, marks)
     )
     if not opened and asked.kind in (GrammarKind.GRAMMAR, GrammarKind.STRUCTURAL_TAG):
-        return asked  # the answer is as asked from its first token, without reasoning
+        return asked  # the grammar holds from the first token, without reasoning
     text = answer_grammar(_lark(asked), reading=reading, prompt=conversation.text, special=special)
     return grammar(text, param=asked.param)
 
 
 def _lark(asked: Grammar) -> str:
-    """What was asked for as the body of a rule."""
+    """Return the requested grammar as the body of a Lark rule."""
     match asked.kind:
         case GrammarKind.JSON_SCHEMA:
             schema = for_llguidance(json.loads(asked.text))
@@ -181,17 +183,17 @@ def _lark(asked: Grammar) -> str:
 
 
 def _options(asked: Grammar) -> dict[str, Any]:
-    """How the JSON that was asked for is written."""
+    """Return llguidance's options for the requested JSON."""
     return {**_separators(asked.whitespace), "lenient": False, "coerce_one_of": False}
 
 
 def _escaped(found: re.Match[str]) -> str:
-    """A slash would end a regular expression in Lark, and so would the end of a line."""
+    """Escape slashes and line ends, which would end a regular expression in Lark."""
     return {"/": r"\/", "\n": r"\n"}.get(found[0], found[0])
 
 
 def _separators(whitespace: str | None) -> dict[str, Any]:
-    """White space within JSON, as quire/structured/source.py has it."""
+    """Return the options of white space within JSON, as in quire/structured/source.py."""
     if whitespace is None:
         separators = {"item_separator": ", ", "key_separator": ": "}
         return {**separators, "whitespace_flexible": False}

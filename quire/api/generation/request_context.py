@@ -1,32 +1,41 @@
-"""What every POST route begins with: a body in time, its fields by name, the model it asks for.
+"""Open a POST request: read its body, sort its fields, check its model, tokenize its text.
 
-Knows the table of fields and no field's meaning but `model`'s. Always holds: a field that is not
-served or not known, and any parameter of the query, is refused, or (unknown_fields="warn") left
-out, logged and named in a header.
+Knows the table of fields and the meaning of `model` only. Long texts are tokenized in a thread.
+Whether prompt and output fit together is the engine's to check. Always holds: an unknown field and
+any query parameter is refused, or (unknown_fields="warn") ignored, logged and listed in a header;
+prompt ids are plain ints of the vocabulary; no text beyond `max_text_bytes` is tokenized.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from starlette.requests import Request
 
+from quire.api.engine_protocol import Engine
 from quire.api.generation.fields import ignored_header, known_fields
-from quire.api.http.cancellation import Deadline, body_in_time
-from quire.api.http.request_body import read_object
-from quire.api.server_state import Engine, ServerState
-from quire.base.errors import InvalidParameter, UnknownModel
+from quire.api.http.request_io import Deadline, body_in_time, read_object
+from quire.api.server_state import ServerState
+from quire.base.errors import ContextTooLong, InvalidParameter, UnknownModel
 from quire.base.show import show
+from quire.engine.client.request_builder import prompt_too_long
 from quire.engine.model_card import ModelCard
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# Tokenizing so many characters takes about a millisecond.
+_SHORT_CHARS = 4096
+# Tokenizing takes 130 times a text's bytes of memory, so a body of the largest size would take a
+# gigabyte. Text has some four bytes a token; one with more than this many fills no context.
+_BYTES_A_TOKEN = 16
+_MIN_TEXT_LIMIT = 1 << 20
+
 
 class RequestContext:
-    """A request whose body has been read: the fields that were given, and who is to answer."""
+    """A request with its body read: the known fields, the id, the deadline."""
 
     def __init__(
         self,
@@ -43,26 +52,26 @@ class RequestContext:
         self.given = given
         self.request_id = request_id
         self.deadline = deadline
-        self._lanes = serving.lanes
+        self._thread_pools = serving.thread_pools
         self._is_large = is_large
         self._log = serving.log
         self._ignored: list[str] = []
 
     @property
     def warns(self) -> bool:
-        """Whether what is not known is left out instead of refused."""
+        """Whether unknown names are ignored with a warning instead of refused."""
         return self.config.unknown_fields == "warn"
 
-    async def beside(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `function` gives, run beside the event loop: in the slow lane for a large body."""
-        return await self._lanes.run(self._is_large, function, *args, **kwargs)
+    async def run_in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `function` beside the event loop: in the slow pool for a large body."""
+        return await self._thread_pools.run(self._is_large, function, *args, **kwargs)
 
-    async def at_length(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """As `beside`, for what may take its time however small the body is."""
-        return await self._lanes.run(True, function, *args, **kwargs)
+    async def run_slow(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `function` in the slow pool, whatever the size of the body."""
+        return await self._thread_pools.run(True, function, *args, **kwargs)
 
     def ignore(self, *names: str) -> None:
-        """These were left out."""
+        """Record, log and report names that are ignored."""
         if names:
             self._ignored += names
             self._log.warning(
@@ -70,7 +79,7 @@ class RequestContext:
             )
 
     def headers(self) -> dict[str, str]:
-        """Headers of the answer."""
+        """Return the headers of the response."""
         headers = {"x-request-id": self.request_id}
         if self._ignored:
             headers["x-quire-ignored-fields"] = ignored_header(tuple(self._ignored))
@@ -78,36 +87,36 @@ class RequestContext:
 
 
 async def open_request(
-    serving: ServerState, request: Request, *, honoured: frozenset[str], prefix: str
+    serving: ServerState, request: Request, *, honoured: frozenset[str], id_prefix: str
 ) -> RequestContext:
-    """The request, once its body is there. Raises RequestError, and what `engine()` raises."""
+    """Read the body of a request and sort its fields. Raises RequestError, and what `engine()`
+    raises."""
     engine = serving.engine()
     deadline = Deadline(serving.config.request_timeout_s)
     body, is_large = await body_in_time(
         read_object(request, limit_bytes=serving.config.max_body_bytes),
-        leaving=serving.leaving,
+        stopping=serving.stopping,
         deadline=deadline,
     )
     warns = serving.config.unknown_fields == "warn"
     given, ignored = known_fields(body, honoured, warn_unknown=warns)
-    request_id = f"{prefix}-{secrets.token_hex(12)}"
-    begun = RequestContext(
+    context = RequestContext(
         serving,
         engine,
         given=given,
-        request_id=request_id,
+        request_id=f"{id_prefix}-{secrets.token_hex(12)}",
         deadline=deadline,
         is_large=is_large,
     )
-    begun.ignore(*query_names(request, honoured, warns=warns), *ignored)
+    context.ignore(*query_names(request, honoured, warns=warns), *ignored)
     _check_model(given, engine)
-    return begun
+    return context
 
 
 def query_names(request: Request, honoured: frozenset[str], *, warns: bool) -> tuple[str, ...]:
-    """Parameters of the query that are left out, none being known; only where the server warns.
+    """Return the query parameters, which are all ignored. Raises InvalidParameter unless `warns`.
 
-    honoured: fields of the body. Raises InvalidParameter.
+    honoured: fields of the body.
     """
     names = tuple(request.query_params) if request.scope["query_string"] else ()
     if names and not warns:
@@ -122,15 +131,124 @@ def query_names(request: Request, honoured: frozenset[str], *, warns: bool) -> t
 
 
 def _check_model(given: Mapping[str, Any], engine: Engine) -> None:
-    """Raise where a request names a model that is not served; "" and no name mean the one here."""
-    asked = given.get("model", "")
-    if not isinstance(asked, str):
-        raise InvalidParameter(f"model is {show(asked)}; a string is allowed", param="model")
-    if asked and asked not in engine.card.names:
-        raise unknown_model(asked, engine.card, param="model")
+    """Refuse a model name that is not served; "" and no name mean the served model."""
+    name = given.get("model", "")
+    if not isinstance(name, str):
+        raise InvalidParameter(f"model is {show(name)}; a string is allowed", param="model")
+    if name and name not in engine.card.names:
+        raise unknown_model(name, engine.card, param="model")
 
 
-def unknown_model(asked: str, card: ModelCard, *, param: str | None = None) -> UnknownModel:
+def unknown_model(name: str, card: ModelCard, *, param: str | None = None) -> UnknownModel:
     """Return the error for a model name that is not served, with the names that are."""
     served = " or ".join(map(repr, card.names))
-    return UnknownModel(f"model {show(asked)} is not served here; {served} is", param=param)
+    return UnknownModel(f"model {show(name)} is not served here; {served} is", param=param)
+
+
+def max_text_bytes(engine: Engine) -> int:
+    """Return the size of the longest text that is tokenized."""
+    return max(_BYTES_A_TOKEN * engine.card.max_model_len, _MIN_TEXT_LIMIT)
+
+
+def check_text_bytes(engine: Engine, text: str, *, param: str) -> None:
+    """Refuse a text that would take too long to tokenize. param: the field it came in."""
+    max_bytes = max_text_bytes(engine)
+    num_bytes = len(text.encode(errors="surrogatepass"))
+    if num_bytes > max_bytes:
+        raise InvalidParameter(
+            f"{param} makes a text of {num_bytes} bytes; at most {max_bytes} are tokenized at "
+            f"once ({_MIN_TEXT_LIMIT}, or {_BYTES_A_TOKEN} for each token of the context, "
+            "whichever is more); send less, or in pieces",
+            param=param,
+        )
+
+
+def num_kept_tokens(given: Mapping[str, Any], engine: Engine, max_tokens: int | None) -> int | None:
+    """Return the prompt tokens to keep (`truncate_prompt_tokens`), from the end; None for all.
+
+    -1 keeps what the context has room for beside max_tokens (or one token).
+    """
+    value = given.get("truncate_prompt_tokens")
+    if value is None:
+        return None
+    context = engine.card.max_model_len
+    if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
+        raise InvalidParameter(
+            f"truncate_prompt_tokens is {show(value)}; a whole number from 1 is allowed, or -1 for "
+            "what the context has room for",
+            param="truncate_prompt_tokens",
+        )
+    if given.get("echo"):
+        raise InvalidParameter(
+            "truncate_prompt_tokens and echo are both given; an echo repeats the prompt as it was "
+            "sent: leave one out",
+            param="truncate_prompt_tokens",
+        )
+    return value if value > 0 else max(context - (1 if max_tokens is None else max_tokens), 1)
+
+
+async def encode(
+    request: RequestContext,
+    text: str,
+    *,
+    add_special_tokens: bool,
+    min_output: int = 1,
+    keep_tokens: int | None = None,
+    param: str = "prompt",
+) -> list[int]:
+    """Return the ids of a request's `text`. Raises ContextTooLong and InvalidParameter.
+
+    A text that is too long for the context in any tokenization, or has more than max_text_bytes, is
+    refused before it is tokenized. param: the field it came in. min_output: tokens that must fit
+    after it; 0 if it is only scored. keep_tokens: keep only the last so many ids.
+    """
+    engine, tokenize = request.engine, request.engine.tokenizer.encode
+    if keep_tokens is None:
+        min_tokens = engine.tokenizer.min_num_tokens(text)
+        if min_tokens + min_output > engine.card.max_model_len:
+            found = f"{len(text)} characters, so at least {min_tokens} tokens"
+            raise _too_long(engine, found, min_output, param)
+    if len(text) <= _SHORT_CHARS:
+        ids = tokenize(text, add_special_tokens=add_special_tokens)
+    else:
+        check_text_bytes(engine, text, param=param)
+        ids = await request.run_in_thread(tokenize, text, add_special_tokens=add_special_tokens)
+    if keep_tokens is not None:
+        return ids[-keep_tokens:]
+    if len(ids) + min_output > engine.card.max_model_len:
+        raise _too_long(engine, f"{len(ids)} tokens", min_output, param)
+    return ids
+
+
+def checked_ids(
+    engine: Engine,
+    token_ids: Sequence[Any],
+    *,
+    min_output: int = 1,
+    keep_tokens: int | None = None,
+    param: str = "prompt",
+) -> list[int]:
+    """Return the token ids of field `param`. Raises InvalidParameter, and ContextTooLong with both
+    numbers."""
+    card = engine.card
+    if keep_tokens is not None:
+        token_ids = token_ids[-keep_tokens:]
+    if len(token_ids) + min_output > card.max_model_len:
+        raise _too_long(engine, f"{len(token_ids)} tokens", min_output, param)
+    if not token_ids:
+        raise InvalidParameter(
+            "the prompt is an empty list; give at least one token id", param=param
+        )
+    for token_id in token_ids:
+        if type(token_id) is not int or not 0 <= token_id < card.vocab_size:
+            raise InvalidParameter(
+                f"the prompt holds {show(token_id)}; token ids from 0 to {card.vocab_size - 1} "
+                "are allowed",
+                param=param,
+            )
+    return list(token_ids)
+
+
+def _too_long(engine: Engine, found: str, min_output: int, param: str) -> ContextTooLong:
+    message = prompt_too_long(found, engine.card.max_model_len, least_output=min_output)
+    return ContextTooLong(message, param=param)

@@ -1,8 +1,8 @@
-"""tools, tool_choice and parallel_tool_calls: what a request offers its model to call.
+"""Check tools, tool_choice and parallel_tool_calls: the functions a request offers its model.
 
-Checked here; rendered by the template (conversations.py), read out of answers by
-quire/output_parsers, enforced by a grammar where they must be (held.py). Always holds: of what a
-request may ask of tools nothing is left out silently.
+The template renders them (conversation.py), quire/output_parsers reads calls out of answers, and a
+grammar enforces them if needed (output_constraints.py). Always holds: no field of tools is ignored
+silently.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 Mode = Literal["none", "auto", "required"]
+# A request without these fields offers no tools.
+TOOL_FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """The tools of a request. Empty tools: none are offered.
+class ToolOffer:
+    """The tools of a request; it may offer none.
 
-    tools: as they were given. schemas: of the arguments, by name. mode: whether the model may
-    call, or must. callable: the names it may call. parallel: whether it may make several calls.
-    strict: the names whose arguments must follow their schema.
+    tools: as given. schemas: of the arguments, by name. mode: whether the model may or must make a
+    call. callable: the names it may call. parallel: whether it may make several calls. strict: the
+    names with arguments that must follow their schema.
     """
 
     tools: tuple[dict[str, Any], ...] = ()
@@ -41,12 +43,12 @@ class Offer:
 
     @property
     def shown(self) -> list[dict[str, Any]] | None:
-        """What the template is given: a model that may not call is told of no tools."""
+        """The tools that the template renders; None if the model may not make calls."""
         return list(self.tools) if self.tools and self.mode != "none" else None
 
     @property
     def is_bound(self) -> bool:
-        """Whether free text would not keep what was asked for."""
+        """Whether a grammar is needed to enforce the fields."""
         if not self.tools or self.mode == "none":
             return False
         restricted = len(self.callable) < len(self.tools)
@@ -54,19 +56,19 @@ class Offer:
 
     @property
     def param(self) -> str:
-        """The field that asks for what free text would not keep."""
+        """The name of the field that needs the grammar."""
         if self.mode == "required" or len(self.callable) < len(self.tools):
             return "tool_choice"
         return "tools" if self.parallel else "parallel_tool_calls"
 
 
-def offer_of(given: Mapping[str, Any]) -> Offer:
-    """The offer of a request. Raises InvalidParameter naming the field."""
+def offer_of(given: Mapping[str, Any]) -> ToolOffer:
+    """Return the tools of a request. Raises InvalidParameter naming the field."""
     tools = _tools(given)
     functions = [tool["function"] for tool in tools]
     names = [function["name"] for function in functions]
     mode, allowed, parallel = _choice(given.get("tool_choice", "auto"), names)
-    return Offer(
+    return ToolOffer(
         tools=tuple(tools),
         schemas={function["name"]: _parameters(function) for function in functions},
         mode=mode,
@@ -77,7 +79,7 @@ def offer_of(given: Mapping[str, Any]) -> Offer:
 
 
 def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a function's arguments; where it is left out, there are none."""
+    """Return the schema of a function's arguments; without one it takes none."""
     schema = function.get("parameters")
     return dict(_NO_PARAMETERS if schema is None else schema)
 
@@ -105,7 +107,7 @@ def _tools(given: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _checked(place: str, tool: Any) -> str:
-    """The name of a tool's function."""
+    """Check one tool; return the name of its function."""
     if not isinstance(tool, dict):
         raise InvalidParameter(f"{place} is {show(tool)}; an object is allowed", param="tools")
     if tool.get("type") != "function":
@@ -140,7 +142,7 @@ def _checked(place: str, tool: Any) -> str:
 
 
 def _choice(choice: Any, names: list[str]) -> tuple[Mode, list[str], bool]:
-    """The mode, the names that may be called, and whether there may be several calls."""
+    """Return the mode, the names that may be called, and whether several calls are allowed."""
     if choice in ("none", "auto"):
         return choice, names, True
     if choice == "required":
@@ -176,7 +178,7 @@ def _allowed(choice: Any, names: list[str]) -> tuple[Mode, list[str], bool]:
 
 
 def _named(tool: Any, place: str, names: list[str]) -> str:
-    """The name in {"type": "function", "function": {"name"}}, or {"type", "name"} as is newer."""
+    """Return the name in {"type", "function": {"name"}}, or in the newer {"type", "name"}."""
     function = tool.get("function", tool) if isinstance(tool, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     _check_offered(names)

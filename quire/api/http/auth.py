@@ -1,51 +1,61 @@
-"""Who asks, and whether they may: bearer keys, compared in constant time.
+"""Authentication and origin checks: API keys, compared in constant time, and web pages.
 
-With keys configured every path needs one but those below, which load balancers ask and which tell
-nothing of the traffic: "/", "/health", "/version", and the pages that say how to ask ("/docs",
-"/openapi.json"). /metrics needs a key, because it shows what is asked here; Prometheus sends one
-with `authorization: {credentials: KEY}`. Without keys all is open (the server then listens on
-loopback only, unless told --insecure).
+With keys configured every path needs one except OPEN_PATHS, which load balancers poll and which
+show no traffic. /metrics needs a key, because it shows what is requested; Prometheus sends one with
+`authorization: {credentials: KEY}`. Without keys everything is open, and the server listens on
+loopback only, unless started with --insecure. How a request carries its key is its dialect's.
 
-A key of --api-key is the default tenant's; a key of the tenants file is its tenant's. What changes
-things for everybody, and what tells of everybody's prompts (ADMIN_PATHS), is for a key of the admin
-key file and for tenants that are admins; where there is no such file, also for a key of --api-key,
-or for anybody where there are no keys, but on this machine only. With several keys, each tenant and
-each key of --api-key has its own scope of cached prefixes, because the time to a first token and
-the count of cached tokens reveal what others have sent. Always holds: the key is checked before
-anything else of a request is read; no path of an admin is open to another machine without a key
-that says so.
+A key of --api-key belongs to the default tenant; a key of the tenants file to its tenant.
+ADMIN_PATHS need a key of the admin key file or of a tenant that is an admin; without an admin key
+file also a key of --api-key, or no key if there are none, but only from this machine. With several
+keys, each tenant and each key of --api-key has its own scope of cached prefixes, because the time
+to first token and the count of cached tokens reveal the prompts of others.
+
+Without keys, a web page could make a browser on this machine send requests to a loopback address,
+and a DNS name that points at loopback makes them look same-origin. Browsers say where a request
+comes from: `Origin` must be the address requested, and `Host`, on a server that only this machine
+reaches, a name that only this machine has. Programs send no Origin. Always holds: the key is
+checked before the body is read; no admin path is open to another machine without an admin's key;
+with keys no request is refused for its origin.
 """
 
 from __future__ import annotations
 
 import enum
 import hmac
-from collections.abc import Iterable, Sequence
+import ipaddress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from urllib.parse import urlsplit
 
-from quire.api.http.errors import NotAdmin
+from quire.api.http.errors import ForeignPage, NotAdmin
 from quire.base.errors import NotAuthorized
+from quire.base.show import show
+from quire.config.groups import ServerConfig
 from quire.config.tenants import ONLY_TENANT, Tenant, key_digest
 
 OPEN_PATHS = frozenset({"/", "/health", "/version", "/docs", "/openapi.json"})
-# What changes things for everybody, or tells of everybody's prompts.
+# Paths that change the server for all tenants, or show the prompts of all tenants.
 ADMIN_PATHS = ("/admin", "/v1/cache", "/reset_prefix_cache", "/flush_cache")
-# What counts everybody's requests: a tenant's key does not open it, unless it is an admin.
+# Paths that count the requests of all tenants: only the keys of admins and of --api-key open them.
 COUNTING_PATHS = ("/metrics",)
+_SCHEMES = ("http://", "https://")
+_MAX_HOST_CHARS = 255
 
 
 class Admin(enum.Enum):
-    """Where a caller is an admin."""
+    """From where a caller may use admin paths."""
 
     NOWHERE = enum.auto()
-    HERE = enum.auto()  # on this machine, and where an admin's listener was asked
+    HERE = enum.auto()  # from this machine, and at --admin-port
     ANYWHERE = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks. sees_all: may ask for what counts everybody's requests. key: the digest of the key
-    shown, empty where none is needed."""
+    """The sender of a request. sees_all: may use COUNTING_PATHS. key: the digest of its key, b""
+    where none is needed."""
 
     tenant: Tenant = ONLY_TENANT
     sees_all: bool = True
@@ -56,9 +66,9 @@ class Caller:
 class Keys:
     """The configured keys. Only digests of equal length are compared, all of them every time.
 
-    tenants: of the tenants file, the default one first; None where there is no file. admin_digests:
-    SHA-256 in hex of the keys of the admin key file, empty where there is none. shares_prefixes:
-    tenants that do not say otherwise, and keys, share cached prefixes.
+    tenants: of the tenants file, the default one first; None without a file. admin_digests: SHA-256
+    in hex of the keys of the admin key file. shares_prefixes: tenants and keys share cached
+    prefixes unless their tenant is isolated explicitly.
     """
 
     def __init__(
@@ -72,7 +82,7 @@ class Keys:
         default = tenants[0] if tenants else ONLY_TENANT
         admins = [bytes.fromhex(digest) for digest in admin_digests]
         plain = Admin.NOWHERE if admins else Admin.HERE
-        # An admin's first: where it is another's too, it counts as that.
+        # Admin keys come first: a key that is also another's counts as an admin's.
         self._callers = [(key, Caller(default, True, Admin.ANYWHERE, key)) for key in admins]
         for key in keys:
             digest = bytes.fromhex(key_digest(key))
@@ -86,44 +96,39 @@ class Keys:
         isolates = len(self._callers) > 1 and not shares_prefixes
         self._callers = [(key, _scoped(caller, isolates)) for key, caller in self._callers]
         self._has_admins = bool(admins)
-        self._anybody = Caller(default, True, plain)
+        self._keyless = Caller(default, True, plain)
 
     def __bool__(self) -> bool:
-        """Whether a caller needs one."""
+        """Whether requests need a key."""
         return self._has_callers
 
     def needed(self, path: str) -> bool:
-        """Whether who asks for `path` must show one."""
+        """Return whether requests to `path` need a key."""
         if path in OPEN_PATHS:
             return False
         return self._has_callers or (is_guarded(path) and self._has_admins)
 
-    def check(self, path: str, authorization: bytes | None, *, is_here: bool = True) -> Caller:
-        """Who asks for `path`; raises NotAuthorized or NotAdmin where they may not.
+    def check(self, path: str, read_key: Callable[[], bytes], *, is_here: bool = True) -> Caller:
+        """Return the sender of a request to `path`. Raises NotAuthorized or NotAdmin.
 
-        is_here: the caller is on this machine, or asks where only that can be.
+        read_key: returns the key of the request, or raises NotAuthorized. is_here: the request
+        comes from this machine, or to a listener that only this machine reaches.
         """
         if path in OPEN_PATHS:
-            return self._anybody
-        caller = self._known(authorization) if self.needed(path) else self._anybody
+            return self._keyless
+        caller = self._caller_of(read_key()) if self.needed(path) else self._keyless
         if is_guarded(path):
             _check_admin(caller, is_here=is_here)
         elif _is_below(path, COUNTING_PATHS) and not caller.sees_all:
             raise NotAdmin(
-                f"this path counts everybody's requests, and tenant {caller.tenant.name} is not an "
-                "admin; use a key of --api-key, or set `admin = true` for the tenant"
+                "this path counts the requests of all tenants, and tenant "
+                f"{caller.tenant.name} is not an admin; use a key of --api-key, or set "
+                "`admin = true` for the tenant"
             )
         return caller
 
-    def _known(self, authorization: bytes | None) -> Caller:
-        if authorization is None:
-            raise NotAuthorized("no API key was sent; send `Authorization: Bearer KEY`")
-        scheme, _, key = authorization.partition(b" ")
-        if scheme.lower() != b"bearer" or not key.strip():
-            raise NotAuthorized(
-                "the Authorization header is not of the form `Bearer KEY`; send it like that"
-            )
-        sent = bytes.fromhex(key_digest(key.strip()))
+    def _caller_of(self, key: bytes) -> Caller:
+        sent = bytes.fromhex(key_digest(key))
         matches = [hmac.compare_digest(sent, digest) for digest, _ in self._callers]
         if not any(matches):
             raise NotAuthorized("the API key is not one of this server's keys; check it")
@@ -131,7 +136,7 @@ class Keys:
 
 
 def _scoped(caller: Caller, isolates: bool) -> Caller:
-    """Return the caller with a scope of its own for cached prefixes, if it is isolated."""
+    """Return the caller with its own scope of cached prefixes, if it is isolated."""
     tenant = caller.tenant
     if not (isolates if tenant.isolate_cache is None else tenant.isolate_cache):
         return caller
@@ -141,7 +146,7 @@ def _scoped(caller: Caller, isolates: bool) -> Caller:
 
 
 def is_guarded(path: str) -> bool:
-    """Whether a path is for admins."""
+    """Return whether a path is for admins."""
     return _is_below(path, ADMIN_PATHS)
 
 
@@ -163,3 +168,81 @@ def _is_below(path: str, tops: tuple[str, ...]) -> bool:
     if not path.startswith(tops):
         return False
     return any(path == top or path.startswith(f"{top}/") for top in tops)
+
+
+class OriginCheck:
+    """The check of Host and Origin on a server without keys."""
+
+    def __init__(self, config: ServerConfig, *, has_keys: bool, for_admins: bool = False) -> None:
+        self._is_open = not has_keys
+        # A browser cannot reach a Unix socket; a proxy in front of one is responsible for the Host.
+        is_local = is_loopback(config.host) and config.uds is None
+        self._is_local = is_local or for_admins
+        self._host = config.host.lower()
+
+    def check(
+        self,
+        headers: Iterable[tuple[bytes, bytes]],
+        *,
+        is_cors_allowed: bool = False,
+        is_guarded: bool = False,
+    ) -> None:
+        """Accept a request with these headers, or raise ForeignPage.
+
+        is_cors_allowed: its Origin is one of --cors-origin. is_guarded: the path is for admins and
+        needs no key, so the Host must be a name of this machine.
+        """
+        if not self._is_open:
+            return
+        host = origin = None
+        for name, value in headers:  # of several, the last counts
+            if name == b"host":
+                host = value.decode("latin-1").strip().lower()
+            elif name == b"origin":
+                origin = value.decode("latin-1").strip().lower()
+        is_local = self._is_local or is_guarded
+        if host is not None and is_local and not self._is_local_name(host):
+            raise ForeignPage(
+                f"the request's Host is {show(host)}; this server has no key and is asked for this "
+                "as localhost or by its loopback address only; ask it so, or start it with "
+                "--api-key"
+            )
+        if origin is None or is_cors_allowed:
+            return
+        if origin not in [scheme + (host or "") for scheme in _SCHEMES]:
+            raise ForeignPage(
+                f"the request comes from a page of {show(origin)}; this server has no key and "
+                "answers no pages but its own; start it with --api-key to let pages with the key "
+                "in, or with --cors-origin to let that page ask (but for what admins may)"
+            )
+
+    def _is_local_name(self, host: str) -> bool:
+        name = _name_of(host)
+        if name is None:
+            return False
+        return is_loopback(name) or name == self._host or name.endswith(".localhost")
+
+
+@lru_cache(maxsize=64)
+def _name_of(host: str) -> str | None:
+    """Return the name in a Host header, without its port; None if it is malformed."""
+    try:
+        return urlsplit("//" + host).hostname or ""
+    except ValueError:
+        return None
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether `host` is a loopback address or localhost; other names are not resolved."""
+    return len(host) <= _MAX_HOST_CHARS and _is_loopback(host)
+
+
+@lru_cache(maxsize=64)
+def _is_loopback(host: str) -> bool:
+    # Cached: each request asks twice, mostly for the same few addresses.
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

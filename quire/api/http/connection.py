@@ -1,54 +1,153 @@
-"""One HTTP connection, with the bounds that uvicorn's protocol leaves out.
+"""HTTP connections, with the bounds that uvicorn's protocol leaves out.
 
 Headers are bounded in bytes and lines (431) and must arrive within a time limit, after which the
 connection is closed. A second request sent before the first is answered is neither read nor
-answered: the connection is closed after the first, and the client sends it again, as HTTP allows.
-So a connection is always read from while a request runs, and a client that disconnects is noticed.
-A client that has only finished sending (a half-closed connection) is answered; a probe tells it
-from one that has left. HTTP/1.0 clients get no chunked responses: theirs end with the connection.
-Knows no route. Always holds: what one connection makes the server keep is bounded, and the
-connection is in OPEN_CONNECTIONS in the state that it is in.
+answered: the connection is closed after the first, and the client retries it, as HTTP allows. So a
+connection is always read from while a request runs, and a client that disconnects is noticed. A
+client that has only finished sending (a half-closed connection) is answered; a probe distinguishes
+it from one that has disconnected. HTTP/1.0 clients get no chunked responses: theirs end with the
+connection. ConnectionTable holds all connections of the process and evicts idle ones for new ones.
+Knows no route. Always holds: the memory that one connection uses is bounded, and OPEN_CONNECTIONS
+has the connection's current state.
 """
 
 from __future__ import annotations
 
 import asyncio
+import enum
+import resource
 import select
-from typing import cast
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol, cast
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from quire.api.http.connection_table import OPEN_CONNECTIONS, ConnectionState
-from quire.api.http.errors import HEAD_TOO_LARGE
+from quire.api.http.dialect import Dialect
+from quire.api.http.errors import HEAD_TOO_LARGE, ErrorReport
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 128
 HEAD_TIME_S = 30.0
-# A refused sender may still be writing; closing at once would take our answer from it.
+# A refused client may still be writing; closing at once would discard the response.
 _LINGER_S = 1.0
-# A client that has stopped sending is looked at again after so long, then twice that, up to the
-# limit: has it closed the connection?
-_LOOK_S, _MAX_LOOK_S = 0.01, 1.0
+# Intervals of checking whether a half-closed client has closed the connection: the first one, and
+# the limit of their doubling.
+_PROBE_S, _MAX_PROBE_S = 0.01, 1.0
 # The beginning of every response; sent ahead of it to a client that has stopped sending. Where the
 # client has closed the connection, its system answers with a reset.
 _PROBE = b"HTTP/1.1 "
 
 
+# Descriptors of this process that are no clients: the engine's sockets, the log, open files.
+_SPARE_FILES = 64
+
+
+class ConnectionState(enum.Enum):
+    """What a connection waits for, in the order in which connections are evicted."""
+
+    IDLE = enum.auto()  # for the next request of a kept-alive connection
+    HANDSHAKE = enum.auto()  # for the client's part of a TLS handshake
+    HEAD = enum.auto()  # for the rest of a request's head
+    ACTIVE = enum.auto()  # for the answer
+
+
+class Evictable(Protocol):
+    """An open connection."""
+
+    def evict(self) -> None:
+        """Close it at once; it is no longer in the table."""
+
+
+def max_connections() -> int:
+    """Return how many connections the limit on open files leaves room for."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if limit == resource.RLIM_INFINITY else max(limit - _SPARE_FILES, 1)
+
+
+class ConnectionTable:
+    """Open connections of this process by state, each in the order in which it entered the state.
+
+    Always holds: there are at most as many connections as descriptors allow, and at most half of
+    them are TLS handshakes; a connection with an active request is never evicted. Every operation
+    takes constant time, however many connections there are.
+    """
+
+    def __init__(self, limit: Callable[[], int] = max_connections) -> None:
+        self._limit = limit
+        self._by_state: dict[ConnectionState, dict[Evictable, None]] = {
+            state: {} for state in ConnectionState
+        }
+        self._states: dict[Evictable, ConnectionState] = {}
+        self.num_evicted = 0
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def add(self, connection: Evictable, state: ConnectionState) -> None:
+        """Add a connection; evict others if there are too many now."""
+        self._states[connection] = state
+        self._by_state[state][connection] = None
+        limit = self._limit()
+        if len(self._by_state[ConnectionState.HANDSHAKE]) > max(limit // 2, 1):
+            self._evict(ConnectionState.HANDSHAKE)
+        if len(self._states) > limit:
+            self._make_room()
+
+    def move(self, connection: Evictable, state: ConnectionState) -> None:
+        """Record that a connection waits for something else now; no effect once it is removed."""
+        before = self._states.get(connection)
+        if before is not None:
+            del self._by_state[before][connection]
+            self._states[connection] = state
+            self._by_state[state][connection] = None
+
+    def remove(self, connection: Evictable) -> None:
+        """Forget a connection that was closed; no effect if it was evicted."""
+        state = self._states.pop(connection, None)
+        if state is not None:
+            del self._by_state[state][connection]
+
+    def _make_room(self) -> None:
+        for state in ConnectionState:
+            if state is not ConnectionState.ACTIVE and self._by_state[state]:
+                self._evict(state)
+                return
+
+    def _evict(self, state: ConnectionState) -> None:
+        """Close the connection that has been in `state` the longest."""
+        connection = next(iter(self._by_state[state]))
+        self.remove(connection)
+        self.num_evicted += 1
+        connection.evict()
+
+
+# One table a process: its limit on descriptors covers all its listening sockets.
+OPEN_CONNECTIONS = ConnectionTable()
+
+
 class Connection(HttpToolsProtocol):
-    """uvicorn's, bounded. Made by uvicorn for each connection."""
+    """uvicorn's protocol with bounds. Created by uvicorn for each connection.
+
+    dialect: writes refusals, since the path is not known yet.
+    """
 
     _head_bytes = 0
     _in_head = True
-    _deaf = False
+    _ignores_input = False
     _is_close_delimited = False
     _head_timer: asyncio.TimerHandle | None = None
     _look_timer: asyncio.TimerHandle | None = None
-    _gone: asyncio.Future[None] | None = None
+    _disconnected: asyncio.Future[None] | None = None
+
+    def __init__(self, *args: Any, dialect: Dialect, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._dialect = dialect
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The time for the first head begins."""
+        """Start the timer of the first head."""
         super().connection_made(transport)
         self._await_head()
         OPEN_CONNECTIONS.add(self, ConnectionState.HEAD)
@@ -58,17 +157,17 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is waited for any more."""
+        """Stop all timers and report the disconnect."""
         OPEN_CONNECTIONS.remove(self)
         self._stop_timer()
         if self._look_timer is not None:
             self._look_timer.cancel()
         super().connection_lost(exc)
-        self._tell_gone()
+        self._report_disconnect()
 
     def data_received(self, piece: bytes) -> None:
-        """Refuse a head that is too large before the parser has put it together."""
-        if self._deaf or self.transport.is_closing():
+        """Refuse a head that is too large before the parser has assembled it."""
+        if self._ignores_input or self.transport.is_closing():
             return
         if self._in_head:
             self._await_head()
@@ -78,68 +177,69 @@ class Connection(HttpToolsProtocol):
             self._head_bytes += len(piece)  # of the last piece, part may be the body
         super().data_received(piece)
         if not self._in_head and not self._is_answering and not self.transport.is_closing():
-            self._await_head()  # the rest of a body whose request was answered before its end
+            self._await_head()  # the rest of a body after an early response
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """Keep the connection of a client that has only finished sending until it is answered."""
         if not (self._is_answering and self._in_head) or self.scheme == "https":
             return None  # the transport closes itself; TLS has no half-closed connections here
         self._stop_timer()
-        self._deaf, self.cycle.keep_alive = True, False
+        self._ignores_input, self.cycle.keep_alive = True, False
         if self._look_timer is None:
             if not self.cycle.response_started:
                 self.transport.write(_PROBE)
                 self.cycle.transport = cast(asyncio.Transport, _BegunTransport(self.transport))
-            self._look_timer = self.loop.call_later(_LOOK_S, self._look_for_reset, _LOOK_S)
+            self._look_timer = self.loop.call_later(_PROBE_S, self._look_for_reset, _PROBE_S)
         return True
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Called by the parser for each header."""
         super().on_header(name, value)
-        if not self._deaf and len(self.headers) > MAX_HEADERS:
+        if not self._ignores_input and len(self.headers) > MAX_HEADERS:
             self._refuse_head()
 
     def on_headers_complete(self) -> None:
-        """The head is there: begin its request, unless another is still being answered."""
+        """Begin the request, unless another one is still being answered."""
         num_bytes = len(self.url)
         for name, value in self.headers:
             num_bytes += len(name) + len(value)
-        if not self._deaf and num_bytes > MAX_HEAD_BYTES:
+        if not self._ignores_input and num_bytes > MAX_HEAD_BYTES:
             self._refuse_head()
-        if self._deaf:
+        if self._ignores_input:
             return
         self._stop_timer()
         if self._is_answering:
-            self._deaf, self.cycle.keep_alive = True, False
+            self._ignores_input, self.cycle.keep_alive = True, False
             return
         self._in_head = False
         OPEN_CONNECTIONS.move(self, ConnectionState.ACTIVE)
-        # How a request learns that its caller has left, without a task that waits for that.
-        self._gone = self.loop.create_future()
-        self.scope["quire.gone"] = self._gone  # type: ignore[typeddict-unknown-key]
-        # How a response ends a connection whose other end does not read: a close would wait for it.
+        # Set when the client disconnects, so that a request needs no task to wait for that.
+        self._disconnected = self.loop.create_future()
+        self.scope["quire.disconnected"] = self._disconnected  # type: ignore[typeddict-unknown-key]
+        # Ends a connection that is not read from: a close would wait for the client.
         self.scope["quire.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
-        # How a stream writes an event without a message through every layer.
+        # Lets a stream write an event without an ASGI message through every layer.
         self.scope["quire.write"] = self._write_part  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Called by the parser; a request that is not taken has no body."""
-        if not self._deaf:
+        """Called by the parser; a refused request has no body."""
+        if not self._ignores_input:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """What comes next is a head again."""
-        if not self._deaf:
+        """Expect the next head."""
+        if not self._ignores_input:
             self._in_head, self._head_bytes = True, 0
             super().on_message_complete()
-            self.flow.resume_reading()  # a long body may have stopped it: nobody would see an end
+            # A long body may have paused reading: a disconnect would go unnoticed.
+            self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
-        """Called by the cycle: the answer is written."""
+        """Called by the cycle when the response is written."""
         super().on_response_complete()
         if self.timeout_keep_alive_task is not None:
-            # uvicorn's closes the connection, which waits for a client to read what is unread.
+            # uvicorn's timer closes the connection, which waits for unread data to be sent.
             self.timeout_keep_alive_task.cancel()
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.transport.abort
@@ -157,20 +257,20 @@ class Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's refusal of what is not HTTP, in the form of our errors."""
+        """Refuse malformed HTTP with an error body of the dialect."""
         self._refuse(b"400 Bad Request", msg, code=None)
 
     @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _tell_gone(self) -> None:
-        if self._gone is not None and not self._gone.done():
-            self._gone.set_result(None)
+    def _report_disconnect(self) -> None:
+        if self._disconnected is not None and not self._disconnected.done():
+            self._disconnected.set_result(None)
 
     def _write_part(self, body: bytes) -> bool:
-        """Write a part of the response that is under way, as `send` would; False where it would
-        wait, or do anything else than write."""
+        """Write a part of the active response as `send` would; return False if that would wait, or
+        need anything but a write."""
         cycle = self.cycle
         if self.flow.write_paused or cycle.disconnected or cycle.response_complete:
             return False
@@ -191,7 +291,7 @@ class Connection(HttpToolsProtocol):
         if _is_reset(self.transport.get_extra_info("socket").fileno()):
             self.transport.abort()
             return
-        wait_s = min(2 * waited_s, _MAX_LOOK_S)
+        wait_s = min(2 * waited_s, _MAX_PROBE_S)
         self._look_timer = self.loop.call_later(wait_s, self._look_for_reset, wait_s)
 
     def _await_head(self) -> None:
@@ -213,19 +313,19 @@ class Connection(HttpToolsProtocol):
         self._refuse(b"431 Request Header Fields Too Large", message, code=HEAD_TOO_LARGE.code)
 
     def _refuse(self, status: bytes, message: str, *, code: str | None) -> None:
-        """Answer, then hear nothing more of this connection."""
-        self._deaf = True
+        """Write a refusal, then read nothing more from this connection."""
+        self._ignores_input = True
         if self._is_answering:
             if self._in_head or self.cycle.response_started:
-                # the request before it: nothing may be said in between
+                # the previous request is being answered: write nothing in between
                 self.cycle.keep_alive = False
                 return
-            # Its own body is broken: it ends as if its caller had left.
+            # Its own body is broken: end it as if its client had disconnected.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-            self._tell_gone()
-        error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
-        body = msgspec.json.encode({"error": error})
+            self._report_disconnect()
+        report = ErrorReport(status=int(status.split()[0]), code=code, message=message)
+        body = msgspec.json.encode(self._dialect.error(report)[1])
         head = (
             b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
             b"connection: close\r\n\r\n"
@@ -258,7 +358,7 @@ class _BegunTransport:
 
 
 class _CloseDelimited:
-    """An application whose responses end with the connection unless they state their length."""
+    """An application with responses that end with the connection unless they have a length."""
 
     def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
         self._app = app

@@ -1,8 +1,8 @@
-"""CORS: the pages of other origins that a browser lets ask here and read what we answer.
+"""CORS: allow web pages of other origins to send requests and read responses.
 
-Off unless --cors-origin names origins, or `*` for any. A key travels in a header that a page's
-program sets, never in what a browser sends by itself, so credentials in CORS' sense (cookies) are
-never allowed. Always holds: no page of another origin is let at the admin's paths.
+Only used if --cors-origin lists origins, or `*` for any. A page's script sends its key in a header,
+so credentials in the sense of CORS (cookies) are never allowed. Always holds: no page of another
+origin is allowed at admin paths.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from starlette.types import Scope
 
 from quire.api.http.auth import is_guarded
 
-# What a page may read of an answer beside its body.
+# Response headers that a page may read.
 _SHOWN = "x-request-id, x-quire-resume-seconds, x-quire-ignored-fields, retry-after"
 _METHODS = "GET, POST, DELETE"
-# No header of a request has authority of its own here (a key is a secret wherever it stands), so
-# whatever a page's library adds to its requests is allowed.
+# Headers grant nothing by themselves (a key is a secret in any header), so every header name that a
+# page's library adds is allowed.
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9_-]+(\s*,\s*[A-Za-z0-9_-]+)*")
 _MAX_NAMES_CHARS = 4096
 _KEPT_S = 600
@@ -28,25 +28,23 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class Cors:
-    """Of one server. origins: as --cors-origin has them."""
+    """The CORS rules of one server. origins: of --cors-origin."""
 
     def __init__(self, origins: Sequence[str]) -> None:
         self._origins = frozenset(origins)
         self._any = "*" in self._origins
 
     def origin_of(self, scope: Scope) -> str | None:
-        """The origin of the page that asks, where it is another and may; else None."""
-        if not self._origins or is_guarded(scope["path"]):
+        """Return the Origin of a request if it is allowed, else None."""
+        if is_guarded(scope["path"]):
             return None
         found = _header(scope, b"origin")
         allowed = found is not None and (self._any or found.lower() in self._origins)
         return found if allowed else None
 
     def headers(self, origin: str | None) -> Headers:
-        """What every answer to a request of that origin carries."""
-        if not self._origins:
-            return []
-        # What is answered depends on who asks, so what is kept for one page is not shown another.
+        """Return the headers of every response to a request of an allowed origin, or of none."""
+        # Responses depend on the origin, so a cache may not share them between origins.
         headers = [] if self._any else [(b"vary", b"origin")]
         if origin is not None:
             allowed = "*" if self._any else origin
@@ -55,8 +53,7 @@ class Cors:
         return headers
 
     def preflight(self, scope: Scope, origin: str | None) -> Response | None:
-        """The answer to a browser that asks whether a page of that origin may ask; None where
-        that is not what the request is."""
+        """Return the response to a preflight request of an allowed origin; None for others."""
         if origin is None or scope["method"] != "OPTIONS":
             return None
         if _header(scope, b"access-control-request-method") is None:

@@ -1,18 +1,13 @@
-"""Errors as HTTP: each class of the tree has a status, a type and a code in OpenAI's words.
+"""Map error classes to HTTP: a status and a code for each class, and the response of an error.
 
-Knows nothing of how an error came about. Always holds: every class of quire/base/errors.py maps to
-exactly one row (its own, else its nearest ancestor's), and a body is always
-{"error": {message, type, param, code}}.
+The body of an error is its dialect's. Always holds: every class of quire/base/errors.py maps to
+exactly one row (its own, else its nearest ancestor's).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
-
-import msgspec
-from starlette.responses import Response
 
 from quire.base.errors import (
     BodyTooLarge,
@@ -39,19 +34,28 @@ from quire.base.errors import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorShape:
-    """How a class of errors looks to a caller."""
+    """The HTTP status of a class of errors, and the code that identifies it."""
 
     status: int
-    type: str
     code: str | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorReport:
+    """One error as a dialect writes it. param: the request field at fault, if there is one."""
+
+    status: int
+    code: str | None
+    message: str
+    param: str | None = None
+
+
 class UnknownRoute(RequestError):
-    """Nothing is served at this path."""
+    """No route has this path."""
 
 
 class MethodNotAllowed(RequestError):
-    """The path is served, but not by this method. `allowed` names those that are."""
+    """The path exists but does not support this method. `allowed` lists those that it supports."""
 
     def __init__(self, message: str, *, allowed: str) -> None:
         super().__init__(message)
@@ -59,119 +63,101 @@ class MethodNotAllowed(RequestError):
 
 
 class UnsupportedEncoding(RequestError):
-    """The body is compressed, or encoded in another way."""
+    """The body has a content encoding other than identity."""
 
 
 class NotAdmin(RequestError):
-    """The key is a tenant's, and what is asked for tells of everybody."""
+    """The key is not an admin's, and the path is for admins."""
 
 
 class ForeignPage(RequestError):
-    """A browser asks for a page that is not of this server, which has no key."""
+    """A web page of another origin sent the request, and the server has no keys."""
 
 
 class UnknownRequest(RequestError):
-    """No request of that id is known to whoever asks."""
+    """No request with that id was sent with this key."""
 
 
 class ResumeGone(RequestError):
-    """The stream cannot go on from there: those events are not kept."""
+    """The stream cannot resume there: those events are no longer kept."""
 
 
 class NothingToChoose(RequestError):
-    """What the request bans, or its grammar, left no token to go on with."""
+    """The bans or the grammar of the request left no token to sample."""
 
 
 class Aborted(QuireError):
-    """Somebody ended the request by its id."""
+    """The request was aborted by its id."""
 
 
 class SlowReader(QuireError):
-    """The stream's reader did not read, or not fast enough; its request was ended."""
+    """The client did not read the stream fast enough, so the request was ended."""
 
 
 class ReaderGone(QuireError):
-    """The reader of a resumable stream left and did not come back in time."""
+    """The client of a resumable stream disconnected and did not reconnect in time."""
 
 
 class ReadElsewhere(QuireError):
-    """The stream was resumed on another connection, and goes on there."""
+    """The stream was resumed on another connection."""
 
 
 SHAPES: dict[type[QuireError], ErrorShape] = {
-    RequestError: ErrorShape(status=400, type="invalid_request_error", code=None),
-    InvalidParameter: ErrorShape(status=400, type="invalid_request_error", code="invalid_value"),
-    ContextTooLong: ErrorShape(
-        status=400, type="invalid_request_error", code="context_length_exceeded"
-    ),
-    BodyTooLarge: ErrorShape(status=413, type="invalid_request_error", code="body_too_large"),
-    UnsupportedEncoding: ErrorShape(
-        status=415, type="invalid_request_error", code="unsupported_encoding"
-    ),
-    UnknownModel: ErrorShape(status=404, type="invalid_request_error", code="model_not_found"),
-    UnknownRoute: ErrorShape(status=404, type="invalid_request_error", code="unknown_url"),
-    MethodNotAllowed: ErrorShape(
-        status=405, type="invalid_request_error", code="method_not_allowed"
-    ),
-    UnknownRequest: ErrorShape(status=404, type="invalid_request_error", code="unknown_request"),
-    ResumeGone: ErrorShape(status=410, type="invalid_request_error", code="resume_gone"),
-    NothingToChoose: ErrorShape(
-        status=400, type="invalid_request_error", code="no_token_to_choose"
-    ),
-    Aborted: ErrorShape(status=409, type="server_error", code="aborted"),
-    SlowReader: ErrorShape(status=408, type="server_error", code="slow_reader"),
-    ReaderGone: ErrorShape(status=408, type="server_error", code="reader_gone"),
-    ReadElsewhere: ErrorShape(status=409, type="server_error", code="read_elsewhere"),
-    ForeignPage: ErrorShape(status=403, type="invalid_request_error", code="foreign_page"),
-    NotAdmin: ErrorShape(status=403, type="invalid_request_error", code="not_admin"),
-    NotAuthorized: ErrorShape(status=401, type="invalid_request_error", code="invalid_api_key"),
-    OverloadedError: ErrorShape(status=503, type="server_error", code="overloaded"),
-    ShuttingDown: ErrorShape(status=503, type="server_error", code="shutting_down"),
-    QueueTimedOut: ErrorShape(status=503, type="server_error", code="queue_timeout"),
-    DeadlineMissed: ErrorShape(status=503, type="server_error", code="deadline_missed"),
-    TenantLimit: ErrorShape(status=429, type="rate_limit_error", code="tenant_limit"),
-    TimedOut: ErrorShape(status=504, type="server_error", code="timeout"),
-    WorkerError: ErrorShape(status=500, type="server_error", code="worker_error"),
-    StepRowError: ErrorShape(status=500, type="server_error", code="step_row_error"),
-    DeviceLost: ErrorShape(status=500, type="server_error", code="device_lost"),
-    ModelError: ErrorShape(status=500, type="server_error", code="model_error"),
-    SettingError: ErrorShape(status=500, type="server_error", code="setting_error"),
-    CapacityError: ErrorShape(status=500, type="server_error", code="capacity_error"),
-    QuireError: ErrorShape(status=500, type="server_error", code="internal_error"),
+    RequestError: ErrorShape(status=400, code=None),
+    InvalidParameter: ErrorShape(status=400, code="invalid_value"),
+    ContextTooLong: ErrorShape(status=400, code="context_length_exceeded"),
+    BodyTooLarge: ErrorShape(status=413, code="body_too_large"),
+    UnsupportedEncoding: ErrorShape(status=415, code="unsupported_encoding"),
+    UnknownModel: ErrorShape(status=404, code="model_not_found"),
+    UnknownRoute: ErrorShape(status=404, code="unknown_url"),
+    MethodNotAllowed: ErrorShape(status=405, code="method_not_allowed"),
+    UnknownRequest: ErrorShape(status=404, code="unknown_request"),
+    ResumeGone: ErrorShape(status=410, code="resume_gone"),
+    NothingToChoose: ErrorShape(status=400, code="no_token_to_choose"),
+    Aborted: ErrorShape(status=409, code="aborted"),
+    SlowReader: ErrorShape(status=408, code="slow_reader"),
+    ReaderGone: ErrorShape(status=408, code="reader_gone"),
+    ReadElsewhere: ErrorShape(status=409, code="read_elsewhere"),
+    ForeignPage: ErrorShape(status=403, code="foreign_page"),
+    NotAdmin: ErrorShape(status=403, code="not_admin"),
+    NotAuthorized: ErrorShape(status=401, code="invalid_api_key"),
+    OverloadedError: ErrorShape(status=503, code="overloaded"),
+    ShuttingDown: ErrorShape(status=503, code="shutting_down"),
+    QueueTimedOut: ErrorShape(status=503, code="queue_timeout"),
+    DeadlineMissed: ErrorShape(status=503, code="deadline_missed"),
+    TenantLimit: ErrorShape(status=429, code="tenant_limit"),
+    TimedOut: ErrorShape(status=504, code="timeout"),
+    WorkerError: ErrorShape(status=500, code="worker_error"),
+    StepRowError: ErrorShape(status=500, code="step_row_error"),
+    DeviceLost: ErrorShape(status=500, code="device_lost"),
+    ModelError: ErrorShape(status=500, code="model_error"),
+    SettingError: ErrorShape(status=500, code="setting_error"),
+    CapacityError: ErrorShape(status=500, code="capacity_error"),
+    QuireError: ErrorShape(status=500, code="internal_error"),
 }
 
-# What connection.py refuses before there is a request.
-HEAD_TOO_LARGE = ErrorShape(status=431, type="invalid_request_error", code="headers_too_large")
+# The refusal of connection.py, before there is a request.
+HEAD_TOO_LARGE = ErrorShape(status=431, code="headers_too_large")
 
 
 def shape_of(error: QuireError) -> ErrorShape:
-    """The row of an error's class, or of its nearest ancestor that has one."""
+    """Return the row of an error's class, or of its nearest ancestor that has one."""
     return next(SHAPES[kind] for kind in type(error).__mro__ if kind in SHAPES)
 
 
-def error_body(error: QuireError) -> dict[str, Any]:
-    """The JSON of an error: a response's body, or the data of an event inside a stream."""
+def report_of(error: QuireError) -> ErrorReport:
+    """Return an error as a dialect writes it."""
     shape = shape_of(error)
     param = error.param if isinstance(error, RequestError) else None
-    return {
-        "error": {"message": str(error), "type": shape.type, "param": param, "code": shape.code}
-    }
+    return ErrorReport(status=shape.status, code=shape.code, message=str(error), param=param)
 
 
-def error_response(error: QuireError, *, request_id: str) -> Response:
-    """A response for an error, with the headers its class calls for."""
-    headers = {"x-request-id": request_id}
+def error_headers(error: QuireError) -> dict[str, str]:
+    """Return the headers that the class of an error calls for, in every dialect."""
     if isinstance(error, MethodNotAllowed):
-        headers["allow"] = error.allowed
+        return {"allow": error.allowed}
     if isinstance(error, UnsupportedEncoding):
-        headers["accept-encoding"] = "identity"
-    if isinstance(error, NotAuthorized):
-        headers["www-authenticate"] = "Bearer"
+        return {"accept-encoding": "identity"}
     if isinstance(error, OverloadedError) and error.retry_after_s is not None:
-        headers["retry-after"] = str(math.ceil(error.retry_after_s))
-    return Response(
-        msgspec.json.encode(error_body(error)),
-        status_code=shape_of(error).status,
-        headers=headers,
-        media_type="application/json",
-    )
+        return {"retry-after": str(math.ceil(error.retry_after_s))}
+    return {}

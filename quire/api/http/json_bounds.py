@@ -1,8 +1,8 @@
-"""Bounds on what a JSON text may hold, checked before any of it is built.
+"""Bound the arrays, strings and values of a JSON text before it is parsed.
 
-Building millions of arrays, strings or numbers holds the interpreter lock for as long as it takes,
-and every stream waits. Counting them does not: a large text is counted in slices, by operations
-that release the lock. Knows nothing of what the text means, and does not check that it is JSON.
+Parsing millions of them holds the interpreter lock, and every stream waits. Counting does not: a
+large text is counted in slices, by operations that release the lock. Does not check that the text
+is JSON.
 Always holds: brackets and commas inside strings are not counted.
 """
 
@@ -20,7 +20,7 @@ _SLICE_BYTES = 64 * 1024
 
 
 def excess(raw: bytes) -> str | None:
-    """Return what `raw` holds too many of, with the limit, as in an error message; else None."""
+    """Return the limit that `raw` exceeds, in words for an error message; None for none."""
     containers = quotes = commas = position = 0
     in_string = False
     while position < len(raw):

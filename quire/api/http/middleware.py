@@ -1,9 +1,9 @@
-"""The outermost layer of each request: keys, errors as JSON, one log line, counters.
+"""The outermost layer of each request: path, keys, errors, counters, one line of the access log.
 
-What every route would have to do is done here and in what this hands out to: who may ask (auth.py,
-callers.py, cors.py), what is told of it (access.py). Always holds: each HTTP request is counted
-once, with a status; 499 stands for a caller who left before there was one; the path that is
-checked is the path that is served.
+Does what every route would have to do. The log line has route, status, times and counts, never a
+raw path, a prompt, a text or a key; polled routes are logged at level debug unless they fail.
+Always holds: each HTTP request is counted once, with a status (499: the client disconnected before
+there was one); the path that is checked is the path that is served; each request has one log line.
 """
 
 from __future__ import annotations
@@ -12,25 +12,26 @@ import re
 import secrets
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.routing import Match, Route, Router
+from starlette.types import Message, Receive, Scope, Send
 
-from quire.api.generation.request_registry import OpenRequest
-from quire.api.http.access_log import GONE, PREFLIGHT, AccessLog
-from quire.api.http.auth import is_guarded
-from quire.api.http.cancellation import ClientDisconnected
+from quire.api.generation.choice_streams import ChoiceStreams
+from quire.api.http.auth import OriginCheck, is_guarded, is_loopback
 from quire.api.http.cors import Cors, Headers
-from quire.api.http.errors import MethodNotAllowed, UnknownRoute, error_response
-from quire.api.http.origin_check import OriginCheck
-from quire.api.http.paths import served_path
-from quire.api.http.sockets import is_loopback
-from quire.api.server_state import ServerState
+from quire.api.http.dialect import Dialect, error_response
+from quire.api.http.errors import MethodNotAllowed, UnknownRoute
+from quire.api.http.request_io import ClientDisconnected
+from quire.api.server_state import OpenRequest, ServerState
 from quire.base.errors import QuireError
+from quire.base.report import Field
 from quire.base.show import show
+from quire.config.tenants import Tenant
 
-# Headers that proxies, CDNs, tunnels and cloud load balancers add: the client is not the peer.
+# Headers that proxies, CDNs, tunnels and cloud load balancers add: the client is another machine.
 _FORWARDING_HEADERS = frozenset(
     {
         *(b"forwarded", b"forwarded-for", b"via", b"cdn-loop", b"client-ip", b"true-client-ip"),
@@ -62,129 +63,181 @@ _FORWARDING_PREFIXES = (
 )
 _PLAIN_NAME = re.compile(rb"[A-Za-z0-9._:+=@-]{1,128}")
 _TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
+# Served below /v1; clients with a base URL without /v1 request them without it.
+VERSIONED = ("/chat/completions", "/completions", "/models")
+PREFLIGHT = "preflight"
+# The status of a request if its client disconnected before there was a response.
+CLIENT_CLOSED = 499
 _FAULT = 500
+_POLLED = frozenset({"/health", "/metrics", PREFLIGHT})
 
 
 class RequestMiddleware:
-    """Wraps the routes. for_admins: they are served where only this machine can ask."""
+    """Wraps the routes of one listener.
 
-    def __init__(self, app: ASGIApp, serving: ServerState, *, for_admins: bool = False) -> None:
-        self._app = app
+    dialect: of errors at paths that `dialects`, by path or prefix of paths, does not list.
+    for_admins: the listener is reachable from this machine only.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        serving: ServerState,
+        dialect: Dialect,
+        *,
+        dialects: Mapping[str, Dialect] | None = None,
+        for_admins: bool = False,
+    ) -> None:
+        self._router = router
         self._serving = serving
+        self._dialect = dialect
+        self._dialects = dialects or {}
         self._for_admins = for_admins
         config = serving.config
-        self._callers = OriginCheck(config, has_keys=bool(serving.keys), for_admins=for_admins)
-        self._cors = Cors(() if for_admins else config.cors_origin)
-        self._access = AccessLog(serving.log, config.access_log)
+        self._origin_check = OriginCheck(config, has_keys=bool(serving.keys), for_admins=for_admins)
+        has_cors = bool(config.cors_origin) and not for_admins
+        self._cors = Cors(config.cors_origin) if has_cors else None
         self._prefix = config.root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         strip_prefix(scope, self._prefix)
-        scope["path"] = served_path(scope["path"])
-        name = own_name(scope["headers"])
-        origin = self._cors.origin_of(scope)
-        exchange = _Exchange(send, name, self._cors.headers(origin))
+        path = scope["path"] = served_path(scope["path"])
+        name = client_request_id(scope["headers"])
+        origin = None if self._cors is None else self._cors.origin_of(scope)
+        cors_headers = [] if self._cors is None else self._cors.headers(origin)
+        exchange = _Exchange(send, name, cors_headers, self._dialect_of(path))
+        scope["app"] = self  # makes the router raise what it refuses
         scope["state"] = {"key": b"", "name": name, "trace": trace_of(scope["headers"])}
         started_s = time.monotonic()
         self._serving.metrics.opened()
         try:
-            with self._serving.request(counts=scope["method"] == "POST"):
+            with self._serving.track_request(counts=scope["method"] == "POST"):
                 await self._answer(scope, receive, exchange, origin)
         finally:
-            self._note(scope, exchange, started_s)
+            self._record(scope, exchange, started_s)
 
     async def _answer(
         self, scope: Scope, receive: Receive, exchange: _Exchange, origin: str | None
     ) -> None:
         try:
-            path = scope["path"]
-            self._callers.check(
-                scope["headers"],
-                may_ask=origin is not None,
-                is_guarded=is_guarded(path) and not self._serving.keys.needed(path),
+            path, keys, headers = scope["path"], self._serving.keys, scope["headers"]
+            self._origin_check.check(
+                headers,
+                is_cors_allowed=origin is not None,
+                is_guarded=is_guarded(path) and not keys.needed(path),
             )
-            preflight = self._cors.preflight(scope, origin)
-            if preflight is not None:  # before keys: browsers send none with it
+            preflight = None if self._cors is None else self._cors.preflight(scope, origin)
+            if preflight is not None:  # before the keys: browsers send none with it
                 exchange.route = PREFLIGHT
                 await preflight(scope, receive, exchange.send)
                 return
-            caller = self._serving.keys.check(
-                path, _authorization(scope), is_here=self._for_admins or is_here(scope)
+            caller = keys.check(
+                path,
+                lambda: exchange.dialect.read_key(headers),
+                is_here=self._for_admins or is_here(scope),
             )
             scope["state"] |= {"tenant": caller.tenant, "key": caller.key}
-            await self._app(scope, receive, exchange.send)
+            await self._router(scope, receive, exchange.send)
         except ClientDisconnected:
-            exchange.status = exchange.status or GONE
+            exchange.status = exchange.status or CLIENT_CLOSED
             self._serving.metrics.disconnect()
         except HTTPException as error:
-            refusal: QuireError = (
-                _method_not_allowed(scope, (error.headers or {}).get("Allow", ""))
-                if error.status_code == 405
-                else UnknownRoute("nothing is served at this path; GET / lists what is")
-            )
-            await self._refuse(refusal, scope, receive, exchange)
+            await self._refuse(self._routing_error(error, scope), scope, receive, exchange)
         except QuireError as error:
             await self._refuse(error, scope, receive, exchange)
-        except Exception as error:  # a fault of ours: report it, and let the others go on
+        except Exception as error:  # a bug: report it, and keep serving other requests
             self._serving.log.error("request failed", traceback=traceback.format_exc())
             fault = QuireError(f"internal error ({type(error).__name__}); the server's log has it")
             if exchange.status:
-                self._serving.failed(fault)
+                self._serving.count_error(fault)
                 raise
             await self._refuse(fault, scope, receive, exchange)
 
     async def _refuse(
         self, error: QuireError, scope: Scope, receive: Receive, exchange: _Exchange
     ) -> None:
-        self._serving.failed(error)
-        response = error_response(error, request_id=f"req-{secrets.token_hex(12)}")
+        self._serving.count_error(error)
+        request_id = f"req-{secrets.token_hex(12)}"
+        response = error_response(error, exchange.dialect, request_id=request_id)
         await response(scope, receive, exchange.send)
 
-    def _note(self, scope: Scope, exchange: _Exchange, started_s: float) -> None:
+    def _dialect_of(self, path: str) -> Dialect:
+        for prefix, dialect in self._dialects.items():
+            if path == prefix or path.startswith(f"{prefix}/"):
+                return dialect
+        return self._dialect
+
+    def _routing_error(self, error: HTTPException, scope: Scope) -> QuireError:
+        if error.status_code != 405:
+            return UnknownRoute("nothing is served at this path; GET / lists what is")
+        methods = [
+            route.methods or set()
+            for route in self._router.routes
+            if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE
+        ]
+        allowed = ", ".join(sorted(set().union(*methods)))
+        return MethodNotAllowed(
+            f"{scope['method']} is not allowed at {show(scope['path'])}; use {allowed}",
+            allowed=allowed,
+        )
+
+    def _record(self, scope: Scope, exchange: _Exchange, started_s: float) -> None:
+        """Count a response, and log the request once it has ended."""
         route = exchange.route or getattr(scope.get("route"), "path", "unknown")
-        status = exchange.status or _FAULT  # none began, and the caller did not leave
+        status = exchange.status or _FAULT  # no response began, and the client is still there
         self._serving.metrics.answered(route=route, status=status)
+        log_format = self._serving.config.access_log
 
         def log() -> None:
-            self._access.note(
-                scope["state"],
-                request_id=exchange.request_id,
-                method=scope["method"],
-                route=route,
-                status=status,
-                took_ms=(time.monotonic() - started_s) * 1e3,
-            )
+            level = "debug" if route in _POLLED and status < 400 else "info"
+            fields: dict[str, Field] = {
+                "request": exchange.request_id,
+                "method": scope["method"],
+                "route": route,
+                "status": status,
+                "took_ms": round((time.monotonic() - started_s) * 1e3, 1),
+                **_request_fields(scope["state"], status),
+            }
+            if log_format == "json":
+                self._serving.log.event_as_json("request", fields, level=level)
+            elif level == "debug":
+                self._serving.log.debug("request", **fields)
+            else:
+                self._serving.log.event("request", **fields)
 
-        live = scope["state"].get("live")
-        if isinstance(live, OpenRequest) and live.ended_s is None:
-            live.on_end = log  # a resumable stream goes on without its reader
+        if log_format == "off":
+            return
+        request = scope["state"].get("open_request")
+        if isinstance(request, OpenRequest) and request.ended_s is None:
+            request.on_end = log  # a resumable stream continues without its client
         else:
             log()
 
 
 class _Exchange:
-    """Passes messages on and remembers the status; 0 until the response has begun.
+    """Passes messages on and records the status; 0 until the response has begun.
 
-    name: what the caller calls the request; `x-request-id` then says that, else our id. further:
-    headers of every answer. route: where no route has answered, what to call what did.
+    name: the client's `x-request-id`, which replaces this server's. cors_headers: added to every
+    response. route: set where no route of the router answers.
     """
 
-    def __init__(self, send: Send, name: str, further: Headers) -> None:
+    def __init__(self, send: Send, name: str, cors_headers: Headers, dialect: Dialect) -> None:
         self.status = 0
         self.request_id = ""
         self.route = ""
+        self.dialect = dialect
         self._send = send
         self._name = name.encode("ascii")
-        self._further = further
+        self._cors_headers = cors_headers
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             ids = [value for name, value in message["headers"] if name == b"x-request-id"]
             self.request_id = ids[0].decode("ascii") if ids else ""
-            headers = [*message["headers"], *self._further]
+            headers = [*message["headers"], *self._cors_headers]
             if self._name:
                 headers = [pair for pair in headers if pair[0] != b"x-request-id"]
                 headers.append((b"x-request-id", self._name))
@@ -192,17 +245,46 @@ class _Exchange:
         await self._send(message)
 
 
+def _request_fields(state: Mapping[str, Any], status: int) -> dict[str, Field]:
+    """Return the fields of a log line that come from the request's handlers."""
+    fields: dict[str, Field] = {name: state[name] for name in ("name", "trace") if state.get(name)}
+    tenant, answers = state.get("tenant"), state.get("answers")
+    if isinstance(tenant, Tenant) and not tenant.is_default:
+        fields["tenant"] = tenant.name
+    if isinstance(answers, ChoiceStreams):
+        usage, first_ms = answers.usage, answers.first_token_ms
+        fields |= {
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "output_tokens": usage.completion_tokens,
+            "finish": answers.finish_reasons,
+            **({} if first_ms is None else {"ttft_ms": round(first_ms, 1)}),
+        }
+    request = state.get("open_request")
+    if isinstance(request, OpenRequest) and request.error is not None and status != CLIENT_CLOSED:
+        fields["error"] = request.error
+    return fields
+
+
+def served_path(path: str) -> str:
+    """Return `path` as the routes have it: without trailing slashes, with a missing /v1 added."""
+    path = path.rstrip("/") or "/"
+    if path in VERSIONED or path.startswith("/models/"):
+        return f"/v1{path}"
+    return path
+
+
 def strip_prefix(scope: Scope, prefix: str) -> None:
-    """Take what a proxy left before the path away; without it the path is as it was asked."""
+    """Remove --root-path from the path, if the proxy has left it there."""
     path = scope["path"]
     if prefix and (path == prefix or path.startswith(prefix + "/")):
         scope["path"] = path[len(prefix) :] or "/"
 
 
 def is_here(scope: Scope) -> bool:
-    """Return whether the peer is on this machine and no header shows that it is a proxy.
+    """Return whether the client is on this machine and no header shows that it is a proxy.
 
-    A local proxy that adds none of these headers is taken for a local client.
+    A local proxy without forwarding headers is treated as a local client.
     """
     client = scope.get("client")
     if client is None or not is_loopback(client[0]):
@@ -215,8 +297,8 @@ def _is_forwarding(name: bytes) -> bool:
     return name in _FORWARDING_HEADERS or name.startswith(_FORWARDING_PREFIXES)
 
 
-def own_name(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """What a caller calls its request (`x-request-id`), where that is short and plain; else ""."""
+def client_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """Return the `x-request-id` that the client gave, if it is short and plain; else ""."""
     for name, value in headers:
         if name == b"x-request-id":
             return value.decode("ascii") if _PLAIN_NAME.fullmatch(value) else ""
@@ -224,22 +306,9 @@ def own_name(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 def trace_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The trace id of `traceparent` (W3C Trace Context), where it is well formed; else ""."""
+    """Return the trace id of `traceparent` (W3C Trace Context) if it is well formed, else ""."""
     found = [value for name, value in headers if name == b"traceparent"]
     match = _TRACEPARENT.fullmatch(found[0]) if len(found) == 1 else None
     if match is None or match[1] == b"ff" or not match[2].strip(b"0") or not match[3].strip(b"0"):
         return ""
     return match[2].decode("ascii")
-
-
-def _method_not_allowed(scope: Scope, allowed: str) -> MethodNotAllowed:
-    return MethodNotAllowed(
-        f"{scope['method']} is not allowed at {show(scope['path'])}; use {allowed}", allowed=allowed
-    )
-
-
-def _authorization(scope: Scope) -> bytes | None:
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            return bytes(value)
-    return None

@@ -1,15 +1,12 @@
-"""Request paths: other spellings of the served ones, and hints for those that are not served.
+"""Hints for paths that are not served: what to use in place of the routes of other servers.
 
-FOREIGN_PATHS is one declarative table; its documentation is made from it.
+FOREIGN_PATHS is one declarative table; its documentation is generated from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-
-# Served below /v1; clients whose base URL lacks /v1 ask for them without.
-VERSIONED = ("/chat/completions", "/completions", "/models")
 
 _CHAT = "POST /v1/chat/completions"
 _COMPLETE = "POST /v1/completions"
@@ -76,16 +73,8 @@ FOREIGN_PATHS: Mapping[str, str] = {
 }
 
 
-def served_path(path: str) -> str:
-    """Return `path` as the routes have it: without trailing slashes, with /v1 where it lacks."""
-    path = path.rstrip("/") or "/"
-    if path in VERSIONED or path.startswith("/models/"):
-        return f"/v1{path}"
-    return path
-
-
 def hint_for(path: str, served: Iterable[str]) -> str:
-    """Return what to do instead of asking for `path`; empty where nothing is near.
+    """Return what to use in place of `path`; "" if no path is close.
 
     served: the paths of the routes.
     """

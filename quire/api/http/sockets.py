@@ -1,34 +1,31 @@
-"""The sockets to listen on: checked and taken before anything is loaded.
+"""Create the listening sockets before the model is loaded.
 
-Standard library only, so that a wrong port is told at once. Always holds: an address beyond
-loopback is taken only with a key or by explicit word; what is returned already listens, so nobody
-else can take it while the model loads; a file is removed only where it is a socket that nobody
-listens at, or our own.
+A wrong port fails at once, and no other process can take the address while the model loads. Always
+holds: an address beyond loopback is bound only with a key or with --insecure; a file is removed
+only if it is a socket without a listener, or this server's own.
 """
 
 from __future__ import annotations
 
 import errno
-import ipaddress
 import os
 import socket
 import ssl
 import stat
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 
+from quire.api.http.auth import is_loopback
 from quire.base.errors import SettingError
 from quire.config.groups import ServerConfig
 
 _BACKLOG = 2048
-_MOST_HOST_CHARS = 255
 
 
 def listen(config: ServerConfig, *, has_tenants: bool = False) -> socket.socket:
-    """A listening socket at the configured address. Raises SettingError saying what to do.
+    """Return a listening socket at the configured address. Raises SettingError.
 
-    has_tenants: callers are known by keys of a tenants file.
+    has_tenants: there are keys of a tenants file.
     """
     has_keys = bool(config.api_key) or has_tenants
     if config.uds is not None:
@@ -36,21 +33,21 @@ def listen(config: ServerConfig, *, has_tenants: bool = False) -> socket.socket:
     if not has_keys and not config.insecure and not is_loopback(config.host):
         raise SettingError(
             f"host {config.host} is reachable from other machines and no key is set; give one "
-            "with --api-key or a file of --tenants, or --insecure to let anybody in, or listen on "
-            "127.0.0.1"
+            "with --api-key or a file of --tenants, or --insecure to accept every request, or "
+            "listen on 127.0.0.1"
         )
     return _listen_at(config.host, config.port, flag="--port")
 
 
 def listen_for_admins(config: ServerConfig) -> socket.socket | None:
-    """The socket of --admin-port, which only this machine reaches; None without one."""
+    """Return the loopback socket of --admin-port; None if it is not set."""
     if config.admin_port is None:
         return None
     return _listen_at("127.0.0.1", config.admin_port, flag="--admin-port")
 
 
 class SocketFile:
-    """The file of a listening socket, where it is a Unix socket and has one."""
+    """The file of a listening Unix socket; nothing for other sockets."""
 
     def __init__(self, listening: socket.socket) -> None:
         is_unix = listening.family == socket.AF_UNIX
@@ -58,7 +55,7 @@ class SocketFile:
         self._inode = None if self._path is None else _inode_of(self._path)
 
     def remove(self) -> None:
-        """Remove it; another that has taken its place stays."""
+        """Remove the file, unless another socket has replaced it."""
         if self._path is None:
             return
         with suppress(FileNotFoundError):
@@ -89,24 +86,24 @@ def _listen_at(host: str, port: int, *, flag: str) -> socket.socket:
 
 
 def _listen_at_path(path: Path, *, has_keys: bool) -> socket.socket:
-    """A Unix socket. Who may write to its file may connect: as the umask says, and without a key
-    nobody but owner and group."""
+    """Return a Unix socket. Its file has the mode of the umask; without a key, others than owner
+    and group get no access."""
     try:
         _clear(path)
         listening = _bound(path, hides=0 if has_keys else 0o007)
     except OSError as error:
         raise SettingError(
             f"uds {path}: no socket can be made there ({error.strerror or error}); give a path of "
-            "at most 107 bytes in a folder that this user may write to"
+            "at most 107 bytes in a directory that this user may write to"
         ) from error
     listening.setblocking(False)
     return listening
 
 
 def _bound(path: Path, *, hides: int) -> socket.socket:
-    """A socket that listens at `path`. hides: bits that its mode does not have."""
+    """Return a socket that listens at `path`. hides: bits that its mode does not have."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    # While nothing else runs in this process; a mode set after binding would come too late.
+    # No other thread runs yet; a mode set after binding would come too late.
     umask = os.umask(0)
     os.umask(umask | hides)
     try:
@@ -121,7 +118,7 @@ def _bound(path: Path, *, hides: int) -> socket.socket:
 
 
 def _clear(path: Path) -> None:
-    """Remove the socket of a server that is gone; raises SettingError where it is another thing."""
+    """Remove a socket without a listener. Raises SettingError for any other file."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -137,7 +134,7 @@ def _clear(path: Path) -> None:
         except ConnectionRefusedError:
             path.unlink()
             return
-        except BlockingIOError:  # so many wait to be let in that no more fit
+        except BlockingIOError:  # its backlog is full
             pass
     raise SettingError(
         f"uds {path} is in use; stop what listens there, or give another path with --uds"
@@ -150,14 +147,14 @@ def _inode_of(path: str) -> tuple[int, int]:
 
 
 def check_tls(config: ServerConfig) -> None:
-    """Read certificate and key as the server will. Raises SettingError saying what is wrong."""
+    """Load certificate and key as the server will. Raises SettingError."""
     if config.tls_cert is not None:
         tls_context(config)
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext:
-    """Return the context of HTTPS. Raises SettingError where the files cannot be used."""
-    assert config.tls_cert is not None, "asked for where there is a certificate"
+    """Return the context of HTTPS. Raises SettingError if the files cannot be used."""
+    assert config.tls_cert is not None, "the caller checks that a certificate is set"
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(config.tls_cert, config.tls_key, password=_no_password)
@@ -173,24 +170,8 @@ def _no_password() -> str:
     raise ValueError("the key has a password")
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`. A name other than localhost counts as not."""
-    return len(host) <= _MOST_HOST_CHARS and _is_loopback(host)
-
-
-@lru_cache(maxsize=64)
-def _is_loopback(host: str) -> bool:
-    """Asked twice a request, mostly of the same few addresses."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def url_of(listening: socket.socket, *, scheme: str = "http") -> str:
-    """The address as a URL, with the port that was taken."""
+    """Return the address as a URL, with the port that was bound."""
     if listening.family == socket.AF_UNIX:
         return f"unix:{listening.getsockname()}"
     host, port = listening.getsockname()[:2]

@@ -1,8 +1,8 @@
 """TlsListener: accepts TLS connections, with a bound on handshakes and on the time of each.
 
-asyncio's own TLS server makes a connection known only after its handshake, so that nobody could
-count or close those whose client never sends anything. Knows no HTTP. Always holds: a handshake
-takes at most HANDSHAKE_TIME_S; a failing accept ends no listener.
+asyncio's own TLS server reports a connection only after its handshake, so stalled handshakes
+could be neither counted nor closed. Knows no HTTP. Always holds: a handshake
+takes at most HANDSHAKE_TIME_S; a failing accept does not end the listener.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import ssl
 from collections.abc import Callable
 from contextlib import suppress
 
-from quire.api.http.connection_table import OPEN_CONNECTIONS, ConnectionState
+from quire.api.http.connection import OPEN_CONNECTIONS, ConnectionState
 
 HANDSHAKE_TIME_S = 10.0
-_MAX_ACCEPTS = 64  # in one turn of the event loop
-# Without descriptors or memory accepting stops for so long.
+_MAX_ACCEPTS = 64  # in one iteration of the event loop
+# Accepting stops for so long without descriptors or memory.
 _RETRY_S = 0.1
 
 
 class TlsListener:
-    """Serves TLS at a listening socket; as much of an asyncio server as uvicorn uses."""
+    """Serve TLS at a listening socket, with the part of asyncio.Server that uvicorn uses."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class _Handshake:
     def begin(self, context: ssl.SSLContext, make_protocol: Callable[[], asyncio.Protocol]) -> None:
         """Start the handshake; `make_protocol` makes what serves the connection after it."""
         self._socket.setblocking(False)
-        with suppress(OSError):  # a Unix socket, or one whose client has already gone
+        with suppress(OSError):  # a Unix socket, or the client has already disconnected
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._task = asyncio.ensure_future(self._run(context, make_protocol))
         OPEN_CONNECTIONS.add(self, ConnectionState.HANDSHAKE)

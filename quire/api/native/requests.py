@@ -1,12 +1,12 @@
-"""GET /v1/requests/{id}, its abort, and its stream resumed: requests by id, for who sent them.
+"""GET /v1/requests/{id}, its abort and its resumed stream: requests by id, for their sender.
 
-`id` is the answer's id, or the `x-request-id` its caller gave. Knows no model and no engine. Always
-holds: a request is found only with the key it was sent with; for anybody else there is none.
+`id` is the answer's id, or the `x-request-id` that the client gave. Knows no model and no engine.
+Always holds: a request is found only with the key that it was sent with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import msgspec
 from starlette.requests import Request
@@ -15,24 +15,24 @@ from starlette.routing import Route
 
 from quire.api.generation.fields import ignored_header
 from quire.api.generation.request_context import query_names
-from quire.api.generation.request_registry import OpenRequest
 from quire.api.http.errors import ResumeGone, UnknownRequest
-from quire.api.server_state import ServerState
-from quire.api.streaming.event_stream import FollowStream
-from quire.api.streaming.sse import place_of
-from quire.api.workers.sibling_workers import SiblingWorkers
+from quire.api.server_state import OpenRequest, ServerState
+from quire.api.streaming.resumable_stream import FollowStream, parse_event_id
 from quire.base.show import show
+
+Forward = Callable[[Request], Awaitable[Response | None]]
 
 
 class RequestRoutes:
-    """The routes. peers: who may know a request that this process does not."""
+    """The routes. forward: asks the other API processes for a request that this one does not have;
+    returns None if none has it."""
 
-    def __init__(self, serving: ServerState, peers: SiblingWorkers | None = None) -> None:
+    def __init__(self, serving: ServerState, forward: Forward | None = None) -> None:
         self._serving = serving
-        self._peers = peers
+        self._forward = forward
 
     def routes(self) -> list[Route]:
-        """All of them."""
+        """Return all of them."""
         return [
             Route("/v1/requests/{id}", self.get, methods=["GET"]),
             Route("/v1/requests/{id}", self.abort, methods=["DELETE"]),
@@ -41,11 +41,11 @@ class RequestRoutes:
         ]
 
     async def get(self, request: Request) -> Response:
-        """What a request does: its state, its tokens so far."""
-        return await self._answered(request, lambda live: _json(shown(live)))
+        """Return the state of a request and its token counts so far."""
+        return await self._answered(request, lambda found: _json(shown(found)))
 
     async def abort(self, request: Request) -> Response:
-        """End a request; `aborted` is false where it had ended before."""
+        """End a request; `aborted` is false if it had ended before."""
         warns = self._serving.config.unknown_fields == "warn"
         ignored = query_names(request, frozenset(), warns=warns)
         response = await self._answered(request, self._aborted)
@@ -54,57 +54,57 @@ class RequestRoutes:
         return response
 
     async def stream(self, request: Request) -> Response:
-        """The events of a resumable stream behind Last-Event-ID, or all of them without one."""
+        """Return the events of a resumable stream after Last-Event-ID, or all without one."""
         last_id = request.headers.get("last-event-id")
-        return await self._answered(request, lambda live: self._followed(live, last_id))
+        return await self._answered(request, lambda found: self._followed(found, last_id))
 
-    def _aborted(self, live: OpenRequest) -> Response:
-        aborted = self._serving.live.abort(live)
-        return _json({"id": live.id, "object": "request", "aborted": aborted})
+    def _aborted(self, found: OpenRequest) -> Response:
+        aborted = self._serving.requests.abort(found)
+        return _json({"id": found.id, "object": "request", "aborted": aborted})
 
-    def _followed(self, live: OpenRequest, last_id: str | None) -> Response:
-        telling = self._serving.tellings.find(live.id)
-        if telling is None:
+    def _followed(self, found: OpenRequest, last_id: str | None) -> Response:
+        stream = self._serving.resumable_streams.find(found.id)
+        if stream is None:
             raise ResumeGone(
-                f"the stream of request {show(live.id)} is not kept; ask for it with "
+                f"the stream of request {show(found.id)} is not kept; ask for it with "
                 'stream_options: {"resumable": true}, and come back within --resume-seconds'
             )
         after = 0
         if last_id is not None:
-            of_request, after = place_of(last_id)
-            if of_request != live.id:
+            of_request, after = parse_event_id(last_id)
+            if of_request != found.id:
                 raise ResumeGone(
-                    f"Last-Event-ID is {show(last_id)}, of another request than {show(live.id)}"
+                    f"Last-Event-ID is {show(last_id)}, of another request than {show(found.id)}"
                 )
-        headers = {"x-request-id": live.id}
-        return FollowStream(self._serving, telling, headers, after=after, resumes=True)
+        headers = {"x-request-id": found.id}
+        return FollowStream(self._serving, stream, headers, after=after, resumes=True)
 
     async def _answered(
         self, request: Request, answer: Callable[[OpenRequest], Response]
     ) -> Response:
-        """The answer for the request that is asked for, by the process that has it."""
+        """Answer for the request in the path, from the process that has it."""
         try:
-            live = self._serving.live.find(request.path_params["id"], request.state.key)
+            found = self._serving.requests.find(request.path_params["id"], request.state.key)
         except UnknownRequest:
-            passed = None if self._peers is None else await self._peers.pass_on(request)
-            if passed is None:
+            forwarded = None if self._forward is None else await self._forward(request)
+            if forwarded is None:
                 raise
-            return passed
-        return answer(live)
+            return forwarded
+        return answer(found)
 
 
-def shown(live: OpenRequest) -> dict[str, object]:
-    """A request as it is told."""
-    progress = live.progress
+def shown(found: OpenRequest) -> dict[str, object]:
+    """Return the JSON object of a request."""
+    progress = found.read_progress()
     return {
-        "id": live.id,
+        "id": found.id,
         "object": "request",
-        "name": live.asker.name or None,
-        "route": live.route,
-        "stream": live.is_stream,
-        "created": int(live.created_s),
-        "state": live.state,
-        "error": live.error,
+        "name": found.requester.name or None,
+        "route": found.route,
+        "stream": found.is_stream,
+        "created": int(found.created_s),
+        "state": found.state,
+        "error": found.error,
         "finish_reasons": progress.finish_reasons,
         "usage": {
             "prompt_tokens": progress.prompt_tokens,

@@ -1,8 +1,8 @@
 """POST /generate: token ids in, token ids out, streamed or whole.
 
-For callers who tokenize themselves. All that chooses tokens is as for completions; `stop` strings
-and grammars too, which are about the text of these ids. Knows no text but that of the tokens of a
-prompt, where log-probabilities are told. Always holds: the ids told are those the usage counts.
+For clients that tokenize themselves. Sampling fields are those of completions, including `stop`
+strings and grammars, which apply to the text of the ids. Its errors and events follow the dialect
+that app.py hands in. Always holds: the ids of an answer are those that its usage counts.
 """
 
 from __future__ import annotations
@@ -10,28 +10,36 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.api.generation.choice_streams import Choice, Prompt, Usage
-from quire.api.generation.fields import GENERATE
-from quire.api.generation.generate import (
-    Envelope,
-    GenerationJob,
-    GenerationRequest,
-    generate,
+from quire.api.generation.answer_json import (
+    check_prompt_numbers,
+    finite,
+    prompt_logprobs,
+    speeds_json,
     usage_json,
 )
-from quire.api.generation.prompts import checked_ids, most_tokens
-from quire.api.generation.sampling_fields import (
+from quire.api.generation.choice_streams import Choice, Prompt, PromptState, Usage
+from quire.api.generation.fields import (
     COMPLETION_TOKENS,
+    GENERATE,
     completion_tokens,
     limited,
     sampling_of,
 )
-from quire.api.openai.logprobs import check_told, prompt_logprobs
+from quire.api.generation.generate import (
+    Envelope,
+    GenerationJob,
+    GenerationRequest,
+    GenerationRoute,
+    StreamOptions,
+    generate,
+)
+from quire.api.generation.request_context import checked_ids, num_kept_tokens
+from quire.api.http.dialect import Dialect
 from quire.api.server_state import ServerState
-from quire.api.streaming.sse import speeds_json
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
 from quire.engine.output.output_stream import TextDelta
@@ -39,16 +47,17 @@ from quire.engine.output.token_text import TokenText
 
 
 class TokenGenerateRoute:
-    """The route."""
+    """The route. dialect: of its errors and events."""
 
-    def __init__(self, serving: ServerState) -> None:
+    def __init__(self, serving: ServerState, dialect: Dialect) -> None:
         self._serving = serving
+        self._route = GenerationRoute(
+            honoured=GENERATE, id_prefix="gen", read=read_job, dialect=dialect
+        )
 
     async def post(self, request: Request) -> Response:
         """Answer one request."""
-        return await generate(
-            self._serving, request, honoured=GENERATE, prefix="gen", read=read_job
-        )
+        return await generate(self._serving, request, self._route)
 
 
 async def read_job(asked: GenerationRequest) -> GenerationJob:
@@ -63,12 +72,14 @@ async def read_job(asked: GenerationRequest) -> GenerationJob:
     token_ids = checked_ids(
         engine,
         tokens,
-        least_output=int(sampling.max_tokens != 0),
-        keep_tokens=most_tokens(given, engine, completion_tokens(sampling)),
+        min_output=int(sampling.max_tokens != 0),
+        keep_tokens=num_kept_tokens(given, engine, completion_tokens(sampling)),
         param="tokens",
     )
     if sampling.prompt_logprobs is not None:
-        check_told(len(token_ids) * (1 + sampling.prompt_logprobs), param="prompt_logprobs")
+        check_prompt_numbers(
+            len(token_ids) * (1 + sampling.prompt_logprobs), param="prompt_logprobs"
+        )
     chosen = limited(
         sampling,
         default_tokens=COMPLETION_TOKENS,
@@ -79,13 +90,13 @@ async def read_job(asked: GenerationRequest) -> GenerationJob:
         asked.envelope,
         wants_logprobs=chosen.logprobs is not None,
         num_prompt_top=chosen.prompt_logprobs,
-        include_usage=asked.include_usage,
+        options=asked.stream_options,
     )
     return GenerationJob(prompts=[Prompt(token_ids=token_ids, sampling=chosen)], writer=writer)
 
 
 class TokenGenerateWriter:
-    """`generation` objects, whole and in chunks. For one answer."""
+    """Write one answer as a `generation` object, or as chunks."""
 
     def __init__(
         self,
@@ -93,11 +104,11 @@ class TokenGenerateWriter:
         *,
         wants_logprobs: bool,
         num_prompt_top: int | None,
-        include_usage: bool,
+        options: StreamOptions,
     ) -> None:
         self._wants_logprobs = wants_logprobs
         self._num_prompt_top = num_prompt_top
-        self._include_usage = include_usage
+        self._options = options
         self._frame = {
             "id": envelope.id,
             "object": "generation",
@@ -107,7 +118,7 @@ class TokenGenerateWriter:
         }
 
     def whole(self, choices: Sequence[Sequence[Choice]], usage: Usage) -> dict[str, Any]:
-        """The body of a response that is not streamed."""
+        """Return the body of a response that is not streamed."""
         written = [
             {
                 "index": index,
@@ -128,7 +139,7 @@ class TokenGenerateWriter:
         }
 
     def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
-        """One chunk: the ids that are new."""
+        """Yield one chunk: the new ids."""
         choice: dict[str, Any] = {
             "index": delta.index,
             "tokens": delta.token_ids,
@@ -140,42 +151,43 @@ class TokenGenerateWriter:
         yield {**self._frame, "choices": [choice], **self._scored(delta.prompt_logprobs)}
 
     def of_text(self, prompt: int, index: int, text: str) -> None:
-        """None: text is not told here."""
+        """Return None: chunks have ids, not text."""
 
     def of_usage(self, usage: Usage) -> dict[str, Any] | None:
-        """Return the last chunk, with usage and timings where they were asked for."""
-        told = {**self._included(usage), **speeds_json(usage)}
-        return {**self._frame, "choices": [], **told} if told else None
+        """Return the last chunk, with usage and timings if they were requested."""
+        if not self._options.include_usage and usage.speeds is None:
+            return None
+        included = {"usage": usage_json(usage)} if self._options.include_usage else {}
+        more = {**included, **speeds_json(usage)}
+        return {**self._frame, "choices": [], **more}
 
-    def frame(self) -> dict[str, Any]:
-        """Return the fields that every chunk has, without its choices."""
-        return self._frame
+    def of_progress(self, progress: PromptState) -> dict[str, Any]:
+        """Return a chunk of prompt progress."""
+        return {
+            **self._frame,
+            "choices": [],
+            "prompt_progress": msgspec.to_builtins(progress),
+        }
 
-    def usage(self, usage: Usage) -> dict[str, Any]:
-        """Return the counts so far."""
-        return usage_json(usage)
-
-    def _included(self, usage: Usage) -> dict[str, Any]:
-        return {"usage": self.usage(usage)} if self._include_usage else {}
+    def so_far(self, usage: Usage) -> dict[str, Any]:
+        """Return the usage and timings that every chunk has."""
+        included = {"usage": usage_json(usage)} if self._options.continuous_usage else {}
+        return {**included, **(speeds_json(usage) if self._options.continuous_timings else {})}
 
     def _scored(self, tokens: Sequence[TokenText | None]) -> dict[str, Any]:
-        """What is told of the prompt: once, beside the choices, where it was asked for."""
+        """Return the log-probabilities of the prompt, which an answer has once, if requested."""
         if not tokens or self._num_prompt_top is None:
             return {}
         return {"prompt_logprobs": prompt_logprobs(tokens, self._num_prompt_top)}
 
     def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any]:
-        """Of each token its own, and of the most probable ids where more were asked for."""
+        """Return those of each token, and of its most probable ids, if requested."""
         if not self._wants_logprobs:
             return {}
         return {
-            "logprobs": [max(token.logprob, _LEAST) for token in tokens],
+            "logprobs": [finite(token.logprob) for token in tokens],
             "top_logprobs": [
-                {str(other.token_id): max(other.logprob, _LEAST) for other in token.top}
+                {str(other.token_id): finite(other.logprob) for other in token.top}
                 for token in tokens
             ],
         }
-
-
-# JSON has no minus infinity; the other routes write it so too.
-_LEAST = -9999.0

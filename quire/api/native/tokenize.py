@@ -1,9 +1,9 @@
-"""POST /tokenize, /detokenize and /apply_template: what text a model is given, without an answer.
+"""POST /tokenize, /detokenize and /apply_template: the prompt of a model, without an answer.
 
-They show exactly what /v1/completions and /v1/chat/completions hand to the engine: the same fields,
-the same defaults, the same text and ids. Nothing is computed and no context length is enforced:
-that a text does not fit is what one may want to know; only one far beyond it is refused. Always
-holds: what takes long runs in a thread, and others go on meanwhile.
+They return exactly what /v1/completions and /v1/chat/completions hand to the engine: the same
+fields, defaults, text and ids. The context length is not enforced, so that a client can find out by
+how much a text exceeds it; only a text far beyond it is refused. Always holds: long work runs in a
+thread.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.api.engine_protocol import Engine
 from quire.api.generation.conversation import rendered
 from quire.api.generation.fields import APPLY_TEMPLATE, CONVERSATION, DETOKENIZE, TOKENIZE, flag
-from quire.api.generation.prompts import check_text_bytes
-from quire.api.generation.request_context import RequestContext, open_request
-from quire.api.http.cancellation import disconnect_of, run_until_disconnect
-from quire.api.server_state import Engine, ServerState
+from quire.api.generation.request_context import (
+    RequestContext,
+    check_text_bytes,
+    open_request,
+)
+from quire.api.generation.tools import offer_of
+from quire.api.http.request_io import disconnect_of, run_until_disconnect
+from quire.api.server_state import ServerState
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
 
@@ -34,28 +39,28 @@ class TokenizeRoutes:
         self._serving = serving
 
     async def tokenize(self, request: Request) -> Response:
-        """Ids of a prompt or of messages."""
+        """Return the ids of a prompt or of messages."""
         return await self._answer(request, TOKENIZE, "tokn", _tokenized)
 
     async def detokenize(self, request: Request) -> Response:
-        """The text of ids."""
+        """Return the text of ids."""
         return await self._answer(request, DETOKENIZE, "detok", _detokenized)
 
     async def apply_template(self, request: Request) -> Response:
-        """The text of messages."""
+        """Return the text of messages."""
         return await self._answer(request, APPLY_TEMPLATE, "templ", _applied)
 
     async def _answer(
-        self, request: Request, honoured: frozenset[str], prefix: str, read: Read
+        self, request: Request, honoured: frozenset[str], id_prefix: str, read: Read
     ) -> Response:
-        begun = await open_request(self._serving, request, honoured=honoured, prefix=prefix)
+        context = await open_request(self._serving, request, honoured=honoured, id_prefix=id_prefix)
         content = await run_until_disconnect(
-            read(begun),
+            read(context),
             disconnect_of(request.scope, request.receive),
-            over=self._serving.over,
-            deadline=begun.deadline,
+            over=self._serving.grace_over,
+            deadline=context.deadline,
         )
-        return Response(content, headers=begun.headers(), media_type="application/json")
+        return Response(content, headers=context.headers(), media_type="application/json")
 
 
 async def _tokenized(request: RequestContext) -> bytes:
@@ -67,12 +72,12 @@ async def _tokenized(request: RequestContext) -> bytes:
         )
     param = "messages" if "messages" in given else "prompt"
     if param == "messages":
-        text = (await rendered(request)).text
+        text = (await rendered(request, offer_of(request.given))).text
         adds_special = flag(given, "add_special_tokens")
     else:
         text, adds_special = _prompt(given), flag(given, "add_special_tokens", default=True)
     check_text_bytes(engine, text, param=param)
-    return await request.beside(_tokens_json, engine, text, adds_special, with_strings)
+    return await request.run_in_thread(_tokens_json, engine, text, adds_special, with_strings)
 
 
 def _prompt(given: Mapping[str, Any]) -> str:
@@ -103,7 +108,7 @@ def _tokens_json(engine: Engine, text: str, adds_special: bool, with_strings: bo
 async def _detokenized(request: RequestContext) -> bytes:
     given, engine = request.given, request.engine
     skips = flag(given, "skip_special_tokens")
-    return await request.beside(_text_json, engine, given.get("tokens"), skips)
+    return await request.run_in_thread(_text_json, engine, given.get("tokens"), skips)
 
 
 def _text_json(engine: Engine, tokens: Any, skips: bool) -> bytes:
@@ -122,4 +127,4 @@ def _text_json(engine: Engine, tokens: Any, skips: bool) -> bytes:
 
 
 async def _applied(request: RequestContext) -> bytes:
-    return msgspec.json.encode({"prompt": (await rendered(request)).text})
+    return msgspec.json.encode({"prompt": (await rendered(request, offer_of(request.given))).text})

@@ -1,8 +1,8 @@
-"""What an answer says, as chats write it: a message's reasoning, content and tool calls.
+"""Parse a chat's answer into a message: reasoning, content and tool calls.
 
-`Listener` hands out a parser for each choice, names calls, and counts the tokens of reasoning.
-Knows OpenAI's JSON and quire/output_parsers; no HTTP. Always holds: an answer streamed is the
-answer whole, and no two calls of a server have the same id.
+`ChatOutputParser` creates a parser for each choice, assigns ids to calls, and counts the tokens of
+reasoning. Knows OpenAI's JSON and quire/output_parsers; no HTTP. Always holds: a streamed answer
+equals the whole one, and no two calls of a server have the same id.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
 class ChatOutputParser:
-    """How the answers to one request are read. tools: None where no call may be made.
+    """The parsing of the answers to one request. tools: None if no call may be made.
 
-    prompt: its end tells whether the template opened the reasoning. tells_reasoning: else it is
-    left out of the answer.
+    prompt: its end shows whether the template opened the reasoning. includes_reasoning: the answer
+    has the reasoning.
     """
 
     def __init__(
@@ -39,70 +39,57 @@ class ChatOutputParser:
         *,
         prompt: str,
         request_id: str,
-        tells_reasoning: bool = True,
+        includes_reasoning: bool = True,
     ) -> None:
         self._reading = reading
         self._tools = tools
         self._prompt = prompt
         self._request_id = request_id
-        self._tells_reasoning = tells_reasoning
-
-    @property
-    def listens(self) -> bool:
-        """Whether there is anything to read out of answers."""
-        return self._reading.reasoning is not None or self._tools is not None
+        self._includes_reasoning = includes_reasoning
 
     def text_rules(self, tokenizer: Tokenizer) -> TextRules:
-        """What has to be seen of answers."""
-        if not self.listens:
-            return TextRules()
+        """Return what the engine must report of the text."""
         return TextRules(
             shown_ids=shown_ids(self._reading, self._tools, tokenizer),
             counts_chars=self._reading.reasoning is not None,
         )
 
     def choice(self, index: int) -> ChoiceOutputParser:
-        """The reader of one choice."""
-        parser = None
-        if self.listens:
-            parser = AnswerParser(self._reading, self._tools, self._prompt)
+        """Return the parser of one choice."""
+        parser = AnswerParser(self._reading, self._tools, self._prompt)
         nine = self._reading.tools is not None and self._reading.tools.ids == "nine"
         return ChoiceOutputParser(
             parser,
             key=f"{self._request_id}/{index}",
             nine=nine,
-            tells_reasoning=self._tells_reasoning,
+            includes_reasoning=self._includes_reasoning,
         )
 
 
 class ChoiceOutputParser:
-    """One choice, while it comes."""
+    """The parser of one choice."""
 
     def __init__(
-        self, parser: AnswerParser | None, *, key: str, nine: bool, tells_reasoning: bool
+        self, parser: AnswerParser, *, key: str, nine: bool, includes_reasoning: bool
     ) -> None:
         self._parser = parser
         self._key = key
         self._nine = nine
-        self._tells_reasoning = tells_reasoning
+        self._includes_reasoning = includes_reasoning
         self._token_chars: list[int] = []
 
     def deltas(
         self, text: str, token_chars: Sequence[int] = (), *, ends: bool = False
     ) -> list[dict[str, Any]]:
-        """The `delta`s of more text; ends: it is the last."""
-        if self._parser is None:
-            return [{"content": text}] if text else []
+        """Return the `delta` objects of more text. ends: it is the last."""
         self._token_chars += token_chars
         pieces = self._parser.push(text) if text else []
         if ends:
             pieces += self._parser.end()
-        return [self._delta(piece) for piece in pieces if self._is_told(piece)]
+        return [self._delta(piece) for piece in pieces if self._is_included(piece)]
 
     def message(self, text: str, token_chars: Sequence[int]) -> dict[str, Any]:
-        """The message of a whole text; nothing may have been heard before."""
-        if self._parser is None:
-            return {"role": "assistant", "content": text, "refusal": None}
+        """Return the message of a whole text; call it instead of `deltas`."""
         self._token_chars += token_chars
         pieces = self._parser.push(text) + self._parser.end()
         answer = joined(pieces)
@@ -111,7 +98,7 @@ class ChoiceOutputParser:
             "content": None if answer.calls and not answer.content else answer.content,
             "refusal": None,
         }
-        if answer.reasoning and self._tells_reasoning:
+        if answer.reasoning and self._includes_reasoning:
             message |= _reasoning(answer.reasoning)
         if answer.calls:
             message["tool_calls"] = [
@@ -121,25 +108,23 @@ class ChoiceOutputParser:
         return message
 
     def finish_reason(self, reason: FinishReason | None) -> str | None:
-        """Why the choice ended: "tool_calls" where it stopped, and its calls are whole."""
+        """Return the finish reason: "tool_calls" if it stopped and its calls are complete."""
         parser = self._parser
-        if reason is FinishReason.STOP and parser and parser.num_calls and parser.is_whole:
+        if reason is FinishReason.STOP and parser.num_calls and parser.is_whole:
             return "tool_calls"
         return reason
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens whose text ends within reasoning, marks included; known once it has ended."""
-        if self._parser is None:
-            return 0
+        """Number of tokens that end within reasoning or its markers; known once it has ended."""
         ends = list(accumulate(self._token_chars))
         return sum(
             bisect_right(ends, end) - bisect_right(ends, begun)
             for begun, end in self._parser.reasoned
         )
 
-    def _is_told(self, piece: AnswerPiece) -> bool:
-        return self._tells_reasoning or piece.kind != "reasoning"
+    def _is_included(self, piece: AnswerPiece) -> bool:
+        return self._includes_reasoning or piece.kind != "reasoning"
 
     def _delta(self, piece: AnswerPiece) -> dict[str, Any]:
         if piece.kind == "content":
@@ -170,5 +155,5 @@ class ChoiceOutputParser:
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """Reasoning by both names that clients know it by."""
+    """Return reasoning under both names that clients use."""
     return {"reasoning_content": text, "reasoning": text}

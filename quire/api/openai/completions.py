@@ -1,9 +1,9 @@
-"""POST /v1/completions: prompts as text or token ids, continued.
+"""POST /v1/completions: continue prompts given as text or token ids.
 
-Prompts run at once; choices are numbered prompt by prompt, n to each, as OpenAI numbers them. A
-prompt "" is the model's begin-of-text token where it has one, and refused where it has none.
-max_tokens is 16 where the request does not say. `echo` puts the prompt's text in front, and with
-`logprobs` the log-probabilities of its tokens; max_tokens 0 then asks for nothing else.
+Prompts run at once; choices are numbered prompt by prompt, n to each, as OpenAI numbers them. An
+empty prompt is the model's begin-of-text token, and refused if it has none. max_tokens defaults to
+16. `echo` prepends the prompt's text, and with `logprobs` the log-probabilities of its tokens; with
+max_tokens 0 the answer is only that.
 """
 
 from __future__ import annotations
@@ -14,35 +14,43 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.api.generation.choice_streams import Choice, Prompt, Usage
-from quire.api.generation.fields import COMPLETIONS, flag
+from quire.api.engine_protocol import Engine
+from quire.api.generation.answer_json import (
+    check_prompt_numbers,
+    prompt_logprobs,
+    speeds_json,
+    usage_json,
+)
+from quire.api.generation.choice_streams import Choice, Prompt, PromptState, Usage
+from quire.api.generation.fields import (
+    COMPLETION_TOKENS,
+    COMPLETIONS,
+    completion_tokens,
+    flag,
+    limited,
+    sampling_of,
+)
 from quire.api.generation.generate import (
     Envelope,
     GenerationJob,
     GenerationRequest,
+    GenerationRoute,
+    StreamOptions,
     generate,
-    usage_json,
 )
-from quire.api.generation.prompts import checked_ids, encode, most_tokens
-from quire.api.generation.request_context import RequestContext
-from quire.api.generation.sampling_fields import (
-    COMPLETION_TOKENS,
-    completion_tokens,
-    limited,
-    sampling_of,
+from quire.api.generation.request_context import (
+    RequestContext,
+    checked_ids,
+    encode,
+    num_kept_tokens,
 )
-from quire.api.openai.logprobs import (
-    check_told,
-    completion_logprobs,
-    echoed_logprobs,
-    joined,
-    prompt_logprobs,
-)
-from quire.api.server_state import Engine, ServerState
-from quire.api.streaming.sse import speeds_json
+from quire.api.openai.dialect import OPENAI
+from quire.api.openai.logprobs import completion_logprobs, echoed_logprobs, joined
+from quire.api.server_state import ServerState
 from quire.base.errors import InvalidParameter
 from quire.base.sampling_params import SamplingParams
 from quire.base.show import show
@@ -58,12 +66,13 @@ class CompletionsRoute:
 
     def __init__(self, serving: ServerState) -> None:
         self._serving = serving
+        self._route = GenerationRoute(
+            honoured=COMPLETIONS, id_prefix="cmpl", read=read_job, dialect=OPENAI
+        )
 
     async def post(self, request: Request) -> Response:
         """Answer one request."""
-        return await generate(
-            self._serving, request, honoured=COMPLETIONS, prefix="cmpl", read=read_job
-        )
+        return await generate(self._serving, request, self._route)
 
 
 async def read_job(asked: GenerationRequest) -> GenerationJob:
@@ -74,7 +83,7 @@ async def read_job(asked: GenerationRequest) -> GenerationJob:
     sampling = _sampling(asked, echo=echo)
     adds_special = flag(given, "add_special_tokens", default=True)
     texts = _filling_in(engine, given, _prompts(given))
-    keep_tokens = most_tokens(given, engine, completion_tokens(sampling))
+    keep_tokens = num_kept_tokens(given, engine, completion_tokens(sampling))
     if len(texts) * sampling.num_sequences > MAX_CHOICES:
         name = "n" if sampling.best_of is None else "best_of"
         raise InvalidParameter(
@@ -83,13 +92,15 @@ async def read_job(asked: GenerationRequest) -> GenerationJob:
             param="prompt",
         )
     prompts = []
-    tells_ids = flag(given, "return_token_ids")
-    num_told, told_a_token = 0, _told_a_token(given, echo=echo) + tells_ids
+    returns_ids = flag(given, "return_token_ids")
+    num_numbers, per_token = 0, _numbers_per_token(given, echo=echo) + returns_ids
     for at, text in enumerate(texts):
         if at:
-            await asyncio.sleep(0)  # a thousand short prompts are long together: let others go on
+            await asyncio.sleep(
+                0
+            )  # a thousand short prompts take long together: let other requests continue
         token_ids = await _ids(
-            asked.request, text, sampling, add_special_tokens=adds_special, keep_tokens=keep_tokens
+            asked.context, text, sampling, add_special_tokens=adds_special, keep_tokens=keep_tokens
         )
         chosen = limited(
             sampling,
@@ -100,24 +111,24 @@ async def read_job(asked: GenerationRequest) -> GenerationJob:
         shown = _shown(engine, text, sampling) if echo else ""
         first = _first(engine, token_ids) if echo and num_top is not None else None
         prompts.append(Prompt(token_ids=token_ids, sampling=chosen, echo=shown, first=first))
-        num_told += len(token_ids) * sampling.n * told_a_token
-        check_told(num_told, param=_told_by(given, echo=echo))
+        num_numbers += len(token_ids) * sampling.n * per_token
+        check_prompt_numbers(num_numbers, param=_numbers_param(given, echo=echo))
     if len(prompts) > 1:
-        await asyncio.to_thread(_refuse_early, engine, prompts)
+        await asyncio.to_thread(_check_all, engine, prompts)
     writer = CompletionWriter(
         asked.envelope,
         prompts,
         num_top=num_top,
         num_prompt_top=given.get("prompt_logprobs"),
         special_ids=engine.tokenizer.special_ids,
-        tells_ids=tells_ids,
-        include_usage=asked.include_usage,
+        returns_ids=returns_ids,
+        options=asked.stream_options,
     )
     return GenerationJob(prompts=prompts, writer=writer)
 
 
 class CompletionWriter:
-    """`text_completion` objects, whole and in chunks. For one answer."""
+    """Write one answer as a `text_completion` object, or as chunks."""
 
     def __init__(
         self,
@@ -127,19 +138,19 @@ class CompletionWriter:
         num_top: int | None,
         num_prompt_top: int | None,
         special_ids: Collection[int],
-        tells_ids: bool,
-        include_usage: bool,
+        returns_ids: bool,
+        options: StreamOptions,
     ) -> None:
-        self._tells_ids = tells_ids
+        self._returns_ids = returns_ids
         self._special_ids = special_ids
         self._prompts = prompts
         self._num_top = num_top
         self._num_prompt_top = num_prompt_top
         self._lists_ids = bool(prompts[0].sampling.logprob_token_ids)
-        # By prompt, written once and told with each of its choices.
+        # By prompt, written once and added to each of its choices.
         self._echoed: dict[int, dict[str, Any]] = {}
         self._scored: dict[int, dict[str, Any]] = {}
-        self._include_usage = include_usage
+        self._options = options
         self._begun: set[tuple[int, int]] = set()
         self._frame: dict[str, Any] = {
             "id": envelope.id,
@@ -150,7 +161,7 @@ class CompletionWriter:
         }
 
     def whole(self, choices: Sequence[Sequence[Choice]], usage: Usage) -> dict[str, Any]:
-        """The body of a response that is not streamed."""
+        """Return the body of a response that is not streamed."""
         written = []
         for at, of_prompt in enumerate(choices):
             for index, choice in enumerate(of_prompt):
@@ -175,7 +186,7 @@ class CompletionWriter:
         }
 
     def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
-        """One chunk; the first of a choice begins with the echo and tells of the prompt."""
+        """Yield one chunk; the first of a choice has the echo and the fields of the prompt."""
         self._keep_prompt(prompt, delta.prompt_logprobs)
         begins = (prompt, delta.index) not in self._begun
         self._begun.add((prompt, delta.index))
@@ -193,8 +204,8 @@ class CompletionWriter:
         yield self._chunk([choice])
 
     def of_text(self, prompt: int, index: int, text: str) -> dict[str, Any] | None:
-        """The chunk of more text of a choice that has begun; None where others tell more."""
-        if self._num_top is not None or self._tells_ids:
+        """Return the chunk of more text; None if chunks have more fields."""
+        if self._num_top is not None or self._returns_ids:
             return None
         place = self._index(prompt, index)
         return self._chunk(
@@ -202,24 +213,29 @@ class CompletionWriter:
         )
 
     def of_usage(self, usage: Usage) -> dict[str, Any] | None:
-        """Return the last chunk, with usage and timings where they were asked for."""
-        told = {**self._included(usage), **speeds_json(usage)}
-        return {**self._frame, "choices": [], **told} if told else None
+        """Return the last chunk, with usage and timings if they were requested."""
+        if not self._options.include_usage and usage.speeds is None:
+            return None
+        included = {"usage": usage_json(usage)} if self._options.include_usage else {}
+        more = {**included, **speeds_json(usage)}
+        return {**self._frame, "choices": [], **more}
 
-    def frame(self) -> dict[str, Any]:
-        """Return the fields that every chunk has, without its choices."""
-        return self._frame
+    def of_progress(self, progress: PromptState) -> dict[str, Any]:
+        """Return a chunk of prompt progress."""
+        return {
+            **self._frame,
+            "choices": [],
+            "prompt_progress": msgspec.to_builtins(progress),
+        }
 
-    def usage(self, usage: Usage) -> dict[str, Any]:
-        """Return the counts so far."""
-        return usage_json(usage)
-
-    def _included(self, usage: Usage) -> dict[str, Any]:
-        return {"usage": self.usage(usage)} if self._include_usage else {}
+    def so_far(self, usage: Usage) -> dict[str, Any]:
+        """Return the usage and timings that every chunk has."""
+        included = {"usage": usage_json(usage)} if self._options.continuous_usage else {}
+        return {**included, **(speeds_json(usage) if self._options.continuous_timings else {})}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self._frame, "choices": choices}
-        if self._include_usage:
+        if self._options.include_usage:
             chunk["usage"] = None
         return chunk
 
@@ -227,14 +243,14 @@ class CompletionWriter:
         return prompt * self._prompts[0].sampling.n + index
 
     def _ids(self, at: int, token_ids: Sequence[int], *, begins: bool) -> dict[str, Any]:
-        """The ids of an answer's tokens, and first those of its prompt, where they are told."""
-        if not self._tells_ids:
+        """Return the ids of a chunk, and of the prompt in the first chunk, if requested."""
+        if not self._returns_ids:
             return {}
         prompt = {"prompt_token_ids": self._prompts[at].token_ids} if begins else {}
         return {**prompt, "token_ids": token_ids}
 
     def _keep_prompt(self, at: int, tokens: Sequence[TokenText | None]) -> None:
-        """Write what is told of prompt `at`, when it is first known."""
+        """Write the fields of prompt `at` when they are first known."""
         prompt = self._prompts[at]
         if not tokens or at in self._echoed or at in self._scored:
             return
@@ -264,7 +280,7 @@ class CompletionWriter:
 
 
 def _sampling(asked: GenerationRequest, *, echo: bool) -> SamplingParams:
-    """The parameters; an echo with log-probabilities needs those of the prompt too."""
+    """Return the parameters; an echo with log-probabilities needs those of the prompt too."""
     given, num_top = dict(asked.given), asked.given.get("logprobs")
     if echo and num_top is not None:
         given.setdefault("prompt_logprobs", num_top)
@@ -274,21 +290,21 @@ def _sampling(asked: GenerationRequest, *, echo: bool) -> SamplingParams:
     return replace(sampling, prompt_logprobs=max(sampling.logprobs, sampling.prompt_logprobs))
 
 
-def _told_a_token(given: Mapping[str, Any], *, echo: bool) -> int:
-    """How many log-probabilities a choice tells of each token of its prompt."""
+def _numbers_per_token(given: Mapping[str, Any], *, echo: bool) -> int:
+    """Return the log-probabilities that a choice has of each prompt token."""
     asked = (given.get("prompt_logprobs"), given.get("logprobs") if echo else None)
     return sum(1 + num_top for num_top in asked if num_top is not None)
 
 
-def _told_by(given: Mapping[str, Any], *, echo: bool) -> str:
-    """The field that most of what is told of prompts comes from."""
+def _numbers_param(given: Mapping[str, Any], *, echo: bool) -> str:
+    """Return the field that asks for most of the numbers of prompts."""
     if given.get("prompt_logprobs") is not None:
         return "prompt_logprobs"
     return "logprobs" if echo and given.get("logprobs") is not None else "return_token_ids"
 
 
 def _first(engine: Engine, token_ids: Sequence[int]) -> TokenText:
-    """The first token of a prompt, which nothing precedes."""
+    """Return the first token of a prompt, without a log-probability."""
     token_id = token_ids[0]
     return TokenText(
         token_id=token_id,
@@ -299,7 +315,7 @@ def _first(engine: Engine, token_ids: Sequence[int]) -> TokenText:
 
 
 def _prompts(given: Mapping[str, Any]) -> list[Any]:
-    """The prompts, each a text or a list of ids (not yet checked)."""
+    """Return the prompts, each a text or a list of unchecked ids."""
     prompt = given.get("prompt")
     if prompt is None:
         raise InvalidParameter("prompt is missing; give text or token ids", param="prompt")
@@ -325,7 +341,7 @@ def _prompts(given: Mapping[str, Any]) -> list[Any]:
 
 
 def _filling_in(engine: Engine, given: Mapping[str, Any], prompts: list[Any]) -> list[Any]:
-    """The prompts, put together with `suffix` where that is given."""
+    """Return the prompts as infill prompts if `suffix` is given."""
     suffix = given.get("suffix", "")
     if not isinstance(suffix, str):
         raise InvalidParameter(f"suffix is {show(suffix)}; a text is allowed", param="suffix")
@@ -333,7 +349,7 @@ def _filling_in(engine: Engine, given: Mapping[str, Any], prompts: list[Any]) ->
         return prompts
     if given.get("echo"):
         raise InvalidParameter(
-            "suffix and echo are both given; an answer that is filled in does not follow its "
+            "suffix and echo are both given; an infilled answer does not follow its "
             "prompt: leave one out",
             param="suffix",
         )
@@ -344,7 +360,7 @@ def _filling_in(engine: Engine, given: Mapping[str, Any], prompts: list[Any]) ->
     filled = [infill_prompt(engine.tokenizer, prompt, suffix) for prompt in prompts]
     if None in filled:
         raise InvalidParameter(
-            f"suffix is {show(suffix)}, and the model's vocabulary has no tokens for filling in "
+            f"suffix is {show(suffix)}, and the model's vocabulary has no tokens for infilling "
             "(such as <|fim_prefix|>); leave it out",
             param="suffix",
         )
@@ -359,36 +375,34 @@ async def _ids(
     add_special_tokens: bool,
     keep_tokens: int | None,
 ) -> list[int]:
-    least_output = int(sampling.max_tokens != 0)
+    min_output = int(sampling.max_tokens != 0)
     if not isinstance(prompt, str):
-        return checked_ids(
-            request.engine, prompt, least_output=least_output, keep_tokens=keep_tokens
-        )
+        return checked_ids(request.engine, prompt, min_output=min_output, keep_tokens=keep_tokens)
     token_ids = await encode(
         request,
         prompt,
         add_special_tokens=add_special_tokens,
-        least_output=least_output,
+        min_output=min_output,
         keep_tokens=keep_tokens,
     )
     if not token_ids:
         why = (
-            "this model has no begin-of-text token to stand for it"
+            "this model has no begin-of-text token to use instead"
             if add_special_tokens
-            else "add_special_tokens is false, so that no begin-of-text token stands for it"
+            else "add_special_tokens is false, so no begin-of-text token is used instead"
         )
         raise InvalidParameter(f"the prompt is empty, and {why}; give some text", param="prompt")
     return token_ids
 
 
 def _shown(engine: Engine, prompt: Any, sampling: SamplingParams) -> str:
-    """The text of a prompt, for `echo`."""
+    """Return the text of a prompt, for `echo`."""
     if isinstance(prompt, str):
         return prompt
     return engine.tokenizer.decode(prompt, skip_special_tokens=sampling.skip_special_tokens)
 
 
-def _refuse_early(engine: Engine, prompts: Sequence[Prompt]) -> None:
-    """What one prompt would be refused for, before another has begun to be answered."""
+def _check_all(engine: Engine, prompts: Sequence[Prompt]) -> None:
+    """Check every prompt before the first one begins to be answered."""
     for prompt in prompts:
         engine.check(prompt.token_ids, prompt.sampling)

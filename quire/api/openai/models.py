@@ -1,8 +1,8 @@
-"""GET /v1/models and /v1/models/{id}: the model served here; /tokenizer_info: its tokenizer.
+"""GET /v1/models and /v1/models/{id}: the served model; /tokenizer_info: its tokenizer.
 
 The model is listed once under each of its names. Beside OpenAI's fields a model has its context
-length, its dtype and precision, and the fingerprint that answers carry. /tokenizer_info has what
-programs need that tokenize over /tokenize instead of loading files of their own.
+length, dtype, precision and the fingerprint of answers. /tokenizer_info is for programs that
+tokenize over /tokenize instead of loading tokenizer files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ModelsRoutes:
         return _json({"object": "list", "data": models})
 
     async def one(self, request: Request) -> Response:
-        """A model by name. Raises UnknownModel."""
+        """Return a model by name. Raises UnknownModel."""
         card = self._serving.engine().card
         name = request.path_params["name"]
         if name not in card.names:
@@ -41,15 +41,19 @@ class ModelsRoutes:
         return _json(self._model(card, name))
 
     async def tokenizer(self, request: Request) -> Response:
-        """The tokens a tokenizer's configuration names, by their texts, and the chat template."""
+        """Return the named tokens of the tokenizer's configuration, and the chat template."""
         engine = self._serving.engine()
         tokenizer, template = engine.tokenizer, engine.template
         ends = [tokenizer.token_text(id_) for id_ in engine.card.eos_ids[:1]]
-        told: dict[str, Any] = {"bos_token": None, "eos_token": ends[0] if ends else None}
-        told |= tokenizer.special_tokens
-        told["model_max_length"] = engine.card.max_model_len
-        told["chat_template"] = _source(template)
-        return _json(told)
+        return _json(
+            {
+                "bos_token": None,
+                "eos_token": ends[0] if ends else None,
+                **tokenizer.special_tokens,
+                "model_max_length": engine.card.max_model_len,
+                "chat_template": _source(template),
+            }
+        )
 
     def _model(self, card: ModelCard, name: str) -> dict[str, Any]:
         return {
@@ -67,7 +71,7 @@ class ModelsRoutes:
 
 
 def _source(template: ChatTemplate | None) -> str | None:
-    """The text of the default template; one that cannot be used says so where it is to be used."""
+    """Return the source of the default template; None for an unusable one."""
     try:
         return None if template is None else template.source()
     except TokenizerError:

@@ -1,8 +1,8 @@
-"""What answers look like, as JSON Schema: bodies, chunks of streams, and errors.
+"""JSON Schemas of answers: bodies, chunks of streams, and errors.
 
-The records that are told as they are (health, timings, cache) are read from their own types; what
-the writers of this room put together is said here, closed: the tests hold each answer they see to
-it, so a field that is added there is missed here at once. Knows no route.
+Schemas of records that are returned unchanged (health, timings, cache) are read from their types.
+Those of objects that this package writes are here, closed: the tests validate each answer against
+them, so a test fails if a field is missing here. Knows no route.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import msgspec
 
 from quire.api.generation.choice_streams import Speeds, Timings
 from quire.api.http.errors import HEAD_TOO_LARGE, SHAPES
+from quire.api.openai.dialect import error_type
 from quire.api.openapi.field_schemas import FLAG, TEXT, Schema, list_of, object_of, or_null
 from quire.base.cache_usage import Miss, MissReason, OwnerUsage, PrefixUsage
 from quire.base.log import LEVELS
@@ -20,25 +21,31 @@ from quire.engine.model_card import Health
 COUNT: Schema = {"type": "integer", "minimum": 0}
 NUMBER: Schema = {"type": "number"}
 _ID: Schema = {"type": "integer"}
-# abort and error are told as errors.
+# abort and error are returned as errors.
 _REASONS = [str(reason) for reason in (FinishReason.STOP, FinishReason.LENGTH)]
 
 
 def answer_schemas() -> dict[str, Schema]:
-    """All of them by name."""
+    """Return all schemas by name."""
     chunks = _chunks()
     any_chunk = {"anyOf": [_ref(name) for name in chunks]}
-    others = {**_small(), **_records(), "AnyChunk": any_chunk, "Error": _error()}
+    others = {
+        **_message_parts(),
+        **_route_answers(),
+        **_records(),
+        "AnyChunk": any_chunk,
+        "Error": _error(),
+    }
     return {**_answers(), **chunks, **others}
 
 
 def _whole(**properties: Schema) -> Schema:
-    """An object with all of these and nothing else."""
+    """Return an object with exactly these properties."""
     return object_of(properties, needed=tuple(properties))
 
 
 def _part(needed: dict[str, Schema], **optional: Schema) -> Schema:
-    """An object with all of `needed`, perhaps the optional ones, and nothing else."""
+    """Return an object with all of `needed`, any of the optional properties, and no others."""
     return object_of({**needed, **optional}, needed=tuple(needed))
 
 
@@ -57,7 +64,7 @@ def _frame(kind: str) -> dict[str, Schema]:
 
 
 def _ended() -> dict[str, Schema]:
-    """Why a choice ended, and the seed that makes it again."""
+    """Return the fields of a finished choice: stop reason and seed."""
     return {"stop_reason": {"type": ["string", "integer", "null"]}, "seed": {"type": "integer"}}
 
 
@@ -177,8 +184,8 @@ def _of_ids() -> dict[str, Schema]:
     return {"logprobs": list_of(NUMBER), "top_logprobs": list_of(by_id)}
 
 
-def _small() -> dict[str, Schema]:
-    """Parts of answers, and the answers of the small routes."""
+def _message_parts() -> dict[str, Schema]:
+    """Return messages, deltas, log-probabilities and usage."""
     token = {
         "token": TEXT,
         "logprob": NUMBER,
@@ -194,18 +201,6 @@ def _small() -> dict[str, Schema]:
         id=TEXT,
         type={"const": "function"},
     )
-    model = {
-        "id": TEXT,
-        "object": {"const": "model"},
-        "created": COUNT,
-        "owned_by": TEXT,
-        "max_model_len": COUNT,
-        "vocab_size": COUNT,
-        "dtype": TEXT,
-        "quantization": TEXT,
-        "kv_cache_dtype": TEXT,
-        "system_fingerprint": TEXT,
-    }
     return {
         "Message": _part(
             {
@@ -240,6 +235,24 @@ def _small() -> dict[str, Schema]:
         ),
         "PromptLogprobs": list_of(or_null({"type": "object", "additionalProperties": ranked})),
         "Usage": _usage(),
+    }
+
+
+def _route_answers() -> dict[str, Schema]:
+    """Return the answers of the routes that generate no tokens."""
+    model = {
+        "id": TEXT,
+        "object": {"const": "model"},
+        "created": COUNT,
+        "owned_by": TEXT,
+        "max_model_len": COUNT,
+        "vocab_size": COUNT,
+        "dtype": TEXT,
+        "quantization": TEXT,
+        "kv_cache_dtype": TEXT,
+        "system_fingerprint": TEXT,
+    }
+    return {
         "Model": _whole(**model),
         "ModelList": _whole(object={"const": "list"}, data=list_of(_ref("Model"))),
         "Tokens": _part(
@@ -331,7 +344,7 @@ def _cache() -> Schema:
 
 
 def _records() -> dict[str, Schema]:
-    """Records that are told as they are, read from their types."""
+    """Return the schemas of records that are returned unchanged."""
     records = (Health, Speeds, Timings, Miss, PrefixUsage, OwnerUsage)
     _, found = msgspec.json.schema_components(
         [*records, MissReason], ref_template="#/components/schemas/{name}"
@@ -343,13 +356,13 @@ def _records() -> dict[str, Schema]:
 
 
 def _without_docs(schema: Schema) -> Schema:
-    """Docstrings are for who reads the code."""
+    """Remove docstrings, which are for readers of the code."""
     return {name: value for name, value in schema.items() if name not in ("description", "title")}
 
 
 def _error() -> Schema:
     shapes = [*SHAPES.values(), HEAD_TOO_LARGE]
-    types = sorted({shape.type for shape in shapes})
+    types = sorted({error_type(shape.status) for shape in shapes})
     codes = sorted({shape.code for shape in shapes if shape.code is not None})
     return _whole(
         error=_whole(

@@ -1,7 +1,7 @@
-"""What is served here, as an OpenAPI 3.1 document.
+"""Build the OpenAPI 3.1 document of a server.
 
-Put together from the routes of the app that answers, the table of fields, the checks' own bounds
-and the table of errors. Always holds: nothing that is served is left out.
+Built from the routes of the application, the table of fields, the bounds of the checks and the
+table of errors. Always holds: every served route is in the document.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ABOUT = (
     "means not given. The same request with the same seed gets the same answer, bit for bit, "
     "whatever else is running."
 )
-# What any route may answer.
+# Errors of any route.
 _ANYWHERE: tuple[type[QuireError], ...] = (RequestError, ForeignPage, QuireError)
 
 
@@ -36,8 +36,8 @@ def document(
     *,
     root_path: str = "",
 ) -> dict[str, Any]:
-    """The document of these routes. needs_key: whether a path wants one. root_path: what stands
-    before all paths.
+    """Return the document of these routes. needs_key: whether a path needs a key. root_path: the
+    prefix of all paths.
 
     Raises KeyError for a route that operations.py does not know.
     """
@@ -65,7 +65,7 @@ def document(
 
 
 def served(routes: Iterable[BaseRoute]) -> list[tuple[str, str]]:
-    """(method, path) of each route, as OpenAPI writes paths. HEAD goes with GET, unsaid."""
+    """Return (method, path) of each route, as OpenAPI writes paths. HEAD is omitted beside GET."""
     return [
         (method, _PATH_NAME.sub(r"{\1}", route.path))
         for route in routes

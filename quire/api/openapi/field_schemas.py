@@ -1,8 +1,8 @@
-"""What each request field may be, as JSON Schema, with a line of words.
+"""JSON Schemas of the request fields, with their descriptions.
 
-Bounds are those of the checks themselves (quire/base and the files beside this one), so what a
-document says of a field is what the server does. Knows no route and no HTTP. Always holds: each
-honoured field of fields.py has a row here, and no other has.
+Bounds are read from the checks themselves (quire/base and quire/api/generation), so the document
+matches the server. Knows no route and no HTTP. Always holds: each honoured field of fields.py has a
+row here, and no other field has.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import Any
 from quire.api.generation.conversation import EFFORTS, MAX_MESSAGES
 from quire.api.generation.fields import CHAT, GENERATE
 from quire.api.generation.foreign_fields import HINTS, NO_EFFECT, SYNONYMS, UNSERVED
-from quire.api.generation.generate import STREAM_OPTIONS
+from quire.api.generation.generate import MAX_SALT_CHARS, STREAM_OPTIONS
 from quire.api.generation.grammar_fields import FORMAT_TYPES
-from quire.api.generation.scheduling_fields import MAX_SALT_CHARS
 from quire.api.generation.tools import MAX_TOOLS, TOOL_NAME
 from quire.api.openai.completions import MAX_CHOICES
 from quire.api.openapi.field_words import OF_CHATS, OF_TEXTS, WORDS
@@ -47,9 +46,9 @@ OBJECT: Schema = {"type": "object"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """What the document says of one server: its model's names and size, and its own bounds.
+    """What the document includes of one server: its model's names and sizes, and its own bounds.
 
-    models: empty, vocab_size and context_tokens: None where the document has no model.
+    Without a model, models is empty, and vocab_size and context_tokens are None.
     """
 
     models: tuple[str, ...] = ()
@@ -61,7 +60,7 @@ class Known:
 
 
 def body_schema(honoured: frozenset[str], needed: frozenset[str], known: Known) -> Schema:
-    """The body of a request of these fields: what is honoured, refused by name, or accepted."""
+    """Return the schema of a body: honoured fields, refused ones, and those without effect."""
     rows = _rows(known, honoured)
     properties: Schema = {}
     for name in sorted(honoured, key=lambda name: (name not in needed, name)):
@@ -77,7 +76,7 @@ def body_schema(honoured: frozenset[str], needed: frozenset[str], known: Known) 
 
 
 def _foreign_rows(honoured: frozenset[str]) -> Schema:
-    """Fields of other servers and clients, as foreign_fields.py sorts them."""
+    """Return rows of the fields of other servers and clients in foreign_fields.py."""
     rows: Schema = {}
     for name, path in sorted(SYNONYMS.items()):
         if path[0] in honoured:
@@ -105,7 +104,7 @@ def _foreign_rows(honoured: frozenset[str]) -> Schema:
 
 
 def or_null(schema: Schema) -> Schema:
-    """The same, or null."""
+    """Return the same schema with null allowed."""
     if "enum" in schema:
         return {**schema, "enum": [*schema["enum"], None]}
     if isinstance(schema.get("type"), str):
@@ -117,7 +116,7 @@ def or_null(schema: Schema) -> Schema:
 
 
 def list_of(entry: Schema, *, least: int = 0, most: int | None = None) -> Schema:
-    """A list of so many entries."""
+    """Return a list with bounds on its length."""
     bounds = {"minItems": least} if least else {}
     return {
         "type": "array",
@@ -130,7 +129,7 @@ def list_of(entry: Schema, *, least: int = 0, most: int | None = None) -> Schema
 def object_of(
     properties: Mapping[str, Schema], *, needed: tuple[str, ...] = (), closed: bool = True
 ) -> Schema:
-    """An object; closed: nothing else may be in it."""
+    """Return an object. closed: it has no other properties."""
     return {
         "type": "object",
         "properties": dict(properties),
@@ -147,11 +146,13 @@ def _words(name: str, honoured: frozenset[str]) -> str:
 
 
 def _rows(known: Known, honoured: frozenset[str]) -> dict[str, Schema]:
-    rows = _sampling_rows(known) | _terms_rows() | _conversation_rows() | _other_rows(known)
+    rows = _sampling_rows(known) | _scheduling_rows() | _conversation_rows() | _other_rows(known)
     if honoured == CHAT:
         rows["logprobs"] = FLAG
     if honoured == GENERATE:
-        rows["tokens"] = list_of(_token_id(known), least=1)  # none are a text, but no prompt
+        rows["tokens"] = list_of(
+            _token_id(known), least=1
+        )  # an empty list is a text, but no prompt
     return rows
 
 
@@ -164,9 +165,9 @@ def _sampling_rows(known: Known) -> dict[str, Schema]:
         rows[name] = {"type": "number", low_word: least, "maximum": most}
     rows |= dict.fromkeys(FLAGS, FLAG)
     rows["mirostat"] = {"enum": [0, 2]}
-    rows["max_tokens"]["maximum"] = most_output(known)
+    rows["max_tokens"]["maximum"] = max_output(known)
     rows["max_completion_tokens"] = rows["max_tokens"]
-    rows["min_tokens"]["maximum"] = most_output(known)
+    rows["min_tokens"]["maximum"] = max_output(known)
     stop = _text(1, sampling.MAX_STOP_STRING_CHARS)
     word = {**_text(1, sampling.MAX_BAD_WORD_CHARS), "pattern": r"\S"}
     breaker = _text(1, sampling.MAX_DRY_BREAKER_CHARS)
@@ -194,15 +195,15 @@ def _sampling_rows(known: Known) -> dict[str, Schema]:
     return rows
 
 
-def most_output(known: Known) -> int:
-    """The most tokens a request may ask for, as far as that is known."""
+def max_output(known: Known) -> int:
+    """Return the upper bound of max_tokens, as far as it is known."""
     bounds = [2**31 - 1, known.max_output_tokens]
     if known.context_tokens is not None:
-        bounds.append(known.context_tokens - 1)  # the prompt has one at least
+        bounds.append(known.context_tokens - 1)  # the prompt has at least one token
     return min(bound for bound in bounds if bound is not None)
 
 
-def _terms_rows() -> dict[str, Schema]:
+def _scheduling_rows() -> dict[str, Schema]:
     above_zero = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TERM_MS}
     return {
         "priority": {"type": "integer", "minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY},
@@ -412,7 +413,7 @@ def _token_id(known: Known) -> Schema:
 
 
 def _distinct(allowed: tuple[Any, ...]) -> list[Any]:
-    """JSON has one number where Python has 1 and 1.0."""
+    """Return the values without duplicates: 1 and 1.0 are the same number in JSON."""
     kept: list[Any] = []
     for value in allowed:
         if not any(

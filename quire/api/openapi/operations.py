@@ -1,7 +1,7 @@
-"""What each route is for: a line of words, its body's fields, its answers, and how it may fail.
+"""One row for each route: a description, the fields of its body, its answers and its errors.
 
 Knows the routes by method and path, as app.py lists them, and the names of answer_schemas.py; no
-HTTP. Always holds: each route that is served has a row here (a test holds both lists together).
+HTTP. Always holds: each served route has a row here (a test compares both lists).
 """
 
 from __future__ import annotations
@@ -71,18 +71,17 @@ _TOKENS: Errors = (
         StepRowError,
     ),
 )
-_HI = [{"role": "user", "content": "Tell me a story about a little dog."}]
+_HI = [{"role": "user", "content": "Write a story about a little dog."}]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
     """One route and method.
 
-    answer: the schema of status 200, by name; "" where it is a text of `media`. event: of a chunk,
-    where it may stream, or does nothing else (then there is no answer). body: the fields of the
-    request, None where it has none (or one that the table of fields does not know: plain);
-    needed: those it must have. unhealthy: the answer of 503 is
-    the same. others: further parameters.
+    answer: the schema of status 200, by name; "" if it is a text of `media`. event: of a chunk, if
+    the route can stream; without an answer it only streams. body: the fields of the request, None
+    without a body; plain: the schema of a body outside the table of fields. needed: required
+    fields. unhealthy: 503 has the same answer. others: further parameters.
     """
 
     says: str
@@ -101,7 +100,7 @@ class Operation:
 
 
 _APPLY = Operation(
-    says="The text a chat's model is given for these messages.",
+    says="The prompt that the chat template makes of these messages.",
     tag="Texts and tokens",
     answer="PromptText",
     title="ApplyTemplateRequest",
@@ -111,13 +110,13 @@ _APPLY = Operation(
     errors=_TEXTS,
 )
 _ABORT = Operation(
-    says="End a request; aborted is false where it had ended before.",
+    says="End a request; aborted is false if it had ended before.",
     tag="Requests by id",
     answer="Aborted",
     errors=(UnknownRequest,),
 )
 _FLUSH = Operation(
-    says="Empty the prefix cache; what runs goes on, and is not found either.",
+    says="Empty the prefix cache; running requests continue, and their blocks are not reused.",
     tag="For admins",
     answer="Flushed",
     errors=(InvalidParameter, NotAdmin, *_ENGINE),
@@ -186,7 +185,10 @@ OPERATIONS: Mapping[str, Operation] = {
         errors=_ENGINE,
     ),
     "GET /v1/models": Operation(
-        says="The models served here: one.", tag="Server", answer="ModelList", errors=_ENGINE
+        says="The served model, under each of its names.",
+        tag="Server",
+        answer="ModelList",
+        errors=_ENGINE,
     ),
     "GET /v1/models/{name}": Operation(
         says="A model by name: its context length, precision and fingerprint.",
@@ -195,8 +197,8 @@ OPERATIONS: Mapping[str, Operation] = {
         errors=(UnknownModel, *_ENGINE),
     ),
     "GET /v1/requests/{id}": Operation(
-        says="What a request does: its state, its tokens so far. By the id of its answer, or the "
-        "x-request-id it was sent with.",
+        says="The state of a request and its tokens so far, by the id of its answer or its "
+        "x-request-id.",
         tag="Requests by id",
         answer="RequestState",
         errors=(UnknownRequest,),
@@ -204,7 +206,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "DELETE /v1/requests/{id}": _ABORT,
     "POST /v1/requests/{id}/abort": _ABORT,
     "GET /v1/requests/{id}/stream": Operation(
-        says="A resumable stream (stream_options.resumable) behind Last-Event-ID, or all of it.",
+        says="A resumable stream (stream_options.resumable) after Last-Event-ID, or all of it.",
         tag="Requests by id",
         event="AnyChunk",
         errors=(UnknownRequest, ResumeGone, ReaderGone, *_TOKENS),
@@ -212,7 +214,7 @@ OPERATIONS: Mapping[str, Operation] = {
             {
                 "name": "Last-Event-ID",
                 "in": "header",
-                "description": "The id of the last event that was read.",
+                "description": "The id of the last event that the client has read.",
                 "schema": TEXT,
             },
         ),
@@ -224,13 +226,13 @@ OPERATIONS: Mapping[str, Operation] = {
         unhealthy=True,
     ),
     "GET /metrics": Operation(
-        says="Counters and times in Prometheus' text format.",
+        says="Metrics in Prometheus' text format.",
         tag="For admins",
         media=CONTENT_TYPE,
         errors=(NotAdmin,),
     ),
     "GET /v1/cache": Operation(
-        says="What the prefix cache holds.",
+        says="The contents of the prefix cache.",
         tag="For admins",
         answer="Cache",
         errors=(InvalidParameter, NotAdmin, *_ENGINE),
@@ -238,7 +240,7 @@ OPERATIONS: Mapping[str, Operation] = {
             {
                 "name": "prefixes",
                 "in": "query",
-                "description": "How many of the prefixes that spared most to tell.",
+                "description": "Number of prefixes to list; the most useful come first.",
                 "schema": {
                     "type": "integer",
                     "minimum": 0,
@@ -251,16 +253,20 @@ OPERATIONS: Mapping[str, Operation] = {
     "POST /v1/cache/flush": _FLUSH,
     "POST /reset_prefix_cache": replace(_FLUSH, says="The same under another server's name."),
     "POST /flush_cache": replace(_FLUSH, says="The same under another server's name."),
-    "GET /admin": replace(_ADMIN, says="What is taken now, and what is open and held."),
-    "POST /admin/pause": replace(_ADMIN, says="Requests for tokens wait; what runs goes on."),
-    "POST /admin/drain": replace(_ADMIN, says="Nothing new is taken; what is open goes on."),
-    "POST /admin/resume": replace(_ADMIN, says="As before a pause or a drain."),
+    "GET /admin": replace(
+        _ADMIN, says="Whether requests are accepted, and how many are open and held."
+    ),
+    "POST /admin/pause": replace(
+        _ADMIN, says="Hold new generation requests; running ones continue."
+    ),
+    "POST /admin/drain": replace(_ADMIN, says="Refuse new requests; open ones continue."),
+    "POST /admin/resume": replace(_ADMIN, says="Accept requests again after a pause or a drain."),
     "PUT /admin/log-level": replace(
         _ADMIN,
-        says="What is worth less than this is not logged.",
+        says="Set the lowest level that is logged.",
         title="LogLevelRequest",
         plain=object_of(
-            {"level": {"enum": list(LEVELS), "description": "The least that is logged."}},
+            {"level": {"enum": list(LEVELS), "description": "The lowest level that is logged."}},
             needed=("level",),
         ),
         example={"level": "info"},
@@ -274,12 +280,14 @@ OPERATIONS: Mapping[str, Operation] = {
         says="This document as a page.", tag="Server", media="text/html; charset=utf-8"
     ),
     "GET /": Operation(
-        says="A few lines for browsers.", tag="Server", media="text/plain; charset=utf-8"
+        says="An overview of the routes, for browsers.",
+        tag="Server",
+        media="text/plain; charset=utf-8",
     ),
 }
 
-# What stands in a path, by name.
+# Parameters in paths, by name.
 PATH_WORDS: Mapping[str, tuple[str, Schema]] = {
-    "id": ("The answer's id, or the x-request-id it was asked with.", TEXT),
+    "id": ("The answer's id, or the x-request-id of the request.", TEXT),
     "name": ("The model's name.", TEXT),
 }

@@ -1,8 +1,8 @@
-"""/docs: the OpenAPI document as one page, written for people.
+"""/docs: the OpenAPI document as an HTML page.
 
-Plain HTML and a style of our own (page.css, put into the page): no script, nothing from any other
-host, and the page forbids both. Knows the document and the groups of its fields, nothing of the
-server. Always holds: what a document holds is escaped.
+Plain HTML with an inlined style sheet (page.css): no script and no resource of another host; the
+page's policy forbids both. Knows the document and the groups of its fields, not the server. Always
+holds: every text of the document is escaped.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ HEADERS = {
     ),
     "x-content-type-options": "nosniff",
 }
-# Stands for the address the page was asked at, which is put in for each reader.
+# Stands for the address of the request, which replaces it in each response.
 ORIGIN = "\0origin\0"
 
 
 def written(document: Schema) -> bytes:
-    """The page, with ORIGIN where the server's address belongs."""
+    """Return the page, with ORIGIN in place of the server's address."""
     paths = document["paths"]
     operations = [
         (method.upper(), path, operation)
@@ -75,7 +75,7 @@ def _opening(document: Schema) -> str:
     model = _model_of(document)
     body = json.dumps(
         {
-            "messages": [{"role": "user", "content": "Tell me a story about a little dog."}],
+            "messages": [{"role": "user", "content": "Write a story about a little dog."}],
             "max_tokens": 48,
             "seed": 7,
         }
@@ -92,7 +92,7 @@ def _opening(document: Schema) -> str:
             if model
             else "    model=client.models.list().data[0].id,\n"
         )
-        + '    messages=[{"role": "user", "content": "Tell me a story about a little dog."}],\n'
+        + '    messages=[{"role": "user", "content": "Write a story about a little dog."}],\n'
         "    seed=7,\n    stream=True,\n)\n"
         "for chunk in stream:\n"
         '    print(chunk.choices[0].delta.content or "", end="", flush=True)'
@@ -108,7 +108,7 @@ def _title(document: Schema) -> str:
     model = _model_of(document)
     served = f" It serves <code>{escape(model)}</code>." if model else ""
     needs = (
-        "<p>Requests need <code>Authorization: Bearer KEY</code>, but for the paths that say "
+        "<p>Requests need <code>Authorization: Bearer KEY</code>, except at paths that say "
         "otherwise.</p>"
         if _has_keys(document)
         else ""
@@ -300,7 +300,7 @@ def _method(method: str) -> str:
 
 
 def _breakable(path: str) -> str:
-    """A path that may be broken behind its slashes."""
+    """Return a path that may be wrapped after its slashes."""
     return escape(path).replace("/", "/<wbr>")
 
 

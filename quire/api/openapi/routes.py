@@ -1,7 +1,7 @@
-"""GET /openapi.json and /docs: the document of what is served here, and a page of it.
+"""GET /openapi.json and /docs: the OpenAPI document of the server, and a page of it.
 
-What writes them is loaded when somebody asks: a start need not wait for it. Always holds: where
-keys are set, neither tells of the model, because neither needs a key.
+The modules that write them are imported at the first request, which makes the start faster. Always
+holds: on a server with keys, neither describes the model, because neither needs a key.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _ADDRESS = re.compile(r"https?://[\w.\-\[\]:]{1,255}(/[\w.\-/]*)?")
 
 
-class Document:
+class DocumentRoutes:
     """The two routes."""
 
     def __init__(self, serving: ServerState) -> None:
@@ -31,14 +31,14 @@ class Document:
         self._written: dict[tuple[str, str], bytes] = {}
 
     async def get(self, request: Request) -> Response:
-        """The document."""
+        """Return the document."""
         content = self._content(request, msgspec.json.encode)
         return Response(
             content, media_type="application/json", headers={"cache-control": "no-cache"}
         )
 
     async def page(self, request: Request) -> Response:
-        """The document as a page."""
+        """Return the document as a page."""
         from quire.api.openapi.page import HEADERS, ORIGIN, written
 
         origin = escape(_origin(request) + self._serving.config.root_path).encode()
@@ -46,7 +46,7 @@ class Document:
         return Response(content, headers=HEADERS)
 
     def _content(self, request: Request, write: Any) -> bytes:
-        """Written once for what is known: it changes when the model has loaded."""
+        """Return the content, written once for each state: it changes when the model has loaded."""
         from quire.api.openapi.document import document
 
         known = self._known()
@@ -61,7 +61,7 @@ class Document:
     def _known(self) -> Known:
         from quire.api.openapi.field_schemas import Known
 
-        config, engine = self._serving.config, self._serving.loaded
+        config, engine = self._serving.config, self._serving.loaded_engine
         known = Known(
             max_output_tokens=config.max_output_tokens,
             warns_unknown=config.unknown_fields == "warn",
@@ -78,7 +78,7 @@ class Document:
 
 
 def _origin(request: Request) -> str:
-    """The address the caller asked, where that is plainly one."""
+    """Return the address of the request, or a default if it is malformed."""
     try:
         address = str(request.base_url).rstrip("/")
     except ValueError:

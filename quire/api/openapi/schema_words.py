@@ -1,7 +1,7 @@
-"""A JSON Schema in a few words, as a table of fields shows it: "number, 0 to 100 (1)".
+"""Describe a JSON Schema in a few words for a table of fields: "number, 0 to 100 (1)".
 
 Knows the kinds of schemas that field_schemas.py makes, and no HTML. Null is not mentioned: every
-field that may be left out may be null.
+optional field may be null.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 Schema = dict[str, Any]
 
 _KINDS = {"string": "text", "boolean": "true or false", "array": "list", "integer": "integer"}
-_MOST_SHOWN = 7
+_MAX_SHOWN = 7
 
 
 def words_of(schema: Schema) -> str:
-    """Type and bounds."""
+    """Return type and bounds."""
     if "const" in schema:
         return _value(schema["const"])
     if "enum" in schema:
@@ -33,7 +33,7 @@ def words_of(schema: Schema) -> str:
 
 
 def default_of(schema: Schema) -> str:
-    """The value that counts where the field is left out; "" where none is said."""
+    """Return the default value; "" if there is none."""
     return _value(schema["default"]) if "default" in schema else ""
 
 
@@ -57,7 +57,7 @@ def _with_bounds(kind: str, schema: Schema) -> str:
 
 def _list_words(schema: Schema) -> str:
     entry = words_of(schema["items"]) if "items" in schema else "anything"
-    if entry.startswith("integer, 0 to "):  # a name of a token
+    if entry.startswith("integer, 0 to "):  # token ids
         entry = f"token ids{entry.removeprefix('integer')}"
     elif entry in ("text", "object"):
         entry += "s"
@@ -69,8 +69,8 @@ def _object_words(schema: Schema) -> str:
     names = list(schema.get("properties", ()))
     if not names:
         return "object"
-    shown = ", ".join(names[:_MOST_SHOWN])
-    return f"{{{shown}{', ...' if len(names) > _MOST_SHOWN else ''}}}"
+    shown = ", ".join(names[:_MAX_SHOWN])
+    return f"{{{shown}{', ...' if len(names) > _MAX_SHOWN else ''}}}"
 
 
 def _value(value: Any) -> str:
@@ -82,7 +82,7 @@ def _value(value: Any) -> str:
 
 
 def _number(value: int) -> str:
-    """Powers of two as such: nobody reads nineteen digits."""
+    """Return the number; near a large power of two as that power."""
     for power in (31, 63):
         for near, words in ((2**power - 1, f"2^{power} - 1"), (-(2**power), f"-2^{power}")):
             if value == near:

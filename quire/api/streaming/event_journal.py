@@ -1,28 +1,32 @@
-"""The events of one resumable stream, numbered from 1, kept so that a broken reader can go on.
+"""EventJournal: the numbered events of one resumable stream, kept for a client that reconnects.
 
-One writer puts events in, one reader at a time takes them from any number on that is still kept.
-Events that were read stay while there is room; those nobody has read are never dropped: the writer
-waits for room instead. Knows no HTTP and no meaning of an event. Always holds: `most_bytes` are
-kept at most (beside the last event; or one event, where that alone is larger), and numbers have no
-gap.
+One writer appends events; one reader at a time reads from any number that is still kept. Events
+that were read stay while there is room; unread ones are never dropped: the writer waits instead.
+Knows no HTTP and no meaning of an event. Always holds: at most `max_bytes` are kept (beside the
+last event; or one event that alone is larger), and numbers have no gap; ResumableStreams keeps a
+bounded number of journals.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 from itertools import islice
+from typing import Protocol
 
-MOST_BYTES = 1024 * 1024
+from quire.api.http.dialect import EventFraming
+from quire.base.errors import QuireError
+
+MAX_BYTES = 1024 * 1024
 
 
 class EventJournal:
-    """See the top of this file. All of it in the event loop's thread."""
+    """See the top of this file. Used in the event loop's thread only."""
 
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self.num_bytes = 0
         self.ended = False
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._events: deque[bytes] = deque()
         self._first = 1
         self._num_read = 0
@@ -35,54 +39,98 @@ class EventJournal:
 
     @property
     def last(self) -> int:
-        """Number of the last event there is; 0 before there is one."""
+        """Number of the last event; 0 before there is one."""
         return self._first + len(self._events) - 1
 
     async def put(self, event: bytes) -> None:
-        """Keep an event; waits while there is no room for it."""
+        """Append an event; wait while there is no room for it."""
         while not self._has_room(len(event)):
-            await self._change()
+            await self._changed.wait()
         self._events.append(event)
         self.num_bytes += len(event)
         self._wake()
 
     def put_last(self, event: bytes) -> None:
-        """Keep the last event, whether there is room or not."""
+        """Append the last event, even if there is no room."""
         self._events.append(event)
         self.num_bytes += len(event)
         self.end()
 
     def end(self) -> None:
-        """No more events come."""
+        """Mark the stream as complete."""
         self.ended = True
         self._wake()
 
     async def after(self, number: int) -> bytes:
-        """The events behind `number` that are there, at least one of them; b"" behind the last.
+        """Return the events after `number`, at least one of them; b"" after the last.
 
-        What is at or before `number` counts as read. `number` must be first - 1 to last.
+        Events up to `number` count as read. `number` must be first - 1 to last.
         """
         self._num_read = max(self._num_read, number)
         self._wake()
         while number >= self.last and not self.ended:
-            await self._change()
+            await self._changed.wait()
         return b"".join(islice(self._events, number + 1 - self._first, None))
 
     def __len__(self) -> int:
-        """How many events are kept."""
+        """Return the number of events that are kept."""
         return len(self._events)
 
     def _has_room(self, num_bytes: int) -> bool:
-        while self._events and self.num_bytes + num_bytes > self._most_bytes:
+        while self._events and self.num_bytes + num_bytes > self._max_bytes:
             if self._first > self._num_read:
                 return False
             self.num_bytes -= len(self._events.popleft())
             self._first += 1
         return True
 
-    async def _change(self) -> None:
-        await self._changed.wait()
-
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+
+class KeptStream(Protocol):
+    """A resumable stream, as its readers use it.
+
+    refusal: the error, if the request failed before its first event.
+    """
+
+    id: str
+    journal: EventJournal
+    framing: EventFraming
+    refusal: QuireError | None
+
+    def attach(self, reader: asyncio.Future[QuireError]) -> None:
+        """Add a reader; the one before it is cut: its future is set."""
+
+    def detach(self, reader: asyncio.Future[QuireError]) -> None:
+        """Remove a reader; without a new one the stream expires."""
+
+
+class ResumableStreams:
+    """The resumable streams of one server by request id, bounded by memory."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_streams = max_bytes // MAX_BYTES
+        self._streams: OrderedDict[str, KeptStream] = OrderedDict()
+
+    def has_room(self) -> bool:
+        """Make room for one more if needed, by dropping the oldest that has ended."""
+        if len(self._streams) < self._max_streams:
+            return True
+        ended = next((id_ for id_, one in self._streams.items() if one.journal.ended), None)
+        if ended is not None:
+            self.drop(ended)
+        return ended is not None
+
+    def add(self, stream: KeptStream) -> None:
+        """Keep a stream; call `has_room` before."""
+        self._streams[stream.id] = stream
+
+    def find(self, request_id: str) -> KeptStream | None:
+        """Return the stream of a request if it is kept."""
+        return self._streams.get(request_id)
+
+    def drop(self, request_id: str) -> None:
+        """Forget a stream; its current reader can read on."""
+        self._streams.pop(request_id, None)

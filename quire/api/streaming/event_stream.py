@@ -1,88 +1,235 @@
-"""A request's events to one connection: paced by its reader, with a sign of life in silence.
+"""Stream the events of a request to one connection, paced by its client.
 
-The response begins with the first event, or with the first heartbeat, so a request that is refused
-at once is still answered by a status code. Writing waits while the socket is full: a slow reader
-holds back its own events and nobody else's, and its request stands aside in the engine where many
-wait for it (engine/unread.py). Where it takes nothing for `stall_s` it is cut. An error after the
-beginning is one event {"error": ...}; then the stream ends without `[DONE]`.
+`Events` turns deltas into the events of a dialect; `EventStream` writes them. The response begins
+with the first event or heartbeat, so a request that fails at once still gets a status code. Writing
+waits while the socket is full: a slow client delays only its own events, and the engine throttles
+its request. A client that reads nothing for `stall_s` is cut. An error after the beginning is one
+event; then the stream ends without its end marker. Knows no dialect. Always holds: the same deltas
+give the same bytes, however they are grouped into writes.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.api.generation.request_registry import OpenRequest
-from quire.api.http.cancellation import Deadline, disconnect_of, run_until_disconnect
-from quire.api.http.errors import ReadElsewhere, ResumeGone, SlowReader
-from quire.api.server_state import ServerState
-from quire.api.streaming.resumable_stream import ResumableStream
-from quire.api.streaming.sse import HEARTBEAT, Events
+from quire.api.generation.choice_streams import Choice, ChoiceStreams, PromptState, Usage
+from quire.api.http.dialect import Dialect
+from quire.api.http.errors import SlowReader, report_of
+from quire.api.http.request_io import Deadline, disconnect_of, run_until_disconnect
+from quire.api.server_state import OpenRequest, ServerState
 from quire.base.errors import QuireError
+from quire.engine.output.output_stream import TextDelta
 
-# Proxies that would gather events before they pass them on are asked not to.
+# Ask proxies not to buffer events.
 _HEADERS = {"cache-control": "no-cache, no-transform", "x-accel-buffering": "no"}
-# A reader that does not even take the last event within this time gets none.
-_LAST_WORD_S = 1.0
-_LOOK_S = 1.0
+# A client that does not accept the last event within this time does not get it.
+_LAST_EVENT_S = 1.0
+_CHECK_S = 1.0
+# Events of deltas that are available together are written together, up to so many.
+_MAX_TOGETHER = 64
+# Stands for the text of a chunk while the bytes around it are found. No name of ours has a NUL.
+_TEXT = "\0text\0"
+_TEXT_JSON = msgspec.json.encode(_TEXT)
+_text_json = msgspec.json.Encoder().encode
+
+Put = Callable[[list[bytes], bool], Awaitable[None]]
 
 
-class _Paced(Response):
-    """Writes to one reader, and looks after it: heartbeats, and an end where it does not read.
+class Writer(Protocol):
+    """Write one answer as the JSON objects of an API, whole or in chunks."""
+
+    def whole(self, choices: Sequence[Sequence[Choice]], usage: Usage) -> dict[str, Any]:
+        """Return the body of a response that is not streamed."""
+
+    def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
+        """Yield the chunks of a delta."""
+
+    def of_text(self, prompt: int, index: int, text: str) -> dict[str, Any] | None:
+        """Return the chunk of a delta that has only text, of a choice that has begun; None if
+        chunks depend on anything else."""
+
+    def of_progress(self, progress: PromptState) -> dict[str, Any]:
+        """Return the chunk that reports how much of a prompt is computed."""
+
+    def so_far(self, usage: Usage) -> dict[str, Any]:
+        """Return the fields that every chunk gets if the request asks for continuous usage."""
+
+    def of_usage(self, usage: Usage) -> dict[str, Any] | None:
+        """Return the last chunk, with usage and timings; None if neither was requested."""
+
+
+class Events:
+    """Write the events of one request, numbered from 1.
+
+    continuous_usage: every chunk has the usage so far. reports_progress: events of prompt progress
+    precede the first chunk of each prompt.
+    """
+
+    def __init__(
+        self,
+        answers: ChoiceStreams,
+        writer: Writer,
+        dialect: Dialect,
+        request_id: str,
+        *,
+        continuous_usage: bool = False,
+        reports_progress: bool = False,
+    ) -> None:
+        self.framing = dialect.framing(request_id)
+        self._answers = answers
+        self._dialect = dialect
+        self._continuous_usage = continuous_usage
+        # Prompts with progress still to be reported.
+        self._in_progress = set(range(len(answers.prompts))) if reports_progress else set()
+        self._writer = writer
+        self._number = 0
+        # By prompt and choice: the bytes before and after the text of a chunk that has only text.
+        self._around: dict[tuple[int, int], tuple[bytes, bytes]] = {}
+
+    async def write(self, put: Put) -> None:
+        """Hand all events to `put`: those available together, and True with the last of all."""
+        held: list[bytes] = []
+        try:
+            async with aclosing(self._answers.deltas()) as deltas:
+                async for prompt, delta in deltas:
+                    # Log-probabilities of a whole prompt take long to encode: in a thread.
+                    if delta.prompt_logprobs:
+                        held += await asyncio.to_thread(self._of_delta, prompt, delta)
+                    else:
+                        held += self._of_delta(prompt, delta)
+                    if len(held) >= _MAX_TOGETHER or not self._answers.more_waits:
+                        together, held = held, []
+                        await put(together, False)
+        except QuireError:
+            if held:
+                await put(held, False)
+            raise
+        usage = self._writer.of_usage(self._answers.usage)
+        last = [] if usage is None else [self._event(msgspec.json.encode(usage))]
+        end = self.framing.end(self._next_number())
+        await put([*held, *last, *([end] if end else [])], True)
+
+    def of_error(self, error: QuireError) -> bytes:
+        """Return the event of an error that ends the stream."""
+        _, body = self._dialect.error(report_of(error))
+        return self.framing.error(self._next_number(), msgspec.json.encode(body))
+
+    def _of_delta(self, prompt: int, delta: TextDelta) -> list[bytes]:
+        if delta.text and delta.finish_reason is None and not delta.prompt_logprobs:
+            around = self._around.get((prompt, delta.index))
+            if around is not None:
+                return [self._event(around[0] + _text_json(delta.text) + around[1])]
+        before = self._progress(prompt, delta) if self._in_progress else []
+        if delta.prompt_progress is not None:
+            return before
+        chunks = [*self._writer.of_delta(prompt, delta)]
+        if self._continuous_usage:
+            more = self._writer.so_far(self._answers.usage)
+            chunks = [{**chunk, **more} for chunk in chunks]
+        elif (prompt, delta.index) not in self._around:
+            self._learn(prompt, delta.index)
+        return [*before, *(self._event(msgspec.json.encode(chunk)) for chunk in chunks)]
+
+    def _progress(self, prompt: int, delta: TextDelta) -> list[bytes]:
+        """Return the event of prompt progress; of a complete prompt once, before its first text."""
+        if prompt not in self._in_progress:
+            return []
+        total, progress = len(self._answers.prompts[prompt].token_ids), delta.prompt_progress
+        if progress is None:
+            self._in_progress.discard(prompt)
+            processed, time_ms = total, self._answers.prefill_ms
+        else:
+            processed, time_ms = progress.processed, progress.time_ms
+        chunk = self._writer.of_progress(
+            PromptState(
+                index=prompt,
+                total=total,
+                cache=delta.cached_tokens,
+                processed=processed,
+                time_ms=round(time_ms, 3),
+            )
+        )
+        return [self._event(msgspec.json.encode(chunk))]
+
+    def _learn(self, prompt: int, index: int) -> None:
+        """Find the bytes around the text in the chunks of a choice, if they have only text."""
+        chunk = self._writer.of_text(prompt, index, _TEXT)
+        if chunk is not None:
+            before, _, after = msgspec.json.encode(chunk).partition(_TEXT_JSON)
+            self._around[prompt, index] = before, after
+
+    def _event(self, payload: bytes) -> bytes:
+        return self.framing.event(self._next_number(), payload)
+
+    def _next_number(self) -> int:
+        self._number += 1
+        return self._number
+
+
+class PacedResponse(Response):
+    """Write events to one client, with heartbeats, and cut a client that does not read.
 
     cut: set to an error, it ends the writing.
     """
 
     def __init__(
-        self, serving: ServerState, headers: Mapping[str, str], cut: asyncio.Future[QuireError]
+        self,
+        serving: ServerState,
+        headers: Mapping[str, str],
+        media_type: str,
+        heartbeat: bytes,
+        cut: asyncio.Future[QuireError],
     ) -> None:
-        super().__init__(headers={**_HEADERS, **headers}, media_type="text/event-stream")
+        super().__init__(headers={**_HEADERS, **headers}, media_type=media_type)
         del self.headers["content-length"]
         self._serving = serving
+        self._heartbeat = heartbeat
         self._cut = cut
         self._loop = asyncio.get_running_loop()
         self._write_chunk: Callable[[bytes], bool] | None = None
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._started = self._ended = False
         self._blocked_since_s: float | None = None
         self._wrote_s = self._loop.time()
-        self._beat: asyncio.Task[None] | None = None
+        self._heartbeat_task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        config = serving.config
+        self._check_s = min(_CHECK_S, config.heartbeat_s or _CHECK_S, config.stall_s / 2)
 
-    def _watch(self, send: Send) -> None:
-        """Look after the reader from now on, until `_leave`."""
-        self._timer = self._loop.call_later(self._look_s, self._look, send)
+    def _watch(self, scope: Scope, send: Send) -> None:
+        """Check the client regularly from now on, until `_unwatch`."""
+        self._write_chunk = scope.get("quire.write")
+        self._timer = self._loop.call_later(self._check_s, self._check, send)
 
-    def _leave(self) -> None:
+    def _unwatch(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self._beat is not None:
-            self._beat.cancel()
+        if self._heartbeat_task is not None:
+            self._heartbeat_task.cancel()
 
-    @property
-    def _look_s(self) -> float:
-        config = self._serving.config
-        return min(_LOOK_S, config.heartbeat_s or _LOOK_S, config.stall_s / 2)
-
-    def _look(self, send: Send) -> None:
-        self._timer = self._loop.call_later(self._look_s, self._look, send)
+    def _check(self, send: Send) -> None:
+        self._timer = self._loop.call_later(self._check_s, self._check, send)
         config, now_s = self._serving.config, self._loop.time()
         if self._blocked_since_s is not None:
             blocked_s = now_s - self._blocked_since_s
             if blocked_s >= config.stall_s and not self._cut.done():
-                self._cut.set_result(_too_slow(blocked_s))
-        elif config.heartbeat_s and now_s - self._wrote_s >= config.heartbeat_s:
-            self._beat = asyncio.ensure_future(self._write(send, HEARTBEAT))
+                self._cut.set_result(_slow_reader(blocked_s))
+        elif self._heartbeat and config.heartbeat_s and now_s - self._wrote_s >= config.heartbeat_s:
+            self._heartbeat_task = asyncio.ensure_future(self._write(send, self._heartbeat))
 
-    def _wrote_now(self, events: bytes) -> bool:
-        """Write more events without waiting, where the response has begun, nobody is writing and
-        the connection has room; as `_write` does it, without the layers between, which a stream
-        would go through once a token."""
+    def _write_now(self, events: bytes) -> bool:
+        """Write events without waiting; return False if the response has not begun, another write
+        is active, or the connection has no room. Skips the ASGI layers that `_write` goes through,
+        which would be entered once a token."""
         write = self._write_chunk
-        if write is None or not self._started or self._ended or self._turn.locked():
+        if write is None or not self._started or self._ended or self._lock.locked():
             return False
         if not write(events):
             return False
@@ -90,7 +237,7 @@ class _Paced(Response):
         return True
 
     async def _write(self, send: Send, events: bytes, *, more: bool = True) -> None:
-        async with self._turn:
+        async with self._lock:
             if self._ended:
                 return
             self._blocked_since_s = self._loop.time()
@@ -107,18 +254,9 @@ class _Paced(Response):
                 self._blocked_since_s = None
                 self._wrote_s = self._loop.time()
 
-    async def _write_last(self, scope: Scope, send: Send, event: bytes) -> None:
-        try:
-            async with asyncio.timeout(_LAST_WORD_S):
-                await self._write(send, event, more=False)
-        except TimeoutError:  # the reader does not read: nothing can be said to it
-            abort = scope.get("quire.abort")
-            if abort is not None:
-                abort()
 
-
-class EventStream(_Paced):
-    """The streamed answers of one request; they end when their reader leaves."""
+class EventStream(PacedResponse):
+    """The streamed answer of one request; it ends when its client disconnects."""
 
     def __init__(
         self,
@@ -126,106 +264,56 @@ class EventStream(_Paced):
         events: Events,
         headers: Mapping[str, str],
         deadline: Deadline,
-        live: OpenRequest,
+        request: OpenRequest,
     ) -> None:
-        super().__init__(serving, headers, live.cut)
+        framing = events.framing
+        super().__init__(serving, headers, framing.media_type, framing.heartbeat, request.cut)
         self._events = events
         self._deadline = deadline
-        self._live = live
+        self._request = request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def put(events: list[bytes], is_last: bool) -> None:
             together = b"".join(events)
-            if is_last or not self._wrote_now(together):
+            if is_last or not self._write_now(together):
                 await self._write(send, together, more=not is_last)
 
-        self._write_chunk = scope.get("quire.write")
-        self._watch(send)
+        self._watch(scope, send)
         failure: QuireError | None = None
         try:
             await run_until_disconnect(
-                self._events.tell(put),
+                self._events.write(put),
                 disconnect_of(scope, receive),
-                over=self._serving.over,
+                over=self._serving.grace_over,
                 deadline=self._deadline,
-                cut=self._live.cut,
+                cut=self._cut,
             )
         except QuireError as error:
             failure = error
             if not self._started:
                 raise
-            self._serving.failed(error)
+            self._serving.count_error(error)
             await self._write_last(scope, send, self._events.of_error(error))
         finally:
-            self._leave()
-            self._serving.live.end(self._live, failure)
+            self._unwatch()
+            self._serving.requests.end(self._request, failure)
 
-
-class FollowStream(_Paced):
-    """The events of a resumable request behind number `after`; it goes on when this reader leaves.
-
-    resumes: the stream has begun before, so the response begins at once. Raises ResumeGone where
-    those events are not kept.
-    """
-
-    def __init__(
-        self,
-        serving: ServerState,
-        telling: ResumableStream,
-        headers: Mapping[str, str],
-        *,
-        after: int = 0,
-        resumes: bool = False,
-    ) -> None:
-        journal = telling.journal
-        if not journal.first - 1 <= after <= journal.last:
-            raise ResumeGone(
-                f"the stream cannot go on behind event {after}: those behind {journal.first - 1} "
-                f"up to {journal.last} are kept; ask again from the beginning"
-            )
-        super().__init__(serving, headers, asyncio.get_running_loop().create_future())
-        self._telling = telling
-        self._after = after
-        self._resumes = resumes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._telling.attach(self._cut)
-        self._write_chunk = scope.get("quire.write")
-        self._watch(send)
+    async def _write_last(self, scope: Scope, send: Send, event: bytes) -> None:
         try:
-            await run_until_disconnect(
-                self._follow(send),
-                disconnect_of(scope, receive),
-                over=self._telling.never,
-                deadline=Deadline(None),
-                cut=self._cut,
-            )
-        except (SlowReader, ReadElsewhere) as error:
-            # Not an event: the request goes on, and its events are what they are for any reader.
-            if isinstance(error, SlowReader):
-                self._serving.failed(error)
-            abort = scope.get("quire.abort")
-            if abort is not None:
-                abort()
-        finally:
-            self._leave()
-            self._telling.detach(self._cut)
-
-    async def _follow(self, send: Send) -> None:
-        journal, number = self._telling.journal, self._after
-        if self._resumes and self._telling.refusal is None:
-            await self._write(send, b"")
-        while events := await journal.after(number):
-            number = journal.last
-            if not self._wrote_now(events):
-                await self._write(send, events)
-        refusal = self._telling.refusal
-        if refusal is not None and not self._started:
-            raise refusal
-        await self._write(send, b"", more=False)
+            async with asyncio.timeout(_LAST_EVENT_S):
+                await self._write(send, event, more=False)
+        except TimeoutError:  # the client does not read
+            abort_connection(scope)
 
 
-def _too_slow(blocked_s: float) -> SlowReader:
+def abort_connection(scope: Scope) -> None:
+    """Close the connection of a request without sending what is unsent."""
+    abort = scope.get("quire.abort")
+    if abort is not None:
+        abort()
+
+
+def _slow_reader(blocked_s: float) -> SlowReader:
     return SlowReader(
         f"the stream's reader took nothing for {blocked_s:.0f} s (--stall-seconds), so it was cut; "
         "read on, or ask for less"

@@ -1,48 +1,45 @@
-"""Resumable streams: a request's events are told into a journal, whoever reads them and when.
+"""Resumable streams: events go into a journal, and a client that disconnects can reconnect.
 
-A reader that breaks off may come back within `resume_s`, on any connection, while the request runs
-or when it has ended. Without a reader for longer, a request that runs is ended. Knows no HTTP.
-Always holds: at most `most` journals are kept; where all of them are of requests that run, another
-stream is served without.
+A client may return within `resume_s`, on any connection, while the request runs or after its end.
+A running request without a client for longer is ended. Knows no dialect. Always holds: the events
+of a resumed stream are those that the first client would have read.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
-from quire.api.http.cancellation import Deadline, run_until_disconnect
-from quire.api.http.errors import ReadElsewhere, ReaderGone
-from quire.api.streaming.event_journal import MOST_BYTES, EventJournal
+from starlette.types import Receive, Scope, Send
+
+from quire.api.http.errors import ReadElsewhere, ReaderGone, ResumeGone, SlowReader
+from quire.api.http.request_io import Deadline, disconnect_of, run_until_disconnect
+from quire.api.server_state import OpenRequest, ServerState
+from quire.api.streaming.event_journal import EventJournal, KeptStream
+from quire.api.streaming.event_stream import Events, PacedResponse, abort_connection
 from quire.base.errors import QuireError
+from quire.base.show import show
 
-if TYPE_CHECKING:
-    from quire.api.generation.request_registry import OpenRequest
-    from quire.api.server_state import ServerState
-    from quire.api.streaming.sse import Events
+MAX_ID_CHARS = 256
+_MAX_DIGITS = 15
 
 
 class ResumableStream:
-    """One request's events, told until they end. Made in the event loop.
-
-    refusal: the error, where the request failed before its first event. never: a future that is
-    never set.
-    """
+    """Write the events of one request into a journal until they end. Created in the event loop."""
 
     def __init__(
         self,
         serving: ServerState,
         events: Events,
         deadline: Deadline,
-        live: OpenRequest,
+        request: OpenRequest,
     ) -> None:
-        self.id = live.id
-        self.live = live
+        self.id = request.id
+        self.request = request
         self.journal = EventJournal()
+        self.framing = events.framing
         self.refusal: QuireError | None = None
         self._loop = asyncio.get_running_loop()
-        self.never: asyncio.Future[None] = self._loop.create_future()
         self._serving = serving
         self._events = events
         self._deadline = deadline
@@ -51,7 +48,7 @@ class ResumableStream:
         self._task = asyncio.ensure_future(self._run())
 
     def attach(self, reader: asyncio.Future[QuireError]) -> None:
-        """A reader is there; the one before it is cut."""
+        """Add a reader; the one before it is cut."""
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(
                 ReadElsewhere("the stream was resumed on another connection, and goes on there")
@@ -61,56 +58,56 @@ class ResumableStream:
             self._expiry.cancel()
 
     def detach(self, reader: asyncio.Future[QuireError]) -> None:
-        """A reader has left; where it was the last, time begins to run."""
+        """Remove a reader; without another one the stream expires after `resume_s`."""
         if self._reader is not reader:
             return
         self._reader = None
-        self._expire()
+        self._start_expiry()
 
-    def _expire(self) -> None:
+    def _start_expiry(self) -> None:
         if self._expiry is not None:
             self._expiry.cancel()
-        self._expiry = self._loop.call_later(self._serving.config.resume_s, self._give_up)
+        self._expiry = self._loop.call_later(self._serving.config.resume_s, self._expire)
 
-    def _give_up(self) -> None:
-        """Nobody came back."""
+    def _expire(self) -> None:
+        """Drop a stream that has ended, or end a running one."""
         if self.journal.ended:
-            self._serving.tellings.drop(self.id)
+            self._serving.resumable_streams.drop(self.id)
             return
         limit_s = self._serving.config.resume_s
-        self.live.end_with(
+        self.request.end_with(
             ReaderGone(f"the stream's reader left and did not come back within {limit_s:g} s")
         )
 
     async def _run(self) -> None:
         failure: QuireError | None = None
         try:
-            with self._serving.request(counts=True):
+            with self._serving.track_request(counts=True):
                 await run_until_disconnect(
-                    self._events.tell(self._put),
+                    self._events.write(self._put),
                     None,
-                    over=self._serving.over,
+                    over=self._serving.grace_over,
                     deadline=self._deadline,
-                    cut=self.live.cut,
+                    cut=self.request.cut,
                 )
         except QuireError as error:
             failure = error
-        except Exception as error:  # noqa: BLE001 (a fault of ours, told like any other)
+        except Exception as error:  # noqa: BLE001 (a bug, reported like any other failure)
             self._serving.log.error("stream failed", request=self.id, kind=type(error).__name__)
             failure = QuireError(f"internal error ({type(error).__name__}); the log has it")
         finally:
             if failure is not None:
                 self._fail(failure)
-            self._serving.live.end(self.live, failure)
+            self._serving.requests.end(self.request, failure)
             self.journal.end()
             if self._reader is None:
-                self._expire()
+                self._start_expiry()
 
     def _fail(self, failure: QuireError) -> None:
         if self.journal.last == 0:
             self.refusal = failure
         else:
-            self._serving.failed(failure)
+            self._serving.count_error(failure)
             self.journal.put_last(self._events.of_error(failure))
         if isinstance(failure, ReaderGone):
             self._serving.log.warning("stream ended", request=self.id, reason=str(failure))
@@ -120,30 +117,76 @@ class ResumableStream:
             await self.journal.put(event)
 
 
-class ResumableStreams:
-    """The resumable streams of one server, by request id."""
+class FollowStream(PacedResponse):
+    """The events of a resumable stream after number `after`; it continues when this client leaves.
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most = most_bytes // MOST_BYTES
-        self._all: OrderedDict[str, ResumableStream] = OrderedDict()
+    resumes: the stream has begun before, so the response begins at once. Raises ResumeGone if those
+    events are not kept.
+    """
 
-    def has_room(self) -> bool:
-        """Whether one more may be kept; the one that ended first makes room."""
-        if len(self._all) < self._most:
-            return True
-        ended = next((id_ for id_, one in self._all.items() if one.journal.ended), None)
-        if ended is not None:
-            self.drop(ended)
-        return ended is not None
+    def __init__(
+        self,
+        serving: ServerState,
+        stream: KeptStream,
+        headers: Mapping[str, str],
+        *,
+        after: int = 0,
+        resumes: bool = False,
+    ) -> None:
+        journal = stream.journal
+        if not journal.first - 1 <= after <= journal.last:
+            raise ResumeGone(
+                f"the stream cannot go on behind event {after}: those behind {journal.first - 1} "
+                f"up to {journal.last} are kept; ask again from the beginning"
+            )
+        self._never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        cut: asyncio.Future[QuireError] = asyncio.get_running_loop().create_future()
+        framing = stream.framing
+        super().__init__(serving, headers, framing.media_type, framing.heartbeat, cut)
+        self._stream = stream
+        self._after = after
+        self._resumes = resumes
 
-    def add(self, telling: ResumableStream) -> None:
-        """Keep one; `has_room` was asked."""
-        self._all[telling.id] = telling
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._stream.attach(self._cut)
+        self._watch(scope, send)
+        try:
+            await run_until_disconnect(
+                self._follow(send),
+                disconnect_of(scope, receive),
+                over=self._never,
+                deadline=Deadline(None),
+                cut=self._cut,
+            )
+        except (SlowReader, ReadElsewhere) as error:
+            # Not an event: the request continues, and its events are the same for every client.
+            if isinstance(error, SlowReader):
+                self._serving.count_error(error)
+            abort_connection(scope)
+        finally:
+            self._unwatch()
+            self._stream.detach(self._cut)
 
-    def find(self, request_id: str) -> ResumableStream | None:
-        """The one of a request, if it is kept."""
-        return self._all.get(request_id)
+    async def _follow(self, send: Send) -> None:
+        journal, number = self._stream.journal, self._after
+        if self._resumes and self._stream.refusal is None:
+            await self._write(send, b"")
+        while events := await journal.after(number):
+            number = journal.last
+            if not self._write_now(events):
+                await self._write(send, events)
+        refusal = self._stream.refusal
+        if refusal is not None and not self._started:
+            raise refusal
+        await self._write(send, b"", more=False)
 
-    def drop(self, request_id: str) -> None:
-        """Forget one; who reads it reads on."""
-        self._all.pop(request_id, None)
+
+def parse_event_id(event_id: str) -> tuple[str, int]:
+    """Return (request id, number) of a Last-Event-ID. Raises ResumeGone if it is malformed."""
+    request_id, _, number = event_id.rpartition(":")
+    is_number = number.isascii() and number.isdigit() and len(number) <= _MAX_DIGITS
+    if not request_id or not is_number or len(event_id) > MAX_ID_CHARS:
+        raise ResumeGone(
+            f"Last-Event-ID is {show(event_id)}; send the `id` of an event of the stream"
+        )
+    return request_id, int(number)

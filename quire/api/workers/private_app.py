@@ -1,8 +1,8 @@
-"""What an API process serves at its private socket, where only its server's other processes ask.
+"""The application of an API process's private socket, for the other processes of its server.
 
-Requests by id that came to another process, and the state they share. Keys were checked, counted
-and logged where the request came in; it brings the digest of its key along. Knows no caller. Always
-holds: what is asked here is answered here and passed on no further.
+Serves requests by id that another process received, and the shared state. That process has checked
+and logged the request, and sends the digest of its key along. Knows no client. Always holds: a
+request to the private socket is not forwarded again.
 """
 
 from __future__ import annotations
@@ -15,44 +15,45 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.api.http.cancellation import ClientDisconnected
-from quire.api.http.errors import error_response
+from quire.api.http.dialect import Dialect, error_response
+from quire.api.http.request_io import ClientDisconnected
 from quire.api.native.requests import RequestRoutes
 from quire.api.server_state import ServerState
 from quire.api.workers.sibling_workers import KEY_HEADER, STATE_PATH, SiblingWorkers, WorkerState
 from quire.base.errors import QuireError
 
 
-def build_private_app(serving: ServerState, peers: SiblingWorkers) -> ASGIApp:
-    """The application at the private socket."""
-    requests, shared = RequestRoutes(serving), _Shared(serving, peers)
+def build_private_app(serving: ServerState, siblings: SiblingWorkers, dialect: Dialect) -> ASGIApp:
+    """Return the application of the private socket. dialect: of errors."""
+    requests, shared = RequestRoutes(serving), _SharedState(serving, siblings)
     routes = [
         *requests.routes(),
         Route(STATE_PATH, shared.get, methods=["GET"]),
         Route(STATE_PATH, shared.put, methods=["PUT"]),
     ]
-    return _Inside(Router(routes, redirect_slashes=False))
+    return _PrivateMiddleware(Router(routes, redirect_slashes=False), dialect)
 
 
-class _Shared:
-    def __init__(self, serving: ServerState, peers: SiblingWorkers) -> None:
+class _SharedState:
+    def __init__(self, serving: ServerState, siblings: SiblingWorkers) -> None:
         self._serving = serving
-        self._peers = peers
+        self._siblings = siblings
 
     async def get(self, request: Request) -> Response:
-        return Response(msgspec.json.encode(self._peers.state(self._serving)))
+        return Response(msgspec.json.encode(self._siblings.state(self._serving)))
 
     async def put(self, request: Request) -> Response:
-        told = msgspec.json.decode(await request.body(), type=WorkerState)
-        self._peers.adopt(self._serving, told)
+        state = msgspec.json.decode(await request.body(), type=WorkerState)
+        self._siblings.adopt(self._serving, state)
         return await self.get(request)
 
 
-class _Inside:
-    """Errors as their answers; the key's digest as the request brings it."""
+class _PrivateMiddleware:
+    """Takes the digest of the key from the request, and writes errors as responses."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, dialect: Dialect) -> None:
         self._app = app
+        self._dialect = dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,4 +66,5 @@ class _Inside:
             pass
         except QuireError as error:
             request_id = f"req-{secrets.token_hex(12)}"
-            await error_response(error, request_id=request_id)(scope, receive, send)
+            response = error_response(error, self._dialect, request_id=request_id)
+            await response(scope, receive, send)

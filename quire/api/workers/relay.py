@@ -1,8 +1,8 @@
-"""One HTTP exchange with another process of ours, over its private socket, bytes as they come.
+"""One HTTP exchange with another API process over its private socket, streamed.
 
-A client as small as what is asked with it: one request, its answer, an end. Knows no route. Always
-holds: an answer that breaks off before its end raises SiblingGone; nothing is gathered but what was
-not taken yet, so whoever reads slowly is felt at the other end.
+A minimal client: one request, its response, then the connection closes. Knows no route. Always
+holds: a response that breaks off raises SiblingGone; only unread data is buffered, so a slow reader
+slows the sender down.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from pathlib import Path
 
 import httptools
 
-# Bytes of an answer that may wait here.
-_MOST_WAITING = 64 * 1024
+# Bytes of a response that are buffered.
+_MAX_BUFFERED = 64 * 1024
 
 
 class SiblingGone(Exception):
-    """The other process is not there (any more), or does not answer."""
+    """The other process has ended, or does not answer."""
 
 
 class Exchange:
-    """A request that was sent, and its answer: status and headers first, then its body."""
+    """A sent request and its response: status and headers first, then the body."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.status = 0
@@ -43,14 +43,14 @@ class Exchange:
         body: bytes = b"",
         limit_s: float,
     ) -> Exchange:
-        """Send a request and wait for the head of its answer. Raises SiblingGone."""
+        """Send a request and wait for the head of its response. Raises SiblingGone."""
         lines = [f"{method} {target} HTTP/1.1", "host: localhost", "connection: close"]
         lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
         lines += [f"content-length: {len(body)}", "", ""]
         exchange: Exchange | None = None
         try:
             async with asyncio.timeout(limit_s):
-                exchange = cls(*await asyncio.open_unix_connection(socket, limit=_MOST_WAITING))
+                exchange = cls(*await asyncio.open_unix_connection(socket, limit=_MAX_BUFFERED))
                 exchange._writer.write("\r\n".join(lines).encode("latin-1") + body)
                 while not exchange._has_head:
                     await exchange._feed()
@@ -65,7 +65,7 @@ class Exchange:
             raise
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it comes. Raises SiblingGone where it breaks off."""
+        """Yield the body as it arrives. Raises SiblingGone if it breaks off."""
         while True:
             pieces, self._pieces = self._pieces, []
             if pieces:
@@ -76,16 +76,16 @@ class Exchange:
                 await self._feed()
 
     async def read(self) -> bytes:
-        """The whole body."""
+        """Return the whole body."""
         return b"".join([piece async for piece in self.pieces()])
 
     def close(self) -> None:
-        """Let go of the connection, whatever of the answer was read."""
+        """Close the connection, even if the response was not read."""
         self._writer.transport.abort()
 
     async def _feed(self) -> None:
         try:
-            received = await self._reader.read(_MOST_WAITING)
+            received = await self._reader.read(_MAX_BUFFERED)
             if not received:
                 raise SiblingGone("the answer broke off")
             self._parser.feed_data(received)
@@ -98,13 +98,13 @@ class Exchange:
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """The head is there."""
+        """Record that the head is complete."""
         self.status, self._has_head = self._parser.get_status_code(), True
 
     def on_body(self, piece: bytes) -> None:
-        """A piece of the body."""
+        """Record a piece of the body."""
         self._pieces.append(piece)
 
     def on_message_complete(self) -> None:
-        """The answer is complete."""
+        """Record that the response is complete."""
         self._has_ended = True

@@ -1,10 +1,10 @@
-"""The other API processes of a server: found by their private sockets, asked, told.
+"""Communicate with the other API processes of a server over their private sockets.
 
-A request for something this process does not know (a request by id, a stream to go on with) is
-passed on to those who may, and their answer passed back byte for byte. What an admin sets is told
-to all. Each has a socket in the folder that only this user can enter, so who asks there is one of
-us. Always holds: a process that is gone or hangs is waited for `_ANSWER_S` at most and then counts
-as not there; the state set last (by its version) is everybody's.
+A request by id, or the resumption of a stream, that this process does not know is forwarded to the
+others, and the response is relayed byte for byte. Admin settings are published to all. The sockets
+are in a directory that only this user can enter, so a request there comes from a sibling. Always
+holds: a process that has ended or hangs is waited for at most `_ANSWER_S` and then ignored; all
+processes take over the state with the highest version.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import asyncio
 import socket
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -21,26 +21,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.api.http.cancellation import Deadline, disconnect_of, run_until_disconnect
+from quire.api.http.request_io import Deadline, disconnect_of, run_until_disconnect
+from quire.api.server_state import ServerState
 from quire.api.workers.relay import Exchange, SiblingGone
-from quire.api.workers.worker_job import PEER_NAME, socket_path
-
-if TYPE_CHECKING:
-    from quire.api.server_state import ServerState
+from quire.api.workers.worker_job import SOCKET_PREFIX, socket_path
 
 KEY_HEADER = "x-quire-key"
 STATE_PATH = "/state"
 _BACKLOG = 128
 _ANSWER_S = 5.0
-_MOST_ID_CHARS = 128
+_MAX_ID_CHARS = 128
 _UNKNOWN = 404
-# Of a connection, not of the answer on it.
-_NOT_PASSED = frozenset({b"connection", b"transfer-encoding", b"date", b"server", b"keep-alive"})
+# Headers of a connection, not of the response.
+_NOT_RELAYED = frozenset({b"connection", b"transfer-encoding", b"date", b"server", b"keep-alive"})
 
 
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
-    """What holds for all processes of a server (version, paused, draining, log_level), and what is
-    open in one of them. version: how many changes there were, and who made the last."""
+    """The shared settings of a server (version, paused, draining, log_level), and the requests of
+    one process. version: number of changes, and the number of the process that made the last."""
 
     version: tuple[int, int]
     paused: bool
@@ -51,7 +49,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SiblingWorkers:
-    """See the top of this file. number: this process's, in the name of its socket."""
+    """See the top of this file. number: of this process, part of its socket's name."""
 
     def __init__(self, folder: Path, number: int) -> None:
         self._folder = folder
@@ -60,7 +58,7 @@ class SiblingWorkers:
         self._version = (0, 0)
 
     def listen(self) -> socket.socket:
-        """The private socket, from now on found by the others."""
+        """Return this process's private socket; the others find it from now on."""
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listening.bind(str(self._own))
         listening.listen(_BACKLOG)
@@ -68,98 +66,102 @@ class SiblingWorkers:
         return listening
 
     def state(self, serving: ServerState) -> WorkerState:
-        """Ours."""
+        """Return the state of this process."""
         return WorkerState(
             version=self._version,
             paused=serving.paused,
             draining=serving.draining,
             log_level=serving.log.level,
-            open_requests=serving.live.num_open,
+            open_requests=serving.requests.num_open,
             held_requests=serving.num_held,
         )
 
-    def adopt(self, serving: ServerState, told: WorkerState) -> None:
-        """Another's state becomes ours, where it is newer."""
-        if told.version <= self._version:
+    def adopt(self, serving: ServerState, other: WorkerState) -> None:
+        """Take over the settings of another process if they are newer."""
+        if other.version <= self._version:
             return
-        self._version = told.version
-        serving.log.level = told.log_level
-        serving.become(paused=told.paused, draining=told.draining)
+        self._version = other.version
+        serving.log.level = other.log_level
+        serving.set_admission(paused=other.paused, draining=other.draining)
 
-    async def tell(self, serving: ServerState) -> list[WorkerState]:
-        """Ours has changed: all take it over. Theirs, when they have."""
+    async def publish(self, serving: ServerState) -> list[WorkerState]:
+        """Send changed settings to all others; return their states after that."""
         self._version = (self._version[0] + 1, self._number)
         body = msgspec.json.encode(self.state(serving))
         return await self._all_states("PUT", body)
 
-    async def look(self) -> list[WorkerState]:
-        """Those of the others."""
+    async def states(self) -> list[WorkerState]:
+        """Return the states of the others."""
         return await self._all_states("GET")
 
     async def catch_up(self, serving: ServerState) -> None:
-        """A process that comes later begins as the others are."""
-        for told in await self.look():
-            self.adopt(serving, told)
+        """Take over the newest settings; a process that starts later does so."""
+        for other in await self.states():
+            self.adopt(serving, other)
 
-    async def pass_on(self, request: Request) -> Response | None:
-        """The answer of whoever knows the request that this path names by `id`, or None."""
-        asked = str(request.path_params["id"])
-        if len(asked) > _MOST_ID_CHARS:
+    async def forward(self, request: Request) -> Response | None:
+        """Return the response of the process that has the request of the path's `id`, or None."""
+        id_ = str(request.path_params["id"])
+        if len(id_) > _MAX_ID_CHARS:
             return None
-        target = request.scope["route"].path.replace("{id}", quote(asked, safe=""))
+        target = request.scope["route"].path.replace("{id}", quote(id_, safe=""))
         headers = {KEY_HEADER: request.state.key.hex()}
         last_id = request.headers.get("last-event-id")
         if last_id is not None:
             headers["last-event-id"] = last_id
-        for peer in self._others():
+        for sibling in self._others():
             try:
                 exchange = await Exchange.open(
-                    peer, request.method, target, headers=headers, limit_s=_ANSWER_S
+                    sibling, request.method, target, headers=headers, limit_s=_ANSWER_S
                 )
             except SiblingGone:
                 continue
             if exchange.status != _UNKNOWN:
-                return _Passed(exchange)
+                return _Relayed(exchange)
             exchange.close()
         return None
 
     def _others(self) -> list[Path]:
-        return [path for path in self._folder.glob(f"{PEER_NAME}*") if path != self._own]
+        return [path for path in self._folder.glob(f"{SOCKET_PREFIX}*") if path != self._own]
 
     async def _all_states(self, method: str, body: bytes = b"") -> list[WorkerState]:
         asks: list[Coroutine[Any, Any, WorkerState]] = [
-            _state_of(peer, method, body) for peer in self._others()
+            _state_of(sibling, method, body) for sibling in self._others()
         ]
-        told = await asyncio.gather(*asks, return_exceptions=True)
-        for failure in told:
+        states = await asyncio.gather(*asks, return_exceptions=True)
+        for failure in states:
             if isinstance(failure, BaseException) and not isinstance(failure, SiblingGone):
                 raise failure
-        return [state for state in told if isinstance(state, WorkerState)]
+        return [state for state in states if isinstance(state, WorkerState)]
 
 
-async def _state_of(peer: Path, method: str, body: bytes) -> WorkerState:
-    exchange = await Exchange.open(peer, method, STATE_PATH, body=body, limit_s=_ANSWER_S)
+async def _state_of(sibling: Path, method: str, body: bytes) -> WorkerState:
+    exchange = await Exchange.open(sibling, method, STATE_PATH, body=body, limit_s=_ANSWER_S)
     try:
         return msgspec.json.decode(await exchange.read(), type=WorkerState)
-    except msgspec.MsgspecError as error:  # it says that it cannot
-        raise SiblingGone(f"{peer.name}: {error}") from error
+    except msgspec.MsgspecError as error:  # an error response
+        raise SiblingGone(f"{sibling.name}: {error}") from error
     finally:
         exchange.close()
 
 
-class _Passed(Response):
-    """Another process's answer, as it comes. Where it breaks off, so does ours."""
+class _Relayed(Response):
+    """The response of another process, streamed. If it breaks off, so does this one."""
 
     def __init__(self, exchange: Exchange) -> None:
         super().__init__(status_code=exchange.status)
-        self.raw_headers = [pair for pair in exchange.headers if pair[0] not in _NOT_PASSED]
+        self.raw_headers = [pair for pair in exchange.headers if pair[0] not in _NOT_RELAYED]
         self._exchange = exchange
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
-            gone = disconnect_of(scope, receive)
-            await run_until_disconnect(self._pass(send), gone, over=never, deadline=Deadline(None))
+            await run_until_disconnect(
+                self._relay(send),
+                disconnect_of(scope, receive),
+                over=never,
+                deadline=Deadline(None),
+            )
         except SiblingGone:
             abort = scope.get("quire.abort")
             if abort is not None:
@@ -167,7 +169,7 @@ class _Passed(Response):
         finally:
             self._exchange.close()
 
-    async def _pass(self, send: Send) -> None:
+    async def _relay(self, send: Send) -> None:
         head = {"status": self.status_code, "headers": self.raw_headers}
         await send({"type": "http.response.start", **head})
         async for piece in self._exchange.pieces():

@@ -1,13 +1,13 @@
-"""The keeper of several API processes: it starts them, tells them when to end, replaces them.
+"""Supervise several API processes: start them, stop them, replace those that end.
 
-    exit_code = keep(engine, config, server, listening, log, announce=print_block)
+    exit_code = supervise(engine, config, server, listening, log, announce=print_block)
 
-Serves nothing and reads no request. All wait at the one listening socket, which they inherit, so
-whoever is free takes a connection, and none waits for a process that is gone. One that ends by
-itself is told to the engine, which ends what it had asked for, and another takes its place under a
-new number. SIGTERM or SIGINT: all drain; a second signal ends everything at once. SIGHUP: all read
-the tenants file again. The engine's death ends all. Always holds: each wait after the end has begun
-has a limit; where this process ends, however it does, all others do.
+The supervisor serves no request. All processes inherit one listening socket, so an idle one accepts
+a connection, and none waits for a process that has ended. When one ends by itself, the engine is
+notified and ends its requests, and another replaces it under a new number. SIGTERM or SIGINT: all
+drain; a second signal ends everything at once. SIGHUP: all reload their files. If the engine dies,
+all end. Always holds: each wait during shutdown has a limit; when this process ends, in any way,
+all others do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, Literal
 from quire.api.workers.worker_job import (
     ENGINE_ENDED,
     FAILED,
-    REREAD,
+    RELOAD,
     SERVES,
     STOP,
     WorkerJob,
@@ -58,29 +58,29 @@ from quire.obs.shared import forget_process, share_counts
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
-# Beyond the grace time: last words to callers, connections that close.
-_LAST_S = 10.0
-# A replacement that ends before it serves is followed by the next after so long, then twice that.
+# Beyond the grace time: last events, and connections that close.
+_SHUTDOWN_S = 10.0
+# The delay before the next replacement of one that ended before it served; it doubles.
 _RETRY_S = 0.5
-_MOST_RETRY_S = 30.0
+_MAX_RETRY_S = 30.0
 _COUNTS = "counts"
 
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """One API process. serves: set once it does, to the problems of the model's chat templates.
-    fault: why it says that it cannot."""
+    """One API process. serves: set when it serves, to the problems of the model's chat templates.
+    fault: the reason it reported for failing."""
 
     number: int
     process: asyncio.subprocess.Process
     serves: asyncio.Future[list[str]]
     fault: Fault | None = None
 
-    def order(self, word: str) -> None:
-        """Tell it; one that is gone does not hear it."""
-        assert self.process.stdin is not None, "it was asked for a pipe"
+    def order(self, order: str) -> None:
+        """Send an order; no effect if the process has ended."""
+        assert self.process.stdin is not None, "created with a pipe"
         with suppress(OSError, RuntimeError):
-            self.process.stdin.write(word.encode() + b"\n")
+            self.process.stdin.write(order.encode() + b"\n")
 
 
 def supervise(
@@ -94,13 +94,13 @@ def supervise(
     for_admins: socket.socket | None = None,
     on_loading: Callable[[int, int], None] = lambda done_bytes, total_bytes: None,
 ) -> int:
-    """Serve until told to stop; the exit code.
+    """Serve until stopped; return the exit code.
 
-    announce: called with what the engine told and the templates' problems once all of them take
-    requests. Raises what kept the engine, or the first of the processes, from starting.
+    announce: called with the engine's Ready message and the problems of the templates once all
+    processes serve. Raises what kept the engine, or one of the first processes, from starting.
     """
-    keeper = _Supervisor(engine, config, server, listening, for_admins, log, on_loading)
-    return asyncio.run(keeper.run(announce))
+    supervisor = _Supervisor(engine, config, server, listening, for_admins, log, on_loading)
+    return asyncio.run(supervisor.run(announce))
 
 
 class _Supervisor:
@@ -130,7 +130,8 @@ class _Supervisor:
         self._fault: Fault | None = None
         self._announced = False
         share_counts(self._counts)
-        from quire.obs.metrics import restarts_counter  # behind what says where counts are kept
+        # Imported after share_counts, which sets where counts are kept.
+        from quire.obs.metrics import restarts_counter
 
         self._restarts = restarts_counter()
 
@@ -139,18 +140,18 @@ class _Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        loop.add_signal_handler(signal.SIGHUP, self._order_all, REREAD)
+        loop.add_signal_handler(signal.SIGHUP, self._order_all, RELOAD)
         self._link.open(loop, self._on_message, self._on_end)
-        keeping: list[asyncio.Future[None]] = []
+        tasks: list[asyncio.Future[None]] = []
         try:
             for slot in range(self._num):
                 self._children[slot] = await self._start(slot)
-            keeping = [asyncio.ensure_future(self._kept(slot)) for slot in self._children]
+            tasks = [asyncio.ensure_future(self._supervise_slot(slot)) for slot in self._children]
             return await self._serve(announce)
         finally:
-            for task in keeping:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*keeping, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._end_children()
             await self._link.close()
 
@@ -176,42 +177,44 @@ class _Supervisor:
                 return EXIT_DONE
             else:
                 raise self._reason
-            return await self._drained(died) if stopped.done() else await self._buried()
+            return (
+                await self._drain(died) if stopped.done() else await self._end_after_engine_death()
+            )
         finally:
             for task in (serving, *ends):
                 task.cancel()
             await asyncio.gather(serving, *ends, return_exceptions=True)
 
     async def _all_serve(self) -> list[str]:
-        """Until all of the first processes take requests."""
-        told = [await child.serves for child in list(self._children.values())]
-        return told[0]
+        """Wait until all first processes serve; return the problems of the templates."""
+        problems = [await child.serves for child in list(self._children.values())]
+        return problems[0]
 
-    async def _drained(self, died: asyncio.Task[Literal[True]]) -> int:
-        """Each process drains and leaves; those that are left take whoever comes meanwhile."""
+    async def _drain(self, died: asyncio.Task[Literal[True]]) -> int:
+        """Let each process drain and end; the remaining ones accept connections meanwhile."""
         self._log.event("draining", grace_s=self._server.grace_s, api_processes=self._num)
         if self._for_admins is not None:
-            self._for_admins.close()  # nobody listens there when its process has left
+            self._for_admins.close()  # its process is about to end
         self._order_all(STOP)
-        gone = asyncio.ensure_future(self._until_gone(self._server.grace_s + _LAST_S))
+        gone = asyncio.ensure_future(self._until_gone(self._server.grace_s + _SHUTDOWN_S))
         both: set[asyncio.Future[Any]] = {gone, died}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if not gone.done():
             gone.cancel()
-            return await self._buried()
+            return await self._end_after_engine_death()
         self._log.event("stopped")
         return EXIT_DONE
 
-    async def _buried(self) -> int:
-        """The engine is dead: the processes tell their callers, and end."""
-        assert self._fault is not None, "there is a reason"
+    async def _end_after_engine_death(self) -> int:
+        """Wait until the processes have reported the engine's death to their clients and ended."""
+        assert self._fault is not None, "set when the engine died"
         self._log.error("the engine is dead; the server ends", reason=self._fault.message)
-        await self._until_gone(_LAST_S)
+        await self._until_gone(_SHUTDOWN_S)
         return EXIT_FAILED
 
     @property
     def _reason(self) -> QuireError:
-        assert self._fault is not None, "there is one"
+        assert self._fault is not None, "set when the engine died or a process failed"
         return error_of(self._fault)
 
     # ---- the processes
@@ -244,20 +247,20 @@ class _Supervisor:
         except OSError as error:
             raise SettingError(f"an API process cannot be started: {error}") from error
         child = _Worker(number, process, asyncio.get_running_loop().create_future())
-        assert process.stdin is not None, "it was asked for a pipe"
+        assert process.stdin is not None, "created with a pipe"
         process.stdin.write(job_line(job))
         return child
 
-    async def _kept(self, slot: int) -> None:
+    async def _supervise_slot(self, slot: int) -> None:
         try:
-            await self._keep(slot)
-        except Exception as error:  # a fault of ours: better no server than half of one
+            await self._keep_running(slot)
+        except Exception as error:  # a bug: end the server rather than serve with fewer processes
             self._fault = self._fault or fault_of(error)
             self._unable.set()
             raise
 
-    async def _keep(self, slot: int) -> None:
-        """Have a process in this place, until the end."""
+    async def _keep_running(self, slot: int) -> None:
+        """Keep a process running in this slot until shutdown."""
         num_failed = 0
         while True:
             child = self._children[slot]
@@ -277,13 +280,13 @@ class _Supervisor:
             await self._replace(slot, num_failed)
 
     async def _replace(self, slot: int, num_failed: int) -> None:
-        """Start another in this place; later, where those before it did not come up."""
+        """Start another process in this slot, after a delay if the ones before failed to start."""
         while not self._is_ending:
             if num_failed:
-                await asyncio.sleep(min(_RETRY_S * 2 ** (num_failed - 1), _MOST_RETRY_S))
+                await asyncio.sleep(min(_RETRY_S * 2 ** (num_failed - 1), _MAX_RETRY_S))
             try:
                 child = self._children[slot] = await self._start(slot)
-            except SettingError as error:  # no memory, no descriptors: that may pass
+            except SettingError as error:  # no memory or descriptors: may be temporary
                 self._log.error("no API process takes its place", reason=str(error))
                 num_failed += 1
                 continue
@@ -296,8 +299,8 @@ class _Supervisor:
         return self._stopped.is_set() or self._died.is_set()
 
     async def _follow(self, child: _Worker) -> None:
-        """Hear what a process reports, until it reports no more."""
-        assert child.process.stdout is not None, "it was asked for a pipe"
+        """Read the reports of a process until it ends."""
+        assert child.process.stdout is not None, "created with a pipe"
         async for line in child.process.stdout:
             for what, value in json.loads(line).items():
                 if what == SERVES:
@@ -309,21 +312,21 @@ class _Supervisor:
                     self._log.error("an API process cannot serve", reason=value[1])
 
     def _forget(self, child: _Worker) -> None:
-        """It is gone: the engine ends what it asked for, the others no longer look for it."""
+        """Remove a process that has ended; the engine ends its requests."""
         socket_path(self._engine.folder, child.number).unlink(missing_ok=True)
         forget_process(self._counts, child.process.pid)
         if self._ready is not None:
             self._link.send(Leave(client=child.number))
 
     def _give_up(self, child: _Worker, reason: str) -> None:
-        """One of the first does not come up: nor would another in its place."""
+        """Fail: one of the first processes did not start, and a replacement would not either."""
         early = fault_of(WorkerError(f"an API process {reason} before it served"))
         self._fault = self._fault or child.fault or early
         self._unable.set()
 
-    def _order_all(self, word: str) -> None:
+    def _order_all(self, order: str) -> None:
         for child in self._children.values():
-            child.order(word)
+            child.order(order)
 
     async def _until_gone(self, limit_s: float) -> None:
         ends = [asyncio.ensure_future(child.process.wait()) for child in self._children.values()]
@@ -335,17 +338,17 @@ class _Supervisor:
                 end.cancel()
 
     async def _end_children(self) -> None:
-        """Whoever is still there ends at once: its standard input does."""
+        """End the remaining processes at once: close their standard input, then kill them."""
         for child in self._children.values():
-            assert child.process.stdin is not None, "it was asked for a pipe"
+            assert child.process.stdin is not None, "created with a pipe"
             child.process.stdin.close()
-        await self._until_gone(_LAST_S)
+        await self._until_gone(_SHUTDOWN_S)
         for child in self._children.values():
             with suppress(ProcessLookupError):
                 child.process.kill()
             await child.process.wait()
 
-    # ---- what comes from the engine, and from the system
+    # ---- messages of the engine, and signals
 
     def _on_message(self, message: FromEngine) -> None:
         if isinstance(message, Ready):
@@ -368,7 +371,7 @@ class _Supervisor:
 
     def _on_signal(self, number: int) -> None:
         if self._stopped.is_set():
-            os._exit(128 + number)  # all others end with us: their standard input closes
+            os._exit(128 + number)  # all others end too: their standard input closes
         self._stopped.set()
 
 

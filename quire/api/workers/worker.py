@@ -1,9 +1,8 @@
-"""One of several API processes: `main`, started by keeper.py, before the engine they share.
+"""One of several API processes that share an engine; supervisor.py starts `main`.
 
-Gets its job as the first line of standard input; what the keeper orders comes as further lines, and
-the end of it means that the keeper is gone, and ends this process at once. What it reports goes to
-standard output, a line of JSON each: that it serves, or why it cannot.
-Signals are for the keeper.
+The first line of standard input is its job, further lines are orders of the supervisor, and the end
+of input means that the supervisor has ended, and ends this process at once. Reports go to standard
+output as lines of JSON: that it serves, or why it cannot. Signals are handled by the supervisor.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.api.http.server import run
+from quire.api.server import run
 from quire.api.workers.sibling_workers import SiblingWorkers
 from quire.api.workers.worker_job import (
     ENGINE_ENDED,
     FAILED,
-    REREAD,
+    RELOAD,
     SERVES,
     STOP,
     WorkerJob,
@@ -39,26 +38,26 @@ from quire.engine.client.engine_client import EngineClient
 from quire.engine.client.launch import SharedEngine, config_from_json
 from quire.engine.process.messages import fault_of
 
-KEEPER_GONE = 3
+SUPERVISOR_GONE = 3
 REFUSED = 2
 
 
-class WorkerSeat:
-    """A seat (server.py) whose orders come over standard input."""
+class PipeWorkerContext:
+    """The WorkerContext (server.py) of a process that gets orders over standard input."""
 
     def __init__(self, job: WorkerJob, engine: SharedEngine) -> None:
         self.folder = Path(job.counts)
-        self.peers = SiblingWorkers(engine.folder, job.number)
+        self.siblings = SiblingWorkers(engine.folder, job.number)
         self.sees_steps = job.sees_steps
         self.replaces = job.replaces
         self._engine = engine
 
-    def follow(self, *, stop: Callable[[], None], reread: Callable[[], None]) -> None:
-        """Listen to the keeper from now on."""
-        orders = {STOP: stop, REREAD: reread}
+    def follow(self, *, stop: Callable[[], None], reload: Callable[[], None]) -> None:
+        """Follow the orders of the supervisor from now on."""
+        orders = {STOP: stop, RELOAD: reload}
         loop = asyncio.get_running_loop()
         threading.Thread(
-            target=self._listen, args=(loop, orders), name="quire-keeper-watch", daemon=True
+            target=self._listen, args=(loop, orders), name="quire-supervisor-watch", daemon=True
         ).start()
 
     def _listen(
@@ -70,23 +69,23 @@ class WorkerSeat:
         while piece := os.read(sys.stdin.fileno(), 4096):
             *lines, rest = (rest + piece).split(b"\n")
             for line in lines:
-                word, *details = line.decode().split()
-                if word == ENGINE_ENDED:
+                order, *details = line.decode().split()
+                if order == ENGINE_ENDED:
                     exit_code, failure = int(details[0]), "".join(details[1:])
                     self._engine.ended(exit_code, bytes.fromhex(failure))
                 else:
-                    loop.call_soon_threadsafe(orders[word])
-        os._exit(KEEPER_GONE)
+                    loop.call_soon_threadsafe(orders[order])
+        os._exit(SUPERVISOR_GONE)
 
 
 def main() -> int:
-    """Serve until told to stop; the exit code."""
+    """Serve until stopped; return the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     line = _first_line()
     if not line:
-        return KEEPER_GONE
-    # What libraries print is no report.
+        return SUPERVISOR_GONE
+    # Keep the output of libraries out of the reports.
     reports = os.dup(1)
     os.dup2(2, 1)
 
@@ -102,7 +101,7 @@ def main() -> int:
 
 
 def _first_line() -> bytes:
-    """Read without a buffer: what follows is for somebody else."""
+    """Read one line without a buffer: `_listen` reads the rest from the descriptor."""
     line = b""
     while not line.endswith(b"\n"):
         piece = os.read(sys.stdin.fileno(), 1)
@@ -115,12 +114,12 @@ def _first_line() -> bytes:
 def _serve(job: WorkerJob, report: Callable[[str, Any], None]) -> int:
     server = ServerConfig(**{**job.server, **_tuples(job.server)})
     start_logging(f"server {job.number}", server.logging)
-    sys.stdout = sys.stderr  # what libraries print
+    sys.stdout = sys.stderr  # for the output of libraries
     config = config_from_json(job.engine)
     path = config.scheduler.tenants
 
     def read() -> Any:
-        assert path is not None, "called where there is a file"
+        assert path is not None, "only called if there is a file"
         return read_tenants_of_server(path, has_keys=bool(server.api_key))
 
     engine = SharedEngine(Path(job.folder), job.number)
@@ -140,10 +139,10 @@ def _serve(job: WorkerJob, report: Callable[[str, Any], None]) -> int:
         tenants=None if path is None else read(),
         read_tenants=None if path is None else read,
         tenants_file=path,
-        seat=WorkerSeat(job, engine),
+        worker=PipeWorkerContext(job, engine),
     )
 
 
 def _tuples(group: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has lists for them."""
+    """Return the fields that are tuples in the config and lists in JSON."""
     return {name: tuple(value) for name, value in group.items() if isinstance(value, list)}

@@ -1,7 +1,7 @@
-"""What the keeper of several API processes and each of them agree on.
+"""The protocol between the supervisor of several API processes and each of them.
 
-The job that a process is started with, the words of orders and reports between them, and where a
-process's private socket lies. Knows neither side.
+The job that a process is started with, the orders and reports between them, and the path of a
+process's private socket. Knows neither side.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 
 # Orders: lines of one word. ENGINE_ENDED is followed by the exit code, and by the failure report in
 # hex if there is one.
-STOP, REREAD, ENGINE_ENDED = "stop", "reread", "engine-ended"
-# Reports: lines of JSON, a word and what belongs to it.
+STOP, RELOAD, ENGINE_ENDED = "stop", "reload", "engine-ended"
+# Reports: lines of JSON, an object of one key and its value.
 SERVES, FAILED = "serves", "failed"
 
-PEER_NAME = "peer."
+SOCKET_PREFIX = "peer."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerJob:
-    """What one process is to do. number: never used again. folder: the engine's. listening, admins:
-    descriptors of sockets, the latter where it has that of --admin-port. counts: the folder of
-    shared counts. sees_steps: it observes the engine's steps. replaces: another
-    was in its place. engine: its config as a line."""
+    """The job of one process. number: never reused. folder: the engine's. listening, admins:
+    descriptors of sockets, the latter for the process with --admin-port. counts: the directory of
+    shared metrics. sees_steps: it observes the engine's steps. replaces: it replaces a process that
+    ended. engine: its config as a line."""
 
     number: int
     folder: str
@@ -40,15 +40,15 @@ class WorkerJob:
 
 
 def job_line(job: WorkerJob) -> bytes:
-    """A job as it is sent."""
+    """Return a job as a line."""
     return json.dumps(asdict(job)).encode() + b"\n"
 
 
 def job_of(line: bytes) -> WorkerJob:
-    """The job of a line."""
+    """Return the job of a line."""
     return WorkerJob(**json.loads(line))
 
 
 def socket_path(folder: Path, number: int) -> Path:
-    """Where the private socket of a process lies."""
-    return folder / f"{PEER_NAME}{number}"
+    """Return the path of a process's private socket."""
+    return folder / f"{SOCKET_PREFIX}{number}"

@@ -31,7 +31,7 @@ from quire.scheduler.sequence import NO_SLOT, SequenceState
 from quire.scheduler.step_budget import BlockShares
 from quire.scheduler.waiting_queue import QueuePolicy, WaitingQueue
 
-# Requests whose prefixes are digested and looked up together.
+# How many requests have their prefixes digested and looked up together.
 LOOK_UP_AT_ONCE = 16
 # How many short requests may overtake a long one that lacks blocks; then it blocks them.
 MAX_OVERTAKES = 16
@@ -88,9 +88,9 @@ class _Walk:
 
     reserved_blocks: blocks that running and newly admitted requests still need for known tokens.
     blocked: a request lacks blocks, so that only tenants with a floor left go on. started: slots of
-    `rows`, and of beams without a row yet; admitted: the requests of rows. held: tenants whose turn
-    has come and that wait. passed: a long request that lacks blocks and may still be overtaken.
-    matches: prefixes looked up ahead, by arrival.
+    `rows`, and of beams without a row yet; admitted: the requests of rows. held: tenants with a
+    request that waits though it was its turn. passed: a long request that lacks blocks and may
+    still be overtaken. matches: prefixes looked up ahead, by arrival.
     """
 
     step: Step
@@ -289,7 +289,7 @@ class Admitter:
         return self._pending.holds(sequence, source.match.num_blocks, num_computable, self._batch)
 
     def _has_room(self, walk: _Walk, sequence: SequenceState, source: KVSource) -> bool:
-        """Return whether there are blocks for all known tokens; else decide who may overtake."""
+        """Return whether there are blocks for all known tokens; if not, note what may overtake."""
         cache, shares = self._cache, self._shares
         num_running = walk.num_running + len(walk.rows)
         margin = 0

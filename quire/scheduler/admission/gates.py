@@ -1,8 +1,6 @@
-"""Gate: which waiting requests may not be admitted yet, though it is their turn.
+"""Gates: reasons for a waiting request to be passed over, though it is its turn.
 
-A gated request is passed over and asked again in the next step, or after the next event where
-nothing else can help; it loses no place. Gates see sequences and the running batch; they change
-neither.
+Gates see sequences and the running batch (interfaces.py has the protocol); they change neither.
 """
 
 from __future__ import annotations
@@ -14,14 +12,14 @@ from quire.scheduler.sequence import NO_SLOT, SequenceState
 class ForkGate:
     """Forks wait until the leader of their group has computed the prompt they share.
 
-    Only before their first admission, and only while that leader lives: a fork whose leader has
-    ended with nobody in its place, or that was preempted, computes on its own.
+    Only before their first admission, and only while the leader lives: a fork without a live
+    leader, or one that was preempted, computes on its own.
     """
 
     until_event = False
 
     def holds(self, sequence: SequenceState, batch: RunningBatch, now_ms: float) -> bool:
-        """Whether the leader still has prompt to compute."""
+        """Return whether the leader still has prompt to compute."""
         leader = sequence.leader
         if leader is None or sequence.was_admitted or not leader.alive:
             return False
@@ -29,9 +27,9 @@ class ForkGate:
 
 
 class LengthGate:
-    """So many requests with long prompts may run at once, and so many others; 0: any number.
+    """Limits how many requests with long prompts, and how many others, run at once; 0: any number.
 
-    Those of one kind pass waiting ones of the other, whose places they do not take.
+    Requests of one kind overtake waiting ones of the other, because they do not take their slots.
     """
 
     until_event = True
@@ -41,7 +39,7 @@ class LengthGate:
         self._max_short = max_short
 
     def holds(self, sequence: SequenceState, batch: RunningBatch, now_ms: float) -> bool:
-        """Whether as many of its kind run as may."""
+        """Return whether as many of its kind run as may."""
         if sequence.is_long:
             return 0 < self._max_long <= batch.num_long
         num_short = len(batch.sequences) - len(batch.free_slots) - batch.num_long

@@ -1,9 +1,10 @@
-"""KVLoads: requests whose keys and values lie in a tier wait here until they are in the pool.
+"""KVLoads: waiting requests with keys and values in a tier, until these are in the pool.
 
-A gate (see gate.py) that opens by an event: all others go on meanwhile. Decides by predicted cost
-whether a run of blocks is fetched or computed again. Blocks that have arrived are kept for who
-waits for them, but never against who runs: where those lack room, all that was kept is let go, and
-is found as long as nobody takes it. So waiting for a fetch can hold nobody up for good.
+A gate that opens by an event: all other requests go on meanwhile. Decides by predicted cost whether
+a run of blocks is loaded or recomputed. Blocks that have arrived are kept for the request that
+waits for them, but never against a running one: where that lacks room, all that was kept is
+released, and stays findable until it is reused. So waiting for a load can hold up no request for
+good.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from typing import Any
 
 from quire.base.block_copies import CopiesEnded
 from quire.cache.manager import CacheManager
-from quire.cache.tier_books import Fetch
+from quire.cache.tier_transfers import Fetch
 from quire.scheduler.admission.slot_allocation import KVSource
 from quire.scheduler.cost.transfer_cost import TransferCost
 from quire.scheduler.running_batch import RunningBatch
 from quire.scheduler.sequence import SequenceState
 
-# Times one request is fetched for before it runs: then it is computed, whatever is found.
+# How often blocks are loaded for one request before it runs; then it is computed.
 MAX_LOADS = 3
 
 
 class KVLoads:
-    """Of one scheduler, and a Gate of it. cost: None where there is no tier."""
+    """Of one scheduler. cost: None where there is no tier. any_used: see interfaces.BlockLoads."""
 
     until_event = True
 
@@ -31,7 +32,7 @@ class KVLoads:
         self._cache = cache
         self.cost = cost
         self._waiting: dict[SequenceState, Fetch] = {}
-        self._asker_of: dict[Fetch, SequenceState] = {}
+        self._waiter_of: dict[Fetch, SequenceState] = {}
         self._began_ms: dict[SequenceState, float] = {}
         self._num_fetches: dict[SequenceState, int] = {}
         self.any_used = False
@@ -44,14 +45,14 @@ class KVLoads:
         return any(not fetch.has_ended for fetch in self._waiting.values())
 
     def holds(self, sequence: SequenceState, batch: RunningBatch, now_ms: float) -> bool:
-        """As a Gate: whether blocks for `sequence` are still on their way."""
+        """Return whether blocks for `sequence` are still on their way."""
         fetch = self._waiting.get(sequence)
         return fetch is not None and not fetch.has_ended
 
     def begin(self, sequence: SequenceState, source: KVSource, now_ms: float) -> bool:
-        """Whether what the tier has for `sequence` is worth waiting for; then it is on its way.
+        """Begin to load what the tier has for `sequence`, if that is worth waiting for.
 
-        There must be room for source.num_new_blocks.
+        Returns whether it is. There must be room for source.num_new_blocks.
         """
         tiers, match = self._cache.tiers, source.match
         if tiers is None or self.cost is None or match is None or not len(source.places):
@@ -64,20 +65,20 @@ class KVLoads:
         self.drop(sequence)  # what it was kept before is found, and counted again
         fetch = self._cache.swap_in(match, source.places, sequence.token_ids)
         self._waiting[sequence] = fetch
-        self._asker_of[fetch] = sequence
+        self._waiter_of[fetch] = sequence
         self._began_ms[sequence] = now_ms
         self._num_fetches[sequence] = self._num_fetches.get(sequence, 0) + 1
         return True
 
     def ended(self, copies: CopiesEnded, now_ms: float) -> None:
-        """Copies have ended: books, speeds, counters."""
+        """Note that copies have ended: update owners, speeds and counters."""
         tiers = self._cache.tiers
         assert tiers is not None, "copies are of tiers"
         assert self.cost is not None, "tiers come with costs"
         self.cost.learn(copies)
         for fetch in tiers.ended(copies):
             self.lost_blocks_total += int((~fetch.arrived).sum())
-            sequence = self._asker_of.get(fetch)
+            sequence = self._waiter_of.get(fetch)
             if sequence is not None:
                 sequence.kv.num_fetched_blocks += int(fetch.arrived.sum())
                 sequence.kv.waited_ms += now_ms - self._began_ms[sequence]
@@ -87,20 +88,23 @@ class KVLoads:
         tiers.saves_evicted = self.cost.return_ms(0, self._cache.block_size)[1]
 
     def drop(self, sequence: SequenceState) -> None:
-        """`sequence` waits no longer for what it asked for."""
+        """Note that `sequence` no longer waits for its load."""
         fetch = self._waiting.pop(sequence, None)
         if fetch is not None:
-            del self._asker_of[fetch], self._began_ms[sequence]
+            del self._waiter_of[fetch], self._began_ms[sequence]
             self._release(fetch)
 
     def forget(self, sequence: SequenceState) -> None:
-        """`sequence` runs, with references of its own, or is over."""
+        """Note that `sequence` runs, with references of its own, or has ended."""
         self._num_fetches.pop(sequence, None)
         self.drop(sequence)
 
     def release_kept(self, keeper: SequenceState | None = None) -> bool:
-        """Give back what was kept for others than `keeper`, or else for it too; whether there was
-        any. What is still on its way is kept for nobody when it comes."""
+        """Release what was kept for requests other than `keeper`, or else for it too.
+
+        Returns whether there was any. Blocks still on their way are kept for no request when they
+        arrive.
+        """
         before = self._cache.num_free
         for sequence in [sequence for sequence in self._waiting if sequence is not keeper]:
             if self._waiting[sequence].has_ended:
@@ -112,7 +116,7 @@ class KVLoads:
         return self._cache.num_free > before
 
     def stats(self) -> dict[str, Any]:
-        """As fields of EngineStats."""
+        """Return counts as fields of EngineStats."""
         tiers = self._cache.tiers
         if tiers is None:
             return {}

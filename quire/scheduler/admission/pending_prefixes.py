@@ -1,10 +1,9 @@
-"""Coming blocks: what running requests are about to make findable, so that nobody makes it twice.
+"""PendingPrefixes: blocks that running requests are about to make findable.
 
-Of requests that begin alike and come at once, the first computes what they share; the others wait
-for the blocks that a step in flight (or the one being put together) computes, where that spares
+Of requests that begin alike and arrive together, the first computes what they share. The others
+wait for the blocks that a step in flight (or the one being put together) computes, where that saves
 more than it wastes, and then find them. Knows digests and positions; no budget, no order. Always
-holds: nobody waits for a block that is not scheduled, so whoever is held up is held up by a step
-that is under way.
+holds: a request waits only for blocks that are scheduled, so what holds it up is a step under way.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from quire.cache.digest import Uint64s
 from quire.scheduler.running_batch import RunningBatch
 from quire.scheduler.sequence import NO_SLOT, SequenceState
 
-# Numbers of leaders come round; never are so many under way.
-_MOST_NUMBERS = 1 << 30
+# Numbers of prompts are reused after so many; never are so many under way.
+_MAX_NUMBERS = 1 << 30
 
 
 class PendingPrefixes:
@@ -25,13 +24,13 @@ class PendingPrefixes:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._pending = DigestTable()  # the number of who computes it
+        self._pending = DigestTable()  # the number of the prompt that computes it
         self.under_way: dict[int, tuple[SequenceState, Uint64s]] = {}
         self._next_number = 0
         self._ends: dict[int, int] = {}  # by slot, of those admitted into this step
 
     def begin_step(self, batch: RunningBatch) -> None:
-        """A new step is put together: forget what is computed and who is gone."""
+        """Forget prompts that are computed, or that left their slot."""
         self._ends.clear()
         if not self.under_way:
             return
@@ -45,8 +44,10 @@ class PendingPrefixes:
             self._pending.take(np.concatenate([self.under_way.pop(number)[1] for number in over]))
 
     def expect(self, sequence: SequenceState, num_found: int, end: int) -> None:
-        """`sequence` runs from this step on, up to token `end` in it; it found `num_found`
-        blocks."""
+        """Note that `sequence` computes up to token `end` in the step being put together.
+
+        num_found: leading blocks it found in the prefix index.
+        """
         if sequence.chain is None:
             return
         self._ends[sequence.slot] = end
@@ -57,16 +58,16 @@ class PendingPrefixes:
         if len(mine) < len(digests):  # others compute the rest
             digests = digests[mine]
         self.under_way[number] = (sequence, digests)
-        self._next_number = (number + 1) % _MOST_NUMBERS
+        self._next_number = (number + 1) % _MAX_NUMBERS
 
     def holds(
         self, sequence: SequenceState, num_found: int, num_tokens: int, batch: RunningBatch
     ) -> bool:
-        """Whether to wait for the blocks after the first `num_found`, which `sequence` finds.
+        """Return whether to wait for the blocks after the first `num_found` of `sequence`.
 
         That is so where at least half of the `num_tokens` it could compute in this step will be
         there in a few steps without it: to wait for less would waste more of the step than it
-        spares.
+        saves.
         """
         if sequence.chain is None:
             return False
@@ -80,8 +81,10 @@ class PendingPrefixes:
         return False
 
     def _is_pending(self, leader: SequenceState, end: int, batch: RunningBatch) -> bool:
-        """Whether a step under way computes the block that `leader` computes and that ends at token
-        `end` wherever it occurs: a digest is of all tokens before, too."""
+        """Return whether a step under way computes the block of `leader` that ends at token `end`.
+
+        A digest stands for all tokens before it, too, so the block ends there wherever it occurs.
+        """
         slot = leader.slot
         if slot == NO_SLOT or batch.computed[slot] >= end:
             return False

@@ -1,8 +1,9 @@
-"""SlotAllocator: a slot, blocks and a first row for a request that is let in.
+"""SlotAllocator: a slot, blocks and a first row for a request that is admitted.
 
-Knows where its keys and values come from (a source) and how far it gets in its first step; who
-is let in is decided elsewhere. Counts prompt tokens asked for and found by prefix. Always holds:
-who is seated has blocks for all its first row stores, and what it found is referenced.
+Also finds where its keys and values come from: a running leader of its group (a fork), the prefix
+index and on from a tier, or nowhere. Which requests are admitted is decided elsewhere. Counts
+prompt tokens looked up and found by prefix. Always holds: an admitted request has blocks for all
+its first row stores, and references to what it found.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ Row = tuple[int, int, int]  # slot, start, count
 
 
 class KVSource(NamedTuple):
-    """start: first position to compute. stored: positions before it lie in shared blocks.
+    """Where the keys and values of a request can come from when it is admitted.
 
-    start is stored, but for a request whose known tokens are all there: its last token is
-    computed again, without storing, because its logits are needed. num_new_blocks: what it
-    takes from the pool until all its known tokens are computed, those of its beams too. places:
-    where a tier goes on with its chain after `match`; they could be fetched first.
+    start: first position to compute. stored: positions before it lie in shared blocks. start is
+    stored, except where all known tokens are there: then the last one is computed again, without
+    storing, because its logits are needed. num_new_blocks: blocks to allocate until all its known
+    tokens are computed, those of its beams included. places: where a tier continues its chain after
+    `match`; these could be loaded first.
     """
 
     start: int
@@ -50,7 +52,7 @@ def find_kv_source(
     batch: RunningBatch,
     match: PrefixMatch | None = None,
 ) -> KVSource:
-    """Return the cheapest way to admit `sequence` now. match: of its chain, where it is known."""
+    """Return the cheapest way to admit `sequence` now. match: of its chain, if it is known."""
     known = len(sequence.token_ids)
     total_blocks = cache.blocks_for(known) + sequence.num_tail_blocks(cache)
     leader = sequence.leader
@@ -115,9 +117,9 @@ class SlotAllocator:
     def allocate_slot(
         self, builder: PlanBuilder, sequence: SequenceState, source: KVSource, now_ms: float
     ) -> int:
-        """A slot for `sequence`, with the blocks that were found for it; returns the slot.
+        """Give `sequence` a slot with the blocks that were found for it; return the slot.
 
-        Further blocks come with `add_rows`, for all newcomers of a step at once.
+        Further blocks come with `add_rows`, for all requests admitted in a step at once.
         """
         cache = self._cache
         returned = sequence.was_admitted
@@ -145,12 +147,12 @@ class SlotAllocator:
         return slot
 
     def allocate(self, rows: list[Row]) -> None:
-        """Give the slots of `rows` the blocks that these lack."""
+        """Give the slots of `rows` the blocks they lack."""
         slots, starts, counts = np.array(rows, np.int32).T
         self._cache.extend_all(slots.astype(np.intp), starts + counts)
 
     def add_rows(self, builder: PlanBuilder, rows: list[Row]) -> None:
-        """The newcomers run from this step on, with blocks for all that `rows` store."""
+        """Schedule the first rows of newly admitted requests, with blocks for what they store."""
         batch = self._batch
         slots, starts, counts = np.array(rows, np.int32).T.copy()
         index, ends = slots.astype(np.intp), starts + counts
@@ -161,7 +163,7 @@ class SlotAllocator:
         builder.add_rows(index, slots, starts, counts, ends, store_from, sample_counts)
 
     def _cache_use(self, sequence: SequenceState, source: KVSource) -> CacheUsage:
-        """Where the stored tokens of `source` were found, and why no more were."""
+        """Return where the stored tokens of `source` were found, and why no more were."""
         cache = self._cache
         found = source.match.num_blocks if source.match is not None else 0
         if cache.prefix_caching and sequence.has_positions_to_score:

@@ -1,15 +1,15 @@
-"""Beam groups: the beams of one request on their slots, from the queue to their last word.
+"""Beam groups: the beams of one request on their slots, from the queue to their last output.
 
-A group has `width` seats, a slot each, from its admission to its end. One of them computes the
-prompt; then each step is decided when every beam's row has come back, and the beams of the next
-one take seats: the first child of a beam stays where that was, any other branches off into a free
-seat (shares the full blocks, copies the partial one, takes over the tokens). So a beam's row is
-never planned ahead of its result: its goal is what it knows, and its next plan waits for the
-decision. A preempted group goes as a whole and comes back as one beam computing what all begin
-with, from which the others branch and compute their own tails.
+A group has `width` slots from its admission to its end. One of them computes the prompt; then each
+step is decided when every beam's row has come back, and the beams of the next one get slots: the
+first child of a beam stays in its slot, any other branches into a free one (shares the full blocks,
+copies the partial one, takes over the tokens). So a beam's row is never planned ahead of its
+result: its goal is what it knows, and its next plan waits for the decision. A preempted group goes
+as a whole and comes back as one beam that computes the common prefix, from which the others branch
+and compute their own tails.
 
-Knows slots, blocks by number and sequences; what goes on is BeamSearch's to say. Always holds: no
-plan in flight names a group that is to branch; members not running have no blocks.
+Knows slots, blocks by number and sequences; BeamSearch decides which beams go on. Always holds: no
+plan in flight names a group that is to branch; members that do not run have no blocks.
 """
 
 from __future__ import annotations
@@ -86,11 +86,13 @@ def check_beam_blocks(
 
 @dataclass(slots=True, eq=False)
 class BeamGroup:
-    """One request's beams. members: who runs, a seat each; the first stands in the queue for all.
+    """The beams of one request.
 
-    streams: who is told, the best sequence first. seats: of the search's beams. results: by beam,
-    its next tokens. branches: (beam, from seat, to seat) still to be made, the first `shared`
-    tokens in common; None: nothing is to be done before its rows can go on.
+    members: one per slot; the first waits in the queue for all. streams: one per requested
+    sequence, for the best first. seats: members of the search's beams, by number. results:
+    candidates by beam. branches: (beam, from member, to member) still to be made, with the first
+    `shared` tokens in common; None: nothing is to be done before its rows can go on. resumes: it
+    was preempted.
     """
 
     search: BeamSearch
@@ -104,7 +106,7 @@ class BeamGroup:
 
     @property
     def slots(self) -> list[int]:
-        """Where its members run; empty while they wait."""
+        """The slots of its members; empty while they wait."""
         return [member.slot for member in self.members if member.slot != NO_SLOT]
 
     @property
@@ -118,14 +120,14 @@ class BeamGroup:
         return [self.members[seat].slot for seat in self.seats]
 
     def num_tail_blocks(self, cache: CacheManager) -> int:
-        """What members beside the first take from the pool when it comes back."""
+        """Return the blocks that members beside the first need when it comes back."""
         if not self.resumes:
             return 0
         each = cache.blocks_for(self.search.length) - self.shared // cache.block_size
         return (self.search.num_beams - 1) * each
 
     def pack(self) -> None:
-        """It leaves its slots: what it knows is what it begins with when it comes back."""
+        """Keep the tokens of all beams: what the group begins with when it comes back."""
         tokens, search = self.search.tokens, self.search
         for seat, member in enumerate(self.members):
             member.token_ids = tokens[min(seat, search.num_beams - 1)].copy()
@@ -138,7 +140,7 @@ class BeamGroup:
             self.shared = search.num_shared_tokens
 
     def decide(self) -> None:
-        """All beams have their results: who goes on, and where."""
+        """Decide which beams go on, and in which slots, once all have their candidates."""
         beams = range(self.search.num_beams)
         told = [self.results[beam] for beam in beams]
         self.results = {}
@@ -205,7 +207,10 @@ class BeamGroups(StepExtension):
                 self.branch(group, step.builder)
 
     def add(self, sequence: SequenceState) -> SequenceState | None:
-        """One more stream to tell. Returns who enters the queue; None if somebody did already."""
+        """Add a stream; return the sequence that enters the queue for its group.
+
+        None if one did so before.
+        """
         request = sequence.request
         group = self._groups.get(request.group_id)
         if group is None:
@@ -268,7 +273,7 @@ class BeamGroups(StepExtension):
         return self._groups[sequence.request.group_id]
 
     def to_branch(self) -> Iterator[BeamGroup]:
-        """Running groups that cannot go on before they have branched, and can now."""
+        """Yield running groups that must branch before they go on, and can now."""
         for group in self.running.copy():
             if group.branches is None or not group.slots:
                 continue
@@ -277,7 +282,7 @@ class BeamGroups(StepExtension):
                 yield group
 
     def num_needed(self, group: BeamGroup) -> int:
-        """Blocks it takes to branch and to hold all it knows then."""
+        """Return the blocks it takes to branch and to hold all tokens known then."""
         cache, search = self._cache, group.search
         moved = {beam for beam, _, _ in group.branches or ()}
         each = cache.blocks_for(search.length) - group.shared // cache.block_size
@@ -286,7 +291,7 @@ class BeamGroups(StepExtension):
         return len(moved) * each + int(cache.blocks_short(np.array(stay), known).sum())
 
     def branch(self, group: BeamGroup, builder: PlanBuilder) -> None:
-        """Beams take their seats, with blocks for all they know; their rows may go on."""
+        """Let beams take their slots, with blocks for all they know; their rows may go on."""
         cache, batch, search = self._cache, self._batch, group.search
         branches, group.branches = group.branches or [], None
         sources = [group.members[source].slot for _, source, _ in branches]
@@ -320,7 +325,7 @@ class BeamGroups(StepExtension):
     def take(
         self, index: Index, rows: Index, result: StepResult, entries: Index | None, now_ms: float
     ) -> list[BeamGroup]:
-        """Rows `rows` of slots `index` are back; returns the groups whose search is done."""
+        """Take in rows `rows` of slots `index`; return the groups that are finished."""
         done = []
         for row in rows.tolist():
             sequence = self._batch.sequence(int(index[row]))
@@ -340,26 +345,26 @@ class BeamGroups(StepExtension):
         return done
 
     def one_each(self, index: Index) -> Index:
-        """Which of the rows `index` stand for a request each: of a group's the last."""
+        """Return which of the rows `index` stand for a request each: of a group the last."""
         stands = np.ones(len(index), np.bool_)
         for rows in self._rows_of_groups(index):
             stands[rows[:-1]] = False
         return stands.nonzero()[0]
 
     def as_one(self, index: Index, needs: Int32s) -> None:
-        """Put the needs of a group's rows on the last of them: no beam is another's victim."""
+        """Put the needs of a group on its last row: no beam is preempted for another."""
         for rows in self._rows_of_groups(index):
             needs[rows[-1]] = needs[rows].sum()
 
     def together(self, index: Index, goes_on: Bools) -> None:
-        """Let a group's rows go on if its last may."""
+        """Let the rows of a group go on if its last may."""
         for rows in self._rows_of_groups(index):
             goes_on[rows] = goes_on[rows[-1]]
 
     def keep_together(
         self, index: Index, steps: NDArray[np.int64], in_flight: InFlightPlans
     ) -> None:
-        """A plan that names one of a group's slots names all; see RequestTable.last_steps."""
+        """Treat a plan that names one slot of a group as naming all; see RequestTable."""
         for group in self.running:
             rows = np.isin(index, group.slots)
             if rows.any():
@@ -402,7 +407,7 @@ class BeamGroups(StepExtension):
         return told
 
     def problems(self) -> list[str]:
-        """Contradictions between groups and slots, in words."""
+        """Return contradictions between groups and slots, in words."""
         return [
             f"beam group {name} runs in slots {group.slots} of {len(group.members)} seats"
             for name, group in self._groups.items()

@@ -1,18 +1,18 @@
 """BeamSearch: which sequences go on and which are finished, from log-probabilities alone.
 
 The search of `transformers` (its fields: num_beams, length_penalty, early_stopping): each step the
-best `width` continuations of all beams go on, and continuations that end are kept if they are
-among the best `width` of the step. A finished sequence scores the sum of its tokens' scores
+best `width` continuations of all beams go on, and continuations that end are kept if they are among
+the best `width` of the step. A finished sequence scores the sum of its tokens' scores
 (log-probabilities after penalties and bias) over its number of new tokens to the power of
 length_penalty.
 
 An answer ends by one of its stop ids, or where the worker says so, which knows grammars and text.
-Of those the worker may end there can be any number among the best, so no more than twice `width`
-are looked at in a step, again as in `transformers`; where fewer than `width` of them go on, the
-search is that much narrower for a step.
+There can be any number of the latter among the best, so no more than twice `width` are looked at in
+a step, again as in `transformers`; where fewer than `width` of them go on, the search is that much
+narrower for a step.
 
-Knows no slots, blocks or plans. Always holds: what it decides depends on the numbers it is told
-and on nothing else; beams stand best first and no two are equal; at most `width` are finished.
+Knows no slots, blocks or plans. Always holds: decisions depend on the reported numbers and on
+nothing else; beams are sorted, best first, and no two are equal; at most `width` are finished.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _Trail = tuple[Any, TokenLogprobs] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamCandidates:
-    """What the worker tells of one beam: tokens it may go on with, best first (-1: no more).
+    """What the worker reports of one beam: tokens it may go on with, best first (-1: no more).
 
-    scores decide; logprobs are the model's own, as `top` and `listed` are, for callers who ask.
+    scores decide; logprobs are the model's own, as `top` and `listed` are, for callers that ask.
     ends: whether the answer is over with the token, by its grammar or its text; may be empty.
     """
 
@@ -59,15 +59,15 @@ class BeamCandidates:
 
 
 def beam_candidates_of(result: StepResult, entry: int, num_logprobs: int | None) -> BeamCandidates:
-    """What `result` tells of a beam whose token is its entry `entry`; see StepResult.
+    """Return what `result` reports of the beam that has its entry `entry`; see StepResult.
 
-    num_logprobs: the alternatives the caller wants to be told of. Raises WorkerError where it
-    tells of no candidates.
+    num_logprobs: the alternatives the caller asked for. Raises WorkerError where there are no
+    candidates.
     """
     candidates = result.candidates
     if candidates is None or entry >= len(candidates.ids):
         raise WorkerError(
-            f"step {result.step} tells no candidates of a beam; the worker must tell "
+            f"step {result.step} has no candidates of a beam; the worker must report "
             "Admission.num_candidates of them"
         )
     told = BeamCandidates(
@@ -131,7 +131,7 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Tokens a beam must tell of: so many decide.
+        """How many candidates a beam must report: so many decide.
 
         `width` that go on lie behind at most so many that end by a stop id; where answers end in
         other ways, no more than twice `width` beside those are looked at.
@@ -145,7 +145,7 @@ class BeamSearch:
 
     @property
     def num_shared_tokens(self) -> int:
-        """How many first tokens all beams have in common; fewer than `length` if there are two."""
+        """How many first tokens all beams share; fewer than `length` if there are two."""
         tokens = self.tokens
         differs = (tokens != tokens[0]).any(axis=0)
         return int(differs.argmax()) if differs.any() else self.length
@@ -192,7 +192,7 @@ class BeamSearch:
         return [] if self.is_done else parents
 
     def _candidates(self, told: Sequence[BeamCandidates]) -> Iterator[tuple[int, int, float]]:
-        """(beam, place among its own, sum with it), the best sum first."""
+        """Yield (beam, place among its own, sum with it), the best sum first."""
         columns = max(len(of_beam.ids) for of_beam in told)
         ids = np.full((len(told), columns), -1, np.int32)
         scores = np.full(ids.shape, np.nan, np.float32)
@@ -236,7 +236,10 @@ class BeamSearch:
         )
 
     def _has_enough(self) -> bool:
-        """Whether going on cannot change the finished ones any more, as early_stopping sees it."""
+        """Return whether going on cannot change the finished sequences any more.
+
+        As early_stopping defines it.
+        """
         if len(self.finished) < self.width:
             return False
         if self._early_stopping is True:

@@ -2,12 +2,12 @@
 
 A step is a fixed part, tokens through the trunk, rows through the head, positions attended to and
 positions read. Their five prices are a least-squares fit of recent steps' times, held in place by a
-prior where no step has told them apart yet. Errors count relative to the predicted time, not to the
+prior where no step has separated them yet. Errors count relative to the predicted time, not to the
 measured one: dividing by the measured time would weigh slow steps least, and on a busy machine the
 fit would lie far below the mean. Knows no clock and no machine: times are arguments. Always holds:
-prices are not negative; the first steps set the scale
-of all of them, so that a prior needs the right proportions only; a long run of decode steps does
-not make it forget what prompts cost. Noting a step is an append; who asks pays for the fit.
+prices are not negative; the first steps set the scale of all of them, so that a prior needs the
+right proportions only; a long run of decode steps does not erase the price of prompts. Noting a
+step is an append; the fit is made when a price is asked for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEFAULT_PRIOR = LinearCost(
     fixed_ms=10.0, token_ms=0.5, position_ms=0.0002, score_ms=0.1, read_ms=0.002
 )
 _NUM_PRICES = 5
-# Once so many steps are known, a fit waits for so many more, although somebody asks.
+# Once so many steps are known, a fit waits for so many more, although a price is asked for.
 _MANY, _FEW = 64, 16
 # What a step of the same kind leaves of its forerunners' weight: the last 100 or so count.
 _KEEP = 0.99
@@ -37,7 +37,7 @@ _PRIOR_WEIGHT = 0.0001
 
 
 class SpeedEstimate(StepTimes):
-    """A CostModel that learns. prior: prices to begin with; score_ms is that of a head row."""
+    """A CostModel that learns. prior: initial prices; score_ms is that of a head row."""
 
     def __init__(self, prior: LinearCost = DEFAULT_PRIOR) -> None:
         super().__init__()
@@ -55,8 +55,10 @@ class SpeedEstimate(StepTimes):
 
     @property
     def now(self) -> LinearCost:
-        """The prices as of now, or of a few steps ago once many are known; the same object until
-        steps change them."""
+        """The current prices; the same object until steps change them.
+
+        Up to a few steps old once many are known.
+        """
         if self._noted and (self.num_steps < _MANY or len(self._noted) >= _FEW):
             self._learn()
         return self._linear
@@ -79,25 +81,25 @@ class SpeedEstimate(StepTimes):
         return self.now.max_tokens(start, budget_ms, scored=scored)
 
     def step_ms(self, num_rows: int, positions: float) -> float:
-        """A step of `num_rows` rows of one token each, which attend to `positions` in all."""
+        """Return the time of `num_rows` rows of one token each, with `positions` in all."""
         price = self.now
         each_ms = price.token_ms + price.score_ms
         position_ms = price.position_ms + price.read_ms
         return price.fixed_ms + num_rows * each_ms + positions * position_ms
 
     def span_ms(self, start: int, end: int) -> float:
-        """Computing positions start .. end - 1, beside what steps cost anyway."""
+        """Return what computing positions start .. end - 1 adds to steps."""
         price, tokens = self.now, end - start
         positions = tokens * start + tokens * (tokens + 1) / 2
         return tokens * price.token_ms + positions * price.position_ms
 
     def tokens_per_s(self, step_tokens: int) -> float:
-        """Speed of prompts alone, in steps of `step_tokens` from depth 0 on."""
+        """Return the speed of prompts alone, in steps of `step_tokens` from depth 0 on."""
         step_ms = self.now.fixed_ms + self.span_ms(0, step_tokens)
         return 1000.0 * step_tokens / step_ms if step_ms > 0 else math.inf
 
     def _learn(self) -> None:
-        """Take in the steps noted, all at once, and fit."""
+        """Take in the noted steps, all at once, and fit."""
         plans = [plan for plan, _, _ in self._noted]
         sizes = np.array([len(plan.slots) for plan in plans])
         firsts = np.cumsum(sizes) - sizes
@@ -141,7 +143,7 @@ class SpeedEstimate(StepTimes):
         )
 
     def _fit(self) -> Float64s:
-        """Prices as multiples of the prior's: least squares, none below 0."""
+        """Return prices as multiples of the prior's: least squares, none below 0."""
         products = self._products.sum(axis=0) + _PRIOR_WEIGHT * np.eye(_NUM_PRICES)
         sums = self._sums.sum(axis=0) + _PRIOR_WEIGHT
         free: NDArray[np.intp] = np.arange(_NUM_PRICES)
@@ -155,7 +157,7 @@ class SpeedEstimate(StepTimes):
 
 
 def _layers_features(layers: PartLayers) -> Float64s:
-    """A share of a step with the part as its only row, which samples nothing."""
+    """Return the features of layers: their share of a step with the chunk as only row."""
     count, depth = float(layers.count), float(layers.start)
     pairs = count * (depth + 0.5 * (count + 1.0))
     whole: Float64s = np.array([1.0, count, 0.0, pairs, count + depth])

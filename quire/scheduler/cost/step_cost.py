@@ -1,7 +1,7 @@
-"""CostModel: how long a step will take, from its rows' depths and token counts.
+"""LinearCost: how long a step takes, from the depths and token counts of its rows.
 
-The numbers come from outside (measured, or from the program's operation counts); nothing here
-reads a clock. Times are predicted milliseconds. A token at depth p attends to p + 1 positions.
+The numbers come from outside (measured, or from the program's operation counts); nothing here reads
+a clock. Times are predicted milliseconds. A token at depth p attends to p + 1 positions.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _MOST = int(np.iinfo(np.int32).max)
 class LinearCost:
     """fixed_ms + tokens * token_ms + attended positions * position_ms + scores * score_ms.
 
-    read_ms: of each position whose key and value a row reads, once however many of its tokens
-    attend to it.
+    read_ms: for each position of which a row reads the key and value, once however many of its
+    tokens attend to it.
     """
 
     fixed_ms: float

@@ -1,9 +1,8 @@
-"""TransferCost: what bringing keys and values back costs, by moving blocks or by computing tokens
-anew.
+"""TransferCost: what restoring keys and values costs, by moving blocks or by recomputing tokens.
 
 Speeds are learned: of computing by SpeedEstimate, from the steps; of moving here, from copies that
-have ended. Knows no clock and no medium. Always holds: a way that was found too dear is tried again
-in the end, because a judgement that nothing confirms fades.
+have ended. Knows no clock and no medium. Always holds: a way that was found too expensive is tried
+again in the end, because a judgement that nothing confirms fades.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _ROUND_TRIP_MS = 1.0
 
 
 class RestoreMode(StrEnum):
-    """How blocks are brought back."""
+    """How blocks of waiting requests are restored."""
 
     CHEAPER = "cost"  # whichever is predicted to be cheaper
     MOVE = "always"
@@ -29,7 +28,7 @@ class RestoreMode(StrEnum):
 
 
 class TransferCost:
-    """block_ms: of one block on its way in, and about the same out, to begin with."""
+    """block_ms: initial time to load one block; saving one takes about the same."""
 
     def __init__(
         self, speed: SpeedEstimate, block_size: int, *, block_ms: float, choice: RestoreMode
@@ -41,19 +40,21 @@ class TransferCost:
         self.save_block_ms = block_ms
 
     def learn(self, copies: CopiesEnded) -> None:
-        """Copies have ended."""
+        """Note copies that have ended."""
         if copies.fetched:
             self.fetch_block_ms = _blend(self.fetch_block_ms, copies.fetch_ms, copies.fetched)
         if copies.saved:
             self.save_block_ms = _blend(self.save_block_ms, copies.save_ms, copies.saved)
 
     def recompute_ms(self, start: int, end: int) -> float:
-        """Computing positions start .. end - 1 anew."""
+        """Return the cost of recomputing positions start .. end - 1."""
         return self._speed.span_ms(start, end)
 
     def fetch_pays(self, start: int, num_blocks: int, num_before: int) -> bool:
-        """Whether fetching num_blocks blocks that begin at position `start` is cheaper, where
-        num_before others are on their way already."""
+        """Return whether loading num_blocks blocks from position `start` on is cheaper.
+
+        num_before: other blocks on their way already.
+        """
         if self._choice is not RestoreMode.CHEAPER:
             return self._choice is RestoreMode.MOVE
         recompute_ms = self.recompute_ms(start, start + num_blocks * self._block_size)
@@ -64,8 +65,10 @@ class TransferCost:
         return False
 
     def return_ms(self, start: int, end: int) -> tuple[float, bool]:
-        """Bringing positions start .. end - 1 back after all their blocks were taken: the cheaper
-        of both ways, and whether it is moving them."""
+        """Return the cost of restoring positions start .. end - 1, and whether by moving blocks.
+
+        After all their blocks were taken: the cheaper of both ways.
+        """
         recompute_ms = self.recompute_ms(start, end)
         if self._choice is RestoreMode.RECOMPUTE:
             return recompute_ms, False
@@ -80,6 +83,6 @@ class TransferCost:
 
 
 def _blend(known_ms: float, ms: float, blocks: int) -> float:
-    """The mean of a block, as many blocks as there were counting."""
+    """Return the mean time of a block, weighted by the number of blocks."""
     keep = _KEEP**blocks
     return keep * known_ms + (1.0 - keep) * ms / blocks

@@ -1,4 +1,4 @@
-"""EarliestDeadline: the request whose objective is due first.
+"""EarliestDeadline: requests in the order in which their objectives are due.
 
 Always holds: a request without an objective is due some time after its arrival, so it is served.
 """

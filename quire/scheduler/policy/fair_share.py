@@ -1,17 +1,17 @@
-"""FairShare: each tenant gets its weight's share of the tokens, as in "Fairness in Serving Large
-Language Models" (the virtual token counter).
+"""FairShare: each tenant gets its weight's share of the tokens.
 
-A tenant's counter is what it was served, in tokens over its weight; generated ones count twice.
-The waiting request of the tenant with the smallest counter is next. Who comes back after a time
-without anything waiting begins level with those that wait, so that nobody saves up. Counters move
-on events only: running requests are settled when somebody asks. What is computed again
-after a preemption is not charged again.
+The virtual token counter of "Fairness in Serving Large Language Models". A tenant's counter is the
+number of tokens it was served over its weight; generated ones count twice. The waiting request of
+the tenant with the smallest counter is next. A tenant that returns after a time without waiting
+requests begins level with those that wait, so that none saves up. Counters move on events only:
+running requests are settled when counters are read. What is recomputed after a preemption is not
+charged again.
 
-Being next is not enough beside a flood, whose rows fill the steps, the slots and the blocks. So who
-had less than a quarter of another's tokens lately is flooded by it: it goes first, the other's rows
-stand back and none of its prompts begins while its own is computed, and it takes the place of one
-of them if there is no other.
-Lately is a number of tokens served, to anybody, not a time: nothing here depends on a machine.
+Being next is not enough beside a flood, which fills the steps, the slots and the blocks. So a
+tenant that recently had less than a quarter of another's tokens counts as flooded by it: it goes
+first, the other's rows pause and none of its prompts begins while its own is computed, and it
+preempts one of them if there is no free slot. "Recently" is a number of tokens served to all
+tenants, not a time: nothing here depends on a machine.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from quire.scheduler.sequence import SequenceState
 
 PROMPT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
-# Who had so many times as many tokens lately as another floods it.
+# A tenant with so many times the recent tokens of another floods it.
 FLOOD = 4.0
-# What was served before so many tokens hardly counts any more.
+# Tokens served before the last so many hardly count any more.
 RECENT_TOKENS = 65_536.0
-# Tenants that are remembered; who has been away longest is forgotten and begins level.
-_MOST_TENANTS = 16_384
+# Tenants that are remembered; the one away longest is forgotten and begins level.
+_MAX_TENANTS = 16_384
 
 
 class FairShare(FirstCome):
@@ -60,11 +60,11 @@ class FairShare(FirstCome):
         self._charged: NDArray[np.int32] = np.zeros(len(batch.sequences), np.int32)
 
     def lane(self, sequence: SequenceState) -> str:
-        """One a tenant; by arrival within it."""
+        """Return the tenant; within a lane requests are served by arrival."""
         return sequence.request.tenant
 
     def lane_opens(self, lane: str, others: Collection[str]) -> None:
-        """Lifted to the smallest counter of those that wait."""
+        """Lift the counter to the smallest one of the tenants that wait."""
         if others:
             level = min(self._settled(other) for other in others)
         else:
@@ -72,24 +72,23 @@ class FairShare(FirstCome):
         own = max(self._settled(lane), level)
         self._served.pop(lane, None)  # behind all others: it was here last
         self._served[lane] = own
-        if len(self._served) > _MOST_TENANTS:
+        if len(self._served) > _MAX_TENANTS:
             self._forget_one(others)
 
     def lane_keys(self, lanes: Sequence[str]) -> Sequence[tuple[float, ...]]:
-        """Who is flooded first; then by the counters, with what running requests have been served
-        since."""
+        """Return flooded tenants first, then by counters, with running requests settled."""
         self._settle()
         most = self._max_recent_tokens()
         return [(not self._is_flooded(lane, most), self._served[lane]) for lane in lanes]
 
     def rank(self, sequence: SequenceState) -> tuple[float, ...]:
-        """Whether its tenant is flooded, its counter, then its arrival."""
+        """Return whether its tenant is flooded, its counter, then its arrival."""
         tenant = sequence.request.tenant
         is_flooded = self._is_flooded(tenant, self._max_recent_tokens())
         return (not is_flooded, self._settled(tenant), *sequence.key)
 
     def admitted(self, sequence: SequenceState, num_tokens: int) -> None:
-        """The prompt is charged at once, so that nobody is admitted on credit."""
+        """Charge the prompt at once, so that no request is admitted on credit."""
         tenant = sequence.request.tenant
         if self._is_flooded(tenant, self._max_recent_tokens()):
             self.urgent.append(sequence)
@@ -100,7 +99,7 @@ class FairShare(FirstCome):
         self._last = self._settled(tenant)
 
     def released(self, sequence: SequenceState) -> None:
-        """What it was served since is charged."""
+        """Charge the tokens generated since."""
         slot, tenant = sequence.slot, sequence.request.tenant
         tokens = int(self._batch.tokens.lengths[slot]) - int(self._charged[slot])
         self._charged[slot] += tokens
@@ -112,13 +111,13 @@ class FairShare(FirstCome):
             self.urgent.remove(sequence)
 
     def victims(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
-        """First of the tenant that was served most; within it as FirstCome's."""
+        """Return slots of the tenant that was served most first; of one tenant, the last served."""
         in_turn = super().victims(slots)
         served = [self._settled(self._batch.sequence(s).request.tenant) for s in in_turn.tolist()]
         return in_turn[np.argsort(-np.array(served), kind="stable")]
 
-    def most_urgent(self, first_waiting: SequenceState | None) -> SequenceState | None:
-        """A flooded tenant's prompt: who runs before who waits."""
+    def next_urgent(self, first_waiting: SequenceState | None) -> SequenceState | None:
+        """Return the prompt of a flooded tenant, a running one before a waiting one."""
         self._settle()
         scheduled, most = self._batch.scheduled, self._max_recent_tokens()
         self.urgent = [
@@ -133,24 +132,24 @@ class FairShare(FirstCome):
         return None
 
     def may_preempt(self, sequence: SequenceState) -> bool:
-        """Whether its tenant is flooded."""
+        """Return whether its tenant is flooded."""
         return self._is_flooded(sequence.request.tenant, self._max_recent_tokens())
 
     def yields_to(self, running: SequenceState, sequence: SequenceState) -> bool:
-        """Whether the one's tenant floods the other's."""
+        """Return whether the one's tenant floods the other's."""
         most = self._recent_tokens(running.request.tenant)
         return self._is_flooded(sequence.request.tenant, most)
 
     def preempts(self, running: SequenceState, sequence: SequenceState) -> bool:
-        """As who yields_to."""
+        """Return the same: a flooding tenant also loses slots."""
         return self.yields_to(running, sequence)
 
     def _is_flooded(self, tenant: str, most: float) -> bool:
-        """Whether who had `most` lately floods `tenant`."""
+        """Return whether a tenant with `most` recent tokens floods `tenant`."""
         return most > FLOOD * self._recent_tokens(tenant)
 
     def _max_recent_tokens(self) -> float:
-        """What the tenant had that had most lately, of those with running requests."""
+        """Return the most recent tokens of a tenant with running requests."""
         return max(map(self._recent_tokens, self._running), default=0.0)
 
     def _recent_tokens(self, tenant: str) -> float:
@@ -180,7 +179,7 @@ class FairShare(FirstCome):
         self._recent[tenant] = (self._recent_tokens(tenant) + tokens_of_weight, self._total)
 
     def _forget_one(self, waiting: Collection[str]) -> None:
-        """The tenant that came back longest ago, of those with nothing here."""
+        """Forget the tenant that came back longest ago, of those without requests."""
         for tenant in self._served:
             if tenant not in waiting and tenant not in self._running:
                 del self._served[tenant]

@@ -42,14 +42,14 @@ class Urgency:
     """Whether running requests pause or are preempted for one that ranks before them.
 
     Default: never. preempts_by_rank: False if the methods need not be asked. urgent: running
-    requests for whose prompts others may pause.
+    requests with prompts that others may pause for.
     """
 
     preempts_by_rank = False
     urgent: list[SequenceState]
 
-    def most_urgent(self, first_waiting: SequenceState | None) -> SequenceState | None:
-        """Return the request, running or next in the queue, for whose prompt others pause now."""
+    def next_urgent(self, first_waiting: SequenceState | None) -> SequenceState | None:
+        """Return the request, running or next in the queue, that others pause for now."""
         return None
 
     def may_preempt(self, sequence: SequenceState) -> bool:

@@ -1,9 +1,10 @@
-"""Backpressure: requests whose reader does not keep up stand aside until it does.
+"""Backpressure: requests are paused while their client reads too slowly.
 
-A held request leaves its slot as soon as no plan in flight names it. What it computed stays
-findable, so it costs those that run nothing and goes on, when it is released, behind the tokens it
-has; if its blocks are needed meanwhile they are taken like any others. Beams are not held: they
-say nothing before their end. Always holds: who stands aside is in no slot and not in the queue.
+A paused request leaves its slot as soon as no plan in flight names it. What it computed stays
+findable, so it costs running requests nothing and goes on, when it is released, behind the tokens
+it has; if its blocks are needed meanwhile they are reused like any others. Beams are not paused:
+they report nothing before their end. Always holds: a paused request that has left its slot is not
+in the queue.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from quire.scheduler.sequence import NO_SLOT, SequenceState
 
 
 class Backpressure(StepExtension):
-    """Of one scheduler. num_held_total: how often a request was held."""
+    """Of one scheduler. num_held_total: how often a request was paused."""
 
     def __init__(self, requests: RequestTable, preemptor: Preemptor) -> None:
         self._requests = requests
         self._preemptor = preemptor
         self._held: dict[str, SequenceState] = {}
-        self._leaving: dict[str, SequenceState] = {}  # of those, who may still be in a slot
+        self._leaving: dict[str, SequenceState] = {}  # of these, those that may still be in a slot
         self.num_held_total = 0
 
     @property
     def num_held(self) -> int:
-        """How many live requests are held."""
+        """How many live requests are paused."""
         return sum(sequence.alive for sequence in self._held.values())
 
     def hold(self, sequence: SequenceState) -> None:
-        """`sequence` gets no more steps until it is released."""
+        """Pause `sequence` until it is released."""
         if sequence.is_held or sequence.group is not None:
             return
         sequence.is_held = True
@@ -46,7 +47,7 @@ class Backpressure(StepExtension):
             self._leaving[sequence.request.request_id] = sequence
 
     def release(self, sequence: SequenceState) -> None:
-        """`sequence` goes on."""
+        """Let `sequence` go on."""
         if not sequence.is_held:
             return
         sequence.is_held = False

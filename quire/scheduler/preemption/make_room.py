@@ -1,10 +1,10 @@
-"""Preemption: making room when running requests need more blocks than are free.
+"""make_room: preempts where running requests need more blocks than are free.
 
 Rows are served in the order of the policy's keys. A row that lacks blocks takes them from requests
-behind it, never from those before; if that does not suffice it waits, without losing anything.
-So the first row always gets on, and keys grow with the time of arrival: nobody is preempted
-forever. A victim that is still named by a plan in flight is not preempted but left out of this
-step: its results land first, and by the next step either somebody ended, or it is preempted then.
+behind it, never from those before; if that does not suffice it waits, without losing anything. So
+the first row always advances, and keys grow with the time of arrival: no request is preempted
+forever. A victim that a plan in flight still names is not preempted but left out of this step: its
+results land first, and by the next step either a request has ended, or it is preempted then.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.scheduler.step_budget import BlockShares
 
 
 class VictimOrder(Protocol):
-    """Who is preempted first: a Policy, or Victims around one."""
+    """The order of preemption: a Policy, or Victims around one."""
 
     def victims(self, slots: Index) -> Index:
         """See Policy."""
@@ -36,10 +36,10 @@ def make_room(
     in_flight: Bools,
     preempt: Callable[[int], None],
 ) -> Bools:
-    """Which rows may go on with what they need; `preempt` is called for each victim.
+    """Return which rows may go on with what they need; call `preempt` for each victim.
 
     index: slots of the rows in order of service; needs[i]: blocks row i lacks; in_flight[i]:
-    whether a plan in flight names it. What `tenants` hold back for others is not taken.
+    whether a plan in flight names it. Blocks that `tenants` reserve for others are not taken.
     """
     goes_on = np.ones(len(index), np.bool_)
     row_of = np.empty(1 + int(index.max()), np.intp)

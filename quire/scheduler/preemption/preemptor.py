@@ -1,9 +1,8 @@
-"""Preemptor: running requests lose their slots, for others or because their tenant has too much.
+"""Preemptor: takes slots from running requests, for others or because their tenant has too much.
 
-Ties what is known of victims (whose loss is cheapest, who must not lose to whom) to what losing a
-slot means: back to the queue, with all tokens known. Always holds: what was generated is kept, so
-a preempted request goes on as if nothing had happened; a group of beams goes as a whole; nobody is
-preempted whom a plan in flight names.
+Combines the order of victims with what losing a slot means: back to the queue, with all tokens
+known. Always holds: generated tokens are kept, so a preempted request goes on as if nothing had
+happened; a group of beams goes as a whole; no request named by a plan in flight is preempted.
 """
 
 from __future__ import annotations
@@ -47,14 +46,16 @@ class Preemptor:
         self.stats = stats
 
     def in_order(self, index: Index) -> Index:
-        """Places in `index`, slots of running requests, in which these are served."""
+        """Return the places in `index`, slots of running requests, in the order of service."""
         sequences = [self._batch.sequence(slot) for slot in index.tolist()]
         keys = [(sequence.key, sequence.arrival) for sequence in sequences]
         return np.array(sorted(range(len(keys)), key=keys.__getitem__), np.intp)
 
     def make_room(self, index: Index, over: Index, needs: Int32s) -> Bools:
-        """Which of the rows of slots `index` may go on, after preempting others; served in the
-        policy's order. over: the rows that lack blocks, needs: how many."""
+        """Return which of the rows of slots `index` may go on, after preempting others.
+
+        Served in the policy's order. over: the rows that lack blocks, needs: how many.
+        """
         batch = self._batch
         all_needs = np.zeros(len(index), np.int32)
         all_needs[over] = needs
@@ -95,8 +96,10 @@ class Preemptor:
         return paused
 
     def preempt(self, slot: int, why: PreemptionReason = PreemptionReason.ANSWER) -> None:
-        """Back to the queue with all tokens known; what was computed may still be found there, or
-        is fetched from a tier."""
+        """Put the request in `slot` back into the queue, with all tokens known.
+
+        What was computed may still be found there, or is loaded from a tier.
+        """
         sequence = self._batch.sequence(slot)
         if sequence.group is not None:
             self._preempt_group(sequence.group, why)
@@ -110,14 +113,15 @@ class Preemptor:
         self._requests.enqueue(sequence)
 
     def set_aside(self, slot: int) -> None:
-        """The request in `slot`, which is held, leaves it as a preempted one does; it has lost
-        nothing to anybody, so it does not count as one."""
+        """Take a paused request out of `slot` as a preempted one; it does not count as one."""
         self._pack(slot, self._batch.sequence(slot))
         self._requests.release([slot])
 
     def _pack(self, slot: int, sequence: SequenceState) -> bool:
-        """What a request has to know to go on from another slot; whether its blocks are moved to a
-        tier, because that is the cheaper way back."""
+        """Keep what a request needs to go on from another slot.
+
+        Returns whether its blocks are moved to a tier, because that is the cheaper way back.
+        """
         batch, index = self._batch, np.array([slot], np.intp)
         _, moved = self.victims.return_ms(slot)
         if moved:
@@ -133,7 +137,7 @@ class Preemptor:
         return moved
 
     def _preempt_group(self, group: SequenceGroup, why: PreemptionReason) -> None:
-        """A group goes as a whole, and is computed again; its first beam waits for all."""
+        """Preempt a group as a whole; its first member waits for all."""
         slots, first = group.slots, group.members[0]
         self.stats.preempted(why, moved=False)
         self.watermark.preempted(self._requests.in_flight.step)

@@ -1,11 +1,12 @@
-"""PriorityPreemption: who runs and makes way for somebody whose turn, by the policy, is before his.
+"""PriorityPreemption: running requests yield to one that ranks before them.
 
-Two ways. A row stands back: it is left out of a step so that the prompt of another is computed
-sooner; it loses nothing, and an answer's bits do not depend on the steps it is made in. A request
-is preempted so that one that waits gets its slot and its blocks. Whom that is for, and who
-yields_to it, says the policy. Always holds: of those that stand back a few go on in each step, the
-longest waiting first, so nobody stands still; nobody is preempted in this way who is nearly
-finished or was preempted often enough."""
+In two ways. A row pauses: it is left out of a step so that the prompt of another is computed
+sooner; it loses nothing, and the bits of an answer do not depend on the steps it is made in. A
+request is preempted so that a waiting one gets its slot and its blocks. The policy decides which
+requests yield to which. Always holds: of the rows that pause a few go on in each step, those that
+have waited longest first, so none stalls; requests that are nearly finished, or were preempted
+often enough, are not preempted in this way.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +28,17 @@ from quire.scheduler.running_batch import RunningBatch
 from quire.scheduler.sequence import NO_SLOT, SequenceState
 from quire.scheduler.step_budget import BlockShares
 
-# Of rows that stand back, one in so many goes on all the same.
+# Of rows that pause, one in so many goes on all the same.
 ADVANCED_SHARE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class PausedRows:
-    """Rows left out of a step for the prompt of `sequence`, which was scheduled up to `scheduled`,
-    -1 if it waited, and by layers_done layers further. sequences: theirs; with how often each had
-    been preempted."""
+    """Rows left out of a step for the prompt of `sequence`.
+
+    scheduled: how far that was scheduled before, -1 if it waited; layers_done: and by how many
+    layers. sequences: those of the rows, with how often each had been preempted.
+    """
 
     slots: list[int] = field(default_factory=list)
     sequence: SequenceState | None = None
@@ -44,7 +47,7 @@ class PausedRows:
     sequences: list[tuple[SequenceState, int]] = field(default_factory=list)
 
     def was_for(self, batch: RunningBatch) -> bool:
-        """Whether the prompt got on in the step, now that it is put together."""
+        """Return whether the prompt advanced in the step, now that it is put together."""
         sequence = self.sequence
         if sequence is None or sequence.slot == NO_SLOT:
             return False
@@ -52,7 +55,7 @@ class PausedRows:
         return reached > (self.scheduled, self.layers_done)
 
     def others(self, batch: RunningBatch) -> list[int]:
-        """Slots that run and are not of those that stood back, or not any more."""
+        """Return running slots that are not, or no longer, of the paused rows."""
         slots = {
             sequence.slot for sequence, times in self.sequences if sequence.num_preemptions == times
         }
@@ -64,8 +67,10 @@ NO_PAUSED_ROWS = PausedRows()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreemptibleShare:
-    """What others would do for a request that waits: rows that stand back while its prompt is
-    computed, slots that it may take, and the blocks in them."""
+    """What others would give up for a waiting request.
+
+    rows: that pause while its prompt is computed. slots: that it may take, and the blocks in them.
+    """
 
     rows: int = 0
     slots: int = 0
@@ -76,7 +81,7 @@ NOTHING_PREEMPTIBLE = PreemptibleShare()
 
 
 class PriorityPreemption(StepExtension):
-    """Of one scheduler whose policy preempts by rank.
+    """Of one scheduler with a policy that preempts by rank.
 
     is_pending: whether a request in flight is to be preempted in the next step.
     """
@@ -113,10 +118,10 @@ class PriorityPreemption(StepExtension):
             return
         first = requests.queue.first if requests.may_admit and len(requests.queue) else None
         if first is not None:
-            in_flight = self._make_way(first)
+            in_flight = self._preempt_for(first)
             self.is_pending = bool(in_flight)
             step.paused += in_flight
-        self._paused_rows = self._standing_back(first)
+        self._paused_rows = self._rows_to_pause(first)
         step.deferred += self._paused_rows.slots
         step.is_urgent = self._paused_rows is not NO_PAUSED_ROWS
 
@@ -135,7 +140,7 @@ class PriorityPreemption(StepExtension):
             self._advance.advance(step, step.paused + self._paused_rows.others(self._batch))
 
     def preemptible_share(self, sequence: SequenceState) -> PreemptibleShare:
-        """What `sequence`, which waits, would find if it were next now."""
+        """Return what the waiting `sequence` would get if it were next now."""
         policy, batch = self._policy, self._batch
         if not policy.preempts_by_rank or not policy.may_preempt(sequence):
             return NOTHING_PREEMPTIBLE
@@ -143,7 +148,9 @@ class PriorityPreemption(StepExtension):
         running = (batch.sequence(slot) for slot in slots)
         owing = sum(one.group is None and policy.yields_to(one, sequence) for one in running)
         may_go = (
-            [] if sequence.group is not None else [s for s in slots if self._may_go(s, sequence)]
+            []
+            if sequence.group is not None
+            else [s for s in slots if self._may_be_preempted(s, sequence)]
         )
         return PreemptibleShare(
             rows=owing - -(-owing // ADVANCED_SHARE),
@@ -151,15 +158,15 @@ class PriorityPreemption(StepExtension):
             blocks=sum(map(self._cache.num_freed_by, may_go)),
         )
 
-    def _standing_back(self, first_waiting: SequenceState | None) -> PausedRows:
-        """Who is left out of this step, for a prompt that runs or for who is next."""
+    def _rows_to_pause(self, first_waiting: SequenceState | None) -> PausedRows:
+        """Return the rows that pause in this step, for a running prompt or the next one."""
         batch, policy = self._batch, self._policy
-        sequence = policy.most_urgent(first_waiting)
+        sequence = policy.next_urgent(first_waiting)
         if sequence is None:
             return NO_PAUSED_ROWS
         sequences = [batch.sequence(slot) for slot in batch.active.tolist()]
         owing = [one for one in sequences if one.group is None and policy.yields_to(one, sequence)]
-        # Those without a token yet are NaN, and come last.
+        # Rows without a token yet are NaN, and come last.
         waited = batch.last_token_ms[[one.slot for one in owing]]
         longest_first = np.argsort(waited, kind="stable")[-(-len(owing) // ADVANCED_SHARE) :]
         standing = [owing[place] for place in longest_first.tolist()]
@@ -173,18 +180,18 @@ class PriorityPreemption(StepExtension):
             sequences=[(one, one.num_preemptions) for one in standing],
         )
 
-    def _make_way(self, sequence: SequenceState) -> list[int]:
-        """Preempt for `sequence`, which is next and lacks a slot or blocks, who yields_to it to it.
+    def _preempt_for(self, sequence: SequenceState) -> list[int]:
+        """Preempt requests that yield to `sequence`, which is next and lacks a slot or blocks.
 
         Returns slots that are in flight: left out of this step, they can be preempted in the next.
-        Nobody is preempted where even all would not do.
+        None is preempted where even all would not suffice.
         """
         batch, cache = self._batch, self._cache
         if sequence.group is not None or self._tenants.is_full(sequence):
             return []
         if not self._policy.may_preempt(sequence):
             return []
-        slots = [slot for slot in batch.active.tolist() if self._may_go(slot, sequence)]
+        slots = [slot for slot in batch.active.tolist() if self._may_be_preempted(slot, sequence)]
         if not slots:
             return []
         source = find_kv_source(sequence, cache, batch)
@@ -196,7 +203,7 @@ class PriorityPreemption(StepExtension):
         if batch.free_slots and lacking <= 0:
             return []
         chosen: list[int] = []
-        # Who was left out of the last step for this comes before others again.
+        # Requests left out of the last step for this come before others again.
         for slot in sorted(
             self._preemptor.victims.victims(np.array(slots)).tolist(),
             key=self._requests.is_in_flight,
@@ -213,8 +220,8 @@ class PriorityPreemption(StepExtension):
                 self._preemptor.preempt(slot, PreemptionReason.TURN)
         return in_flight
 
-    def _may_go(self, slot: int, sequence: SequenceState) -> bool:
-        """Whether the request in `slot` may be preempted for `sequence`."""
+    def _may_be_preempted(self, slot: int, sequence: SequenceState) -> bool:
+        """Return whether the request in `slot` may be preempted for `sequence`."""
         batch, running = self._batch, self._batch.sequence(slot)
         left = int(batch.longest[slot]) - int(batch.computed[slot])
         return (

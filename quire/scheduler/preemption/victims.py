@@ -1,9 +1,9 @@
-"""Victims: who is preempted first among those the policy allows, by what it costs to come back.
+"""Victims: the order of preemption by the policy, then by what coming back costs.
 
-Coming back is moving blocks or computing tokens anew, whichever is predicted to be cheaper. Spared,
-in this order: who is nearly finished, who has the higher priority (the lower number), who was
+Coming back is moving blocks or recomputing tokens, whichever is predicted to be cheaper. Spared, in
+this order: requests that are nearly finished, those with higher priority (the lower number), those
 preempted before. Among the others the cheapest for the room they leave come first; where costs are
-about the same the policy's order stands. Changes no books and preempts nobody.
+about the same the policy's order stands. Changes nothing and preempts nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from quire.scheduler.cost.transfer_cost import TransferCost
 from quire.scheduler.policy.policy import NEARLY_FINISHED_TOKENS, Policy
 from quire.scheduler.running_batch import Index, RunningBatch
 
-# After so many preemptions a request is spared where another has had fewer.
+# After so many preemptions a request is spared while others have had fewer.
 MAX_PREEMPTIONS = 2
 
 
 class Victims:
-    """policy.victims, then sorted by what a preemption costs. moving: None without a tier."""
+    """Sorts policy.victims by what a preemption costs. moving: None without a tier."""
 
     def __init__(
         self,
@@ -40,11 +40,11 @@ class Victims:
         self._moving = moving
 
     def victims(self, slots: Index) -> Index:
-        """The same slots, the first to be preempted first; as Policy.victims."""
+        """Return `slots` with the first victim first; as Policy.victims."""
         ordered = self._policy.victims(slots)
         if len(ordered) < 2:
             return ordered
-        horizon = len(self._batch.active)  # a block each: what those that run take soon
+        horizon = len(self._batch.active)  # a block each: what running requests take soon
         keys = [self._key(slot, horizon) for slot in ordered.tolist()]
         return ordered[np.array(sorted(range(len(keys)), key=keys.__getitem__), np.intp)]
 
@@ -53,7 +53,7 @@ class Victims:
         return self._policy.victims(slots)
 
     def return_ms(self, slot: int) -> tuple[float, bool]:
-        """What bringing the request in `slot` back will cost, and whether by moving its blocks."""
+        """Return the cost of restoring the request in `slot`, and whether by moving its blocks."""
         computed, tiers = int(self._batch.computed[slot]), self._cache.tiers
         lost = min(self._cache.num_freed_by(slot) * self._cache.block_size, computed)
         if self._moving is None or tiers is None or tiers.is_broken:
@@ -75,5 +75,5 @@ class Victims:
 
 
 def _doublings(cost_ms: float) -> float:
-    """Costs within a factor of about two are the same."""
+    """Return a value that is the same for costs within a factor of about two."""
     return float(round(math.log2(cost_ms))) if cost_ms > 0 else -math.inf

@@ -1,14 +1,13 @@
-"""Layered prefill: a large part of a long prompt, computed some layers a step beside rows that make
-tokens.
+"""LayeredChunks: a large chunk of a long prompt, computed some layers per step.
 
-Where those rows bound what prompts may take of a step, a part of a few tokens reads all weights,
-and all keys and values before it, for itself. A part of some hundred tokens reads them once and is
-spread over as many steps as the bound asks for (the idea: layered prefill, arXiv 2510.08055). A
-row's bits do not depend on what is computed beside it, so no answer changes. Knows depths, layers
-and budgets; no blocks. Always holds: one part is under way at a time, in one request's sequence; it
-leaves the prompt's last token to an ordinary row, which samples; whose request leaves its slot has
-no part any more; a part that took the place of another's is computed to the end, or its request
-leaves, before a third does so.
+Where rows that generate bound what prompts may take of a step, a chunk of a few tokens reads all
+weights, and all keys and values before it, for itself. A chunk of some hundred tokens reads them
+once and is spread over as many steps as the bound requires (the idea: layered prefill, arXiv
+2510.08055). The bits of a row do not depend on what is computed beside it, so no answer changes.
+Knows depths, layers and budgets; no blocks. Always holds: one chunk is under way at a time; it
+leaves the prompt's last token to an ordinary row, which samples; a request that leaves its slot
+loses its chunk; a chunk that replaced another one is computed to the end, or its request leaves,
+before a third replaces it.
 """
 
 from __future__ import annotations
@@ -23,28 +22,28 @@ from quire.scheduler.running_batch import Index, RunningBatch
 from quire.scheduler.sequence import NO_SLOT, LayeredPart, SequenceState
 from quire.scheduler.step_budget import TILE_TOKENS, StepBudget
 
-# A part must promise so many times what an ordinary one of the same step does.
+# A layered chunk must be so many times as fast as an ordinary one of the same step.
 WORTH = 1.1
 
 
 class LayeredChunks(StepExtension):
-    """Of one scheduler's prompts."""
+    """Of the prompts of one scheduler. is_active: a chunk was allotted layers in this step."""
 
     def __init__(self, limits: SchedulerLimits, batch: RunningBatch) -> None:
         self._num_layers = limits.part_layers
-        # Steps that a part may take, and the fewest layers a step that suffice: more of them leave
+        # Steps that a chunk may take, and the fewest layers a step that suffice: more of them leave
         # each less time.
         layers_of = {
             -(-self._num_layers // layers): layers for layers in range(self._num_layers, 0, -1)
         }
         self._shares = sorted(layers_of.items(), reverse=True)
-        self._most_tokens = limits.layered_part_tokens
+        self._max_tokens = limits.layered_part_tokens
         self._batch = batch
-        self._holder: SequenceState | None = None  # whose part is under way, if it still has one
-        self._was_taken = False  # the part under way began in place of another's
+        self._holder: SequenceState | None = None  # the request with the chunk under way
+        self._was_taken = False  # the chunk under way replaced another
         self._now: tuple[SequenceState, int] | None = None  # in this step: up to which layer
-        self._is_sent = self._had_turn = False  # had_turn: whose part is under way
-        self.tokens_total = 0  # of parts that were computed to the last layer
+        self._is_sent = self._had_turn = False  # had_turn: the one under way
+        self.tokens_total = 0  # of chunks that were computed to the last layer
 
     def begin_step(self, step: Step) -> None:
         """Forget what was allotted in the last step."""
@@ -53,8 +52,10 @@ class LayeredChunks(StepExtension):
     def allot(
         self, budget: StepBudget, sequence: SequenceState, start: int, wanted: int, *, scored: bool
     ) -> int | None:
-        """Tokens of the part that `sequence` computes some layers of in this step, 0 where it must
-        wait for the next; None: what it gets is an ordinary row."""
+        """Return the tokens of the chunk of `sequence` that is computed in this step.
+
+        0 where it must wait for the next step; None: it gets an ordinary row.
+        """
         if not self._num_layers:
             return None
         part = self._part_of(sequence, start)
@@ -78,14 +79,14 @@ class LayeredChunks(StepExtension):
         return part.count
 
     def row(self, index: Index) -> int | None:
-        """Which of slots `index` is computed by layers in this step; None for none."""
+        """Return which of slots `index` is computed by layers in this step; None for none."""
         if self._now is None or self._is_sent:
             return None
         rows = (index == self._now[0].slot).nonzero()[0]
         return int(rows[0]) if len(rows) else None
 
     def send(self, builder: PlanBuilder) -> None:
-        """What was handed out goes into the plan; its blocks are there."""
+        """Put what was allotted into the plan; its blocks are there."""
         assert self._now is not None, "layers were handed out in this step"
         (sequence, end_layer), batch = self._now, self._batch
         part, slot = sequence.part, sequence.slot
@@ -108,22 +109,25 @@ class LayeredChunks(StepExtension):
             self.tokens_total += part.count
 
     def _part_of(self, sequence: SequenceState, start: int) -> LayeredPart | None:
-        """The part that `sequence` has under way; gone where it went on by ordinary rows since."""
+        """Return the chunk under way of `sequence`; drop it if ordinary rows went on since."""
         if sequence.part is not None and sequence.part.start != start:
             sequence.part = None
         return sequence.part
 
     def _under_way(self) -> SequenceState | None:
-        """Whose part is begun and not computed."""
+        """Return the request with the chunk that is begun and not computed."""
         holder = self._holder
         if holder is not None and holder.slot != NO_SLOT:
             self._part_of(holder, int(self._batch.scheduled[holder.slot]))
         return holder if holder is not None and holder.part is not None else None
 
     def _is_busy(self) -> bool:
-        """Whether another request's part goes on: its turn was before, or it took the place of one
-        itself. Else it is begun anew when its turn comes: prompts are asked in the policy's order,
-        and the first does not wait for those behind it."""
+        """Return whether the chunk of another request goes on.
+
+        That is so where its turn was before, or where it replaced one itself. Else it is begun anew
+        when its turn comes: prompts are asked in the policy's order, and the first does not wait
+        for those behind it.
+        """
         return self._under_way() is not None and (self._had_turn or self._was_taken)
 
     def _begin(self, sequence: SequenceState, part: LayeredPart) -> None:
@@ -136,15 +140,17 @@ class LayeredChunks(StepExtension):
     def _new_part(
         self, budget: StepBudget, start: int, wanted: int, *, is_long: bool
     ) -> LayeredPart | None:
-        """The part by which most tokens are computed a step, within the step's bounds; None where
-        there are none, or an ordinary row does about as well."""
+        """Return the chunk by which most tokens are computed per step, within the step's bounds.
+
+        None where there are none, or an ordinary row does about as well.
+        """
         room_ms = budget.prompt_room_ms(is_long=is_long)
         if room_ms is None or room_ms <= 0:
             return None
         best, best_pace = 0, WORTH * budget.prompt_pace(start, wanted, is_long=is_long)
-        longest = min(self._most_tokens, wanted - 1)
+        longest = min(self._max_tokens, wanted - 1)
         for num_steps, layers in self._shares:
-            if longest <= best_pace * num_steps:  # too little a step, whatever the time allows
+            if longest <= best_pace * num_steps:  # too few tokens a step, whatever the time allows
                 continue
             count = min(budget.part_tokens(start, room_ms * self._num_layers / layers), longest)
             if count < wanted - 1:

@@ -1,10 +1,10 @@
-"""PromptShares: which prompts go on in a step, and how far, beside the rows that take one token.
+"""PromptShares: which prompts go on in a step, and how far, beside rows of one token.
 
 Rows of one token are served first. What is left goes to prompts in the policy's order, running and
-waiting ones alike, within bounds in predicted milliseconds: a step that makes tokens shall not
+waiting ones alike, within bounds in predicted milliseconds: a step that generates tokens shall not
 take longer than the tightest target for the time between two of them; and where a long prompt is
-computed in parts, its parts shall not double the step. Takes no blocks from anybody. Always holds:
-prompts get a few tokens a step, however tight the target.
+computed in chunks, these shall not double the step. Takes no blocks from other requests. Always
+holds: prompts get a few tokens a step, however tight the target.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from quire.scheduler.running_batch import Bools, Index, Int32s, RunningBatch
 from quire.scheduler.sequence import SequenceState
 from quire.scheduler.step_budget import BlockShares, StepBudget
 
-# A part of a long prompt may take so much of the time that the step's other rows take.
+# A chunk of a long prompt may take this share of the time that the step's other rows take.
 LONG_SHARE = 0.65
 
 
 class PromptShares:
-    """Hands out `StepBudget`s to running prompts, and bounds them for waiting ones."""
+    """Allots `StepBudget`s to running prompts, and bounds them for waiting ones."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class PromptShares:
         return counts
 
     def allot_one(self, budget: StepBudget, slot: int, scored: Bools | None, row: int) -> int:
-        """Tokens for the prompt that runs in `slot`; scored[row] says whether it is scored."""
+        """Return tokens for the prompt in `slot`; scored[row] says whether it is scored."""
         batch, sequence = self._batch, self._batch.sequence(slot)
         start, is_scored = int(batch.scheduled[slot]), scored is not None and bool(scored[row])
         wanted = int(batch.goal[slot]) - start
@@ -99,8 +99,8 @@ class PromptShares:
             if not budget.spent:
                 counts[row] = self.allot_one(budget, slot, scored, row)
         needs = cache.blocks_short(index, starts + counts)
-        # Their blocks were spoken for when they were admitted; who lacks them now, because others
-        # have grown since, waits a step. None are taken out of a tenant's floor.
+        # Their blocks were reserved when they were admitted; a prompt that lacks them now, because
+        # others have grown since, waits a step. None are taken out of a tenant's floor.
         shares.changed()
         fits = counts > 0
         for row in (fits & (needs > 0)).nonzero()[0].tolist():
@@ -143,7 +143,7 @@ class PromptShares:
         *,
         is_urgent: bool,
     ) -> None:
-        """Rows of slots `ones` take a token each; num_prompts want more."""
+        """Bound prompts: rows of slots `ones` take a token each; num_prompts want more."""
         if not len(ones):
             budget.bound(math.inf, math.inf, self._speed)
             return

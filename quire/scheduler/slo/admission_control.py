@@ -1,7 +1,7 @@
-"""Doors: who is not let in, and what they are told.
+"""Admission control: rejects requests before anything of them is computed.
 
-What can never run, a queue that is full, and promises that would not be kept, are refused before
-anything is computed, with what was found, what is allowed and when to come again. Changes nothing.
+Rejected are requests that can never run, those that find a full queue, and those that would miss an
+objective; with what was found, what is allowed and when to come again. Changes nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from quire.scheduler.waiting_queue import WaitingQueue
 def check_request(
     request: Request, limits: SchedulerLimits, cache: CacheManager, shares: BlockShares
 ) -> int:
-    """The most tokens `request` may have.
+    """Return the most tokens `request` may have.
 
     Raises ContextTooLong and InvalidParameter for what can never run.
     """
@@ -57,10 +57,10 @@ def check_request(
             "or give it more memory",
             param="prompt",
         )
-    most_tokens = shares.max_tokens(request)
-    if prompt + least > most_tokens:
+    max_tokens = shares.max_tokens(request)
+    if prompt + least > max_tokens:
         raise ContextTooLong(
-            f"{found}; requests of tenant {shares.shown(request)} have {most_tokens} "
+            f"{found}; requests of tenant {shares.shown(request)} have {max_tokens} "
             "tokens of the KV cache at most (its ceiling, and what others' floors leave): "
             "shorten the prompt",
             param="prompt",
@@ -74,8 +74,8 @@ def check_request(
     limit = min(request.max_total_tokens, room)
     if request.sampling.use_beam_search:
         max_running = shares.max_running(request)
-        check_beam_blocks(request, limit, max_running, most_tokens, cache.block_size)
-    return min(limit, cache.num_tokens, most_tokens)
+        check_beam_blocks(request, limit, max_running, max_tokens, cache.block_size)
+    return min(limit, cache.num_tokens, max_tokens)
 
 
 def check_queue_room(
@@ -85,7 +85,7 @@ def check_queue_room(
     num_free_slots: int,
     request: Request,
 ) -> None:
-    """Raises OverloadedError where the queue has no place for `request`."""
+    """Raise OverloadedError where the queue has no place for `request`."""
     most = limits.max_queued_requests
     if len(queue) >= most + num_free_slots:
         raise OverloadedError(
@@ -93,12 +93,12 @@ def check_queue_room(
             f"try again later{_in_about(predictor)}",
             retry_after_s=predictor.retry_after_s(),
         )
-    tokens, most_tokens = len(request.prompt_ids), limits.max_queued_tokens
+    tokens, max_tokens = len(request.prompt_ids), limits.max_queued_tokens
     # A prompt longer than all that may wait has its turn when nothing else waits.
-    if most_tokens and len(queue) and queue.num_tokens + tokens > most_tokens:
+    if max_tokens and len(queue) and queue.num_tokens + tokens > max_tokens:
         raise OverloadedError(
             f"requests with {queue.num_tokens} tokens are waiting and the prompt has {tokens}; "
-            f"at most {most_tokens} may wait; try again later{_in_about(predictor)}",
+            f"at most {max_tokens} may wait; try again later{_in_about(predictor)}",
             retry_after_s=predictor.retry_after_s(),
         )
 
@@ -111,9 +111,11 @@ def check_objectives(
     cache: CacheManager,
     batch: RunningBatch,
 ) -> DeadlineMissed | None:
-    """What to say where `sequence`, which waits in `queue`, would miss what it asks for, if its
-    first token took as long as forecasts may be exceeded by their margin; None where it would not,
-    and for forks: they go with their leader."""
+    """Return the error where the waiting `sequence` would miss an objective, else None.
+
+    That is so if it took as long as predictions may be exceeded by their margin. None for forks:
+    they go with their leader.
+    """
     request = sequence.request
     asks = request.deadline_ms is not None or request.ttft_slo_ms is not None
     if not asks or sequence.leader is not None or not predictor.knows:
@@ -147,7 +149,7 @@ def check_objectives(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Missed:
-    """An objective of a request that would be missed: `prediction` by `times` its margin."""
+    """An objective that would be missed: `prediction` times its margin is too late."""
 
     what: str
     prediction: Prediction

@@ -1,7 +1,7 @@
-"""Deadlines: whose time has come, by requests' own wishes.
+"""Deadlines: requests with an objective that is due, soonest first.
 
-A heap of moments. Knows no order of service and no work. Always holds: asking costs as much as
-there is to tell; moments of requests that have ended are cleared away, however late they are.
+A heap of moments. Knows no order of service and no work. Always holds: asking costs as much as is
+due; moments of requests that have ended are removed, however late they are.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Deadlines:
         self._most = _SLACK
 
     def note(self, sequence: SequenceState) -> None:
-        """`sequence` has come."""
+        """Add the objectives of a new request."""
         request = sequence.request
-        wishes = ((request.ttft_slo_ms, False), (request.deadline_ms, True))
-        for within_ms, is_whole in wishes:
+        objectives = ((request.ttft_slo_ms, False), (request.deadline_ms, True))
+        for within_ms, is_whole in objectives:
             if within_ms is not None:
                 when_ms = request.arrival_ms + within_ms
                 self._num_noted += 1
@@ -37,8 +37,10 @@ class Deadlines:
             self._most = 2 * len(self._moments) + _SLACK
 
     def passed(self, now_ms: float) -> list[tuple[SequenceState, bool]]:
-        """Live sequences whose moment is over, each told once; whether it was the whole
-        answer's."""
+        """Return live sequences with an objective that is overdue, each once.
+
+        With whether it is that of the whole answer.
+        """
         if not self._moments or self._moments[0][0] > now_ms:
             return []
         found = []

@@ -1,7 +1,7 @@
-"""Expiry: whose time is over, by their own wishes or by the queue's limit, and what they are told.
+"""Expiry: ends requests that missed their deadline or waited too long in the queue.
 
-Ends them. Knows moments and the requests; no budget, no blocks. Always holds: who has begun is past
-waiting, and so is a group of which any has; a request is told once.
+Knows moments and the request table; no budget, no blocks. Always holds: a request that has begun is
+past waiting, and so is a group of which any has; an error is reported once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quire.scheduler.slo.deadlines import Deadlines
 from quire.scheduler.slo.queue_timeout import QueueTimeout
 from quire.scheduler.slo.ttft_prediction import TTFTPredictor
 
-# Ids of requests that were ended, and what to say.
+# Ids of requests that were ended, and the error to report.
 Expired = tuple[tuple[str, ...], OverloadedError]
 
 
@@ -32,14 +32,14 @@ class Expiry:
         self._queue_time = QueueTimeout(queue_timeout_ms)
 
     def note(self, sequence: SequenceState, waiting: SequenceState | None) -> None:
-        """`sequence` has come; who waits for it, see RequestTable.come."""
+        """Add a new request, and the sequence that waits for it (see RequestTable.add)."""
         self.is_active = True
         self._deadlines.note(sequence)
         if waiting is not None:
             self._queue_time.note(waiting)
 
     def expire(self, now_ms: float) -> list[Expired]:
-        """End what has waited for its first step too long, or whose deadline is over."""
+        """End requests that waited too long for their first step, or missed their deadline."""
         expired: list[Expired] = []
         for sequence, is_whole in self._deadlines.passed(now_ms):
             if is_whole:
@@ -61,7 +61,7 @@ class Expiry:
         return expired
 
     def _time_out(self, sequence: SequenceState, now_ms: float) -> list[Expired]:
-        """`sequence` has waited too long: it goes with its group, unless one of that has begun."""
+        """End `sequence`, which has waited too long, and its group unless that has begun."""
         if sequence.group is not None:
             group = tuple(self._requests.end_group(sequence.group))
         else:
@@ -70,7 +70,7 @@ class Expiry:
             if any(one.was_admitted for one in group):
                 return []
             group = tuple(one for one in group if one.alive)
-            for one in reversed(group):  # the leader last: nobody is to take its place
+            for one in reversed(group):  # the leader last, so that no fork takes its place
                 self._requests.withdraw(one)
         retry_after_s = self._predictor.retry_after_s()
         error = self._queue_time.error(sequence, now_ms, retry_after_s=retry_after_s)
@@ -78,7 +78,7 @@ class Expiry:
 
 
 def deadline_passed(sequence: SequenceState, predictor: TTFTPredictor) -> OverloadedError:
-    """Return the error of a request whose deadline passed before its answer was complete."""
+    """Return the error of a request that was not complete at its deadline."""
     wanted_ms = sequence.request.deadline_ms or 0.0  # it has one: it has passed
     shown = f"{wanted_ms:.0f}" if wanted_ms >= 1 else f"{wanted_ms:.3g}"
     if sequence.was_admitted:

@@ -1,9 +1,9 @@
 """LengthHistory: how long answers are likely to be, from those that ended.
 
 Knows tenants, lengths of prompts and of answers; no text. An average for each tenant and size of
-prompt leans on the tenant's, that on everybody's, and that on a guess, the more the fewer answers
-it has seen. Old answers fade. Always holds: a prediction is at least 1 and never more than the
-request may have.
+prompt leans on that of the tenant, which leans on that of all tenants, and that on a guess, the
+more the fewer answers it has seen. Old answers fade. Always holds: a prediction is at least 1 and
+never more than the request may have.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _Place = tuple[str, int] | str | None
 
 
 class LengthHistory:
-    """Averages that fade, by (tenant, size of prompt), by tenant, and of all."""
+    """Averages that fade, by (tenant, size of prompt), by tenant, and of all.
+
+    ended: answers that were not learned from yet.
+    """
 
     def __init__(self) -> None:
         self._averages: dict[_Place, tuple[float, float]] = {}  # weight, weighted sum
@@ -71,8 +74,11 @@ class LengthHistory:
 
 
 def _places(request: Request) -> tuple[_Place, ...]:
-    """From the widest to the nearest: prompts of one size within a factor of two, and, because
-    programs ask with prompts of much the same length, within a tenth."""
+    """Return the averages a request counts in, from the widest to the narrowest.
+
+    Prompts of one size within a factor of two, and, because programs send prompts of much the same
+    length, within a tenth.
+    """
     tenant, length = request.tenant, len(request.prompt_ids)
     tenth = _TENTHS + int(10 * math.log(length))
     return None, tenant, (tenant, length.bit_length()), (tenant, tenth)

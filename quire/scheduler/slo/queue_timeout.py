@@ -1,7 +1,7 @@
-"""QueueTimeout: which requests have waited for their first step as long as they may.
+"""QueueTimeout: requests that have waited for their first step as long as they may.
 
-Counts from a request's arrival. Knows no order of service. Always holds: who has run, if only for
-a step, is never among them; asking costs as much as there is to tell.
+Counts from arrival. Knows no order of service. Always holds: a request that has run, if only for a
+step, is never among them; asking costs as much as is overdue.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from quire.scheduler.sequence import SequenceState
 
 
 class QueueTimeout:
-    """Tickets in order of arrival. limit_ms: how long they may wait; 0: for ever."""
+    """Sequences in order of arrival. limit_ms: how long they may wait; 0: for ever."""
 
     def __init__(self, limit_ms: float) -> None:
         self._limit_ms = limit_ms
         self._waiting: deque[SequenceState] = deque()
 
     def note(self, sequence: SequenceState) -> None:
-        """`sequence` has come."""
+        """Add a new request."""
         if self._limit_ms:
             self._waiting.append(sequence)
 
     def overdue(self, now_ms: float) -> list[SequenceState]:
-        """Those that have waited too long; each is told once."""
+        """Return those that have waited too long, each once."""
         found = []
         while self._waiting:
             sequence = self._waiting[0]
@@ -40,7 +40,7 @@ class QueueTimeout:
     def error(
         self, sequence: SequenceState, now_ms: float, *, retry_after_s: float | None
     ) -> QueueTimedOut:
-        """What its caller is told."""
+        """Return the error to report."""
         waited_ms = now_ms - sequence.request.arrival_ms
         return QueueTimedOut(
             f"the request waited {waited_ms:.0f} ms for its first step, at most "

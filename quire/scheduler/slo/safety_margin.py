@@ -1,11 +1,12 @@
-"""SafetyMargin: how many times the predicted time a first token, or a whole answer, may take,
-learned from those that came.
+"""SafetyMargin: by how much predictions are exceeded, learned from their outcomes.
 
-A predictor that is right in the middle is too short for half of those it lets in; with its margin
-it is kept by all but one in twenty. Each kind of predictor has a margin of its own: who waits for a
-place or begins at once, and how long it is, within a factor of two. Knows no requests and no clock.
-Always holds: without experience a predictor is taken as it is; no margin is below 1 or above the
-most; one that only refuses shrinks, so that somebody is let in again and tells how it is now."""
+A prediction that is right in the middle is too short for half of the requests it accepts; with its
+margin it is kept by all but one in twenty. Each kind of prediction has a margin of its own: first
+token or whole answer, with or without a wait for a slot, and how long it is, within a factor of
+two. Knows no requests and no clock. Always holds: without experience a prediction is taken as it
+is; no margin is below 1 or above the maximum; one that only rejects shrinks, so that a request is
+accepted again and shows what is true now.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ _MOST = 10.0
 
 
 class SafetyMargin:
-    """Nothing has come yet."""
+    """Empty at first."""
 
     def __init__(self) -> None:
         # Logarithms, by kind of predictor: a few dozen at most.
         self._margins: dict[tuple[bool, bool, int], float] = {}
 
     def times(self, prediction: Prediction) -> float:
-        """How many times as long it may take."""
+        """Return how many times as long as predicted it may take."""
         return math.exp(self._margins.get(_kind(prediction), 0.0))
 
     def came(self, prediction: Prediction, now_ms: float) -> None:
@@ -39,7 +40,7 @@ class SafetyMargin:
         self._move(prediction, CONFIDENCE - 1.0 if kept else CONFIDENCE)
 
     def refused(self, prediction: Prediction) -> None:
-        """Nobody will know: it was let in but for the margin."""
+        """Learn from a rejection caused only by the margin: its outcome stays unknown."""
         self._move(prediction, CONFIDENCE - 1.0)
 
     def _move(self, prediction: Prediction, share: float) -> None:

@@ -1,10 +1,10 @@
-"""TTFTPredictor: when a request that waits would begin, have its first token, and end.
+"""TTFTPredictor: when a waiting request would begin, have its first token, and end.
 
-The machine is taken as a server whose milliseconds are shared by those that run: what is ahead is
-work in milliseconds (prompts, and tokens likely to be made, at the batch's price), and a request
-begins when so much of it is done that a place is free. Knows no order (how many are ahead is an
-argument) and no clock; what others would do for a request says `PriorityPreemption`, who will come
-and go before it `Overtaking`. Always holds: nothing is prediction before a few steps were timed.
+The machine is modelled as a server with milliseconds that running requests share: what is ahead is
+work in milliseconds (prompts, and tokens likely to be generated, at the batch's price), and a
+request begins when so much of it is done that a slot is free. Knows no order (how many are ahead is
+an argument) and no clock; PriorityPreemption says what others would yield, Overtaking what later
+arrivals add. Always holds: nothing is predicted before a few steps were timed.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ from quire.scheduler.slo.length_history import LengthHistory
 from quire.scheduler.slo.overtaking import Overtaking
 from quire.scheduler.slo.safety_margin import SafetyMargin
 
-# Steps that must have been timed before anybody is refused for what they foretell.
+# Steps that must have been timed before a request is rejected for a prediction.
 MIN_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Load:
-    """A moment. rows: that run together when it is busy; depth: positions a row attends to;
-    token_ms: of the machine for one of a row's tokens; running_ms, waiting_ms: work left;
-    prompts_ms: of it the prompts of those that run."""
+    """The load at a moment.
+
+    rows: that run together when it is busy; depth: positions a row attends to; token_ms: device
+    time of one token of a row; running_ms, waiting_ms: work left; prompts_ms: of running_ms, that
+    of prompts.
+    """
 
     rows: int
     depth: float
@@ -74,7 +77,7 @@ class TTFTPredictor:
         self._overtaking = Overtaking()
 
     def note(self, sequence: SequenceState) -> None:
-        """`sequence` was let in, and waits."""
+        """Note an accepted request that waits, as a sample of later arrivals."""
         delay_ms = self._policy.delay_ms(sequence)
         if not self._overtaking.may_overtake(delay_ms):
             return
@@ -89,23 +92,27 @@ class TTFTPredictor:
 
     @property
     def knows(self) -> bool:
-        """Whether enough steps were timed to foretell anything."""
+        """Whether enough steps were timed to predict anything."""
         return self._speed.num_steps >= MIN_STEPS
 
     def drain_ms(self) -> float:
-        """Until all that wait now have begun."""
+        """Return the time until all that wait now have begun."""
         return self._begin_ms(self._load(), len(self._queue))[0]
 
     def retry_after_s(self) -> float:
-        """When to come again: all that wait now have begun, within a second and an hour; a second
-        while nothing can be prediction."""
+        """Return when to come again: when all that wait now have begun.
+
+        Within a second and an hour; a second while nothing can be predicted.
+        """
         return min(max(self.drain_ms() / 1000.0, 1.0), 3600.0) if self.knows else 1.0
 
     def first_token(
         self, sequence: SequenceState, num_ahead: int, at_ms: float, num_cached: int = 0
     ) -> Prediction:
-        """From at_ms, which is now, to the first token of `sequence`, which waits behind num_ahead
-        others; num_cached of its tokens need no computing."""
+        """Predict the first token of `sequence`, which waits behind num_ahead others, from at_ms.
+
+        at_ms is now; num_cached of its tokens need no computing.
+        """
         load, preemptible_share = self._load(), NOTHING_PREEMPTIBLE
         if self._preemption is not None:
             preemptible_share = self._preemption.preemptible_share(sequence)
@@ -121,7 +128,7 @@ class TTFTPredictor:
         return Prediction(at_ms=at_ms, ms=begin_ms, waits=waits)
 
     def rest_ms(self, sequence: SequenceState) -> float:
-        """From the first token of `sequence` to its end."""
+        """Return the time from the first token of `sequence` to its end."""
         load = self._load()
         depth = len(sequence.token_ids) + sequence.likely_tokens / 2
         step_ms = self._speed.step_ms(load.rows, (load.rows - 1) * load.depth + depth)
@@ -160,14 +167,17 @@ class TTFTPredictor:
         preemptible_share: PreemptibleShare = NOTHING_PREEMPTIBLE,
         delay_ms: float = -math.inf,
     ) -> tuple[float, bool]:
-        """Until one behind num_ahead others has a place, which those to come pass by its
-        handicap; whether it waits for that, and not only for prompts before its own."""
+        """Return when a request behind num_ahead others gets a slot.
+
+        And whether it waits for that, and not only for prompts before its own. Later arrivals
+        overtake it by its delay.
+        """
         waiting = max(len(self._queue), 1)
         mean_tokens = self._queue.num_tokens / waiting
         ahead_ms = load.waiting_ms * num_ahead / waiting
         back = preemptible_share.rows
         prompts_ms = self._prompt_ms(load, 0, int(mean_tokens), back, num=num_ahead)
-        if not preemptible_share.rows:  # nobody's prompt stands back
+        if not preemptible_share.rows:  # no prompt yields
             prompts_ms += load.prompts_ms
         free_blocks = self._cache.num_free + preemptible_share.blocks
         free_blocks -= (num_ahead + 1) * self._cache.blocks_for(int(mean_tokens))
@@ -189,8 +199,10 @@ class TTFTPredictor:
         num: int = 1,
         is_long: bool = False,
     ) -> float:
-        """Computing the tokens of `num` such prompts, one after the other, beside those that run,
-        of which num_back stand back."""
+        """Return the time to compute `num` such prompts, one after the other.
+
+        Beside running requests, of which num_back pause.
+        """
         if end <= start or not num:
             return 0.0
         span_ms = num * self._speed.span_ms(start, end)

@@ -1,14 +1,14 @@
-"""TenantUsage: what each tenant's requests hold, and what its limits let it take.
+"""TenantUsage: what each tenant's requests hold, and what its limits allow.
 
-A tenant's *charge* is the blocks its running requests name; one that r requests name counts 1/r
-for each, so charges add up to the blocks in use, shared prefixes and forks included. Its
-*commitment* is that and what those requests still lack for the tokens they know. A floor holds
-back blocks from others as far as its tenant's commitment is below it; a ceiling bounds the
-commitment. Knows no order and no time. Always holds: the longest request that is taken fits below
-its tenant's ceiling and beside all others' floors, so that whoever is first can always get on.
+A tenant's *charge* is the blocks its running requests name; one that r requests name counts 1/r for
+each, so charges add up to the blocks in use, shared prefixes and forks included. Its *commitment*
+is that and what those requests still lack for the tokens they know. A floor reserves blocks as far
+as its tenant's commitment is below it; a ceiling bounds the commitment. Knows no order and no time.
+Always holds: the longest accepted request fits below its tenant's ceiling and beside all others'
+floors, so that the first request can always advance.
 
-Charges are summed up when somebody asks, at admissions and where blocks run short; where no
-tenant has a floor or a ceiling, nobody does.
+Charges are summed up on demand, at admissions and where blocks run short; never where no tenant has
+a floor or a ceiling.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Float64s = NDArray[np.float64]
 _NOBODY = -1
 # Sums of thirds and the like are not whole numbers to the last bit.
 _SLACK = 1e-6
-# What is told of blocks may be so old: it is summed up for nobody else.
+# Reported blocks may be so old: they are summed up for metrics only.
 REPORT_EVERY_MS = 500.0
 
 
@@ -39,8 +39,8 @@ REPORT_EVERY_MS = 500.0
 class TenantLimits:
     """What one tenant's requests may have; None for no limit.
 
-    name: as requests carry it; "" is the tenant of those that carry none, and shown is what it is
-    called in words. max_queued: that wait, beside those that could run at once.
+    name: as requests carry it; "" is the tenant of those that carry none, and shown is its name in
+    messages. max_queued: that wait, beside those that could run at once.
     """
 
     name: str
@@ -55,9 +55,9 @@ ANYBODY = TenantLimits(name="", shown="default")
 
 
 class TenantUsage(BlockShares):
-    """Books of one scheduler. limits: of all tenants; none: there is one, whatever it is called.
+    """Usage by tenant of one scheduler. limits: of all tenants, at least one.
 
-    Raises SettingError where the floors leave somebody nothing.
+    Raises SettingError where the floors leave a tenant nothing.
     """
 
     def __init__(
@@ -79,17 +79,17 @@ class TenantUsage(BlockShares):
         self.has_floors = bool(self._floors.any())
         self.has_ceilings = bool(np.isfinite(self._ceilings).any())
         self._sum_floors = int(self._floors.sum())
-        self._most_blocks = self._check_floors()
+        self._max_blocks = self._check_floors()
         self._last_charges: Float64s | None = None
         self._last_commitments: Float64s | None = None
         self._reported_ms = -math.inf
         self._reported_blocks = (0,) * num_tenants
 
-    # ---- who comes and goes
+    # ---- arrivals and departures
 
     def max_tokens(self, request: Request) -> int:
         """The most a request of that tenant can hold; InvalidParameter if it is not known."""
-        return self._most_blocks[self._number_of(request)] * self._cache.block_size
+        return self._max_blocks[self._number_of(request)] * self._cache.block_size
 
     def max_running(self, request: Request) -> int:
         """How many requests of that tenant may run at once."""
@@ -147,7 +147,7 @@ class TenantUsage(BlockShares):
         self.changed()
 
     def changed(self) -> None:
-        """Blocks or goals of running requests have changed since somebody asked."""
+        """Forget sums: blocks or goals of running requests have changed."""
         self._last_charges = self._last_commitments = None
 
     # ---- admission
@@ -250,7 +250,7 @@ class TenantUsage(BlockShares):
         """Whether tenant `number` has more than its ceiling."""
         return float(self._committed()[number]) > float(self._ceilings[number]) + _SLACK
 
-    # ---- what is told
+    # ---- reports
 
     def reported_blocks(self, now_ms: float) -> tuple[int, ...]:
         """Blocks of each tenant's running requests, shared ones divided; at most so old."""

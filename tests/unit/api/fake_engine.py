@@ -64,7 +64,7 @@ class ByteTokenizer:
         before = [self._bos] if add_special_tokens and self._bos is not None else []
         return [*before, *text.encode()]
 
-    def least_tokens(self, text: str) -> int:
+    def min_num_tokens(self, text: str) -> int:
         return len(text.encode(errors="surrogatepass"))
 
     def token_id(self, token: str) -> int | None:

@@ -16,7 +16,7 @@ from jsonschema import Draft202012Validator
 from starlette.routing import Route
 
 from quire.api.http.auth import OPEN_PATHS
-from quire.api.http.paths import served_path
+from quire.api.http.middleware import served_path
 from quire.api.openapi.document import document
 from quire.api.openapi.field_schemas import Known
 from quire.api.openapi.operations import OPERATIONS

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.api.generation.prompts import most_text_bytes
+from quire.api.generation.request_context import max_text_bytes
 from tests.unit.api.fake_engine import CARD, ByteTokenizer, FakeEngine, Reply, Site
 
 MIB = 1 << 20
@@ -25,7 +25,7 @@ class Counting(ByteTokenizer):
         self.lengths.append(len(text))
         return [97] * 8
 
-    def least_tokens(self, text: str) -> int:
+    def min_num_tokens(self, text: str) -> int:
         return 0
 
 
@@ -36,7 +36,7 @@ def ask(path: str, body: dict[str, Any], context: int = 64) -> tuple[Reply, list
     async def exchange() -> Reply:
         site = Site(engine)
         reply = await site.post(path, body)
-        site.serving.lanes.close()
+        site.serving.thread_pools.close()
         return reply
 
     return asyncio.run(exchange()), tokenizer.lengths
@@ -74,7 +74,7 @@ def test_a_text_at_the_bound_is_tokenized(path: str) -> None:
 
 def test_the_bound_grows_with_the_context() -> None:
     card = replace(CARD, max_model_len=MIB // 16 + 1)
-    assert most_text_bytes(FakeEngine(card=card)) == MIB + 16
+    assert max_text_bytes(FakeEngine(card=card)) == MIB + 16
     reply, lengths = ask("/tokenize", {"prompt": "x" * (MIB + 16)}, context=card.max_model_len)
     assert (reply.status, lengths) == (200, [MIB + 16])
 
@@ -84,7 +84,7 @@ def test_what_cannot_fit_in_any_tokens_is_refused_unread_unless_it_is_cut() -> N
     seen: list[int] = []
 
     class Known(Counting):
-        def least_tokens(self, text: str) -> int:
+        def min_num_tokens(self, text: str) -> int:
             return -(-len(text) // 4)
 
     engine.tokenizer = tokenizer = Known()

@@ -12,9 +12,9 @@ from quire.api.generation.fields import (
     DETOKENIZE,
     TOKENIZE,
     known_fields,
+    sampling_of,
 )
 from quire.api.generation.foreign_fields import OTHER_NAMES
-from quire.api.generation.sampling_fields import sampling_of
 from quire.base.errors import InvalidParameter
 from quire.base.sampling_params import FILTERS_OFF, SamplingParams
 from tests.unit.api.fake_engine import FakeEngine

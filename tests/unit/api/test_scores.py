@@ -86,7 +86,7 @@ def test_offsets_of_an_echo_never_leave_it() -> None:
 def test_an_answer_that_would_tell_too_much_of_prompts_is_refused(
     monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any], param: str
 ) -> None:
-    monkeypatch.setattr("quire.api.openai.logprobs.MAX_TOLD", 60)
+    monkeypatch.setattr("quire.api.generation.answer_json.MAX_PROMPT_NUMBERS", 60)
     given = {"prompt": ["abc", "d"]} if path == COMPLETIONS else {"messages": MESSAGES}
     engine = FakeEngine()
     reply = _post(path, {**given, **fields}, engine)

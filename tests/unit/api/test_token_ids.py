@@ -98,7 +98,7 @@ def test_ids_are_told_where_they_were_asked_for(path: str) -> None:
 def test_prompts_are_told_to_so_many_choices_as_an_answer_can_hold(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("quire.api.openai.logprobs.MAX_TOLD", 60)
+    monkeypatch.setattr("quire.api.generation.answer_json.MAX_PROMPT_NUMBERS", 60)
     many = post(COMPLETIONS, prompt="ab", n=31, return_token_ids=True)
     assert (many.status, many.error["param"]) == (400, "return_token_ids")
     assert told(COMPLETIONS, prompt="ab", n=30).status == 200
@@ -125,7 +125,7 @@ def test_generate_scores_its_prompt() -> None:
 
 
 def test_generate_refuses_to_tell_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.api.openai.logprobs.MAX_TOLD", 60)
+    monkeypatch.setattr("quire.api.generation.answer_json.MAX_PROMPT_NUMBERS", 60)
     reply = post(GENERATE, tokens=[97] * 4, prompt_logprobs=20)
     assert (reply.status, reply.error["param"]) == (400, "prompt_logprobs")
     assert post(GENERATE, tokens=[97] * 4, prompt_logprobs=14).status == 200

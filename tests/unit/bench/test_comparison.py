@@ -17,8 +17,8 @@ from bench.pairs import Conditions, Floor, PairRun, WrongAnswer, take_pairs
 from bench.peers.child import Peer, PeerFailed
 from bench.record import MIN_PAIRS, Record, RecordMismatch, Subject, is_settled
 from bench.scaling import threads_in_turn
+from quire.bench.cpu_use import CpuUse
 from quire.bench.floor import program_of
-from quire.bench.foreign import CpuUse
 from quire.bench.limits import peak_gflops
 from quire.bench.reading import ReadProbe
 from quire.bench.workloads import WORKLOADS, Lengths, Workload

@@ -10,10 +10,10 @@ import pytest
 
 from quire.base.errors import SettingError, WorkerError
 from quire.bench.http_load import ServedModel, Target, address_of, open_loop, served_model
-from quire.bench.workloads import Ask
+from quire.bench.workloads import RequestSpec
 from tests.unit.bench.served import Answer, SmallServer, plain_answer
 
-ASKS = [Ask(prompt_ids=(5, 6, 7), output_tokens=4, arrival_s=0.05 * n) for n in range(3)]
+ASKS = [RequestSpec(prompt_ids=(5, 6, 7), output_tokens=4, arrival_s=0.05 * n) for n in range(3)]
 
 
 @pytest.mark.parametrize("chunked", [True, False])

@@ -1,4 +1,4 @@
-"""`quire bench kernels`: every operation of the box is told, and nothing of a wrong result."""
+"""`quire bench kernels`: every operation of the built-in model is timed, and no wrong result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from quire.base.errors import SettingError, WorkerError
 from quire.bench import kernels
-from quire.bench.kernels import Asked, kernels_text, measure_kernels
+from quire.bench.kernels import KernelOptions, kernels_text, measure_kernels
 from quire.bench.limits import ARITHMETIC, FORK_JOIN, READ
 from quire.bench.reading import ReadProbe
 from quire.execute.reference import ReferenceExecutor
@@ -22,8 +22,8 @@ from tests.unit.cli.command import quire_main
 SETTINGS = {"num_threads": 2}
 
 
-def _asked(**given: Any) -> Asked:
-    return Asked(
+def _asked(**given: Any) -> KernelOptions:
+    return KernelOptions(
         **{"precisions": ("none",), "rows": (1, 70), "depths": (40,), "seconds": 0.0, **given}
     )
 
@@ -73,7 +73,7 @@ def test_depths_go_as_far_as_the_context() -> None:
 
 
 @pytest.mark.parametrize("part", ["products", "attention", "small"])
-def test_nothing_is_told_of_a_wrong_result(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_time_is_reported_of_a_wrong_result(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = ReferenceExecutor.run_head
 
     def wrong(self: ReferenceExecutor, *given: Any) -> NDArray[np.float32]:
@@ -82,11 +82,11 @@ def test_nothing_is_told_of_a_wrong_result(part: str, monkeypatch: pytest.Monkey
         return rows
 
     monkeypatch.setattr(ReferenceExecutor, "run_head", wrong)
-    with pytest.raises(WorkerError, match="nothing is told of wrong results"):
+    with pytest.raises(WorkerError, match="no times of wrong results"):
         _measured(parts=(part,))
 
 
-def test_nothing_is_told_of_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_time_is_reported_of_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
     right = kernels.choose
 
     def wrong(*given: Any) -> TokenChoice:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from quire.bench.foreign import CpuWatch, own_bytes, peak_rss_bytes
+from quire.bench.cpu_use import CpuWatch, own_bytes, peak_rss_bytes
 from quire.bench.reading import ReadProbe
 
 

@@ -11,7 +11,7 @@ import pytest
 from quire.base.errors import SettingError, WorkerError
 from quire.bench.http_load import ServedModel, Target
 from quire.bench.plots import plot_serving
-from quire.bench.serve import Load, ask_what_is_served, measure_serving, serving_text
+from quire.bench.serve import Load, measure_serving, resolve_model, serving_text
 from quire.bench.workloads import Lengths
 from quire.cli.main import main
 from quire.obs import pictures
@@ -79,13 +79,13 @@ def test_a_server_that_says_nothing_gets_the_usual_lengths() -> None:
 @pytest.mark.parametrize("said", [{"max_model_len": "long"}, {"vocab_size": -1}])
 def test_what_a_server_says_may_be_anything(said: dict[str, Any]) -> None:
     with SmallServer(says=said) as server:
-        found = ask_what_is_served(Target(url=server.url, model=""))
+        found = resolve_model(Target(url=server.url, model=""))
     assert found == ServedModel(name="small")
 
 
 def test_a_named_model_needs_no_list() -> None:
     nowhere = Target(url="http://127.0.0.1:9", model="mine")
-    assert ask_what_is_served(nowhere) == ServedModel(name="mine")
+    assert resolve_model(nowhere) == ServedModel(name="mine")
 
 
 def test_a_server_that_only_fails_ends_the_run_with_its_words() -> None:

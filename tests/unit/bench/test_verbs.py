@@ -18,7 +18,7 @@ from quire.bench.local import LocalEngine
 from quire.bench.machine import machine_card
 from quire.bench.startup import Start, check_same, measure_startup, startup_text
 from quire.bench.throughput import measure_throughput, throughput_text
-from quire.bench.workloads import Ask, Workload, mixed_lengths
+from quire.bench.workloads import RequestSpec, Workload, mixed_lengths
 from quire.cli.main import main
 from quire.obs.report import Progress, table
 from quire.program.cost import StepShape
@@ -30,9 +30,9 @@ SMALL = Workload(
 )
 
 
-def _ask(seed: int, prompt: int = 12, output: int = 6) -> Ask:
+def _ask(seed: int, prompt: int = 12, output: int = 6) -> RequestSpec:
     ids = np.random.default_rng(seed).integers(300, 2000, prompt)
-    return Ask(prompt_ids=tuple(ids.tolist()), output_tokens=output)
+    return RequestSpec(prompt_ids=tuple(ids.tolist()), output_tokens=output)
 
 
 def test_latency_tells_medians_and_the_share_of_the_floor() -> None:
@@ -124,12 +124,12 @@ def test_a_result_names_no_paths(tmp_path: Path) -> None:
 
 
 def test_static_batches_give_each_request_its_own_tokens_only() -> None:
-    asks = [_ask(1, output=2), _ask(2, output=7), _ask(3, output=4)]
+    specs = [_ask(1, output=2), _ask(2, output=7), _ask(3, output=4)]
 
     async def run() -> None:
         async with LocalEngine("", SETTINGS) as engine:
-            together = await engine.run(asks)
-            static = await engine.run(asks, static_batch=2)
+            together = await engine.run(specs)
+            static = await engine.run(specs, static_batch=2)
         assert [len(one.token_ids) for one in static] == [2, 7, 4]
         assert [one.token_ids for one in static] == [one.token_ids for one in together]
         first, second, third = (one.times for one in static)

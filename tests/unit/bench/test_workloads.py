@@ -8,11 +8,11 @@ import pytest
 from quire.base.errors import SettingError
 from quire.bench.workloads import (
     WORKLOADS,
-    Ask,
     Range,
+    RequestSpec,
     batches,
     draw_ids,
-    fitted,
+    fit_lengths,
     mixed_lengths,
 )
 
@@ -64,7 +64,7 @@ def test_mixed_lengths_reach_both_ends_and_stay_the_same() -> None:
 
 
 def test_static_groups_run_to_their_longest_answer() -> None:
-    asks = [Ask(prompt_ids=(5,), output_tokens=count) for count in (3, 9, 4, 1, 2)]
+    asks = [RequestSpec(prompt_ids=(5,), output_tokens=count) for count in (3, 9, 4, 1, 2)]
     groups = batches(asks, 2)
     assert [[ask.output_tokens for ask in group] for group in groups] == [[9, 9], [4, 4], [2]]
 
@@ -86,7 +86,7 @@ def test_static_groups_run_to_their_longest_answer() -> None:
 def test_usual_lengths_are_cut_to_the_context(
     context: int | None, prompts: Range | None, outputs: Range | None, found: tuple[Range, Range]
 ) -> None:
-    assert fitted(context, prompts, outputs) == found
+    assert fit_lengths(context, prompts, outputs) == found
 
 
 @pytest.mark.parametrize(
@@ -96,4 +96,4 @@ def test_lengths_that_were_asked_for_are_never_cut(
     prompts: Range | None, outputs: Range | None
 ) -> None:
     with pytest.raises(SettingError, match=r"--prompts.*--max-model-len"):
-        fitted(512, prompts, outputs)
+        fit_lengths(512, prompts, outputs)

@@ -36,7 +36,7 @@ def test_a_block_that_was_found_and_described_again_was_found_by_nobody() -> Non
     describe(lineage, 3, 1)
     lineage.found(ints(3))
     assert lineage.hits[3] == 1
-    assert lineage.most_found(np.ones(8, np.bool_), 4).tolist() == [3]
+    assert lineage.top_found(np.ones(8, np.bool_), 4).tolist() == [3]
     describe(lineage, 3, 2)
     assert lineage.hits[3] == 0
-    assert lineage.most_found(np.ones(8, np.bool_), 4).tolist() == []
+    assert lineage.top_found(np.ones(8, np.bool_), 4).tolist() == []

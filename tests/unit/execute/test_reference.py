@@ -156,8 +156,11 @@ def test_batches_that_lead_nowhere_are_refused(
     changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     arrays = {name: np.array(values, np.int32) for name, values in changes.items()}
+    batch = sequence_batch([1, 2], 0, 64)
+    of_cache = {name: arrays.pop(name) for name in ("kv_slots", "block_tables") if name in arrays}
+    batch = replace(batch, caches=(replace(batch.caches[0], **of_cache),), **arrays)
     with pytest.raises(ValueError, match=said):
-        make(tmp_path).run_trunk(replace(sequence_batch([1, 2], 0, 64), **arrays))
+        make(tmp_path).run_trunk(batch)
 
 
 def test_a_run_before_there_is_a_cache_is_refused(tmp_path: Path) -> None:

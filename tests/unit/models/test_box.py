@@ -20,7 +20,7 @@ from quire.text.tokenizer import Tokenizer as TextTokenizer
 
 BOX = box_path()
 DRAFT = BOX.parent / "box_draft"
-MOST_BYTES = 8_000_000
+MAX_BYTES = 8_000_000
 
 
 def num_bytes(folder: Path) -> int:
@@ -32,7 +32,7 @@ def weights_bytes(folder: Path) -> int:
 
 
 def test_the_model_in_the_box_is_small_and_its_sibling_much_smaller() -> None:
-    assert num_bytes(BOX) <= MOST_BYTES
+    assert num_bytes(BOX) <= MAX_BYTES
     assert 4 <= weights_bytes(BOX) / weights_bytes(DRAFT) <= 10
 
 

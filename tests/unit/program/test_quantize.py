@@ -85,11 +85,14 @@ def test_rules_say_otherwise_by_name_and_the_last_one_counts(program: Program) -
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"scheme": "int5"}, r"quantization: 'int5' is no precision; there are none, int8.*; bf16"),
-        ({"scheme": "f32"}, r"quantization: 'f32' is no precision"),
-        ({"scheme": "int8", "head": "q8"}, r"head_precision: 'q8' is no precision"),
-        ({"scheme": "int8", "keep": ["head"]}, r"keep: 'head' is no rule"),
-        ({"scheme": "int8", "keep": ["head=q8"]}, r"keep: 'q8' is no precision"),
+        (
+            {"scheme": "int5"},
+            r"quantization: 'int5' is not a precision; allowed: none, int8.*; bf16",
+        ),
+        ({"scheme": "f32"}, r"quantization: 'f32' is not a precision"),
+        ({"scheme": "int8", "head": "q8"}, r"head_precision: 'q8' is not a precision"),
+        ({"scheme": "int8", "keep": ["head"]}, r"keep: 'head' is not a rule"),
+        ({"scheme": "int8", "keep": ["head=q8"]}, r"keep: 'q8' is not a precision"),
         (
             {"scheme": "int8", "keep": ["layers.7.*=none"]},
             r"keep: 'layers.7.\*' matches no product of this model; they are head, layers.0.qkv, ",

@@ -15,7 +15,7 @@ def test_every_name_has_one_meaning() -> None:
 
 @pytest.mark.parametrize("name", ["fp8-static", "int3", "INT8", "int4-g16", "q4_0", "bf16"])
 def test_an_unknown_precision_is_told_what_there_is(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"'{name}' is no precision; there are none, int8, "):
+    with pytest.raises(ValueError, match=rf"'{name}' is not a precision; allowed: none, int8, "):
         canonical(name)
 
 
@@ -45,5 +45,5 @@ def test_a_rule_is_a_pattern_and_a_precision() -> None:
 
 @pytest.mark.parametrize("text", ["", "int8", "=int8", "head=", "="])
 def test_what_is_no_rule_is_told_how_one_looks(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is no rule; write a weight's name"):
+    with pytest.raises(ValueError, match=r"is not a rule; write a weight's name"):
         parse_rule(text)

@@ -10,11 +10,11 @@ import pytest
 from quire.base.errors import DeadlineMissed
 from quire.scheduler.sequence import Prediction
 from quire.scheduler.slo.safety_margin import CONFIDENCE, SafetyMargin
-from quire.sim.load import Asks, Job
+from quire.sim.load import RequestDefaults, TraceRequest
 from quire.sim.run import simulate
 from tests.unit.scheduler.fake_worker import make_request
 from tests.unit.scheduler.test_doors import harness_of
-from tests.unit.sim.made import config, drawn_jobs, machine
+from tests.unit.sim.made import config, drawn_requests, machine
 
 WAIT = Prediction(at_ms=1000.0, ms=100.0, waits=True)
 
@@ -85,13 +85,13 @@ def test_a_margin_refuses_who_would_be_let_in_without_and_says_so() -> None:
         came(margin, kind, 10.0)
     before = margin.times(kind)
     assert before == pytest.approx(math.exp(5 * 0.1 * CONFIDENCE))
-    asks = {"max_tokens": 20, "ttft_slo_ms": 1.5 * foretold_ms}
+    defaults = {"max_tokens": 20, "ttft_slo_ms": 1.5 * foretold_ms}
     with pytest.raises(DeadlineMissed, match=r"were exceeded up to 1\.61 times") as refused:
-        harness.add(make_request("refused", [1] * 30, **asks))  # type: ignore[arg-type]
+        harness.add(make_request("refused", [1] * 30, **defaults))  # type: ignore[arg-type]
     assert refused.value.retry_after_s is not None
     assert margin.times(kind) < before
     margin._margins.clear()
-    harness.add(make_request("taken", [1] * 30, **asks))  # type: ignore[arg-type]
+    harness.add(make_request("taken", [1] * 30, **defaults))  # type: ignore[arg-type]
     harness.drain()
     assert len(margin._margins) == 1  # its first token has come
     harness.check_end()
@@ -99,8 +99,8 @@ def test_a_margin_refuses_who_would_be_let_in_without_and_says_so() -> None:
 
 def test_deadlines_are_held_against_the_margin_of_answers_that_ended() -> None:
     harness = harness_of(max_num_seqs=1)
-    asks = {"max_tokens": 20, "deadline_ms": 5000.0}
-    harness.add(make_request("slow", [1] * 30, **asks))  # type: ignore[arg-type]
+    defaults = {"max_tokens": 20, "deadline_ms": 5000.0}
+    harness.add(make_request("slow", [1] * 30, **defaults))  # type: ignore[arg-type]
     harness.step()
     harness.now_ms += 2000.0  # steps take far longer than the 11 ms that are predicted
     harness.drain()
@@ -110,11 +110,11 @@ def test_deadlines_are_held_against_the_margin_of_answers_that_ended() -> None:
     assert margin.times(kind) == pytest.approx(math.exp(0.1 * CONFIDENCE))
     for _ in range(4):
         came(margin, kind, 10.0)
-    asks |= {"arrival_ms": harness.now_ms, "deadline_ms": 1.5 * predicted_ms}
+    defaults |= {"arrival_ms": harness.now_ms, "deadline_ms": 1.5 * predicted_ms}
     with pytest.raises(DeadlineMissed, match=r"the end of the answer .* up to 1\.61 times"):
-        harness.add(make_request("refused", [1] * 30, **asks))  # type: ignore[arg-type]
-    asks["deadline_ms"] = 1.7 * predicted_ms
-    harness.add(make_request("taken", [1] * 30, **asks))  # type: ignore[arg-type]
+        harness.add(make_request("refused", [1] * 30, **defaults))  # type: ignore[arg-type]
+    defaults["deadline_ms"] = 1.7 * predicted_ms
+    harness.add(make_request("taken", [1] * 30, **defaults))  # type: ignore[arg-type]
 
 
 def test_the_end_of_an_answer_has_at_least_the_margin_of_its_first_token() -> None:
@@ -136,23 +136,23 @@ def test_an_answer_that_its_deadline_ended_widens_the_margin() -> None:
     assert harness.scheduler.predictor.margin._margins[True, False, 8] > 0
 
 
-def reported(jobs: list[Job], goal_ms: float) -> tuple[int, int, int]:
+def reported(requests: list[TraceRequest], goal_ms: float) -> tuple[int, int, int]:
     """How many met their goal, were late, and were refused."""
-    asks = Asks(max_tokens=64, max_model_len=512, ttft_slo_ms=goal_ms)
-    run = simulate(jobs, asks, machine(), config(kv_cache_memory="4MiB"))
-    late = sum(one.times.first_token_ms - one.job.arrival_ms > goal_ms for one in run.ended)
-    return len(run.ended) - late, late, len(run.refused)
+    defaults = RequestDefaults(max_tokens=64, max_model_len=512, ttft_slo_ms=goal_ms)
+    run = simulate(requests, defaults, machine(), config(kv_cache_memory="4MiB"))
+    late = sum(one.times.first_token_ms - one.request.arrival_ms > goal_ms for one in run.finished)
+    return len(run.finished) - late, late, len(run.refused)
 
 
 def test_beyond_saturation_few_are_taken_that_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = drawn_jobs(600, per_s=12, seed=3)
-    good, late, _ = reported(jobs, 2000.0)
+    requests = drawn_requests(600, per_s=12, seed=3)
+    good, late, _ = reported(requests, 2000.0)
     with monkeypatch.context() as patched:
         patched.setattr(SafetyMargin, "times", lambda *_: 1.0)
-        good_without, late_without, _ = reported(jobs, 2000.0)
+        good_without, late_without, _ = reported(requests, 2000.0)
     assert late_without > 3 * late
     assert good > 1.5 * good_without
 
 
 def test_with_a_short_queue_nobody_is_refused() -> None:
-    assert reported(drawn_jobs(300, per_s=2, seed=4), 2000.0) == (300, 0, 0)
+    assert reported(drawn_requests(300, per_s=2, seed=4), 2000.0) == (300, 0, 0)

@@ -367,7 +367,7 @@ def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
         preempt = Preemptor.preempt
 
         def forget(self: Preemptor, slot: int, why: PreemptionReason) -> None:
-            self._batch.sequence(slot).num_scored = 0
+            self._batch.sequence(slot).scores = None
             preempt(self, slot, why)
 
         monkeypatch.setattr(Preemptor, "preempt", forget)

@@ -1,4 +1,4 @@
-"""Made-up machines and jobs: small enough to follow by hand."""
+"""Made-up machines and requests: small enough to follow by hand."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from quire.config.flags import engine_config
 from quire.config.groups import EngineConfig
 from quire.scheduler.cost.step_cost import LinearCost
 from quire.sim.cost import MeasuredCost
-from quire.sim.load import Asks, Job
+from quire.sim.load import RequestDefaults, TraceRequest
 from quire.sim.machine import Machine
 
-ASKS = Asks(max_tokens=64, max_model_len=512)
+DEFAULTS = RequestDefaults(max_tokens=64, max_model_len=512)
 
 
 def machine(*, loop_ms: float = 0.0) -> Machine:
@@ -38,17 +38,19 @@ def config(**settings: object) -> EngineConfig:
     return engine_config({**given, **settings})
 
 
-def job(arrival_ms: float, prompt: int, output: int, **more: object) -> Job:
-    """A job."""
-    return Job(arrival_ms=arrival_ms, prompt_tokens=prompt, output_tokens=output, **more)  # type: ignore[arg-type]
+def request(arrival_ms: float, prompt: int, output: int, **more: object) -> TraceRequest:
+    """A request."""
+    return TraceRequest(arrival_ms=arrival_ms, prompt_tokens=prompt, output_tokens=output, **more)  # type: ignore[arg-type]
 
 
-def drawn_jobs(count: int, *, per_s: float, seed: int, shared: bool = False) -> list[Job]:
+def drawn_requests(
+    count: int, *, per_s: float, seed: int, shared: bool = False
+) -> list[TraceRequest]:
     """Jobs of mixed lengths, some of which share a 512-token block where asked for."""
     rng = np.random.default_rng(seed)
     arrivals = np.cumsum(rng.exponential(1e3 / per_s, count))
     return [
-        job(
+        request(
             float(arrival_ms),
             int(rng.integers(1, 120)),
             int(rng.integers(1, 60)),

@@ -8,17 +8,17 @@ from typing import Any
 from quire.obs.report import Progress
 from quire.obs.timing import Goals
 from quire.obs.trace import Arrival
-from quire.sim.compare import Question, compare
-from quire.sim.summary import summaries_text
-from tests.unit.sim.made import ASKS, config, machine
+from quire.sim.compare import Comparison, compare
+from quire.sim.summary import comparison_text
+from tests.unit.sim.made import DEFAULTS, config, machine
 
 TRACE = [Arrival(arrival_s=0.2 * number, prompt_tokens=20, output_tokens=5) for number in range(40)]
-QUESTION = Question(
+COMPARISON = Comparison(
     trace_name="made up",
     trace=TRACE,
     policies=("fcfs", "sjf"),
     speeds=(1.0, 2.0),
-    asks=ASKS,
+    defaults=DEFAULTS,
     goals=Goals(),
 )
 
@@ -26,7 +26,7 @@ QUESTION = Question(
 def test_a_stopped_comparison_returns_the_runs_so_far() -> None:
     told: list[Any] = []
     polled = []
-    whole = compare(QUESTION, machine(), config(), should_stop=lambda: bool(polled.append(1)))
+    whole = compare(COMPARISON, machine(), config(), should_stop=lambda: bool(polled.append(1)))
     assert (whole["complete"], len(whole["runs"])) == (True, 4)
     num_polls = len(polled)
 
@@ -34,27 +34,27 @@ def test_a_stopped_comparison_returns_the_runs_so_far() -> None:
         polled.append(1)
         return len(polled) > num_polls + num_polls // 3
 
-    outcome = compare(QUESTION, machine(), config(), should_stop=stop, on_run=told.append)
+    outcome = compare(COMPARISON, machine(), config(), should_stop=stop, on_run=told.append)
     assert not outcome["complete"]
     *complete, last = outcome["runs"]
     assert complete == whole["runs"][: len(complete)] == told
     assert not last["complete"]
     assert 0 < last["summary"]["num_requests"] < 40
-    text = summaries_text(outcome)
+    text = comparison_text(outcome)
     assert f"stopped after {len(complete)} of 4 runs" in text
     assert f"{last['policy']}*" in text
 
 
 def test_a_comparison_stopped_at_once_has_no_runs() -> None:
-    outcome = compare(QUESTION, machine(), config(), should_stop=lambda: True)
+    outcome = compare(COMPARISON, machine(), config(), should_stop=lambda: True)
     assert outcome["runs"] == []
     assert not outcome["complete"]
-    assert "stopped after 0 of 4 runs" in summaries_text(outcome)
+    assert "stopped after 0 of 4 runs" in comparison_text(outcome)
 
 
 def test_progress_names_the_run_and_counts_requests() -> None:
     lines = _Terminal()
-    compare(QUESTION, machine(), config(), progress=Progress(lines))
+    compare(COMPARISON, machine(), config(), progress=Progress(lines))
     shown = lines.getvalue()
     assert "run 1 of 4: fcfs at speed 1: 0 of 40 requests ended, 1 arrived" in shown
     assert "run 4 of 4: sjf at speed 2: " in shown

@@ -13,7 +13,7 @@ from quire.models.registry import build_program, open_model
 from quire.program.cost import StepShape
 from quire.program.tensors import DType
 from quire.scheduler.cost.step_cost import LinearCost
-from quire.sim.cost import MeasuredCost, RooflineCost, interpolated, work_of
+from quire.sim.cost import MeasuredCost, RooflineCost, interpolate, step_work
 from quire.sim.machine import described_machine, ridge_step_tokens
 from tests.tiny_models import write_tiny_llama
 from tests.unit.sim.made import plan_of
@@ -30,10 +30,10 @@ def _measured() -> MeasuredCost:
 
 
 def test_work_is_summed_apart_for_rows_of_one_token_and_of_more() -> None:
-    work = work_of(plan_of((7, 1), (100, 1), (32, 8), (0, 5)))
+    work = step_work(plan_of((7, 1), (100, 1), (32, 8), (0, 5)))
     assert (work.num_tokens, work.num_rows) == (15, 4)
     assert (work.single_positions, work.chunk_pairs) == (107, 256)
-    steady = work_of(plan_of((7, 1), (100, 1)))
+    steady = step_work(plan_of((7, 1), (100, 1)))
     assert (steady.num_tokens, steady.single_positions, steady.chunk_pairs) == (2, 107, 0)
 
 
@@ -74,7 +74,7 @@ def test_layers_cost_a_share_of_a_chunk_by_itself() -> None:
 
 
 def test_beyond_what_was_measured_lines_go_on() -> None:
-    found = interpolated(((1, 10.0), (3, 14.0)), 7)
+    found = interpolate(((1, 10.0), (3, 14.0)), 7)
     assert found.tolist() == pytest.approx([10, 10, 12, 14, 16, 18, 20])
     assert _measured().step_ms(plan_of((0, 130))) == pytest.approx(2 * (121 + 2 + 1.5), rel=0.02)
 

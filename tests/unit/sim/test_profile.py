@@ -14,7 +14,7 @@ from quire.sim.machine import described_machine
 from quire.sim.profile import machine_of, measure_machine, read_machine
 from quire.sim.run import simulate
 from tests.tiny_models import tiny_config, write_tiny_llama
-from tests.unit.sim.made import ASKS, config, drawn_jobs, plan_of
+from tests.unit.sim.made import DEFAULTS, config, drawn_requests, plan_of
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,8 @@ def test_a_profile_has_what_was_measured_and_is_a_machine(
     assert machine.token_bytes == 2 * 16 * 4 * 2  # keys and values, a head of 16, f32, two layers
     assert machine.step_tokens_of(config(max_num_batched_tokens=None)) == 48
     assert machine.cost.step_ms(plan_of((0, 48))) >= profile["chunk_ms"][-1][1]
-    run = simulate(drawn_jobs(10, per_s=50, seed=4), ASKS, machine, config())
-    assert len(run.ended) == 10
+    run = simulate(drawn_requests(10, per_s=50, seed=4), DEFAULTS, machine, config())
+    assert len(run.finished) == 10
 
 
 def test_what_is_no_profile_is_refused(profile: dict[str, Any], tmp_path: Path) -> None:

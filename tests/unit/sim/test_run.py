@@ -6,96 +6,96 @@ import pytest
 
 from quire.base.records import StepPlan
 from quire.obs.timing import Goals
-from quire.sim.load import Asks
+from quire.sim.load import RequestDefaults
 from quire.sim.run import simulate
 from quire.sim.summary import summary_of
-from tests.unit.sim.made import ASKS, config, drawn_jobs, job, machine
+from tests.unit.sim.made import DEFAULTS, config, drawn_requests, machine, request
 
 
 def test_a_lonely_request_takes_its_steps_one_after_another() -> None:
-    run = simulate([job(500.0, 33, 3)], ASKS, machine(), config())
-    [ended] = run.ended
+    run = simulate([request(500.0, 33, 3)], DEFAULTS, machine(), config())
+    [finished] = run.finished
     # 32 tokens of the prompt in 41 ms, the last in 10 ms, and two more tokens.
-    assert ended.first_scheduled_ms == 500
-    assert ended.first_token_ms == 551
-    assert ended.last_token_ms == 571
+    assert finished.first_scheduled_ms == 500
+    assert finished.first_token_ms == 551
+    assert finished.last_token_ms == 571
     assert run.stats.steps_total == 4
     assert run.busy_ms == 71
     assert run.end_ms == 571
 
 
 def test_what_the_engine_adds_to_a_step_counts() -> None:
-    run = simulate([job(0.0, 1, 3)], ASKS, machine(loop_ms=2.0), config())
-    assert run.ended[0].last_token_ms == 36
+    run = simulate([request(0.0, 1, 3)], DEFAULTS, machine(loop_ms=2.0), config())
+    assert run.finished[0].last_token_ms == 36
 
 
 def test_time_without_work_is_passed_over() -> None:
-    jobs = [job(0.0, 1, 1), job(3_600_000.0, 1, 1)]
-    run = simulate(jobs, ASKS, machine(), config())
-    assert [one.first_token_ms for one in run.ended] == [10, 3_600_010]
+    requests = [request(0.0, 1, 1), request(3_600_000.0, 1, 1)]
+    run = simulate(requests, DEFAULTS, machine(), config())
+    assert [one.first_token_ms for one in run.finished] == [10, 3_600_010]
     assert run.stats.steps_total == 2
 
 
 def test_all_requests_end_where_it_is_planned_and_nobody_knows_before() -> None:
-    jobs = drawn_jobs(60, per_s=20, seed=1)
+    requests = drawn_requests(60, per_s=20, seed=1)
     tokens = {"sum": 0}
 
     def count(plan: StepPlan) -> None:
         tokens["sum"] += int(plan.samples.sum())
 
-    run = simulate(jobs, ASKS, machine(), config(), on_plan=count)
-    assert len(run.ended) == 60
-    assert tokens["sum"] == sum(one.output_tokens for one in jobs)
+    run = simulate(requests, DEFAULTS, machine(), config(), on_plan=count)
+    assert len(run.finished) == 60
+    assert tokens["sum"] == sum(one.output_tokens for one in requests)
     assert all(
-        one.job.arrival_ms <= one.first_scheduled_ms < one.first_token_ms <= one.last_token_ms
-        for one in run.ended
+        one.request.arrival_ms <= one.first_scheduled_ms < one.first_token_ms <= one.last_token_ms
+        for one in run.finished
     )
 
 
 @pytest.mark.parametrize("plans_in_flight", [1, 2])
 def test_the_same_jobs_give_the_same_times(plans_in_flight: int) -> None:
-    jobs = drawn_jobs(60, per_s=30, seed=2, shared=True)
+    requests = drawn_requests(60, per_s=30, seed=2, shared=True)
     settings = config(plans_in_flight=plans_in_flight, kv_cache_memory="300KiB")
-    runs = [simulate(jobs, ASKS, machine(), settings) for _ in range(2)]
-    assert runs[0].ended == runs[1].ended
+    runs = [simulate(requests, DEFAULTS, machine(), settings) for _ in range(2)]
+    assert runs[0].finished == runs[1].finished
     assert runs[0].stats == runs[1].stats
     assert runs[0].stats.preemptions_total > 0
-    assert len(runs[0].ended) == 60
+    assert len(runs[0].finished) == 60
 
 
 def test_two_plans_in_flight_leave_no_gap_between_steps() -> None:
-    jobs = [job(0.0, 1, 9)]
-    run = simulate(jobs, ASKS, machine(), config(plans_in_flight=2))
-    assert run.ended[0].last_token_ms == 90
+    requests = [request(0.0, 1, 9)]
+    run = simulate(requests, DEFAULTS, machine(), config(plans_in_flight=2))
+    assert run.finished[0].last_token_ms == 90
     # The step that was out when the last token came is computed for nobody, and waited for.
     assert run.end_ms == run.busy_ms == 100
 
 
 def test_a_full_queue_refuses_and_it_is_counted() -> None:
-    jobs = [job(0.0, 20, 30)] * 20
-    run = simulate(jobs, ASKS, machine(), config(max_queued_requests=3))
-    assert len(run.ended) == 7
+    requests = [request(0.0, 20, 30)] * 20
+    run = simulate(requests, DEFAULTS, machine(), config(max_queued_requests=3))
+    assert len(run.finished) == 7
     assert run.refusals == {"OverloadedError": 13}
-    found = summary_of(run, jobs, Goals())
+    found = summary_of(run, requests, Goals())
     assert found["num_errors"] == 13
     assert found["good_share"] == pytest.approx(7 / 20)
 
 
 def test_shared_blocks_meet_the_prefix_cache() -> None:
-    asks = Asks(max_tokens=8, max_model_len=1024)
-    jobs = [job(10_000.0 * n, 600, 4, block_ids=(n % 2,)) for n in range(6)]
+    defaults = RequestDefaults(max_tokens=8, max_model_len=1024)
+    requests = [request(10_000.0 * n, 600, 4, block_ids=(n % 2,)) for n in range(6)]
     settings = config(kv_cache_memory="4MiB")
-    run = simulate(jobs, asks, machine(), settings)
-    assert [one.cached_tokens for one in run.ended] == [0, 0, 512, 512, 512, 512]
-    off = simulate(jobs, asks, machine(), config(enable_prefix_caching=False))
-    assert [one.cached_tokens for one in off.ended] == [0] * 6
+    run = simulate(requests, defaults, machine(), settings)
+    assert [one.cached_tokens for one in run.finished] == [0, 0, 512, 512, 512, 512]
+    off = simulate(requests, defaults, machine(), config(enable_prefix_caching=False))
+    assert [one.cached_tokens for one in off.finished] == [0] * 6
     assert off.busy_ms > run.busy_ms
 
 
 def test_a_summary_tells_times_by_tenant() -> None:
-    jobs = [job(0.0, 1, 2, tenant="a"), job(1000.0, 33, 3, tenant="b")]
-    run = simulate(jobs, ASKS, machine(), config())
-    found = summary_of(run, jobs, Goals(ttft_s=0.02, tpot_s=0.1))
+    requests = [request(0.0, 1, 2, tenant="a"), request(1000.0, 33, 3, tenant="b")]
+    run = simulate(requests, DEFAULTS, machine(), config())
+    found = summary_of(run, requests, Goals(ttft_s=0.02, tpot_s=0.1))
     assert found["tenants"]["a"]["ttft_s"]["p99"] == pytest.approx(0.010)
     assert found["tenants"]["b"]["ttft_s"]["p99"] == pytest.approx(0.051)
     assert found["ttft_mean_s"] == pytest.approx(0.0305)
@@ -105,11 +105,11 @@ def test_a_summary_tells_times_by_tenant() -> None:
 
 
 def test_deadlines_and_the_queues_limit_end_requests_as_they_do_in_service() -> None:
-    asks = Asks(max_tokens=64, max_model_len=512, deadline_ms=100.0)
-    run = simulate([job(0.0, 1, 30)], asks, machine(), config())
+    defaults = RequestDefaults(max_tokens=64, max_model_len=512, deadline_ms=100.0)
+    run = simulate([request(0.0, 1, 30)], defaults, machine(), config())
     assert run.refusals == {"TimedOut": 1}
     assert run.end_ms == 100
-    jobs = [job(0.0, 1, 60)] * 4 + [job(0.0, 1, 5)] * 2
-    run = simulate(jobs, ASKS, machine(), config(queue_timeout=0.2))
+    requests = [request(0.0, 1, 60)] * 4 + [request(0.0, 1, 5)] * 2
+    run = simulate(requests, DEFAULTS, machine(), config(queue_timeout=0.2))
     assert run.refusals == {"QueueTimedOut": 2}
-    assert len(run.ended) == 4
+    assert len(run.finished) == 4

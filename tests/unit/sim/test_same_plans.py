@@ -27,14 +27,14 @@ from quire.runner.handle import Handle
 from quire.scheduler import step_budget
 from quire.scheduler.prefill import layered
 from quire.sim.clock import VirtualClock
-from quire.sim.load import Asks, Job, Requests
+from quire.sim.load import RequestDefaults, RequestFactory, TraceRequest
 from quire.sim.machine import Machine
-from quire.sim.run import Feed, Run, simulate
-from quire.sim.runner import Computing
+from quire.sim.run import Run, TraceReplay, simulate
+from quire.sim.runner import PendingStep
 from tests.tiny_models import write_tiny_llama
-from tests.unit.sim.made import config, drawn_jobs, machine
+from tests.unit.sim.made import config, drawn_requests, machine
 
-ASKS = Asks(max_tokens=40, max_model_len=256)
+DEFAULTS = RequestDefaults(max_tokens=40, max_model_len=256)
 STOP_IDS = tuple(range(12))  # of 307: answers of about 25 tokens
 
 
@@ -48,14 +48,14 @@ class _Timed:
         self.until_ms = 0.0
         self.plans: list[StepPlan] = []
 
-    def submit(self, plan: StepPlan) -> Computing:
+    def submit(self, plan: StepPlan) -> PendingStep:
         self.plans.append(plan)
         begin_ms = max(self.clock.now_ms(), self.until_ms)
         self.until_ms = begin_ms + self.cost.step_ms(plan)
-        return Computing(self.runner.collect(self.runner.submit(plan)), self.until_ms)
+        return PendingStep(self.runner.collect(self.runner.submit(plan)), self.until_ms)
 
     def collect(self, handle: Handle) -> StepResult:
-        assert isinstance(handle, Computing)
+        assert isinstance(handle, PendingStep)
         self.clock.wait_until(handle.until_ms)
         return handle.result
 
@@ -63,18 +63,18 @@ class _Timed:
         self.runner.close()
 
 
-class _Asking(Requests):
-    """Requests that are sampled and end by what the model says."""
+class _Asking(RequestFactory):
+    """RequestFactory that are sampled and end by what the model says."""
 
-    def make(self, number: int, job: Job) -> Request:
+    def make(self, number: int, request: TraceRequest) -> Request:
         return replace(
-            super().make(number, job),
+            super().make(number, request),
             sampling=SamplingParams(seed=number, temperature=1.0, max_tokens=40),
             stop_ids=STOP_IDS,
         )
 
 
-def _engine_run(settings: EngineConfig, jobs: list[Job]) -> tuple[Run, list[StepPlan]]:
+def _engine_run(settings: EngineConfig, requests: list[TraceRequest]) -> tuple[Run, list[StepPlan]]:
     """The engine of `settings`, with as many blocks as the simulation has."""
     engine = assemble(settings, clock=Clock(), report=_nothing)
     with closing(engine.core.runner):
@@ -94,12 +94,12 @@ def _engine_run(settings: EngineConfig, jobs: list[Job]) -> tuple[Run, list[Step
         clock = VirtualClock()
         timed = _Timed(engine.core.runner, clock, made)
         core = EngineCore(scheduler, timed, plans_in_flight=limits.plans_in_flight, report=_nothing)
-        requests = _Asking(jobs, ASKS, vocab_size=engine.card.vocab_size)
+        factory = _Asking(requests, DEFAULTS, vocab_size=engine.card.vocab_size)
         lengths: dict[str, int] = {}
         _count_tokens(core, lengths)
-        run = Feed(core, clock, jobs, requests).run()
-    for number, job in enumerate(jobs):
-        jobs[number] = replace(job, output_tokens=lengths[str(number)])
+        run = TraceReplay(core, clock, requests, factory).run()
+    for number, request in enumerate(requests):
+        requests[number] = replace(request, output_tokens=lengths[str(number)])
     return run, timed.plans
 
 
@@ -138,19 +138,19 @@ def test_a_simulation_makes_the_plans_of_the_engine(
     base = {"model": str(folder), "executor": "reference", "max_model_len": 256, "threads": 1}
     # The simulated machine has a kilobyte a token, the model less: the blocks are the former's.
     settings = config(**{**base, "kv_cache_memory": "300KiB", **more})
-    jobs = drawn_jobs(24, per_s=6, seed=5, shared=True)
-    real, real_plans = _engine_run(settings, jobs)
+    requests = drawn_requests(24, per_s=6, seed=5, shared=True)
+    real, real_plans = _engine_run(settings, requests)
     plans: list[StepPlan] = []
-    run = simulate(jobs, ASKS, machine(), settings, on_plan=plans.append)
+    run = simulate(requests, DEFAULTS, machine(), settings, on_plan=plans.append)
     by_layers = sum(plan.layers is not None for plan in plans)
     assert (by_layers > 0) == ("long_prompt_tokens" in more)
-    assert len({job.output_tokens for job in jobs}) > 8, (
+    assert len({request.output_tokens for request in requests}) > 8, (
         "answers of many lengths, or it proves little"
     )
     assert run.stats == real.stats
     assert run.stats.preemptions_total > 0
     assert run.stats.prefix_hit_tokens_total > 0 or not settings.cache.enable_prefix_caching
-    assert [_numbers(one) for one in run.ended] == [_numbers(one) for one in real.ended]
+    assert [_numbers(one) for one in run.finished] == [_numbers(one) for one in real.finished]
     assert len(plans) == len(real_plans)
     for plan, real_plan in zip(plans, real_plans, strict=True):
         assert _told(plan) == _told(real_plan)
@@ -158,7 +158,7 @@ def test_a_simulation_makes_the_plans_of_the_engine(
 
 def _numbers(one: Any) -> tuple[float, ...]:
     return (
-        one.job.arrival_ms,
+        one.request.arrival_ms,
         one.first_scheduled_ms,
         one.first_token_ms,
         one.last_token_ms,

@@ -173,7 +173,7 @@ def test_more_optional_properties_are_refused_in_words_that_help_and_needed_ones
     loaded = LoadedVocabulary(vocabulary)
     names = [f"property_{number}" for number in range(2_000)]
     schema = {"type": "object", "properties": {name: {"type": "null"} for name in names}}
-    with pytest.raises(InvalidParameter, match=r"1,600 properties .* make them required"):
+    with pytest.raises(InvalidParameter, match=r"1,600 optional properties; make them required"):
         compiled(json_schema(schema), loaded)
     compiled(json_schema({**schema, "required": names}), loaded)
 

@@ -333,7 +333,7 @@ def test_tools_and_documents_are_found_to_have_no_place() -> None:
     template.check_reads("documents")
     template.check_reads("tools", tools=[{}])
     for name, chosen in (("tools", "default"), ("documents", "tool_use")):
-        with pytest.raises(InvalidParameter, match=f"no place for {name}") as caught:
+        with pytest.raises(InvalidParameter, match=f"does not use {name}") as caught:
             template.check_reads(name, tools=[{}], chat_template=chosen)
         assert caught.value.param == name
 

@@ -152,23 +152,23 @@ def _tied() -> list[Any]:
     ("changes", "said"),
     [
         ({"model": "t5"}, '"t5"'),
-        ({"model": "bert"}, "'gpt2' .byte-level BPE. are read"),
+        ({"model": "bert"}, "'gpt2' .byte-level BPE. are supported"),
         ({"model": None}, "is null"),
         ({"tokens": None}, "no tokenizer.ggml.tokens"),
         ({"tokens": []}, "no tokenizer.ggml.tokens"),
-        ({"tokens": [1, 2]}, "array of texts"),
+        ({"tokens": [1, 2]}, "array of strings"),
         ({"token_type": None}, "no tokenizer.ggml.token_type"),
         ({"token_type": [1, 1]}, "has 2 entries for"),
         ({"token_type": [9] * len(bpe_pieces())}, "of kinds .9."),
         ({"scores": None}, "scores is missing"),
         ({"scores": [1.0]}, "scores is 1 numbers"),
-        ({"scores": [-1000.0] * len(bpe_pieces())}, "one score"),
-        ({"scores": [float("nan")] * len(bpe_pieces())}, "one score"),
+        ({"scores": [-1000.0] * len(bpe_pieces())}, "the same score"),
+        ({"scores": [float("nan")] * len(bpe_pieces())}, "the same score"),
         ({"remove_extra_whitespaces": True}, "normalizes its text"),
         ({"precompiled_charsmap": [1, 2]}, "normalizes its text"),
         ({"bos_token_id": 10_000}, "bos_token_id is 10000; an id below"),
         ({"bos_token_id": "x"}, "bos_token_id is"),
-        ({"add_bos_token": 1}, "add_bos_token is 1; a flag"),
+        ({"add_bos_token": 1}, "add_bos_token is 1; true or false"),
         ({"bos_token_id": None, "add_bos_token": True}, "add_bos_token is true"),
         ({"tokens": ["<unk>"] * len(bpe_pieces())}, "tokens 0 and 1 are both '<unk>'"),
     ],
@@ -278,7 +278,7 @@ def test_bytes_that_no_usual_text_has_may_lack_a_token(byte: int, tmp_path: Path
     whole = loaded(tmp_path, metadata)
     for text in LINES:
         assert found.encode(text) == whole.encode(text)
-    assert not found.least_tokens("\x03" * 1000)  # no bound where bytes are left out
+    assert not found.min_num_tokens("\x03" * 1000)  # no bound where bytes are left out
 
 
 @pytest.mark.parametrize("byte", [0x41, 0x0A, 0x80, 0xC3, 0xF0, 0xF3])
@@ -299,7 +299,7 @@ def test_bytes_that_texts_have_need_a_token(byte: int, tmp_path: Path) -> None:
         ({"merges": ["ab"]}, "merge 0 is 'ab'"),
         ({"merges": ["zz qq"]}, "merge 0 is 'zz qq'"),
         ({"merges": [b"\xff\xfe a"]}, "merge 0 is"),
-        ({"merges": [1]}, "array of texts"),
+        ({"merges": [1]}, "array of strings"),
         ({"add_space_prefix": True}, "add_space_prefix is true beside gpt-2"),
         ({"tokens": ["a"], "token_type": [1], "merges": []}, "no token for 255 of the 256 bytes"),
     ],
@@ -330,7 +330,7 @@ def test_templates_are_those_of_the_file_by_name(tmp_path: Path) -> None:
     metadata["tokenizer.chat_template"] = 3
     broken = ChatTemplate.load(write(tmp_path / "model.gguf", metadata), tokenizer)
     assert broken is not None
-    assert "a text must stand there" in broken.problems["default"]
+    assert "a string is expected" in broken.problems["default"]
 
 
 # ---- published tokenizers

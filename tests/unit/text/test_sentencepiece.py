@@ -232,15 +232,18 @@ def test_a_garbled_model_is_an_error_or_still_a_tokenizer(name: str, tmp_path: P
     ("change", "why"),
     [
         (lambda pieces: model_bytes(pieces)[:400], r"the field at byte \d+ has \d+ bytes, \d+ are"),
-        (lambda pieces: model_bytes(pieces[1:]), r"0 of them for the unknown; there must be one"),
-        (lambda pieces: model_bytes([*pieces, pieces[5]]), r"the piece \d+, '<0x02>', is there tw"),
+        (lambda pieces: model_bytes(pieces[1:]), r"with 0 unknown pieces; exactly one is needed"),
+        (lambda pieces: model_bytes([*pieces, pieces[5]]), r"the piece \d+, '<0x02>', occurs tw"),
         (lambda pieces: model_bytes([*pieces, ("", 0.0, NORMAL)]), r"has 0 bytes of text"),
-        (lambda pieces: model_bytes([*pieces, ("<0x1>", 0.0, BYTE)]), r"'<0x1>', is no byte"),
+        (
+            lambda pieces: model_bytes([*pieces, ("<0x1>", 0.0, BYTE)]),
+            r"'<0x1>', is not of the form",
+        ),
         (lambda pieces: model_bytes([*pieces, ("x", 0.0, 9)]), r"is of kind 9; 1 to 6"),
         (lambda pieces: model_bytes(pieces, model=7), r"its model type is 7; 1, 2, 3, 4 are known"),
         (
             lambda pieces: model_bytes(pieces).rpartition(b"\x12\x08\x18")[0],
-            r"after \d+ pieces it ends without saying of which kind it is",
+            r"after \d+ pieces it ends without a model type",
         ),
         (lambda pieces: b"\n\x02\x0a\xff", r"byte"),
         (lambda pieces: b"\n\x03\x0a\x01\xff", r"is not UTF-8"),
@@ -261,9 +264,9 @@ def test_a_broken_model_is_told_with_the_place(
     ("pieces", "why"),
     [
         ([*bpe_pieces(), ("qq", -3.0, NORMAL), ("zz", -3.0, NORMAL)], "pieces of equal score"),
-        ([*bpe_pieces(), ("𓀀𓀀", -3.5, NORMAL)], "characters that are no pieces"),
+        ([*bpe_pieces(), ("𓀀𓀀", -3.5, NORMAL)], "characters that are not pieces"),
         ([*bpe_pieces(), ("th\0", float("nan"), NORMAL)], "pieces of equal score"),
-        ([piece for piece in bpe_pieces() if piece[0] != "<0x41>"], "bytes that are no pieces"),
+        ([piece for piece in bpe_pieces() if piece[0] != "<0x41>"], "bytes that are not pieces"),
     ],
 )
 def test_a_model_that_would_not_convert_exactly_is_not_converted(

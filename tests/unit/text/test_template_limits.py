@@ -224,7 +224,7 @@ def test_work_and_size_are_bounded_and_the_template_is_blamed(name: str) -> None
     template = ChatTemplate({"default": "\n" + MUCH[name]}, variables={}, limits=SMALL)
     assert not template.problems
     with pytest.raises(
-        TokenizerError, match=r"'default', line 2, does too much: .*--chat-template"
+        TokenizerError, match=r"'default', line 2, exceeds a limit: .*--chat-template"
     ):
         template.render(PLAIN)
 
@@ -277,7 +277,9 @@ def test_what_reaches_for_python_is_the_templates_fault(name: str) -> None:
         with pytest.raises(InvalidParameter, match="line 2, cannot render"):
             template.render(PLAIN)
     else:
-        with pytest.raises(TokenizerError, match="'default', line 2, does what a template may not"):
+        with pytest.raises(
+            TokenizerError, match="'default', line 2, does what a template must not"
+        ):
             template.render(PLAIN)
     assert PLAIN == [{"role": "user", "content": "Hi"}]
 
@@ -299,7 +301,7 @@ def test_time_is_bounded_by_a_clock_that_is_looked_at_with_every_charge() -> Non
     template = ChatTemplate(
         {"default": source}, variables={}, limits=limits, clock_s=lambda: float(next(ticks))
     )
-    with pytest.raises(TokenizerError, match="line 1, does too much: more than 50 seconds"):
+    with pytest.raises(TokenizerError, match="line 1, exceeds a limit: more than 50 seconds"):
         template.render(PLAIN)
     patient = ChatTemplate({"default": source}, variables={}, limits=limits, clock_s=lambda: 0.0)
     assert patient.render(PLAIN) == "".join(map(str, range(100)))
@@ -326,7 +328,7 @@ def test_a_long_conversation_is_told_to_be_shorter() -> None:
     template = ChatTemplate({"default": source}, variables={}, limits=SMALL)
     long = [{"role": "user", "content": "x" * 300_000}]
     with pytest.raises(
-        InvalidParameter, match="line 1, does too much for these messages"
+        InvalidParameter, match="line 1, exceeds a limit for these messages"
     ) as caught:
         template.render(long)
     assert caught.value.param == "messages"

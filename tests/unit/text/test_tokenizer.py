@@ -159,7 +159,7 @@ def test_a_missing_tokenizer_says_what_is_there_and_what_to_do(tmp_path: Path) -
     (tmp_path / "tokenizer.model").write_bytes(b"x")
     with pytest.raises(TokenizerError, match=r"begins with b.x.; a SentencePiece model"):
         Tokenizer.load(tmp_path)
-    with pytest.raises(TokenizerError, match="no such folder"):
+    with pytest.raises(TokenizerError, match="no such directory"):
         Tokenizer.load(tmp_path / "absent")
 
 
@@ -236,7 +236,9 @@ def test_a_long_text_has_the_ids_of_the_library_and_does_not_hold_the_interprete
 @pytest.mark.parametrize("text", [*LINES, "</s>" * 50, " " * 700, "<tool>\n", "a" * 99, "\0"])
 def test_no_text_has_fewer_tokens_than_its_length_says(tokenizer_json: str, text: str) -> None:
     tokenizer = made(tokenizer_json)
-    assert 0 < tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
+    assert (
+        0 < tokenizer.min_num_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
+    )
 
 
 def _with(**parts: object) -> str:
@@ -256,7 +258,7 @@ def _with(**parts: object) -> str:
 def test_where_text_may_be_swallowed_its_length_says_nothing(
     tokenizer_json: str, bounded: bool
 ) -> None:
-    assert bool(made(tokenizer_json).least_tokens("a" * 1000)) == bounded
+    assert bool(made(tokenizer_json).min_num_tokens("a" * 1000)) == bounded
 
 
 def test_a_panic_of_the_library_is_an_error_like_others(tmp_path: Path) -> None:
@@ -309,7 +311,7 @@ _CHARSMAP = {"type": "Precompiled", "precompiled_charsmap": "/////wAAAAA="}
         ),
         (_normalizing(_CHARSMAP), r"claims 4294967295 bytes of 8 for its trie"),
         (_normalizing(_CHARSMAP).replace("precompiled", "\\u0070recompiled"), r"claims 4294967295"),
-        (_normalizing({**_CHARSMAP, "precompiled_charsmap": "?"}), r"is no base64"),
+        (_normalizing({**_CHARSMAP, "precompiled_charsmap": "?"}), r"is not base64"),
         (_unigram([("a" * 200_000, 0.0), ("b", 0.0)], unk_id=0), r"a piece has 200000 characters"),
         (_unigram([], unk_id=None), r"unk_id"),
         (_with(model={"type": "WordLevel", "unk_token": "[UNK]", "vocab": {}}), r"Missing \[UNK\]"),

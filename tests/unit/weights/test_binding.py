@@ -187,7 +187,7 @@ def test_a_weight_of_a_masks_type_is_refused(tmp_path: Path) -> None:
     held = tensors()
     del held["core.norm.weight"]
     _write_with_masks(tmp_path, held, {"core.norm.weight": ("U8", (9,))})
-    with pytest.raises(WeightsError, match=r"core\.norm\.weight is u8; f32, f16 and bf16 can"):
+    with pytest.raises(WeightsError, match=r"core\.norm\.weight is u8; f32, f16 and bf16 are"):
         bind(program(), open_checkpoint(tmp_path))
 
 

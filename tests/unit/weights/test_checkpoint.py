@@ -175,7 +175,7 @@ def test_a_folder_without_weights_says_what_it_found(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(WeightsError, match=r"neither model\.safetensors .* found notes\.txt"):
         open_checkpoint(tmp_path)
-    with pytest.raises(WeightsError, match="no such folder"):
+    with pytest.raises(WeightsError, match="no such directory"):
         open_checkpoint(tmp_path / "nowhere")
 
 

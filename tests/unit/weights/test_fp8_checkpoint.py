@@ -96,14 +96,14 @@ def test_scales_of_another_shape_are_told_with_those_that_are_read(tmp_path: Pat
     for shape in ((), (1,), (2,), (2, 1), (1, 1)):
         assert open_checkpoint(write(*shape)).names == ("a.weight",)
     said = _refused(write(3, 2))
-    assert "a.weight_scale is f32 [3, 2]; for a.weight [2, 3] it is one number, [2, 1] by" in said
-    assert "only matrices X.weight with scales are read" in _refused(write(1, name="a.bias"))
+    assert "a.weight_scale is f32 [3, 2]; for a.weight [2, 3] one number, [2, 1] by" in said
+    assert "only matrices X.weight with scales are supported" in _refused(write(1, name="a.bias"))
 
 
 @pytest.mark.parametrize(
     ("numbers", "shape", "said"),
     [
-        ([1.0, 2.0], [2], "a.input_scale is f32 [2]; it is one number, for all activations"),
+        ([1.0, 2.0], [2], "a.input_scale is f32 [2]; one number for all activations"),
         ([0.0], [1], "a.input_scale is 0; a scale of activations is finite and above 0"),
         ([np.inf], [], "a.input_scale is inf; a scale of activations is finite and above 0"),
     ],

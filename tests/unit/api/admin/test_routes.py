@@ -12,6 +12,7 @@ from quire.api.admin.reload import reload_admin_keys
 from quire.api.app import build_admin_app
 from quire.api.http.auth import ADMIN_PATHS, Keys
 from quire.api.http.middleware import is_here
+from quire.api.openai.dialect import OPENAI
 from quire.base.errors import NotAuthorized, SettingError
 from quire.base.log import LEVELS
 from quire.config.admin_keys import read_admin_keys
@@ -175,10 +176,10 @@ def test_an_admin_key_file_read_again_counts_from_then_on_if_it_is_one(admin_key
 
 
 def test_a_key_that_is_both_counts_as_the_admins() -> None:
-    caller = Keys(("k",), None, (key_digest("k"),)).check("/admin", b"Bearer k", is_here=False)
+    caller = Keys(("k",), None, (key_digest("k"),)).check("/admin", lambda: b"k", is_here=False)
     assert caller.sees_all
     with pytest.raises(NotAuthorized):
-        Keys((), None, (key_digest("k"),)).check("/admin", None)
+        Keys((), None, (key_digest("k"),)).check("/admin", lambda: OPENAI.read_key([]))
 
 
 def test_with_an_admin_port_the_others_do_not_have_its_routes() -> None:

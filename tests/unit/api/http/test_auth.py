@@ -1,4 +1,4 @@
-"""Keys: who gets in, and that comparing tells nothing."""
+"""Keys: which requests are accepted, and comparison in constant time."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ import hmac
 
 import pytest
 
-from quire.api.http.auth import Keys
+from quire.api.http.auth import Caller, Keys
+from quire.api.openai.dialect import OPENAI
 from quire.base.errors import NotAuthorized
 
 PATH = "/v1/chat/completions"
 
 
+def check(keys: Keys, path: str, authorization: bytes | None) -> Caller:
+    headers = [] if authorization is None else [(b"authorization", authorization)]
+    return keys.check(path, lambda: OPENAI.read_key(headers))
+
+
 def test_without_keys_everything_is_open() -> None:
-    Keys(()).check(PATH, None)
+    check(Keys(()), PATH, None)
 
 
 @pytest.mark.parametrize("sent", [b"Bearer first", b"Bearer second", b"bearer  first "])
 def test_each_configured_key_opens(sent: bytes) -> None:
-    Keys(("first", "second")).check(PATH, sent)
+    check(Keys(("first", "second")), PATH, sent)
 
 
 @pytest.mark.parametrize(
@@ -28,18 +34,18 @@ def test_each_configured_key_opens(sent: bytes) -> None:
 )  # fmt: skip
 def test_anything_else_stays_out(sent: bytes | None) -> None:
     with pytest.raises(NotAuthorized):
-        Keys(("first", "second")).check(PATH, sent)
+        check(Keys(("first", "second")), PATH, sent)
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/version"])
 def test_paths_for_load_balancers_need_no_key(path: str) -> None:
-    Keys(("k",)).check(path, None)
+    check(Keys(("k",)), path, None)
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/v1/models", "/health/", "//health", "/nowhere"])
 def test_all_other_paths_need_one(path: str) -> None:
     with pytest.raises(NotAuthorized):
-        Keys(("k",)).check(path, None)
+        check(Keys(("k",)), path, None)
 
 
 def test_all_keys_are_compared_by_digests_of_one_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +56,6 @@ def test_all_keys_are_compared_by_digests_of_one_length(monkeypatch: pytest.Monk
         return left == right
 
     monkeypatch.setattr(hmac, "compare_digest", watched)
-    Keys(("first", "a much longer second key")).check(PATH, b"Bearer first")
+    check(Keys(("first", "a much longer second key")), PATH, b"Bearer first")
     assert len(compared) == 2
     assert {len(side) for pair in compared for side in pair} == {32}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.api.http.cancellation import (
+from quire.api.http.request_io import (
     ClientDisconnected,
     Deadline,
     body_in_time,
@@ -23,7 +23,7 @@ def read(work: Coroutine[Any, Any, str], limit_s: float | None = None, **ends: b
         leaving: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if ends.get("leaves"):
             asyncio.get_running_loop().call_soon(leaving.set_result, None)
-        return await body_in_time(work, leaving=leaving, deadline=Deadline(limit_s))
+        return await body_in_time(work, stopping=leaving, deadline=Deadline(limit_s))
 
     return asyncio.run(reading())
 
@@ -208,7 +208,7 @@ def test_a_server_that_does_not_tell_of_callers_who_leave_is_asked() -> None:
         await asyncio.sleep(0)
         assert ends.gone.cancelled()
         told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        assert disconnect_of({"type": "http", "quire.gone": told}, receive) is told
+        assert disconnect_of({"type": "http", "quire.disconnected": told}, receive) is told
 
     async def there_too() -> str:
         return "done"

@@ -11,6 +11,7 @@ from uvicorn.server import ServerState
 
 from quire.api.http import connection
 from quire.api.http.connection import Connection
+from quire.api.openai.dialect import OPENAI
 
 
 async def _slow_app(scope: Any, receive: Any, send: Any) -> None:
@@ -29,10 +30,12 @@ def test_a_head_must_come_within_a_time(
     monkeypatch.setattr(connection, "HEAD_TIME_S", 0.05)
 
     async def exchange() -> None:
-        config = uvicorn.Config(_slow_app, http=Connection, lifespan="off", log_config=None)
+        config = uvicorn.Config(_slow_app, lifespan="off", log_config=None)
         state = ServerState()
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: Connection(config, state, {}), "127.0.0.1", 0)
+        server = await loop.create_server(
+            lambda: Connection(config, state, {}, dialect=OPENAI), "127.0.0.1", 0
+        )
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         writer.write(sent)
         assert (await reader.read()).startswith(said)

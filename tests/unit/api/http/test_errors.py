@@ -6,7 +6,9 @@ import json
 
 import pytest
 
-from quire.api.http.errors import SHAPES, error_body, error_response, shape_of
+from quire.api.http.dialect import error_response
+from quire.api.http.errors import SHAPES, report_of, shape_of
+from quire.api.openai.dialect import OPENAI
 from quire.base import errors
 from quire.base.errors import (
     ContextTooLong,
@@ -27,7 +29,7 @@ TREE = [
 @pytest.mark.parametrize("kind", TREE, ids=lambda kind: kind.__name__)
 def test_each_error_has_a_status_of_its_own_side(kind: type[QuireError]) -> None:
     status = shape_of(kind("words")).status
-    # Whose own limit is reached is told so, though others could be served.
+    # A tenant that reaches its own limit gets a status of the client's side.
     callers_fault = issubclass(kind, errors.RequestError | errors.TenantLimit)
     assert 400 <= status < 500 if callers_fault else 500 <= status < 600
 
@@ -45,7 +47,8 @@ def test_a_class_without_a_row_takes_its_nearest_ancestors() -> None:
 
 
 def test_the_body_is_openais_with_the_field_named() -> None:
-    body = error_body(InvalidParameter("top_p is 3", param="top_p"))
+    status, body = OPENAI.error(report_of(InvalidParameter("top_p is 3", param="top_p")))
+    assert status == 400
     assert body == {
         "error": {
             "message": "top_p is 3",
@@ -57,7 +60,7 @@ def test_the_body_is_openais_with_the_field_named() -> None:
 
 
 def test_a_response_says_when_to_try_again() -> None:
-    response = error_response(OverloadedError("full", retry_after_s=1.2), request_id="r")
+    response = error_response(OverloadedError("full", retry_after_s=1.2), OPENAI, request_id="r")
     assert response.status_code == 503
     assert response.headers["retry-after"] == "2"
     assert json.loads(bytes(response.body))["error"]["code"] == "overloaded"
@@ -68,5 +71,5 @@ def test_leaving_is_told_apart_from_being_busy() -> None:
 
 
 def test_a_missing_key_is_asked_for() -> None:
-    response = error_response(NotAuthorized("no key"), request_id="r")
+    response = error_response(NotAuthorized("no key"), OPENAI, request_id="r")
     assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")

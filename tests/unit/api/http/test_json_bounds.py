@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from quire.api.http import json_bounds
-from quire.api.http import request_body as body
+from quire.api.http import request_io as body
 from quire.api.http.json_bounds import excess
-from quire.api.http.request_body import parse
+from quire.api.http.request_io import parse
 from quire.base.errors import RequestError
 
 LIMIT = 1 << 24

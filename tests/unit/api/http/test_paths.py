@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from quire.api.http.paths import FOREIGN_PATHS, served_path
+from quire.api.http.middleware import served_path
+from quire.api.http.paths import FOREIGN_PATHS
 from quire.api.openapi.operations import OPERATIONS
 from tests.unit.api.fake_engine import Reply, Site
 

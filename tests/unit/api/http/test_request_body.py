@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from quire.api.http import cancellation as gone
-from quire.api.http.request_body import parse
+from quire.api.http import request_io as gone
+from quire.api.http.request_io import parse
 from quire.base.errors import RequestError
 from tests.unit.api.fake_engine import Site
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.api.http.thread_pools import NUM_THREADS
+from quire.api.server_state import NUM_THREADS
 from quire.text.chat_template import ChatTemplate
 from tests.unit.api.fake_engine import CARD, CHAT_TEMPLATES, ByteTokenizer, FakeEngine, Reply, Site
 
@@ -216,7 +216,7 @@ def test_the_text_of_a_template_is_refused_unless_the_server_trusts_its_callers(
 def test_a_template_that_is_broken_or_loops_is_the_models_fault_and_others_go_on() -> None:
     async def exchange() -> None:
         site = Site()
-        for name, words in (("broken", "line 1"), ("endless", "does too much")):
+        for name, words in (("broken", "line 1"), ("endless", "exceeds a limit")):
             fields = {"messages": SAID, "chat_template": name}
             reply = await site.post("/v1/chat/completions", fields)
             assert (reply.status, reply.error["code"]) == (500, "model_error")
@@ -251,7 +251,7 @@ def test_what_the_template_has_no_place_for_is_refused_or_left_out_and_named() -
     for name, value in given.items():
         fields = {"messages": SAID, "chat_template": "loud", name: value}
         reply = ask("/apply_template", **fields)
-        refused(reply, name, f"'loud' has no place for {name}")
+        refused(reply, name, f"'loud' does not use {name}")
         assert ask("/apply_template", **{**fields, name: []}).json["prompt"] == "HI!SO !"
     fields = {"messages": SAID, "chat_template": "loud", **given}
     reply = ask("/apply_template", settings={"unknown_fields": "warn"}, **fields)
@@ -298,7 +298,7 @@ def test_whoever_fills_the_slow_lane_waits_for_himself_only() -> None:
     async def exchange() -> None:
         site = Site(max_body_bytes=1 << 20, trust_request_chat_template=True)
         going = threading.Event()
-        held = [site.serving.lanes.run(True, going.wait) for _ in range(NUM_THREADS)]
+        held = [site.serving.thread_pools.run(True, going.wait) for _ in range(NUM_THREADS)]
         holding = asyncio.gather(*held)
         own = {"messages": SAID, "chat_template": "{{ messages }}"}
         large = {"messages": [{"role": "user", "content": "a" * 200_000}]}
@@ -321,7 +321,7 @@ def test_whoever_fills_the_slow_lane_waits_for_himself_only() -> None:
         going.set()
         await holding
         assert [(await one).status for one in slow[1:]] == [200] * 3
-        site.serving.lanes.close()
+        site.serving.thread_pools.close()
 
     asyncio.run(exchange())
 

@@ -71,9 +71,15 @@ def test_card_and_fingerprint_tell_the_precision(folders: dict[str, Path]) -> No
     ("settings", "words"),
     [
         ({"quantization": "int3"}, "quantization is 'int3'; allowed: auto, none, int8, "),
-        ({"quantization": "int8", "head_precision": "q8_0"}, "head_precision: 'q8_0' is no prec"),
+        (
+            {"quantization": "int8", "head_precision": "q8_0"},
+            "head_precision: 'q8_0' is not a prec",
+        ),
         ({"quantization": "int8", "keep": ["lm_head=none"]}, "'lm_head' matches no product of"),
-        ({"quantization": "int8", "keep": ["head=bf16"]}, "'bf16' is no precision; .* f32 is what"),
+        (
+            {"quantization": "int8", "keep": ["head=bf16"]},
+            "'bf16' is not a precision; .* f32 is what",
+        ),
     ],
 )
 def test_mistakes_are_told_before_anything_is_loaded(
@@ -155,7 +161,7 @@ def test_fixed_scales_of_activations_are_used_unless_fp8_is_asked_for(
     assert answer(folder, quantization="none")[1] == "none"
     with pytest.raises(SettingError, match=r"quantized already \(fp8\); "):
         LLM(folder, quantization="int8")
-    with pytest.raises(SettingError, match="'fp8-static' is no precision; there are none, int8"):
+    with pytest.raises(SettingError, match="'fp8-static' is not a precision; allowed: none, int8"):
         LLM(folder, keep=["*.down=fp8-static"])
 
 

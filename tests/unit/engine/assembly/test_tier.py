@@ -14,7 +14,7 @@ import pytest
 from quire.base.errors import SettingError
 from quire.base.records import EngineStats
 from quire.bench.local import LocalEngine
-from quire.bench.workloads import Ask
+from quire.bench.workloads import RequestSpec
 from quire.config.groups import CacheConfig
 from quire.config.machine import MachineMemory
 from quire.engine.assembly.tier import check_host_tier
@@ -24,7 +24,7 @@ from quire.transfer.segment import Segment
 from tests.tiny_models import write_tiny_llama
 
 PROMPT = tuple(3 + (7 * at) % 200 for at in range(100))  # six whole blocks
-ASK = Ask(prompt_ids=PROMPT, output_tokens=6)
+ASK = RequestSpec(prompt_ids=PROMPT, output_tokens=6)
 
 
 @pytest.fixture

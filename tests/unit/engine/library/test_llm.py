@@ -188,7 +188,7 @@ def test_a_chat_takes_what_goes_with_messages_and_refuses_what_the_template_does
                 llm.chat(said, one, **wrong)
         with pytest.raises(InvalidParameter, match="no chat template named 'x'"):
             llm.chat(said, one, chat_template="x")
-        with pytest.raises(InvalidParameter, match="no place for documents"):
+        with pytest.raises(InvalidParameter, match="does not use documents"):
             llm.chat(said, one, documents=[{"text": "a"}])
         with pytest.raises(InvalidParameter, match=r"chat_template_kwargs is \[1\]; an object"):
             llm.chat(said, one, chat_template_kwargs=[1])

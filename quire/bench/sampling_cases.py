@@ -1,6 +1,6 @@
-"""Token choice by itself, for `quire bench kernels`: batches of rows that ask alike.
+"""Batches for measuring sampling alone, in `quire bench kernels`: rows with equal parameters.
 
-Knows what callers ask for most; each batch is held against the NumPy twin before its time counts.
+The parameters are the common ones; each batch is compared with the NumPy twin before it is timed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OFF = {
 
 
 def choice_batch(num_rows: int, asked: Mapping[str, float]) -> SampleBatch:
-    """Rows that all ask this, each with a seed of its own."""
+    """Return a batch in which all rows have these parameters, each with its own seed."""
 
     def rows(value: float, dtype: type[Any]) -> NDArray[Any]:
         return np.full(num_rows, value, dtype)
@@ -63,12 +63,12 @@ def choice_batch(num_rows: int, asked: Mapping[str, float]) -> SampleBatch:
 def check_choice(
     found: TokenChoice, logits: NDArray[np.float32], asked: Mapping[str, float], what: str
 ) -> None:
-    """Raises WorkerError unless the first rows are the twin's, bit for bit."""
+    """Raise WorkerError unless the first rows equal the twin's, bit for bit."""
     count = min(CHECKED_ROWS, len(logits))
     wanted = reference_choose(logits[:count].copy(), choice_batch(count, asked))
     for name in ("token_ids", "logprobs", "top_ids", "top_logprobs"):
         if not np.array_equal(getattr(found, name)[:count], getattr(wanted, name), equal_nan=True):
             raise WorkerError(
                 f"token choice ({what}) is not what NumPy makes of the same logits ({name}); "
-                "nothing is told of wrong results"
+                "no times of wrong results are reported"
             )

@@ -1,14 +1,13 @@
-"""TierBooks: which blocks of the pool are copied to a tier, and which are on their way back.
+"""TierTransfers: which blocks of the pool are copied to a tier, and which are on their way back.
 
-One mechanism for three things. A preempted request's blocks, those the pool evicts or soon will,
-and, while nothing else is to be done, all others are saved under the digests of their chains; a
-request whose chain goes on in the tier after the pool's match has that run fetched into fresh
-blocks.
-So swapping, a cache that outlives the process, and one larger than memory need no state of their
-own. Knows digests, blocks and places; what pays is told by others. A block is saved at the
-beginning of the plan that names the copy, before anything can be written into it, so it need not
-be kept. Blocks being fetched, and those before them, hold references until whoever waits for them
-has its own. Always holds: what is fetched is found only after it has arrived whole.
+One mechanism for three purposes. Blocks of preempted requests, those the pool evicts or soon will,
+and, while the device is idle, all others are saved under the digests of their chains; where the
+tier continues a request's chain after the pool's match, that run is loaded into fresh blocks. So
+swapping, a cache that outlives the process, and one larger than memory need no state of their own.
+Knows digests, blocks and places; what is worth moving is decided elsewhere. A block is saved at the
+beginning of the plan that names the copy, before anything can be written into it, so it need not be
+kept. Blocks being loaded, and those before them, hold references until the request that waits for
+them has its own. Always holds: a loaded block is found only after it has arrived whole.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ NO_STEP = 0
 class Fetch:
     """A run of blocks on its way into the pool. before: those the pool had of the same chain.
 
-    is_wanted: whoever asked still waits; where not, what arrives is found like any free block.
+    is_wanted: a request still waits for it; if not, what arrives is found like any free block.
     """
 
     before: Int32s
@@ -48,21 +47,20 @@ class Fetch:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all that comes has come."""
+        """Whether all of it has arrived or failed."""
         return self.num_left == 0
 
     @property
     def held(self) -> Int32s:
-        """Blocks it holds a reference on, those that are of use last first."""
+        """Blocks it holds a reference on, those used last first."""
         return np.concatenate((self.before, self.blocks))[::-1]
 
 
-class TierBooks:
+class TierTransfers:
     """Copies between `pool` and the places of `tier`.
 
-    insert: makes blocks findable. max_saving: blocks that may be on their way to the tier at
-    once. saves_evicted: whether what the pool evicts is worth saving; whoever knows what moving
-    costs sets it.
+    insert: makes blocks findable. max_saving: blocks that may be on their way to the tier at once.
+    saves_evicted: whether evicted blocks are worth saving; set where transfer costs are known.
     """
 
     def __init__(
@@ -91,7 +89,7 @@ class TierBooks:
 
     @property
     def has_work(self) -> bool:
-        """Whether copies are under way, or would be made if there was nothing else to do."""
+        """Whether copies are under way, or would be made while the device is idle."""
         return bool(self._num_saving or self._fetch_of or self._idle or self._swapped)
 
     @property
@@ -100,12 +98,12 @@ class TierBooks:
         return len(self._fetch_of)
 
     def findable(self, keys: Sequence[bytes], blocks: Int32s) -> None:
-        """`blocks` can be found from now on: saved when there is time."""
+        """Note that `blocks` became findable: they are saved when there is time."""
         if not self.is_broken and self.saves_evicted:
             self._idle.extend(zip(keys, blocks.tolist(), strict=True))
 
     def evicted(self, keys: Sequence[bytes], blocks: Int32s) -> None:
-        """The pool hands these out anew, before the next plan: the last time to save them."""
+        """Save blocks that the pool allocates anew before the next plan."""
         if self.is_broken or not self.saves_evicted:
             return
         for key, block in zip(keys, blocks.tolist(), strict=True):
@@ -113,7 +111,7 @@ class TierBooks:
                 self.unsaved_total += 1
 
     def swap_out(self, blocks: Int32s) -> None:
-        """Save those of `blocks` that can be found, soon; their owner gives them back."""
+        """Save those findable of `blocks`, soon; their owner gives them back."""
         if self.is_broken:
             return
         for block in blocks.tolist():
@@ -122,14 +120,16 @@ class TierBooks:
                 self._swapped.append((key, block))
 
     def run(self, keys: Sequence[bytes]) -> Int32s:
-        """Places of the longest run of these digests."""
+        """Return places of the longest run of these digests."""
         return np.array(self.tier.run(keys), np.int32)
 
     def swap_in(
         self, before: Int32s, blocks: Int32s, places: Int32s, keys: Sequence[bytes]
     ) -> Fetch:
-        """Fetch `places` into `blocks`; before: the chain's blocks that the pool has. The caller
-        took a reference on all of them for it, and began the fetch in the map."""
+        """Load `places` into `blocks`; before: the chain's blocks that the pool has.
+
+        The caller took a reference on all of them for it, and began the fetch in the map.
+        """
         fetch = Fetch(
             before=before,
             blocks=blocks,
@@ -145,7 +145,7 @@ class TierBooks:
         return fetch
 
     def take_copies(self, *, idle: bool) -> BlockCopies | None:
-        """What the plan being made shall copy, saves first. idle: it computes nothing."""
+        """Return what the plan being made shall copy, saves first. idle: it computes nothing."""
         if self._swapped:
             self._save_some(self._swapped, self._max_saving // 2 or 1)
         if self._idle and idle:
@@ -164,7 +164,7 @@ class TierBooks:
         return joined(parts)
 
     def ended(self, copies: CopiesEnded) -> list[Fetch]:
-        """Copies have ended; returns the fetches that are complete now."""
+        """Note that copies have ended; return the fetches that are complete now."""
         complete = []
         if copies.broken:
             self._break()
@@ -190,7 +190,7 @@ class TierBooks:
         return complete
 
     def release(self, fetch: Fetch) -> None:
-        """Whoever waited has its own references, or waits no longer."""
+        """Release a fetch: its request has its own references, or waits no longer."""
         if not fetch.is_wanted:
             return
         fetch.is_wanted = False
@@ -198,7 +198,7 @@ class TierBooks:
             self._give_back(fetch)
 
     def forget_all(self) -> None:
-        """Nothing saved before is found again, nor what is on its way."""
+        """Make nothing saved before findable, nor what is on its way."""
         self.tier.forget_all()
         self._swapped.clear()
         self._idle.clear()
@@ -206,15 +206,18 @@ class TierBooks:
             fetch.keys = ()
 
     def holds(self) -> list[tuple[int, Int32s]]:
-        """(no step, blocks) that fetches hold a reference on; a block may occur more than once."""
+        """Return (no step, blocks) that fetches hold a reference on.
+
+        A block may occur more than once.
+        """
         return [(NO_STEP, fetch.held) for fetch in self._fetches]
 
     def problems(self) -> list[str]:
-        """Contradictions in words."""
+        """Return contradictions in words."""
         return [] if self.is_broken else self.tier.problems()
 
     def _save_some(self, wanted: deque[tuple[bytes, int]], max_saving: int) -> None:
-        """Saves of those still in the pool and not in the tier, as many as may be under way."""
+        """Save blocks still in the pool and not in the tier, as many as may be under way."""
         while wanted and self._num_saving < max_saving:
             key, block = wanted.popleft()
             if self._index.key_of(block) == key and not self.tier.knows(key):
@@ -235,7 +238,7 @@ class TierBooks:
         if not fetch.is_wanted:
             self._give_back(fetch)
             return
-        # What cannot be found is of no use to who waits, nor what comes after it.
+        # What cannot be found is of no use to the request that waits, nor what comes after it.
         missing = (~self._pool.findable[fetch.blocks]).nonzero()[0]
         if len(missing):
             first = int(missing[0])

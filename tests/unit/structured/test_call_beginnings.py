@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.structured.heads import may_begin
+from quire.structured.call_beginnings import may_begin
 from quire.structured.schema import for_llguidance
 
 llguidance = pytest.importorskip("llguidance")

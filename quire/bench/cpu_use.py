@@ -1,8 +1,7 @@
-"""Who else used the processors while something was measured.
+"""CPU use of a process tree, of other processes and of other virtual machines, and memory use.
 
-Reads /proc: busy time of all CPUs, and of a tree of processes. What is busy beyond the tree is
-foreign, and so is time the hypervisor gave to others ("steal"). Where /proc does not exist, as
-outside Linux, nothing is known and the shares are None.
+Reads /proc. What is busy outside the tree is foreign, and so is stolen time. Where /proc does not
+exist, as outside Linux, the shares are None.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuUse:
-    """Cores kept busy in an interval: by a tree of processes, by others, by other machines."""
+    """Busy cores in an interval: of the process tree, of other processes, and stolen."""
 
     own_cores: float | None
     foreign_cores: float | None
@@ -24,9 +23,9 @@ class CpuUse:
 
 
 class CpuWatch:
-    """Started when made; `use()` tells of the time since. `roots`: the process ids that are own.
+    """Measures from its creation to each `use()`. `roots`: process ids of the own trees.
 
-    Everything a root started, and started again, belongs to it, also if it has ended since.
+    All descendants of a root count, also those that have ended.
     """
 
     def __init__(self, roots: Iterable[int], *, root: Path = Path("/")) -> None:
@@ -37,7 +36,7 @@ class CpuWatch:
         self._start = self._ticks()
 
     def use(self) -> CpuUse:
-        """What was busy since this watch was made."""
+        """Return the CPU use since this watch was created."""
         seconds = max(time.monotonic() - self._start_s, 1e-9)
         end = self._ticks()
         if self._start is None or end is None:
@@ -49,7 +48,7 @@ class CpuWatch:
         return CpuUse(own_cores=own, foreign_cores=max(busy - own, 0.0), stolen_cores=stolen)
 
     def _ticks(self) -> tuple[int, int, int] | None:
-        """(busy, stolen, own) so far. Busy is user, nice, system, irq and soft irq."""
+        """Return (busy, stolen, own) ticks so far. Busy is user, nice, system, irq and soft irq."""
         try:
             fields = (self._proc / "stat").read_text().splitlines()[0].split()[1:]
         except OSError:
@@ -60,17 +59,19 @@ class CpuWatch:
 
 
 def peak_rss_bytes(pid: int, *, root: Path = Path("/")) -> int:
-    """The most memory a process and those it started held: the sum of their own peaks.
+    """Return the summed peak resident memory of a process and its descendants; 0 if unknown.
 
-    An upper bound where they peaked at different times or share pages. 0 where unknown.
+    An upper bound where they peaked at different times or share pages.
     """
     members = _tree(root / "proc", (pid,))
     return sum(_status_bytes(root / "proc" / str(member), "VmHWM:") for member in members)
 
 
 def own_bytes(pid: int, *, root: Path = Path("/")) -> dict[int, int]:
-    """Memory that a process and those it started hold now, by process, but for what is only mapped
-    from files, which the system can take back."""
+    """Return the current memory of a process and its descendants, by process.
+
+    Pages that are only mapped from files are not counted: the system can reclaim them.
+    """
     proc = root / "proc"
     return {
         member: _status_bytes(proc / str(member), "RssAnon:")
@@ -80,7 +81,7 @@ def own_bytes(pid: int, *, root: Path = Path("/")) -> dict[int, int]:
 
 
 def rss_bytes(pid: int, *, root: Path = Path("/")) -> int:
-    """Memory a process holds now. 0 where unknown."""
+    """Return the resident memory of a process; 0 if unknown."""
     return _status_bytes(root / "proc" / str(pid), "VmRSS:")
 
 
@@ -96,7 +97,7 @@ def _status_bytes(process: Path, what: str) -> int:
 
 
 def _tree(proc: Path, roots: Iterable[int]) -> dict[int, int]:
-    """Ticks by process id: of the roots and all below them, their ended children included."""
+    """Return ticks by process id of the roots and their descendants, including ended ones."""
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for folder in proc.iterdir() if proc.is_dir() else ():

@@ -1,4 +1,4 @@
-"""Events of a stream: the same bytes however they are made, and what waits is told together."""
+"""Events of a stream: the same bytes however they are made, and what waits is writes together."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.api.generation.choice_streams import ChoiceStreams, Prompt
-from quire.api.generation.generate import Envelope
+from quire.api.generation.generate import Envelope, StreamOptions
 from quire.api.openai import chat, completions
-from quire.api.streaming.sse import Chunks, Events
+from quire.api.openai.dialect import OPENAI
+from quire.api.streaming.event_stream import Events, Writer
 from quire.base.errors import QuireError, WorkerError
 from quire.base.sampling_params import SamplingParams
 from quire.obs.metrics import Metrics
-from quire.output_parsers.registry import ParserSelection
 from tests.unit.api.fake_engine import FakeEngine
 
 ENVELOPE = Envelope(id="cmpl-1", created_s=1_700_000_000, model='a "model"', fingerprint="fp_1")
@@ -29,47 +29,39 @@ def _prompt(n: int, echo: str = "") -> Prompt:
     return Prompt(token_ids=[1, 2], sampling=SamplingParams(n=n, max_tokens=40), echo=echo)
 
 
-def _completions(n: int, *, usage: bool, echo: str = "", ids: bool = False) -> Chunks:
+def _completions(n: int, *, usage: bool, echo: str = "", ids: bool = False) -> Writer:
     return completions.CompletionWriter(
         ENVELOPE,
         [_prompt(n, echo=echo)],
         num_top=None,
         num_prompt_top=None,
         special_ids=(),
-        tells_ids=ids,
-        include_usage=usage,
+        returns_ids=ids,
+        options=StreamOptions(include_usage=usage),
     )
 
 
-def _chat(n: int, *, usage: bool, echo: str, ids: bool = False) -> Chunks:
-    reading = ParserSelection(tools=None, reasoning=None)
-    listener = chat.ChatOutputParser(reading, None, prompt="", request_id="r")
-    return chat.ChatWriter(
-        ENVELOPE,
-        listener,
-        wants_logprobs=False,
-        num_prompt_top=None,
-        told_ids=[1, 2] if ids else None,
-        include_usage=usage,
-    )
+def _chat(n: int, *, usage: bool, echo: str, ids: bool = False) -> Writer:
+    returned = chat.ReturnedFields(prompt_ids=[1, 2] if ids else None)
+    return chat.ChatWriter(ENVELOPE, None, returned, StreamOptions(include_usage=usage))
 
 
-def _told(engine: FakeEngine, chunks: Chunks, prompt: Prompt) -> list[tuple[list[bytes], bool]]:
-    """What `tell` hands over, call by call; an error ends it."""
-    told: list[tuple[list[bytes], bool]] = []
+def _writes(engine: FakeEngine, writer: Writer, prompt: Prompt) -> list[tuple[list[bytes], bool]]:
+    """Return what `write` hands over, call by call; an error ends it."""
+    writes: list[tuple[list[bytes], bool]] = []
 
     async def put(events: list[bytes], is_last: bool) -> None:
-        told.append((events, is_last))
+        writes.append((events, is_last))
 
     async def run() -> None:
         answers = ChoiceStreams(engine, Metrics(), [prompt], "cmpl-1")
         try:
-            await Events(answers, chunks, "cmpl-1").tell(put)
+            await Events(answers, writer, OPENAI, "cmpl-1").write(put)
         except QuireError as error:
-            told.append(([str(error).encode()], True))
+            writes.append(([str(error).encode()], True))
 
     asyncio.run(run())
-    return told
+    return writes
 
 
 @pytest.mark.parametrize("writer", [_completions, _chat])
@@ -91,10 +83,10 @@ def test_events_are_the_chunks_that_the_writer_makes_of_each_delta(
                 chunks.extend(twin.of_delta(0, delta))
                 yield delta
 
-    told = _told(
+    writes = _writes(
         Overheard(*script), writer(n, usage=usage, echo="so ", ids=ids), _prompt(n, echo="so ")
     )
-    events = [event for handed, _ in told for event in handed]
+    events = [event for handed, _ in writes for event in handed]
     lines = [event.split(b"\n")[1].removeprefix(b"data: ") for event in events]
     assert lines[: len(chunks)] == [msgspec.json.encode(chunk) for chunk in chunks]
     assert len(lines) == len(chunks) + usage + 1
@@ -104,7 +96,7 @@ def test_events_are_the_chunks_that_the_writer_makes_of_each_delta(
 
 
 class Backlogged(FakeEngine):
-    """Says of itself that deltas wait until `waits` have been taken."""
+    """Reports waiting deltas until `waits` have been read."""
 
     waits = 0
 
@@ -120,33 +112,33 @@ def _texts(handed: list[bytes]) -> str:
 def test_deltas_that_wait_are_told_together_and_the_end_with_the_last() -> None:
     engine = Backlogged(*"abcdef")
     engine.waits = 4
-    told = _told(engine, _completions(1, usage=False), _prompt(1))
-    assert [(_texts(handed), is_last) for handed, is_last in told] == [
+    writes = _writes(engine, _completions(1, usage=False), _prompt(1))
+    assert [(_texts(handed), is_last) for handed, is_last in writes] == [
         ("abcd", False),
         ("e", False),
         ("f", True),
     ]
-    assert told[-1][0][-1].endswith(b"data: [DONE]\n\n")
+    assert writes[-1][0][-1].endswith(b"data: [DONE]\n\n")
 
 
 def test_each_delta_is_told_at_once_where_nothing_waits() -> None:
-    told = _told(FakeEngine(*"abc"), _completions(1, usage=False), _prompt(1))
-    assert [_texts(handed) for handed, _ in told] == ["a", "b", "c"]
+    writes = _writes(FakeEngine(*"abc"), _completions(1, usage=False), _prompt(1))
+    assert [_texts(handed) for handed, _ in writes] == ["a", "b", "c"]
 
 
 def test_a_long_backlog_is_told_in_parts() -> None:
     engine = Backlogged(*"a" * 200)
     engine.waits = 200
-    told = _told(engine, _completions(1, usage=False), _prompt(1))
-    assert [len(_texts(handed)) for handed, _ in told] == [64, 64, 64, 8]
+    writes = _writes(engine, _completions(1, usage=False), _prompt(1))
+    assert [len(_texts(handed)) for handed, _ in writes] == [64, 64, 64, 8]
 
 
 def test_what_came_before_an_error_is_told_before_it() -> None:
     engine = Backlogged(*"abcd")
     engine.waits, engine.fails_after, engine.fails_with = 9, 2, WorkerError("the engine is gone")
-    told = _told(engine, _completions(1, usage=False), _prompt(1))
-    assert _texts(told[0][0]) == "ab"
-    assert told[1:] == [([b"the engine is gone"], True)]
+    writes = _writes(engine, _completions(1, usage=False), _prompt(1))
+    assert _texts(writes[0][0]) == "ab"
+    assert writes[1:] == [([b"the engine is gone"], True)]
 
 
 def test_text_that_is_read_for_calls_or_told_with_logprobs_is_written_each_time_anew() -> None:
@@ -157,8 +149,8 @@ def test_text_that_is_read_for_calls_or_told_with_logprobs_is_written_each_time_
             num_top=num_top,
             num_prompt_top=None,
             special_ids=(),
-            tells_ids=ids,
-            include_usage=False,
+            returns_ids=ids,
+            options=StreamOptions(),
         )
 
     assert writer(num_top=0).of_text(0, 0, "a") is None

@@ -1,10 +1,10 @@
-"""Whether JSON that a schema allows may begin as a tool call does: {"name": NAME, KEY: ...
+"""Decide whether JSON that a schema allows may begin as a tool call does: {"name": NAME, KEY: ...
 
     may_begin(schema, names={"add"}, key="parameters")
 
-Knows the order in which llguidance writes an object's properties: listed ones as they are listed,
-required ones that are not listed behind them, then others. Knows no dialect and no tokens. Always
-holds: a "no" is sure; where it is not plain to see, or too long to look for, the answer is "yes".
+Relies on the order in which llguidance writes an object's properties: listed ones in their order,
+then required ones that are not listed, then others. Knows no tool call format and no tokens.
+Invariant: False is certain; if it is undecidable, or takes too long, the answer is True.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from quire.structured.evaluate import Evaluator, Undecided, resolved
 from quire.structured.schema import Schema
 
-MAX_LOOKS = 200  # each may be a level deeper than the last
+MAX_LOOKS = 200  # visited schemas, each possibly nested in the last
 NAME = "name"
 _NOTES = frozenset(
     {"$comment", "$defs", "$id", "$schema", "default", "definitions", "description", "title"}
 )
-# An object of which no other keyword speaks is written in the order of its own properties.
+# An object described by no other keywords is written in the order of its properties.
 _OWN = _NOTES | {
     "additionalProperties",
     "maxProperties",
@@ -34,15 +34,15 @@ _BRANCHES = frozenset({"$ref", "anyOf", "oneOf"})
 
 
 def may_begin(schema: Any, *, names: Collection[str], key: str, in_list: bool = False) -> bool:
-    """Whether a value may be an object that begins with one of the names and then the key.
+    """Return whether a value may be an object that begins with one of the names and then the key.
 
-    in_list: whether it may be a list whose first entry is.
+    in_list: also consider a list with such an object as its first entry.
     """
-    return _Looker(schema, names, key).may(schema, in_list=in_list, alone=True)
+    return _Search(schema, names, key).may(schema, in_list=in_list, alone=True)
 
 
-class _Looker:
-    """Looks through one document."""
+class _Search:
+    """Search one document."""
 
     def __init__(self, root: Any, names: Collection[str], key: str) -> None:
         self._root = root
@@ -51,7 +51,10 @@ class _Looker:
         self._looks = 0
 
     def may(self, schema: Any, *, in_list: bool, alone: bool) -> bool:
-        """alone: no schema but this one says what the value's properties are."""
+        """Return whether the schema allows such a beginning.
+
+        alone: no other schema constrains the value's properties.
+        """
         self._looks += 1
         if isinstance(schema, bool):
             return schema
@@ -82,7 +85,7 @@ class _Looker:
         return self._may_as_object(schema, ordered=alone and schema.keys() <= _OWN)
 
     def _fits_listed(self, schema: Schema | Mapping[str, Any], *, in_list: bool) -> bool:
-        """What its type and its list of values leave."""
+        """Return whether the schema's type and its list of values allow it."""
         types = schema.get("type", ())
         types = (types,) if isinstance(types, str) else types
         if (
@@ -116,7 +119,7 @@ class _Looker:
         return after is not None and _follows(listed, required, after, self._key) is not None
 
     def _has(self, schema: Any, name: str) -> bool:
-        """Whether a property may be there, and say what a call would."""
+        """Return whether a property may be present with a value that a call has."""
         if schema is False or name != NAME:
             return schema is not False
         try:
@@ -127,13 +130,13 @@ class _Looker:
 
 
 def _first_entry(schema: Mapping[str, Any]) -> Any:
-    """The schema of a list's first entry."""
+    """Return the schema of a list's first entry."""
     entries = schema.get("prefixItems", schema.get("items", True))
     return entries[0] if isinstance(entries, list) and entries else entries
 
 
 def _follows(listed: list[str], required: list[str], at: int, name: str) -> int | None:
-    """Where a property stands if it may come next behind the one at this place; else None."""
+    """Return the place of a property if it may come next after the one at `at`; else None."""
     place = listed.index(name) if name in listed else len(listed)
     if place < at or (place == at and place < len(listed)):
         return None

@@ -1,9 +1,9 @@
-"""Programs of one operation, cut out of a model's: what `quire bench kernels` computes.
+"""Programs of a single operation, cut out of a model's program, for `quire bench kernels`.
 
-The trunk makes the operation's inputs (rows of tables of random numbers; keys and values, which it
-stores), the head is the operation, several times over where its weights or keys are to come from
-memory and not from caches. Weights repeat pieces of random rows, so that the NumPy twin need
-compute no more than one. Knows no clock; any executor runs what is made here.
+The trunk produces the operation's inputs (rows of random tables; keys and values, which it stores).
+The head is the operation, repeated where its weights or keys must come from memory and not from
+caches. Weights repeat one random block of rows, so that the NumPy twin computes only one. Reads no
+clock; any executor can run these programs.
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ BLOCK_SIZE = 16
 _FILL_TOKENS = 512
 
 
-class LoneOp:
-    """`op` of `program` in a program of its own, `copies` times, each with weights, or a layer of
-    the cache, of its own. only_piece: of a product no more outputs than one piece of weights."""
+class SingleOp:
+    """`op` of `program` alone in a program, `copies` times, each with its own weights or layer.
+
+    one_piece: limit a product's outputs to one piece of weights.
+    """
 
     def __init__(
-        self, program: Program, op: Op, *, copies: int = 1, only_piece: bool = False
+        self, program: Program, op: Op, *, copies: int = 1, one_piece: bool = False
     ) -> None:
         self._buffers: list[Buffer] = []
         self._weights: dict[str, Weight] = {}
         self._trunk: list[Op] = []
         self._tables = 0
-        limit = PIECE_ROWS if only_piece else 0
+        limit = PIECE_ROWS if one_piece else 0
         inputs = {view: self._input(view) for view in dict.fromkeys(op.inputs)}
         outputs = {
             view: inputs.get(view) or self._output(program, op, view, limit) for view in op.outputs
@@ -73,7 +75,7 @@ class LoneOp:
         )
 
     def _input(self, view: View) -> View:
-        """Rows of a table of its own, by token id, in the view's dtype."""
+        """Add rows of a separate table, by token id, in the view's dtype."""
         name = f"table.{self._tables}"
         self._tables += 1
         part = WeightPart("rows", f"made.{name}", TABLE_ROWS)
@@ -109,7 +111,7 @@ class LoneOp:
 
 
 def _of_pieces(weight: Weight, key: str, copy: int, limit: int) -> Weight:
-    """The weight, made of the same piece over and over."""
+    """Return the weight, made of one repeated piece."""
     rows = min(weight.rows, limit or weight.rows)
     piece = min(rows, PIECE_ROWS)
     parts = tuple(
@@ -119,10 +121,11 @@ def _of_pieces(weight: Weight, key: str, copy: int, limit: int) -> Weight:
     return replace(weight, name=f"{key}.{copy}", parts=parts, offset=0.0)
 
 
-class MadeUpTensors:
-    """The Checkpoint of such a program: each tensor drawn when it is first asked for, the same
-    numbers for the same name and shape. Products get numbers that leave rows about as large as
-    they were."""
+class RandomTensors:
+    """The Checkpoint of such a program: random tensors, equal for equal names and shapes.
+
+    Tensors are drawn on first use and scaled so that products keep the size of their inputs.
+    """
 
     described_by = "the operation"
     path = Path("made up")
@@ -134,20 +137,20 @@ class MadeUpTensors:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All tensor names."""
+        """Return all tensor names."""
         return tuple(self._shapes)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Return the bytes of all tensors."""
         return sum(4 * int(np.prod(shape)) for shape in self._shapes.values())
 
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Dtype and shape."""
+        """Return dtype and shape."""
         return "f32", self._shapes[name]
 
     def block_type(self, name: str) -> str:
-        """None is quantized."""
+        """Return None: no tensor is quantized."""
         return ""
 
     def tensor(self, name: str) -> StoredTensor:
@@ -156,21 +159,21 @@ class MadeUpTensors:
         return StoredTensor(name=name, dtype="f32", shape=values.shape, raw=raw)
 
     def content(self, name: str) -> StoredTensor:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return self.tensor(name)
 
     def quantized_rows(self, name: str, *, transposed: bool) -> None:
-        """Nothing is quantized here."""
+        """Return None: no tensor is quantized."""
 
     def fp8(self, name: str) -> None:
-        """Nothing is in fp8 here."""
+        """Return None: no tensor is in fp8."""
 
     def read_f32(self, name: str, rows: slice = WHOLE) -> Float32s:
-        """A copy of the tensor, or of some rows."""
+        """Return a copy of the tensor, or of some rows."""
         return self._values(name)[rows].copy()
 
     def release(self, name: str) -> None:
-        """There is no file to read it from again."""
+        """Do nothing; there is no file to read it from again."""
 
     def _values(self, name: str) -> Float32s:
         if name not in self._drawn:
@@ -184,7 +187,7 @@ class MadeUpTensors:
 
 
 def rows_batch(token_ids: Int32s, rope_positions: Int32s) -> ForwardBatch:
-    """Rows that look at no cache, each a sequence."""
+    """Return a batch of rows without a KV cache, each its own sequence."""
     count = len(token_ids)
     return ForwardBatch(
         token_ids=token_ids,
@@ -201,7 +204,7 @@ def rows_batch(token_ids: Int32s, rope_positions: Int32s) -> ForwardBatch:
 
 
 class Sequences:
-    """Sequences of random tokens in a cache: blocks of the first, then those of the second."""
+    """Sequences of random tokens in a KV cache, with consecutive blocks."""
 
     def __init__(self, token_ids: Int32s) -> None:
         self.token_ids = token_ids  # [S, positions]
@@ -210,7 +213,7 @@ class Sequences:
         self.num_blocks = sequences * self._columns
 
     def store(self, executor: Executor) -> None:
-        """Keys and values of all tokens."""
+        """Return the batch that stores keys and values of all tokens."""
         sequences, positions = self.token_ids.shape
         for sequence in range(sequences):
             for first in range(0, positions, _FILL_TOKENS):
@@ -220,7 +223,7 @@ class Sequences:
     def batch(
         self, sequences: Sequence[int], first: int, count: int, *, stored: bool = False
     ) -> ForwardBatch:
-        """Rows at positions first .. first + count - 1 of each of these sequences."""
+        """Return the batch of positions first .. first + count - 1 of each of these sequences."""
         at = np.arange(first, first + count, dtype=np.int32)
         rows = len(sequences) * count
         tables = np.array(

@@ -1,0 +1,93 @@
+"""JSON parts of answers that several APIs share: usage, timings, log-probabilities of prompts.
+
+JSON has no infinity: an impossible token has -9999.0. Alternatives of a prompt's positions are
+encoded at once, so a long prompt holds only bytes. Knows no API. Always holds: the numbers that one
+answer reports of its prompts are bounded by MAX_PROMPT_NUMBERS.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from quire.api.generation.choice_streams import Usage
+from quire.base.errors import InvalidParameter
+from quire.engine.output.token_text import TokenText
+
+_IMPOSSIBLE = -9999.0
+# For each request, at up to some 50 bytes of JSON each. A prompt of 131,072 tokens has 2.75 million
+# at 20 alternatives a token.
+MAX_PROMPT_NUMBERS = 4_194_304
+
+
+def check_prompt_numbers(num_numbers: int, *, param: str) -> None:
+    """Refuse an answer that would report too many numbers of its prompts."""
+    if num_numbers > MAX_PROMPT_NUMBERS:
+        raise InvalidParameter(
+            f"the answer would have {num_numbers} numbers of prompts (of each token, for each "
+            "choice: its id, its log-probability, those of alternatives); at most "
+            f"{MAX_PROMPT_NUMBERS} a request are allowed: send fewer or shorter prompts, or ask "
+            "for fewer alternatives or choices",
+            param=param,
+        )
+
+
+def prompt_logprobs(tokens: Iterable[TokenText | None], num_top: int) -> list[msgspec.Raw | None]:
+    """Return vLLM's `prompt_logprobs`: null first, then the token and the `num_top` best, by id."""
+    return [
+        None
+        if token is None
+        else msgspec.Raw(
+            msgspec.json.encode(
+                {str(other.token_id): _ranked(other) for other in (token, *token.top[:num_top])}
+            )
+        )
+        for token in tokens
+    ]
+
+
+def finite(logprob: float) -> float | None:
+    """Return a log-probability as JSON has it: null for NaN, -9999.0 for minus infinity."""
+    return None if math.isnan(logprob) else max(logprob, _IMPOSSIBLE)
+
+
+def _ranked(token: TokenText) -> dict[str, Any]:
+    return {"logprob": finite(token.logprob), "rank": token.rank, "decoded_token": token.text}
+
+
+def speeds_json(usage: Usage) -> dict[str, Any]:
+    """Return `timings`, which goes beside `usage`, if it was requested."""
+    return {"timings": msgspec.to_builtins(usage.speeds)} if usage.speeds else {}
+
+
+def usage_json(usage: Usage, *, reasoning_tokens: int | None = None) -> dict[str, Any]:
+    """Return the object of `usage`. reasoning_tokens: None if answers have no reasoning."""
+    details = {} if reasoning_tokens is None else {"reasoning_tokens": reasoning_tokens}
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, **_cache_json(usage)},
+        **({"completion_tokens_details": details} if details else {}),
+        **({"timings": msgspec.to_builtins(usage.timings)} if usage.timings else {}),
+    }
+
+
+def _cache_json(usage: Usage) -> dict[str, Any]:
+    """Return the tiers of cached tokens and the first miss of each prompt, if requested."""
+    if not usage.cache_uses:
+        return {}
+    return {
+        "cached_tokens_details": {
+            "pool": sum(use.pool_tokens for use in usage.cache_uses),
+            "host": sum(use.host_tokens for use in usage.cache_uses),
+            "disk": sum(use.disk_tokens for use in usage.cache_uses),
+            "misses": [
+                None if use.miss is None else {"reason": use.miss.reason, "token": use.miss.token}
+                for use in usage.cache_uses
+            ],
+        }
+    }
