@@ -2,7 +2,7 @@
 
 The one verb for blocks that leave or enter the pool: `from_tiers[i]` block `from_blocks[i]` to
 `to_tiers[i]` block `to_blocks[i]`. A plan names the copies, the runner makes them beside the steps
-and tells of each that has ended. Numbers and arrays of numbers only, like the other records.
+and reports each that has ended. Numbers and arrays of numbers only, like the other records.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CopiesEnded:
     """Copies that have ended, in the order in which they did, since this was asked last.
 
     arrived[i]: whether the block is there whole; where not, its content must be had otherwise.
-    num_bad: blocks whose bytes were not those that were saved. fetched, saved: how many of them
+    num_bad: blocks read back with other bytes than saved. fetched, saved: how many of them
     came from and went to a tier, and the milliseconds that took. broken: the tier is out of use
     from now on.
     """

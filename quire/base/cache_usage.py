@@ -1,4 +1,4 @@
-"""What the prefix cache tells: what one request was given, and what the whole cache holds.
+"""Reports of the prefix cache: what one request was given, and what the whole cache holds.
 
 Frozen records of numbers, sent as they are. Always holds: nothing here is a prompt's text or its
 tokens, and no salt is spelled out: prefixes and salts are named by keyed digests.
@@ -15,7 +15,9 @@ class MissReason(StrEnum):
 
     FIRST_DIFFERENCE = "first_difference"  # the nearest known prompt goes on with other tokens
     NOT_SEEN = "not_seen"  # nothing known goes on from there
-    NOT_FOUND = "not_found"  # no more is told where strangers share prefixes; see for_strangers
+    NOT_FOUND = (
+        "not_found"  # the only reason given where strangers share prefixes; see for_strangers
+    )
     EVICTED = "evicted"  # it was known, and its block was given to others
     OTHER_SALT = "other_salt"  # the same tenant has it under another salt
     SCORED = "prompt_is_scored"  # log-probabilities of the prompt are computed, never found
@@ -44,11 +46,11 @@ class CacheUsage:
 
 
 def for_strangers(use: CacheUsage, block_size: int) -> CacheUsage:
-    """What one caller may be told where others, who are nobody to it, share its prefixes.
+    """Return what a client may know where unrelated clients share its prefixes.
 
-    That is what the time to a first token tells anyway: how many blocks were found. An exact first
-    difference would let anybody read another's prompt token by token, trying what may come next
-    where 16 tokens at once cannot be tried; the other reasons tell that there was a prompt.
+    This reveals no more than the time to the first token: the number of blocks found. An exact
+    first difference would let a client guess another's prompt token by token, where 16 tokens at
+    once cannot be guessed; the other reasons reveal that there was a prompt.
     """
     if use.miss is None or use.miss.reason in (MissReason.SCORED, MissReason.DISABLED):
         return use
@@ -70,7 +72,7 @@ class PrefixUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnerUsage:
-    """Who computed what can be found. salt: its keyed digest in hex, "" for no salt."""
+    """The owner of cached blocks. salt: its keyed digest in hex, "" for no salt."""
 
     tenant: str
     salt: str
@@ -79,7 +81,7 @@ class OwnerUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheReport:
-    """All there is to tell of one cache now.
+    """The current state of one cache.
 
     The blocks of the pool are used (a live request names them), once or again (free, still
     findable, by how often they were used) or plain (free). Counters only grow; those of tokens

@@ -2,7 +2,7 @@
 
 Milliseconds of the machine's monotonic clock, which all processes of one machine share, so a
 client's arrival time and the engine's step times can be subtracted. Deciders never hold a clock:
-whoever owns a loop reads it and passes `now_ms` on.
+the owner of a loop reads it and passes `now_ms` on.
 """
 
 from __future__ import annotations

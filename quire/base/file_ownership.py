@@ -11,7 +11,7 @@ import stat
 
 
 def danger(found: os.stat_result) -> str:
-    """Who else may write there, in words; empty for nobody."""
+    """Describe the other users that may write there; empty for none."""
     if found.st_uid not in (0, os.geteuid()):
         return f"it belongs to another user ({found.st_uid})"
     if found.st_mode & 0o022:

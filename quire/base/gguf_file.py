@@ -66,7 +66,7 @@ class GgufArray:
     dtype: np.dtype[Any] | None
 
     def texts(self) -> list[bytes]:
-        """The texts as UTF-8 bytes, which nobody has checked."""
+        """The texts as UTF-8 bytes, not checked."""
         found, at, content = [], self.start, self.content
         for _ in range(self.count if self.holds_texts else 0):
             (length,) = _LENGTH.unpack_from(content, at)
@@ -128,7 +128,7 @@ class GgufFile:
 
 
 class _Cursor:
-    """A place in the file; whoever takes bytes says what for."""
+    """A place in the file; the reader of bytes names their purpose."""
 
     def __init__(self, path: Path, content: mmap.mmap) -> None:
         self.path, self.content, self.at, self.size = path, content, 0, len(content)

@@ -1,4 +1,4 @@
-"""open_gguf: a GGUF file for whoever reads one; parsed once for all who read it during a start.
+"""open_gguf: a GGUF file, parsed once for all its readers during a start.
 
     with gguf_read_once():
         ...  # configuration, weights, tokenizer, templates, fingerprint: one parse
@@ -46,7 +46,7 @@ def gguf_read_once() -> Iterator[None]:
 
 def open_gguf(path: Path) -> GgufFile:
     """The file, mapped and parsed. Raises WeightsError."""
-    with _START.lock:  # who comes second waits for the first: that is the point
+    with _START.lock:  # the second caller waits for the first, on purpose
         file = _START.files.get(path)
         if file is None:
             file = GgufFile(path)

@@ -1,7 +1,7 @@
 """ggml's storage types: what a GGUF file calls them, and how many bytes hold how many elements.
 
 A row is a whole number of blocks; a block holds `block_size` elements of a row in `block_bytes`.
-All published types are listed, so that a file can be measured and told by name; which of them can
+All published types are listed, so that a file can be measured and named; which of them can
 be read is the weights room's to say. Source: ggml.h and the GGUF specification (ggml-org/ggml).
 """
 

@@ -60,7 +60,7 @@ class Log:
         self.write("info", what, fields)
 
     def debug(self, what: str, **fields: Field) -> None:
-        """Something that is of use only to whoever looks for a fault."""
+        """Log an event that only helps to find a fault."""
         self.write("debug", what, fields)
 
     def event_as_json(

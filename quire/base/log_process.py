@@ -22,7 +22,7 @@ from quire.base import log as log_module
 from quire.base.log import USUAL_LEVEL, Log
 from quire.base.log_sink import LineWriter
 
-# So long a process that ends waits for lines that nobody reads.
+# So long a process that ends waits for lines without a reader.
 _FLUSH_S = 0.5
 
 

@@ -1,6 +1,6 @@
 """LineWriter: writes lines to a descriptor and never blocks its caller.
 
-A pipe that nobody reads, a stopped terminal or a full socket holds up a thread of the writer's own;
+A pipe without a reader, a stopped terminal or a full socket holds up a thread of the writer's own;
 lines that no longer fit its queue are dropped and counted, and once writing goes on a line says how
 many. Files and devices are written to at once. Knows no format. Always holds: `write` returns
 without waiting; the lines that are written keep their order and are whole.

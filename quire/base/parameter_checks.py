@@ -77,14 +77,14 @@ def token_ids(name: str, value: Any, *, most: int) -> tuple[int, ...]:
     return tuple(whole(name, id_, 0, MAX_TOKEN_ID) for id_ in entries)
 
 
-def texts(name: str, value: Any, *, most: int, most_chars: int) -> tuple[str, ...]:
-    """At most `most` texts of 1 to `most_chars` characters; one text alone is a list of one."""
+def texts(name: str, value: Any, *, most: int, max_chars: int) -> tuple[str, ...]:
+    """At most `most` texts of 1 to `max_chars` characters; one text alone is a list of one."""
     entries = listed(name, (value,) if isinstance(value, str) else value, most=most, what="strings")
     for text in entries:
-        if not isinstance(text, str) or not 0 < len(text) <= most_chars:
+        if not isinstance(text, str) or not 0 < len(text) <= max_chars:
             raise InvalidParameter(
                 f"{name} holds {show(text)}; each entry must be a string of 1 to "
-                f"{most_chars} characters",
+                f"{max_chars} characters",
                 param=name,
             )
         if any("\ud800" <= char <= "\udfff" for char in text):

@@ -45,7 +45,7 @@ class TokenRules:
 
     banned_sequences: the last id of one may not follow the others (one id alone: never).
     breaker_ids: tokens across which DRY sees no repeat. shown_ids: special tokens that are text in
-    the answer whatever skip_special_tokens says; told only where the engine reads the text, to end
+    the answer whatever skip_special_tokens says; given only where the engine reads the text, to end
     beams by stop strings.
     """
 
@@ -66,10 +66,10 @@ class Request:
     ids unless ignore_eos, and the caller's stop_token_ids. Where sampling.max_tokens is 0,
     max_total_tokens is the length of the prompt: it is scored and nothing is generated.
 
-    What policies read, none of which can change an answer: `tenant` (who asks; "" for nobody in
-    particular), `priority` (lower is served earlier), `deadline_ms` (the whole answer),
+    What policies read, none of which can change an answer: `tenant` ("" for the
+    default one), `priority` (lower is served earlier), `deadline_ms` (the whole answer),
     `ttft_slo_ms` (its first token) and `tpot_slo_ms` (each further one, on average); deadline and
-    ttft count from arrival_ms, None where nobody asked. explain_cache: its outputs have a
+    ttft count from arrival_ms, None where not requested. explain_cache: its outputs have a
     cache_use. report_progress: each chunk of its prompt but the last gives an output.
     """
 
@@ -101,7 +101,7 @@ class Admission:
     worker scores the prompt tokens that come after positions scores_from and up (see
     StepResult.scores); None scores none. mirostat_mu: where a request that steers by mirostat
     stood when it left its slot (StepResult.mirostat_mus); None: it begins, at 2 mirostat_tau.
-    num_candidates: of a beam the worker tells so many tokens it may go on with (Candidates).
+    num_candidates: how many continuations of a beam the worker returns (Candidates).
     """
 
     slot: int
@@ -198,7 +198,7 @@ class StepPlan:
         return int(self.counts.sum())
 
     def slot_of(self, row: int) -> int:
-        """Whose row it is; row N is the part of `layers`."""
+        """Return the slot of a row; row N is the part of `layers`."""
         if row == len(self.slots) and self.layers is not None:
             return self.layers.slot
         return int(self.slots[row])
@@ -238,7 +238,7 @@ class Candidates:
     `scores`: log-probabilities after bias, penalties and bans, by which beams are compared;
     `logprobs`: the model's own. Unused entries are -1 and NaN, as those of all other rows are.
     `ends`: whether the answer is over with that token, because its grammar is complete or a stop
-    string is; empty where nobody's is watched so.
+    string is; empty where no row is watched.
     """
 
     ids: Int32s  # [E, C]
@@ -266,7 +266,7 @@ class StepResult:
     and NaN. `listed_logprobs` [E, L] are of the ids in logprob_token_ids, in their order, L the
     most any row listed; NaN beyond a row's own. `mirostat_mus` [E] are the rows' mu after their
     tokens, 0 for rows without mirostat; empty where no row has it. The worker keeps mu from step
-    to step and follows it by itself; it is told so that a preempted request can bring it along.
+    to step and follows it by itself; it is returned so that a preempted request keeps it.
 
     `scores`: None unless a row scored its prompt; row i has score_counts[i] of its S entries. A
     row that computes position p of a prompt scores the token at p + 1. There are at most as many
@@ -321,10 +321,10 @@ class RequestOutput:
 
     stop_id: the token that ended it (it is part of token_ids), where one did.
     cached_tokens: prompt tokens found in the prefix cache at first admission; cache_use: where,
-    and why no more, if the request asked (not told of a fork: its leader's tells it). scores: of
-    all prompt tokens but the first, told once: with the first token, or with the end where nothing
+    and why no more, if the request asked (not set for a fork: its leader has it). scores: of
+    all prompt tokens but the first, given once: with the first token, or with the end where nothing
     is generated, by one stream of a group, which computed the prompt for all. score: of a beam,
-    told with all of its tokens at the end. prompt_progress: prompt tokens computed so far, in an
+    given with all of its tokens at the end. prompt_progress: prompt tokens computed so far, in an
     output without tokens.
     """
 
@@ -355,7 +355,7 @@ class StepOutputs:
 
     Iterating yields one RequestOutput a request (events first), for readers that do not mind
     the objects: a sender may ship the record as it is and let the reader's process iterate.
-    Times, cached_tokens and num_preemptions are told by events only.
+    Times, cached_tokens and num_preemptions are given in events only.
     """
 
     step: int
@@ -454,7 +454,7 @@ class EngineStats:
     preemptions_total: int = 0
     preemptions_moved_total: int = 0  # of those: their blocks went to the tier
     preemptions_for_prompts_total: int = 0  # of those: a prompt lacked blocks, not an answer
-    preemptions_for_turns_total: int = 0  # of those: somebody waited whose turn was long before
+    preemptions_for_turns_total: int = 0  # of those: for a request long overdue
     preemptions_for_ceilings_total: int = 0  # of those: the tenant had more than it may
     preemption_cost_counts: tuple[int, ...] = ()  # by PREEMPTION_COSTS_MS, and one for beyond
     preemption_cost_ms_total: float = 0.0
@@ -464,7 +464,7 @@ class EngineStats:
     tier_saved_blocks_total: int = 0
     tier_fetched_blocks_total: int = 0
     tier_unsaved_blocks_total: int = 0  # taken out of the pool while too many were being saved
-    tier_bad_blocks_total: int = 0  # whose bytes were not those saved: computed again
+    tier_bad_blocks_total: int = 0  # read back with other bytes than saved: recomputed
     tier_failures_total: int = 0  # 1 where the tier is out of use
     row_errors_total: int = 0
     last_step_ms: float = 0.0  # engine clock when the last step ended

@@ -34,7 +34,7 @@ def is_present(path: Path) -> bool:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Raises OSError, whose strerror names any other kind."""
+    """Open a regular file for reading. Raises OSError; its strerror names any other kind."""
     # Without O_NONBLOCK the open itself waits for the writer of a FIFO.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode

@@ -1,4 +1,4 @@
-"""Report: how a part tells what went wrong without ending anything, and what it may tell.
+"""Report: how a part reports a failure without ending anything, and what a report holds.
 
 A Log's `error` is one. Parts that hold no clock and no stream ask for a Report, not for a Log.
 """

@@ -1,7 +1,7 @@
 """What a caller may ask of sampling, and the check of each field.
 
 Knows nothing of logits or HTTP. After `resolve` the record is complete: it has a seed and its
-numbers lie within the limits below, so nobody further down checks again.
+numbers lie within the limits below, so lower layers need no checks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _BEAMS_ONLY: Mapping[str, Any] = {"length_penalty": 1.0, "early_stopping": False
 
 
 class _NotNamed(float):
-    """A temperature that nobody named: 1, or with beams, which are found and not drawn, 0."""
+    """A temperature that was not given: 1, or with beams, which are found and not drawn, 0."""
 
 
 DEFAULT_TEMPERATURE = _NotNamed(1.0)
@@ -74,10 +74,11 @@ class SamplingParams:
     allowed_token_ids: nothing else is chosen; None allows all.
     skip_special_tokens: special tokens have no text in the answer; False writes them out (but not
     the one that ended it), so that stop strings can match them.
-    best_of: so many sequences are computed and the n best of them told, by mean log-probability
+    best_of: so many sequences are computed and the n best returned, by mean log-probability
     of their tokens (of the raw logits); None computes n.
-    use_beam_search: beams as in transformers, best_of (or n) of them, n told; with length_penalty
-    and early_stopping (True, False or "never"); temperature must be 0, as it is if not named.
+    use_beam_search: beams as in transformers, best_of (or n) of them, n returned; with
+    length_penalty and early_stopping (True, False or "never"); temperature must be 0, its default
+    there.
     structured_outputs: the answer is text of this grammar (quire.base.grammar makes them; an
     object of vLLM's form, such as {"json": schema}, becomes one). A complete answer ends, whatever
     min_tokens and ignore_eos say; one cut off by max_tokens or a stop string is not complete.
@@ -177,7 +178,7 @@ class SamplingParams:
     def _check_stops(self) -> None:
         self._settle(
             "stop",
-            texts("stop", self.stop, most=MAX_STOP_STRINGS, most_chars=MAX_STOP_STRING_CHARS),
+            texts("stop", self.stop, most=MAX_STOP_STRINGS, max_chars=MAX_STOP_STRING_CHARS),
         )
         self._settle(
             "stop_token_ids",
@@ -212,7 +213,7 @@ class SamplingParams:
 
     def _check_words_and_ids(self) -> None:
         bad_words = texts(
-            "bad_words", self.bad_words, most=MAX_BAD_WORDS, most_chars=MAX_BAD_WORD_CHARS
+            "bad_words", self.bad_words, most=MAX_BAD_WORDS, max_chars=MAX_BAD_WORD_CHARS
         )
         if blank := next((word for word in bad_words if not word.strip()), None):
             raise InvalidParameter(
@@ -231,7 +232,7 @@ class SamplingParams:
             "dry_sequence_breakers",
             self.dry_sequence_breakers,
             most=MAX_DRY_BREAKERS,
-            most_chars=MAX_DRY_BREAKER_CHARS,
+            max_chars=MAX_DRY_BREAKER_CHARS,
         )
         self._settle("dry_sequence_breakers", breakers)
         if self.allowed_token_ids is None:
@@ -277,7 +278,7 @@ class SamplingParams:
         if self.best_of is not None and self.best_of < self.n:
             raise InvalidParameter(
                 f"best_of is {self.best_of} and n is {self.n}; best_of counts all sequences that "
-                f"are computed, of which the n best are told: raise it to at least {self.n}",
+                f"are computed, of which the n best are returned: raise it to at least {self.n}",
                 param="best_of",
             )
 
@@ -298,7 +299,7 @@ class SamplingParams:
             )
         if self.logprob_token_ids:
             raise InvalidParameter(
-                "logprob_token_ids is given and max_tokens is 0; they are told with generated "
+                "logprob_token_ids is given and max_tokens is 0; they come with generated "
                 "tokens: set max_tokens to at least 1, or leave them out",
                 param="logprob_token_ids",
             )
@@ -315,16 +316,16 @@ class SamplingParams:
 
     @property
     def ends_beams_by_text(self) -> bool:
-        """Whether beams end by stop strings, so that whoever searches must read their text."""
+        """Whether beams end by stop strings, so that the search must read their text."""
         return self.use_beam_search and bool(self.stop)
 
     @property
     def is_ranked(self) -> bool:
-        """Whether fewer streams are told than are computed, the best of them, at the end."""
+        """Whether fewer streams are returned than computed: the best, at the end."""
         return self.num_sequences > self.n and not self.use_beam_search
 
     def changed(self, **named: Any) -> SamplingParams:
-        """A copy with these fields replaced, as a caller does who names only some.
+        """Return a copy with these fields replaced, as for a caller that names only some.
 
         Where they ask for mirostat or beams, what these cannot go with and they do not name is
         switched off: a model's defaults (top_k and the like) must not forbid it. Raises
@@ -361,7 +362,7 @@ FILTERS_OFF: Mapping[str, float] = {
     "eta_cutoff": 0.0,
     "xtc_probability": 0.0,
 }
-# What must be off beside beams, which are found, not drawn. A caller who asks for beams gets these
+# What must be off beside beams, which are found, not drawn. A caller that asks for beams gets these
 # where he does not name them: a model's own defaults must not forbid a search.
 BEAMS_OFF: Mapping[str, Any] = {"temperature": 0.0, **FILTERS_OFF, "mirostat": 0}
 FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "use_beam_search")

@@ -1,4 +1,4 @@
-"""Terms: on what terms a request is served; who asks, how urgently, and what it hopes for.
+"""SchedulingParams: tenant, priority and latency objectives of a request.
 
 Each value is checked where a Terms is made. Knows no policy: which of them a server's policy reads
 is in docs/scheduling.md. Always holds: nothing in it can change an answer, only when it is given.
@@ -23,10 +23,10 @@ OBJECTIVES = ("deadline_ms", "ttft_slo_ms", "tpot_slo_ms")
 class SchedulingParams:
     """Terms of one request.
 
-    tenant: who asks, by name; "" where there is one tenant only. priority: lower is served
+    tenant: its name; "" where there is one tenant only. priority: lower is served
     earlier, where the policy says so. deadline_ms: when the whole answer should be there;
     ttft_slo_ms: its first token; both counted from the request's arrival. tpot_slo_ms: the mean
-    time between its tokens after the first. return_cached_tokens_details: tell where cached
+    time between its tokens after the first. return_cached_tokens_details: report where cached
     tokens were found, and why no more were. report_progress: report each chunk of the prompt that
     is computed. Raises InvalidParameter naming the field.
     """

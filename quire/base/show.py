@@ -10,15 +10,15 @@ import json
 from typing import Any
 
 MAX_SHOWN_CHARS = 60
-_MOST_ENTRIES = 6
-_MOST_LEVELS = 3
-_MOST_DIGITS = 40
+_MAX_ENTRIES = 6
+_MAX_LEVELS = 3
+_MAX_DIGITS = 40
 _CUT = "..."
 
 
 def show(value: Any) -> str:
     """At most MAX_SHOWN_CHARS characters on one line."""
-    text = _shown(value, _MOST_LEVELS)
+    text = _shown(value, _MAX_LEVELS)
     return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - len(_CUT)] + _CUT
 
 
@@ -28,17 +28,17 @@ def _shown(value: Any, levels: int) -> str:
     if value is None or isinstance(value, bool | float):
         return json.dumps(value)
     if isinstance(value, int):
-        is_long = value.bit_length() > 3 * _MOST_DIGITS
+        is_long = value.bit_length() > 3 * _MAX_DIGITS
         return f"a number of {value.bit_length()} bits" if is_long else str(value)
     if isinstance(value, list | tuple):
         if levels == 0 and value:
             return f"[{_CUT}]"
-        entries = [_shown(entry, levels - 1) for entry in value[:_MOST_ENTRIES]]
+        entries = [_shown(entry, levels - 1) for entry in value[:_MAX_ENTRIES]]
         return f"[{_listed(entries, len(value))}]"
     if isinstance(value, dict):
         if levels == 0 and value:
             return f"{{{_CUT}}}"
-        firsts = [pair for pair, _ in zip(value.items(), range(_MOST_ENTRIES), strict=False)]
+        firsts = [pair for pair, _ in zip(value.items(), range(_MAX_ENTRIES), strict=False)]
         entries = [f"{_shown(key, 0)}: {_shown(entry, levels - 1)}" for key, entry in firsts]
         return f"{{{_listed(entries, len(value))}}}"
     return repr(value)

@@ -1,6 +1,6 @@
-"""JSON from files nobody here wrote, read without surprises.
+"""Strict JSON for files and requests from outside.
 
-Size is limited, duplicate keys are refused (which of two values counts is anybody's guess), NaN
+Size is limited, duplicate keys are refused (which of two values counts is undefined), NaN
 and Infinity are refused (they are not JSON), and nesting too deep is an error, not a crash. Knows
 nothing of what the document means.
 """
@@ -43,7 +43,7 @@ def parse_object(raw: bytes, *, limit_bytes: int, yields: bool = False) -> dict[
 
 
 def _check_depth(document: Any) -> None:
-    """However deep the parser's own stack is: who walks the document later may have less."""
+    """Independent of the parser's stack: later readers of the document may have less."""
     level = [document] if isinstance(document, list | dict) else []
     for _ in range(MAX_DEPTH):
         if not level:

@@ -237,7 +237,7 @@ def _checked(tenant: Tenant) -> Tenant:
 
 
 def _keys(name: str, value: Any) -> tuple[str, ...]:
-    keys = texts(name, listed(name, value), most=_MAX_KEYS, most_chars=_MAX_KEY_CHARS)
+    keys = texts(name, listed(name, value), most=_MAX_KEYS, max_chars=_MAX_KEY_CHARS)
     for key in keys:
         if key != key.strip():
             raise InvalidParameter(
@@ -247,7 +247,7 @@ def _keys(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _digests(name: str, value: Any) -> tuple[str, ...]:
-    digests = texts(name, listed(name, value), most=_MAX_KEYS, most_chars=_MAX_KEY_CHARS)
+    digests = texts(name, listed(name, value), most=_MAX_KEYS, max_chars=_MAX_KEY_CHARS)
     for digest in digests:
         if not _DIGEST.fullmatch(digest.lower()):
             raise InvalidParameter(

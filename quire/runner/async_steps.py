@@ -32,7 +32,7 @@ class AsyncSteps:
         self._out: deque[_Out] = deque()  # not finished, oldest first
 
     def submit(self, plan: StepPlan) -> _Out:
-        """Begin a step; what goes wrong is told by its outcome."""
+        """Begin a step; its outcome raises what goes wrong."""
         self._make_way(plan)
         out = _Out(plan, self)
         try:
@@ -41,7 +41,7 @@ class AsyncSteps:
                 knows = not self._out
                 out.run = StepRun(plan, self._means, knows_tokens=knows, is_late=True)
                 out.run.begin()
-        except Exception as error:  # noqa: BLE001  told by the outcome
+        except Exception as error:  # noqa: BLE001  raised by the outcome
             out.fail(error)
         self._out.append(out)
         if out.run is not None and not (out.run.reads_tokens and self._out[0] is not out):
@@ -83,7 +83,7 @@ class _Out:
 
     @property
     def waits(self) -> bool:
-        """Whether the device has not been told to choose its tokens, and will be."""
+        """Whether its tokens are still to be chosen on the device."""
         return not (self.is_chosen or self.ends_overlap or self._error or self.run is None)
 
     def outcome(self) -> StepResult:
@@ -108,7 +108,7 @@ class _Out:
         self.is_chosen = True
         try:
             self.run.choose()
-        except Exception as error:  # noqa: BLE001  told by the outcome
+        except Exception as error:  # noqa: BLE001  raised by the outcome
             self.fail(error)
 
     def end(self, means: RunnerResources) -> None:
@@ -121,7 +121,7 @@ class _Out:
             return
         try:
             self._result = self._ended(self.run, means)
-        except Exception as error:  # noqa: BLE001  told by the outcome
+        except Exception as error:  # noqa: BLE001  raised by the outcome
             self._error = error
 
     def _ended(self, run: StepRun, means: RunnerResources) -> StepResult:

@@ -29,7 +29,7 @@ def forward_batch(plan: StepPlan, tables: SlotTables, *, knows_tokens: bool = Tr
     """The token rows of `plan` [T], in the order of its rows. The plan has at least one row.
 
     knows_tokens: false where steps before it are not finished: a token that one of them chooses is
-    not in the table, and its row says whose it is in place of an id.
+    not in the table, and its row names the slot instead of an id.
     """
     if (plan.counts == 1).all():
         batch = _one_token_each(plan, tables)
@@ -69,7 +69,7 @@ def sampled_positions(plan: StepPlan, last: Int32s) -> Int32s:
 
 
 def _with_late_slots(batch: ForwardBatch, slots: Int32s, tables: SlotTables) -> ForwardBatch:
-    """slots [T]: whose each row is."""
+    """slots [T]: the slot of each row."""
     is_late = batch.positions >= tables.tokens.lengths[slots]
     if not is_late.any():
         return batch
@@ -142,9 +142,11 @@ def sample_batch(
     *,
     is_late: bool = False,
 ) -> SampleBatch:
-    """Parameters of the rows in `of_slots` [R] whose next token gets `positions` [R]; masks: of
-    these rows. is_late: a token before may be on the device only. Elsewhere one that is not in the
-    table is of a request that failed or ended, and whose row nobody is told of."""
+    """Return the parameters of the rows in `of_slots` [R]; their next tokens get `positions` [R].
+
+    masks: of these rows. is_late: a token before may be on the device only. Otherwise a token that
+    is not in the table belongs to a request that failed or ended; its row is discarded.
+    """
     slots = of_slots.astype(np.intp)  # once: as an index it is four times as fast
     banned = (positions < tables.stops_from[slots]).nonzero()[0]
     history_starts, history = _history(slots, positions, tables)
@@ -205,8 +207,8 @@ def _history(slots: Index, positions: Int32s, tables: SlotTables) -> tuple[Int32
 
 
 def _late(slots: Index, positions: Int32s, tables: SlotTables) -> Int32s:
-    """Slots of rows that read their history and lack its last token. Who lacks more has failed: a
-    step of such rows is chosen when the one before is finished."""
+    """Slots of rows that read their history and lack its last token. A row that lacks more has
+    failed: a step of such rows is chosen when the one before is finished."""
     lacks_one = tables.has_penalty[slots] & (num_unknown(slots, positions, tables) == 1)
     return np.where(lacks_one, slots, -1).astype(np.int32) if lacks_one.any() else NO_INTS
 

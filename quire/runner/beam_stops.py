@@ -106,8 +106,8 @@ class BeamStops:
     def told(
         self, slots: Int32s, positions: Int32s, candidates: Candidates | None
     ) -> tuple[Candidates | None, dict[int, str]]:
-        """`candidates` of rows in `slots` [R], whose next tokens get `positions` [R], with what
-        ends their answers; and rows that cannot be judged, with the reason."""
+        """Return `candidates` of rows in `slots` [R], at `positions` [R], with what ends their
+        answers; and rows that cannot be judged, with the reason."""
         failed: dict[int, str] = {}
         if candidates is None or not self._num or not self.has[slots].any():
             return candidates, failed

@@ -1,8 +1,8 @@
 """BlockTransport: how blocks leave an executor's pool for memory of the host, and come back.
 
-One face for executors that compute on the host, which copy at once, and for those whose device
-works beside it, which is told and waited for later. Knows no tier and no thread: whoever calls
-decides which may wait. Always holds: what is told after a block was taken out may write into it.
+One interface for executors on the host, which copy at once, and for asynchronous devices, which
+queue the copy and are waited for later. Knows no tier and no thread: the caller decides which may
+wait. Invariant: work queued after a block was read may write into it.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class BlockTransport:
             self._executor.export_block(block, raw)
         return nothing
 
-    def told(self) -> Callable[[], None]:
-        """Waits until all that was told until now is done."""
+    def queued(self) -> Callable[[], None]:
+        """Wait until all work queued so far is done."""
         return nothing if self._late is None else self._late.mark()
 
     def bring_in(self, blocks: Sequence[int], raws: Sequence[Bytes]) -> None:
-        """Make blocks what raws say, and wait until they are. What was told and reads them must be
+        """Make blocks what raws say, and wait until they are. Queued work that reads them must be
         done."""
         if self._late is not None:
             self._late.import_blocks(np.array(blocks, np.int32), raws)

@@ -24,7 +24,7 @@ from quire.base.regular_file import read_regular
 from quire.program.program import Program
 from quire.program.serialize import digest as program_digest
 
-# Changes with what lies in a block's bytes where the program does not tell, and with what the
+# Changes with what lies in a block's bytes where the program does not say, and with what the
 # digests begin with by which blocks are found.
 LAYOUT_VERSION = 2
 _MAX_FILE_BYTES = 256 << 20

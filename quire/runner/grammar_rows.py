@@ -48,7 +48,7 @@ class Masks:
 class Follow:
     """What is certain after chosen tokens, for rows (indexes of rows that sample) with news.
 
-    forced: the ids that must follow. complete: rows whose answer can only end after them.
+    forced: the ids that must follow. complete: rows with answers that can only end after them.
     """
 
     forced: dict[int, list[int]] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class _Row:
 
 class GrammarRows:
     """source: None where nothing compiles grammars; rows that have one fail then. jump_ahead:
-    whether tokens that must follow are told with the token before them."""
+    whether forced tokens are returned with the token before them."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class GrammarRows:
                 row.is_replaced = is_replaced
 
     def begin(self, slots: Int32s, positions: Int32s) -> Future[Masks] | None:
-        """Start to make masks for rows in `slots` [R], whose next tokens get `positions` [R]."""
+        """Start to compute the masks of rows in `slots` [R], for tokens at `positions` [R]."""
         if not self._num or not self.has[slots].any():
             return None
         if self._thread is None:
@@ -165,8 +165,10 @@ class GrammarRows:
         return follow
 
     def ends(self, slot: int, token_ids: Sequence[int]) -> list[bool]:
-        """Of tokens that a beam in `slot`, whose mask was just made, may go on with: whether its
-        answer is over with them. Raises MatcherError."""
+        """Return which tokens end the answer of the beam in `slot`, right after its mask was made.
+
+        Raises MatcherError.
+        """
         row = self._rows[slot]
         if row is None or row.matcher is None:
             return [False] * len(token_ids)
@@ -253,7 +255,7 @@ class GrammarRows:
         """Give the row a matcher that shares nothing with others, advanced by `known`.
 
         The lexer that failed is shared by all rows of the grammar, so the cause may be another
-        request. A row whose own matcher fails as well has its own cause: raises that error.
+        request. If the row's own matcher fails as well, the row is the cause: raises that error.
         """
         if row.is_replaced or self._source is None or row.matcher is None:
             raise error
@@ -275,7 +277,7 @@ class GrammarRows:
 
 def _may_jump(admission: Admission) -> bool:
     """Whether each step of the request, left with one token, would choose just that, with nothing
-    else to tell and no state to move."""
+    else to return and no state to move."""
     sampling: SamplingParams = admission.sampling
     bans = (
         admission.rules.banned_sequences

@@ -1,4 +1,4 @@
-"""Handle: what whoever hands in a plan holds until its result is there.
+"""Handle: a submitted plan, until its result is collected.
 
 A file of its own so that the engine's loop can name it without loading an executor.
 """

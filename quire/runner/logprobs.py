@@ -32,7 +32,7 @@ _Number = TypeVar("_Number", np.int32, np.float32)
 class ScoredRows:
     """What rows of a plan scored: row i has counts[i] of the entries of `scores`.
 
-    failed: rows whose logits were no distribution; they have no entries.
+    failed: rows with logits that are no distribution; they have no entries.
     """
 
     counts: Int32s  # [N]
@@ -53,7 +53,7 @@ def score_prompts(
     *,
     max_samples: int,
 ) -> ScoredRows | None:
-    """Score what rows of `plan`, whose trunk has run, compute of prompts; None: nobody asked."""
+    """Score the prompt positions of `plan` after its trunk has run; None: none requested."""
     if not tables.num_scoring:
         return None
     slots = plan.slots

@@ -1,4 +1,4 @@
-"""ModelRunner: makes an executor do what a StepPlan says, and tells what came of it.
+"""ModelRunner: run the steps of StepPlans on an executor and return their StepResults.
 
 Order within a plan: admissions, table deltas, copies between tiers, block copies, layers of a
 prompt's part, trunk (masks of grammars are made beside it); head in slices, with the scores of
@@ -38,7 +38,7 @@ class ModelRunner:
     `max_samples` is the head's largest slice.
     mover: where plans move blocks to a tier and back; closed with the runner. matchers: of grammars
     that answers follow; watches: of stop strings that end beams; jump_ahead: whether tokens that
-    grammars leave no choice of are told at once (by default where one plan is out at a time: a
+    grammars force are returned at once (by default where one plan is out at a time: a
     later one has such a row already).
     """
 

@@ -2,7 +2,7 @@
 
 A pool is zero pages that the system makes memory of when they are first written. In a virtual
 machine that takes milliseconds a megabyte (EXPERIMENTS.md): a prompt's first step would wait longer
-for pages than for arithmetic. So whoever has nothing to do touches some ahead of use. Knows no
+for pages than for arithmetic. So an idle engine touches some ahead of use. Knows no
 requests. Always holds: only blocks that were never handed out are touched; one call makes about
 PIECE_BYTES memory, so that a message that comes waits for no more than that.
 """

@@ -39,7 +39,7 @@ class SlotTables:
         jump_ahead: bool = True,
     ) -> None:
         self.block_size = block_size
-        self.changes = 0  # how often somebody came, went or branched off
+        self.changes = 0  # plans that retired, admitted or branched slots
         self.tenancy = np.zeros(num_slots, np.int64)  # grows whenever a slot is given or given back
         self.tokens = TokenTable(num_slots, max_model_len)
         self.rare = RareParamsTables(num_slots)
@@ -58,7 +58,7 @@ class SlotTables:
         self.num_logprobs = np.full(num_slots, -1, np.int32)
         self.num_candidates = np.zeros(num_slots, np.int32)  # of beams
         self.num_beams = 0  # slots with some
-        # Prompt positions whose rows are scored: from scores_from on, but not the prompt's last.
+        # Prompt positions to score: from scores_from on, but not the prompt's last.
         self.scores_from = np.full(num_slots, NEVER, np.int32)
         self.num_prompt_logprobs = np.zeros(num_slots, np.int32)
         self.num_scoring = 0  # slots with a scores_from: steps without any do not look

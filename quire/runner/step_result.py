@@ -46,7 +46,7 @@ BANNED_ALL = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computed:
     """What came of a plan's N rows, of which R sample. listed: listed_logprobs [R, L]. no_mask:
-    rows of R whose grammar allows nothing, and why; broken: rows of N that failed by themselves."""
+    rows of R with a grammar that allows nothing, and why; broken: rows of N that failed alone."""
 
     scored: ScoredRows | None
     choice: TokenChoice
@@ -186,7 +186,7 @@ def no_rows(plan: StepPlan) -> StepResult:
 
 
 def without_part(plan: StepPlan, result: StepResult, message: str) -> StepResult:
-    """`result`, of a plan whose part of a prompt failed; its rows stand."""
+    """Return `result` with the error of the plan's layered prefill; its rows stand."""
     return replace(result, errors=(*result.errors, RowError(row=len(plan.slots), message=message)))
 
 
@@ -243,7 +243,7 @@ def _reasons(
     computed: Computed, failed: dict[int, str], tables: SlotTables, plan: StepPlan
 ) -> dict[int, str]:
     """Why rows of the plan failed, if they follow a grammar or are watched. failed: why, of those
-    that sample and whose tokens were chosen."""
+    that sample and have a chosen token."""
     if not computed.has_grammar and not computed.no_mask and not failed:
         return {}
     rows = np.repeat(np.arange(len(plan.slots)), plan.sample_counts).tolist()

@@ -1,9 +1,9 @@
 """StepRun: the rows of one plan on their way through an executor: begun, chosen, finished.
 
 `begin` has the trunk computed, `choose` the head, scores and tokens, `computed` waits for what came
-of it. With an executor that does what it is told at once, one after the other is a step; with one
-whose device works beside the host, other steps' calls come between. Knows no policy, no text and no
-time. Always holds: the tables are read when the executor is told, and written by nobody here.
+of it. With a synchronous executor these calls directly follow each other; with an asynchronous
+device, calls of other steps come between. Knows no policy, no text and no
+time. Always holds: the tables are read when the executor is called, and never written here.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ class StepRun:
         self._plan, self._means = plan, means
         self._scores = tables.num_scoring > 0 and scores_some(plan, tables)
         self._has_grammar = bool(tables.grammars.has[self.slots].any())
-        # Rows whose choice reads logits or a state on the host.
+        # Rows that need logits or a state on the host.
         self.is_on_host = is_late and (
             self._scores
             or bool(tables.has_listed[self.slots].any())
             or bool(tables.rare.uses[self.slots].any())
             or bool(tables.num_candidates[self.slots].any())
         )
-        # Rows whose choice depends on tokens that are not on the host yet, in more than what the
+        # Rows that depend on tokens that are not on the host yet, in more than what the
         # trunk computes. A penalty's last token may be on the device.
         unknown = num_unknown(self.slots, self.positions, tables)
         self.reads_tokens = (

@@ -1,9 +1,9 @@
 """TierMover: copies blocks between the pool and a tier, in a thread of its own, beside the steps.
 
 A block that leaves is copied when the plan that names it begins, because the plan may write into
-it: within memory, or by a device that works beside the host, which is told and not waited for. It
+it: within memory, or by an asynchronous device, on which copies are queued and not waited for. It
 goes to the tier later. One that comes is read beside the pool, checked, and copied into it. Fetches
-go first: somebody waits for them. What has ended is kept until it is asked for. Knows no scheduler
+go first: requests wait for them. What has ended is kept until it is asked for. Knows no scheduler
 and no medium. Always holds: a copy handed in ends exactly once, but for fetches at the end of all;
 nothing unchecked reaches the pool; a medium that fails is not asked again, which is reported once.
 """
@@ -31,33 +31,33 @@ Int32s = NDArray[np.int32]
 # Memory for blocks that have left the pool and are not in the tier yet, and how many at most: of
 # the host's where a tier is slow, of the device's where only a bus is between.
 BUFFER_BYTES = {Tier.DISK: 64 << 20, Tier.HOST: 256 << 20}
-MOST_BUFFERS = {Tier.DISK: 32, Tier.HOST: 128}
+MAX_BUFFERS = {Tier.DISK: 32, Tier.HOST: 128}
 
 
 def num_buffers(block_bytes: int, tier: Tier) -> int:
     """Blocks that may be on their way to the tier at once."""
-    return max(1, min(MOST_BUFFERS[tier], BUFFER_BYTES[tier] // block_bytes))
+    return max(1, min(MAX_BUFFERS[tier], BUFFER_BYTES[tier] // block_bytes))
 
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """told: waits until the device has come to the copy, there: until raw is filled."""
+    """queued: waits until the device has reached the copy, there: until raw is filled."""
 
     place: int
     digest: bytes
     raw: Bytes
-    told: Callable[[], None]
+    queued: Callable[[], None]
     there: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Fetch:
-    """told: waits until what was told before and reads the block is done."""
+    """queued: waits until earlier queued work that reads the block is done."""
 
     place: int
     digest: bytes
     block: int
-    told: Callable[[], None]
+    queued: Callable[[], None]
 
 
 @dataclass(slots=True)
@@ -94,13 +94,13 @@ class TierMover:
         self._now_ms, self._report = now_ms, report
         count = num_buffers(executor.block_bytes, store.tier)
         self._way = BlockTransport(executor, most=count)
-        self._most_fetched = count  # in one run
+        self._max_fetched = count  # in one run
         self._is_memory = store.room(0) is not None
         # Where the tier is not memory itself: one for what comes, the others for what leaves.
         self._buffers = [] if self._is_memory else self._way.buffers(count + 1)
         self._incoming = None if self._is_memory else self._buffers.pop()
         self._fetches: deque[_Fetch] = deque()
-        # Saves in order, and fetches of places whose save is among them.
+        # Saves in order, and fetches of places that one of them saves.
         self._behind: deque[_Save | _Fetch] = deque()
         self._pending: set[int] = set()  # pool blocks that have not arrived
         self._being_read: Counter[int] = Counter()  # places
@@ -126,18 +126,21 @@ class TierMover:
         while saves:
             saves = saves[self._begin_saves(saves) :]
         if not all(leaves):
-            told = self._wait_of(self._way.told)
+            queued = self._wait_of(self._way.queued)
             self._begin_fetches(
                 [
-                    _Fetch(place=place, digest=digest, block=block, told=told)
+                    _Fetch(place=place, digest=digest, block=block, queued=queued)
                     for (place, block, digest), is_save in zip(listed, leaves, strict=True)
                     if not is_save
                 ]
             )
 
     def wait_for(self, blocks: NDArray[np.int32]) -> None:
-        """Until nothing is on its way into these pool blocks. Who plans waits for arrivals, so this
-        waits only where plans are replayed faster than they were made."""
+        """Wait until nothing is on its way into these pool blocks.
+
+        The scheduler waits for arrivals, so this waits only in a replay that is faster than its
+        recording.
+        """
         if self._pending:
             with self._changed:
                 self._changed.wait_for(lambda: self._pending.isdisjoint(blocks.tolist()))
@@ -182,10 +185,10 @@ class TierMover:
         saves = saves[: len(raws)]
         blocks = [block for block, _, _ in saves]
         there = self._wait_of(lambda: self._way.take_out(blocks, raws))
-        told = self._wait_of(self._way.told)
+        queued = self._wait_of(self._way.queued)
         with self._changed:
             for (_, place, digest), raw in zip(saves, raws, strict=True):
-                self._behind.append(_Save(place, digest, raw, told, there))
+                self._behind.append(_Save(place, digest, raw, queued, there))
             self._changed.notify_all()
         return len(raws)
 
@@ -210,7 +213,7 @@ class TierMover:
             self._changed.notify_all()
 
     def _wait_of(self, tell: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-        """What there is to be waited for, once the device was told; where that fails, nothing."""
+        """Return what to wait for after queueing on the device; nothing where that fails."""
         wait = nothing
 
         def say() -> None:
@@ -246,11 +249,11 @@ class TierMover:
                 return
 
     def _next(self) -> _Save | list[_Fetch] | None:
-        """A save, or fetches: one, or where places are memory those that were told together."""
+        """A save, or fetches: one, or several queued together where places are memory."""
         if self._fetches:
-            most = self._most_fetched if self._is_memory else 1
-            told = self._fetches[0].told
-            run = [*takewhile(lambda one: one.told is told, self._fetches)][:most]
+            most = self._max_fetched if self._is_memory else 1
+            queued = self._fetches[0].queued
+            run = [*takewhile(lambda one: one.queued is queued, self._fetches)][:most]
             for _ in run:
                 self._fetches.popleft()
             return run
@@ -262,7 +265,7 @@ class TierMover:
             save.there()
             self.store.save(save.place, save.digest, save.raw)
 
-        is_told = self._ask(save.told)
+        is_told = self._ask(save.queued)
         began_ms = self._now_ms()
         arrived = is_told and self._ask(put)
         took_ms = self._now_ms() - began_ms
@@ -289,7 +292,7 @@ class TierMover:
                 blocks.append(fetch.block)
                 raws.append(raw)
         took_ms = self._now_ms() - began_ms
-        arrived = bool(blocks) and self._ask(run[0].told)
+        arrived = bool(blocks) and self._ask(run[0].queued)
         began_ms = self._now_ms()
         arrived = arrived and self._ask(lambda: self._way.bring_in(blocks, raws))
         took_ms += self._now_ms() - began_ms
@@ -331,7 +334,7 @@ class TierMover:
             return False
         try:
             call()
-        except Exception as error:  # noqa: BLE001  of a disk or a device; nobody else hears of it
+        except Exception as error:  # noqa: BLE001  of a disk or a device; it ends the tier only
             self._is_broken = True
             self._report(
                 "the KV tier failed and is out of use; what it held is computed again",

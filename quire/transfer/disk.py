@@ -39,11 +39,11 @@ class DiskStore:
         max_bytes: int,
         block_bytes: int,
         fingerprint: bytes,
-        most_segment_bytes: int = SEGMENT_BYTES,
+        max_segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
         self._folder, self._path, self.block_bytes = folder, folder.path, block_bytes
         self._max_bytes, self._fingerprint = max_bytes, fingerprint
-        self._per_segment = _fitting(min(most_segment_bytes, max_bytes), block_bytes)
+        self._per_segment = _fitting(min(max_segment_bytes, max_bytes), block_bytes)
         if not self._per_segment:
             # A single block may exceed the usual size of a segment.
             self._per_segment = int(segment_bytes(1, block_bytes) <= max_bytes)
@@ -144,9 +144,9 @@ class DiskStore:
         return segment
 
 
-def _fitting(most_bytes: int, block_bytes: int) -> int:
-    """Return how many blocks fit into a segment of at most `most_bytes`."""
-    count = most_bytes // block_bytes
-    while count and segment_bytes(count, block_bytes) > most_bytes:
+def _fitting(max_bytes: int, block_bytes: int) -> int:
+    """Return how many blocks fit into a segment of at most `max_bytes`."""
+    count = max_bytes // block_bytes
+    while count and segment_bytes(count, block_bytes) > max_bytes:
         count -= 1
     return count

@@ -27,8 +27,8 @@ KEY_BYTES = 16
 LOCK, KEY = "quire-tier.lock", "quire-tier.key"
 _OURS = re.compile(r"quire-tier(\.lock|\.key|\.key\.partial|-\d+\.kv|-\d+\.partial)")
 _OF_THE_DISK = frozenset({"lost+found"})  # at the top of a disk that is all a tier's
-_MOST_NAMED = 3
-_MOST_LOCK_BYTES = 32
+_MAX_NAMED = 3
+_MAX_LOCK_BYTES = 32
 
 
 class TierFolder:
@@ -104,7 +104,7 @@ def _checked(folder: Path) -> str:
     mode = folder.stat()
     if why := danger(mode):
         raise SettingError(
-            f"kv_tier_path: {folder}: {why}, who could change a model's answers unseen; take a "
+            f"kv_tier_path: {folder}: {why}, able to change a model's answers unseen; take a "
             "folder of your own, or chmod 700 it"
         )
     strange = sorted(
@@ -113,8 +113,8 @@ def _checked(folder: Path) -> str:
         if name not in _OF_THE_DISK and not _OURS.fullmatch(name)
     )
     if strange:
-        named = ", ".join(strange[:_MOST_NAMED])
-        more = f" and {len(strange) - _MOST_NAMED} more" if len(strange) > _MOST_NAMED else ""
+        named = ", ".join(strange[:_MAX_NAMED])
+        more = f" and {len(strange) - _MAX_NAMED} more" if len(strange) > _MAX_NAMED else ""
         raise SettingError(
             f"kv_tier_path: {folder} holds {named}{more}, which no tier makes; a tier needs a "
             "folder of its own: name an empty one, or one that is not there yet"
@@ -129,7 +129,7 @@ def _locked(folder: Path) -> int:
     path = folder / LOCK
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        said = os.pread(descriptor, _MOST_LOCK_BYTES, 0)
+        said = os.pread(descriptor, _MAX_LOCK_BYTES, 0)
         if said and not re.fullmatch(rb"\d+\n", said):
             raise _not_ours(path)
         _lock(descriptor, folder, said.decode("ascii").strip() or "unknown")
@@ -187,6 +187,6 @@ def _new_key(path: Path) -> bytes:
 def _not_ours(path: Path) -> SettingError:
     return SettingError(
         f"kv_tier_path: {path} is not what a tier writes under this name; it is left as it is: "
-        "delete it if nobody needs it (what the tier holds is computed again), or name another "
+        "delete it if it is not needed (what the tier holds is computed again), or name another "
         "folder"
     )

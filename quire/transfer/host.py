@@ -1,7 +1,7 @@
 """HostStore: a tier in pinned host memory, which the device reads and writes by itself.
 
 The store copies nothing: the device fills and reads the places, the store records the digest of
-each. Its content ends with the process. Memory is allocated in pieces whose sizes are powers of
+each. Its content ends with the process. Memory is allocated in pieces with sizes that are powers of
 two, because allocators of pinned memory may round up to one. Always holds: all pieces together
 take no more than the given bytes.
 """

@@ -370,7 +370,7 @@ class TemporaryStore(DiskStore):
             max_bytes=2 * segment_bytes(num_places // 2, block_bytes) + segment_bytes(1, 0),
             block_bytes=block_bytes,
             fingerprint=b"exact",
-            most_segment_bytes=segment_bytes(num_places // 2, block_bytes),
+            max_segment_bytes=segment_bytes(num_places // 2, block_bytes),
         )
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ def opened(path: Path, *, segments: int = 3, fingerprint: bytes = b"one") -> Dis
         max_bytes=segments * whole,
         block_bytes=BLOCK_BYTES,
         fingerprint=fingerprint,
-        most_segment_bytes=whole,
+        max_segment_bytes=whole,
     )
 
 
