@@ -12,16 +12,7 @@ from functools import cache
 from tests.repository.source_files import code_files, name_of, tree_of
 
 # Cycles that are known and to be broken; the tests fail when one is gone and still listed.
-KNOWN_CYCLES = (
-    {"quire.weights.checkpoint", "quire.weights.fp8_checkpoint"},
-    {
-        "quire.api.generation.choice_streams",
-        "quire.api.server_state",
-        "quire.api.streaming.resumable_stream",
-        "quire.api.streaming.sse",
-        "quire.api.workers.sibling_workers",
-    },
-)
+KNOWN_CYCLES = ({"quire.weights.checkpoint", "quire.weights.fp8_checkpoint"},)
 
 # Modules and packages outside quire.cli that import own modules inside functions, and why.
 _GPU = "PyTorch and Triton are optional and slow to import"
