@@ -190,13 +190,13 @@ class ServerState:
 
     def _draining_error(self) -> ShuttingDown:
         retry_s = max(self.config.grace_s, 1.0) if self.stopping.done() else _RETRY_AFTER_S
-        return ShuttingDown(f"{self._draining_reason()}; try elsewhere", retry_after_s=retry_s)
+        return ShuttingDown(f"{self._draining_reason()}; use another server", retry_after_s=retry_s)
 
     def _draining_reason(self) -> str:
         cause = (
             "the server is shutting down" if self.stopping.done() else "an admin drained the server"
         )
-        return f"{cause}: it takes nothing new"
+        return f"{cause} and accepts no new requests"
 
     def health(self) -> Health:
         """Return the engine's health, or the server's while it is starting or draining."""
@@ -317,10 +317,10 @@ class OpenRequest:
     is_stream: bool = False
     created_s: float = field(default_factory=time.time)
     cut: asyncio.Future[QuireError] = field(default_factory=_new_cut)
-    read_progress: Callable[[], RequestProgress] = RequestProgress
-    ended_s: float | None = None
-    error: str | None = None
-    on_end: Callable[[], None] | None = None
+    read_progress: Callable[[], RequestProgress] = field(default=RequestProgress, init=False)
+    ended_s: float | None = field(default=None, init=False)
+    error: str | None = field(default=None, init=False)
+    on_end: Callable[[], None] | None = field(default=None, init=False)
 
     @property
     def state(self) -> str:
@@ -376,7 +376,7 @@ class RequestRegistry:
             request = self._names.get(Requester(key, id_or_name))
         if request is None or request.requester.key != key:
             raise UnknownRequest(
-                f"request {show(id_or_name)} is not known here: it was never asked with this key, "
+                f"request {show(id_or_name)} is not known here: it was never sent with this key, "
                 f"or ended more than {ENDED_S:g} s ago"
             )
         return request

@@ -1,7 +1,7 @@
-"""Token choice by the native kernels: the whole batch in one call, without the GIL.
+"""Sample tokens with the native kernels: the whole batch in one call, without the GIL.
 
-Same tokens as the NumPy twin (sampling/reference.py), bit for bit, for any number of threads,
-rows and any order of rows. Knows no requests; the pool belongs to the executor.
+Chooses the same tokens as the NumPy reference (sampling/reference.py), bit for bit, for any number
+of threads and rows and any order of rows. Knows no requests; the executor owns the thread pool.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from quire.sampling.reference import check_known, check_shapes, has_mirostat
 
 
 def choose(logits: NDArray[np.float32], batch: SampleBatch, pool: _native.Pool) -> TokenChoice:
-    """Choose a token for each row of logits [R, V] (only read), with the pool's threads.
+    """Sample a token for each row of logits [R, V] (not modified), with the pool's threads.
 
-    Raises ValueError on shapes that disagree.
+    Raises ValueError for inconsistent shapes.
     """
     if logits.strides[1] != logits.itemsize:
         logits = np.ascontiguousarray(logits)
@@ -84,7 +84,7 @@ class _ChooseParams:
         )
 
     def candidates(self, num_rows: int) -> Candidates | None:
-        """Room for those of beams."""
+        """Allocate the candidates of beam rows."""
         if not self._has_beams:
             return None
         shape = num_rows, self._max_candidates

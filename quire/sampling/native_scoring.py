@@ -1,7 +1,7 @@
-"""Scores of known tokens by the native kernel: a slice of rows in one call, without the GIL.
+"""Score known tokens with the native kernel: a slice of rows in one call, without the GIL.
 
-The bits of the NumPy twin (sampling/scoring.py), for any number of threads, rows and any order of
-rows. Knows no requests; the pool belongs to the executor.
+Equals the NumPy reference (sampling/scoring.py), bit for bit, for any number of threads and rows
+and any order of rows. Knows no requests; the executor owns the thread pool.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from quire.sampling.scoring import ScoreBatch, Scores, check_shapes
 
 
 def score(logits: NDArray[np.float32], batch: ScoreBatch, pool: _native.Pool) -> Scores:
-    """Scores of logits [R, V] (only read), with the pool's threads.
+    """Return the scores of logits [R, V] (not modified), with the pool's threads.
 
-    Raises ValueError on shapes that disagree.
+    Raises ValueError for inconsistent shapes.
     """
     check_shapes(logits, batch)
     if logits.strides[1] != logits.itemsize:

@@ -1,19 +1,18 @@
-"""Noise and exact arithmetic of token choice: the recipe every implementation repeats bit for bit.
+"""Noise and exact arithmetic of sampling, repeated bit for bit by every implementation.
 
-Part of the numerics version: change a constant here and every seeded answer changes. It uses
-only 32- and 64-bit integer operations and single f32 multiplications and additions, each rounded
-once (no fused multiply-add, no library functions), so NumPy, C++ on any instruction set and a
-GPU agree. Knows nothing of parameters or rows.
+Part of the numerics version: changing a constant changes every seeded answer. It uses only 32- and
+64-bit integer operations and single f32 multiplications and additions, each rounded once (no fused
+multiply-add, no library functions), so NumPy, C++ on any instruction set and a GPU agree.
 
 Noise of a token: (seed, stream, position) -> a 64-bit key (splitmix64's finalizer twice); key and
 token id -> 32 bits (two keyed rounds of multiply and xor-shift); the bits -> w, an f32 in (0, 1)
-with 24 significant bits, at least 2^-33 and at most 1 - 2^-24; noise = -log(-log(1 - w)). Taking
-1 - u and not u keeps the upper tail fine: noise reaches 22.9, so tokens of probability 1e-9 are
-still drawn as often as they should be.
+with 24 significant bits, at least 2^-33 and at most 1 - 2^-24; noise = -log(-log(1 - w)). Using 1 -
+w keeps the upper tail fine: noise reaches 22.9, so tokens of probability 1e-9 are still drawn at
+the right rate.
 
 Sums of probabilities: exp(l - max) is rounded to a multiple of 2^-34 (a "mass") and masses are
 added in f64. Every partial sum of up to 2^19 masses is exact, so no order, chunk, lane or thread
-can change it; merging fixed chunks in order is one of the orders.
+can change it.
 """
 
 from __future__ import annotations
@@ -53,14 +52,14 @@ _SQRT_HALF_BITS = 0x3F3504F3
 
 
 def gumbel(seed: int, stream: int, position: int, *, token_ids: NDArray[np.integer]) -> Floats:
-    """Standard Gumbel noise of each token id, f32 of token_ids' shape."""
+    """Return standard Gumbel noise of each token id, f32 of token_ids' shape."""
     return minus_log(
         minus_log(uniform(seed, stream, position, token_ids=token_ids), one_minus=True)
     )
 
 
 def uniform(seed: int, stream: int, position: int, *, token_ids: NDArray[np.integer]) -> Floats:
-    """w of each token id: f32 in (0, 1)."""
+    """Return w of each token id: f32 in (0, 1)."""
     bits = hash_bits(seed, stream, position, token_ids=token_ids)
     high = (bits >> np.uint32(16)).astype(np.float32) * np.float32(65_536.0)
     low = (bits & np.uint32(0xFFFF)).astype(np.float32) + np.float32(0.5)
@@ -71,7 +70,7 @@ def uniform(seed: int, stream: int, position: int, *, token_ids: NDArray[np.inte
 def hash_bits(
     seed: int, stream: int, position: int, *, token_ids: NDArray[np.integer]
 ) -> NDArray[np.uint32]:
-    """32 bits of each token id; for one key a bijection of the id."""
+    """Return 32 bits of each token id; a bijection of the id for one key."""
     key = row_key(seed, stream, position)
     x = token_ids.astype(np.uint32) ^ np.uint32(key & 0xFFFFFFFF)
     x = _scramble(x, (16, 0x7FEB352D, 15, 0x846CA68B, 16))
@@ -80,13 +79,13 @@ def hash_bits(
 
 
 def row_key(seed: int, stream: int, position: int) -> int:
-    """The 64-bit key of a row; for one seed, distinct for distinct (stream, position)."""
+    """Return the 64-bit key of a row; for one seed, distinct for distinct (stream, position)."""
     place = (stream & 0xFFFFFFFF) << 32 | (position & 0xFFFFFFFF)
     return _finalize(_finalize((seed + 0x9E3779B97F4A7C15) & (2**64 - 1)) ^ place)
 
 
 def minus_log(x: Floats, *, one_minus: bool = False) -> Floats:
-    """-log(x), or -log(1 - x): x normal and positive (1 - x likewise); error below 1e-6."""
+    """Return -log(x), or -log(1 - x), of a normal positive argument; error below 1e-6."""
     y = np.float32(1.0) - x if one_minus else x
     bits = y.view(np.int32)
     exponent = (bits - np.int32(_SQRT_HALF_BITS)) >> np.int32(23)
@@ -102,7 +101,7 @@ def minus_log(x: Floats, *, one_minus: bool = False) -> Floats:
 
 
 def mass(x: Floats) -> NDArray[np.float64]:
-    """exp(x) of x <= 0 as a multiple of 2^-34; 0 for x = -inf."""
+    """Return exp(x) of x <= 0 as a multiple of 2^-34; 0 for x = -inf."""
     t = np.maximum(x * LOG2_E, EXP_FLOOR)
     n = (t + _ROUND) - _ROUND
     f = t - n
@@ -114,7 +113,7 @@ def mass(x: Floats) -> NDArray[np.float64]:
 
 
 def mass_multiple(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """x of [0, 1] rounded to multiples of 2^-34, which have exact sums in any order."""
+    """Round x of [0, 1] to multiples of 2^-34, which have exact sums in any order."""
     result: NDArray[np.float64] = (x + _MASS_ROUND) - _MASS_ROUND
     return result
 

@@ -1,22 +1,21 @@
-"""What few rows ask for, in NumPy: one function a definition, for one row.
+"""Rarely used sampling parameters, in NumPy: one function per definition, for one row.
 
-Twin of native/src/sampling_rare.cc, bit for bit. Filters take the ids that are left, sorted by
-(value down, id up), and return a stretch of them; each sees the distribution over what is left.
-Sums are of multiples of a unit, so no order changes them (sampling/noise.py): probabilities and
-probability times surprise of 2^-34, distances from the largest logit of 2^-11. A probability is
-compared through its logarithm, which is a bound on values, so that a filter keeps what is larger.
-Knows no batch and no threads.
+Reference of native/src/sampling_rare.cc, bit for bit. Filters take the remaining ids, sorted by
+(value descending, id ascending), and return some of them; each sees the distribution over the
+remaining ids. Sums are of multiples of a unit, so no order changes them (sampling/noise.py):
+probabilities and probability times surprise of 2^-34, distances from the largest logit of 2^-11. A
+probability is compared through its logarithm, a bound on values, so that a filter keeps the larger
+ones.
 
-Sources, and where this differs:
-typical_p: Meister et al., arXiv 2202.00666, as transformers computes it (ties at the last
-distance are all kept). epsilon_cutoff, eta_cutoff: Hewitt et al., arXiv 2210.15191, as
-transformers. top_n_sigma: Tang et al., arXiv 2411.07641, as llama.cpp, but a logit further than
-2048 below the largest counts as 2048 below (models write -1e9 for "never"). XTC: as llama.cpp
-(no token is exempt); the coin is the row's noise for an id that no token has. DRY: as
-text-generation-webui (repeats of up to 50 tokens; breakers are tokens), but a penalty is at most
-10^6, so that it never bans. no_repeat_ngram_size, banned sequences: as transformers; vLLM looks
-at the output only. Mirostat: Basu et al., arXiv 2007.14966, version 2 as llama.cpp (surprise is
-that of the renormalized probability).
+Sources, and differences from them: typical_p: Meister et al., arXiv 2202.00666, as transformers
+computes it (ties at the last distance are all kept). epsilon_cutoff, eta_cutoff: Hewitt et al.,
+arXiv 2210.15191, as transformers. top_n_sigma: Tang et al., arXiv 2411.07641, as llama.cpp, but a
+logit further than 2048 below the largest counts as 2048 below (models write -1e9 for "never"). XTC:
+as llama.cpp (no token is exempt); the random draw is the row's noise for an id that no token has.
+DRY: as text-generation-webui (repeats of up to 50 tokens; breakers are tokens), but a penalty is at
+most 10^6, so that it never bans. no_repeat_ngram_size, banned sequences: as transformers; vLLM uses
+the output only. Mirostat: Basu et al., arXiv 2007.14966, version 2 as llama.cpp (surprise is that
+of the renormalized probability).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from quire.sampling.noise import LN2, LOG2_E, mass, mass_multiple, minus_log, un
 
 Bools = NDArray[np.bool_]
 
-MAX_REPEAT = 50  # tokens of a repeat that are looked at
+MAX_REPEAT = 50  # maximum length of a repeat
 MAX_PENALTY = 1e6
 COIN_ID = 2**32 - 1
 SPREAD_REACH = np.float32(2048.0)
@@ -39,7 +38,7 @@ NOTHING = np.float32(-np.inf)
 
 
 def penalize_repeats(values: Float32s, history: Int32s, rare: RareParameters, row: int) -> None:
-    """DRY, in place: tokens that would go on what the history's end repeats."""
+    """Apply DRY in place: penalize tokens that continue a repetition of the history's end."""
     last_n = int(rare.dry_last_n[row])
     if last_n >= 0:
         history = history[max(0, len(history) - last_n) :]
@@ -60,8 +59,10 @@ def penalize_repeats(values: Float32s, history: Int32s, rare: RareParameters, ro
 
 
 def repeat_lengths(history: Int32s, breakers: Int32s) -> Int32s:
-    """For each but the last token of the history [n]: how many tokens up to it, it included,
-    equal the history's last ones; at most MAX_REPEAT, and none across a breaker. [n - 1]"""
+    """Return for each token but the last how many tokens up to it equal the history's end.
+
+    Lengths [n - 1] for a history [n], at most MAX_REPEAT, and not across a breaker.
+    """
     lengths = np.zeros(max(len(history) - 1, 0), np.int32)
     tail = history[: -MAX_REPEAT - 1 : -1]  # last token first
     broken = np.flatnonzero(np.isin(tail, breakers))
@@ -74,7 +75,7 @@ def repeat_lengths(history: Int32s, breakers: Int32s) -> Int32s:
 
 
 def ban(values: Float32s, history: Int32s, rare: RareParameters, row: int) -> None:
-    """Banned sequences, n-grams and what is not allowed, in place."""
+    """Ban sequences, n-grams and everything outside the allowed ids, in place."""
     for index in range(rare.sequence_rows[row], rare.sequence_rows[row + 1]):
         ids = rare.sequence_ids[rare.sequence_starts[index] : rare.sequence_starts[index + 1]]
         num_before = len(ids) - 1
@@ -94,7 +95,7 @@ def ban(values: Float32s, history: Int32s, rare: RareParameters, row: int) -> No
 
 
 def sigma_drop(values: Float32s, rare: RareParameters, row: int) -> np.float32:
-    """How far below the largest of the values, before the temperature, top_n_sigma keeps."""
+    """Return how far below the largest value, before the temperature, top_n_sigma keeps values."""
     finite = values[values > NOTHING]
     below = np.minimum(finite.max() - finite, SPREAD_REACH)
     steps = (below * SPREAD_STEPS + np.float32(0.5)).astype(np.int64)
@@ -106,7 +107,7 @@ def sigma_drop(values: Float32s, rare: RareParameters, row: int) -> np.float32:
 
 
 def typical(values: Float32s, order: Int32s, share: np.float32) -> Int32s:
-    """Those with a surprise nearest to the expected one, until they hold `share`."""
+    """Keep the ids with a surprise closest to the expected one, up to total probability `share`."""
     below, masses, mean = _expected(values, order)
     distance = np.abs(below - mean)
     nearest = np.argsort(distance, kind="stable")
@@ -117,7 +118,7 @@ def typical(values: Float32s, order: Int32s, share: np.float32) -> Int32s:
 
 
 def cutoffs(values: Float32s, order: Int32s, epsilon: np.float32, eta: np.float32) -> Int32s:
-    """Those of at least probability epsilon, then of min(eta, sqrt(eta) * exp(-entropy))."""
+    """Keep ids of probability >= epsilon, then >= min(eta, sqrt(eta) * exp(-entropy))."""
     if epsilon >= SMALLEST_SHARE:
         order = _within(values, order, _minus_log(epsilon))
     if eta >= SMALLEST_SHARE:
@@ -129,7 +130,7 @@ def cutoffs(values: Float32s, order: Int32s, epsilon: np.float32, eta: np.float3
 
 
 def exclude_top_choices(values: Float32s, order: Int32s, threshold: np.float32) -> Int32s:
-    """Without all but the last of those that have the probability `threshold`."""
+    """Drop all but the last of the ids with a probability of at least `threshold`."""
     order = order[values[order] > NOTHING]
     reach = _minus_log(threshold) if threshold >= SMALLEST_SHARE else np.float32(np.inf)
     floor = values[order[0]] - (reach + _minus_log(_mass_of(values, order)))
@@ -138,20 +139,20 @@ def exclude_top_choices(values: Float32s, order: Int32s, threshold: np.float32) 
 
 
 def coin(seed: int, stream: int, position: int) -> np.float32:
-    """A number in (0, 1) that no token's noise depends on."""
+    """Return a number in (0, 1) that is independent of all tokens' noise."""
     drawn: np.float32 = uniform(seed, stream, position, token_ids=np.array([COIN_ID]))[0]
     return drawn
 
 
 def unsurprising(values: Float32s, order: Int32s, mu: np.float32) -> Int32s:
-    """Mirostat's filter: those of at most mu bits of surprise, but always the most probable."""
+    """Apply mirostat's filter: ids of at most mu bits of surprise, always the most probable."""
     return _within(values, order, mu * LN2)
 
 
 def moved_mu(
     values: Float32s, order: Int32s, token_id: int, rare: RareParameters, row: int
 ) -> np.float32:
-    """mu after token_id was chosen among `order`."""
+    """Return mu after token_id was chosen among `order`."""
     below = values[order[0]] - values[token_id]
     bits = (below - _minus_log(_mass_of(values, order))) * LOG2_E
     error = bits - rare.mirostat_tau[row]
@@ -160,7 +161,7 @@ def moved_mu(
 
 
 def _within(values: Float32s, order: Int32s, surprise: np.float32) -> Int32s:
-    """Those of at most `surprise` nats, and the largest values whatever their surprise."""
+    """Keep ids of at most `surprise` nats, and the largest values regardless of their surprise."""
     reach = surprise + _minus_log(_mass_of(values, order))
     floor = values[order[0]] - max(reach, np.float32(0.0))
     kept: Int32s = order[values[order] >= floor]
@@ -168,7 +169,7 @@ def _within(values: Float32s, order: Int32s, surprise: np.float32) -> Int32s:
 
 
 def _expected(values: Float32s, order: Int32s) -> tuple[Float32s, NDArray[np.float64], np.float32]:
-    """How far each lies below the largest, its mass, and the mean of the former by the latter."""
+    """Return each id's distance below the largest, its mass, and the weighted mean distance."""
     below = values[order[0]] - values[order]
     masses = mass(-below)
     shares = mass_multiple(masses * np.where(masses > 0, below, np.float32(0)).astype(np.float64))

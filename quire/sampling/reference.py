@@ -1,12 +1,12 @@
-"""Token choice in NumPy: the obvious twin of the native one, same tokens bit for bit.
+"""Sample tokens in NumPy: the reference for the native kernels, same tokens bit for bit.
 
-Sorts where the native code selects, goes row by row, and is otherwise the semantics of
-sampling/batch.py written down; the rare steps are in sampling/rare.py. Knows no threads and no
-requests. Always holds: a row's result depends on its own logits and parameters only.
+It sorts where the native code selects, works row by row, and otherwise implements the semantics of
+sampling/batch.py directly; the rare steps are in sampling/rare.py. Knows no threads and no
+requests. Invariant: a row's result depends on its own logits and parameters only.
 
-Beside NaN, +inf is a row error (a model that overflowed has no distribution), whether it was in
-the logits or comes out of penalties and temperature. Temperatures below 2^-40 are greedy: no
-noise could turn a difference that f32 shows. A min_p below the smallest normal f32 is 0.
+Like NaN, +inf is a row error (a model that overflowed has no distribution), whether in the logits
+or after penalties and temperature. Temperatures below 2^-40 are greedy: no noise could outweigh a
+difference representable in f32. A min_p below the smallest normal f32 is 0.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MIROSTAT = 2
 
 
 class Picked(NamedTuple):
-    """A row's token (-1: it failed) and mirostat's mu after it."""
+    """A row's token (-1: it failed), and mirostat's mu after it."""
 
     token_id: int
     mu: float = 0.0
@@ -37,7 +37,7 @@ class Picked(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What is chosen for one row; token -1 and nothing else where it failed."""
+    """Sample one row; token -1 and nothing else if it failed."""
 
     token_id: int = -1
     logprob: float = float("nan")
@@ -48,7 +48,7 @@ class _Row:
 
 
 def choose(logits: NDArray[np.float32], batch: SampleBatch) -> TokenChoice:
-    """Choose a token for each row of logits [R, V]. Raises ValueError on shapes that disagree."""
+    """Sample a token for each row of logits [R, V]. Raises ValueError for inconsistent shapes."""
     check_shapes(logits, batch)
     check_known(batch)
     num_top = max(0, int(batch.num_logprobs.max(initial=-1)))
@@ -69,18 +69,18 @@ def choose(logits: NDArray[np.float32], batch: SampleBatch) -> TokenChoice:
 
 
 def has_mirostat(batch: SampleBatch) -> bool:
-    """Whether a row steers by mirostat."""
+    """Return whether a row uses mirostat."""
     return batch.rare is not None and bool((batch.rare.mirostat == MIROSTAT).any())
 
 
 def check_known(batch: SampleBatch) -> None:
-    """Raise ValueError where a row's history lacks its last token."""
+    """Raise ValueError if a row's history lacks its last token."""
     if (batch.late_slots >= 0).any():
         raise ValueError("some rows' last tokens are late; SampleBatch.completed adds them")
 
 
 def check_shapes(logits: NDArray[np.float32], batch: SampleBatch) -> None:
-    """Raise ValueError where logits and batch do not fit together."""
+    """Raise ValueError if logits and batch are inconsistent."""
     rows = len(batch.temperature)
     if logits.ndim != 2 or logits.dtype != np.float32 or len(logits) != rows:
         raise ValueError(
@@ -191,7 +191,7 @@ def _choose_row(raw: Float32s, batch: SampleBatch, row: int) -> _Row:
 
 
 def _beam_row(raw: Float32s, batch: SampleBatch, row: int) -> _Row:
-    """Candidates of a beam (step 6), and the reported values of the raw logits."""
+    """Return the candidates of a beam (step 6), and the reported values of the raw logits."""
     if raw.max() == NOTHING:
         return _Row()
     logprobs = log_probabilities(raw)
@@ -213,13 +213,13 @@ def _beam_row(raw: Float32s, batch: SampleBatch, row: int) -> _Row:
 
 
 def _best(values: Float32s, most: int) -> NDArray[np.intp]:
-    """The ids of the largest values above -inf, largest first, ties to the lower id."""
+    """Return the ids of the largest values above -inf, largest first, ties to the lower id."""
     best = np.argsort(-values, kind="stable")[:most]
     return best[values[best] > NOTHING]
 
 
 def log_probabilities(raw: Float32s) -> Float32s:
-    """l - logsumexp(l) of one row [V]."""
+    """Return l - logsumexp(l) of one row [V]."""
     with np.errstate(invalid="ignore"):
         below = raw - raw.max()
     total = mass(below).sum(keepdims=True).astype(np.float32)
@@ -228,7 +228,7 @@ def log_probabilities(raw: Float32s) -> Float32s:
 
 
 def _edit(raw: Float32s, batch: SampleBatch, row: int) -> Float32s:
-    """Bias, penalties and bans (steps 2 to 4)."""
+    """Apply bias, penalties and bans (steps 2 to 4)."""
     values = raw.copy()
     bias = slice(batch.bias_starts[row], batch.bias_starts[row + 1])
     for token_id, value in zip(batch.bias_ids[bias], batch.bias_values[bias], strict=True):
@@ -256,7 +256,7 @@ def _edit(raw: Float32s, batch: SampleBatch, row: int) -> Float32s:
 
 
 def _pick(edited: Float32s, batch: SampleBatch, row: int) -> Picked:
-    """The chosen id (step 5), or -1 where no finite logit is left."""
+    """Return the sampled id (step 5), or -1 if no finite logit is left."""
     temperature = batch.temperature[row]
     greedy = temperature < SMALLEST_TEMPERATURE
     # + 0: no negative zeros

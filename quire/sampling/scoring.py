@@ -1,10 +1,10 @@
-"""Scores of tokens that are already known: what they are, and the plain NumPy of them.
+"""Scores of known tokens: their definition, in NumPy.
 
 For a row with raw logits l [V]: log-probabilities are l - logsumexp(l), as in step 1 of
-sampling/batch.py, the sum exact in any order. Asked for may be those of a target token and its
-rank, of the best alternatives, and of listed ids. Knows no requests and chooses nothing. Always
-holds: a row's result depends on its own logits and params only; a row with NaN, +inf or nothing
-above -inf fails and touches no other.
+sampling/batch.py, with a sum that is exact in any order. A row may request those of a target token
+and its rank, of the best alternatives, and of listed ids. Knows no requests and samples nothing.
+Invariant: a row's result depends on its own logits and parameters only; a row with NaN, +inf or
+nothing above -inf fails without affecting others.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ FAILED = -1  # as a rank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreBatch:
-    """What is asked of R rows; ragged ids are given by starts [R + 1] into a flat array.
+    """The requested scores of R rows; ragged ids are given by starts [R + 1] into a flat array.
 
-    targets: a token id, -1 for none. num_top: alternatives wanted (0 to MAX_TOP).
+    targets: a token id, -1 for none. num_top: number of alternatives (0 to MAX_TOP).
     """
 
     targets: Int32s  # [R]
@@ -63,7 +63,7 @@ class Scores:
 
 
 def score(logits: NDArray[np.float32], batch: ScoreBatch) -> Scores:
-    """Scores of logits [R, V]. Raises ValueError on shapes that disagree."""
+    """Return scores of logits [R, V]. Raises ValueError for inconsistent shapes."""
     check_shapes(logits, batch)
     scores = Scores.empty(batch)
     for row, raw in enumerate(logits):
@@ -85,7 +85,7 @@ def score(logits: NDArray[np.float32], batch: ScoreBatch) -> Scores:
 
 
 def check_shapes(logits: NDArray[np.float32], batch: ScoreBatch) -> None:
-    """Raise ValueError where logits and batch do not fit together."""
+    """Raise ValueError if logits and batch are inconsistent."""
     rows = len(batch.targets)
     if logits.ndim != 2 or logits.dtype != np.float32 or len(logits) != rows:
         raise ValueError(

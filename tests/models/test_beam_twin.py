@@ -23,7 +23,7 @@ from quire.base.records import FinishReason
 from quire.models.registry import box_path
 from quire.text.tokenizer import Tokenizer
 from tests.models.grammar_answers import GrammarAnswers
-from tests.unit.scheduler.beam_oracle import Wishes, beams
+from tests.unit.scheduler.beam.beam_oracle import Wishes, beams
 
 PROMPT = "Lily and Tom saw a big dog. The dog"
 MAX_TOKENS = 7

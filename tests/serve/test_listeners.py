@@ -108,6 +108,6 @@ def test_a_reload_ends_no_server_and_takes_up_what_there_is(
     with RunningServer(tiny, "--threads", "1", *flags) as server:
         file.write_text("two")
         server.process.send_signal(signal.SIGHUP)
-        said = "admin key file was read again" if has_file else "nothing to read again"
+        said = "admin key file was reloaded" if has_file else "nothing to reload"
         server.until(lambda: said in server.stderr(), "the reload is told")
         assert server.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200

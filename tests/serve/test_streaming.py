@@ -279,7 +279,7 @@ def test_a_reader_who_stops_is_cut_with_a_reason_and_its_blocks_come_back(tiny: 
             server.until(lambda: server.metric("quire_open_requests") <= 1, "closed")
             with pytest.raises((ConnectionError, http.client.IncompleteRead, socket.timeout)):
                 reader.read()
-        assert "took nothing for" in server.stderr()
+        assert "client read nothing for" in server.stderr()
 
 
 def test_paused_requests_wait_and_are_answered_and_drained_ones_are_refused(

@@ -227,7 +227,7 @@ def test_a_key_is_exchanged_without_a_restart(tiny: Path, tmp_path: Path, signal
         file.write_text(TENANTS.replace("small-key", "other-key"))
         if signalled:
             server.process.send_signal(signal.SIGHUP)
-        server.until(lambda: "read again" in server.stderr(), "the file is read again")
+        server.until(lambda: "reloaded" in server.stderr(), "the file is reloaded")
         assert Tenant(server, "small-key").post()[0] == 401
         assert Tenant(server, "floor-key").post()[0] == 200
         running.next()  # what was let in goes on

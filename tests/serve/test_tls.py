@@ -110,9 +110,9 @@ def test_a_certificate_read_again_is_shown_from_then_on_if_it_can_be_used(tmp_pa
         return site.log.getvalue()
 
     made_in(tmp_path)
-    assert "the certificate was read again" in asyncio.run(read_again())
+    assert "the certificate was reloaded" in asyncio.run(read_again())
     second = shown_by(context)
     assert first != second != b""
     Path(key).write_text("rubbish")
-    assert "is not taken up" in asyncio.run(read_again())
+    assert "is not used" in asyncio.run(read_again())
     assert shown_by(context) == second

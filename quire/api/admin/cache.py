@@ -36,7 +36,7 @@ class CacheRoutes:
         return _json(report_json(report))
 
     async def flush(self, request: Request) -> Response:
-        """Nothing computed until now is found again; what runs goes on."""
+        """Empty the cache; running requests continue."""
         if request.query_params or (await request.body()).strip() not in (b"", b"{}"):
             raise InvalidParameter(
                 "a flush was sent with parameters; it takes none and empties the whole cache"

@@ -43,7 +43,7 @@ class Reloader:
     def all(self) -> None:
         """Start to reload everything."""
         if not self._sources:
-            self._log.event("there is nothing to read again (no tenants, admin keys, certificate)")
+            self._log.event("there is nothing to reload (no tenants, admin keys, certificate)")
         for source in self._sources:
             self._begin(self._read(source))
 
@@ -103,7 +103,7 @@ def sources_of(
 
 async def reload_tenants(serving: ServerState, read: Callable[[], Sequence[Tenant]]) -> None:
     """Replace the tenants by those of the changed file; keep the old ones if it is invalid."""
-    kept = "the tenants file was read again and nothing of it is taken up"
+    kept = "the tenants file was reloaded and is not used"
     try:
         tenants = await asyncio.to_thread(read)
     except SettingError as error:
@@ -117,7 +117,7 @@ async def reload_tenants(serving: ServerState, read: Callable[[], Sequence[Tenan
         return
     serving.set_tenants(tenants)
     num_keys = sum(len(tenant.key_digests) for tenant in tenants)
-    serving.log.event("the tenants file was read again", tenants=len(tenants), keys=num_keys)
+    serving.log.event("the tenants file was reloaded", tenants=len(tenants), keys=num_keys)
 
 
 async def reload_admin_keys(serving: ServerState) -> None:
@@ -125,12 +125,10 @@ async def reload_admin_keys(serving: ServerState) -> None:
     try:
         digests = await asyncio.to_thread(read_admin_keys, serving.config.admin_key_file)
     except SettingError as error:
-        serving.log.error(
-            "the admin key file was read again and nothing of it is taken up", reason=str(error)
-        )
+        serving.log.error("the admin key file was reloaded and is not used", reason=str(error))
         return
     serving.set_admin_keys(digests)
-    serving.log.event("the admin key file was read again", keys=len(digests))
+    serving.log.event("the admin key file was reloaded", keys=len(digests))
 
 
 async def reload_certificate(serving: ServerState, contexts: Sequence[ssl.SSLContext]) -> None:
@@ -141,9 +139,9 @@ async def reload_certificate(serving: ServerState, contexts: Sequence[ssl.SSLCon
         for context in contexts:
             context.load_cert_chain(str(config.tls_cert), config.tls_key)
     except (SettingError, OSError) as error:
-        serving.log.error("the certificate was read again and is not taken up", reason=str(error))
+        serving.log.error("the certificate was reloaded and is not used", reason=str(error))
         return
-    serving.log.event("the certificate was read again")
+    serving.log.event("the certificate was reloaded")
 
 
 def _mark_of(file: str) -> tuple[int, ...] | None:

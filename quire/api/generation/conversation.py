@@ -138,7 +138,7 @@ def _template_of(
     if not trusted:
         raise InvalidParameter(
             "chat_template holds the text of a template, a program that this server does not run "
-            "for its callers; name one of the model's templates "
+            "for its clients; name one of the model's templates "
             f"({', '.join(names) or 'it has none'}), or start the server with "
             "--trust-request-chat-template",
             param="chat_template",

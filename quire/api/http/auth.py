@@ -156,11 +156,11 @@ def _check_admin(caller: Caller, *, is_here: bool) -> None:
     why = (
         "the key that was sent is not an admin's"
         if caller.admin is Admin.NOWHERE
-        else "it was asked from another machine, or through a proxy or a Unix socket"
+        else "the request came from another machine, or through a proxy or a Unix socket"
     )
     raise NotAdmin(
         f"this path is for admins, and {why}; use a key of --admin-key-file or of a tenant with "
-        "`admin = true`, or ask from the machine itself at --admin-port"
+        "`admin = true`, or send the request from the machine itself to --admin-port"
     )
 
 
@@ -203,17 +203,18 @@ class OriginCheck:
         is_local = self._is_local or is_guarded
         if host is not None and is_local and not self._is_local_name(host):
             raise ForeignPage(
-                f"the request's Host is {show(host)}; this server has no key and is asked for this "
-                "as localhost or by its loopback address only; ask it so, or start it with "
-                "--api-key"
+                f"the request's Host is {show(host)}; this server has no keys and "
+                "accepts this request only at localhost or its loopback address; use one of "
+                "these, or start the server with --api-key"
             )
         if origin is None or is_cors_allowed:
             return
         if origin not in [scheme + (host or "") for scheme in _SCHEMES]:
             raise ForeignPage(
-                f"the request comes from a page of {show(origin)}; this server has no key and "
-                "answers no pages but its own; start it with --api-key to let pages with the key "
-                "in, or with --cors-origin to let that page ask (but for what admins may)"
+                f"the request comes from a page of {show(origin)}; this server has no "
+                "keys and accepts no pages of other origins; start it with --api-key to accept "
+                "pages with a key, or with --cors-origin to accept that page (except at admin "
+                "paths)"
             )
 
     def _is_local_name(self, host: str) -> bool:

@@ -315,6 +315,6 @@ def abort_connection(scope: Scope) -> None:
 
 def _slow_reader(blocked_s: float) -> SlowReader:
     return SlowReader(
-        f"the stream's reader took nothing for {blocked_s:.0f} s (--stall-seconds), so it was cut; "
-        "read on, or ask for less"
+        f"the client read nothing for {blocked_s:.0f} s (--stall-seconds), so the stream was cut; "
+        "read faster, or request less"
     )

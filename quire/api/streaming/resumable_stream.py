@@ -51,7 +51,7 @@ class ResumableStream:
         """Add a reader; the one before it is cut."""
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(
-                ReadElsewhere("the stream was resumed on another connection, and goes on there")
+                ReadElsewhere("the stream was resumed on another connection, and continues there")
             )
         self._reader = reader
         if self._expiry is not None:
@@ -76,7 +76,9 @@ class ResumableStream:
             return
         limit_s = self._serving.config.resume_s
         self.request.end_with(
-            ReaderGone(f"the stream's reader left and did not come back within {limit_s:g} s")
+            ReaderGone(
+                f"the client disconnected and did not resume the stream within {limit_s:g} s"
+            )
         )
 
     async def _run(self) -> None:
@@ -136,8 +138,8 @@ class FollowStream(PacedResponse):
         journal = stream.journal
         if not journal.first - 1 <= after <= journal.last:
             raise ResumeGone(
-                f"the stream cannot go on behind event {after}: those behind {journal.first - 1} "
-                f"up to {journal.last} are kept; ask again from the beginning"
+                f"the stream cannot resume after event {after}: events {journal.first} to "
+                f"{journal.last} are kept; send the request again"
             )
         self._never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         cut: asyncio.Future[QuireError] = asyncio.get_running_loop().create_future()

@@ -273,7 +273,7 @@ class _Supervisor:
                 self._give_up(child, reason)
                 return
             self._log.error(
-                "an API process ended; another takes its place", process=child.number, reason=reason
+                "an API process ended and is replaced", process=child.number, reason=reason
             )
             self._restarts.inc()
             num_failed = 0 if child.serves.done() else num_failed + 1
@@ -287,7 +287,7 @@ class _Supervisor:
             try:
                 child = self._children[slot] = await self._start(slot)
             except SettingError as error:  # no memory or descriptors: may be temporary
-                self._log.error("no API process takes its place", reason=str(error))
+                self._log.error("the API process cannot be replaced", reason=str(error))
                 num_failed += 1
                 continue
             if self._is_ending:

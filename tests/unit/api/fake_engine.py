@@ -1,7 +1,7 @@
-"""A scripted engine with EngineClient's face, and a caller that speaks ASGI to the app.
+"""A scripted engine with EngineClient's interface, and an ASGI client of the app.
 
-The engine says the tokens of its script, one a delta, to every stream; nothing is computed. It
-remembers what it was asked and what was closed early.
+The engine sends the tokens of its script to every stream, one in each delta; nothing is computed.
+It records the requests and the streams that were closed early.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TIMES = RequestTimes(arrival_ms=0.0, first_scheduled_ms=1.0, first_token_ms=2.0,
 
 
 class ByteTokenizer:
-    """One id a byte; no begin-of-text token unless told. marks: special tokens."""
+    """One id a byte; a begin-of-text token only if given. marks: special tokens."""
 
     def __init__(self, bos: int | None = None, marks: tuple[str, ...] = ()) -> None:
         self._bos = bos

@@ -70,5 +70,5 @@ def test_the_document_and_its_page_name_the_prefix() -> None:
 
 @pytest.mark.parametrize("path", ["llm", "/", "/llm/", "//llm", "/a b", "/a?b", "/v1"])
 def test_a_prefix_that_is_none_is_refused_in_words(path: str) -> None:
-    with pytest.raises(SettingError, match=r"root_path is .*(as in /llm|stands before)"):
+    with pytest.raises(SettingError, match=r"root_path is .*(such as /llm|only the prefix)"):
         ServerConfig(root_path=path)

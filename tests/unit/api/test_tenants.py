@@ -34,7 +34,7 @@ def key(name: str) -> dict[str, str]:
 
 
 def asked(as_key: str, **fields: Any) -> tuple[Reply, Site]:
-    """A completion by somebody's key."""
+    """Send a completion with a key."""
 
     async def exchange() -> tuple[Reply, Site]:
         site = Site(tenants=TENANTS, api_key=("root",))
@@ -146,7 +146,7 @@ def test_with_tenants_a_page_without_a_key_stays_out() -> None:
 
 
 def after_reading_again(read: Any) -> tuple[list[int], str]:
-    """Statuses of an old key and a new one of `batch` once its file was read again, and the log."""
+    """Statuses of an old key and a new one of `batch` once its file was reloaded, and the log."""
 
     async def exchange() -> tuple[list[int], str]:
         site = Site(tenants=TENANTS, api_key=("root",))
@@ -162,7 +162,7 @@ def test_a_file_read_again_changes_keys_from_the_next_request_on() -> None:
     tenants = (ONLY_TENANT, SEARCH, replace(BATCH, key_digests=(key_digest("new"),)), OPERATOR)
     statuses, log = after_reading_again(lambda: tenants)
     assert statuses == [401, 200]
-    assert "read again" in log
+    assert "reloaded" in log
     assert key_digest("new") not in log
 
 
@@ -179,4 +179,4 @@ def test_a_file_that_is_wrong_or_changes_limits_is_not_taken_up() -> None:
         statuses, log = after_reading_again(read)
         assert statuses == [200, 401]
         assert reason in log
-        assert "nothing of it is taken up" in log
+        assert "is not used" in log

@@ -1,4 +1,4 @@
-"""return_token_ids through both routes, and what /generate tells of its prompt."""
+"""return_token_ids through both routes, and the prompt's numbers of /generate."""
 
 from __future__ import annotations
 

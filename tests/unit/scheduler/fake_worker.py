@@ -28,7 +28,7 @@ from quire.base.records import (
 )
 from quire.base.sampling_params import SamplingParams
 from quire.base.token_table import TokenTable
-from tests.unit.scheduler.beam_oracle import Wishes, beams
+from tests.unit.scheduler.beam.beam_oracle import Wishes, beams
 from tests.unit.scheduler.fake_tier import FakeTier
 
 Top = tuple[list[int], list[float], list[bool]]

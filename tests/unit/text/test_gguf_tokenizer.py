@@ -184,7 +184,7 @@ def test_pieces_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     pieces = bpe_pieces()
     two = of_pieces([*pieces, ("<two>", 0.0, UNKNOWN)], unknown_token_id=None)
     assert "unknown tokens" in refused(tmp_path, two)
-    assert "no tokens" in refused(tmp_path, of_pieces([*pieces, ("aŋ", -2.5, NORMAL)]))
+    assert "not tokens" in refused(tmp_path, of_pieces([*pieces, ("aŋ", -2.5, NORMAL)]))
     assert "bytes" in refused(tmp_path, of_pieces([p for p in pieces if p[0] != "<0x41>"]))
     assert "user-defined" in refused(tmp_path, of_pieces([*pieces, ("▁▁", 0.0, USER_DEFINED)]))
     not_text = {**of_pieces(pieces), "tokenizer.ggml.tokens": [b"\xff"] * len(pieces)}

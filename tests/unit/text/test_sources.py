@@ -127,7 +127,9 @@ def test_code_of_a_checkpoint_is_never_run_and_needed_only_without_files(tmp_pat
         json.dumps({"auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}})
     )
     (tmp_path / "tokenization_own.py").write_text("raise SystemExit('it was run')")
-    with pytest.raises(TokenizerError, match=r"names Python code .*\(auto_map\), which is never"):
+    with pytest.raises(
+        TokenizerError, match=r"refers to Python code .*\(auto_map\), which is never"
+    ):
         Tokenizer.load(tmp_path)
     write_vocabulary(tmp_path)
     assert Tokenizer.load(tmp_path).decode([97, 98]) == "ab"

@@ -258,5 +258,5 @@ def test_what_is_not_a_plain_file_is_refused_before_it_is_opened(
     tmp_path: Path, name: str, make: Callable[[Path], None]
 ) -> None:
     make(tmp_path / name)  # opening a pipe would wait for ever
-    with pytest.raises(WeightsError, match="not a plain file"):
+    with pytest.raises(WeightsError, match="not a regular file"):
         open_checkpoint(tmp_path)

@@ -1,4 +1,4 @@
-"""The cache's routes, and what a response tells of cached tokens; without an engine."""
+"""The cache's routes, and the cached tokens that a response reports; without an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Admins: who is one and from where, the log's level, and the listener of their own."""
+"""Admins: which keys and machines are admins, the log level, and the admin listener."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def asked(
 def test_without_keys_this_machine_is_the_admin_and_no_other() -> None:
     reply, site = asked("/admin/pause")
     assert (reply.status, site.serving.paused) == (200, True)
-    for client in (FAR, None):  # None: a Unix socket, behind which anybody may be
+    for client in (FAR, None):  # None: a Unix socket, which may have a proxy in front of it
         reply, site = asked("/admin/pause", client=client, host="0.0.0.0", insecure=True)
         assert (reply.status, reply.error["code"]) == (403, "not_admin")
         assert not site.serving.paused
@@ -121,7 +121,7 @@ def test_an_admin_key_opens_everything(admin_keys: str) -> None:
 
 
 def test_metrics_are_counted_for_every_plain_key_wherever_it_is(admin_keys: str) -> None:
-    """Who scrapes them is on another machine, and need not be able to drain this one."""
+    """A scraper is on another machine, and needs no right to drain this one."""
     for settings in ({}, {"admin_key_file": admin_keys}):
         reply, _ = asked("/metrics", key("k"), method="GET", client=FAR, api_key=("k",), **settings)
         assert reply.status == 200
@@ -169,7 +169,7 @@ def test_an_admin_key_file_read_again_counts_from_then_on_if_it_is_one(admin_key
         Path(admin_keys).write_text("# nobody\n")
         await reload_admin_keys(site.serving)
         assert await statuses(site) == [401, 200]
-        assert "nothing of it is taken up" in site.log.getvalue()
+        assert "is not used" in site.log.getvalue()
         assert "has no key" in site.log.getvalue()
 
     asyncio.run(exchange())

@@ -1,4 +1,4 @@
-"""What answers look like: bodies, streams, errors in the middle, callers who leave."""
+"""Answers: bodies, streams, errors in the middle, clients that disconnect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work for callers who may leave: bodies that are there or not, and answers ended by anything."""
+"""Work of clients that may disconnect: bodies in time or late, and every end of an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A connection whose head never comes is closed; one whose request runs is not."""
+"""A connection without a head is closed; one with a running request is not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CORS: off unless told, preflights before keys, and no page of another origin at admins' paths."""
+"""CORS: off by default, preflights before keys, and no foreign page at admin paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sockets taken before anything is loaded: Unix sockets, their files and who may connect."""
+"""Sockets bound before anything is loaded: Unix sockets, their files and their modes."""
 
 from __future__ import annotations
 

@@ -144,6 +144,6 @@ def test_a_server_that_is_being_stopped_is_not_resumed_by_another(tmp_path: Path
         serving.drain()
         SiblingWorkers(tmp_path, 1).adopt(serving, state((5, 2), paused=True))
         assert serving.draining
-        assert not serving.paused  # who waits is told that it ends
+        assert not serving.paused  # the waiting request gets an error
 
     asyncio.run(story())

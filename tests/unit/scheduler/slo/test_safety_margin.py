@@ -13,7 +13,7 @@ from quire.scheduler.slo.safety_margin import CONFIDENCE, SafetyMargin
 from quire.sim.load import RequestDefaults, TraceRequest
 from quire.sim.run import simulate
 from tests.unit.scheduler.fake_worker import make_request
-from tests.unit.scheduler.test_doors import harness_of
+from tests.unit.scheduler.slo.test_admission_control import harness_of
 from tests.unit.sim.made import config, drawn_requests, machine
 
 WAIT = Prediction(at_ms=1000.0, ms=100.0, waits=True)
@@ -140,7 +140,7 @@ def reported(requests: list[TraceRequest], goal_ms: float) -> tuple[int, int, in
     """How many met their goal, were late, and were refused."""
     defaults = RequestDefaults(max_tokens=64, max_model_len=512, ttft_slo_ms=goal_ms)
     run = simulate(requests, defaults, machine(), config(kv_cache_memory="4MiB"))
-    late = sum(one.times.first_token_ms - one.request.arrival_ms > goal_ms for one in run.finished)
+    late = sum(one.first_token_ms - one.request.arrival_ms > goal_ms for one in run.finished)
     return len(run.finished) - late, late, len(run.refused)
 
 

@@ -14,7 +14,7 @@ from quire.base.errors import WorkerError
 from quire.base.records import Candidates, FinishReason, Request, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.scheduler.beam.beam_search import BeamCandidates, BeamSearch, beam_candidates_of
-from tests.unit.scheduler.beam_oracle import Wishes, beams
+from tests.unit.scheduler.beam.beam_oracle import Wishes, beams
 from tests.unit.scheduler.fake_worker import beam_logprobs, mix
 
 PROMPT = (3, 1, 4)
@@ -155,7 +155,7 @@ def test_a_beam_that_nothing_may_follow_goes_on_no_more() -> None:
 def test_a_step_without_candidates_is_the_workers_fault() -> None:
     one = np.array([1], np.int32)
     result = StepResult(step=7, token_counts=one, token_ids=one)
-    with pytest.raises(WorkerError, match="step 7 tells no candidates"):
+    with pytest.raises(WorkerError, match="step 7 has no candidates"):
         beam_candidates_of(result, 0, None)
     table = np.zeros((1, 3), np.float32)
     candidates = Candidates(ids=table.astype(np.int32), scores=table, logprobs=table)

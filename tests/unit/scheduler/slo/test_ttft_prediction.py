@@ -8,7 +8,7 @@ import pytest
 from quire.base.errors import DeadlineMissed
 from quire.scheduler.slo.overtaking import Overtaking
 from tests.unit.scheduler.fake_worker import make_request
-from tests.unit.scheduler.test_doors import harness_of
+from tests.unit.scheduler.slo.test_admission_control import harness_of
 
 
 def test_nobody_comes_before_one_that_no_handicap_puts_behind() -> None:
