@@ -59,7 +59,7 @@ NO_RULES = TokenRules()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One stream of tokens. A caller's n > 1 makes a RequestGroup: n requests, one group_id.
+    """One stream of tokens. A caller's n > 1 makes n requests with one group_id.
 
     `sampling` is resolved (it has a seed). `max_total_tokens` bounds prompt plus output and is
     already cut to the context length. `stop_ids` are the ids that end the request: end-of-text
@@ -147,23 +147,31 @@ class PartLayers:
 class StepPlan:
     """What one step computes. Plans are applied by each worker strictly in order of `step`.
 
-    Order within a plan: retired, admissions, branches, table deltas, `tier_copies` begin (blocks
-    that leave the pool are read at once, those that come arrive while this and later plans are
-    computed), copies, then the rows are computed. A branch gives slot branch_to[i] the tokens that
-    slot branch_from[i] has before any of the plan's; then known_ids[i] is the last token of
-    known_slots[i], whatever was sampled.
-    Row i computes positions starts[i] .. starts[i]+counts[i]-1 of the request in slots[i]; its
-    tokens come from the worker's TokenTable (of sampled tokens a plan carries known_ids only). Keys
-    and values are stored only from position store_from[i] on: a fully cached prompt recomputes its
-    last token without writing the shared block. sample_counts[i]: how many of the row's last
-    positions are sampled (0: a part of a prompt). Each yields the token after it, and the worker
-    appends the row's tokens to its TokenTable as one run that begins at position
-    starts[i]+counts[i]-sample_counts[i]+1.
-    `layers`, where there are some, are computed beside the rows: of one part at a time, in order,
-    from layer 0 on; a part that is not gone on with is begun anew or dropped.
+    The worker applies a plan in this order:
 
-    While several plans are out, a plan may have rows of a request that has ended or failed since:
-    the worker computes them, whatever comes of it, and their results are dropped.
+    1. Slots in `retired` are freed; `admissions` fill slots.
+    2. Branches: slot branch_to[i] gets a copy of the tokens of slot branch_from[i]. Then the last
+       token of known_slots[i] is overwritten with known_ids[i]: the sampled token is replaced by
+       the one that the beam search chose.
+    3. Table deltas: block table entry [table_slots[i], table_columns[i]] = table_blocks[i].
+    4. `tier_copies` start. Blocks that leave the pool are read at once; blocks that enter it may
+       arrive while this and later plans are computed.
+    5. Pool blocks copy_from[i] are copied to copy_to[i].
+    6. The rows are computed.
+
+    Row i computes positions starts[i] .. starts[i]+counts[i]-1 of the request in slots[i]. Its
+    token ids come from the worker's TokenTable; a plan has no other sampled tokens than known_ids.
+    Keys and values are stored only from position store_from[i] on: a fully cached prompt recomputes
+    its last token without writing the shared block. The last sample_counts[i] positions of the row
+    are sampled (0: a chunk of a prompt before its end). Each yields the token after it. The worker
+    appends them to its TokenTable as one run that begins at position
+    starts[i]+counts[i]-sample_counts[i]+1.
+    `layers`: some layers of one chunk of a prompt, computed beside the rows. Plans compute the
+    layers of a chunk in order from 0; a chunk that later plans do not continue starts again at
+    layer 0 or is dropped.
+
+    A plan in flight may have rows of a request that has ended or failed since it was made: the
+    worker computes these rows, and their results are discarded.
     """
 
     step: int

@@ -1,7 +1,7 @@
 """SchedulingParams: tenant, priority and latency objectives of a request.
 
-Each value is checked where a Terms is made. Knows no policy: which of them a server's policy reads
-is in docs/scheduling.md. Always holds: nothing in it can change an answer, only when it is given.
+Each value is checked when a SchedulingParams is made. Knows no policy: docs/scheduling.md lists
+which values each policy reads. Invariant: they change when an answer is given, never the answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OBJECTIVES = ("deadline_ms", "ttft_slo_ms", "tpot_slo_ms")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingParams:
-    """Terms of one request.
+    """Scheduling parameters of one request.
 
     tenant: its name; "" where there is one tenant only. priority: lower is served
     earlier, where the policy says so. deadline_ms: when the whole answer should be there;

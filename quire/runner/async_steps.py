@@ -1,15 +1,19 @@
-"""Overlap: steps on a device that works beside the host, where tokens stay until they are read.
+"""AsyncSteps: steps of a device beside the host; sampled tokens stay there until they are read.
 
-A step is begun before the tokens of the step before it are on the host: its trunk takes them on
-the device. Its own tokens are chosen at once, too, if that needs nothing but logits and tokens that
-the host has, and at most the last of a row's, which the device has (penalties). Rows with a grammar
-read all tokens so far, and with penalties those of two steps before where three are out: the whole
-step's are then chosen when the step before is finished, while the device is busy with the trunk.
-Rows that are chosen on the host (rare
-parameters, beams, scores) end the overlap for their step: the next one waits for it. Knows no
-policy and no device. Always holds: steps are begun, chosen and finished in the order they were
-submitted; a step begins after the choice of the one before it; handing in a step waits for nothing,
-but behind a step that ends the overlap, and for a plan that copies tokens from slot to slot.
+A step's trunk is launched before the previous step's tokens are on the host: it reads them on the
+device. There are three cases for the sampling of a step:
+
+* At once, after the trunk: if it needs only logits, tokens that the host has, and at most one token
+  per row that only the device has (penalties count it there).
+* When the previous step is finished, while the device computes the trunk: if a row needs tokens
+  that the host lacks. These are rows with a grammar, and rows with penalties if three steps are in
+  flight. The whole step is sampled then.
+* On the host (rare parameters, beams, scores): the overlap ends, and the next step waits for this
+  one.
+
+Knows no policy and no device. Invariants: steps are launched, sampled and finished in the order of
+submission; a step is launched after the previous one is sampled; `submit` does not block, except
+behind a step that ends the overlap and for a plan that copies tokens between slots.
 """
 
 from __future__ import annotations

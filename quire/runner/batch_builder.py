@@ -26,10 +26,10 @@ Index = NDArray[np.intp]
 
 
 def forward_batch(plan: StepPlan, tables: SlotTables, *, knows_tokens: bool = True) -> ForwardBatch:
-    """The token rows of `plan` [T], in the order of its rows. The plan has at least one row.
+    """Return the token rows of `plan` [T], in the order of its rows. The plan has at least one row.
 
-    knows_tokens: false where steps before it are not finished: a token that one of them chooses is
-    not in the table, and its row names the slot instead of an id.
+    knows_tokens: False if earlier steps are not finished. A token that one of them samples is not
+    in the table yet; its row names the slot instead of an id.
     """
     if (plan.counts == 1).all():
         batch = _one_token_each(plan, tables)
@@ -142,10 +142,11 @@ def sample_batch(
     *,
     is_late: bool = False,
 ) -> SampleBatch:
-    """Return the parameters of the rows in `of_slots` [R]; their next tokens get `positions` [R].
+    """Return the sampling parameters of slots `of_slots` [R], for tokens at `positions` [R].
 
-    masks: of these rows. is_late: a token before may be on the device only. Otherwise a token that
-    is not in the table belongs to a request that failed or ended; its row is discarded.
+    masks: grammar masks of these rows. is_late: earlier steps may be in flight, so that the last
+    token of a row may be on the device only. Without is_late a token can be missing from the table
+    only if its request failed or ended; the result of such a row is discarded.
     """
     slots = of_slots.astype(np.intp)  # once: as an index it is four times as fast
     banned = (positions < tables.stops_from[slots]).nonzero()[0]

@@ -34,12 +34,12 @@ class ModelRunner:
     """Two-phase: `submit(plan)` then `collect(handle)`, in the same order.
 
     With `overlap`, the caller can make the next plan while one is computed: by a device that works
-    beside the host (overlap.py), or by one thread of the runner's own; else submit computes.
+    beside the host (async_steps.py), or by a thread of the runner. Without it, submit computes.
     `max_samples` is the head's largest slice.
-    mover: where plans move blocks to a tier and back; closed with the runner. matchers: of grammars
-    that answers follow; watches: of stop strings that end beams; jump_ahead: whether tokens that
-    grammars force are returned at once (by default where one plan is out at a time: a
-    later one has such a row already).
+    mover: moves blocks to a tier and back; closed with the runner. matchers: compiled grammars of
+    answers; watches: detect stop strings that end beams; jump_ahead: whether tokens that a grammar
+    forces are returned at once (default: only if one plan is in flight at a time, because a later
+    plan in flight has a row of the request already).
     """
 
     def __init__(

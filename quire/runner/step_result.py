@@ -45,8 +45,11 @@ BANNED_ALL = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computed:
-    """What came of a plan's N rows, of which R sample. listed: listed_logprobs [R, L]. no_mask:
-    rows of R with a grammar that allows nothing, and why; broken: rows of N that failed alone."""
+    """The outputs of a plan's N rows, with R sampled positions.
+
+    listed: listed_logprobs [R, L]. no_mask: error messages by sampled position, where a grammar
+    allows no token. broken: error messages by row, of rows that failed when computed alone.
+    """
 
     scored: ScoredRows | None
     choice: TokenChoice

@@ -26,7 +26,8 @@ class Completion:
     With SamplingParams.logprob_token_ids each of them has `listed`.
 
     stop_reason: the stop string or the caller's stop token id, if one ended it. cache_use: where
-    cached_tokens were found, and why no more, if Terms.return_cached_tokens_details asked. error:
+    cached_tokens were found, and why no more, if
+    SchedulingParams.return_cached_tokens_details requested it. error:
     why, where finish_reason is "error". score: of a beam, by which the completions of an answer are
     ordered. message: of LLM.chat, what the text says: `reasoning`, `content`, and `calls` of tools,
     each with its `name` and `arguments` (the text of a JSON object, where the model wrote one).

@@ -1,10 +1,10 @@
-"""Hearing: how the answers to one conversation are read: their reasoning, content and calls.
+"""AnswerReading: the parsing of answers to one conversation: reasoning, content and tool calls.
 
-    hearing = answer_reading_of(text_side, prompt, settings)
-    hearing.message(text).calls
+    reading = answer_reading_of(text_side, prompt, settings)
+    reading.message(text).calls
 
 Knows the template and the tools that the conversation was rendered with, and quire/output_parsers;
-no JSON of any API. Always holds: what the server tells of a text, this tells of it too.
+no JSON of any API. Invariant: a text gives the same message here and in the server.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Terms: what can be asked for is kept, what is absurd is refused by name with what is allowed."""
+"""SchedulingParams: valid values are kept; others are refused by name, with what is allowed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Overlap: steps on a device that does nothing before it is waited for. What is told when, and that
-nothing is read before it is there; tests/exact/test_overlap.py has whole engines."""
+"""AsyncSteps over a device that computes only when waited for: the order of its calls, and that
+no result is read early. tests/exact/test_overlap.py tests whole engines."""
 
 from __future__ import annotations
 

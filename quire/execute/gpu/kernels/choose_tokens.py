@@ -6,9 +6,10 @@ with filters is searched there instead, digit by digit of the values' bits, sinc
 and min_p keep is the beginning of one order (value down, id up) and so a last value and a last id.
 Counts and masses are whole numbers: no order of adding them matters.
 
-What is in the logits before (bias, penalties, bans, masks) is edit_logits.py's; which rows are not
-for the device is params.py's. Always holds: a row's token depends on its own logits and parameters
-only; a row with NaN, +inf or nothing to choose gets -1.
+What is in the logits before (bias, penalties, bans, masks) is edit_logits.py's; which rows
+the host samples instead is decided by `rows_for_the_host` of device_params.py. Invariants: a row's
+token depends on its own logits and parameters only; a row with NaN, +inf or nothing to choose
+gets -1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Asks: each question gets one answer or one error, whatever becomes of whoever asked."""
+"""PendingQueries: each query gets one reply or one error, whether or not its caller waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hearing: marks that are special tokens are seen where something is read by them."""
+"""AnswerReading: special tokens that mark reasoning or calls are kept where they are parsed."""
 
 from __future__ import annotations
 
