@@ -34,7 +34,7 @@ from quire.base.show import show
 
 # For paths without another dialect, and before the path of a request is known.
 DEFAULT_DIALECT: Dialect = OPENAI
-# By path or prefix of paths.
+# By path or prefix of paths. The GenerationRoute of such a path has the same dialect.
 DIALECTS: Mapping[str, Dialect] = {}
 
 

@@ -1,9 +1,10 @@
 """Run a generation request: from the body to the response, streamed or whole.
 
 A route hands in a GenerationRoute: its fields, how they are checked, and its dialect. Scheduling
-fields and the salt of cached prefixes are read here, because every route has them. Knows no API's
-JSON. Always holds: nothing reaches the engine before every field has been checked; requests of one
-cache scope share prefixes with no other scope, whatever salts are sent.
+fields, the salt of cached prefixes and the options of streams are read here, because every route
+has them; answers and errors are written by the route. Invariants: nothing reaches the engine before
+every field has been checked; requests of one cache scope share prefixes with no other scope,
+whatever salts are sent.
 """
 
 from __future__ import annotations
@@ -88,8 +89,11 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRoute:
-    """What one route adds. honoured: the names of its fields. id_prefix: of answer ids. read:
-    checks the fields; raises RequestError."""
+    """What one route adds.
+
+    honoured: the names of its fields. id_prefix: of answer ids. read: checks the fields; raises
+    RequestError. dialect: the same as in app.DIALECTS for the path of the route.
+    """
 
     honoured: frozenset[str]
     id_prefix: str

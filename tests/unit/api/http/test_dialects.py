@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
 
-from quire.api.app import routes_of
+from quire.api.app import build_app, routes_of
 from quire.api.generation.choice_streams import Choice, Prompt, PromptState, Usage
 from quire.api.generation.generate import (
     GenerationJob,
@@ -25,6 +25,7 @@ from quire.api.http.dialect import Dialect, Headers
 from quire.api.http.errors import ErrorReport
 from quire.api.http.middleware import RequestMiddleware
 from quire.api.openai.dialect import OPENAI
+from quire.api.openapi.operations import OPERATIONS
 from quire.base.errors import InvalidParameter, NotAuthorized, WorkerError
 from quire.base.sampling_params import SamplingParams
 from quire.engine.output.output_stream import TextDelta
@@ -130,6 +131,31 @@ def _ask(
         return await site.post(path, body, headers=headers)
 
     return asyncio.run(ask())
+
+
+def _generation_route(route: Route) -> GenerationRoute | None:
+    """Return what the object that serves a route hands to `generate`."""
+    owner = getattr(route.endpoint, "__self__", None)
+    held = [] if owner is None else vars(owner).values()
+    return next((value for value in held if isinstance(value, GenerationRoute)), None)
+
+
+def test_each_generation_route_has_the_dialect_of_its_path() -> None:
+    async def dialects() -> dict[str, tuple[Dialect, Dialect]]:
+        serving = Site().serving
+        app = build_app(serving)
+        assert isinstance(app, RequestMiddleware)
+        pairs = {route.path: _generation_route(route) for route in routes_of(serving)}
+        return {
+            path: (generation.dialect, app._dialect_of(path))
+            for path, generation in pairs.items()
+            if generation is not None
+        }
+
+    found = asyncio.run(dialects())
+    streamed = {name for name, row in OPERATIONS.items() if row.event and row.body is not None}
+    assert {f"POST {path}" for path in found} == streamed
+    assert all(of_route is of_path for of_route, of_path in found.values())
 
 
 def test_a_whole_answer_is_the_dialects(monkeypatch: pytest.MonkeyPatch) -> None:
