@@ -163,8 +163,8 @@ class StepPlan:
     token ids come from the worker's TokenTable; a plan has no other sampled tokens than known_ids.
     Keys and values are stored only from position store_from[i] on: a fully cached prompt recomputes
     its last token without writing the shared block. The last sample_counts[i] positions of the row
-    are sampled (0: a chunk of a prompt before its end). Each yields the token after it. The worker
-    appends them to its TokenTable as one run that begins at position
+    are sampled (0: a chunk of a prompt before its end; the scheduler plans at most 1). Each yields
+    the token after it. The worker appends them to its TokenTable as one run that begins at position
     starts[i]+counts[i]-sample_counts[i]+1.
     `layers`: some layers of one chunk of a prompt, computed beside the rows. Plans compute the
     layers of a chunk in order from 0; a chunk that later plans do not continue starts again at
