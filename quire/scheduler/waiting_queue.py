@@ -16,18 +16,21 @@ _Key = tuple[tuple[float, ...], int]
 
 
 class Order:
-    """In which order requests are admitted and prompts get tokens. Default: by arrival.
+    """The order in which requests are admitted and prompts get tokens. Default: by arrival.
 
-    uses_lengths: whether keys depend on `likely_tokens`. has_delays: whether delay_ms is ever not
-    0."""
+    uses_lengths: whether keys depend on predicted output lengths (`likely_tokens`). has_delays:
+    False if delay_ms always returns 0.
+    """
 
     uses_lengths = has_delays = False
 
     def queue_key(self, sequence: SequenceState) -> tuple[float, ...]:
         """Return the key by which a lane is sorted, smallest first.
 
-        Asked whenever a request enters the queue. Must not fall while the request lives, except by
-        its own progress; keys that grow with the arrival time keep every wait bounded.
+        Called when a request enters the queue: on arrival and after each preemption. The key must
+        not fall while the request lives, except by its own progress: a preempted request that
+        returned with a smaller key could overtake others again and again, and starve them. Keys
+        that grow with the arrival time bound every wait.
         """
         return (sequence.arrival,)
 

@@ -25,7 +25,7 @@ class Overtaking:
     def __init__(self) -> None:
         # When each arrived, its delay (see Order) and its work, in device milliseconds.
         self._came: deque[tuple[float, float, float]] = deque(maxlen=_MOST)
-        self._min_delay_ms = self._max_delay_ms = 0.0  # of all handicaps ever
+        self._min_delay_ms = self._max_delay_ms = 0.0  # of all delays ever
 
     def may_overtake(self, delay_ms: float) -> bool:
         """Return whether any request overtakes another, now that one with delay_ms has come."""

@@ -1,18 +1,20 @@
-"""Who is served first under each policy, who is preempted, and that nobody is forgotten."""
+"""The order of service and of preemption under each policy, and that every request is served."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from random import Random
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
 
 from quire.base.errors import DeadlineMissed, SettingError
 from quire.base.records import Request
-from quire.config.groups import POLICIES
+from quire.config.groups import POLICIES, SchedulerConfig
 from quire.scheduler.policy.fair_share import FairShare
 from quire.scheduler.policy.policies import POLICY_NAMES, make_policy
 from quire.scheduler.policy.policy import Policy
@@ -224,6 +226,9 @@ def test_each_name_makes_a_policy_that_serves(name: str) -> None:
 
 def test_the_flag_offers_the_policies_there_are() -> None:
     assert POLICIES == POLICY_NAMES
+    assert get_args(get_type_hints(SchedulerConfig)["scheduling_policy"]) == POLICY_NAMES
+    flag = SchedulerConfig.__dataclass_fields__["scheduling_policy"]
+    assert set(POLICY_NAMES) <= set(re.findall(r"\w+", flag.metadata["help"]))
 
 
 def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
