@@ -1,8 +1,8 @@
 """What deciding costs: schedule + update by number of running requests, and a block's books.
 
 No model: results are made up, so that only the scheduler and the cache are timed. The policy is
-first come, first served. `steady` has
-every request decode one token a step, lengths staggered so that block crossings spread evenly;
+first come, first served. `steady` has every request decode one token a step, lengths staggered so
+that block crossings spread evenly;
 `churn` has 5 % of the requests end and as many arrive in each step, with prompts to compute;
 `event_us` is what an arrival with its completion adds to a step, `add_us` what add() takes beside
 the step. Minima are less disturbed by other programs than medians.

@@ -3,9 +3,10 @@
 An operation's class counts its cost (ops.py), a Program adds them up.
 
 Counted is what the mathematics needs, not what an executor happens to do: a multiplication and an
-addition are two operations; a weight is read once a step, a cached key or value once a sequence
-and layer, a buffer element once for each operation that reads or writes it. So the largest of
-bytes over bandwidth and operations over peak is a floor. Knows no machine and no clock.
+addition are two operations; each operation reads its weights once a step; a cached key or value is
+read once a sequence and layer, a buffer element once for each operation that reads or writes it. So
+the largest of bytes over bandwidth and operations over peak is a floor. Knows no machine and no
+clock.
 """
 
 from __future__ import annotations

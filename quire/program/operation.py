@@ -44,7 +44,8 @@ class Operation:
     kind: ClassVar[str]
     reads: ClassVar[tuple[str, ...]]
     writes: ClassVar[tuple[str, ...]]
-    # Whether row r of each output depends on row r of the inputs only.
+    # Whether executors may run a few rows at a time, and fuse the operation with its neighbours.
+    # False where all rows are computed in one call, such as a product that packs them together.
     is_row_wise: ClassVar[bool] = True
 
     @property

@@ -39,7 +39,8 @@ struct Names<Activation> {
     static constexpr const char* all[] = {"silu", "gelu", "gelu_tanh", "relu"};
 };
 
-// is_row_wise: row r of each output depends on row r of the inputs only.
+// is_row_wise: the operation may run a few rows at a time, fused with its neighbours
+// (Program::fuse). False where all rows are computed in one call, such as a product.
 
 struct EmbedOp {
     static constexpr const char* kind = "embed";

@@ -21,7 +21,7 @@ def test_the_compiled_module_has_the_fields_of_every_operation() -> None:
         ("scale", {"x": "view"}, r"scale: {'x': 'view', 'factor': 'float'} in Python, {'x'"),
         ("scale", {"x": "view", "factor": "int"}, r"scale: .*'factor': 'int'} in C\+\+"),
         ("scale", None, r"scale: .* in Python, missing in C\+\+"),
-        ("moe", {"x": "view"}, "moe: missing in Python"),
+        ("unknown_op", {"x": "view"}, "unknown_op: missing in Python"),
     ],
 )
 def test_a_difference_is_an_error_that_names_both_sides(

@@ -1,13 +1,13 @@
-"""Products of rows by the matrix that each of them is given: of an expert, or of an adapter.
+"""Grouped matrix products: each row is multiplied by the matrices of its experts.
 
-Slots (a row and one of its choices) are sorted by matrix, on the device and without waiting for it,
-into blocks that belong to one matrix each (`Groups`). A program makes a tile of outputs of a block;
-its chain over K is whole and in order, the same for any number of rows and any block, since weights
-are the first operand and rows the second. A gated product makes gate and up of the same outputs and
-stores form(gate) * up; an adding one adds to what is in y, times a factor of the matrix.
+A slot is one (row, expert) pair. Slots are sorted by matrix, on the device and without a
+synchronization, into blocks of one matrix each (`Groups`). A program makes a tile of outputs of a
+block; its chain over K is whole and in order, the same for any number of rows and any block, since
+weights are the first operand and rows the second. A gated product makes gate and up of the same
+outputs and stores form(gate) * up.
 
-Twin: twins.grouped_rows, within the error of f32 sums. Knows neither routers nor adapters. Always
-holds: slots without a matrix are neither read nor written.
+Twin: twins.grouped_rows, within the error of f32 sums. Knows no router. Invariant: slots
+without a matrix are neither read nor written.
 """
 
 from __future__ import annotations
