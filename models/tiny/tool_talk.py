@@ -69,11 +69,11 @@ class ToolTalk:
     """Deals conversations with tools. questions: what is asked where no call is needed."""
 
     def __init__(self, folder: Path, questions: Questions) -> None:
-        data = json.loads((folder / "tools.json").read_text())
+        written = json.loads((folder / "tools.json").read_text())
         self.questions = questions
-        self.kinds: list[dict[str, Any]] = data["tools"]
+        self.kinds: list[dict[str, Any]] = written["tools"]
         self.shares = [kind["share"] for kind in self.kinds]
-        gaps = {name: words.split("|") for name, words in data["gaps"].items()}
+        gaps = {name: words.split("|") for name, words in written["gaps"].items()}
         cities = gaps.pop("city")
         self.dealt_cities = [city for city in cities if not chosen(city, percent=15)]
         self.held_out_cities = [city for city in cities if chosen(city, percent=15)]
