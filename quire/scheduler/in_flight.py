@@ -24,8 +24,9 @@ class PlanOutcome:
     """The valid rows of a result, and the errors of requests that are still live.
 
     index, ends: slots computed well, and how far; rows: their rows in the plan, None for all.
-    sampled: slots that got a run of tokens; entries: the index of each run's first token in the
-    result's arrays, run_lengths: its length; both None where every run is one token, in order.
+    sampled: slots that got a run of tokens, at most one per row whatever its sample_counts.
+    entries: the index of each run's first token in the result's arrays, run_lengths: its length;
+    both None where every run is one token, in order.
     by_layers: the slot of a chunk that was computed to its last layer, and its end; None for none.
     """
 

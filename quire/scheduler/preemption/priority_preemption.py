@@ -81,7 +81,7 @@ NOTHING_PREEMPTIBLE = PreemptibleShare()
 
 
 class PriorityPreemption(StepExtension):
-    """Of one scheduler with a policy that preempts by rank.
+    """Of one scheduler with a policy that sets preempts_by_rank (priority, fair).
 
     is_pending: whether a request in flight is to be preempted in the next step.
     """

@@ -1,8 +1,10 @@
-"""A layer of experts: rows go to the experts chosen for them, and come back weighted.
+"""The feed-forward layer of a mixture of experts, after its router. No program calls it yet.
 
-Twin: twins.experts. Gate, up and the activation are one launch, down is one, and the experts'
-answers are summed in f32, in the order of the choices (the router's ranks). Always holds: a row's
-answer depends on its own choices only, not on other rows of the same experts.
+A choice is one of the top-k experts of a row; its share is the router's weight of it; a slot is one
+(row, choice) pair. Twin: twins.experts. Gate, up and the activation are one launch, down is one,
+and the outputs of a row's experts are summed in f32, in the order of the choices (the router's
+ranks). Invariant: a row's output depends on its own choices only, not on other rows of the same
+experts.
 """
 
 from __future__ import annotations
