@@ -83,8 +83,8 @@ def assemble(
 ) -> Engine:
     """Load, allocate, warm up. Raises ModelError, CapacityError or SettingError.
 
-    `report` is told what goes wrong later without ending the engine. `beat` is called
-    about once a second during a long step, in a thread of its own, with the operations done.
+    `report` receives later errors that do not end the engine. `beat` is called about once a
+    second during a long step, in its own thread, with the number of operations done.
     """
     with gguf_read_once(), ExitStack() as undo:
         record = None
@@ -244,8 +244,11 @@ def _assembled(
 
 
 def _step_tokens(config: EngineConfig, make: ExecutorClass) -> int:
-    """As asked for; else what fills the executor, and for each running request a token and one of
-    somebody's prompt. More would only make those that run wait longer between tokens."""
+    """Return the configured token limit of a step, or a default.
+
+    The default fills the executor and has room for two tokens a request: one of its answer and
+    one of a prompt. A larger step would only raise the latency between tokens.
+    """
     given = config.scheduler.max_num_batched_tokens
     return given or max(make.full_step_tokens(), 2 * config.scheduler.max_num_seqs)
 

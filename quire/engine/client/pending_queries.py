@@ -1,7 +1,7 @@
 """Asks: questions an engine was asked that it has not answered yet.
 
-Knows nothing of what is asked. Always holds: each question gets one answer or one error, also
-where the engine ends or whoever asked has stopped waiting.
+Independent of what is queried. Always holds: each query gets one answer or one error, also
+where the engine ends or the caller has stopped waiting.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PendingQueries(Generic[Answer]):
         return self._last, answer
 
     def answered(self, number: int, answer: Answer) -> None:
-        """The answer to question `number`; nobody may be waiting any more."""
+        """Deliver the answer to query `number`; its caller may have stopped waiting."""
         waiting = self._open.pop(number, None)
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)

@@ -52,7 +52,7 @@ def make_requests(
         message = prompt_too_long(
             f"{len(prompt)} tokens",
             card.max_model_len,
-            least_output=0 if sampling.max_tokens == 0 else 1,
+            min_output=0 if sampling.max_tokens == 0 else 1,
         )
         raise ContextTooLong(message, param="prompt")
     if sampling.max_tokens is not None and sampling.max_tokens > room_tokens:
@@ -132,12 +132,13 @@ def default_sampling(card: ModelCard, *, num_prompt_tokens: int | None = None) -
     )
 
 
-def prompt_too_long(found: str, max_model_len: int, *, least_output: int) -> str:
-    """What a prompt without room is told. found: what it has. least_output: needed behind it.
+def prompt_too_long(found: str, max_model_len: int, *, min_output: int) -> str:
+    """Return the error message of a prompt that does not fit the context.
 
-    Its first words are those by which clients know that a context is too long, and shorten it.
+    found: the length of the prompt. min_output: output tokens it must leave room for, 0 or 1.
+    Clients recognize a too long context by the first words, and shorten it.
     """
-    needed = ", and at least one token of output is needed" * least_output
+    needed = ", and at least one token of output is needed" * min_output
     return (
         f"this model's maximum context length is {max_model_len} tokens, prompt and output "
         f"together; the prompt has {found}{needed}; shorten the prompt"

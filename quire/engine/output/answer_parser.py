@@ -4,7 +4,7 @@
     hearing.message(text).calls
 
 Knows the template and the tools that the conversation was rendered with, and quire/output_parsers;
-no JSON of any API. Always holds: what the server tells of a text, this tells of it too.
+no JSON of any API. Always holds: a text is parsed as by the server.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quire.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class AnswerReading:
-    """tools: None where none were offered. prompt: its end tells whether reasoning is open."""
+    """tools: None where none were offered. prompt: its end shows whether reasoning is open."""
 
     reading: ParserSelection
     tools: Tools | None
@@ -52,7 +52,7 @@ def answer_reading_of(
 def shown_ids(
     reading: ParserSelection, tools: Tools | None, tokenizer: Tokenizer
 ) -> frozenset[int]:
-    """Special tokens whose text is wanted, since it marks what is read."""
+    """Return the special tokens to keep in the text: the marks that the parsers read."""
     if reading.reasoning is None and tools is None:
         return frozenset()
     ids = (tokenizer.token_id(mark) for mark in reading.marks)
