@@ -35,7 +35,7 @@ class Walk {
   public:
     static constexpr int kMostRows = kRows;
 
-    // scratch: Expanded<T>::bytes(), for a cache of integers.
+    // scratch: Expanded<T>::bytes(), for a cache of integers or of small blocks.
     Walk(const AttentionArgs& args, int64_t kv_head, char* scratch)
         : args_(args), stride_(round_up(args.shape.head_dim, kLanes)),
           block_bytes_(kv_block_bytes(args.shape)), part_bytes_(kv_part_bytes(args.shape)),
@@ -95,10 +95,13 @@ class Walk {
         for (int64_t i = 0; i < kPiece; i += kGroup) {
             const int64_t position = start + i;
             if (position + kGroup <= first || position >= end) continue;
-            const char* block = head_ + table[position / block_size] * block_bytes_;
-            const int64_t within = position % block_size;
             const T *keys, *values;
-            if (args_.shape.ints) {
+            const bool is_small = block_size < kGroup;
+            const char* block = head_ + (is_small ? 0 : table[position / block_size]) * block_bytes_;
+            const int64_t within = position % block_size;
+            if (is_small) {
+                expanded_.gather(args_.shape, head_, table, position, first, end, i, &keys, &values);
+            } else if (args_.shape.ints) {
                 expanded_.group(block, block + part_bytes_, within, i, &keys, &values);
             } else {
                 keys = reinterpret_cast<const T*>(block) +
@@ -444,7 +447,7 @@ void attention(const AttentionArgs& args) {
     args.pool->deal(shares.num_items(), 1,
                     [&](int64_t begin, int64_t end, int thread) {
         char* scratch = nullptr;
-        if (args.shape.ints) {
+        if (args.shape.ints || args.shape.key_group() < kKeyGroup) {
             scratch = args.pool->scratch(
                 thread, wide ? Expanded<float>::bytes(args.shape) : Expanded<bf16>::bytes(args.shape));
         }

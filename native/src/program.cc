@@ -130,9 +130,11 @@ void Program::set_rope(int64_t index, const float* cos, const float* sin, int64_
 }
 
 void Program::allocate_cache(const CacheShape& shape, int64_t layers, int64_t num_blocks) {
-    if (shape.block_size < 16 || shape.block_size > 128 || shape.block_size % 16 != 0) {
+    const bool is_small = shape.block_size == 4 || shape.block_size == 8;
+    if (!is_small &&
+        (shape.block_size < 16 || shape.block_size > 128 || shape.block_size % 16 != 0)) {
         throw std::invalid_argument("block_size is " + std::to_string(shape.block_size) +
-                                    "; allowed are multiples of 16 from 16 to 128");
+                                    "; allowed are 4, 8, and multiples of 16 from 16 to 128");
     }
     if (shape.head_dim < 1 || shape.head_dim > kMaxHeadDim || shape.kv_heads < 1) {
         throw std::invalid_argument(std::to_string(shape.kv_heads) + " kv heads of " +

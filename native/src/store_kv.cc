@@ -19,9 +19,10 @@ constexpr int64_t kTokens = 16;  // of a chunk: neighbours mostly share a block
 
 // One column beside another.
 template <class E>
-void store_singles(const E* k, const E* v, int64_t within, int64_t dim, E* keys, E* values) {
-    keys += within / kKeyGroup * kKeyGroup * dim + within % kKeyGroup;
-    for (int64_t d = 0; d < dim; ++d) keys[d * kKeyGroup] = k[d];
+void store_singles(const E* k, const E* v, int64_t within, int64_t group, int64_t dim, E* keys,
+                   E* values) {
+    keys += within / group * group * dim + within % group;
+    for (int64_t d = 0; d < dim; ++d) keys[d * group] = k[d];
     for (int64_t d = 0; d < dim; ++d) values[within * dim + d] = v[d];
 }
 
@@ -42,21 +43,24 @@ void store_value(const E* v, int64_t dim, E* out) {
 
 // Keys in pairs of columns, values in pairs of positions.
 template <class E>
-void store_pairs(const E* k, const E* v, int64_t within, int64_t dim, E* keys, E* values) {
-    keys += within / kKeyGroup * kKeyGroup * round_up(dim, 2) + within % kKeyGroup * 2;
+void store_pairs(const E* k, const E* v, int64_t within, int64_t group, int64_t dim, E* keys,
+                 E* values) {
+    keys += within / group * group * round_up(dim, 2) + within % group * 2;
     int64_t d = 0;
-    for (; d + 2 <= dim; d += 2) __builtin_memcpy(keys + d * kKeyGroup, k + d, 2 * sizeof(E));
+    for (; d + 2 <= dim; d += 2) __builtin_memcpy(keys + d * group, k + d, 2 * sizeof(E));
     if (d < dim) {
-        keys[d * kKeyGroup] = k[d];
-        keys[d * kKeyGroup + 1] = E{};
+        keys[d * group] = k[d];
+        keys[d * group + 1] = E{};
     }
     store_value(v, dim, values + within / 2 * 2 * dim + within % 2);
 }
 
 template <class T, class E>
-void store_head(const E* k, const E* v, int64_t within, int64_t dim, char* keys, char* values) {
+void store_head(const E* k, const E* v, int64_t within, const CacheShape& shape, char* keys,
+                char* values) {
     const auto scatter = sizeof(T) == 4 ? store_singles<E> : store_pairs<E>;
-    scatter(k, v, within, dim, reinterpret_cast<E*>(keys), reinterpret_cast<E*>(values));
+    scatter(k, v, within, shape.key_group(), shape.head_dim, reinterpret_cast<E*>(keys),
+            reinterpret_cast<E*>(values));
 }
 
 template <class T>
@@ -66,7 +70,7 @@ void store_ints(const T* k, const T* v, int64_t within, const CacheShape& shape,
     const float k_scale = quantize_head(k, shape.head_dim, k_ints);
     const float v_scale = quantize_head(v, shape.head_dim, v_ints);
     const int64_t scales = kv_element_bytes(shape);
-    store_head<T>(k_ints, v_ints, within, shape.head_dim, keys, values);
+    store_head<T>(k_ints, v_ints, within, shape, keys, values);
     reinterpret_cast<float*>(keys + scales)[within] = k_scale;
     reinterpret_cast<float*>(values + scales)[within] = v_scale;
 }
@@ -83,9 +87,10 @@ QUIRE_VEC void fetch_for_writing(const char* line) { __builtin_prefetch(line, 1,
 // The lines a head's key and value of one position are stored to; `at`: where its parts begin.
 QUIRE_VEC void fetch_head(const CacheShape& shape, const char* at, int64_t within) {
     const int64_t bytes = kv_element_bytes(shape), of_position = bytes / shape.block_size;
-    const char* keys = at + within / kKeyGroup * kKeyGroup * of_position;
+    const int64_t group = shape.key_group();
+    const char* keys = at + within / group * group * of_position;
     const char* values = at + kv_part_bytes(shape) + within / 2 * 2 * of_position;
-    for (int64_t i = 0; i < kKeyGroup * of_position; i += 64) fetch_for_writing(keys + i);
+    for (int64_t i = 0; i < group * of_position; i += 64) fetch_for_writing(keys + i);
     for (int64_t i = 0; i < 2 * of_position; i += 64) fetch_for_writing(values + i);
 }
 
@@ -107,7 +112,7 @@ void store_token(const StoreKvArgs& args, int64_t token, int64_t slot) {
         if (shape.ints) {
             store_ints(k + c, v + c, within, shape, at, at + part);
         } else {
-            store_head<T>(k + c, v + c, within, shape.head_dim, at, at + part);
+            store_head<T>(k + c, v + c, within, shape, at, at + part);
         }
     }
 }
@@ -224,7 +229,8 @@ void store_kv(const StoreKvArgs& args) {
             const int64_t slot = args.kv_slots[token];
             if (slot < 0) continue;
 #if defined(QUIRE_ZMM)
-            if (args.shape.type == Type::bf16 && !args.shape.ints && args.shape.head_dim % 2 == 0) {
+            if (args.shape.type == Type::bf16 && !args.shape.ints &&
+                args.shape.head_dim % 2 == 0 && args.shape.key_group() == kKeyGroup) {
                 const int count = run_of(args, token, slot, end);
                 if (count >= kFewestTogether) {
                     store_together(args, token, slot, count);

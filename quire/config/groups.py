@@ -101,7 +101,7 @@ class ModelConfig:
 class CacheConfig:
     """The KV cache."""
 
-    block_size: int = setting(16, "tokens per KV block: a multiple of 16 from 16 to 128")
+    block_size: int = setting(16, "tokens per KV block: 4, 8, or a multiple of 16 from 16 to 128")
     kv_cache_memory_bytes: int | None = setting(
         None,
         "memory of the KV cache, as in 2GiB; default: a share of the free memory",
@@ -163,9 +163,10 @@ class CacheConfig:
                 "supported: leave one of them out (the disk tier survives a restart, host memory "
                 "is faster)"
             )
-        if self.block_size not in range(16, 129, 16):
+        if self.block_size not in (4, 8, *range(16, 129, 16)):
             raise SettingError(
-                f"block_size is {self.block_size}; a multiple of 16 from 16 to 128 is allowed"
+                f"block_size is {self.block_size}; allowed are 4, 8, and multiples of 16 from 16 "
+                "to 128"
             )
         _one_of("kv_cache_dtype", self.kv_cache_dtype, (*KV_CACHE_DTYPES, *DTYPE_NAMES))
         own_name = DTYPE_NAMES.get(self.kv_cache_dtype, self.kv_cache_dtype)

@@ -112,7 +112,7 @@ class NativeExecutor:
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         """Make the KV pool: zero pages that are taken when first written.
 
-        block_size is a multiple of 16 from 16 to 128.
+        block_size is 4, 8, or a multiple of 16 from 16 to 128.
         """
         spec = self._program.caches[0]
         try:

@@ -103,10 +103,7 @@ def wire(
     shares = BlockShares(cache, limits.max_num_seqs)
     if tenants:
         shares = TenantUsage(tenants, batch, cache)
-    transfer = None
-    if cache.tiers is not None:
-        block_ms = cache.tiers.tier.block_ms
-        transfer = TransferCost(speed, cache.block_size, block_ms=block_ms, choice=bring_back)
+    transfer = _transfer_cost(cache, speed, bring_back)
     loads = KVLoads(cache, transfer)
     beams = BeamGroups(batch, cache, policy, shares)
     requests = RequestTable(
@@ -140,9 +137,7 @@ def wire(
         extensions.append(by_priority)
     extensions += [layered, beams]
     all_gates: list[Gate] = [loads] if cache.tiers is not None else []
-    all_gates += gates
-    if limits.max_long_prompts or limits.max_short_prompts:
-        all_gates.append(LengthGate(limits.max_long_prompts, limits.max_short_prompts))
+    all_gates += [*gates, *_length_gates(limits)]
     slots = SlotAllocator(batch, cache, policy, shares, loads, stats)
     rules = AdmissionRules(gates=all_gates, extensions=extensions, watermark=watermark)
     predictor = TTFTPredictor(limits, batch, cache, speed, lengths, requests, policy, by_priority)
@@ -165,3 +160,20 @@ def wire(
         predictor=predictor,
         extensions=tuple(extensions),
     )
+
+
+def _transfer_cost(
+    cache: CacheManager, speed: SpeedEstimate, bring_back: RestoreMode
+) -> TransferCost | None:
+    """Return the cost of moving blocks; None without a tier."""
+    if cache.tiers is None:
+        return None
+    block_ms = cache.tiers.tier.block_ms
+    return TransferCost(speed, cache.block_size, block_ms=block_ms, choice=bring_back)
+
+
+def _length_gates(limits: SchedulerLimits) -> list[Gate]:
+    """Return the gate of long and short prompts, where their number is limited."""
+    if not (limits.max_long_prompts or limits.max_short_prompts):
+        return []
+    return [LengthGate(limits.max_long_prompts, limits.max_short_prompts)]

@@ -38,6 +38,8 @@ def test_a_mix_of_chunks_and_decode_rows_is_softmax(precision: str, rows: int) -
     "shape",
     [
         Shape(window=20, block_size=16),
+        Shape(block_size=4),
+        Shape(precision="int8", window=70, block_size=8),
         Shape(window=70, block_size=64, soft_cap=5.0),
         Shape(window=300, has_sinks=True, group=3, kv_heads=1),
         Shape(soft_cap=2.0, has_sinks=True, head_dim=20, block_size=48),

@@ -55,7 +55,7 @@ def test_few_rows_of_whole_steps_are_as_among_many(
     tokens = Tokens(geometry, sequences=1, positions=600)
     tokens.q[:, 300:330] *= np.float32(1e-38)  # what one way of computing flushes, all must
     tokens.v[:, 530:540] *= np.float32(1e-38)
-    for block_size in (16, 32, 48):
+    for block_size in (4, 8, 16, 32, 48):
         cache = PagedCache(tokens, isa=isa, block_size=block_size)
         many = [Rows(0, 0, 600)]
         cache.store(many)
@@ -174,7 +174,15 @@ def test_threads_and_block_sizes_change_nothing(isa: str, kept: Kept, window: in
     tokens = Tokens(geometry, sequences=3, positions=530)
     calls = [Rows(0, 200, 90), Rows(2, 529, 1), Rows(1, 0, 33), Rows(2, 5, 1)]
     results = []
-    for block_size, num_threads in ((16, 1), (32, 2), (64, 3), (128, 2), (48, 3)):
+    for block_size, num_threads in (
+        (16, 1),
+        (4, 2),
+        (8, 1),
+        (32, 2),
+        (64, 3),
+        (128, 2),
+        (48, 3),
+    ):
         cache = PagedCache(tokens, isa=isa, block_size=block_size, num_threads=num_threads)
         cache.store([Rows(sequence, 0, 530) for sequence in range(3)])
         results.append(cache.attend(calls))
@@ -219,7 +227,7 @@ def test_sharers_of_a_prefix_are_each_as_alone(isa: str, kept: Kept, window: int
         Rows(7, 650, 2),
         Rows(8, 200, 99),  # reaches into what is shared
     ]
-    for block_size, num_threads in ((16, 1), (48, 3), (128, 2)):
+    for block_size, num_threads in ((16, 1), (4, 2), (8, 3), (48, 3), (128, 2)):
         cache = PagedCache(tokens, isa=isa, block_size=block_size, num_threads=num_threads)
         cache.share(512 // block_size * block_size, (0, 1, 2, 3, 4, 8))
         cache.share(384, (0, 5))
@@ -304,7 +312,7 @@ def test_any_sharing_gives_the_bits_of_rows_alone(data: st.DataObject) -> None:
     count = data.draw(st.integers(2, 12), label="sequences")
     cache = PagedCache(
         Tokens(geometry, sequences=count, positions=800),
-        block_size=data.draw(st.sampled_from([16, 32, 64, 128]), label="block_size"),
+        block_size=data.draw(st.sampled_from([4, 8, 16, 32, 64, 128]), label="block_size"),
         num_threads=data.draw(st.integers(1, 3), label="num_threads"),
         isa=data.draw(st.sampled_from(ISAS), label="isa"),
     )
@@ -337,7 +345,7 @@ def test_any_chunking_of_any_geometry_gives_the_bits_of_rows_alone(data: st.Data
     edges = sorted({0, length, *cuts})
     cache = PagedCache(
         tokens,
-        block_size=data.draw(st.sampled_from([16, 32, 64, 128]), label="block_size"),
+        block_size=data.draw(st.sampled_from([4, 8, 16, 32, 64, 128]), label="block_size"),
         num_threads=data.draw(st.integers(1, 3), label="num_threads"),
         isa=data.draw(st.sampled_from(ISAS), label="isa"),
     )

@@ -95,7 +95,7 @@ def test_an_empty_call_is_fine(kept: Kept) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kept", list(Kept))
 @pytest.mark.parametrize("head_dim", [1, 7, 64])
-@pytest.mark.parametrize("block_size", [16, 48, 128])
+@pytest.mark.parametrize("block_size", [4, 8, 16, 48, 128])
 def test_every_set_bit_of_the_cache_was_stored_by_one_slot(
     isa: str, kept: Kept, head_dim: int, block_size: int
 ) -> None:

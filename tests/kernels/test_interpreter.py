@@ -224,7 +224,7 @@ def test_malformed_operations_are_refused_when_the_program_is_built(
             program.add_segment([op])
 
 
-@pytest.mark.parametrize("block_size", [8, 17, 256])
+@pytest.mark.parametrize("block_size", [2, 12, 17, 256])
 def test_a_block_size_that_kernels_cannot_take_is_refused(
     program: _native.Program, block_size: int
 ) -> None:

@@ -51,7 +51,7 @@ class TileWalk {
   public:
     static constexpr int kMostRows = kWalkRows;
 
-    // scratch: Expanded<bf16>::bytes(), for a cache of integers.
+    // scratch: Expanded<bf16>::bytes(), for a cache of integers or of small blocks.
     TileWalk(const AttentionArgs& args, int64_t kv_head, char* scratch)
         : args_(args), kv_head_(kv_head), dim_(args.shape.head_dim),
           stride_(round_up(args.shape.head_dim, kTileStep)),
@@ -76,6 +76,7 @@ class TileWalk {
 
     // What the thread walks next: few rows of a KV head that see positions first .. end.
     void expect(const int32_t* table, int64_t kv_head, int64_t first, int64_t end) {
+        if (args_.shape.key_group() < kGroup) return;
         const int64_t heads_on = 2 * part_bytes_ * (kv_head - kv_head_);
         first_keys(table, first / kFewPositions * kFewPositions, end, expected_);
         for (const char*& keys : expected_) keys += heads_on;
@@ -88,7 +89,8 @@ class TileWalk {
         configured_ = false;
         const Stretch stretch = stretch_of(first_[begin], end_[end - 1], piece, stop);
         const int count = end - begin;
-        const bool few = count <= kFewRows && dim_ % kTileStep == 0;
+        const bool few = count <= kFewRows && dim_ % kTileStep == 0 &&
+                         args_.shape.key_group() == kGroup;
         if (few) widen_queries(begin, count);
         for (piece = stretch.piece; piece < stretch.stop; ++piece) {
             if (few && see_the_same(piece * kPiece, begin, count)) {
@@ -256,6 +258,11 @@ class TileWalk {
             const int64_t position = start + g * kGroup;
             keys[g] = values[g] = nullptr;
             if (position + kGroup <= first || position >= end) continue;
+            if (block_size < kGroup) {
+                expanded_.gather(args_.shape, head_, table, position, first, end, g * kGroup,
+                                 &keys[g], &values[g]);
+                continue;
+            }
             const char* block = head_ + table[position / block_size] * block_bytes_;
             const int64_t group = position % block_size / kGroup;
             if (args_.shape.ints) {

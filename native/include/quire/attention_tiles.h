@@ -395,6 +395,33 @@ class Expanded {
         take_scales(key_part + scales, value_part + scales, at);
     }
 
+    // The same of a cache with blocks smaller than a group: its positions from `position` on, of
+    // those in first .. end, gathered from their blocks. head: where the KV head begins in block 0.
+    void gather(const CacheShape& shape, const char* head, const int32_t* table, int64_t position,
+                int64_t first, int64_t end, int64_t at, const T** keys, const T** values) const {
+        T *to_keys = keys_ + at * key_dim_, *to_values = values_ + at * dim_;
+        *keys = to_keys;
+        *values = to_values;
+        alignas(64) int8_t ints[2 * kGroup * kMaxHeadDim];
+        int8_t* value_ints = ints + kGroup * key_dim_;
+        for (int64_t i = 0; i < kGroup; i += shape.block_size) {
+            const int64_t from = position + i;
+            const char* block = nullptr;
+            if (from + shape.block_size > first && from < end) {
+                block = head + table[from / shape.block_size] * kv_block_bytes(shape);
+            }
+            if (shape.ints) {
+                gather_block(shape, block, i, ints, value_ints);
+                gather_scales(shape, block, at + i);
+            } else {
+                gather_block(shape, block, i, to_keys, to_values);
+            }
+        }
+        if (!shape.ints) return;
+        expand(ints, to_keys, kGroup * key_dim_);
+        expand(value_ints, to_values, kGroup * dim_);
+    }
+
     // Where in a part the scales of a group lie.
     int64_t scales_at(int64_t within) const { return element_bytes_ + within * 4; }
 
@@ -416,6 +443,39 @@ class Expanded {
     }
 
   private:
+    // A small block's keys and values, `i` positions into their group; zeros for a null block.
+    template <class E>
+    void gather_block(const CacheShape& shape, const char* block, int64_t i, E* keys,
+                      E* values) const {
+        const int64_t run = shape.block_size * kStep<T>;
+        const E* from = reinterpret_cast<const E*>(block);
+        for (int64_t d = 0; d < key_dim_; d += kStep<T>) {
+            E* to = keys + d * kGroup + i * kStep<T>;
+            if (block == nullptr) {
+                for (int64_t j = 0; j < run; ++j) to[j] = E{};
+            } else {
+                __builtin_memcpy(to, from + d * shape.block_size, run * sizeof(E));
+            }
+        }
+        E* to = values + i * dim_;
+        const int64_t count = shape.block_size * dim_;
+        if (block == nullptr) {
+            for (int64_t j = 0; j < count; ++j) to[j] = E{};
+        } else {
+            __builtin_memcpy(to, block + kv_part_bytes(shape), count * sizeof(E));
+        }
+    }
+
+    void gather_scales(const CacheShape& shape, const char* block, int64_t at) const {
+        for (int64_t j = 0; j < shape.block_size; ++j) {
+            key_scales_[at + j] = value_scales_[at + j] = 0.0f;
+        }
+        if (block == nullptr) return;
+        const int64_t bytes = shape.block_size * 4;
+        __builtin_memcpy(key_scales_ + at, block + element_bytes_, bytes);
+        __builtin_memcpy(value_scales_ + at, block + kv_part_bytes(shape) + element_bytes_, bytes);
+    }
+
     const int64_t dim_, key_dim_, element_bytes_;
     float *key_scales_, *value_scales_;
     T *keys_, *values_;

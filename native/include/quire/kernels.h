@@ -161,6 +161,7 @@ struct GatherRowsArgs {  // y[r] = x[index[r]]; same type
 // 16 positions, so that the stride of a product does not grow with the block:
 //   bf16  K [block_size/16][ceil(head_dim/2)][16][2]   V [block_size/2][head_dim][2]
 //   f32   K [block_size/16][head_dim][16]              V [block_size][head_dim]
+// A block of fewer positions is one group of that many; attention gathers several into one of 16.
 // `ints`: int8 in the same places, and behind a part's elements a scale in f32 for each position:
 // a row of one head is its integers times its scale.
 constexpr int32_t kMaxHeadDim = 256;
@@ -169,8 +170,11 @@ constexpr int64_t kKeyGroup = 16;
 struct CacheShape {
     Type type;  // of queries, keys and values: what attention multiplies
     int32_t kv_heads, head_dim;
-    int32_t block_size;  // 16 to 128, a multiple of 16
+    int32_t block_size;  // 4, 8, or a multiple of 16 up to 128
     bool ints = false;   // kept as int8
+
+    // Positions of a group of keys.
+    int64_t key_group() const { return block_size < kKeyGroup ? block_size : kKeyGroup; }
 };
 
 // Bytes of the elements of the K part, and of the V part, of one block and head: a multiple of 64.

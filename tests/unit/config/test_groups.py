@@ -22,7 +22,7 @@ from quire.config.groups import (
         (ModelConfig, "max_model_len", (2, None), (1, 0, -1)),
         (ModelConfig, "dtype", ("auto", "f32", "bf16"), ("f16", "", None)),
         (ModelConfig, "served_model_name", (("a", "b"), ()), ("", ("a", ""), ("a", "a"))),
-        (CacheConfig, "block_size", (16, 128), (0, 8, 17, 144)),
+        (CacheConfig, "block_size", (4, 8, 16, 128), (0, 2, 12, 17, 144)),
         (CacheConfig, "kv_cache_memory_bytes", (1, None), (0, -5)),
         (SchedulerConfig, "max_num_seqs", (1, 512), (0, -1)),
         (SchedulerConfig, "max_num_batched_tokens", (64, None), (0, 63)),
