@@ -124,7 +124,7 @@ def draw_case(number: int, *, num_models: int, vocab_size: int) -> Case:
         _arrival(rng, number, caller, prefixes, vocab_size) for caller in range(num_callers)
     )
     searching = random.Random(f"beams {number}")
-    if searching.random() < 0.4:
+    if searching.random() < 0.5:
         arrivals += (_beams(searching, f"{number}.beams", prefixes, vocab_size),)
     requests = [request for arrival in arrivals for request in arrival.requests]
     most_tokens = max(request.max_total_tokens for request in requests)
