@@ -17,6 +17,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,8 @@ def measure_jumps() -> dict[str, Any]:
         runs: list[Any] = []
 
         def runner(*args: Any, _jumps: bool = jumps, _runs: list[Any] = runs, **more: Any) -> Any:
-            _runs.append(plain(*args, **more, jump_ahead=_jumps))
+            more["constraints"] = replace(more["constraints"], jump_ahead=_jumps)
+            _runs.append(plain(*args, **more))
             return _runs[0]
 
         assemble.ModelRunner = runner  # type: ignore[misc, assignment]

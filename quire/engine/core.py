@@ -2,7 +2,7 @@
 
 Knows no clock (its owner passes one in), no process, no text and no executor. Always holds: plans
 are collected in the order they were submitted; a step that fails ends the requests it computed,
-with an error each, and nobody else; with nothing to do the loop waits in its inbox.
+with an error each, and no other request; with nothing to do the loop waits in its inbox.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class Inbox(Protocol):
 class EngineCore:
     """One scheduler, one runner, and the plans in flight between them.
 
-    `report` is told each thing that went wrong without ending the engine. tier: what plans' copies
-    between tiers are told by. touch_ahead: what an idle engine makes memory of. grammars:
-    who compiles what answers are to follow.
+    `report` receives each error that does not end the engine. tier: reports the outcomes of copies
+    between tiers. touch_ahead: memory to prefault while the engine is idle. grammars: compile the
+    grammars that answers follow.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class EngineCore:
 
 
 def error_fields(error: Exception) -> dict[str, Field]:
-    """An error as fields of a report; one nobody expected with the place it comes from."""
+    """Return an error as fields of a report; an unexpected one with its traceback."""
     fields: dict[str, Field] = {"error": f"{type(error).__name__}: {error}"}
     if not isinstance(error, QuireError):
         fields["traceback"] = "".join(traceback.format_exception(error))
@@ -258,14 +258,14 @@ def serve(
         expired = core.expire(now_ms())
         for refused in expired:
             emit(refused)
-        if expired:  # their blocks are free, and perhaps nobody else steps
+        if expired:  # their blocks are free, and there may be no step to report it
             emit(Outputs(outputs=None, stats=core.stats()))
         if core.has_work:
             was_stuck = stuck and not messages
             outputs = core.step(now_ms)
             stuck, audited, touching = outputs is None, False, core.touch_ahead is not None
-            # Nothing can be done, but it is told once: who ran may stand aside, and copies to a
-            # tier may have ended.
+            # Nothing can be computed; emit the counters once: running requests may have been held,
+            # and copies to a tier may have ended.
             if not (stuck and was_stuck and core.has_work):
                 emit(Outputs(outputs=outputs, stats=core.stats()))
         elif touching:

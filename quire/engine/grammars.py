@@ -1,7 +1,7 @@
-"""Grammars and stop strings of beams: what the engine's loop asks of those who make them ready.
+"""Readiness of grammars and of stop strings of beams, as the engine loop queries it.
 
-A request whose answer follows a grammar waits behind a gate until that is compiled, beams that end
-by stop strings until the tokenizer is read; one that cannot be served is refused in their words.
+A request with a grammar waits behind a gate until the grammar is compiled, and beams with stop
+strings until the tokenizer is read; where that fails, the request is refused with its error.
 Knows requests by id, and no tokens. Always holds: nothing here waits.
 """
 
@@ -35,7 +35,7 @@ class Grammars:
 
     @property
     def wake(self) -> Callable[[], None]:
-        """Called in a thread when somebody's wait may have ended."""
+        """Return the callback called in a thread when a waiting request may be ready."""
         return self.compiler.on_settled
 
     @wake.setter
@@ -54,7 +54,7 @@ class Grammars:
                 self._reading[request.request_id] = None
 
     def refused(self) -> list[RefusedFor]:
-        """Requests that cannot be served; each is told once."""
+        """Return requests that cannot be served; each is returned once."""
         told = self._refused_unread() if self._reading else []
         if not self._waiting:
             return told

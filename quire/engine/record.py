@@ -37,8 +37,8 @@ class StepRecord:
 class RecordingRunner:
     """A Runner that writes down each plan and result, and changes nothing else.
 
-    Where the file can no longer be written (a full disk), the record ends, `report` is told so,
-    and the steps go on.
+    Where the file can no longer be written (a full disk), the record ends, `report` is
+    called, and the steps go on.
     """
 
     def __init__(self, runner: Runner, file: BinaryIO, *, report: Report) -> None:
@@ -114,7 +114,7 @@ def read_records(path: Path) -> Iterator[StepRecord]:
 def replay(records: Iterable[StepRecord], runner: Runner) -> list[str]:
     """Run recorded plans on a fresh runner; the differences found, a line each (none: equal).
 
-    Steps whose computation failed when they were recorded are submitted and not compared.
+    Steps that failed when they were recorded are submitted and not compared.
     """
     differences = []
     for record in records:

@@ -51,8 +51,11 @@ class StopTexts:
             self._thread.start()
 
     def watch(self, admission: Admission) -> StopWatch:
-        """Of an answer at its beginning. Reads the tokenizer in the caller's thread where nobody
-        has yet. Raises QuireError where it cannot be read."""
+        """Return the watch of an answer at its beginning.
+
+        Reads the tokenizer in the calling thread where it is not read yet. Raises QuireError where
+        it cannot be read.
+        """
         tokenizer = self.tokenizer()
         sampling = admission.sampling
         return StopWatch(
@@ -74,7 +77,7 @@ class StopTexts:
                     self._tokenizer = self._load()
                 except QuireError as error:
                     self.error = error
-                except Exception as error:  # noqa: BLE001  whatever a library raises, nobody else is touched
+                except Exception as error:  # noqa: BLE001  of a library; fails only these requests
                     self.error = WorkerError(
                         f"the tokenizer cannot be read: {type(error).__name__}: {str(error)[:200]}"
                     )
@@ -84,6 +87,6 @@ class StopTexts:
             return self._tokenizer
 
     def _work(self) -> None:
-        with contextlib.suppress(QuireError):  # who waits is told
+        with contextlib.suppress(QuireError):  # kept in `error`
             self.tokenizer()
         self.on_settled()

@@ -89,13 +89,7 @@ def read_decoder(
     names of hidden_size, num_attention_heads, num_hidden_layers and max_position_embeddings.
     Raises ConfigError with every problem of the file.
     """
-    config.pass_over(PASSED_OVER)
-    config.pass_over(["architectures"])
-    config.require("model_type", (model_type,), f"{architecture} needs {model_type!r}")
-    for key, (allowed, reason) in FIXED.items():
-        config.require(key, allowed, reason)
-    for key, allowed in SAMPLING_DEFAULTS.items():
-        config.require(key, allowed, SAMPLING_ELSEWHERE)
+    _check_fixed_keys(config, architecture, model_type)
     static_activations = read_quantization(config)
     if problem := code_problem(config.take("auto_map"), architecture):
         config.note(problem)
@@ -112,22 +106,19 @@ def read_decoder(
         eos_ids=config.ids("eos_token_id", vocab_size, past=True),
     )
 
-    def own(given: Fields, readers: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-        return {**given, **{name: read() for name, read in readers.items() if name not in given}}
-
-    mlp = own(mlp, {"size": lambda: config.whole("intermediate_size", 1, 2**22)})
-    attention = own(
+    mlp = _complete(mlp, {"size": lambda: config.whole("intermediate_size", 1, 2**22)})
+    attention = _complete(
         attention,
         {
             "num_kv_heads": lambda: _read_kv_heads(config, num_heads),
             "head_dim": lambda: _read_head_dim(config, hidden_size, num_heads, default_head_dim),
         },
     )
-    norm = own(norm, {"eps": lambda: config.number("rms_norm_eps", 1e-12, 0.1)})
+    norm = _complete(norm, {"eps": lambda: config.number("rms_norm_eps", 1e-12, 0.1)})
     activations = {
         "activation": lambda: config.choice("hidden_act", ACTIVATIONS, default=default_activation)
     }
-    mlp = own(mlp, activations)
+    mlp = _complete(mlp, activations)
     if isinstance(rotary, Shared):
         rotary = RotarySpec(full=read_rope(config, max_positions))
     if rotary is not None:
@@ -150,6 +141,25 @@ def read_decoder(
         residual_scale=residual_scale,
         static_activations=static_activations,
     )
+
+
+def _check_fixed_keys(config: ConfigReader, architecture: str, model_type: str) -> None:
+    """Check the keys that have one supported value, and ignore those that change no answer."""
+    config.pass_over(PASSED_OVER)
+    config.pass_over(["architectures"])
+    config.require("model_type", (model_type,), f"{architecture} needs {model_type!r}")
+    for key, (allowed, reason) in FIXED.items():
+        config.require(key, allowed, reason)
+    for key, allowed in SAMPLING_DEFAULTS.items():
+        config.require(key, allowed, SAMPLING_ELSEWHERE)
+
+
+def _complete(given: Fields, readers: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+    """Return the given fields of a record, and those that are missing as their readers read them.
+
+    Readers of given fields are not called: the family has read those keys.
+    """
+    return {**given, **{name: read() for name, read in readers.items() if name not in given}}
 
 
 def read_layer_windows(

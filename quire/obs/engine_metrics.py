@@ -54,81 +54,10 @@ class EngineCollector:
 
     def collect(self) -> Iterable[Metric]:
         stats = self._latest()
-        gauges = (
-            ("quire_running_requests", "Requests that have a slot", stats.running),
-            ("quire_waiting_requests", "Requests that wait for a slot", stats.waiting),
-            (
-                "quire_waiting_tokens",
-                "Known tokens of requests that wait for a slot",
-                stats.waiting_tokens,
-            ),
-            (
-                "quire_held_requests",
-                "Requests that stand aside because their reader does not keep up",
-                stats.held,
-            ),
-            ("quire_kv_blocks", "KV blocks of the pool", stats.blocks_total),
-            ("quire_kv_blocks_used", "KV blocks of live requests", stats.blocks_used),
-            (
-                "quire_kv_blocks_cached",
-                "KV blocks free to take that a prefix may still find",
-                stats.blocks_cached,
-            ),
-            ("quire_kv_blocks_free", "KV blocks free to take", stats.blocks_free),
-            (
-                "quire_kv_blocks_reserved",
-                "Free KV blocks that running requests will take for tokens they know",
-                stats.blocks_reserved,
-            ),
-            (
-                "quire_device_busy_share",
-                "Share of the last minute in which the device had a step",
-                self._busy_share.sample(stats.device_busy_ms_total),
-            ),
-            (
-                "quire_watermark_blocks",
-                "KV blocks that admission leaves free for those that run",
-                stats.watermark_blocks,
-            ),
-            ("quire_tier_blocks", "Places of the KV tier", stats.tier_blocks_total),
-            ("quire_tier_blocks_used", "Places of the KV tier in use", stats.tier_blocks_used),
-        )
-        counters = (
-            ("quire_steps", "Steps computed", stats.steps_total),
-            (
-                "quire_device_busy_seconds",
-                "Time in which the device had a step",
-                stats.device_busy_ms_total / 1000.0,
-            ),
-            ("quire_kv_blocks_allocated", "KV blocks allocated", stats.allocated_blocks_total),
-            (
-                "quire_kv_block_allocation_seconds",
-                "Time spent allocating KV blocks",
-                stats.block_allocation_ms_total / 1000.0,
-            ),
-            (
-                "quire_prefix_queried_tokens",
-                "Prompt tokens looked up in the prefix cache",
-                stats.prefix_queried_tokens_total,
-            ),
-            (
-                "quire_prefix_hit_tokens",
-                "Prompt tokens found in the prefix cache",
-                stats.prefix_hit_tokens_total,
-            ),
-            (
-                "quire_layered_tokens",
-                "Prompt tokens computed some layers a step",
-                stats.layered_tokens_total,
-            ),
-            ("quire_preemptions", "Requests preempted", stats.preemptions_total),
-            ("quire_holds", "Times a request was held for its reader", stats.held_total),
-            ("quire_row_errors", "Rows of steps that failed", stats.row_errors_total),
-            *_tier_counters(stats),
-        )
-        for name, text, value in gauges:
+        busy_share = self._busy_share.sample(stats.device_busy_ms_total)
+        for name, text, value in _gauges(stats, busy_share):
             yield GaugeMetricFamily(name, text, value=value)
-        for name, text, value in counters:
+        for name, text, value in _counters(stats):
             yield CounterMetricFamily(name, text, value=value)
         yield _hits_by_tier(stats)
         yield from _preemptions(stats)
@@ -158,6 +87,86 @@ class TenantCollector:
             for at, tenant in enumerate(self._names):
                 family.add_metric((tenant,), values[at] if values else 0)  # none before a step
             yield family
+
+
+def _gauges(stats: EngineStats, busy_share: float) -> tuple[tuple[str, str, float], ...]:
+    """Return (name, help, value) of each gauge."""
+    return (
+        ("quire_running_requests", "Requests that have a slot", stats.running),
+        ("quire_waiting_requests", "Requests that wait for a slot", stats.waiting),
+        (
+            "quire_waiting_tokens",
+            "Known tokens of requests that wait for a slot",
+            stats.waiting_tokens,
+        ),
+        (
+            "quire_held_requests",
+            "Requests that stand aside because their reader does not keep up",
+            stats.held,
+        ),
+        ("quire_kv_blocks", "KV blocks of the pool", stats.blocks_total),
+        ("quire_kv_blocks_used", "KV blocks of live requests", stats.blocks_used),
+        (
+            "quire_kv_blocks_cached",
+            "KV blocks free to take that a prefix may still find",
+            stats.blocks_cached,
+        ),
+        ("quire_kv_blocks_free", "KV blocks free to take", stats.blocks_free),
+        (
+            "quire_kv_blocks_reserved",
+            "Free KV blocks that running requests will take for tokens they know",
+            stats.blocks_reserved,
+        ),
+        (
+            "quire_device_busy_share",
+            "Share of the last minute in which the device had a step",
+            busy_share,
+        ),
+        (
+            "quire_watermark_blocks",
+            "KV blocks that admission leaves free for those that run",
+            stats.watermark_blocks,
+        ),
+        ("quire_tier_blocks", "Places of the KV tier", stats.tier_blocks_total),
+        ("quire_tier_blocks_used", "Places of the KV tier in use", stats.tier_blocks_used),
+    )
+
+
+def _counters(stats: EngineStats) -> tuple[tuple[str, str, float], ...]:
+    """Return (name, help, value) of each counter, without the suffix `_total`."""
+    return (
+        ("quire_steps", "Steps computed", stats.steps_total),
+        (
+            "quire_device_busy_seconds",
+            "Time in which the device had a step",
+            stats.device_busy_ms_total / 1000.0,
+        ),
+        ("quire_kv_blocks_allocated", "KV blocks allocated", stats.allocated_blocks_total),
+        (
+            "quire_kv_block_allocation_seconds",
+            "Time spent allocating KV blocks",
+            stats.block_allocation_ms_total / 1000.0,
+        ),
+        (
+            "quire_prefix_queried_tokens",
+            "Prompt tokens looked up in the prefix cache",
+            stats.prefix_queried_tokens_total,
+        ),
+        (
+            "quire_prefix_hit_tokens",
+            "Prompt tokens found in the prefix cache",
+            stats.prefix_hit_tokens_total,
+        ),
+        (
+            "quire_layered_tokens",
+            "Prompt tokens computed some layers a step",
+            stats.layered_tokens_total,
+        ),
+        ("quire_preemptions", "Requests preempted", stats.preemptions_total),
+        ("quire_holds", "Times a request was held for its reader", stats.held_total),
+        ("quire_row_errors", "Rows of steps that failed", stats.row_errors_total),
+        *_tier_counters(stats),
+    )
 
 
 def _tier_counters(stats: EngineStats) -> tuple[tuple[str, str, int], ...]:

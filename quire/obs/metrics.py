@@ -125,7 +125,7 @@ class Metrics:
         )
         self._dropped_lines = Counter(
             "quire_log_lines_dropped",
-            "Log lines dropped because nobody read them",
+            "Log lines dropped because the log's reader did not keep up",
             registry=registry,
         )
         self._num_dropped_lines = 0

@@ -13,6 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from quire.base.errors import WorkerError
 from quire.base.records import StepPlan, StepResult
@@ -30,16 +31,30 @@ from quire.runner.step_run import RunnerResources, StepRun
 from quire.runner.tier_mover import TierMover
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputConstraints:
+    """Sources of what constrains or ends outputs.
+
+    matchers: of the grammars that outputs follow. watches: of the stop strings that end beams.
+    jump_ahead: return tokens that a grammar forces at once; None: only with one plan in flight,
+    since a later plan already has a row for such a token.
+    """
+
+    matchers: MatcherSource | None = None
+    watches: WatchSource | None = None
+    jump_ahead: bool | None = None
+
+
+NO_CONSTRAINTS = OutputConstraints()
+
+
 class ModelRunner:
     """Two-phase: `submit(plan)` then `collect(handle)`, in the same order.
 
     With `overlap`, the caller can make the next plan while one is computed: by a device that works
-    beside the host (async_steps.py), or by a thread of the runner. Without it, submit computes.
-    `max_samples` is the head's largest slice.
-    mover: moves blocks to a tier and back; closed with the runner. matchers: compiled grammars of
-    answers; watches: detect stop strings that end beams; jump_ahead: whether tokens that a grammar
-    forces are returned at once (default: only if one plan is in flight at a time, because a later
-    plan in flight has a row of the request already).
+    asynchronously (async_steps.py), or by a thread of the runner; else submit computes.
+    `max_samples` is the head's largest slice. mover: moves the blocks of plans to a tier and back;
+    closed with the runner.
     """
 
     def __init__(
@@ -52,17 +67,16 @@ class ModelRunner:
         max_samples: int,
         overlap: bool = False,
         mover: TierMover | None = None,
-        matchers: MatcherSource | None = None,
-        watches: WatchSource | None = None,
-        jump_ahead: bool | None = None,
+        constraints: OutputConstraints = NO_CONSTRAINTS,
     ) -> None:
         self.executor = executor
+        jump_ahead = constraints.jump_ahead
         self.tables = SlotTables(
             num_slots=num_slots,
             max_model_len=max_model_len,
             block_size=block_size,
-            matchers=matchers,
-            watches=watches,
+            matchers=constraints.matchers,
+            watches=constraints.watches,
             jump_ahead=not overlap if jump_ahead is None else jump_ahead,
         )
         self.mover = mover

@@ -76,7 +76,7 @@ class Detokenizer:
 
     @property
     def num_settled_tokens(self) -> int:
-        """Return the number of leading tokens whose text was returned completely."""
+        """Return the number of leading tokens with completely returned text."""
         held = self._run.held_from
         return self.num_tokens if held is None else held
 
@@ -133,7 +133,7 @@ class Detokenizer:
 
 
 class _Run(Protocol):
-    """Bytes since the last text piece. held_from: the first token whose text is still held."""
+    """Bytes since the last text piece. held_from: the first token with text not yet returned."""
 
     held_from: int | None
     broken: bool

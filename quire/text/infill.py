@@ -1,7 +1,7 @@
 """Fill in the middle: build infill prompts for models with infill tokens.
 
 Models trained for infilling have three special tokens: they read a prefix and a suffix, then write
-the text between. The spelling of the tokens tells their order. Knows no requests. Always holds: a
+the text between. The spelling of the tokens gives their order. Knows no requests. Always holds: a
 format is used only if each of its marks is a single token.
 """
 

@@ -115,8 +115,8 @@ class PackCache:
             ) from error
         if why := danger(found):
             raise SettingError(
-                f"pack_cache: {folder}: {why}, who could change a model's answers unseen; take a "
-                "folder of your own, or chmod 700 it"
+                f"pack_cache: {folder}: {why}, so its files could change a model's answers; use a "
+                "directory of your own, or chmod 700 it"
             )
 
     def path(self, recipe: Recipe, checkpoint: Path) -> Path:
@@ -339,7 +339,7 @@ def _write_all(file: int, content: memoryview) -> None:
 
 
 def _remove_left_behind(path: Path) -> None:
-    """Remove partial files whose writers have ended; a running writer holds a lock."""
+    """Remove partial files left by ended writers; a running writer holds a lock."""
     for part in path.parent.glob(f".{path.name}.*.part"):
         with suppress(OSError):
             descriptor = os.open(part, os.O_RDWR | os.O_NOFOLLOW)

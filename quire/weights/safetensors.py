@@ -3,7 +3,7 @@
 Format (huggingface/safetensors): 8 bytes little-endian header length, a JSON object naming each
 tensor's dtype, shape and data_offsets (relative to the end of the header), then the data. What
 always holds after opening: tensors cover the data without gap or overlap, each has exactly the
-bytes its dtype and shape need, and all dtypes are f32, f16 or bf16, fp8 (whose values need scales:
+bytes its dtype and shape need, and all dtypes are f32, f16 or bf16, fp8 (with scales:
 fp8_checkpoint.py), or those of masks in old files, which are ignored. Values are not inspected.
 """
 

@@ -47,7 +47,7 @@ from quire.program.program import Program
 from quire.program.quantize import quantize
 from quire.program.tensors import DType
 from quire.runner.handle import Handle
-from quire.runner.model_runner import ModelRunner
+from quire.runner.model_runner import ModelRunner, OutputConstraints
 from quire.runner.tier_mover import TierMover
 from quire.scheduler.cost.transfer_cost import RestoreMode
 from quire.scheduler.limits import SchedulerLimits
@@ -303,9 +303,9 @@ def make_runner(
         max_samples=settings.max_samples,
         overlap=settings.plans_in_flight > 1,
         mover=make_mover(executor, settings) if settings.tier_blocks else None,
-        matchers=GRAMMARS,
-        watches=TEXTS,
-        jump_ahead=settings.jump_ahead,
+        constraints=OutputConstraints(
+            matchers=GRAMMARS, watches=TEXTS, jump_ahead=settings.jump_ahead
+        ),
     )
 
 

@@ -250,5 +250,5 @@ def checked_ids(
 
 
 def _too_long(engine: Engine, found: str, min_output: int, param: str) -> ContextTooLong:
-    message = prompt_too_long(found, engine.card.max_model_len, least_output=min_output)
+    message = prompt_too_long(found, engine.card.max_model_len, min_output=min_output)
     return ContextTooLong(message, param=param)

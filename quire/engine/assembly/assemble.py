@@ -51,11 +51,12 @@ from quire.program.kv_cache import kv_cache_text
 from quire.program.program import Program
 from quire.program.quantize import precision_text
 from quire.runner.fingerprint import block_fingerprint, system_fingerprint
-from quire.runner.model_runner import ModelRunner
+from quire.runner.model_runner import ModelRunner, OutputConstraints
 from quire.runner.prefault import Prefault
+from quire.scheduler.limits import SchedulerLimits
 from quire.structured.compiler import GrammarCompiler
 from quire.text.template_files import source_in_force
-from quire.weights.checkpoint import open_checkpoint
+from quire.weights.checkpoint import Checkpoint, open_checkpoint
 from quire.weights.pack_cache import PackCache
 
 if TYPE_CHECKING:
@@ -83,8 +84,8 @@ def assemble(
 ) -> Engine:
     """Load, allocate, warm up. Raises ModelError, CapacityError or SettingError.
 
-    `report` is told what goes wrong later without ending the engine. `beat` is called
-    about once a second during a long step, in a thread of its own, with the operations done.
+    `report` receives later errors that do not end the engine. `beat` is called about once a
+    second during a long step, in its own thread, with the number of operations done.
     """
     with gguf_read_once(), ExitStack() as undo:
         record = None
@@ -110,6 +111,19 @@ def assemble(
         return engine
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SizedModel:
+    """A model and an executor class, checked against each other and sized to the memory."""
+
+    folder: Path
+    spec: ModelSpec
+    checkpoint: Checkpoint
+    program: Program
+    executor_class: ExecutorClass
+    step_limits: StepLimits
+    memory: MemoryPlan
+
+
 def _assembled(
     config: EngineConfig,
     *,
@@ -120,56 +134,13 @@ def _assembled(
     record: BinaryIO | None,
     tier_folder: TierFolder | None,
 ) -> Engine:
-    cache_of_weights = _pack_cache(config.executor)
-    folder = model_folder(config.model)
-    spec = open_model(folder)
-    checkpoint = open_checkpoint(folder)
-    longest = engine_program(config, spec, checkpoint)
-    make = _executor_class(config.executor)
-    make.check_program(longest)
-    if config.cache.kv_tier_host_bytes is not None:
-        from quire.engine.assembly.tier import (
-            check_host_tier,  # only where there is one: a megabyte
-        )
-
-        check_host_tier(config.cache.kv_tier_host_bytes, make.available_memory(), machine_memory())
-    step_tokens = _step_tokens(config, make)
-    max_samples = make.head_rows(config.scheduler.max_num_seqs)
-    memory = _memory(config, spec, longest, make, step_tokens)
-    program = replace(longest, max_positions=memory.max_model_len)
-    executor = make(
-        program,
-        checkpoint,
-        ExecutorOptions(
-            limits=StepLimits(
-                max_tokens=step_tokens,
-                max_samples=max_samples,
-                max_sequences=config.scheduler.max_num_seqs,
-            ),
-            num_threads=config.executor.num_threads or num_usable_cores(),
-            progress=progress,
-            pack_cache=cache_of_weights,
-        ),
-    )
-    warn_of_coarse(Log("engine"), program, executor.coarse_rows)
-    executor.allocate_cache(memory.num_blocks, config.cache.block_size)
+    pack_cache = _pack_cache(config.executor)
+    model = _sized_model(config)
+    memory, program = model.memory, model.program
+    executor = _loaded_executor(config, model, progress, pack_cache)
     num_layers = executor.num_layers if isinstance(executor, LayeredExecutor) else 0
-    limits = scheduler_limits(
-        config.scheduler,
-        num_layers=num_layers,
-        num_blocks=memory.num_blocks,
-        max_model_len=memory.max_model_len,
-        step_tokens=step_tokens,
-        plans_in_flight=make.plans_in_flight(),
-    )
-    of_blocks = block_fingerprint(
-        program,
-        executor=executor.name,
-        recipe=executor.recipe,
-        weights_digest=executor.weights_digest,
-        block_size=config.cache.block_size,
-        block_bytes=executor.block_bytes,
-    )
+    limits = _limits(config, model, num_layers)
+    fingerprint = _block_fingerprint(config, program, executor)
     tier = None
     if config.cache.has_tier:
         from quire.engine.assembly.tier import open_tier
@@ -178,43 +149,30 @@ def _assembled(
             tier_folder,
             config.cache,
             executor,
-            fingerprint=of_blocks,
+            fingerprint=fingerprint,
             clock=clock,
             report=report,
         )
-    texts = StopTexts(lambda: model_tokenizer(config.model, vocab_size=spec.vocab_size))
-    compiler = GrammarCompiler(
-        lambda: model_vocabulary(texts.tokenizer(), eos_ids=spec.generation.eos_ids),
-        now_ms=clock.now_ms,
-    )
-    model_runner = ModelRunner(
+    texts, compiler = _text_sources(config, model.spec, clock)
+    runner = ModelRunner(
         executor,
         num_slots=limits.max_num_seqs,
         max_model_len=memory.max_model_len,
         block_size=config.cache.block_size,
-        max_samples=max_samples,
+        max_samples=model.step_limits.max_samples,
         overlap=limits.plans_in_flight > 1,
         mover=None if tier is None else tier.mover,
-        matchers=compiler,
-        watches=texts,
+        constraints=OutputConstraints(matchers=compiler, watches=texts),
     )
-    warm_up(model_runner, limits, num_blocks=memory.num_blocks)
-    cost = (
-        measure_cost(model_runner, limits, memory.num_blocks, clock)
-        if limits.step_budget_ms
-        else None
-    )
-    runner: Runner = model_runner
-    if record is not None:
-        runner = RecordingRunner(model_runner, record, report=report)
-    if beat is not None:
-        runner = HeartbeatRunner(runner, ops_done=lambda: executor.ops_done, beat=beat)
-    card = _card(config, spec, program, folder, executor, memory, max_num_seqs=limits.max_num_seqs)
+    warm_up(runner, limits, num_blocks=memory.num_blocks)
+    cost = None
+    if limits.step_budget_ms:
+        cost = measure_cost(runner, limits, memory.num_blocks, clock)
     scheduler = make_scheduler(
         config,
         limits,
         num_blocks=memory.num_blocks,
-        fingerprint=of_blocks.hex(),
+        fingerprint=fingerprint.hex(),
         hash_key=os.urandom(16) if tier is None else tier.hash_key,
         cost=cost,
         prices=initial_step_costs(program),
@@ -226,41 +184,158 @@ def _assembled(
     )
     core = EngineCore(
         scheduler,
-        runner,
+        _wrapped_runner(runner, report=report, beat=beat, record=record),
         plans_in_flight=limits.plans_in_flight,
         report=report,
         tier=None if tier is None else tier.mover,
-        touch_ahead=Prefault(
-            executor,
-            num_blocks=memory.num_blocks,
-            layers=program.caches[0].layers,
-            block_bytes=memory.kv_bytes // memory.num_blocks,
-            ahead_bytes=config.cache.kv_touch_ahead_bytes,
-        ),
+        touch_ahead=_prefault(config, model, executor),
         grammars=Grammars(compiler, texts),
     )
-    notes = (*memory.text().splitlines(), *([] if tier is None else [tier.note]))
-    return Engine(core=core, card=card, notes=notes, step_tokens=step_tokens, num_layers=num_layers)
+    return Engine(
+        core=core,
+        card=_card(config, model, executor, max_num_seqs=limits.max_num_seqs),
+        notes=(*memory.text().splitlines(), *([] if tier is None else [tier.note])),
+        step_tokens=model.step_limits.max_tokens,
+        num_layers=num_layers,
+    )
+
+
+def _sized_model(config: EngineConfig) -> _SizedModel:
+    """Read the model's configuration and plan the memory; packs no weights.
+
+    Raises where the executor cannot compute the model, or the memory has no room for it.
+    """
+    folder = model_folder(config.model)
+    spec = open_model(folder)
+    checkpoint = open_checkpoint(folder)
+    longest = engine_program(config, spec, checkpoint)
+    executor_class = _executor_class(config.executor)
+    executor_class.check_program(longest)
+    if config.cache.kv_tier_host_bytes is not None:
+        # Imported only where the tier is used: it takes a megabyte.
+        from quire.engine.assembly.tier import check_host_tier
+
+        check_host_tier(
+            config.cache.kv_tier_host_bytes, executor_class.available_memory(), machine_memory()
+        )
+    step_limits = StepLimits(
+        max_tokens=_step_tokens(config, executor_class),
+        max_samples=executor_class.head_rows(config.scheduler.max_num_seqs),
+        max_sequences=config.scheduler.max_num_seqs,
+    )
+    memory = _memory(config, spec, longest, executor_class, step_limits)
+    return _SizedModel(
+        folder=folder,
+        spec=spec,
+        checkpoint=checkpoint,
+        program=replace(longest, max_positions=memory.max_model_len),
+        executor_class=executor_class,
+        step_limits=step_limits,
+        memory=memory,
+    )
+
+
+def _loaded_executor(
+    config: EngineConfig,
+    model: _SizedModel,
+    progress: Progress | None,
+    pack_cache: PackCache | None,
+) -> Executor:
+    """Load the weights and allocate the KV cache."""
+    executor = model.executor_class(
+        model.program,
+        model.checkpoint,
+        ExecutorOptions(
+            limits=model.step_limits,
+            num_threads=config.executor.num_threads or num_usable_cores(),
+            progress=progress,
+            pack_cache=pack_cache,
+        ),
+    )
+    warn_of_coarse(Log("engine"), model.program, executor.coarse_rows)
+    executor.allocate_cache(model.memory.num_blocks, config.cache.block_size)
+    return executor
+
+
+def _limits(config: EngineConfig, model: _SizedModel, num_layers: int) -> SchedulerLimits:
+    return scheduler_limits(
+        config.scheduler,
+        num_layers=num_layers,
+        num_blocks=model.memory.num_blocks,
+        max_model_len=model.memory.max_model_len,
+        step_tokens=model.step_limits.max_tokens,
+        plans_in_flight=model.executor_class.plans_in_flight(),
+    )
+
+
+def _block_fingerprint(config: EngineConfig, program: Program, executor: Executor) -> bytes:
+    return block_fingerprint(
+        program,
+        executor=executor.name,
+        recipe=executor.recipe,
+        weights_digest=executor.weights_digest,
+        block_size=config.cache.block_size,
+        block_bytes=executor.block_bytes,
+    )
+
+
+def _text_sources(
+    config: EngineConfig, spec: ModelSpec, clock: Clock
+) -> tuple[StopTexts, GrammarCompiler]:
+    """Return the sources of stop strings and of grammars; both read the tokenizer on first use."""
+    texts = StopTexts(lambda: model_tokenizer(config.model, vocab_size=spec.vocab_size))
+    compiler = GrammarCompiler(
+        lambda: model_vocabulary(texts.tokenizer(), eos_ids=spec.generation.eos_ids),
+        now_ms=clock.now_ms,
+    )
+    return texts, compiler
+
+
+def _wrapped_runner(
+    model_runner: ModelRunner,
+    *,
+    report: Report,
+    beat: Callable[[int], None] | None,
+    record: BinaryIO | None,
+) -> Runner:
+    """Return the runner with a recording of its plans and with a heartbeat, as configured."""
+    runner: Runner = model_runner
+    executor = model_runner.executor
+    if record is not None:
+        runner = RecordingRunner(model_runner, record, report=report)
+    if beat is not None:
+        runner = HeartbeatRunner(runner, ops_done=lambda: executor.ops_done, beat=beat)
+    return runner
+
+
+def _prefault(config: EngineConfig, model: _SizedModel, executor: Executor) -> Prefault:
+    return Prefault(
+        executor,
+        num_blocks=model.memory.num_blocks,
+        layers=model.program.caches[0].layers,
+        block_bytes=model.memory.kv_bytes // model.memory.num_blocks,
+        ahead_bytes=config.cache.kv_touch_ahead_bytes,
+    )
 
 
 def _step_tokens(config: EngineConfig, make: ExecutorClass) -> int:
-    """As asked for; else what fills the executor, and for each running request a token and one of
-    somebody's prompt. More would only make those that run wait longer between tokens."""
+    """Return the configured token limit of a step, or a default.
+
+    The default fills the executor and has room for two tokens a request: one of its answer and
+    one of a prompt. A larger step would only raise the latency between tokens.
+    """
     given = config.scheduler.max_num_batched_tokens
     return given or max(make.full_step_tokens(), 2 * config.scheduler.max_num_seqs)
 
 
 def _memory(
-    config: EngineConfig, spec: ModelSpec, program: Program, make: ExecutorClass, step_tokens: int
+    config: EngineConfig,
+    spec: ModelSpec,
+    program: Program,
+    make: ExecutorClass,
+    step_limits: StepLimits,
 ) -> MemoryPlan:
-    held = make.memory_for(
-        program,
-        StepLimits(
-            max_tokens=step_tokens,
-            max_samples=make.head_rows(config.scheduler.max_num_seqs),
-            max_sequences=config.scheduler.max_num_seqs,
-        ),
-    )
+    held = make.memory_for(program, step_limits)
     memory, block_bytes = make.available_memory(), held.token_bytes * config.cache.block_size
     buffer_bytes = 0
     if config.cache.has_tier:
@@ -336,15 +411,9 @@ def _torch_class(settings: ExecutorConfig) -> ExecutorClass:
 
 
 def _card(
-    config: EngineConfig,
-    spec: ModelSpec,
-    program: Program,
-    folder: Path,
-    executor: Executor,
-    memory: MemoryPlan,
-    *,
-    max_num_seqs: int,
+    config: EngineConfig, model: _SizedModel, executor: Executor, *, max_num_seqs: int
 ) -> ModelCard:
+    spec, program, folder, memory = model.spec, model.program, model.folder, model.memory
     return ModelCard(
         name=model_name(config.model),
         aliases=config.model.served_model_name[1:],

@@ -1,7 +1,7 @@
-"""Prices of steps to begin with, from the program's counts: proportions, which times then scale.
+"""Initial step costs from the program's counts of bytes and operations.
 
-Knows a program and a machine that is nobody's: so many bytes and operations a second. The
-scheduler's estimate learns the scale from the first steps it times, and the rest from others.
+Assumes a fictitious machine with fixed rates, so only the proportions are meaningful. The
+scheduler's estimate learns the scale from the first measured steps, and the rest from later ones.
 """
 
 from __future__ import annotations

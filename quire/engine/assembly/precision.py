@@ -21,20 +21,22 @@ from quire.weights.checkpoint import Checkpoint, open_checkpoint
 from quire.weights.safetensors import raise_problems
 
 # Q4_0 is 4 bits with a scale for 32 elements, and so is int4-g32: codes stay, only scales are
-# rounded (to bf16, 0.2 % of an element at most). All others go into 8 bits with a scale a row,
-# whose error is small beside what their own rounding lost. docs/gguf.md has the numbers.
+# rounded (to bf16, 0.2 % of an element at most). All others become 8 bits with a scale per row;
+# that error is small compared with the loss of the original rounding. docs/gguf.md has the numbers.
 FOUR_BITS = "Q4_0"
-MOST_ALIKE: Mapping[bool, str] = {True: "int4-g32", False: "int8"}
+CLOSEST_PRECISION: Mapping[bool, str] = {True: "int4-g32", False: "int8"}
 # Fp8 stays what it is: the codes and their scales.
 FP8, FP8_BLOCK, FP8_STATIC = "fp8", "fp8-block", "fp8-static"
 # Share of a weight's rows that 8 bits may be too coarse for before it is worth a warning.
-MOST_COARSE_ROWS = 0.01
-MOST_NAMED = 6
+MAX_COARSE_SHARE = 0.01
+MAX_NAMED = 6
 
 
 def weights_if_there(model: Path) -> Checkpoint | None:
-    """What a model's weights have their precision in, None where they are not there, or not whole:
-    for who counts and prints, and loads nothing."""
+    """Return the model's checkpoint, or None where weights are absent or incomplete.
+
+    For callers that count or print precision and do not load weights.
+    """
     try:
         return open_checkpoint(model)
     except WeightsError:
@@ -92,16 +94,16 @@ def warn_of_coarse(log: Log, program: Program, coarse_rows: Mapping[str, int]) -
     names = [
         name
         for name, count in coarse_rows.items()
-        if count > MOST_COARSE_ROWS * program.weights[name].rows
+        if count > MAX_COARSE_SHARE * program.weights[name].rows
     ]
     if not names:
         return
     shown = [f"{name} ({coarse_rows[name]} of {program.weights[name].rows} rows)" for name in names]
-    more = len(names) - MOST_NAMED
+    more = len(names) - MAX_NAMED
     log.warning(
         "8 bits are too coarse for some weights: a few elements dwarf the others of their rows",
-        weights=", ".join(shown[:MOST_NAMED]) + (f" and {more} more" if more > 0 else ""),
-        instead=" ".join(f"--keep {name}=none" for name in names[:MOST_NAMED]),
+        weights=", ".join(shown[:MAX_NAMED]) + (f" and {more} more" if more > 0 else ""),
+        instead=" ".join(f"--keep {name}=none" for name in names[:MAX_NAMED]),
     )
 
 
@@ -138,7 +140,7 @@ def _as_stored(weight: Weight, types: set[str], *, static: bool) -> str:
     if not types or "" in types:
         return ""
     if not types & {FP8, FP8_BLOCK}:
-        return MOST_ALIKE[types == {FOUR_BITS}]
+        return CLOSEST_PRECISION[types == {FOUR_BITS}]
     is_aligned = all(part.first_row % ACTIVATION_GROUP == 0 for part in weight.parts) and all(
         part.rows % ACTIVATION_GROUP == 0 for part in weight.parts[:-1]
     )

@@ -33,8 +33,11 @@ def scheduler_limits(
     plans_in_flight: int = 1,
     num_layers: int = 0,
 ) -> SchedulerLimits:
-    """The numbers to keep to. step_tokens: most token rows of one step. plans_in_flight: where
-    nobody asked for another number. num_layers: that the executor computes by themselves."""
+    """Return the limits of the scheduler.
+
+    step_tokens: maximum token rows of one step. plans_in_flight: used where the configuration
+    sets no number. num_layers: layers that the executor can compute separately, 0 for none.
+    """
     return SchedulerLimits(
         max_num_seqs=min(config.max_num_seqs, num_blocks),
         max_num_batched_tokens=step_tokens,

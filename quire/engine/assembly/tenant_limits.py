@@ -1,6 +1,6 @@
-"""From a file of tenants to what the scheduler keeps to: shares of the KV cache become blocks.
+"""Convert a tenants file to scheduler limits: shares of the KV cache become blocks.
 
-Keys and priorities are the edge's; here nobody asks who a caller is.
+The API layer checks keys and priorities; this module does not identify callers.
 """
 
 from __future__ import annotations

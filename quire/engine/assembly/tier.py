@@ -1,4 +1,4 @@
-"""From settings and an executor to a tier: who may read its blocks, what it holds, who moves them.
+"""Build a KV tier from settings and an executor: its fingerprint, store and mover.
 
 A part of the wiring, like assemble.py. Always holds: blocks of another fingerprint than our own
 (block_fingerprint in runner/fingerprint.py) are never read.
@@ -26,7 +26,7 @@ from quire.transfer.read_ahead import BUFFERS
 
 # What a tier is thought to give back in a millisecond, until that is measured.
 _BYTES_A_MS = {Tier.DISK: 500_000, Tier.HOST: 10_000_000}
-# Of the host's memory this is left alone: what is kept in place for a device is nobody else's.
+# Host memory left free: memory pinned for a device is not available to other processes.
 HOST_RESERVE_BYTES = 2 << 30
 
 
@@ -69,8 +69,11 @@ def open_tier(
     clock: Clock,
     report: Report,
 ) -> OpenTier:
-    """The tier in `folder`, or without one in the host's memory, for an executor whose cache is
-    allocated. fingerprint: of its blocks. Raises SettingError and CapacityError."""
+    """Open the tier in `folder`, or in host memory where `folder` is None.
+
+    The executor's cache must be allocated. fingerprint: of its blocks. Raises SettingError and
+    CapacityError.
+    """
     block_bytes = executor.block_bytes
     store: DiskStore | HostStore
     if folder is None:

@@ -110,7 +110,7 @@ def made_up_plan(
     *,
     scored: bool = False,
 ) -> StepPlan:
-    """A step whose row i, admitted in slot i, computes counts[i] tokens after starts[i] others.
+    """Return a step: row i, admitted in slot i, computes counts[i] tokens after starts[i] others.
 
     Row 0 takes the pool's first blocks, row 1 those after them, and so on.
     """

@@ -58,9 +58,9 @@ from quire.text.tokenizer import Tokenizer
 
 _Unread = UnreadQueue[TextDelta | Fault]
 
-# Numbers that may wait for a reader before its request stands aside: tokens, and log-probabilities
-# told with each.
-MOST_UNREAD = 2048
+# Maximum unread numbers of a request before it is held: tokens, and the log-probabilities
+# delivered with each.
+MAX_UNREAD = 2048
 
 
 class Link(Protocol):
@@ -160,7 +160,7 @@ class EngineClient:
             self._link.open(loop, self._on_message, self._on_end)
         text_side = asyncio.create_task(asyncio.to_thread(load_tokenizer_side, self.config.model))
         try:
-            # A wrong template is told at once: weights may take minutes.
+            # Report a wrong template at once: loading weights may take minutes.
             both: set[asyncio.Future[Any]] = {self._started, text_side}
             await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
             if text_side.done():
@@ -253,7 +253,7 @@ class EngineClient:
             self._send_abort(self._streams.close(stream_ids))
 
     def num_waiting(self, request_id: str) -> int:
-        """Deltas of a request that nobody has taken yet; 0 where it is not open."""
+        """Return the number of unread deltas of a request; 0 where it is not open."""
         unread = self._unread.get(request_id)
         return 0 if unread is None else len(unread)
 
@@ -346,12 +346,12 @@ class EngineClient:
             self.dead.set()
 
     def _end(self, fault: Fault) -> None:
-        """No more answers: tell all who wait for one. The first reason stands."""
+        """Fail every waiting caller. Later calls keep the first reason."""
         self._state = "dead"
         self._fault = self._fault or fault
         if self._started is not None and not self._started.done():
             self._started.set_exception(error_of(fault))
-            self._started.exception()  # somebody may have stopped waiting
+            self._started.exception()  # retrieved here: its waiter may have been cancelled
         for unread in self._streams.end():
             unread.put(fault)
         self._asks.fail(error_of(fault))
@@ -387,7 +387,7 @@ class EngineClient:
         stream_ids = tuple(request.request_id for request in requests)
         sampling = requests[0].sampling
         numbers = 1 + (sampling.logprobs or 0) + len(sampling.logprob_token_ids)
-        most = max(MOST_UNREAD // numbers, 16)
+        most = max(MAX_UNREAD // numbers, 16)
         unread: _Unread = UnreadQueue(most, lambda is_held: self._hold(stream_ids, is_held=is_held))
         self._streams.open(self.tokenizer, requests, unread, text_rules)
         self._callers[request_id], self._unread[request_id] = stream_ids, unread
@@ -395,7 +395,7 @@ class EngineClient:
 
     @property
     def _is_working(self) -> bool:
-        """Whether the engine has streams to compute: open ones whose reader keeps up."""
+        """Return whether the engine has streams to compute: open ones that are not held."""
         if self._is_shared and self.stats.running + self.stats.waiting:
             return True  # perhaps another client's
         return any(not unread.is_held for unread in self._streams.owners())

@@ -4,7 +4,7 @@
     client = EngineClient.attach(process)
 
 Imports the standard library and the config records only. The engine gets its config as one line
-of JSON on its standard input, which then stays open: its end tells the engine that we are gone.
+of JSON on its standard input, which then stays open: its end signals that the client is gone.
 A fresh interpreter, never a fork, that imports nothing from the current folder. The sockets lie
 in a folder that only this user can enter. Why the engine failed comes back through a pipe as well:
 unlike a message on a socket it can be read once the process has ended, however late that is.
@@ -94,7 +94,7 @@ class EngineProcess:
         os.set_blocking(failure_fd, False)
         process = cls(popen, sockets, failure_fd)
         assert popen.stdin is not None, "Popen was asked for a pipe"
-        with contextlib.suppress(OSError):  # it is gone already; whoever waits for it reports how
+        with contextlib.suppress(OSError):  # it has already exited; `wait` reports how
             popen.stdin.write(config_to_json(config).encode() + b"\n")
         return process
 
@@ -132,8 +132,11 @@ class EngineProcess:
 
 
 class SharedEngine:
-    """An engine process that our parent started, for several of its processes: the same face, but
-    that it goes on when we end. When it has ended the parent knows, who tells us (`ended`)."""
+    """An engine process that the parent started for several of its processes.
+
+    It has the same interface as EngineProcess, but it outlives this process. The parent reports
+    its end by calling `ended`.
+    """
 
     is_ours = False
 
@@ -168,7 +171,7 @@ def command_of(module: str) -> list[str]:
 
 
 def environment_of_ours() -> dict[str, str]:
-    """This process's without the key: who needs it is told otherwise."""
+    """Return this process's environment without the API key, which is passed by other means."""
     return {name: value for name, value in os.environ.items() if name != "QUIRE_API_KEY"}
 
 

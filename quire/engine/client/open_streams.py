@@ -22,7 +22,7 @@ from quire.text.tokenizer import Tokenizer
 Owner = TypeVar("Owner")
 Said = TypeVar("Said")
 
-# So many may be taken without anybody else having had a turn.
+# Maximum items taken in a row before yielding to other tasks of the event loop.
 _IN_A_ROW = 16
 
 
@@ -40,7 +40,7 @@ class OpenStreams(Generic[Owner]):
         return len(self._open)
 
     def owners(self) -> Iterator[Owner]:
-        """To whom what is open belongs, once for each stream."""
+        """Return the owner of each open stream; an owner of several is repeated."""
         return (owner for _, owner in self._open.values())
 
     def fresh_id(self, request_id: str) -> str:
@@ -60,9 +60,9 @@ class OpenStreams(Generic[Owner]):
             self._open[request.request_id] = (OutputStream(tokenizer, request, rules), owner)
 
     def take(self, message: Outputs) -> tuple[list[tuple[Owner, TextDelta]], tuple[str, ...]]:
-        """What a step says to whom, and the streams that ended before the engine knew.
+        """Return each owner's deltas, and the ids of streams that ended before the engine knew.
 
-        The latter are to be aborted. Outputs of streams that are not open (any more) are dropped.
+        The caller must abort the latter. Outputs of streams that are not open are dropped.
         """
         said: list[tuple[Owner, TextDelta]] = []
         past_end: list[str] = []
@@ -123,12 +123,12 @@ class OpenStreams(Generic[Owner]):
         return tuple(id_ for id_ in stream_ids if self._open.pop(id_, None) is not None)
 
     def refuse(self, stream_ids: Iterable[str], why: str) -> list[tuple[Owner, TextDelta]]:
-        """Close these streams with an error each, and say it to whom they belong."""
+        """Close these streams and return an error delta for the owner of each."""
         found = [self._open.pop(id_) for id_ in stream_ids if id_ in self._open]
         return [(owner, stream.end_with(why)) for stream, owner in found]
 
     def end(self, stream_ids: Iterable[str] | None = None) -> list[Owner]:
-        """Close these streams (None: all) and tell whose they were, each owner once."""
+        """Close these streams (None: all) and return their owners, each once."""
         ids = list(self._open) if stream_ids is None else stream_ids
         owners = [self._open.pop(id_)[1] for id_ in ids if id_ in self._open]
         return list({id(owner): owner for owner in owners}.values())
@@ -137,7 +137,7 @@ class OpenStreams(Generic[Owner]):
 def _pushed(stream: OutputStream, output: RequestOutput, step_ms: float) -> TextDelta | None:
     try:
         return stream.push(output, step_ms)
-    except Exception as error:  # noqa: BLE001  told to its owner; the step's other streams go on
+    except Exception as error:  # noqa: BLE001  fails this stream; the step's other streams go on
         return stream.fail(error, engine_knows=output.finish_reason is not None)
 
 
@@ -171,8 +171,11 @@ class UnreadQueue(Generic[Said]):
             self._tell(True)
 
     async def get(self) -> Said:
-        """The next; waits for it. Others get a turn even where much is there: among them who reads
-        what the engine says, and learns that it is too much."""
+        """Wait for the next item and return it.
+
+        Yields to the event loop even where many items are queued, so that the engine's messages
+        are read and backpressure can take effect.
+        """
         self._num_in_a_row += 1
         if self._num_in_a_row > _IN_A_ROW:
             self._num_in_a_row = 0

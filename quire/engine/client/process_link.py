@@ -66,7 +66,7 @@ class ProcessLink:
 
         def watch() -> None:
             exit_code = self._process.wait()
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no listeners are left
                 loop.call_soon_threadsafe(ended, exit_code)
 
         self._watcher = threading.Thread(target=watch, name="quire-engine-watch", daemon=True)
@@ -97,7 +97,7 @@ class ProcessLink:
         self._context.destroy(linger=0)
 
     def _receive(self) -> None:
-        # The socket's descriptor tells changes only, so each call reads until nothing is left.
+        # The socket's descriptor is edge-triggered, so each call reads until the socket is empty.
         on_message = self._on_message
         assert on_message is not None, "open() comes before the first message"
         for frame in received_frames(self._in):

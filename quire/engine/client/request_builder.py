@@ -47,38 +47,14 @@ def make_requests(
     _check_ids(card, "logit_bias", tuple(sampling.logit_bias))
     _check_ids(card, "logprob_token_ids", sampling.logprob_token_ids)
     _check_ids(card, "allowed_token_ids", sampling.allowed_token_ids or ())
-    room_tokens = card.max_model_len - len(prompt)
-    if room_tokens < 0 or (room_tokens == 0 and sampling.max_tokens != 0):
-        message = prompt_too_long(
-            f"{len(prompt)} tokens",
-            card.max_model_len,
-            least_output=0 if sampling.max_tokens == 0 else 1,
-        )
-        raise ContextTooLong(message, param="prompt")
-    if sampling.max_tokens is not None and sampling.max_tokens > room_tokens:
-        raise ContextTooLong(
-            f"this model's maximum context length is {card.max_model_len} tokens; max_tokens is "
-            f"{sampling.max_tokens} and the prompt has {len(prompt)} tokens; lower max_tokens to "
-            f"{room_tokens} or shorten the prompt",
-            param="max_tokens",
-        )
-    if sampling.min_tokens > room_tokens:
-        raise ContextTooLong(
-            f"min_tokens is {sampling.min_tokens} and the prompt has {len(prompt)} tokens; "
-            f"together they may be {card.max_model_len}; lower min_tokens",
-            param="min_tokens",
-        )
+    room_tokens = _room_tokens(card, len(prompt), sampling)
     resolved, num_streams = sampling.resolve(), sampling.n
     if sampling.is_ranked:
         num_streams = sampling.num_sequences
         resolved = replace(resolved, logprobs=resolved.logprobs or 0)
     eos_ids = () if sampling.ignore_eos else card.eos_ids
     stop_ids = tuple(dict.fromkeys((*eos_ids, *sampling.stop_token_ids)))
-    rules = NO_RULES
-    if sampling.bad_words or sampling.dry_multiplier or card.banned_sequences:
-        rules = token_rules(sampling, encoder, card.banned_sequences)
-    if sampling.ends_beams_by_text and shown_ids:
-        rules = replace(rules, shown_ids=tuple(sorted(shown_ids)))
+    rules = _rules(card, sampling, encoder, shown_ids)
     _check_choosable(sampling, rules, stop_ids)
     limit = room_tokens if sampling.max_tokens is None else sampling.max_tokens
     return tuple(
@@ -132,12 +108,13 @@ def default_sampling(card: ModelCard, *, num_prompt_tokens: int | None = None) -
     )
 
 
-def prompt_too_long(found: str, max_model_len: int, *, least_output: int) -> str:
-    """What a prompt without room is told. found: what it has. least_output: needed behind it.
+def prompt_too_long(found: str, max_model_len: int, *, min_output: int) -> str:
+    """Return the error message of a prompt that does not fit the context.
 
-    Its first words are those by which clients know that a context is too long, and shorten it.
+    found: the length of the prompt. min_output: output tokens it must leave room for, 0 or 1.
+    Clients recognize a too long context by the first words, and shorten it.
     """
-    needed = ", and at least one token of output is needed" * least_output
+    needed = ", and at least one token of output is needed" * min_output
     return (
         f"this model's maximum context length is {max_model_len} tokens, prompt and output "
         f"together; the prompt has {found}{needed}; shorten the prompt"
@@ -160,6 +137,50 @@ def _prompt(
             )
     _check_ids(card, "prompt", prompt_ids)
     return np.array(prompt_ids, np.int32)
+
+
+def _room_tokens(card: ModelCard, num_prompt_tokens: int, sampling: SamplingParams) -> int:
+    """Return the output tokens for which the context has room.
+
+    Raises ContextTooLong where they are fewer than the parameters need.
+    """
+    room_tokens = card.max_model_len - num_prompt_tokens
+    if room_tokens < 0 or (room_tokens == 0 and sampling.max_tokens != 0):
+        message = prompt_too_long(
+            f"{num_prompt_tokens} tokens",
+            card.max_model_len,
+            min_output=0 if sampling.max_tokens == 0 else 1,
+        )
+        raise ContextTooLong(message, param="prompt")
+    if sampling.max_tokens is not None and sampling.max_tokens > room_tokens:
+        raise ContextTooLong(
+            f"this model's maximum context length is {card.max_model_len} tokens; max_tokens is "
+            f"{sampling.max_tokens} and the prompt has {num_prompt_tokens} tokens; "
+            f"lower max_tokens to {room_tokens} or shorten the prompt",
+            param="max_tokens",
+        )
+    if sampling.min_tokens > room_tokens:
+        raise ContextTooLong(
+            f"min_tokens is {sampling.min_tokens} and the prompt has {num_prompt_tokens} tokens; "
+            f"together they may be {card.max_model_len}; lower min_tokens",
+            param="min_tokens",
+        )
+    return room_tokens
+
+
+def _rules(
+    card: ModelCard,
+    sampling: SamplingParams,
+    encoder: Encoder | None,
+    shown_ids: Collection[int],
+) -> TokenRules:
+    """Return the token rules of the parameters and of the model. Arguments as of make_requests."""
+    rules = NO_RULES
+    if sampling.bad_words or sampling.dry_multiplier or card.banned_sequences:
+        rules = token_rules(sampling, encoder, card.banned_sequences)
+    if sampling.ends_beams_by_text and shown_ids:
+        rules = replace(rules, shown_ids=tuple(sorted(shown_ids)))
+    return rules
 
 
 def _check_choosable(

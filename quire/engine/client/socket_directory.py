@@ -1,7 +1,7 @@
 """SocketDirectory: a temporary directory for the sockets of one engine process.
 
 Only this user can enter it. A lock file in it is held for as long as its server lives, however it
-ends; the next start removes the directories whose lock nobody holds, which killed servers left.
+ends; the next start removes directories with a free lock, which killed servers left.
 Imports the standard library and the error tree only.
 """
 
@@ -48,7 +48,7 @@ class SocketDirectory:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove this user's directories in `parent` whose server no longer runs."""
+    """Remove this user's directories in `parent` that belong to servers no longer running."""
     for directory in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # it is another user's, in use, or gone already
             if directory.lstat().st_uid != os.geteuid():

@@ -37,7 +37,7 @@ class ThreadLink:
         """Call `on_message` for each message, and once `on_end` when the thread has ended."""
 
         def call(function: Callable[..., None], *arguments: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no listeners are left
                 loop.call_soon_threadsafe(function, *arguments)
 
         with self._lock:

@@ -7,7 +7,7 @@ and behind a line break; of sequences that end alike, the shortest. vLLM has the
 second only where it is as long as the first. Other ways to cut the same letters into tokens are not
 banned.
 dry_sequence_breakers are tokens as in text-generation-webui: the last token of the letter "a"
-with the breaker after it. llama.cpp instead takes every token whose text holds the breaker.
+with the breaker after it. llama.cpp instead takes every token with the breaker in its text.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class LLM:
             raise
         self.card = ready.card
         # Enough to fill a step and to have the next ones ready.
-        self._most_streams = min(
+        self._max_streams = min(
             2 * config.scheduler.max_num_seqs, config.scheduler.max_queued_requests
         )
         self.memory_text = "\n".join(ready.notes)
@@ -227,8 +227,11 @@ class LLM:
                 self._engine.send(Abort(request_ids=left))
 
     def _said(self, message: FromEngine) -> list[tuple[GenerateCall, TextDelta]]:
-        """What a message says to whom. Raises where a request cannot be served at all; one that
-        cannot be served in time ends with an error, and the others go on."""
+        """Return each call's deltas of a message.
+
+        Raises where a request cannot be served at all; one that cannot be served in time ends with
+        an error delta, and the others go on.
+        """
         if isinstance(message, Outputs):
             said, past_end = self._streams.take(message)
             if past_end:
@@ -245,7 +248,7 @@ class LLM:
     def _has_room_for(self, job: GenerateCall) -> bool:
         """Whether to hand it in now; one that is larger than the room goes alone."""
         num_open = len(self._streams)
-        return not num_open or num_open + len(job.requests) <= self._most_streams
+        return not num_open or num_open + len(job.requests) <= self._max_streams
 
     def _next_message(self) -> FromEngine:
         if self._fault is not None:

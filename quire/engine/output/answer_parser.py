@@ -1,10 +1,10 @@
-"""AnswerReading: the parsing of answers to one conversation: reasoning, content and tool calls.
+"""Hearing: how the answers to one conversation are read: their reasoning, content and calls.
 
-    reading = answer_reading_of(text_side, prompt, settings)
-    reading.message(text).calls
+    hearing = answer_reading_of(text_side, prompt, settings)
+    hearing.message(text).calls
 
 Knows the template and the tools that the conversation was rendered with, and quire/output_parsers;
-no JSON of any API. Invariant: a text gives the same message here and in the server.
+no JSON of any API. Always holds: a text is parsed as by the server.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quire.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class AnswerReading:
-    """tools: None where none were offered. prompt: its end tells whether reasoning is open."""
+    """tools: None where none were offered. prompt: its end shows whether reasoning is open."""
 
     reading: ParserSelection
     tools: Tools | None
@@ -52,7 +52,7 @@ def answer_reading_of(
 def shown_ids(
     reading: ParserSelection, tools: Tools | None, tokenizer: Tokenizer
 ) -> frozenset[int]:
-    """Special tokens whose text is wanted, since it marks what is read."""
+    """Return the special tokens to keep in the text: the marks that the parsers read."""
     if reading.reasoning is None and tools is None:
         return frozenset()
     ids = (tokenizer.token_id(mark) for mark in reading.marks)

@@ -1,8 +1,8 @@
-"""best_of: of the sequences that were computed for a prompt, the n best are told, at the end.
+"""best_of: return the n best of the sequences computed for a prompt, at the end.
 
 Best is the highest mean log-probability of the tokens, as OpenAI's completions have it: of the
 raw logits, and of all tokens, the one that ended it included. Ties go to the lower stream. Knows
-no engine and no transport. Always holds: nothing is told before every sequence has ended.
+no engine and no transport. Always holds: nothing is returned before every sequence has ended.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Ranking:
         return [] if self._num_open else self._best()
 
     def _best(self) -> list[TextDelta]:
-        """Failed ones come last; the first told says how many tokens the others had."""
+        """Return the n best, failed last; the first has the number of tokens of the others."""
         ranked = sorted(self._deltas.values(), key=lambda said: -_mean_logprob(said))
         told = [_joined(said) for said in ranked[: self._sampling.n]]
         unseen = sum(said[-1].num_output_tokens for said in ranked[self._sampling.n :])

@@ -28,8 +28,8 @@ from quire.text.tokenizer import Tokenizer
 class TextRules:
     """What a caller asks of the text of answers, beside sampling.
 
-    shown_ids: special tokens that are written out whatever skip_special_tokens says: what they
-    mark is read. counts_chars: deltas tell the characters of each token.
+    shown_ids: special tokens kept in the text whatever skip_special_tokens is, since a parser
+    reads them. counts_chars: deltas have the number of characters of each token.
     """
 
     shown_ids: frozenset[int] = frozenset()
@@ -52,9 +52,9 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True):
     token_ids were completed by this delta; logprobs are parallel to them, or empty if not asked
     for. num_output_tokens counts all delivered so far, this delta's included. The last delta has
     a finish_reason; stop_reason is the stop string or the caller's stop token id, if one ended it.
-    prompt_logprobs, parallel to the prompt's tokens, are told once a request, where they were
+    prompt_logprobs, parallel to the prompt's tokens, are delivered once a request, where they were
     asked for: by one of its streams, in its first delta, before any other stream has one.
-    num_unseen_tokens: of sequences that best_of computed and nobody is told of. score: of a beam.
+    num_unseen_tokens: of sequences that best_of computed and dropped. score: of a beam.
     token_chars: how many characters of the text each token completed, parallel to token_ids, where
     it was asked for. prompt_progress: in a delta of nothing else. A Struct, not a dataclass: there
     is one a token.
@@ -84,8 +84,8 @@ class OutputStream:
     """Turns the RequestOutputs of one Request into TextDeltas.
 
     finished: the last delta was given out. wants_abort: a stop string or a failure ended the
-    stream before the engine knew; whoever holds the stream should abort the request. is_plain:
-    nothing but text is told of a token and no stop string is watched for, as of most streams.
+    stream before the engine knew; the stream's owner should abort the request. is_plain: deltas
+    have only the text of tokens and there are no stop strings, as for nearly all streams.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class OutputStream:
         self._cached_tokens = 0
         self._cache_use: CacheUsage | None = None
         self._times: RequestTimes | None = None
-        self._prompt_logprobs: Sequence[TokenText | None] = ()  # not told yet
+        self._prompt_logprobs: Sequence[TokenText | None] = ()  # not delivered yet
         self._score: float | None = None
         self._listed = tuple(
             (id_, tokenizer.token_text(id_), tokenizer.token_bytes(id_))

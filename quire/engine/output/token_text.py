@@ -1,7 +1,7 @@
 """TokenText: a token with its log-probability, to be read; PromptLogprobs: those of a prompt.
 
 Knows the tokenizer, no requests and no JSON. A long prompt's log-probabilities stay arrays of
-numbers until they are read: texts are made one position at a time, by whoever wants them.
+numbers until they are read: texts are made one position at a time, on access.
 """
 
 from __future__ import annotations

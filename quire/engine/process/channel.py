@@ -55,7 +55,7 @@ def from_engine_wire() -> Wire:
 class EngineSide:
     """The engine's end: an inbox for one thread, and `emit` for any.
 
-    Who started the engine is its one client, until it says that there are more.
+    The process that started the engine is its one client, until it sends Join for others.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -107,7 +107,7 @@ class EngineSide:
             end.sink.send(self._written.encode(message), copy=False)
 
     def _know(self, message: ToEngine) -> None:
-        """Who comes is told what the others were told at the start."""
+        """Track clients; send a new one the messages that the others received at the start."""
         if isinstance(message, Join):
             with self._sending:
                 self._open(message.client)
@@ -143,7 +143,7 @@ class _ClientEnd:
         self.sink.connect(socket_address(folder, "out", client))
 
     def close(self) -> None:
-        """Nobody is at the other end."""
+        """Close the sockets; the peer is gone."""
         self.source.close(linger=0)
         self.sink.close(linger=0)
 

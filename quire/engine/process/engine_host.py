@@ -42,7 +42,7 @@ def run_engine(
     *,
     report: Report,
 ) -> bool:
-    """Start, serve until Stop, end. False: it failed, and the client was told why."""
+    """Start, serve until Stop, end. Return False where it failed; the client has the reason."""
     runner, grammars, clock = None, None, Clock()
     try:
         emit(Hello(protocol_version=PROTOCOL_VERSION, process_id=os.getpid()))
@@ -57,8 +57,8 @@ def run_engine(
         emit(Ready(card=engine.card, notes=engine.notes))
         serve(engine.core, inbox, emit, clock.now_ms)
         return True
-    except Exception as error:  # noqa: BLE001  the edge: the client is told, the engine ends
-        if not isinstance(error, QuireError):  # the client is told what; the log keeps where
+    except Exception as error:  # noqa: BLE001  the process edge: report to the client and end
+        if not isinstance(error, QuireError):  # the client gets the message, the log the traceback
             report("the engine failed", **error_fields(error))
         emit(Failed(fault=fault_of(error)))
         return False

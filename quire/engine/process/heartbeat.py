@@ -1,6 +1,6 @@
-"""HeartbeatRunner: a Runner that tells about once a second that a long step goes on.
+"""HeartbeatRunner: a Runner that reports about once a second that a long step goes on.
 
-A step may take longer than whoever watches the engine is willing to wait; the executor's counter
+A step may take longer than the watchdog of a client waits; the executor's counter
 of operations shows that it moves. Costs an event a second while plans are out and nothing while
 none is. Knows no clock: it counts its own periods. Always holds: a beat is sent only where
 operations were done and no plan was collected since the last look.

@@ -1,9 +1,9 @@
 """What client and engine say to each other, whatever carries it.
 
-Frozen records. Client to engine: Submit, Abort, Hold, QueryCache, Stop; whoever started it also
-says Join and Leave, where it has several clients (routing.py). Engine to client: Hello
-first, Loading while it starts, then Ready or Failed; after Ready, Outputs, Refused, CacheReported,
-Beat while a step is long, and Failed at the end.
+Frozen records. Client to engine: Submit, Abort, Hold, QueryCache, Stop; where the engine has
+several clients (routing.py), the process that started it also sends Join and Leave. Engine to
+client: Hello first, Loading while it starts, then Ready or Failed; after Ready, Outputs, Refused,
+CacheReported, Beat while a step is long, and Failed at the end.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ class Abort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hold:
-    """Compute nothing more for these streams, whose reader does not keep up; where `is_held` is
-    False, go on. Unknown ids are ignored."""
+    """Pause these streams, because their reader does not keep up, or resume them.
+
+    They are resumed where `is_held` is False. Unknown ids are ignored.
+    """
 
     request_ids: tuple[str, ...]
     is_held: bool
@@ -45,8 +47,10 @@ class Hold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryCache:
-    """Tell what the prefix cache holds, with the prefixes that spared most; after a flush of it,
-    where `flush` is set. ask_id comes back with the answer."""
+    """Report the content of the prefix cache, with the prefixes that spared most tokens.
+
+    The cache is flushed first where `flush` is set. ask_id comes back with the answer.
+    """
 
     ask_id: int
     num_prefixes: int = 0
@@ -62,7 +66,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
-    """That client is gone: end what it asked for, tell it nothing more."""
+    """Abort the requests of a client that is gone, and send it nothing more."""
 
     client: int
 
@@ -98,7 +102,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """What one step yielded (None: nothing to tell but the counters)."""
+    """The outputs of one step (None: only the counters changed)."""
 
     outputs: StepOutputs | None
     stats: EngineStats

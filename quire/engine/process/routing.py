@@ -1,9 +1,9 @@
-"""Who of several clients is told what. An engine that has one client needs none of this.
+"""Route messages between the engine and several clients; not used with one client.
 
-What a client names carries its number: the ids of its streams begin with it, the numbers of its
-questions hold it. So nothing is remembered here, and what is said of a client that is gone reaches
-nobody. All are told the counters of each step: each shows them and judges progress by them. Whoever
-started the engine (number 0) hears of its life only.
+The ids of a client's streams begin with its number, and the numbers of its queries contain it.
+The routing therefore keeps no state, and messages for a client that is gone are dropped. Every
+client receives the counters of each step: it exposes them and judges progress by them. The process
+that started the engine (number 0) receives only start, end and failure.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def query_number_base(client: int) -> int:
 
 
 def parts(message: FromEngine, clients: Iterable[int]) -> list[tuple[int, FromEngine]]:
-    """Which client is told what of a message."""
+    """Return the part of a message for each client."""
     if isinstance(message, Outputs):
         told = _outputs_by_client(message.outputs)
         return [

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -130,11 +131,12 @@ def test_jumping_ahead_gives_the_ids_of_single_steps(
     wishes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     got = []
-    for settings in ({"jump_ahead": True}, {"jump_ahead": False}):
+    for jump_ahead in (True, False):
         plain = assemble.ModelRunner
 
-        def runner(*args: Any, _plain: Any = plain, _more: Any = settings, **kwargs: Any) -> Any:
-            return _plain(*args, **kwargs, **_more)
+        def runner(*args: Any, _plain: Any = plain, _jump: bool = jump_ahead, **kwargs: Any) -> Any:
+            kwargs["constraints"] = replace(kwargs["constraints"], jump_ahead=_jump)
+            return _plain(*args, **kwargs)
 
         with monkeypatch.context() as patch:
             patch.setattr(assemble, "ModelRunner", runner)

@@ -15,7 +15,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.base.token_table import TokenTable
 from quire.runner.beam_stops import BeamStops
 from quire.runner.grammar_rows import GrammarRows
-from quire.runner.model_runner import ModelRunner
+from quire.runner.model_runner import ModelRunner, OutputConstraints
 from tests.unit.runner.scripted_executor import ScriptedExecutor
 
 PROMPT = [1, 2, 3]
@@ -141,7 +141,7 @@ def test_a_watch_that_cannot_be_fails_its_row_and_no_other(max_samples: int) -> 
         max_model_len=32,
         block_size=16,
         max_samples=max_samples,
-        watches=Source(),
+        constraints=OutputConstraints(watches=Source()),
     )
     plan = StepPlan(
         step=1,

@@ -126,7 +126,7 @@ def test_the_index_and_its_shards_are_regular_files(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"a\.safetensors: .*it is a FIFO; a regular file"):
         open_checkpoint(folder)
     put(index, "FIFO")
-    with pytest.raises(ModelError, match=r"index\.json is not a plain file"):
+    with pytest.raises(ModelError, match=r"index\.json is not a regular file"):
         open_checkpoint(folder)
 
 

@@ -158,7 +158,7 @@ def test_settings_of_a_tier_that_cannot_be_are_refused_in_words() -> None:
         CacheConfig(kv_tier_host_bytes=0)
     with pytest.raises(SettingError, match="kv_tier_host_bytes needs enable_prefix_caching"):
         CacheConfig(kv_tier_host_bytes=1, enable_prefix_caching=False)
-    with pytest.raises(SettingError, match="blocks go to one tier, and nothing carries them on"):
+    with pytest.raises(SettingError, match="both given, but only one tier is supported"):
         CacheConfig(kv_tier_host_bytes=1, kv_tier_path="tier")
 
 

@@ -28,7 +28,7 @@ from quire.base.records import (
 )
 from quire.base.sampling_params import SamplingParams
 from quire.config.groups import EngineConfig, ModelConfig
-from quire.engine.client.engine_client import MOST_UNREAD, EngineClient
+from quire.engine.client.engine_client import MAX_UNREAD, EngineClient
 from quire.engine.model_card import ModelCard
 from quire.engine.output.output_stream import OutputStream, TextDelta
 from quire.engine.process.messages import (
@@ -540,7 +540,7 @@ def test_a_request_whose_reader_does_not_keep_up_is_held_until_it_does(model: Pa
         first = asyncio.ensure_future(anext(slow))
         await asyncio.sleep(0)
         ids = tuple(rig.link.stream_id(f"slow/{stream}") for stream in range(2))
-        for _ in range(MOST_UNREAD + 1):
+        for _ in range(MAX_UNREAD + 1):
             rig.link.tokens("slow/0", 42)
             rig.link.tokens("slow/1", 42)
         assert rig.link.sent[1:] == [Hold(request_ids=ids, is_held=True)]
@@ -561,7 +561,7 @@ def test_what_is_told_with_each_token_counts_too(model: Path) -> None:
         await asyncio.sleep(0)
         listed = tuple(-1.0 for _ in range(99))
         token = TokenLogprobs(token_id=42, logprob=-1.0, top=(), listed=listed)
-        for _ in range(MOST_UNREAD // 100 + 1):
+        for _ in range(MAX_UNREAD // 100 + 1):
             rig.link.tokens("r/0", 42, logprobs=(token,))
         assert [type(message) for message in rig.link.sent[1:]] == [Hold]
         await first
@@ -576,7 +576,7 @@ def test_an_engine_that_waits_for_readers_only_is_healthy(model: Path) -> None:
         slow = rig.ask(request_id="slow")
         first = asyncio.ensure_future(anext(slow))
         await asyncio.sleep(0)
-        for _ in range(MOST_UNREAD + 1):
+        for _ in range(MAX_UNREAD + 1):
             rig.link.tokens("slow/0", 42)
         clock.ms = 90_000.0
         assert rig.client.health().ok
