@@ -208,7 +208,7 @@ def _style(cell: Cell) -> tuple[float, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path, help="the SVG to write")
     parser.parse_args().output.write_text(svg(record()), encoding="utf-8")
 

@@ -91,7 +91,7 @@ def _run(
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder) / "told.json"
-        command += ["--told", str(told), "--most-s", str(max_s)]
+        command += ["--told", str(told), "--max-s", str(max_s)]
 
         def found(status: str) -> Section:
             section: Section = {"status": status, "seconds": round(time.monotonic() - began, 1)}

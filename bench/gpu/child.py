@@ -24,7 +24,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("name", choices=list(SECTIONS))
     parser.add_argument("--told", type=Path, required=True)
-    parser.add_argument("--most-s", type=float, required=True)
+    parser.add_argument("--max-s", type=float, required=True)
     parser.add_argument("--dry-run-on-cpu", action="store_true")
     arguments = parser.parse_args()
     found: dict[str, Any] = {}

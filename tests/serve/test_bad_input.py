@@ -48,10 +48,10 @@ RAW_CASES: dict[str, tuple[bytes, int, str]] = {
     "a number of 5,000 digits": (b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", 400, "digits"),
     "a key given twice": (b'{"prompt": "a", "prompt": "b"}', 400, "twice"),
     "10 MB": (with_prompt(b'"' + b"x" * 10_000_000 + b'"'), 413, "10000014 bytes"),
-    "8 MB of tokens that cannot fit": (
+    "8 MB of tokens, more values than a body may hold": (
         with_prompt(b"[" + b"1," * 3_900_000 + b"1]"),
         400,
-        "3900001",
+        "1200000 values",
     ),
 }
 

@@ -134,7 +134,7 @@ BODIES: dict[str, tuple[str, dict[str, Any], str | None, str]] = {
         CHAT,
         {"messages": ASKED, "documents": [{}] * 10_000},
         "documents",
-        "no place",
+        "does not use",
     ),
     "70 levels": (COMPLETIONS, {"prompt": "a", "metadata": nested(70)}, None, "64 levels"),
     "100,000 biases": (
@@ -261,6 +261,8 @@ def test_bytes_made_to_hurt_are_refused(beside_a_healthy_stream: RunningServer, 
     assert words in json.loads(answer)["error"]["message"]
 
 
+# What a template does with them is its own matter: they never cause an error.
+HINTS = frozenset({"reasoning_effort"})
 WRONG: tuple[Any, ...] = (
     None, True, -7, 0.5, 10**39, 1e308, "x", "\0", [], [None], [[]], [True], ["", 1], {},
     {"a": []}, {"type": []}, [{}], [{"type": "x"}],
@@ -285,13 +287,16 @@ def test_a_value_of_a_wrong_kind_is_refused_by_the_name_of_its_field(
     _, document = beside_a_healthy_stream.get("/openapi.json")
     num_refused = 0
     for field, schema in document["components"]["schemas"][title]["properties"].items():
+        if field in HINTS:
+            continue
         allowed = Draft202012Validator(schema)
         for value in WRONG:
             if allowed.is_valid(value):
                 continue
             status, answer = beside_a_healthy_stream.post(path, {**asked, field: value})
             expected = 404 if field == "model" and isinstance(value, str) else 400
-            assert (status, answer["error"]["param"]) == (expected, field), (field, value, answer)
+            assert status == expected, (field, value, answer)
+            assert answer["error"]["param"] == field, (field, value, answer)
             assert len(answer["error"]["message"]) < 600
             num_refused += 1
     assert num_refused > 300

@@ -87,7 +87,8 @@ def test_a_stream_says_what_the_whole_answer_says(box: RunningServer) -> None:
 def test_what_cannot_be_compiled_is_the_callers_fault_before_anything_is_sent(
     box: RunningServer, stream: bool
 ) -> None:
-    schema = {"properties": {"a": {"type": "array", "uniqueItems": True}}}
+    entries = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    schema = {"properties": {"a": entries}}
     status, answer = box.post("/v1/chat/completions", body(schema, stream=stream))
     assert status == 400
     assert answer["error"]["param"] == "response_format"
@@ -95,9 +96,6 @@ def test_what_cannot_be_compiled_is_the_callers_fault_before_anything_is_sent(
     asked = {"prompt": "a", "structured_outputs": {"regex": "(?=a)"}, "stream": stream}
     status, answer = box.post("/v1/completions", asked)
     assert (status, answer["error"]["param"]) == (400, "structured_outputs")
-    status, answer = box.post("/v1/completions", {"prompt": "a", "guided_regex": "a"})
-    assert status == 400
-    assert "structured_outputs" in answer["error"]["message"]
 
 
 def test_a_schema_that_would_overflow_the_stack_harms_its_sender_only(box: RunningServer) -> None:
@@ -110,7 +108,7 @@ def test_a_schema_that_would_overflow_the_stack_harms_its_sender_only(box: Runni
         "/v1/completions", {"prompt": "a", "structured_outputs": {"json": schema}}
     )
     assert (status, answer["error"]["param"]) == (400, "structured_outputs")
-    assert "too many levels" in answer["error"]["message"]
+    assert "nests too deeply" in answer["error"]["message"]
     asked = {"prompt": "a", "structured_outputs": {"choice": ["yes", "no"]}}
     assert box.post("/v1/completions", asked)[0] == 200
 

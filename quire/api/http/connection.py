@@ -189,6 +189,8 @@ class Connection(HttpToolsProtocol):
             if not self.cycle.response_started:
                 self.transport.write(_PROBE)
                 self.cycle.transport = cast(asyncio.Transport, _BegunTransport(self.transport))
+            elif (probe := cast(dict[str, Any], self.scope).get("quire.probe")) is not None:
+                probe()
             self._look_timer = self.loop.call_later(_PROBE_S, self._look_for_reset, _PROBE_S)
         return True
 

@@ -206,6 +206,7 @@ class PacedResponse(Response):
     def _watch(self, scope: Scope, send: Send) -> None:
         """Check the client regularly from now on, until `_unwatch`."""
         self._write_chunk = scope.get("quire.write")
+        scope["quire.probe"] = lambda: self._probe(send)
         self._timer = self._loop.call_later(self._check_s, self._check, send)
 
     def _unwatch(self) -> None:
@@ -213,6 +214,11 @@ class PacedResponse(Response):
             self._timer.cancel()
         if self._heartbeat_task is not None:
             self._heartbeat_task.cancel()
+
+    def _probe(self, send: Send) -> None:
+        """Write a heartbeat now: a client that has closed its connection answers with a reset."""
+        if self._heartbeat and self._started and self._blocked_since_s is None:
+            self._heartbeat_task = asyncio.ensure_future(self._write(send, self._heartbeat))
 
     def _check(self, send: Send) -> None:
         self._timer = self._loop.call_later(self._check_s, self._check, send)

@@ -205,8 +205,8 @@ def test_the_text_of_a_template_is_refused_unless_the_server_trusts_its_callers(
     assert ask("/v1/chat/completions", engine, settings=settings, **own).status == 200
     for source, words in (
         ("a\n{% if", "line 2"),
-        ("{{ ''.__class__.x }}", "may not"),
-        (CHAT_TEMPLATES["endless"], "too much"),
+        ("{{ ''.__class__.x }}", "must not"),
+        (CHAT_TEMPLATES["endless"], "exceeds a limit"),
         ("{{ 1 }}" * 10_000, "at most"),
     ):
         reply = ask("/apply_template", settings=settings, messages=SAID, chat_template=source)
@@ -258,7 +258,7 @@ def test_what_the_template_has_no_place_for_is_refused_or_left_out_and_named() -
     assert reply.json["prompt"] == "HI!SO !"
     assert reply.headers["x-quire-ignored-fields"] == "tools, documents"
     chat = ask("/v1/chat/completions", **{**fields, "tools": []})
-    refused(chat, "documents", "no place")
+    refused(chat, "documents", "does not use")
 
 
 def test_arguments_of_earlier_calls_become_the_object_their_text_spells() -> None:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,17 @@ def test_no_directory_at_all_is_an_error_that_names_the_variable(
         EngineProcess.launch(EngineConfig())
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A directory whose path leaves room for a socket's name, as those of tmp_path may not."""
+    with tempfile.TemporaryDirectory(prefix="q") as folder:
+        yield Path(folder)
+
+
 def test_the_next_start_removes_what_a_killed_server_left(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, short_path: Path
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
     start = (
         "import sys, time\n"
         "from quire.engine.client.socket_directory import SocketDirectory\n"
@@ -95,7 +103,7 @@ def test_the_next_start_removes_what_a_killed_server_left(
         "print(directory.path, flush=True)\n"
         "sys.stdin.read()\n"
     )
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "TMPDIR": str(short_path)}
     with subprocess.Popen(
         [sys.executable, "-c", start],
         stdin=subprocess.PIPE,
@@ -109,26 +117,26 @@ def test_the_next_start_removes_what_a_killed_server_left(
         assert left.is_dir()  # its server still runs
         server.kill()
     assert (left / "in.0").exists()
-    strangers = tmp_path / f"{PREFIX}notes"
+    strangers = short_path / f"{PREFIX}notes"
     strangers.mkdir()
     (strangers / "text").touch()
     new = SocketDirectory()
-    assert sorted(tmp_path.iterdir()) == sorted([running.path, new.path, strangers])
+    assert sorted(short_path.iterdir()) == sorted([running.path, new.path, strangers])
     running.remove()
     new.remove()
-    assert list(tmp_path.iterdir()) == [strangers]
+    assert list(short_path.iterdir()) == [strangers]
 
 
 def test_a_directory_that_another_start_removed_is_made_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, short_path: Path
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
     made: list[Path] = []
     flock = fcntl.flock
 
     def removed_before_the_lock(descriptor: int, how: int) -> None:
         if not made:
-            made.extend(tmp_path.iterdir())
+            made.extend(short_path.iterdir())
             shutil.rmtree(made[0])
         flock(descriptor, how)
 
