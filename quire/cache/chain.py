@@ -11,13 +11,15 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire._native import hash_chains, siphash128
-from quire.cache.digest import FIXED_KEY, HashChains, Uint64s, keys_of, seed_of
+from quire.cache.digest import FIXED_KEY, Uint64s, keys_of, seed_of
 from quire.cache.owners import Owner
 from quire.cache.table import Index, Int32s
 
 _ZERO = np.zeros(1, np.int32)
+NO_DIGESTS: Uint64s = np.empty((0, 2), np.uint64)
 
 
 class Chain(NamedTuple):
@@ -58,6 +60,29 @@ class PrefixMatch(NamedTuple):
         return keys_of(self.chain.digests[len(self.blocks) :])
 
 
+class SlotChains:
+    """How far the chain of the request in each slot is registered.
+
+    registered: leading blocks that were offered to the prefix index; ends: the digest there; seeds:
+    the digest before the first block; owners: numbers (owners.py). returned: requests that were
+    preempted: that one needs its own blocks twice is no reuse.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.registered: Int32s = np.zeros(num_slots, np.int32)
+        self.ends: Uint64s = np.zeros((num_slots, 2), np.uint64)
+        self.seeds: Uint64s = np.zeros((num_slots, 2), np.uint64)
+        self.owners: Int32s = np.zeros(num_slots, np.int32)
+        self.returned: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+
+    def begin(self, slot: int, seed: Uint64s, owner: int, *, returned: bool) -> None:
+        """Begin a chain of which nothing is registered."""
+        self.registered[slot] = 0
+        self.ends[slot] = self.seeds[slot] = seed
+        self.owners[slot] = owner
+        self.returned[slot] = returned
+
+
 class ChainHasher:
     """hash_key, fingerprint: see CacheManager. All blocks of a call are digested at once."""
 
@@ -67,12 +92,10 @@ class ChainHasher:
         *,
         hash_key: bytes = FIXED_KEY,
         fingerprint: str = "",
-        hash_blocks: HashChains = hash_chains,
     ) -> None:
         self._block_size = block_size
         self._key = hash_key
         self._fingerprint = fingerprint
-        self._hash_blocks = hash_blocks
 
     def seed(self, salt: str) -> Uint64s:
         """Return the digest before the first block."""
@@ -106,7 +129,7 @@ class ChainHasher:
         self, tokens: Int32s, rows: Index | Int32s, firsts: Int32s, counts: Int32s, ends: Uint64s
     ) -> Uint64s:
         """Return digests of counts[i] blocks of tokens[rows[i]] from firsts[i], after ends[i]."""
-        return self._hash_blocks(
+        return hash_chains(
             tokens,
             rows.astype(np.int32, copy=False),
             firsts,

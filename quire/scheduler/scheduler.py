@@ -271,7 +271,7 @@ class Scheduler:
             blocks_free=cache.num_free,
             blocks_reserved=self._reserved_blocks(),
             allocated_blocks_total=cache.pool.allocated_blocks_total,
-            block_allocation_ms_total=cache.pool.allocation_ns_total / 1e6,
+            block_allocation_ms_total=cache.allocation_ns_total / 1e6,
             steps_total=self._steps_ended,
             device_busy_ms_total=self._busy_ms,
             step_rows=len(last.slots) + (last.layers is not None) if last else 0,
