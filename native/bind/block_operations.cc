@@ -27,6 +27,7 @@ using Vector = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Slots = Vector<int64_t>;
 using Int32s = Vector<int32_t>;
 using Digests = nb::ndarray<const uint64_t, nb::shape<-1, 2>, nb::c_contig, nb::device::cpu>;
+using Seed = nb::ndarray<const uint64_t, nb::shape<2>, nb::c_contig, nb::device::cpu>;
 using TokenRows = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 template <class T>
@@ -60,6 +61,7 @@ class Operations : private quire::BlockOperations {
         bind_tables(tables);
         this->chains.registered = data<int32_t>(chains, "registered");
         this->chains.ends = data<uint64_t>(chains, "ends");
+        this->chains.seeds = data<uint64_t>(chains, "seeds");
         this->chains.owners = data<int32_t>(chains, "owners");
         this->chains.returned = data<bool>(chains, "returned");
         this->chains.known.resize(static_cast<size_t>(this->tables.num_slots));
@@ -166,10 +168,24 @@ class Operations : private quire::BlockOperations {
         return array_of(blocks_.data(), blocks_.size());
     }
 
-    void set_chain(int64_t slot, const Digests& digests) {
-        check_slot(slot);
+    void attach(int64_t slot, const Digests& digests, const Int32s& blocks, const Seed& seed,
+                int32_t owner, bool returned) {
+        const int64_t count = static_cast<int64_t>(blocks.size());
+        check_room(slot, count);
+        check_blocks(blocks);
+        if (digests.shape(0) < blocks.size()) throw std::invalid_argument("a block has no digest");
         const Digest* first = reinterpret_cast<const Digest*>(digests.data());
         chains.known[static_cast<size_t>(slot)].assign(first, first + digests.shape(0));
+        chains.registered[slot] = static_cast<int32_t>(count);
+        chains.owners[slot] = owner;
+        chains.returned[slot] = returned;
+        for (int word = 0; word < 2; ++word) {
+            chains.seeds[2 * slot + word] = seed(word);
+            chains.ends[2 * slot + word] = count ? digests(count - 1, word) : seed(word);
+        }
+        pool.share(blocks.data(), count);
+        taken_.assign(blocks.data(), blocks.data() + count);
+        tables.append(slot, taken_.data(), count);
     }
 
     int64_t register_blocks(const Slots& slots, const Int32s& computed, const TokenRows& tokens) {
@@ -366,7 +382,8 @@ void bind_block_operations(nb::module_& module) {
         .def("release", &Operations::release, nb::arg("blocks"))
         .def("free", &Operations::free, nb::arg("slots"))
         .def("clear", &Operations::clear, nb::arg("slots"))
-        .def("set_chain", &Operations::set_chain, nb::arg("slot"), nb::arg("digests"))
+        .def("attach", &Operations::attach, nb::arg("slot"), nb::arg("digests"),
+             nb::arg("blocks"), nb::arg("seed"), nb::arg("owner"), nb::arg("returned"))
         .def("register", &Operations::register_blocks, nb::arg("slots"), nb::arg("computed"),
              nb::arg("tokens"))
         .def("last_evicted", &Operations::last_evicted)

@@ -68,8 +68,20 @@ class BlockOperations(Protocol):
     def clear(self, slots: Index) -> Int32s:
         """Empty `slots`; return their blocks, still referenced, last column first in each slot."""
 
-    def set_chain(self, slot: int, digests: Uint64s) -> None:
-        """Note digests of the first blocks of `slot`: these are not digested again."""
+    def attach(
+        self,
+        slot: int,
+        digests: Uint64s,
+        blocks: Int32s,
+        seed: Uint64s,
+        owner: int,
+        returned: bool,
+    ) -> None:
+        """Begin the chain of an empty slot, with a reference on the `blocks` it shares.
+
+        digests: of its first full blocks, `blocks` and others that are not digested again. seed,
+        owner, returned: see SlotChains.
+        """
 
     def register(self, slots: Index, computed: Int32s, tokens: Int32s) -> int:
         """Make the full blocks of `slots` findable, up to computed[i] tokens.
@@ -168,9 +180,25 @@ class PlainBlockOperations:
             self._known[slot] = NO_DIGESTS
         return self._tables.take(slots)
 
-    def set_chain(self, slot: int, digests: Uint64s) -> None:
+    def attach(
+        self,
+        slot: int,
+        digests: Uint64s,
+        blocks: Int32s,
+        seed: Uint64s,
+        owner: int,
+        returned: bool,
+    ) -> None:
         """See BlockOperations."""
+        chains = self._chains
         self._known[slot] = digests
+        chains.registered[slot] = len(blocks)
+        chains.seeds[slot] = seed
+        chains.ends[slot] = digests[len(blocks) - 1] if len(blocks) else seed
+        chains.owners[slot], chains.returned[slot] = owner, returned
+        if len(blocks):
+            self._pool.share(blocks)
+            self._tables.append(slot, blocks)
 
     def register(self, slots: Index, computed: Int32s, tokens: Int32s) -> int:
         """See BlockOperations."""
@@ -204,9 +232,9 @@ class PlainBlockOperations:
         return short
 
     def _digests(self, slot: int, first: int, last: int, tokens: Int32s) -> Uint64s:
-        row, begin, count = (np.array([number], np.int32) for number in (slot, first, last - first))
-        end, size = self._chains.ends[slot : slot + 1], self._tables.block_size
-        return self._hash_blocks(tokens, row, begin, count, end, size, self._key)
+        size = self._tables.block_size
+        token_ids, end = tokens[slot, first * size : last * size], self._chains.ends[slot]
+        return self._hash_blocks([token_ids], [end], size, self._key)
 
     def _insert(
         self, slot: int, first: int, digests: Uint64s, tokens: Int32s

@@ -232,17 +232,12 @@ class CacheManager:
 
         returned: its request was preempted, so what it finds may be its own, used once.
         """
-        chains, chain, owner = self._chains, match.chain, match.chain.owner
-        chains.begin(slot, owner.seed, self.owners.number_now(owner), returned=returned)
-        self._operations.set_chain(slot, chain.digests)
-        if match.num_blocks:
-            chains.registered[slot] = match.num_blocks
-            chains.ends[slot] = chain.end(match.num_blocks)
-            self._operations.share(match.blocks)
-            if not returned:
-                self.pool.protect(match.blocks)
-                self.lineage.found(match.blocks)
-            self.tables.append(slot, match.blocks)
+        chain, blocks = match.chain, match.blocks
+        owner = self.owners.number_now(chain.owner)
+        self._operations.attach(slot, chain.digests, blocks, chain.owner.seed, owner, returned)
+        if len(blocks) and not returned:
+            self.pool.protect(blocks)
+            self.lineage.found(blocks)
 
     def fork(self, source: int, slot: int, num_tokens: int) -> tuple[Int32s, Int32s]:
         """Make an empty slot begin with the first `num_tokens` tokens of `source`.
@@ -450,8 +445,8 @@ class CacheManager:
         chain.
         """
         chains = self._chains
-        chains.begin(slot, chains.seeds[source], int(chains.owners[source]), returned=False)
-        self._operations.set_chain(slot, NO_DIGESTS)
+        seed, owner = chains.seeds[source], int(chains.owners[source])
+        self._operations.attach(slot, NO_DIGESTS, NO_BLOCKS, seed, owner, False)
         if chains.registered[source] == _ALL_COLUMNS:  # flushed since
             chains.registered[slot] = _ALL_COLUMNS
             return

@@ -151,14 +151,13 @@ class Outcomes:
             sequence = batch.sequence(slot)
             if sequence.group is not None:
                 continue
-            if (
-                sequence.times.first_token_ms != sequence.times.first_token_ms
-            ):  # NaN: this is the first
-                sequence.times.first_token_ms = now_ms
+            times = sequence.times
+            if times.first_token_ms != times.first_token_ms:  # NaN: this is the first
+                times.first_token_ms = now_ms
                 if sequence.prediction is not None:
                     self._margin.came(sequence.prediction, now_ms)
                     sequence.prediction = None
-            sequence.times.last_token_ms = now_ms
+            times.last_token_ms = now_ms
             next_event[slot] = sequence.limit
             reason, more, stop_id = None, NO_IDS, None
             if stops_here:
@@ -247,16 +246,16 @@ def make_outputs(
     of_plain = entries
     if plain is not None:
         of_plain = plain if entries is None else entries[plain]
-    made = [
-        event.sequence.output(
-            token_ids=event.token_ids,
-            logprobs=_run_logprobs(result, entries, event) if len(result.logprobs) else (),
-            scores=event.sequence.take_scores() if event.sequence.scores_prompt else None,
-            finish_reason=event.finish_reason,
-            stop_id=event.stop_id,
-        )
-        for event in events
-    ]
+    made = []
+    for event in events:
+        sequence = event.sequence
+        output = sequence.output(event.token_ids, event.finish_reason)
+        output.stop_id = event.stop_id
+        if len(result.logprobs):
+            output.logprobs = _run_logprobs(result, entries, event)
+        if sequence.asks_scores:
+            output.scores = sequence.take_scores()
+        made.append(output)
     return StepOutputs(
         step=result.step,
         request_ids=request_ids,

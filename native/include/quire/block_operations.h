@@ -65,7 +65,7 @@ struct BlockTable {
 // Where the chain of each slot has got to; see quire/cache/chain.py.
 struct SlotChains {
     int32_t* registered;
-    uint64_t* ends;
+    uint64_t *ends, *seeds;
     int32_t* owners;
     uint8_t* returned;
     std::vector<std::vector<Digest>> known;  // digested while the request waited

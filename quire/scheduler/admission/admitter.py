@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from quire.cache.chain import PrefixMatch
 from quire.cache.manager import CacheManager
 from quire.scheduler.admission.gates import ForkGate
@@ -27,7 +25,7 @@ from quire.scheduler.admission.slot_allocation import (
 from quire.scheduler.interfaces import Gate, SlotGroups, StepExtension
 from quire.scheduler.plan_builder import Step
 from quire.scheduler.running_batch import RunningBatch
-from quire.scheduler.sequence import NO_SLOT, SequenceState
+from quire.scheduler.sequence import SequenceState
 from quire.scheduler.step_budget import BlockShares
 from quire.scheduler.waiting_queue import QueuePolicy, WaitingQueue
 
@@ -63,8 +61,15 @@ class Watermark:
         """Return how many blocks to leave free beside num_running requests."""
         if not num_running:
             return 0
-        least = max(self._num_blocks // 100, num_running // 2)
+        least = self._least(num_running)
         return max(least, min(int(least * self._factor_at(step)), self._num_blocks // 4))
+
+    def most_blocks(self, num_running: int) -> int:
+        """Return a bound of `blocks`, whatever was preempted."""
+        return max(self._least(num_running), self._num_blocks // 4)
+
+    def _least(self, num_running: int) -> int:
+        return max(self._num_blocks // 100, num_running // 2)
 
     def _factor_at(self, step: int) -> float:
         if self._factor == 1.0:
@@ -87,6 +92,7 @@ class _Walk:
     """One walk along the queue, and its results so far.
 
     reserved_blocks: blocks that running and newly admitted requests still need for known tokens.
+    most_margin: the watermark is at most so many.
     blocked: a request lacks blocks, so that only tenants with a floor left go on. started: slots of
     `rows`, and of beams without a row yet; admitted: the requests of rows. held: tenants with a
     request that waits though it was its turn. passed: a long request that lacks blocks and may
@@ -96,6 +102,7 @@ class _Walk:
     step: Step
     num_running: int
     reserved_blocks: int
+    most_margin: int
     blocked: bool
     try_again: bool = False
     rows: list[Row] = field(default_factory=list)
@@ -131,8 +138,6 @@ class Admitter:
         self._groups = groups
         self._fork_gate = ForkGate()
         self._pending = PendingPrefixes(cache.block_size)
-        # Newly admitted prompts, with blocks found and end: entered there once a request asks.
-        self._fresh: list[tuple[SequenceState, int, int]] = []
 
     def admit(
         self,
@@ -197,25 +202,19 @@ class Admitter:
         """Make findable what running requests have computed; reserve what they need."""
         batch, cache = self._batch, self._cache
         self._shares.changed()
-        if self._pending.under_way:
-            self._pending.begin_step(batch)
-        if self._fresh:
-            self._fresh = [one for one in self._fresh if self._is_under_way(one[0])]
+        self._pending.begin_step(batch)
         active = batch.active
         reserved_blocks = 0
         if len(active):
             cache.register(active, batch.computed[active], batch.tokens.tokens)
-            reserved_blocks = int(np.add.reduce(cache.blocks_short(active, batch.goal[active])))
+            reserved_blocks = cache.blocks_lacking(active, batch.goal[active])
         return _Walk(
             step=step,
             num_running=len(active),
             reserved_blocks=reserved_blocks,
+            most_margin=self._rules.watermark.most_blocks(len(batch.sequences)),
             blocked=floors_only,
         )
-
-    def _is_under_way(self, sequence: SequenceState) -> bool:
-        slot = sequence.slot
-        return slot != NO_SLOT and int(self._batch.computed[slot]) < len(sequence.token_ids)
 
     def _upcoming(self, walk: _Walk, queue: WaitingQueue) -> Iterator[SequenceState]:
         """Yield the waiting requests in order; prefixes are looked up for several at a time.
@@ -277,31 +276,31 @@ class Admitter:
 
     def _is_pending(self, walk: _Walk, sequence: SequenceState, source: KVSource) -> bool:
         """Return whether steps in flight compute so much of its prefix that it waits for them."""
-        if source.match is None or not (self._fresh or self._pending.under_way):
+        if source.match is None or not self._pending.has_start_of(sequence):
             return False
         if sequence.has_positions_to_score:
             return False
-        for one in self._fresh:
-            self._pending.expect(*one)
-        self._fresh.clear()
         budget = walk.step.budget
         num_computable = min(len(sequence.token_ids) - source.start, budget.tokens)
         return self._pending.holds(sequence, source.match.num_blocks, num_computable, self._batch)
 
     def _has_room(self, walk: _Walk, sequence: SequenceState, source: KVSource) -> bool:
         """Return whether there are blocks for all known tokens; if not, note what may overtake."""
-        cache, shares = self._cache, self._shares
-        num_running = walk.num_running + len(walk.rows)
-        margin = 0
-        if num_running:
-            margin = self._rules.watermark.blocks(num_running, walk.step.builder.step)
+        cache, shares, num_new = self._cache, self._shares, source.num_new_blocks
         takeable = cache.num_takeable(source.match)
-        taken = source.num_new_blocks + cache.num_free - takeable
+        room = takeable - walk.reserved_blocks
+        limits_tenants = shares.has_floors or shares.has_ceilings
+        if num_new <= room - walk.most_margin and not (walk.blocked or limits_tenants):
+            return True
+        num_running = walk.num_running + len(walk.rows)
+        if num_running:
+            room -= self._rules.watermark.blocks(num_running, walk.step.builder.step)
+        taken = num_new + cache.num_free - takeable
         if not shares.passes_ceiling(sequence, taken):
             walk.held.add(sequence.request.tenant)
             return False
-        room = takeable - walk.reserved_blocks - margin - shares.reserved_for_others(sequence)
-        if not walk.blocked and source.num_new_blocks <= room:
+        room -= shares.reserved_for_others(sequence)
+        if not walk.blocked and num_new <= room:
             return True
         if shares.fits_floor(sequence, taken):
             return True
@@ -323,22 +322,21 @@ class Admitter:
             walk.passed.passed += 1
         self._shares.dequeued(sequence)
         slot = self._slots.allocate_slot(builder, sequence, source, walk.step.now_ms)
-        if source.match is not None and sequence.chain is not None:
-            self._fresh.append((sequence, len(source.match.blocks), start + count))
+        if source.match is not None:
+            self._pending.admitted(sequence, len(source.match.blocks), start + count)
         if source.leader_slot is not None:
             walk.matches.clear()
         row = (slot, start, count)
         walk.rows.append(row)
         walk.started.append(slot)
-        # Blocks are allocated at the end of the walk, except where tenants' floors are counted by
-        # the blocks that requests hold.
-        known_blocks = cache.blocks_for(len(sequence.token_ids))
-        walk.reserved_blocks += known_blocks - int(cache.tables.counts[slot])
+        # Blocks are allocated at the end of the walk, except those of forks, and where tenants'
+        # floors are counted by the blocks that requests hold.
+        if source.leader_slot is None:
+            walk.reserved_blocks += source.num_new_blocks
         if self._shares.has_floors:
             before = cache.num_free
             self._slots.allocate([row])
             walk.reserved_blocks -= before - cache.num_free
             walk.matches.clear()
         if sequence.group is not None:
-            walk.reserved_blocks += sequence.num_tail_blocks(cache)
             walk.started += self._groups.allocate_slots(sequence, builder)

@@ -142,7 +142,7 @@ class SlotAllocator:
             cache.attach(slot, source.match, returned=returned)
         if self._loads.any_used:
             self._loads.forget(sequence)
-        sequence.kv.num_fetched_blocks = 0
+            sequence.kv.num_fetched_blocks = 0
         builder.add_admission(sequence.admission())
         return slot
 
@@ -183,7 +183,8 @@ class SlotAllocator:
             return
         self.queried_tokens_total += len(sequence.token_ids)
         self.hit_tokens_total += source.stored
-        fetched_tokens = sequence.kv.num_fetched_blocks * self._cache.block_size
-        self.tier_hit_tokens_total[self._tier] += min(fetched_tokens, source.stored)
+        if sequence.kv.num_fetched_blocks:
+            fetched_tokens = sequence.kv.num_fetched_blocks * self._cache.block_size
+            self.tier_hit_tokens_total[self._tier] += min(fetched_tokens, source.stored)
         if not sequence.was_admitted:
             sequence.kv.cached_tokens = source.stored

@@ -60,15 +60,9 @@ class Parts:
         chain = self.hasher.chain(token_ids[: content * SIZE], owner)
         found = self.index.longest_match(chain.digests)
         self.tokens[slot] = token_ids
-        self.chains.begin(slot, owner.seed, content, returned=returned)
-        self.operations.set_chain(slot, chain.digests)
         self.tables.name(slot, f"{slot} {content}")
-        if len(found):
-            self.operations.share(found)
-            self.pool.protect(found)
-            self.chains.registered[slot] = len(found)
-            self.chains.ends[slot] = chain.end(len(found))
-            self.tables.append(slot, found)
+        self.operations.attach(slot, chain.digests, found, owner.seed, content, returned)
+        self.pool.protect(found)
         return found.tolist()
 
     def apply(self, name: str, slot: int, count: int, *, flag: bool) -> object:
@@ -113,6 +107,7 @@ class Parts:
             *(pool.once.state, pool.again.state, pool.once.stamps, pool.again.stamps),
             *(tables.blocks, tables.firsts, tables.counts, tables.capacities),
             *(tables.holders_by_block, self.chains.registered, self.chains.ends),
+            *(self.chains.seeds, self.chains.owners, self.chains.returned),
             *(self.index.digests, self.index.known, self.index.find(self.index.digests)),
             *(lineage.parents, lineage.tokens, lineage.depths, lineage.owners, lineage.hits),
         )
