@@ -209,17 +209,8 @@ class CacheManager:
 
     def match_all(self, chains: Sequence[Chain]) -> list[PrefixMatch]:
         """Return the match of each of `chains`, looked up together."""
-        found = self.index.find(np.concatenate([chain.digests for chain in chains]))
-        if not np.count_nonzero(found >= 0):
-            return [PrefixMatch(chain, NO_BLOCKS) for chain in chains]
-        matches, begin = [], 0
-        for chain in chains:
-            end = begin + len(chain.digests)
-            blocks = found[begin:end]
-            missing = (blocks < 0).nonzero()[0]
-            matches.append(PrefixMatch(chain, blocks[: missing[0]] if len(missing) else blocks))
-            begin = end
-        return matches
+        found = self.index.longest_matches([chain.digests for chain in chains])
+        return [PrefixMatch(chain, blocks) for chain, blocks in zip(chains, found, strict=True)]
 
     def num_takeable(self, match: PrefixMatch | None) -> int:
         """Return the blocks that could be allocated once `match` is attached."""

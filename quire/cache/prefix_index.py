@@ -30,6 +30,10 @@ class PrefixIndex:
         """Return blocks of the longest run of known digests from the first on."""
         return self.table.longest_run(digests)
 
+    def longest_matches(self, chains: list[Uint64s]) -> list[Int32s]:
+        """Return the longest match of each of `chains`."""
+        return self.table.longest_runs(chains)
+
     def find(self, digests: Uint64s) -> Int32s:
         """Return the block of each digest, -1 where it is not known."""
         return self.table.find(digests)

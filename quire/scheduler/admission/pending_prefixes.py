@@ -37,13 +37,8 @@ class PendingPrefixes:
         self._ends.clear()
         if not self._first_digests:
             return
-        computed = batch.computed.item
-
-        def is_over(sequence: SequenceState) -> bool:
-            return sequence.slot == NO_SLOT or computed(sequence.slot) >= len(sequence.token_ids)
-
-        self._admitted = [one for one in self._admitted if not is_over(one[0])]
-        over = [n for n, (sequence, _) in self._under_way.items() if is_over(sequence)]
+        self._admitted = [one for one in self._admitted if not _is_over(one[0], batch)]
+        over = [n for n, (sequence, _) in self._under_way.items() if _is_over(sequence, batch)]
         if over:
             self._pending.take(np.concatenate([self._under_way.pop(number)[1] for number in over]))
         left = [sequence for sequence, _, _ in self._admitted]
@@ -112,3 +107,9 @@ class PendingPrefixes:
         if slot == NO_SLOT or batch.computed[slot] >= end:
             return False
         return end <= max(int(batch.scheduled[slot]), self._ends.get(slot, 0))
+
+
+def _is_over(sequence: SequenceState, batch: RunningBatch) -> bool:
+    """Return whether a prompt is computed, or has left its slot."""
+    slot = sequence.slot
+    return slot == NO_SLOT or batch.computed.item(slot) >= len(sequence.token_ids)
