@@ -25,7 +25,7 @@ from quire.scheduler.admission.slot_allocation import (
 from quire.scheduler.interfaces import Gate, SlotGroups, StepExtension
 from quire.scheduler.plan_builder import Step
 from quire.scheduler.running_batch import RunningBatch
-from quire.scheduler.sequence import SequenceState
+from quire.scheduler.sequence import NO_SLOT, SequenceState
 from quire.scheduler.step_budget import BlockShares
 from quire.scheduler.waiting_queue import QueuePolicy, WaitingQueue
 
@@ -138,6 +138,10 @@ class Admitter:
         self._groups = groups
         self._fork_gate = ForkGate()
         self._pending = PendingPrefixes(cache.block_size)
+        # Newly admitted prompts, with blocks found and end, and their first digests: entered into
+        # the pending prefixes once a request begins like one of them.
+        self._fresh: list[tuple[SequenceState, int, int]] = []
+        self._first_digests: set[int] = set()
 
     def admit(
         self,
@@ -202,7 +206,11 @@ class Admitter:
         """Make findable what running requests have computed; reserve what they need."""
         batch, cache = self._batch, self._cache
         self._shares.changed()
-        self._pending.begin_step(batch)
+        if self._pending.under_way:
+            self._pending.begin_step(batch)
+        if self._fresh:
+            self._fresh = [one for one in self._fresh if self._is_under_way(one[0])]
+            self._first_digests = {_first_digest(one[0]) for one in self._fresh}
         active = batch.active
         reserved_blocks = 0
         if len(active):
@@ -215,6 +223,10 @@ class Admitter:
             most_margin=self._rules.watermark.most_blocks(len(batch.sequences)),
             blocked=floors_only,
         )
+
+    def _is_under_way(self, sequence: SequenceState) -> bool:
+        slot = sequence.slot
+        return slot != NO_SLOT and self._batch.computed.item(slot) < len(sequence.token_ids)
 
     def _upcoming(self, walk: _Walk, queue: WaitingQueue) -> Iterator[SequenceState]:
         """Yield the waiting requests in order; prefixes are looked up for several at a time.
@@ -276,10 +288,16 @@ class Admitter:
 
     def _is_pending(self, walk: _Walk, sequence: SequenceState, source: KVSource) -> bool:
         """Return whether steps in flight compute so much of its prefix that it waits for them."""
-        if source.match is None or not self._pending.has_start_of(sequence):
+        if source.match is None or not (
+            self._pending.under_way or _first_digest(sequence) in self._first_digests
+        ):
             return False
         if sequence.has_positions_to_score:
             return False
+        for one in self._fresh:
+            self._pending.expect(*one)
+        self._fresh.clear()
+        self._first_digests.clear()
         budget = walk.step.budget
         num_computable = min(len(sequence.token_ids) - source.start, budget.tokens)
         return self._pending.holds(sequence, source.match.num_blocks, num_computable, self._batch)
@@ -323,7 +341,8 @@ class Admitter:
         self._shares.dequeued(sequence)
         slot = self._slots.allocate_slot(builder, sequence, source, walk.step.now_ms)
         if source.match is not None:
-            self._pending.admitted(sequence, len(source.match.blocks), start + count)
+            self._fresh.append((sequence, len(source.match.blocks), start + count))
+            self._first_digests.add(_first_digest(sequence))
         if source.leader_slot is not None:
             walk.matches.clear()
         row = (slot, start, count)
@@ -340,3 +359,9 @@ class Admitter:
             walk.matches.clear()
         if sequence.group is not None:
             walk.started += self._groups.allocate_slots(sequence, builder)
+
+
+def _first_digest(sequence: SequenceState) -> int:
+    """Return half of the digest of its first block; 0 for a prompt shorter than a block."""
+    chain = sequence.chain
+    return chain.digests.item(0) if chain is not None and len(chain.digests) else 0
