@@ -141,6 +141,7 @@ class Operations : private quire::BlockOperations {
     }
 
     int64_t num_free() const { return pool.num_free(); }
+    int64_t num_free_findable() const { return pool.once.size() + pool.again.size(); }
 
     int64_t num_unreferenced(const Int32s& blocks) const {
         check_blocks(blocks);
@@ -370,6 +371,7 @@ void bind_block_operations(nb::module_& module) {
              nb::arg("pool"), nb::arg("tables"), nb::arg("chains"), nb::arg("index"),
              nb::arg("ghosts"), nb::arg("lineage"), nb::arg("key"))
         .def_prop_ro("num_free", &Operations::num_free)
+        .def_prop_ro("num_free_findable", &Operations::num_free_findable)
         .def_rw("allocation_ns_total", &Operations::allocation_ns_total)
         .def("take", &Operations::take, nb::arg("count"))
         .def("allocate", &Operations::allocate, nb::arg("slots"), nb::arg("added"))

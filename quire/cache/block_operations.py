@@ -38,6 +38,10 @@ class BlockOperations(Protocol):
     def num_free(self) -> int:
         """Blocks that can be allocated now."""
 
+    @property
+    def num_free_findable(self) -> int:
+        """Of these, blocks that a prefix match would still find."""
+
     def take(self, count: int) -> Int32s:
         """Allocate blocks for no slot, each with one reference."""
 
@@ -121,6 +125,11 @@ class PlainBlockOperations:
     def num_free(self) -> int:
         """See BlockOperations."""
         return self._pool.num_free
+
+    @property
+    def num_free_findable(self) -> int:
+        """See BlockOperations."""
+        return self._pool.num_free_findable
 
     def take(self, count: int) -> Int32s:
         """See BlockOperations."""

@@ -49,10 +49,9 @@ class CacheManager:
 
     hash_key: 16 secret bytes, drawn anew for each process that serves, or kept with a tier; the
     default is for tests. fingerprint: of what computes the keys and values; those of another are
-    never found. tier: where blocks that leave the pool stay findable, at most max_saving of them on
-    their way there at once. window: how many positions a token sees, its own included, in any
-    layer; 0: all. Blocks behind it are given back while their request runs. operations: on many
-    blocks at once.
+    never found. tier: where blocks that leave the pool stay findable. window: how many positions a
+    token sees, its own included, in any layer; 0: all. Blocks behind it are given back while their
+    request runs. operations: on many blocks at once.
     """
 
     def __init__(
@@ -64,7 +63,6 @@ class CacheManager:
         fingerprint: str = "",
         hash_key: bytes = FIXED_KEY,
         tier: TierMap | None = None,
-        max_saving: int = 16,
         window: int = 0,
         operations: Callable[..., block_operations.BlockOperations] = BlockOperations,
     ) -> None:
@@ -82,7 +80,7 @@ class CacheManager:
         self.owners = Owners(self.hasher.seed)
         self._make_operations, self._hash_key = operations, hash_key
         self.tiers = (
-            TierTransfers(tier, self.pool, self.index, self._insert_fetched, max_saving=max_saving)
+            TierTransfers(tier, self.pool, self.index, self._insert_fetched)
             if tier is not None and prefix_caching
             else None
         )
@@ -125,6 +123,11 @@ class CacheManager:
     def num_free(self) -> int:
         """Blocks that can be allocated now."""
         return self._operations.num_free
+
+    @property
+    def num_free_findable(self) -> int:
+        """Of these, blocks that a prefix match would still find."""
+        return self._operations.num_free_findable
 
     @property
     def capacities(self) -> Int32s:

@@ -111,8 +111,8 @@ class SequenceState:
     entered the queue; chain: digests of their blocks, made once while it waits.
 
     key: given by the policy when it entered the queue. is_long: whether it then had many tokens.
-    passed: how many requests overtook it while blocks were short. likely_tokens: predicted output
-    tokens still to come, where that is needed.
+    num_overtakes: how many requests overtook it while blocks were short. likely_tokens: predicted
+    output tokens still to come, where that is needed.
 
     leader: of a fork, the request that computes the prompt they share; forks: of a leader. group:
     the beams it belongs to, or is a stream of. slot: NO_SLOT while it waits. is_held: paused by
@@ -130,7 +130,7 @@ class SequenceState:
     chain: Chain | None = None
     key: tuple[float, ...] = ()
     is_long: bool = False
-    passed: int = 0
+    num_overtakes: int = 0
     likely_tokens: float = 1.0
     missed_first_token: bool = False
     leader: SequenceState | None = None

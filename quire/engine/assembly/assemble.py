@@ -177,7 +177,6 @@ def _assembled(
         cost=cost,
         prices=initial_step_costs(program),
         tier=None if tier is None else tier.tier,
-        max_saving=1 if tier is None else tier.max_saving,
         gates=[GrammarGate(compiler, texts)],
         window=program.caches[0].window,
         operations=TimedBlockOperations,

@@ -65,17 +65,17 @@ def make_scheduler(
     hash_key: bytes,
     cost: CostModel | None = None,
     tier: TierMap | None = None,
-    max_saving: int = 1,
     prices: LinearCost | None = None,
     gates: Sequence[Gate] = (),
     window: int = 0,
     operations: type[BlockOperations] = BlockOperations,
 ) -> Scheduler:
-    """A scheduler over a fresh cache of `num_blocks`, which finds only what the model of
-    `fingerprint` has computed. cost: where limits have a step_budget_ms. tier: what lies in one,
-    where there is one, with at most max_saving blocks on their way there at once, and
-    prices: what steps cost, until
-    some were timed. gates: see Scheduler; window, operations: see CacheManager."""
+    """Return a scheduler over a fresh cache of `num_blocks`.
+
+    Only blocks that the model of `fingerprint` has computed are found. cost: where limits have a
+    step_budget_ms. tier: the places of a tier, where there is one. prices: what steps cost, until
+    some were timed. gates: see Scheduler; window, operations: see CacheManager.
+    """
     cache = CacheManager(
         num_blocks,
         config.cache.block_size,
@@ -83,7 +83,6 @@ def make_scheduler(
         fingerprint=fingerprint,
         hash_key=hash_key,
         tier=tier,
-        max_saving=max_saving,
         window=window,
         operations=operations,
     )

@@ -95,7 +95,7 @@ class _Walk:
     most_margin: the watermark is at most so many.
     blocked: a request lacks blocks, so that only tenants with a floor left go on. started: slots of
     `rows`, and of beams without a row yet; admitted: the requests of rows. held: tenants with a
-    request that waits though it was its turn. passed: a long request that lacks blocks and may
+    request that waits though it was its turn. overtaken: a long request that lacks blocks and may
     still be overtaken. matches: prefixes looked up ahead, by arrival.
     """
 
@@ -109,7 +109,7 @@ class _Walk:
     started: list[int] = field(default_factory=list)
     admitted: list[SequenceState] = field(default_factory=list)
     held: set[str] = field(default_factory=set)
-    passed: SequenceState | None = None
+    overtaken: SequenceState | None = None
     skips_long: bool = False
     matches: dict[int, PrefixMatch] = field(default_factory=dict)
 
@@ -257,13 +257,13 @@ class Admitter:
         """Return whether neither `sequence` nor any request behind it can begin."""
         if len(self._batch.free_slots) < sequence.num_slots:
             return True
-        if walk.passed is not None and walk.passed.passed >= MAX_OVERTAKES:
+        if walk.overtaken is not None and walk.overtaken.num_overtakes >= MAX_OVERTAKES:
             walk.blocked = True
         return walk.blocked and not self._shares.any_floor_left()
 
     def _extensions_allow(self, walk: _Walk, sequence: SequenceState) -> bool:
         for extension in self._rules.extensions:
-            if extension.is_active and not extension.may_admit(walk.step, sequence):
+            if extension.is_active and not extension.allows_admission(walk.step, sequence):
                 return False
         return True
 
@@ -326,7 +326,7 @@ class Admitter:
         if self._loads.any_used:
             walk.try_again = self._loads.release_kept(sequence) or walk.try_again
         if sequence.is_long and not walk.blocked:
-            walk.passed, walk.skips_long = sequence, True
+            walk.overtaken, walk.skips_long = sequence, True
         else:
             walk.blocked = True
             walk.held.add(sequence.request.tenant)
@@ -336,8 +336,8 @@ class Admitter:
         """Give `sequence` a slot and `count` tokens; it leaves the queue after the walk."""
         cache, start, builder = self._cache, source.start, walk.step.builder
         walk.admitted.append(sequence)
-        if walk.passed is not None:
-            walk.passed.passed += 1
+        if walk.overtaken is not None:
+            walk.overtaken.num_overtakes += 1
         self._shares.dequeued(sequence)
         slot = self._slots.allocate_slot(builder, sequence, source, walk.step.now_ms)
         if source.match is not None:

@@ -111,7 +111,12 @@ class Parts:
             *(self.index.digests, self.index.known, self.index.find(self.index.digests)),
             *(lineage.parents, lineage.tokens, lineage.depths, lineage.owners, lineage.hits),
         )
-        return [*(array.tolist() for array in arrays), len(self.ghosts), self.operations.num_free]
+        return [
+            *(array.tolist() for array in arrays),
+            len(self.ghosts),
+            self.operations.num_free,
+            self.operations.num_free_findable,
+        ]
 
 
 def plain(*parts: tuple[np.ndarray, ...]) -> list[list[object]]:
