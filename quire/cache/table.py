@@ -28,6 +28,7 @@ class BlockTable:
         self.holders: Int64s = np.zeros(num_slots, np.int64)
         self.holders_by_block: Int64s = np.zeros(num_blocks, np.int64)
         self._names = {0: ""}
+        self._max_names = 2 * (num_slots + num_blocks)
         self._num_named = 0
         self.blocks: Int32s = np.full((num_slots, num_columns), -1, np.int32)
         self.firsts: Int32s = np.zeros(num_slots, np.int32)
@@ -39,7 +40,7 @@ class BlockTable:
         self._num_named += 1
         self.holders[slot] = self._num_named
         self._names[self._num_named] = holder
-        if len(self._names) > 2 * (len(self.holders) + len(self.holders_by_block)):
+        if len(self._names) > self._max_names:
             used = {0, *self.holders.tolist(), *self.holders_by_block.tolist()}
             self._names = {number: self._names[number] for number in used}
 

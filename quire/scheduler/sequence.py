@@ -234,14 +234,13 @@ class SequenceState:
     ) -> RequestOutput:
         """Return an output with the given fields, and with all that is known by now."""
         times, kv = self.times, self.kv
-        return RequestOutput(
+        output = RequestOutput(
             request_id=self.request.request_id,
             token_ids=token_ids,
             finish_reason=finish_reason,
             cached_tokens=kv.cached_tokens,
             cache_use=kv.cache_use,
             num_preemptions=self.num_preemptions,
-            **fields,
             times=RequestTimes(
                 arrival_ms=self.request.arrival_ms,
                 first_scheduled_ms=times.first_scheduled_ms,
@@ -249,6 +248,9 @@ class SequenceState:
                 last_token_ms=times.last_token_ms,
             ),
         )
+        for name, value in fields.items():
+            setattr(output, name, value)
+        return output
 
 
 class PromptScoreParts:

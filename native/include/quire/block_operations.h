@@ -1,6 +1,6 @@
 // Operations on many KV blocks at once: allocate, share, release, and make findable. The state lies
-// in arrays that Python owns (quire/cache/pool.py, table.py, prefix_index.py, lineage.py, chain.py);
-// quire/cache/block_operations.py has the plain twin, which leaves the same state bit for bit.
+// in arrays that Python owns (quire/cache/pool.py, table.py, prefix_index.py, lineage.py and
+// chain.py). The plain twin in quire/cache/block_operations.py leaves the same state bit for bit.
 // Callers ensure that slots, columns and blocks are within the arrays.
 #pragma once
 

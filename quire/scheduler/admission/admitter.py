@@ -64,7 +64,7 @@ class Watermark:
         least = self._least(num_running)
         return max(least, min(int(least * self._factor_at(step)), self._num_blocks // 4))
 
-    def most_blocks(self, num_running: int) -> int:
+    def max_blocks(self, num_running: int) -> int:
         """Return a bound of `blocks`, whatever was preempted."""
         return max(self._least(num_running), self._num_blocks // 4)
 
@@ -92,7 +92,7 @@ class _Walk:
     """One walk along the queue, and its results so far.
 
     reserved_blocks: blocks that running and newly admitted requests still need for known tokens.
-    most_margin: the watermark is at most so many.
+    max_margin: the watermark is at most so many.
     blocked: a request lacks blocks, so that only tenants with a floor left go on. started: slots of
     `rows`, and of beams without a row yet; admitted: the requests of rows. held: tenants with a
     request that waits though it was its turn. overtaken: a long request that lacks blocks and may
@@ -102,7 +102,7 @@ class _Walk:
     step: Step
     num_running: int
     reserved_blocks: int
-    most_margin: int
+    max_margin: int
     blocked: bool
     try_again: bool = False
     rows: list[Row] = field(default_factory=list)
@@ -220,7 +220,7 @@ class Admitter:
             step=step,
             num_running=len(active),
             reserved_blocks=reserved_blocks,
-            most_margin=self._rules.watermark.most_blocks(len(batch.sequences)),
+            max_margin=self._rules.watermark.max_blocks(len(batch.sequences)),
             blocked=floors_only,
         )
 
@@ -248,10 +248,12 @@ class Admitter:
             )
             for one, chain in zip(fresh, chains, strict=True):
                 one.chain = chain
-        chained = [(one.arrival, one.chain) for one in sequences if one.chain is not None]
+        chained = [one for one in sequences if one.chain is not None]
         if chained:
-            matches = self._cache.match_all([chain for _, chain in chained])
-            walk.matches = dict(zip([arrival for arrival, _ in chained], matches, strict=True))
+            matches = self._cache.match_all([one.chain for one in chained if one.chain is not None])
+            walk.matches = {
+                one.arrival: match for one, match in zip(chained, matches, strict=True)
+            }
 
     def _ends_walk(self, walk: _Walk, sequence: SequenceState) -> bool:
         """Return whether neither `sequence` nor any request behind it can begin."""
@@ -308,7 +310,7 @@ class Admitter:
         takeable = cache.num_takeable(source.match)
         room = takeable - walk.reserved_blocks
         limits_tenants = shares.has_floors or shares.has_ceilings
-        if num_new <= room - walk.most_margin and not (walk.blocked or limits_tenants):
+        if num_new <= room - walk.max_margin and not (walk.blocked or limits_tenants):
             return True
         num_running = walk.num_running + len(walk.rows)
         if num_running:

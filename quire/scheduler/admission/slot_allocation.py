@@ -75,20 +75,15 @@ def find_kv_source(
         return KVSource(start=0, stored=0, num_new_blocks=total_blocks)
     if match is None:
         match = cache.match(sequence.chain)
+    places = NO_INTS
     if sequence.has_positions_to_score:  # what the index holds has no logits
         blocks = match.blocks[: sequence.num_scored // cache.block_size]
         match = PrefixMatch(match.chain, blocks)
-        places = NO_INTS
-    else:
-        places = NO_INTS if cache.tiers is None else cache.tiers.run(match.rest)
-    stored = len(match.blocks) * cache.block_size
-    return KVSource(
-        start=min(stored, known - 1),
-        stored=stored,
-        num_new_blocks=total_blocks - len(match.blocks),
-        match=match,
-        places=places,
-    )
+    elif cache.tiers is not None:
+        places = cache.tiers.run(match.rest)
+    num_found = len(match.blocks)
+    stored = num_found * cache.block_size
+    return KVSource(min(stored, known - 1), stored, total_blocks - num_found, match, places)
 
 
 class SlotAllocator:
