@@ -272,7 +272,7 @@ class CacheManager:
         copy_from = np.concatenate([NO_BLOCKS, *(row[full:] for row in rows)])
         self.hold(np.unique(copy_from), step)
         index = np.array(slots, np.intp)
-        self._operations.release(self._operations.clear(index))
+        self._operations.release(self.tables.take(index))
         copy_to = self._take_blocks(len(copy_from))
         for at, (source, slot, row) in enumerate(zip(sources, slots, rows, strict=True)):
             shared = row[firsts[at] : full]
@@ -440,8 +440,9 @@ class CacheManager:
         """
         chains = self._chains
         seed, owner = chains.seeds[source], int(chains.owners[source])
+        was_flushed = chains.registered[source] == _ALL_COLUMNS  # it may be `slot` itself
         self._operations.attach(slot, NO_DIGESTS, NO_BLOCKS, seed, owner, False)
-        if chains.registered[source] == _ALL_COLUMNS:  # flushed since
+        if was_flushed:
             chains.registered[slot] = _ALL_COLUMNS
             return
         key = self.index.key_of(int(shared[-1])) if len(shared) else None

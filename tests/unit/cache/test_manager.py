@@ -263,6 +263,15 @@ def test_a_fork_shares_full_blocks_and_copies_the_partial_one() -> None:
     assert books.cache.check_integrity() == []
 
 
+def test_after_a_flush_branches_offer_nothing_to_the_index() -> None:
+    books = Books()
+    books.begin(0, list(range(10)))
+    books.cache.flush()
+    books.cache.branch([0, 0], [0, 1], 10, step=1)
+    books.cache.register(ints(0, 1), ints(10, 10), books.tokens)
+    assert len(books.cache.index) == 0
+
+
 def test_a_fork_at_a_block_border_copies_nothing() -> None:
     books = Books()
     books.begin(0, list(range(8)))
