@@ -336,7 +336,10 @@ class Scheduler:
     def _drop_behind(self) -> None:
         """Give back blocks that no running request sees any more."""
         batch, active = self._batch, self._batch.active
-        if self._cache.drop_behind(active, batch.computed[active], batch.tokens.tokens):
+        computed = batch.computed[active]
+        if self._beams.is_active:
+            computed = self._beams.computed_by_all(active, computed)
+        if self._cache.drop_behind(active, computed, batch.tokens.tokens):
             self._requests.admission_is_due = True
 
     def _reserved_blocks(self) -> int:

@@ -251,9 +251,7 @@ class Admitter:
         chained = [one for one in sequences if one.chain is not None]
         if chained:
             matches = self._cache.match_all([one.chain for one in chained if one.chain is not None])
-            walk.matches = {
-                one.arrival: match for one, match in zip(chained, matches, strict=True)
-            }
+            walk.matches = {one.arrival: match for one, match in zip(chained, matches, strict=True)}
 
     def _ends_walk(self, walk: _Walk, sequence: SequenceState) -> bool:
         """Return whether neither `sequence` nor any request behind it can begin."""
