@@ -8,6 +8,12 @@
 
 namespace quire {
 
+namespace {
+
+constexpr int kAhead = 8;  // digests with places in tables that are read meanwhile
+
+}  // namespace
+
 void AgeQueue::push(const int64_t* blocks, int64_t count) {
     if (state[kTail] + count > capacity) compact();
     for (int64_t i = 0; i < count; ++i) {
@@ -118,10 +124,17 @@ bool BlockOperations::allocate(int64_t count, std::vector<int64_t>& out) {
         const int64_t block = out[static_cast<size_t>(i)];
         if (!findable.known[block]) return false;
         findable.known[block] = 0;
-        const Digest digest{findable.digests[2 * block], findable.digests[2 * block + 1]};
-        findable.table->take(digest);
-        findable.ghosts->add(digest);
-        evicted.add(digest, static_cast<int32_t>(block));
+        evicted.add({findable.digests[2 * block], findable.digests[2 * block + 1]},
+                    static_cast<int32_t>(block));
+    }
+    const std::vector<Digest>& digests = evicted.digests;
+    for (size_t i = 0; i < digests.size(); ++i) {
+        if (i + kAhead < digests.size()) {
+            findable.table->expect(digests[i + kAhead]);
+            findable.ghosts->expect(digests[i + kAhead]);
+        }
+        findable.table->take(digests[i]);
+        findable.ghosts->add(digests[i]);
     }
     return true;
 }
@@ -151,11 +164,17 @@ void BlockOperations::insert(int64_t slot, int64_t first, const Digest* digests,
                              const int32_t* tokens, int64_t width) {
     Findable& to = findable;
     const int64_t size = tables.block_size;
-    for (int64_t i = 0; i < count && i < 8; ++i) to.table->expect(digests[i]);
+    for (int64_t i = 0; i < count && i < kAhead; ++i) {
+        to.table->expect(digests[i]);
+        to.ghosts->expect(digests[i]);
+    }
     for (int64_t i = 0; i < count; ++i) {
         const int64_t column = first + i;
         const int32_t block = tables.blocks[slot * tables.num_columns + column];
-        if (i + 8 < count) to.table->expect(digests[i + 8]);
+        if (i + kAhead < count) {
+            to.table->expect(digests[i + kAhead]);
+            to.ghosts->expect(digests[i + kAhead]);
+        }
         if (to.known[block] || !to.table->put(digests[i], block)) continue;
         to.known[block] = pool.findable[block] = 1;
         to.digests[2 * block] = digests[i].low;

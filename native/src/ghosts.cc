@@ -5,11 +5,10 @@
 namespace quire {
 
 void Ghosts::add(Digest digest) {
-    if (has(digest)) return;
-    if (size() == limit_) forget_oldest();
     if (log_.size() == 2 * limit_) compact();
-    place_of_.put(digest, static_cast<int32_t>(log_.size()));
+    if (!place_of_.put(digest, static_cast<int32_t>(log_.size()))) return;
     log_.push_back(digest);
+    if (size() > limit_) forget_oldest();
 }
 
 void Ghosts::clear() {

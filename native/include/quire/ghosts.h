@@ -18,6 +18,8 @@ class Ghosts {
     size_t limit() const { return limit_; }
     size_t size() const { return place_of_.size(); }
     bool has(Digest digest) const { return place_of_.find(digest) != DigestTable::kNone; }
+    // The digest will be added or taken soon: begin to read its place.
+    void expect(Digest digest) const { place_of_.expect(digest); }
     // Remember a digest, and forget the oldest beyond the limit.
     void add(Digest digest);
     // Forget the digest; return whether it was remembered.
