@@ -1,5 +1,6 @@
-// Operations on many KV blocks at once. The order in which blocks are handed out, evicted and made
-// findable is that of the plain twin.
+// Operations on many KV blocks at once: free lists, reference counts, block tables, and blocks made
+// findable. Knows no Python; arguments are checked in native/bind. Always holds: the order in which
+// blocks are handed out, evicted and made findable is that of the plain twin.
 
 #include "quire/block_operations.h"
 

@@ -1,4 +1,6 @@
-// Ghosts: a log of digests in order of eviction, and a table of their places in it.
+// Ghosts: a log of digests in order of eviction, and a table of their places in it. A log that is
+// full is compacted to the digests that are still remembered, so that its memory is bounded.
+// Always holds: a digest is remembered exactly while the table has its place.
 
 #include "quire/ghosts.h"
 

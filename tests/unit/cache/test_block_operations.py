@@ -127,7 +127,7 @@ def plain(*parts: tuple[np.ndarray, ...]) -> list[list[object]]:
 NAMES = ("begin", "allocate", "extend", "take", "release", "clear", "free", "register", "read")
 
 
-COMMON = ("begin", "begin", "extend", "register", "register", "free", "free")
+FREQUENT = ("begin", "begin", "extend", "register", "register", "free", "free")
 
 
 def compare(drawn: Iterable[Drawn]) -> None:
@@ -147,7 +147,7 @@ def compare(drawn: Iterable[Drawn]) -> None:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(NAMES + COMMON),
+            st.sampled_from(NAMES + FREQUENT),
             st.integers(0, NUM_SLOTS - 1),
             st.integers(0, NUM_COLUMNS),
             st.booleans(),
@@ -162,7 +162,7 @@ def test_native_operations_leave_the_state_of_their_plain_twin(drawn: list[Drawn
 @pytest.mark.parametrize("seed", range(3))
 def test_long_sequences_leave_the_same_state(seed: int) -> None:
     random = np.random.default_rng(seed)
-    names = random.choice(NAMES + 4 * COMMON, 3_000).tolist()
+    names = random.choice(NAMES + 4 * FREQUENT, 3_000).tolist()
     slots = random.integers(0, NUM_SLOTS, 3_000).tolist()
     counts = random.integers(0, NUM_COLUMNS + 1, 3_000).tolist()
     flags = random.random(3_000) < 0.5
