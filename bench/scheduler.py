@@ -1,12 +1,11 @@
-"""What deciding costs: schedule + update by number of running requests, and a block's books.
+"""Time of schedule + update by number of running requests, and of operations on a block.
 
-No model: results are made up, so that only the scheduler and the cache are timed. The policy is
-first come, first served. `steady` has every request decode one token a step, lengths staggered so
-that block crossings spread evenly;
-`churn` has 5 % of the requests end and as many arrive in each step, with prompts to compute;
-`event_us` is what an arrival with its completion adds to a step, `add_us` what add() takes beside
-the step. Minima are less disturbed by other programs than medians.
-Before anything is timed, the books are audited and the numbers of rows are checked.
+No model runs: results are made up, so that only the scheduler and the cache are timed. The policy
+is first come, first served. In `steady` every request decodes one token a step; lengths are
+staggered so that block crossings spread evenly. In `churn` 5 % of the requests end and as many
+arrive in each step, with prompts to compute. `event_*_us` is what an arrival with its completion
+adds to a step; `add_us` is what add() takes beside the step. Minima (`least_us`) are less disturbed
+by other programs than medians. The state is audited and numbers of rows are checked.
 Run: python -m bench.scheduler [--steps 2000] [--out bench/results/scheduler.json]
 """
 
@@ -89,10 +88,10 @@ class Bench:
         return (middle - begin) + (end - resume), plan, ended
 
     def check(self) -> None:
-        """The books agree, or there is no result."""
+        """Exit if the state of the scheduler and the cache is inconsistent."""
         problems = self.scheduler.check_integrity()
         if problems:
-            raise SystemExit(f"the books do not agree: {problems}")
+            raise SystemExit(f"the state is inconsistent: {problems}")
 
     @staticmethod
     def _result(plan: StepPlan) -> StepResult:
@@ -200,7 +199,7 @@ def block_costs(count: int, repeats: int) -> dict[str, float]:
         match = cache.match(chain) if chain else None
         timed("find", begin)
         if match is None or match.num_blocks != count or cache.check_integrity():
-            raise SystemExit("a freed prompt was not found again, or the books do not agree")
+            raise SystemExit("a freed prompt was not found again, or the state is inconsistent")
     plain = CacheManager(count, BLOCK_SIZE, prefix_caching=False)
     plain.lay_out(num_slots=1, max_tokens=count * BLOCK_SIZE)
     taken["allocate"] = []

@@ -8,6 +8,7 @@
 #include <memory>
 #include <stdexcept>
 #include <utility>
+#include <vector>
 
 #include "quire/hash.h"
 #include "quire/pool.h"
@@ -17,8 +18,7 @@ namespace nb = nanobind;
 namespace {
 
 using Int32s = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Int32Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Uint64Pairs = nb::ndarray<const uint64_t, nb::shape<-1, 2>, nb::c_contig, nb::device::cpu>;
+using Seed = nb::ndarray<const uint64_t, nb::shape<2>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Digests = nb::ndarray<nb::numpy, uint64_t, nb::shape<-1, 2>, nb::c_contig>;
 
@@ -33,34 +33,30 @@ nb::tuple siphash128(nb::bytes message, nb::bytes key) {
     return nb::make_tuple(digest.low, digest.high);
 }
 
-Digests hash_chains(Int32Table tokens, Int32s rows, Int32s firsts, Int32s counts,
-                    Uint64Pairs seeds, int64_t block_size, nb::bytes key) {
-    const size_t num_chains = rows.shape(0);
-    if (firsts.shape(0) != num_chains || counts.shape(0) != num_chains ||
-        seeds.shape(0) != num_chains) {
-        throw std::invalid_argument("rows, firsts, counts and seeds differ in length");
+// Digests of the full blocks of token_ids[i] in a chain from seeds[i] on, one chain after another.
+Digests hash_chains(const nb::list& token_ids, const nb::list& seeds, int64_t block_size,
+                    nb::bytes key) {
+    const size_t num_chains = nb::len(token_ids);
+    if (nb::len(seeds) != num_chains) {
+        throw std::invalid_argument("token_ids and seeds differ in length");
     }
     if (block_size < 1) throw std::invalid_argument("block_size must be at least 1");
-    const int64_t num_rows = static_cast<int64_t>(tokens.shape(0));
-    const int64_t num_columns = static_cast<int64_t>(tokens.shape(1));
+    std::vector<Int32s> tokens;
+    std::vector<Seed> starts;
     int64_t total = 0;
     for (size_t i = 0; i < num_chains; ++i) {
-        const int64_t first = firsts(i), count = counts(i);
-        if (rows(i) < 0 || rows(i) >= num_rows || first < 0 || count < 0 ||
-            first + count > num_columns / block_size) {
-            throw std::out_of_range("a chain reaches beyond the token table");
-        }
-        total += count;
+        tokens.push_back(nb::cast<Int32s>(token_ids[i]));
+        starts.push_back(nb::cast<Seed>(seeds[i]));
+        total += static_cast<int64_t>(tokens[i].size()) / block_size;
     }
     const uint8_t* key_start = key_bytes(key);
     auto digests = std::make_unique<quire::Digest[]>(static_cast<size_t>(total));
     quire::Digest* out = digests.get();
     for (size_t i = 0; i < num_chains; ++i) {
-        const int32_t* start =
-            tokens.data() + rows(i) * num_columns + static_cast<int64_t>(firsts(i)) * block_size;
-        quire::hash_chain(start, counts(i), block_size, {seeds(i, 0), seeds(i, 1)}, key_start,
-                          out);
-        out += counts(i);
+        const int64_t count = static_cast<int64_t>(tokens[i].size()) / block_size;
+        quire::hash_chain(tokens[i].data(), count, block_size, {starts[i](0), starts[i](1)},
+                          key_start, out);
+        out += count;
     }
     quire::Digest* owned = digests.release();
     nb::capsule owner(owned, [](void* p) noexcept { delete[] static_cast<quire::Digest*>(p); });
@@ -89,11 +85,9 @@ nb::tuple content_digest(const Bytes& bytes, quire::Pool* pool) {
 void bind_cache(nb::module_& module) {
     module.def("siphash128", &siphash128, nb::arg("message"), nb::arg("key"),
                "SipHash-2-4 with 128-bit output: (low, high).");
-    module.def("hash_chains", &hash_chains, nb::arg("tokens"), nb::arg("rows"),
-               nb::arg("firsts"), nb::arg("counts"), nb::arg("seeds"), nb::arg("block_size"),
-               nb::arg("key"),
-               "Chained digests of token blocks, uint64 [sum(counts), 2]; see\n"
-               "quire.cache.digest.HashChains.");
+    module.def("hash_chains", &hash_chains, nb::arg("token_ids"), nb::arg("seeds"),
+               nb::arg("block_size"), nb::arg("key"),
+               "Chained digests of token blocks; see quire.cache.digest.HashChains.");
     module.def("content_digest", &content_digest, nb::arg("content"),
                nb::arg("pool").none() = nb::none(),
                "128 bits over every byte of uint8 [n]: (low, high), as Weight.fill returns.");

@@ -73,6 +73,21 @@ Vector<int32_t> longest_run(const DigestTable& table, const Digests& digests) {
     return told(std::move(found), length);
 }
 
+nb::list longest_runs(const DigestTable& table, const nb::list& chains) {
+    nb::list runs;
+    nb::object none;  // most chains are not known: they share one empty array
+    for (nb::handle chain : chains) {
+        const Digests digests = nb::cast<Digests>(chain);
+        if (digests.shape(0) && table.find(digest_at(digests, 0)) != DigestTable::kNone) {
+            runs.append(longest_run(table, digests));
+            continue;
+        }
+        if (!none.is_valid()) none = nb::cast(told(std::make_unique<int32_t[]>(1), 0));
+        runs.append(none);
+    }
+    return runs;
+}
+
 Vector<int64_t> put(DigestTable& table, const Digests& digests, const Numbers& numbers) {
     check(digests, numbers);
     for (size_t i = 0; i < numbers.shape(0); ++i) {
@@ -118,6 +133,7 @@ void bind_digest_table(nb::module_& module) {
         .def("__len__", &DigestTable::size)
         .def("find", &find, nb::arg("digests"))
         .def("longest_run", &longest_run, nb::arg("digests"))
+        .def("longest_runs", &longest_runs, nb::arg("chains"))
         .def("put", &put, nb::arg("digests"), nb::arg("numbers"))
         .def("take", &take, nb::arg("digests"))
         .def("take_pairs", &take_pairs, nb::arg("digests"), nb::arg("numbers"))

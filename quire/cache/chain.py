@@ -7,17 +7,17 @@ common exactly where the same tokens stand before it under the same salt, model 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire._native import hash_chains, siphash128
-from quire.cache.digest import FIXED_KEY, HashChains, Uint64s, keys_of, seed_of
+from quire.cache.digest import FIXED_KEY, Uint64s, keys_of, seed_of
 from quire.cache.owners import Owner
-from quire.cache.table import Index, Int32s
+from quire.cache.table import Int32s
 
-_ZERO = np.zeros(1, np.int32)
+NO_DIGESTS: Uint64s = np.empty((0, 2), np.uint64)
 
 
 class Chain(NamedTuple):
@@ -58,8 +58,24 @@ class PrefixMatch(NamedTuple):
         return keys_of(self.chain.digests[len(self.blocks) :])
 
 
+class SlotChains:
+    """How far the chain of the request in each slot is registered.
+
+    registered: leading blocks that were offered to the prefix index; ends: the digest there; seeds:
+    the digest before the first block; owners: numbers (owners.py). returned: requests that were
+    preempted: that one needs its own blocks twice is no reuse.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.registered: Int32s = np.zeros(num_slots, np.int32)
+        self.ends: Uint64s = np.zeros((num_slots, 2), np.uint64)
+        self.seeds: Uint64s = np.zeros((num_slots, 2), np.uint64)
+        self.owners: Int32s = np.zeros(num_slots, np.int32)
+        self.returned: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+
+
 class ChainHasher:
-    """hash_key, fingerprint: see CacheManager. All blocks of a call are digested at once."""
+    """hash_key, fingerprint: see CacheManager."""
 
     def __init__(
         self,
@@ -67,12 +83,10 @@ class ChainHasher:
         *,
         hash_key: bytes = FIXED_KEY,
         fingerprint: str = "",
-        hash_blocks: HashChains = hash_chains,
     ) -> None:
         self._block_size = block_size
         self._key = hash_key
         self._fingerprint = fingerprint
-        self._hash_blocks = hash_blocks
 
     def seed(self, salt: str) -> Uint64s:
         """Return the digest before the first block."""
@@ -80,38 +94,16 @@ class ChainHasher:
 
     def chain(self, token_ids: Int32s, owner: Owner) -> Chain:
         """Return the chain of all full blocks of `token_ids`."""
-        tokens = np.ascontiguousarray(token_ids, np.int32).reshape(1, -1)
-        counts = np.array([len(token_ids) // self._block_size], np.int32)
-        digests = self.go_on(tokens, _ZERO, _ZERO, counts, owner.seed.reshape(1, 2))
+        digests = hash_chains([token_ids], [owner.seed], self._block_size, self._key)
         return Chain(owner, digests)
 
     def chains(self, token_ids: Sequence[Int32s], owners: Sequence[Owner]) -> list[Chain]:
         """Return the chains of several requests, digested by one native call."""
-        size = self._block_size
-        num_blocks = [len(ids) // size for ids in token_ids]
-        parts = [ids[: n * size] for ids, n in zip(token_ids, num_blocks, strict=True)]
-        tokens = np.concatenate(parts, dtype=np.int32)
-        counts = np.array(num_blocks, np.int32)
-        ends = list(accumulate(num_blocks))
-        firsts = np.array(ends, np.int32) - counts
-        seeds = np.array([owner.seed for owner in owners], np.uint64)
-        rows = np.zeros(len(parts), np.int32)
-        digests = self.go_on(tokens.reshape(1, len(tokens)), rows, firsts, counts, seeds)
-        return [
-            Chain(owner, digests[end - count : end])
-            for owner, count, end in zip(owners, num_blocks, ends, strict=True)
-        ]
-
-    def go_on(
-        self, tokens: Int32s, rows: Index | Int32s, firsts: Int32s, counts: Int32s, ends: Uint64s
-    ) -> Uint64s:
-        """Return digests of counts[i] blocks of tokens[rows[i]] from firsts[i], after ends[i]."""
-        return self._hash_blocks(
-            tokens,
-            rows.astype(np.int32, copy=False),
-            firsts,
-            counts,
-            ends,
-            self._block_size,
-            self._key,
-        )
+        seeds = [owner.seed for owner in owners]
+        digests = hash_chains(list(token_ids), seeds, self._block_size, self._key)
+        chains, begin = [], 0
+        for ids, owner in zip(token_ids, owners, strict=True):
+            end = begin + len(ids) // self._block_size
+            chains.append(Chain(owner, digests[begin:end]))
+            begin = end
+        return chains

@@ -28,23 +28,15 @@ _MASK = (1 << 64) - 1
 
 
 class HashChains(Protocol):
-    """The call that digests many chains at once; `hash_chains` below and quire._native have it.
-
-    tokens int32 [slots, positions] C-contiguous; for entry r the chain starts with seeds[r]
-    (uint64 [R, 2]) and takes counts[r] blocks of tokens[rows[r]] from block firsts[r] on.
-    Returns uint64 [sum(counts), 2], entry after entry.
-    """
+    """The call that digests many chains at once; `hash_chains` below and quire._native have it."""
 
     def __call__(
-        self,
-        tokens: Int32s,
-        rows: Int32s,
-        firsts: Int32s,
-        counts: Int32s,
-        seeds: Uint64s,
-        block_size: int,
-        key: bytes,
-    ) -> Uint64s: ...
+        self, token_ids: list[Int32s], seeds: list[Uint64s], block_size: int, key: bytes
+    ) -> Uint64s:
+        """Return digests of the full blocks of token_ids[i], a chain that starts at seeds[i].
+
+        uint64 [number of blocks of all, 2], one chain after another.
+        """
 
 
 def siphash128(message: bytes, key: bytes) -> tuple[int, int]:
@@ -71,20 +63,14 @@ def siphash128(message: bytes, key: bytes) -> tuple[int, int]:
 
 
 def hash_chains(
-    tokens: Int32s,
-    rows: Int32s,
-    firsts: Int32s,
-    counts: Int32s,
-    seeds: Uint64s,
-    block_size: int,
-    key: bytes,
+    token_ids: list[Int32s], seeds: list[Uint64s], block_size: int, key: bytes
 ) -> Uint64s:
     """See HashChains; the Python twin."""
     digests: list[tuple[int, int]] = []
-    for row, first, count, seed in zip(rows, firsts, counts, seeds, strict=True):
+    for tokens, seed in zip(token_ids, seeds, strict=True):
         chain = (int(seed[0]), int(seed[1]))
-        for block in range(int(first), int(first) + int(count)):
-            part = tokens[row, block * block_size : (block + 1) * block_size]
+        for end in range(block_size, len(tokens) + 1, block_size):
+            part = tokens[end - block_size : end]
             message = struct.pack("<QQ", *chain) + part.astype("<i4").tobytes()
             chain = siphash128(message, key)
             digests.append(chain)

@@ -30,6 +30,10 @@ class Table(Protocol):
         """The numbers of the first digests, up to the first that has none."""
         ...
 
+    def longest_runs(self, chains: list[Uint64s]) -> list[Int32s]:
+        """The longest run of each of `chains`."""
+        ...
+
     def put(self, digests: Uint64s, numbers: Int32s) -> NDArray[np.int64]:
         """Give digests[i] numbers[i] (>= 0); returns the i that are new here.
 
@@ -68,6 +72,10 @@ class PlainDigestTable:
         found = self.find(digests)
         unknown = np.flatnonzero(found == NONE)
         return found[: unknown[0]] if len(unknown) else found
+
+    def longest_runs(self, chains: list[Uint64s]) -> list[Int32s]:
+        """See Table."""
+        return [self.longest_run(digests) for digests in chains]
 
     def put(self, digests: Uint64s, numbers: Int32s) -> NDArray[np.int64]:
         """See Table."""

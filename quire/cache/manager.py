@@ -10,20 +10,19 @@ registered only up to positions of steps that have ended well.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire._native import hash_chains
+from quire._native import BlockOperations, Ghosts
 from quire.base.errors import CapacityError
-from quire.cache import audit
-from quire.cache.chain import Chain, ChainHasher, PrefixMatch
-from quire.cache.digest import FIXED_KEY, HashChains, Uint64s, digests_of, keys_of
-from quire.cache.ghosts import Ghosts
+from quire.cache import audit, block_operations
+from quire.cache.chain import NO_DIGESTS, Chain, ChainHasher, PrefixMatch, SlotChains
+from quire.cache.digest import FIXED_KEY, digests_of, keys_of
 from quire.cache.lineage import Lineage
 from quire.cache.owners import Owner, Owners
-from quire.cache.pool import BlockPool, Bools
+from quire.cache.pool import BlockPool
 from quire.cache.prefix_index import PrefixIndex
 from quire.cache.table import BlockTable, Index, Int32s
 from quire.cache.tier_map import TierMap
@@ -37,8 +36,7 @@ _ZERO = np.int32(0)
 NO_BLOCKS: Int32s = np.empty(0, np.int32)
 
 
-@dataclass(slots=True, kw_only=True)  # not frozen: that costs a steady step half a microsecond
-class TableDeltas:
+class TableDeltas(NamedTuple):
     """New table entries: blocks[i] is now in column columns[i] of slot slots[i]."""
 
     slots: Int32s
@@ -51,10 +49,9 @@ class CacheManager:
 
     hash_key: 16 secret bytes, drawn anew for each process that serves, or kept with a tier; the
     default is for tests. fingerprint: of what computes the keys and values; those of another are
-    never found. tier: where blocks that leave the pool stay findable, at most max_saving of them on
-    their way there at once. window: how many positions a token sees, its own included, in any
-    layer; 0: all. Blocks behind it are given back while their request runs. make_pool: makes the
-    pool of num_blocks blocks.
+    never found. tier: where blocks that leave the pool stay findable. window: how many positions a
+    token sees, its own included, in any layer; 0: all. Blocks behind it are given back while their
+    request runs. operations: on many blocks at once.
     """
 
     def __init__(
@@ -65,11 +62,9 @@ class CacheManager:
         prefix_caching: bool,
         fingerprint: str = "",
         hash_key: bytes = FIXED_KEY,
-        hash_blocks: HashChains = hash_chains,
         tier: TierMap | None = None,
-        max_saving: int = 16,
         window: int = 0,
-        make_pool: Callable[[int], BlockPool] = BlockPool,
+        operations: Callable[..., block_operations.BlockOperations] = BlockOperations,
     ) -> None:
         if block_size < 1:
             raise CapacityError(f"block_size is {block_size}; it must be at least 1")
@@ -77,17 +72,15 @@ class CacheManager:
         self._size = np.int32(block_size)
         self.prefix_caching = prefix_caching
         self.window = window
-        self.pool = make_pool(num_blocks)
+        self.pool = BlockPool(num_blocks)
         self.index = PrefixIndex(num_blocks)
         self.ghosts = Ghosts(GHOSTS_PER_BLOCK * num_blocks)
         self.lineage = Lineage(num_blocks, block_size)
-        self.hasher = ChainHasher(
-            block_size, hash_key=hash_key, fingerprint=fingerprint, hash_blocks=hash_blocks
-        )
+        self.hasher = ChainHasher(block_size, hash_key=hash_key, fingerprint=fingerprint)
         self.owners = Owners(self.hasher.seed)
-        self.evicted_blocks_total = 0
+        self._make_operations, self._hash_key = operations, hash_key
         self.tiers = (
-            TierTransfers(tier, self.pool, self.index, self._insert_fetched, max_saving=max_saving)
+            TierTransfers(tier, self.pool, self.index, self._insert_fetched)
             if tier is not None and prefix_caching
             else None
         )
@@ -100,16 +93,16 @@ class CacheManager:
         """Make empty tables for `num_slots` requests of up to `max_tokens` positions."""
         num_columns = -(-max_tokens // self.block_size)
         self.tables = BlockTable(num_slots, num_columns, self.block_size, self.num_blocks)
-        # How many leading columns of a slot were offered to the index, and the digest there.
-        self._registered: Int32s = np.zeros(num_slots, np.int32)
-        self._chain_ends: Uint64s = np.zeros((num_slots, 2), np.uint64)
-        self._seeds: Uint64s = np.zeros((num_slots, 2), np.uint64)
-        # What was digested while a request waited: its slot's chain, and how many blocks that has.
-        self._chains: list[Chain | None] = [None] * num_slots
-        self._chain_blocks: Int32s = np.zeros(num_slots, np.int32)
-        # Slots of requests that were here before: that one needs its own blocks twice is no reuse.
-        self._returned: Bools = np.zeros(num_slots, np.bool_)
-        self._owner_numbers: Int32s = np.zeros(num_slots, np.int32)
+        self._chains = SlotChains(num_slots)
+        self._operations = self._make_operations(
+            self.pool,
+            self.tables,
+            self._chains,
+            self.index,
+            self.ghosts,
+            self.lineage,
+            self._hash_key,
+        )
 
     @property
     def num_blocks(self) -> int:
@@ -129,7 +122,12 @@ class CacheManager:
     @property
     def num_free(self) -> int:
         """Blocks that can be allocated now."""
-        return self.pool.num_free
+        return self._operations.num_free
+
+    @property
+    def num_free_findable(self) -> int:
+        """Of these, blocks that a prefix match would still find."""
+        return self._operations.num_free_findable
 
     @property
     def capacities(self) -> Int32s:
@@ -138,11 +136,25 @@ class CacheManager:
 
     def can_allocate(self, num_blocks: int) -> bool:
         """Return whether `num_blocks` blocks are free."""
-        return num_blocks <= self.pool.num_free
+        return num_blocks <= self._operations.num_free
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
+
+    @property
+    def evicted_blocks_total(self) -> int:
+        """Findable blocks that were allocated anew, in all."""
+        return self.pool.evicted_blocks_total
+
+    @property
+    def allocation_ns_total(self) -> int:
+        """How long allocations took, where the operations measure it."""
+        return self._operations.allocation_ns_total
+
+    def blocks_lacking(self, slots: Index, num_tokens: Int32s) -> int:
+        """Return how many blocks `slots` lack to hold num_tokens[i] tokens each."""
+        return self._operations.blocks_lacking(slots, num_tokens)
 
     def blocks_short(self, slots: Index, num_tokens: Int32s) -> Int32s:
         """Return the blocks that slots[i] lacks to hold num_tokens[i] tokens."""
@@ -156,46 +168,26 @@ class CacheManager:
 
         Raises CapacityError if too few are free; ask can_allocate first.
         """
-        blocks = self._take_blocks(int(np.add.reduce(added)))
-        rows, columns = self.tables.append_many(slots, added, blocks)
-        return TableDeltas(slots=rows.astype(np.int32), columns=columns, blocks=blocks)
+        entries = TableDeltas._make(self._operations.allocate(slots, added))
+        self._save_evicted()
+        return entries
 
     def extend(self, slot: int, num_tokens: int) -> None:
         """Give one slot the blocks it lacks to hold `num_tokens` tokens."""
-        lacking = self.blocks_for(num_tokens) - int(self.tables.counts[slot])
-        if lacking > 0:
-            self.tables.append(slot, self._take_blocks(lacking))
+        self.extend_all(np.array([slot]), np.array([num_tokens], np.int32))
 
     def extend_all(self, slots: Index, num_tokens: Int32s) -> None:
         """Give each of `slots` (distinct) what it lacks to hold num_tokens[i] tokens."""
-        short = self.blocks_short(slots, num_tokens)
-        lacks = short.nonzero()[0]
-        if len(lacks):
-            self.allocate(slots[lacks], short[lacks])
+        self._operations.extend(slots, num_tokens)
+        self._save_evicted()
+
+    def entries(self, slot: int) -> TableDeltas:
+        """Return all table entries of one slot."""
+        return self.entries_of(np.array([slot]))
 
     def entries_of(self, slots: Index) -> TableDeltas:
         """Return all table entries of `slots`, slot by slot."""
-        firsts = self.tables.firsts[slots]
-        counts = self.tables.counts[slots] - firsts
-        ends = np.add.accumulate(counts, dtype=np.intp)
-        rows = slots.repeat(counts)
-        columns = np.arange(ends[-1]) - (ends - counts - firsts).repeat(counts)
-        return TableDeltas(
-            slots=rows.astype(np.int32),
-            columns=columns.astype(np.int32),
-            blocks=self.tables.blocks[rows, columns],
-        )
-
-    def entries(self, slot: int) -> TableDeltas:
-        """Return all table entries of a slot that was just filled."""
-        blocks, first = self.tables.row(slot).copy(), int(self.tables.firsts[slot])
-        slots = np.empty_like(blocks)
-        slots.fill(slot)
-        return TableDeltas(
-            slots=slots,
-            columns=np.arange(first, first + len(blocks), dtype=np.int32),
-            blocks=blocks,
-        )
+        return TableDeltas._make(self._operations.entries(slots))
 
     def chain(self, token_ids: Int32s, salt: str, tenant: str = "") -> Chain | None:
         """Return the digests of the full blocks of known tokens; None without prefix caching.
@@ -220,42 +212,26 @@ class CacheManager:
 
     def match_all(self, chains: Sequence[Chain]) -> list[PrefixMatch]:
         """Return the match of each of `chains`, looked up together."""
-        found = self.index.find(np.concatenate([chain.digests for chain in chains]))
-        if not np.count_nonzero(found >= 0):
-            return [PrefixMatch(chain, NO_BLOCKS) for chain in chains]
-        matches, begin = [], 0
-        for chain in chains:
-            end = begin + len(chain.digests)
-            blocks = found[begin:end]
-            missing = (blocks < 0).nonzero()[0]
-            matches.append(PrefixMatch(chain, blocks[: missing[0]] if len(missing) else blocks))
-            begin = end
-        return matches
+        found = self.index.longest_matches([chain.digests for chain in chains])
+        return [PrefixMatch(chain, blocks) for chain, blocks in zip(chains, found, strict=True)]
 
     def num_takeable(self, match: PrefixMatch | None) -> int:
         """Return the blocks that could be allocated once `match` is attached."""
         if match is None or not match.num_blocks:
-            return self.pool.num_free
-        return self.pool.num_free - self.pool.num_unreferenced(match.blocks)
+            return self._operations.num_free
+        return self._operations.num_free - self._operations.num_unreferenced(match.blocks)
 
     def attach(self, slot: int, match: PrefixMatch, *, returned: bool = False) -> None:
         """Make an empty slot begin with the blocks of `match`, shared.
 
         returned: its request was preempted, so what it finds may be its own, used once.
         """
-        self._returned[slot] = returned
-        self._registered[slot] = match.num_blocks
-        self._seeds[slot] = match.chain.owner.seed
-        self._owner_numbers[slot] = self.owners.number_now(match.chain.owner)
-        self._chain_ends[slot] = match.chain.end(match.num_blocks)
-        self._chains[slot] = match.chain
-        self._chain_blocks[slot] = len(match.chain.digests)
-        if match.num_blocks:
-            self.pool.share(match.blocks)
-            if not returned:
-                self.pool.protect(match.blocks)
-                self.lineage.found(match.blocks)
-            self.tables.append(slot, match.blocks)
+        chain, blocks = match.chain, match.blocks
+        owner = self.owners.number_now(chain.owner)
+        self._operations.attach(slot, chain.digests, blocks, chain.owner.seed, owner, returned)
+        if len(blocks) and not returned:
+            self.pool.protect(blocks)
+            self.lineage.found(blocks)
 
     def fork(self, source: int, slot: int, num_tokens: int) -> tuple[Int32s, Int32s]:
         """Make an empty slot begin with the first `num_tokens` tokens of `source`.
@@ -268,7 +244,7 @@ class CacheManager:
         first, row = int(self.tables.firsts[source]), self.tables.blocks[source]
         shared, partial = row[first:full].copy(), row[full:end].copy()
         self._inherit_chain(slot, source, shared, full)
-        self.pool.share(shared)
+        self._operations.share(shared)
         own = self._take_blocks(len(partial))
         self.tables.begin(slot, first)
         self.tables.append(slot, np.concatenate((shared, own)))
@@ -292,11 +268,11 @@ class CacheManager:
         firsts = self.tables.firsts[list(sources)].tolist()
         rows = [self.tables.blocks[source, :end].copy() for source in sources]
         for first, row in zip(firsts, rows, strict=True):
-            self.pool.share(row[first:full])
+            self._operations.share(row[first:full])
         copy_from = np.concatenate([NO_BLOCKS, *(row[full:] for row in rows)])
         self.hold(np.unique(copy_from), step)
         index = np.array(slots, np.intp)
-        self.pool.release(self.tables.take(index))
+        self._operations.release(self.tables.take(index))
         copy_to = self._take_blocks(len(copy_from))
         for at, (source, slot, row) in enumerate(zip(sources, slots, rows, strict=True)):
             shared = row[firsts[at] : full]
@@ -309,7 +285,7 @@ class CacheManager:
     def hold(self, blocks: Int32s, step: int) -> None:
         """Keep `blocks` from being handed out until `step` has ended."""
         if len(blocks):
-            self.pool.share(blocks)
+            self._operations.share(blocks)
             self.holds.append((step, blocks))
 
     def register(self, slots: Index, computed: Int32s, tokens: Int32s) -> None:
@@ -321,27 +297,10 @@ class CacheManager:
         """
         if not self.prefix_caching:
             return
-        lasts = computed // self._size
-        firsts = self._registered[slots]
-        fresh = (lasts > firsts).nonzero()[0]
-        if not len(fresh):
-            return
-        slots, firsts, lasts = slots[fresh], firsts[fresh], lasts[fresh]
-        order, digests = self._digests(slots, firsts, lasts, tokens)
-        if order is not None:
-            slots, firsts, lasts = slots[order], firsts[order], lasts[order]
-        counts = lasts - firsts
-        ends = np.add.accumulate(counts, dtype=np.intp)
-        begins = ends - counts
-        columns = np.arange(len(digests)) - (begins - firsts).repeat(counts)
-        each_slot = slots.repeat(counts)
-        parents = np.empty_like(digests)
-        parents[1:] = digests[:-1]
-        parents[begins] = self._chain_ends[slots]
-        blocks = self.tables.blocks[each_slot, columns]
-        self._insert(digests, parents, blocks, each_slot, columns, tokens)
-        self._registered[slots] = lasts
-        self._chain_ends[slots] = digests[ends - 1]
+        num_new = self._operations.register(slots, computed, tokens)
+        if num_new and self.tiers is not None:
+            digests, blocks = self._operations.last_inserted()
+            self.tiers.findable(keys_of(digests), blocks)
 
     def swap_out(self, slot: int) -> None:
         """Save the full blocks of `slot`, which gives them back next, to the tier."""
@@ -356,7 +315,7 @@ class CacheManager:
         """
         assert self.tiers is not None, "places come from a tier"
         self.tiers.tier.begin_fetch(places)  # what is taken now may be saved, but not there
-        self.pool.share(match.blocks)
+        self._operations.share(match.blocks)
         blocks = self._take_blocks(len(places))
         self._describe_fetched(match, blocks, token_ids)
         return self.tiers.swap_in(match.blocks, blocks, places, match.rest[: len(places)])
@@ -376,7 +335,7 @@ class CacheManager:
             return 0
         slots, firsts = slots[behind], firsts[behind]
         self.register(slots, computed[behind], tokens)
-        return self.pool.release(self.tables.drop(slots, firsts))
+        return self._operations.release(self.tables.drop(slots, firsts))
 
     def free(self, slots: Index, last_steps: NDArray[np.int64]) -> int:
         """Empty `slots` (distinct). last_steps[i] is the last step that names slots[i].
@@ -384,16 +343,12 @@ class CacheManager:
         Blocks of a slot with a last step that has not ended are held until it has. Within a request
         later blocks are forgotten first. Returns how many blocks became free now.
         """
-        self._registered[slots] = 0
-        self._chain_blocks[slots] = 0
-        for slot in slots.tolist():
-            self._chains[slot] = None
         busy = last_steps > self._settled_step
         if not np.count_nonzero(busy):
-            return self.pool.release(self.tables.take(slots))
+            return self._operations.free(slots)
         for step in np.unique(last_steps[busy]).tolist():
-            self.holds.append((step, self.tables.take(slots[last_steps == step])))
-        return self.pool.release(self.tables.take(slots[~busy]))
+            self.holds.append((step, self._operations.clear(slots[last_steps == step])))
+        return self._operations.free(slots[~busy])
 
     def settle(self, step: int) -> int:
         """Note that step `step`, and all before it, have ended; return the blocks freed."""
@@ -402,14 +357,14 @@ class CacheManager:
             return 0
         ended = [blocks for until, blocks in self.holds if until <= step]
         self.holds = [(until, blocks) for until, blocks in self.holds if until > step]
-        return sum(self.pool.release(blocks) for blocks in ended)
+        return sum(self._operations.release(blocks) for blocks in ended)
 
     def flush(self) -> int:
         """Make nothing known now findable; return how many blocks were findable.
 
         What runs keeps its blocks and goes on, and is not found either.
         """
-        self._registered[:] = _ALL_COLUMNS
+        self._chains.registered[:] = _ALL_COLUMNS
         self.ghosts.clear()
         self.pool.forget_all()
         if self.tiers is not None:
@@ -437,86 +392,16 @@ class CacheManager:
         return found if self.tiers is None else [*found, *self.tiers.problems()]
 
     def _take_blocks(self, count: int) -> Int32s:
-        blocks, evicted = self.pool.allocate(count)
-        if len(evicted):
-            self.evicted_blocks_total += len(evicted)
-            digests = self.index.forget(evicted)
-            self.ghosts.add(digests)
-            if self.tiers is not None:
-                self.tiers.evicted(keys_of(digests), evicted.astype(np.int32))
+        blocks = self._operations.take(count)
+        self._save_evicted()
         return blocks
 
-    def _digests(
-        self, slots: Index, firsts: Int32s, lasts: Int32s, tokens: Int32s
-    ) -> tuple[Index | None, Uint64s]:
-        """Return digests of blocks firsts[i] .. lasts[i] - 1 of slots[i], and their order of i.
-
-        None for the order as it is. What was digested while its request waited comes first, and is
-        not digested again.
-        """
-        is_known = lasts <= self._chain_blocks[slots]
-        num_known = np.count_nonzero(is_known)
-        if not num_known:
-            return None, self._go_on(slots, firsts, lasts, tokens)
-        known = is_known.nonzero()[0]
-        ranges = (slots[known].tolist(), firsts[known].tolist(), lasts[known].tolist())
-        parts = [
-            self._chain_of(slot).digests[first:last]
-            for slot, first, last in zip(*ranges, strict=True)
-        ]
-        if num_known == len(slots):
-            return None, parts[0] if num_known == 1 else np.concatenate(parts)
-        rest = (~is_known).nonzero()[0]
-        parts.append(self._go_on(slots[rest], firsts[rest], lasts[rest], tokens))
-        return np.concatenate((known, rest)), np.concatenate(parts)
-
-    def _go_on(self, slots: Index, firsts: Int32s, lasts: Int32s, tokens: Int32s) -> Uint64s:
-        """Return digests of blocks that were not digested yet, from firsts[i] on."""
-        return self.hasher.go_on(tokens, slots, firsts, lasts - firsts, self._chain_ends[slots])
-
-    def _chain_of(self, slot: int) -> Chain:
-        chain = self._chains[slot]
-        assert chain is not None, "a slot without a chain has no block of one"
-        return chain
-
-    def _insert(
-        self,
-        digests: Uint64s,
-        parents: Uint64s,
-        blocks: Int32s,
-        slots: Index,
-        columns: NDArray[np.int64],
-        tokens: Int32s,
-    ) -> None:
-        """Make blocks[i], in columns[i] of slots[i], findable under digests[i].
-
-        What was evicted and is computed again is as good as found: it is protected.
-        """
-        new = self.index.insert(digests, blocks)
-        if not len(new):
-            return
-        if len(new) < len(digests):
-            digests = digests[new]
-            blocks, slots, columns = blocks[new], slots[new], columns[new]
-            parents = parents[new]
-        index = blocks.astype(np.intp)
-        self.pool.findable[index] = True
-        again = self.ghosts.take(digests)
-        if np.count_nonzero(again):
-            self.pool.protect(blocks[again & ~self._returned[slots]])
-        num_columns = tokens.shape[1] // self.block_size
-        by_block = tokens[:, : num_columns * self.block_size].reshape(
-            len(tokens), num_columns, self.block_size
-        )
-        self.lineage.describe(
-            index,
-            parents=parents,
-            tokens=by_block[slots, columns],
-            depths=columns + 1,
-            owners=self._owner_numbers[slots],
-        )
+    def _save_evicted(self) -> None:
+        """Let the tier save what the last allocation evicted."""
         if self.tiers is not None:
-            self.tiers.findable(keys_of(digests), blocks)
+            digests, blocks = self._operations.last_evicted()
+            if len(blocks):
+                self.tiers.evicted(keys_of(digests), blocks)
 
     def _insert_fetched(self, keys: list[bytes], blocks: Int32s) -> None:
         """Make blocks that came from a tier findable."""
@@ -541,11 +426,11 @@ class CacheManager:
 
     def _owners_now(self) -> Int32s:
         """Return the owners of findable blocks, and of what runs or ran last in each slot."""
-        return np.concatenate((self.lineage.owners[self.pool.findable], self._owner_numbers))
+        return np.concatenate((self.lineage.owners[self.pool.findable], self._chains.owners))
 
     def _findable_end(self, slot: int) -> int:
         """Return the column of `slot` before which all were offered to the index."""
-        return min(int(self._registered[slot]), int(self.tables.counts[slot]))
+        return min(int(self._chains.registered[slot]), int(self.tables.counts[slot]))
 
     def _inherit_chain(self, slot: int, source: int, shared: Int32s, num_blocks: int) -> None:
         """Continue the chain of `source` in `slot`, behind the `shared` blocks.
@@ -553,18 +438,17 @@ class CacheManager:
         They need no second digest where the index knows the last of them, number num_blocks of the
         chain.
         """
-        self._chains[slot], self._chain_blocks[slot] = None, 0
-        self._seeds[slot] = self._seeds[source]
-        self._owner_numbers[slot] = self._owner_numbers[source]
-        self._returned[slot] = False
-        if self._registered[source] == _ALL_COLUMNS:  # flushed since
-            self._registered[slot] = _ALL_COLUMNS
+        chains = self._chains
+        seed, owner = chains.seeds[source], int(chains.owners[source])
+        was_flushed = chains.registered[source] == _ALL_COLUMNS  # it may be `slot` itself
+        self._operations.attach(slot, NO_DIGESTS, NO_BLOCKS, seed, owner, False)
+        if was_flushed:
+            chains.registered[slot] = _ALL_COLUMNS
             return
         key = self.index.key_of(int(shared[-1])) if len(shared) else None
         if key is None:
             # From the first block on, unless that was given back: then nothing of it is offered.
-            self._registered[slot] = 0 if len(shared) == num_blocks else _ALL_COLUMNS
-            self._chain_ends[slot] = self._seeds[slot]
+            chains.registered[slot] = 0 if len(shared) == num_blocks else _ALL_COLUMNS
             return
-        self._registered[slot] = num_blocks
-        self._chain_ends[slot] = np.frombuffer(key, np.uint64)
+        chains.registered[slot] = num_blocks
+        chains.ends[slot] = np.frombuffer(key, np.uint64)

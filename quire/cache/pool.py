@@ -12,6 +12,8 @@ every operation takes many blocks at a time.
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,6 +26,8 @@ Bools = NDArray[np.bool_]
 # Free blocks that were used again keep their protection up to this share of the pool
 # (measured: bench/memory/prefix.py, EXPERIMENTS.md).
 PROTECTED_SHARE = 0.8
+
+_STACK, _MIN_STACK, _ALLOCATED, _EVICTED = range(4)
 
 
 class BlockPool:
@@ -41,33 +45,50 @@ class BlockPool:
         # Set by the owner of the prefix index, cleared here when such a block is handed out.
         self.findable: Bools = np.zeros(num_blocks, np.bool_)
         self.protected: Bools = np.zeros(num_blocks, np.bool_)  # findable ones only
-        self._stack: Index = np.arange(num_blocks - 1, -1, -1, dtype=np.intp)
-        self._stack_size = self._min_stack = num_blocks
-        self._once = AgeQueue(num_blocks)
-        self._again = AgeQueue(num_blocks)
+        self.stack: Index = np.arange(num_blocks - 1, -1, -1, dtype=np.intp)
+        # Size of the stack, its smallest until now, blocks allocated and evicted in all.
+        self.counts = np.array([num_blocks, num_blocks, 0, 0], np.int64)
+        self._values = memoryview(self.counts.data)  # reads faster
+        self.once = AgeQueue(num_blocks)
+        self.again = AgeQueue(num_blocks)
         self._scratch: Int32s = np.zeros(num_blocks, np.int32)
-        self.allocated_blocks_total = 0
-        self.allocation_ns_total = 0  # counted by a subclass that reads a clock
 
     @property
     def num_free(self) -> int:
         """Blocks that can be handed out now, findable ones included."""
-        return self._stack_size + self._once.size + self._again.size
+        return self._values[_STACK] + len(self.once) + len(self.again)
 
     @property
     def num_never_used(self) -> int:
         """The last so many blocks were never handed out: they lie at the bottom of the stack."""
-        return self._min_stack
+        return self._values[_MIN_STACK]
 
     @property
     def num_free_findable(self) -> int:
         """Free blocks with content that a prefix match would still find."""
-        return len(self._once) + len(self._again)
+        return len(self.once) + len(self.again)
 
     @property
     def num_free_protected(self) -> int:
         """Those of them that were used again, handed out after all others."""
-        return len(self._again)
+        return len(self.again)
+
+    @property
+    def allocated_blocks_total(self) -> int:
+        """Blocks handed out in all."""
+        return self._values[_ALLOCATED]
+
+    @property
+    def evicted_blocks_total(self) -> int:
+        """Of these, blocks that were findable until then."""
+        return self._values[_EVICTED]
+
+    def refuse(self, count: int) -> NoReturn:
+        """Raise CapacityError: fewer than `count` blocks are free."""
+        raise CapacityError(
+            f"{count} KV blocks were asked for and {self.num_free} of {self.num_blocks} are "
+            "free; the scheduler must make room first"
+        )
 
     def allocate(self, count: int) -> tuple[Int32s, Index]:
         """Allocate `count` blocks, each with one reference.
@@ -76,26 +97,24 @@ class BlockPool:
         the caller makes its index forget them. Raises CapacityError if too few are free.
         """
         if count > self.num_free:
-            raise CapacityError(
-                f"{count} KV blocks were asked for and {self.num_free} of {self.num_blocks} are "
-                "free; the scheduler must make room first"
-            )
-        plain = min(count, self._stack_size)
-        top = self._stack_size
-        blocks = self._stack[top - plain : top][::-1].copy()
-        self._stack_size = top - plain
-        self._min_stack = min(self._min_stack, self._stack_size)
+            self.refuse(count)
+        top = self._values[_STACK]
+        plain = min(count, top)
+        blocks = self.stack[top - plain : top][::-1].copy()
+        self.counts[_STACK] = top - plain
+        self.counts[_MIN_STACK] = min(self.num_never_used, top - plain)
+        self.counts[_ALLOCATED] += count
+        self.counts[_EVICTED] += count - plain
         evicted = blocks[:0]
         if plain < count:
-            once = min(count - plain, len(self._once))
-            evicted = self._once.pop(once)
+            once = min(count - plain, len(self.once))
+            evicted = self.once.pop(once)
             if plain + once < count:
-                evicted = np.concatenate((evicted, self._again.pop(count - plain - once)))
+                evicted = np.concatenate((evicted, self.again.pop(count - plain - once)))
                 self.protected[evicted] = False
             self.findable[evicted] = False
             blocks = np.concatenate((blocks, evicted)) if plain else evicted
         self.references[blocks] = 1
-        self.allocated_blocks_total += count
         return blocks.astype(np.int32), evicted
 
     def share(self, blocks: Int32s) -> None:
@@ -104,8 +123,8 @@ class BlockPool:
         revived = index[self.references[index] == 0]
         if len(revived):
             again = self.protected[revived]
-            self._once.take(revived[~again])
-            self._again.take(revived[again])
+            self.once.take(revived[~again])
+            self.again.take(revived[again])
         self.references[index] += 1
 
     def protect(self, blocks: Int32s) -> None:
@@ -135,8 +154,8 @@ class BlockPool:
 
     def forget_all(self) -> None:
         """Make no block findable: free ones become plain, others when they are released."""
-        self._push_stack(self._once.clear())
-        self._push_stack(self._again.clear())
+        self._push_stack(self.once.clear())
+        self._push_stack(self.again.clear())
         self.findable[:] = False
         self.protected[:] = False
 
@@ -150,16 +169,16 @@ class BlockPool:
 
     def free_blocks(self) -> tuple[Index, Index]:
         """Return plain free blocks, and findable ones in order of eviction."""
-        findable = np.concatenate((self._once.blocks(), self._again.blocks()))
-        return self._stack[: self._stack_size].copy(), findable
+        findable = np.concatenate((self.once.blocks(), self.again.blocks()))
+        return self.stack[: self._values[_STACK]].copy(), findable
 
     def protected_blocks(self) -> Index:
         """Return free blocks that are allocated after all others, oldest first."""
-        return self._again.blocks()
+        return self.again.blocks()
 
     def rebuild(self, references: Int32s) -> None:
         """Replace the reference counts and derive the free blocks anew; keeps the order of age."""
-        aged = np.concatenate((self._once.clear(), self._again.clear()))
+        aged = np.concatenate((self.once.clear(), self.again.clear()))
         self.references[:] = references
         self.protected &= self.findable
         free = (references == 0) & self.findable
@@ -167,8 +186,8 @@ class BlockPool:
         free[kept] = False
         self._push_findable(np.concatenate((kept, np.flatnonzero(free))))
         plain = np.flatnonzero((references == 0) & ~self.findable)[::-1]
-        self._stack[: len(plain)] = plain
-        self._stack_size = len(plain)
+        self.stack[: len(plain)] = plain
+        self.counts[_STACK] = len(plain)
 
     def _release_shared(self, blocks: Index) -> Index:
         """Take the references; return which became free, each once."""
@@ -181,19 +200,19 @@ class BlockPool:
         return kept
 
     def _push_stack(self, blocks: Index) -> None:
-        top = self._stack_size
-        self._stack[top : top + len(blocks)] = blocks[::-1]
-        self._stack_size = top + len(blocks)
+        top = self._values[_STACK]
+        self.stack[top : top + len(blocks)] = blocks[::-1]
+        self.counts[_STACK] = top + len(blocks)
 
     def _push_findable(self, blocks: Index) -> None:
         again = self.protected[blocks]
         if not np.count_nonzero(again):
-            self._once.push(blocks)
+            self.once.push(blocks)
             return
-        self._once.push(blocks[~again])
-        self._again.push(blocks[again])
-        beyond = len(self._again) - self.max_protected
+        self.once.push(blocks[~again])
+        self.again.push(blocks[again])
+        beyond = len(self.again) - self.max_protected
         if beyond > 0:
-            oldest = self._again.pop(beyond)
+            oldest = self.again.pop(beyond)
             self.protected[oldest] = False
-            self._once.push(oldest)
+            self.once.push(oldest)

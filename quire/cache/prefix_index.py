@@ -19,20 +19,24 @@ class PrefixIndex:
     """An index over `num_blocks` blocks, empty at first."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._block_of = DigestTable()
-        self._digests: Uint64s = np.zeros((num_blocks, 2), np.uint64)
+        self.table = DigestTable()
+        self.digests: Uint64s = np.zeros((num_blocks, 2), np.uint64)
         self.known: NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)  # which have a digest
 
     def __len__(self) -> int:
-        return len(self._block_of)
+        return len(self.table)
 
     def longest_match(self, digests: Uint64s) -> Int32s:
         """Return blocks of the longest run of known digests from the first on."""
-        return self._block_of.longest_run(digests)
+        return self.table.longest_run(digests)
+
+    def longest_matches(self, chains: list[Uint64s]) -> list[Int32s]:
+        """Return the longest match of each of `chains`."""
+        return self.table.longest_runs(chains)
 
     def find(self, digests: Uint64s) -> Int32s:
         """Return the block of each digest, -1 where it is not known."""
-        return self._block_of.find(digests)
+        return self.table.find(digests)
 
     def insert(self, digests: Uint64s, blocks: Int32s) -> NDArray[np.int64]:
         """Make blocks[i] (distinct) findable under digests[i]; returns the i that are new here.
@@ -44,10 +48,10 @@ class PrefixIndex:
         if np.count_nonzero(self.known[index]):
             free = np.flatnonzero(~self.known[index])
             digests, blocks, index = digests[free], blocks[free], index[free]
-        new = self._block_of.put(digests, blocks)
+        new = self.table.put(digests, blocks)
         if len(new) < len(blocks):
             digests, index = digests[new], index[new]
-        self._digests[index] = digests
+        self.digests[index] = digests
         self.known[index] = True
         return new if free is None else free[new]
 
@@ -56,33 +60,31 @@ class PrefixIndex:
         if np.count_nonzero(self.known[blocks]) < len(blocks):
             block = int(blocks[~self.known[blocks]][0])
             raise RuntimeError(f"block {block} was evicted but the prefix index has no key")
-        digests = self._digests.take(blocks, axis=0)
-        self._block_of.take(digests)
+        digests = self.digests.take(blocks, axis=0)
+        self.table.take(digests)
         self.known[blocks] = False
         return digests
 
     def clear(self) -> int:
         """Drop all; return how many."""
-        dropped = len(self._block_of)
-        self._block_of.clear()
+        dropped = len(self.table)
+        self.table.clear()
         self.known[:] = False
         return dropped
 
     def key_of(self, block: int) -> bytes | None:
         """Return the digest under which `block` is found, None if it is not."""
-        return self._digests[block].tobytes() if self.known[block] else None
+        return self.digests[block].tobytes() if self.known[block] else None
 
     def problems(self) -> list[str]:
         """Return contradictions between the two directions, in words."""
         blocks = np.flatnonzero(self.known)
-        found_as = self._block_of.find(self._digests[blocks])
+        found_as = self.table.find(self.digests[blocks])
         wrong = found_as != blocks
         found = [
             f"prefix index: key of block {block} leads to block {other if other >= 0 else None}"
             for block, other in zip(blocks[wrong].tolist(), found_as[wrong].tolist(), strict=True)
         ]
-        if len(blocks) != len(self._block_of):
-            found.append(
-                f"prefix index: {len(self._block_of)} keys but {len(blocks)} blocks with one"
-            )
+        if len(blocks) != len(self.table):
+            found.append(f"prefix index: {len(self.table)} keys but {len(blocks)} blocks with one")
         return found

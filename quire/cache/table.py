@@ -25,9 +25,10 @@ class BlockTable:
         self.block_size = block_size
         # The request in a slot, and the one in the slot that last named a block: numbers of names,
         # for reports of the audit.
-        self._holders: Int64s = np.zeros(num_slots, np.int64)
-        self._last_holders: Int64s = np.zeros(num_blocks, np.int64)
+        self.holders: Int64s = np.zeros(num_slots, np.int64)
+        self.holders_by_block: Int64s = np.zeros(num_blocks, np.int64)
         self._names = {0: ""}
+        self._max_names = 2 * (num_slots + num_blocks)
         self._num_named = 0
         self.blocks: Int32s = np.full((num_slots, num_columns), -1, np.int32)
         self.firsts: Int32s = np.zeros(num_slots, np.int32)
@@ -37,19 +38,19 @@ class BlockTable:
     def name(self, slot: int, holder: str) -> None:
         """Note that the request `holder` takes `slot`."""
         self._num_named += 1
-        self._holders[slot] = self._num_named
+        self.holders[slot] = self._num_named
         self._names[self._num_named] = holder
-        if len(self._names) > 2 * (len(self._holders) + len(self._last_holders)):
-            used = {0, *self._holders.tolist(), *self._last_holders.tolist()}
+        if len(self._names) > self._max_names:
+            used = {0, *self.holders.tolist(), *self.holders_by_block.tolist()}
             self._names = {number: self._names[number] for number in used}
 
     def holder(self, slot: int) -> str:
         """Return the name of the request that took `slot` last."""
-        return self._names[int(self._holders[slot])]
+        return self._names[int(self.holders[slot])]
 
     def last_holders(self) -> NDArray[Any]:
         """Return the name of the request that last held each block, "" for none."""
-        return np.array([self._names[number] for number in self._last_holders.tolist()], object)
+        return np.array([self._names[number] for number in self.holders_by_block.tolist()], object)
 
     def row(self, slot: int) -> Int32s:
         """Return the blocks of `slot`, from column firsts[slot] on (a view)."""
@@ -82,7 +83,7 @@ class BlockTable:
         first = int(self.counts[slot])
         last = first + len(blocks)
         self.blocks[slot, first:last] = blocks
-        self._last_holders[blocks] = self._holders[slot]
+        self.holders_by_block[blocks] = self.holders[slot]
         self.counts[slot] = last
         self.capacities[slot] = last * self.block_size
 
@@ -101,7 +102,7 @@ class BlockTable:
             columns = np.arange(len(blocks), dtype=np.int32)
             columns += (counts - ends).repeat(added)
         self.blocks[rows, columns] = blocks
-        self._last_holders[blocks] = self._holders[rows]
+        self.holders_by_block[blocks] = self.holders[rows]
         self.counts[slots] = counts
         self.capacities[slots] = counts * np.int32(self.block_size)
         return rows, columns

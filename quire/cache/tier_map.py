@@ -23,11 +23,19 @@ class TierMap:
     """`num_blocks` places of a tier of that kind; lower ones are filled first.
 
     Memory grows with those that were used. block_ms: expected time to move one block, until it is
-    measured.
+    measured. max_saving: blocks that may be on their way there at once.
     """
 
-    def __init__(self, num_blocks: int, kind: Tier = Tier.DISK, *, block_ms: float = 1.0) -> None:
-        self.num_blocks, self.kind, self.block_ms = num_blocks, kind, block_ms
+    def __init__(
+        self,
+        num_blocks: int,
+        kind: Tier = Tier.DISK,
+        *,
+        block_ms: float = 1.0,
+        max_saving: int = 16,
+    ) -> None:
+        self.num_blocks, self.kind = num_blocks, kind
+        self.block_ms, self.max_saving = block_ms, max_saving
         self._place_of: OrderedDict[bytes, int] = OrderedDict()  # oldest use first
         self._key_of: dict[int, bytes] = {}
         self._awaited: dict[int, bytes] = {}

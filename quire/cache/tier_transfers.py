@@ -59,8 +59,8 @@ class Fetch:
 class TierTransfers:
     """Copies between `pool` and the places of `tier`.
 
-    insert: makes blocks findable. max_saving: blocks that may be on their way to the tier at once.
-    saves_evicted: whether evicted blocks are worth saving; set where transfer costs are known.
+    insert: makes blocks findable. saves_evicted: whether evicted blocks are worth saving; set where
+    transfer costs are known.
     """
 
     def __init__(
@@ -69,15 +69,13 @@ class TierTransfers:
         pool: BlockPool,
         index: PrefixIndex,
         insert: Insert,
-        *,
-        max_saving: int,
     ) -> None:
         self.tier = tier
         self.saves_evicted = True
         self.is_broken = False
         self.unsaved_total = 0  # evicted while too many were on their way
         self._pool, self._index, self._insert = pool, index, insert
-        self._max_saving = max_saving
+        self._max_saving = tier.max_saving
         self._num_saving = 0
         self._saves: list[tuple[bytes, int, int]] = []  # digest, block, place; for the next plan
         self._fetches: list[Fetch] = []

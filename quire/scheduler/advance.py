@@ -125,6 +125,6 @@ class Advance:
             return step.budget.allot(starts, wanted, scored)
         queue = self._requests.queue
         first: SequenceState | None = None
-        if self._requests.may_admit and len(queue):
+        if self._requests.admission_is_due and len(queue):
             first = queue.first
         return self._prompts.allot(step, index, starts, wanted, scored, first, len(queue))

@@ -30,7 +30,7 @@ class StepExtension:
     def begin_step(self, step: Step) -> None:
         """Pause slots, preempt, or add to the plan before running requests advance."""
 
-    def may_admit(self, step: Step, sequence: SequenceState) -> bool:
+    def allows_admission(self, step: Step, sequence: SequenceState) -> bool:
         """Return whether `sequence`, and those behind it, may be admitted in this step."""
         return True
 

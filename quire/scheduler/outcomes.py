@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,7 @@ from quire.scheduler.prompt_scores import keep_scores
 from quire.scheduler.request_table import RequestTable
 from quire.scheduler.running_batch import Bools, Index, Int32s, RunningBatch
 from quire.scheduler.sequence import SequenceGroup, SequenceState
-from quire.scheduler.token_runs import NO_IDS, NO_TAILS, RunTail, run_tails
+from quire.scheduler.token_runs import NO_TAILS, RunTail, run_tails
 
 _Number = TypeVar("_Number", np.int32, np.float32)
 
@@ -83,13 +83,13 @@ class Outcomes:
             has_event[list(tails)] = True
         rows = has_event.nonzero()[0]
         if not (len(rows) or outcome.errors or scored or progress):
-            return make_outputs(result, entries, None, batch.request_ids(index), [], [])
+            return make_outputs(result, entries, None, batch.request_ids(index), ())
         plain = (~has_event).nonzero()[0]
         request_ids = batch.request_ids(index[plain])
         groups: Sequence[SequenceGroup] = ()
         if self._groups.is_active:
             groups = self._groups.take(index, rows, result, entries, now_ms)
-        events = self._events(index, ids, lengths, stops, rows, tails, now_ms)
+        events, finished = self._events(result, outcome, lengths, stops, rows, tails, now_ms)
         ended: list[RequestOutput] = progress
         if outcome.errors:
             ended += self._fail(outcome.errors, plan)
@@ -97,10 +97,8 @@ class Outcomes:
             ended += self._end_scored(scored, now_ms)
         for group in groups:
             ended += self._end_group(group, now_ms)
-        self._finish(
-            [event.sequence for event in events if event.finish_reason is not None], now_ms
-        )
-        return make_outputs(result, entries, plain, request_ids, events, ended)
+        self._finish(finished, now_ms)
+        return make_outputs(result, entries, plain, request_ids, (*events, *ended))
 
     def _finish(self, sequences: list[SequenceState], now_ms: float) -> None:
         """End requests that have their last token, and learn from them."""
@@ -134,44 +132,57 @@ class Outcomes:
 
     def _events(
         self,
-        index: Index,
-        ids: Int32s,
+        result: StepResult,
+        outcome: PlanOutcome,
         lengths: Int32s,
         stops: Bools,
         rows: Index,
         tails: Mapping[int, RunTail],
         now_ms: float,
-    ) -> list[Event]:
-        """Return the events of `rows`: first tokens, runs of several tokens, and ends."""
-        events = []
-        batch, next_event = self._batch, self._batch.next_event
-        of_rows = (rows, index[rows], ids[rows], lengths[rows], stops[rows])
+    ) -> tuple[list[RequestOutput], list[SequenceState]]:
+        """Return outputs for `rows`: first tokens, runs of several tokens, and ends.
+
+        rows: of outcome.sampled, like lengths and stops. Also returns the requests that have ended.
+        """
+        outputs, finished = [], []
+        batch, next_event, entries = self._batch, self._batch.next_event, outcome.entries
+        first_entries = rows if entries is None else entries[rows]
+        of_rows = (rows, outcome.sampled[rows], first_entries, lengths[rows], stops[rows])
         columns = [values.tolist() for values in of_rows]
-        for row, slot, token_id, length, stops_here in zip(*columns, strict=True):
+        ids = result.token_ids[first_entries].tolist()
+        for row, slot, entry, length, stops_here, token_id in zip(*columns, ids, strict=True):
             sequence = batch.sequence(slot)
             if sequence.group is not None:
                 continue
-            if (
-                sequence.times.first_token_ms != sequence.times.first_token_ms
-            ):  # NaN: this is the first
-                sequence.times.first_token_ms = now_ms
+            times = sequence.times
+            if times.first_token_ms != times.first_token_ms:  # NaN: this is the first
+                times.first_token_ms = now_ms
                 if sequence.prediction is not None:
                     self._margin.came(sequence.prediction, now_ms)
                     sequence.prediction = None
-            sequence.times.last_token_ms = now_ms
+            times.last_token_ms = now_ms
             next_event[slot] = sequence.limit
-            reason, more, stop_id = None, NO_IDS, None
+            reason, token_ids, stop_id = None, (token_id,), None
             if stops_here:
                 reason, stop_id = FinishReason.STOP, token_id
             elif row in tails:
                 more, stop_id, is_over = tails[row].within(sequence, length)
                 batch.extend(slot, more)
+                token_ids = (token_id, *more)
                 if is_over:
                     reason = FinishReason.STOP
-            if reason is None and length + len(more) >= sequence.limit:
+            if reason is None and length + len(token_ids) > sequence.limit:
                 reason = FinishReason.LENGTH
-            events.append(Event(row, sequence, (token_id, *more), reason, stop_id))
-        return events
+            if reason is not None:
+                finished.append(sequence)
+            output = sequence.output(token_ids, reason)
+            output.stop_id = stop_id
+            if len(result.logprobs):
+                output.logprobs = _run_logprobs(result, entry, len(token_ids))
+            if sequence.asks_scores:
+                output.scores = sequence.take_scores()
+            outputs.append(output)
+        return outputs, finished
 
     def _fail(self, errors: Sequence[RowError], plan: StepPlan) -> list[RequestOutput]:
         """End the requests of failed rows; return their last outputs."""
@@ -205,34 +216,19 @@ class Outcomes:
         return outputs
 
 
-class Event(NamedTuple):
-    """Requires an output object for run `row` of a step.
-
-    token_ids: the part of the run that the request takes. stop_id: its last token, where that ended
-    the request.
-    """
-
-    row: int
-    sequence: SequenceState
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None = None
-    stop_id: int | None = None
-
-
 def make_outputs(
     result: StepResult,
     entries: Index | None,
     plain: Index | None,
     request_ids: list[str],
-    events: list[Event],
-    ended: list[RequestOutput],
+    events: tuple[RequestOutput, ...],
 ) -> StepOutputs:
     """Return the outputs of one step.
 
     entries: the first tokens of the valid runs of `result` (None: all runs are one token, in
     order). plain: which of the runs need no event (None: all, and there is nothing else), for the
-    requests in request_ids. events: the others.
-    ended: outputs of requests that ended without a token.
+    requests in request_ids. events: outputs of the other runs, and of requests that ended without
+    a token.
     """
     if entries is None and plain is None:  # a steady step: all of it, as it is
         return StepOutputs(
@@ -247,16 +243,6 @@ def make_outputs(
     of_plain = entries
     if plain is not None:
         of_plain = plain if entries is None else entries[plain]
-    made = [
-        event.sequence.output(
-            token_ids=event.token_ids,
-            logprobs=_run_logprobs(result, entries, event) if len(result.logprobs) else (),
-            scores=event.sequence.take_scores() if event.sequence.scores_prompt else None,
-            finish_reason=event.finish_reason,
-            stop_id=event.stop_id,
-        )
-        for event in events
-    ]
     return StepOutputs(
         step=result.step,
         request_ids=request_ids,
@@ -265,19 +251,13 @@ def make_outputs(
         top_ids=_pick(result.top_ids, of_plain),
         top_logprobs=_pick(result.top_logprobs, of_plain),
         listed_logprobs=_pick(result.listed_logprobs, of_plain),
-        events=(*made, *ended),
+        events=events,
     )
 
 
-def _run_logprobs(
-    result: StepResult, entries: Index | None, event: Event
-) -> tuple[TokenLogprobs, ...]:
-    first = event.row if entries is None else int(entries[event.row])
+def _run_logprobs(result: StepResult, first: int, count: int) -> tuple[TokenLogprobs, ...]:
     arrays = (result.logprobs, result.top_ids, result.top_logprobs, result.listed_logprobs)
-    found = [
-        token_logprobs(entry, result.token_ids, *arrays)
-        for entry in range(first, first + len(event.token_ids))
-    ]
+    found = [token_logprobs(at, result.token_ids, *arrays) for at in range(first, first + count)]
     return tuple(chain.from_iterable(found))
 
 

@@ -4,7 +4,7 @@ Knows sequences, their groups and where they are: in the queue or in a slot. Kno
 results, and decides nothing: which requests leave is an argument. Always holds: a live request is
 in the queue, in a slot, a stream of a group that is in either, or paused; a request that leaves its
 slot gives its blocks back, findable as far as they were computed; every such event allows
-admissions to be tried again (`may_admit`).
+admissions to be tried again (`admission_is_due`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quire.scheduler.waiting_queue import QueuePolicy, WaitingQueue
 class RequestTable:
     """sequences: by request id. retired: slots given back since the last plan was sent.
 
-    may_admit: whether an admission may succeed. Events set it, so that a blocked queue costs
+    admission_is_due: whether an admission may succeed. Events set it, so that a blocked queue costs
     nothing. predicts_lengths: whether waiting requests need a predicted output length.
     """
 
@@ -57,7 +57,7 @@ class RequestTable:
         self.sequences: dict[str, SequenceState] = {}
         self._leaders: dict[str, SequenceState] = {}  # by group
         self.retired: list[int] = []
-        self.may_admit = False
+        self.admission_is_due = False
         self.predicts_lengths = policy.uses_lengths
 
     def token_limit(self, request: Request) -> int | None:
@@ -103,7 +103,7 @@ class RequestTable:
             sequence.likely_tokens = self._likely_tokens(sequence)
         self.queue.add(sequence)
         self._shares.enqueued(sequence)
-        self.may_admit = True
+        self.admission_is_due = True
 
     def requeue(self, sequence: SequenceState) -> None:
         """Give the waiting `sequence` a new place."""
@@ -157,7 +157,7 @@ class RequestTable:
         batch.release(slots)
         self.retired.extend(slots)
         self.in_flight.left(slots)
-        self.may_admit = True
+        self.admission_is_due = True
 
     def take_retired(self) -> list[int]:
         """Return the slots given back since the last call."""
@@ -184,7 +184,7 @@ class RequestTable:
         for stream in group.streams:
             stream.alive = False
             del self.sequences[stream.request.request_id]
-        self.may_admit = True
+        self.admission_is_due = True
         self._groups.forget(group)
         return group.streams
 
@@ -204,7 +204,7 @@ class RequestTable:
     def _dequeue(self, sequence: SequenceState) -> None:
         self.queue.remove(sequence)
         self._shares.dequeued(sequence)
-        self.may_admit = True
+        self.admission_is_due = True
 
     def _forget(self, sequence: SequenceState) -> None:
         """End a request that is in no slot and not in the queue."""

@@ -111,18 +111,24 @@ class RunningBatch:
         self.scheduled[slot] = self.computed[slot] = start
         self.goal[slot] = known
         self.ceiling[slot] = self.longest[slot] = max(sequence.limit - 1, num_prompt_tokens)
-        self._without_output[slot] = without_output = sequence.limit == num_prompt_tokens
-        self.num_without_output += without_output
-        self._reports[slot] = request.report_progress
-        self.num_reporting += request.report_progress
-        is_scored = sequence.has_positions_to_score
-        self._scored_until[slot] = num_prompt_tokens - 1 if is_scored else 0
-        self._num_scored += is_scored
         self.stored[slot] = stored
         self.next_event[slot] = known + 1 if known == num_prompt_tokens else sequence.limit
-        self.last_token_ms[slot] = sequence.times.last_token_ms
-        self.mirostat_mus[slot] = sequence.mirostat_mu or 0.0
-        self.tpot_slo_ms[slot] = np.inf if request.tpot_slo_ms is None else request.tpot_slo_ms
+        # An empty slot has what most requests have of the following; release() sees to that.
+        if sequence.limit == num_prompt_tokens:
+            self._without_output[slot] = True
+            self.num_without_output += 1
+        if request.report_progress:
+            self._reports[slot] = True
+            self.num_reporting += 1
+        if sequence.has_positions_to_score:
+            self._scored_until[slot] = num_prompt_tokens - 1
+            self._num_scored += 1
+        if known > num_prompt_tokens:
+            self.last_token_ms[slot] = sequence.times.last_token_ms
+        if sequence.mirostat_mu:
+            self.mirostat_mus[slot] = sequence.mirostat_mu
+        if request.tpot_slo_ms is not None:
+            self.tpot_slo_ms[slot] = request.tpot_slo_ms
         self.num_long += sequence.is_long
         self._watch_stops(slot, request.stop_ids)
         self._request_ids[slot] = request.request_id
@@ -233,6 +239,9 @@ class RunningBatch:
             self.sequences[slot] = None
             self._unwatch_stops(sequence.request.stop_ids)
         self.free_slots.extend(slots)
+        self.last_token_ms[index] = np.nan
+        self.mirostat_mus[index] = 0.0
+        self.tpot_slo_ms[index] = np.inf
         if self.num_without_output:
             self.num_without_output -= int(np.count_nonzero(self._without_output[index]))
             self._without_output[index] = False

@@ -208,7 +208,7 @@ class Scheduler:
                 extension.begin_step(step)
         if len(batch.active):
             self._advance.advance(step, step.paused + step.deferred)
-        if requests.may_admit and len(self._queue):
+        if requests.admission_is_due and len(self._queue):
             self._admit(step)
         if step.yielding:
             self._prompts.advance_yielding(step, self._cache, self._tenants)
@@ -242,7 +242,7 @@ class Scheduler:
                 began_ms = self._last_step_ms
             self.speed.note(plan, len(result.token_ids) + num_scores, now_ms - began_ms)
         if self._cache.settle(plan.step):
-            requests.may_admit = True
+            requests.admission_is_due = True
         self._last_plan, self._last_step_ms = plan, now_ms
         self._steps_ended += 1
         outputs = self._outcomes.apply(plan, result, outcome, now_ms)
@@ -252,7 +252,7 @@ class Scheduler:
     def copies_ended(self, copies: CopiesEnded, now_ms: float) -> None:
         """Note that blocks have reached a tier, or come from one."""
         self._kv_loads.ended(copies, now_ms)
-        self._requests.may_admit = True
+        self._requests.admission_is_due = True
 
     def stats(self) -> EngineStats:
         """Return counters and gauges."""
@@ -267,11 +267,11 @@ class Scheduler:
             tenant_blocks=self._tenants.reported_blocks(self._last_step_ms),
             blocks_total=cache.num_blocks,
             blocks_used=cache.num_blocks - cache.num_free,
-            blocks_cached=cache.pool.num_free_findable,
+            blocks_cached=cache.num_free_findable,
             blocks_free=cache.num_free,
             blocks_reserved=self._reserved_blocks(),
             allocated_blocks_total=cache.pool.allocated_blocks_total,
-            block_allocation_ms_total=cache.pool.allocation_ns_total / 1e6,
+            block_allocation_ms_total=cache.allocation_ns_total / 1e6,
             steps_total=self._steps_ended,
             device_busy_ms_total=self._busy_ms,
             step_rows=len(last.slots) + (last.layers is not None) if last else 0,
@@ -329,15 +329,18 @@ class Scheduler:
             self._prompts.bound(step, len(self._queue), step.paused + step.deferred)
         before = self._policy.rank(step.yielding[0]) if step.yielding else None
         if step.has_room:
-            self._requests.may_admit = self._admitter.admit(self._queue, step, before=before)
+            self._requests.admission_is_due = self._admitter.admit(self._queue, step, before=before)
         elif self._tenants.any_floor_left():
             self._admitter.admit(self._queue, step, floors_only=True, before=before)
 
     def _drop_behind(self) -> None:
         """Give back blocks that no running request sees any more."""
         batch, active = self._batch, self._batch.active
-        if self._cache.drop_behind(active, batch.computed[active], batch.tokens.tokens):
-            self._requests.may_admit = True
+        computed = batch.computed[active]
+        if self._beams.is_active:
+            computed = self._beams.computed_by_all(active, computed)
+        if self._cache.drop_behind(active, computed, batch.tokens.tokens):
+            self._requests.admission_is_due = True
 
     def _reserved_blocks(self) -> int:
         """Return the blocks that running requests lack for known tokens, at most 0.5 s old."""

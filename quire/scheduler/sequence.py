@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,6 @@ from quire.base.records import (
     Request,
     RequestOutput,
     RequestTimes,
-    TokenLogprobs,
 )
 from quire.cache.chain import Chain
 from quire.cache.manager import CacheManager
@@ -107,13 +106,13 @@ class SequenceGroup(Protocol):
 class SequenceState:
     """A live request.
 
-    arrival: 0, 1, 2, ... in order of arrival. limit: the most tokens it may have. token_ids: all
-    tokens known when it last entered the queue; chain: digests of their blocks, made once while it
-    waits.
+    arrival: 0, 1, 2, ... in order of arrival. limit: the most tokens it may have. asks_scores:
+    whether its request wants the scores of the prompt. token_ids: all tokens known when it last
+    entered the queue; chain: digests of their blocks, made once while it waits.
 
     key: given by the policy when it entered the queue. is_long: whether it then had many tokens.
-    passed: how many requests overtook it while blocks were short. likely_tokens: predicted output
-    tokens still to come, where that is needed.
+    num_overtakes: how many requests overtook it while blocks were short. likely_tokens: predicted
+    output tokens still to come, where that is needed.
 
     leader: of a fork, the request that computes the prompt they share; forks: of a leader. group:
     the beams it belongs to, or is a stream of. slot: NO_SLOT while it waits. is_held: paused by
@@ -127,10 +126,11 @@ class SequenceState:
     limit: int
     token_ids: NDArray[np.int32]
     num_prompt_tokens: int = field(init=False)
+    asks_scores: bool = field(init=False)
     chain: Chain | None = None
     key: tuple[float, ...] = ()
     is_long: bool = False
-    passed: int = 0
+    num_overtakes: int = 0
     likely_tokens: float = 1.0
     missed_first_token: bool = False
     leader: SequenceState | None = None
@@ -151,6 +151,7 @@ class SequenceState:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.request.prompt_ids)
+        self.asks_scores = self.request.sampling.prompt_logprobs is not None
 
     @property
     def layers_done(self) -> int:
@@ -169,7 +170,7 @@ class SequenceState:
     @property
     def scores_prompt(self) -> bool:
         """Whether it reports the scores of its prompt; a fork leaves that to its leader."""
-        return self.request.sampling.prompt_logprobs is not None and self.leader is None
+        return self.asks_scores and self.leader is None
 
     @property
     def num_scored(self) -> int:
@@ -179,6 +180,8 @@ class SequenceState:
     @property
     def has_positions_to_score(self) -> bool:
         """Whether rows of its prompt must still be computed for their logits."""
+        if not self.asks_scores:
+            return False
         return self.scores_prompt and self.num_scored < self.num_prompt_tokens - 1
 
     def keep_scores(self, part: PromptScores) -> None:
@@ -225,26 +228,16 @@ class SequenceState:
 
     def output(
         self,
-        *,
         token_ids: tuple[int, ...] = (),
-        logprobs: tuple[TokenLogprobs, ...] = (),
-        scores: PromptScores | None = None,
         finish_reason: FinishReason | None = None,
-        stop_id: int | None = None,
-        error: str | None = None,
-        prompt_progress: int | None = None,
+        **fields: Any,
     ) -> RequestOutput:
         """Return an output with the given fields, and with all that is known by now."""
         times, kv = self.times, self.kv
-        return RequestOutput(
+        output = RequestOutput(
             request_id=self.request.request_id,
             token_ids=token_ids,
-            logprobs=logprobs,
-            scores=scores,
             finish_reason=finish_reason,
-            stop_id=stop_id,
-            error=error,
-            prompt_progress=prompt_progress,
             cached_tokens=kv.cached_tokens,
             cache_use=kv.cache_use,
             num_preemptions=self.num_preemptions,
@@ -255,6 +248,9 @@ class SequenceState:
                 last_token_ms=times.last_token_ms,
             ),
         )
+        for name, value in fields.items():
+            setattr(output, name, value)
+        return output
 
 
 class PromptScoreParts:

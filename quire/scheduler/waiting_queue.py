@@ -170,8 +170,12 @@ class WaitingQueue:
             del lane.sequences[key]
         if not lane.keys:
             self._lanes.clear()
+        self._num_sequences -= len(sequences)
         for sequence in sequences:
-            self._count(sequence, -1)
+            self.num_tokens -= len(sequence.token_ids)
+            self.likely_tokens -= sequence.likely_tokens
+        if not self._num_sequences:
+            self.likely_tokens = 0.0  # removes rounding errors
 
     def num_before(self, sequence: SequenceState) -> int:
         """Return about how many waiting requests are admitted before `sequence`.

@@ -415,8 +415,11 @@ def make_core(runner: WatchedRunner, settings: Settings, *, window: int) -> Engi
         settings.num_blocks,
         settings.block_size,
         prefix_caching=settings.prefix_caching,
-        tier=None if mover is None else TierMap(mover.store.num_blocks, mover.store.tier),
-        max_saving=4,
+        tier=(
+            None
+            if mover is None
+            else TierMap(mover.store.num_blocks, mover.store.tier, max_saving=4)
+        ),
         window=window,
     )
 

@@ -36,7 +36,7 @@ from quire.engine.model_card import ModelCard
 from quire.engine.process.heartbeat import HeartbeatRunner
 from quire.engine.record import RecordingRunner, open_record
 from quire.engine.stop_texts import StopTexts
-from quire.engine.timed_pool import TimedBlockPool
+from quire.engine.timed_operations import TimedBlockOperations
 from quire.execute.executor import (
     Executor,
     ExecutorClass,
@@ -177,10 +177,9 @@ def _assembled(
         cost=cost,
         prices=initial_step_costs(program),
         tier=None if tier is None else tier.tier,
-        max_saving=1 if tier is None else tier.max_saving,
         gates=[GrammarGate(compiler, texts)],
         window=program.caches[0].window,
-        make_pool=TimedBlockPool,
+        operations=TimedBlockOperations,
     )
     core = EngineCore(
         scheduler,

@@ -6,10 +6,10 @@ the executor and the clock. Reads the config, and the file of tenants it names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from quire._native import BlockOperations
 from quire.cache.manager import CacheManager
-from quire.cache.pool import BlockPool
 from quire.cache.tier_map import TierMap
 from quire.config.groups import EngineConfig, SchedulerConfig
 from quire.engine.assembly.tenant_limits import read_limits
@@ -65,17 +65,17 @@ def make_scheduler(
     hash_key: bytes,
     cost: CostModel | None = None,
     tier: TierMap | None = None,
-    max_saving: int = 1,
     prices: LinearCost | None = None,
     gates: Sequence[Gate] = (),
     window: int = 0,
-    make_pool: Callable[[int], BlockPool] = BlockPool,
+    operations: type[BlockOperations] = BlockOperations,
 ) -> Scheduler:
-    """A scheduler over a fresh cache of `num_blocks`, which finds only what the model of
-    `fingerprint` has computed. cost: where limits have a step_budget_ms. tier: what lies in one,
-    where there is one, with at most max_saving blocks on their way there at once, and
-    prices: what steps cost, until
-    some were timed. gates: see Scheduler; window, make_pool: see CacheManager."""
+    """Return a scheduler over a fresh cache of `num_blocks`.
+
+    Only blocks that the model of `fingerprint` has computed are found. cost: where limits have a
+    step_budget_ms. tier: the places of a tier, where there is one. prices: what steps cost, until
+    some were timed. gates: see Scheduler; window, operations: see CacheManager.
+    """
     cache = CacheManager(
         num_blocks,
         config.cache.block_size,
@@ -83,9 +83,8 @@ def make_scheduler(
         fingerprint=fingerprint,
         hash_key=hash_key,
         tier=tier,
-        max_saving=max_saving,
         window=window,
-        make_pool=make_pool,
+        operations=operations,
     )
     settings = config.scheduler
     tenants, weights = read_limits(settings.tenants, num_blocks=num_blocks)

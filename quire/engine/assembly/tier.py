@@ -32,12 +32,11 @@ HOST_RESERVE_BYTES = 2 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenTier:
-    """tier: its books, filled with what lies there. max_saving, block_ms: see make_scheduler."""
+    """tier: the map of its places, filled with what lies there."""
 
     tier: TierMap
     mover: TierMover
     hash_key: bytes
-    max_saving: int
     note: str
 
 
@@ -89,14 +88,14 @@ def open_tier(
         )
         where, note = str(folder.path), folder.note
     block_ms = block_bytes / _BYTES_A_MS[store.tier]
-    tier = TierMap(store.num_blocks, store.tier, block_ms=block_ms)
+    max_saving = num_buffers(block_bytes, store.tier)
+    tier = TierMap(store.num_blocks, store.tier, block_ms=block_ms, max_saving=max_saving)
     tier.load(store.held())
     mover = TierMover(executor, store, now_ms=clock.now_ms, report=report)
     return OpenTier(
         tier=tier,
         mover=mover,
         hash_key=os.urandom(16) if folder is None else folder.hash_key,
-        max_saving=num_buffers(block_bytes, store.tier),
         note=(
             f"KV tier: {where}, {store.num_blocks} blocks "
             f"({store.num_blocks * config.block_size} tokens)"

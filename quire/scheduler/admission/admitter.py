@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from quire.cache.chain import PrefixMatch
 from quire.cache.manager import CacheManager
 from quire.scheduler.admission.gates import ForkGate
@@ -63,8 +61,15 @@ class Watermark:
         """Return how many blocks to leave free beside num_running requests."""
         if not num_running:
             return 0
-        least = max(self._num_blocks // 100, num_running // 2)
+        least = self._least(num_running)
         return max(least, min(int(least * self._factor_at(step)), self._num_blocks // 4))
+
+    def max_blocks(self, num_running: int) -> int:
+        """Return a bound of `blocks`, whatever was preempted."""
+        return max(self._least(num_running), self._num_blocks // 4)
+
+    def _least(self, num_running: int) -> int:
+        return max(self._num_blocks // 100, num_running // 2)
 
     def _factor_at(self, step: int) -> float:
         if self._factor == 1.0:
@@ -87,22 +92,24 @@ class _Walk:
     """One walk along the queue, and its results so far.
 
     reserved_blocks: blocks that running and newly admitted requests still need for known tokens.
+    max_margin: the watermark is at most so many.
     blocked: a request lacks blocks, so that only tenants with a floor left go on. started: slots of
     `rows`, and of beams without a row yet; admitted: the requests of rows. held: tenants with a
-    request that waits though it was its turn. passed: a long request that lacks blocks and may
+    request that waits though it was its turn. overtaken: a long request that lacks blocks and may
     still be overtaken. matches: prefixes looked up ahead, by arrival.
     """
 
     step: Step
     num_running: int
     reserved_blocks: int
+    max_margin: int
     blocked: bool
     try_again: bool = False
     rows: list[Row] = field(default_factory=list)
     started: list[int] = field(default_factory=list)
     admitted: list[SequenceState] = field(default_factory=list)
     held: set[str] = field(default_factory=set)
-    passed: SequenceState | None = None
+    overtaken: SequenceState | None = None
     skips_long: bool = False
     matches: dict[int, PrefixMatch] = field(default_factory=dict)
 
@@ -131,8 +138,10 @@ class Admitter:
         self._groups = groups
         self._fork_gate = ForkGate()
         self._pending = PendingPrefixes(cache.block_size)
-        # Newly admitted prompts, with blocks found and end: entered there once a request asks.
+        # Newly admitted prompts, with blocks found and end, and their first digests: entered into
+        # the pending prefixes once a request begins like one of them.
         self._fresh: list[tuple[SequenceState, int, int]] = []
+        self._first_digests: set[int] = set()
 
     def admit(
         self,
@@ -201,21 +210,23 @@ class Admitter:
             self._pending.begin_step(batch)
         if self._fresh:
             self._fresh = [one for one in self._fresh if self._is_under_way(one[0])]
+            self._first_digests = {_first_digest(one[0]) for one in self._fresh}
         active = batch.active
         reserved_blocks = 0
         if len(active):
             cache.register(active, batch.computed[active], batch.tokens.tokens)
-            reserved_blocks = int(np.add.reduce(cache.blocks_short(active, batch.goal[active])))
+            reserved_blocks = cache.blocks_lacking(active, batch.goal[active])
         return _Walk(
             step=step,
             num_running=len(active),
             reserved_blocks=reserved_blocks,
+            max_margin=self._rules.watermark.max_blocks(len(batch.sequences)),
             blocked=floors_only,
         )
 
     def _is_under_way(self, sequence: SequenceState) -> bool:
         slot = sequence.slot
-        return slot != NO_SLOT and int(self._batch.computed[slot]) < len(sequence.token_ids)
+        return slot != NO_SLOT and self._batch.computed.item(slot) < len(sequence.token_ids)
 
     def _upcoming(self, walk: _Walk, queue: WaitingQueue) -> Iterator[SequenceState]:
         """Yield the waiting requests in order; prefixes are looked up for several at a time.
@@ -237,22 +248,22 @@ class Admitter:
             )
             for one, chain in zip(fresh, chains, strict=True):
                 one.chain = chain
-        chained = [(one.arrival, one.chain) for one in sequences if one.chain is not None]
+        chained = [one for one in sequences if one.chain is not None]
         if chained:
-            matches = self._cache.match_all([chain for _, chain in chained])
-            walk.matches = dict(zip([arrival for arrival, _ in chained], matches, strict=True))
+            matches = self._cache.match_all([one.chain for one in chained if one.chain is not None])
+            walk.matches = {one.arrival: match for one, match in zip(chained, matches, strict=True)}
 
     def _ends_walk(self, walk: _Walk, sequence: SequenceState) -> bool:
         """Return whether neither `sequence` nor any request behind it can begin."""
         if len(self._batch.free_slots) < sequence.num_slots:
             return True
-        if walk.passed is not None and walk.passed.passed >= MAX_OVERTAKES:
+        if walk.overtaken is not None and walk.overtaken.num_overtakes >= MAX_OVERTAKES:
             walk.blocked = True
         return walk.blocked and not self._shares.any_floor_left()
 
     def _extensions_allow(self, walk: _Walk, sequence: SequenceState) -> bool:
         for extension in self._rules.extensions:
-            if extension.is_active and not extension.may_admit(walk.step, sequence):
+            if extension.is_active and not extension.allows_admission(walk.step, sequence):
                 return False
         return True
 
@@ -277,31 +288,37 @@ class Admitter:
 
     def _is_pending(self, walk: _Walk, sequence: SequenceState, source: KVSource) -> bool:
         """Return whether steps in flight compute so much of its prefix that it waits for them."""
-        if source.match is None or not (self._fresh or self._pending.under_way):
+        if source.match is None or not (
+            self._pending.under_way or _first_digest(sequence) in self._first_digests
+        ):
             return False
         if sequence.has_positions_to_score:
             return False
         for one in self._fresh:
             self._pending.expect(*one)
         self._fresh.clear()
+        self._first_digests.clear()
         budget = walk.step.budget
         num_computable = min(len(sequence.token_ids) - source.start, budget.tokens)
         return self._pending.holds(sequence, source.match.num_blocks, num_computable, self._batch)
 
     def _has_room(self, walk: _Walk, sequence: SequenceState, source: KVSource) -> bool:
         """Return whether there are blocks for all known tokens; if not, note what may overtake."""
-        cache, shares = self._cache, self._shares
-        num_running = walk.num_running + len(walk.rows)
-        margin = 0
-        if num_running:
-            margin = self._rules.watermark.blocks(num_running, walk.step.builder.step)
+        cache, shares, num_new = self._cache, self._shares, source.num_new_blocks
         takeable = cache.num_takeable(source.match)
-        taken = source.num_new_blocks + cache.num_free - takeable
+        room = takeable - walk.reserved_blocks
+        limits_tenants = shares.has_floors or shares.has_ceilings
+        if num_new <= room - walk.max_margin and not (walk.blocked or limits_tenants):
+            return True
+        num_running = walk.num_running + len(walk.rows)
+        if num_running:
+            room -= self._rules.watermark.blocks(num_running, walk.step.builder.step)
+        taken = num_new + cache.num_free - takeable
         if not shares.passes_ceiling(sequence, taken):
             walk.held.add(sequence.request.tenant)
             return False
-        room = takeable - walk.reserved_blocks - margin - shares.reserved_for_others(sequence)
-        if not walk.blocked and source.num_new_blocks <= room:
+        room -= shares.reserved_for_others(sequence)
+        if not walk.blocked and num_new <= room:
             return True
         if shares.fits_floor(sequence, taken):
             return True
@@ -309,7 +326,7 @@ class Admitter:
         if self._loads.any_used:
             walk.try_again = self._loads.release_kept(sequence) or walk.try_again
         if sequence.is_long and not walk.blocked:
-            walk.passed, walk.skips_long = sequence, True
+            walk.overtaken, walk.skips_long = sequence, True
         else:
             walk.blocked = True
             walk.held.add(sequence.request.tenant)
@@ -319,26 +336,32 @@ class Admitter:
         """Give `sequence` a slot and `count` tokens; it leaves the queue after the walk."""
         cache, start, builder = self._cache, source.start, walk.step.builder
         walk.admitted.append(sequence)
-        if walk.passed is not None:
-            walk.passed.passed += 1
+        if walk.overtaken is not None:
+            walk.overtaken.num_overtakes += 1
         self._shares.dequeued(sequence)
         slot = self._slots.allocate_slot(builder, sequence, source, walk.step.now_ms)
-        if source.match is not None and sequence.chain is not None:
+        if source.match is not None:
             self._fresh.append((sequence, len(source.match.blocks), start + count))
+            self._first_digests.add(_first_digest(sequence))
         if source.leader_slot is not None:
             walk.matches.clear()
         row = (slot, start, count)
         walk.rows.append(row)
         walk.started.append(slot)
-        # Blocks are allocated at the end of the walk, except where tenants' floors are counted by
-        # the blocks that requests hold.
-        known_blocks = cache.blocks_for(len(sequence.token_ids))
-        walk.reserved_blocks += known_blocks - int(cache.tables.counts[slot])
+        # Blocks are allocated at the end of the walk, except those of forks, and where tenants'
+        # floors are counted by the blocks that requests hold.
+        if source.leader_slot is None:
+            walk.reserved_blocks += source.num_new_blocks
         if self._shares.has_floors:
             before = cache.num_free
             self._slots.allocate([row])
             walk.reserved_blocks -= before - cache.num_free
             walk.matches.clear()
         if sequence.group is not None:
-            walk.reserved_blocks += sequence.num_tail_blocks(cache)
             walk.started += self._groups.allocate_slots(sequence, builder)
+
+
+def _first_digest(sequence: SequenceState) -> int:
+    """Return half of the digest of its first block; 0 for a prompt shorter than a block."""
+    chain = sequence.chain
+    return chain.digests.item(0) if chain is not None and len(chain.digests) else 0

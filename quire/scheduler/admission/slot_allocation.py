@@ -75,20 +75,15 @@ def find_kv_source(
         return KVSource(start=0, stored=0, num_new_blocks=total_blocks)
     if match is None:
         match = cache.match(sequence.chain)
+    places = NO_INTS
     if sequence.has_positions_to_score:  # what the index holds has no logits
         blocks = match.blocks[: sequence.num_scored // cache.block_size]
         match = PrefixMatch(match.chain, blocks)
-        places = NO_INTS
-    else:
-        places = NO_INTS if cache.tiers is None else cache.tiers.run(match.rest)
-    stored = len(match.blocks) * cache.block_size
-    return KVSource(
-        start=min(stored, known - 1),
-        stored=stored,
-        num_new_blocks=total_blocks - len(match.blocks),
-        match=match,
-        places=places,
-    )
+    elif cache.tiers is not None:
+        places = cache.tiers.run(match.rest)
+    num_found = len(match.blocks)
+    stored = num_found * cache.block_size
+    return KVSource(min(stored, known - 1), stored, total_blocks - num_found, match, places)
 
 
 class SlotAllocator:
@@ -142,7 +137,7 @@ class SlotAllocator:
             cache.attach(slot, source.match, returned=returned)
         if self._loads.any_used:
             self._loads.forget(sequence)
-        sequence.kv.num_fetched_blocks = 0
+            sequence.kv.num_fetched_blocks = 0
         builder.add_admission(sequence.admission())
         return slot
 
@@ -183,7 +178,8 @@ class SlotAllocator:
             return
         self.queried_tokens_total += len(sequence.token_ids)
         self.hit_tokens_total += source.stored
-        fetched_tokens = sequence.kv.num_fetched_blocks * self._cache.block_size
-        self.tier_hit_tokens_total[self._tier] += min(fetched_tokens, source.stored)
+        if sequence.kv.num_fetched_blocks:
+            fetched_tokens = sequence.kv.num_fetched_blocks * self._cache.block_size
+            self.tier_hit_tokens_total[self._tier] += min(fetched_tokens, source.stored)
         if not sequence.was_admitted:
             sequence.kv.cached_tokens = source.stored

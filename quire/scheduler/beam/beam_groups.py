@@ -257,6 +257,18 @@ class BeamGroups(StepExtension):
         batch.hold_at(slots[1:], 0, computed=0)
         return slots[1:]
 
+    def computed_by_all(self, index: Index, computed: Int32s) -> Int32s:
+        """Return computed[i], less where other beams are still to begin within slot index[i].
+
+        They see blocks that the beam in this slot has passed.
+        """
+        computed = computed.copy()
+        for group in self.running:
+            if group.resumes and group.branches is not None and group.slots:
+                first = index == group.members[0].slot
+                computed[first] = np.minimum(computed[first], group.shared)
+        return computed
+
     def release(self, group: SequenceGroup) -> None:
         """Note that a group has left its slots."""
         self.running = [one for one in self.running if one is not group]

@@ -10,7 +10,6 @@ results land first, and by the next step either a request has ended, or it is pr
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 
@@ -19,19 +18,12 @@ from quire.scheduler.running_batch import Bools, Index, Int32s
 from quire.scheduler.step_budget import BlockShares
 
 
-class VictimOrder(Protocol):
-    """The order of preemption: a Policy, or Victims around one."""
-
-    def victims(self, slots: Index) -> Index:
-        """See Policy."""
-
-
 def make_room(
     index: Index,
     needs: Int32s,
     *,
     cache: CacheManager,
-    policy: VictimOrder,
+    victims: Callable[[Index], Index],
     tenants: BlockShares,
     in_flight: Bools,
     preempt: Callable[[int], None],
@@ -39,7 +31,8 @@ def make_room(
     """Return which rows may go on with what they need; call `preempt` for each victim.
 
     index: slots of the rows in order of service; needs[i]: blocks row i lacks; in_flight[i]:
-    whether a plan in flight names it. Blocks that `tenants` reserve for others are not taken.
+    whether a plan in flight names it. victims: returns slots with the first victim first. Blocks
+    that `tenants` reserve for others are not taken.
     """
     goes_on = np.ones(len(index), np.bool_)
     row_of = np.empty(1 + int(index.max()), np.intp)
@@ -51,7 +44,7 @@ def make_room(
         reserved += int(needs[row])
         promised = 0
         slot = int(index[row])
-        for victim in policy.victims(index[row + 1 :][goes_on[row + 1 :]]).tolist():
+        for victim in victims(index[row + 1 :][goes_on[row + 1 :]]).tolist():
             if reserved <= cache.num_free - tenants.reserved_from_slot(slot) + promised:
                 break
             if not tenants.may_lose(victim, slot):

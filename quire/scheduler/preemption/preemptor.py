@@ -69,7 +69,7 @@ class Preemptor:
             index[order],
             all_needs[order],
             cache=self._cache,
-            policy=self.victims,
+            victims=self.victims.victims,
             tenants=self._tenants,
             in_flight=self._requests.last_steps(index[order]) > 0,
             preempt=lambda slot: self.preempt(slot, why),

@@ -114,9 +114,9 @@ class PriorityPreemption(StepExtension):
         Requests that must yield but are in flight are paused, and preempted in the next step.
         """
         requests, self.is_pending, self._paused_rows = self._requests, False, NO_PAUSED_ROWS
-        if not (requests.may_admit or self._policy.urgent):
+        if not (requests.admission_is_due or self._policy.urgent):
             return
-        first = requests.queue.first if requests.may_admit and len(requests.queue) else None
+        first = requests.queue.first if requests.admission_is_due and len(requests.queue) else None
         if first is not None:
             in_flight = self._preempt_for(first)
             self.is_pending = bool(in_flight)
@@ -125,7 +125,7 @@ class PriorityPreemption(StepExtension):
         step.deferred += self._paused_rows.slots
         step.is_urgent = self._paused_rows is not NO_PAUSED_ROWS
 
-    def may_admit(self, step: Step, sequence: SequenceState) -> bool:
+    def allows_admission(self, step: Step, sequence: SequenceState) -> bool:
         """Return whether `sequence` begins beside the urgent prompt of this step."""
         urgent = self._paused_rows.sequence
         if urgent is None or not self._paused_rows.was_for(self._batch):
@@ -135,7 +135,7 @@ class PriorityPreemption(StepExtension):
     def end_step(self, step: Step) -> None:
         """Schedule the paused rows after all where the urgent prompt has got nothing."""
         if self.is_pending:
-            self._requests.may_admit = True
+            self._requests.admission_is_due = True
         if step.is_urgent and not self._paused_rows.was_for(self._batch):
             self._advance.advance(step, step.paused + self._paused_rows.others(self._batch))
 

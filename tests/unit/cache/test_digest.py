@@ -28,10 +28,6 @@ VECTORS = (
 )
 
 
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
-
-
 @pytest.mark.parametrize("siphash128", [digest.siphash128, native_siphash128])
 def test_siphash_agrees_with_the_vectors_of_its_authors(siphash128) -> None:
     for length, expected in enumerate(VECTORS):
@@ -48,45 +44,40 @@ def test_native_siphash_equals_its_plain_twin(message: bytes, key: bytes) -> Non
 def test_native_chains_equal_their_plain_twin(data: st.DataObject) -> None:
     block_size = data.draw(st.integers(1, 9))
     random = np.random.default_rng(data.draw(st.integers(0, 1_000)))
-    tokens = random.integers(0, 2**31 - 1, (4, 40), np.int32)
     num = data.draw(st.integers(0, 5))
-    rows = random.integers(0, 4, num).astype(np.int32)
-    firsts = random.integers(0, 40 // block_size, num).astype(np.int32)
-    counts = np.array([random.integers(0, 40 // block_size - f + 1) for f in firsts], np.int32)
-    seeds = random.integers(0, 2**63, (num, 2)).astype(np.uint64)
-    arguments = (tokens, rows, firsts, counts, seeds, block_size, FIXED_KEY)
+    token_ids = [
+        random.integers(0, 2**31 - 1, random.integers(0, 40), np.int32) for _ in range(num)
+    ]
+    seeds = list(random.integers(0, 2**63, (num, 2)).astype(np.uint64))
+    arguments = (token_ids, seeds, block_size, FIXED_KEY)
     native, plain = native_hash_chains(*arguments), digest.hash_chains(*arguments)
-    assert native.shape == plain.shape == (counts.sum(), 2)
+    assert native.shape == plain.shape == (sum(len(ids) // block_size for ids in token_ids), 2)
     assert (native == plain).all()
 
 
 def test_a_digest_depends_on_all_tokens_before_it_and_on_none_after() -> None:
-    tokens = np.arange(12, dtype=np.int32).reshape(1, 12)
-    seed = digest.seed_of("", FIXED_KEY).reshape(1, 2)
-    before = native_hash_chains(tokens, ints(0), ints(0), ints(3), seed, 4, FIXED_KEY)
-    tokens[0, 5] += 1
-    after = native_hash_chains(tokens, ints(0), ints(0), ints(3), seed, 4, FIXED_KEY)
+    tokens = np.arange(12, dtype=np.int32)
+    seed = digest.seed_of("", FIXED_KEY)
+    before = native_hash_chains([tokens], [seed], 4, FIXED_KEY)
+    tokens[5] += 1
+    after = native_hash_chains([tokens], [seed], 4, FIXED_KEY)
     assert (before == after).all(axis=1).tolist() == [True, False, False]
 
 
 def test_salts_and_keys_make_other_digests_of_the_same_tokens() -> None:
-    tokens = np.arange(4, dtype=np.int32).reshape(1, 4)
+    tokens = np.arange(4, dtype=np.int32)
     found = set()
     for salt, key in (("", FIXED_KEY), ("tenant", FIXED_KEY), ("", b"another key 1234")):
-        seed = digest.seed_of(salt, key).reshape(1, 2)
-        found.update(
-            digest.keys_of(native_hash_chains(tokens, ints(0), ints(0), ints(1), seed, 4, key))
-        )
+        seed = digest.seed_of(salt, key)
+        found.update(digest.keys_of(native_hash_chains([tokens], [seed], 4, key)))
     assert len(found) == 3
 
 
-def test_native_chains_refuse_to_read_beyond_the_tokens() -> None:
-    tokens = np.zeros((2, 8), np.int32)
-    seed = np.zeros((1, 2), np.uint64)
-    for row, first, count in ((2, 0, 1), (-1, 0, 1), (0, 1, 2), (0, -1, 1), (0, 0, 3)):
-        with pytest.raises(IndexError):
-            native_hash_chains(tokens, ints(row), ints(first), ints(count), seed, 4, FIXED_KEY)
+def test_native_chains_refuse_wrong_arguments() -> None:
+    tokens, seed = np.zeros(8, np.int32), np.zeros(2, np.uint64)
     with pytest.raises(ValueError, match="16 bytes"):
-        native_hash_chains(tokens, ints(0), ints(0), ints(1), seed, 4, b"short")
+        native_hash_chains([tokens], [seed], 4, b"short")
     with pytest.raises(ValueError, match="differ in length"):
-        native_hash_chains(tokens, ints(0, 1), ints(0), ints(1), seed, 4, FIXED_KEY)
+        native_hash_chains([tokens], [], 4, FIXED_KEY)
+    with pytest.raises(ValueError, match="block_size must be at least 1"):
+        native_hash_chains([tokens], [seed], 0, FIXED_KEY)

@@ -46,8 +46,11 @@ def test_the_native_table_does_what_its_plain_twin_does(drawn: Drawn) -> None:
         found, expected = (getattr(table, verb)(*arguments) for table in (native, plain))
         assert np.array_equal(found, expected), verb
         assert len(native) == len(plain)
-    everybody = digests(*range(151))
-    assert native.find(everybody).tolist() == plain.find(everybody).tolist()
+    everything = digests(*range(151))
+    assert native.find(everything).tolist() == plain.find(everything).tolist()
+    chains = [everything[first : first + 5] for first in range(0, 151, 3)] + [digests()]
+    found = [run.tolist() for run in native.longest_runs(chains)]
+    assert found == [run.tolist() for run in plain.longest_runs(chains)]
 
 
 def test_what_lies_behind_a_dropped_digest_is_found_across_the_end_of_the_table() -> None:

@@ -1,4 +1,4 @@
-"""Lineage: what is told of a block is what was said of it last, however late it is written."""
+"""Lineage: the last description of a block counts."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def describe(lineage: Lineage, block: int, depth: int) -> None:
     )
 
 
-def test_a_block_described_again_before_anybody_asks_is_what_it_was_last() -> None:
+def test_a_block_described_again_is_what_it_was_last() -> None:
     lineage = Lineage(num_blocks=8, block_size=4)
-    for depth in range(1, 40):  # more than are written together
+    for depth in range(1, 40):
         describe(lineage, depth % 2, depth)
     assert (lineage.depths[:2].tolist(), lineage.owners[:2].tolist()) == ([38, 39], [380, 390])
     anywhere = np.ones(8, np.bool_)
@@ -31,7 +31,7 @@ def test_a_block_described_again_before_anybody_asks_is_what_it_was_last() -> No
     assert lineage.agreement(np.full(2, 37, np.uint64), ints(37), anywhere) is None
 
 
-def test_a_block_that_was_found_and_described_again_was_found_by_nobody() -> None:
+def test_a_block_that_was_found_and_described_again_has_no_hits() -> None:
     lineage = Lineage(num_blocks=8, block_size=4)
     describe(lineage, 3, 1)
     lineage.found(ints(3))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from quire.base.errors import CapacityError
 from quire.cache import digest
+from quire.cache.block_operations import PlainBlockOperations
 from quire.cache.manager import CacheManager
 
 
@@ -211,33 +214,39 @@ def test_registering_in_parts_gives_the_digests_of_the_whole_chain() -> None:
 
 
 def test_without_prefix_caching_nothing_is_hashed_and_nothing_found() -> None:
-    def refuse(*arguments: object) -> np.ndarray:
-        raise AssertionError("hashed")
-
-    cache = CacheManager(4, 4, prefix_caching=False, hash_blocks=refuse)
+    cache = CacheManager(4, 4, prefix_caching=False)
     cache.lay_out(num_slots=2, max_tokens=16)
     assert cache.chain(np.arange(8, dtype=np.int32), "") is None
     cache.allocate(ints(0), ints(2))
     cache.register(ints(0), ints(8), np.zeros((2, 16), np.int32))
+    assert len(cache.index) == 0
     assert cache.free(ints(0), steps(0)) == 2
     assert cache.pool.num_free_findable == 0
 
 
-def test_many_slots_are_hashed_by_one_call() -> None:
+def test_blocks_are_digested_once() -> None:
     calls = []
 
     def counting(*arguments: object) -> np.ndarray:
-        calls.append(len(arguments[1]))  # type: ignore[arg-type]
+        calls.append(len(arguments[0][0]) // 2)  # type: ignore[index]
         return digest.hash_chains(*arguments)  # type: ignore[arg-type]
 
-    cache = CacheManager(8, 2, prefix_caching=True, hash_blocks=counting)
+    def operations(*parts: Any) -> PlainBlockOperations:
+        return PlainBlockOperations(*parts, hash_blocks=counting)
+
+    cache = CacheManager(8, 2, prefix_caching=True, operations=operations)
     cache.lay_out(num_slots=4, max_tokens=16)
-    cache.allocate(ints(0, 1, 2), ints(2, 2, 2))
     tokens = np.arange(64, dtype=np.int32).reshape(4, 16)
+    chain = cache.chain(tokens[0, :4], "")
+    assert chain is not None
+    cache.attach(0, cache.match(chain))
+    cache.allocate(ints(0, 1, 2), ints(3, 2, 2))
     cache.register(ints(0, 1, 2), ints(4, 3, 1), tokens)
-    assert calls == [2]
+    assert calls == [1]  # the two blocks of slot 0 were digested while its request waited
     cache.register(ints(0, 1, 2), ints(4, 3, 1), tokens)
-    assert calls == [2]
+    assert calls == [1]
+    cache.register(ints(0, 1, 2), ints(6, 4, 1), tokens)
+    assert calls == [1, 1, 1]
 
 
 def test_a_fork_shares_full_blocks_and_copies_the_partial_one() -> None:
@@ -252,6 +261,15 @@ def test_a_fork_shares_full_blocks_and_copies_the_partial_one() -> None:
     assert entries.blocks.tolist() == target
     assert entries.columns.tolist() == [0, 1, 2]
     assert books.cache.check_integrity() == []
+
+
+def test_after_a_flush_branches_offer_nothing_to_the_index() -> None:
+    books = Books()
+    books.begin(0, list(range(10)))
+    books.cache.flush()
+    books.cache.branch([0, 0], [0, 1], 10, step=1)
+    books.cache.register(ints(0, 1), ints(10, 10), books.tokens)
+    assert len(books.cache.index) == 0
 
 
 def test_a_fork_at_a_block_border_copies_nothing() -> None:

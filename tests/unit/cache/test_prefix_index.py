@@ -79,7 +79,7 @@ def test_what_is_known_already_or_held_under_another_key_is_left_out_of_many() -
 def test_contradictions_between_the_two_directions_are_reported() -> None:
     index = PrefixIndex(4)
     index.insert(KEYS[:2], ints(0, 1))
-    index._digests[[2, 3]] = KEYS[[4, 1]]
+    index.digests[[2, 3]] = KEYS[[4, 1]]
     index.known[[2, 3]] = True
     assert index.problems() == [
         "prefix index: key of block 2 leads to block None",

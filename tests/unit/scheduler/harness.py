@@ -68,8 +68,7 @@ class Harness:
             setup.num_blocks,
             setup.block_size,
             prefix_caching=setup.prefix_caching,
-            tier=TierMap(setup.tier_places) if setup.tier_places else None,
-            max_saving=3,
+            tier=TierMap(setup.tier_places, max_saving=3) if setup.tier_places else None,
             window=setup.window,
         )
         limits = SchedulerLimits(

@@ -144,21 +144,21 @@ def test_names_are_gathered_again_only_after_somebody_came_or_went() -> None:
 def test_block_crossings_of_a_step_are_allocated_in_one_piece() -> None:
     scheduler = steady(64)
     allocations = []
-    allocate = scheduler._cache.pool.allocate
+    allocate = scheduler._cache.allocate
 
-    def counting(count: int) -> Any:
-        allocations.append(count)
-        return allocate(count)
+    def counting(slots: Any, added: Any) -> Any:
+        allocations.append(added.tolist())
+        return allocate(slots, added)
 
-    scheduler._cache.pool.allocate = counting  # type: ignore[method-assign]
+    scheduler._cache.allocate = counting  # type: ignore[method-assign]
     for _ in range(16):
         turn(scheduler)
-    assert allocations == [4] * 16
+    assert allocations == [[1] * 4] * 16
 
 
-def test_while_nobody_comes_or_goes_nothing_is_hashed() -> None:
+def test_a_steady_step_registers_no_blocks() -> None:
     scheduler = steady(16)
-    scheduler._cache.hasher._hash_blocks = None  # type: ignore[assignment]
+    scheduler._cache.register = None  # type: ignore[assignment,method-assign]
     for _ in range(40):
         turn(scheduler)
 

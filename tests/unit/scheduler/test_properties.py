@@ -226,6 +226,13 @@ def test_with_windows_every_request_gets_the_tokens_it_gets_alone(
     run_case(random, replace(draw_setup(random), window=window), num_operations)
 
 
+def test_beams_that_resume_keep_the_blocks_of_those_that_have_not_begun() -> None:
+    """The first beam goes on past the window while the others wait for blocks to branch."""
+    random = Random(291)
+    random.choice([1, 2, 3, 5])
+    run_case(random, replace(draw_setup(random), window=5), 60)
+
+
 def test_blocks_behind_windows_are_given_back_in_most_cases_and_not_one_too_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

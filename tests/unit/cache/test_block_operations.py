@@ -1,0 +1,187 @@
+"""Native block operations against their plain twin: the same results and state, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire._native import BlockOperations, Ghosts
+from quire.base.errors import CapacityError
+from quire.cache.block_operations import PlainBlockOperations
+from quire.cache.chain import ChainHasher, SlotChains
+from quire.cache.digest import FIXED_KEY
+from quire.cache.ghosts import PlainGhosts
+from quire.cache.lineage import Lineage
+from quire.cache.owners import Owner
+from quire.cache.pool import BlockPool
+from quire.cache.prefix_index import PrefixIndex
+from quire.cache.table import BlockTable
+
+NUM_BLOCKS, NUM_SLOTS, SIZE, NUM_COLUMNS, NUM_GHOSTS = 12, 4, 2, 6, 8
+Drawn = tuple[str, int, int, bool]
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def index(*values: int) -> np.ndarray:
+    return np.array(values, np.intp)
+
+
+class Parts:
+    """The parts of a cache with the operations under test; `held` are blocks of no slot."""
+
+    def __init__(self, *, is_native: bool) -> None:
+        self.pool = BlockPool(NUM_BLOCKS, protected_share=0.25)
+        self.tables = BlockTable(NUM_SLOTS, NUM_COLUMNS, SIZE, NUM_BLOCKS)
+        self.chains, self.index = SlotChains(NUM_SLOTS), PrefixIndex(NUM_BLOCKS)
+        self.ghosts = Ghosts(NUM_GHOSTS) if is_native else PlainGhosts(NUM_GHOSTS)
+        self.lineage = Lineage(NUM_BLOCKS, SIZE)
+        make: Callable[..., PlainBlockOperations | BlockOperations]
+        make = BlockOperations if is_native else PlainBlockOperations
+        state = (self.pool, self.tables, self.chains, self.index, self.ghosts, self.lineage)
+        self.operations = make(*state, FIXED_KEY)
+        self.hasher = ChainHasher(SIZE)
+        # Few token ids, so that requests often begin alike.
+        self.tokens = np.zeros((NUM_SLOTS, NUM_COLUMNS * SIZE), np.int32)
+        self.held: list[np.ndarray] = []
+
+    def begin(self, slot: int, content: int, *, returned: bool) -> object:
+        """Fill an empty slot with tokens that depend on `content`; find its prefix."""
+        if self.tables.counts[slot]:
+            return None
+        token_ids = np.arange(NUM_COLUMNS * SIZE, dtype=np.int32) // (content + 1)
+        owner = Owner(content, "", "", self.hasher.seed(""))
+        chain = self.hasher.chain(token_ids[: content * SIZE], owner)
+        found = self.index.longest_match(chain.digests)
+        self.tokens[slot] = token_ids
+        self.tables.name(slot, f"{slot} {content}")
+        self.operations.attach(slot, chain.digests, found, owner.seed, content, returned)
+        self.pool.protect(found)
+        return found.tolist()
+
+    def apply(self, name: str, slot: int, count: int, *, flag: bool) -> object:
+        """Apply one drawn operation; return what it returned, as plain values."""
+        operations, slots = self.operations, index(slot, (slot + 1) % NUM_SLOTS)
+        room = NUM_COLUMNS - self.tables.counts[slots]
+        if name == "begin":
+            return self.begin(slot, count, returned=flag)
+        if name == "allocate":
+            added = np.minimum(ints(count, 1), room).astype(np.int32)
+            keep = added > 0
+            return plain(operations.allocate(slots[keep], added[keep]), operations.last_evicted())
+        if name == "extend":
+            goal = ints(count * SIZE - flag, SIZE)
+            lacking = operations.blocks_lacking(slots, goal)
+            operations.extend(slots, goal)
+            return lacking, plain(operations.last_evicted())
+        if name == "take":
+            self.held.append(operations.take(count))
+            return plain((self.held[-1],), operations.last_evicted())
+        if name == "release":
+            return operations.release(self.held.pop()) if self.held else None
+        if name == "clear":
+            self.held.append(operations.clear(slots))
+            return plain((self.held[-1],))
+        if name == "free":
+            return operations.free(slots)
+        if name == "register":
+            ends = self.tables.counts[slots] * np.int32(SIZE) - np.int32(flag)
+            computed = np.maximum(ends, 0).astype(np.int32)
+            number = operations.register(slots, computed, self.tokens)
+            return number, plain(operations.last_inserted())
+        every = self.tables.blocks[slot, : self.tables.counts[slot]]
+        return operations.num_unreferenced(every), plain(operations.entries(slots))
+
+    def state(self) -> list[object]:
+        """All state, as plain values."""
+        pool, tables, lineage = self.pool, self.tables, self.lineage
+        arrays = (
+            *(pool.references, pool.findable, pool.protected, pool.counts),
+            *(pool.stack[: pool.counts[0]], *pool.free_blocks(), pool.protected_blocks()),
+            *(pool.once.state, pool.again.state, pool.once.stamps, pool.again.stamps),
+            *(tables.blocks, tables.firsts, tables.counts, tables.capacities),
+            *(tables.holders_by_block, self.chains.registered, self.chains.ends),
+            *(self.chains.seeds, self.chains.owners, self.chains.returned),
+            *(self.index.digests, self.index.known, self.index.find(self.index.digests)),
+            *(lineage.parents, lineage.tokens, lineage.depths, lineage.owners, lineage.hits),
+        )
+        return [
+            *(array.tolist() for array in arrays),
+            len(self.ghosts),
+            self.operations.num_free,
+            self.operations.num_free_findable,
+        ]
+
+
+def plain(*parts: tuple[np.ndarray, ...]) -> list[list[object]]:
+    """Return arrays with their types as values that can be compared."""
+    return [[array.dtype.name, array.tolist()] for part in parts for array in part]
+
+
+NAMES = ("begin", "allocate", "extend", "take", "release", "clear", "free", "register", "read")
+
+
+FREQUENT = ("begin", "begin", "extend", "register", "register", "free", "free")
+
+
+def compare(drawn: Iterable[Drawn]) -> None:
+    """Apply the same operations to both; compare results and state after each."""
+    native, twin = Parts(is_native=True), Parts(is_native=False)
+    for name, slot, count, flag in drawn:
+        results = []
+        for parts in (native, twin):
+            try:
+                results.append(parts.apply(name, slot, count, flag=flag))
+            except CapacityError as error:
+                results.append(str(error))
+        assert results[0] == results[1], name
+        assert native.state() == twin.state(), name
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(NAMES + FREQUENT),
+            st.integers(0, NUM_SLOTS - 1),
+            st.integers(0, NUM_COLUMNS),
+            st.booleans(),
+        ),
+        max_size=60,
+    )
+)
+def test_native_operations_leave_the_state_of_their_plain_twin(drawn: list[Drawn]) -> None:
+    compare(drawn)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_long_sequences_leave_the_same_state(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    names = random.choice(NAMES + 4 * FREQUENT, 3_000).tolist()
+    slots = random.integers(0, NUM_SLOTS, 3_000).tolist()
+    counts = random.integers(0, NUM_COLUMNS + 1, 3_000).tolist()
+    flags = random.random(3_000) < 0.5
+    compare(zip(names, slots, counts, flags.tolist(), strict=True))
+
+
+def test_refused_calls_change_nothing() -> None:
+    parts = Parts(is_native=True)
+    operations, before = parts.operations, parts.state()
+    with pytest.raises(IndexError, match="no such slot"):
+        operations.allocate(index(0, NUM_SLOTS), ints(1, 1))
+    with pytest.raises(IndexError, match="more blocks than its table has columns"):
+        operations.extend(index(0, 1), ints(SIZE, (NUM_COLUMNS + 1) * SIZE))
+    with pytest.raises(IndexError, match="no such block"):
+        operations.release(ints(0, NUM_BLOCKS))
+    with pytest.raises(IndexError, match="no such blocks or tokens"):
+        operations.register(index(0), ints(SIZE), parts.tokens)
+    with pytest.raises(ValueError, match="differ in length"):
+        operations.allocate(index(0, 1), ints(1))
+    with pytest.raises(CapacityError, match="13 KV blocks were asked for and 12 of 12 are free"):
+        operations.take(NUM_BLOCKS + 1)
+    assert parts.state() == before
