@@ -12,6 +12,8 @@ every operation takes many blocks at a time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,12 +26,23 @@ Bools = NDArray[np.bool_]
 # Free blocks that were used again keep their protection up to this share of the pool
 # (measured: bench/memory/prefix.py, EXPERIMENTS.md).
 PROTECTED_SHARE = 0.8
+# Stands for a clock where nothing is measured: int() is 0.
+_NO_CLOCK: Callable[[], int] = int
 
 
 class BlockPool:
-    """`num_blocks` blocks, all free and plain at first; lower numbers are allocated first."""
+    """`num_blocks` blocks, all free and plain at first; lower numbers are allocated first.
 
-    def __init__(self, num_blocks: int, *, protected_share: float = PROTECTED_SHARE) -> None:
+    now_ns: the clock that allocation_ns_total is measured with; without one it stays 0.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        protected_share: float = PROTECTED_SHARE,
+        now_ns: Callable[[], int] = _NO_CLOCK,
+    ) -> None:
         if num_blocks < 1:
             raise CapacityError(
                 f"the KV cache would have {num_blocks} blocks; it needs at least one: "
@@ -47,7 +60,8 @@ class BlockPool:
         self._again = AgeQueue(num_blocks)
         self._scratch: Int32s = np.zeros(num_blocks, np.int32)
         self.allocated_blocks_total = 0
-        self.allocation_ns_total = 0  # counted by a subclass that reads a clock
+        self.allocation_ns_total = 0
+        self._now_ns = now_ns
 
     @property
     def num_free(self) -> int:
@@ -80,6 +94,7 @@ class BlockPool:
                 f"{count} KV blocks were asked for and {self.num_free} of {self.num_blocks} are "
                 "free; the scheduler must make room first"
             )
+        began_ns = self._now_ns()
         plain = min(count, self._stack_size)
         top = self._stack_size
         blocks = self._stack[top - plain : top][::-1].copy()
@@ -95,8 +110,10 @@ class BlockPool:
             self.findable[evicted] = False
             blocks = np.concatenate((blocks, evicted)) if plain else evicted
         self.references[blocks] = 1
+        allocated = blocks.astype(np.int32)
         self.allocated_blocks_total += count
-        return blocks.astype(np.int32), evicted
+        self.allocation_ns_total += self._now_ns() - began_ns
+        return allocated, evicted
 
     def share(self, blocks: Int32s) -> None:
         """Add one reference to each of `blocks` (distinct; referenced, or free and findable)."""

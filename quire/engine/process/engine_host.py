@@ -11,6 +11,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from quire.base.clock import Clock
 from quire.base.errors import QuireError
@@ -19,6 +20,7 @@ from quire.base.report import Report
 from quire.config.groups import EngineConfig
 from quire.engine.assembly.assemble import assemble
 from quire.engine.core import Inbox, error_fields, serve
+from quire.engine.process.heartbeat import Heartbeat
 from quire.engine.process.messages import (
     PROTOCOL_VERSION,
     Beat,
@@ -43,19 +45,22 @@ def run_engine(
     report: Report,
 ) -> bool:
     """Start, serve until Stop, end. Return False where it failed; the client has the reason."""
-    runner, grammars, clock = None, None, Clock()
+    clock, ending = Clock(), ExitStack()
     try:
         emit(Hello(protocol_version=PROTOCOL_VERSION, process_id=os.getpid()))
-        engine = assemble(
-            config,
-            clock=clock,
-            report=report,
-            progress=_loading(emit),
+        engine = assemble(config, clock=clock, report=report, progress=_loading(emit))
+        core = engine.core
+        if core.grammars is not None:
+            ending.callback(core.grammars.close)
+        ending.callback(core.runner.close)
+        heartbeat = Heartbeat(
+            core.steps,
+            ops_done=engine.ops_done,
             beat=lambda ops_done: emit(Beat(ops_done=ops_done)),
         )
-        runner, grammars = engine.core.runner, engine.core.grammars
+        ending.callback(heartbeat.close)
         emit(Ready(card=engine.card, notes=engine.notes))
-        serve(engine.core, inbox, emit, clock.now_ms)
+        serve(core, inbox, emit, clock.now_ms)
         return True
     except Exception as error:  # noqa: BLE001  the process edge: report to the client and end
         if not isinstance(error, QuireError):  # the client gets the message, the log the traceback
@@ -63,10 +68,7 @@ def run_engine(
         emit(Failed(fault=fault_of(error)))
         return False
     finally:
-        if runner is not None:
-            runner.close()
-        if grammars is not None:
-            grammars.close()
+        ending.close()
 
 
 class EngineThread:

@@ -217,3 +217,11 @@ def test_rebuilding_keeps_who_was_used_again() -> None:
     pool.rebuild(ints(1, 0, 1, 0, 0))
     assert pool.free_blocks()[1].tolist() == [1, 3, 4]
     assert pool.protected_blocks().tolist() == [3, 4]
+
+
+def test_allocations_are_timed_with_the_clock_that_was_given() -> None:
+    moments_ns = iter([5, 12, 20, 40])
+    pool = BlockPool(4, now_ns=lambda: next(moments_ns))
+    pool.allocate(1)
+    pool.allocate(2)
+    assert pool.allocation_ns_total == 7 + 20
