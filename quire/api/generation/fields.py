@@ -27,7 +27,8 @@ from quire.api.generation.foreign_fields import (
 )
 from quire.api.generation.grammar_fields import grammar_asked_for
 from quire.base.errors import InvalidParameter
-from quire.base.sampling_params import MAX_LOGIT_BIAS, SamplingParams, random_seed
+from quire.base.sampling_checks import MAX_LOGIT_BIAS
+from quire.base.sampling_params import SamplingParams, random_seed
 from quire.base.show import show
 
 # OpenAI's default for completions; chats default to the rest of the context.

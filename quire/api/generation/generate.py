@@ -35,10 +35,10 @@ from quire.api.server_state import OpenRequest, Requester, RequestProgress, Serv
 from quire.api.streaming.event_stream import Events, EventStream, Writer
 from quire.api.streaming.resumable_stream import FollowStream, ResumableStream
 from quire.base.errors import InvalidParameter, QuireError
-from quire.base.scheduling_params import SchedulingParams
+from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from quire.base.show import show
 from quire.config.groups import ServerConfig
-from quire.config.tenants import Tenant
+from quire.config.tenants import ONLY_TENANT, Tenant
 
 STREAM_OPTIONS = {"include_usage", "include_obfuscation", "continuous_usage_stats", "resumable"}
 MAX_SALT_CHARS = 256
@@ -252,9 +252,12 @@ def _stream_options(given: Mapping[str, Any], *, stream: bool) -> StreamOptions:
 def scheduling_params_of(given: Mapping[str, Any], tenant: Tenant) -> SchedulingParams:
     """Return the scheduling parameters of a request. Raises InvalidParameter naming the field."""
     fields = {name: given[name] for name in SCHEDULING & given.keys()}
+    reports_progress = flag(given, "return_progress") and flag(given, "stream")
+    if tenant is ONLY_TENANT and not fields and not reports_progress:
+        return DEFAULT_SCHEDULING
     terms = SchedulingParams(
         tenant=tenant.name_in_requests,
-        report_progress=flag(given, "return_progress") and flag(given, "stream"),
+        report_progress=reports_progress,
         **{"priority": tenant.priority, **fields},
     )
     if not tenant.priority_min <= terms.priority <= tenant.priority_max:

@@ -42,7 +42,8 @@ from quire.api.openai.logprobs import chat_logprobs
 from quire.api.server_state import ServerState
 from quire.base.errors import InvalidParameter
 from quire.base.parameter_checks import whole
-from quire.base.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from quire.base.sampling_checks import MAX_TOP_LOGPROBS
+from quire.base.sampling_params import SamplingParams
 from quire.base.show import show
 from quire.engine.client.request_builder import default_sampling
 from quire.engine.output.output_stream import PLAIN_TEXT, TextDelta

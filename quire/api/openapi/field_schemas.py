@@ -20,18 +20,12 @@ from quire.api.generation.grammar_fields import FORMAT_TYPES
 from quire.api.generation.tools import MAX_TOOLS, TOOL_NAME
 from quire.api.openai.completions import MAX_CHOICES
 from quire.api.openapi.field_words import OF_CHATS, OF_TEXTS, WORDS
-from quire.base import sampling_params as sampling
+from quire.base import sampling_checks as sampling
 from quire.base.grammar import MAX_CHARS, MAX_WHITESPACE_CHARS
 from quire.base.grammar import MAX_CHOICES as MAX_CHOICE_TEXTS
 from quire.base.parameter_checks import MAX_TOKEN_ID
-from quire.base.sampling_params import (
-    EARLY_STOPPING,
-    FLAGS,
-    MUST_BE_ABOVE,
-    NUMBERS,
-    WHOLE_NUMBERS,
-    SamplingParams,
-)
+from quire.base.sampling_checks import EARLY_STOPPING, FLAGS, MUST_BE_ABOVE, NUMBERS, WHOLE_NUMBERS
+from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import MAX_PRIORITY, MAX_TERM_MS, OBJECTIVES
 from quire.text.messages import ROLES
 

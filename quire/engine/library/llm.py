@@ -22,7 +22,8 @@ from typing import Any, cast
 from quire.base.clock import Clock
 from quire.base.errors import OverloadedError
 from quire.base.gguf_open import gguf_read_once
-from quire.base.sampling_params import MAX_N, SamplingParams
+from quire.base.sampling_checks import MAX_N
+from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from quire.config.flags import engine_config
 from quire.config.groups import EngineConfig
