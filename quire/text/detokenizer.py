@@ -5,14 +5,10 @@ until later ids, or `flush`, determine it. The joined pieces equal the whole dec
 however they were split. Each piece of text has the index of the token that completed it, so that a
 caller that cuts the text knows which tokens were used. Nothing is decoded twice: the state is a few
 bytes.
-
-One bound: with SentencePiece byte fallback a run of byte tokens is decoded as a whole; after
-RUN_LIMIT bytes complete characters are returned without waiting for its end.
 """
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Iterable
 from copy import copy
 from typing import Protocol
@@ -21,14 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.sampling_params import SamplingParams
-from quire.text.pieces import Piece, PieceTable
-
-Span = tuple[str, int]
-"""Some text, and the index in the stream of the token that completed it."""
-
-RUN_LIMIT = 32
-_UTF8 = codecs.getincrementaldecoder("utf-8")
-_BROKEN = "\N{REPLACEMENT CHARACTER}"
+from quire.text.byte_fallback import UTF8, FallbackRun, Span, decoder_like
+from quire.text.decoder_chain import Piece
+from quire.text.pieces import PieceTable
 
 
 class Vocabulary(Protocol):
@@ -61,7 +52,7 @@ class Detokenizer:
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         if shown_ids:
             self._skipped -= shown_ids
-        self._run: _Run = _Utf8Run() if pieces.rules.byte_level else _FallbackRun()
+        self._run: _Run = _Utf8Run() if pieces.rules.byte_level else FallbackRun()
         self._opens = not continues
         strip_character, num_strip = pieces.rules.strip
         self._strip_character = strip_character
@@ -151,7 +142,7 @@ class _Utf8Run:
     def __init__(self) -> None:
         self.held_from: int | None = None
         self.broken = False
-        self._decoder = _UTF8("replace")
+        self._decoder = UTF8("replace")
         self._last = 0
 
     def push(self, piece: bytes, index: int) -> list[Span]:
@@ -172,72 +163,8 @@ class _Utf8Run:
 
     def copy(self) -> _Utf8Run:
         twin = copy(self)
-        twin._decoder = _decoder_like(self._decoder, "replace")
+        twin._decoder = decoder_like(self._decoder, "replace")
         return twin
-
-
-class _FallbackRun:
-    """Byte-fallback tokens: a run is its text if all of it is valid, else one U+FFFD a byte."""
-
-    def __init__(self) -> None:
-        self.held_from: int | None = None
-        self.broken = False
-        self._decoder = _UTF8("strict")
-        self._characters: list[Span] = []
-        self._indexes: list[int] = []  # the token of each byte of the run
-
-    def push(self, piece: bytes, index: int) -> list[Span]:
-        if self.broken:
-            return [(_BROKEN, index)]
-        if self.held_from is None:
-            self.held_from = index
-        self._indexes.append(index)
-        try:
-            text = self._decoder.decode(piece)
-        except UnicodeDecodeError:
-            spans = self._give_up()
-            self.broken = True
-            return spans
-        if not text:
-            return []
-        self._characters.append((text, index))
-        return self._settle() if len(self._indexes) >= RUN_LIMIT else []
-
-    def close(self) -> list[Span]:
-        incomplete = bool(self._decoder.getstate()[0])
-        spans = self._give_up() if incomplete else self._settle()
-        self.broken = False
-        return spans
-
-    def copy(self) -> _FallbackRun:
-        twin = copy(self)
-        twin._decoder = _decoder_like(self._decoder, "strict")
-        twin._characters, twin._indexes = self._characters.copy(), self._indexes.copy()
-        return twin
-
-    def _settle(self) -> list[Span]:
-        spans = self._characters
-        self._start_anew()
-        return spans
-
-    def _give_up(self) -> list[Span]:
-        spans = [(_BROKEN, index) for index in self._indexes]
-        self._start_anew()
-        return spans
-
-    def _start_anew(self) -> None:
-        self._decoder.reset()
-        self._characters = []
-        self._indexes = []
-        self.held_from = None
-
-
-def _decoder_like(
-    decoder: codecs.BufferedIncrementalDecoder, errors: str
-) -> codecs.BufferedIncrementalDecoder:
-    twin = _UTF8(errors)
-    twin.setstate(decoder.getstate())
-    return twin
 
 
 def answer_detokenizer(

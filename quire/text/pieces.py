@@ -1,64 +1,15 @@
-"""Map token ids to pieces of text, as the `decoder` of a tokenizer.json specifies.
+"""PieceTable: the piece of text, or bytes, that each token id stands for.
 
-A decoder is a chain of steps. This module compiles the chains of language models into one piece per
-id (text, or bytes if a token may hold part of a character) and rules for joining pieces; any other
-chain is rejected by name. detokenizer.py joins the pieces. Joined by these rules, pieces equal what
-the `tokenizers` library decodes; tests compare both.
+decoder_chain.py compiles a tokenizer's decoder; detokenizer.py joins the pieces. Joined by the
+rules of the chain, pieces equal what the `tokenizers` library decodes; tests compare both.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
-from quire.base.errors import InvalidParameter, TokenizerError
-from quire.text.byte_alphabet import stand_ins
-
-Piece = str | bytes
-
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-_WORD_PIECE_CLEANUP = (
-    (" .", "."),
-    (" ?", "?"),
-    (" !", "!"),
-    (" ,", ","),
-    (" ' ", "'"),
-    (" n't", "n't"),
-    (" 'm", "'m"),
-    (" do not", " don't"),
-    (" 's", "'s"),
-    (" 've", "'ve"),
-    (" 're", "'re"),
-)
-_SUPPORTED = (
-    "ByteLevel or WordPiece alone, or a sequence of Replace, Metaspace or Strip, then at most one "
-    "ByteFallback, one Fuse, and one Strip at the start"
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinRules:
-    """How pieces are joined to text.
-
-    byte_level: bytes are decoded as one UTF-8 stream. Otherwise each run of byte pieces is decoded
-    as a whole: to its text if it is valid UTF-8, else to one U+FFFD per byte. strip: a character,
-    and how many of it are dropped from the start of the whole text.
-    """
-
-    byte_level: bool = False
-    strip: tuple[str, int] = ("", 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Chain:
-    """A compiled decoder: `first` and `later` map a token's string to its piece."""
-
-    rules: JoinRules
-    first: Callable[[str], Piece]
-    later: Callable[[str], Piece]
+from quire.base.errors import InvalidParameter
+from quire.text.decoder_chain import Piece, compile_decoder
 
 
 class PieceTable:
@@ -71,7 +22,7 @@ class PieceTable:
     def __init__(
         self, token_of_id: Callable[[int], str | None], *, num_ids: int, decoder_json: bytes | None
     ) -> None:
-        chain = _compile(decoder_json)
+        chain = compile_decoder(decoder_json)
         self.rules = chain.rules
         self.num_ids = num_ids
         self._token_of_id = token_of_id
@@ -97,123 +48,3 @@ class PieceTable:
             )
         token = self._token_of_id(int(token_id))
         return b"" if token is None else piece_of(token)
-
-
-def _compile(decoder_json: bytes | None) -> _Chain:
-    if decoder_json is None:  # the library joins bare tokens with spaces
-        return _Chain(rules=JoinRules(), first=lambda token: token, later=lambda token: " " + token)
-    decoder = json.loads(decoder_json)
-    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    if [step["type"] for step in steps] == ["ByteLevel"]:
-        to_bytes = _byte_level_piece()
-        return _Chain(rules=JoinRules(byte_level=True), first=to_bytes, later=to_bytes)
-    if [step["type"] for step in steps] == ["WordPiece"]:
-        first, later = _word_piece(steps[0])
-        return _Chain(rules=JoinRules(), first=first, later=later)
-    return _compile_text_chain(steps)
-
-
-def _compile_text_chain(steps: list[dict[str, Any]]) -> _Chain:
-    rewrites: list[tuple[Callable[[str], str], Callable[[str], str]]] = []
-    strip = ("", 0)
-    byte_fallback = fused = False
-    for step in steps:
-        match step["type"]:
-            case "Replace" if not (byte_fallback or fused):
-                rewrites.append(_same_everywhere(_replace(step)))
-            case "Metaspace" if not (byte_fallback or fused):
-                rewrites.append(_metaspace(step))
-            case "Strip" if not (byte_fallback or fused):
-                rewrites.append(_same_everywhere(_strip(step)))
-            case "ByteFallback" if not (byte_fallback or fused):
-                byte_fallback = True
-            case "Fuse" if not fused:
-                fused = True
-            case "Strip" if fused and strip[1] == 0 and step["stop"] == 0:
-                strip = (step["content"], step["start"])
-            case kind:
-                raise TokenizerError(
-                    f"its decoder has a step {kind} that cannot be streamed at that place; "
-                    f"supported: {_SUPPORTED}. Re-export the tokenizer with such a decoder"
-                )
-
-    def piece(token: str, place: int) -> Piece:
-        if byte_fallback and _BYTE_TOKEN.fullmatch(token):
-            return bytes([int(token[3:5], 16)])
-        for rewrite in rewrites:
-            token = rewrite[place](token)
-        return token
-
-    return _Chain(
-        rules=JoinRules(strip=strip),
-        first=lambda token: piece(token, 0),
-        later=lambda token: piece(token, 1),
-    )
-
-
-def _same_everywhere(
-    rewrite: Callable[[str], str],
-) -> tuple[Callable[[str], str], Callable[[str], str]]:
-    return rewrite, rewrite
-
-
-def _replace(step: dict[str, Any]) -> Callable[[str], str]:
-    pattern, content = step["pattern"], step["content"]
-    if "String" not in pattern:
-        raise TokenizerError(
-            "its decoder has a Replace with a regular expression; only a plain "
-            "String pattern is supported"
-        )
-    return lambda token: token.replace(pattern["String"], content)
-
-
-def _strip(step: dict[str, Any]) -> Callable[[str], str]:
-    content, start, stop = step["content"], step["start"], step["stop"]
-
-    def rewrite(token: str) -> str:
-        low = 0
-        while low < min(start, len(token)) and token[low] == content:
-            low += 1
-        high = len(token)
-        while high > low and len(token) - high < stop and token[high - 1] == content:
-            high -= 1
-        return token[low:high]
-
-    return rewrite
-
-
-def _word_piece(step: dict[str, Any]) -> tuple[Callable[[str], str], Callable[[str], str]]:
-    """Strip the prefix of continuation tokens, add a space before others; clean up each token."""
-    prefix, cleans = step["prefix"], step["cleanup"]
-
-    def clean(token: str) -> str:
-        for found, becomes in _WORD_PIECE_CLEANUP if cleans else ():
-            token = token.replace(found, becomes)
-        return token
-
-    def later(token: str) -> str:
-        return clean(token[len(prefix) :] if token.startswith(prefix) else " " + token)
-
-    return clean, later
-
-
-def _metaspace(step: dict[str, Any]) -> tuple[Callable[[str], str], Callable[[str], str]]:
-    mark = step["replacement"]
-    at_start = " " if step.get("prepend_scheme", "always") == "never" else ""
-    return (lambda token: token.replace(mark, at_start)), (lambda token: token.replace(mark, " "))
-
-
-def _byte_level_piece() -> Callable[[str], Piece]:
-    byte_of = {character: byte for byte, character in enumerate(stand_ins())}
-
-    def piece(token: str) -> Piece:
-        try:
-            raw = bytes(byte_of[character] for character in token)
-        except KeyError:  # an added token with characters outside of the alphabet is literal text
-            return token
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            return raw
-
-    return piece

@@ -22,7 +22,7 @@ from quire.text.detokenizer import Detokenizer
 from quire.text.pieces import PieceTable
 from quire.text.sources import read_source
 from quire.text.token_bound import max_bytes_per_token
-from quire.text.tokenizer_json import library_errors_become
+from quire.text.tokenizer_json import is_library_error, library_errors_become
 
 # Shorter texts take less than a millisecond, less than the overhead of the library's batch call.
 _SHORT_CHARS = 2048
@@ -118,13 +118,17 @@ class Tokenizer:
         if text and self._prefix and not text.startswith(self._openings):
             text = self._prefix + text
         ids: list[int]
-        with library_errors_become(_unencodable):
+        try:
             if self._encode is not None:
                 ids = self._encode(text)
             elif len(text) <= _SHORT_CHARS:
                 ids = self._backend.encode(text, add_special_tokens=False).ids
             else:
                 ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        except BaseException as error:
+            if is_library_error(error):
+                raise _unencodable(error) from error
+            raise
         if self._without_row:
             self._check_rows(ids)
         return [*self._before, *ids, *self._after] if add_special_tokens else ids
