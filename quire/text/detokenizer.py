@@ -4,22 +4,61 @@ Returned text never changes and never ends within a character: text that may sti
 until later ids, or `flush`, determine it. The joined pieces equal the whole decode for any ids,
 however they were split. Each piece of text has the index of the token that completed it, so that a
 caller that cuts the text knows which tokens were used. Nothing is decoded twice: the state is a few
-bytes.
+bytes, and PieceTable keeps the text of each token. Joined by the rules of decoder_chain.py, pieces
+equal what the `tokenizers` library decodes; tests compare both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import copy
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.errors import InvalidParameter
 from quire.base.sampling_params import SamplingParams
 from quire.text.byte_fallback import UTF8, FallbackRun, Span, decoder_like
-from quire.text.decoder_chain import Piece
-from quire.text.pieces import PieceTable
+from quire.text.decoder_chain import Piece, compile_decoder
+
+
+class PieceTable:
+    """Pieces by id. num_ids: the largest id plus one.
+
+    An id without a token has the piece b"" and no effect on its neighbours. The constructor raises
+    TokenizerError for an unsupported decoder.
+    """
+
+    def __init__(
+        self, token_of_id: Callable[[int], str | None], *, num_ids: int, decoder_json: bytes | None
+    ) -> None:
+        chain = compile_decoder(decoder_json)
+        self.rules = chain.rules
+        self.num_ids = num_ids
+        self._token_of_id = token_of_id
+        self._chain = chain
+        self._later: dict[int, Piece] = {}
+
+    def piece(self, token_id: int) -> Piece:
+        """Return the piece of a token that is not first. Raises InvalidParameter out of range."""
+        piece = self._later.get(token_id)
+        if piece is None:
+            piece = self._later[int(token_id)] = self._made(token_id, self._chain.later)
+        return piece
+
+    def first_piece(self, token_id: int) -> Piece:
+        """Return the piece of a token that opens the text."""
+        return self._made(token_id, self._chain.first)
+
+    def _made(self, token_id: int, piece_of: Callable[[str], Piece]) -> Piece:
+        if not 0 <= token_id < self.num_ids:
+            raise InvalidParameter(
+                f"token id {token_id} is out of range; ids from 0 to {self.num_ids - 1} exist",
+                param="token_ids",
+            )
+        token = self._token_of_id(int(token_id))
+        return b"" if token is None else piece_of(token)
 
 
 class Vocabulary(Protocol):

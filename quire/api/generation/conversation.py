@@ -19,7 +19,7 @@ from quire.api.generation.tools import ToolOffer
 from quire.base.errors import InvalidParameter, RequestError, TokenizerError
 from quire.base.show import show
 from quire.text.chat_template import OWN_VARIABLES, ChatTemplate
-from quire.text.messages import checked_messages, with_argument_objects
+from quire.text.messages import checked_messages
 
 MAX_MESSAGES = 4096
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -204,7 +204,7 @@ def _render_with(
         ignored.append("reasoning_effort")
     variables |= effort_variables or {}
     text = template.render(
-        with_argument_objects(template, fields.messages, tools=tools, chat_template=fields.name),
+        template.with_argument_objects(fields.messages, tools=tools, chat_template=fields.name),
         add_generation_prompt=fields.add_generation_prompt,
         continue_final_message=fields.continue_final_message,
         tools=tools,

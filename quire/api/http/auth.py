@@ -108,17 +108,23 @@ class Keys:
             return False
         return self._has_callers or (is_guarded(path) and self._has_admins)
 
-    def check(self, path: str, read_key: Callable[[], bytes], *, is_here: bool = True) -> Caller:
+    def check(
+        self,
+        path: str,
+        read_key: Callable[[], bytes],
+        *,
+        is_here: Callable[[], bool] = lambda: True,
+    ) -> Caller:
         """Return the sender of a request to `path`. Raises NotAuthorized or NotAdmin.
 
-        read_key: returns the key of the request, or raises NotAuthorized. is_here: the request
-        comes from this machine, or to a listener that only this machine reaches.
+        read_key: returns the key of the request, or raises NotAuthorized. is_here: returns whether
+        the request comes from this machine, or to a listener that only this machine reaches.
         """
         if path in OPEN_PATHS:
             return self._keyless
         caller = self._caller_of(read_key()) if self.needed(path) else self._keyless
         if is_guarded(path):
-            _check_admin(caller, is_here=is_here)
+            _check_admin(caller, is_here)
         elif _is_below(path, COUNTING_PATHS) and not caller.sees_all:
             raise NotAdmin(
                 "this path counts the requests of all tenants, and tenant "
@@ -150,8 +156,8 @@ def is_guarded(path: str) -> bool:
     return _is_below(path, ADMIN_PATHS)
 
 
-def _check_admin(caller: Caller, *, is_here: bool) -> None:
-    if caller.admin is Admin.ANYWHERE or (caller.admin is Admin.HERE and is_here):
+def _check_admin(caller: Caller, is_here: Callable[[], bool]) -> None:
+    if caller.admin is Admin.ANYWHERE or (caller.admin is Admin.HERE and is_here()):
         return
     why = (
         "the key that was sent is not an admin's"

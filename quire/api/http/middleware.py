@@ -20,10 +20,11 @@ from starlette.routing import Match, Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.api.generation.choice_streams import ChoiceStreams
-from quire.api.http.auth import OriginCheck, is_guarded, is_loopback
+from quire.api.http.auth import OriginCheck, is_guarded
 from quire.api.http.cors import Cors, Headers
 from quire.api.http.dialect import Dialect, error_response
 from quire.api.http.errors import MethodNotAllowed, UnknownRoute
+from quire.api.http.forwarding import is_here
 from quire.api.http.request_io import ClientDisconnected
 from quire.api.server_state import OpenRequest, ServerState
 from quire.base.errors import QuireError
@@ -31,36 +32,6 @@ from quire.base.report import Field
 from quire.base.show import show
 from quire.config.tenants import Tenant
 
-# Headers that proxies, CDNs, tunnels and cloud load balancers add: the client is another machine.
-_FORWARDING_HEADERS = frozenset(
-    {
-        *(b"forwarded", b"forwarded-for", b"via", b"cdn-loop", b"client-ip", b"true-client-ip"),
-        *(b"remote-addr", b"x-client-ip", b"x-cluster-client-ip", b"x-real-ip", b"x-remote-ip"),
-        *(b"x-remote-addr", b"x-originating-ip", b"x-proxyuser-ip", b"x-http-forwarded-for"),
-        *(b"x-real-port", b"x-scheme", b"x-url-scheme", b"front-end-https", b"x-request-start"),
-        *(b"x-cloud-trace-context", b"x-varnish", b"x-nginx-proxy", b"x-haproxy-server-state"),
-        *(b"proxy-client-ip", b"wl-proxy-client-ip", b"x-proxy-id", b"x-proxied-for"),
-        *(
-            b"incap-client-ip",
-            b"x-sucuri-clientip",
-            b"x-nf-client-connection-ip",
-            b"do-connecting-ip",
-        ),
-    }
-)
-_FORWARDING_PREFIXES = (
-    *(b"x-forwarded", b"x-original-", b"x-envoy-", b"cf-", b"fly-", b"fastly-", b"tailscale-"),
-    *(
-        b"x-amzn-",
-        b"x-amz-cf-",
-        b"x-appengine-",
-        b"x-azure-",
-        b"x-arr-",
-        b"x-vercel-",
-        b"x-akamai-",
-    ),
-    *(b"akamai-", b"cloudfront-", b"x-ngrok-", b"x-traefik-", b"x-proxy-"),
-)
 _PLAIN_NAME = re.compile(rb"[A-Za-z0-9._:+=@-]{1,128}")
 _TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
 # Served below /v1; clients with a base URL without /v1 request them without it.
@@ -136,7 +107,7 @@ class RequestMiddleware:
             caller = keys.check(
                 path,
                 lambda: exchange.dialect.read_key(headers),
-                is_here=self._for_admins or is_here(scope),
+                is_here=lambda: self._for_admins or is_here(scope),
             )
             scope["state"] |= {"tenant": caller.tenant, "key": caller.key}
             await self._router(scope, receive, exchange.send)
@@ -279,22 +250,6 @@ def strip_prefix(scope: Scope, prefix: str) -> None:
     path = scope["path"]
     if prefix and (path == prefix or path.startswith(prefix + "/")):
         scope["path"] = path[len(prefix) :] or "/"
-
-
-def is_here(scope: Scope) -> bool:
-    """Return whether the client is on this machine and no header shows that it is a proxy.
-
-    A local proxy without forwarding headers is treated as a local client.
-    """
-    client = scope.get("client")
-    if client is None or not is_loopback(client[0]):
-        return False
-    return not any(_is_forwarding(name) for name, _ in scope["headers"])
-
-
-def _is_forwarding(name: bytes) -> bool:
-    name = name.replace(b"_", b"-")  # as some gateways write it
-    return name in _FORWARDING_HEADERS or name.startswith(_FORWARDING_PREFIXES)
 
 
 def client_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:

@@ -48,7 +48,7 @@ from quire.base.show import show
 from quire.engine.client.request_builder import default_sampling
 from quire.engine.output.output_stream import PLAIN_TEXT, TextDelta
 from quire.engine.output.token_text import TokenText
-from quire.output_parsers.registry import select_parsers
+from quire.output_parsers.selection import select_parsers
 from quire.output_parsers.tools import Tools
 
 

@@ -18,7 +18,7 @@ from quire.engine.output.answer_parser import shown_ids
 from quire.engine.output.output_stream import TextRules
 from quire.output_parsers.answer_parser import AnswerParser
 from quire.output_parsers.parsed_answer import AnswerPiece, joined
-from quire.output_parsers.registry import ParserSelection
+from quire.output_parsers.selection import ParserSelection
 from quire.output_parsers.tools import Tools
 from quire.text.tokenizer import Tokenizer
 

@@ -131,7 +131,7 @@ class _Supervisor:
         self._announced = False
         share_counts(self._counts)
         # Imported after share_counts, which sets where counts are kept.
-        from quire.obs.metrics import restarts_counter
+        from quire.obs.series import restarts_counter
 
         self._restarts = restarts_counter()
 

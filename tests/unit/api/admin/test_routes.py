@@ -11,7 +11,7 @@ import pytest
 from quire.api.admin.reload import reload_admin_keys
 from quire.api.app import build_admin_app
 from quire.api.http.auth import ADMIN_PATHS, Keys
-from quire.api.http.middleware import is_here
+from quire.api.http.forwarding import is_here
 from quire.api.openai.dialect import OPENAI
 from quire.base.errors import NotAuthorized, SettingError
 from quire.base.log import LEVELS
@@ -176,7 +176,9 @@ def test_an_admin_key_file_read_again_counts_from_then_on_if_it_is_one(admin_key
 
 
 def test_a_key_that_is_both_counts_as_the_admins() -> None:
-    caller = Keys(("k",), None, (key_digest("k"),)).check("/admin", lambda: b"k", is_here=False)
+    caller = Keys(("k",), None, (key_digest("k"),)).check(
+        "/admin", lambda: b"k", is_here=lambda: False
+    )
     assert caller.sees_all
     with pytest.raises(NotAuthorized):
         Keys((), None, (key_digest("k"),)).check("/admin", lambda: OPENAI.read_key([]))
