@@ -7,6 +7,7 @@ limits, and no two fields contradict each other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -151,9 +152,16 @@ def _logit_bias(biases: Any) -> dict[int, float]:
             param="logit_bias",
         )
     return {
-        whole("logit_bias", token_id, 0, MAX_TOKEN_ID): number("logit_bias", bias, -100.0, 100.0)
+        whole("logit_bias", token_id, 0, MAX_TOKEN_ID): _bias(bias)
         for token_id, bias in biases.items()
     }
+
+
+def _bias(bias: Any) -> float:
+    """Return a bias as a float; minus infinity bans the token."""
+    if isinstance(bias, float) and bias == -math.inf:
+        return bias
+    return number("logit_bias", bias, -100.0, 100.0)
 
 
 def _bad_words(words: Any) -> tuple[str, ...]:

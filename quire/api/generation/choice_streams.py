@@ -361,6 +361,7 @@ def _failure(sampling: SamplingParams, message: str | None) -> QuireError:
         or sampling.bad_words
         or sampling.no_repeat_ngram_size
         or sampling.min_tokens
+        or -math.inf in sampling.logit_bias.values()
     )
     is_own = bans and reason.startswith(NOTHING_LEFT)
     return NothingToChoose(reason) if is_own else StepRowError(reason)

@@ -100,6 +100,8 @@ async def open_request(
     )
     warns = serving.config.unknown_fields == "warn"
     given, ignored = known_fields(body, honoured, warn_unknown=warns)
+    if given.keys() != body.keys():  # errors name fields as they were sent
+        request.state.body = body
     context = RequestContext(
         serving,
         engine,

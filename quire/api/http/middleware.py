@@ -20,6 +20,7 @@ from starlette.routing import Match, Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.api.generation.choice_streams import ChoiceStreams
+from quire.api.generation.foreign_fields import as_sent
 from quire.api.http.auth import OriginCheck, is_guarded
 from quire.api.http.cors import Cors, Headers
 from quire.api.http.dialect import Dialect, error_response
@@ -27,7 +28,7 @@ from quire.api.http.errors import MethodNotAllowed, UnknownRoute
 from quire.api.http.forwarding import is_here
 from quire.api.http.request_io import ClientDisconnected
 from quire.api.server_state import OpenRequest, ServerState
-from quire.base.errors import QuireError
+from quire.base.errors import InvalidParameter, QuireError
 from quire.base.report import Field
 from quire.base.show import show
 from quire.config.tenants import Tenant
@@ -117,6 +118,9 @@ class RequestMiddleware:
         except HTTPException as error:
             await self._refuse(self._routing_error(error, scope), scope, receive, exchange)
         except QuireError as error:
+            sent = scope["state"].get("body")
+            if sent is not None and isinstance(error, InvalidParameter):
+                error = as_sent(error, sent)
             await self._refuse(error, scope, receive, exchange)
         except Exception as error:  # a bug: report it, and keep serving other requests
             self._serving.log.error("request failed", traceback=traceback.format_exc())

@@ -68,7 +68,12 @@ async def read_job(asked: GenerationRequest) -> GenerationJob:
         raise InvalidParameter(
             f"tokens is {show(tokens)}; a list of token ids is allowed", param="tokens"
         )
-    sampling = sampling_of(given, engine.default_sampling(), logprobs=given.get("logprobs"))
+    sampling = sampling_of(
+        given,
+        engine.default_sampling(),
+        logprobs=given.get("logprobs"),
+        tokenizer=engine.tokenizer,
+    )
     token_ids = checked_ids(
         engine,
         tokens,

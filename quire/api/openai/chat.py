@@ -72,7 +72,9 @@ async def read_job(asked: GenerationRequest) -> GenerationJob:
     wants_logprobs = flag(given, "logprobs") if "logprobs" in given else False
     num_top = _num_top(given, wants_logprobs=wants_logprobs)
     fields = {**given, **_max_tokens(given)} if "max_completion_tokens" in given else given
-    sampling = sampling_of(fields, engine.default_sampling(), logprobs=num_top)
+    sampling = sampling_of(
+        fields, engine.default_sampling(), logprobs=num_top, tokenizer=engine.tokenizer
+    )
     offer = None if TOOL_FIELDS.isdisjoint(given) else offer_of(given)
     conversation = await rendered(asked.context, offer)
     sampling, parser = _parsing(asked, offer, conversation, sampling)

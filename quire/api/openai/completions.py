@@ -284,7 +284,12 @@ def _sampling(asked: GenerationRequest, *, echo: bool) -> SamplingParams:
     given, num_top = dict(asked.given), asked.given.get("logprobs")
     if echo and num_top is not None:
         given.setdefault("prompt_logprobs", num_top)
-    sampling = sampling_of(given, asked.engine.default_sampling(), logprobs=num_top)
+    sampling = sampling_of(
+        given,
+        asked.engine.default_sampling(),
+        logprobs=num_top,
+        tokenizer=asked.engine.tokenizer,
+    )
     if not echo or sampling.logprobs is None or sampling.prompt_logprobs is None:
         return sampling
     return replace(sampling, prompt_logprobs=max(sampling.logprobs, sampling.prompt_logprobs))
