@@ -207,7 +207,7 @@ def _log_start(
     url, *admins = urls
     log.event(
         "loading",
-        model=config.model.model or "the model in the box",
+        model=config.model.model or "the built-in model",
         address=url,
         **({"admin_address": admins[0]} if admins else {}),
     )

@@ -52,7 +52,7 @@ from quire.engine.process.messages import (
 class LLM:
     """A model to call. `settings` are the server's flags with underscores (max_num_seqs=8).
 
-    model: its folder; empty for the model in the box. Raises SettingError, ModelError or
+    model: its folder; empty for the built-in model. Raises SettingError, ModelError or
     CapacityError. Not to be called from several threads at once. `memory_text` is the sum that
     led to the size of the KV cache.
     """
