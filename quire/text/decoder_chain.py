@@ -10,13 +10,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from quire.base.errors import TokenizerError
-from quire.text.byte_alphabet import stand_ins
-
-Piece = str | bytes
+from quire.text.detokenizer import DecoderChain, JoinRules, Piece, byte_level_piece
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _WORD_PIECE_CLEANUP = (
@@ -38,28 +35,6 @@ _SUPPORTED = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinRules:
-    """How pieces are joined to text.
-
-    byte_level: bytes are decoded as one UTF-8 stream. Otherwise each run of byte pieces is decoded
-    as a whole: to its text if it is valid UTF-8, else to one U+FFFD per byte. strip: a character,
-    and how many of it are dropped from the start of the whole text.
-    """
-
-    byte_level: bool = False
-    strip: tuple[str, int] = ("", 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderChain:
-    """A compiled decoder: `first` and `later` map a token's string to its piece."""
-
-    rules: JoinRules
-    first: Callable[[str], Piece]
-    later: Callable[[str], Piece]
-
-
 def compile_decoder(decoder_json: bytes | None) -> DecoderChain:
     """Return the chain of a decoder. Raises TokenizerError for one that cannot be streamed."""
     if decoder_json is None:  # the library joins bare tokens with spaces
@@ -69,7 +44,7 @@ def compile_decoder(decoder_json: bytes | None) -> DecoderChain:
     decoder = json.loads(decoder_json)
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     if [step["type"] for step in steps] == ["ByteLevel"]:
-        to_bytes = _byte_level_piece()
+        to_bytes = byte_level_piece()
         return DecoderChain(rules=JoinRules(byte_level=True), first=to_bytes, later=to_bytes)
     if [step["type"] for step in steps] == ["WordPiece"]:
         first, later = _word_piece(steps[0])
@@ -165,19 +140,3 @@ def _metaspace(step: dict[str, Any]) -> tuple[Callable[[str], str], Callable[[st
     mark = step["replacement"]
     at_start = " " if step.get("prepend_scheme", "always") == "never" else ""
     return (lambda token: token.replace(mark, at_start)), (lambda token: token.replace(mark, " "))
-
-
-def _byte_level_piece() -> Callable[[str], Piece]:
-    byte_of = {character: byte for byte, character in enumerate(stand_ins())}
-
-    def piece(token: str) -> Piece:
-        try:
-            raw = bytes(byte_of[character] for character in token)
-        except KeyError:  # an added token with characters outside of the alphabet is literal text
-            return token
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            return raw
-
-    return piece

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from copy import copy
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -19,21 +20,60 @@ from numpy.typing import NDArray
 
 from quire.base.errors import InvalidParameter
 from quire.base.sampling_params import SamplingParams
+from quire.text.byte_alphabet import stand_ins
 from quire.text.byte_fallback import UTF8, FallbackRun, Span, decoder_like
-from quire.text.decoder_chain import Piece, compile_decoder
+
+Piece = str | bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinRules:
+    """How pieces are joined to text.
+
+    byte_level: bytes are decoded as one UTF-8 stream. Otherwise each run of byte pieces is decoded
+    as a whole: to its text if it is valid UTF-8, else to one U+FFFD per byte. strip: a character,
+    and how many of it are dropped from the start of the whole text.
+    """
+
+    byte_level: bool = False
+    strip: tuple[str, int] = ("", 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderChain:
+    """A compiled decoder: `first` and `later` map a token's string to its piece."""
+
+    rules: JoinRules
+    first: Callable[[str], Piece]
+    later: Callable[[str], Piece]
+
+
+def byte_level_piece() -> Callable[[str], Piece]:
+    """Return the map of byte-level tokens to bytes, or text where they are whole characters."""
+    byte_of = {character: byte for byte, character in enumerate(stand_ins())}
+
+    def piece(token: str) -> Piece:
+        try:
+            raw = bytes(byte_of[character] for character in token)
+        except KeyError:  # an added token with characters outside of the alphabet is literal text
+            return token
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return raw
+
+    return piece
 
 
 class PieceTable:
     """Pieces by id. num_ids: the largest id plus one.
 
-    An id without a token has the piece b"" and no effect on its neighbours. The constructor raises
-    TokenizerError for an unsupported decoder.
+    An id without a token has the piece b"" and no effect on its neighbours.
     """
 
     def __init__(
-        self, token_of_id: Callable[[int], str | None], *, num_ids: int, decoder_json: bytes | None
+        self, token_of_id: Callable[[int], str | None], *, num_ids: int, chain: DecoderChain
     ) -> None:
-        chain = compile_decoder(decoder_json)
         self.rules = chain.rules
         self.num_ids = num_ids
         self._token_of_id = token_of_id

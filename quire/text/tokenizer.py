@@ -18,6 +18,7 @@ import tokenizers
 
 from quire.base.errors import InvalidParameter, TokenizerError
 from quire.text.added_tokens import named_tokens, settle_added
+from quire.text.decoder_chain import compile_decoder
 from quire.text.detokenizer import Detokenizer, PieceTable
 from quire.text.sources import read_source
 from quire.text.surroundings import check_rows, surroundings, tokens_past_model
@@ -77,7 +78,7 @@ class Tokenizer:
         self.pieces = PieceTable(
             backend.id_to_token,
             num_ids=self.vocab_size,
-            decoder_json=None if decoder is None else decoder.__getstate__(),
+            chain=compile_decoder(None if decoder is None else decoder.__getstate__()),
         )
         self._max_token_bytes = max_bytes_per_token(backend, vocabulary.keys())
 

@@ -20,15 +20,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.api.engine_protocol import Engine
-from quire.api.generation.choice_streams import (
-    Choice,
-    ChoiceStreams,
-    Prompt,
-    Usage,
-    UsageOptions,
-)
+from quire.api.generation.choice_streams import Choice, ChoiceStreams, Prompt
 from quire.api.generation.fields import SCHEDULING, flag
 from quire.api.generation.request_context import RequestContext, open_request
+from quire.api.generation.usage import Usage, UsageOptions
 from quire.api.http.dialect import Dialect
 from quire.api.http.request_io import disconnect_of, run_until_disconnect
 from quire.api.server_state import OpenRequest, Requester, RequestProgress, ServerState

@@ -31,7 +31,7 @@ from quire.api.server_state import OpenRequest, ServerState
 from quire.base.errors import InvalidParameter, QuireError
 from quire.base.report import Field
 from quire.base.show import show
-from quire.config.tenants import Tenant
+from quire.config.tenants import ONLY_TENANT, Tenant
 
 _PLAIN_NAME = re.compile(rb"[A-Za-z0-9._:+=@-]{1,128}")
 _TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
@@ -224,10 +224,11 @@ def _request_fields(state: Mapping[str, Any], status: int) -> dict[str, Field]:
     """Return the fields of a log line that come from the request's handlers."""
     fields: dict[str, Field] = {name: state[name] for name in ("name", "trace") if state.get(name)}
     tenant, answers = state.get("tenant"), state.get("answers")
-    if isinstance(tenant, Tenant) and not tenant.is_default:
+    if isinstance(tenant, Tenant) and tenant is not ONLY_TENANT and not tenant.is_default:
         fields["tenant"] = tenant.name
     if isinstance(answers, ChoiceStreams):
-        usage, first_ms = answers.usage, answers.first_token_ms
+        usage, timings = answers.usage, answers.timings
+        first_ms = None if timings is None else timings.first_token_ms
         fields |= {
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": usage.cached_tokens,

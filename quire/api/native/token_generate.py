@@ -21,7 +21,7 @@ from quire.api.generation.answer_json import (
     speeds_json,
     usage_json,
 )
-from quire.api.generation.choice_streams import Choice, Prompt, PromptState, Usage
+from quire.api.generation.choice_streams import Choice, Prompt, PromptState
 from quire.api.generation.fields import (
     COMPLETION_TOKENS,
     GENERATE,
@@ -38,6 +38,7 @@ from quire.api.generation.generate import (
     generate,
 )
 from quire.api.generation.request_context import checked_ids, num_kept_tokens
+from quire.api.generation.usage import Usage
 from quire.api.http.dialect import Dialect
 from quire.api.server_state import ServerState
 from quire.base.errors import InvalidParameter

@@ -22,7 +22,7 @@ from quire.api.generation.answer_json import (
     speeds_json,
     usage_json,
 )
-from quire.api.generation.choice_streams import Choice, Prompt, PromptState, Usage
+from quire.api.generation.choice_streams import Choice, Prompt, PromptState
 from quire.api.generation.conversation import Conversation, rendered
 from quire.api.generation.fields import CHAT, flag, limited, sampling_of
 from quire.api.generation.generate import (
@@ -36,6 +36,7 @@ from quire.api.generation.generate import (
 from quire.api.generation.output_constraints import output_grammar
 from quire.api.generation.request_context import encode, num_kept_tokens
 from quire.api.generation.tools import TOOL_FIELDS, ToolOffer, offer_of
+from quire.api.generation.usage import Usage
 from quire.api.openai.chat_output import ChatOutputParser, ChoiceOutputParser
 from quire.api.openai.dialect import OPENAI
 from quire.api.openai.logprobs import chat_logprobs

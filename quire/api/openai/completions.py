@@ -25,7 +25,7 @@ from quire.api.generation.answer_json import (
     speeds_json,
     usage_json,
 )
-from quire.api.generation.choice_streams import Choice, Prompt, PromptState, Usage
+from quire.api.generation.choice_streams import Choice, Prompt, PromptState
 from quire.api.generation.fields import (
     COMPLETION_TOKENS,
     COMPLETIONS,
@@ -48,6 +48,7 @@ from quire.api.generation.request_context import (
     encode,
     num_kept_tokens,
 )
+from quire.api.generation.usage import Usage
 from quire.api.openai.dialect import OPENAI
 from quire.api.openai.logprobs import completion_logprobs, echoed_logprobs, joined
 from quire.api.server_state import ServerState

@@ -19,7 +19,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.api.generation.choice_streams import Choice, ChoiceStreams, PromptState, Usage
+from quire.api.generation.choice_streams import Choice, ChoiceStreams, PromptState
+from quire.api.generation.usage import Usage
 from quire.api.http.dialect import Dialect
 from quire.api.http.errors import SlowReader, report_of
 from quire.api.http.request_io import Deadline, disconnect_of, run_until_disconnect
@@ -144,7 +145,8 @@ class Events:
         total, progress = len(self._answers.prompts[prompt].token_ids), delta.prompt_progress
         if progress is None:
             self._in_progress.discard(prompt)
-            processed, time_ms = total, self._answers.prefill_ms
+            timings = self._answers.timings
+            processed, time_ms = total, 0.0 if timings is None else timings.prefill_ms
         else:
             processed, time_ms = progress.processed, progress.time_ms
         chunk = self._writer.of_progress(

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 
 from quire.api.app import build_app, routes_of
-from quire.api.generation.choice_streams import Choice, Prompt, PromptState, Usage
+from quire.api.generation.choice_streams import Choice, Prompt, PromptState
 from quire.api.generation.generate import (
     GenerationJob,
     GenerationRequest,
@@ -21,6 +21,7 @@ from quire.api.generation.generate import (
     generate,
 )
 from quire.api.generation.request_context import encode
+from quire.api.generation.usage import Usage
 from quire.api.http.dialect import Dialect, Headers
 from quire.api.http.errors import ErrorReport
 from quire.api.http.middleware import RequestMiddleware
