@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from quire.api.engine_protocol import Engine
 from quire.api.generation.choice_streams import Choice, ChoiceStreams, Prompt
-from quire.api.generation.fields import SCHEDULING, flag
+from quire.api.generation.fields import SCHEDULING, flag, limited
 from quire.api.generation.request_context import RequestContext, open_request
 from quire.api.generation.usage import Usage, UsageOptions
 from quire.api.http.dialect import Dialect
@@ -30,6 +30,7 @@ from quire.api.server_state import OpenRequest, Requester, RequestProgress, Serv
 from quire.api.streaming.event_stream import Events, EventStream, Writer
 from quire.api.streaming.resumable_stream import FollowStream, ResumableStream
 from quire.base.errors import InvalidParameter, QuireError
+from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from quire.base.show import show
 from quire.config.groups import ServerConfig
@@ -80,6 +81,21 @@ class GenerationRequest:
     envelope: Envelope
     stream_options: StreamOptions
     config: ServerConfig
+
+    def limited(
+        self, sampling: SamplingParams, num_prompt_tokens: int, *, default_tokens: int | None
+    ) -> SamplingParams:
+        """Return `sampling` with a max_tokens that the context and the server have room for.
+
+        default_tokens: without a max_tokens; None: the rest of the context.
+        """
+        room_tokens = self.engine.card.max_model_len - num_prompt_tokens
+        return limited(
+            sampling,
+            default_tokens=room_tokens if default_tokens is None else default_tokens,
+            room_tokens=room_tokens,
+            cap_tokens=self.config.max_output_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from quire.api.generation.chat_output import Conversation
 from quire.api.generation.content_constraints import content_beside_calls
-from quire.api.generation.conversation import Conversation
 from quire.api.generation.tools import ToolOffer
 from quire.base.errors import InvalidParameter
 from quire.base.grammar import Grammar, GrammarKind, grammar

@@ -322,7 +322,7 @@ class Connection(HttpToolsProtocol):
             self.cycle.message_event.set()
             self._report_disconnect()
         report = ErrorReport(status=int(status.split()[0]), code=code, message=message)
-        body = msgspec.json.encode(self._dialect.error(report)[1])
+        body = msgspec.json.encode(self._dialect.error(report, "")[1])
         head = (
             b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
             b"connection: close\r\n\r\n"

@@ -26,7 +26,6 @@ from quire.api.generation.fields import (
     COMPLETION_TOKENS,
     GENERATE,
     completion_tokens,
-    limited,
     sampling_of,
 )
 from quire.api.generation.generate import (
@@ -86,12 +85,7 @@ async def read_job(asked: GenerationRequest) -> GenerationJob:
         check_prompt_numbers(
             len(token_ids) * (1 + sampling.prompt_logprobs), param="prompt_logprobs"
         )
-    chosen = limited(
-        sampling,
-        default_tokens=COMPLETION_TOKENS,
-        room_tokens=engine.card.max_model_len - len(token_ids),
-        cap_tokens=asked.config.max_output_tokens,
-    )
+    chosen = asked.limited(sampling, len(token_ids), default_tokens=COMPLETION_TOKENS)
     writer = TokenGenerateWriter(
         asked.envelope,
         wants_logprobs=chosen.logprobs is not None,

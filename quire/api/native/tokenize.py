@@ -16,7 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.api.engine_protocol import Engine
-from quire.api.generation.conversation import rendered
+from quire.api.generation.chat_output import Conversation
+from quire.api.generation.conversation import conversation_fields, rendered
 from quire.api.generation.fields import APPLY_TEMPLATE, CONVERSATION, DETOKENIZE, TOKENIZE, flag
 from quire.api.generation.request_context import (
     RequestContext,
@@ -72,7 +73,7 @@ async def _tokenized(request: RequestContext) -> bytes:
         )
     param = "messages" if "messages" in given else "prompt"
     if param == "messages":
-        text = (await rendered(request, offer_of(request.given))).text
+        text = (await _rendered(request)).text
         adds_special = flag(given, "add_special_tokens")
     else:
         text, adds_special = _prompt(given), flag(given, "add_special_tokens", default=True)
@@ -127,4 +128,8 @@ def _text_json(engine: Engine, tokens: Any, skips: bool) -> bytes:
 
 
 async def _applied(request: RequestContext) -> bytes:
-    return msgspec.json.encode({"prompt": (await rendered(request, offer_of(request.given))).text})
+    return msgspec.json.encode({"prompt": (await _rendered(request)).text})
+
+
+async def _rendered(request: RequestContext) -> Conversation:
+    return await rendered(request, conversation_fields(request, offer_of(request.given)))

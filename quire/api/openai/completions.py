@@ -31,7 +31,6 @@ from quire.api.generation.fields import (
     COMPLETIONS,
     completion_tokens,
     flag,
-    limited,
     sampling_of,
 )
 from quire.api.generation.generate import (
@@ -103,12 +102,7 @@ async def read_job(asked: GenerationRequest) -> GenerationJob:
         token_ids = await _ids(
             asked.context, text, sampling, add_special_tokens=adds_special, keep_tokens=keep_tokens
         )
-        chosen = limited(
-            sampling,
-            default_tokens=COMPLETION_TOKENS,
-            room_tokens=engine.card.max_model_len - len(token_ids),
-            cap_tokens=asked.config.max_output_tokens,
-        )
+        chosen = asked.limited(sampling, len(token_ids), default_tokens=COMPLETION_TOKENS)
         shown = _shown(engine, text, sampling) if echo else ""
         first = _first(engine, token_ids) if echo and num_top is not None else None
         prompts.append(Prompt(token_ids=token_ids, sampling=chosen, echo=shown, first=first))
