@@ -1,4 +1,7 @@
-"""The formats of tool calls, and the names of the reasoning parsers; selection.py selects."""
+"""The formats of tool calls, and the names of the reasoning parsers.
+
+selection.py selects those of a model. To add a format, add an entry to TOOL_CALL_FORMATS.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Run several async generators at once and yield their items in order of arrival."""
+"""Run several async generators at once and yield their items in order of arrival.
+
+The first error ends all of them. Knows no request. Always holds: when the iteration ends or is
+closed, every generator is closed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Usage of a request: token counts, times and rates, in one answer or several streams."""
+"""Usage of a request: token counts, times and rates, of one answer or several streams.
+
+Times are milliseconds of the engine's clock since the arrival of the request. Knows no API:
+answer_json.py writes usage as JSON.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Responses whose connection ends unusually: to half-closed clients, and to HTTP/1.0 clients."""
+"""Responses whose connection ends unusually: to half-closed clients, and to HTTP/1.0 clients.
+
+connection.py decides which responses these are. Always holds: the bytes of the response are those
+that any other client gets, without chunks for HTTP/1.0.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Whether a request comes from this machine itself, by its address and its headers."""
+"""Whether a request comes from this machine itself, by its address and its headers.
+
+Always holds: a request with any header that a proxy adds does not count as local.
+"""
 
 from __future__ import annotations
 

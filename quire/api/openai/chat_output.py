@@ -1,4 +1,7 @@
-"""OpenAI's JSON of parsed chat answers: messages, deltas and finish reasons."""
+"""OpenAI's JSON of parsed chat answers: messages, deltas and finish reasons.
+
+generation/chat_output.py parses the answers; nothing here decides what is a call.
+"""
 
 from __future__ import annotations
 
