@@ -87,7 +87,7 @@ def trace_streamed_chat(prompt: str = "Tell me a story.") -> list[EnteredFile]:
     from quire.api.server import run
     from quire.base.log import Log
     from quire.config.flags import engine_config
-    from quire.config.groups import ServerConfig
+    from quire.config.server_config import ServerConfig
     from quire.engine.client.engine_client import EngineClient
 
     trace, outcome = FileTrace(), _Outcome()

@@ -39,7 +39,7 @@ from quire.api.server_state import ServerState
 from quire.api.workers.private_app import build_private_app
 from quire.api.workers.sibling_workers import SiblingWorkers
 from quire.base.log import Log
-from quire.config.groups import ServerConfig
+from quire.config.server_config import ServerConfig
 from quire.config.tenants import Tenant
 from quire.obs.metrics import Metrics
 

@@ -34,7 +34,7 @@ from quire.base.log import Log
 from quire.base.log_process import dropped_lines
 from quire.base.show import show
 from quire.config.admin_keys import read_admin_keys
-from quire.config.groups import ServerConfig
+from quire.config.server_config import ServerConfig
 from quire.config.tenants import Tenant
 from quire.engine.model_card import Health, ModelCard
 from quire.obs.metrics import Metrics

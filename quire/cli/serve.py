@@ -33,8 +33,8 @@ from quire.config.groups import (
     ExecutorConfig,
     ModelConfig,
     SchedulerConfig,
-    ServerConfig,
 )
+from quire.config.server_config import ServerConfig
 from quire.config.tenants import Tenant, read_tenants_of_server
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from typing import Any
 from quire.api.server import public_server
 from quire.api.server_state import ServerState
 from quire.base.log import Log
-from quire.config.groups import ServerConfig
+from quire.config.server_config import ServerConfig
 from quire.obs.metrics import Metrics
 from quire.text.chat_template import ChatTemplate
 from tests.unit.api.fake_engine import CARD, FakeEngine

@@ -18,7 +18,7 @@ from quire.api.admin.reload import reload_certificate
 from quire.api.http import tls
 from quire.api.http.sockets import check_tls
 from quire.base.errors import SettingError
-from quire.config.groups import ServerConfig
+from quire.config.server_config import ServerConfig
 from tests.serve.running_server import GIVE_UP_S
 from tests.serve.scripted_server import ScriptedServer
 from tests.unit.api.fake_engine import Site

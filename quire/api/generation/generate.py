@@ -33,7 +33,7 @@ from quire.base.errors import InvalidParameter, QuireError
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from quire.base.show import show
-from quire.config.groups import ServerConfig
+from quire.config.server_config import ServerConfig
 from quire.config.tenants import ONLY_TENANT, Tenant
 
 STREAM_OPTIONS = {"include_usage", "include_obfuscation", "continuous_usage_stats", "resumable"}

@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 from quire.api.http.errors import ForeignPage, NotAdmin
 from quire.base.errors import NotAuthorized
 from quire.base.show import show
-from quire.config.groups import ServerConfig
+from quire.config.server_config import ServerConfig
 from quire.config.tenants import ONLY_TENANT, Tenant, key_digest
 
 OPEN_PATHS = frozenset({"/", "/health", "/version", "/docs", "/openapi.json"})

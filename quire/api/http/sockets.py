@@ -17,7 +17,7 @@ from pathlib import Path
 
 from quire.api.http.auth import is_loopback
 from quire.base.errors import SettingError
-from quire.config.groups import ServerConfig
+from quire.config.server_config import ServerConfig
 
 _BACKLOG = 2048
 

@@ -35,7 +35,8 @@ from quire.api.workers.worker_job import (
 )
 from quire.base.errors import QuireError, SettingError, WorkerError
 from quire.base.log import Log
-from quire.config.groups import EngineConfig, ServerConfig
+from quire.config.groups import EngineConfig
+from quire.config.server_config import ServerConfig
 from quire.engine.client.launch import (
     EngineProcess,
     command_of,

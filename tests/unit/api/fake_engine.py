@@ -22,7 +22,7 @@ from quire.base.log import Log
 from quire.base.records import EngineStats, FinishReason, RequestTimes
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
-from quire.config.groups import ServerConfig
+from quire.config.server_config import ServerConfig
 from quire.config.tenants import Tenant
 from quire.engine.client.request_builder import make_requests
 from quire.engine.model_card import Health, ModelCard

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.base.errors import SettingError
-from quire.config.groups import ServerConfig
+from quire.config.server_config import ServerConfig
 from tests.unit.api.fake_engine import Reply, Site
 
 PAGE = "https://app.example"

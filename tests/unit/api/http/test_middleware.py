@@ -11,7 +11,7 @@ import pytest
 
 from quire.api.http.sockets import is_loopback, listen, url_of
 from quire.base.errors import SettingError
-from quire.config.groups import ServerConfig
+from quire.config.server_config import ServerConfig
 from tests.unit.api.fake_engine import FakeEngine, Site
 
 CHAT = "/v1/chat/completions"

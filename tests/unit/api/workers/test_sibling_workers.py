@@ -13,7 +13,7 @@ from quire.api.server_state import ServerState
 from quire.api.workers.relay import Exchange, SiblingGone
 from quire.api.workers.sibling_workers import SiblingWorkers, WorkerState
 from quire.base.log import Log
-from quire.config.groups import ServerConfig
+from quire.config.server_config import ServerConfig
 from quire.obs.metrics import Metrics
 
 LIMIT_S = 60.0
