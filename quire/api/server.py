@@ -207,7 +207,7 @@ class ServerProcess:
 
     async def _drain(self, serving: ServerState, died: asyncio.Future[Any]) -> int:
         """Let open requests finish within the grace time, then end them."""
-        serving.drain()
+        serving.lifecycle.drain()
         self._log.event("draining", grace_s=self._config.grace_s)
         idle = asyncio.ensure_future(serving.idle.wait())
         await _first(idle, died, timeout_s=self._config.grace_s)
@@ -216,7 +216,7 @@ class ServerProcess:
             return await self._end_after_engine_death(serving)
         if not idle.done():
             self._log.warning("grace time is over; open requests are ended")
-            serving.end_all()
+            serving.lifecycle.end_all()
             await _first(idle, timeout_s=_LAST_EVENTS_S)
         idle.cancel()
         self._log.event("stopped")
@@ -229,7 +229,7 @@ class ServerProcess:
         idle = asyncio.ensure_future(serving.idle.wait())
         await _first(idle, timeout_s=_LAST_EVENTS_S)
         idle.cancel()
-        serving.end_all()
+        serving.lifecycle.end_all()
         await asyncio.sleep(_LINGER_S)
         return EXIT_FAILED
 

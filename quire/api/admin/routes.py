@@ -37,19 +37,19 @@ class AdminRoutes:
     async def pause(self, request: Request) -> Response:
         """Hold new generation requests."""
         await _no_body(request)
-        self._serving.pause()
+        self._serving.lifecycle.pause()
         return await self._changed()
 
     async def drain(self, request: Request) -> Response:
         """Refuse new requests; open ones continue."""
         await _no_body(request)
-        self._serving.refuse_new()
+        self._serving.lifecycle.refuse_new()
         return await self._changed()
 
     async def resume(self, request: Request) -> Response:
         """Accept requests again after a pause or a drain."""
         await _no_body(request)
-        self._serving.resume()
+        self._serving.lifecycle.resume()
         return await self._changed()
 
     async def log_level(self, request: Request) -> Response:
@@ -73,10 +73,10 @@ class AdminRoutes:
         serving = self._serving
         state = {
             "object": "server",
-            "paused": serving.paused,
-            "draining": serving.draining,
+            "paused": serving.lifecycle.paused,
+            "draining": serving.lifecycle.draining,
             "open_requests": serving.requests.num_open + sum(one.open_requests for one in others),
-            "held_requests": serving.num_held + sum(one.held_requests for one in others),
+            "held_requests": serving.lifecycle.num_held + sum(one.held_requests for one in others),
             "log_level": serving.log.level,
         }
         return Response(

@@ -147,8 +147,9 @@ async def generate(serving: ServerState, request: Request, route: GenerationRout
 
     async def answer() -> bytes | Response:
         """Return the body of a whole answer, or the response that streams it."""
-        if serving.paused:
-            await serving.wait_while_paused()
+        if not serving.lifecycle.accepting.is_set():
+            await serving.lifecycle.wait_while_paused()
+            serving.engine()  # it may have died meanwhile
         job = await route.read(asked)
         answers = ChoiceStreams(
             engine,
@@ -180,7 +181,7 @@ async def generate(serving: ServerState, request: Request, route: GenerationRout
         answered = await run_until_disconnect(
             answer(),
             disconnect_of(request.scope, request.receive),
-            over=serving.grace_over,
+            over=serving.lifecycle.grace_over,
             deadline=context.deadline,
             cut=open_.cut,
         )

@@ -95,7 +95,7 @@ async def open_request(
     deadline = Deadline(serving.config.request_timeout_s)
     body, is_large = await body_in_time(
         read_object(request, limit_bytes=serving.config.max_body_bytes),
-        stopping=serving.stopping,
+        stopping=serving.lifecycle.stopping,
         deadline=deadline,
     )
     warns = serving.config.unknown_fields == "warn"

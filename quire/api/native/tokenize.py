@@ -58,7 +58,7 @@ class TokenizeRoutes:
         content = await run_until_disconnect(
             read(context),
             disconnect_of(request.scope, request.receive),
-            over=self._serving.grace_over,
+            over=self._serving.lifecycle.grace_over,
             deadline=context.deadline,
         )
         return Response(content, headers=context.headers(), media_type="application/json")

@@ -301,7 +301,7 @@ class EventStream(PacedResponse):
             await run_until_disconnect(
                 self._events.write(put),
                 disconnect_of(scope, receive),
-                over=self._serving.grace_over,
+                over=self._serving.lifecycle.grace_over,
                 deadline=self._deadline,
                 cut=self._cut,
             )

@@ -88,7 +88,7 @@ class ResumableStream:
                 await run_until_disconnect(
                     self._events.write(self._put),
                     None,
-                    over=self._serving.grace_over,
+                    over=self._serving.lifecycle.grace_over,
                     deadline=self._deadline,
                     cut=self.request.cut,
                 )

@@ -69,11 +69,11 @@ class SiblingWorkers:
         """Return the state of this process."""
         return WorkerState(
             version=self._version,
-            paused=serving.paused,
-            draining=serving.draining,
+            paused=serving.lifecycle.paused,
+            draining=serving.lifecycle.draining,
             log_level=serving.log.level,
             open_requests=serving.requests.num_open,
-            held_requests=serving.num_held,
+            held_requests=serving.lifecycle.num_held,
         )
 
     def adopt(self, serving: ServerState, other: WorkerState) -> None:
@@ -82,7 +82,7 @@ class SiblingWorkers:
             return
         self._version = other.version
         serving.log.level = other.log_level
-        serving.set_admission(paused=other.paused, draining=other.draining)
+        serving.lifecycle.set_admission(paused=other.paused, draining=other.draining)
 
     async def publish(self, serving: ServerState) -> list[WorkerState]:
         """Send changed settings to all others; return their states after that."""

@@ -56,11 +56,11 @@ def asked(
 
 def test_without_keys_this_machine_is_the_admin_and_no_other() -> None:
     reply, site = asked("/admin/pause")
-    assert (reply.status, site.serving.paused) == (200, True)
+    assert (reply.status, site.serving.lifecycle.paused) == (200, True)
     for client in (FAR, None):  # None: a Unix socket, which may have a proxy in front of it
         reply, site = asked("/admin/pause", client=client, host="0.0.0.0", insecure=True)
         assert (reply.status, reply.error["code"]) == (403, "not_admin")
-        assert not site.serving.paused
+        assert not site.serving.lifecycle.paused
 
 
 @pytest.mark.parametrize("header", ["Forwarded", "X-Forwarded-For", "X-Real-IP", "Via"])
@@ -196,7 +196,7 @@ def test_with_an_admin_port_the_others_do_not_have_its_routes() -> None:
             assert (await site.get(path)).status == 200
         # Where it listens is where only this machine can ask, whatever was passed on.
         assert (await site.call("POST", "/admin/pause", b"", client=FAR)).status == 200
-        assert site.serving.paused
+        assert site.serving.lifecycle.paused
 
     asyncio.run(exchange())
 
@@ -232,7 +232,7 @@ def test_a_page_of_a_name_that_leads_to_loopback_is_no_admin_without_keys() -> N
     for settings in ({"host": "0.0.0.0", "insecure": True}, {"cors_origin": ("*",)}):
         reply, site = asked("/admin/pause", headers, **settings)
         assert (reply.status, reply.error["code"]) == (403, "foreign_page")
-        assert not site.serving.paused
+        assert not site.serving.lifecycle.paused
 
 
 def test_the_log_writes_from_the_level_on_that_it_is_told() -> None:

@@ -287,7 +287,7 @@ def test_errors_before_a_route_have_the_dialect_of_the_path(
 def test_the_dialect_may_change_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
     async def ask() -> Reply:
         site = _site(monkeypatch)
-        site.serving.drain()
+        site.serving.lifecycle.drain()
         return await site.post(PATH, {"text": "hi"})
 
     assert asyncio.run(ask()).status == 529

@@ -134,7 +134,7 @@ def test_these_routes_keep_the_rules_of_all_routes(path: str) -> None:
         found = await site.call("GET", path, b"", headers=key)
         assert (found.status, found.headers["allow"]) == (405, "POST")
         assert site.metric(f'quire_http_responses_total{{route="{path}",status="404"}}') == 1
-        site.serving.drain()
+        site.serving.lifecycle.drain()
         assert (await site.post(path, {}, headers=key)).status == 503
 
     asyncio.run(exchange())

@@ -131,7 +131,7 @@ def test_the_state_that_was_set_last_counts_whatever_the_order(tmp_path: Path) -
             peers = SiblingWorkers(tmp_path, 1)
             for at in order:
                 peers.adopt(serving, told[at])
-            assert (serving.paused, serving.draining) == (True, False)
+            assert (serving.lifecycle.paused, serving.lifecycle.draining) == (True, False)
             assert serving.log.level == "error"
             assert peers.state(serving).version == (2, 3)
 
@@ -141,9 +141,9 @@ def test_the_state_that_was_set_last_counts_whatever_the_order(tmp_path: Path) -
 def test_a_server_that_is_being_stopped_is_not_resumed_by_another(tmp_path: Path) -> None:
     async def story() -> None:
         serving = ServerState(ServerConfig(), Metrics(), Log("test"))
-        serving.drain()
+        serving.lifecycle.drain()
         SiblingWorkers(tmp_path, 1).adopt(serving, state((5, 2), paused=True))
-        assert serving.draining
-        assert not serving.paused  # the waiting request gets an error
+        assert serving.lifecycle.draining
+        assert not serving.lifecycle.paused  # the waiting request gets an error
 
     asyncio.run(story())
