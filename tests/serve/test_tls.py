@@ -106,7 +106,7 @@ def test_a_certificate_read_again_is_shown_from_then_on_if_it_can_be_used(tmp_pa
 
     async def read_again() -> str:
         site = Site(tls_cert=cert, tls_key=key)
-        await reload_certificate(site.serving, [context])
+        await reload_certificate(site.server_state, [context])
         return site.log.getvalue()
 
     made_in(tmp_path)

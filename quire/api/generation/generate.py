@@ -112,10 +112,10 @@ class GenerationRoute:
     dialect: Dialect
 
 
-async def generate(serving: ServerState, request: Request, route: GenerationRoute) -> Response:
+async def generate(server_state: ServerState, request: Request, route: GenerationRoute) -> Response:
     """Answer a generation request. Raises RequestError and the engine's errors."""
     context = await open_request(
-        serving, request, honoured=route.honoured, id_prefix=route.id_prefix
+        server_state, request, honoured=route.honoured, id_prefix=route.id_prefix
     )
     given, engine = context.given, context.engine
     tenant: Tenant = request.state.tenant
@@ -130,30 +130,30 @@ async def generate(serving: ServerState, request: Request, route: GenerationRout
             id=context.request_id,
             created_s=int(time.time()),
             model=engine.card.name,
-            fingerprint=serving.fingerprint(engine.card),
+            fingerprint=server_state.fingerprint(engine.card),
         ),
         stream_options=options,
-        config=serving.config,
+        config=server_state.config,
     )
     usage_options = UsageOptions(
-        has_several_users=serving.has_several_users and not cache_salt,
+        has_several_users=server_state.has_several_users and not cache_salt,
         timings=flag(given, "return_timings"),
         speeds=flag(given, "timings") or options.continuous_timings,
     )
     requester = Requester(request.state.key, request.state.name)
     open_ = OpenRequest(context.request_id, requester, request.scope["route"].path, stream)
-    serving.requests.begin(open_)
+    server_state.requests.begin(open_)
     request.state.open_request = open_
 
     async def answer() -> bytes | Response:
         """Return the body of a whole answer, or the response that streams it."""
-        if not serving.lifecycle.accepting.is_set():
-            await serving.lifecycle.wait_while_paused()
-            serving.engine()  # it may have died meanwhile
+        if not server_state.lifecycle.accepting.is_set():
+            await server_state.lifecycle.wait_while_paused()
+            server_state.engine()  # it may have died meanwhile
         job = await route.read(asked)
         answers = ChoiceStreams(
             engine,
-            serving.metrics,
+            server_state.metrics,
             job.prompts,
             context.request_id,
             cache_salt=cache_salt,
@@ -173,35 +173,37 @@ async def generate(serving: ServerState, request: Request, route: GenerationRout
             continuous_usage=options.continuous_usage or options.continuous_timings,
             reports_progress=terms.report_progress,
         )
-        if options.resumable and serving.resumable_streams.has_room():
-            return _resumable(serving, context, events, open_)
-        return EventStream(serving, events, context.headers(), context.deadline, open_)
+        if options.resumable and server_state.resumable_streams.has_room():
+            return _resumable(server_state, context, events, open_)
+        return EventStream(server_state, events, context.headers(), context.deadline, open_)
 
     try:
         answered = await run_until_disconnect(
             answer(),
             disconnect_of(request.scope, request.receive),
-            over=serving.lifecycle.grace_over,
+            over=server_state.lifecycle.grace_over,
             deadline=context.deadline,
             cut=open_.cut,
         )
     except BaseException as error:
-        serving.requests.end(open_, error if isinstance(error, QuireError) else QuireError("gone"))
+        server_state.requests.end(
+            open_, error if isinstance(error, QuireError) else QuireError("gone")
+        )
         raise
     if isinstance(answered, Response):
         return answered
-    serving.requests.end(open_)
+    server_state.requests.end(open_)
     return Response(answered, headers=context.headers(), media_type="application/json")
 
 
 def _resumable(
-    serving: ServerState, context: RequestContext, events: Events, request: OpenRequest
+    server_state: ServerState, context: RequestContext, events: Events, request: OpenRequest
 ) -> Response:
-    stream = ResumableStream(serving, events, context.deadline, request)
-    serving.resumable_streams.add(stream)
-    resume_s = f"{serving.config.resume_s:g}"
+    stream = ResumableStream(server_state, events, context.deadline, request)
+    server_state.resumable_streams.add(stream)
+    resume_s = f"{server_state.config.resume_s:g}"
     headers = {**context.headers(), "x-quire-resume-seconds": resume_s}
-    return FollowStream(serving, stream, headers)
+    return FollowStream(server_state, stream, headers)
 
 
 def _progress(answers: ChoiceStreams) -> RequestProgress:

@@ -54,19 +54,21 @@ class RequestMiddleware:
     def __init__(
         self,
         router: Router,
-        serving: ServerState,
+        server_state: ServerState,
         dialect: Dialect,
         *,
         dialects: Mapping[str, Dialect] | None = None,
         for_admins: bool = False,
     ) -> None:
         self._router = router
-        self._serving = serving
+        self._server_state = server_state
         self._dialect = dialect
         self._dialects = dialects or {}
         self._for_admins = for_admins
-        config = serving.config
-        self._origin_check = OriginCheck(config, has_keys=bool(serving.keys), for_admins=for_admins)
+        config = server_state.config
+        self._origin_check = OriginCheck(
+            config, has_keys=bool(server_state.keys), for_admins=for_admins
+        )
         has_cors = bool(config.cors_origin) and not for_admins
         self._cors = Cors(config.cors_origin) if has_cors else None
         self._prefix = config.root_path
@@ -83,9 +85,9 @@ class RequestMiddleware:
         scope["app"] = self  # makes the router raise what it refuses
         scope["state"] = {"key": b"", "name": name, "trace": trace_of(scope["headers"])}
         started_s = time.monotonic()
-        self._serving.metrics.opened()
+        self._server_state.metrics.opened()
         try:
-            with self._serving.track_request(counts=scope["method"] == "POST"):
+            with self._server_state.track_request(counts=scope["method"] == "POST"):
                 await self._answer(scope, receive, exchange, origin)
         finally:
             self._record(scope, exchange, started_s)
@@ -94,7 +96,7 @@ class RequestMiddleware:
         self, scope: Scope, receive: Receive, exchange: _Exchange, origin: str | None
     ) -> None:
         try:
-            path, keys, headers = scope["path"], self._serving.keys, scope["headers"]
+            path, keys, headers = scope["path"], self._server_state.keys, scope["headers"]
             self._origin_check.check(
                 headers,
                 is_cors_allowed=origin is not None,
@@ -114,7 +116,7 @@ class RequestMiddleware:
             await self._router(scope, receive, exchange.send)
         except ClientDisconnected:
             exchange.status = exchange.status or CLIENT_CLOSED
-            self._serving.metrics.disconnect()
+            self._server_state.metrics.disconnect()
         except HTTPException as error:
             await self._refuse(self._routing_error(error, scope), scope, receive, exchange)
         except QuireError as error:
@@ -123,17 +125,17 @@ class RequestMiddleware:
                 error = as_sent(error, sent)
             await self._refuse(error, scope, receive, exchange)
         except Exception as error:  # a bug: report it, and keep serving other requests
-            self._serving.log.error("request failed", traceback=traceback.format_exc())
+            self._server_state.log.error("request failed", traceback=traceback.format_exc())
             fault = QuireError(f"internal error ({type(error).__name__}); the server's log has it")
             if exchange.status:
-                self._serving.count_error(fault)
+                self._server_state.count_error(fault)
                 raise
             await self._refuse(fault, scope, receive, exchange)
 
     async def _refuse(
         self, error: QuireError, scope: Scope, receive: Receive, exchange: _Exchange
     ) -> None:
-        self._serving.count_error(error)
+        self._server_state.count_error(error)
         request_id = f"req-{secrets.token_hex(12)}"
         response = error_response(error, exchange.dialect, request_id=request_id)
         await response(scope, receive, exchange.send)
@@ -162,8 +164,8 @@ class RequestMiddleware:
         """Count a response, and log the request once it has ended."""
         route = exchange.route or getattr(scope.get("route"), "path", "unknown")
         status = exchange.status or _FAULT  # no response began, and the client is still there
-        self._serving.metrics.answered(route=route, status=status)
-        log_format = self._serving.config.access_log
+        self._server_state.metrics.answered(route=route, status=status)
+        log_format = self._server_state.config.access_log
 
         def log() -> None:
             level = "debug" if route in _POLLED and status < 400 else "info"
@@ -176,11 +178,11 @@ class RequestMiddleware:
                 **_request_fields(scope["state"], status),
             }
             if log_format == "json":
-                self._serving.log.event_as_json("request", fields, level=level)
+                self._server_state.log.event_as_json("request", fields, level=level)
             elif level == "debug":
-                self._serving.log.debug("request", **fields)
+                self._server_state.log.debug("request", **fields)
             else:
-                self._serving.log.event("request", **fields)
+                self._server_state.log.event("request", **fields)
 
         if log_format == "off":
             return

@@ -49,15 +49,15 @@ from quire.engine.output.token_text import TokenText
 class TokenGenerateRoute:
     """The route. dialect: of its errors and events."""
 
-    def __init__(self, serving: ServerState, dialect: Dialect) -> None:
-        self._serving = serving
+    def __init__(self, server_state: ServerState, dialect: Dialect) -> None:
+        self._server_state = server_state
         self._route = GenerationRoute(
             honoured=GENERATE, id_prefix="gen", read=read_job, dialect=dialect
         )
 
     async def post(self, request: Request) -> Response:
         """Answer one request."""
-        return await generate(self._serving, request, self._route)
+        return await generate(self._server_state, request, self._route)
 
 
 async def read_job(asked: GenerationRequest) -> GenerationJob:

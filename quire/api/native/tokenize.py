@@ -36,8 +36,8 @@ Read = Callable[[RequestContext], Coroutine[Any, Any, bytes]]
 class TokenizeRoutes:
     """The three routes."""
 
-    def __init__(self, serving: ServerState) -> None:
-        self._serving = serving
+    def __init__(self, server_state: ServerState) -> None:
+        self._server_state = server_state
 
     async def tokenize(self, request: Request) -> Response:
         """Return the ids of a prompt or of messages."""
@@ -54,11 +54,13 @@ class TokenizeRoutes:
     async def _answer(
         self, request: Request, honoured: frozenset[str], id_prefix: str, read: Read
     ) -> Response:
-        context = await open_request(self._serving, request, honoured=honoured, id_prefix=id_prefix)
+        context = await open_request(
+            self._server_state, request, honoured=honoured, id_prefix=id_prefix
+        )
         content = await run_until_disconnect(
             read(context),
             disconnect_of(request.scope, request.receive),
-            over=self._serving.lifecycle.grace_over,
+            over=self._server_state.lifecycle.grace_over,
             deadline=context.deadline,
         )
         return Response(content, headers=context.headers(), media_type="application/json")

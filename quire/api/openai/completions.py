@@ -64,15 +64,15 @@ MAX_CHOICES = 1024
 class CompletionsRoute:
     """The route."""
 
-    def __init__(self, serving: ServerState) -> None:
-        self._serving = serving
+    def __init__(self, server_state: ServerState) -> None:
+        self._server_state = server_state
         self._route = GenerationRoute(
             honoured=COMPLETIONS, id_prefix="cmpl", read=read_job, dialect=OPENAI
         )
 
     async def post(self, request: Request) -> Response:
         """Answer one request."""
-        return await generate(self._serving, request, self._route)
+        return await generate(self._server_state, request, self._route)
 
 
 async def read_job(asked: GenerationRequest) -> GenerationJob:

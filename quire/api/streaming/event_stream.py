@@ -188,7 +188,7 @@ class PacedResponse(Response):
 
     def __init__(
         self,
-        serving: ServerState,
+        server_state: ServerState,
         headers: Mapping[str, str],
         media_type: str,
         heartbeat: bytes,
@@ -196,7 +196,7 @@ class PacedResponse(Response):
     ) -> None:
         super().__init__(headers={**_HEADERS, **headers}, media_type=media_type)
         del self.headers["content-length"]
-        self._serving = serving
+        self._server_state = server_state
         self._heartbeat = heartbeat
         self._cut = cut
         self._loop = asyncio.get_running_loop()
@@ -207,7 +207,7 @@ class PacedResponse(Response):
         self._wrote_s = self._loop.time()
         self._heartbeat_task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        config = serving.config
+        config = server_state.config
         self._check_s = min(_CHECK_S, config.heartbeat_s or _CHECK_S, config.stall_s / 2)
 
     def _watch(self, scope: Scope, send: Send) -> None:
@@ -229,7 +229,7 @@ class PacedResponse(Response):
 
     def _check(self, send: Send) -> None:
         self._timer = self._loop.call_later(self._check_s, self._check, send)
-        config, now_s = self._serving.config, self._loop.time()
+        config, now_s = self._server_state.config, self._loop.time()
         if self._blocked_since_s is not None:
             blocked_s = now_s - self._blocked_since_s
             if blocked_s >= config.stall_s and not self._cut.done():
@@ -277,14 +277,14 @@ class EventStream(PacedResponse):
 
     def __init__(
         self,
-        serving: ServerState,
+        server_state: ServerState,
         events: Events,
         headers: Mapping[str, str],
         deadline: Deadline,
         request: OpenRequest,
     ) -> None:
         framing = events.framing
-        super().__init__(serving, headers, framing.media_type, framing.heartbeat, request.cut)
+        super().__init__(server_state, headers, framing.media_type, framing.heartbeat, request.cut)
         self._events = events
         self._deadline = deadline
         self._request = request
@@ -301,7 +301,7 @@ class EventStream(PacedResponse):
             await run_until_disconnect(
                 self._events.write(put),
                 disconnect_of(scope, receive),
-                over=self._serving.lifecycle.grace_over,
+                over=self._server_state.lifecycle.grace_over,
                 deadline=self._deadline,
                 cut=self._cut,
             )
@@ -309,11 +309,11 @@ class EventStream(PacedResponse):
             failure = error
             if not self._started:
                 raise
-            self._serving.count_error(error)
+            self._server_state.count_error(error)
             await self._write_last(scope, send, self._events.of_error(error))
         finally:
             self._unwatch()
-            self._serving.requests.end(self._request, failure)
+            self._server_state.requests.end(self._request, failure)
 
     async def _write_last(self, scope: Scope, send: Send, event: bytes) -> None:
         try:

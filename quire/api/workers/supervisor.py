@@ -157,16 +157,16 @@ class _Supervisor:
             await self._link.close()
 
     async def _serve(self, announce: Callable[[Ready, Sequence[str]], None]) -> int:
-        serving = asyncio.ensure_future(self._all_serve())
+        server_state = asyncio.ensure_future(self._all_serve())
         ends = [
             asyncio.ensure_future(event.wait())
             for event in (self._stopped, self._died, self._unable)
         ]
         stopped, died, unable = ends
         try:
-            await asyncio.wait({serving, *ends}, return_when=asyncio.FIRST_COMPLETED)
-            if serving.done() and not (died.done() or unable.done()):
-                problems = serving.result()
+            await asyncio.wait({server_state, *ends}, return_when=asyncio.FIRST_COMPLETED)
+            if server_state.done() and not (died.done() or unable.done()):
+                problems = server_state.result()
                 assert self._ready is not None, "the processes serve only then"
                 self._announced = True
                 announce(self._ready, problems)
@@ -182,9 +182,9 @@ class _Supervisor:
                 await self._drain(died) if stopped.done() else await self._end_after_engine_death()
             )
         finally:
-            for task in (serving, *ends):
+            for task in (server_state, *ends):
                 task.cancel()
-            await asyncio.gather(serving, *ends, return_exceptions=True)
+            await asyncio.gather(server_state, *ends, return_exceptions=True)
 
     async def _all_serve(self) -> list[str]:
         """Wait until all first processes serve; return the problems of the templates."""

@@ -164,11 +164,11 @@ def _site(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Site:
     )
 
     async def say(request: Request) -> Response:
-        return await generate(site.serving, request, route)
+        return await generate(site.server_state, request, route)
 
-    routes = [Route(PATH, say, methods=["POST"]), *routes_of(site.serving)]
+    routes = [Route(PATH, say, methods=["POST"]), *routes_of(site.server_state)]
     router = Router(routes, redirect_slashes=False)
-    site.app = RequestMiddleware(router, site.serving, OPENAI, dialects={"/lines": dialect})
+    site.app = RequestMiddleware(router, site.server_state, OPENAI, dialects={"/lines": dialect})
     return site
 
 
@@ -201,10 +201,10 @@ def _generation_route(route: Route) -> GenerationRoute | None:
 
 def test_each_generation_route_has_the_dialect_of_its_path() -> None:
     async def dialects() -> dict[str, tuple[Dialect, Dialect]]:
-        serving = Site().serving
-        app = build_app(serving)
+        server_state = Site().server_state
+        app = build_app(server_state)
         assert isinstance(app, RequestMiddleware)
-        pairs = {route.path: _generation_route(route) for route in routes_of(serving)}
+        pairs = {route.path: _generation_route(route) for route in routes_of(server_state)}
         return {
             path: (generation.dialect, app._dialect_of(path))
             for path, generation in pairs.items()
@@ -287,7 +287,7 @@ def test_errors_before_a_route_have_the_dialect_of_the_path(
 def test_the_dialect_may_change_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
     async def ask() -> Reply:
         site = _site(monkeypatch)
-        site.serving.lifecycle.drain()
+        site.server_state.lifecycle.drain()
         return await site.post(PATH, {"text": "hi"})
 
     assert asyncio.run(ask()).status == 529
