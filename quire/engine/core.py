@@ -144,6 +144,7 @@ class EngineCore:
                 self.abort([taken.request_id for taken in requests[:index]])
                 raise
         if self.grammars is not None and any(map(_is_prepared, requests)):
+            self.scheduler.add_gate(self.grammars.gate)
             self.grammars.want(requests)
 
     def abort(self, request_ids: Sequence[str]) -> list[RequestOutput]:

@@ -33,7 +33,7 @@ from quire.engine.assembly.scheduler_factory import make_scheduler, scheduler_li
 from quire.engine.assembly.vocabulary import model_tokenizer, model_vocabulary
 from quire.engine.assembly.warm_up import measure_cost, warm_up
 from quire.engine.core import EngineCore
-from quire.engine.grammars import GrammarGate, Grammars
+from quire.engine.grammars import Grammars
 from quire.engine.model_card import ModelCard
 from quire.engine.record import RecordingRunner, open_record
 from quire.engine.stop_texts import StopTexts
@@ -175,7 +175,6 @@ def _assembled(
         prices=initial_step_costs(program),
         tier=None if tier is None else tier.tier,
         max_saving=1 if tier is None else tier.max_saving,
-        gates=[GrammarGate(compiler, texts)],
         window=program.caches[0].window,
         make_pool=partial(BlockPool, now_ns=time.perf_counter_ns),
     )

@@ -6,7 +6,7 @@ the executor and the clock. Reads the config, and the file of tenants it names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from quire.cache.manager import CacheManager
 from quire.cache.pool import BlockPool
@@ -17,7 +17,6 @@ from quire.execute.executor import PART_TOKENS
 from quire.scheduler.cost.speed import SpeedEstimate
 from quire.scheduler.cost.step_cost import LinearCost
 from quire.scheduler.cost.transfer_cost import RestoreMode
-from quire.scheduler.interfaces import Gate
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
@@ -67,7 +66,6 @@ def make_scheduler(
     tier: TierMap | None = None,
     max_saving: int = 1,
     prices: LinearCost | None = None,
-    gates: Sequence[Gate] = (),
     window: int = 0,
     make_pool: Callable[[int], BlockPool] = BlockPool,
 ) -> Scheduler:
@@ -75,7 +73,7 @@ def make_scheduler(
     `fingerprint` has computed. cost: where limits have a step_budget_ms. tier: what lies in one,
     where there is one, with at most max_saving blocks on their way there at once, and
     prices: what steps cost, until
-    some were timed. gates: see Scheduler; window, make_pool: see CacheManager."""
+    some were timed. window, make_pool: see CacheManager."""
     cache = CacheManager(
         num_blocks,
         config.cache.block_size,
@@ -94,7 +92,6 @@ def make_scheduler(
         limits,
         cache,
         policy,
-        gates=gates,
         cost=cost,
         speed=None if prices is None else SpeedEstimate(prices),
         tenants=tenants,

@@ -29,12 +29,12 @@ from quire.config.flags import engine_config
 from quire.config.groups import EngineConfig
 from quire.engine.client.open_streams import OpenStreams
 from quire.engine.client.request_builder import default_sampling, make_requests
+from quire.engine.client.thread_link import EngineThread
 from quire.engine.client.tokenizer_side import load_tokenizer_side, rendered
 from quire.engine.library.answers import Answer, GenerateCall
 from quire.engine.library.prompts import Message, Prompt, one_each, prompts_of
 from quire.engine.output.answer_parser import AnswerReading, answer_reading_of
 from quire.engine.output.output_stream import TextDelta
-from quire.engine.process.engine_host import EngineThread
 from quire.engine.process.messages import (
     Abort,
     Failed,

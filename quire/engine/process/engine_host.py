@@ -1,21 +1,17 @@
 """Runs one engine from its config to its end, in whatever thread or process calls it.
 
 `run_engine` is an edge: what goes wrong in it is sent to the client as Failed; its `emit` may be
-called in several threads at once. EngineThread runs it in this process, with a queue for its
-inbox. Knows no event loop and no sockets.
+called in several threads at once. Knows no event loop, no thread and no sockets.
 """
 
 from __future__ import annotations
 
 import os
-import queue
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 
 from quire.base.clock import Clock
 from quire.base.errors import QuireError
-from quire.base.log import Log
 from quire.base.report import Report
 from quire.config.groups import EngineConfig
 from quire.engine.assembly.assemble import assemble
@@ -29,12 +25,8 @@ from quire.engine.process.messages import (
     Hello,
     Loading,
     Ready,
-    Stop,
-    ToEngine,
     fault_of,
 )
-
-_END_S = 10.0
 
 
 def run_engine(
@@ -69,61 +61,6 @@ def run_engine(
         return False
     finally:
         ending.close()
-
-
-class EngineThread:
-    """An engine in a thread of this process. `emit` and `on_end` are called in that thread."""
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        emit: Callable[[FromEngine], None],
-        *,
-        on_end: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._inbox = QueueInbox()
-
-        def run() -> None:
-            run_engine(config, self._inbox, emit, report=Log("engine").error)
-            on_end()
-
-        self._thread = threading.Thread(target=run, name="quire-engine", daemon=True)
-        self._thread.start()
-
-    def send(self, message: ToEngine) -> None:
-        """Queue a message to the engine."""
-        self._inbox.put(message)
-
-    def end(self) -> None:
-        """Ask the engine to stop and wait for it."""
-        self._inbox.put(Stop())
-        self._thread.join(_END_S)
-
-
-class QueueInbox:
-    """An Inbox that other threads put messages in."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
-
-    def put(self, message: ToEngine) -> None:
-        """Queue a message."""
-        self._queue.put(message)
-
-    def wake(self) -> None:
-        """End a wait now, or the next."""
-        self._queue.put(None)
-
-    def take(self, wait_s: float | None) -> list[ToEngine]:
-        """All that came; waits at most `wait_s` for the first (None: for ever)."""
-        came: list[ToEngine | None] = []
-        try:
-            if wait_s != 0.0:
-                came.append(self._queue.get(timeout=wait_s))
-            while True:
-                came.append(self._queue.get_nowait())
-        except queue.Empty:
-            return [message for message in came if message is not None]
 
 
 def _loading(emit: Callable[[FromEngine], None]) -> Callable[[int, int], None]:

@@ -77,7 +77,7 @@ class Watermark:
 class AdmissionRules:
     """What else may keep a request waiting: gates, extensions, and blocks to leave free."""
 
-    gates: Sequence[Gate]
+    gates: list[Gate]
     extensions: Sequence[StepExtension]
     watermark: Watermark
 
@@ -133,6 +133,11 @@ class Admitter:
         self._pending = PendingPrefixes(cache.block_size)
         # Newly admitted prompts, with blocks found and end: entered there once a request asks.
         self._fresh: list[tuple[SequenceState, int, int]] = []
+
+    def add_gate(self, gate: Gate) -> None:
+        """Add a reason for requests to wait; no effect if it is there."""
+        if gate not in self._rules.gates:
+            self._rules.gates.append(gate)
 
     def admit(
         self,
