@@ -90,7 +90,7 @@ def _status_routes(server_state: ServerState) -> list[Route]:
 
 
 def _admin_routes(server_state: ServerState, siblings: SiblingWorkers | None) -> list[Route]:
-    """Return the routes of auth.ADMIN_PATHS."""
+    """Return the routes of origins.ADMIN_PATHS."""
     cache, admin = CacheRoutes(server_state), AdminRoutes(server_state, siblings)
     return [
         Route("/v1/cache", cache.get, methods=["GET"]),

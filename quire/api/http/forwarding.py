@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from starlette.types import Scope
 
-from quire.api.http.auth import is_loopback
+from quire.api.http.origins import is_loopback
 
 # Headers that proxies, CDNs, tunnels and cloud load balancers add: the client is another machine.
 _FORWARDING_HEADERS = frozenset(

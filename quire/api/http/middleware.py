@@ -21,11 +21,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quire.api.generation.choice_streams import ChoiceStreams
 from quire.api.generation.foreign_fields import as_sent
-from quire.api.http.auth import OriginCheck, is_guarded
 from quire.api.http.cors import Cors, Headers
 from quire.api.http.dialect import Dialect, error_response
 from quire.api.http.errors import MethodNotAllowed, UnknownRoute
 from quire.api.http.forwarding import is_here
+from quire.api.http.origins import OriginCheck, is_guarded
 from quire.api.http.request_io import ClientDisconnected
 from quire.api.server_state import OpenRequest, ServerState
 from quire.base.errors import InvalidParameter, QuireError
@@ -97,21 +97,24 @@ class RequestMiddleware:
     ) -> None:
         try:
             path, keys, headers = scope["path"], self._server_state.keys, scope["headers"]
+            guarded = is_guarded(path)
             self._origin_check.check(
                 headers,
                 is_cors_allowed=origin is not None,
-                is_guarded=is_guarded(path) and not keys.needed(path),
+                is_guarded=guarded and not keys.needed(path),
             )
             preflight = None if self._cors is None else self._cors.preflight(scope, origin)
             if preflight is not None:  # before the keys: browsers send none with it
                 exchange.route = PREFLIGHT
                 await preflight(scope, receive, exchange.send)
                 return
-            caller = keys.check(
-                path,
-                lambda: exchange.dialect.read_key(headers),
-                is_here=lambda: self._for_admins or is_here(scope),
-            )
+            caller = keys.open_caller
+            if caller is None or guarded:
+                caller = keys.check(
+                    path,
+                    lambda: exchange.dialect.read_key(headers),
+                    is_here=lambda: self._for_admins or is_here(scope),
+                )
             scope["state"] |= {"tenant": caller.tenant, "key": caller.key}
             await self._router(scope, receive, exchange.send)
         except ClientDisconnected:

@@ -15,7 +15,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from quire.api.http.auth import is_loopback
+from quire.api.http.origins import is_loopback
 from quire.base.errors import SettingError
 from quire.config.server_config import ServerConfig
 

@@ -23,7 +23,8 @@ from quire.api.generation.fields import (
     TOKENIZE,
 )
 from quire.api.generation.foreign_fields import HINTS, NO_EFFECT, SYNONYMS, UNSERVED
-from quire.api.http.auth import OPEN_PATHS, is_guarded
+from quire.api.http.auth import OPEN_PATHS
+from quire.api.http.origins import is_guarded
 from quire.api.openapi.document import document, served
 from quire.api.openapi.field_schemas import Known
 from quire.api.openapi.field_words import OF_CHATS, OF_TEXTS, WORDS

@@ -10,8 +10,9 @@ import pytest
 
 from quire.api.admin.reload import reload_admin_keys
 from quire.api.app import build_admin_app
-from quire.api.http.auth import ADMIN_PATHS, Keys
+from quire.api.http.auth import Keys
 from quire.api.http.forwarding import is_here
+from quire.api.http.origins import ADMIN_PATHS
 from quire.api.openai.dialect import OPENAI
 from quire.base.errors import NotAuthorized, SettingError
 from quire.base.log import LEVELS
