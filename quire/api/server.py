@@ -326,7 +326,8 @@ def _uvicorn_server(app: ASGIApp, server_state: ServerState) -> _Server:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            timeout_keep_alive=server_state.config.keep_alive_s,  # type: ignore[arg-type]  # a timer's
+            # A timer's seconds, which may be fractions.
+            timeout_keep_alive=server_state.config.keep_alive_s,  # type: ignore[arg-type]
             timeout_graceful_shutdown=1,
         )
     )

@@ -122,8 +122,8 @@ def checked_rare_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     values["stop"] = texts(
         "stop", values["stop"], most=MAX_STOP_STRINGS, max_chars=MAX_STOP_STRING_CHARS
     )
-    for name, most_ids in _ID_LISTS:
-        values[name] = token_ids(name, values[name], most=most_ids)
+    for name, max_ids in _ID_LISTS:
+        values[name] = token_ids(name, values[name], most=max_ids)
     if values["logprob_token_ids"] and values["logprobs"] is None:
         values["logprobs"] = 0
     values["bad_words"] = _bad_words(values["bad_words"])
