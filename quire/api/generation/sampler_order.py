@@ -1,8 +1,8 @@
 """Orders of samplers that clients send: accepted if they cannot change the answer.
 
 The server applies the steps of token choice in one order (quire/sampling/batch.py). A list from a
-client is the same request if every step that is on is in it, and each two of them whose order
-matters come in the server's order. `samplers` has llama.cpp's names, `sampler_priority` those of
+client is the same request if every step that is on is in it, and no two of them that do not
+commute are in another order than the server's. `samplers` has llama.cpp's names, `sampler_priority` those of
 text-generation-webui.
 """
 
@@ -36,8 +36,8 @@ _STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("xtc", {"xtc_probability": 0.0}),
     ("mirostat", {"mirostat": 0}),
 )
-# Pairs whose order does not matter. top_k looks at the order of tokens only, which temperature and
-# min_p keep; top_n_sigma scales with the temperature; a banned token stays banned.
+# Pairs that may be swapped. top_k looks at the order of tokens only, which temperature and min_p
+# keep; top_n_sigma scales with the temperature; a banned token stays banned.
 _COMMUTING = frozenset(
     {
         frozenset({"presence_penalty", "frequency_penalty"}),

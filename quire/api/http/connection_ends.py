@@ -1,4 +1,4 @@
-"""Responses whose connection ends unusually: to half-closed clients, and to HTTP/1.0 clients.
+"""Responses to half-closed clients and to HTTP/1.0 clients, which end with the connection.
 
 connection.py decides which responses these are. Always holds: the bytes of the response are those
 that any other client gets, without chunks for HTTP/1.0.
