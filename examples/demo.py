@@ -75,7 +75,7 @@ def stream_answer(url: str) -> None:
 def main() -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    print("[3/3] starting the server: quire serve (the model in the box)")
+    print("[3/3] starting the server: quire serve (the built-in model)")
     command = [sys.executable, "-m", "quire", "serve", "--port", str(port)]
     # The log goes aside, so that it does not run into the story; it is shown if anything fails.
     with tempfile.TemporaryFile() as log:
@@ -92,7 +92,7 @@ def main() -> None:
             code = server.wait(timeout=30)
     print(f"server stopped, exit code {code}\n")
     bin_dir = sys.executable.rsplit("/", 1)[0]
-    print("The model in the box is a toy. Try next:")
+    print("The built-in model is a toy. Try next:")
     print(f"  {bin_dir}/quire chat                    talk to it")
     print(f"  {bin_dir}/quire serve /path/to/model    a Hugging Face folder, or a GGUF file")
     print(

@@ -21,8 +21,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire.api.generation.foreign_fields import documented
-from quire.api.http.auth import OPEN_PATHS, is_guarded
+from quire.api.http.auth import OPEN_PATHS
 from quire.api.http.errors import HEAD_TOO_LARGE, SHAPES
+from quire.api.http.origins import is_guarded
 from quire.api.http.paths import FOREIGN_PATHS
 from quire.api.openapi.document import document
 from quire.api.openapi.field_schemas import Known

@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 _PACKAGE = str(ROOT / "quire") + "/"
+# So long the server may still log and count a request after its response.
+_END_OF_REQUEST_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def trace_streamed_chat(prompt: str = "Tell me a story.") -> list[EnteredFile]:
     from quire.api.server import run
     from quire.base.log import Log
     from quire.config.flags import engine_config
-    from quire.config.groups import ServerConfig
+    from quire.config.server_config import ServerConfig
     from quire.engine.client.engine_client import EngineClient
 
     trace, outcome = FileTrace(), _Outcome()
@@ -120,6 +123,7 @@ def _ask_beside(trace: FileTrace, prompt: str, address: tuple[str, int], outcome
 
     def ask() -> None:
         _get_health(address)  # the listener accepts connections only after `announce`
+        time.sleep(_END_OF_REQUEST_S)
         trace.start()
         outcome.answer = _posted(address, prompt)
         outcome.files = trace.stop()

@@ -38,19 +38,19 @@ DEFAULT_DIALECT: Dialect = OPENAI
 DIALECTS: Mapping[str, Dialect] = {}
 
 
-def build_app(serving: ServerState, siblings: SiblingWorkers | None = None) -> ASGIApp:
+def build_app(server_state: ServerState, siblings: SiblingWorkers | None = None) -> ASGIApp:
     """Return the application of a server. siblings: its other API processes."""
-    router = _router(routes_of(serving, siblings))
-    return RequestMiddleware(router, serving, DEFAULT_DIALECT, dialects=DIALECTS)
+    router = _router(routes_of(server_state, siblings))
+    return RequestMiddleware(router, server_state, DEFAULT_DIALECT, dialects=DIALECTS)
 
 
-def routes_of(serving: ServerState, siblings: SiblingWorkers | None = None) -> list[Route]:
+def routes_of(server_state: ServerState, siblings: SiblingWorkers | None = None) -> list[Route]:
     """Return all routes of the public listener; openapi/operations.py documents each."""
-    completions, chat = CompletionsRoute(serving), ChatRoute(serving)
-    token_generate = TokenGenerateRoute(serving, DEFAULT_DIALECT)
-    requests = RequestRoutes(serving, None if siblings is None else siblings.forward)
-    tokenize, models = TokenizeRoutes(serving), ModelsRoutes(serving)
-    pointer = Pointer(serving.config.root_path)
+    completions, chat = CompletionsRoute(server_state), ChatRoute(server_state)
+    token_generate = TokenGenerateRoute(server_state, DEFAULT_DIALECT)
+    requests = RequestRoutes(server_state, None if siblings is None else siblings.forward)
+    tokenize, models = TokenizeRoutes(server_state), ModelsRoutes(server_state)
+    pointer = Pointer(server_state.config.root_path)
     routes = [
         Route("/v1/completions", completions.post, methods=["POST"]),
         Route("/v1/chat/completions", chat.post, methods=["POST"]),
@@ -63,23 +63,23 @@ def routes_of(serving: ServerState, siblings: SiblingWorkers | None = None) -> l
         Route("/v1/models", models.list, methods=["GET"]),
         Route("/v1/models/{name:path}", models.one, methods=["GET"]),
         *requests.routes(),
-        *_status_routes(serving),
+        *_status_routes(server_state),
         Route("/", pointer.show, methods=["GET"]),
     ]
-    if serving.config.admin_port is None:
-        routes += _admin_routes(serving, siblings)
+    if server_state.config.admin_port is None:
+        routes += _admin_routes(server_state, siblings)
     return routes
 
 
-def build_admin_app(serving: ServerState, siblings: SiblingWorkers | None = None) -> ASGIApp:
+def build_admin_app(server_state: ServerState, siblings: SiblingWorkers | None = None) -> ASGIApp:
     """Return the application of --admin-port."""
-    router = _router([*_admin_routes(serving, siblings), *_status_routes(serving)])
-    return RequestMiddleware(router, serving, DEFAULT_DIALECT, for_admins=True)
+    router = _router([*_admin_routes(server_state, siblings), *_status_routes(server_state)])
+    return RequestMiddleware(router, server_state, DEFAULT_DIALECT, for_admins=True)
 
 
-def _status_routes(serving: ServerState) -> list[Route]:
+def _status_routes(server_state: ServerState) -> list[Route]:
     """Return the routes that every listener has."""
-    health, document = HealthRoutes(serving), DocumentRoutes(serving)
+    health, document = HealthRoutes(server_state), DocumentRoutes(server_state)
     return [
         Route("/health", health.health, methods=["GET"]),
         Route("/metrics", health.metrics, methods=["GET"]),
@@ -89,9 +89,9 @@ def _status_routes(serving: ServerState) -> list[Route]:
     ]
 
 
-def _admin_routes(serving: ServerState, siblings: SiblingWorkers | None) -> list[Route]:
-    """Return the routes of auth.ADMIN_PATHS."""
-    cache, admin = CacheRoutes(serving), AdminRoutes(serving, siblings)
+def _admin_routes(server_state: ServerState, siblings: SiblingWorkers | None) -> list[Route]:
+    """Return the routes of origins.ADMIN_PATHS."""
+    cache, admin = CacheRoutes(server_state), AdminRoutes(server_state, siblings)
     return [
         Route("/v1/cache", cache.get, methods=["GET"]),
         Route("/v1/cache/flush", cache.flush, methods=["POST"]),

@@ -39,7 +39,7 @@ from quire.api.server_state import ServerState
 from quire.api.workers.private_app import build_private_app
 from quire.api.workers.sibling_workers import SiblingWorkers
 from quire.base.log import Log
-from quire.config.groups import ServerConfig
+from quire.config.server_config import ServerConfig
 from quire.config.tenants import Tenant
 from quire.obs.metrics import Metrics
 
@@ -124,31 +124,31 @@ class ServerProcess:
         self._stop, self._opened = asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(_NUM_THREADS, "quire-edge"))
-        serving = self._new_state()
+        server_state = self._new_state()
         siblings = None if self._worker is None else self._worker.siblings
 
         servers: list[tuple[_Server, socket.socket]] = [
-            (public_server(serving, siblings), listening)
+            (public_server(server_state, siblings), listening)
         ]
         if for_admins is not None:
-            servers.append((_admin_server(serving, siblings), for_admins))
+            servers.append((_admin_server(server_state, siblings), for_admins))
         if siblings is not None:
-            servers.append((_private_server(serving, siblings), siblings.listen()))
-        reloader = self._new_reloader(serving, [server for server, _ in servers])
+            servers.append((_private_server(server_state, siblings), siblings.listen()))
+        reloader = self._new_reloader(server_state, [server for server, _ in servers])
         self._follow_orders(loop, reloader.all)
         reloader.watch()
         if self._worker is None or not self._worker.replaces:
             self._opened.set()
         http = asyncio.ensure_future(_serve_all(servers, self._opened))
         try:
-            return await self._serve(serving, http)
+            return await self._serve(server_state, http)
         finally:
             reloader.close()
             for server, _ in servers:
                 server.should_exit = True
             self._opened.set()
             await asyncio.wait({http}, timeout=_LAST_EVENTS_S)
-            serving.thread_pools.close()
+            server_state.thread_pools.close()
             await self._engine.close()
             http.cancel()
 
@@ -160,9 +160,9 @@ class ServerProcess:
             loop.add_signal_handler(number, self._on_signal, number)
         loop.add_signal_handler(signal.SIGHUP, reload)
 
-    def _new_reloader(self, serving: ServerState, servers: Sequence[_Server]) -> Reloader:
+    def _new_reloader(self, server_state: ServerState, servers: Sequence[_Server]) -> Reloader:
         sources = sources_of(
-            serving,
+            server_state,
             read_tenants=self._read_tenants,
             tenants_file=self._tenants_file,
             contexts=[server.tls for server in servers if server.tls is not None],
@@ -176,7 +176,7 @@ class ServerProcess:
         metrics = Metrics(names, shared=self._worker.folder, sees_steps=self._worker.sees_steps)
         return ServerState(self._config, metrics, self._log, self._tenants)
 
-    async def _serve(self, serving: ServerState, http: asyncio.Future[None]) -> int:
+    async def _serve(self, server_state: ServerState, http: asyncio.Future[None]) -> int:
         stopped = asyncio.ensure_future(self._stop.wait())
         starting = asyncio.ensure_future(self._engine.ready())
         died = asyncio.ensure_future(self._engine.dead.wait())
@@ -188,48 +188,48 @@ class ServerProcess:
                 return EXIT_FAILED if http.done() else EXIT_DONE
             starting.result()
             if self._worker is not None:
-                await self._worker.siblings.catch_up(serving)
-            serving.start(self._engine)
+                await self._worker.siblings.catch_up(server_state)
+            server_state.start(self._engine)
             self._opened.set()
             self._announce()
             ends: set[asyncio.Future[Any]] = {stopped, died, http}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if died.done():
-                return await self._end_after_engine_death(serving)
+                return await self._end_after_engine_death(server_state)
             if http.done():
                 self._log.error("the HTTP server ended by itself")
                 return EXIT_FAILED
-            return await self._drain(serving, died)
+            return await self._drain(server_state, died)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _drain(self, serving: ServerState, died: asyncio.Future[Any]) -> int:
+    async def _drain(self, server_state: ServerState, died: asyncio.Future[Any]) -> int:
         """Let open requests finish within the grace time, then end them."""
-        serving.drain()
+        server_state.lifecycle.drain()
         self._log.event("draining", grace_s=self._config.grace_s)
-        idle = asyncio.ensure_future(serving.idle.wait())
+        idle = asyncio.ensure_future(server_state.idle.wait())
         await _first(idle, died, timeout_s=self._config.grace_s)
         if died.done():
             idle.cancel()
-            return await self._end_after_engine_death(serving)
+            return await self._end_after_engine_death(server_state)
         if not idle.done():
             self._log.warning("grace time is over; open requests are ended")
-            serving.end_all()
+            server_state.lifecycle.end_all()
             await _first(idle, timeout_s=_LAST_EVENTS_S)
         idle.cancel()
         self._log.event("stopped")
         return EXIT_DONE
 
-    async def _end_after_engine_death(self, serving: ServerState) -> int:
+    async def _end_after_engine_death(self, server_state: ServerState) -> int:
         """Let open streams end with an error, which their generators raise, and exit."""
         reason = self._engine.health().reason
         self._log.error("the engine is dead; the server ends", reason=reason)
-        idle = asyncio.ensure_future(serving.idle.wait())
+        idle = asyncio.ensure_future(server_state.idle.wait())
         await _first(idle, timeout_s=_LAST_EVENTS_S)
         idle.cancel()
-        serving.end_all()
+        server_state.lifecycle.end_all()
         await asyncio.sleep(_LINGER_S)
         return EXIT_FAILED
 
@@ -292,28 +292,28 @@ async def _serve_all(
     await asyncio.gather(*running)
 
 
-def public_server(serving: ServerState, siblings: SiblingWorkers | None = None) -> _Server:
+def public_server(server_state: ServerState, siblings: SiblingWorkers | None = None) -> _Server:
     """Return the server of the public listener."""
-    server = _uvicorn_server(build_app(serving, siblings), serving)
-    if serving.config.tls_cert is not None:
-        server.tls = tls_context(serving.config)
+    server = _uvicorn_server(build_app(server_state, siblings), server_state)
+    if server_state.config.tls_cert is not None:
+        server.tls = tls_context(server_state.config)
     return server
 
 
-def _admin_server(serving: ServerState, siblings: SiblingWorkers | None) -> _Server:
+def _admin_server(server_state: ServerState, siblings: SiblingWorkers | None) -> _Server:
     """Return the server of --admin-port: plain HTTP at a loopback address."""
-    return _uvicorn_server(build_admin_app(serving, siblings), serving)
+    return _uvicorn_server(build_admin_app(server_state, siblings), server_state)
 
 
-def _private_server(serving: ServerState, siblings: SiblingWorkers) -> _Server:
+def _private_server(server_state: ServerState, siblings: SiblingWorkers) -> _Server:
     """Return the server of this API process's private socket."""
-    app = build_private_app(serving, siblings, DEFAULT_DIALECT)
-    server = _uvicorn_server(app, serving)
+    app = build_private_app(server_state, siblings, DEFAULT_DIALECT)
+    server = _uvicorn_server(app, server_state)
     server.is_private = True
     return server
 
 
-def _uvicorn_server(app: ASGIApp, serving: ServerState) -> _Server:
+def _uvicorn_server(app: ASGIApp, server_state: ServerState) -> _Server:
     return _Server(
         uvicorn.Config(
             app,
@@ -326,7 +326,8 @@ def _uvicorn_server(app: ASGIApp, serving: ServerState) -> _Server:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            timeout_keep_alive=serving.config.keep_alive_s,  # type: ignore[arg-type]  # a timer's
+            # A timer's seconds, which may be fractions.
+            timeout_keep_alive=server_state.config.keep_alive_s,  # type: ignore[arg-type]
             timeout_graceful_shutdown=1,
         )
     )

@@ -21,12 +21,12 @@ from typing import ParamSpec, TypeVar
 from quire.api.engine_protocol import Engine
 from quire.api.http.auth import Keys
 from quire.api.http.errors import Aborted, SlowReader, UnknownRequest, shape_of
+from quire.api.lifecycle import Lifecycle
 from quire.api.streaming.event_journal import ResumableStreams
 from quire.base.errors import (
     ContextTooLong,
     OverloadedError,
     QuireError,
-    ShuttingDown,
     TimedOut,
     WorkerError,
 )
@@ -34,7 +34,7 @@ from quire.base.log import Log
 from quire.base.log_process import dropped_lines
 from quire.base.show import show
 from quire.config.admin_keys import read_admin_keys
-from quire.config.groups import ServerConfig
+from quire.config.server_config import ServerConfig
 from quire.config.tenants import Tenant
 from quire.engine.model_card import Health, ModelCard
 from quire.obs.metrics import Metrics
@@ -42,10 +42,6 @@ from quire.obs.metrics import Metrics
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Requests that wait while the server is paused.
-MAX_HELD = 1024
-# `retry-after` of a paused or drained server: when an admin resumes it is not known.
-_RETRY_AFTER_S = 10.0
 # Template rendering holds the interpreter lock: more threads end no earlier and delay the loop.
 NUM_THREADS = 2
 MAX_ENDED = 1024
@@ -74,13 +70,7 @@ class ServerState:
         self.thread_pools = ThreadPools()
         self.requests = RequestRegistry()
         self.resumable_streams = ResumableStreams(config.resume_memory_bytes)
-        self.draining = False
-        self.num_held = 0
-        self._accepting = asyncio.Event()
-        self._accepting.set()
-        loop = asyncio.get_running_loop()
-        self.stopping: asyncio.Future[None] = loop.create_future()
-        self.grace_over: asyncio.Future[None] = loop.create_future()
+        self.lifecycle = Lifecycle(config.grace_s)
         self.idle = asyncio.Event()
         self.idle.set()
         self._engine: Engine | None = None
@@ -125,78 +115,15 @@ class ServerState:
         """The engine once it is ready, whether or not requests are accepted."""
         return self._engine
 
-    @property
-    def paused(self) -> bool:
-        """Whether generation requests are held."""
-        return not self._accepting.is_set()
-
-    def pause(self) -> None:
-        """Hold new generation requests; running ones continue."""
-        if not self.draining:
-            self._accepting.clear()
-
-    def refuse_new(self) -> None:
-        """Refuse new requests, and those that are held, until `resume`."""
-        self.draining = True
-        self._accepting.set()
-
-    def resume(self) -> None:
-        """Accept requests again, unless the server is stopping."""
-        self._accepting.set()
-        self.draining = self.stopping.done()
-
-    def set_admission(self, *, paused: bool, draining: bool) -> None:
-        """Take over the state of another API process of this server."""
-        self.draining = draining or self.stopping.done()
-        if paused and not self.draining:
-            self._accepting.clear()
-        else:
-            self._accepting.set()
-
-    async def wait_while_paused(self) -> None:
-        """Wait while the server is paused. Raises OverloadedError if too many requests wait, or
-        if the server drains in the meantime."""
-        if self.num_held >= MAX_HELD:
-            raise OverloadedError(
-                "the server is paused; try again later", retry_after_s=_RETRY_AFTER_S
-            )
-        self.num_held += 1
-        try:
-            await self._accepting.wait()
-        finally:
-            self.num_held -= 1
-        self.engine()
-
-    def drain(self) -> None:
-        """Refuse new requests for good; open ones continue."""
-        self.refuse_new()
-        if not self.stopping.done():
-            self.stopping.set_result(None)
-
-    def end_all(self) -> None:
-        """End open requests with an error: the grace time is over."""
-        if not self.grace_over.done():
-            self.grace_over.set_result(None)
-
     def engine(self) -> Engine:
         """Return the engine if requests are accepted. Raises OverloadedError or WorkerError."""
-        if self.draining:
-            raise self._draining_error()
+        if self.lifecycle.draining:
+            raise self.lifecycle.refusal()
         if self._engine is None:
             raise OverloadedError("the model is still loading; try again", retry_after_s=1.0)
         if self._engine.dead.is_set():
             raise WorkerError(f"the engine is gone: {self._engine.health().reason}")
         return self._engine
-
-    def _draining_error(self) -> ShuttingDown:
-        retry_s = max(self.config.grace_s, 1.0) if self.stopping.done() else _RETRY_AFTER_S
-        return ShuttingDown(f"{self._draining_reason()}; use another server", retry_after_s=retry_s)
-
-    def _draining_reason(self) -> str:
-        cause = (
-            "the server is shutting down" if self.stopping.done() else "an admin drained the server"
-        )
-        return f"{cause} and accepts no new requests"
 
     def health(self) -> Health:
         """Return the engine's health, or the server's while it is starting or draining."""
@@ -204,10 +131,10 @@ class ServerState:
             reason = "the model is still loading"
             return Health(ok=False, state="starting", reason=reason, pending=0, steps_total=0)
         health = self._engine.health()
-        if self.draining and health.state != "dead":
-            reason = self._draining_reason()
+        if self.lifecycle.draining and health.state != "dead":
+            reason = self.lifecycle.draining_reason
             return replace(health, ok=False, state="draining", reason=reason)
-        if self.paused and health.ok:
+        if self.lifecycle.paused and health.ok:
             return replace(health, ok=False, state="paused", reason="an admin paused the server")
         return health
 

@@ -47,6 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Raises SystemExit like argparse."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = next((word for word in words if not word.startswith("-")), None)
+    if name == "serve" and _logs_json(words):
+        from quire.base import log  # before the flags are parsed: their errors are lines of the log
+
+        log.process_form = "json"
     parser = command_parser([name] if name in SUBCOMMANDS else [])
     if name is not None and name not in SUBCOMMANDS:
         parser.error(_no_subcommand(name))
@@ -68,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except QuireError as error:
         message = _in_flags(str(error)) if isinstance(error, SettingError) else str(error)
-        _print_error(arguments.subcommand, message)
+        _print_error(f"quire {arguments.subcommand}", message)
         return _EXIT_FAILED if isinstance(error, WorkerError) else _EXIT_REFUSED
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
@@ -80,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         discard_output()
         _print_error(
-            arguments.subcommand, f"cannot write: {error.strerror}; make room, or write elsewhere"
+            f"quire {arguments.subcommand}",
+            f"cannot write: {error.strerror}; make room, or write elsewhere",
         )
         return _EXIT_FAILED
 
@@ -92,9 +97,8 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**settings, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(
-            _EXIT_REFUSED, f"{self.prog}: {message}\nusage: {self.prog} --help lists its flags\n"
-        )
+        _print_error(self.prog, f"{message}\nusage: {self.prog} --help lists its flags")
+        self.exit(_EXIT_REFUSED)
 
 
 def command_parser(with_arguments: Sequence[str]) -> argparse.ArgumentParser:
@@ -166,8 +170,24 @@ def _tolerate_any_encoding() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
-def _print_error(name: str, text: str) -> None:
-    print(f"quire {name}: {text.strip()}", file=sys.stderr)
+def _logs_json(words: Sequence[str]) -> bool:
+    """Return whether the flags ask for a log of JSON, so far as they can be read."""
+    asked = " ".join(words).replace("=", " ")
+    return "--log-format json" in asked or (
+        "--access-log json" in asked and "--log-format text" not in asked
+    )
+
+
+def _print_error(program: str, text: str) -> None:
+    """Print an error of a program; a server that logs JSON logs it."""
+    from quire.base import log  # slow import
+
+    text = f"{program}: {text.strip()}"
+    if log.process_form == "json":
+        for line in text.splitlines():
+            log.Log("server").printed(line)
+    else:
+        print(text, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ from quire.config.groups import (
     ExecutorConfig,
     ModelConfig,
     SchedulerConfig,
-    ServerConfig,
 )
+from quire.config.server_config import ServerConfig
 from quire.config.tenants import Tenant, read_tenants_of_server
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def _log_start(
     url, *admins = urls
     log.event(
         "loading",
-        model=config.model.model or "the model in the box",
+        model=config.model.model or "the built-in model",
         address=url,
         **({"admin_address": admins[0]} if admins else {}),
     )

@@ -17,7 +17,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from quire.base.errors import SettingError
 from quire.config.foreign_flags import instead_of_setting
-from quire.config.groups import EngineConfig, ServerConfig
+from quire.config.groups import EngineConfig
+from quire.config.server_config import ServerConfig
 
 Group = TypeVar("Group")
 

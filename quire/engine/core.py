@@ -7,6 +7,7 @@ with an error each, and no other request; with nothing to do the loop waits in i
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -89,6 +90,15 @@ class Inbox(Protocol):
         """End a wait now, or the next; from any thread."""
 
 
+class StepCounts:
+    """Plans submitted and collected so far. active: set while plans are in flight, until the
+    heartbeat clears it; any thread may read these."""
+
+    def __init__(self) -> None:
+        self.num_submitted = self.num_collected = 0
+        self.active = threading.Event()
+
+
 class EngineCore:
     """One scheduler, one runner, and the plans in flight between them.
 
@@ -115,6 +125,7 @@ class EngineCore:
         self.touch_ahead = touch_ahead
         self.grammars = grammars
         self._plans_in_flight = plans_in_flight
+        self.steps = StepCounts()
         self._flight: deque[tuple[StepPlan, Handle]] = deque()
         self._failed_steps = 0
         self._look_at_ms = 0.0  # when to look for leaks though there is work
@@ -133,6 +144,7 @@ class EngineCore:
                 self.abort([taken.request_id for taken in requests[:index]])
                 raise
         if self.grammars is not None and any(map(_is_prepared, requests)):
+            self.scheduler.add_gate(self.grammars.gate)
             self.grammars.want(requests)
 
     def abort(self, request_ids: Sequence[str]) -> list[RequestOutput]:
@@ -154,11 +166,15 @@ class EngineCore:
             plan = self.scheduler.schedule(now_ms())
             if plan is None:
                 break
+            self.steps.num_submitted += 1
+            if not self.steps.active.is_set():
+                self.steps.active.set()
             self._flight.append((plan, self.runner.submit(plan)))
         if not self._flight:
             return None
         plan, handle = self._flight.popleft()
         result, ended_ms = self._result(plan, handle), now_ms()
+        self.steps.num_collected += 1
         outputs = self.scheduler.update(plan, result, ended_ms)
         if self.grammars is not None and self.grammars.live:
             self.grammars.forget_ended(outputs.events)

@@ -28,6 +28,7 @@ class Grammars:
     def __init__(self, compiler: GrammarCompiler, texts: StopTexts) -> None:
         self.compiler = compiler
         self.texts = texts
+        self.gate = GrammarGate(compiler, texts)
         # Requests that need something here, by id until they end; None: no grammar.
         self.live: dict[str, Grammar | None] = {}
         self._waiting: dict[str, Grammar] = {}  # by request id, until the grammar has settled

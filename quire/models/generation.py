@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quire.base.sampling_params import MAX_REPEAT_TOKENS
+from quire.base.sampling_checks import MAX_REPEAT_TOKENS
 from quire.base.show import show
 from quire.models.config_reader import ConfigReader, load_config
 from quire.models.spec import GenerationSpec, ModelSpec

@@ -130,7 +130,7 @@ def box_path() -> Path:
     """The folder of the small model that comes with the package. Raises ConfigError if absent."""
     box = Path(__file__).parent / "box"
     if not (box / "config.json").is_file():
-        raise ConfigError(f"{box}: this installation has no model in the box; give a model folder")
+        raise ConfigError(f"{box}: this installation has no built-in model; give a model folder")
     return box
 
 

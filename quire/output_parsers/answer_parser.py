@@ -13,7 +13,8 @@ from quire.output_parsers.harmony import read_harmony
 from quire.output_parsers.parsed_answer import AnswerPiece, ParsedAnswer, Sink, joined
 from quire.output_parsers.reader import Markers, Parse, Reader
 from quire.output_parsers.reasoning import ReasoningMarks, is_open, read_thinking
-from quire.output_parsers.registry import HARMONY, ParserSelection
+from quire.output_parsers.registry import HARMONY
+from quire.output_parsers.selection import ParserSelection
 from quire.output_parsers.tools import Tools
 
 _NOTHING = Markers(())

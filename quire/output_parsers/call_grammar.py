@@ -20,8 +20,9 @@ from typing import Any
 from quire.output_parsers.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from quire.output_parsers.mistral import ARGUMENTS, CALLS
 from quire.output_parsers.reasoning import ReasoningMarks, is_open
-from quire.output_parsers.registry import HARMONY, ParserSelection
+from quire.output_parsers.registry import HARMONY
 from quire.output_parsers.sections import DEEPSEEK, KIMI
+from quire.output_parsers.selection import ParserSelection
 from quire.output_parsers.xml_tags import BLOCK, BLOCK_ENDS
 
 _NAME = "NAME"

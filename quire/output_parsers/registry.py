@@ -1,15 +1,13 @@
-"""Register the output parsers, and select those of a model by its chat template.
+"""The formats of tool calls, and the names of the reasoning parsers.
 
-A format is recognized by its marks in the template, which shows the model its earlier calls in the
-form that it writes them. Invariant: the selection depends on the template's text and the operator's
-flags (`select_parsers`), never on a model's name.
+selection.py selects those of a model. To add a format, add an entry to TOOL_CALL_FORMATS.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Literal
 
 from quire.output_parsers import harmony, mistral
@@ -23,7 +21,6 @@ from quire.output_parsers.mistral import read_mistral
 from quire.output_parsers.parsed_answer import Sink
 from quire.output_parsers.pythonic import read_pythonic
 from quire.output_parsers.reader import Parse, Reader
-from quire.output_parsers.reasoning import ReasoningMarks
 from quire.output_parsers.sections import DEEPSEEK, KIMI, read_sections
 from quire.output_parsers.tools import Tools
 from quire.output_parsers.xml_tags import BLOCK, BLOCK_ENDS, read_tags
@@ -100,60 +97,3 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
 }
 TOOL_PARSERS = ("auto", "none", *TOOL_CALL_FORMATS)
 REASONING_PARSERS = ("auto", "none", *thinking.STYLES, HARMONY)
-
-# Texts that identify a format in a template; the first row with all its texts present wins.
-_KNOWN_BY: tuple[tuple[tuple[str, ...], str], ...] = (
-    ((harmony.CHANNEL, harmony.MESSAGE), HARMONY),
-    ((KIMI.begins,), "kimi"),
-    ((DEEPSEEK.begins,), "deepseek"),
-    (("<function=", "<parameter="), "qwen3_coder"),
-    (("<arg_key>", "<arg_value>"), "glm"),
-    ((BLOCK,), "hermes"),
-    ((mistral.CALLS,), "mistral"),
-    (("<|tool_call|>",), "granite"),
-    (("functools",), "phi"),
-    (("<|python_start|>",), "pythonic"),
-    (("[func_name",), "pythonic"),
-    (("<|python_tag|>",), "llama3_json"),
-    (("<|start_header_id|>ipython",), "llama3_json"),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class ParserSelection:
-    """The parsers of an answer. None: that part is not parsed."""
-
-    reasoning: ReasoningMarks | Literal["harmony"] | None
-    tools: ToolCallFormat | None
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        """Return the texts that must be kept in the answer even if they are special tokens."""
-        of_tools = self.tools.marks if self.tools is not None else ()
-        if isinstance(self.reasoning, ReasoningMarks):
-            return (self.reasoning.opens, self.reasoning.closes, *of_tools)
-        return (*(harmony.MARKS if self.reasoning == HARMONY else ()), *of_tools)
-
-
-@lru_cache(maxsize=64)
-def select_parsers(
-    template: str, *, tool_parser: str = "auto", reasoning_parser: str = "auto"
-) -> ParserSelection:
-    """Select the parsers by the template, or by the operator's flags unless they are "auto".
-
-    A template without known marks selects bare JSON.
-    """
-    name = tool_parser
-    if name == "auto":
-        found = (known for texts, known in _KNOWN_BY if all(text in template for text in texts))
-        name = next(found, "json")
-    style = reasoning_parser
-    if style == "auto":
-        style = next(
-            (s for s, marks in thinking.STYLES.items() if marks.closes in template), "none"
-        )
-        if all(text in template for text in (harmony.CHANNEL, harmony.MESSAGE)):
-            style = HARMONY
-    if style == HARMONY:
-        return ParserSelection("harmony", TOOL_CALL_FORMATS.get(name))
-    return ParserSelection(thinking.STYLES.get(style), TOOL_CALL_FORMATS.get(name))

@@ -55,7 +55,7 @@ RESERVED_EVERY_MS = 500.0
 class Scheduler:
     """One per engine. Lays out the tables of `cache`, which must be fresh.
 
-    gates: further reasons for requests to wait. cost: needed where limits.step_budget_ms is set.
+    cost: needed where limits.step_budget_ms is set.
     speed: initial prices of steps; it learns with each update, and all predictions come from it.
     tenants: all there are; none: there is one, whatever requests call it. bring_back: when blocks
     are loaded from a tier.
@@ -67,14 +67,13 @@ class Scheduler:
         cache: CacheManager,
         policy: Policy,
         *,
-        gates: Sequence[Gate] = (),
         cost: CostModel | None = None,
         speed: SpeedEstimate | None = None,
         tenants: Sequence[TenantLimits] = (),
         bring_back: RestoreMode = RestoreMode.CHEAPER,
     ) -> None:
         self.speed = SpeedEstimate() if speed is None else speed
-        parts = wire(limits, cache, policy, gates, cost, self.speed, tenants, bring_back)
+        parts = wire(limits, cache, policy, cost, self.speed, tenants, bring_back)
         self._limits, self._cache, self._policy, self._cost = limits, cache, policy, cost
         self._batch, self._tenants = parts.batch, parts.shares
         self._requests, self._queue = parts.requests, parts.requests.queue
@@ -170,6 +169,10 @@ class Scheduler:
     def ids_that_begin(self, prefix: str) -> list[str]:
         """Return the ids of live requests that begin with `prefix`."""
         return [id_ for id_ in self._requests.sequences if id_.startswith(prefix)]
+
+    def add_gate(self, gate: Gate) -> None:
+        """Add a further reason for requests to wait; no effect if it is there."""
+        self._admitter.add_gate(gate)
 
     def hold(self, request_id: str, *, is_held: bool) -> None:
         """Pause a request because its client reads too slowly, or let it go on.

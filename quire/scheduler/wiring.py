@@ -84,7 +84,6 @@ def wire(
     limits: SchedulerLimits,
     cache: CacheManager,
     policy: Policy,
-    gates: Sequence[Gate],
     cost: CostModel | None,
     speed: SpeedEstimate,
     tenants: Sequence[TenantLimits],
@@ -136,10 +135,10 @@ def wire(
         by_priority = PriorityPreemption(requests, batch, cache, policy, shares, preemptor, advance)
         extensions.append(by_priority)
     extensions += [layered, beams]
-    all_gates: list[Gate] = [loads] if cache.tiers is not None else []
-    all_gates += [*gates, *_length_gates(limits)]
+    gates: list[Gate] = [loads] if cache.tiers is not None else []
+    gates += _length_gates(limits)
     slots = SlotAllocator(batch, cache, policy, shares, loads, stats)
-    rules = AdmissionRules(gates=all_gates, extensions=extensions, watermark=watermark)
+    rules = AdmissionRules(gates=gates, extensions=extensions, watermark=watermark)
     predictor = TTFTPredictor(limits, batch, cache, speed, lengths, requests, policy, by_priority)
     return Parts(
         batch=batch,

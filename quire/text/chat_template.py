@@ -17,6 +17,12 @@ from typing import Any
 
 from quire.base.errors import InvalidParameter, SettingError, TokenizerError
 from quire.text.compiled_template import CompiledTemplate
+from quire.text.message_forms import (
+    argument_objects,
+    render_open,
+    takes_parts,
+    with_plain_content,
+)
 from quire.text.template_files import DEFAULT, named_source, sources_in
 from quire.text.template_sandbox import TemplateSandbox
 from quire.text.template_work import Limits
@@ -34,12 +40,8 @@ OWN_VARIABLES = frozenset(
     }
 )
 _TOOL_USE = "tool_use"
-_PROBE = "quire-probe"
 _MAX_LEVELS = 80
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-# Marks the end of an open message. Its trailing space shows whether the template keeps white space
-# there; its private-use characters do not occur in ordinary text.
-_OPEN_END = "\ue0f7open end\ue0f7 "
 
 
 class ChatTemplate:
@@ -169,8 +171,8 @@ class ChatTemplate:
         template = self._named(chat_template, tools)
         said = [_said(at, message) for at, message in enumerate(messages)]
         in_parts = any(isinstance(message.get("content"), list) for message in said)
-        if in_parts and not self._finds_probe(template, _in_parts()):
-            said = [_with_plain_content(message) for message in said]
+        if in_parts and not takes_parts(template, self._variables):
+            said = [with_plain_content(message) for message in said]
         values = {
             **self._variables,
             "messages": said,
@@ -181,7 +183,7 @@ class ChatTemplate:
         }
         if not continue_final_message:
             return template.render(values)
-        return _render_open(template, values)
+        return render_open(template, values)
 
     def check_variables(
         self,
@@ -230,25 +232,21 @@ class ChatTemplate:
                 param=name,
             )
 
-    def takes_argument_objects(
-        self, *, tools: object = None, chat_template: str | None = None
-    ) -> bool:
-        """Return whether a tool call's arguments must be objects in messages, not JSON text.
+    def with_argument_objects(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: object = None,
+        chat_template: str | None = None,
+    ) -> Sequence[Mapping[str, Any]]:
+        """Return messages with JSON text of tool calls' arguments parsed, if the template needs it.
 
-        Determined by a trial: templates that write them with `tojson` would quote a text again.
+        Raises InvalidParameter for text that is no object, if the template cannot write text.
         """
+        if not any(message.get("tool_calls") for message in messages):
+            return messages
         template = self._named(chat_template, tools)
-        return self._finds_probe(template, _with_tool_call({_PROBE: 1}))
-
-    def takes_argument_text(
-        self, *, tools: object = None, chat_template: str | None = None
-    ) -> bool:
-        """Return whether a tool call's arguments may be a text that the template writes unchanged.
-
-        This fails for templates that iterate over an object's entries.
-        """
-        template = self._named(chat_template, tools)
-        return self._finds_probe(template, _with_tool_call(_PROBE))
+        return argument_objects(template, self._variables, messages)
 
     def _named(self, name: str | None, tools: object) -> CompiledTemplate:
         if name is None and tools is not None and _TOOL_USE in self.names:
@@ -266,66 +264,6 @@ class ChatTemplate:
                 param="chat_template",
             )
         return self._templates[chosen]
-
-    def _finds_probe(self, template: CompiledTemplate, messages: list[dict[str, Any]]) -> bool:
-        """Return whether a template extracts _PROBE from its object instead of printing it."""
-        nothing: dict[str, Any] = {"tools": None, "documents": None, "add_generation_prompt": True}
-        try:
-            text = template.render({**self._variables, "messages": messages, **nothing})
-        except (InvalidParameter, TokenizerError):
-            return False
-        return _PROBE in text and f"'{_PROBE}'" not in text and '"text"' not in text
-
-
-def _in_parts() -> list[dict[str, Any]]:
-    return [{"role": "user", "content": [{"type": "text", "text": _PROBE}]}]
-
-
-def _with_tool_call(arguments: object) -> list[dict[str, Any]]:
-    function = {"name": "look", "arguments": arguments}
-    call = {"id": "call12345", "type": "function", "function": function}
-    return [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-    ]
-
-
-def _render_open(template: CompiledTemplate, values: dict[str, Any]) -> str:
-    """Return the text up to the end of the last message's content."""
-    messages = values["messages"]
-    content = messages[-1].get("content") if messages else None
-    said, opened = _opened(content)
-    last = {**messages[-1], "content": opened} if messages else {}
-    text = template.render({**values, "messages": [*messages[:-1], last]})
-    mark = _OPEN_END.strip()
-    if said.strip() not in text or mark not in text:
-        raise InvalidParameter(
-            f"continue_final_message is true, but chat template {template.name!r} does not write "
-            "the content of the last message as it is, so the text cannot be cut where it ends; "
-            "leave continue_final_message out",
-            param="continue_final_message",
-        )
-    at = text.rindex(mark)
-    if text.startswith(_OPEN_END, at):
-        return text[:at]
-    return text[:at].rstrip()  # the template strips the end of a message
-
-
-def _opened(content: Any) -> tuple[str, Any]:
-    """Return the last text of a message's content, and the content with the mark after it."""
-    if isinstance(content, str):
-        return content, content + _OPEN_END
-    parts = list(content) if isinstance(content, list | tuple) else []
-    for at in reversed(range(len(parts))):
-        if isinstance(parts[at], dict) and isinstance(parts[at].get("text"), str):
-            said = parts[at]["text"]
-            parts[at] = {**parts[at], "text": said + _OPEN_END}
-            return said, parts
-    raise InvalidParameter(
-        "continue_final_message is true, but the last message has no text to continue; give it "
-        "content",
-        param="continue_final_message",
-    )
 
 
 def _said(at: int, message: Any) -> dict[str, Any]:
@@ -368,21 +306,3 @@ def _plain(value: Any, param: str, levels: int = _MAX_LEVELS) -> Any:
         "lists and objects are allowed",
         param=param,
     )
-
-
-def _with_plain_content(message: dict[str, Any]) -> dict[str, Any]:
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    texts = []
-    for part in content:
-        is_text = isinstance(part, Mapping) and part.get("type") == "text"
-        if not is_text or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, Mapping) else part
-            raise InvalidParameter(
-                f"a message has a content part of type {str(kind)[:40]!r}; this model takes parts "
-                'of the form {"type": "text", "text": "..."}',
-                param="messages",
-            )
-        texts.append(part["text"])
-    return {**message, "content": "\n".join(texts)}

@@ -15,7 +15,8 @@ from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.exceptions import SecurityError, TemplateRuntimeError
 
 from quire.base.errors import InvalidParameter, QuireError, TokenizerError
-from quire.text.template_sandbox import AccountedContext, TemplateSandbox
+from quire.text.template_filters import AccountedContext
+from quire.text.template_sandbox import TemplateSandbox
 from quire.text.template_work import LimitExceeded, Limits, Work
 
 MAX_SOURCE_CHARS = 500_000

@@ -4,31 +4,101 @@ Returned text never changes and never ends within a character: text that may sti
 until later ids, or `flush`, determine it. The joined pieces equal the whole decode for any ids,
 however they were split. Each piece of text has the index of the token that completed it, so that a
 caller that cuts the text knows which tokens were used. Nothing is decoded twice: the state is a few
-bytes.
-
-One bound: with SentencePiece byte fallback a run of byte tokens is decoded as a whole; after
-RUN_LIMIT bytes complete characters are returned without waiting for its end.
+bytes, and PieceTable keeps the text of each token. Joined by the rules of decoder_chain.py, pieces
+equal what the `tokenizers` library decodes; tests compare both.
 """
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import copy
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.errors import InvalidParameter
 from quire.base.sampling_params import SamplingParams
-from quire.text.pieces import Piece, PieceTable
+from quire.text.byte_alphabet import stand_ins
+from quire.text.byte_fallback import UTF8, FallbackRun, Span, decoder_like
 
-Span = tuple[str, int]
-"""Some text, and the index in the stream of the token that completed it."""
+Piece = str | bytes
 
-RUN_LIMIT = 32
-_UTF8 = codecs.getincrementaldecoder("utf-8")
-_BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinRules:
+    """How pieces are joined to text.
+
+    byte_level: bytes are decoded as one UTF-8 stream. Otherwise each run of byte pieces is decoded
+    as a whole: to its text if it is valid UTF-8, else to one U+FFFD per byte. strip: a character,
+    and how many of it are dropped from the start of the whole text.
+    """
+
+    byte_level: bool = False
+    strip: tuple[str, int] = ("", 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderChain:
+    """A compiled decoder: `first` and `later` map a token's string to its piece."""
+
+    rules: JoinRules
+    first: Callable[[str], Piece]
+    later: Callable[[str], Piece]
+
+
+def byte_level_piece() -> Callable[[str], Piece]:
+    """Return the map of byte-level tokens to bytes, or text where they are whole characters."""
+    byte_of = {character: byte for byte, character in enumerate(stand_ins())}
+
+    def piece(token: str) -> Piece:
+        try:
+            raw = bytes(byte_of[character] for character in token)
+        except KeyError:  # an added token with characters outside of the alphabet is literal text
+            return token
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return raw
+
+    return piece
+
+
+class PieceTable:
+    """Pieces by id. num_ids: the largest id plus one.
+
+    An id without a token has the piece b"" and no effect on its neighbours.
+    """
+
+    def __init__(
+        self, token_of_id: Callable[[int], str | None], *, num_ids: int, chain: DecoderChain
+    ) -> None:
+        self.rules = chain.rules
+        self.num_ids = num_ids
+        self._token_of_id = token_of_id
+        self._chain = chain
+        self._later: dict[int, Piece] = {}
+
+    def piece(self, token_id: int) -> Piece:
+        """Return the piece of a token that is not first. Raises InvalidParameter out of range."""
+        piece = self._later.get(token_id)
+        if piece is None:
+            piece = self._later[int(token_id)] = self._made(token_id, self._chain.later)
+        return piece
+
+    def first_piece(self, token_id: int) -> Piece:
+        """Return the piece of a token that opens the text."""
+        return self._made(token_id, self._chain.first)
+
+    def _made(self, token_id: int, piece_of: Callable[[str], Piece]) -> Piece:
+        if not 0 <= token_id < self.num_ids:
+            raise InvalidParameter(
+                f"token id {token_id} is out of range; ids from 0 to {self.num_ids - 1} exist",
+                param="token_ids",
+            )
+        token = self._token_of_id(int(token_id))
+        return b"" if token is None else piece_of(token)
 
 
 class Vocabulary(Protocol):
@@ -61,7 +131,7 @@ class Detokenizer:
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         if shown_ids:
             self._skipped -= shown_ids
-        self._run: _Run = _Utf8Run() if pieces.rules.byte_level else _FallbackRun()
+        self._run: _Run = _Utf8Run() if pieces.rules.byte_level else FallbackRun()
         self._opens = not continues
         strip_character, num_strip = pieces.rules.strip
         self._strip_character = strip_character
@@ -151,7 +221,7 @@ class _Utf8Run:
     def __init__(self) -> None:
         self.held_from: int | None = None
         self.broken = False
-        self._decoder = _UTF8("replace")
+        self._decoder = UTF8("replace")
         self._last = 0
 
     def push(self, piece: bytes, index: int) -> list[Span]:
@@ -172,72 +242,8 @@ class _Utf8Run:
 
     def copy(self) -> _Utf8Run:
         twin = copy(self)
-        twin._decoder = _decoder_like(self._decoder, "replace")
+        twin._decoder = decoder_like(self._decoder, "replace")
         return twin
-
-
-class _FallbackRun:
-    """Byte-fallback tokens: a run is its text if all of it is valid, else one U+FFFD a byte."""
-
-    def __init__(self) -> None:
-        self.held_from: int | None = None
-        self.broken = False
-        self._decoder = _UTF8("strict")
-        self._characters: list[Span] = []
-        self._indexes: list[int] = []  # the token of each byte of the run
-
-    def push(self, piece: bytes, index: int) -> list[Span]:
-        if self.broken:
-            return [(_BROKEN, index)]
-        if self.held_from is None:
-            self.held_from = index
-        self._indexes.append(index)
-        try:
-            text = self._decoder.decode(piece)
-        except UnicodeDecodeError:
-            spans = self._give_up()
-            self.broken = True
-            return spans
-        if not text:
-            return []
-        self._characters.append((text, index))
-        return self._settle() if len(self._indexes) >= RUN_LIMIT else []
-
-    def close(self) -> list[Span]:
-        incomplete = bool(self._decoder.getstate()[0])
-        spans = self._give_up() if incomplete else self._settle()
-        self.broken = False
-        return spans
-
-    def copy(self) -> _FallbackRun:
-        twin = copy(self)
-        twin._decoder = _decoder_like(self._decoder, "strict")
-        twin._characters, twin._indexes = self._characters.copy(), self._indexes.copy()
-        return twin
-
-    def _settle(self) -> list[Span]:
-        spans = self._characters
-        self._start_anew()
-        return spans
-
-    def _give_up(self) -> list[Span]:
-        spans = [(_BROKEN, index) for index in self._indexes]
-        self._start_anew()
-        return spans
-
-    def _start_anew(self) -> None:
-        self._decoder.reset()
-        self._characters = []
-        self._indexes = []
-        self.held_from = None
-
-
-def _decoder_like(
-    decoder: codecs.BufferedIncrementalDecoder, errors: str
-) -> codecs.BufferedIncrementalDecoder:
-    twin = _UTF8(errors)
-    twin.setstate(decoder.getstate())
-    return twin
 
 
 def answer_detokenizer(

@@ -1,20 +1,17 @@
-"""Validate messages of a conversation and convert them to the form that chat templates take.
+"""Validate the messages of a conversation.
 
 Roles are system, developer (passed to templates as system), user, assistant and tool; content is
-text or a list of text parts; other keys of a message are passed to the template unchanged. Tool
-call arguments, which OpenAI's clients send as JSON text, are parsed if the template writes objects
-itself. Knows no tokens and no HTTP.
+text or a list of text parts; other keys of a message are passed to the template unchanged. Knows no
+template, no tokens and no HTTP.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
-from quire.text.chat_template import ChatTemplate
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -27,65 +24,6 @@ def checked_messages(messages: Any) -> list[dict[str, Any]]:
             param="messages",
         )
     return [_checked(at, message) for at, message in enumerate(messages)]
-
-
-def with_argument_objects(
-    template: ChatTemplate,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    tools: object = None,
-    chat_template: str | None = None,
-) -> Sequence[Mapping[str, Any]]:
-    """Return the messages with JSON text of arguments parsed, if the template needs objects.
-
-    Arguments written by a model may be invalid JSON and come back so: they stay text if the
-    template can write text. Raises InvalidParameter if it cannot.
-    """
-    if not any(message.get("tool_calls") for message in messages):
-        return messages
-    if not template.takes_argument_objects(tools=tools, chat_template=chat_template):
-        return messages
-
-    def takes_text() -> bool:
-        return template.takes_argument_text(tools=tools, chat_template=chat_template)
-
-    return [_with_objects(at, message, takes_text) for at, message in enumerate(messages)]
-
-
-def _with_objects(
-    at: int, message: Mapping[str, Any], takes_text: Callable[[], bool]
-) -> Mapping[str, Any]:
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list | tuple):
-        return message
-    place = f"messages[{at}].tool_calls"
-    return {
-        **message,
-        "tool_calls": [
-            _with_object(call, f"{place}[{i}]", takes_text) for i, call in enumerate(calls)
-        ],
-    }
-
-
-def _with_object(call: Any, place: str, takes_text: Callable[[], bool]) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    arguments = function.get("arguments") if isinstance(function, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(arguments, str):
-        return call
-    try:
-        value = json.loads(arguments) if arguments.strip() else {}
-        json.dumps(value, ensure_ascii=False).encode()  # JSON can escape lone surrogates
-    except (ValueError, RecursionError):
-        value = None
-    if isinstance(value, dict):
-        return {**call, "function": {**function, "arguments": value}}
-    if not takes_text():
-        raise InvalidParameter(
-            f"{place}.function.arguments is {show(arguments)}, which is not the text of a JSON "
-            "object; this model's template needs one",
-            param="messages",
-        )
-    return call
 
 
 def _checked(at: int, message: Any) -> dict[str, Any]:

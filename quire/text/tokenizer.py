@@ -2,7 +2,7 @@
 
 The `tokenizers` library does the merging; this module decides which special tokens surround a text
 (tokenizer_config.json overrides the post-processor), which ids are special, and how ids become text
-(pieces.py and detokenizer.py, the same whole or streamed). It never truncates, pads or applies
+(detokenizer.py, the same whole or streamed). It never truncates, pads or applies
 dropout. Of the model it knows only the number of ids. Fields of tokenizer_config.json for other
 tokenizer classes are ignored, among them clean_up_tokenization_spaces: streamed text cannot be
 cleaned up afterwards.
@@ -18,15 +18,15 @@ import tokenizers
 
 from quire.base.errors import InvalidParameter, TokenizerError
 from quire.text.added_tokens import named_tokens, settle_added
-from quire.text.detokenizer import Detokenizer
-from quire.text.pieces import PieceTable
+from quire.text.decoder_chain import compile_decoder
+from quire.text.detokenizer import Detokenizer, PieceTable
 from quire.text.sources import read_source
+from quire.text.surroundings import check_rows, surroundings, tokens_past_model
 from quire.text.token_bound import max_bytes_per_token
-from quire.text.tokenizer_json import library_errors_become
+from quire.text.tokenizer_json import is_library_error, library_errors_become
 
 # Shorter texts take less than a millisecond, less than the overhead of the library's batch call.
 _SHORT_CHARS = 2048
-_MAX_SURROUNDING = 64
 
 
 class Tokenizer:
@@ -58,7 +58,7 @@ class Tokenizer:
         self.special_tokens = named_tokens(config)
         added = backend.get_added_tokens_decoder()
         vocabulary = backend.get_vocab(with_added_tokens=True)
-        self._without_row = _past_the_model(vocabulary, added, vocab_size)
+        self._without_row = tokens_past_model(vocabulary, added, vocab_size)
         self.vocab_size = vocab_size or 1 + max(vocabulary.values(), default=-1)
         self.special_ids = frozenset(
             id_ for id_, token in added.items() if token.special and id_ < self.vocab_size
@@ -70,12 +70,15 @@ class Tokenizer:
         self._prefix = prefix
         openings = (token.content for token in added.values() if not token.normalized)
         self._openings = tuple(openings) if prefix else ()
-        self._before, self._after = self._surroundings(config)
+        self._before, self._after = surroundings(
+            backend, config, bos_id=self.bos_id, eos_id=self.eos_id
+        )
+        check_rows((*self._before, *self._after), self._without_row, self.vocab_size)
         decoder = backend.decoder
         self.pieces = PieceTable(
             backend.id_to_token,
             num_ids=self.vocab_size,
-            decoder_json=None if decoder is None else decoder.__getstate__(),
+            chain=compile_decoder(None if decoder is None else decoder.__getstate__()),
         )
         self._max_token_bytes = max_bytes_per_token(backend, vocabulary.keys())
 
@@ -118,13 +121,17 @@ class Tokenizer:
         if text and self._prefix and not text.startswith(self._openings):
             text = self._prefix + text
         ids: list[int]
-        with library_errors_become(_unencodable):
+        try:
             if self._encode is not None:
                 ids = self._encode(text)
             elif len(text) <= _SHORT_CHARS:
                 ids = self._backend.encode(text, add_special_tokens=False).ids
             else:
                 ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        except BaseException as error:
+            if is_library_error(error):
+                raise _unencodable(error) from error
+            raise
         if self._without_row:
             self._check_rows(ids)
         return [*self._before, *ids, *self._after] if add_special_tokens else ids
@@ -153,33 +160,6 @@ class Tokenizer:
         token = self.special_tokens.get(name)
         return None if token is None else backend.token_to_id(token)
 
-    def _surroundings(self, config: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-        """Return the ids put before and after a text, each of BOS and EOS at most once."""
-        probe = "a"
-        plain = self._backend.encode(probe, add_special_tokens=False).ids
-        full = self._backend.encode(probe, add_special_tokens=True).ids
-        num_added = len(full) - len(plain)
-        starts = (at for at in range(num_added + 1) if full[at : at + len(plain)] == plain)
-        start = next(starts, 0)
-        before, after = full[:start], full[start + len(plain) :]
-        if num_added > _MAX_SURROUNDING:
-            raise TokenizerError(
-                f"its post-processor puts {num_added} tokens around a text; at most "
-                f"{_MAX_SURROUNDING} are allowed; re-export the tokenizer"
-            )
-        if (wanted := _flag(config, "add_bos_token")) is not None:
-            bos = self._required_id("bos_token", wanted)
-            before = [id_ for id_ in before if id_ != bos]
-            before = [bos, *before] if wanted and bos is not None else before
-        if (wanted := _flag(config, "add_eos_token")) is not None:
-            eos = self._required_id("eos_token", wanted)
-            after = [id_ for id_ in after if id_ != eos]
-            after = [*after, eos] if wanted and eos is not None else after
-        for id_ in (*before, *after):
-            if id_ in self._without_row:
-                raise TokenizerError(_past(self._without_row[id_], id_, self.vocab_size))
-        return before, after
-
     def _check_rows(self, ids: Iterable[int]) -> None:
         for id_ in ids:
             if id_ in self._without_row:
@@ -188,16 +168,6 @@ class Tokenizer:
                     f"model has ids up to {self.vocab_size - 1} only; take it out of the text",
                     param="prompt",
                 )
-
-    def _required_id(self, name: str, wanted: bool) -> int | None:
-        id_ = self.bos_id if name == "bos_token" else self.eos_id
-        if wanted and id_ is None:
-            raise TokenizerError(
-                f"tokenizer_config.json says add_{name} is true, but {name} is "
-                f"{self.special_tokens.get(name)!r}, which the tokenizer does not have; "
-                f"name one of its tokens, or set add_{name} to false"
-            )
-        return id_
 
 
 def _unencodable(why: BaseException) -> InvalidParameter:
@@ -219,36 +189,3 @@ def _check_unicode(text: object) -> None:
             f"{error.start}; send valid Unicode",
             param="prompt",
         ) from None
-
-
-def _flag(config: Mapping[str, Any], name: str) -> bool | None:
-    value = config.get(name)
-    if value is None or isinstance(value, bool):
-        return value
-    raise TokenizerError(
-        f"tokenizer_config.json: {name} is {value!r}; true, false or null is allowed"
-    )
-
-
-def _past_the_model(
-    vocabulary: Mapping[str, int], added: Mapping[int, object], vocab_size: int
-) -> dict[int, str]:
-    """Return added tokens for which the model has no row. Raises TokenizerError for other tokens.
-
-    Some checkpoints have an added token or two beyond their table (a padding token, or an image
-    token of larger models): they work, and only a text that contains such a token is rejected.
-    """
-    if not vocab_size or max(vocabulary.values(), default=-1) < vocab_size:
-        return {}
-    past = {id_: token for token, id_ in vocabulary.items() if id_ >= vocab_size}
-    ordinary = sorted(past.keys() - added.keys())
-    if ordinary:
-        raise TokenizerError(_past(past[ordinary[-1]], ordinary[-1], vocab_size))
-    return past
-
-
-def _past(token: str, id_: int, vocab_size: int) -> str:
-    return (
-        f"its token {token!r} has the id {id_}, but the model has {vocab_size} ids (vocab_size of "
-        "config.json); take tokenizer and model from the same checkpoint"
-    )

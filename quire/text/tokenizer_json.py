@@ -43,9 +43,14 @@ def library_errors_become(error_of: Callable[[BaseException], QuireError]) -> It
     try:
         yield
     except BaseException as error:
-        if type(error) is not Exception and type(error).__name__ != "PanicException":
-            raise
-        raise error_of(error) from error
+        if is_library_error(error):
+            raise error_of(error) from error
+        raise
+
+
+def is_library_error(error: BaseException) -> bool:
+    """Return whether the library raised it, rather than the interpreter or this code."""
+    return type(error) is Exception or type(error).__name__ == "PanicException"
 
 
 def read_tokenizer_json(file: Path) -> tokenizers.Tokenizer:

@@ -55,7 +55,7 @@ from quire.scheduler.policy.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.vocabulary import Vocabulary
-from quire.text.pieces import JoinRules
+from quire.text.detokenizer import JoinRules
 from quire.transfer.disk import DiskStore
 from quire.transfer.folder import TierFolder
 from quire.transfer.host import HostStore

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from quire import _native
-from quire.base.sampling_params import MAX_TOP_LOGPROBS
+from quire.base.sampling_checks import MAX_TOP_LOGPROBS
 from quire.sampling import native_scoring, reference, scoring
 from quire.sampling.scoring import FAILED, MAX_TOP, ScoreBatch, Scores
 from tests.kernels.isas import ISAS

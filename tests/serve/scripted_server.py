@@ -20,7 +20,7 @@ from typing import Any
 from quire.api.server import public_server
 from quire.api.server_state import ServerState
 from quire.base.log import Log
-from quire.config.groups import ServerConfig
+from quire.config.server_config import ServerConfig
 from quire.obs.metrics import Metrics
 from quire.text.chat_template import ChatTemplate
 from tests.unit.api.fake_engine import CARD, FakeEngine
@@ -71,9 +71,11 @@ class ScriptedServer:
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.engine = TurningEngine(*self._made)
-        serving = ServerState(ServerConfig(**self._settings), Metrics(), Log("test", io.StringIO()))
-        serving.start(self.engine)
-        server = public_server(serving)
+        server_state = ServerState(
+            ServerConfig(**self._settings), Metrics(), Log("test", io.StringIO())
+        )
+        server_state.start(self.engine)
+        server = public_server(server_state)
         self._stop = lambda: setattr(server, "should_exit", True)
         with socket.create_server(("127.0.0.1", 0)) as listening:
             self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"

@@ -176,6 +176,32 @@ def test_a_failed_start_is_json_under_json_logging(tmp_path: Path) -> None:
     assert "config.json" in last["event"]
 
 
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (("--bogus", "1"), "unknown arguments: --bogus"),
+        (("--max-num-seqs", "many"), "many"),
+        (("--port", "0", "--uds", "/nowhere/x"), "both given"),
+    ],
+)
+@pytest.mark.parametrize("form", [("--log-format", "json"), ("--access-log=json",)])
+def test_an_error_in_the_flags_is_json_under_json_logging(
+    words: tuple[str, ...], found: str, form: tuple[str, ...]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "quire", "serve", *form, *words],
+        capture_output=True,
+        text=True,
+        timeout=GIVE_UP_S,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 2
+    lines = lines_of(done.stderr)
+    assert found in lines[0]["event"]
+    assert {line["level"] for line in lines} == {"error"}
+
+
 def test_lines_below_the_level_are_left_out(tiny: Path) -> None:
     with RunningServer(tiny, "--threads", "1", "--log-level", "debug") as server:
         assert server.get("/health")[0] == 200

@@ -18,7 +18,7 @@ from quire.api.admin.reload import reload_certificate
 from quire.api.http import tls
 from quire.api.http.sockets import check_tls
 from quire.base.errors import SettingError
-from quire.config.groups import ServerConfig
+from quire.config.server_config import ServerConfig
 from tests.serve.running_server import GIVE_UP_S
 from tests.serve.scripted_server import ScriptedServer
 from tests.unit.api.fake_engine import Site
@@ -106,7 +106,7 @@ def test_a_certificate_read_again_is_shown_from_then_on_if_it_can_be_used(tmp_pa
 
     async def read_again() -> str:
         site = Site(tls_cert=cert, tls_key=key)
-        await reload_certificate(site.serving, [context])
+        await reload_certificate(site.server_state, [context])
         return site.log.getvalue()
 
     made_in(tmp_path)

@@ -26,13 +26,13 @@ MAX_PREFIXES = 1000
 class CacheRoutes:
     """The routes."""
 
-    def __init__(self, serving: ServerState) -> None:
-        self._serving = serving
+    def __init__(self, server_state: ServerState) -> None:
+        self._server_state = server_state
 
     async def get(self, request: Request) -> Response:
         """Return the report; `?prefixes=N` adds the N prefixes that saved the most tokens."""
         num_prefixes = _num_prefixes(request)
-        report = await self._serving.engine().cache_report(num_prefixes=num_prefixes)
+        report = await self._server_state.engine().cache_report(num_prefixes=num_prefixes)
         return _json(report_json(report))
 
     async def flush(self, request: Request) -> Response:
@@ -41,7 +41,7 @@ class CacheRoutes:
             raise InvalidParameter(
                 "a flush was sent with parameters; it takes none and empties the whole cache"
             )
-        return _json({"flushed_blocks": await self._serving.engine().flush_cache()})
+        return _json({"flushed_blocks": await self._server_state.engine().flush_cache()})
 
 
 def report_json(report: CacheReport) -> dict[str, Any]:

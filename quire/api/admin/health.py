@@ -19,12 +19,12 @@ from quire.obs.metrics import CONTENT_TYPE
 class HealthRoutes:
     """The routes."""
 
-    def __init__(self, serving: ServerState) -> None:
-        self._serving = serving
+    def __init__(self, server_state: ServerState) -> None:
+        self._server_state = server_state
 
     async def health(self, request: Request) -> Response:
         """Return state, reason, open streams and steps so far."""
-        health = self._serving.health()
+        health = self._server_state.health()
         return Response(
             msgspec.json.encode(dataclasses.asdict(health)),
             status_code=200 if health.ok else 503,
@@ -34,4 +34,4 @@ class HealthRoutes:
 
     async def metrics(self, request: Request) -> Response:
         """Return all metrics in Prometheus' text format."""
-        return Response(self._serving.scrape(), headers={"content-type": CONTENT_TYPE})
+        return Response(self._server_state.scrape(), headers={"content-type": CONTENT_TYPE})

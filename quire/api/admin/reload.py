@@ -78,70 +78,70 @@ class Reloader:
 
 
 def sources_of(
-    serving: ServerState,
+    server_state: ServerState,
     *,
     read_tenants: Callable[[], Sequence[Tenant]] | None,
     tenants_file: str | None,
     contexts: Sequence[ssl.SSLContext],
 ) -> list[ReloadSource]:
     """Return the files that this configuration can reload. contexts: of the TLS listeners."""
-    config, found = serving.config, []
+    config, found = server_state.config, []
     if read_tenants is not None:
         read = read_tenants
         found.append(
-            ReloadSource(reload=lambda: reload_tenants(serving, read), watched=tenants_file)
+            ReloadSource(reload=lambda: reload_tenants(server_state, read), watched=tenants_file)
         )
     if config.admin_key_file is not None:
         source = ReloadSource(
-            reload=lambda: reload_admin_keys(serving), watched=config.admin_key_file
+            reload=lambda: reload_admin_keys(server_state), watched=config.admin_key_file
         )
         found.append(source)
     if config.tls_cert is not None:
-        found.append(ReloadSource(reload=lambda: reload_certificate(serving, contexts)))
+        found.append(ReloadSource(reload=lambda: reload_certificate(server_state, contexts)))
     return found
 
 
-async def reload_tenants(serving: ServerState, read: Callable[[], Sequence[Tenant]]) -> None:
+async def reload_tenants(server_state: ServerState, read: Callable[[], Sequence[Tenant]]) -> None:
     """Replace the tenants by those of the changed file; keep the old ones if it is invalid."""
     kept = "the tenants file was reloaded and is not used"
     try:
         tenants = await asyncio.to_thread(read)
     except SettingError as error:
-        serving.log.error(kept, reason=str(error))
+        server_state.log.error(kept, reason=str(error))
         return
-    why = needs_restart(serving.tenants or (), tenants)
+    why = needs_restart(server_state.tenants or (), tenants)
     if why is not None:
-        serving.log.error(
+        server_state.log.error(
             kept, reason=f"{why}; weights, limits and the set of tenants change by a restart"
         )
         return
-    serving.set_tenants(tenants)
+    server_state.set_tenants(tenants)
     num_keys = sum(len(tenant.key_digests) for tenant in tenants)
-    serving.log.event("the tenants file was reloaded", tenants=len(tenants), keys=num_keys)
+    server_state.log.event("the tenants file was reloaded", tenants=len(tenants), keys=num_keys)
 
 
-async def reload_admin_keys(serving: ServerState) -> None:
+async def reload_admin_keys(server_state: ServerState) -> None:
     """Replace the admin keys by those of the changed file; keep the old ones if it is invalid."""
     try:
-        digests = await asyncio.to_thread(read_admin_keys, serving.config.admin_key_file)
+        digests = await asyncio.to_thread(read_admin_keys, server_state.config.admin_key_file)
     except SettingError as error:
-        serving.log.error("the admin key file was reloaded and is not used", reason=str(error))
+        server_state.log.error("the admin key file was reloaded and is not used", reason=str(error))
         return
-    serving.set_admin_keys(digests)
-    serving.log.event("the admin key file was reloaded", keys=len(digests))
+    server_state.set_admin_keys(digests)
+    server_state.log.event("the admin key file was reloaded", keys=len(digests))
 
 
-async def reload_certificate(serving: ServerState, contexts: Sequence[ssl.SSLContext]) -> None:
+async def reload_certificate(server_state: ServerState, contexts: Sequence[ssl.SSLContext]) -> None:
     """Use the certificate that is in the file now for new connections."""
-    config = serving.config
+    config = server_state.config
     try:
         await asyncio.to_thread(check_tls, config)  # check all of it before the current one changes
         for context in contexts:
             context.load_cert_chain(str(config.tls_cert), config.tls_key)
     except (SettingError, OSError) as error:
-        serving.log.error("the certificate was reloaded and is not used", reason=str(error))
+        server_state.log.error("the certificate was reloaded and is not used", reason=str(error))
         return
-    serving.log.event("the certificate was reloaded")
+    server_state.log.event("the certificate was reloaded")
 
 
 def _mark_of(file: str) -> tuple[int, ...] | None:

@@ -25,8 +25,8 @@ from quire.base.show import show
 class AdminRoutes:
     """The routes. siblings: the other API processes."""
 
-    def __init__(self, serving: ServerState, siblings: SiblingWorkers | None = None) -> None:
-        self._serving = serving
+    def __init__(self, server_state: ServerState, siblings: SiblingWorkers | None = None) -> None:
+        self._server_state = server_state
         self._siblings = siblings
 
     async def get(self, request: Request) -> Response:
@@ -37,24 +37,24 @@ class AdminRoutes:
     async def pause(self, request: Request) -> Response:
         """Hold new generation requests."""
         await _no_body(request)
-        self._serving.pause()
+        self._server_state.lifecycle.pause()
         return await self._changed()
 
     async def drain(self, request: Request) -> Response:
         """Refuse new requests; open ones continue."""
         await _no_body(request)
-        self._serving.refuse_new()
+        self._server_state.lifecycle.refuse_new()
         return await self._changed()
 
     async def resume(self, request: Request) -> Response:
         """Accept requests again after a pause or a drain."""
         await _no_body(request)
-        self._serving.resume()
+        self._server_state.lifecycle.resume()
         return await self._changed()
 
     async def log_level(self, request: Request) -> Response:
         """Set the lowest level that is logged."""
-        limit_bytes = self._serving.config.max_body_bytes
+        limit_bytes = self._server_state.config.max_body_bytes
         body, _ = await read_object(request, limit_bytes=limit_bytes)
         if request.query_params or body.keys() != {"level"}:
             raise InvalidParameter('the body must have "level" and nothing else, and no parameters')
@@ -62,22 +62,24 @@ class AdminRoutes:
             raise InvalidParameter(
                 f"level is {show(body['level'])}; {', '.join(LEVELS)} are allowed", param="level"
             )
-        self._serving.log.level = body["level"]
+        self._server_state.log.level = body["level"]
         return await self._changed()
 
     async def _changed(self) -> Response:
         siblings = self._siblings
-        return self._state([] if siblings is None else await siblings.publish(self._serving))
+        return self._state([] if siblings is None else await siblings.publish(self._server_state))
 
     def _state(self, others: Sequence[WorkerState]) -> Response:
-        serving = self._serving
+        server_state = self._server_state
         state = {
             "object": "server",
-            "paused": serving.paused,
-            "draining": serving.draining,
-            "open_requests": serving.requests.num_open + sum(one.open_requests for one in others),
-            "held_requests": serving.num_held + sum(one.held_requests for one in others),
-            "log_level": serving.log.level,
+            "paused": server_state.lifecycle.paused,
+            "draining": server_state.lifecycle.draining,
+            "open_requests": server_state.requests.num_open
+            + sum(one.open_requests for one in others),
+            "held_requests": server_state.lifecycle.num_held
+            + sum(one.held_requests for one in others),
+            "log_level": server_state.log.level,
         }
         return Response(
             msgspec.json.encode(state),

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from quire.api.generation.choice_streams import Usage
+from quire.api.generation.usage import Usage
 from quire.base.errors import InvalidParameter
 from quire.engine.output.token_text import TokenText
 

@@ -7,9 +7,8 @@ the stream closes every generator of the engine.
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -17,6 +16,15 @@ from typing import cast
 from msgspec import structs
 
 from quire.api.engine_protocol import Engine
+from quire.api.generation.interleaving import interleaved
+from quire.api.generation.usage import (
+    PLAIN_USAGE,
+    Timings,
+    Usage,
+    UsageOptions,
+    speeds_of,
+    timings_of,
+)
 from quire.api.http.errors import NothingToChoose
 from quire.base.cache_usage import CacheUsage, for_strangers
 from quire.base.errors import OverloadedError, QuireError, RequestError, ShuttingDown, StepRowError
@@ -26,9 +34,6 @@ from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from quire.engine.output.output_stream import PLAIN_TEXT, TextDelta, TextRules
 from quire.engine.output.token_text import TokenText
 from quire.obs.metrics import Metrics
-
-# Deltas of several prompts that wait for the writer; a slow client stops the engine at this many.
-_QUEUED_DELTAS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,58 +46,6 @@ class Prompt:
     echo: str = ""
     first: TokenText | None = None
     text_rules: TextRules = PLAIN_TEXT
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timings:
-    """Milliseconds from a request's arrival in the engine; of several streams the earliest start
-    and the latest end. queue and first_token are None before they happen."""
-
-    queue_ms: float | None
-    first_token_ms: float | None
-    total_ms: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Speeds:
-    """Counts, times and rates of prefill and decoding, with the names and units of llama.cpp.
-
-    cache_n: prompt tokens found in the prefix cache; prompt_n: those computed. Prefill is from the
-    first scheduling to the first token, decoding from there to the last token; of several streams,
-    from the first of them to the last. A rate over no time is 0.
-    """
-
-    cache_n: int
-    prompt_n: int
-    prompt_ms: float
-    prompt_per_token_ms: float
-    prompt_per_second: float
-    predicted_n: int
-    predicted_ms: float
-    predicted_per_token_ms: float
-    predicted_per_second: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """Token counts of a request."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    cache_uses: tuple[CacheUsage, ...] = ()  # of each prompt, if requested
-    timings: Timings | None = None  # if requested
-    speeds: Speeds | None = None  # if requested
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UsageOptions:
-    """What usage reports. has_several_users: users share cached prefixes and may not learn of
-    each other's prompts, so the details of cached tokens are hidden."""
-
-    has_several_users: bool = False
-    timings: bool = False
-    speeds: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +86,7 @@ class ChoiceStreams:
         *,
         cache_salt: str = "",
         terms: SchedulingParams = DEFAULT_SCHEDULING,
-        usage_options: UsageOptions = UsageOptions(),
+        usage_options: UsageOptions = PLAIN_USAGE,
     ) -> None:
         self.prompts = prompts
         self._cache_salt = cache_salt
@@ -202,64 +155,18 @@ class ChoiceStreams:
             ),
             cached_tokens=sum(self._cached),
             cache_uses=tuple(use for _, use in sorted(self._cache_uses.items())),
-            timings=self._timings() if self._usage_options.timings else None,
+            timings=self.timings if self._usage_options.timings else None,
         )
         if self._usage_options.speeds:
-            usage = replace(usage, speeds=self._speeds(usage))
+            usage = replace(usage, speeds=speeds_of(usage, self.timings))
         if self._num_open == 0:  # read by the answer, the log and /v1/requests
             self._final = usage
         return usage
 
-    def _timings(self) -> Timings | None:
-        times = [delta.times for delta in self._last.values() if delta.times is not None]
-        if not times:
-            return None
-        arrival_ms = min(each.arrival_ms for each in times)
-
-        def first(moments_ms: Iterable[float]) -> float | None:
-            happened = [moment_ms for moment_ms in moments_ms if not math.isnan(moment_ms)]
-            return round(min(happened) - arrival_ms, 3) if happened else None
-
-        return Timings(
-            queue_ms=first(each.first_scheduled_ms for each in times),
-            first_token_ms=first(each.first_token_ms for each in times),
-            total_ms=round(max(each.last_token_ms for each in times) - arrival_ms, 3),
-        )
-
     @property
-    def prefill_ms(self) -> float:
-        """Milliseconds from the first scheduling to the first token; 0 before there is one."""
-        timings = self._timings()
-        if timings is None or timings.queue_ms is None or timings.first_token_ms is None:
-            return 0.0
-        return max(timings.first_token_ms - timings.queue_ms, 0.0)
-
-    def _speeds(self, usage: Usage) -> Speeds:
-        timings = self._timings()
-        queue_ms = first_ms = total_ms = 0.0
-        if timings is not None:
-            total_ms = 0.0 if math.isnan(timings.total_ms) else timings.total_ms
-            queue_ms = timings.queue_ms or 0.0
-            first_ms = total_ms if timings.first_token_ms is None else timings.first_token_ms
-        prompt_n = usage.prompt_tokens - usage.cached_tokens
-        prompt_ms, predicted_ms = max(first_ms - queue_ms, 0.0), max(total_ms - first_ms, 0.0)
-        return Speeds(
-            cache_n=usage.cached_tokens,
-            prompt_n=prompt_n,
-            prompt_ms=round(prompt_ms, 3),
-            prompt_per_token_ms=_ratio(prompt_ms, prompt_n),
-            prompt_per_second=_ratio(1e3 * prompt_n, prompt_ms),
-            predicted_n=usage.completion_tokens,
-            predicted_ms=round(predicted_ms, 3),
-            predicted_per_token_ms=_ratio(predicted_ms, usage.completion_tokens),
-            predicted_per_second=_ratio(1e3 * usage.completion_tokens, predicted_ms),
-        )
-
-    @property
-    def first_token_ms(self) -> float | None:
-        """Milliseconds from arrival in the engine to the first token; None before there is one."""
-        timings = self._timings()
-        return None if timings is None else timings.first_token_ms
+    def timings(self) -> Timings | None:
+        """Times so far; None before there are any."""
+        return timings_of(delta.times for delta in self._last.values())
 
     @property
     def more_waits(self) -> bool:
@@ -285,7 +192,7 @@ class ChoiceStreams:
 
     def _merged(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
         runs = [self._run(at, prompt) for at, prompt in enumerate(self.prompts)]
-        return runs[0] if len(runs) == 1 else _interleaved(runs)
+        return runs[0] if len(runs) == 1 else interleaved(runs)
 
     async def _run(self, at: int, prompt: Prompt) -> AsyncGenerator[tuple[int, TextDelta], None]:
         # All prompts have one seed; different stream numbers give equal prompts different answers.
@@ -348,10 +255,6 @@ class ChoiceStreams:
         )
 
 
-def _ratio(amount: float, divisor: float) -> float:
-    return round(amount / divisor, 3) if divisor > 0 else 0.0
-
-
 def _failure(sampling: SamplingParams, message: str | None) -> QuireError:
     """Return the error of a failed row: the request's fault if it may have left no token."""
     reason = message or "the engine could not compute this request"
@@ -361,49 +264,7 @@ def _failure(sampling: SamplingParams, message: str | None) -> QuireError:
         or sampling.bad_words
         or sampling.no_repeat_ngram_size
         or sampling.min_tokens
+        or -math.inf in sampling.logit_bias.values()
     )
     is_own = bans and reason.startswith(NOTHING_LEFT)
     return NothingToChoose(reason) if is_own else StepRowError(reason)
-
-
-async def _interleaved(
-    runs: Sequence[AsyncGenerator[tuple[int, TextDelta], None]],
-) -> AsyncGenerator[tuple[int, TextDelta], None]:
-    """Yield the items of all runs in order of arrival. The first error ends all runs."""
-    queue: asyncio.Queue[tuple[int, TextDelta] | None] = asyncio.Queue(_QUEUED_DELTAS)
-
-    async def feed(run: AsyncIterator[tuple[int, TextDelta]]) -> None:
-        async with aclosing(cast(AsyncGenerator[tuple[int, TextDelta], None], run)) as items:
-            async for item in items:
-                await queue.put(item)
-
-    async def feed_all() -> None:
-        async with asyncio.TaskGroup() as group:
-            for run in runs:
-                group.create_task(feed(run))
-
-    feeding = asyncio.ensure_future(feed_all())
-    feeding.add_done_callback(lambda _: _wake(queue))
-    try:
-        while not (feeding.done() and queue.empty()):
-            item = await queue.get()
-            if item is not None:
-                yield item
-        _raise_first(feeding)
-    finally:
-        feeding.cancel()
-        await asyncio.gather(feeding, return_exceptions=True)
-
-
-def _wake(queue: asyncio.Queue[tuple[int, TextDelta] | None]) -> None:
-    if not queue.full():
-        queue.put_nowait(None)
-
-
-def _raise_first(feeding: asyncio.Future[None]) -> None:
-    """Raise the first error of a TaskGroup."""
-    error = feeding.exception()
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    if error is not None:
-        raise error

@@ -10,16 +10,21 @@ header.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from quire.api.generation.chat_output import ChatOutputParser, Conversation
 from quire.api.generation.fields import flag
+from quire.api.generation.output_constraints import output_grammar
 from quire.api.generation.request_context import RequestContext
 from quire.api.generation.tools import ToolOffer
 from quire.base.errors import InvalidParameter, RequestError, TokenizerError
+from quire.base.sampling_params import SamplingParams
 from quire.base.show import show
+from quire.output_parsers.selection import select_parsers
+from quire.output_parsers.tools import Tools
 from quire.text.chat_template import OWN_VARIABLES, ChatTemplate
-from quire.text.messages import checked_messages, with_argument_objects
+from quire.text.messages import checked_messages
 
 MAX_MESSAGES = 4096
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -29,37 +34,28 @@ MAX_TEMPLATE_CHARS = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _ConversationFields:
-    """The fields of a conversation. `name` and `source` of a template: at most one is given."""
+class ConversationFields:
+    """A conversation to render. messages: of the form that `checked_messages` returns; tools: of
+    OpenAI's form, which templates read. effort: of EFFORTS. variables: further ones of the
+    template. `name` and `source` of a template: at most one is given."""
 
     messages: list[dict[str, Any]]
-    effort: str | None
-    add_generation_prompt: bool | None
-    continue_final_message: bool
-    tools: list[dict[str, Any]] | None
-    documents: list[dict[str, Any]] | None
-    variables: Mapping[str, Any]
-    name: str | None
-    source: str | None
+    effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    name: str | None = None
+    source: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
-    """A rendered conversation. template: its source. shows_tools: the text has the tools."""
+async def rendered(request: RequestContext, fields: ConversationFields) -> Conversation:
+    """Render a conversation. Raises RequestError naming the field, and TokenizerError.
 
-    text: str
-    template: str
-    shows_tools: bool
-
-
-async def rendered(request: RequestContext, offer: ToolOffer | None) -> Conversation:
-    """Render the messages of a request. Raises RequestError naming the field, and TokenizerError.
-
-    offer: the request's tools. A template is untrusted code that may run for long on little input,
-    so it runs in a thread.
+    A template is untrusted code that may run for long on little input, so it runs in a thread.
     """
-    template, given = request.engine.template, request.given
-    fields = _fields_of(given, template, offer, trusted=request.config.trust_request_chat_template)
+    template = request.engine.template
     if template is None and fields.source is None:
         raise RequestError(
             f"model {request.engine.card.name!r} has no chat template; use /v1/completions, put a "
@@ -74,14 +70,14 @@ async def rendered(request: RequestContext, offer: ToolOffer | None) -> Conversa
     return conversation
 
 
-def _fields_of(
-    given: Mapping[str, Any],
-    template: ChatTemplate | None,
-    offer: ToolOffer | None,
-    *,
-    trusted: bool,
-) -> _ConversationFields:
-    name, source = _template_of(given, template, trusted=trusted)
+def conversation_fields(request: RequestContext, offer: ToolOffer | None) -> ConversationFields:
+    """Return the conversation of a request with OpenAI's field names. Raises InvalidParameter.
+
+    offer: the request's tools.
+    """
+    given = request.given
+    trusted = request.config.trust_request_chat_template
+    name, source = _template_of(given, request.engine.template, trusted=trusted)
     opens = flag(given, "add_generation_prompt") if "add_generation_prompt" in given else None
     variables = given.get("chat_template_kwargs", {})
     if not isinstance(variables, dict):
@@ -89,7 +85,7 @@ def _fields_of(
             f"chat_template_kwargs is {show(variables)}; an object is allowed",
             param="chat_template_kwargs",
         )
-    return _ConversationFields(
+    return ConversationFields(
         messages=_messages(given.get("messages")),
         effort=_effort(given.get("reasoning_effort")),
         add_generation_prompt=opens,
@@ -165,7 +161,7 @@ def _objects(given: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def _render(
-    template: ChatTemplate, fields: _ConversationFields, *, warns: bool
+    template: ChatTemplate, fields: ConversationFields, *, warns: bool
 ) -> tuple[Conversation, tuple[str, ...]]:
     """Return the prompt and the names that are ignored. Runs in a thread."""
     if fields.source is None:
@@ -177,7 +173,7 @@ def _render(
 
 
 def _render_with(
-    template: ChatTemplate, fields: _ConversationFields, *, warns: bool
+    template: ChatTemplate, fields: ConversationFields, *, warns: bool
 ) -> tuple[Conversation, tuple[str, ...]]:
     variables, ignored = dict(fields.variables), []
     for name in fields.variables:
@@ -204,7 +200,7 @@ def _render_with(
         ignored.append("reasoning_effort")
     variables |= effort_variables or {}
     text = template.render(
-        with_argument_objects(template, fields.messages, tools=tools, chat_template=fields.name),
+        template.with_argument_objects(fields.messages, tools=tools, chat_template=fields.name),
         add_generation_prompt=fields.add_generation_prompt,
         continue_final_message=fields.continue_final_message,
         tools=tools,
@@ -217,7 +213,7 @@ def _render_with(
     return conversation, tuple(ignored)
 
 
-def _effort_variables(template: ChatTemplate, fields: _ConversationFields) -> dict[str, Any] | None:
+def _effort_variables(template: ChatTemplate, fields: ConversationFields) -> dict[str, Any] | None:
     """Return the template's variables for reasoning_effort; None if the template has none.
 
     A template with a switch instead of degrees has it switched off by "none" and on by any other
@@ -235,3 +231,39 @@ def _effort_variables(template: ChatTemplate, fields: _ConversationFields) -> di
         return {"reasoning_effort": fields.effort}
     switch = next((name for name in _SWITCHES if reads(name)), None)
     return None if switch is None else {switch: fields.effort != "none"}
+
+
+def parsing_of(
+    request: RequestContext,
+    offer: ToolOffer | None,
+    conversation: Conversation,
+    sampling: SamplingParams,
+    *,
+    includes_reasoning: bool,
+) -> tuple[SamplingParams, ChatOutputParser | None]:
+    """Return the parameters with the answer's grammar, and the parser of answers if they may have
+    reasoning or calls."""
+    reading = select_parsers(
+        conversation.template,
+        tool_parser=request.config.tool_call_parser,
+        reasoning_parser=request.config.reasoning_parser,
+    )
+    grammar = sampling.structured_outputs
+    if grammar is not None or offer is not None:
+        grammar, reading = output_grammar(
+            grammar, offer, reading, conversation, request.engine.tokenizer
+        )
+        sampling = replace(sampling, structured_outputs=grammar)
+    tools = None
+    if offer is not None and conversation.shows_tools and reading.tools is not None:
+        tools = Tools(offer.schemas)
+    if tools is None and reading.reasoning is None:
+        return sampling, None
+    parser = ChatOutputParser(
+        reading,
+        tools,
+        prompt=conversation.text,
+        request_id=request.request_id,
+        includes_reasoning=includes_reasoning,
+    )
+    return sampling, parser

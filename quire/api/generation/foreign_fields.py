@@ -1,6 +1,7 @@
 """Request fields that other servers and clients define, and what this server does with each.
 
-One declarative table in five parts; `documented()` turns it into rows for the documentation:
+One declarative table in five parts, beside the lists of samplers (sampler_order.py);
+`documented()` turns it into rows for the documentation:
 
 - SYNONYMS: other names of honoured fields with exactly the same meaning; they are renamed.
 - NO_EFFECT: fields that cannot change the answer, accepted at any value of their type.
@@ -13,7 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
+
+from quire.api.generation.sampler_order import ORDERS
+from quire.base.errors import InvalidParameter
+from quire.base.show import show
 
 # The path of the honoured field: its name, and the key inside it where the field is an object.
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
@@ -78,7 +84,11 @@ NO_EFFECT: Mapping[str, str] = {
     "n_keep": "number",
     "guided_decoding_backend": "string",
     "adaptive_decay": "number",
+    "dynatemp_low": "number",
+    "dynatemp_high": "number",
     "dynatemp_exponent": "number",
+    "prompt_lookup_num_tokens": "number",
+    "static_cache": "boolean",
     "smoothing_curve": "number",
     "repetition_decay": "number",
     "rep_pen_slope": "number",
@@ -166,7 +176,6 @@ UNSERVED: Mapping[str, Unserved] = {
     "preserved_tokens": Unserved(allowed=([],), why="write it as skip_special_tokens: false"),
     "image_data": Unserved(allowed=([],), why="the model reads text only"),
     "lora": Unserved(allowed=([],), why="LoRA adapters are not implemented"),
-    "samplers": Unserved(allowed=([],), why=_ORDER),
     "repeat_last_n": Unserved(
         allowed=(-1,), why=_WHOLE_HISTORY, unless=(0, "repetition_penalty_range", 0)
     ),
@@ -178,6 +187,10 @@ UNSERVED: Mapping[str, Unserved] = {
     "trim_stop": Unserved(allowed=(True,), why="write it as include_stop_str_in_output"),
     "decoder_input_details": Unserved(allowed=(False,), why="write it as prompt_logprobs"),
     "return_full_text": Unserved(allowed=(False,), why="write it as echo"),
+    "auto_max_new_tokens": Unserved(
+        allowed=(False,), why="leave max_tokens out of a chat to use the rest of the context"
+    ),
+    "preset": Unserved(allowed=("",), why="a request has its own parameters"),
     "max_tokens_second": Unserved(allowed=(0,), why="the rate of an answer is not limited"),
     "min_length": Unserved(allowed=(0,), why="write it as min_tokens"),
     "num_beams": Unserved(allowed=(1,), why="write it as use_beam_search with best_of"),
@@ -190,7 +203,6 @@ UNSERVED: Mapping[str, Unserved] = {
     "negative_prompt": Unserved(allowed=("",), why="classifier-free guidance is not implemented"),
     "guidance_scale": Unserved(allowed=(1, 1.0), why="classifier-free guidance is not implemented"),
     "sampler_order": Unserved(allowed=([],), why=_ORDER),
-    "sampler_priority": Unserved(allowed=([],), why=_ORDER),
     "grammar_retain_state": Unserved(allowed=(False,), why="each answer begins its grammar"),
     "tfs": Unserved(allowed=(1, 1.0), why=_TAIL_FREE),
     "tfs_z": Unserved(allowed=(1, 1.0), why=_TAIL_FREE),
@@ -238,6 +250,122 @@ OTHER_NAMES: Mapping[str, str] = {
 }
 
 
+_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    "string": str,
+    "object": dict,
+    "number": (int, float),
+    "boolean": bool,
+}
+
+
+def take_foreign(
+    others: Mapping[str, Any],
+    given: dict[str, Any],
+    body: Mapping[str, Any],
+    honoured: frozenset[str],
+    *,
+    warn_unknown: bool,
+) -> tuple[str, ...]:
+    """Treat fields that a route does not honour, and return the names of those that are ignored.
+
+    given: gets the values of synonyms. Raises InvalidParameter naming a field that is not served or
+    not known, with its value.
+    """
+    ignored: list[str] = []
+    synonyms: dict[str, Any] = {}
+    for name, value in others.items():
+        if name in SYNONYMS and SYNONYMS[name][0] in honoured:
+            synonyms[name] = value
+        elif name in ORDERS and "temperature" in honoured:
+            given[name] = value  # checked against the parameters
+        elif name in UNSERVED:
+            _check_unserved(name, value, body)
+        elif name in NO_EFFECT:
+            _check_type(name, value)
+        elif name in HINTS:
+            if not any(same_json(value, neutral) for neutral in HINTS[name]):
+                ignored.append(name)
+        elif warn_unknown:
+            ignored.append(name)
+        else:
+            raise _unknown(name, honoured)
+    for name, value in synonyms.items():
+        if not any(same_json(value, empty) for empty in EMPTY_SYNONYMS.get(name, ())):
+            _rename(name, value, given)
+    return tuple(ignored)
+
+
+def as_sent(error: InvalidParameter, body: Mapping[str, Any]) -> InvalidParameter:
+    """Return an error with the synonym that the client sent in place of the field it stands for."""
+    ours = error.param
+    if ours is None or body.get(ours) is not None:
+        return error
+    for name, path in SYNONYMS.items():
+        if path[0] == ours and body.get(name) is not None:
+            message = str(error)
+            read_as = ".".join(path)
+            for known in (read_as, ours):
+                if message.startswith(f"{known} "):
+                    return InvalidParameter(
+                        f"{name} (read as {read_as}) {message[len(known) + 1 :]}", param=name
+                    )
+            return InvalidParameter(f"{name}, read as {read_as}: {message}", param=name)
+    return error
+
+
+def _rename(name: str, value: Any, given: dict[str, Any]) -> None:
+    """Store the value of a synonym under the field that it stands for.
+
+    Raises InvalidParameter if both are given and differ.
+    """
+    field, *keys = SYNONYMS[name]
+    target, key = given, field
+    if keys:
+        inner = given.get(field, {})
+        if not isinstance(inner, dict):
+            return  # the check of the field itself refuses it
+        target = given[field] = dict(inner)
+        [key] = keys
+    if not same_json(target.setdefault(key, value), value):
+        raise InvalidParameter(
+            f"{name} is {show(value)} and {'.'.join((field, *keys))} is {show(target[key])}; they "
+            "mean the same: give one",
+            param=name,
+        )
+
+
+def _check_type(name: str, value: Any) -> None:
+    kind = NO_EFFECT[name]
+    if isinstance(value, bool) != (kind == "boolean") or not isinstance(value, _TYPES[kind]):
+        words = f"an {kind}" if kind == "object" else f"a {kind}"
+        raise InvalidParameter(f"{name} is {show(value)}; {words} is allowed", param=name)
+
+
+def _check_unserved(name: str, value: Any, body: Mapping[str, Any]) -> None:
+    rule = UNSERVED[name]
+    if any(same_json(value, allowed) for allowed in rule.allowed):
+        return
+    if rule.unless is not None:
+        neutral, other, of_other = rule.unless
+        if same_json(value, neutral) and same_json(body.get(other), of_other):
+            return
+    allowed = " or ".join(["null", *map(show, rule.allowed)])
+    raise InvalidParameter(
+        f"{name} is {show(value)}: {rule.why}; leave it out ({allowed} is accepted)", param=name
+    )
+
+
+def _unknown(name: str, honoured: frozenset[str]) -> InvalidParameter:
+    other = OTHER_NAMES.get(name) or SYNONYMS.get(name, ("",))[0]
+    near = [other] if other in honoured else get_close_matches(name[:64], honoured, 1)
+    hint = f"did you mean {show(near[0])}? " if near else ""
+    return InvalidParameter(
+        f"{show(name)} is not a field of this request; {hint}leave it out, or start the server "
+        "with --unknown-fields warn",
+        param=name[:64],
+    )
+
+
 def same_json(value: Any, other: Any) -> bool:
     """Return whether two JSON values are equal; unlike in Python, a boolean equals no number."""
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
@@ -252,5 +380,7 @@ def documented() -> Iterator[tuple[str, str]]:
     for name, rule in UNSERVED.items():
         values = " or ".join(f"`{value!r}`" for value in rule.allowed) or "`null`"
         yield f"`{name}`", f"accepted at {values}; otherwise refused: {rule.why}"
+    for name in ORDERS:
+        yield f"`{name}`", "accepted if the steps that change the answer are applied in this order"
     for name in HINTS:
         yield f"`{name}`", "a hint: accepted, not used, listed in `x-quire-ignored-fields`"

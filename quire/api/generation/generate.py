@@ -20,25 +20,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.api.engine_protocol import Engine
-from quire.api.generation.choice_streams import (
-    Choice,
-    ChoiceStreams,
-    Prompt,
-    Usage,
-    UsageOptions,
-)
-from quire.api.generation.fields import SCHEDULING, flag
+from quire.api.generation.choice_streams import Choice, ChoiceStreams, Prompt
+from quire.api.generation.fields import SCHEDULING, flag, limited
 from quire.api.generation.request_context import RequestContext, open_request
+from quire.api.generation.usage import Usage, UsageOptions
 from quire.api.http.dialect import Dialect
 from quire.api.http.request_io import disconnect_of, run_until_disconnect
 from quire.api.server_state import OpenRequest, Requester, RequestProgress, ServerState
 from quire.api.streaming.event_stream import Events, EventStream, Writer
 from quire.api.streaming.resumable_stream import FollowStream, ResumableStream
 from quire.base.errors import InvalidParameter, QuireError
-from quire.base.scheduling_params import SchedulingParams
+from quire.base.sampling_params import SamplingParams
+from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from quire.base.show import show
-from quire.config.groups import ServerConfig
-from quire.config.tenants import Tenant
+from quire.config.server_config import ServerConfig
+from quire.config.tenants import ONLY_TENANT, Tenant
 
 STREAM_OPTIONS = {"include_usage", "include_obfuscation", "continuous_usage_stats", "resumable"}
 MAX_SALT_CHARS = 256
@@ -86,6 +82,21 @@ class GenerationRequest:
     stream_options: StreamOptions
     config: ServerConfig
 
+    def limited(
+        self, sampling: SamplingParams, num_prompt_tokens: int, *, default_tokens: int | None
+    ) -> SamplingParams:
+        """Return `sampling` with a max_tokens that the context and the server have room for.
+
+        default_tokens: without a max_tokens; None: the rest of the context.
+        """
+        room_tokens = self.engine.card.max_model_len - num_prompt_tokens
+        return limited(
+            sampling,
+            default_tokens=room_tokens if default_tokens is None else default_tokens,
+            room_tokens=room_tokens,
+            cap_tokens=self.config.max_output_tokens,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRoute:
@@ -101,10 +112,10 @@ class GenerationRoute:
     dialect: Dialect
 
 
-async def generate(serving: ServerState, request: Request, route: GenerationRoute) -> Response:
+async def generate(server_state: ServerState, request: Request, route: GenerationRoute) -> Response:
     """Answer a generation request. Raises RequestError and the engine's errors."""
     context = await open_request(
-        serving, request, honoured=route.honoured, id_prefix=route.id_prefix
+        server_state, request, honoured=route.honoured, id_prefix=route.id_prefix
     )
     given, engine = context.given, context.engine
     tenant: Tenant = request.state.tenant
@@ -119,29 +130,30 @@ async def generate(serving: ServerState, request: Request, route: GenerationRout
             id=context.request_id,
             created_s=int(time.time()),
             model=engine.card.name,
-            fingerprint=serving.fingerprint(engine.card),
+            fingerprint=server_state.fingerprint(engine.card),
         ),
         stream_options=options,
-        config=serving.config,
+        config=server_state.config,
     )
     usage_options = UsageOptions(
-        has_several_users=serving.has_several_users and not cache_salt,
+        has_several_users=server_state.has_several_users and not cache_salt,
         timings=flag(given, "return_timings"),
         speeds=flag(given, "timings") or options.continuous_timings,
     )
     requester = Requester(request.state.key, request.state.name)
     open_ = OpenRequest(context.request_id, requester, request.scope["route"].path, stream)
-    serving.requests.begin(open_)
+    server_state.requests.begin(open_)
     request.state.open_request = open_
 
     async def answer() -> bytes | Response:
         """Return the body of a whole answer, or the response that streams it."""
-        if serving.paused:
-            await serving.wait_while_paused()
+        if not server_state.lifecycle.accepting.is_set():
+            await server_state.lifecycle.wait_while_paused()
+            server_state.engine()  # it may have died meanwhile
         job = await route.read(asked)
         answers = ChoiceStreams(
             engine,
-            serving.metrics,
+            server_state.metrics,
             job.prompts,
             context.request_id,
             cache_salt=cache_salt,
@@ -161,35 +173,37 @@ async def generate(serving: ServerState, request: Request, route: GenerationRout
             continuous_usage=options.continuous_usage or options.continuous_timings,
             reports_progress=terms.report_progress,
         )
-        if options.resumable and serving.resumable_streams.has_room():
-            return _resumable(serving, context, events, open_)
-        return EventStream(serving, events, context.headers(), context.deadline, open_)
+        if options.resumable and server_state.resumable_streams.has_room():
+            return _resumable(server_state, context, events, open_)
+        return EventStream(server_state, events, context.headers(), context.deadline, open_)
 
     try:
         answered = await run_until_disconnect(
             answer(),
             disconnect_of(request.scope, request.receive),
-            over=serving.grace_over,
+            over=server_state.lifecycle.grace_over,
             deadline=context.deadline,
             cut=open_.cut,
         )
     except BaseException as error:
-        serving.requests.end(open_, error if isinstance(error, QuireError) else QuireError("gone"))
+        server_state.requests.end(
+            open_, error if isinstance(error, QuireError) else QuireError("gone")
+        )
         raise
     if isinstance(answered, Response):
         return answered
-    serving.requests.end(open_)
+    server_state.requests.end(open_)
     return Response(answered, headers=context.headers(), media_type="application/json")
 
 
 def _resumable(
-    serving: ServerState, context: RequestContext, events: Events, request: OpenRequest
+    server_state: ServerState, context: RequestContext, events: Events, request: OpenRequest
 ) -> Response:
-    stream = ResumableStream(serving, events, context.deadline, request)
-    serving.resumable_streams.add(stream)
-    resume_s = f"{serving.config.resume_s:g}"
+    stream = ResumableStream(server_state, events, context.deadline, request)
+    server_state.resumable_streams.add(stream)
+    resume_s = f"{server_state.config.resume_s:g}"
     headers = {**context.headers(), "x-quire-resume-seconds": resume_s}
-    return FollowStream(serving, stream, headers)
+    return FollowStream(server_state, stream, headers)
 
 
 def _progress(answers: ChoiceStreams) -> RequestProgress:
@@ -252,9 +266,12 @@ def _stream_options(given: Mapping[str, Any], *, stream: bool) -> StreamOptions:
 def scheduling_params_of(given: Mapping[str, Any], tenant: Tenant) -> SchedulingParams:
     """Return the scheduling parameters of a request. Raises InvalidParameter naming the field."""
     fields = {name: given[name] for name in SCHEDULING & given.keys()}
+    reports_progress = flag(given, "return_progress") and flag(given, "stream")
+    if tenant is ONLY_TENANT and not fields and not reports_progress:
+        return DEFAULT_SCHEDULING
     terms = SchedulingParams(
         tenant=tenant.name_in_requests,
-        report_progress=flag(given, "return_progress") and flag(given, "stream"),
+        report_progress=reports_progress,
         **{"priority": tenant.priority, **fields},
     )
     if not tenant.priority_min <= terms.priority <= tenant.priority_max:

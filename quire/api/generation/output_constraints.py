@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from quire.api.generation.chat_output import Conversation
 from quire.api.generation.content_constraints import content_beside_calls
-from quire.api.generation.conversation import Conversation
 from quire.api.generation.tools import ToolOffer
 from quire.base.errors import InvalidParameter
 from quire.base.grammar import Grammar, GrammarKind, grammar
@@ -28,7 +28,8 @@ from quire.output_parsers.call_grammar import (
 )
 from quire.output_parsers.calls_or_content import calls_or_content
 from quire.output_parsers.reasoning import ReasoningMarks, is_open
-from quire.output_parsers.registry import HARMONY, TOOL_CALL_FORMATS, ParserSelection
+from quire.output_parsers.registry import HARMONY, TOOL_CALL_FORMATS
+from quire.output_parsers.selection import ParserSelection
 from quire.structured.closed import closed
 from quire.structured.schema import for_llguidance
 from quire.text.tokenizer import Tokenizer

@@ -39,7 +39,7 @@ class RequestContext:
 
     def __init__(
         self,
-        serving: ServerState,
+        server_state: ServerState,
         engine: Engine,
         *,
         given: Mapping[str, Any],
@@ -48,13 +48,13 @@ class RequestContext:
         is_large: bool,
     ) -> None:
         self.engine = engine
-        self.config = serving.config
+        self.config = server_state.config
         self.given = given
         self.request_id = request_id
         self.deadline = deadline
-        self._thread_pools = serving.thread_pools
+        self._thread_pools = server_state.thread_pools
         self._is_large = is_large
-        self._log = serving.log
+        self._log = server_state.log
         self._ignored: list[str] = []
 
     @property
@@ -87,21 +87,23 @@ class RequestContext:
 
 
 async def open_request(
-    serving: ServerState, request: Request, *, honoured: frozenset[str], id_prefix: str
+    server_state: ServerState, request: Request, *, honoured: frozenset[str], id_prefix: str
 ) -> RequestContext:
     """Read the body of a request and sort its fields. Raises RequestError, and what `engine()`
     raises."""
-    engine = serving.engine()
-    deadline = Deadline(serving.config.request_timeout_s)
+    engine = server_state.engine()
+    deadline = Deadline(server_state.config.request_timeout_s)
     body, is_large = await body_in_time(
-        read_object(request, limit_bytes=serving.config.max_body_bytes),
-        stopping=serving.stopping,
+        read_object(request, limit_bytes=server_state.config.max_body_bytes),
+        stopping=server_state.lifecycle.stopping,
         deadline=deadline,
     )
-    warns = serving.config.unknown_fields == "warn"
+    warns = server_state.config.unknown_fields == "warn"
     given, ignored = known_fields(body, honoured, warn_unknown=warns)
+    if given.keys() != body.keys():  # errors name fields as they were sent
+        request.state.body = body
     context = RequestContext(
-        serving,
+        server_state,
         engine,
         given=given,
         request_id=f"{id_prefix}-{secrets.token_hex(12)}",

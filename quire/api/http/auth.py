@@ -1,4 +1,4 @@
-"""Authentication and origin checks: API keys, compared in constant time, and web pages.
+"""Authentication: API keys, compared in constant time, and what their owners may do.
 
 With keys configured every path needs one except OPEN_PATHS, which load balancers poll and which
 show no traffic. /metrics needs a key, because it shows what is requested; Prometheus sends one with
@@ -11,37 +11,25 @@ file also a key of --api-key, or no key if there are none, but only from this ma
 keys, each tenant and each key of --api-key has its own scope of cached prefixes, because the time
 to first token and the count of cached tokens reveal the prompts of others.
 
-Without keys, a web page could make a browser on this machine send requests to a loopback address,
-and a DNS name that points at loopback makes them look same-origin. Browsers say where a request
-comes from: `Origin` must be the address requested, and `Host`, on a server that only this machine
-reaches, a name that only this machine has. Programs send no Origin. Always holds: the key is
-checked before the body is read; no admin path is open to another machine without an admin's key;
-with keys no request is refused for its origin.
+Always holds: the key is checked before the body is read; no admin path is open to another machine
+without an admin's key. Paths and web pages: origins.py.
 """
 
 from __future__ import annotations
 
 import enum
 import hmac
-import ipaddress
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from urllib.parse import urlsplit
 
-from quire.api.http.errors import ForeignPage, NotAdmin
+from quire.api.http.errors import NotAdmin
+from quire.api.http.origins import is_below, is_guarded
 from quire.base.errors import NotAuthorized
-from quire.base.show import show
-from quire.config.groups import ServerConfig
 from quire.config.tenants import ONLY_TENANT, Tenant, key_digest
 
 OPEN_PATHS = frozenset({"/", "/health", "/version", "/docs", "/openapi.json"})
-# Paths that change the server for all tenants, or show the prompts of all tenants.
-ADMIN_PATHS = ("/admin", "/v1/cache", "/reset_prefix_cache", "/flush_cache")
 # Paths that count the requests of all tenants: only the keys of admins and of --api-key open them.
 COUNTING_PATHS = ("/metrics",)
-_SCHEMES = ("http://", "https://")
-_MAX_HOST_CHARS = 255
 
 
 class Admin(enum.Enum):
@@ -97,6 +85,8 @@ class Keys:
         self._callers = [(key, _scoped(caller, isolates)) for key, caller in self._callers]
         self._has_admins = bool(admins)
         self._keyless = Caller(default, True, plain)
+        # The caller of every request except at ADMIN_PATHS; None where requests need keys.
+        self.open_caller = None if self._has_callers else self._keyless
 
     def __bool__(self) -> bool:
         """Whether requests need a key."""
@@ -108,18 +98,24 @@ class Keys:
             return False
         return self._has_callers or (is_guarded(path) and self._has_admins)
 
-    def check(self, path: str, read_key: Callable[[], bytes], *, is_here: bool = True) -> Caller:
+    def check(
+        self,
+        path: str,
+        read_key: Callable[[], bytes],
+        *,
+        is_here: Callable[[], bool] = lambda: True,
+    ) -> Caller:
         """Return the sender of a request to `path`. Raises NotAuthorized or NotAdmin.
 
-        read_key: returns the key of the request, or raises NotAuthorized. is_here: the request
-        comes from this machine, or to a listener that only this machine reaches.
+        read_key: returns the key of the request, or raises NotAuthorized. is_here: returns whether
+        the request comes from this machine, or to a listener that only this machine reaches.
         """
         if path in OPEN_PATHS:
             return self._keyless
         caller = self._caller_of(read_key()) if self.needed(path) else self._keyless
         if is_guarded(path):
-            _check_admin(caller, is_here=is_here)
-        elif _is_below(path, COUNTING_PATHS) and not caller.sees_all:
+            _check_admin(caller, is_here)
+        elif is_below(path, COUNTING_PATHS) and not caller.sees_all:
             raise NotAdmin(
                 "this path counts the requests of all tenants, and tenant "
                 f"{caller.tenant.name} is not an admin; use a key of --api-key, or set "
@@ -145,13 +141,8 @@ def _scoped(caller: Caller, isolates: bool) -> Caller:
     return replace(caller, tenant=replace(tenant, cache_scope=scope))
 
 
-def is_guarded(path: str) -> bool:
-    """Return whether a path is for admins."""
-    return _is_below(path, ADMIN_PATHS)
-
-
-def _check_admin(caller: Caller, *, is_here: bool) -> None:
-    if caller.admin is Admin.ANYWHERE or (caller.admin is Admin.HERE and is_here):
+def _check_admin(caller: Caller, is_here: Callable[[], bool]) -> None:
+    if caller.admin is Admin.ANYWHERE or (caller.admin is Admin.HERE and is_here()):
         return
     why = (
         "the key that was sent is not an admin's"
@@ -162,88 +153,3 @@ def _check_admin(caller: Caller, *, is_here: bool) -> None:
         f"this path is for admins, and {why}; use a key of --admin-key-file or of a tenant with "
         "`admin = true`, or send the request from the machine itself to --admin-port"
     )
-
-
-def _is_below(path: str, tops: tuple[str, ...]) -> bool:
-    if not path.startswith(tops):
-        return False
-    return any(path == top or path.startswith(f"{top}/") for top in tops)
-
-
-class OriginCheck:
-    """The check of Host and Origin on a server without keys."""
-
-    def __init__(self, config: ServerConfig, *, has_keys: bool, for_admins: bool = False) -> None:
-        self._is_open = not has_keys
-        # A browser cannot reach a Unix socket; a proxy in front of one is responsible for the Host.
-        is_local = is_loopback(config.host) and config.uds is None
-        self._is_local = is_local or for_admins
-        self._host = config.host.lower()
-
-    def check(
-        self,
-        headers: Iterable[tuple[bytes, bytes]],
-        *,
-        is_cors_allowed: bool = False,
-        is_guarded: bool = False,
-    ) -> None:
-        """Accept a request with these headers, or raise ForeignPage.
-
-        is_cors_allowed: its Origin is one of --cors-origin. is_guarded: the path is for admins and
-        needs no key, so the Host must be a name of this machine.
-        """
-        if not self._is_open:
-            return
-        host = origin = None
-        for name, value in headers:  # of several, the last counts
-            if name == b"host":
-                host = value.decode("latin-1").strip().lower()
-            elif name == b"origin":
-                origin = value.decode("latin-1").strip().lower()
-        is_local = self._is_local or is_guarded
-        if host is not None and is_local and not self._is_local_name(host):
-            raise ForeignPage(
-                f"the request's Host is {show(host)}; this server has no keys and "
-                "accepts this request only at localhost or its loopback address; use one of "
-                "these, or start the server with --api-key"
-            )
-        if origin is None or is_cors_allowed:
-            return
-        if origin not in [scheme + (host or "") for scheme in _SCHEMES]:
-            raise ForeignPage(
-                f"the request comes from a page of {show(origin)}; this server has no "
-                "keys and accepts no pages of other origins; start it with --api-key to accept "
-                "pages with a key, or with --cors-origin to accept that page (except at admin "
-                "paths)"
-            )
-
-    def _is_local_name(self, host: str) -> bool:
-        name = _name_of(host)
-        if name is None:
-            return False
-        return is_loopback(name) or name == self._host or name.endswith(".localhost")
-
-
-@lru_cache(maxsize=64)
-def _name_of(host: str) -> str | None:
-    """Return the name in a Host header, without its port; None if it is malformed."""
-    try:
-        return urlsplit("//" + host).hostname or ""
-    except ValueError:
-        return None
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether `host` is a loopback address or localhost; other names are not resolved."""
-    return len(host) <= _MAX_HOST_CHARS and _is_loopback(host)
-
-
-@lru_cache(maxsize=64)
-def _is_loopback(host: str) -> bool:
-    # Cached: each request asks twice, mostly for the same few addresses.
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -16,15 +16,15 @@ from __future__ import annotations
 import asyncio
 import enum
 import resource
-import select
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import msgspec
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from quire.api.http.connection_ends import PROBE, BegunTransport, CloseDelimited, is_reset
 from quire.api.http.dialect import Dialect
 from quire.api.http.errors import HEAD_TOO_LARGE, ErrorReport
 
@@ -36,11 +36,6 @@ _LINGER_S = 1.0
 # Intervals of checking whether a half-closed client has closed the connection: the first one, and
 # the limit of their doubling.
 _PROBE_S, _MAX_PROBE_S = 0.01, 1.0
-# The beginning of every response; sent ahead of it to a client that has stopped sending. Where the
-# client has closed the connection, its system answers with a reset.
-_PROBE = b"HTTP/1.1 "
-
-
 # Descriptors of this process that are no clients: the engine's sockets, the log, open files.
 _SPARE_FILES = 64
 
@@ -187,8 +182,8 @@ class Connection(HttpToolsProtocol):
         self._ignores_input, self.cycle.keep_alive = True, False
         if self._look_timer is None:
             if not self.cycle.response_started:
-                self.transport.write(_PROBE)
-                self.cycle.transport = cast(asyncio.Transport, _BegunTransport(self.transport))
+                self.transport.write(PROBE)
+                self.cycle.transport = cast(asyncio.Transport, BegunTransport(self.transport))
             elif (probe := cast(dict[str, Any], self.scope).get("quire.probe")) is not None:
                 probe()
             self._look_timer = self.loop.call_later(_PROBE_S, self._look_for_reset, _PROBE_S)
@@ -255,7 +250,7 @@ class Connection(HttpToolsProtocol):
         self._is_close_delimited = cycle.scope["http_version"] in ("0.9", "1.0")
         if self._is_close_delimited:
             cycle.keep_alive = False
-            app = _CloseDelimited(app, cycle)
+            app = CloseDelimited(app, cycle)
         super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
 
     def send_400_response(self, msg: str) -> None:
@@ -290,7 +285,7 @@ class Connection(HttpToolsProtocol):
         """Abort the connection of a client that has closed it, rather than half of it."""
         if not self._is_answering or self.transport.is_closing():
             return
-        if _is_reset(self.transport.get_extra_info("socket").fileno()):
+        if is_reset(self.transport.get_extra_info("socket").fileno()):
             self.transport.abort()
             return
         wait_s = min(2 * waited_s, _MAX_PROBE_S)
@@ -327,7 +322,7 @@ class Connection(HttpToolsProtocol):
             self.cycle.message_event.set()
             self._report_disconnect()
         report = ErrorReport(status=int(status.split()[0]), code=code, message=message)
-        body = msgspec.json.encode(self._dialect.error(report)[1])
+        body = msgspec.json.encode(self._dialect.error(report, "")[1])
         head = (
             b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
             b"connection: close\r\n\r\n"
@@ -335,55 +330,3 @@ class Connection(HttpToolsProtocol):
         self.transport.write(head % (status, len(body)) + body)
         self._stop_timer()
         self._head_timer = self.loop.call_later(_LINGER_S, self.transport.close)
-
-
-class _BegunTransport:
-    """A transport on which the probe, the beginning of the response, is already written."""
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._num_written = len(_PROBE)
-
-    def write(self, piece: bytes) -> None:
-        """Write what follows the probe."""
-        assert self._num_written == 0 or piece.startswith(_PROBE), "a response begins with it"
-        self._transport.write(piece[self._num_written :])
-        self._num_written = 0
-
-    def is_closing(self) -> bool:
-        """Return whether the transport is closing."""
-        return self._transport.is_closing()
-
-    def close(self) -> None:
-        """Close the transport once what is written is sent."""
-        self._transport.close()
-
-
-class _CloseDelimited:
-    """An application with responses that end with the connection unless they have a length."""
-
-    def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
-        self._app = app
-        self._cycle = cycle
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        cycle, has_length = self._cycle, False
-
-        async def send_unchunked(message: Message) -> None:
-            nonlocal has_length
-            if message["type"] == "http.response.start":
-                has_length = any(name == b"content-length" for name, _ in message["headers"])
-                if not has_length:
-                    cycle.chunked_encoding = False
-            elif not has_length:  # uvicorn counts down what it expects: always this piece
-                cycle.expected_content_length = len(message.get("body", b""))
-            await send(message)
-
-        await self._app(scope, receive, send_unchunked)
-
-
-def _is_reset(descriptor: int) -> bool:
-    """Return whether the other end of a socket has closed it in both directions."""
-    poll = select.poll()
-    poll.register(descriptor, 0)  # errors and hang-ups are always reported
-    return bool(poll.poll(0))

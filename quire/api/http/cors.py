@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from starlette.responses import Response
 from starlette.types import Scope
 
-from quire.api.http.auth import is_guarded
+from quire.api.http.origins import is_guarded
 
 # Response headers that a page may read.
 _SHOWN = "x-request-id, x-quire-resume-seconds, x-quire-ignored-fields, retry-after"

@@ -35,8 +35,8 @@ class EventFraming(Protocol):
     def heartbeat(self) -> bytes:
         """Return the bytes that keep an idle connection open; b"" for none."""
 
-    def event(self, number: int, payload: bytes) -> bytes:
-        """Return an event with JSON `payload`."""
+    def event(self, number: int, payload: bytes, kind: str) -> bytes:
+        """Return an event with JSON `payload`. kind: the chunk's field `type`, "" without one."""
 
     def error(self, number: int, payload: bytes) -> bytes:
         """Return the event that ends a failed stream; `payload` is the JSON of the error."""
@@ -55,8 +55,9 @@ class Dialect(Protocol):
     def read_key(self, headers: Headers) -> bytes:
         """Return the API key of a request. Raises NotAuthorized if it is missing or malformed."""
 
-    def error(self, report: ErrorReport) -> tuple[int, Any]:
-        """Return the HTTP status and the JSON body of an error."""
+    def error(self, report: ErrorReport, request_id: str) -> tuple[int, Any]:
+        """Return the HTTP status and the JSON body of an error. request_id: as in the header
+        `x-request-id`; "" before there is a request."""
 
     def framing(self, request_id: str) -> EventFraming:
         """Return the framing of the stream of one request."""
@@ -64,7 +65,7 @@ class Dialect(Protocol):
 
 def error_response(error: QuireError, dialect: Dialect, *, request_id: str) -> Response:
     """Return the response of an error in a dialect."""
-    status, body = dialect.error(report_of(error))
+    status, body = dialect.error(report_of(error), request_id)
     headers = {"x-request-id": request_id, **error_headers(error)}
     if isinstance(error, NotAuthorized) and dialect.challenge is not None:
         headers["www-authenticate"] = dialect.challenge

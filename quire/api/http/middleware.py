@@ -20,47 +20,19 @@ from starlette.routing import Match, Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.api.generation.choice_streams import ChoiceStreams
-from quire.api.http.auth import OriginCheck, is_guarded, is_loopback
+from quire.api.generation.foreign_fields import as_sent
 from quire.api.http.cors import Cors, Headers
 from quire.api.http.dialect import Dialect, error_response
 from quire.api.http.errors import MethodNotAllowed, UnknownRoute
+from quire.api.http.forwarding import is_here
+from quire.api.http.origins import OriginCheck, is_guarded
 from quire.api.http.request_io import ClientDisconnected
 from quire.api.server_state import OpenRequest, ServerState
-from quire.base.errors import QuireError
+from quire.base.errors import InvalidParameter, QuireError
 from quire.base.report import Field
 from quire.base.show import show
-from quire.config.tenants import Tenant
+from quire.config.tenants import ONLY_TENANT, Tenant
 
-# Headers that proxies, CDNs, tunnels and cloud load balancers add: the client is another machine.
-_FORWARDING_HEADERS = frozenset(
-    {
-        *(b"forwarded", b"forwarded-for", b"via", b"cdn-loop", b"client-ip", b"true-client-ip"),
-        *(b"remote-addr", b"x-client-ip", b"x-cluster-client-ip", b"x-real-ip", b"x-remote-ip"),
-        *(b"x-remote-addr", b"x-originating-ip", b"x-proxyuser-ip", b"x-http-forwarded-for"),
-        *(b"x-real-port", b"x-scheme", b"x-url-scheme", b"front-end-https", b"x-request-start"),
-        *(b"x-cloud-trace-context", b"x-varnish", b"x-nginx-proxy", b"x-haproxy-server-state"),
-        *(b"proxy-client-ip", b"wl-proxy-client-ip", b"x-proxy-id", b"x-proxied-for"),
-        *(
-            b"incap-client-ip",
-            b"x-sucuri-clientip",
-            b"x-nf-client-connection-ip",
-            b"do-connecting-ip",
-        ),
-    }
-)
-_FORWARDING_PREFIXES = (
-    *(b"x-forwarded", b"x-original-", b"x-envoy-", b"cf-", b"fly-", b"fastly-", b"tailscale-"),
-    *(
-        b"x-amzn-",
-        b"x-amz-cf-",
-        b"x-appengine-",
-        b"x-azure-",
-        b"x-arr-",
-        b"x-vercel-",
-        b"x-akamai-",
-    ),
-    *(b"akamai-", b"cloudfront-", b"x-ngrok-", b"x-traefik-", b"x-proxy-"),
-)
 _PLAIN_NAME = re.compile(rb"[A-Za-z0-9._:+=@-]{1,128}")
 _TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
 # Served below /v1; clients with a base URL without /v1 request them without it.
@@ -82,19 +54,21 @@ class RequestMiddleware:
     def __init__(
         self,
         router: Router,
-        serving: ServerState,
+        server_state: ServerState,
         dialect: Dialect,
         *,
         dialects: Mapping[str, Dialect] | None = None,
         for_admins: bool = False,
     ) -> None:
         self._router = router
-        self._serving = serving
+        self._server_state = server_state
         self._dialect = dialect
         self._dialects = dialects or {}
         self._for_admins = for_admins
-        config = serving.config
-        self._origin_check = OriginCheck(config, has_keys=bool(serving.keys), for_admins=for_admins)
+        config = server_state.config
+        self._origin_check = OriginCheck(
+            config, has_keys=bool(server_state.keys), for_admins=for_admins
+        )
         has_cors = bool(config.cors_origin) and not for_admins
         self._cors = Cors(config.cors_origin) if has_cors else None
         self._prefix = config.root_path
@@ -111,9 +85,9 @@ class RequestMiddleware:
         scope["app"] = self  # makes the router raise what it refuses
         scope["state"] = {"key": b"", "name": name, "trace": trace_of(scope["headers"])}
         started_s = time.monotonic()
-        self._serving.metrics.opened()
+        self._server_state.metrics.opened()
         try:
-            with self._serving.track_request(counts=scope["method"] == "POST"):
+            with self._server_state.track_request(counts=scope["method"] == "POST"):
                 await self._answer(scope, receive, exchange, origin)
         finally:
             self._record(scope, exchange, started_s)
@@ -122,43 +96,49 @@ class RequestMiddleware:
         self, scope: Scope, receive: Receive, exchange: _Exchange, origin: str | None
     ) -> None:
         try:
-            path, keys, headers = scope["path"], self._serving.keys, scope["headers"]
+            path, keys, headers = scope["path"], self._server_state.keys, scope["headers"]
+            guarded = is_guarded(path)
             self._origin_check.check(
                 headers,
                 is_cors_allowed=origin is not None,
-                is_guarded=is_guarded(path) and not keys.needed(path),
+                is_guarded=guarded and not keys.needed(path),
             )
             preflight = None if self._cors is None else self._cors.preflight(scope, origin)
             if preflight is not None:  # before the keys: browsers send none with it
                 exchange.route = PREFLIGHT
                 await preflight(scope, receive, exchange.send)
                 return
-            caller = keys.check(
-                path,
-                lambda: exchange.dialect.read_key(headers),
-                is_here=self._for_admins or is_here(scope),
-            )
+            caller = keys.open_caller
+            if caller is None or guarded:
+                caller = keys.check(
+                    path,
+                    lambda: exchange.dialect.read_key(headers),
+                    is_here=lambda: self._for_admins or is_here(scope),
+                )
             scope["state"] |= {"tenant": caller.tenant, "key": caller.key}
             await self._router(scope, receive, exchange.send)
         except ClientDisconnected:
             exchange.status = exchange.status or CLIENT_CLOSED
-            self._serving.metrics.disconnect()
+            self._server_state.metrics.disconnect()
         except HTTPException as error:
             await self._refuse(self._routing_error(error, scope), scope, receive, exchange)
         except QuireError as error:
+            sent = scope["state"].get("body")
+            if sent is not None and isinstance(error, InvalidParameter):
+                error = as_sent(error, sent)
             await self._refuse(error, scope, receive, exchange)
         except Exception as error:  # a bug: report it, and keep serving other requests
-            self._serving.log.error("request failed", traceback=traceback.format_exc())
+            self._server_state.log.error("request failed", traceback=traceback.format_exc())
             fault = QuireError(f"internal error ({type(error).__name__}); the server's log has it")
             if exchange.status:
-                self._serving.count_error(fault)
+                self._server_state.count_error(fault)
                 raise
             await self._refuse(fault, scope, receive, exchange)
 
     async def _refuse(
         self, error: QuireError, scope: Scope, receive: Receive, exchange: _Exchange
     ) -> None:
-        self._serving.count_error(error)
+        self._server_state.count_error(error)
         request_id = f"req-{secrets.token_hex(12)}"
         response = error_response(error, exchange.dialect, request_id=request_id)
         await response(scope, receive, exchange.send)
@@ -187,8 +167,8 @@ class RequestMiddleware:
         """Count a response, and log the request once it has ended."""
         route = exchange.route or getattr(scope.get("route"), "path", "unknown")
         status = exchange.status or _FAULT  # no response began, and the client is still there
-        self._serving.metrics.answered(route=route, status=status)
-        log_format = self._serving.config.access_log
+        self._server_state.metrics.answered(route=route, status=status)
+        log_format = self._server_state.config.access_log
 
         def log() -> None:
             level = "debug" if route in _POLLED and status < 400 else "info"
@@ -201,11 +181,11 @@ class RequestMiddleware:
                 **_request_fields(scope["state"], status),
             }
             if log_format == "json":
-                self._serving.log.event_as_json("request", fields, level=level)
+                self._server_state.log.event_as_json("request", fields, level=level)
             elif level == "debug":
-                self._serving.log.debug("request", **fields)
+                self._server_state.log.debug("request", **fields)
             else:
-                self._serving.log.event("request", **fields)
+                self._server_state.log.event("request", **fields)
 
         if log_format == "off":
             return
@@ -249,10 +229,11 @@ def _request_fields(state: Mapping[str, Any], status: int) -> dict[str, Field]:
     """Return the fields of a log line that come from the request's handlers."""
     fields: dict[str, Field] = {name: state[name] for name in ("name", "trace") if state.get(name)}
     tenant, answers = state.get("tenant"), state.get("answers")
-    if isinstance(tenant, Tenant) and not tenant.is_default:
+    if isinstance(tenant, Tenant) and tenant is not ONLY_TENANT and not tenant.is_default:
         fields["tenant"] = tenant.name
     if isinstance(answers, ChoiceStreams):
-        usage, first_ms = answers.usage, answers.first_token_ms
+        usage, timings = answers.usage, answers.timings
+        first_ms = None if timings is None else timings.first_token_ms
         fields |= {
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": usage.cached_tokens,
@@ -279,22 +260,6 @@ def strip_prefix(scope: Scope, prefix: str) -> None:
     path = scope["path"]
     if prefix and (path == prefix or path.startswith(prefix + "/")):
         scope["path"] = path[len(prefix) :] or "/"
-
-
-def is_here(scope: Scope) -> bool:
-    """Return whether the client is on this machine and no header shows that it is a proxy.
-
-    A local proxy without forwarding headers is treated as a local client.
-    """
-    client = scope.get("client")
-    if client is None or not is_loopback(client[0]):
-        return False
-    return not any(_is_forwarding(name) for name, _ in scope["headers"])
-
-
-def _is_forwarding(name: bytes) -> bool:
-    name = name.replace(b"_", b"-")  # as some gateways write it
-    return name in _FORWARDING_HEADERS or name.startswith(_FORWARDING_PREFIXES)
 
 
 def client_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:

@@ -15,9 +15,9 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from quire.api.http.auth import is_loopback
+from quire.api.http.origins import is_loopback
 from quire.base.errors import SettingError
-from quire.config.groups import ServerConfig
+from quire.config.server_config import ServerConfig
 
 _BACKLOG = 2048
 

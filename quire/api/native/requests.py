@@ -27,8 +27,8 @@ class RequestRoutes:
     """The routes. forward: asks the other API processes for a request that this one does not have;
     returns None if none has it."""
 
-    def __init__(self, serving: ServerState, forward: Forward | None = None) -> None:
-        self._serving = serving
+    def __init__(self, server_state: ServerState, forward: Forward | None = None) -> None:
+        self._server_state = server_state
         self._forward = forward
 
     def routes(self) -> list[Route]:
@@ -46,7 +46,7 @@ class RequestRoutes:
 
     async def abort(self, request: Request) -> Response:
         """End a request; `aborted` is false if it had ended before."""
-        warns = self._serving.config.unknown_fields == "warn"
+        warns = self._server_state.config.unknown_fields == "warn"
         ignored = query_names(request, frozenset(), warns=warns)
         response = await self._answered(request, self._aborted)
         if ignored:
@@ -59,11 +59,11 @@ class RequestRoutes:
         return await self._answered(request, lambda found: self._followed(found, last_id))
 
     def _aborted(self, found: OpenRequest) -> Response:
-        aborted = self._serving.requests.abort(found)
+        aborted = self._server_state.requests.abort(found)
         return _json({"id": found.id, "object": "request", "aborted": aborted})
 
     def _followed(self, found: OpenRequest, last_id: str | None) -> Response:
-        stream = self._serving.resumable_streams.find(found.id)
+        stream = self._server_state.resumable_streams.find(found.id)
         if stream is None:
             raise ResumeGone(
                 f"the stream of request {show(found.id)} is not kept; ask for it with "
@@ -77,14 +77,14 @@ class RequestRoutes:
                     f"Last-Event-ID is {show(last_id)}, of another request than {show(found.id)}"
                 )
         headers = {"x-request-id": found.id}
-        return FollowStream(self._serving, stream, headers, after=after, resumes=True)
+        return FollowStream(self._server_state, stream, headers, after=after, resumes=True)
 
     async def _answered(
         self, request: Request, answer: Callable[[OpenRequest], Response]
     ) -> Response:
         """Answer for the request in the path, from the process that has it."""
         try:
-            found = self._serving.requests.find(request.path_params["id"], request.state.key)
+            found = self._server_state.requests.find(request.path_params["id"], request.state.key)
         except UnknownRequest:
             forwarded = None if self._forward is None else await self._forward(request)
             if forwarded is None:

@@ -21,12 +21,11 @@ from quire.api.generation.answer_json import (
     speeds_json,
     usage_json,
 )
-from quire.api.generation.choice_streams import Choice, Prompt, PromptState, Usage
+from quire.api.generation.choice_streams import Choice, Prompt, PromptState
 from quire.api.generation.fields import (
     COMPLETION_TOKENS,
     GENERATE,
     completion_tokens,
-    limited,
     sampling_of,
 )
 from quire.api.generation.generate import (
@@ -38,6 +37,7 @@ from quire.api.generation.generate import (
     generate,
 )
 from quire.api.generation.request_context import checked_ids, num_kept_tokens
+from quire.api.generation.usage import Usage
 from quire.api.http.dialect import Dialect
 from quire.api.server_state import ServerState
 from quire.base.errors import InvalidParameter
@@ -49,15 +49,15 @@ from quire.engine.output.token_text import TokenText
 class TokenGenerateRoute:
     """The route. dialect: of its errors and events."""
 
-    def __init__(self, serving: ServerState, dialect: Dialect) -> None:
-        self._serving = serving
+    def __init__(self, server_state: ServerState, dialect: Dialect) -> None:
+        self._server_state = server_state
         self._route = GenerationRoute(
             honoured=GENERATE, id_prefix="gen", read=read_job, dialect=dialect
         )
 
     async def post(self, request: Request) -> Response:
         """Answer one request."""
-        return await generate(self._serving, request, self._route)
+        return await generate(self._server_state, request, self._route)
 
 
 async def read_job(asked: GenerationRequest) -> GenerationJob:
@@ -68,7 +68,12 @@ async def read_job(asked: GenerationRequest) -> GenerationJob:
         raise InvalidParameter(
             f"tokens is {show(tokens)}; a list of token ids is allowed", param="tokens"
         )
-    sampling = sampling_of(given, engine.default_sampling(), logprobs=given.get("logprobs"))
+    sampling = sampling_of(
+        given,
+        engine.default_sampling(),
+        logprobs=given.get("logprobs"),
+        tokenizer=engine.tokenizer,
+    )
     token_ids = checked_ids(
         engine,
         tokens,
@@ -80,12 +85,7 @@ async def read_job(asked: GenerationRequest) -> GenerationJob:
         check_prompt_numbers(
             len(token_ids) * (1 + sampling.prompt_logprobs), param="prompt_logprobs"
         )
-    chosen = limited(
-        sampling,
-        default_tokens=COMPLETION_TOKENS,
-        room_tokens=engine.card.max_model_len - len(token_ids),
-        cap_tokens=asked.config.max_output_tokens,
-    )
+    chosen = asked.limited(sampling, len(token_ids), default_tokens=COMPLETION_TOKENS)
     writer = TokenGenerateWriter(
         asked.envelope,
         wants_logprobs=chosen.logprobs is not None,

@@ -16,7 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.api.engine_protocol import Engine
-from quire.api.generation.conversation import rendered
+from quire.api.generation.chat_output import Conversation
+from quire.api.generation.conversation import conversation_fields, rendered
 from quire.api.generation.fields import APPLY_TEMPLATE, CONVERSATION, DETOKENIZE, TOKENIZE, flag
 from quire.api.generation.request_context import (
     RequestContext,
@@ -35,8 +36,8 @@ Read = Callable[[RequestContext], Coroutine[Any, Any, bytes]]
 class TokenizeRoutes:
     """The three routes."""
 
-    def __init__(self, serving: ServerState) -> None:
-        self._serving = serving
+    def __init__(self, server_state: ServerState) -> None:
+        self._server_state = server_state
 
     async def tokenize(self, request: Request) -> Response:
         """Return the ids of a prompt or of messages."""
@@ -53,11 +54,13 @@ class TokenizeRoutes:
     async def _answer(
         self, request: Request, honoured: frozenset[str], id_prefix: str, read: Read
     ) -> Response:
-        context = await open_request(self._serving, request, honoured=honoured, id_prefix=id_prefix)
+        context = await open_request(
+            self._server_state, request, honoured=honoured, id_prefix=id_prefix
+        )
         content = await run_until_disconnect(
             read(context),
             disconnect_of(request.scope, request.receive),
-            over=self._serving.grace_over,
+            over=self._server_state.lifecycle.grace_over,
             deadline=context.deadline,
         )
         return Response(content, headers=context.headers(), media_type="application/json")
@@ -72,7 +75,7 @@ async def _tokenized(request: RequestContext) -> bytes:
         )
     param = "messages" if "messages" in given else "prompt"
     if param == "messages":
-        text = (await rendered(request, offer_of(request.given))).text
+        text = (await _rendered(request)).text
         adds_special = flag(given, "add_special_tokens")
     else:
         text, adds_special = _prompt(given), flag(given, "add_special_tokens", default=True)
@@ -127,4 +130,8 @@ def _text_json(engine: Engine, tokens: Any, skips: bool) -> bytes:
 
 
 async def _applied(request: RequestContext) -> bytes:
-    return msgspec.json.encode({"prompt": (await rendered(request, offer_of(request.given))).text})
+    return msgspec.json.encode({"prompt": (await _rendered(request)).text})
+
+
+async def _rendered(request: RequestContext) -> Conversation:
+    return await rendered(request, conversation_fields(request, offer_of(request.given)))

@@ -9,7 +9,7 @@ reasoning, content and calls are all of the model's text except the markers betw
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -22,9 +22,10 @@ from quire.api.generation.answer_json import (
     speeds_json,
     usage_json,
 )
-from quire.api.generation.choice_streams import Choice, Prompt, PromptState, Usage
-from quire.api.generation.conversation import Conversation, rendered
-from quire.api.generation.fields import CHAT, flag, limited, sampling_of
+from quire.api.generation.chat_output import ChatOutputParser, ChoiceOutputParser
+from quire.api.generation.choice_streams import Choice, Prompt, PromptState
+from quire.api.generation.conversation import conversation_fields, parsing_of, rendered
+from quire.api.generation.fields import CHAT, flag, sampling_of
 from quire.api.generation.generate import (
     Envelope,
     GenerationJob,
@@ -33,36 +34,34 @@ from quire.api.generation.generate import (
     StreamOptions,
     generate,
 )
-from quire.api.generation.output_constraints import output_grammar
 from quire.api.generation.request_context import encode, num_kept_tokens
-from quire.api.generation.tools import TOOL_FIELDS, ToolOffer, offer_of
-from quire.api.openai.chat_output import ChatOutputParser, ChoiceOutputParser
+from quire.api.generation.tools import TOOL_FIELDS, offer_of
+from quire.api.generation.usage import Usage
+from quire.api.openai.chat_output import delta_of, finish_reason_of, message_of
 from quire.api.openai.dialect import OPENAI
 from quire.api.openai.logprobs import chat_logprobs
 from quire.api.server_state import ServerState
 from quire.base.errors import InvalidParameter
 from quire.base.parameter_checks import whole
-from quire.base.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from quire.base.sampling_checks import MAX_TOP_LOGPROBS
 from quire.base.show import show
 from quire.engine.client.request_builder import default_sampling
 from quire.engine.output.output_stream import PLAIN_TEXT, TextDelta
 from quire.engine.output.token_text import TokenText
-from quire.output_parsers.registry import select_parsers
-from quire.output_parsers.tools import Tools
 
 
 class ChatRoute:
     """The route."""
 
-    def __init__(self, serving: ServerState) -> None:
-        self._serving = serving
+    def __init__(self, server_state: ServerState) -> None:
+        self._server_state = server_state
         self._route = GenerationRoute(
             honoured=CHAT, id_prefix="chatcmpl", read=read_job, dialect=OPENAI
         )
 
     async def post(self, request: Request) -> Response:
         """Answer one request."""
-        return await generate(self._serving, request, self._route)
+        return await generate(self._server_state, request, self._route)
 
 
 async def read_job(asked: GenerationRequest) -> GenerationJob:
@@ -71,10 +70,18 @@ async def read_job(asked: GenerationRequest) -> GenerationJob:
     wants_logprobs = flag(given, "logprobs") if "logprobs" in given else False
     num_top = _num_top(given, wants_logprobs=wants_logprobs)
     fields = {**given, **_max_tokens(given)} if "max_completion_tokens" in given else given
-    sampling = sampling_of(fields, engine.default_sampling(), logprobs=num_top)
+    sampling = sampling_of(
+        fields, engine.default_sampling(), logprobs=num_top, tokenizer=engine.tokenizer
+    )
     offer = None if TOOL_FIELDS.isdisjoint(given) else offer_of(given)
-    conversation = await rendered(asked.context, offer)
-    sampling, parser = _parsing(asked, offer, conversation, sampling)
+    conversation = await rendered(asked.context, conversation_fields(asked.context, offer))
+    sampling, parser = parsing_of(
+        asked.context,
+        offer,
+        conversation,
+        sampling,
+        includes_reasoning=flag(given, "include_reasoning", default=True),
+    )
     token_ids = await encode(
         asked.context,
         conversation.text,
@@ -86,14 +93,8 @@ async def read_job(asked: GenerationRequest) -> GenerationJob:
     if sampling.prompt_logprobs is not None:
         num_numbers = len(token_ids) * (1 + sampling.prompt_logprobs)
         check_prompt_numbers(num_numbers, param="prompt_logprobs")
-    room_tokens = engine.card.max_model_len - len(token_ids)
     default = default_sampling(engine.card, num_prompt_tokens=len(token_ids)).max_tokens
-    sampling = limited(
-        sampling,
-        default_tokens=room_tokens if default is None else default,
-        room_tokens=room_tokens,
-        cap_tokens=asked.config.max_output_tokens,
-    )
+    sampling = asked.limited(sampling, len(token_ids), default_tokens=default)
     returned = ReturnedFields(
         logprobs=wants_logprobs,
         num_prompt_top=sampling.prompt_logprobs,
@@ -103,41 +104,6 @@ async def read_job(asked: GenerationRequest) -> GenerationJob:
     prompt = Prompt(token_ids=token_ids, sampling=sampling, text_rules=text_rules)
     writer = ChatWriter(asked.envelope, parser, returned, asked.stream_options)
     return GenerationJob(prompts=[prompt], writer=writer)
-
-
-def _parsing(
-    asked: GenerationRequest,
-    offer: ToolOffer | None,
-    conversation: Conversation,
-    sampling: SamplingParams,
-) -> tuple[SamplingParams, ChatOutputParser | None]:
-    """Return the parameters with the answer's grammar, and the parser of answers if they may have
-    reasoning or calls."""
-    reading = select_parsers(
-        conversation.template,
-        tool_parser=asked.config.tool_call_parser,
-        reasoning_parser=asked.config.reasoning_parser,
-    )
-    grammar = sampling.structured_outputs
-    if grammar is not None or offer is not None:
-        grammar, reading = output_grammar(
-            grammar, offer, reading, conversation, asked.engine.tokenizer
-        )
-        sampling = replace(sampling, structured_outputs=grammar)
-    includes_reasoning = flag(asked.given, "include_reasoning", default=True)
-    tools = None
-    if offer is not None and conversation.shows_tools and reading.tools is not None:
-        tools = Tools(offer.schemas)
-    if tools is None and reading.reasoning is None:
-        return sampling, None
-    parser = ChatOutputParser(
-        reading,
-        tools,
-        prompt=conversation.text,
-        request_id=asked.envelope.id,
-        includes_reasoning=includes_reasoning,
-    )
-    return sampling, parser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +159,8 @@ class ChatWriter:
         if parser is None:
             parts = [{"content": delta.text}] if delta.text else []
         else:
-            parts = parser.deltas(delta.text, delta.token_chars, ends=reason is not None)
+            pieces = parser.pieces(delta.text, delta.token_chars, ends=reason is not None)
+            parts = [delta_of(piece, parser) for piece in pieces]
         logprobs = self._logprobs(delta.logprobs) if delta.text or delta.logprobs else None
         ids = self._ids(delta.token_ids)
         for part in parts or ([{"content": ""}] if delta.logprobs or ids.get("token_ids") else []):
@@ -203,7 +170,7 @@ class ChatWriter:
             yield self._chunk(
                 delta.index,
                 {},
-                finish_reason=reason if parser is None else parser.finish_reason(reason),
+                finish_reason=reason if parser is None else finish_reason_of(reason, parser),
                 stop_reason=delta.stop_reason,
                 seed=delta.seed,
                 **self._ids(()),
@@ -239,8 +206,8 @@ class ChatWriter:
         reason: str | None = choice.finish_reason
         if self._parser is not None:
             parser = self._begun[index] = self._parser.choice(index)
-            message = parser.message(choice.text, choice.token_chars)
-            reason = parser.finish_reason(choice.finish_reason)
+            message = message_of(parser.whole(choice.text, choice.token_chars), parser)
+            reason = finish_reason_of(choice.finish_reason, parser)
         return {
             "index": index,
             "message": message,

@@ -25,13 +25,12 @@ from quire.api.generation.answer_json import (
     speeds_json,
     usage_json,
 )
-from quire.api.generation.choice_streams import Choice, Prompt, PromptState, Usage
+from quire.api.generation.choice_streams import Choice, Prompt, PromptState
 from quire.api.generation.fields import (
     COMPLETION_TOKENS,
     COMPLETIONS,
     completion_tokens,
     flag,
-    limited,
     sampling_of,
 )
 from quire.api.generation.generate import (
@@ -48,6 +47,7 @@ from quire.api.generation.request_context import (
     encode,
     num_kept_tokens,
 )
+from quire.api.generation.usage import Usage
 from quire.api.openai.dialect import OPENAI
 from quire.api.openai.logprobs import completion_logprobs, echoed_logprobs, joined
 from quire.api.server_state import ServerState
@@ -64,15 +64,15 @@ MAX_CHOICES = 1024
 class CompletionsRoute:
     """The route."""
 
-    def __init__(self, serving: ServerState) -> None:
-        self._serving = serving
+    def __init__(self, server_state: ServerState) -> None:
+        self._server_state = server_state
         self._route = GenerationRoute(
             honoured=COMPLETIONS, id_prefix="cmpl", read=read_job, dialect=OPENAI
         )
 
     async def post(self, request: Request) -> Response:
         """Answer one request."""
-        return await generate(self._serving, request, self._route)
+        return await generate(self._server_state, request, self._route)
 
 
 async def read_job(asked: GenerationRequest) -> GenerationJob:
@@ -102,12 +102,7 @@ async def read_job(asked: GenerationRequest) -> GenerationJob:
         token_ids = await _ids(
             asked.context, text, sampling, add_special_tokens=adds_special, keep_tokens=keep_tokens
         )
-        chosen = limited(
-            sampling,
-            default_tokens=COMPLETION_TOKENS,
-            room_tokens=engine.card.max_model_len - len(token_ids),
-            cap_tokens=asked.config.max_output_tokens,
-        )
+        chosen = asked.limited(sampling, len(token_ids), default_tokens=COMPLETION_TOKENS)
         shown = _shown(engine, text, sampling) if echo else ""
         first = _first(engine, token_ids) if echo and num_top is not None else None
         prompts.append(Prompt(token_ids=token_ids, sampling=chosen, echo=shown, first=first))
@@ -284,7 +279,12 @@ def _sampling(asked: GenerationRequest, *, echo: bool) -> SamplingParams:
     given, num_top = dict(asked.given), asked.given.get("logprobs")
     if echo and num_top is not None:
         given.setdefault("prompt_logprobs", num_top)
-    sampling = sampling_of(given, asked.engine.default_sampling(), logprobs=num_top)
+    sampling = sampling_of(
+        given,
+        asked.engine.default_sampling(),
+        logprobs=num_top,
+        tokenizer=asked.engine.tokenizer,
+    )
     if not echo or sampling.logprobs is None or sampling.prompt_logprobs is None:
         return sampling
     return replace(sampling, prompt_logprobs=max(sampling.logprobs, sampling.prompt_logprobs))

@@ -25,8 +25,8 @@ class OpenAIFraming:
     def __init__(self, request_id: str) -> None:
         self._prefix = f"id: {request_id}:".encode()
 
-    def event(self, number: int, payload: bytes) -> bytes:
-        """Return one event."""
+    def event(self, number: int, payload: bytes, kind: str = "") -> bytes:
+        """Return one event, without its kind."""
         return b"%b%d\ndata: %b\n\n" % (self._prefix, number, payload)
 
     error = event
@@ -53,7 +53,7 @@ class OpenAIDialect:
             )
         return key.strip()
 
-    def error(self, report: ErrorReport) -> tuple[int, Any]:
+    def error(self, report: ErrorReport, request_id: str) -> tuple[int, Any]:
         """Return the status and `{"error": ...}`."""
         body = {
             "message": report.message,

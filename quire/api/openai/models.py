@@ -23,18 +23,18 @@ from quire.text.chat_template import ChatTemplate
 class ModelsRoutes:
     """The routes."""
 
-    def __init__(self, serving: ServerState) -> None:
-        self._serving = serving
+    def __init__(self, server_state: ServerState) -> None:
+        self._server_state = server_state
 
     async def list(self, request: Request) -> Response:
         """List the model under each of its names."""
-        card = self._serving.engine().card
+        card = self._server_state.engine().card
         models = [self._model(card, name) for name in card.names]
         return _json({"object": "list", "data": models})
 
     async def one(self, request: Request) -> Response:
         """Return a model by name. Raises UnknownModel."""
-        card = self._serving.engine().card
+        card = self._server_state.engine().card
         name = request.path_params["name"]
         if name not in card.names:
             raise unknown_model(name, card)
@@ -42,7 +42,7 @@ class ModelsRoutes:
 
     async def tokenizer(self, request: Request) -> Response:
         """Return the named tokens of the tokenizer's configuration, and the chat template."""
-        engine = self._serving.engine()
+        engine = self._server_state.engine()
         tokenizer, template = engine.tokenizer, engine.template
         ends = [tokenizer.token_text(id_) for id_ in engine.card.eos_ids[:1]]
         return _json(
@@ -66,7 +66,7 @@ class ModelsRoutes:
             "dtype": card.dtype,
             "quantization": card.quantization,
             "kv_cache_dtype": card.kv_cache_dtype,
-            "system_fingerprint": self._serving.fingerprint(card),
+            "system_fingerprint": self._server_state.fingerprint(card),
         }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quire.api.generation.choice_streams import Speeds, Timings
+from quire.api.generation.usage import Speeds, Timings
 from quire.api.http.errors import HEAD_TOO_LARGE, SHAPES
 from quire.api.openai.dialect import error_type
 from quire.api.openapi.field_schemas import FLAG, TEXT, Schema, list_of, object_of, or_null

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.api.generation.conversation import EFFORTS, MAX_MESSAGES
+from quire.api.generation.field_forms import MAX_BIAS_TEXT_CHARS
 from quire.api.generation.fields import CHAT, GENERATE
 from quire.api.generation.foreign_fields import HINTS, NO_EFFECT, SYNONYMS, UNSERVED
 from quire.api.generation.generate import MAX_SALT_CHARS, STREAM_OPTIONS
@@ -20,18 +21,12 @@ from quire.api.generation.grammar_fields import FORMAT_TYPES
 from quire.api.generation.tools import MAX_TOOLS, TOOL_NAME
 from quire.api.openai.completions import MAX_CHOICES
 from quire.api.openapi.field_words import OF_CHATS, OF_TEXTS, WORDS
-from quire.base import sampling_params as sampling
+from quire.base import sampling_checks as sampling
 from quire.base.grammar import MAX_CHARS, MAX_WHITESPACE_CHARS
 from quire.base.grammar import MAX_CHOICES as MAX_CHOICE_TEXTS
 from quire.base.parameter_checks import MAX_TOKEN_ID
-from quire.base.sampling_params import (
-    EARLY_STOPPING,
-    FLAGS,
-    MUST_BE_ABOVE,
-    NUMBERS,
-    WHOLE_NUMBERS,
-    SamplingParams,
-)
+from quire.base.sampling_checks import EARLY_STOPPING, FLAGS, MUST_BE_ABOVE, NUMBERS, WHOLE_NUMBERS
+from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import MAX_PRIORITY, MAX_TERM_MS, OBJECTIVES
 from quire.text.messages import ROLES
 
@@ -179,12 +174,7 @@ def _sampling_rows(known: Known) -> dict[str, Schema]:
         "stop_token_ids": list_of(token_id, most=sampling.MAX_STOP_TOKEN_IDS),
         "logprob_token_ids": list_of(token_id, most=sampling.MAX_LOGPROB_TOKEN_IDS),
         "allowed_token_ids": list_of(token_id, least=1, most=sampling.MAX_ALLOWED_TOKEN_IDS),
-        "logit_bias": {
-            "type": "object",
-            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-            "additionalProperties": {"type": "number", "minimum": -100.0, "maximum": 100.0},
-            "maxProperties": sampling.MAX_LOGIT_BIAS,
-        },
+        "logit_bias": _biases(token_id),
         "early_stopping": {"enum": list(EARLY_STOPPING)},
         "structured_outputs": _structured(),
     }
@@ -193,6 +183,31 @@ def _sampling_rows(known: Known) -> dict[str, Schema]:
         if isinstance(default, bool | int | float | str):
             rows[name] = {**schema, "default": default}
     return rows
+
+
+def _biases(token_id: Schema) -> Schema:
+    """Return the object of OpenAI, or the list of llama.cpp."""
+    bias: Schema = {"type": "number", "minimum": -100.0, "maximum": 100.0}
+    entry: Schema = {
+        "type": "array",
+        "prefixItems": [
+            {"anyOf": [token_id, _text(1, MAX_BIAS_TEXT_CHARS)]},
+            {"anyOf": [bias, {"const": False}]},
+        ],
+        "minItems": 2,
+        "maxItems": 2,
+    }
+    return {
+        "anyOf": [
+            {
+                "type": "object",
+                "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+                "additionalProperties": bias,
+                "maxProperties": sampling.MAX_LOGIT_BIAS,
+            },
+            list_of(entry, most=sampling.MAX_LOGIT_BIAS),
+        ]
+    }
 
 
 def max_output(known: Known) -> int:

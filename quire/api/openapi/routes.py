@@ -26,8 +26,8 @@ _ADDRESS = re.compile(r"https?://[\w.\-\[\]:]{1,255}(/[\w.\-/]*)?")
 class DocumentRoutes:
     """The two routes."""
 
-    def __init__(self, serving: ServerState) -> None:
-        self._serving = serving
+    def __init__(self, server_state: ServerState) -> None:
+        self._server_state = server_state
         self._written: dict[tuple[str, str], bytes] = {}
 
     async def get(self, request: Request) -> Response:
@@ -41,7 +41,7 @@ class DocumentRoutes:
         """Return the document as a page."""
         from quire.api.openapi.page import HEADERS, ORIGIN, written
 
-        origin = escape(_origin(request) + self._serving.config.root_path).encode()
+        origin = escape(_origin(request) + self._server_state.config.root_path).encode()
         content = self._content(request, written).replace(ORIGIN.encode(), origin)
         return Response(content, headers=HEADERS)
 
@@ -53,20 +53,20 @@ class DocumentRoutes:
         key = (write.__name__, " ".join(known.models))
         if key not in self._written:
             routes = request.scope["router"].routes
-            root_path = self._serving.config.root_path
-            content = document(routes, known, self._serving.keys.needed, root_path=root_path)
+            root_path = self._server_state.config.root_path
+            content = document(routes, known, self._server_state.keys.needed, root_path=root_path)
             self._written[key] = write(content)
         return self._written[key]
 
     def _known(self) -> Known:
         from quire.api.openapi.field_schemas import Known
 
-        config, engine = self._serving.config, self._serving.loaded_engine
+        config, engine = self._server_state.config, self._server_state.loaded_engine
         known = Known(
             max_output_tokens=config.max_output_tokens,
             warns_unknown=config.unknown_fields == "warn",
         )
-        if engine is None or self._serving.keys:
+        if engine is None or self._server_state.keys:
             return known
         return replace(
             known,

@@ -19,7 +19,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.api.generation.choice_streams import Choice, ChoiceStreams, PromptState, Usage
+from quire.api.generation.choice_streams import Choice, ChoiceStreams, PromptState
+from quire.api.generation.usage import Usage
 from quire.api.http.dialect import Dialect
 from quire.api.http.errors import SlowReader, report_of
 from quire.api.http.request_io import Deadline, disconnect_of, run_until_disconnect
@@ -83,6 +84,7 @@ class Events:
         reports_progress: bool = False,
     ) -> None:
         self.framing = dialect.framing(request_id)
+        self._request_id = request_id
         self._answers = answers
         self._dialect = dialect
         self._continuous_usage = continuous_usage
@@ -90,8 +92,9 @@ class Events:
         self._in_progress = set(range(len(answers.prompts))) if reports_progress else set()
         self._writer = writer
         self._number = 0
-        # By prompt and choice: the bytes before and after the text of a chunk that has only text.
-        self._around: dict[tuple[int, int], tuple[bytes, bytes]] = {}
+        # By prompt and choice: the bytes before and after the text of a chunk that has only text,
+        # and the kind of its event.
+        self._around: dict[tuple[int, int], tuple[bytes, bytes, str]] = {}
 
     async def write(self, put: Put) -> None:
         """Hand all events to `put`: those available together, and True with the last of all."""
@@ -112,20 +115,22 @@ class Events:
                 await put(held, False)
             raise
         usage = self._writer.of_usage(self._answers.usage)
-        last = [] if usage is None else [self._event(msgspec.json.encode(usage))]
+        last = [] if usage is None else [self._event(usage)]
         end = self.framing.end(self._next_number())
         await put([*held, *last, *([end] if end else [])], True)
 
     def of_error(self, error: QuireError) -> bytes:
         """Return the event of an error that ends the stream."""
-        _, body = self._dialect.error(report_of(error))
+        _, body = self._dialect.error(report_of(error), self._request_id)
         return self.framing.error(self._next_number(), msgspec.json.encode(body))
 
     def _of_delta(self, prompt: int, delta: TextDelta) -> list[bytes]:
         if delta.text and delta.finish_reason is None and not delta.prompt_logprobs:
             around = self._around.get((prompt, delta.index))
             if around is not None:
-                return [self._event(around[0] + _text_json(delta.text) + around[1])]
+                before_text, after_text, kind = around
+                payload = before_text + _text_json(delta.text) + after_text
+                return [self.framing.event(self._next_number(), payload, kind)]
         before = self._progress(prompt, delta) if self._in_progress else []
         if delta.prompt_progress is not None:
             return before
@@ -135,7 +140,7 @@ class Events:
             chunks = [{**chunk, **more} for chunk in chunks]
         elif (prompt, delta.index) not in self._around:
             self._learn(prompt, delta.index)
-        return [*before, *(self._event(msgspec.json.encode(chunk)) for chunk in chunks)]
+        return [*before, *map(self._event, chunks)]
 
     def _progress(self, prompt: int, delta: TextDelta) -> list[bytes]:
         """Return the event of prompt progress; of a complete prompt once, before its first text."""
@@ -144,7 +149,8 @@ class Events:
         total, progress = len(self._answers.prompts[prompt].token_ids), delta.prompt_progress
         if progress is None:
             self._in_progress.discard(prompt)
-            processed, time_ms = total, self._answers.prefill_ms
+            timings = self._answers.timings
+            processed, time_ms = total, 0.0 if timings is None else timings.prefill_ms
         else:
             processed, time_ms = progress.processed, progress.time_ms
         chunk = self._writer.of_progress(
@@ -156,17 +162,18 @@ class Events:
                 time_ms=round(time_ms, 3),
             )
         )
-        return [self._event(msgspec.json.encode(chunk))]
+        return [self._event(chunk)]
 
     def _learn(self, prompt: int, index: int) -> None:
         """Find the bytes around the text in the chunks of a choice, if they have only text."""
         chunk = self._writer.of_text(prompt, index, _TEXT)
         if chunk is not None:
             before, _, after = msgspec.json.encode(chunk).partition(_TEXT_JSON)
-            self._around[prompt, index] = before, after
+            self._around[prompt, index] = before, after, chunk.get("type", "")
 
-    def _event(self, payload: bytes) -> bytes:
-        return self.framing.event(self._next_number(), payload)
+    def _event(self, chunk: dict[str, Any]) -> bytes:
+        payload = msgspec.json.encode(chunk)
+        return self.framing.event(self._next_number(), payload, chunk.get("type", ""))
 
     def _next_number(self) -> int:
         self._number += 1
@@ -181,7 +188,7 @@ class PacedResponse(Response):
 
     def __init__(
         self,
-        serving: ServerState,
+        server_state: ServerState,
         headers: Mapping[str, str],
         media_type: str,
         heartbeat: bytes,
@@ -189,7 +196,7 @@ class PacedResponse(Response):
     ) -> None:
         super().__init__(headers={**_HEADERS, **headers}, media_type=media_type)
         del self.headers["content-length"]
-        self._serving = serving
+        self._server_state = server_state
         self._heartbeat = heartbeat
         self._cut = cut
         self._loop = asyncio.get_running_loop()
@@ -200,7 +207,7 @@ class PacedResponse(Response):
         self._wrote_s = self._loop.time()
         self._heartbeat_task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        config = serving.config
+        config = server_state.config
         self._check_s = min(_CHECK_S, config.heartbeat_s or _CHECK_S, config.stall_s / 2)
 
     def _watch(self, scope: Scope, send: Send) -> None:
@@ -217,17 +224,21 @@ class PacedResponse(Response):
 
     def _probe(self, send: Send) -> None:
         """Write a heartbeat now: a client that has closed its connection answers with a reset."""
-        if self._heartbeat and self._started and self._blocked_since_s is None:
-            self._heartbeat_task = asyncio.ensure_future(self._write(send, self._heartbeat))
+        if self._started and self._blocked_since_s is None:
+            self._send_heartbeat(send)
 
     def _check(self, send: Send) -> None:
         self._timer = self._loop.call_later(self._check_s, self._check, send)
-        config, now_s = self._serving.config, self._loop.time()
+        config, now_s = self._server_state.config, self._loop.time()
         if self._blocked_since_s is not None:
             blocked_s = now_s - self._blocked_since_s
             if blocked_s >= config.stall_s and not self._cut.done():
                 self._cut.set_result(_slow_reader(blocked_s))
-        elif self._heartbeat and config.heartbeat_s and now_s - self._wrote_s >= config.heartbeat_s:
+        elif config.heartbeat_s and now_s - self._wrote_s >= config.heartbeat_s:
+            self._send_heartbeat(send)
+
+    def _send_heartbeat(self, send: Send) -> None:
+        if self._heartbeat:
             self._heartbeat_task = asyncio.ensure_future(self._write(send, self._heartbeat))
 
     def _write_now(self, events: bytes) -> bool:
@@ -266,14 +277,14 @@ class EventStream(PacedResponse):
 
     def __init__(
         self,
-        serving: ServerState,
+        server_state: ServerState,
         events: Events,
         headers: Mapping[str, str],
         deadline: Deadline,
         request: OpenRequest,
     ) -> None:
         framing = events.framing
-        super().__init__(serving, headers, framing.media_type, framing.heartbeat, request.cut)
+        super().__init__(server_state, headers, framing.media_type, framing.heartbeat, request.cut)
         self._events = events
         self._deadline = deadline
         self._request = request
@@ -290,7 +301,7 @@ class EventStream(PacedResponse):
             await run_until_disconnect(
                 self._events.write(put),
                 disconnect_of(scope, receive),
-                over=self._serving.grace_over,
+                over=self._server_state.lifecycle.grace_over,
                 deadline=self._deadline,
                 cut=self._cut,
             )
@@ -298,11 +309,11 @@ class EventStream(PacedResponse):
             failure = error
             if not self._started:
                 raise
-            self._serving.count_error(error)
+            self._server_state.count_error(error)
             await self._write_last(scope, send, self._events.of_error(error))
         finally:
             self._unwatch()
-            self._serving.requests.end(self._request, failure)
+            self._server_state.requests.end(self._request, failure)
 
     async def _write_last(self, scope: Scope, send: Send, event: bytes) -> None:
         try:

@@ -29,7 +29,7 @@ class ResumableStream:
 
     def __init__(
         self,
-        serving: ServerState,
+        server_state: ServerState,
         events: Events,
         deadline: Deadline,
         request: OpenRequest,
@@ -40,7 +40,7 @@ class ResumableStream:
         self.framing = events.framing
         self.refusal: QuireError | None = None
         self._loop = asyncio.get_running_loop()
-        self._serving = serving
+        self._server_state = server_state
         self._events = events
         self._deadline = deadline
         self._reader: asyncio.Future[QuireError] | None = None
@@ -67,14 +67,14 @@ class ResumableStream:
     def _start_expiry(self) -> None:
         if self._expiry is not None:
             self._expiry.cancel()
-        self._expiry = self._loop.call_later(self._serving.config.resume_s, self._expire)
+        self._expiry = self._loop.call_later(self._server_state.config.resume_s, self._expire)
 
     def _expire(self) -> None:
         """Drop a stream that has ended, or end a running one."""
         if self.journal.ended:
-            self._serving.resumable_streams.drop(self.id)
+            self._server_state.resumable_streams.drop(self.id)
             return
-        limit_s = self._serving.config.resume_s
+        limit_s = self._server_state.config.resume_s
         self.request.end_with(
             ReaderGone(
                 f"the client disconnected and did not resume the stream within {limit_s:g} s"
@@ -84,23 +84,25 @@ class ResumableStream:
     async def _run(self) -> None:
         failure: QuireError | None = None
         try:
-            with self._serving.track_request(counts=True):
+            with self._server_state.track_request(counts=True):
                 await run_until_disconnect(
                     self._events.write(self._put),
                     None,
-                    over=self._serving.grace_over,
+                    over=self._server_state.lifecycle.grace_over,
                     deadline=self._deadline,
                     cut=self.request.cut,
                 )
         except QuireError as error:
             failure = error
         except Exception as error:  # noqa: BLE001 (a bug, reported like any other failure)
-            self._serving.log.error("stream failed", request=self.id, kind=type(error).__name__)
+            self._server_state.log.error(
+                "stream failed", request=self.id, kind=type(error).__name__
+            )
             failure = QuireError(f"internal error ({type(error).__name__}); the log has it")
         finally:
             if failure is not None:
                 self._fail(failure)
-            self._serving.requests.end(self.request, failure)
+            self._server_state.requests.end(self.request, failure)
             self.journal.end()
             if self._reader is None:
                 self._start_expiry()
@@ -109,10 +111,10 @@ class ResumableStream:
         if self.journal.last == 0:
             self.refusal = failure
         else:
-            self._serving.count_error(failure)
+            self._server_state.count_error(failure)
             self.journal.put_last(self._events.of_error(failure))
         if isinstance(failure, ReaderGone):
-            self._serving.log.warning("stream ended", request=self.id, reason=str(failure))
+            self._server_state.log.warning("stream ended", request=self.id, reason=str(failure))
 
     async def _put(self, events: list[bytes], _: bool) -> None:
         for event in events:
@@ -128,7 +130,7 @@ class FollowStream(PacedResponse):
 
     def __init__(
         self,
-        serving: ServerState,
+        server_state: ServerState,
         stream: KeptStream,
         headers: Mapping[str, str],
         *,
@@ -144,7 +146,7 @@ class FollowStream(PacedResponse):
         self._never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         cut: asyncio.Future[QuireError] = asyncio.get_running_loop().create_future()
         framing = stream.framing
-        super().__init__(serving, headers, framing.media_type, framing.heartbeat, cut)
+        super().__init__(server_state, headers, framing.media_type, framing.heartbeat, cut)
         self._stream = stream
         self._after = after
         self._resumes = resumes
@@ -163,7 +165,7 @@ class FollowStream(PacedResponse):
         except (SlowReader, ReadElsewhere) as error:
             # Not an event: the request continues, and its events are the same for every client.
             if isinstance(error, SlowReader):
-                self._serving.count_error(error)
+                self._server_state.count_error(error)
             abort_connection(scope)
         finally:
             self._unwatch()

@@ -23,9 +23,11 @@ from quire.api.workers.sibling_workers import KEY_HEADER, STATE_PATH, SiblingWor
 from quire.base.errors import QuireError
 
 
-def build_private_app(serving: ServerState, siblings: SiblingWorkers, dialect: Dialect) -> ASGIApp:
+def build_private_app(
+    server_state: ServerState, siblings: SiblingWorkers, dialect: Dialect
+) -> ASGIApp:
     """Return the application of the private socket. dialect: of errors."""
-    requests, shared = RequestRoutes(serving), _SharedState(serving, siblings)
+    requests, shared = RequestRoutes(server_state), _SharedState(server_state, siblings)
     routes = [
         *requests.routes(),
         Route(STATE_PATH, shared.get, methods=["GET"]),
@@ -35,16 +37,16 @@ def build_private_app(serving: ServerState, siblings: SiblingWorkers, dialect: D
 
 
 class _SharedState:
-    def __init__(self, serving: ServerState, siblings: SiblingWorkers) -> None:
-        self._serving = serving
+    def __init__(self, server_state: ServerState, siblings: SiblingWorkers) -> None:
+        self._server_state = server_state
         self._siblings = siblings
 
     async def get(self, request: Request) -> Response:
-        return Response(msgspec.json.encode(self._siblings.state(self._serving)))
+        return Response(msgspec.json.encode(self._siblings.state(self._server_state)))
 
     async def put(self, request: Request) -> Response:
         state = msgspec.json.decode(await request.body(), type=WorkerState)
-        self._siblings.adopt(self._serving, state)
+        self._siblings.adopt(self._server_state, state)
         return await self.get(request)
 
 

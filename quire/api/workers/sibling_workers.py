@@ -65,39 +65,39 @@ class SiblingWorkers:
         listening.setblocking(False)
         return listening
 
-    def state(self, serving: ServerState) -> WorkerState:
+    def state(self, server_state: ServerState) -> WorkerState:
         """Return the state of this process."""
         return WorkerState(
             version=self._version,
-            paused=serving.paused,
-            draining=serving.draining,
-            log_level=serving.log.level,
-            open_requests=serving.requests.num_open,
-            held_requests=serving.num_held,
+            paused=server_state.lifecycle.paused,
+            draining=server_state.lifecycle.draining,
+            log_level=server_state.log.level,
+            open_requests=server_state.requests.num_open,
+            held_requests=server_state.lifecycle.num_held,
         )
 
-    def adopt(self, serving: ServerState, other: WorkerState) -> None:
+    def adopt(self, server_state: ServerState, other: WorkerState) -> None:
         """Take over the settings of another process if they are newer."""
         if other.version <= self._version:
             return
         self._version = other.version
-        serving.log.level = other.log_level
-        serving.set_admission(paused=other.paused, draining=other.draining)
+        server_state.log.level = other.log_level
+        server_state.lifecycle.set_admission(paused=other.paused, draining=other.draining)
 
-    async def publish(self, serving: ServerState) -> list[WorkerState]:
+    async def publish(self, server_state: ServerState) -> list[WorkerState]:
         """Send changed settings to all others; return their states after that."""
         self._version = (self._version[0] + 1, self._number)
-        body = msgspec.json.encode(self.state(serving))
+        body = msgspec.json.encode(self.state(server_state))
         return await self._all_states("PUT", body)
 
     async def states(self) -> list[WorkerState]:
         """Return the states of the others."""
         return await self._all_states("GET")
 
-    async def catch_up(self, serving: ServerState) -> None:
+    async def catch_up(self, server_state: ServerState) -> None:
         """Take over the newest settings; a process that starts later does so."""
         for other in await self.states():
-            self.adopt(serving, other)
+            self.adopt(server_state, other)
 
     async def forward(self, request: Request) -> Response | None:
         """Return the response of the process that has the request of the path's `id`, or None."""

@@ -35,7 +35,8 @@ from quire.api.workers.worker_job import (
 )
 from quire.base.errors import QuireError, SettingError, WorkerError
 from quire.base.log import Log
-from quire.config.groups import EngineConfig, ServerConfig
+from quire.config.groups import EngineConfig
+from quire.config.server_config import ServerConfig
 from quire.engine.client.launch import (
     EngineProcess,
     command_of,
@@ -131,7 +132,7 @@ class _Supervisor:
         self._announced = False
         share_counts(self._counts)
         # Imported after share_counts, which sets where counts are kept.
-        from quire.obs.metrics import restarts_counter
+        from quire.obs.series import restarts_counter
 
         self._restarts = restarts_counter()
 
@@ -156,16 +157,16 @@ class _Supervisor:
             await self._link.close()
 
     async def _serve(self, announce: Callable[[Ready, Sequence[str]], None]) -> int:
-        serving = asyncio.ensure_future(self._all_serve())
+        server_state = asyncio.ensure_future(self._all_serve())
         ends = [
             asyncio.ensure_future(event.wait())
             for event in (self._stopped, self._died, self._unable)
         ]
         stopped, died, unable = ends
         try:
-            await asyncio.wait({serving, *ends}, return_when=asyncio.FIRST_COMPLETED)
-            if serving.done() and not (died.done() or unable.done()):
-                problems = serving.result()
+            await asyncio.wait({server_state, *ends}, return_when=asyncio.FIRST_COMPLETED)
+            if server_state.done() and not (died.done() or unable.done()):
+                problems = server_state.result()
                 assert self._ready is not None, "the processes serve only then"
                 self._announced = True
                 announce(self._ready, problems)
@@ -181,9 +182,9 @@ class _Supervisor:
                 await self._drain(died) if stopped.done() else await self._end_after_engine_death()
             )
         finally:
-            for task in (serving, *ends):
+            for task in (server_state, *ends):
                 task.cancel()
-            await asyncio.gather(serving, *ends, return_exceptions=True)
+            await asyncio.gather(server_state, *ends, return_exceptions=True)
 
     async def _all_serve(self) -> list[str]:
         """Wait until all first processes serve; return the problems of the templates."""

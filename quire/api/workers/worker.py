@@ -32,7 +32,7 @@ from quire.api.workers.worker_job import (
 from quire.base.errors import QuireError
 from quire.base.log import Log
 from quire.base.log_process import start_logging
-from quire.config.groups import ServerConfig
+from quire.config.server_config import ServerConfig
 from quire.config.tenants import read_tenants_of_server
 from quire.engine.client.engine_client import EngineClient
 from quire.engine.client.launch import SharedEngine, config_from_json

@@ -30,10 +30,9 @@ from quire.engine.assembly.programs import engine_program
 from quire.engine.assembly.scheduler_factory import make_scheduler, scheduler_limits
 from quire.engine.assembly.vocabulary import model_tokenizer, model_vocabulary
 from quire.engine.assembly.warm_up import measure_cost, warm_up
-from quire.engine.core import EngineCore, Runner
-from quire.engine.grammars import GrammarGate, Grammars
+from quire.engine.core import EngineCore
+from quire.engine.grammars import Grammars
 from quire.engine.model_card import ModelCard
-from quire.engine.process.heartbeat import HeartbeatRunner
 from quire.engine.record import RecordingRunner, open_record
 from quire.engine.stop_texts import StopTexts
 from quire.engine.timed_operations import TimedBlockOperations
@@ -72,6 +71,7 @@ class Engine:
     notes: tuple[str, ...]
     step_tokens: int  # most of one step
     num_layers: int  # that the executor computes by themselves; 0 where it does not
+    ops_done: Callable[[], int]  # operations of the executor so far; may be called in any thread
 
 
 def assemble(
@@ -80,12 +80,10 @@ def assemble(
     clock: Clock,
     report: Report,
     progress: Progress | None = None,
-    beat: Callable[[int], None] | None = None,
 ) -> Engine:
     """Load, allocate, warm up. Raises ModelError, CapacityError or SettingError.
 
-    `report` receives later errors that do not end the engine. `beat` is called about once a
-    second during a long step, in its own thread, with the number of operations done.
+    `report` receives later errors that do not end the engine.
     """
     with gguf_read_once(), ExitStack() as undo:
         record = None
@@ -103,7 +101,6 @@ def assemble(
             clock=clock,
             report=report,
             progress=progress,
-            beat=beat,
             record=record,
             tier_folder=tier_folder,
         )
@@ -130,7 +127,6 @@ def _assembled(
     clock: Clock,
     report: Report,
     progress: Progress | None,
-    beat: Callable[[int], None] | None,
     record: BinaryIO | None,
     tier_folder: TierFolder | None,
 ) -> Engine:
@@ -177,13 +173,12 @@ def _assembled(
         cost=cost,
         prices=initial_step_costs(program),
         tier=None if tier is None else tier.tier,
-        gates=[GrammarGate(compiler, texts)],
         window=program.caches[0].window,
         operations=TimedBlockOperations,
     )
     core = EngineCore(
         scheduler,
-        _wrapped_runner(runner, report=report, beat=beat, record=record),
+        runner if record is None else RecordingRunner(runner, record, report=report),
         plans_in_flight=limits.plans_in_flight,
         report=report,
         tier=None if tier is None else tier.mover,
@@ -196,6 +191,7 @@ def _assembled(
         notes=(*memory.text().splitlines(), *([] if tier is None else [tier.note])),
         step_tokens=model.step_limits.max_tokens,
         num_layers=num_layers,
+        ops_done=lambda: executor.ops_done,
     )
 
 
@@ -288,23 +284,6 @@ def _text_sources(
         now_ms=clock.now_ms,
     )
     return texts, compiler
-
-
-def _wrapped_runner(
-    model_runner: ModelRunner,
-    *,
-    report: Report,
-    beat: Callable[[int], None] | None,
-    record: BinaryIO | None,
-) -> Runner:
-    """Return the runner with a recording of its plans and with a heartbeat, as configured."""
-    runner: Runner = model_runner
-    executor = model_runner.executor
-    if record is not None:
-        runner = RecordingRunner(model_runner, record, report=report)
-    if beat is not None:
-        runner = HeartbeatRunner(runner, ops_done=lambda: executor.ops_done, beat=beat)
-    return runner
 
 
 def _prefault(config: EngineConfig, model: _SizedModel, executor: Executor) -> Prefault:

@@ -13,7 +13,7 @@ from quire.models.registry import box_path
 
 
 def model_folder(config: ModelConfig) -> Path:
-    """The model's folder, or its GGUF file; the model in the box where none is named."""
+    """The model's folder, or its GGUF file; the built-in model where none is named."""
     return Path(config.model).expanduser() if config.model else box_path()
 
 

@@ -6,8 +6,6 @@ the executor and the clock. Reads the config, and the file of tenants it names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from quire._native import BlockOperations
 from quire.cache.manager import CacheManager
 from quire.cache.tier_map import TierMap
@@ -17,7 +15,6 @@ from quire.execute.executor import PART_TOKENS
 from quire.scheduler.cost.speed import SpeedEstimate
 from quire.scheduler.cost.step_cost import LinearCost
 from quire.scheduler.cost.transfer_cost import RestoreMode
-from quire.scheduler.interfaces import Gate
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
@@ -66,7 +63,6 @@ def make_scheduler(
     cost: CostModel | None = None,
     tier: TierMap | None = None,
     prices: LinearCost | None = None,
-    gates: Sequence[Gate] = (),
     window: int = 0,
     operations: type[BlockOperations] = BlockOperations,
 ) -> Scheduler:
@@ -74,7 +70,7 @@ def make_scheduler(
 
     Only blocks that the model of `fingerprint` has computed are found. cost: where limits have a
     step_budget_ms. tier: the places of a tier, where there is one. prices: what steps cost, until
-    some were timed. gates: see Scheduler; window, operations: see CacheManager.
+    some were timed. window, operations: see CacheManager.
     """
     cache = CacheManager(
         num_blocks,
@@ -93,7 +89,6 @@ def make_scheduler(
         limits,
         cache,
         policy,
-        gates=gates,
         cost=cost,
         speed=None if prices is None else SpeedEstimate(prices),
         tenants=tenants,

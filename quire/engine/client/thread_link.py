@@ -1,19 +1,78 @@
-"""ThreadLink: an engine in a thread of this process, seen from an event loop.
+"""An engine in a thread of this process: EngineThread, and ThreadLink for an event loop.
 
-The in-process counterpart of ProcessLink, with the same face. Always holds: what the engine said
-before the loop was known is delivered first, in order.
+ThreadLink is the in-process counterpart of ProcessLink, with the same interface. Always holds: what
+the engine sent before the loop was known is delivered first, in order.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
 import threading
 from collections.abc import Callable
 
+from quire.base.log import Log
 from quire.config.groups import EngineConfig
-from quire.engine.process.engine_host import EngineThread
-from quire.engine.process.messages import FromEngine, ToEngine
+from quire.engine.process.engine_host import run_engine
+from quire.engine.process.messages import FromEngine, Stop, ToEngine
+
+_END_S = 10.0
+
+
+class EngineThread:
+    """An engine in a thread of this process. `emit` and `on_end` are called in that thread."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        emit: Callable[[FromEngine], None],
+        *,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._inbox = QueueInbox()
+
+        def run() -> None:
+            run_engine(config, self._inbox, emit, report=Log("engine").error)
+            on_end()
+
+        self._thread = threading.Thread(target=run, name="quire-engine", daemon=True)
+        self._thread.start()
+
+    def send(self, message: ToEngine) -> None:
+        """Queue a message to the engine."""
+        self._inbox.put(message)
+
+    def end(self) -> None:
+        """Ask the engine to stop and wait for it."""
+        self._inbox.put(Stop())
+        self._thread.join(_END_S)
+
+
+class QueueInbox:
+    """An Inbox that other threads put messages in."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+
+    def put(self, message: ToEngine) -> None:
+        """Queue a message."""
+        self._queue.put(message)
+
+    def wake(self) -> None:
+        """End a wait now, or the next."""
+        self._queue.put(None)
+
+    def take(self, wait_s: float | None) -> list[ToEngine]:
+        """All that came; waits at most `wait_s` for the first (None: for ever)."""
+        came: list[ToEngine | None] = []
+        try:
+            if wait_s != 0.0:
+                came.append(self._queue.get(timeout=wait_s))
+            while True:
+                came.append(self._queue.get_nowait())
+        except queue.Empty:
+            return [message for message in came if message is not None]
 
 
 class ThreadLink:

@@ -17,7 +17,7 @@ from quire.config.groups import ModelConfig
 from quire.engine.assembly.model_files import model_folder
 from quire.models.registry import open_model
 from quire.text.chat_template import ChatTemplate
-from quire.text.messages import checked_messages, with_argument_objects
+from quire.text.messages import checked_messages
 from quire.text.tokenizer import Tokenizer
 
 _ARGUMENTS = (
@@ -78,7 +78,7 @@ def rendered(
     for argument in ("tools", "documents"):
         if given.get(argument):
             template.check_reads(argument, tools=tools, chat_template=name)
-    said = with_argument_objects(
-        template, checked_messages(messages), tools=tools, chat_template=name
+    said = template.with_argument_objects(
+        checked_messages(messages), tools=tools, chat_template=name
     )
     return template.render(said, **given, **variables)

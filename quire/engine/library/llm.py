@@ -22,18 +22,19 @@ from typing import Any, cast
 from quire.base.clock import Clock
 from quire.base.errors import OverloadedError
 from quire.base.gguf_open import gguf_read_once
-from quire.base.sampling_params import MAX_N, SamplingParams
+from quire.base.sampling_checks import MAX_N
+from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from quire.config.flags import engine_config
 from quire.config.groups import EngineConfig
 from quire.engine.client.open_streams import OpenStreams
 from quire.engine.client.request_builder import default_sampling, make_requests
+from quire.engine.client.thread_link import EngineThread
 from quire.engine.client.tokenizer_side import load_tokenizer_side, rendered
 from quire.engine.library.answers import Answer, GenerateCall
 from quire.engine.library.prompts import Message, Prompt, one_each, prompts_of
 from quire.engine.output.answer_parser import AnswerReading, answer_reading_of
 from quire.engine.output.output_stream import TextDelta
-from quire.engine.process.engine_host import EngineThread
 from quire.engine.process.messages import (
     Abort,
     Failed,
@@ -51,7 +52,7 @@ from quire.engine.process.messages import (
 class LLM:
     """A model to call. `settings` are the server's flags with underscores (max_num_seqs=8).
 
-    model: its folder; empty for the model in the box. Raises SettingError, ModelError or
+    model: its folder; empty for the built-in model. Raises SettingError, ModelError or
     CapacityError. Not to be called from several threads at once. `memory_text` is the sum that
     led to the size of the KV cache.
     """

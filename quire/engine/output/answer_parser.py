@@ -17,7 +17,7 @@ from quire.engine.client.tokenizer_side import TokenizerSide
 from quire.engine.output.output_stream import TextRules
 from quire.output_parsers.answer_parser import parse_answer
 from quire.output_parsers.parsed_answer import ParsedAnswer as Reply
-from quire.output_parsers.registry import ParserSelection, select_parsers
+from quire.output_parsers.selection import ParserSelection, select_parsers
 from quire.output_parsers.tools import Tools
 from quire.text.tokenizer import Tokenizer
 

@@ -19,7 +19,8 @@ import msgspec
 from quire.base.cache_usage import CacheUsage
 from quire.base.records import FinishReason, Request, RequestOutput, RequestTimes, TokenLogprobs
 from quire.engine.output.token_text import PromptLogprobs, TokenText
-from quire.text.detokenizer import Span, answer_detokenizer
+from quire.text.byte_fallback import Span
+from quire.text.detokenizer import answer_detokenizer
 from quire.text.stops import StopStrings
 from quire.text.tokenizer import Tokenizer
 
@@ -99,9 +100,11 @@ class OutputStream:
         self._detokenizer = answer_detokenizer(tokenizer, sampling, prompt, rules.shown_ids)
         self._tells_chars = rules.counts_chars
         self._counts_chars = rules.counts_chars or sampling.logprobs is not None
-        self._stops = StopStrings(sampling.stop, include=sampling.include_stop_str_in_output)
-        self._watches = bool(sampling.stop)
-        self.is_plain = not (self._watches or self._counts_chars)
+        self._stops: StopStrings | None = None
+        if sampling.stop:
+            include = sampling.include_stop_str_in_output
+            self._stops = StopStrings(sampling.stop, include=include)
+        self.is_plain = not (self._stops or self._counts_chars)
         self._num_prompt_tokens = len(prompt)
         self._held: deque[tuple[int, int]] = deque()  # held characters: how many, of which token
         self._num_held_chars = 0
@@ -138,15 +141,19 @@ class OutputStream:
         if self._counts_chars:
             for part, token in spans:
                 self._chars_of[token] = self._chars_of.get(token, 0) + len(part)
-        text, last_token = self._watch(spans)
-        if self._stops.matched is not None:
-            self.wants_abort = output.finish_reason is None
-            return self._last(text, last_token + 1, FinishReason.STOP, self._stops.matched)
+        stops = self._stops
+        if stops is None:
+            text = "".join(part for part, _ in spans)
+        else:
+            text, last_token = self._cut(stops, spans)
+            if stops.matched is not None:
+                self.wants_abort = output.finish_reason is None
+                return self._last(text, last_token + 1, FinishReason.STOP, stops.matched)
         if output.finish_reason is not None:
             num_tokens = self._num_delivered + len(self._waiting_ids)
             asked = output.stop_id in self._request.sampling.stop_token_ids
             stop_reason = output.stop_id if asked else None
-            text += self._stops.flush()
+            text += "" if stops is None else stops.flush()
             return self._last(text, num_tokens, output.finish_reason, stop_reason, output.error)
         if not text and not self._prompt_logprobs:
             return None
@@ -209,24 +216,22 @@ class OutputStream:
                 last_token_ms=step_ms,
             )
 
-    def _watch(self, spans: list[Span]) -> tuple[str, int]:
-        """The text that is certain, and the token that completed the stop string if one did."""
-        if not self._watches:
-            return "".join(text for text, _ in spans), -1
-        stops, certain = self._stops, []
+    def _cut(self, stops: StopStrings, spans: list[Span]) -> tuple[str, int]:
+        """Return the text that is certain, and the token that completed a stop string or -1."""
+        certain = []
         for text, token in spans:
             certain.append(stops.push(text, armed=token >= self._request.sampling.min_tokens))
             if stops.matched is not None:
                 return "".join(certain), token
-            self._hold(len(text), token)
+            self._hold(len(text), token, stops.num_held_chars)
         return "".join(certain), -1
 
-    def _hold(self, num_chars: int, token: int) -> None:
-        """Add characters of a token to those held, then let go of all but what the stops hold."""
+    def _hold(self, num_chars: int, token: int, num_held_chars: int) -> None:
+        """Add characters of a token to those held, then release all but `num_held_chars`."""
         held = self._held
         held.append((num_chars, token))
-        num_free = self._num_held_chars + num_chars - self._stops.num_held_chars
-        self._num_held_chars = self._stops.num_held_chars
+        num_free = self._num_held_chars + num_chars - num_held_chars
+        self._num_held_chars = num_held_chars
         while num_free > 0:
             count, of_token = held.popleft()
             if count > num_free:

@@ -82,7 +82,7 @@ class Watermark:
 class AdmissionRules:
     """What else may keep a request waiting: gates, extensions, and blocks to leave free."""
 
-    gates: Sequence[Gate]
+    gates: list[Gate]
     extensions: Sequence[StepExtension]
     watermark: Watermark
 
@@ -142,6 +142,11 @@ class Admitter:
         # the pending prefixes once a request begins like one of them.
         self._fresh: list[tuple[SequenceState, int, int]] = []
         self._first_digests: set[int] = set()
+
+    def add_gate(self, gate: Gate) -> None:
+        """Add a reason for requests to wait; no effect if it is there."""
+        if gate not in self._rules.gates:
+            self._rules.gates.append(gate)
 
     def admit(
         self,

@@ -22,7 +22,7 @@ from quire.base.log import Log
 from quire.base.records import EngineStats, FinishReason, RequestTimes
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
-from quire.config.groups import ServerConfig
+from quire.config.server_config import ServerConfig
 from quire.config.tenants import Tenant
 from quire.engine.client.request_builder import make_requests
 from quire.engine.model_card import Health, ModelCard
@@ -293,9 +293,9 @@ class Site:
         self.engine = engine or FakeEngine()
         self.log = io.StringIO()
         log = Log("test", self.log)
-        self.serving = ServerState(ServerConfig(**settings), Metrics(), log, tenants)
-        self.serving.start(self.engine)
-        self.app = build_app(self.serving)
+        self.server_state = ServerState(ServerConfig(**settings), Metrics(), log, tenants)
+        self.server_state.start(self.engine)
+        self.app = build_app(self.server_state)
 
     async def post(self, path: str, body: Any, **options: Any) -> Reply:
         """Infinities in `body` are written as 1e999, which is JSON and reads as infinity."""
@@ -365,12 +365,12 @@ class Site:
         }
         await self.app(scope, receive, send)  # type: ignore[arg-type]
         if reply.complete:
-            check_said(method, path.removeprefix(self.serving.config.root_path) or "/", reply)
+            check_said(method, path.removeprefix(self.server_state.config.root_path) or "/", reply)
         return reply
 
     def metric(self, name: str) -> float:
         """The value of a sample, as /metrics shows it; 0 where it is not shown."""
-        for line in self.serving.scrape().decode().splitlines():
+        for line in self.server_state.scrape().decode().splitlines():
             if line.startswith(f"{name} "):
                 return float(line.rpartition(" ")[2])
         return 0.0

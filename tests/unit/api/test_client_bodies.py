@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -89,6 +90,49 @@ SILLYTAVERN_VLLM = {
     "n": 1,
     "ignore_eos": False,
     "spaces_between_special_tokens": True,
+}
+
+# What it adds for llama.cpp's server, with the list of samplers in its default order.
+SILLYTAVERN_LLAMA_CPP = {
+    **SILLYTAVERN_GENERIC,
+    "api_type": "llamacpp",
+    "samplers": [
+        *("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc"),
+        *("temperature", "adaptive_p"),
+    ],
+    "logit_bias": [[7, 2.5], [" no", -1], [9, False]],
+    "n_probs": 0,
+    "grammar": "",
+    "cache_prompt": True,
+    "temperature": 1,
+}
+# And for text-generation-webui.
+SILLYTAVERN_WEBUI = {
+    **SILLYTAVERN,
+    "api_type": "ooba",
+    "sampler_priority": [
+        *("repetition_penalty", "presence_penalty", "frequency_penalty", "dry", "temperature"),
+        *("dynamic_temperature", "quadratic_sampling", "top_n_sigma", "top_k", "top_p"),
+        *("typical_p", "epsilon_cutoff", "eta_cutoff", "tfs", "top_a", "min_p", "adaptive_p"),
+        *("mirostat", "xtc", "encoder_repetition_penalty", "no_repeat_ngram"),
+    ],
+    "do_sample": True,
+    "guidance_scale": 1,
+    "negative_prompt": "",
+    "grammar_string": "",
+    "dynamic_temperature": False,
+    "dynatemp_low": 1,
+    "dynatemp_high": 1,
+    "dynatemp_exponent": 1,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "encoder_repetition_penalty": 1,
+    "no_repeat_ngram_size": 0,
+    "penalty_alpha": 0,
+    "prompt_lookup_num_tokens": 0,
+    "auto_max_new_tokens": False,
+    "static_cache": False,
+    "dry_sequence_breakers": '"\\n", ":", "\\"", "*"',
 }
 
 TOOL = {
@@ -206,6 +250,85 @@ def test_sillytavern_s_default_text_completion_passes(body: dict[str, Any]) -> N
     assert sampling.dry_sequence_breakers == ("\n", ":", '"', "*")
     listed = reply.headers["x-quire-ignored-fields"].split(", ")
     assert listed == [name for name in ("truncation_length", "num_ctx") if name in body]
+
+
+def test_sillytavern_s_body_for_llama_cpp_passes_and_its_biases_hold() -> None:
+    answering = engine()
+    reply = post("/v1/completions", SILLYTAVERN_LLAMA_CPP, answering)
+    assert reply.status == 200, reply.body
+    sampling = answering.asked[0].sampling
+    assert sampling.logit_bias == {7: 2.5, 9: -math.inf, **dict.fromkeys(b" no", -1.0)}
+
+
+def test_a_body_for_text_generation_webui_passes() -> None:
+    answering = engine()
+    reply = post("/v1/completions", SILLYTAVERN_WEBUI, answering)
+    assert reply.status == 200, reply.body
+    assert answering.asked[0].sampling.dry_sequence_breakers == ("\n", ":", '"', "*")
+
+
+LLAMA_CPP_ORDER = SILLYTAVERN_LLAMA_CPP["samplers"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        # llama.cpp's order has the temperature last: its top_p is of other probabilities.
+        ({"samplers": LLAMA_CPP_ORDER, "temperature": 0.7, "top_p": 0.9}, "top_p before temperat"),
+        ({"samplers": LLAMA_CPP_ORDER, "top_p": 0.9, "min_p": 0.1}, "top_p before min_p"),
+        ({"samplers": ["temperature", "top_k"], "top_p": 0.9}, "does not list top_p"),
+        ({"samplers": ["top_k", "typ_p"], "temperature": 0, "top_p": 0.9}, "list temperature"),
+        ({"samplers": ["magic"]}, "magic"),
+        ({"samplers": "kt"}, "a list is allowed"),
+        ({"sampler_priority": ["temperature", "dry"], "dry_multiplier": 0.8}, "temperature befor"),
+    ],
+)
+def test_an_order_of_samplers_that_would_change_the_answer_is_refused(
+    fields: dict[str, Any], named: str
+) -> None:
+    body = {"prompt": "a", "temperature": 1, **fields}
+    if fields.get("temperature") is None and "dry_multiplier" in fields:
+        body["temperature"] = 0.5
+    reply = post("/v1/completions", body, engine())
+    assert reply.status == 400
+    error = reply.json["error"]
+    assert named in error["message"]
+    assert error["param"] in ("samplers", "sampler_priority")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"samplers": LLAMA_CPP_ORDER, "temperature": 0.7, "top_k": 40},
+        {"samplers": LLAMA_CPP_ORDER, "temperature": 0, "top_p": 0.9, "min_p": 0.1},
+        {"samplers": LLAMA_CPP_ORDER, "temperature": 1, "min_p": 0.1, "top_k": 5},
+        {"samplers": LLAMA_CPP_ORDER, "temperature": 0.5, "top_p": 0.9, "samplers_": None},
+        {"samplers": []},
+    ],
+)
+def test_an_order_of_samplers_that_cannot_change_the_answer_is_accepted(
+    fields: dict[str, Any],
+) -> None:
+    if "samplers_" in fields:
+        fields = {**fields, "mirostat": 2, "top_p": 1}
+    assert post("/v1/completions", {"prompt": "a", **fields}, engine()).status == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"n_predict": -5}, "n_predict", "n_predict (read as max_tokens) is -5"),
+        ({"repeat_penalty": 500}, "repeat_penalty", "(read as repetition_penalty) is 500"),
+        ({"max_tokens": -5}, "max_tokens", "max_tokens is -5"),
+        ({"guided_regex": 5}, "guided_regex", "structured_outputs.regex"),
+    ],
+)
+def test_an_error_names_the_field_that_was_sent(
+    body: dict[str, Any], param: str, message: str
+) -> None:
+    error = post("/v1/completions", {"prompt": "a", **body}, engine()).json["error"]
+    assert error["param"] == param
+    assert message in error["message"]
 
 
 @pytest.mark.parametrize("name", AI_SDK)

@@ -36,7 +36,7 @@ def ask(path: str, body: dict[str, Any], context: int = 64) -> tuple[Reply, list
     async def exchange() -> Reply:
         site = Site(engine)
         reply = await site.post(path, body)
-        site.serving.thread_pools.close()
+        site.server_state.thread_pools.close()
         return reply
 
     return asyncio.run(exchange()), tokenizer.lengths

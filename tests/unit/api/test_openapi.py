@@ -23,7 +23,8 @@ from quire.api.generation.fields import (
     TOKENIZE,
 )
 from quire.api.generation.foreign_fields import HINTS, NO_EFFECT, SYNONYMS, UNSERVED
-from quire.api.http.auth import OPEN_PATHS, is_guarded
+from quire.api.http.auth import OPEN_PATHS
+from quire.api.http.origins import is_guarded
 from quire.api.openapi.document import document, served
 from quire.api.openapi.field_schemas import Known
 from quire.api.openapi.field_words import OF_CHATS, OF_TEXTS, WORDS
@@ -52,7 +53,7 @@ def shown(path: str = "/openapi.json", **settings: Any) -> Any:
 
 def test_every_route_that_is_served_is_in_the_document_and_no_other() -> None:
     async def routes() -> list[str]:
-        return [f"{method} {path}" for method, path in served(routes_of(Site().serving))]
+        return [f"{method} {path}" for method, path in served(routes_of(Site().server_state))]
 
     listed = asyncio.run(routes())
     assert len(listed) == len(set(listed))
@@ -70,7 +71,7 @@ def test_the_listener_for_admins_shows_its_own_routes() -> None:
         site = Site(admin_port=0)
         guarded = {path for path in FULL["paths"] if is_guarded(path)}
         assert not guarded & (await site.get("/openapi.json")).json["paths"].keys()
-        site.app = build_admin_app(site.serving)
+        site.app = build_admin_app(site.server_state)
         paths = (await site.get("/openapi.json")).json["paths"].keys()
         assert guarded < paths
         assert "/v1/completions" not in paths
@@ -83,7 +84,7 @@ def test_the_listener_for_admins_shows_its_own_routes() -> None:
 
 def test_a_route_nobody_described_is_not_left_out_silently() -> None:
     async def build() -> None:
-        routes = routes_of(Site().serving)
+        routes = routes_of(Site().server_state)
         routes[0].path = "/v1/new"
         with pytest.raises(KeyError, match="/v1/new"):
             document(routes, Known(), lambda path: False)
@@ -334,12 +335,12 @@ def test_a_host_that_is_no_address_is_not_shown() -> None:
 def test_both_answer_while_the_model_loads() -> None:
     async def exchange() -> None:
         site = Site()
-        site.serving._engine = None
+        site.server_state._engine = None
         for path in ("/openapi.json", "/docs"):
             reply = await site.get(path)
             assert reply.status == 200
             assert CARD.name not in reply.body.decode()
-        site.serving.start(site.engine)
+        site.server_state.start(site.engine)
         reply = await site.get("/openapi.json")
         assert CARD.name in reply.body.decode()
 

@@ -16,7 +16,8 @@ from quire.api.generation.fields import (
 )
 from quire.api.generation.foreign_fields import OTHER_NAMES
 from quire.base.errors import InvalidParameter
-from quire.base.sampling_params import FILTERS_OFF, SamplingParams
+from quire.base.sampling_checks import FILTERS_OFF
+from quire.base.sampling_params import SamplingParams
 from tests.unit.api.fake_engine import FakeEngine
 from tests.unit.api.test_values import asked, chat, completion
 

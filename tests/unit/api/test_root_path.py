@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from quire.base.errors import SettingError
-from quire.config.groups import ServerConfig
+from quire.config.server_config import ServerConfig
 from tests.unit.api.fake_engine import Site
 
 

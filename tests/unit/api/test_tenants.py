@@ -150,7 +150,7 @@ def after_reading_again(read: Any) -> tuple[list[int], str]:
 
     async def exchange() -> tuple[list[int], str]:
         site = Site(tenants=TENANTS, api_key=("root",))
-        await reload_tenants(site.serving, read)
+        await reload_tenants(site.server_state, read)
         body = {"prompt": "a", "priority": 4}
         replies = [await site.post(PATH, body, headers=key(name)) for name in ("b", "new")]
         return [reply.status for reply in replies], site.log.getvalue()

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from quire.base.errors import InvalidParameter
-from quire.base.sampling_params import FILTERS_OFF, SamplingParams
+from quire.base.sampling_checks import FILTERS_OFF
+from quire.base.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(

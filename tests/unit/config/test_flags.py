@@ -18,8 +18,8 @@ from quire.config.groups import (
     ExecutorConfig,
     ModelConfig,
     SchedulerConfig,
-    ServerConfig,
 )
+from quire.config.server_config import ServerConfig
 
 GROUPS = (ModelConfig, CacheConfig, SchedulerConfig, ExecutorConfig, ServerConfig)
 MAX_FIELDS = 80

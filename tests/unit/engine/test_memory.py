@@ -92,7 +92,7 @@ TOKENIZER_CHILD = """
 import sys
 from pathlib import Path
 from quire import _native
-from quire.config.groups import ModelConfig
+from quire.config.groups import (ModelConfig)
 from quire.engine.client.tokenizer_side import load_tokenizer_side
 from tests.unit.engine.test_memory import held_bytes
 

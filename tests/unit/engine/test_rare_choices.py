@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,3 +70,17 @@ def test_no_n_gram_comes_twice_in_what_is_written(llm: LLM) -> None:
     (answer,) = llm.generate("x", replace(few, no_repeat_ngram_size=2))
     pairs = list(zip(answer.token_ids, answer.token_ids[1:], strict=False))
     assert len(set(pairs)) == len(pairs)
+
+
+@pytest.mark.parametrize("executor", ["native", "reference"])
+def test_a_bias_of_minus_infinity_bans_a_token_at_any_temperature(
+    model: Path, executor: str
+) -> None:
+    with LLM(model, threads=1, executor=executor) as llm:
+        params = SamplingParams(temperature=100.0, seed=3, max_tokens=40, ignore_eos=True)
+        free = llm.generate("ab", params)[0].outputs[0].token_ids
+        banned = dict.fromkeys(free[:8], -math.inf)
+        told = llm.generate("ab", replace(params, logit_bias=banned))[0].outputs[0]
+        assert told.finish_reason == "length"
+        assert not set(told.token_ids) & banned.keys()
+        assert set(free[8:]) & banned.keys(), "the free answer repeats none of its tokens"

@@ -17,7 +17,8 @@ from quire.obs.shared import forget_process, share_counts
 folder = Path(sys.argv[1])
 share_counts(folder)
 from quire.base.records import EngineStats
-from quire.obs.metrics import Metrics, restarts_counter
+from quire.obs.metrics import Metrics
+from quire.obs.series import restarts_counter
 metrics = Metrics(("a",), shared=folder, sees_steps=sys.argv[2] == "first")
 metrics.opened()
 metrics.answered(route="/x", status=200)

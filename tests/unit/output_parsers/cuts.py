@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from quire.output_parsers.answer_parser import AnswerParser, parse_answer
 from quire.output_parsers.parsed_answer import AnswerPiece, ParsedAnswer, joined
-from quire.output_parsers.registry import ParserSelection, select_parsers
+from quire.output_parsers.selection import ParserSelection, select_parsers
 from quire.output_parsers.tools import Tools
 from tests.unit.output_parsers.writers import TOOLS
 

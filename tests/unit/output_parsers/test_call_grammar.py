@@ -9,7 +9,8 @@ import pytest
 
 from quire.output_parsers.answer_parser import parse_answer
 from quire.output_parsers.call_grammar import CALL_SYNTAXES, AnswerRule, call_syntax, calls_grammar
-from quire.output_parsers.registry import TOOL_CALL_FORMATS, select_parsers
+from quire.output_parsers.registry import TOOL_CALL_FORMATS
+from quire.output_parsers.selection import select_parsers
 from quire.output_parsers.tools import Tools
 from tests.unit.output_parsers.writers import WRITERS
 

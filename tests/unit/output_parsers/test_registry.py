@@ -5,13 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quire.output_parsers.reasoning import STYLES
-from quire.output_parsers.registry import (
-    REASONING_PARSERS,
-    TOOL_CALL_FORMATS,
-    TOOL_PARSERS,
-    ParserSelection,
-    select_parsers,
-)
+from quire.output_parsers.registry import REASONING_PARSERS, TOOL_CALL_FORMATS, TOOL_PARSERS
+from quire.output_parsers.selection import ParserSelection, select_parsers
 from tests.data import outside
 
 BAR = "\uff5c"

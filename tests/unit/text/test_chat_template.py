@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ import pytest
 
 from quire.base.errors import InvalidParameter, SettingError, TokenizerError
 from quire.text.chat_template import ChatTemplate
-from quire.text.compiled_template import MAX_SOURCE_CHARS
+from quire.text.compiled_template import MAX_SOURCE_CHARS, CompiledTemplate
+from quire.text.message_forms import takes_argument_objects, takes_argument_text
+from quire.text.template_sandbox import TemplateSandbox
+from quire.text.template_work import Limits
 from tests.unit.text.made_tokenizers import NAMED, byte_level_json, made, write_folder
 
 # A template that is chosen must read messages.
@@ -358,5 +362,8 @@ def test_whether_arguments_should_be_objects_is_found_by_trying(
         "{% for m in messages %}{% for c in m.tool_calls or [] %}" + written + "{% endfor %}"
         "{% endfor %}"
     )
-    assert _template(source).takes_argument_objects() is takes
-    assert _template(source).takes_argument_text() is takes_text
+    template = CompiledTemplate(
+        TemplateSandbox(_noon), "default", source, limits=Limits(), clock_s=time.monotonic
+    )
+    assert takes_argument_objects(template, {}) is takes
+    assert takes_argument_text(template, {}) is takes_text

@@ -17,7 +17,8 @@ from tokenizers import decoders
 
 from quire.base.errors import InvalidParameter, TokenizerError
 from quire.models.registry import box_path
-from quire.text.detokenizer import RUN_LIMIT, Detokenizer
+from quire.text.byte_fallback import RUN_LIMIT
+from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
 from tests.data import outside
 from tests.unit.text.made_files import (

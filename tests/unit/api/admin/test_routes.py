@@ -10,8 +10,9 @@ import pytest
 
 from quire.api.admin.reload import reload_admin_keys
 from quire.api.app import build_admin_app
-from quire.api.http.auth import ADMIN_PATHS, Keys
-from quire.api.http.middleware import is_here
+from quire.api.http.auth import Keys
+from quire.api.http.forwarding import is_here
+from quire.api.http.origins import ADMIN_PATHS
 from quire.api.openai.dialect import OPENAI
 from quire.base.errors import NotAuthorized, SettingError
 from quire.base.log import LEVELS
@@ -56,11 +57,11 @@ def asked(
 
 def test_without_keys_this_machine_is_the_admin_and_no_other() -> None:
     reply, site = asked("/admin/pause")
-    assert (reply.status, site.serving.paused) == (200, True)
+    assert (reply.status, site.server_state.lifecycle.paused) == (200, True)
     for client in (FAR, None):  # None: a Unix socket, which may have a proxy in front of it
         reply, site = asked("/admin/pause", client=client, host="0.0.0.0", insecure=True)
         assert (reply.status, reply.error["code"]) == (403, "not_admin")
-        assert not site.serving.paused
+        assert not site.server_state.lifecycle.paused
 
 
 @pytest.mark.parametrize("header", ["Forwarded", "X-Forwarded-For", "X-Real-IP", "Via"])
@@ -164,10 +165,10 @@ def test_an_admin_key_file_read_again_counts_from_then_on_if_it_is_one(admin_key
         site = Site(admin_key_file=admin_keys)
         assert await statuses(site) == [200, 401]
         Path(admin_keys).write_text("new\n")
-        await reload_admin_keys(site.serving)
+        await reload_admin_keys(site.server_state)
         assert await statuses(site) == [401, 200]
         Path(admin_keys).write_text("# nobody\n")
-        await reload_admin_keys(site.serving)
+        await reload_admin_keys(site.server_state)
         assert await statuses(site) == [401, 200]
         assert "is not used" in site.log.getvalue()
         assert "has no key" in site.log.getvalue()
@@ -176,7 +177,9 @@ def test_an_admin_key_file_read_again_counts_from_then_on_if_it_is_one(admin_key
 
 
 def test_a_key_that_is_both_counts_as_the_admins() -> None:
-    caller = Keys(("k",), None, (key_digest("k"),)).check("/admin", lambda: b"k", is_here=False)
+    caller = Keys(("k",), None, (key_digest("k"),)).check(
+        "/admin", lambda: b"k", is_here=lambda: False
+    )
     assert caller.sees_all
     with pytest.raises(NotAuthorized):
         Keys((), None, (key_digest("k"),)).check("/admin", lambda: OPENAI.read_key([]))
@@ -188,13 +191,13 @@ def test_with_an_admin_port_the_others_do_not_have_its_routes() -> None:
         for method, path in (("POST", "/admin/pause"), ("GET", "/v1/cache"), ("GET", "/admin")):
             assert (await site.call(method, path, b"")).error["code"] == "unknown_url"
         assert (await site.get("/metrics")).status == 200
-        site.app = build_admin_app(site.serving)
+        site.app = build_admin_app(site.server_state)
         assert (await site.post("/v1/completions", {"prompt": "a"})).status == 404
         for path in ("/admin", "/v1/cache", "/health", "/metrics", "/version"):
             assert (await site.get(path)).status == 200
         # Where it listens is where only this machine can ask, whatever was passed on.
         assert (await site.call("POST", "/admin/pause", b"", client=FAR)).status == 200
-        assert site.serving.paused
+        assert site.server_state.lifecycle.paused
 
     asyncio.run(exchange())
 
@@ -202,7 +205,7 @@ def test_with_an_admin_port_the_others_do_not_have_its_routes() -> None:
 def test_the_admins_listener_wants_the_keys_there_are(admin_keys: str) -> None:
     async def exchange(name: str, **settings: Any) -> int:
         site = Site(admin_port=0, **settings)
-        site.app = build_admin_app(site.serving)
+        site.app = build_admin_app(site.server_state)
         return (await site.call("POST", "/admin/pause", b"", headers=key(name))).status
 
     keyed: dict[str, Any] = {"api_key": ("k",)}
@@ -216,7 +219,7 @@ def test_the_admins_listener_wants_the_keys_there_are(admin_keys: str) -> None:
 def test_pages_of_other_sites_are_no_admins_at_any_listener() -> None:
     async def exchange(headers: dict[str, str]) -> int:
         site = Site(admin_port=0, host="0.0.0.0", insecure=True, cors_origin=("*",))
-        site.app = build_admin_app(site.serving)
+        site.app = build_admin_app(site.server_state)
         return (await site.call("POST", "/admin/pause", b"", headers=headers)).status
 
     assert asyncio.run(exchange({"host": "localhost:1"})) == 200
@@ -230,7 +233,7 @@ def test_a_page_of_a_name_that_leads_to_loopback_is_no_admin_without_keys() -> N
     for settings in ({"host": "0.0.0.0", "insecure": True}, {"cors_origin": ("*",)}):
         reply, site = asked("/admin/pause", headers, **settings)
         assert (reply.status, reply.error["code"]) == (403, "foreign_page")
-        assert not site.serving.paused
+        assert not site.server_state.lifecycle.paused
 
 
 def test_the_log_writes_from_the_level_on_that_it_is_told() -> None:
@@ -240,10 +243,10 @@ def test_the_log_writes_from_the_level_on_that_it_is_told() -> None:
             reply = await site.call("PUT", "/admin/log-level", f'{{"level": "{level}"}}'.encode())
             assert (reply.status, reply.json["log_level"]) == (200, level)
             site.log.truncate(0)
-            site.serving.log.debug("lowest")
-            site.serving.log.event("low")
-            site.serving.log.warning("middle")
-            site.serving.log.error("high")
+            site.server_state.log.debug("lowest")
+            site.server_state.log.event("low")
+            site.server_state.log.warning("middle")
+            site.server_state.log.error("high")
             words = ["lowest", "low ", "middle", "high"]
             told = [word for word in words if word in site.log.getvalue().replace("\n", " ")]
             assert told == words[LEVELS.index(level) :]
@@ -259,7 +262,7 @@ def test_the_log_writes_from_the_level_on_that_it_is_told() -> None:
 def test_a_level_that_is_none_changes_nothing(body: bytes) -> None:
     reply, site = asked("/admin/log-level", method="PUT", body=body)
     assert reply.status == 400
-    assert site.serving.log.level == "info"
+    assert site.server_state.log.level == "info"
 
 
 @pytest.mark.parametrize(

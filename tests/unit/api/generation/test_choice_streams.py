@@ -354,12 +354,12 @@ def test_when_grace_is_over_open_requests_get_an_error_even_if_they_do_not_read(
             site.post(COMPLETIONS, {**body, "stream": True}, on_part=stuck)
         )
         await until(lambda: site.engine.num_deltas == 3)
-        site.serving.drain()
-        site.serving.end_all()
+        site.server_state.lifecycle.drain()
+        site.server_state.lifecycle.end_all()
         assert (await whole).error["code"] == "shutting_down"
         assert (await stream).events[-1]["error"]["code"] == "shutting_down"
         await asyncio.wait_for(unread, 5)
-        await asyncio.wait_for(site.serving.idle.wait(), 5)
+        await asyncio.wait_for(site.server_state.idle.wait(), 5)
         assert len(site.engine.closed_early) == 3
 
     asyncio.run(exchange())

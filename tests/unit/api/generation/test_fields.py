@@ -23,6 +23,7 @@ from quire.api.generation.foreign_fields import (
     UNSERVED,
     documented,
 )
+from quire.api.generation.sampler_order import ORDERS
 from quire.base.errors import InvalidParameter
 from tests.unit.api.fake_engine import Site
 
@@ -31,7 +32,7 @@ def given(body: dict[str, Any]) -> dict[str, Any]:
     return known_fields(body, CHAT, warn_unknown=False)[0]
 
 
-FOREIGN = [*SYNONYMS, *NO_EFFECT, *UNSERVED, *HINTS, *OTHER_NAMES]
+FOREIGN = [*SYNONYMS, *NO_EFFECT, *UNSERVED, *ORDERS, *HINTS, *OTHER_NAMES]
 OF_KIND: dict[str, Any] = {"string": "any", "object": {}, "number": 3, "boolean": True}
 
 

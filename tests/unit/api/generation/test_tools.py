@@ -11,7 +11,7 @@ import pytest
 
 from quire.api.generation.tools import offer_of
 from quire.base.records import FinishReason
-from quire.config import groups
+from quire.config import server_config
 from quire.output_parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from quire.text.chat_template import ChatTemplate
 from tests.unit.api.fake_engine import CARD, ByteTokenizer, FakeEngine, Reply, Site
@@ -205,8 +205,8 @@ def test_an_operator_names_another_reader_or_none() -> None:
         assert calls(choice["message"]) == expected
     message = whole(chat(engine("<think>a</think>b"), {"reasoning_parser": "none"}))["message"]
     assert message["content"] == "<think>a</think>b"
-    assert groups.TOOL_PARSERS == TOOL_PARSERS
-    assert groups.REASONING_PARSERS == REASONING_PARSERS
+    assert server_config.TOOL_PARSERS == TOOL_PARSERS
+    assert server_config.REASONING_PARSERS == REASONING_PARSERS
 
 
 def test_logprobs_of_tokens_that_say_nothing_yet_are_told_all_the_same() -> None:

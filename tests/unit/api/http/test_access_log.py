@@ -159,7 +159,7 @@ def test_what_is_polled_has_a_line_at_the_level_debug() -> None:
             site = Site(access_log=form)
             assert (await site.get("/health")).status == 200
             assert site.log.getvalue() == ""
-            site.serving.log.level = "debug"
+            site.server_state.log.level = "debug"
             assert (await site.get("/health")).status == 200
             (line,) = site.log.getvalue().splitlines()
             assert "/health" in line

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.base.errors import SettingError
-from quire.config.groups import ServerConfig
+from quire.config.server_config import ServerConfig
 from tests.unit.api.fake_engine import Reply, Site
 
 PAGE = "https://app.example"
@@ -98,7 +98,7 @@ def test_an_origin_that_may_ask_needs_no_key_where_there_are_none() -> None:
 def test_no_page_of_another_origin_is_let_at_what_admins_may(path: str, method: str) -> None:
     reply, site = reply_to(method, ASKS_FIRST, path=path, cors_origin=("*",))
     assert (reply.status, allowed(reply)) == (403, None)
-    assert not site.serving.paused
+    assert not site.server_state.lifecycle.paused
     assert site.engine.num_flushes == 0
 
 

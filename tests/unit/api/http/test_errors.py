@@ -47,7 +47,7 @@ def test_a_class_without_a_row_takes_its_nearest_ancestors() -> None:
 
 
 def test_the_body_is_openais_with_the_field_named() -> None:
-    status, body = OPENAI.error(report_of(InvalidParameter("top_p is 3", param="top_p")))
+    status, body = OPENAI.error(report_of(InvalidParameter("top_p is 3", param="top_p")), "req-1")
     assert status == 400
     assert body == {
         "error": {

@@ -11,7 +11,7 @@ import pytest
 
 from quire.api.http.sockets import is_loopback, listen, url_of
 from quire.base.errors import SettingError
-from quire.config.groups import ServerConfig
+from quire.config.server_config import ServerConfig
 from tests.unit.api.fake_engine import FakeEngine, Site
 
 CHAT = "/v1/chat/completions"
@@ -26,7 +26,7 @@ def test_health_is_200_only_while_ready() -> None:
         site = Site()
         reply = await site.get("/health")
         assert (reply.status, reply.json["state"]) == (200, "ready")
-        site.serving.drain()
+        site.server_state.lifecycle.drain()
         reply = await site.get("/health")
         assert (reply.status, reply.json["state"]) == (503, "draining")
         site.engine.dead.set()
@@ -40,7 +40,7 @@ def test_health_is_200_only_while_ready() -> None:
 def test_while_the_model_loads_health_says_so_and_requests_are_told_to_wait() -> None:
     async def exchange() -> None:
         site = Site()
-        site.serving._engine = None
+        site.server_state._engine = None
         reply = await site.get("/health")
         assert (reply.status, reply.json["state"]) == (503, "starting")
         reply = await site.post("/v1/completions", {"prompt": "a"})
@@ -53,7 +53,7 @@ def test_while_the_model_loads_health_says_so_and_requests_are_told_to_wait() ->
 def test_draining_takes_nothing_new_and_says_so() -> None:
     async def exchange() -> None:
         site = Site()
-        site.serving.drain()
+        site.server_state.lifecycle.drain()
         reply = await site.post("/v1/completions", {"prompt": "a"})
         assert (reply.status, reply.error["code"]) == (503, "shutting_down")
         assert not site.engine.asked
@@ -154,7 +154,7 @@ def test_polled_routes_are_logged_only_when_they_fail() -> None:
         await site.get("/health")
         await site.get("/metrics")
         assert site.log.getvalue() == ""
-        site.serving.drain()
+        site.server_state.lifecycle.drain()
         await site.get("/health")
         assert "route=/health status=503" in site.log.getvalue()
 
@@ -166,7 +166,7 @@ def test_paths_never_become_labels_or_log_fields() -> None:
         site = Site()
         await site.get("/v1/models/some-name")
         await site.get("/secret-path")
-        text = site.serving.scrape().decode()
+        text = site.server_state.scrape().decode()
         assert 'route="/v1/models/{name:path}",status="404"' in text
         assert 'route="unknown",status="404"' in text
         assert "secret-path" not in text + site.log.getvalue()
@@ -296,12 +296,12 @@ def test_a_text_that_cannot_fit_is_not_tokenized() -> None:
 def test_who_is_refused_while_nothing_is_taken_is_told_why_and_when_to_come_again() -> None:
     async def exchange() -> None:
         site = Site(grace_s=40.0)
-        site.serving.refuse_new()
+        site.server_state.lifecycle.refuse_new()
         for said, again in (("an admin drained", "10"), ("is shutting down", "40")):
             reply = await site.post("/v1/completions", {"prompt": "a"})
             assert (reply.status, reply.headers["retry-after"]) == (503, again)
             assert said in reply.error["message"]
             assert said in (await site.get("/health")).json["reason"]
-            site.serving.drain()
+            site.server_state.lifecycle.drain()
 
     asyncio.run(exchange())

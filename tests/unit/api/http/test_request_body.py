@@ -172,10 +172,10 @@ def test_a_body_still_on_its_way_does_not_hold_up_the_end() -> None:
             site.call("POST", "/v1/completions", b'{"prompt"', cut_short=True)
         )
         await asyncio.sleep(0.01)
-        site.serving.drain()
+        site.server_state.lifecycle.drain()
         reply = await waiting
         assert (reply.status, reply.error["code"]) == (503, "shutting_down")
-        assert site.serving.idle.is_set()
+        assert site.server_state.idle.is_set()
 
     asyncio.run(exchange())
 

@@ -12,7 +12,7 @@ import pytest
 
 from quire.api.http.sockets import SocketFile, listen, listen_for_admins, url_of
 from quire.base.errors import SettingError
-from quire.config.groups import ServerConfig
+from quire.config.server_config import ServerConfig
 
 
 @pytest.fixture

@@ -134,7 +134,7 @@ def test_these_routes_keep_the_rules_of_all_routes(path: str) -> None:
         found = await site.call("GET", path, b"", headers=key)
         assert (found.status, found.headers["allow"]) == (405, "POST")
         assert site.metric(f'quire_http_responses_total{{route="{path}",status="404"}}') == 1
-        site.serving.drain()
+        site.server_state.lifecycle.drain()
         assert (await site.post(path, {}, headers=key)).status == 503
 
     asyncio.run(exchange())
@@ -298,7 +298,7 @@ def test_whoever_fills_the_slow_lane_waits_for_himself_only() -> None:
     async def exchange() -> None:
         site = Site(max_body_bytes=1 << 20, trust_request_chat_template=True)
         going = threading.Event()
-        held = [site.serving.thread_pools.run(True, going.wait) for _ in range(NUM_THREADS)]
+        held = [site.server_state.thread_pools.run(True, going.wait) for _ in range(NUM_THREADS)]
         holding = asyncio.gather(*held)
         own = {"messages": SAID, "chat_template": "{{ messages }}"}
         large = {"messages": [{"role": "user", "content": "a" * 200_000}]}
@@ -321,7 +321,7 @@ def test_whoever_fills_the_slow_lane_waits_for_himself_only() -> None:
         going.set()
         await holding
         assert [(await one).status for one in slow[1:]] == [200] * 3
-        site.serving.thread_pools.close()
+        site.server_state.thread_pools.close()
 
     asyncio.run(exchange())
 

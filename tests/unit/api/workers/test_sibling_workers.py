@@ -13,7 +13,7 @@ from quire.api.server_state import ServerState
 from quire.api.workers.relay import Exchange, SiblingGone
 from quire.api.workers.sibling_workers import SiblingWorkers, WorkerState
 from quire.base.log import Log
-from quire.config.groups import ServerConfig
+from quire.config.server_config import ServerConfig
 from quire.obs.metrics import Metrics
 
 LIMIT_S = 60.0
@@ -127,23 +127,23 @@ def test_the_state_that_was_set_last_counts_whatever_the_order(tmp_path: Path) -
                 2: state((2, 1)),
                 3: state((2, 3), paused=True),
             }
-            serving = ServerState(ServerConfig(), Metrics(), Log("test"))
+            server_state = ServerState(ServerConfig(), Metrics(), Log("test"))
             peers = SiblingWorkers(tmp_path, 1)
             for at in order:
-                peers.adopt(serving, told[at])
-            assert (serving.paused, serving.draining) == (True, False)
-            assert serving.log.level == "error"
-            assert peers.state(serving).version == (2, 3)
+                peers.adopt(server_state, told[at])
+            assert (server_state.lifecycle.paused, server_state.lifecycle.draining) == (True, False)
+            assert server_state.log.level == "error"
+            assert peers.state(server_state).version == (2, 3)
 
     asyncio.run(story())
 
 
 def test_a_server_that_is_being_stopped_is_not_resumed_by_another(tmp_path: Path) -> None:
     async def story() -> None:
-        serving = ServerState(ServerConfig(), Metrics(), Log("test"))
-        serving.drain()
-        SiblingWorkers(tmp_path, 1).adopt(serving, state((5, 2), paused=True))
-        assert serving.draining
-        assert not serving.paused  # the waiting request gets an error
+        server_state = ServerState(ServerConfig(), Metrics(), Log("test"))
+        server_state.lifecycle.drain()
+        SiblingWorkers(tmp_path, 1).adopt(server_state, state((5, 2), paused=True))
+        assert server_state.lifecycle.draining
+        assert not server_state.lifecycle.paused  # the waiting request gets an error
 
     asyncio.run(story())

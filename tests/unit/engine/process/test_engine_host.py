@@ -8,8 +8,9 @@ import pytest
 
 from quire.base.errors import CapacityError
 from quire.config.groups import EngineConfig
+from quire.engine.client.thread_link import QueueInbox
 from quire.engine.process import engine_host as host
-from quire.engine.process.engine_host import QueueInbox, run_engine
+from quire.engine.process.engine_host import run_engine
 from quire.engine.process.messages import Failed, FromEngine
 
 

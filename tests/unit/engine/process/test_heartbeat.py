@@ -1,90 +1,57 @@
-"""HeartbeatRunner: beats only within a step that moves, and sleeps while none is out."""
+"""Heartbeat: beats only within a step that makes progress, and sleeps while none is in flight."""
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 from itertools import count
-from typing import Any
 
-from quire.base.records import NO_INTS, StepPlan, StepResult
-from quire.engine.process.heartbeat import HeartbeatRunner
+from quire.engine.core import StepCounts
+from quire.engine.process.heartbeat import Heartbeat
 
 PATIENCE_S = 20.0
 
 
-class SlowRunner:
-    """Computes a plan in `collect`, for as long as the test wants."""
-
-    def __init__(self) -> None:
-        self.go_on = threading.Semaphore(0)
-        self.fails = False
-        self.is_closed = False
-
-    def submit(self, plan: StepPlan) -> Any:
-        return plan
-
-    def collect(self, handle: Any) -> StepResult:
-        assert self.go_on.acquire(timeout=PATIENCE_S)
-        if self.fails:
-            raise RuntimeError("no")
-        return StepResult(step=handle.step, token_counts=NO_INTS, token_ids=NO_INTS)
-
-    def close(self) -> None:
-        self.is_closed = True
+def _submit(steps: StepCounts) -> None:
+    """Count a plan as the engine's loop does."""
+    steps.num_submitted += 1
+    steps.active.set()
 
 
-def _step(runner: HeartbeatRunner) -> threading.Thread:
-    """A step in a thread of its own, as the engine's loop is one."""
-
-    def step() -> None:
-        with contextlib.suppress(RuntimeError):
-            runner.collect(runner.submit(StepPlan(step=1)))
-
-    thread = threading.Thread(target=step)
-    thread.start()
-    return thread
-
-
-def test_a_long_step_that_moves_beats_and_an_idle_runner_looks_at_nothing() -> None:
-    slow, beats, looks = SlowRunner(), queue.SimpleQueue[int](), count(1)
-    num_looks = 0
+def test_a_long_step_with_progress_beats_and_an_idle_engine_is_not_checked() -> None:
+    steps, beats, checks = StepCounts(), queue.SimpleQueue[int](), count(1)
+    num_checks = 0
 
     def ops_done() -> int:
-        nonlocal num_looks
-        num_looks = next(looks)
-        return num_looks
+        nonlocal num_checks
+        num_checks = next(checks)
+        return num_checks
 
-    runner = HeartbeatRunner(slow, ops_done=ops_done, beat=beats.put, period_s=0.005)
-    for fails in (False, True):
-        slow.fails = fails
-        thread = _step(runner)
+    heartbeat = Heartbeat(steps, ops_done=ops_done, beat=beats.put, period_s=0.005)
+    for _ in range(2):
+        _submit(steps)
         first = beats.get(timeout=PATIENCE_S)
         assert beats.get(timeout=PATIENCE_S) > first
-        slow.go_on.release()
-        thread.join(PATIENCE_S)
+        steps.num_collected += 1
+        while steps.active.is_set():  # until the heartbeat waits for the next plan
+            threading.Event().wait(0.005)
+        checked = num_checks
         threading.Event().wait(0.05)
-        looked = num_looks
-        threading.Event().wait(0.05)
-        assert num_looks == looked
-    runner.close()
-    assert slow.is_closed
+        assert num_checks == checked
+    heartbeat.close()
 
 
 def test_a_step_that_hangs_does_not_beat() -> None:
-    slow, looked = SlowRunner(), threading.Semaphore(0)
+    steps, checked = StepCounts(), threading.Semaphore(0)
 
     def ops_done() -> int:
-        looked.release()
+        checked.release()
         return 7
 
     beats: list[int] = []
-    runner = HeartbeatRunner(slow, ops_done=ops_done, beat=beats.append, period_s=0.005)
-    thread = _step(runner)
+    heartbeat = Heartbeat(steps, ops_done=ops_done, beat=beats.append, period_s=0.005)
+    _submit(steps)
     for _ in range(4):
-        assert looked.acquire(timeout=PATIENCE_S)
-    slow.go_on.release()
-    thread.join(PATIENCE_S)
-    runner.close()
+        assert checked.acquire(timeout=PATIENCE_S)
+    heartbeat.close()
     assert beats == []

@@ -1,9 +1,8 @@
-"""Map token ids to pieces of text, as the `decoder` of a tokenizer.json specifies.
+"""Compile the `decoder` of a tokenizer.json to a piece of text per token, and rules for joining.
 
-A decoder is a chain of steps. This module compiles the chains of language models into one piece per
-id (text, or bytes if a token may hold part of a character) and rules for joining pieces; any other
-chain is rejected by name. detokenizer.py joins the pieces. Joined by these rules, pieces equal what
-the `tokenizers` library decodes; tests compare both.
+A decoder is a chain of steps. The chains of language models become one piece per id (text, or bytes
+if a token may hold part of a character) and rules for joining pieces; any other chain is rejected
+by name.
 """
 
 from __future__ import annotations
@@ -11,13 +10,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from quire.base.errors import InvalidParameter, TokenizerError
-from quire.text.byte_alphabet import stand_ins
-
-Piece = str | bytes
+from quire.base.errors import TokenizerError
+from quire.text.detokenizer import DecoderChain, JoinRules, Piece, byte_level_piece
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _WORD_PIECE_CLEANUP = (
@@ -39,81 +35,24 @@ _SUPPORTED = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinRules:
-    """How pieces are joined to text.
-
-    byte_level: bytes are decoded as one UTF-8 stream. Otherwise each run of byte pieces is decoded
-    as a whole: to its text if it is valid UTF-8, else to one U+FFFD per byte. strip: a character,
-    and how many of it are dropped from the start of the whole text.
-    """
-
-    byte_level: bool = False
-    strip: tuple[str, int] = ("", 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Chain:
-    """A compiled decoder: `first` and `later` map a token's string to its piece."""
-
-    rules: JoinRules
-    first: Callable[[str], Piece]
-    later: Callable[[str], Piece]
-
-
-class PieceTable:
-    """Pieces by id. num_ids: the largest id plus one.
-
-    An id without a token has the piece b"" and no effect on its neighbours. The constructor raises
-    TokenizerError for an unsupported decoder.
-    """
-
-    def __init__(
-        self, token_of_id: Callable[[int], str | None], *, num_ids: int, decoder_json: bytes | None
-    ) -> None:
-        chain = _compile(decoder_json)
-        self.rules = chain.rules
-        self.num_ids = num_ids
-        self._token_of_id = token_of_id
-        self._chain = chain
-        self._later: dict[int, Piece] = {}
-
-    def piece(self, token_id: int) -> Piece:
-        """Return the piece of a token that is not first. Raises InvalidParameter out of range."""
-        piece = self._later.get(token_id)
-        if piece is None:
-            piece = self._later[int(token_id)] = self._made(token_id, self._chain.later)
-        return piece
-
-    def first_piece(self, token_id: int) -> Piece:
-        """Return the piece of a token that opens the text."""
-        return self._made(token_id, self._chain.first)
-
-    def _made(self, token_id: int, piece_of: Callable[[str], Piece]) -> Piece:
-        if not 0 <= token_id < self.num_ids:
-            raise InvalidParameter(
-                f"token id {token_id} is out of range; ids from 0 to {self.num_ids - 1} exist",
-                param="token_ids",
-            )
-        token = self._token_of_id(int(token_id))
-        return b"" if token is None else piece_of(token)
-
-
-def _compile(decoder_json: bytes | None) -> _Chain:
+def compile_decoder(decoder_json: bytes | None) -> DecoderChain:
+    """Return the chain of a decoder. Raises TokenizerError for one that cannot be streamed."""
     if decoder_json is None:  # the library joins bare tokens with spaces
-        return _Chain(rules=JoinRules(), first=lambda token: token, later=lambda token: " " + token)
+        return DecoderChain(
+            rules=JoinRules(), first=lambda token: token, later=lambda token: " " + token
+        )
     decoder = json.loads(decoder_json)
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     if [step["type"] for step in steps] == ["ByteLevel"]:
-        to_bytes = _byte_level_piece()
-        return _Chain(rules=JoinRules(byte_level=True), first=to_bytes, later=to_bytes)
+        to_bytes = byte_level_piece()
+        return DecoderChain(rules=JoinRules(byte_level=True), first=to_bytes, later=to_bytes)
     if [step["type"] for step in steps] == ["WordPiece"]:
         first, later = _word_piece(steps[0])
-        return _Chain(rules=JoinRules(), first=first, later=later)
+        return DecoderChain(rules=JoinRules(), first=first, later=later)
     return _compile_text_chain(steps)
 
 
-def _compile_text_chain(steps: list[dict[str, Any]]) -> _Chain:
+def _compile_text_chain(steps: list[dict[str, Any]]) -> DecoderChain:
     rewrites: list[tuple[Callable[[str], str], Callable[[str], str]]] = []
     strip = ("", 0)
     byte_fallback = fused = False
@@ -144,7 +83,7 @@ def _compile_text_chain(steps: list[dict[str, Any]]) -> _Chain:
             token = rewrite[place](token)
         return token
 
-    return _Chain(
+    return DecoderChain(
         rules=JoinRules(strip=strip),
         first=lambda token: piece(token, 0),
         later=lambda token: piece(token, 1),
@@ -201,19 +140,3 @@ def _metaspace(step: dict[str, Any]) -> tuple[Callable[[str], str], Callable[[st
     mark = step["replacement"]
     at_start = " " if step.get("prepend_scheme", "always") == "never" else ""
     return (lambda token: token.replace(mark, at_start)), (lambda token: token.replace(mark, " "))
-
-
-def _byte_level_piece() -> Callable[[str], Piece]:
-    byte_of = {character: byte for byte, character in enumerate(stand_ins())}
-
-    def piece(token: str) -> Piece:
-        try:
-            raw = bytes(byte_of[character] for character in token)
-        except KeyError:  # an added token with characters outside of the alphabet is literal text
-            return token
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            return raw
-
-    return piece

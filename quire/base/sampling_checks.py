@@ -1,0 +1,291 @@
+"""Limits of sampling parameters, and the checks of the fields that few requests name.
+
+Takes and returns fields by name: SamplingParams (sampling_params.py) keeps them. Knows nothing of
+logits or HTTP. Always holds: what comes back has the types of the fields and lies within the
+limits, and no two fields contradict each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from quire.base.errors import InvalidParameter
+from quire.base.grammar import Grammar, grammar_of
+from quire.base.parameter_checks import MAX_TOKEN_ID, number, texts, token_ids, whole
+from quire.base.show import show
+
+MAX_N = 128
+MAX_TOP_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 1_024
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1_024
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 1_024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
+MAX_ALLOWED_TOKEN_IDS = 32_768
+MAX_DRY_BREAKERS = 32
+MAX_DRY_BREAKER_CHARS = 40
+# Repeats are followed back over so many tokens, so that a step is linear in the history.
+MAX_REPEAT_TOKENS = 50
+MAX_TEMPERATURE = 100.0
+# Below, the noise could not turn a difference that f32 shows: such temperatures are 0.
+SMALLEST_TEMPERATURE = 2.0**-40
+MAX_SEED = 2**63 - 1
+# Below, logits that are divided by it leave the range of f32, and of sense long before.
+MIN_REPETITION_PENALTY = 0.01
+EARLY_STOPPING = (True, False, "never")
+_BEAMS_ONLY: Mapping[str, Any] = {"length_penalty": 1.0, "early_stopping": False}
+
+# The filters of token choice, with the values that keep every token.
+FILTERS_OFF: Mapping[str, float] = {
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "top_n_sigma": 0.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "xtc_probability": 0.0,
+}
+# What must be off beside beams, which are found, not drawn. A caller that asks for beams gets these
+# where he does not name them: a model's own defaults must not forbid a search.
+BEAMS_OFF: Mapping[str, Any] = {"temperature": 0.0, **FILTERS_OFF, "mirostat": 0}
+# Lists of token ids, and how many each may have.
+_ID_LISTS = (
+    ("stop_token_ids", MAX_STOP_TOKEN_IDS),
+    ("logprob_token_ids", MAX_LOGPROB_TOKEN_IDS),
+)
+FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "use_beam_search")
+MAY_BE_NONE = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs", "best_of"})
+WHOLE_NUMBERS = (
+    ("n", 1, MAX_N),
+    ("best_of", 1, MAX_N),
+    ("top_k", -1, 2**31 - 1),
+    ("min_tokens", 0, 2**31 - 1),
+    ("seed", -(2**63), MAX_SEED),
+    ("max_tokens", 0, 2**31 - 1),
+    ("logprobs", 0, MAX_TOP_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_TOP_LOGPROBS),
+    ("dry_allowed_length", 1, MAX_REPEAT_TOKENS),
+    ("dry_penalty_last_n", -1, 2**31 - 1),
+    ("no_repeat_ngram_size", 0, MAX_REPEAT_TOKENS),
+    ("mirostat", 0, 2),
+)
+MUST_BE_ABOVE = frozenset({"typical_p"})
+NUMBERS = (
+    ("temperature", 0.0, MAX_TEMPERATURE),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("repetition_penalty", MIN_REPETITION_PENALTY, 100.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("typical_p", 0.0, 1.0),
+    ("top_n_sigma", -1.0, 100.0),
+    ("epsilon_cutoff", 0.0, 1.0),
+    ("eta_cutoff", 0.0, 1.0),
+    ("xtc_probability", 0.0, 1.0),
+    ("xtc_threshold", 0.0, 1.0),
+    ("dry_multiplier", 0.0, 100.0),
+    ("dry_base", 1.0, 100.0),
+    ("mirostat_tau", 0.0, 100.0),
+    ("mirostat_eta", 0.0, 10.0),
+    ("length_penalty", -10.0, 10.0),
+)
+
+# Fields that requests and models' defaults often name; SamplingParams checks them itself.
+USUAL = frozenset(
+    {"n", "temperature", "top_k", "top_p", "seed", "max_tokens", "min_tokens", "logprobs"}
+)
+USUAL_WHOLE_NUMBERS = tuple(row for row in WHOLE_NUMBERS if row[0] in USUAL)
+USUAL_NUMBERS = tuple(row for row in NUMBERS if row[0] in USUAL)
+
+
+def checked_rare_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all fields, those outside of USUAL and FLAGS checked, and their combinations.
+
+    given: all fields of a SamplingParams; those of USUAL and FLAGS are checked already. Raises
+    InvalidParameter naming a field.
+    """
+    values = dict(given)
+    for name, low, high in WHOLE_NUMBERS:
+        if name not in USUAL and (values[name] is not None or name not in MAY_BE_NONE):
+            values[name] = whole(name, values[name], low, high)
+    for name, least, most in NUMBERS:
+        if name not in USUAL:
+            open_low = name in MUST_BE_ABOVE
+            values[name] = number(name, values[name], least, most, open_low=open_low)
+    if values["top_n_sigma"] < 0:  # off, as in llama.cpp
+        values["top_n_sigma"] = 0.0
+    values["stop"] = texts(
+        "stop", values["stop"], most=MAX_STOP_STRINGS, max_chars=MAX_STOP_STRING_CHARS
+    )
+    for name, max_ids in _ID_LISTS:
+        values[name] = token_ids(name, values[name], most=max_ids)
+    if values["logprob_token_ids"] and values["logprobs"] is None:
+        values["logprobs"] = 0
+    values["bad_words"] = _bad_words(values["bad_words"])
+    values["dry_sequence_breakers"] = _breakers(values["dry_sequence_breakers"])
+    values["allowed_token_ids"] = _allowed_ids(values["allowed_token_ids"])
+    values["logit_bias"] = _logit_bias(values["logit_bias"])
+    _check_mirostat_and_xtc(values)
+    _check_best_of(values)
+    if not isinstance(values["structured_outputs"], Grammar | None):
+        values["structured_outputs"] = grammar_of(values["structured_outputs"])
+    _check_beams(values)
+    if values["max_tokens"] == 0:
+        _check_no_output(values)
+    return values
+
+
+def _logit_bias(biases: Any) -> dict[int, float]:
+    if not isinstance(biases, Mapping):
+        raise InvalidParameter(
+            f"logit_bias is {show(biases)}; token ids with their numbers are allowed",
+            param="logit_bias",
+        )
+    if len(biases) > MAX_LOGIT_BIAS:
+        raise InvalidParameter(
+            f"logit_bias has {len(biases)} entries; at most {MAX_LOGIT_BIAS} are allowed",
+            param="logit_bias",
+        )
+    return {
+        whole("logit_bias", token_id, 0, MAX_TOKEN_ID): _bias(bias)
+        for token_id, bias in biases.items()
+    }
+
+
+def _bias(bias: Any) -> float:
+    """Return a bias as a float; minus infinity bans the token."""
+    if isinstance(bias, float) and bias == -math.inf:
+        return bias
+    return number("logit_bias", bias, -100.0, 100.0)
+
+
+def _bad_words(words: Any) -> tuple[str, ...]:
+    bad_words = texts("bad_words", words, most=MAX_BAD_WORDS, max_chars=MAX_BAD_WORD_CHARS)
+    if blank := next((word for word in bad_words if not word.strip()), None):
+        raise InvalidParameter(
+            f"bad_words holds {show(blank)}, which is white space only; give words",
+            param="bad_words",
+        )
+    return bad_words
+
+
+def _breakers(breakers: Any) -> tuple[str, ...]:
+    if isinstance(breakers, str):
+        raise InvalidParameter(
+            f"dry_sequence_breakers is the text {show(breakers)}; a list of strings is allowed (a "
+            "list written as a text, as some programs send it, is not read)",
+            param="dry_sequence_breakers",
+        )
+    return texts(
+        "dry_sequence_breakers", breakers, most=MAX_DRY_BREAKERS, max_chars=MAX_DRY_BREAKER_CHARS
+    )
+
+
+def _allowed_ids(ids: Any) -> tuple[int, ...] | None:
+    if ids is None:
+        return None
+    allowed = token_ids("allowed_token_ids", ids, most=MAX_ALLOWED_TOKEN_IDS)
+    if not allowed:
+        raise InvalidParameter(
+            "allowed_token_ids is an empty list, so nothing could be chosen; give at least "
+            "one id, or leave it out to allow all",
+            param="allowed_token_ids",
+        )
+    return tuple(dict.fromkeys(allowed)) if len(set(allowed)) < len(allowed) else allowed
+
+
+def _check_mirostat_and_xtc(values: Mapping[str, Any]) -> None:
+    """Raise InvalidParameter for fields that mirostat and XTC exclude."""
+    if values["mirostat"] == 1:
+        raise InvalidParameter(
+            "mirostat is 1; 0 (off) and 2 are allowed: version 2 steers towards the same "
+            "mirostat_tau without guessing how the tail falls off",
+            param="mirostat",
+        )
+    if values["mirostat"]:
+        for name, off in FILTERS_OFF.items():
+            if values[name] > 0 and values[name] != off:
+                raise InvalidParameter(
+                    f"mirostat is 2 and {name} is {values[name]}; mirostat alone decides which "
+                    f"tokens are kept: set {name} to {off}, or mirostat to 0",
+                    param="mirostat",
+                )
+    if values["temperature"] < SMALLEST_TEMPERATURE:
+        for name in ("mirostat", "xtc_probability"):
+            if values[name]:
+                raise InvalidParameter(
+                    f"{name} is {values[name]} and temperature is {values['temperature']}, which "
+                    f"always takes the likeliest token; raise temperature, or leave {name} out",
+                    param=name,
+                )
+
+
+def _check_best_of(values: Mapping[str, Any]) -> None:
+    n, best_of = values["n"], values["best_of"]
+    if best_of is not None and best_of < n:
+        raise InvalidParameter(
+            f"best_of is {best_of} and n is {n}; best_of counts all sequences that are computed, "
+            f"of which the n best are returned: raise it to at least {n}",
+            param="best_of",
+        )
+
+
+def _check_no_output(values: Mapping[str, Any]) -> None:
+    """Raise InvalidParameter for fields that max_tokens 0 excludes."""
+    if values["prompt_logprobs"] is None:
+        raise InvalidParameter(
+            "max_tokens is 0 and the prompt's log-probabilities are not asked for; a whole "
+            f"number from 1 to {2**31 - 1} is allowed, or 0 with prompt_logprobs",
+            param="max_tokens",
+        )
+    param = "n" if values["best_of"] is None else "best_of"
+    if values[param] > 1:
+        raise InvalidParameter(
+            f"{param} is {values[param]} and max_tokens is 0; choices without tokens cannot "
+            f"differ: leave {param} out",
+            param=param,
+        )
+    if values["logprob_token_ids"]:
+        raise InvalidParameter(
+            "logprob_token_ids is given and max_tokens is 0; they come with generated tokens: set "
+            "max_tokens to at least 1, or leave them out",
+            param="logprob_token_ids",
+        )
+
+
+def _check_beams(values: Mapping[str, Any]) -> None:
+    """Raise InvalidParameter for fields that beam search excludes, and for its own without it."""
+    given = values["early_stopping"]
+    if not isinstance(given, bool | str) or given not in EARLY_STOPPING:
+        raise InvalidParameter(
+            f'early_stopping is {show(given)}; true, false or "never" is allowed',
+            param="early_stopping",
+        )
+    if not values["use_beam_search"]:
+        for name, off in _BEAMS_ONLY.items():
+            if values[name] != off:
+                raise InvalidParameter(
+                    f"{name} is {show(values[name])} without use_beam_search: it "
+                    "belongs to beam search; set use_beam_search, or leave it out",
+                    param=name,
+                )
+        return
+    for name, off in BEAMS_OFF.items():
+        value = values[name]
+        if value != off and not (name == "top_k" and value == -1):
+            raise InvalidParameter(
+                f"{name} is {show(value)} and use_beam_search is true; beams are found, not drawn: "
+                f"set {name} to {show(off)}, or leave beam search out",
+                param=name,
+            )
+    if values["max_tokens"] == 0:
+        raise InvalidParameter(
+            "max_tokens is 0 and use_beam_search is true; beams need tokens: set max_tokens to at "
+            "least 1, or leave beam search out",
+            param="max_tokens",
+        )

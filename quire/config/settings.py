@@ -1,0 +1,29 @@
+"""Fields of the configuration groups: a setting with its help text, and checks of single values.
+
+The groups are in groups.py (engine) and server_config.py (HTTP server). Every check raises
+SettingError with the setting's name, what was found and what is allowed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+from quire.base.errors import SettingError
+
+
+def setting(default: Any, text: str, *, flag: str | None = None) -> Any:
+    """Return a field with a default, the help text of its flag, and the flag if not its name."""
+    metadata = {"help": text} if flag is None else {"help": text, "flag": flag}
+    return field(default=default, metadata=metadata)
+
+
+def at_least(name: str, value: float, low: float) -> None:
+    if not value >= low:
+        raise SettingError(f"{name} is {value}; at least {low} is needed")
+
+
+def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        listed = ", ".join(map(str, allowed))
+        raise SettingError(f"{name} is {value!r}; allowed: {listed}")
