@@ -13,9 +13,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire._native import give_back_freed_memory
 from quire.base.errors import InvalidParameter, QuireError, WorkerError
@@ -26,6 +26,8 @@ from quire.structured.vocabulary import LoadedVocabulary, Vocabulary
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
+
+    from quire.structured.unique_tracker import UniqueTracker
 
 # Cached grammars, compiled or failed, and their total memory: within the reserve that the memory
 # plan leaves, whatever clients send.
@@ -300,7 +302,7 @@ def compiled(grammar: Grammar, vocabulary: LoadedVocabulary, source: str = "") -
     """
     from llguidance import LLMatcher  # imported with the first grammar
 
-    from quire.structured.source import llguidance_grammar, rejection
+    from quire.structured.source import llguidance_grammar, rejection, unique_plan
 
     try:
         source = source or llguidance_grammar(grammar, vocabulary.special_names)
@@ -311,13 +313,29 @@ def compiled(grammar: Grammar, vocabulary: LoadedVocabulary, source: str = "") -
         raise rejection(grammar, matcher.get_error())
     if matcher.is_stopped():
         raise rejection(grammar, "it allows no text but the empty one")
-    root = Matcher(matcher, vocabulary)
-    root.num_source_chars = len(source)
+    plan = unique_plan(grammar, source)
     try:
+        root = Matcher(matcher, vocabulary, None if plan is None else _tracker(plan, vocabulary))
+        root.num_source_chars = len(source)
         _try_out(root)
     except MatcherError as error:
         raise rejection(grammar, str(error)) from None
     return root
+
+
+def _tracker(plan: Mapping[str, Any], vocabulary: LoadedVocabulary) -> UniqueTracker:
+    """Return what enforces the plan for uniqueItems. Raises MatcherError."""
+    from quire.structured.unique_state import places_of
+    from quire.structured.unique_tracker import UniqueTracker
+
+    place, tracked = places_of(plan)
+    for items in tracked:
+        if not items.has_enough():
+            raise MatcherError(
+                f"an array with uniqueItems needs {items.min_items} items (minItems), and so many "
+                "distinct ones are not known to exist"
+            )
+    return UniqueTracker(place, vocabulary.index())
 
 
 def _try_out(root: Matcher) -> None:
