@@ -139,21 +139,32 @@ class Items:
     def __init__(self, schema: Mapping[str, Any], *, min_items: int) -> None:
         self.min_items = min_items
         self.is_free_string, self._is_free_number, self._is_free_integer = _free_types(schema)
-        self.is_endless = self.is_free_string or self._is_free_number or self._is_free_integer
+        self._is_unbounded = any(_free_types(schema))
+        self._num_known = _num_known(schema)
         self._grammar = _ItemGrammar(schema)
 
     def is_open(self, start: bytes, used: Used) -> bool:
         """Return whether an item that is not used begins with `start`, which some item does."""
-        if not used.keys or self._is_free(start):
+        if not used.keys or self._is_free(start, used):
             return True
         known = used.known.get(start)
         if known is None:
             known = used.known[start] = self._search(start, used)
         return known
 
+    def has_more_than(self, num: int) -> bool:
+        """Return whether there are more distinct items for certain, by the schema's keywords."""
+        return self._is_unbounded or self._num_known > num
+
+    def takes_digits(self, start: bytes) -> bool:
+        """Return whether any digits but zeros first, after `start`, begin an unused number."""
+        return self._is_free_number or (
+            self._is_free_integer and _INTEGER.fullmatch(start) is not None
+        )
+
     def has_enough(self) -> bool:
         """Return whether arrays can have `min_items` distinct items."""
-        if self.is_endless or self.min_items <= 1:
+        if self.min_items <= 1 or self.has_more_than(self.min_items):
             return True
         return self.min_items <= MAX_COUNTED and any(map(self._has_within, _LENGTHS))
 
@@ -173,17 +184,13 @@ class Items:
                 waiting += [at + bytes([byte]) for byte in reversed(following)]
         return False
 
-    def _is_free(self, start: bytes) -> bool:
-        """Return whether the beginning can be extended without end, each time to another value."""
+    def _is_free(self, start: bytes, used: Used) -> bool:
+        """Return whether more items than are used begin so, by the schema's keywords."""
         if not start:
-            return self.is_endless
+            return self.has_more_than(len(used.keys))
         if start[0] == _QUOTE:
             return self.is_free_string
-        if start[0] not in _NUMBER_STARTS:
-            return False
-        return self._is_free_number or (
-            self._is_free_integer and _INTEGER.fullmatch(start) is not None
-        )
+        return start[0] in _NUMBER_STARTS and self.takes_digits(start)
 
     def _search(self, start: bytes, used: Used) -> bool:
         if not start:
@@ -252,6 +259,22 @@ def _free_types(schema: Mapping[str, Any]) -> tuple[bool, bool, bool]:
         free[1] |= is_free_number and all("number" in some for some in types)
         free[2] |= is_free_number and all(some & {"integer", "number"} for some in types)
     return free[0], free[1], free[2]
+
+
+def _num_known(schema: Mapping[str, Any]) -> int:
+    """Return a number of distinct items that exist at least: of integers within bounds, and of
+    strings of letters and digits with a maximum length."""
+    num = 0
+    for choice in schema.get("anyOf", [schema]):
+        if len(choice["allOf"]) != 1:
+            continue
+        [part] = choice["allOf"]
+        low, high = part.get("minimum"), part.get("maximum")
+        if part.keys() == {"type", "maxLength"} and "string" in part["type"]:
+            num = max(num, 62 ** min(int(part["maxLength"]), 3))
+        if part.keys() == {"type", "minimum", "maximum"} and part["type"] in ("integer", "number"):
+            num = max(num, int(high) - int(low) - 1)  # without the bounds, which may be fractions
+    return num
 
 
 class _ItemGrammar:

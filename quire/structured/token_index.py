@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
 _ENTERS = re.compile(rb"\[.*,", re.DOTALL)
+_DIGITS = re.compile(rb"[1-9][0-9]*")
 _ENDS_ONLY = re.compile(rb'"[ \t\r\n,\]}]*\Z')
 
 
@@ -37,6 +38,7 @@ class TokenIndex:
         self.commas = self._where(lambda token: b"," in token)
         self.ends_and_commas = self._where(lambda token: b'"' in token and b"," in token)
         self.begins_next = self._where(_begins_next)
+        self.digits = self._where(lambda token: _DIGITS.fullmatch(token) is not None)
         self.escapes = self._where(lambda token: b"\\" in token)
 
     def _where(self, holds: Callable[[bytes], bool]) -> Ids:

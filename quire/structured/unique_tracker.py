@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quire.structured.item_values import settled
-from quire.structured.token_index import TokenIndex
+from quire.structured.matcher import Words, without
+from quire.structured.token_index import Ids, TokenIndex
 from quire.structured.unique_state import Mode, Place, Position, beginning
-
-Words = NDArray[np.uint32]
-_Ids = NDArray[np.int64]
 
 
 class UniqueTracker:
@@ -49,14 +46,12 @@ class UniqueTracker:
     def without_repeats(self, mask: Words) -> Words:
         """Return a mask without the tokens that repeat an item or leave none that differs."""
         position = self._positions[-1]
-        fewer: Words | None = None
+        repeats: list[int] = []
         for id_ in self._candidates(position, mask):
             after = position.after(self._index.bytes[id_])
             if after is None or not after.is_open:
-                if fewer is None:
-                    fewer = mask.copy()
-                fewer[id_ // 32] &= np.uint32(~(1 << (id_ % 32)) & 0xFFFFFFFF)
-        return mask if fewer is None else fewer
+                repeats.append(id_)
+        return without(mask, repeats) if repeats else mask
 
     def _candidates(self, position: Position, mask: Words) -> Iterable[int]:
         """Return the tokens of a mask among which are all that repeat an item or leave none."""
@@ -66,9 +61,10 @@ class UniqueTracker:
         if not used.keys:
             return _allowed(mask, index.commas)
         if position.mode is not Mode.STRING:
-            return _all(mask)
+            return _all(without(mask, index.digits) if items.takes_digits(position.text) else mask)
         begun, partial = settled(position.text[1:])
-        nexts = _allowed(mask, index.begins_next if items.is_endless else index.ends_and_commas)
+        is_ample = items.has_more_than(len(used.keys) + 1)
+        nexts = _allowed(mask, index.begins_next if is_ample else index.ends_and_commas)
         if not used.has_beginning(begun):
             return nexts
         if partial:
@@ -83,7 +79,7 @@ class UniqueTracker:
         return _allowed(mask, np.array(sorted(found), np.int64))
 
 
-def _allowed(mask: Words, ids: _Ids) -> list[int]:
+def _allowed(mask: Words, ids: Ids) -> list[int]:
     """Return those of some ids that a mask allows."""
     bits = mask[ids // 32] >> (ids % 32).astype(np.uint32) & np.uint32(1)
     allowed: list[int] = ids[bits != 0].tolist()
