@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from quire.api.http import json_bounds
 from quire.api.http import request_io as body
 from quire.api.http.json_bounds import excess
 from quire.api.http.request_io import parse
