@@ -1,4 +1,4 @@
-"""Find the arrays of a schema whose items must be distinct, for tracking them during generation.
+"""Find the arrays of a schema that must have distinct items, to track them during generation.
 
     planned(schema)     # (the schema without uniqueItems, {"places": [...], "items": [...]})
 
@@ -243,7 +243,7 @@ class _Planner:
 
     def _alternatives(self, schemas: Sequence[Any], at: Any) -> list[Flat]:
         """Return the alternatives of values that satisfy all these schemas, without combinations:
-        each a tuple of schemas whose own keywords apply together."""
+        each a tuple of schemas, of which only the own keywords apply, all together."""
         flats: list[Flat] = [()]
         for schema in schemas:
             more = self._expanded(schema, at, 0)
