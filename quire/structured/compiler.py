@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, Any
 from quire._native import give_back_freed_memory
 from quire.base.errors import InvalidParameter, QuireError, WorkerError
 from quire.base.grammar import Grammar
+from quire.structured.limits import parser_limits
 from quire.structured.matcher import Matcher, MatcherError
 from quire.structured.trial import Trial, needs_trial, too_slow
 from quire.structured.vocabulary import LoadedVocabulary, Vocabulary
 
 if TYPE_CHECKING:
-    from llguidance import LLParserLimits
-
     from quire.structured.unique_tracker import UniqueTracker
 
 # Cached grammars, compiled or failed, and their total memory: within the reserve that the memory
@@ -46,14 +45,6 @@ MAX_RECOMPILE_MS = 250.0
 _IDLE_S = 60.0
 # Milliseconds a compilation may take.
 MAX_COMPILE_MS = 10_000.0
-# llguidance's limits, in its units: work to build a lexer and for one mask, states, symbols.
-_INITIAL_FUEL = 1_000_000
-_STEP_FUEL = 200_000
-_STEP_ITEMS = 50_000
-_LEXER_STATES = 50_000
-_GRAMMAR_SYMBOLS = 500_000
-# Items of a parser row: two for each choice, four for each property, and a margin.
-_ROW_ITEMS = 6_500
 
 
 @dataclass(slots=True, eq=False)
@@ -306,7 +297,7 @@ def compiled(grammar: Grammar, vocabulary: LoadedVocabulary, source: str = "") -
 
     try:
         source = source or llguidance_grammar(grammar, vocabulary.special_names)
-        matcher = LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=_limits())
+        matcher = LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=parser_limits())
     except ValueError as error:  # for example integer overflow
         raise rejection(grammar, str(error)) from None
     if matcher.is_error():
@@ -330,6 +321,7 @@ def _tracker(plan: Mapping[str, Any], vocabulary: LoadedVocabulary) -> UniqueTra
 
     place, tracked = places_of(plan)
     for items in tracked:
+        items.is_item(b"")  # fails now, if at all
         if not items.has_enough():
             raise MatcherError(
                 f"an array with uniqueItems needs {items.min_items} items (minItems), and so many "
@@ -348,20 +340,6 @@ def _try_out(root: Matcher) -> None:
         trial.take([first])
         if not trial.is_complete:
             trial.mask()
-
-
-def _limits() -> LLParserLimits:
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(
-        initial_lexer_fuel=_INITIAL_FUEL,
-        step_lexer_fuel=_STEP_FUEL,
-        step_max_items=_STEP_ITEMS,
-        max_lexer_states=_LEXER_STATES,
-        max_grammar_size=_GRAMMAR_SYMBOLS,
-        max_items_in_row=_ROW_ITEMS,
-        verbose_errors=False,
-    )
 
 
 def _named(error: QuireError | None, grammar: Grammar) -> QuireError | None:

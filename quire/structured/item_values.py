@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from quire.structured.limits import parser_limits
+from quire.structured.matcher import MatcherError
 from quire.structured.vocabulary import byte_vocabulary
 
 if TYPE_CHECKING:
@@ -151,6 +153,10 @@ class Items:
         if known is None:
             known = used.known[start] = self._search(start, used)
         return known
+
+    def is_item(self, text: bytes) -> bool:
+        """Return whether a text is an item. Raises MatcherError if the items have no grammar."""
+        return self._grammar.after(text)[1]
 
     def has_more_than(self, num: int) -> bool:
         """Return whether there are more distinct items for certain, by the schema's keywords."""
@@ -301,7 +307,7 @@ class _ItemGrammar:
     def _computed(self, start: bytes) -> tuple[bytes, bool]:
         try:
             return self._asked(start)
-        except _Failed:
+        except MatcherError:
             self._root = self._cursor = None  # errors of a lexer are permanent
             return self._asked(start)
 
@@ -316,7 +322,7 @@ class _ItemGrammar:
         for byte in start[same:]:
             self._mask()  # renews the lexer's budget
             if not self._cursor.consume_token(byte):
-                raise _Failed
+                raise _failed(self._cursor)
             self._at += bytes([byte])
         if self._cursor.is_stopped():
             return b"", True
@@ -329,7 +335,7 @@ class _ItemGrammar:
         if not self._cursor.is_stopped():
             self._cursor.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
             if self._cursor.is_error():
-                raise _Failed
+                raise _failed(self._cursor)
         return words
 
     def _fresh(self) -> LLMatcher:
@@ -339,11 +345,13 @@ class _ItemGrammar:
             source = LLMatcher.grammar_from_json_schema(
                 dict(self._schema), overrides={"lenient": False, "coerce_one_of": False}
             )
-            self._root = LLMatcher(byte_vocabulary().tokenizer, source, log_level=0)
+            self._root = LLMatcher(
+                byte_vocabulary().tokenizer, source, log_level=0, limits=parser_limits()
+            )
             if self._root.is_error():
-                raise ValueError(self._root.get_error())
+                raise _failed(self._root)
         return self._root.deep_copy()
 
 
-class _Failed(Exception):
-    """The grammar's matcher failed."""
+def _failed(matcher: LLMatcher) -> MatcherError:
+    return MatcherError(f"the items of an array with uniqueItems: {matcher.get_error()[:200]}")

@@ -21,6 +21,8 @@ from quire.structured.evaluate import Undecided, resolved
 
 MAX_ALTERNATIVES = 64  # of one position
 MAX_PLACES = 2_000
+MAX_ITEMS = 32  # different ones, each a grammar
+MAX_LOOKS = 50_000  # at schemas
 MAX_DEPTH = 64  # references and combinations around one position
 _COMBINATIONS = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
 _DEFINITIONS = frozenset({"$defs", "definitions"})
@@ -135,6 +137,7 @@ class _Planner:
         self._waiting: list[tuple[int, list[Flat]]] = []
         self._places: list[dict[str, Any]] = []
         self._items: list[dict[str, Any]] = []
+        self._looks = 0
 
     def plan(self) -> dict[str, Any]:
         """Return the plan; the place of the whole document is the first."""
@@ -221,6 +224,8 @@ class _Planner:
         entry = {"schema": json.loads(text), "min_items": num}
         if entry not in self._items:
             self._items.append(entry)
+        if len(self._items) > MAX_ITEMS:
+            raise NotTrackable(at, f"the schema has more than {MAX_ITEMS} different kinds of items")
         return self._items.index(entry)
 
     def _scalar_items(self, flat: Flat, at: Mapping[str, Any]) -> dict[str, Any]:
@@ -253,6 +258,9 @@ class _Planner:
         return _distinct(flats)
 
     def _expanded(self, schema: Any, at: Any, depth: int) -> list[Flat]:
+        self._looks += 1
+        if self._looks > MAX_LOOKS:
+            raise NotTrackable(at, "the schema has too many alternatives to follow")
         if schema is False:
             return []
         if not isinstance(schema, Mapping):

@@ -407,6 +407,25 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {**ARRAY, "prefixItems": [{"type": "string"}, {"type": "string"}]},
         "schemas of their own",
     ),
+    "too many kinds of items": (
+        {
+            "type": "object",
+            "properties": {
+                f"p{n}": {**ARRAY, "items": {"type": "string", "maxLength": n + 9}}
+                for n in range(33)
+            },
+        },
+        "more than 32 different kinds",
+    ),
+    "too many alternatives": (
+        {
+            "allOf": [
+                {"anyOf": [{"properties": {f"p{n}": STRINGS}}, {"required": [f"r{n}"]}]}
+                for n in range(7)
+            ]
+        },
+        "more than 64 alternatives",
+    ),
     "too few items": (
         {**ARRAY, "items": {"type": "string", "pattern": "^[a-c]$"}, "minItems": 4},
         "needs 4 items",
