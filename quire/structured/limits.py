@@ -1,4 +1,8 @@
-"""llguidance's limits for one grammar, which bound its time and memory."""
+"""llguidance's limits for one grammar, which bound its time and memory.
+
+For the grammars of answers (compiler.py) and of single items (item_values.py). Invariant: both
+fail at the same limits.
+"""
 
 from __future__ import annotations
 

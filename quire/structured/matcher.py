@@ -7,7 +7,7 @@ grammar and the tokens taken; a failed matcher raises each time it is used.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,6 @@ from quire.structured.vocabulary import LoadedVocabulary
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
-
-    from quire.structured.unique_tracker import UniqueTracker
 
 Words = NDArray[np.uint32]
 # Most forced tokens returned at once: a step computes no more for one row.
@@ -32,6 +30,18 @@ class DeadEnd(MatcherError):
     """The tokens taken so far are no prefix of an answer."""
 
 
+class Tracker(Protocol):
+    """Follows an answer beside llguidance; quire.structured.unique_tracker.UniqueTracker is one."""
+
+    def copy(self) -> Tracker: ...
+
+    def take(self, token_ids: Sequence[int]) -> bool: ...
+
+    def go_back(self, num_tokens: int) -> None: ...
+
+    def without_repeats(self, mask: Words) -> Words: ...
+
+
 class Matcher:
     """`take` advances by tokens; `mask` and `forced` return what may or must follow.
 
@@ -42,7 +52,7 @@ class Matcher:
         self,
         matcher: LLMatcher,
         vocabulary: LoadedVocabulary,
-        tracker: UniqueTracker | None = None,
+        tracker: Tracker | None = None,
     ) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary

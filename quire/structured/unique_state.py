@@ -101,11 +101,11 @@ class Position:
         items = self.items
         return items is None or not self.text or items.is_open(self.text, self.used)
 
-    def after(self, data: bytes) -> Position | None:
+    def after(self, raw: bytes) -> Position | None:
         """Return the position after more bytes; None if an item is repeated, or a comma demands
         another item where all are used."""
         reader = _Reader(self)
-        return reader.position() if reader.read(data) else None
+        return reader.position() if reader.read(raw) else None
 
 
 def beginning(place: Place) -> Position:
@@ -125,41 +125,41 @@ class _Reader:
     def position(self) -> Position:
         return Position(self.mode, self.level, self.place, self.text, self.is_escaped)
 
-    def read(self, data: bytes) -> bool:
+    def read(self, raw: bytes) -> bool:
         """Return whether the items of all arrays are distinct, and can stay so."""
         at = 0
-        while at < len(data):
+        while at < len(raw):
             if self.mode is Mode.STRING or self.mode is Mode.NAME:
-                at, is_distinct = self._string(data, at)
+                at, is_distinct = self._string(raw, at)
             elif self.mode is Mode.SCALAR:
-                at, is_distinct = self._scalar(data, at)
+                at, is_distinct = self._scalar(raw, at)
             else:
-                is_distinct = data[at] in _SPACE or self._mark(data[at])
+                is_distinct = raw[at] in _SPACE or self._mark(raw[at])
                 at += 1
             if not is_distinct:
                 return False
         return True
 
-    def _string(self, data: bytes, at: int) -> tuple[int, bool]:
+    def _string(self, raw: bytes, at: int) -> tuple[int, bool]:
         """Read a string or a name up to its end."""
         begin = at
         if self.is_escaped:
             self.is_escaped, at = False, at + 1
-        while (stop := _STRING_STOP.search(data, at)) is not None:
+        while (stop := _STRING_STOP.search(raw, at)) is not None:
             at = stop.end()
-            if data[at - 1] == _QUOTE:
-                self._keep(data[begin:at])
+            if raw[at - 1] == _QUOTE:
+                self._keep(raw[begin:at])
                 return at, self._end_name() if self.mode is Mode.NAME else self._end_item()
-            if at == len(data):
+            if at == len(raw):
                 self.is_escaped = True
             at += 1
-        self._keep(data[begin:])
-        return len(data), True
+        self._keep(raw[begin:])
+        return len(raw), True
 
-    def _scalar(self, data: bytes, at: int) -> tuple[int, bool]:
-        stop = _SCALAR_STOP.search(data, at)
-        end = len(data) if stop is None else stop.start()
-        self._keep(data[at:end])
+    def _scalar(self, raw: bytes, at: int) -> tuple[int, bool]:
+        stop = _SCALAR_STOP.search(raw, at)
+        end = len(raw) if stop is None else stop.start()
+        self._keep(raw[at:end])
         return end, stop is None or self._end_item()
 
     def _keep(self, text: bytes) -> None:
