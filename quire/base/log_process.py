@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from quire.base import log as log_module
 from quire.base.log import USUAL_LEVEL, Log
-from quire.base.log_sink import LineWriter
+from quire.base.log_sink import LineWriter, without_blocking_others
 
 # So long a process that ends waits for lines without a reader.
 _FLUSH_S = 0.5
@@ -45,7 +45,7 @@ def start_logging(component: str, settings: LogSettings) -> None:
         return
     log = Log(component)
     writer = LineWriter(
-        original.fileno(),
+        without_blocking_others(original.fileno()),
         lambda count: log.line("warning", "log lines were dropped", {"count": count}),
     )
     log_module.process_writer = writer

@@ -74,6 +74,28 @@ def can_write(fd: int) -> bool:
     return bool(poll.poll(0))
 
 
+def without_blocking_others(fd: int) -> int:
+    """Return a descriptor for a LineWriter to the same place, and make writes to `fd` itself fail
+    where they would block, if it is a pipe.
+
+    Native code and libraries write to standard error directly; one that holds the interpreter lock
+    would stop the process until the pipe is read. The pipe is opened anew for both, so that other
+    processes that share it still block. Returns `fd` unchanged where that is not possible.
+    """
+    try:
+        if not stat.S_ISFIFO(os.fstat(fd).st_mode):
+            return fd
+        flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        own = os.open(f"/proc/self/fd/{fd}", flags)  # fails if there is no reader
+        direct = os.open(f"/proc/self/fd/{fd}", flags)
+    except OSError:
+        return fd
+    os.set_blocking(own, True)
+    os.dup2(direct, fd)
+    os.close(direct)
+    return own
+
+
 def _may_block(fd: int) -> bool:
     try:
         mode = os.fstat(fd).st_mode

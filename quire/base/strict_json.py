@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from typing import Any
 
+from quire.base.json_strings import Unescaped, has_many_escapes
 from quire.base.show import show
 
 MAX_DIGITS = 40
@@ -21,22 +22,30 @@ _TOO_DEEP = f"it is nested too deeply (more than {MAX_DEPTH} levels)"
 def parse_object(raw: bytes, *, limit_bytes: int, yields: bool = False) -> dict[str, Any]:
     """Return the JSON object in `raw` (UTF-8). Raises ValueError saying what is wrong with it.
 
-    yields: let other threads run between numbers, at some cost for each.
+    yields: let other threads run between numbers, and between pieces of strings with escapes, at
+    some cost for each.
     """
     if len(raw) > limit_bytes:
         raise ValueError(f"it has {len(raw)} bytes; at most {limit_bytes} are allowed")
+    strings = Unescaped(raw) if yields and has_many_escapes(raw) else None
     try:
-        text = raw.decode("utf-8")
+        text = (raw if strings is None else strings.text).decode("utf-8")
         if text.startswith("\ufeff"):
             raise ValueError("it is not JSON: it begins with a byte order mark; leave that out")
         document = (_YIELDING_DECODER if yields else _DECODER).decode(text)
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8 (byte {error.start})") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"it is not JSON: {error}") from error
+        raise ValueError(f"it is not JSON: {error if strings is None else error.msg}") from error
     except RecursionError as error:
         raise ValueError(_TOO_DEEP) from error
+    except ValueError as error:
+        raise ValueError(
+            str(error) if strings is None else strings.described(str(error))
+        ) from error
     _check_depth(document)
+    if strings is not None:
+        document = strings.restored(document)
     if not isinstance(document, dict):
         raise ValueError(f"it is {show(document)}; an object is expected")
     return document

@@ -13,19 +13,20 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire._native import give_back_freed_memory
 from quire.base.errors import InvalidParameter, QuireError, WorkerError
 from quire.base.grammar import Grammar
+from quire.structured.limits import parser_limits
 from quire.structured.matcher import Matcher, MatcherError
 from quire.structured.trial import Trial, needs_trial, too_slow
 from quire.structured.vocabulary import LoadedVocabulary, Vocabulary
 
 if TYPE_CHECKING:
-    from llguidance import LLParserLimits
+    from quire.structured.unique_tracker import UniqueTracker
 
 # Cached grammars, compiled or failed, and their total memory: within the reserve that the memory
 # plan leaves, whatever clients send.
@@ -44,14 +45,6 @@ MAX_RECOMPILE_MS = 250.0
 _IDLE_S = 60.0
 # Milliseconds a compilation may take.
 MAX_COMPILE_MS = 10_000.0
-# llguidance's limits, in its units: work to build a lexer and for one mask, states, symbols.
-_INITIAL_FUEL = 1_000_000
-_STEP_FUEL = 200_000
-_STEP_ITEMS = 50_000
-_LEXER_STATES = 50_000
-_GRAMMAR_SYMBOLS = 500_000
-# Items of a parser row: two for each choice, four for each property, and a margin.
-_ROW_ITEMS = 6_500
 
 
 @dataclass(slots=True, eq=False)
@@ -300,24 +293,41 @@ def compiled(grammar: Grammar, vocabulary: LoadedVocabulary, source: str = "") -
     """
     from llguidance import LLMatcher  # imported with the first grammar
 
-    from quire.structured.source import llguidance_grammar, rejection
+    from quire.structured.source import llguidance_grammar, rejection, unique_plan
 
     try:
         source = source or llguidance_grammar(grammar, vocabulary.special_names)
-        matcher = LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=_limits())
+        matcher = LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=parser_limits())
     except ValueError as error:  # for example integer overflow
         raise rejection(grammar, str(error)) from None
     if matcher.is_error():
         raise rejection(grammar, matcher.get_error())
     if matcher.is_stopped():
         raise rejection(grammar, "it allows no text but the empty one")
-    root = Matcher(matcher, vocabulary)
-    root.num_source_chars = len(source)
+    plan = unique_plan(grammar, source)
     try:
+        root = Matcher(matcher, vocabulary, None if plan is None else _tracker(plan, vocabulary))
+        root.num_source_chars = len(source)
         _try_out(root)
     except MatcherError as error:
         raise rejection(grammar, str(error)) from None
     return root
+
+
+def _tracker(plan: Mapping[str, Any], vocabulary: LoadedVocabulary) -> UniqueTracker:
+    """Return what enforces the plan for uniqueItems. Raises MatcherError."""
+    from quire.structured.unique_state import places_of
+    from quire.structured.unique_tracker import UniqueTracker
+
+    place, tracked = places_of(plan)
+    for items in tracked:
+        items.is_item(b"")  # fails now, if at all
+        if not items.has_enough():
+            raise MatcherError(
+                f"an array with uniqueItems needs {items.min_items} items (minItems), and so many "
+                "distinct ones are not known to exist"
+            )
+    return UniqueTracker(place, vocabulary.index())
 
 
 def _try_out(root: Matcher) -> None:
@@ -330,20 +340,6 @@ def _try_out(root: Matcher) -> None:
         trial.take([first])
         if not trial.is_complete:
             trial.mask()
-
-
-def _limits() -> LLParserLimits:
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(
-        initial_lexer_fuel=_INITIAL_FUEL,
-        step_lexer_fuel=_STEP_FUEL,
-        step_max_items=_STEP_ITEMS,
-        max_lexer_states=_LEXER_STATES,
-        max_grammar_size=_GRAMMAR_SYMBOLS,
-        max_items_in_row=_ROW_ITEMS,
-        verbose_errors=False,
-    )
 
 
 def _named(error: QuireError | None, grammar: Grammar) -> QuireError | None:

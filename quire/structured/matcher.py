@@ -7,7 +7,7 @@ grammar and the tokens taken; a failed matcher raises each time it is used.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,12 +30,33 @@ class DeadEnd(MatcherError):
     """The tokens taken so far are no prefix of an answer."""
 
 
-class Matcher:
-    """`take` advances by tokens; `mask` and `forced` return what may or must follow."""
+class Tracker(Protocol):
+    """Follows an answer beside llguidance; quire.structured.unique_tracker.UniqueTracker is one."""
 
-    def __init__(self, matcher: LLMatcher, vocabulary: LoadedVocabulary) -> None:
+    def copy(self) -> Tracker: ...
+
+    def take(self, token_ids: Sequence[int]) -> bool: ...
+
+    def go_back(self, num_tokens: int) -> None: ...
+
+    def without_repeats(self, mask: Words) -> Words: ...
+
+
+class Matcher:
+    """`take` advances by tokens; `mask` and `forced` return what may or must follow.
+
+    tracker: of a schema with arrays of distinct items; llguidance does not know these.
+    """
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        vocabulary: LoadedVocabulary,
+        tracker: Tracker | None = None,
+    ) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
+        self._tracker = tracker
         self._mask: Words | None = None  # of the tokens taken so far, where it is known
         self._root: Matcher | None = None  # what this is a copy of; None: a compiled grammar
         # Of a compiled grammar: how long it took, and llguidance's grammar: its text where a trial
@@ -47,7 +68,8 @@ class Matcher:
     def copy(self) -> Matcher:
         """Return an independent copy. It shares llguidance's lexer with the original, so an error
         of the lexer fails both."""
-        twin = Matcher(self._matcher.deep_copy(), self._vocabulary)
+        tracker = None if self._tracker is None else self._tracker.copy()
+        twin = Matcher(self._matcher.deep_copy(), self._vocabulary, tracker)
         twin._mask = self._mask
         twin._root = self.root
         return twin
@@ -62,6 +84,8 @@ class Matcher:
         self._mask = None
         if not self._matcher.consume_tokens(list(token_ids)):
             raise MatcherError(f"the grammar does not allow the tokens chosen: {self._why()}")
+        if self._tracker is not None and not self._tracker.take(token_ids):
+            raise MatcherError("the tokens chosen repeat an item of an array with uniqueItems")
 
     def replay(self, token_ids: Sequence[int]) -> None:
         """Advance by tokens that were chosen earlier, on another matcher of the same grammar.
@@ -70,8 +94,7 @@ class Matcher:
         before each token a long replay exhausts the budget of a single step. Raises MatcherError.
         """
         for token_id in token_ids:
-            self._mask = None
-            self.mask()
+            self._grammar_mask()
             self.take([token_id])
 
     def go_back(self, num_tokens: int) -> None:
@@ -79,21 +102,29 @@ class Matcher:
         self._mask = None
         if num_tokens and not self._matcher.rollback(num_tokens):
             raise MatcherError(f"the grammar's state could not be taken back: {self._why()}")
+        if num_tokens and self._tracker is not None:
+            self._tracker.go_back(num_tokens)
 
     def mask(self) -> Words:
         """Return the allowed ids, bit i % 32 of word i // 32; end tokens if the answer is
         complete. Read-only. Raises DeadEnd if there are none, MatcherError if it failed."""
         if self._mask is None:
-            words = np.zeros(self._vocabulary.mask_words, np.uint32)
-            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-            if self._matcher.is_error():
-                raise MatcherError(f"the grammar's matcher failed: {self._why()}")
-            words = words[: self._vocabulary.num_words]
+            words = self._grammar_mask()
+            if self._tracker is not None:
+                words = self._tracker.without_repeats(words)
             if not words.any():
                 raise DeadEnd("the grammar leaves no token to go on with, and no end")
             words.setflags(write=False)
             self._mask = words
         return self._mask
+
+    def _grammar_mask(self) -> Words:
+        """Compute the ids that llguidance allows. Raises MatcherError if it failed."""
+        words = np.zeros(self._vocabulary.mask_words, np.uint32)
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self._matcher.is_error():
+            raise MatcherError(f"the grammar's matcher failed: {self._why()}")
+        return words[: self._vocabulary.num_words]
 
     def no_mask(self) -> Words:
         """Return a mask that allows nothing."""
@@ -163,9 +194,8 @@ def only_id(mask: Words) -> int | None:
     return int(words[0]) * 32 + bits.bit_length() - 1
 
 
-def without(mask: Words, token_ids: Sequence[int]) -> Words:
+def without(mask: Words, token_ids: Sequence[int] | NDArray[np.int64]) -> Words:
     """Return a copy of a mask without these ids."""
-    fewer = mask.copy()
-    for id_ in token_ids:
-        fewer[id_ // 32] &= np.uint32(~(1 << (id_ % 32)) & 0xFFFFFFFF)
+    fewer, ids = mask.copy(), np.asarray(token_ids, np.int64)
+    np.bitwise_and.at(fewer, ids // 32, ~(np.uint32(1) << (ids % 32).astype(np.uint32)))
     return fewer

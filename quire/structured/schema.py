@@ -8,11 +8,12 @@ exactly the same values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from quire.structured.disjoint import TYPES, Disjoint, finite_values, seen, types_of
+from quire.structured.disjoint import Disjoint, finite_values, seen, types_of
 from quire.structured.evaluate import Evaluator, Undecided, equal
+from quire.structured.negation import negation
 from quire.structured.unique_items import is_always_unique, unique_arrays
 
 Schema = dict[str, Any]
@@ -209,7 +210,7 @@ class _Rewriter:
     def _without_not(self, schema: Schema) -> Schema:
         if "not" not in schema:
             return schema
-        negated = negation(schema["not"])
+        negated = negation(self._target(schema["not"]))
         if negated is None:
             return schema
         rest = {name: value for name, value in schema.items() if name != "not"}
@@ -238,7 +239,7 @@ class _Rewriter:
                     overlaps[at].append(place)
                     overlaps[place].append(at)
         if any(overlaps):
-            negated = {at: negation(choices[at]) for at in {at for row in overlaps for at in row}}
+            negated = {at: negation(self._target(choices[at])) for row in overlaps for at in row}
             if len(negated) > MAX_NEGATED_CHOICES or None in negated.values():
                 return schema
             choices = [
@@ -246,6 +247,11 @@ class _Rewriter:
                 for choice, row in zip(choices, overlaps, strict=True)
             ]
         return self._with_choices(schema, choices)
+
+    def _target(self, schema: Any) -> Any:
+        """Resolve a schema that is only a reference."""
+        is_reference = isinstance(schema, Mapping) and schema.keys() == {"$ref"}
+        return seen(self._root, schema) if is_reference else schema
 
     def _with_choices(self, schema: Schema, choices: list[Any]) -> Schema:
         rest = {name: value for name, value in schema.items() if name != "oneOf"}
@@ -269,106 +275,6 @@ class _Rewriter:
         self._num_arrays_left -= len(arrays)
         kept: Schema = {name: rest[name] for name in ("$defs", "definitions") if name in rest}
         return {**kept, "enum": arrays}
-
-
-def negation(schema: Any) -> Any:
-    """Return a schema for the values this one forbids; None if it is not a simple one."""
-    if isinstance(schema, bool):
-        return not schema
-    if not isinstance(schema, dict):
-        return None
-    said = {name: value for name, value in schema.items() if name not in _NOTES}
-    if not said:
-        return False
-    parts = [_negated(name, value) for name, value in said.items()]
-    if len(parts) > 1 and not _APART.issuperset(said):
-        return None  # keywords that depend on each other
-    if any(part is None for part in parts):
-        return None
-    return parts[0] if len(parts) == 1 else {"anyOf": parts}
-
-
-def _negated(keyword: str, value: Any) -> Any:
-    rule = _NEGATIONS.get(keyword)
-    return None if rule is None else rule(value)
-
-
-def _not_types(value: Any) -> Any:
-    types = {value} if isinstance(value, str) else set(value) if isinstance(value, list) else None
-    if types is None or "integer" in types - ({"integer"} if "number" in types else set()):
-        return None  # no type names the numbers that are not integers
-    rest = [name for name in TYPES if name not in types]
-    return {"type": rest} if rest else False
-
-
-def _not_required(value: Any) -> Any:
-    if not isinstance(value, list):
-        return None
-    lacks = [{"type": "object", "properties": {name: False}} for name in value]
-    return _either(lacks)
-
-
-def _not_properties(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return None
-    has = []
-    for name, schema in value.items():
-        other = negation(schema)
-        if other is None:
-            return None
-        if other is not False:
-            has.append({"type": "object", "properties": {name: other}, "required": [name]})
-    return _either(has)
-
-
-def _not_any(value: Any) -> Any:
-    parts = [negation(one) for one in value] if isinstance(value, list) else [None]
-    return None if any(part is None for part in parts) else {"allOf": parts}
-
-
-def _not_all(value: Any) -> Any:
-    parts = [negation(one) for one in value] if isinstance(value, list) else [None]
-    return None if any(part is None for part in parts) else _either(parts)
-
-
-def _beyond(kind: str, keyword: str, step: int) -> Callable[[Any], Any]:
-    """Return the negation of a bound."""
-
-    def negate(value: Any) -> Any:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return None
-        if step and (not isinstance(value, int) or value + step < 0):
-            return False if value == 0 and step < 0 else None
-        return {"type": kind, keyword: value + step}
-
-    return negate
-
-
-_NEGATIONS: Mapping[str, Callable[[Any], Any]] = {
-    "not": lambda value: value,
-    "type": _not_types,
-    "required": _not_required,
-    "properties": _not_properties,
-    "anyOf": _not_any,
-    "allOf": _not_all,
-    "minimum": _beyond("number", "exclusiveMaximum", 0),
-    "maximum": _beyond("number", "exclusiveMinimum", 0),
-    "exclusiveMinimum": _beyond("number", "maximum", 0),
-    "exclusiveMaximum": _beyond("number", "minimum", 0),
-    "minLength": _beyond("string", "maxLength", -1),
-    "maxLength": _beyond("string", "minLength", 1),
-    "minItems": _beyond("array", "maxItems", -1),
-    "maxItems": _beyond("array", "minItems", 1),
-}
-_NOTES = frozenset({"$comment", "comment", "description", "title"})
-# Keywords that do not depend on their siblings.
-_APART = frozenset(_NEGATIONS)
-
-
-def _either(schemas: list[Any]) -> Any:
-    if not schemas:
-        return False
-    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
 def _both(one: Any, other: Any) -> Any:

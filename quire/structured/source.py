@@ -16,6 +16,7 @@ from quire.base.grammar import Grammar, GrammarKind
 from quire.base.show import show
 from quire.structured.gbnf import lark_of
 from quire.structured.schema import each_schema, for_llguidance, path_of
+from quire.structured.unique_plan import NotTrackable, planned
 
 MAX_GBNF_CHARS = 65_536
 _MAX_MESSAGE_CHARS = 400
@@ -24,6 +25,7 @@ _TOO_WIDE = re.compile(r"Current row has (\d+) items; max is (\d+)")
 _IN_SCHEMA = re.compile(
     r"at (\d+)\(\d+\): failed to compile JSON schema: (.*?)(?:\n +\d+ \| .*)?\Z", re.DOTALL
 )
+_PLAN = "x-quire-unique-items"
 _FORMAT = re.compile(r"Unknown format: (.*)")
 
 
@@ -40,7 +42,7 @@ def llguidance_grammar(grammar: Grammar, special_names: frozenset[str]) -> str:
             schema = for_llguidance(json.loads(grammar.text))
             if schema is False:
                 raise rejection(grammar, "Unsatisfiable schema: schema is false")
-            schema = {} if schema is True else schema
+            schema = _with_plan(grammar, {} if schema is True else schema)
             text = LLMatcher.grammar_from_json_schema(schema, overrides=_json_options(grammar))
         case GrammarKind.REGEX:
             text = LLMatcher.grammar_from_regex(grammar.text)
@@ -51,6 +53,34 @@ def llguidance_grammar(grammar: Grammar, special_names: frozenset[str]) -> str:
         case GrammarKind.STRUCTURAL_TAG:
             text = _structural_tag(grammar, special_names)
     return text
+
+
+def unique_plan(grammar: Grammar, source: str) -> dict[str, Any] | None:
+    """Return the plan to enforce uniqueItems (unique_plan.py). source: llguidance's form."""
+    if grammar.kind is not GrammarKind.JSON_SCHEMA or _PLAN not in source:
+        return None
+    plan: dict[str, Any] | None = json.loads(source)["grammars"][0]["json_schema"].get(_PLAN)
+    return plan
+
+
+def _with_plan(grammar: Grammar, schema: Any) -> Any:
+    """Replace uniqueItems by the plan to enforce it, under a keyword that llguidance ignores."""
+    if not isinstance(schema, dict):
+        return schema
+    try:
+        stripped, plan = planned(schema)
+    except NotTrackable as error:
+        paths = [path for path, at in each_schema(schema) if at is error.at]
+        path = f"{paths[0] if paths else '#'}{'/uniqueItems' if 'uniqueItems' in error.at else ''}"
+        raise InvalidParameter(
+            f"{grammar.param}: the schema has uniqueItems (at {path}), which cannot be enforced "
+            f"there: {error}; rewrite the schema without it",
+            param=grammar.param,
+        ) from None
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
+        return schema  # malformed: llguidance explains it
+    rest = {name: value for name, value in stripped.items() if name != _PLAN}
+    return rest if plan is None else {**rest, _PLAN: plan}
 
 
 def rejection(grammar: Grammar, complaint: str) -> InvalidParameter:

@@ -14,26 +14,24 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 from quire.base.grammar import Grammar, GrammarKind
 from quire.structured.compiler import compiled
 from quire.structured.source import llguidance_grammar
 from quire.structured.trial import read_frame, write_frame
-from quire.structured.vocabulary import LoadedVocabulary, Vocabulary
+from quire.structured.vocabulary import byte_vocabulary
 
 _NICE = 10
 _STACK_BYTES = 4 << 20
 # In addition to the memory before the first grammar.
 _MAX_MEMORY_BYTES = 1 << 30
-_END = b"<|end|>"
 
 
 def main() -> None:
     """Compile grammars until the input ends."""
     os.nice(_NICE)
-    _bytes_vocabulary(())  # import before the memory is measured
+    byte_vocabulary(())  # import before the memory is measured
     with open("/proc/self/statm", encoding="ascii") as statm:
         pages = int(statm.read().split()[0])
     limit = pages * resource.getpagesize() + _MAX_MEMORY_BYTES
@@ -56,7 +54,7 @@ def _answer() -> None:
 def _source_of(job: Mapping[str, Any]) -> str:
     """Return llguidance's form of a grammar after compiling it, successfully or not."""
     grammar = Grammar(kind=GrammarKind(job["kind"]), text=job["text"], whitespace=job["whitespace"])
-    vocabulary = _bytes_vocabulary(tuple(job["special_names"]))
+    vocabulary = byte_vocabulary(tuple(job["special_names"]))
     try:
         source = llguidance_grammar(grammar, vocabulary.special_names)
     except Exception:  # noqa: BLE001  the next compilation reports the error
@@ -68,17 +66,3 @@ def _source_of(job: Mapping[str, Any]) -> str:
     except Exception:  # noqa: BLE001  likewise
         pass
     return source
-
-
-@lru_cache(maxsize=1)
-def _bytes_vocabulary(special_names: tuple[str, ...]) -> LoadedVocabulary:
-    plain = [bytes([byte]) for byte in range(256)]
-    special = [*(name.encode() for name in special_names), _END]
-    return LoadedVocabulary(
-        Vocabulary(
-            token_bytes=[*plain, *special],
-            special_ids=frozenset(range(256, 256 + len(special))),
-            eos_ids=(256 + len(special_names),),
-            encode=lambda text: list(text.encode()),
-        )
-    )

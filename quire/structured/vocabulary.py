@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+
+from quire.structured.token_index import TokenIndex
 
 if TYPE_CHECKING:
     import llguidance
+
+_BYTES_END = b"<|end|>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +46,7 @@ class LoadedVocabulary:
     def __init__(self, vocabulary: Vocabulary) -> None:
         import llguidance
 
+        self._vocabulary = vocabulary
         self.num_ids = len(vocabulary.token_bytes)
         self.num_words = vocabulary.num_words
         self.eos_ids = vocabulary.eos_ids
@@ -58,6 +64,30 @@ class LoadedVocabulary:
         )
         # Length of a mask in llguidance.
         self.mask_words = -(-len(tokens) // 32)
+        self._index: TokenIndex | None = None
+
+    def index(self) -> TokenIndex:
+        """Return the tokens by their role in JSON. Two threads may build it at once."""
+        if self._index is None:
+            tokens = self._vocabulary
+            textless = {*tokens.special_ids, *tokens.eos_ids}
+            self._index = TokenIndex(tokens.token_bytes, textless)
+        return self._index
+
+
+@lru_cache(maxsize=2)
+def byte_vocabulary(special_names: tuple[str, ...] = ()) -> LoadedVocabulary:
+    """Return a vocabulary of single bytes, by value, and after them these special tokens."""
+    plain = [bytes([byte]) for byte in range(256)]
+    special = [*(name.encode() for name in special_names), _BYTES_END]
+    return LoadedVocabulary(
+        Vocabulary(
+            token_bytes=[*plain, *special],
+            special_ids=frozenset(range(256, 256 + len(special))),
+            eos_ids=(256 + len(special_names),),
+            encode=lambda text: list(text.encode()),
+        )
+    )
 
 
 class _Encoder:

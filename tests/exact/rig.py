@@ -475,8 +475,9 @@ def differences(model: Model, outcome: Outcome, alone: AloneRuns) -> list[str]:
     for request in outcome.case.requests:
         got, wanted = outcome.streams[request.request_id], alone.of(model, request)
         where = f"{model.name}, case {outcome.case.number}, {request.request_id}"
-        too_few = (got.error or "").startswith(TOO_FEW_SEQUENCES)
-        if too_few and got.error == wanted.error:
+        too_few = (wanted.error or "").startswith(TOO_FEW_SEQUENCES)
+        # A search that is cancelled has no tokens yet; alone it goes on until it fails.
+        if too_few and (got.error == wanted.error or got.finish_reason is FinishReason.ABORT):
             continue
         if got.error is not None or wanted.error is not None:
             lines.append(f"{where}: error {got.error!r}, alone {wanted.error!r}")

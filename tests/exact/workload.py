@@ -38,6 +38,14 @@ GRAMMARS = (
     regex("(ab|cd)*"),
     choice(["yes", "yesterday", "no"]),
     grammar('start: "the list: " item (", " item)*\nitem: /[a-z]{1,3}/ "!"'),
+    json_schema(
+        {
+            "type": "array",
+            "items": {"type": "string", "pattern": "^[a-c]{0,2}$"},
+            "uniqueItems": True,
+            "minItems": 5,
+        }
+    ),
     # A pattern and a length: each word takes much of the lexer's budget.
     json_schema({"type": "string", "maxLength": 700, "pattern": r"^(?:[a-d]+[ .]+){0,149}[a-d]+$"}),
 )

@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import numpy as np
 
+from quire.base.json_strings import slices
+
 # Arrays and objects: a chat of 33,000 messages in three parts each.
 MAX_CONTAINERS = 100_000
 # Strings, keys among them.
 MAX_STRINGS = 300_000
 # Values of any kind: a prompt of a million token ids fits.
 MAX_VALUES = 1_200_000
-_SLICE_BYTES = 64 * 1024
 
 
 def excess(raw: bytes) -> str | None:
     """Return the limit that `raw` exceeds, in words for an error message; None for none."""
-    containers = quotes = commas = position = 0
+    containers = quotes = commas = 0
     in_string = False
-    while position < len(raw):
-        piece = _slice(raw, position)
-        position += len(piece)
+    for piece in slices(raw):
         if b"\\" in piece:
             piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
         codes = np.frombuffer(piece, np.uint8)
@@ -44,12 +43,3 @@ def excess(raw: bytes) -> str | None:
         if commas + containers > MAX_VALUES:
             return f"more than {MAX_VALUES} values"
     return None
-
-
-def _slice(raw: bytes, position: int) -> bytes:
-    """Return the next slice; it does not end between a backslash and what that escapes."""
-    piece = raw[position : position + _SLICE_BYTES]
-    num_backslashes = len(piece) - len(piece.rstrip(b"\\"))
-    if num_backslashes % 2 == 0:
-        return piece
-    return piece[:-1] or raw[position : position + 2]

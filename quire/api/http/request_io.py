@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope
 from quire.api.http.errors import UnsupportedEncoding
 from quire.api.http.json_bounds import excess
 from quire.base.errors import BodyTooLarge, QuireError, RequestError, ShuttingDown, TimedOut
+from quire.base.json_strings import overlapping
 from quire.base.show import show
 from quire.base.strict_json import parse_object
 
@@ -224,7 +225,7 @@ def parse(raw: bytes, *, limit_bytes: int) -> dict[str, Any]:
         body = parse_object(raw, limit_bytes=limit_bytes, yields=True)
     except ValueError as error:
         raise RequestError(f"the request body cannot be used: {error}") from error
-    if _SURROGATE_ESCAPE.search(raw):
+    if any(map(_SURROGATE_ESCAPE.search, overlapping(raw))):
         _check_strings(body)
     return body
 

@@ -95,6 +95,34 @@ def test_a_writer_to_a_full_pipe_drops_counts_and_reports() -> None:
     os.close(write)
 
 
+def test_native_code_that_writes_to_a_full_pipe_holds_up_nothing() -> None:
+    """It holds the interpreter lock, so no other thread could read what the pipe has."""
+    program = START + (
+        "import ctypes, os\n"
+        "libc = ctypes.PyDLL(None)\n"
+        "raw = bytes(65536)\n"
+        "written = [libc.write(2, raw, len(raw)) > 0 for _ in range(40)]\n"
+        "print(written.count(False) >= 20, flush=True)\n"
+        "os._exit(0)\n"
+    )
+    read, write = os.pipe()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            stdout=subprocess.PIPE,
+            stderr=write,
+            cwd=ROOT,
+            timeout=GIVE_UP_S,
+            check=True,
+            text=True,
+        )
+        assert done.stdout == "True\n"
+        assert os.get_blocking(write)  # of this process, which has the same pipe
+    finally:
+        os.close(read)
+        os.close(write)
+
+
 def test_a_file_has_each_line_at_once(tmp_path: Path) -> None:
     with open(tmp_path / "log", "wb") as file:
         writer = LineWriter(file.fileno(), str)

@@ -316,11 +316,6 @@ def test_what_can_be_decided_is_a_grammar(name: str, accepts: Accepts) -> None:
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
-        ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, "(at #/uniqueItems)"),
-        (
-            {"items": {"type": "array", "items": {"enum": list(range(9))}, "uniqueItems": True}},
-            "uniqueItems (at #/items/uniqueItems)",
-        ),
         ({"items": {"oneOf": [{"pattern": "^a"}, {"pattern": "b$"}]}}, "oneOf (at #/items/oneOf)"),
     ],
 )

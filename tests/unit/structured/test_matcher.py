@@ -48,6 +48,11 @@ KINDS: dict[str, tuple[Grammar, list[str], list[str]]] = {
         ['{\n"name": "Ann",\n"age": 3\n}', '{"name":"Ann","age":3}'],
         ['{"name":      "Ann","age":3}'],
     ),
+    "distinct": (
+        json_schema({"type": "array", "items": {"type": "string"}, "uniqueItems": True}),
+        ["[]", '["a", "b", "ab", ""]'],
+        ['["a", "a"]', '["b", "a", "b"]', '["", ""]', "[1]"],
+    ),
     "object": (json_object(), ["{}", '{"a": [1, {"b": null}]}'], ["[]", "1", '"a"']),
     "regex": (regex("[0-9]{3}-[a-z]+"), ["123-abc"], ["12-abc", "123-", "x123-a"]),
     "choice": (choice(["yes", "yes please", 'a "no"\n']), ["yes", 'a "no"\n'], ["yes ", "no"]),

@@ -12,6 +12,7 @@ from quire.api.http import json_bounds
 from quire.api.http import request_io as body
 from quire.api.http.json_bounds import excess
 from quire.api.http.request_io import parse
+from quire.base import json_strings
 from quire.base.errors import RequestError
 
 LIMIT = 1 << 24
@@ -77,7 +78,7 @@ def drawn_text(random_: random.Random) -> str:
 def test_exactly_what_stands_outside_of_strings_is_counted(
     monkeypatch: pytest.MonkeyPatch, slice_bytes: int
 ) -> None:
-    monkeypatch.setattr(json_bounds, "_SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr(json_strings, "SLICE_BYTES", slice_bytes)
     names = ("MAX_CONTAINERS", "MAX_STRINGS", "MAX_VALUES")
     for seed in range(60):
         document = [drawn(random.Random(seed), 5)]
