@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.records import NO_FLOATS, NO_INTS, StepPlan
-from quire.program.batch import CacheRows, ForwardBatch
+from quire.program.batch import NO_SLOTS, CacheRows, ForwardBatch
 from quire.runner.grammar_rows import NO_MASK, Masks
+from quire.runner.sampled_rows import SampledRows
 from quire.runner.slot_tables import SlotTables
 from quire.sampling.batch import SampleBatch, ragged
 
@@ -25,14 +26,16 @@ Int32s = NDArray[np.int32]
 Index = NDArray[np.intp]
 
 
-def forward_batch(plan: StepPlan, tables: SlotTables, *, knows_tokens: bool = True) -> ForwardBatch:
+def forward_batch(
+    plan: StepPlan, tables: SlotTables, sampled: SampledRows, *, knows_tokens: bool = True
+) -> ForwardBatch:
     """Return the token rows of `plan` [T], in the order of its rows. The plan has at least one row.
 
     knows_tokens: False if earlier steps are not finished. A token that one of them samples is not
     in the table yet; its row names the slot instead of an id.
     """
-    if (plan.counts == 1).all():
-        batch = _one_token_each(plan, tables)
+    if sampled.is_decode:
+        batch = _decode_batch(plan, tables, sampled.slots)
         return batch if knows_tokens else _with_late_slots(batch, plan.slots, tables)
     block_size = tables.block_size
     num_rows = len(plan.slots)
@@ -54,18 +57,9 @@ def forward_batch(plan: StepPlan, tables: SlotTables, *, knows_tokens: bool = Tr
             CacheRows(kv_slots=kv_slots, block_tables=tables.blocks[plan.slots, :num_columns]),
         ),
         seq_starts=seq_starts,
-        sample_rows=sampled_positions(plan, seq_starts[1:] - np.int32(1)),
+        sample_rows=sampled.token_rows(seq_starts),
     )
     return batch if knows_tokens else _with_late_slots(batch, slots, tables)
-
-
-def sampled_positions(plan: StepPlan, last: Int32s) -> Int32s:
-    """Return an index per sampled position [R], given that of each row's last position [N]."""
-    counts = plan.sample_counts
-    if counts.max(initial=0) <= 1:
-        return last[counts > 0]
-    firsts = last - counts + 1 - (np.cumsum(counts, dtype=np.int32) - counts)
-    return np.repeat(firsts, counts) + np.arange(counts.sum(), dtype=np.int32)
 
 
 def _with_late_slots(batch: ForwardBatch, slots: Int32s, tables: SlotTables) -> ForwardBatch:
@@ -80,24 +74,25 @@ def _with_late_slots(batch: ForwardBatch, slots: Int32s, tables: SlotTables) -> 
     )
 
 
-def _one_token_each(plan: StepPlan, tables: SlotTables) -> ForwardBatch:
-    """As forward_batch does, of rows of one token each: most steps."""
-    slots, positions = plan.slots, plan.starts
+def _decode_batch(plan: StepPlan, tables: SlotTables, slots: Index) -> ForwardBatch:
+    """Return the batch of a plan in which each row computes and samples one position.
+
+    slots: those of the plan, as an index.
+    """
+    positions = plan.starts
     columns, within = np.divmod(positions, np.int32(tables.block_size))
     kv_slots = tables.blocks[slots, columns] * np.int32(tables.block_size) + within
     kv_slots[positions < plan.store_from] = -1
+    num_columns = int(np.maximum.reduce(columns)) + 1
     seq_starts = _counted(len(slots) + 1)
     return ForwardBatch(
         token_ids=tables.tokens.tokens[slots, positions],
         positions=positions,
         rope_positions=positions,
-        caches=(
-            CacheRows(
-                kv_slots=kv_slots, block_tables=tables.blocks[slots, : int(columns.max()) + 1]
-            ),
-        ),
+        caches=(CacheRows(kv_slots=kv_slots, block_tables=tables.blocks[slots, :num_columns]),),
         seq_starts=seq_starts,
-        sample_rows=seq_starts[:-1][plan.sample_counts > 0],
+        sample_rows=seq_starts[:-1],
+        late_slots=NO_SLOTS,
     )
 
 
@@ -110,16 +105,16 @@ def _counted(end: int) -> Int32s:
 
 
 class KeptSampleBatch:
-    """sample_batch, made anew only where rows or what they ask for changed: else the last one
+    """sample_batch, made anew only where rows or their parameters changed: else the last one
     stands, at other positions. Only plain rows are kept: what others carry changes with each token,
-    or is not to outlive its request."""
+    or must not outlive its request."""
 
     def __init__(self, tables: SlotTables) -> None:
         self._tables = tables
         self._last: tuple[int, bytes, SampleBatch] | None = None
 
     def of(
-        self, slots: Int32s, positions: Int32s, masks: Masks, *, is_late: bool = False
+        self, slots: Index, positions: Int32s, masks: Masks, *, is_late: bool = False
     ) -> SampleBatch:
         """See sample_batch."""
         tables, rows = self._tables, slots.tobytes()
@@ -135,20 +130,19 @@ class KeptSampleBatch:
 
 
 def sample_batch(
-    of_slots: Int32s,
+    slots: Index,
     positions: Int32s,
     tables: SlotTables,
     masks: Masks = NO_MASK,
     *,
     is_late: bool = False,
 ) -> SampleBatch:
-    """Return the sampling parameters of slots `of_slots` [R], for tokens at `positions` [R].
+    """Return the sampling parameters of `slots` [R], for tokens at `positions` [R].
 
     masks: grammar masks of these rows. is_late: earlier steps may be in flight, so that the last
     token of a row may be on the device only. Without is_late a token can be missing from the table
     only if its request failed or ended; the result of such a row is discarded.
     """
-    slots = of_slots.astype(np.intp)  # once: as an index it is four times as fast
     banned = (positions < tables.stops_from[slots]).nonzero()[0]
     history_starts, history = _history(slots, positions, tables)
     late_slots = _late(slots, positions, tables) if is_late and len(history) else NO_INTS
@@ -189,7 +183,7 @@ def _num_candidates(slots: Index, tables: SlotTables) -> Int32s:
     return counts if counts.any() else NO_INTS
 
 
-def num_unknown(slots: Int32s | Index, positions: Int32s, tables: SlotTables) -> Int32s:
+def num_unknown(slots: Index, positions: Int32s, tables: SlotTables) -> Int32s:
     """How many tokens before `positions` [R] are not in the table: steps that are not finished have
     chosen them, or will."""
     unknown: Int32s = positions - tables.tokens.lengths[slots]

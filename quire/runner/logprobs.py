@@ -22,6 +22,7 @@ from quire.runner.slot_tables import SlotTables
 from quire.sampling.batch import ragged
 from quire.sampling.scoring import FAILED, ScoreBatch, Scores
 
+Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
 Bools = NDArray[np.bool_]
@@ -80,9 +81,9 @@ def score_prompts(
 
 
 def listed_logprobs(
-    logits: Float32s, slots: Int32s, tables: SlotTables, executor: Executor
+    logits: Float32s, slots: Index, tables: SlotTables, executor: Executor
 ) -> Float32s:
-    """Of the ids that the requests in `slots` list, [R, L]; NaN beyond a row's own."""
+    """Return those of the ids that the requests in `slots` list, [R, L]; NaN beyond a row's own."""
     rows = tables.has_listed[slots].nonzero()[0]
     if not len(rows):
         return np.empty((len(slots), 0), np.float32)

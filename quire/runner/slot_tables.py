@@ -18,6 +18,7 @@ from quire.runner.beam_stops import BeamStops, WatchSource
 from quire.runner.grammar_rows import GrammarRows, MatcherSource
 from quire.runner.rare_params import RareParamsTables
 
+Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
 # The least of a top_p: it keeps the likeliest token alone, as 0 means it.
 SMALLEST_TOP_P = 1e-30
@@ -90,7 +91,7 @@ class SlotTables:
             )
         self.blocks[plan.table_slots, plan.table_columns] = plan.table_blocks
 
-    def append(self, slots: Int32s, positions: Int32s, token_ids: Int32s) -> None:
+    def append(self, slots: Index, positions: Int32s, token_ids: Int32s) -> None:
         """Put tokens at their absolute positions; those of one slot are one run, in order."""
         self.tokens.tokens[slots, positions] = token_ids
         self.tokens.lengths[slots] = np.maximum(self.tokens.lengths[slots], positions + 1)
