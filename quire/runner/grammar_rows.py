@@ -20,7 +20,7 @@ from quire.base.grammar import Grammar
 from quire.base.records import NO_INTS, Admission
 from quire.base.sampling_params import SamplingParams
 from quire.base.token_table import TokenTable
-from quire.sampling.batch import NO_MASKS, Words
+from quire.sampling.parts import NO_MASKS, Words
 from quire.structured.matcher import DeadEnd, Matcher, MatcherError, without
 
 Index = NDArray[np.intp]

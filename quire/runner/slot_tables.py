@@ -63,7 +63,8 @@ class SlotTables:
         self.scores_from = np.full(num_slots, NEVER, np.int32)
         self.num_prompt_logprobs = np.zeros(num_slots, np.int32)
         self.num_scoring = 0  # slots with a scores_from: steps without any do not look
-        # Rows beyond the plain case: they carry history, bias or banned ids.
+        # Rows beyond the plain case: parts of a SampleBatch are made only for these.
+        self.has_truncation = np.zeros(num_slots, np.bool_)
         self.has_penalty = np.zeros(num_slots, np.bool_)
         self.has_bias = np.zeros(num_slots, np.bool_)
         # The first output position at which stop ids may be chosen; 0 where always.
@@ -110,7 +111,8 @@ class SlotTables:
         self.tokens.tokens[slot, :length] = 0
         self.tokens.lengths[slot] = self.tokens.prompt_lengths[slot] = 0
         self.blocks[slot, : -(-length // self.block_size)] = 0
-        self.has_penalty[slot] = self.has_bias[slot] = False
+        self.has_truncation[slot] = self.has_penalty[slot] = self.has_bias[slot] = False
+        self.num_logprobs[slot] = -1
         self.stops_from[slot] = 0
         self.bias_ids[slot], self.bias_values[slot] = NO_INTS, NO_FLOATS
         self.stop_ids[slot] = NO_INTS
@@ -156,6 +158,9 @@ class SlotTables:
         self._score_from(slot, NEVER if admission.scores_from is None else admission.scores_from)
         self.num_prompt_logprobs[slot] = sampling.prompt_logprobs or 0
         self._list(slot, sampling.logprob_token_ids)
+        self.has_truncation[slot] = (
+            sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+        )
         self.has_penalty[slot] = (
             sampling.repetition_penalty != 1.0
             or sampling.presence_penalty != 0.0

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,7 @@ from quire.sampling.batch import TokenChoice
 
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
+_Number = TypeVar("_Number", np.int32, np.float32)
 ROW_FAILED = (
     "there is no token to choose: the row's logits hold NaN or infinity, or what is banned (stop "
     "tokens before min_tokens, bad words, n-grams that came already) and what is allowed leave none"
@@ -192,12 +194,7 @@ def failed_row(plan: StepPlan, message: str) -> Computed:
     num_rows = int(plan.sample_counts.sum())
     return Computed(
         scored=None,
-        choice=TokenChoice(
-            token_ids=np.full(num_rows, -1, np.int32),
-            logprobs=np.full(num_rows, np.nan, np.float32),
-            top_ids=np.empty((num_rows, 0), np.int32),
-            top_logprobs=np.empty((num_rows, 0), np.float32),
-        ),
+        choice=TokenChoice(token_ids=np.full(num_rows, -1, np.int32)),
         listed=no_table(num_rows),
         broken={0: message},
     )
@@ -225,15 +222,39 @@ def joined_rows(plans: Sequence[StepPlan], parts: Sequence[Computed]) -> Compute
 
 
 def joined_choices(parts: Sequence[TokenChoice]) -> TokenChoice:
-    """Slices of the head put together; [R, K] with K the widest slice's. No slices: no rows."""
+    """Return slices of the head put together; [R, K] with K the widest slice's. No slices: no
+    rows."""
+    token_ids = np.concatenate([_none(), *(part.token_ids for part in parts)])
+    mus, candidates = _joined_floats(parts, "mus", 0.0), _joined_candidates(parts)
+    if not any(len(part.logprobs) for part in parts):
+        return TokenChoice(token_ids=token_ids, mus=mus, candidates=candidates)
     return TokenChoice(
-        token_ids=np.concatenate([_none(), *(part.token_ids for part in parts)]),
-        logprobs=np.concatenate([np.empty(0, np.float32), *(part.logprobs for part in parts)]),
-        top_ids=stacked([part.top_ids for part in parts], np.int32(-1)),
-        top_logprobs=stacked([part.top_logprobs for part in parts], np.float32(np.nan)),
-        mus=_joined_mus(parts),
-        candidates=_joined_candidates(parts),
+        token_ids=token_ids,
+        logprobs=_joined_floats(parts, "logprobs", np.nan),
+        top_ids=stacked([_rows(part.top_ids, part) for part in parts], np.int32(-1)),
+        top_logprobs=stacked(
+            [_rows(part.top_logprobs, part) for part in parts], np.float32(np.nan)
+        ),
+        mus=mus,
+        candidates=candidates,
     )
+
+
+def _rows(table: NDArray[_Number], part: TokenChoice) -> NDArray[_Number]:
+    """Return a table that has a row for each token."""
+    return table if len(table) else np.empty((len(part.token_ids), 0), table.dtype)
+
+
+def _joined_floats(parts: Sequence[TokenChoice], name: str, absent: float) -> Float32s:
+    """Return an array of all slices; `absent` for the rows of slices without it."""
+    each = [getattr(part, name) for part in parts]
+    if not any(map(len, each)):
+        return NO_FLOATS
+    filled = [
+        values if len(values) else np.full(len(part.token_ids), absent, np.float32)
+        for values, part in zip(each, parts, strict=True)
+    ]
+    return np.concatenate(filled)
 
 
 def _joined_candidates(parts: Sequence[TokenChoice]) -> Candidates | None:
@@ -245,15 +266,6 @@ def _joined_candidates(parts: Sequence[TokenChoice]) -> Candidates | None:
         ids=stacked([one.ids for one in each], np.int32(-1)),
         scores=stacked([one.scores for one in each], np.float32(np.nan)),
         logprobs=stacked([one.logprobs for one in each], np.float32(np.nan)),
-    )
-
-
-def _joined_mus(parts: Sequence[TokenChoice]) -> Float32s:
-    """Of all rows where a slice has mirostat; slices without it have 0."""
-    if not any(len(part.mus) for part in parts):
-        return NO_FLOATS
-    return np.concatenate(
-        [part.mus if len(part.mus) else np.zeros_like(part.logprobs) for part in parts]
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from quire.sampling.batch import TokenChoice
 Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
+_Number = TypeVar("_Number", np.int32, np.float32, np.bool_)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +98,10 @@ def _complete(rows: Index, runs: TokenRuns) -> Bools:
 def _choice_at(choice: TokenChoice, index: Index) -> TokenChoice:
     return TokenChoice(
         token_ids=choice.token_ids[index],
-        logprobs=choice.logprobs[index],
-        top_ids=choice.top_ids[index],
-        top_logprobs=choice.top_logprobs[index],
-        mus=choice.mus[index] if len(choice.mus) else choice.mus,
+        logprobs=_at(choice.logprobs, index),
+        top_ids=_at(choice.top_ids, index),
+        top_logprobs=_at(choice.top_logprobs, index),
+        mus=_at(choice.mus, index),
         candidates=None if choice.candidates is None else _candidates_at(choice.candidates, index),
     )
 
@@ -109,5 +111,10 @@ def _candidates_at(candidates: Candidates, index: Index) -> Candidates:
         ids=candidates.ids[index],
         scores=candidates.scores[index],
         logprobs=candidates.logprobs[index],
-        ends=candidates.ends[index] if len(candidates.ends) else candidates.ends,
+        ends=_at(candidates.ends, index),
     )
+
+
+def _at(values: NDArray[_Number], index: Index) -> NDArray[_Number]:
+    """Return values[index]; an array that no row has stays empty."""
+    return values[index] if len(values) else values

@@ -219,7 +219,8 @@ class TorchExecutor:
     ) -> Callable[[], TokenChoice]:
         """See AsyncExecutor."""
         check_range("slots", slots, 0, len(self._last))
-        check_range("late_slots", batch.late_slots, -1, len(self._last))
+        if batch.history is not None and batch.history.late_slots is not None:
+            check_range("late_slots", batch.history.late_slots, -1, len(self._last))
         if isinstance(logits, np.ndarray):
             return self._sample_plain_later(logits, batch, slots)
         from quire.execute.gpu.choice import choose_later
