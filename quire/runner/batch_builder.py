@@ -45,7 +45,7 @@ def forward_batch(
     in the table yet; its row names the slot instead of an id.
     """
     if sampled.is_decode:
-        batch = _decode_batch(plan, tables, sampled.slots)
+        batch = _decode_batch(plan, tables, sampled)
         return batch if knows_tokens else _with_late_slots(batch, plan.slots, tables)
     block_size = tables.block_size
     num_rows = len(plan.slots)
@@ -84,22 +84,27 @@ def _with_late_slots(batch: ForwardBatch, slots: Int32s, tables: SlotTables) -> 
     )
 
 
-def _decode_batch(plan: StepPlan, tables: SlotTables, slots: Index) -> ForwardBatch:
+def _decode_batch(plan: StepPlan, tables: SlotTables, sampled: SampledRows) -> ForwardBatch:
     """Return the batch of a plan in which each row computes and samples one position.
 
-    slots: those of the plan, as an index.
+    While one is made, a thread of the same process that streams the last step's tokens waits for
+    the GIL. Nothing here releases it, so that the thread runs beside the model (TokenTable.at).
     """
-    positions = plan.starts
+    slots, positions = sampled.slots, plan.starts
     columns, within = np.divmod(positions, np.int32(tables.block_size))
-    kv_slots = tables.blocks[slots, columns] * np.int32(tables.block_size) + within
+    kv_slots = tables.block_at(slots, columns) * np.int32(tables.block_size) + within
     kv_slots[positions < plan.store_from] = -1
     num_columns = int(np.maximum.reduce(columns)) + 1
+    if sampled.slot_range is not None:
+        block_tables = tables.blocks[sampled.slot_range, :num_columns].copy()
+    else:
+        block_tables = tables.blocks[slots, :num_columns]
     seq_starts = _counted(len(slots) + 1)
     return ForwardBatch(
-        token_ids=tables.tokens.tokens[slots, positions],
+        token_ids=tables.tokens.at(slots, positions),
         positions=positions,
         rope_positions=positions,
-        caches=(CacheRows(kv_slots=kv_slots, block_tables=tables.blocks[slots, :num_columns]),),
+        caches=(CacheRows(kv_slots=kv_slots, block_tables=block_tables),),
         seq_starts=seq_starts,
         sample_rows=seq_starts[:-1],
         late_slots=NO_SLOTS,

@@ -24,8 +24,8 @@ class SampledRows:
 
     rows: their rows in the plan. offsets: the position of the sampled token less the first position
     of its row. tenancy and changes: of the slots and of the tables, when the plan was applied.
-    is_decode: each row of the plan computes one position and samples it. needs_host: a row needs
-    logits or a state on the host.
+    slot_range: the slots, if they follow each other. is_decode: each row of the plan computes one
+    position and samples it. needs_host: a row needs logits or a state on the host.
     """
 
     rows: Index  # [R]
@@ -33,6 +33,7 @@ class SampledRows:
     offsets: Int32s  # [R]
     tenancy: NDArray[np.int64]  # [R]
     changes: int
+    slot_range: slice | None
     is_decode: bool
     has_grammar: bool
     has_penalty: bool
@@ -79,6 +80,7 @@ def sampled_rows(plan: StepPlan, tables: SlotTables) -> SampledRows:
         offsets=offsets.astype(np.int32),
         tenancy=tables.tenancy[slots],
         changes=tables.changes,
+        slot_range=_as_range(slots),
         is_decode=bool((counts == 1).all() and (sample_counts == 1).all()),
         has_grammar=bool(tables.grammars.has[slots].any()),
         has_penalty=bool(tables.has_penalty[slots].any()),
@@ -88,6 +90,12 @@ def sampled_rows(plan: StepPlan, tables: SlotTables) -> SampledRows:
             or tables.num_candidates[slots].any()
         ),
     )
+
+
+def _as_range(slots: Index) -> slice | None:
+    if not len(slots) or (np.diff(slots) != 1).any():
+        return None
+    return slice(int(slots[0]), int(slots[-1]) + 1)
 
 
 class KeptRows:

@@ -47,6 +47,7 @@ class SlotTables:
         self.grammars = GrammarRows(num_slots, self.tokens, matchers, jump_ahead=jump_ahead)
         self.ends = BeamStops(num_slots, self.tokens, self.grammars, watches)
         self.blocks: Int32s = np.zeros((num_slots, -(-max_model_len // block_size)), np.int32)
+        self._flat_blocks = self.blocks.reshape(-1)
         self.temperature = np.zeros(num_slots, np.float32)
         self.top_k = np.zeros(num_slots, np.int32)
         self.top_p = np.ones(num_slots, np.float32)
@@ -90,12 +91,17 @@ class SlotTables:
             self.tokens.tokens[plan.known_slots, self.tokens.lengths[plan.known_slots] - 1] = (
                 plan.known_ids
             )
-        self.blocks[plan.table_slots, plan.table_columns] = plan.table_blocks
+        if len(plan.table_slots):
+            self.blocks[plan.table_slots, plan.table_columns] = plan.table_blocks
 
     def append(self, slots: Index, positions: Int32s, token_ids: Int32s) -> None:
         """Put tokens at their absolute positions; those of one slot are one run, in order."""
-        self.tokens.tokens[slots, positions] = token_ids
-        self.tokens.lengths[slots] = np.maximum(self.tokens.lengths[slots], positions + 1)
+        self.tokens.put(slots, positions, token_ids)
+
+    def block_at(self, slots: Index, columns: Int32s) -> Int32s:
+        """Return entries columns[i] of the block tables of slots[i]; see TokenTable.at."""
+        blocks: Int32s = self._flat_blocks[slots * self.blocks.shape[1] + columns]
+        return blocks
 
     def _retire(self, slot: int) -> None:
         """Keep nothing of a request that is over: what it asked for may be long or secret."""
