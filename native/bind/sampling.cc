@@ -68,7 +68,7 @@ class ChooseParams {
 
   private:
     void find_rare() {
-        const size_t num_common = num_found_;
+        const size_t num_before = num_found_;
         rare_.typical_p = floats("rare_truncation_typical_p");
         rare_.top_n_sigma = floats("rare_truncation_top_n_sigma");
         rare_.epsilon_cutoff = floats("rare_truncation_epsilon_cutoff");
@@ -91,7 +91,7 @@ class ChooseParams {
         rare_.ngram_size = ints("rare_ngram_size");
         rare_.allowed_starts = ints("rare_allowed_starts");
         rare_.allowed_ids = ints("rare_allowed_ids");
-        if (num_found_ > num_common) args_.rare = &rare_;
+        if (num_found_ > num_before) args_.rare = &rare_;
     }
 
     template <class Array>

@@ -327,21 +327,21 @@ def _filtered(
     values: Float32s, order: Int32s, edited: Float32s, batch: SampleBatch, row: int
 ) -> Int32s:
     """What the filters before XTC leave of `order`. edited: the values before the temperature."""
-    largest, common = values[order[0]], batch.truncation
+    largest, truncation = values[order[0]], batch.truncation
     few = None if batch.rare is None else batch.rare.truncation
     if few is not None and few.top_n_sigma[row] > 0:
         drop = rarely.sigma_drop(edited, few.top_n_sigma[row]) / batch.temperature[row]
         order = order[values[order] >= largest - drop]
-    if common is not None and common.min_p[row] >= SMALLEST_MIN_P:
-        floor = largest - minus_log(np.array([common.min_p[row]], np.float32))[0]
+    if truncation is not None and truncation.min_p[row] >= SMALLEST_MIN_P:
+        floor = largest - minus_log(np.array([truncation.min_p[row]], np.float32))[0]
         order = order[values[order] >= floor]
-    if common is not None and common.top_k[row] > 0:
-        order = order[: common.top_k[row]]
+    if truncation is not None and truncation.top_k[row] > 0:
+        order = order[: truncation.top_k[row]]
     if few is not None and few.typical_p[row] < 1.0:
         order = rarely.typical(values, order, few.typical_p[row])
-    if common is not None and common.top_p[row] < 1.0:
+    if truncation is not None and truncation.top_p[row] < 1.0:
         reached = np.cumsum(mass(values[order] - values[order[0]]))
-        needed = np.float64(common.top_p[row]) * reached[-1]
+        needed = np.float64(truncation.top_p[row]) * reached[-1]
         order = order[: np.searchsorted(reached, needed) + 1]
     if few is not None:
         order = rarely.cutoffs(values, order, few.epsilon_cutoff[row], few.eta_cutoff[row])
