@@ -78,13 +78,8 @@ class NullExecutor:
 
     def sample(self, logits: NDArray[np.float32], batch: SampleBatch) -> TokenChoice:
         """The tokens of the rows' positions."""
-        rows = len(batch.positions)
-        return TokenChoice(
-            token_ids=(FIRST_ID + batch.positions * 7 % NUM_IDS).astype(np.int32),
-            logprobs=np.full(rows, np.nan, np.float32),
-            top_ids=np.empty((rows, 0), np.int32),
-            top_logprobs=np.empty((rows, 0), np.float32),
-        )
+        token_ids = (FIRST_ID + batch.positions * 7 % NUM_IDS).astype(np.int32)
+        return TokenChoice(token_ids=token_ids)
 
     def score(self, logits: NDArray[np.float32], batch: ScoreBatch) -> Scores:
         """Refused: there is nothing to score by."""

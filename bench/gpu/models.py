@@ -17,7 +17,7 @@ import torch
 from bench.gpu import absent
 from bench.gpu.stage import Stage
 from quire.execute.executor import StepLimits
-from quire.execute.gpu.executor import TorchExecutor
+from quire.execute.gpu.executor import LaunchOptions, TorchExecutor
 from quire.execute.gpu.graphs import capture_of
 from quire.execute.gpu.load import TORCH_TYPES, Fp8Weight, Loaded
 from quire.models.registry import build_program, open_model
@@ -166,9 +166,11 @@ def executor_of(
         limits=StepLimits(
             max_tokens=max_tokens, max_samples=max_sequences, max_sequences=max_sequences
         ),
-        kernels=True,
-        stream=stage.stream,
-        capture=absent.captured if stage.is_rehearsal else capture_of(stage.device),
+        launch=LaunchOptions(
+            kernels=True,
+            capture=absent.captured if stage.is_rehearsal else capture_of(stage.device),
+            stream=stage.stream,
+        ),
     )
     executor.allocate_cache(blocks, 16)
     return executor

@@ -6,6 +6,8 @@ launch is compiled, and looked at, without a card.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from bench.gpu.batches import batch_of, columns_for
@@ -14,6 +16,15 @@ from bench.gpu.stage import Stage
 from quire.execute.gpu.executor import TorchExecutor
 from quire.program.program import Program
 from quire.sampling.batch import SampleBatch
+from quire.sampling.parts import (
+    LogitBias,
+    NoiseKeys,
+    Penalties,
+    RaggedIds,
+    TokenHistory,
+    TokenMasks,
+    Truncation,
+)
 from quire.sampling.scoring import ScoreBatch
 
 # Weights, and keys and values; what is launched for the one does not depend on the other.
@@ -92,34 +103,31 @@ def _choose(executor: TorchExecutor, program: Program, rows: int, columns: int) 
 
 
 def _params(rows: int, program: Program, *, asks: bool) -> SampleBatch:
-    def floats(asked: float, off: float) -> np.ndarray:
-        return np.full(rows, asked if asks else off, np.float32)
-
-    one_each = np.arange(rows + 1, dtype=np.int32)
-    none = np.zeros(rows + 1, np.int32)
-    ids = np.arange(rows, dtype=np.int32) if asks else none[:0]
-    words = -(-program.vocab_size // 32)
-    return SampleBatch(
-        temperature=floats(0.8, 0.0),
-        top_k=np.full(rows, 40 if asks else 0, np.int32),
-        top_p=floats(0.9, 1.0),
-        min_p=floats(0.05, 0.0),
-        repetition_penalty=floats(1.1, 1.0),
-        presence_penalty=floats(0.1, 0.0),
-        frequency_penalty=floats(0.1, 0.0),
-        seeds=np.arange(rows, dtype=np.int64),
-        streams=np.zeros(rows, np.int32),
+    batch = SampleBatch(
         positions=np.full(rows, DEPTH, np.int32),
-        num_prompt_tokens=np.ones(rows, np.int32),
-        num_logprobs=np.full(rows, 5 if asks else -1, np.int32),
-        history_starts=one_each if asks else none,
-        history=ids,
-        late_slots=ids,
-        bias_starts=one_each if asks else none,
-        bias_ids=ids,
-        bias_values=np.ones(len(ids), np.float32),
-        banned_starts=one_each if asks else none,
-        banned_ids=ids,
-        mask_rows=np.zeros(len(ids), np.int32),
-        masks=np.full((1, words), 2**32 - 1, np.uint32) if asks else np.empty((0, 0), np.uint32),
+        temperature=np.full(rows, 0.8 if asks else 0.0, np.float32),
+        noise=NoiseKeys(seeds=np.arange(rows, dtype=np.int64), streams=np.zeros(rows, np.int32)),
+    )
+    if not asks:
+        return batch
+
+    def floats(value: float) -> np.ndarray:
+        return np.full(rows, value, np.float32)
+
+    ids = np.arange(rows, dtype=np.int32)
+    one_each = RaggedIds(np.arange(rows + 1, dtype=np.int32), ids)
+    words = np.full((1, -(-program.vocab_size // 32)), 2**32 - 1, np.uint32)
+    return replace(
+        batch,
+        truncation=Truncation(
+            top_k=np.full(rows, 40, np.int32), top_p=floats(0.9), min_p=floats(0.05)
+        ),
+        penalties=Penalties(repetition=floats(1.1), presence=floats(0.1), frequency=floats(0.1)),
+        history=TokenHistory(
+            tokens=one_each, num_prompt_tokens=np.ones(rows, np.int32), late_slots=ids
+        ),
+        logit_bias=LogitBias(tokens=one_each, values=floats(1.0)),
+        banned=one_each,
+        masks=TokenMasks(rows=np.zeros(rows, np.int32), words=words),
+        num_logprobs=np.full(rows, 5, np.int32),
     )

@@ -4,11 +4,9 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
 
-#include <optional>
 #include <stdexcept>
-#include <vector>
+#include <utility>
 
 #include "compute_time.h"
 #include "quire/kernels.h"
@@ -29,81 +27,38 @@ using FloatTable = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu
 using Masks = nb::ndarray<const uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using IntTable = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-// The arrays of RareParameters by name; all of them are there. Keeps each alive until it is gone.
-class RareArrays {
-  public:
-    explicit RareArrays(const nb::dict& arrays) : arrays_(arrays) {
-        args_.typical_p = floats("typical_p");
-        args_.top_n_sigma = floats("top_n_sigma");
-        args_.epsilon_cutoff = floats("epsilon_cutoff");
-        args_.eta_cutoff = floats("eta_cutoff");
-        args_.xtc_probability = floats("xtc_probability");
-        args_.xtc_threshold = floats("xtc_threshold");
-        args_.dry_multiplier = floats("dry_multiplier");
-        args_.dry_base = floats("dry_base");
-        args_.dry_allowed_length = ints("dry_allowed_length");
-        args_.dry_last_n = ints("dry_last_n");
-        args_.ngram_size = ints("ngram_size");
-        args_.mirostat = ints("mirostat");
-        args_.mirostat_tau = floats("mirostat_tau");
-        args_.mirostat_eta = floats("mirostat_eta");
-        args_.mirostat_mu = floats("mirostat_mu");
-        args_.breaker_starts = ints("breaker_starts");
-        args_.breaker_ids = ints("breaker_ids");
-        args_.sequence_rows = ints("sequence_rows");
-        args_.sequence_starts = ints("sequence_starts");
-        args_.sequence_ids = ints("sequence_ids");
-        args_.allowed_starts = ints("allowed_starts");
-        args_.allowed_ids = ints("allowed_ids");
-    }
-
-    const quire::RareArgs* args() const { return &args_; }
-
-  private:
-    const float* floats(const char* name) { return nb::cast<Floats>(arrays_[name], false).data(); }
-    const int32_t* ints(const char* name) { return nb::cast<Ints>(arrays_[name], false).data(); }
-
-    const nb::dict& arrays_;  // the caller's, which holds the arrays
-    quire::RareArgs args_{};
-};
-
-// All parameters of token choice but logits and positions. Keeps its arrays alive.
+// All parameters of token choice but logits and positions: the arrays of a SampleBatch by their
+// paths, as quire/sampling/native.py names them. Those of a part that no row uses are missing.
+// Keeps the arrays alive.
 class ChooseParams {
   public:
-    ChooseParams(Floats temperature, Ints top_k, Floats top_p, Floats min_p,
-                 Floats repetition_penalty, Floats presence_penalty, Floats frequency_penalty, Longs seeds, Ints streams,
-           Ints num_prompt_tokens, Ints num_logprobs, Ints history_starts, Ints history,
-           Ints bias_starts, Ints bias_ids, Floats bias_values, Ints banned_starts,
-           Ints banned_ids, std::optional<nb::dict> rare, Ints mask_rows, Masks masks,
-           Ints num_candidates)
-        : rows_(temperature.shape(0)),
-          floats_{temperature, top_p, min_p, repetition_penalty, presence_penalty,
-                  frequency_penalty, bias_values},
-          ints_{top_k, streams, num_prompt_tokens, num_logprobs, history_starts, history,
-                bias_starts, bias_ids, banned_starts, banned_ids, mask_rows, num_candidates},
-          seeds_(seeds), masks_(masks), rare_(std::move(rare)) {
-        args_.temperature = temperature.data();
-        args_.top_k = top_k.data();
-        args_.top_p = top_p.data();
-        args_.min_p = min_p.data();
-        args_.repetition_penalty = repetition_penalty.data();
-        args_.presence_penalty = presence_penalty.data();
-        args_.frequency_penalty = frequency_penalty.data();
-        args_.seeds = seeds.data();
-        args_.streams = streams.data();
-        args_.num_prompt_tokens = num_prompt_tokens.data();
-        args_.num_logprobs = num_logprobs.data();
-        args_.history_starts = history_starts.data();
-        args_.history = history.data();
-        args_.bias_starts = bias_starts.data();
-        args_.bias_ids = bias_ids.data();
-        args_.bias_values = bias_values.data();
-        args_.banned_starts = banned_starts.data();
-        args_.banned_ids = banned_ids.data();
-        args_.mask_rows = mask_rows.size() > 0 ? mask_rows.data() : nullptr;
-        args_.masks = masks.data();
-        args_.num_candidates = num_candidates.size() > 0 ? num_candidates.data() : nullptr;
-        if (rare_) args_.rare = rare_arrays_.emplace(*rare_).args();
+    explicit ChooseParams(nb::dict arrays) : arrays_(std::move(arrays)) {
+        rows_ = nb::cast<Floats>(arrays_["temperature"], false).shape(0);
+        args_.temperature = floats("temperature");
+        args_.seeds = get<Longs>("noise_seeds");
+        args_.streams = ints("noise_streams");
+        args_.top_k = ints("truncation_top_k");
+        args_.top_p = floats("truncation_top_p");
+        args_.min_p = floats("truncation_min_p");
+        args_.repetition_penalty = floats("penalties_repetition");
+        args_.presence_penalty = floats("penalties_presence");
+        args_.frequency_penalty = floats("penalties_frequency");
+        args_.history_starts = ints("history_tokens_starts");
+        args_.history = ints("history_tokens_ids");
+        args_.num_prompt_tokens = ints("history_num_prompt_tokens");
+        args_.bias_starts = ints("logit_bias_tokens_starts");
+        args_.bias_ids = ints("logit_bias_tokens_ids");
+        args_.bias_values = floats("logit_bias_values");
+        args_.banned_starts = ints("banned_starts");
+        args_.banned_ids = ints("banned_ids");
+        args_.mask_rows = ints("masks_rows");
+        args_.masks = get<Masks>("masks_words");
+        args_.num_logprobs = ints("num_logprobs");
+        args_.num_candidates = ints("num_candidates");
+        find_rare();
+        if (num_found_ != arrays_.size()) {
+            throw std::invalid_argument("some arrays have names that no parameter has");
+        }
     }
     ChooseParams(const ChooseParams&) = delete;
     ChooseParams& operator=(const ChooseParams&) = delete;
@@ -112,13 +67,45 @@ class ChooseParams {
     const quire::ChooseArgs& args() const { return args_; }
 
   private:
-    size_t rows_;
-    std::vector<Floats> floats_;
-    std::vector<Ints> ints_;
-    Longs seeds_;
-    Masks masks_;
-    std::optional<nb::dict> rare_;
-    std::optional<RareArrays> rare_arrays_;
+    void find_rare() {
+        const size_t num_before = num_found_;
+        rare_.typical_p = floats("rare_truncation_typical_p");
+        rare_.top_n_sigma = floats("rare_truncation_top_n_sigma");
+        rare_.epsilon_cutoff = floats("rare_truncation_epsilon_cutoff");
+        rare_.eta_cutoff = floats("rare_truncation_eta_cutoff");
+        rare_.xtc_probability = floats("rare_truncation_xtc_probability");
+        rare_.xtc_threshold = floats("rare_truncation_xtc_threshold");
+        rare_.dry_multiplier = floats("rare_dry_multiplier");
+        rare_.dry_base = floats("rare_dry_base");
+        rare_.dry_allowed_length = ints("rare_dry_allowed_length");
+        rare_.dry_last_n = ints("rare_dry_last_n");
+        rare_.breaker_starts = ints("rare_dry_breakers_starts");
+        rare_.breaker_ids = ints("rare_dry_breakers_ids");
+        rare_.mirostat = ints("rare_mirostat_mode");
+        rare_.mirostat_tau = floats("rare_mirostat_tau");
+        rare_.mirostat_eta = floats("rare_mirostat_eta");
+        rare_.mirostat_mu = floats("rare_mirostat_mu");
+        rare_.sequence_rows = ints("rare_banned_sequences_rows");
+        rare_.sequence_starts = ints("rare_banned_sequences_tokens_starts");
+        rare_.sequence_ids = ints("rare_banned_sequences_tokens_ids");
+        rare_.ngram_size = ints("rare_ngram_size");
+        rare_.allowed_starts = ints("rare_allowed_starts");
+        rare_.allowed_ids = ints("rare_allowed_ids");
+        if (num_found_ > num_before) args_.rare = &rare_;
+    }
+
+    template <class Array>
+    auto get(const char* name) -> decltype(Array().data()) {
+        if (!arrays_.contains(name)) return nullptr;
+        num_found_++;
+        return nb::cast<Array>(arrays_[name], false).data();
+    }
+    const float* floats(const char* name) { return get<Floats>(name); }
+    const int32_t* ints(const char* name) { return get<Ints>(name); }
+
+    nb::dict arrays_;
+    size_t rows_ = 0, num_found_ = 0;
+    quire::RareArgs rare_{};
     quire::ChooseArgs args_{};
 };
 
@@ -156,13 +143,6 @@ void choose(quire::Pool& pool, const ChooseParams& params, Logits logits, Ints p
 void bind_sampling(nb::module_& module) {
     nb::class_<ChooseParams>(module, "ChooseParams",
                        "What rows ask of token choice; see quire/sampling/native.py.")
-        .def(nb::init<Floats, Ints, Floats, Floats, Floats, Floats, Floats, Longs, Ints, Ints, Ints,
-                      Ints, Ints, Ints, Ints, Floats, Ints, Ints, std::optional<nb::dict>, Ints,
-                      Masks, Ints>(),
-             nb::kw_only(), "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a,
-             "repetition_penalty"_a, "presence_penalty"_a, "frequency_penalty"_a, "seeds"_a,
-             "streams"_a, "num_prompt_tokens"_a, "num_logprobs"_a, "history_starts"_a, "history"_a,
-             "bias_starts"_a, "bias_ids"_a, "bias_values"_a, "banned_starts"_a, "banned_ids"_a,
-             "rare"_a.none(), "mask_rows"_a, "masks"_a, "num_candidates"_a);
+        .def(nb::init<nb::dict>(), "arrays"_a);
     module.def("choose", &choose, "Choose a token for each row; see quire/sampling/native.py.");
 }

@@ -94,6 +94,7 @@ class Row {
         const bool is_beam = args_.num_candidates != nullptr && args_.num_candidates[row_] > 0;
         const int32_t token_id = is_beam ? candidates() : token();
         args_.token_ids[row_] = token_id;
+        if (args_.num_logprobs == nullptr) return;
         args_.logprobs[row_] = kNaN;
         for (int32_t i = 0; i < args_.num_top; i++) {
             args_.top_ids[row_ * static_cast<int64_t>(args_.num_top) + i] = -1;
@@ -103,6 +104,17 @@ class Row {
     }
 
   private:
+    // The row's value of a parameter, `off` where no row uses it.
+    template <class Value>
+    Value value(const Value* values, Value off) const {
+        return values != nullptr ? values[row_] : off;
+    }
+
+    // The row's ids, none where no row has some.
+    Ids ids(const int32_t* starts, const int32_t* all) const {
+        return row_ids(starts, all, row_);
+    }
+
     // Calls body(chunk, begin, end) for the row's chunks, on all threads where it is split.
     template <class Body>
     void each_chunk(const Body& body) {
@@ -156,15 +168,17 @@ class Row {
         }
         const float temperature = args_.temperature[row_];
         if (temperature < kSmallestTemperature) return largest(values).id;
-        const bool filtered = args_.top_k[row_] > 0 || args_.top_p[row_] < 1.0f ||
-                              args_.min_p[row_] >= kSmallestMinP || has_rare_filters();
+        const bool filtered = value(args_.top_k, 0) > 0 || value(args_.top_p, 1.0f) < 1.0f ||
+                              value(args_.min_p, 0.0f) >= kSmallestMinP || has_rare_filters();
         if (!filtered) return noisiest(values, temperature, {-kInfinity, kLastId}).id;
 
         float drop = kInfinity;
-        if (args_.rare != nullptr && args_.rare->top_n_sigma[row_] > 0.0f) {
+        const RareArgs* rare = args_.rare;
+        const float num_sigmas = rare != nullptr ? value(rare->top_n_sigma, 0.0f) : 0.0f;
+        if (num_sigmas > 0.0f) {
             const BestToken top = largest(values);
             if (top.id < 0) return -1;
-            drop = sigma_drop(values, args_.vocabulary, top.value, args_.rare->top_n_sigma[row_]);
+            drop = sigma_drop(values, args_.vocabulary, top.value, num_sigmas);
         }
         scratch_.values.resize(args_.vocabulary);
         float* scaled = scratch_.values.data();  // perhaps `values` itself
@@ -173,7 +187,7 @@ class Row {
         });
         if (top.id < 0) return -1;
         Filtered row{scaled, args_.vocabulary, top.value, {-kInfinity, kLastId}, passes_};
-        if (args_.rare != nullptr && args_.rare->mirostat[row_] == kMirostat) return steered(row);
+        if (rare != nullptr && value(rare->mirostat, 0) == kMirostat) return steered(row);
         row.keep_from(top.value - drop / temperature);
         filter(row);
         return noisiest(scaled, 1.0f, row.cut).id;
@@ -189,10 +203,11 @@ class Row {
 
     bool has_rare_filters() const {
         const RareArgs* rare = args_.rare;
-        return rare != nullptr &&
+        if (rare == nullptr) return false;
+        if (value(rare->mirostat, 0) == kMirostat) return true;
+        return rare->typical_p != nullptr &&
                (rare->typical_p[row_] < 1.0f || rare->top_n_sigma[row_] > 0.0f ||
-                rare->epsilon_cutoff[row_] > 0.0f || rare->eta_cutoff[row_] > 0.0f ||
-                rare->mirostat[row_] == kMirostat || has_xtc());
+                rare->epsilon_cutoff[row_] > 0.0f || rare->eta_cutoff[row_] > 0.0f || has_xtc());
     }
 
     bool has_xtc() const { return coin(key_) < args_.rare->xtc_probability[row_]; }
@@ -200,9 +215,9 @@ class Row {
     bool has_rare_edits() const {
         const RareArgs* rare = args_.rare;
         return rare != nullptr &&
-               (rare->dry_multiplier[row_] > 0.0f || rare->ngram_size[row_] > 0 ||
-                rare->sequence_rows[row_ + 1] > rare->sequence_rows[row_] ||
-                rare->allowed_starts[row_ + 1] > rare->allowed_starts[row_]);
+               (value(rare->dry_multiplier, 0.0f) > 0.0f || value(rare->ngram_size, 0) > 0 ||
+                ids(rare->sequence_rows, rare->sequence_starts).count > 0 ||
+                ids(rare->allowed_starts, rare->allowed_ids).count > 0);
     }
 
     const uint32_t* mask() const {
@@ -212,10 +227,11 @@ class Row {
     }
 
     bool has_edits() const {
-        return mask() != nullptr || args_.bias_starts[row_ + 1] > args_.bias_starts[row_] ||
-               args_.banned_starts[row_ + 1] > args_.banned_starts[row_] ||
-               args_.repetition_penalty[row_] != 1.0f || args_.frequency_penalty[row_] != 0.0f ||
-               args_.presence_penalty[row_] != 0.0f || has_rare_edits();
+        return mask() != nullptr || ids(args_.bias_starts, args_.bias_ids).count > 0 ||
+               ids(args_.banned_starts, args_.banned_ids).count > 0 ||
+               value(args_.repetition_penalty, 1.0f) != 1.0f ||
+               value(args_.frequency_penalty, 0.0f) != 0.0f ||
+               value(args_.presence_penalty, 0.0f) != 0.0f || has_rare_edits();
     }
 
     void clear_candidates() {
@@ -254,32 +270,32 @@ class Row {
         scratch_.counts.resize(args_.vocabulary, 0);
         float* values = scratch_.values.data();
         int32_t* counts = scratch_.counts.data();
-        for (int32_t i = args_.bias_starts[row_]; i < args_.bias_starts[row_ + 1]; i++) {
-            values[args_.bias_ids[i]] += args_.bias_values[i];
+        const Ids biased = ids(args_.bias_starts, args_.bias_ids);
+        for (int64_t i = 0; i < biased.count; i++) {
+            values[biased.first[i]] += args_.bias_values[args_.bias_starts[row_] + i];
         }
-        const int32_t* prompt = args_.history + args_.history_starts[row_];
-        const int32_t* end = args_.history + args_.history_starts[row_ + 1];
-        const int32_t* output = prompt + std::min<int64_t>(args_.num_prompt_tokens[row_], end - prompt);
-        const float repetition = args_.repetition_penalty[row_];
+        const Ids history = ids(args_.history_starts, args_.history);
+        const int32_t* prompt = history.begin();
+        const int32_t* end = history.end();
+        const int32_t* output =
+            prompt + std::min<int64_t>(value(args_.num_prompt_tokens, 0), history.count);
+        const float repetition = value(args_.repetition_penalty, 1.0f);
         if (repetition != 1.0f) {
             each_distinct(prompt, end, counts, [&](int32_t id, int32_t) {
                 values[id] = values[id] > 0 ? values[id] / repetition : values[id] * repetition;
             });
         }
-        const float frequency = args_.frequency_penalty[row_];
-        const float presence = args_.presence_penalty[row_];
+        const float frequency = value(args_.frequency_penalty, 0.0f);
+        const float presence = value(args_.presence_penalty, 0.0f);
         if (frequency != 0.0f || presence != 0.0f) {
             each_distinct(output, end, counts, [&](int32_t id, int32_t count) {
                 values[id] -= frequency * static_cast<float>(count) + presence;
             });
         }
-        const Ids history{prompt, end - prompt};
-        if (args_.rare != nullptr && args_.rare->dry_multiplier[row_] > 0.0f) {
+        if (args_.rare != nullptr && value(args_.rare->dry_multiplier, 0.0f) > 0.0f) {
             penalize_repeats(values, history, *args_.rare, row_, counts);
         }
-        for (int32_t i = args_.banned_starts[row_]; i < args_.banned_starts[row_ + 1]; i++) {
-            values[args_.banned_ids[i]] = -kInfinity;
-        }
+        for (int32_t id : ids(args_.banned_starts, args_.banned_ids)) values[id] = -kInfinity;
         if (args_.rare != nullptr) {
             ban(values, args_.vocabulary, history, *args_.rare, row_, scratch_.allowed);
         }
@@ -312,21 +328,19 @@ class Row {
     // From min_p to XTC.
     void filter(Filtered& row) {
         const RareArgs* rare = args_.rare;
-        if (args_.min_p[row_] >= kSmallestMinP) {
-            row.keep_from(row.top - recipe::minus_log(args_.min_p[row_]));
-        }
+        const bool is_rare = rare != nullptr && rare->typical_p != nullptr;
+        const float min_p = value(args_.min_p, 0.0f);
+        if (min_p >= kSmallestMinP) row.keep_from(row.top - recipe::minus_log(min_p));
         row.cut = with_top_k(row.values, row.top, row.cut);
-        if (rare != nullptr && rare->typical_p[row_] < 1.0f) {
-            keep_typical(row, rare->typical_p[row_]);
-        }
+        if (is_rare && rare->typical_p[row_] < 1.0f) keep_typical(row, rare->typical_p[row_]);
         row.cut = with_top_p(row.values, row.top, row.cut);
-        if (rare == nullptr) return;
+        if (!is_rare) return;
         cut_off(row, rare->epsilon_cutoff[row_], rare->eta_cutoff[row_]);
         if (has_xtc()) exclude_top_choices(row, rare->xtc_threshold[row_]);
     }
 
     Cut with_top_k(const float* values, float top, Cut cut) {
-        const int32_t top_k = args_.top_k[row_];
+        const int32_t top_k = value(args_.top_k, 0);
         if (top_k > 0) {
             const std::vector<double> counts = bins(values, top, cut, false);
             double kept = 0.0;
@@ -337,11 +351,12 @@ class Row {
     }
 
     Cut with_top_p(const float* values, float top, Cut cut) {
-        if (args_.top_p[row_] < 1.0f) {
+        const float top_p = value(args_.top_p, 1.0f);
+        if (top_p < 1.0f) {
             const std::vector<double> sums = bins(values, top, cut, true);
             double total = 0.0;
             for (double sum : sums) total += sum;
-            const double needed = static_cast<double>(args_.top_p[row_]) * total;
+            const double needed = static_cast<double>(top_p) * total;
             cut = narrowed(values, top, cut, sums, needed, true);
         }
         return cut;

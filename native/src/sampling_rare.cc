@@ -124,8 +124,7 @@ void penalize_repeats(float* values, Ids history, const RareArgs& rare, int32_t 
         history = {history.end() - last_n, last_n};
     }
     if (history.count < 2) return;
-    const Ids breakers{rare.breaker_ids + rare.breaker_starts[row],
-                       rare.breaker_starts[row + 1] - rare.breaker_starts[row]};
+    const Ids breakers = row_ids(rare.breaker_starts, rare.breaker_ids, row);
     const int32_t allowed = rare.dry_allowed_length[row];
     float penalties[kMaxRepeat + 1];
     double penalty = rare.dry_multiplier[row];
@@ -147,15 +146,16 @@ void penalize_repeats(float* values, Ids history, const RareArgs& rare, int32_t 
 
 void ban(float* values, int32_t vocabulary, Ids history, const RareArgs& rare, int32_t row,
          std::vector<float>& kept) {
-    for (int32_t index = rare.sequence_rows[row]; index < rare.sequence_rows[row + 1]; index++) {
-        const int32_t* ids = rare.sequence_ids + rare.sequence_starts[index];
-        const int64_t num_before = rare.sequence_starts[index + 1] - rare.sequence_starts[index] - 1;
+    const int32_t* rows = rare.sequence_rows;
+    for (int32_t i = rows ? rows[row] : 0; rows != nullptr && i < rows[row + 1]; i++) {
+        const Ids ids = row_ids(rare.sequence_starts, rare.sequence_ids, i);
+        const int64_t num_before = ids.count - 1;
         if (num_before > history.count) continue;
-        if (std::equal(ids, ids + num_before, history.end() - num_before)) {
-            values[ids[num_before]] = -kInfinity;
+        if (std::equal(ids.first, ids.first + num_before, history.end() - num_before)) {
+            values[ids.first[num_before]] = -kInfinity;
         }
     }
-    const int32_t size = rare.ngram_size[row];
+    const int32_t size = rare.ngram_size != nullptr ? rare.ngram_size[row] : 0;
     if (size == 1) {
         for (int32_t id : history) values[id] = -kInfinity;
     } else if (size > 1 && history.count > 1) {
@@ -163,8 +163,7 @@ void ban(float* values, int32_t vocabulary, Ids history, const RareArgs& rare, i
             if (length >= size - 1) values[next] = -kInfinity;
         });
     }
-    const Ids allowed{rare.allowed_ids + rare.allowed_starts[row],
-                      rare.allowed_starts[row + 1] - rare.allowed_starts[row]};
+    const Ids allowed = row_ids(rare.allowed_starts, rare.allowed_ids, row);
     if (allowed.count == 0) return;
     kept.clear();
     for (int32_t id : allowed) kept.push_back(values[id]);

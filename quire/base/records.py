@@ -271,8 +271,9 @@ class StepResult:
 
     `logprobs` [E] are of the chosen tokens, NaN where the request asked for none. `top_ids` and
     `top_logprobs` are [E, K], K the most alternatives any row asked for; unused entries are -1
-    and NaN. `listed_logprobs` [E, L] are of the ids in logprob_token_ids, in their order, L the
-    most any row listed; NaN beyond a row's own. `mirostat_mus` [E] are the rows' mu after their
+    and NaN. All three are empty if no row asked for any. `listed_logprobs` [E, L] are of the ids in
+    logprob_token_ids, in their order, L the most any row listed; NaN beyond a row's own.
+    `mirostat_mus` [E] are the rows' mu after their
     tokens, 0 for rows without mirostat; empty where no row has it. The worker keeps mu from step
     to step and follows it by itself; it is returned so that a preempted request keeps it.
 

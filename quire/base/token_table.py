@@ -18,6 +18,25 @@ class TokenTable:
         self.lengths: NDArray[np.int32] = np.zeros(num_slots, np.int32)
         self.prompt_lengths: NDArray[np.int32] = np.zeros(num_slots, np.int32)
 
+        self._flat = self.tokens.reshape(-1)
+
+    def at(self, slots: NDArray[np.intp], positions: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return the tokens of slots[i] at positions[i]."""
+        # One flat index of intp: NumPy gives the GIL away for any other one, and a thread that
+        # waits for it then delays the step.
+        token_ids: NDArray[np.int32] = self._flat[slots * self.tokens.shape[1] + positions]
+        return token_ids
+
+    def put(
+        self,
+        slots: NDArray[np.intp],
+        positions: NDArray[np.int32],
+        token_ids: NDArray[np.int32],
+    ) -> None:
+        """Put tokens of slots[i] at positions[i]; lengths never shrink."""
+        self._flat[slots * self.tokens.shape[1] + positions] = token_ids
+        self.lengths[slots] = np.maximum(self.lengths[slots], positions + 1)
+
     def admit(self, slot: int, token_ids: NDArray[np.int32], num_prompt_tokens: int) -> None:
         """Replace the row of `slot` by `token_ids`."""
         self.tokens[slot, : len(token_ids)] = token_ids

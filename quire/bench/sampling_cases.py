@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from quire.base.errors import WorkerError
 from quire.sampling.batch import SampleBatch, TokenChoice
+from quire.sampling.parts import NoiseKeys, Truncation
 from quire.sampling.reference import choose as reference_choose
 
 ASKED: Mapping[str, Mapping[str, float]] = MappingProxyType(
@@ -26,14 +27,6 @@ ASKED: Mapping[str, Mapping[str, float]] = MappingProxyType(
     }
 )
 CHECKED_ROWS = 2
-_OFF = {
-    "temperature": 0.0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
 
 
 def choice_batch(num_rows: int, asked: Mapping[str, float]) -> SampleBatch:
@@ -42,21 +35,20 @@ def choice_batch(num_rows: int, asked: Mapping[str, float]) -> SampleBatch:
     def rows(value: float, dtype: type[Any]) -> NDArray[Any]:
         return np.full(num_rows, value, dtype)
 
-    floats: dict[str, Any] = {
-        name: rows(asked.get(name, off), np.float32) for name, off in _OFF.items()
-    }
-    none = np.zeros(num_rows + 1, np.int32)
+    truncation = None
+    if asked.keys() & {"top_k", "top_p"}:
+        truncation = Truncation(
+            top_k=rows(asked.get("top_k", 0), np.int32),
+            top_p=rows(asked.get("top_p", 1.0), np.float32),
+            min_p=rows(0.0, np.float32),
+        )
+    num_logprobs = asked.get("num_logprobs")
     return SampleBatch(
-        **floats,
-        top_k=rows(asked.get("top_k", 0), np.int32),
-        num_logprobs=rows(asked.get("num_logprobs", -1), np.int32),
-        seeds=np.arange(num_rows, dtype=np.int64),
-        streams=rows(0, np.int32),
         positions=rows(0, np.int32),
-        num_prompt_tokens=rows(0, np.int32),
-        history_starts=none,
-        bias_starts=none,
-        banned_starts=none,
+        temperature=rows(asked.get("temperature", 0.0), np.float32),
+        noise=NoiseKeys(seeds=np.arange(num_rows, dtype=np.int64), streams=rows(0, np.int32)),
+        truncation=truncation,
+        num_logprobs=None if num_logprobs is None else rows(num_logprobs, np.int32),
     )
 
 

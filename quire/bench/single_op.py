@@ -24,8 +24,8 @@ from quire.program.declarations import Weight, WeightForm, WeightPart
 from quire.program.ops import Attention, Copy, Embed, IdSource, Linear, Op, StoreKV
 from quire.program.program import Program
 from quire.program.tensors import Buffer, DType, Rows, View
-from quire.weights.checkpoint import WHOLE
 from quire.weights.safetensors import StoredTensor
+from quire.weights.safetensors_checkpoint import WHOLE
 
 Float32s = NDArray[np.float32]
 Int32s = NDArray[np.int32]

@@ -8,7 +8,6 @@ GIL. Knows nothing of requests; adds no arithmetic of its own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -180,10 +179,12 @@ class NativeExecutor:
     def run_layers(self, batch: ForwardBatch, first: int, end: int) -> None:
         """Layers first .. end - 1 of the trunk, see LayeredExecutor."""
         self._reserve_angles(batch)
-        with _abort_told():
+        try:
             self._native.run_layers(
                 TRUNK, **_arrays(batch, batch.sample_rows[:0]), first=first, end=end
             )
+        except _native.Aborted as error:
+            raise WorkerError(str(error)) from error
 
     def run_head(self, batch: ForwardBatch, first: int, count: int) -> Float32s:
         """Logits [count, vocab] of batch.sample_rows[first:first+count]; count <= max_samples.
@@ -305,23 +306,17 @@ class NativeExecutor:
     def _run(
         self, segment: int, batch: ForwardBatch, sample_rows: Int32s, then: int = NONE
     ) -> None:
-        with _abort_told():
+        try:
             self._native.run(segment, **_arrays(batch, sample_rows), then=then)
+        except _native.Aborted as error:
+            raise WorkerError(str(error)) from error
 
     def _reserve_angles(self, batch: ForwardBatch) -> None:
-        num_positions = int(batch.rope_positions.max(initial=-1)) + 1
+        num_positions = int(np.maximum.reduce(batch.rope_positions, initial=-1)) + 1
         for index, table in enumerate(self._ropes):
             if table.num_positions < num_positions:
                 table.reserve(num_positions)
                 self._native.set_rope(index, table.cos, table.sin)
-
-
-@contextmanager
-def _abort_told() -> Iterator[None]:
-    try:
-        yield
-    except _native.Aborted as error:
-        raise WorkerError(str(error)) from error
 
 
 def _arrays(batch: ForwardBatch, sample_rows: Int32s) -> dict[str, NDArray[np.int32]]:

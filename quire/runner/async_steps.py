@@ -139,4 +139,4 @@ class _Out:
                 pass  # a part at a time
         if computed is None:
             computed = computed_by_halves(self._plan, means)
-        return step_result(self._plan, means.tables, computed, run.tenancy)
+        return step_result(self._plan, means.tables, computed, run.rows)

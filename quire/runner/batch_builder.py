@@ -15,24 +15,37 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.base.records import NO_FLOATS, NO_INTS, StepPlan
-from quire.program.batch import CacheRows, ForwardBatch
+from quire.base.records import NO_INTS, StepPlan
+from quire.program.batch import NO_SLOTS, CacheRows, ForwardBatch
 from quire.runner.grammar_rows import NO_MASK, Masks
+from quire.runner.sampled_rows import SampledRows
 from quire.runner.slot_tables import SlotTables
-from quire.sampling.batch import SampleBatch, ragged
+from quire.sampling.batch import SampleBatch
+from quire.sampling.parts import (
+    LogitBias,
+    NoiseKeys,
+    Penalties,
+    RaggedIds,
+    TokenHistory,
+    TokenMasks,
+    Truncation,
+    ragged,
+)
 
 Int32s = NDArray[np.int32]
 Index = NDArray[np.intp]
 
 
-def forward_batch(plan: StepPlan, tables: SlotTables, *, knows_tokens: bool = True) -> ForwardBatch:
+def forward_batch(
+    plan: StepPlan, tables: SlotTables, sampled: SampledRows, *, knows_tokens: bool = True
+) -> ForwardBatch:
     """Return the token rows of `plan` [T], in the order of its rows. The plan has at least one row.
 
     knows_tokens: False if earlier steps are not finished. A token that one of them samples is not
     in the table yet; its row names the slot instead of an id.
     """
-    if (plan.counts == 1).all():
-        batch = _one_token_each(plan, tables)
+    if sampled.is_decode:
+        batch = _decode_batch(plan, tables, sampled)
         return batch if knows_tokens else _with_late_slots(batch, plan.slots, tables)
     block_size = tables.block_size
     num_rows = len(plan.slots)
@@ -54,18 +67,9 @@ def forward_batch(plan: StepPlan, tables: SlotTables, *, knows_tokens: bool = Tr
             CacheRows(kv_slots=kv_slots, block_tables=tables.blocks[plan.slots, :num_columns]),
         ),
         seq_starts=seq_starts,
-        sample_rows=sampled_positions(plan, seq_starts[1:] - np.int32(1)),
+        sample_rows=sampled.token_rows(seq_starts),
     )
     return batch if knows_tokens else _with_late_slots(batch, slots, tables)
-
-
-def sampled_positions(plan: StepPlan, last: Int32s) -> Int32s:
-    """Return an index per sampled position [R], given that of each row's last position [N]."""
-    counts = plan.sample_counts
-    if counts.max(initial=0) <= 1:
-        return last[counts > 0]
-    firsts = last - counts + 1 - (np.cumsum(counts, dtype=np.int32) - counts)
-    return np.repeat(firsts, counts) + np.arange(counts.sum(), dtype=np.int32)
 
 
 def _with_late_slots(batch: ForwardBatch, slots: Int32s, tables: SlotTables) -> ForwardBatch:
@@ -80,24 +84,30 @@ def _with_late_slots(batch: ForwardBatch, slots: Int32s, tables: SlotTables) -> 
     )
 
 
-def _one_token_each(plan: StepPlan, tables: SlotTables) -> ForwardBatch:
-    """As forward_batch does, of rows of one token each: most steps."""
-    slots, positions = plan.slots, plan.starts
+def _decode_batch(plan: StepPlan, tables: SlotTables, sampled: SampledRows) -> ForwardBatch:
+    """Return the batch of a plan in which each row computes and samples one position.
+
+    While one is made, a thread of the same process that streams the last step's tokens waits for
+    the GIL. Nothing here releases it, so that the thread runs beside the model (TokenTable.at).
+    """
+    slots, positions = sampled.slots, plan.starts
     columns, within = np.divmod(positions, np.int32(tables.block_size))
-    kv_slots = tables.blocks[slots, columns] * np.int32(tables.block_size) + within
+    kv_slots = tables.block_at(slots, columns) * np.int32(tables.block_size) + within
     kv_slots[positions < plan.store_from] = -1
+    num_columns = int(np.maximum.reduce(columns)) + 1
+    if sampled.slot_range is not None:
+        block_tables = tables.blocks[sampled.slot_range, :num_columns].copy()
+    else:
+        block_tables = tables.blocks[slots, :num_columns]
     seq_starts = _counted(len(slots) + 1)
     return ForwardBatch(
-        token_ids=tables.tokens.tokens[slots, positions],
+        token_ids=tables.tokens.at(slots, positions),
         positions=positions,
         rope_positions=positions,
-        caches=(
-            CacheRows(
-                kv_slots=kv_slots, block_tables=tables.blocks[slots, : int(columns.max()) + 1]
-            ),
-        ),
+        caches=(CacheRows(kv_slots=kv_slots, block_tables=block_tables),),
         seq_starts=seq_starts,
-        sample_rows=seq_starts[:-1][plan.sample_counts > 0],
+        sample_rows=seq_starts[:-1],
+        late_slots=NO_SLOTS,
     )
 
 
@@ -110,16 +120,16 @@ def _counted(end: int) -> Int32s:
 
 
 class KeptSampleBatch:
-    """sample_batch, made anew only where rows or what they ask for changed: else the last one
+    """sample_batch, made anew only where rows or their parameters changed: else the last one
     stands, at other positions. Only plain rows are kept: what others carry changes with each token,
-    or is not to outlive its request."""
+    or must not outlive its request."""
 
     def __init__(self, tables: SlotTables) -> None:
         self._tables = tables
         self._last: tuple[int, bytes, SampleBatch] | None = None
 
     def of(
-        self, slots: Int32s, positions: Int32s, masks: Masks, *, is_late: bool = False
+        self, slots: Index, positions: Int32s, masks: Masks, *, is_late: bool = False
     ) -> SampleBatch:
         """See sample_batch."""
         tables, rows = self._tables, slots.tobytes()
@@ -128,95 +138,115 @@ class KeptSampleBatch:
             if changes == tables.changes and last_rows == rows:
                 return batch.at(positions)
         batch = sample_batch(slots, positions, tables, masks, is_late=is_late)
-        lasting = not (len(batch.history) or len(batch.bias_ids) or batch.rare or len(masks.rows))
-        stays = lasting and not tables.stops_from[slots].any()
+        is_plain = (
+            batch.history is None
+            and batch.logit_bias is None
+            and batch.rare is None
+            and batch.masks is None
+        )
+        stays = is_plain and not tables.stops_from[slots].any()
         self._last = (tables.changes, rows, batch) if stays else None
         return batch
 
 
 def sample_batch(
-    of_slots: Int32s,
+    slots: Index,
     positions: Int32s,
     tables: SlotTables,
     masks: Masks = NO_MASK,
     *,
     is_late: bool = False,
 ) -> SampleBatch:
-    """Return the sampling parameters of slots `of_slots` [R], for tokens at `positions` [R].
+    """Return the sampling parameters of `slots` [R], for tokens at `positions` [R].
 
     masks: grammar masks of these rows. is_late: earlier steps may be in flight, so that the last
     token of a row may be on the device only. Without is_late a token can be missing from the table
     only if its request failed or ended; the result of such a row is discarded.
     """
-    slots = of_slots.astype(np.intp)  # once: as an index it is four times as fast
-    banned = (positions < tables.stops_from[slots]).nonzero()[0]
-    history_starts, history = _history(slots, positions, tables)
-    late_slots = _late(slots, positions, tables) if is_late and len(history) else NO_INTS
-    bias_starts, bias_ids, bias_values = _bias(slots, tables)
-    banned_starts, banned_ids = ragged(
-        [tables.stop_ids[slot] for slot in slots[banned]], banned, len(slots)
-    )
+    uses_rare = tables.rare.uses[slots].any()
+    num_logprobs = tables.num_logprobs[slots]
+    num_candidates = tables.num_candidates[slots] if tables.num_beams else NO_INTS
     return SampleBatch(
-        temperature=tables.temperature[slots],
-        top_k=tables.top_k[slots],
-        top_p=tables.top_p[slots],
-        min_p=tables.min_p[slots],
-        repetition_penalty=tables.repetition_penalty[slots],
-        presence_penalty=tables.presence_penalty[slots],
-        frequency_penalty=tables.frequency_penalty[slots],
-        seeds=tables.seeds[slots],
-        streams=tables.streams[slots],
         positions=positions,
-        num_prompt_tokens=tables.tokens.prompt_lengths[slots],
-        num_logprobs=tables.num_logprobs[slots],
-        history_starts=history_starts,
-        history=history,
-        late_slots=late_slots,
-        bias_starts=bias_starts,
-        bias_ids=bias_ids,
-        bias_values=bias_values,
-        banned_starts=banned_starts,
-        banned_ids=banned_ids,
-        rare=tables.rare.parameters(slots) if tables.rare.uses[slots].any() else None,
-        num_candidates=_num_candidates(slots, tables),
-        mask_rows=masks.rows,
-        masks=masks.words,
+        temperature=tables.temperature[slots],
+        noise=NoiseKeys(seeds=tables.seeds[slots], streams=tables.streams[slots]),
+        truncation=_truncation(slots, tables),
+        penalties=_penalties(slots, tables),
+        history=_history(slots, positions, tables, is_late=is_late),
+        logit_bias=_logit_bias(slots, tables),
+        banned=_banned(slots, positions, tables),
+        masks=TokenMasks(rows=masks.rows, words=masks.words) if len(masks.rows) else None,
+        rare=tables.rare.parameters(slots) if uses_rare else None,
+        num_logprobs=num_logprobs if (num_logprobs >= 0).any() else None,
+        num_candidates=num_candidates if num_candidates.any() else None,
     )
 
 
-def _num_candidates(slots: Index, tables: SlotTables) -> Int32s:
-    counts = tables.num_candidates[slots] if tables.num_beams else NO_INTS
-    return counts if counts.any() else NO_INTS
-
-
-def num_unknown(slots: Int32s | Index, positions: Int32s, tables: SlotTables) -> Int32s:
-    """How many tokens before `positions` [R] are not in the table: steps that are not finished have
-    chosen them, or will."""
+def num_unknown(slots: Index, positions: Int32s, tables: SlotTables) -> Int32s:
+    """Return how many tokens before `positions` [R] are not in the table: steps that are not
+    finished have chosen them, or will."""
     unknown: Int32s = positions - tables.tokens.lengths[slots]
     return unknown
 
 
-def _history(slots: Index, positions: Int32s, tables: SlotTables) -> tuple[Int32s, Int32s]:
-    """Of rows that read it, as far as it is known."""
+def _truncation(slots: Index, tables: SlotTables) -> Truncation | None:
+    if not tables.has_truncation[slots].any():
+        return None
+    return Truncation(
+        top_k=tables.top_k[slots], top_p=tables.top_p[slots], min_p=tables.min_p[slots]
+    )
+
+
+def _penalties(slots: Index, tables: SlotTables) -> Penalties | None:
+    if not tables.has_penalty[slots].any():
+        return None
+    return Penalties(
+        repetition=tables.repetition_penalty[slots],
+        presence=tables.presence_penalty[slots],
+        frequency=tables.frequency_penalty[slots],
+    )
+
+
+def _history(
+    slots: Index, positions: Int32s, tables: SlotTables, *, is_late: bool
+) -> TokenHistory | None:
+    """Return the histories of rows that read them, as far as they are known."""
     rows = (tables.has_penalty[slots] | tables.rare.has_history[slots]).nonzero()[0]
+    if not len(rows):
+        return None
     tokens, lengths = tables.tokens.tokens, tables.tokens.lengths
     read = [
         tokens[slot, : min(position, lengths[slot])]
         for slot, position in zip(slots[rows], positions[rows], strict=True)
     ]
-    return ragged(read, rows, len(slots))
+    return TokenHistory(
+        tokens=ragged(read, rows, len(slots)),
+        num_prompt_tokens=tables.tokens.prompt_lengths[slots],
+        late_slots=_late_slots(slots, positions, tables) if is_late else None,
+    )
 
 
-def _late(slots: Index, positions: Int32s, tables: SlotTables) -> Int32s:
-    """Slots of rows that read their history and lack its last token. A row that lacks more has
-    failed: a step of such rows is chosen when the one before is finished."""
+def _late_slots(slots: Index, positions: Int32s, tables: SlotTables) -> Int32s | None:
+    """Return the slots of rows that read their history and lack its last token. A row that lacks
+    more has failed: a step of such rows is chosen when the one before is finished."""
     lacks_one = tables.has_penalty[slots] & (num_unknown(slots, positions, tables) == 1)
-    return np.where(lacks_one, slots, -1).astype(np.int32) if lacks_one.any() else NO_INTS
+    return np.where(lacks_one, slots, -1).astype(np.int32) if lacks_one.any() else None
 
 
-def _bias(slots: Index, tables: SlotTables) -> tuple[Int32s, Int32s, NDArray[np.float32]]:
+def _logit_bias(slots: Index, tables: SlotTables) -> LogitBias | None:
     rows = tables.has_bias[slots].nonzero()[0]
+    if not len(rows):
+        return None
     biased = slots[rows]
-    starts, ids = ragged([tables.bias_ids[slot] for slot in biased], rows, len(slots))
-    values = [tables.bias_values[slot] for slot in biased]
-    return starts, ids, np.concatenate(values) if values else NO_FLOATS
+    return LogitBias(
+        tokens=ragged([tables.bias_ids[slot] for slot in biased], rows, len(slots)),
+        values=np.concatenate([tables.bias_values[slot] for slot in biased]),
+    )
+
+
+def _banned(slots: Index, positions: Int32s, tables: SlotTables) -> RaggedIds | None:
+    """Return the stop ids of rows before min_tokens."""
+    rows = (positions < tables.stops_from[slots]).nonzero()[0]
+    if not len(rows):
+        return None
+    return ragged([tables.stop_ids[slot] for slot in slots[rows]], rows, len(slots))

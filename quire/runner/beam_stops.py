@@ -22,6 +22,7 @@ from quire.base.token_table import TokenTable
 from quire.runner.grammar_rows import GrammarRows
 from quire.structured.matcher import MatcherError
 
+Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
 
 
@@ -104,7 +105,7 @@ class BeamStops:
             self._rows[slot] = row
 
     def told(
-        self, slots: Int32s, positions: Int32s, candidates: Candidates | None
+        self, slots: Index, positions: Int32s, candidates: Candidates | None
     ) -> tuple[Candidates | None, dict[int, str]]:
         """Return `candidates` of rows in `slots` [R], at `positions` [R], with what ends their
         answers; and rows that cannot be judged, with the reason."""

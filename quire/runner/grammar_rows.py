@@ -20,9 +20,10 @@ from quire.base.grammar import Grammar
 from quire.base.records import NO_INTS, Admission
 from quire.base.sampling_params import SamplingParams
 from quire.base.token_table import TokenTable
-from quire.sampling.batch import NO_MASKS, Words
+from quire.sampling.parts import NO_MASKS, Words
 from quire.structured.matcher import DeadEnd, Matcher, MatcherError, without
 
+Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
 
 
@@ -141,7 +142,7 @@ class GrammarRows:
                 row.matcher, row.taken, row.error = matcher, taken, error
                 row.is_replaced = is_replaced
 
-    def begin(self, slots: Int32s, positions: Int32s) -> Future[Masks] | None:
+    def begin(self, slots: Index, positions: Int32s) -> Future[Masks] | None:
         """Start to compute the masks of rows in `slots` [R], for tokens at `positions` [R]."""
         if not self._num or not self.has[slots].any():
             return None
@@ -149,19 +150,29 @@ class GrammarRows:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
         return self._thread.submit(self._masks, slots, positions)
 
-    def follow(self, slots: Int32s, positions: Int32s, token_ids: Int32s) -> Follow:
-        """Advance the matchers by the chosen `token_ids` [R] (-1: the row failed)."""
+    def follow(self, slots: Index, positions: Int32s, token_ids: Int32s) -> Follow:
+        """Advance the matchers by the chosen `token_ids` [R] (-1: none could be chosen).
+
+        A row with several positions has them in order. Its matcher stops at the first position that
+        ends the run (TokenRuns).
+        """
         if not self._num or not self.has[slots].any():
             return NO_FOLLOW
-        follow = Follow()
+        follow, ended = Follow(), set[int]()
         for place in self.has[slots].nonzero()[0].tolist():
-            row, token_id = self._rows[slots[place]], int(token_ids[place])
-            if row is None or row.matcher is None or row.is_beam or token_id < 0:
+            slot, token_id = int(slots[place]), int(token_ids[place])
+            row = self._rows[slot]
+            if row is None or row.matcher is None or row.is_beam or slot in ended:
+                continue
+            if token_id < 0:
+                ended.add(slot)
                 continue
             try:
-                self._follow_one(follow, place, row, int(positions[place]), token_id)
+                if self._follow_one(follow, place, row, int(positions[place]), token_id):
+                    ended.add(slot)
             except MatcherError as error:
                 row.error = follow.failed[place] = str(error)
+                ended.add(slot)
         return follow
 
     def ends(self, slot: int, token_ids: Sequence[int]) -> list[bool]:
@@ -182,10 +193,12 @@ class GrammarRows:
 
     def _follow_one(
         self, follow: Follow, place: int, row: _Row, position: int, token_id: int
-    ) -> None:
+    ) -> bool:
+        """Advance one matcher by the token at `position`; return whether that ends the run."""
         assert row.matcher is not None, "the caller has checked"
+        self._go_back(row, position)
         if row.matcher.ends_with(token_id):
-            return  # the token that ends the answer: the scheduler knows it
+            return True  # the token that ends the answer: the scheduler knows it
         try:
             row.matcher.take([token_id])
         except MatcherError as error:
@@ -200,8 +213,18 @@ class GrammarRows:
                 follow.forced[place] = forced
         if matcher.is_complete:
             follow.complete.append(place)
+        return place in follow.forced or matcher.is_complete
 
-    def _masks(self, slots: Int32s, positions: Int32s) -> Masks:
+    def _go_back(self, row: _Row, position: int) -> None:
+        """Take back tokens at `position` and after it: masks of later positions were made with
+        tokens that the run may not have."""
+        num_tokens = position - row.num_prompt_tokens
+        if len(row.taken) > num_tokens:
+            assert row.matcher is not None, "the caller has checked"
+            row.matcher.go_back(len(row.taken) - num_tokens)
+            del row.taken[num_tokens:]
+
+    def _masks(self, slots: Index, positions: Int32s) -> Masks:
         rows = np.full(len(slots), -1, np.int32)
         failed: dict[int, str] = {}
         words: list[Words] = []

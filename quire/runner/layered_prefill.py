@@ -15,6 +15,7 @@ from quire.base.records import PartLayers, StepPlan
 from quire.execute.executor import Executor, LayeredExecutor
 from quire.program.batch import ForwardBatch
 from quire.runner.batch_builder import forward_batch
+from quire.runner.sampled_rows import sampled_rows
 from quire.runner.slot_tables import SlotTables
 
 
@@ -72,4 +73,4 @@ def _batch_of(layers: PartLayers, tables: SlotTables) -> ForwardBatch:
         store_from=np.array([layers.store_from], np.int32),
         sample_counts=np.zeros(1, np.int32),
     )
-    return forward_batch(plan, tables)
+    return forward_batch(plan, tables, sampled_rows(plan, tables))

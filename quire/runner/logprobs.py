@@ -19,9 +19,10 @@ from quire.base.records import NO_INTS, PromptScores, StepPlan
 from quire.execute.executor import Executor
 from quire.program.batch import ForwardBatch
 from quire.runner.slot_tables import SlotTables
-from quire.sampling.batch import ragged
+from quire.sampling.parts import ragged
 from quire.sampling.scoring import FAILED, ScoreBatch, Scores
 
+Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
 Bools = NDArray[np.bool_]
@@ -80,24 +81,24 @@ def score_prompts(
 
 
 def listed_logprobs(
-    logits: Float32s, slots: Int32s, tables: SlotTables, executor: Executor
+    logits: Float32s, slots: Index, tables: SlotTables, executor: Executor
 ) -> Float32s:
-    """Of the ids that the requests in `slots` list, [R, L]; NaN beyond a row's own."""
+    """Return those of the ids that the requests in `slots` list, [R, L]; NaN beyond a row's own."""
     rows = tables.has_listed[slots].nonzero()[0]
     if not len(rows):
         return np.empty((len(slots), 0), np.float32)
-    starts, ids = ragged(
+    listed = ragged(
         [tables.listed_ids[slot] for slot in slots[rows]], np.arange(len(rows)), len(rows)
     )
     wishes = ScoreBatch(
         targets=np.full(len(rows), -1, np.int32),
         num_top=np.zeros(len(rows), np.int32),
-        listed_starts=starts,
-        listed_ids=ids,
+        listed_starts=listed.starts,
+        listed_ids=listed.ids,
     )
     found = executor.score(logits if len(rows) == len(slots) else logits[rows], wishes)
     lengths = np.zeros(len(slots), np.int32)
-    lengths[rows] = np.diff(starts)
+    lengths[rows] = np.diff(listed.starts)
     table = np.full((len(slots), lengths.max()), np.nan, np.float32)
     table[np.arange(table.shape[1]) < lengths[:, None]] = found.listed_logprobs
     return table

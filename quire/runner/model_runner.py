@@ -24,6 +24,7 @@ from quire.runner.beam_stops import WatchSource
 from quire.runner.grammar_rows import MatcherSource
 from quire.runner.handle import Handle
 from quire.runner.layered_prefill import LayeredPrefillLost, LayeredPrefillRun
+from quire.runner.sampled_rows import KeptRows
 from quire.runner.slot_tables import SlotTables
 from quire.runner.split_step import computed_by_halves
 from quire.runner.step_result import Computed, no_rows, step_result, without_part
@@ -83,6 +84,7 @@ class ModelRunner:
         self._means = RunnerResources(
             executor=executor,
             tables=self.tables,
+            rows=KeptRows(self.tables),
             sampling=KeptSampleBatch(self.tables),
             max_samples=max_samples,
         )
@@ -135,7 +137,7 @@ class ModelRunner:
         if len(plan.slots) == 0:
             return no_rows(plan)
         run = StepRun(plan, self._means)
-        return step_result(plan, self.tables, self._computed(plan, run), run.tenancy)
+        return step_result(plan, self.tables, self._computed(plan, run), run.rows)
 
     def _computed(self, plan: StepPlan, run: StepRun) -> Computed:
         try:
@@ -173,7 +175,8 @@ class WorkerTask:
 
     def __init__(self, call: Callable[[], StepResult]) -> None:
         self._call = call
-        self._done = threading.Event()
+        self._running = threading.Lock()  # held until there is an outcome; cheaper than an Event
+        self._running.acquire()
         self._result: StepResult | None = None
         self._error: Exception | None = None
 
@@ -183,11 +186,12 @@ class WorkerTask:
             self._result = self._call()
         except Exception as error:  # noqa: BLE001  raised again, in the thread that asks
             self._error = error
-        self._done.set()
+        self._running.release()
 
     def outcome(self) -> StepResult:
         """Wait; then return or raise as the call did."""
-        self._done.wait()
+        with self._running:
+            pass
         if self._error is not None:
             raise self._error
         assert self._result is not None, "a finished job has a result or an error"

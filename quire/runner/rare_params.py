@@ -12,10 +12,19 @@ from numpy.typing import NDArray
 
 from quire.base.records import NO_INTS, Admission
 from quire.base.sampling_params import SamplingParams
-from quire.sampling.batch import RareParameters, ragged
+from quire.sampling.parts import (
+    BannedSequences,
+    Dry,
+    Mirostat,
+    RaggedIds,
+    RareParameters,
+    RareTruncation,
+    ragged,
+)
 
+Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
-# Fields of SamplingParams by their dtypes; some have shorter names in RareParameters.
+# Fields of SamplingParams by their dtypes.
 _FLOATS = (
     "typical_p",
     "top_n_sigma",
@@ -29,6 +38,8 @@ _FLOATS = (
     "mirostat_eta",
 )
 _COUNTS = ("dry_allowed_length", "dry_penalty_last_n", "no_repeat_ngram_size", "mirostat")
+# Of these, filters; xtc_threshold matters only with a probability.
+_TRUNCATION = ("typical_p", "top_n_sigma", "epsilon_cutoff", "eta_cutoff", "xtc_probability")
 _OFF = SamplingParams()
 NO_START = np.zeros(1, np.int32)
 NO_START.setflags(write=False)
@@ -42,6 +53,7 @@ class RareParamsTables:
         # DRY, n-grams and banned sequences read the tokens so far.
         self.has_history = np.zeros(num_slots, np.bool_)
         self.mirostat_mu = np.zeros(num_slots, np.float32)
+        self._has_truncation = np.zeros(num_slots, np.bool_)
         self._floats = {
             name: np.full(num_slots, getattr(_OFF, name), np.float32) for name in _FLOATS
         }
@@ -54,7 +66,7 @@ class RareParamsTables:
     def retire(self, slot: int) -> None:
         """Keep nothing of a request that is over."""
         self._settle(slot, _OFF)
-        self.uses[slot] = self.has_history[slot] = False
+        self.uses[slot] = self.has_history[slot] = self._has_truncation[slot] = False
         self.mirostat_mu[slot] = 0.0
         self._breakers[slot] = self._allowed[slot] = NO_INTS
         self._sequence_lengths[slot] = self._sequence_ids[slot] = NO_INTS
@@ -71,6 +83,9 @@ class RareParamsTables:
         self._sequence_ids[slot] = np.array(
             [id_ for ids in rules.banned_sequences for id_ in ids], np.int32
         )
+        self._has_truncation[slot] = any(
+            getattr(sampling, name) != getattr(_OFF, name) for name in _TRUNCATION
+        )
         self._allowed[slot] = np.array(sampling.allowed_token_ids or (), np.int32)
         self.uses[slot] = len(lengths) > 0 or sampling.has_rare_steps
         self.has_history[slot] = (
@@ -79,46 +94,72 @@ class RareParamsTables:
             or bool((lengths > 1).any())
         )
 
-    def parameters(self, slots: Int32s | NDArray[np.intp]) -> RareParameters | None:
+    def parameters(self, slots: Index) -> RareParameters | None:
         """Return the parameters of the rows in `slots`; None if no row uses any."""
         rows = self.uses[slots].nonzero()[0]
         if not len(rows):
             return None
-        floats, counts, num_rows = self._floats, self._counts, len(slots)
-
-        def ids(of_slots: list[Int32s]) -> tuple[Int32s, Int32s]:
-            return ragged([of_slots[slot] for slot in slots[rows]], rows, num_rows)
-
-        breaker_starts, breaker_ids = ids(self._breakers)
-        allowed_starts, allowed_ids = ids(self._allowed)
-        sequence_rows, lengths = ids(self._sequence_lengths)
-        _, sequence_ids = ids(self._sequence_ids)
+        of_rows = slots[rows]
+        ngram_size = self._counts["no_repeat_ngram_size"][slots]
         return RareParameters(
+            truncation=self._truncation(slots) if self._has_truncation[of_rows].any() else None,
+            dry=self._dry(slots, rows),
+            mirostat=self._mirostat(slots),
+            banned_sequences=self._banned_sequences(slots, rows),
+            ngram_size=ngram_size if ngram_size.any() else None,
+            allowed=_ids(self._allowed, slots, rows),
+        )
+
+    def _truncation(self, slots: Index) -> RareTruncation:
+        floats = self._floats
+        return RareTruncation(
             typical_p=floats["typical_p"][slots],
             top_n_sigma=floats["top_n_sigma"][slots],
             epsilon_cutoff=floats["epsilon_cutoff"][slots],
             eta_cutoff=floats["eta_cutoff"][slots],
             xtc_probability=floats["xtc_probability"][slots],
             xtc_threshold=floats["xtc_threshold"][slots],
-            dry_multiplier=floats["dry_multiplier"][slots],
-            dry_base=floats["dry_base"][slots],
-            dry_allowed_length=counts["dry_allowed_length"][slots],
-            dry_last_n=counts["dry_penalty_last_n"][slots],
-            ngram_size=counts["no_repeat_ngram_size"][slots],
-            mirostat=counts["mirostat"][slots],
-            mirostat_tau=floats["mirostat_tau"][slots],
-            mirostat_eta=floats["mirostat_eta"][slots],
-            mirostat_mu=self.mirostat_mu[slots],
-            breaker_starts=breaker_starts,
-            breaker_ids=breaker_ids,
-            sequence_rows=sequence_rows,
-            sequence_starts=np.concatenate((NO_START, np.cumsum(lengths, dtype=np.int32))),
-            sequence_ids=sequence_ids,
-            allowed_starts=allowed_starts,
-            allowed_ids=allowed_ids,
         )
+
+    def _dry(self, slots: Index, rows: Index) -> Dry | None:
+        multiplier = self._floats["dry_multiplier"][slots]
+        if not multiplier.any():
+            return None
+        breakers = [self._breakers[slot] for slot in slots[rows]]
+        return Dry(
+            multiplier=multiplier,
+            base=self._floats["dry_base"][slots],
+            allowed_length=self._counts["dry_allowed_length"][slots],
+            last_n=self._counts["dry_penalty_last_n"][slots],
+            breakers=ragged(breakers, rows, len(slots)),
+        )
+
+    def _mirostat(self, slots: Index) -> Mirostat | None:
+        mode = self._counts["mirostat"][slots]
+        if not mode.any():
+            return None
+        return Mirostat(
+            mode=mode,
+            tau=self._floats["mirostat_tau"][slots],
+            eta=self._floats["mirostat_eta"][slots],
+            mu=self.mirostat_mu[slots],
+        )
+
+    def _banned_sequences(self, slots: Index, rows: Index) -> BannedSequences | None:
+        lengths = _ids(self._sequence_lengths, slots, rows)
+        if lengths is None:
+            return None
+        ids = np.concatenate([self._sequence_ids[slot] for slot in slots[rows]])
+        starts = np.concatenate((NO_START, np.cumsum(lengths.ids, dtype=np.int32)))
+        return BannedSequences(rows=lengths.starts, tokens=RaggedIds(starts, ids))
 
     def _settle(self, slot: int, sampling: SamplingParams) -> None:
         for arrays in (self._floats, self._counts):
             for name, array in arrays.items():
                 array[slot] = getattr(sampling, name)
+
+
+def _ids(of_slots: list[Int32s], slots: Index, rows: Index) -> RaggedIds | None:
+    """Return the ids of the slots of `rows`; None if there are none."""
+    ids = [of_slots[slot] for slot in slots[rows]]
+    return ragged(ids, rows, len(slots)) if any(map(len, ids)) else None

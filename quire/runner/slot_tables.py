@@ -18,6 +18,7 @@ from quire.runner.beam_stops import BeamStops, WatchSource
 from quire.runner.grammar_rows import GrammarRows, MatcherSource
 from quire.runner.rare_params import RareParamsTables
 
+Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
 # The least of a top_p: it keeps the likeliest token alone, as 0 means it.
 SMALLEST_TOP_P = 1e-30
@@ -46,6 +47,7 @@ class SlotTables:
         self.grammars = GrammarRows(num_slots, self.tokens, matchers, jump_ahead=jump_ahead)
         self.ends = BeamStops(num_slots, self.tokens, self.grammars, watches)
         self.blocks: Int32s = np.zeros((num_slots, -(-max_model_len // block_size)), np.int32)
+        self._flat_blocks = self.blocks.reshape(-1)
         self.temperature = np.zeros(num_slots, np.float32)
         self.top_k = np.zeros(num_slots, np.int32)
         self.top_p = np.ones(num_slots, np.float32)
@@ -62,7 +64,8 @@ class SlotTables:
         self.scores_from = np.full(num_slots, NEVER, np.int32)
         self.num_prompt_logprobs = np.zeros(num_slots, np.int32)
         self.num_scoring = 0  # slots with a scores_from: steps without any do not look
-        # Rows beyond the plain case: they carry history, bias or banned ids.
+        # Rows beyond the plain case: parts of a SampleBatch are made only for these.
+        self.has_truncation = np.zeros(num_slots, np.bool_)
         self.has_penalty = np.zeros(num_slots, np.bool_)
         self.has_bias = np.zeros(num_slots, np.bool_)
         # The first output position at which stop ids may be chosen; 0 where always.
@@ -88,12 +91,17 @@ class SlotTables:
             self.tokens.tokens[plan.known_slots, self.tokens.lengths[plan.known_slots] - 1] = (
                 plan.known_ids
             )
-        self.blocks[plan.table_slots, plan.table_columns] = plan.table_blocks
+        if len(plan.table_slots):
+            self.blocks[plan.table_slots, plan.table_columns] = plan.table_blocks
 
-    def append(self, slots: Int32s, positions: Int32s, token_ids: Int32s) -> None:
+    def append(self, slots: Index, positions: Int32s, token_ids: Int32s) -> None:
         """Put tokens at their absolute positions; those of one slot are one run, in order."""
-        self.tokens.tokens[slots, positions] = token_ids
-        self.tokens.lengths[slots] = np.maximum(self.tokens.lengths[slots], positions + 1)
+        self.tokens.put(slots, positions, token_ids)
+
+    def block_at(self, slots: Index, columns: Int32s) -> Int32s:
+        """Return entries columns[i] of the block tables of slots[i]; see TokenTable.at."""
+        blocks: Int32s = self._flat_blocks[slots * self.blocks.shape[1] + columns]
+        return blocks
 
     def _retire(self, slot: int) -> None:
         """Keep nothing of a request that is over: what it asked for may be long or secret."""
@@ -109,7 +117,8 @@ class SlotTables:
         self.tokens.tokens[slot, :length] = 0
         self.tokens.lengths[slot] = self.tokens.prompt_lengths[slot] = 0
         self.blocks[slot, : -(-length // self.block_size)] = 0
-        self.has_penalty[slot] = self.has_bias[slot] = False
+        self.has_truncation[slot] = self.has_penalty[slot] = self.has_bias[slot] = False
+        self.num_logprobs[slot] = -1
         self.stops_from[slot] = 0
         self.bias_ids[slot], self.bias_values[slot] = NO_INTS, NO_FLOATS
         self.stop_ids[slot] = NO_INTS
@@ -155,6 +164,9 @@ class SlotTables:
         self._score_from(slot, NEVER if admission.scores_from is None else admission.scores_from)
         self.num_prompt_logprobs[slot] = sampling.prompt_logprobs or 0
         self._list(slot, sampling.logprob_token_ids)
+        self.has_truncation[slot] = (
+            sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+        )
         self.has_penalty[slot] = (
             sampling.repetition_penalty != 1.0
             or sampling.presence_penalty != 0.0

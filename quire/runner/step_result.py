@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from types import MappingProxyType
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,14 +27,16 @@ from quire.base.records import (
     StepResult,
     no_candidates,
 )
-from quire.runner.batch_builder import sampled_positions
-from quire.runner.grammar_rows import NO_FOLLOW, Follow
+from quire.runner.grammar_rows import NO_FOLLOW
 from quire.runner.logprobs import ScoredRows, joined_scores, stacked
+from quire.runner.sampled_rows import SampledRows
 from quire.runner.slot_tables import SlotTables
+from quire.runner.token_runs import TokenRuns, cut_runs, first_messages
 from quire.sampling.batch import TokenChoice
 
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
+_Number = TypeVar("_Number", np.int32, np.float32)
 ROW_FAILED = (
     "there is no token to choose: the row's logits hold NaN or infinity, or what is banned (stop "
     "tokens before min_tokens, bad words, n-grams that came already) and what is allowed leave none"
@@ -41,6 +46,9 @@ BANNED_ALL = (
     "allows here is banned (bad words, allowed_token_ids, n-grams that came already, stop tokens "
     "before min_tokens); ban less, or allow more in the grammar"
 )
+
+
+NO_MESSAGES: Mapping[int, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,47 +62,46 @@ class Computed:
     scored: ScoredRows | None
     choice: TokenChoice
     listed: Float32s
-    no_mask: Mapping[int, str] = field(default_factory=dict)
+    no_mask: Mapping[int, str] = field(default_factory=lambda: NO_MESSAGES)
     has_grammar: bool = False
-    broken: Mapping[int, str] = field(default_factory=dict)
+    broken: Mapping[int, str] = field(default_factory=lambda: NO_MESSAGES)
 
 
 def step_result(
-    plan: StepPlan, tables: SlotTables, computed: Computed, tenancy: NDArray[np.int64]
+    plan: StepPlan, tables: SlotTables, computed: Computed, sampled: SampledRows
 ) -> StepResult:
     """Return the result of a plan and append its runs of tokens to the tables.
 
-    tenancy: of the slots of the sampled positions, when the plan was applied. Where it has changed
-    since, nothing is appended.
+    sampled: as of when the plan was applied. Nothing is appended to a slot that another request
+    has taken since.
     """
-    scored, choice = computed.scored, computed.choice
-    slots = np.repeat(plan.slots, plan.sample_counts)  # [R]
-    positions = sampled_positions(plan, plan.starts + plan.counts)
+    scored, choice, positions = computed.scored, computed.choice, sampled.positions(plan)
     for place in computed.no_mask:
         choice.token_ids[place] = -1
-    stays = tables.tenancy[slots] == tenancy
-    follow, candidates, unsure = NO_FOLLOW, choice.candidates, dict[int, str]()
-    if tables.grammars.has[slots].any():
-        follow = tables.grammars.follow(slots, positions, np.where(stays, choice.token_ids, -1))
-    if candidates is not None:
-        candidates, unsure = tables.ends.told(slots, positions, candidates)
-    for place in follow.failed | unsure:
+    stays, follow, unsure = sampled.stays(tables), NO_FOLLOW, NO_MESSAGES
+    if sampled.has_grammar:
+        ids = choice.token_ids if stays is None else np.where(stays, choice.token_ids, -1)
+        follow = tables.grammars.follow(sampled.slots, positions, ids)
+        unsure = follow.failed
+    if choice.candidates is not None:
+        candidates, unjudged = tables.ends.told(sampled.slots, positions, choice.candidates)
+        choice, unsure = replace(choice, candidates=candidates), {**unsure, **unjudged}
+    for place in unsure:
         choice.token_ids[place] = -1
-    failed, errors = _failures(plan, tables, computed, follow.failed | unsure)
-    runs = _Runs(
+    failed = _failed_rows(plan, sampled, computed)
+    runs = TokenRuns(
         counts=plan.sample_counts,
-        slots=slots,
+        slots=sampled.slots,
         positions=positions,
         stays=stays,
-        choice=replace(choice, candidates=candidates),
+        choice=choice,
         listed=computed.listed,
+        complete=NO_BOOLS,
     )
-    if failed is not None or follow.forced:
-        runs = _changed_runs(runs, plan, failed, follow.forced)
-    choice, slots, stays = runs.choice, runs.slots, runs.stays
-    if len(choice.mus):
-        tables.rare.mirostat_mu[slots[stays]] = choice.mus[stays]
-    tables.append(slots[stays], runs.positions[stays], choice.token_ids[stays])
+    if failed is not None or follow.forced or follow.complete:
+        runs = cut_runs(runs, sampled, failed, follow)
+    _append(runs, tables)
+    choice = runs.choice
     return StepResult(
         step=plan.step,
         token_counts=runs.counts,
@@ -106,81 +113,64 @@ def step_result(
         mirostat_mus=choice.mus,
         score_counts=NO_INTS if scored is None else scored.counts,
         scores=None if scored is None else scored.scores,
-        errors=errors,
-        complete=_complete(plan, follow),
+        complete=runs.complete,
         candidates=choice.candidates,
+        errors=() if failed is None else _errors(failed, plan, tables, sampled, computed, unsure),
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Runs:
-    """The runs of a plan's rows: counts [N], and per token [E] its slot, position and choice.
+def _append(runs: TokenRuns, tables: SlotTables) -> None:
+    """Append the tokens of runs to the slots that still have their request."""
+    slots, positions, token_ids, mus = (
+        runs.slots,
+        runs.positions,
+        runs.choice.token_ids,
+        runs.choice.mus,
+    )
+    if (stays := runs.stays) is not None:
+        slots, positions, token_ids = slots[stays], positions[stays], token_ids[stays]
+        mus = mus[stays] if len(mus) else mus
+    if len(mus):
+        tables.rare.mirostat_mu[slots] = mus
+    tables.append(slots, positions, token_ids)
 
-    stays [E]: whether the slot still has the request of the plan.
+
+def _failed_rows(plan: StepPlan, sampled: SampledRows, computed: Computed) -> Bools | None:
+    """Return the rows without a result [N]; None if all that was computed stands.
+
+    A row fails with its first sampled position: a later one without a token only ends the run.
     """
-
-    counts: Int32s
-    slots: Int32s
-    positions: Int32s
-    stays: Bools
-    choice: TokenChoice
-    listed: Float32s
-
-
-def _changed_runs(
-    runs: _Runs, plan: StepPlan, failed: Bools | None, forced: Mapping[int, list[int]]
-) -> _Runs:
-    """Drop the runs of failed rows [N] and put the forced ids behind their sampled tokens [R]."""
-    row_of = np.repeat(np.arange(len(plan.slots)), plan.sample_counts)  # [R]
-    lengths = np.ones(len(row_of), np.int32)
-    for place, ids in forced.items():
-        lengths[place] += len(ids)
-    if failed is not None:
-        lengths[failed[row_of]] = 0
-    firsts = np.cumsum(lengths) - lengths
-    source = np.repeat(np.arange(len(row_of)), lengths)  # [E]
-    choice = _choice_at(runs.choice, source)
-    for place, ids in forced.items():
-        if lengths[place]:
-            choice.token_ids[firsts[place] + 1 : firsts[place] + lengths[place]] = ids
-    counts = np.bincount(row_of, lengths, len(plan.slots)).astype(np.int32)
-    offsets = np.arange(len(source)) - firsts[source]
-    return _Runs(
-        counts=counts,
-        slots=runs.slots[source],
-        positions=(runs.positions[source] + offsets).astype(np.int32),
-        stays=runs.stays[source],
-        choice=choice,
-        listed=runs.listed[source],
-    )
-
-
-def _failures(
-    plan: StepPlan, tables: SlotTables, computed: Computed, unsure: dict[int, str]
-) -> tuple[Bools | None, tuple[RowError, ...]]:
-    """Return which rows failed [N], None for none, and their errors."""
     scored, token_ids = computed.scored, computed.choice.token_ids
     scores_failed = scored is not None and bool(scored.failed.any())
     if not (computed.broken or scores_failed or min(token_ids.tolist(), default=0) < 0):
-        return None, ()
-    failed = np.zeros(len(plan.slots), np.bool_) if scored is None else scored.failed
-    failed[np.repeat(np.arange(len(plan.slots)), plan.sample_counts)[token_ids < 0]] = True
+        return None
+    failed = np.zeros(len(plan.slots), np.bool_) if scored is None else scored.failed.copy()
+    failed[sampled.rows[token_ids[sampled.firsts()] < 0]] = True
     failed[list(computed.broken)] = True
-    why = {**_reasons(computed, unsure, tables, plan), **computed.broken}
-    errors = [
-        RowError(row=row, message=why.get(row, ROW_FAILED))
-        for row in np.flatnonzero(failed).tolist()
-    ]
-    return failed, tuple(errors)
+    return failed
 
 
-def _complete(plan: StepPlan, follow: Follow) -> Bools:
-    """As in StepResult."""
-    if not follow.complete:
-        return NO_BOOLS
-    complete = np.zeros(len(plan.slots), np.bool_)
-    complete[np.repeat(np.arange(len(plan.slots)), plan.sample_counts)[follow.complete]] = True
-    return complete
+def _errors(
+    failed: Bools,
+    plan: StepPlan,
+    tables: SlotTables,
+    sampled: SampledRows,
+    computed: Computed,
+    unsure: Mapping[int, str],
+) -> tuple[RowError, ...]:
+    """Return the errors of the `failed` rows [N]. unsure: messages by sampled position, of tokens
+    that a grammar or a stop watch could not judge."""
+    messages = {**computed.no_mask, **unsure}
+    reasons: dict[int, str] = {}
+    if computed.has_grammar or messages:
+        rows = np.unique(sampled.rows)
+        reasons |= dict.fromkeys(rows[tables.grammars.has[plan.slots[rows]]].tolist(), BANNED_ALL)
+        reasons |= first_messages(messages, sampled)
+    reasons |= computed.broken
+    return tuple(
+        RowError(row=row, message=reasons.get(row, ROW_FAILED))
+        for row in failed.nonzero()[0].tolist()
+    )
 
 
 def no_rows(plan: StepPlan) -> StepResult:
@@ -193,18 +183,19 @@ def without_part(plan: StepPlan, result: StepResult, message: str) -> StepResult
     return replace(result, errors=(*result.errors, RowError(row=len(plan.slots), message=message)))
 
 
+@lru_cache(maxsize=1024)
+def no_table(num_rows: int) -> Float32s:
+    """Return a table [num_rows, 0]."""
+    return np.empty((num_rows, 0), np.float32)
+
+
 def failed_row(plan: StepPlan, message: str) -> Computed:
     """Of a plan with one row, which failed."""
     num_rows = int(plan.sample_counts.sum())
     return Computed(
         scored=None,
-        choice=TokenChoice(
-            token_ids=np.full(num_rows, -1, np.int32),
-            logprobs=np.full(num_rows, np.nan, np.float32),
-            top_ids=np.empty((num_rows, 0), np.int32),
-            top_logprobs=np.empty((num_rows, 0), np.float32),
-        ),
-        listed=np.empty((num_rows, 0), np.float32),
+        choice=TokenChoice(token_ids=np.full(num_rows, -1, np.int32)),
+        listed=no_table(num_rows),
         broken={0: message},
     )
 
@@ -231,48 +222,39 @@ def joined_rows(plans: Sequence[StepPlan], parts: Sequence[Computed]) -> Compute
 
 
 def joined_choices(parts: Sequence[TokenChoice]) -> TokenChoice:
-    """Slices of the head put together; [R, K] with K the widest slice's. No slices: no rows."""
+    """Return slices of the head put together; [R, K] with K the widest slice's. No slices: no
+    rows."""
+    token_ids = np.concatenate([_none(), *(part.token_ids for part in parts)])
+    mus, candidates = _joined_floats(parts, "mus", 0.0), _joined_candidates(parts)
+    if not any(len(part.logprobs) for part in parts):
+        return TokenChoice(token_ids=token_ids, mus=mus, candidates=candidates)
     return TokenChoice(
-        token_ids=np.concatenate([_none(), *(part.token_ids for part in parts)]),
-        logprobs=np.concatenate([np.empty(0, np.float32), *(part.logprobs for part in parts)]),
-        top_ids=stacked([part.top_ids for part in parts], np.int32(-1)),
-        top_logprobs=stacked([part.top_logprobs for part in parts], np.float32(np.nan)),
-        mus=_joined_mus(parts),
-        candidates=_joined_candidates(parts),
+        token_ids=token_ids,
+        logprobs=_joined_floats(parts, "logprobs", np.nan),
+        top_ids=stacked([_rows(part.top_ids, part) for part in parts], np.int32(-1)),
+        top_logprobs=stacked(
+            [_rows(part.top_logprobs, part) for part in parts], np.float32(np.nan)
+        ),
+        mus=mus,
+        candidates=candidates,
     )
 
 
-def _reasons(
-    computed: Computed, failed: dict[int, str], tables: SlotTables, plan: StepPlan
-) -> dict[int, str]:
-    """Why rows of the plan failed, if they follow a grammar or are watched. failed: why, of those
-    that sample and have a chosen token."""
-    if not computed.has_grammar and not computed.no_mask and not failed:
-        return {}
-    rows = np.repeat(np.arange(len(plan.slots)), plan.sample_counts).tolist()
-    why = {row: BANNED_ALL for row in rows if tables.grammars.has[plan.slots[row]]}
-    said = {**computed.no_mask, **failed}
-    return why | {rows[place]: message for place, message in said.items()}
+def _rows(table: NDArray[_Number], part: TokenChoice) -> NDArray[_Number]:
+    """Return a table that has a row for each token."""
+    return table if len(table) else np.empty((len(part.token_ids), 0), table.dtype)
 
 
-def _choice_at(choice: TokenChoice, index: NDArray[np.intp]) -> TokenChoice:
-    return TokenChoice(
-        token_ids=choice.token_ids[index],
-        logprobs=choice.logprobs[index],
-        top_ids=choice.top_ids[index],
-        top_logprobs=choice.top_logprobs[index],
-        mus=choice.mus[index] if len(choice.mus) else choice.mus,
-        candidates=None if choice.candidates is None else _candidates_at(choice.candidates, index),
-    )
-
-
-def _candidates_at(candidates: Candidates, index: NDArray[np.intp]) -> Candidates:
-    return Candidates(
-        ids=candidates.ids[index],
-        scores=candidates.scores[index],
-        logprobs=candidates.logprobs[index],
-        ends=candidates.ends[index] if len(candidates.ends) else candidates.ends,
-    )
+def _joined_floats(parts: Sequence[TokenChoice], name: str, absent: float) -> Float32s:
+    """Return an array of all slices; `absent` for the rows of slices without it."""
+    each = [getattr(part, name) for part in parts]
+    if not any(map(len, each)):
+        return NO_FLOATS
+    filled = [
+        values if len(values) else np.full(len(part.token_ids), absent, np.float32)
+        for values, part in zip(each, parts, strict=True)
+    ]
+    return np.concatenate(filled)
 
 
 def _joined_candidates(parts: Sequence[TokenChoice]) -> Candidates | None:
@@ -284,15 +266,6 @@ def _joined_candidates(parts: Sequence[TokenChoice]) -> Candidates | None:
         ids=stacked([one.ids for one in each], np.int32(-1)),
         scores=stacked([one.scores for one in each], np.float32(np.nan)),
         logprobs=stacked([one.logprobs for one in each], np.float32(np.nan)),
-    )
-
-
-def _joined_mus(parts: Sequence[TokenChoice]) -> Float32s:
-    """Of all rows where a slice has mirostat; slices without it have 0."""
-    if not any(len(part.mus) for part in parts):
-        return NO_FLOATS
-    return np.concatenate(
-        [part.mus if len(part.mus) else np.zeros_like(part.logprobs) for part in parts]
     )
 
 

@@ -6,6 +6,8 @@ of threads and rows and any order of rows. Knows no requests; the executor owns 
 
 from __future__ import annotations
 
+from dataclasses import fields
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,13 @@ from numpy.typing import NDArray
 
 from quire import _native
 from quire.base.records import Candidates
-from quire.sampling.batch import RareParameters, SampleBatch, TokenChoice
-from quire.sampling.reference import check_known, check_shapes, has_mirostat
+from quire.sampling.batch import SampleBatch, TokenChoice
+from quire.sampling.reference import check_known, check_shapes, has_mirostat, max_top
+
+# Outputs that no row of a batch has: the kernels take writable arrays.
+_NO_FLOATS = np.empty(0, np.float32)
+_NO_IDS, _NO_TABLE = np.empty((0, 0), np.int32), np.empty((0, 0), np.float32)
+_NO_CANDIDATES = (_NO_IDS, _NO_TABLE, _NO_TABLE)
 
 
 def choose(logits: NDArray[np.float32], batch: SampleBatch, pool: _native.Pool) -> TokenChoice:
@@ -28,16 +35,9 @@ def choose(logits: NDArray[np.float32], batch: SampleBatch, pool: _native.Pool) 
     if params is None:
         params = batch.prepared[logits.shape] = _ChooseParams(logits, batch)
     num_rows = len(logits)
-    candidates = params.candidates(num_rows)
-    choice = TokenChoice(
-        token_ids=np.empty(num_rows, np.int32),
-        logprobs=np.empty(num_rows, np.float32),
-        top_ids=np.empty((num_rows, params.num_top), np.int32),
-        top_logprobs=np.empty((num_rows, params.num_top), np.float32),
-        mus=np.empty(num_rows if params.has_mirostat else 0, np.float32),
-        candidates=candidates,
-    )
+    choice = params.empty_choice(num_rows)
     if num_rows > 0:
+        candidates = choice.candidates
         _native.choose(
             pool,
             params.native,
@@ -57,35 +57,41 @@ def _arrays_of(candidates: Candidates) -> tuple[NDArray[Any], ...]:
     return candidates.ids, candidates.scores, candidates.logprobs
 
 
-_NO_CANDIDATES = (
-    np.empty((0, 0), np.int32),
-    np.empty((0, 0), np.float32),
-    np.empty((0, 0), np.float32),
-)
-
-
 class _ChooseParams:
-    """All of a batch but its positions, checked against logits of a shape, as the kernels take
-    it."""
+    """All of a batch but its positions, checked against the shape of the logits, as the kernels
+    take it."""
 
     def __init__(self, logits: NDArray[np.float32], batch: SampleBatch) -> None:
         check_shapes(logits, batch)
         check_known(batch)
-        self.num_top = max(0, int(batch.num_logprobs.max(initial=-1)))
-        self.has_mirostat = has_mirostat(batch)
-        self._has_beams = len(batch.num_candidates) > 0
-        self._max_candidates = int(batch.num_candidates.max(initial=0))
-        self.native = _native.ChooseParams(
-            **_arrays(batch, _FIELDS),
-            rare=None if batch.rare is None else _arrays(batch.rare, _RARE_FIELDS),
-            mask_rows=np.ascontiguousarray(batch.mask_rows, np.int32),
-            masks=np.ascontiguousarray(batch.masks, np.uint32),
-            num_candidates=np.ascontiguousarray(batch.num_candidates, np.int32),
+        self._num_top = None if batch.num_logprobs is None else max_top(batch.num_logprobs)
+        self._has_mirostat = has_mirostat(batch)
+        self._max_candidates: int | None = None
+        if batch.num_candidates is not None:
+            self._max_candidates = int(batch.num_candidates.max(initial=0))
+        arrays: dict[str, NDArray[Any]] = {}
+        _add_arrays(arrays, "", batch)
+        del arrays["positions"]
+        self.native = _native.ChooseParams(arrays)
+
+    def empty_choice(self, num_rows: int) -> TokenChoice:
+        """Allocate what the kernels write."""
+        logprobs, top_ids, top_logprobs = _NO_FLOATS, _NO_IDS, _NO_TABLE
+        if self._num_top is not None:
+            logprobs = np.empty(num_rows, np.float32)
+            top_ids = np.empty((num_rows, self._num_top), np.int32)
+            top_logprobs = np.empty((num_rows, self._num_top), np.float32)
+        return TokenChoice(
+            token_ids=np.empty(num_rows, np.int32),
+            logprobs=logprobs,
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
+            mus=np.empty(num_rows, np.float32) if self._has_mirostat else _NO_FLOATS,
+            candidates=self._candidates(num_rows),
         )
 
-    def candidates(self, num_rows: int) -> Candidates | None:
-        """Allocate the candidates of beam rows."""
-        if not self._has_beams:
+    def _candidates(self, num_rows: int) -> Candidates | None:
+        if self._max_candidates is None:
             return None
         shape = num_rows, self._max_candidates
         return Candidates(
@@ -95,54 +101,16 @@ class _ChooseParams:
         )
 
 
-_Fields = tuple[tuple[str, type[np.generic]], ...]
+def _add_arrays(arrays: dict[str, NDArray[Any]], prefix: str, part: Any) -> None:
+    """Add the arrays of a part, and of its parts, by their path: "rare_dry_base"."""
+    for name in _names(type(part)):  # type: ignore[arg-type]
+        value = getattr(part, name)
+        if isinstance(value, np.ndarray):
+            arrays[prefix + name] = np.ascontiguousarray(value)
+        elif value is not None:
+            _add_arrays(arrays, f"{prefix}{name}_", value)
 
 
-def _arrays(record: SampleBatch | RareParameters, names: _Fields) -> dict[str, NDArray[Any]]:
-    return {name: np.ascontiguousarray(getattr(record, name), dtype) for name, dtype in names}
-
-
-_FIELDS: _Fields = (
-    ("temperature", np.float32),
-    ("top_k", np.int32),
-    ("top_p", np.float32),
-    ("min_p", np.float32),
-    ("repetition_penalty", np.float32),
-    ("presence_penalty", np.float32),
-    ("frequency_penalty", np.float32),
-    ("seeds", np.int64),
-    ("streams", np.int32),
-    ("num_prompt_tokens", np.int32),
-    ("num_logprobs", np.int32),
-    ("history_starts", np.int32),
-    ("history", np.int32),
-    ("bias_starts", np.int32),
-    ("bias_ids", np.int32),
-    ("bias_values", np.float32),
-    ("banned_starts", np.int32),
-    ("banned_ids", np.int32),
-)
-_RARE_FIELDS: _Fields = (
-    ("typical_p", np.float32),
-    ("top_n_sigma", np.float32),
-    ("epsilon_cutoff", np.float32),
-    ("eta_cutoff", np.float32),
-    ("xtc_probability", np.float32),
-    ("xtc_threshold", np.float32),
-    ("dry_multiplier", np.float32),
-    ("dry_base", np.float32),
-    ("dry_allowed_length", np.int32),
-    ("dry_last_n", np.int32),
-    ("ngram_size", np.int32),
-    ("mirostat", np.int32),
-    ("mirostat_tau", np.float32),
-    ("mirostat_eta", np.float32),
-    ("mirostat_mu", np.float32),
-    ("breaker_starts", np.int32),
-    ("breaker_ids", np.int32),
-    ("sequence_rows", np.int32),
-    ("sequence_starts", np.int32),
-    ("sequence_ids", np.int32),
-    ("allowed_starts", np.int32),
-    ("allowed_ids", np.int32),
-)
+@lru_cache
+def _names(part: type[Any]) -> tuple[str, ...]:
+    return tuple(item.name for item in fields(part) if item.init)

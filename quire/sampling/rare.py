@@ -23,8 +23,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.sampling.batch import Float32s, Int32s, RareParameters
+from quire.base.records import NO_INTS
 from quire.sampling.noise import LN2, LOG2_E, mass, mass_multiple, minus_log, uniform
+from quire.sampling.parts import BannedSequences, Dry, Float32s, Int32s, Mirostat, RareParameters
 
 Bools = NDArray[np.bool_]
 
@@ -37,19 +38,19 @@ SMALLEST_SHARE = np.float32(2.0**-126)
 NOTHING = np.float32(-np.inf)
 
 
-def penalize_repeats(values: Float32s, history: Int32s, rare: RareParameters, row: int) -> None:
+def penalize_repeats(values: Float32s, history: Int32s, dry: Dry, row: int) -> None:
     """Apply DRY in place: penalize tokens that continue a repetition of the history's end."""
-    last_n = int(rare.dry_last_n[row])
+    last_n = int(dry.last_n[row])
     if last_n >= 0:
         history = history[max(0, len(history) - last_n) :]
-    breakers = rare.breaker_ids[rare.breaker_starts[row] : rare.breaker_starts[row + 1]]
+    breakers = dry.breakers[row]
     lengths = repeat_lengths(history, breakers)
     following = history[1:]
     lengths[np.isin(following, breakers)] = 0
     best = np.zeros(len(values), np.int32)
     np.maximum.at(best, following, lengths)
-    allowed = int(rare.dry_allowed_length[row])
-    base, penalty = float(rare.dry_base[row]), float(rare.dry_multiplier[row])
+    allowed = int(dry.allowed_length[row])
+    base, penalty = float(dry.base[row]), float(dry.multiplier[row])
     penalties = np.zeros(MAX_REPEAT + 1, np.float32)
     for length in range(allowed, MAX_REPEAT + 1):
         penalties[length] = np.float32(min(penalty, MAX_PENALTY))
@@ -76,25 +77,30 @@ def repeat_lengths(history: Int32s, breakers: Int32s) -> Int32s:
 
 def ban(values: Float32s, history: Int32s, rare: RareParameters, row: int) -> None:
     """Ban sequences, n-grams and everything outside the allowed ids, in place."""
-    for index in range(rare.sequence_rows[row], rare.sequence_rows[row + 1]):
-        ids = rare.sequence_ids[rare.sequence_starts[index] : rare.sequence_starts[index + 1]]
-        num_before = len(ids) - 1
-        if num_before <= len(history) and (history[len(history) - num_before :] == ids[:-1]).all():
-            values[ids[-1]] = NOTHING
-    size = int(rare.ngram_size[row])
+    if rare.banned_sequences is not None:
+        _ban_sequences(values, history, rare.banned_sequences, row)
+    size = 0 if rare.ngram_size is None else int(rare.ngram_size[row])
     if size == 1:
         values[history] = NOTHING
     elif size > 1:
         lengths = repeat_lengths(history, np.empty(0, np.int32))
         values[history[1:][lengths >= size - 1]] = NOTHING
-    allowed = rare.allowed_ids[rare.allowed_starts[row] : rare.allowed_starts[row + 1]]
+    allowed = NO_INTS if rare.allowed is None else rare.allowed[row]
     if len(allowed):
         kept = values[allowed].copy()
         values[:] = NOTHING
         values[allowed] = kept
 
 
-def sigma_drop(values: Float32s, rare: RareParameters, row: int) -> np.float32:
+def _ban_sequences(values: Float32s, history: Int32s, banned: BannedSequences, row: int) -> None:
+    for index in range(banned.rows[row], banned.rows[row + 1]):
+        ids = banned.tokens[index]
+        num_before = len(ids) - 1
+        if num_before <= len(history) and (history[len(history) - num_before :] == ids[:-1]).all():
+            values[ids[-1]] = NOTHING
+
+
+def sigma_drop(values: Float32s, num_sigmas: np.float32) -> np.float32:
     """Return how far below the largest value, before the temperature, top_n_sigma keeps values."""
     finite = values[values > NOTHING]
     below = np.minimum(finite.max() - finite, SPREAD_REACH)
@@ -103,7 +109,7 @@ def sigma_drop(values: Float32s, rare: RareParameters, row: int) -> np.float32:
     mean = float(steps.sum()) / count
     variance = float((steps * steps).sum()) / count - mean * mean
     sigma = np.sqrt(max(variance, 0.0)) / float(SPREAD_STEPS)
-    return np.float32(float(rare.top_n_sigma[row]) * sigma)
+    return np.float32(float(num_sigmas) * sigma)
 
 
 def typical(values: Float32s, order: Int32s, share: np.float32) -> Int32s:
@@ -150,13 +156,13 @@ def unsurprising(values: Float32s, order: Int32s, mu: np.float32) -> Int32s:
 
 
 def moved_mu(
-    values: Float32s, order: Int32s, token_id: int, rare: RareParameters, row: int
+    values: Float32s, order: Int32s, token_id: int, mirostat: Mirostat, row: int
 ) -> np.float32:
     """Return mu after token_id was chosen among `order`."""
     below = values[order[0]] - values[token_id]
     bits = (below - _minus_log(_mass_of(values, order))) * LOG2_E
-    error = bits - rare.mirostat_tau[row]
-    moved: np.float32 = rare.mirostat_mu[row] - rare.mirostat_eta[row] * error
+    error = bits - mirostat.tau[row]
+    moved: np.float32 = mirostat.mu[row] - mirostat.eta[row] * error
     return moved
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.sampling.batch import Float32s, Int32s
 from quire.sampling.noise import MAX_VOCAB
+from quire.sampling.parts import Float32s, Int32s
 from quire.sampling.reference import log_probabilities
 
 MAX_TOP = 20

@@ -1,9 +1,10 @@
 """A checkpoint: all tensors of a model by name, in one file or in shards.
 
-Formats are safetensors, also in fp8 (fp8_checkpoint.py), and GGUF (gguf_checkpoint.py); both are
-imported on demand. Pickles are rejected, because loading one runs any code it contains. Invariant:
-each name is in exactly one shard, the one given by the index, and no path leaves the directory.
-Knows no model; binding.py compares names and shapes with a program.
+Formats are safetensors (safetensors_checkpoint.py), also in fp8 (fp8_checkpoint.py), and GGUF
+(gguf_checkpoint.py); the last two are imported on demand. Pickles are rejected, because loading one
+runs any code it contains. Invariant: each name is in exactly one shard, the one given by the index,
+and no path leaves the directory. Knows no model; binding.py compares names and shapes with a
+program.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from quire.base.gguf_model import find_gguf
 from quire.base.regular_file import is_present, read_regular
 from quire.base.show import show
 from quire.base.strict_json import parse_object
-from quire.weights.dtypes import FP8, from_bf16_bits
+from quire.weights.dtypes import FP8
 from quire.weights.safetensors import SafetensorsFile, StoredTensor, raise_problems
+from quire.weights.safetensors_checkpoint import WHOLE, SafetensorsCheckpoint
 
 if TYPE_CHECKING:
     from quire.weights.fp8_checkpoint import Fp8Stored
@@ -32,7 +34,6 @@ INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 MAX_INDEX_BYTES = 100_000_000
 _MAX_NAME_BYTES = 255  # of a file, on every usual file system
-WHOLE = slice(None)
 
 
 class RowReader(Protocol):
@@ -93,69 +94,6 @@ class Checkpoint(Protocol):
 
     def release(self, name: str) -> None:
         """Drop the tensor's pages from memory; views stay valid and read the file again."""
-
-
-class SafetensorsCheckpoint:
-    """Tensors by name, in one or more safetensors files."""
-
-    described_by = "config.json"
-
-    def __init__(self, path: Path, holders: dict[str, SafetensorsFile]) -> None:
-        self.path = path
-        self._holders = holders
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return all tensor names."""
-        return tuple(self._holders)
-
-    @property
-    def total_bytes(self) -> int:
-        """Return the bytes of all tensors."""
-        return sum(len(self.tensor(name).raw) for name in self._holders)
-
-    @property
-    def files(self) -> dict[Path, os.stat_result]:
-        """Return the files with their metadata when opened."""
-        return {file.path: file.opened for file in self._holders.values()}
-
-    def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Return dtype and shape of a tensor."""
-        stored = self.tensor(name)
-        return stored.dtype, stored.shape
-
-    def block_type(self, name: str) -> str:
-        """Return "": Fp8Checkpoint wraps fp8 tensors, and config.json rejects other formats."""
-        return ""
-
-    def tensor(self, name: str) -> StoredTensor:
-        """Return the stored tensor, a view of the file. Raises WeightsError for an unknown name."""
-        holder = self._holders.get(name)
-        if holder is None:
-            raise WeightsError(f"{self.path}: no tensor named {name!r}")
-        return holder.tensor(name)
-
-    def content(self, name: str) -> StoredTensor:
-        """Return the tensor itself."""
-        return self.tensor(name)
-
-    def quantized_rows(self, name: str, *, transposed: bool) -> None:
-        """Return None: no tensor is quantized."""
-
-    def fp8(self, name: str) -> None:
-        """Return None: no tensor is in fp8."""
-
-    def read_f32(self, name: str, rows: slice = WHOLE) -> NDArray[np.float32]:
-        """Return a new float32 copy of the tensor, or of a slice of its first axis."""
-        stored = self.tensor(name)
-        part = stored.array[rows] if stored.shape else stored.array
-        if stored.dtype == "bf16":
-            return from_bf16_bits(part)
-        return np.array(part, np.float32, order="C")
-
-    def release(self, name: str) -> None:
-        """Drop the tensor's pages from memory; views stay valid and read the file again."""
-        self._holders[name].release(name)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

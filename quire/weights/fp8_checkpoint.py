@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.quant.fp8 import OF_CODES
-from quire.weights.checkpoint import WHOLE, SafetensorsCheckpoint
 from quire.weights.dtypes import FP8, NUMPY_TYPES
 from quire.weights.safetensors import StoredTensor, raise_problems
+from quire.weights.safetensors_checkpoint import WHOLE, SafetensorsCheckpoint
 
 Float32s = NDArray[np.float32]
 

@@ -118,15 +118,19 @@ class DrawsNoiseByRow(_Executor):
     """The noise depends on the row of the batch."""
 
     def sample(self, logits: Float32s, batch: SampleBatch) -> TokenChoice:
-        rows = np.arange(len(batch.streams), dtype=np.int32)
-        return super().sample(logits, replace(batch, streams=batch.streams + rows))
+        rows = np.arange(len(batch.positions), dtype=np.int32)
+        noise = replace(batch.noise, streams=batch.noise.streams + rows)
+        return super().sample(logits, replace(batch, noise=noise))
 
 
 class TakesAnothersMask(_Executor):
     """Rows that follow grammars get each other's masks."""
 
     def sample(self, logits: Float32s, batch: SampleBatch) -> TokenChoice:
-        return super().sample(logits, replace(batch, masks=np.roll(batch.masks, 1, axis=0)))
+        if batch.masks is not None:
+            masks = replace(batch.masks, words=np.roll(batch.masks.words, 1, axis=0))
+            batch = replace(batch, masks=masks)
+        return super().sample(logits, batch)
 
 
 class ScoresBySlice(_Executor):

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from quire.execute.executor import ExecutorOptions, StepLimits
-from quire.execute.gpu.executor import TorchExecutor
+from quire.execute.gpu.executor import LaunchOptions, TorchExecutor
 from quire.execute.gpu.executor_class import TorchExecutorClass
 from quire.execute.gpu.graphs import Capture
 from quire.execute.gpu.load import IntWeight, Pack, load
@@ -64,10 +64,8 @@ def torch_executor(
         device=CPU,
         exact=exact,
         limits=StepLimits(max_tokens=max_tokens, max_samples=max_tokens, max_sequences=16),
+        launch=LaunchOptions(kernels=kernels, capture=capture, stream=stream),
         poison=True,
-        kernels=kernels,
-        capture=capture,
-        stream=stream,
     )
     executor.allocate_cache(blocks or -(-program.max_positions // BLOCK_SIZE) + 1, BLOCK_SIZE)
     return executor

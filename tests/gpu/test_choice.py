@@ -9,7 +9,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from quire.base.records import NO_INTS
 from quire.execute.gpu import choice
 from quire.execute.gpu.kernels import edit_logits as edit_kernels
 from quire.execute.gpu.kernels.device_params import rows_for_the_host
@@ -87,7 +86,8 @@ def late_batch(rng: np.random.Generator, vocabulary: int) -> tuple[SampleBatch, 
     slots = np.array([9, 0, 4, 3, -1, 6, 1], np.int32)
     last = np.full(10, -7, np.int32)
     last[slots[[0, 1, 2, 3, 5, 6]]] = [1, 7, 3, 11, -1, long[2500]]
-    return replace(batch, late_slots=slots), last
+    assert batch.history is not None
+    return replace(batch, history=replace(batch.history, late_slots=slots)), last
 
 
 def test_a_last_token_that_only_the_device_has_counts() -> None:
@@ -97,9 +97,11 @@ def test_a_last_token_that_only_the_device_has_counts() -> None:
     # Of a greedy row the likeliest, but for the penalty of this last time.
     logits[0, last[9]] = np.float32(1.3) * (logits[0].max() + np.float32(0.1))
     known = batch.completed(last)
-    assert known.history_starts.tolist() == [0, 5, 9, 11, 15, 17, 19, 3020]
-    assert known.history[:5].tolist() == [1, 5, 5, 9, 1]
-    assert known.history[-1] == last[1]
+    assert known.history is not None
+    history = known.history.tokens
+    assert history.starts.tolist() == [0, 5, 9, 11, 15, 17, 19, 3020]
+    assert history.ids[:5].tolist() == [1, 5, 5, 9, 1]
+    assert history.ids[-1] == last[1]
     tensor = torch.from_numpy(logits.copy())
     kept: list[list[int]] = []
     found = choice.choose_later(
@@ -112,7 +114,9 @@ def test_a_last_token_that_only_the_device_has_counts() -> None:
     expected = reference.choose(logits, known)
     assert_same_choice(found, expected)
     assert kept == [expected.token_ids.tolist()]
-    without = reference.choose(logits, replace(batch, late_slots=NO_INTS))
+    assert batch.history is not None
+    complete = replace(batch.history, late_slots=None)
+    without = reference.choose(logits, replace(batch, history=complete))
     assert without.token_ids[0] == last[9] != expected.token_ids[0]
     edited = []
     for given in (batch, known):
@@ -123,7 +127,7 @@ def test_a_last_token_that_only_the_device_has_counts() -> None:
         edited.append(of_these)
     assert torch.equal(*edited)
     changed = (edited[0] != tensor).sum(dim=1).tolist()
-    assert changed == [3, 2, 2, 4, 2, 1, len(set(known.history[19:].tolist()))]
+    assert changed == [3, 2, 2, 4, 2, 1, len(set(history.ids[19:].tolist()))]
 
 
 def test_only_rows_that_ask_for_edits_cost_the_host_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +185,7 @@ def test_rows_of_a_batch_keep_all_they_have() -> None:
     rng = np.random.default_rng(12)
     batch, rows = random_batch(rng, 6, 50, rarely=True), np.array([4, 1])
     logits = random_logits(rng, 6, 50)
-    found = reference.choose(logits[rows], choice.rows_of(batch, rows))
+    found = reference.choose(logits[rows], batch.take(rows))
     assert_same_choice(found, reference.choose(logits[rows], take_rows(batch, rows)))
 
 

@@ -18,6 +18,7 @@ from quire.program.batch import CacheRows, ForwardBatch  # noqa: E402
 from quire.program.tensors import DType  # noqa: E402
 from quire.sampling import reference  # noqa: E402
 from quire.sampling.batch import SampleBatch  # noqa: E402
+from quire.sampling.parts import LogitBias, NoiseKeys, RaggedIds, Truncation  # noqa: E402
 from tests.gpu.opened import BLOCK_SIZE, program_of, torch_executor  # noqa: E402
 from tests.gpu.recorded import LaunchCapture  # noqa: E402
 from tests.models.case import Case  # noqa: E402
@@ -104,23 +105,19 @@ def test_tokens_are_chosen_where_the_logits_are(tmp_path: Path) -> None:
     logits = executor.run_head(batch, 0, 3)
     assert isinstance(logits, torch.Tensor)
     params = SampleBatch(
-        temperature=np.array([0, 1, 0.7], np.float32),
-        top_k=np.array([0, 5, 0], np.int32),
-        top_p=np.array([1, 0.9, 1], np.float32),
-        min_p=np.zeros(3, np.float32),
-        repetition_penalty=np.ones(3, np.float32),
-        presence_penalty=np.zeros(3, np.float32),
-        frequency_penalty=np.zeros(3, np.float32),
-        seeds=np.array([1, 2, 3], np.int64),
-        streams=np.zeros(3, np.int32),
         positions=np.ones(3, np.int32),
-        num_prompt_tokens=np.ones(3, np.int32),
+        temperature=np.array([0, 1, 0.7], np.float32),
+        noise=NoiseKeys(seeds=np.array([1, 2, 3], np.int64), streams=np.zeros(3, np.int32)),
+        truncation=Truncation(
+            top_k=np.array([0, 5, 0], np.int32),
+            top_p=np.array([1, 0.9, 1], np.float32),
+            min_p=np.zeros(3, np.float32),
+        ),
+        logit_bias=LogitBias(
+            tokens=RaggedIds(np.array([0, 1, 1, 1], np.int32), np.array([9], np.int32)),
+            values=np.array([30.0], np.float32),
+        ),
         num_logprobs=np.array([2, -1, 0], np.int32),
-        history_starts=np.zeros(4, np.int32),
-        bias_starts=np.array([0, 1, 1, 1], np.int32),
-        bias_ids=np.array([9], np.int32),
-        bias_values=np.array([30.0], np.float32),
-        banned_starts=np.zeros(4, np.int32),
     )
     found, right = executor.sample(logits, params), reference.choose(logits.numpy(), params)
     assert found.token_ids.tolist() == right.token_ids.tolist()

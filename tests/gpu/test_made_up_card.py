@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from quire.execute.executor import StepLimits  # noqa: E402
 from quire.execute.gpu import library_fp8  # noqa: E402
-from quire.execute.gpu.executor import TorchExecutor  # noqa: E402
+from quire.execute.gpu.executor import LaunchOptions, TorchExecutor  # noqa: E402
 from quire.execute.gpu.load import load  # noqa: E402
 from quire.execute.gpu.products import pack_ints  # noqa: E402
 from quire.program.batch import CacheRows, ForwardBatch  # noqa: E402
@@ -95,8 +95,7 @@ def test_steps_keep_to_their_card_wait_for_nothing_and_can_be_captured(
             device=CARD,
             exact=exact,
             limits=StepLimits(max_tokens=512, max_samples=MOST, max_sequences=MOST),
-            stream=CardStream(card),
-            capture=card.capture,
+            launch=LaunchOptions(stream=CardStream(card), capture=card.capture),
         )
         executor.allocate_cache(32, BLOCK_SIZE)
         for counts, starts in STEPS * 2:

@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.sampling.batch import RareParameters
+from quire.sampling.parts import (
+    BannedSequences,
+    Dry,
+    Mirostat,
+    RaggedIds,
+    RareParameters,
+    RareTruncation,
+)
 
 OFF: dict[str, float] = {
     "typical_p": 1.0,
@@ -30,31 +37,68 @@ OFF_COUNTS: dict[str, int] = {
 }
 
 
+# The parts of RareParameters, and the names of their parameters here.
+RARE_PARTS: dict[str, tuple[type[Any], dict[str, str]]] = {
+    "truncation": (RareTruncation, {name: name for name in list(OFF)[:6]}),
+    "dry": (
+        Dry,
+        {
+            "multiplier": "dry_multiplier",
+            "base": "dry_base",
+            "allowed_length": "dry_allowed_length",
+            "last_n": "dry_last_n",
+        },
+    ),
+    "mirostat": (
+        Mirostat,
+        {"mode": "mirostat", "tau": "mirostat_tau", "eta": "mirostat_eta", "mu": "mirostat_mu"},
+    ),
+}
+
+
+def ragged_ids(rows: list[Any], num_rows: int) -> RaggedIds:
+    """Lists of ids, one a row."""
+    assert len(rows) == num_rows
+    starts = np.cumsum([0, *map(len, rows)]).astype(np.int32)
+    return RaggedIds(starts, np.array([id_ for row in rows for id_ in row], np.int32))
+
+
 def make_rare(num_rows: int, **given: Any) -> RareParameters:
     """Off, except for what is given. breakers and allowed are lists of ids, one a row; sequences
-    a list of lists of ids, one a row."""
-    arrays: dict[str, Any] = {}
-    for names, dtype in ((OFF, np.float32), (OFF_COUNTS, np.int32)):
-        for name, off in names.items():
-            value = np.asarray(given.pop(name, off), dtype)
-            arrays[name] = np.broadcast_to(value, num_rows).copy()
-    for name, part in (("breakers", "breaker"), ("allowed", "allowed")):
-        rows = given.pop(name, [()] * num_rows)
-        arrays[f"{part}_starts"] = np.cumsum([0, *map(len, rows)]).astype(np.int32)
-        arrays[f"{part}_ids"] = np.array([id_ for row in rows for id_ in row], np.int32)
-    rows = given.pop("sequences", [()] * num_rows)
-    sequences = [ids for row in rows for ids in row]
-    arrays["sequence_rows"] = np.cumsum([0, *map(len, rows)]).astype(np.int32)
-    arrays["sequence_starts"] = np.cumsum([0, *map(len, sequences)]).astype(np.int32)
-    arrays["sequence_ids"] = np.array([id_ for ids in sequences for id_ in ids], np.int32)
+    a list of lists of ids, one a row. A part has all of its parameters if one of them is given."""
+
+    def rows(name: str) -> NDArray[Any]:
+        off, dtype = (OFF[name], np.float32) if name in OFF else (OFF_COUNTS[name], np.int32)
+        return np.broadcast_to(np.asarray(given.pop(name, off), dtype), num_rows).copy()
+
+    parts: dict[str, Any] = {}
+    breakers = given.pop("breakers", None)
+    for part, (made, names) in RARE_PARTS.items():
+        if any(name in given for name in names.values()) or (part == "dry" and breakers):
+            arrays: dict[str, Any] = {field: rows(name) for field, name in names.items()}
+            if part == "dry":
+                arrays["breakers"] = ragged_ids(breakers or [()] * num_rows, num_rows)
+            parts[part] = made(**arrays)
+    if "ngram_size" in given:
+        parts["ngram_size"] = rows("ngram_size")
+    if "allowed" in given:
+        parts["allowed"] = ragged_ids(given.pop("allowed"), num_rows)
+    if "sequences" in given:
+        listed = given.pop("sequences")
+        sequences = [ids for row in listed for ids in row]
+        parts["banned_sequences"] = BannedSequences(
+            rows=np.cumsum([0, *map(len, listed)]).astype(np.int32),
+            tokens=ragged_ids(sequences, len(sequences)),
+        )
     assert not given, f"unknown: {given}"
-    return RareParameters(**arrays)
+    return RareParameters(**parts)
 
 
 def random_rare(
     draw: np.random.Generator, num_rows: int, vocabulary: int, histories: list[list[int]]
 ) -> RareParameters:
-    """Every parameter, at ordinary and at odd values; mirostat in some rows."""
+    """Every parameter, at ordinary and at odd values, without some of the parts; mirostat in some
+    rows."""
 
     def choice(*values: float) -> NDArray[Any]:
         return draw.choice(values, num_rows)
@@ -72,27 +116,33 @@ def random_rare(
             listed.append([*before, int(draw.integers(vocabulary))])
         return listed
 
-    return make_rare(
-        num_rows,
-        typical_p=choice(1, 1, 0.9, 0.2, 1e-6, 0.9999999),
-        top_n_sigma=choice(0, 0, 1, 0.3, 100),
-        epsilon_cutoff=choice(0, 0, 0.01, 3e-4, 1, 1e-40),
-        eta_cutoff=choice(0, 0, 0.1, 2e-3, 1),
-        xtc_probability=choice(0, 0.5, 1),
-        xtc_threshold=choice(0.1, 0.01, 0.5, 0.0, 1, 1e-40),
-        dry_multiplier=choice(0, 0.8, 5, 100),
-        dry_base=choice(1.75, 1, 100),
-        dry_allowed_length=choice(1, 2, 2, 4, 50),
-        dry_last_n=choice(-1, -1, 0, 1, 2, 7, 1000),
-        ngram_size=choice(0, 0, 0, 1, 2, 3, 50),
-        mirostat=choice(0, 0, 2),
-        mirostat_tau=choice(5, 0, 3),
-        mirostat_eta=choice(0.1, 0, 1),
-        mirostat_mu=choice(10, 5, 1, 0, -3, 1e6),
-        breakers=ids(3, 0.5),
-        allowed=ids(vocabulary + 3 if vocabulary < 2000 else 9, 0.2),
-        sequences=[sequences(history) for history in histories],
-    )
+    given: dict[str, Any] = {
+        "typical_p": choice(1, 1, 0.9, 0.2, 1e-6, 0.9999999),
+        "top_n_sigma": choice(0, 0, 1, 0.3, 100),
+        "epsilon_cutoff": choice(0, 0, 0.01, 3e-4, 1, 1e-40),
+        "eta_cutoff": choice(0, 0, 0.1, 2e-3, 1),
+        "xtc_probability": choice(0, 0.5, 1),
+        "xtc_threshold": choice(0.1, 0.01, 0.5, 0.0, 1, 1e-40),
+        "dry_multiplier": choice(0, 0.8, 5, 100),
+        "dry_base": choice(1.75, 1, 100),
+        "dry_allowed_length": choice(1, 2, 2, 4, 50),
+        "dry_last_n": choice(-1, -1, 0, 1, 2, 7, 1000),
+        "ngram_size": choice(0, 0, 0, 1, 2, 3, 50),
+        "mirostat": choice(0, 0, 2),
+        "mirostat_tau": choice(5, 0, 3),
+        "mirostat_eta": choice(0.1, 0, 1),
+        "mirostat_mu": choice(10, 5, 1, 0, -3, 1e6),
+        "breakers": ids(3, 0.5),
+        "allowed": ids(vocabulary + 3 if vocabulary < 2000 else 9, 0.2),
+        "sequences": [sequences(history) for history in histories],
+    }
+    for _, names in RARE_PARTS.values():
+        if draw.random() < 0.2:
+            given = {name: value for name, value in given.items() if name not in names.values()}
+    for name in ("ngram_size", "allowed", "sequences"):
+        if draw.random() < 0.2:
+            del given[name]
+    return make_rare(num_rows, **given)
 
 
 def random_history(draw: np.random.Generator, vocabulary: int) -> list[int]:
@@ -105,19 +155,3 @@ def random_history(draw: np.random.Generator, vocabulary: int) -> list[int]:
         return [int(few[0])] * int(draw.integers(1, 120))
     history: list[int] = draw.choice(few, draw.integers(1, 60)).tolist()
     return history * 3 if kind == 2 else history
-
-
-def take_rare(rare: RareParameters, rows: NDArray[np.intp]) -> RareParameters:
-    """The parameters of these rows, in this order."""
-    given: dict[str, Any] = {name: getattr(rare, name)[rows] for name in (*OFF, *OFF_COUNTS)}
-    for name, part in (("breakers", "breaker"), ("allowed", "allowed")):
-        starts, ids = getattr(rare, f"{part}_starts"), getattr(rare, f"{part}_ids")
-        given[name] = [ids[starts[row] : starts[row + 1]].tolist() for row in rows]
-    given["sequences"] = [
-        [
-            rare.sequence_ids[rare.sequence_starts[at] : rare.sequence_starts[at + 1]].tolist()
-            for at in range(rare.sequence_rows[row], rare.sequence_rows[row + 1])
-        ]
-        for row in rows
-    ]
-    return make_rare(len(rows), **given)

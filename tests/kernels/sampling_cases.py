@@ -2,66 +2,96 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.sampling.batch import SampleBatch, TokenChoice
-from tests.kernels.rare_cases import make_rare, random_history, random_rare, take_rare
+from quire.sampling.parts import (
+    BannedSequences,
+    LogitBias,
+    NoiseKeys,
+    Penalties,
+    TokenHistory,
+    TokenMasks,
+    Truncation,
+)
+from tests.kernels.rare_cases import make_rare, ragged_ids, random_history, random_rare
 
 PARTS = ("token_ids", "logprobs", "top_ids", "top_logprobs", "mus")
-NO_INTS = np.empty(0, np.int32)
+# Parameters of parts that a batch may lack.
+PARTS_OF_BATCHES = (
+    ("top_k", "top_p", "min_p"),
+    ("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    ("history", "num_prompt_tokens"),
+    ("bias",),
+    ("banned",),
+    ("num_logprobs",),
+)
 
 
 def make_batch(num_rows: int, **given: Any) -> SampleBatch:
     """Greedy rows without edits or log-probabilities, except for what is given.
 
     A number stands for all rows. history, bias (pairs) and banned are lists, one a row; rare
-    holds what make_rare takes.
+    holds what make_rare takes. A part has all of its parameters if one of them is given.
     """
+
+    def rows(name: str, off: float, dtype: type[Any]) -> NDArray[Any]:
+        return np.broadcast_to(np.asarray(given.pop(name, off), dtype), num_rows).copy()
+
+    def has(*names: str) -> bool:
+        return any(name in given for name in names)
+
+    parts: dict[str, Any] = {
+        "positions": rows("positions", 0, np.int32),
+        "temperature": rows("temperature", 0.0, np.float32),
+        "noise": NoiseKeys(seeds=rows("seeds", 0, np.int64), streams=rows("streams", 0, np.int32)),
+    }
+    if has("top_k", "top_p", "min_p"):
+        parts["truncation"] = Truncation(
+            top_k=rows("top_k", 0, np.int32),
+            top_p=rows("top_p", 1.0, np.float32),
+            min_p=rows("min_p", 0.0, np.float32),
+        )
+    if has("repetition_penalty", "presence_penalty", "frequency_penalty"):
+        parts["penalties"] = Penalties(
+            repetition=rows("repetition_penalty", 1.0, np.float32),
+            presence=rows("presence_penalty", 0.0, np.float32),
+            frequency=rows("frequency_penalty", 0.0, np.float32),
+        )
+    if has("history"):
+        parts["history"] = TokenHistory(
+            tokens=ragged_ids(given.pop("history"), num_rows),
+            num_prompt_tokens=rows("num_prompt_tokens", 0, np.int32),
+        )
+    given.pop("num_prompt_tokens", None)
+    if has("bias"):
+        bias = given.pop("bias")
+        parts["logit_bias"] = LogitBias(
+            tokens=ragged_ids([[token_id for token_id, _ in row] for row in bias], num_rows),
+            values=np.array([value for row in bias for _, value in row], np.float32),
+        )
+    if has("banned"):
+        parts["banned"] = ragged_ids(given.pop("banned"), num_rows)
+    if has("mask_rows"):
+        parts["masks"] = TokenMasks(rows=given.pop("mask_rows"), words=given.pop("masks"))
+    for name in ("num_logprobs", "num_candidates"):
+        if has(name):
+            parts[name] = rows(name, 0, np.int32)
     rare = given.pop("rare", None)
-    fields: dict[str, Any] = {
-        name: given.pop(name) for name in ("mask_rows", "masks", "num_candidates") if name in given
-    }
-    defaults = {
-        "temperature": 0.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "seeds": 0,
-        "streams": 0,
-        "positions": 0,
-        "num_prompt_tokens": 0,
-        "num_logprobs": -1,
-    }
-    for name, default in defaults.items():
-        dtype = np.int64 if name == "seeds" else (type(default) is int and np.int32) or np.float32
-        value = np.asarray(given.pop(name, default), dtype)
-        fields[name] = np.broadcast_to(value, num_rows).copy()
-    for name in ("history", "bias", "banned"):
-        rows = given.pop(name, [()] * num_rows)
-        assert len(rows) == num_rows
-        fields[f"{name}_starts"] = np.cumsum([0, *map(len, rows)]).astype(np.int32)
-        flat = [entry for row in rows for entry in row]
-        if name == "bias":
-            fields["bias_ids"] = np.array([token_id for token_id, _ in flat], np.int32)
-            fields["bias_values"] = np.array([value for _, value in flat], np.float32)
-        else:
-            fields["history" if name == "history" else "banned_ids"] = np.array(flat, np.int32)
     assert not given, f"unknown: {given}"
-    if rare is not None:
-        fields["rare"] = make_rare(num_rows, **rare) if isinstance(rare, dict) else rare
-    return SampleBatch(**fields)
+    parts["rare"] = make_rare(num_rows, **rare) if isinstance(rare, dict) else rare
+    return SampleBatch(**parts)
 
 
 def random_batch(
     draw: np.random.Generator, num_rows: int, vocabulary: int, *, rarely: bool = False
 ) -> SampleBatch:
-    """Every parameter, at ordinary and at odd values; rarely: RareParameters too."""
+    """Every parameter, at ordinary and at odd values, without some of the parts; rarely:
+    RareParameters too."""
 
     def ids(most: int) -> list[list[int]]:
         counts = draw.integers(0, most + 1, num_rows) * draw.integers(0, 2, num_rows)
@@ -74,8 +104,7 @@ def random_batch(
     if rarely:
         history = [random_history(draw, vocabulary) for _ in range(num_rows)]
     prompts = [int(draw.integers(0, len(row) + 1)) for row in history]
-    return make_batch(
-        num_rows,
+    given: dict[str, Any] = dict(
         temperature=choice(0, 1e-13, 1e-3, 0.5, 1, 1, 2),
         top_k=choice(0, 0, 1, 2, 5, 50, vocabulary, vocabulary + 5),
         top_p=choice(1, 1, 0.9, 0.5, 0.99, 1e-6, 0.999999),
@@ -95,6 +124,10 @@ def random_batch(
         **random_masks(draw, num_rows, vocabulary),
         **random_beams(draw, num_rows),
     )
+    for names in PARTS_OF_BATCHES:
+        if draw.random() < 0.2:
+            given = {name: value for name, value in given.items() if name not in names}
+    return make_batch(num_rows, **given)
 
 
 def random_masks(
@@ -140,29 +173,28 @@ def random_logits(draw: np.random.Generator, num_rows: int, vocabulary: int) -> 
 
 
 def take_rows(batch: SampleBatch, rows: NDArray[np.intp]) -> SampleBatch:
-    """The batch of these rows, in this order."""
-    fields: dict[str, Any] = {}
-    for name in SampleBatch.__slots__:
-        values = getattr(batch, name)
-        if name in ("history", "bias_ids", "bias_values", "banned_ids", "prepared"):
-            continue
-        if name == "rare":
-            fields[name] = None if values is None else take_rare(values, rows)
-            continue
-        if name in ("mask_rows", "masks", "num_candidates", "late_slots"):
-            fields[name] = values[rows] if name != "masks" and len(values) else values
-            continue
-        if not name.endswith("_starts"):
-            fields[name] = values[rows]
-            continue
-        pieces = [slice(values[row], values[row + 1]) for row in rows]
-        sizes = [piece.stop - piece.start for piece in pieces]
-        fields[name] = np.cumsum([0, *sizes]).astype(np.int32)
-        flat = {"history_starts": ("history",), "banned_starts": ("banned_ids",)}
-        for part in flat.get(name, ("bias_ids", "bias_values")):
-            whole = getattr(batch, part)
-            fields[part] = np.concatenate([whole[:0], *(whole[piece] for piece in pieces)])
-    return SampleBatch(**fields)
+    """The batch of these rows, in this order: joined from one batch for each row."""
+    return joined([batch.take(np.array([row])) for row in rows])
+
+
+def joined(parts: list[Any]) -> Any:
+    """Parts of batches, one below the other."""
+    first = parts[0]
+    if first is None:
+        return None
+    if isinstance(first, np.ndarray):
+        return np.concatenate(parts)
+    if isinstance(first, TokenMasks):
+        return TokenMasks(rows=joined([part.rows for part in parts]), words=first.words)
+    taken = {}
+    for name in (item.name for item in fields(first) if item.init):
+        values = [getattr(part, name) for part in parts]
+        if name == "starts" or (name == "rows" and isinstance(first, BannedSequences)):
+            lengths = np.concatenate([np.diff(value) for value in values])
+            taken[name] = np.cumsum([0, *lengths]).astype(np.int32)
+        else:
+            taken[name] = joined(values)
+    return type(first)(**taken)
 
 
 def assert_same_choice(actual: TokenChoice, expected: TokenChoice) -> None:

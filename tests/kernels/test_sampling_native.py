@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -72,14 +74,14 @@ def test_adversarial_rows_agree_with_the_twin(num_threads: int, fill: str) -> No
 def test_row_count_order_and_threads_change_nothing() -> None:
     draw = np.random.default_rng(5)
     logits = random_logits(draw, 65, 700)
-    batch = random_batch(draw, 65, 700)
-    batch.num_logprobs[:] = np.where(batch.num_logprobs < 0, -1, 20)
+    num_logprobs = draw.choice([-1, 20, 20], 65).astype(np.int32)
+    batch = replace(random_batch(draw, 65, 700), num_logprobs=num_logprobs)
     whole = native.choose(logits, batch, _native.Pool(1))
     for num_threads in (1, 2, 3):
         pool = _native.Pool(num_threads)
         for count in (1, 2, 3, 7, 64, 65):
             rows = draw.permutation(65)[:count]
-            if (batch.num_logprobs[rows] < 0).all():
+            if (num_logprobs[rows] < 0).all():
                 continue
             choice = native.choose(logits[rows], take_rows(batch, rows), pool)
             np.testing.assert_array_equal(choice.token_ids, whole.token_ids[rows])
@@ -105,8 +107,7 @@ def test_what_was_made_of_a_batch_serves_at_other_positions() -> None:
 def test_a_row_alone_and_split_is_the_row_among_many() -> None:
     draw = np.random.default_rng(6)
     logits = random_logits(draw, 20, 50_000)
-    batch = random_batch(draw, 20, 50_000)
-    batch.num_logprobs[:] = 4
+    batch = replace(random_batch(draw, 20, 50_000), num_logprobs=np.full(20, 4, np.int32))
     pool = _native.Pool(2)
     whole = native.choose(logits, batch, pool)
     for row in range(20):

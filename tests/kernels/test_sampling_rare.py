@@ -89,33 +89,33 @@ def test_typical_keeps_those_nearest_to_the_entropy(share: float) -> None:
 
 @pytest.mark.parametrize("num_sigmas", [0.3, 1.0, 2.5])
 def test_top_n_sigma_keeps_those_within_n_standard_deviations(num_sigmas: float) -> None:
-    parameters = make_rare(1, top_n_sigma=num_sigmas)
     for row in rows():
         exact = row[np.isfinite(row)].astype(np.float64)
-        drop = rare.sigma_drop(row, parameters, 0)
+        drop = rare.sigma_drop(row, np.float32(num_sigmas))
         assert drop == pytest.approx(num_sigmas * exact.std(), abs=1e-3, rel=1e-3)
 
 
 def test_a_masked_logit_is_not_counted_and_one_far_below_counts_as_2048() -> None:
-    parameters = make_rare(1, top_n_sigma=1.0)
+    one = np.float32(1)
     row = np.array([1, 2, 3, 4], np.float32)
     masked = np.append(row, np.float32(-np.inf))
-    assert rare.sigma_drop(masked, parameters, 0) == rare.sigma_drop(row, parameters, 0)
+    assert rare.sigma_drop(masked, one) == rare.sigma_drop(row, one)
     far = np.append(row, np.float32(-1e30))
     expected = np.array([1, 2, 3, 4, 4 - 2048.0]).std()
-    assert rare.sigma_drop(far, parameters, 0) == pytest.approx(expected, rel=1e-6)
+    assert rare.sigma_drop(far, one) == pytest.approx(expected, rel=1e-6)
 
 
 def test_sums_over_a_row_do_not_depend_on_its_order() -> None:
     draw = np.random.default_rng(4)
-    parameters = make_rare(1, top_n_sigma=1.0, mirostat=2)
+    sigma, mirostat = np.float32(1), make_rare(1, mirostat=2).mirostat
+    assert mirostat is not None
     for size in (1000, 100_000):
         row = (draw.standard_normal(size) * 4).astype(np.float32)
         row[0] = 20.0
         order = np.concatenate([[0], 1 + draw.permutation(size - 1)])
         ids = np.arange(size, dtype=np.int32)
-        assert rare.sigma_drop(row, parameters, 0) == rare.sigma_drop(row[order], parameters, 0)
-        one, other = (rare.moved_mu(r, ids, 0, parameters, 0) for r in (row, row[order]))
+        assert rare.sigma_drop(row, sigma) == rare.sigma_drop(row[order], sigma)
+        one, other = (rare.moved_mu(r, ids, 0, mirostat, 0) for r in (row, row[order]))
         assert one == other
         kept = rare.typical(row, in_order(row), np.float32(0.4))
         again = rare.typical(row[order], in_order(row[order]), np.float32(0.4))
@@ -240,16 +240,17 @@ def test_dry_subtracts_what_its_definition_says() -> None:
         history = random_history(draw, 12)
         breakers = set(draw.integers(0, 12, draw.integers(0, 3)).tolist())
         allowed, last_n = int(draw.integers(1, 5)), int(draw.choice([-1, 5, 40]))
-        parameters = make_rare(
+        dry = make_rare(
             1,
             dry_multiplier=0.8,
             dry_base=1.2,
             dry_allowed_length=allowed,
             dry_last_n=last_n,
             breakers=[sorted(breakers)],
-        )
+        ).dry
+        assert dry is not None
         values = np.zeros(12, np.float32)
-        rare.penalize_repeats(values, np.array(history, np.int32), parameters, 0)
+        rare.penalize_repeats(values, np.array(history, np.int32), dry, 0)
         seen = history if last_n < 0 else history[-last_n:]
         wanted = dry_penalties(seen, 0.8, 1.2, allowed, breakers)
         expected = [-wanted.get(id_, 0.0) for id_ in range(12)]
@@ -348,15 +349,15 @@ def test_rows_without_mirostat_keep_no_mu(choose: Choose) -> None:
 
 def test_what_does_not_fit_together_is_refused(choose: Choose) -> None:
     logits = np.zeros((2, 8), np.float32)
-    with pytest.raises(ValueError, match="allowed_ids holds ids from 8 to 8"):
+    with pytest.raises(ValueError, match=r"rare\.allowed holds ids from 8 to 8"):
         choose(logits, make_batch(2, rare={"allowed": [[8], []]}))
-    with pytest.raises(ValueError, match="breaker_ids holds ids from -1"):
+    with pytest.raises(ValueError, match=r"rare\.dry\.breakers holds ids from -1"):
         choose(logits, make_batch(2, rare={"breakers": [[-1], []]}))
-    with pytest.raises(ValueError, match="sequence_ids holds ids from 1 to 9"):
+    with pytest.raises(ValueError, match=r"banned_sequences\.tokens holds ids from 1 to 9"):
         choose(logits, make_batch(2, rare={"sequences": [[[1, 9]], []]}))
     with pytest.raises(ValueError, match="a banned sequence has no ids"):
         choose(logits, make_batch(2, rare={"sequences": [[[]], []]}))
-    with pytest.raises(ValueError, match="dry_allowed_length must be from 1 to 50"):
+    with pytest.raises(ValueError, match=r"dry\.allowed_length must be from 1 to 50"):
         choose(logits, make_batch(2, rare={"dry_allowed_length": 51}))
     with pytest.raises(ValueError, match="typical_p has 1 rows"):
-        choose(logits, make_batch(2, rare=make_rare(1)))
+        choose(logits, make_batch(2, rare=make_rare(1, typical_p=0.5)))

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from quire import _native
 from quire.sampling import native, reference
-from quire.sampling.batch import RareParameters
+from quire.sampling.parts import RareParameters
 from tests.kernels.isas import ISAS
-from tests.kernels.rare_cases import OFF, OFF_COUNTS
+from tests.kernels.rare_cases import OFF, OFF_COUNTS, RARE_PARTS, make_rare
 from tests.kernels.sampling_cases import (
     assert_same_choice,
     make_batch,
@@ -26,9 +26,14 @@ POOLS = [(isa, num_threads) for isa in ISAS for num_threads in (1, 2, 3)]
 
 
 def test_the_cases_know_every_parameter() -> None:
-    names = {field.name for field in fields(RareParameters)}
-    ragged = {name for name in names if name.split("_")[0] in ("breaker", "sequence", "allowed")}
-    assert names - ragged == {*OFF, *OFF_COUNTS}
+    parts = {name: {field.name for field in fields(part)} for name, (part, _) in RARE_PARTS.items()}
+    ragged = {"dry": {"breakers"}}
+    for name, (_, parameters) in RARE_PARTS.items():
+        assert parts[name] == {*parameters} | ragged.get(name, set())
+    others = {"ngram_size", "allowed", "banned_sequences"}
+    assert {field.name for field in fields(RareParameters)} == {*RARE_PARTS} | others
+    known = {name for _, parameters in RARE_PARTS.values() for name in parameters.values()}
+    assert known | {"ngram_size"} == {*OFF, *OFF_COUNTS}
 
 
 @settings(max_examples=400, deadline=None)
@@ -78,7 +83,15 @@ def test_parameters_that_are_off_change_nothing() -> None:
     for vocabulary in (300, 40_000):
         logits = random_logits(draw, 9, vocabulary)
         plain = random_batch(draw, 9, vocabulary)
-        off = make_batch(9, rare={}).rare
+        off = make_rare(
+            9,
+            **OFF,
+            **OFF_COUNTS,
+            breakers=[[1]] * 9,
+            allowed=[[]] * 9,
+            sequences=[[]] * 9,
+        )
+        assert all(getattr(off, field.name) is not None for field in fields(off))
         choice = native.choose(logits, replace(plain, rare=off), _native.Pool(2))
         assert_same_choice(choice, native.choose(logits, plain, _native.Pool(2)))
         assert len(choice.mus) == 0

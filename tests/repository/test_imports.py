@@ -11,9 +11,6 @@ from functools import cache
 
 from tests.repository.source_files import code_files, name_of, tree_of
 
-# Cycles that are known and to be broken; the tests fail when one is gone and still listed.
-KNOWN_CYCLES = ({"quire.weights.checkpoint", "quire.weights.fp8_checkpoint"},)
-
 # Modules and packages outside quire.cli that import own modules inside functions, and why.
 _GPU = "PyTorch and Triton are optional and slow to import"
 _FORMATS = "readers of a file format, loaded for models that come in it"
@@ -105,11 +102,8 @@ def _reached(start: str, dependencies: Mapping[str, set[str]]) -> set[str]:
 
 
 def test_modules_do_not_import_each_other_in_cycles() -> None:
-    found = cycles(_dependencies())
-    new = [sorted(cycle) for cycle in found if cycle not in KNOWN_CYCLES]
-    assert not new, f"import cycles: {new}; move what both sides need below them"
-    gone = [sorted(cycle) for cycle in KNOWN_CYCLES if cycle not in found]
-    assert not gone, f"no longer cycles: {gone}; take them off KNOWN_CYCLES"
+    found = [sorted(cycle) for cycle in cycles(_dependencies())]
+    assert not found, f"import cycles: {found}; move what both sides need below them"
 
 
 def test_a_cycle_is_found_however_long() -> None:

@@ -12,40 +12,47 @@
 namespace quire {
 
 // Fields are those of SampleBatch and TokenChoice; R rows, V tokens in the vocabulary. Ids and
-// offsets were checked by the caller. Logits are only read.
+// offsets were checked by the caller. Logits are only read. The pointers of a part are null where
+// no row uses it.
 struct ChooseArgs {
     const float* logits;  // [rows, vocabulary], `stride` apart
     int64_t stride;
     int32_t rows, vocabulary;
 
-    const float* temperature;  // [R] from here on
-    const int32_t* top_k;
-    const float* top_p;
-    const float* min_p;
-    const float* repetition_penalty;
-    const float* presence_penalty;
-    const float* frequency_penalty;
+    const float* temperature;  // [R] from here on; never null, as the next three
     const int64_t* seeds;
     const int32_t* streams;
     const int32_t* positions;
-    const int32_t* num_prompt_tokens;
-    const int32_t* num_logprobs;
-    const int32_t* history_starts;  // [R + 1], as the other starts
+
+    const int32_t* top_k;  // truncation
+    const float* top_p;
+    const float* min_p;
+
+    const float* repetition_penalty;  // penalties
+    const float* presence_penalty;
+    const float* frequency_penalty;
+
+    const int32_t* history_starts;  // history; [R + 1], as the other starts
     const int32_t* history;
-    const int32_t* bias_starts;
+    const int32_t* num_prompt_tokens;
+
+    const int32_t* bias_starts;  // logit bias
     const int32_t* bias_ids;
     const float* bias_values;
-    const int32_t* banned_starts;
+
+    const int32_t* banned_starts;  // banned ids
     const int32_t* banned_ids;
-    const RareArgs* rare;      // null where no row asks for any of it
-    const int32_t* mask_rows;  // [R] a row of masks, -1 none; null where no row has one
+
+    const int32_t* mask_rows;  // masks: [R] a row of masks, -1 none
     const uint32_t* masks;     // [M, words]: bit i % 32 of word i / 32 allows id i
 
-    const int32_t* num_candidates;  // [R] of beams, 0 for other rows; null where no row is one
+    const RareArgs* rare;           // rare parameters
+    const int32_t* num_logprobs;    // [R] -1 for none
+    const int32_t* num_candidates;  // [R] of beams, 0 for other rows
 
     int32_t num_top;      // K
     int32_t* token_ids;   // [R] out
-    float* logprobs;      // [R] out
+    float* logprobs;      // [R] out, this and the next two; null as num_logprobs is
     int32_t* top_ids;     // [R, K] out
     float* top_logprobs;  // [R, K] out
     float* mus;           // [R] out, or null where no row has mirostat

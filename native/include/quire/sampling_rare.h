@@ -22,29 +22,41 @@ struct Ids {
     const int32_t* end() const { return first + count; }
 };
 
-// RareParameters, as arrays of R rows; see quire/sampling/batch.py.
+// Those of a row of ragged ids; none where `starts` is null.
+inline Ids row_ids(const int32_t* starts, const int32_t* ids, int32_t row) {
+    if (starts == nullptr) return {nullptr, 0};
+    return {ids + starts[row], starts[row + 1] - starts[row]};
+}
+
+// RareParameters, as arrays of R rows; see quire/sampling/parts.py. The pointers of a group are
+// null where no row uses it.
 struct RareArgs {
-    const float* typical_p;
+    const float* typical_p;  // truncation
     const float* top_n_sigma;
     const float* epsilon_cutoff;
     const float* eta_cutoff;
     const float* xtc_probability;
     const float* xtc_threshold;
-    const float* dry_multiplier;
+
+    const float* dry_multiplier;  // DRY
     const float* dry_base;
     const int32_t* dry_allowed_length;
     const int32_t* dry_last_n;
-    const int32_t* ngram_size;
-    const int32_t* mirostat;
+    const int32_t* breaker_starts;
+    const int32_t* breaker_ids;
+
+    const int32_t* mirostat;  // mirostat: the mode
     const float* mirostat_tau;
     const float* mirostat_eta;
     const float* mirostat_mu;
-    const int32_t* breaker_starts;
-    const int32_t* breaker_ids;
-    const int32_t* sequence_rows;
+
+    const int32_t* sequence_rows;  // banned sequences
     const int32_t* sequence_starts;
     const int32_t* sequence_ids;
-    const int32_t* allowed_starts;
+
+    const int32_t* ngram_size;
+
+    const int32_t* allowed_starts;  // allowed ids
     const int32_t* allowed_ids;
 };
 

@@ -8,7 +8,7 @@ Knows no programs and no requests. Always holds: nothing waits until the result 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,21 +22,12 @@ from quire.execute.gpu.kernels.edit_logits import Edits, add_late_tokens, edit_l
 from quire.execute.gpu.kernels.logprobs import score_listed, score_rows
 from quire.execute.gpu.stream import CpuStream, Mark, Stream
 from quire.sampling import reference, scoring
-from quire.sampling.batch import RareParameters, SampleBatch, TokenChoice
+from quire.sampling.batch import SampleBatch, TokenChoice
 from quire.sampling.scoring import ScoreBatch, Scores
 
 Keep = Callable[[torch.Tensor], None]
 CPU_STREAM = CpuStream()
 HostChoice = Callable[[NDArray[np.float32], SampleBatch], TokenChoice]
-# Ragged parts of a batch: starts, and what they are offsets into.
-RAGGED = {
-    "history_starts": ("history",),
-    "bias_starts": ("bias_ids", "bias_values"),
-    "banned_starts": ("banned_ids",),
-    "breaker_starts": ("breaker_ids",),
-    "allowed_starts": ("allowed_ids",),
-}
-SHARED = ("masks", "prepared", "rare", "sequence_rows", "sequence_starts", "sequence_ids")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,21 +43,19 @@ class Chosen:
     def wait(self) -> TokenChoice:
         """Until it is there."""
         self.mark.wait()
-        batch, rows = self.batch, len(self.ids)
-        num_top = max(0, int(batch.num_logprobs.max(initial=-1)))
-        logprobs = np.full(rows, np.nan, np.float32)
-        top_ids = np.full((rows, num_top), -1, np.int32)
-        top_logprobs = np.full((rows, num_top), np.nan, np.float32)
-        if self.scores is not None:
-            found, top_ids, top_logprobs = (part.numpy() for part in self.scores)
-            logprobs = np.where(batch.num_logprobs >= 0, found, logprobs)
+        batch, num_logprobs = self.batch, self.batch.num_logprobs
+        mus = np.zeros(len(self.ids) if reference.has_mirostat(batch) else 0, np.float32)
+        candidates = _no_candidates(batch)
+        if num_logprobs is None or self.scores is None:
+            return TokenChoice(token_ids=self.ids.numpy(), mus=mus, candidates=candidates)
+        logprobs, top_ids, top_logprobs = (part.numpy() for part in self.scores)
         return TokenChoice(
             token_ids=self.ids.numpy(),
-            logprobs=logprobs,
+            logprobs=np.where(num_logprobs >= 0, logprobs, np.float32(np.nan)),
             top_ids=top_ids,
             top_logprobs=top_logprobs,
-            mus=np.zeros(rows if reference.has_mirostat(batch) else 0, np.float32),
-            candidates=_no_candidates(batch),
+            mus=mus,
+            candidates=candidates,
         )
 
 
@@ -81,7 +70,7 @@ def choose(
     if len(left):
         of_left = stream.to_host(logits[stream.to_device(left)])
         stream.mark().wait()
-        _put(choice, left, on_host(of_left.numpy(), rows_of(batch, left)))
+        _put(choice, left, on_host(of_left.numpy(), batch.take(left)))
     return choice
 
 
@@ -111,9 +100,9 @@ def choose_later(
     if keep is not None:
         keep(token_ids)
     scores = None
-    if (batch.num_logprobs >= 0).any():
+    if batch.num_logprobs is not None:
         wanted = stream.to_device(np.maximum(batch.num_logprobs, 0))
-        num_top = int(batch.num_logprobs.max())
+        num_top = reference.max_top(batch.num_logprobs)
         found = score_rows(logits, token_ids, wanted, max_top=num_top, needs_target=True)
         parts = found.logprobs, found.top_ids, found.top_logprobs
         scores = tuple(stream.to_host(part) for part in parts)
@@ -145,46 +134,9 @@ def score(logits: torch.Tensor, batch: ScoreBatch, stream: Stream = CPU_STREAM) 
     )
 
 
-def rows_of(batch: SampleBatch, rows: NDArray[np.intp]) -> SampleBatch:
-    """The batch of these rows, in this order."""
-    given = _taken(batch, rows)
-    if batch.rare is not None:
-        given["rare"] = RareParameters(**_taken(batch.rare, rows), **_sequences(batch.rare, rows))
-    return SampleBatch(masks=batch.masks, **given)
-
-
-def _taken(record: SampleBatch | RareParameters, rows: NDArray[np.intp]) -> dict[str, Any]:
-    given: dict[str, Any] = {}
-    flat = {name for names in RAGGED.values() for name in names}
-    for name in (field.name for field in fields(record)):
-        values = getattr(record, name)
-        if name in SHARED or name in flat:
-            continue
-        if name not in RAGGED:
-            given[name] = values[rows] if len(values) else values
-            continue
-        places, given[name] = _places(values, rows)
-        given |= {part: getattr(record, part)[places] for part in RAGGED[name]}
-    return given
-
-
-def _places(starts: NDArray[Any], rows: NDArray[np.intp]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Indices of all that these rows have, and where each row's begin among these."""
-    ranges = [np.arange(starts[row], starts[row + 1]) for row in rows]
-    begins = np.cumsum([0, *map(len, ranges)]).astype(np.int32)
-    return np.concatenate([np.empty(0, np.intp), *ranges]).astype(np.intp), begins
-
-
-def _sequences(rare: RareParameters, rows: NDArray[np.intp]) -> dict[str, Any]:
-    sequences, sequence_rows = _places(rare.sequence_rows, rows)
-    places, starts = _places(rare.sequence_starts, sequences)
-    ids = rare.sequence_ids[places]
-    return {"sequence_rows": sequence_rows, "sequence_starts": starts, "sequence_ids": ids}
-
-
 def _no_candidates(batch: SampleBatch) -> Candidates | None:
     """Room for those of beams; None where no row is one."""
-    if not len(batch.num_candidates):
+    if batch.num_candidates is None:
         return None
     shape = len(batch.num_candidates), int(batch.num_candidates.max())
     return Candidates(
@@ -196,11 +148,12 @@ def _no_candidates(batch: SampleBatch) -> Candidates | None:
 
 def _put(choice: TokenChoice, rows: NDArray[np.intp], chosen: TokenChoice) -> None:
     choice.token_ids[rows] = chosen.token_ids
-    choice.logprobs[rows] = chosen.logprobs
-    width = chosen.top_ids.shape[1]
-    choice.top_ids[rows], choice.top_logprobs[rows] = -1, np.nan
-    choice.top_ids[rows, :width] = chosen.top_ids
-    choice.top_logprobs[rows, :width] = chosen.top_logprobs
+    if len(choice.logprobs):
+        choice.logprobs[rows] = chosen.logprobs
+        width = chosen.top_ids.shape[1]
+        choice.top_ids[rows], choice.top_logprobs[rows] = -1, np.nan
+        choice.top_ids[rows, :width] = chosen.top_ids
+        choice.top_logprobs[rows, :width] = chosen.top_logprobs
     if len(choice.mus) and len(chosen.mus):
         choice.mus[rows] = chosen.mus
     if choice.candidates is not None and chosen.candidates is not None:

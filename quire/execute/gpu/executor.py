@@ -8,6 +8,7 @@ from captured graphs (graphs.py). Knows nothing of requests.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,11 +44,26 @@ Int32s = NDArray[np.int32]
 SEGMENTS = ("trunk", "head")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions:
+    """How steps are launched.
+
+    kernels: whether Triton kernels compute them, in its interpreter if the device is the CPU; None:
+    on a GPU only. capture: how steps are captured, to be replayed; None: each is launched kernel by
+    kernel. stream: in place of the device's own, for tests.
+    """
+
+    kernels: bool | None = None
+    capture: Capture | None = None
+    stream: Stream | None = None
+
+
+DEFAULT_LAUNCH = LaunchOptions()
+
+
 class TorchExecutor:
-    """An Executor (see quire/execute/executor.py). max_rows bound a step; poison fills buffers with
-    NaN before each run, and kernels says whether they run, in Triton's interpreter where the device
-    is the CPU: both for tests. capture: how steps are captured, to be replayed; without it they
-    are launched kernel by kernel. stream: of the device, where a test has its own."""
+    """An Executor (see quire/execute/executor.py). poison: fill buffers with NaN before each run,
+    for tests."""
 
     name = "torch"
 
@@ -59,19 +75,17 @@ class TorchExecutor:
         device: torch.device,
         exact: bool,
         limits: StepLimits,
+        launch: LaunchOptions = DEFAULT_LAUNCH,
         poison: bool = False,
-        kernels: bool | None = None,
-        capture: Capture | None = None,
-        stream: Stream | None = None,
     ) -> None:
-        self._stream = stream_of(device) if stream is None else stream
+        self._stream = stream_of(device) if launch.stream is None else launch.stream
         self.recipe = recipe_of(device, exact=exact)
         self.weights_digest, self.coarse_rows = weights.digest, weights.coarse_rows
         self.ops_done = 0
         self._program, self._device, self._poison = program, device, poison
         self._limits = limits
         self._arena, buffers = step_arena(program, limits, device)
-        runs_kernels = device.type != "cpu" if kernels is None else kernels
+        runs_kernels = device.type != "cpu" if launch.kernels is None else launch.kernels
         self._attention = attention_steps(program, limits, device, exact) if runs_kernels else None
         self._step = StepBuffers(
             **step_sizes(program, limits),
@@ -98,7 +112,7 @@ class TorchExecutor:
         self._counts: Counts | None = None
         self._head_of: tuple[ForwardBatch, int] | None = None  # its logits are computed already
         self.sizes = Sizes(limits, mixed=max_mixed(program, len(self._calls["trunk"])))
-        self._graphs = None if capture is None else Graphs(capture)
+        self._graphs = None if launch.capture is None else Graphs(launch.capture)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         """Make the KV pool of zeros."""
@@ -219,7 +233,8 @@ class TorchExecutor:
     ) -> Callable[[], TokenChoice]:
         """See AsyncExecutor."""
         check_range("slots", slots, 0, len(self._last))
-        check_range("late_slots", batch.late_slots, -1, len(self._last))
+        if batch.history is not None and batch.history.late_slots is not None:
+            check_range("late_slots", batch.history.late_slots, -1, len(self._last))
         if isinstance(logits, np.ndarray):
             return self._sample_plain_later(logits, batch, slots)
         from quire.execute.gpu.choice import choose_later

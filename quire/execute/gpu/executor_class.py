@@ -15,7 +15,7 @@ from quire.config.machine import MachineMemory
 from quire.execute.executor import HEAD_ROWS, ExecutorMemory, ExecutorOptions, StepLimits
 from quire.execute.gpu.device import lacks_memory
 from quire.execute.gpu.device_buffers import step_sizes
-from quire.execute.gpu.executor import TorchExecutor
+from quire.execute.gpu.executor import LaunchOptions, TorchExecutor
 from quire.execute.gpu.graphs import capture_of
 from quire.execute.gpu.load import IntWeight, Pack, load
 from quire.execute.gpu.memory import device_memory
@@ -134,7 +134,7 @@ class TorchExecutorClass:
                 device=self.device,
                 exact=self.exact,
                 limits=options.limits,
-                capture=capture_of(self.device) if self.captures else None,
+                launch=LaunchOptions(capture=capture_of(self.device) if self.captures else None),
             )
         except RuntimeError as error:
             if not lacks_memory(error):

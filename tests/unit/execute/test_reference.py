@@ -18,6 +18,7 @@ from quire.program.builder import ProgramBuilder
 from quire.program.declarations import CacheSpec, WeightPart
 from quire.program.tensors import DType
 from quire.sampling.batch import SampleBatch
+from quire.sampling.parts import NoiseKeys
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.dtypes import round_to_bf16
 from tests.models.generate import logits_of, sequence_batch
@@ -203,14 +204,12 @@ def test_it_chooses_tokens_and_closes(tmp_path: Path) -> None:
     executor.run_trunk(batch)
     logits = executor.run_head(batch, 0, 3)
     best = logits.argmax(1)
-    ints, floats = np.zeros(3, np.int32), np.zeros(3, np.float32)
-    starts = np.zeros(4, np.int32)
+    ints = np.zeros(3, np.int32)
     greedy = SampleBatch(
-        temperature=floats, top_k=ints, top_p=floats + 1, min_p=floats,
-        repetition_penalty=floats + 1, presence_penalty=floats, frequency_penalty=floats,
-        seeds=ints.astype(np.int64), streams=ints, positions=ints, num_prompt_tokens=ints,
-        num_logprobs=ints - 1, history_starts=starts, bias_starts=starts, banned_starts=starts,
-    )  # fmt: skip
+        positions=ints,
+        temperature=np.zeros(3, np.float32),
+        noise=NoiseKeys(seeds=ints.astype(np.int64), streams=ints),
+    )
     assert np.array_equal(executor.sample(logits, greedy).token_ids, best)
     executor.close()
     with pytest.raises(WorkerError, match="closed"):

@@ -39,14 +39,14 @@ def admission_of(slot: int, token_ids: list[int], **settings: Any) -> Admission:
 
 def plan_of(
     step: int,
-    rows: list[tuple[int, int, int, bool]],
+    rows: list[tuple[int, int, int, int]],
     *,
     admissions: tuple[Admission, ...] = (),
     blocks: dict[int, list[int]] | None = None,
     store_from: list[int] | None = None,
     **more: Any,
 ) -> StepPlan:
-    """rows: (slot, start, count, samples). blocks: the slot's table from column 0 on."""
+    """rows: (slot, start, count, sampled positions). blocks: the slot's table from column 0 on."""
     deltas = [
         (slot, column, block)
         for slot, ids in (blocks or {}).items()

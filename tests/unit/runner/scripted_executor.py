@@ -58,13 +58,16 @@ class ScriptedExecutor:
 
     def sample(self, logits: NDArray[np.float32], batch: SampleBatch) -> TokenChoice:
         self.samples.append(batch)
+        token_ids, candidates = self._choose(batch.positions), _candidates(batch)
+        if batch.num_logprobs is None:
+            return TokenChoice(token_ids=token_ids, candidates=candidates)
         num_rows, width = len(batch.positions), max(int(batch.num_logprobs.max()), 0)
         return TokenChoice(
-            token_ids=self._choose(batch.positions),
+            token_ids=token_ids,
             logprobs=np.where(batch.num_logprobs >= 0, -1.0, np.nan).astype(np.float32),
             top_ids=np.full((num_rows, width), 9, np.int32),
             top_logprobs=np.full((num_rows, width), -2.0, np.float32),
-            candidates=_candidates(batch),
+            candidates=candidates,
         )
 
     def score(self, logits: NDArray[np.float32], batch: ScoreBatch) -> Scores:
@@ -85,7 +88,7 @@ class ScriptedExecutor:
 
 def _candidates(batch: SampleBatch) -> Candidates | None:
     """Beams may go on with the first ids."""
-    if not len(batch.num_candidates):
+    if batch.num_candidates is None:
         return None
     places = np.arange(batch.num_candidates.max(), dtype=np.int32)
     ids = np.where(places < batch.num_candidates[:, None], places, np.int32(-1))

@@ -96,7 +96,8 @@ def test_rows_with_penalties_have_their_last_token_from_the_device() -> None:
     assert world.told() == ["wait", "trunk", "head", "choose"]
     world.result(second)
     world.result(third)
-    seen = [(one.history.tolist(), one.history_starts.tolist()) for one in world.scripted.samples]
+    histories = [one.history.tokens for one in world.scripted.samples if one.history is not None]
+    seen = [(tokens.ids.tolist(), tokens.starts.tolist()) for tokens in histories]
     assert seen == [
         ([1, 2], [0, 2, 2]),
         ([1, 2, 22, 6, 7], [0, 0, 3, 5]),
@@ -118,7 +119,9 @@ def test_rows_with_penalties_wait_where_two_tokens_are_not_known() -> None:
     assert world.told() == ["wait"]
     assert world.result(third).token_ids.tolist() == [24]
     assert world.told() == ["wait", "head", "choose", "wait"]
-    assert world.scripted.samples[-1].history.tolist() == [1, 2, 22, 23]
+    history = world.scripted.samples[-1].history
+    assert history is not None
+    assert history.tokens.ids.tolist() == [1, 2, 22, 23]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from quire.runner.step_result import ROW_FAILED
+from quire.sampling.batch import SampleBatch
 from tests.unit.runner.plans import BLOCK_SIZE, admission_of, ints, plan_of, runner_of
 from tests.unit.runner.scripted_executor import ScriptedExecutor, next_ids
 
@@ -63,7 +65,8 @@ def test_rows_that_stay_ask_for_the_same_and_others_for_their_own() -> None:
     assert temperatures == [[0.5, 0.25], [0.5, 0.25], [0.25], [0.75, 0.25], [0.75, 0.25]]
     positions = [batch.positions.tolist() for batch in executor.samples]
     assert positions == [[2, 2], [3, 3], [4], [3, 5], [4, 6]]
-    assert [batch.bias_ids.tolist() for batch in executor.samples] == [[], [], [], [1], [1]]
+    biases = [batch.logit_bias for batch in executor.samples]
+    assert [bias and bias.tokens.ids.tolist() for bias in biases] == [None, None, None, [1], [1]]
     prepared = [id(batch.prepared) for batch in executor.samples]
     assert prepared[0] == prepared[1]
     assert len(set(prepared)) == 4
@@ -155,7 +158,7 @@ def test_a_failed_row_ends_alone() -> None:
     result = runner.collect(runner.submit(plan))
     assert result.token_counts.tolist() == [1, 0, 0, 1]
     assert result.token_ids.tolist() == [3, 4]
-    assert len(result.logprobs) == len(result.top_ids) == 2
+    assert len(result.logprobs) == len(result.top_ids) == 0  # no request asks for any
     assert [(error.row, error.message) for error in result.errors] == [(2, ROW_FAILED)]
     assert runner.tables.tokens.lengths[:4].tolist() == [4, 4, 4, 5]
 
@@ -174,18 +177,50 @@ def test_plain_rows_carry_no_history_bias_or_banned_ids() -> None:
         )
     )
     batch = executor.samples[0]
-    for name in ("history", "bias_ids", "bias_values", "banned_ids"):
-        assert len(getattr(batch, name)) == 0
-    for name in ("history_starts", "bias_starts", "banned_starts"):
-        assert getattr(batch, name).tolist() == [0, 0, 0]
-    assert batch.top_k.tolist() == [0, 0]
+    assert parts_of(batch) == {"truncation", "num_logprobs"}
     assert batch.temperature.tolist() == [0.5, 1.0]
-    assert batch.top_p.tolist() == [1.0, 0.5]
-    assert batch.min_p.tolist() == [0.0, 0.25]
-    assert batch.seeds.tolist() == [7, -5]
-    assert batch.streams.tolist() == [0, 2]
+    truncation = batch.truncation
+    assert truncation is not None
+    assert truncation.top_k.tolist() == [0, 0]
+    assert truncation.top_p.tolist() == [1.0, 0.5]
+    assert truncation.min_p.tolist() == [0.0, 0.25]
+    assert batch.noise.seeds.tolist() == [7, -5]
+    assert batch.noise.streams.tolist() == [0, 2]
     assert batch.positions.tolist() == [2, 2]
+    assert batch.num_logprobs is not None
     assert batch.num_logprobs.tolist() == [-1, 3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({}, set()),
+        ({"temperature": 0.0}, set()),
+        ({"top_k": 5}, {"truncation"}),
+        ({"top_p": 0.9}, {"truncation"}),
+        ({"min_p": 0.1}, {"truncation"}),
+        ({"repetition_penalty": 1.5}, {"penalties", "history"}),
+        ({"presence_penalty": 0.5}, {"penalties", "history"}),
+        ({"frequency_penalty": 0.5}, {"penalties", "history"}),
+        ({"logit_bias": {1: 1.0}}, {"logit_bias"}),
+        ({"min_tokens": 2, "stop_ids": (3,)}, {"banned"}),
+        ({"logprobs": 0}, {"num_logprobs"}),
+        ({"typical_p": 0.5}, {"rare"}),
+        ({"no_repeat_ngram_size": 2}, {"rare", "history"}),
+    ],
+)
+def test_a_batch_has_the_parts_that_a_row_uses(settings: dict[str, Any], parts: set[str]) -> None:
+    executor = ScriptedExecutor()
+    admissions = (admission_of(0, [1, 2], **settings), admission_of(1, [3]))
+    rows = [(0, 0, 2, True), (1, 0, 1, True)]
+    runner_of(executor).submit(plan_of(1, rows, admissions=admissions))
+    assert parts_of(executor.samples[0]) == parts
+
+
+def parts_of(batch: SampleBatch) -> set[str]:
+    """Return the parts that a batch has, but for those that all batches have."""
+    names = {item.name for item in fields(batch) if getattr(batch, item.name) is not None}
+    return names - {"positions", "temperature", "noise", "prepared"}
 
 
 def test_rows_with_penalties_bias_and_banned_ids_carry_theirs_only() -> None:
@@ -205,16 +240,20 @@ def test_rows_with_penalties_bias_and_banned_ids_carry_theirs_only() -> None:
     )
     runner.submit(plan_of(2, [(0, 3, 1, True), (2, 4, 1, True)], blocks={2: [2, 3]}))
     first, second = executor.samples
-    assert first.history_starts.tolist() == [0, 3, 3, 3]
-    assert first.history.tolist() == [1, 2, 3]
-    assert first.num_prompt_tokens.tolist() == [2, 2, 3]
-    assert first.bias_starts.tolist() == [0, 0, 2, 2]
-    assert first.bias_ids.tolist() == [6, 7]
-    assert first.bias_values.tolist() == [1.0, -2.0]
-    assert first.banned_starts.tolist() == [0, 0, 0, 2]  # one token of two was generated
-    assert first.banned_ids.tolist() == [1, 2]
-    assert second.history.tolist() == [1, 2, 3, 3]  # with the token sampled in step 1
-    assert second.banned_starts.tolist() == [0, 0, 0]
+    assert first.history is not None
+    assert first.history.tokens.starts.tolist() == [0, 3, 3, 3]
+    assert first.history.tokens.ids.tolist() == [1, 2, 3]
+    assert first.history.num_prompt_tokens.tolist() == [2, 2, 3]
+    assert first.logit_bias is not None
+    assert first.logit_bias.tokens.starts.tolist() == [0, 0, 2, 2]
+    assert first.logit_bias.tokens.ids.tolist() == [6, 7]
+    assert first.logit_bias.values.tolist() == [1.0, -2.0]
+    assert first.banned is not None
+    assert first.banned.starts.tolist() == [0, 0, 0, 2]  # one token of two was generated
+    assert first.banned.ids.tolist() == [1, 2]
+    assert second.history is not None
+    assert second.history.tokens.ids.tolist() == [1, 2, 3, 3]  # with the token sampled in step 1
+    assert second.banned is None
 
 
 def test_a_slot_given_back_keeps_nothing_of_its_request() -> None:
@@ -233,7 +272,7 @@ def test_a_slot_given_back_keeps_nothing_of_its_request() -> None:
     )
     runner.submit(plan_of(2, [(2, 2, 1, True)], retired=ints(1)))
     tables = runner.tables
-    for name in ("has_penalty", "has_bias", "stops_from", "blocks"):
+    for name in ("has_truncation", "has_penalty", "has_bias", "stops_from", "blocks"):
         assert not getattr(tables, name)[1].any(), name
     assert not tables.tokens.tokens[1].any()
     assert tables.tokens.lengths[1] == tables.tokens.prompt_lengths[1] == 0
@@ -253,7 +292,7 @@ def test_a_slot_forgets_what_its_last_request_asked_for() -> None:
     plain = admission_of(0, [4])
     runner.submit(plan_of(2, [(0, 0, 1, True)], admissions=(plain,), retired=ints(0)))
     batch = executor.samples[1]
-    assert len(batch.history) == len(batch.bias_ids) == len(batch.banned_ids) == 0
+    assert parts_of(batch) == set()
     assert batch.positions.tolist() == [1]
 
 
@@ -311,7 +350,8 @@ def test_rows_planned_behind_one_that_failed_lack_its_token_and_hold_nobody_up()
     results = [runner.collect(handle) for handle in handles]
     assert [error.row for error in results[0].errors] == [0]
     assert [result.token_ids.tolist()[-1] for result in results] == [3, 4, 5]
-    assert all(not len(batch.late_slots) for batch in executor.samples)
+    histories = [batch.history for batch in executor.samples]
+    assert all(history is None or history.late_slots is None for history in histories)
     runner.close()
 
 

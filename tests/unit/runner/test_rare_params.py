@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -74,23 +75,29 @@ def test_each_of_them_makes_a_row_rare_until_it_retires(fields: dict[str, Any]) 
     left, plain = tables.parameters(_ints(1, 0)), tables.parameters(_ints(0, 0))
     assert left is not None
     assert plain is not None
-    assert [len(left.breaker_ids), len(left.sequence_ids), len(left.allowed_ids)] == [0, 0, 0]
-    assert (left.mirostat[0], left.dry_multiplier[0], left.typical_p[0]) == (0, 0.0, 1.0)
+    names = [item.name for item in dataclasses.fields(left)]
+    parts = {name for name in names if getattr(left, name) is not None}
+    assert parts == {"truncation"}
+    assert left.truncation is not None
+    assert left.truncation.typical_p.tolist() == [1.0, 0.5]
 
 
 def test_ragged_parts_belong_to_their_rows() -> None:
     tables = RareParamsTables(3)
-    tables.admit(_admission(0, rules=RULES))
+    tables.admit(_admission(0, rules=RULES, dry_multiplier=0.8))
     tables.admit(_admission(1, allowed_token_ids=(9, 3)))
     tables.admit(_admission(2, rules=replace(RULES, banned_sequences=((1, 2, 3),))))
     rare = tables.parameters(_ints(2, 1, 0))
     assert rare is not None
-    assert rare.sequence_rows.tolist() == [0, 1, 1, 3]
-    assert rare.sequence_starts.tolist() == [0, 3, 4, 6]
-    assert rare.sequence_ids.tolist() == [1, 2, 3, 4, 5, 6]
-    assert rare.allowed_starts.tolist() == [0, 0, 2, 2]
-    assert rare.allowed_ids.tolist() == [9, 3]
-    assert rare.breaker_starts.tolist() == [0, 2, 2, 4]
+    assert rare.banned_sequences is not None
+    assert rare.banned_sequences.rows.tolist() == [0, 1, 1, 3]
+    assert rare.banned_sequences.tokens.starts.tolist() == [0, 3, 4, 6]
+    assert rare.banned_sequences.tokens.ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert rare.allowed is not None
+    assert rare.allowed.starts.tolist() == [0, 0, 2, 2]
+    assert rare.allowed.ids.tolist() == [9, 3]
+    assert rare.dry is not None
+    assert rare.dry.breakers.starts.tolist() == [0, 2, 2, 4]
     assert tables.has_history.tolist() == [True, False, True]
 
 
@@ -106,9 +113,10 @@ class Steering(ScriptedExecutor):
 
     def sample(self, logits: NDArray[np.float32], batch: SampleBatch) -> TokenChoice:
         choice = super().sample(logits, batch)
-        if batch.rare is None or not batch.rare.mirostat.any():
+        mirostat = None if batch.rare is None else batch.rare.mirostat
+        if mirostat is None:
             return choice
-        mus = np.where(batch.rare.mirostat == 2, batch.rare.mirostat_mu + np.float32(1), 0)
+        mus = np.where(mirostat.mode == 2, mirostat.mu + np.float32(1), 0)
         return replace(choice, mus=mus.astype(np.float32))
 
 
@@ -169,15 +177,21 @@ def test_rows_without_rare_parameters_lie_between_those_with_some() -> None:
     tables.admit(_admission(3, allowed_token_ids=(9, 3), typical_p=0.5))
     rare = tables.parameters(_ints(0, 3, 2, 1, 0))
     assert rare is not None
-    assert rare.allowed_starts.tolist() == [0, 0, 2, 2, 2, 2]
-    assert rare.sequence_rows.tolist() == [0, 0, 0, 0, 2, 2]
-    assert rare.breaker_starts.tolist() == [0, 0, 0, 0, 2, 2]
-    assert rare.typical_p.tolist() == [1.0, 0.5, 1.0, 1.0, 1.0]
+    assert rare.allowed is not None
+    assert rare.allowed.starts.tolist() == [0, 0, 2, 2, 2, 2]
+    assert rare.banned_sequences is not None
+    assert rare.banned_sequences.rows.tolist() == [0, 0, 0, 0, 2, 2]
+    assert rare.truncation is not None
+    assert rare.truncation.typical_p.tolist() == [1.0, 0.5, 1.0, 1.0, 1.0]
+    assert (rare.dry, rare.mirostat, rare.ngram_size) == (None, None, None)
 
 
 def test_what_few_rows_have_is_put_at_their_places() -> None:
-    starts, ids = ragged([_ints(5, 6), _ints(), _ints(7)], np.array([1, 2, 4]), 6)
-    assert starts.tolist() == [0, 0, 2, 2, 2, 3, 3]
-    assert ids.tolist() == [5, 6, 7]
-    starts, ids = ragged([], np.empty(0, np.intp), 2)
-    assert (starts.tolist(), ids.tolist()) == ([0, 0, 0], [])
+    some = ragged([_ints(5, 6), _ints(), _ints(7)], np.array([1, 2, 4]), 6)
+    assert some.starts.tolist() == [0, 0, 2, 2, 2, 3, 3]
+    assert some.ids.tolist() == [5, 6, 7]
+    assert [some[row].tolist() for row in (0, 1, 2, 4)] == [[], [5, 6], [], [7]]
+    taken = some.take(np.array([4, 0, 1]))
+    assert (taken.starts.tolist(), taken.ids.tolist()) == ([0, 1, 1, 3], [7, 5, 6])
+    none = ragged([], np.empty(0, np.intp), 2)
+    assert (none.starts.tolist(), none.ids.tolist()) == ([0, 0, 0], [])

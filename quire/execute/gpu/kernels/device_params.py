@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.sampling.batch import RareParameters, SampleBatch
+from quire.sampling.batch import SampleBatch
+from quire.sampling.parts import RareParameters
 from quire.sampling.rare import SMALLEST_SHARE
 from quire.sampling.reference import MIROSTAT
 
@@ -57,41 +58,50 @@ class DeviceSamplingParams:
 
 
 def words_of(batch: SampleBatch) -> NDArray[np.int32]:
-    """A batch's numbers as int32 [WORDS, R]; the seeds take the first two rows together."""
-    words = np.empty((WORDS, len(batch.temperature)), np.int32)
-    words[:2] = np.ascontiguousarray(batch.seeds, np.int64).view(np.int32).reshape(2, -1)
-    for row, values in enumerate((batch.temperature, batch.top_p, batch.min_p), start=2):
-        words[row] = np.ascontiguousarray(values, np.float32).view(np.int32)
-    words[5:] = batch.top_k, batch.streams, batch.positions
+    """Return a batch's numbers as int32 [WORDS, R]; the seeds take the first two rows together."""
+    truncation = batch.truncation
+    words = np.zeros((WORDS, len(batch.temperature)), np.int32)
+    words[:2] = np.ascontiguousarray(batch.noise.seeds, np.int64).view(np.int32).reshape(2, -1)
+    floats = words[2:5].view(np.float32)
+    floats[0] = batch.temperature
+    floats[1] = 1.0 if truncation is None else truncation.top_p
+    if truncation is not None:
+        floats[2], words[5] = truncation.min_p, truncation.top_k
+    words[6:] = batch.noise.streams, batch.positions
     return words
 
 
 def rows_for_the_host(batch: SampleBatch) -> NDArray[np.bool_]:
-    """[R]: rows that ask for what the kernels do not do. These are all RareParameters (typical_p,
-    top_n_sigma, cutoffs, XTC, DRY, n-grams, banned sequences, allowed ids, mirostat), beams, and a
-    bias that names an id twice (its f32 sums have an order)."""
+    """Return the rows that use what the kernels do not do [R]. These are all RareParameters
+    (typical_p, top_n_sigma, cutoffs, XTC, DRY, n-grams, banned sequences, allowed ids, mirostat),
+    beams, and a bias that names an id twice (its f32 sums have an order)."""
     rows = np.zeros(len(batch.temperature), bool)
-    if len(batch.num_candidates):
+    if batch.num_candidates is not None:
         rows |= batch.num_candidates > 0
     if batch.rare is not None:
-        rows |= _rare(batch.rare)
-    for row in np.flatnonzero(np.diff(batch.bias_starts) > 1):
-        ids = batch.bias_ids[batch.bias_starts[row] : batch.bias_starts[row + 1]]
-        rows[row] |= len(np.unique(ids)) < len(ids)
+        _add_rare(rows, batch.rare)
+    if batch.logit_bias is not None:
+        biased = batch.logit_bias.tokens
+        for row in np.flatnonzero(np.diff(biased.starts) > 1).tolist():
+            rows[row] |= len(np.unique(biased[row])) < len(biased[row])
     return rows
 
 
-def _rare(rare: RareParameters) -> NDArray[np.bool_]:
-    some: NDArray[np.bool_] = (
-        (rare.typical_p < 1.0)
-        | (rare.top_n_sigma > 0)
-        | (rare.epsilon_cutoff >= SMALLEST_SHARE)
-        | (rare.eta_cutoff >= SMALLEST_SHARE)
-        | (rare.xtc_probability > 0)
-        | (rare.dry_multiplier > 0)
-        | (rare.ngram_size > 0)
-        | (rare.mirostat == MIROSTAT)
-        | (np.diff(rare.sequence_rows) > 0)
-        | (np.diff(rare.allowed_starts) > 0)
-    )
-    return some
+def _add_rare(rows: NDArray[np.bool_], rare: RareParameters) -> None:
+    """Add the rows that use some of `rare` to `rows` [R], in place."""
+    if rare.truncation is not None:
+        rows |= rare.truncation.typical_p < 1.0
+        rows |= rare.truncation.top_n_sigma > 0
+        rows |= rare.truncation.epsilon_cutoff >= SMALLEST_SHARE
+        rows |= rare.truncation.eta_cutoff >= SMALLEST_SHARE
+        rows |= rare.truncation.xtc_probability > 0
+    if rare.dry is not None:
+        rows |= rare.dry.multiplier > 0
+    if rare.ngram_size is not None:
+        rows |= rare.ngram_size > 0
+    if rare.mirostat is not None:
+        rows |= rare.mirostat.mode == MIROSTAT
+    if rare.banned_sequences is not None:
+        rows |= np.diff(rare.banned_sequences.rows) > 0
+    if rare.allowed is not None:
+        rows |= np.diff(rare.allowed.starts) > 0

@@ -18,9 +18,11 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from quire.base.records import NO_FLOATS, NO_INTS
 from quire.execute.gpu.kernels.device_params import ToDevice
 from quire.execute.gpu.kernels.launch import EXACT, cdiv
 from quire.sampling.batch import SampleBatch
+from quire.sampling.parts import NO_MASKS, Words
 
 AT_ONCE = 256
 BLOCK = 1024
@@ -46,26 +48,39 @@ class Edits:
         named = _rows_with_entries(batch)
         of_rows = [_row_entries(batch, row) for row in named.tolist()]
         entries = np.concatenate([np.empty((ENTRY_WORDS, 0), np.int32), *of_rows], axis=1)
-        rows = np.flatnonzero(batch.mask_rows >= 0).astype(np.int32)
-        if not entries.shape[1] and not len(rows):
+        masked, words = _masked(batch)
+        if not entries.shape[1] and not masked.shape[1]:
             return None
-        masked = np.stack([rows, batch.mask_rows[rows]]) if len(rows) else np.empty((2, 0))
         return cls(
             entries=to_device(entries),
             late=to_device(_late(batch, named, of_rows)),
-            masked=to_device(masked.astype(np.int32)),
-            masks=to_device(np.array(batch.masks).view(np.int32)),
+            masked=to_device(masked),
+            masks=to_device(np.array(words).view(np.int32)),
         )
+
+
+def _masked(batch: SampleBatch) -> tuple[NDArray[np.int32], Words]:
+    """Return rows with a mask and which one each has [2, M], and the words of the masks."""
+    if batch.masks is None:
+        return np.empty((2, 0), np.int32), NO_MASKS
+    rows = np.flatnonzero(batch.masks.rows >= 0).astype(np.int32)
+    return np.stack([rows, batch.masks.rows[rows]]).astype(np.int32), batch.masks.words
 
 
 def _rows_with_entries(batch: SampleBatch) -> NDArray[np.intp]:
     """Rows that name an id, or will: in most steps none, and then no row costs the host a call."""
-    penalized = batch.repetition_penalty != 1.0
-    penalized |= (batch.frequency_penalty != 0.0) | (batch.presence_penalty != 0.0)
-    some = penalized & (np.diff(batch.history_starts) > 0)
-    some |= (np.diff(batch.bias_starts) > 0) | (np.diff(batch.banned_starts) > 0)
-    if len(batch.late_slots):
-        some |= batch.late_slots >= 0
+    some = np.zeros(len(batch.temperature), np.bool_)
+    if batch.penalties is not None and batch.history is not None:
+        penalties = batch.penalties
+        penalized = penalties.repetition != 1.0
+        penalized |= (penalties.frequency != 0.0) | (penalties.presence != 0.0)
+        some |= penalized & (np.diff(batch.history.tokens.starts) > 0)
+    if batch.logit_bias is not None:
+        some |= np.diff(batch.logit_bias.tokens.starts) > 0
+    if batch.banned is not None:
+        some |= np.diff(batch.banned.starts) > 0
+    if batch.history is not None and batch.history.late_slots is not None:
+        some |= batch.history.late_slots >= 0
     return np.flatnonzero(some)
 
 
@@ -73,30 +88,29 @@ def _late(
     batch: SampleBatch, named: NDArray[np.intp], of_rows: list[NDArray[np.int32]]
 ) -> NDArray[np.int32]:
     """As Edits has it, of the entries of the rows `named`."""
-    if not len(batch.late_slots):
+    late_slots = None if batch.history is None else batch.history.late_slots
+    if late_slots is None:
         return np.empty((3, 0), np.int32)
     counts = np.array([entries.shape[1] for entries in of_rows], np.int64)
     ends = np.cumsum(counts)
-    is_late = batch.late_slots[named] >= 0
-    late = batch.late_slots[named][is_late], (ends - counts)[is_late], (ends - 1)[is_late]
+    is_late = late_slots[named] >= 0
+    late = late_slots[named][is_late], (ends - counts)[is_late], (ends - 1)[is_late]
     return np.stack(late).astype(np.int32)
 
 
 def _row_entries(batch: SampleBatch, row: int) -> NDArray[np.int32]:
     """Of each id that a row names; with one more at the end where the last token is late."""
-    bias = slice(batch.bias_starts[row], batch.bias_starts[row + 1])
-    banned = batch.banned_ids[batch.banned_starts[row] : batch.banned_starts[row + 1]]
-    history = batch.history[batch.history_starts[row] : batch.history_starts[row + 1]]
-    repetition = batch.repetition_penalty[row]
-    frequency, presence = batch.frequency_penalty[row], batch.presence_penalty[row]
-    output = history[batch.num_prompt_tokens[row] :]
+    repetition, frequency, presence = _penalties(batch, row)
+    history, output, is_late = _history(batch, row)
     if repetition == 1.0:
-        history = history[:0]
+        history = NO_INTS
     if frequency == 0.0 and presence == 0.0:
-        output = output[:0]
-    named = (batch.bias_ids[bias], history, output, banned)
+        output = NO_INTS
+    biased, biases = _biases(batch, row)
+    banned = NO_INTS if batch.banned is None else batch.banned[row]
+    named = (biased, history, output, banned)
     ids = np.unique(np.concatenate(named))
-    if len(batch.late_slots) and batch.late_slots[row] >= 0:
+    if is_late:
         ids = np.append(ids, np.int32(-1))
     entries = np.zeros((ENTRY_WORDS, len(ids)), np.int32)
     if not len(ids):
@@ -106,10 +120,35 @@ def _row_entries(batch: SampleBatch, row: int) -> NDArray[np.int32]:
     for flag, place in ((IS_BIASED, 0), (IS_SEEN, 1), (IS_BANNED, 3)):
         entries[2, places[place]] |= flag.value
     np.add.at(entries[3], places[2], 1)
-    entries[4].view(np.float32)[places[0]] = batch.bias_values[bias]
+    entries[4].view(np.float32)[places[0]] = biases
     for word, penalty in enumerate((repetition, frequency, presence), start=5):
         entries[word].view(np.float32)[:] = penalty
     return entries
+
+
+def _penalties(batch: SampleBatch, row: int) -> tuple[float, float, float]:
+    """Return a row's repetition, frequency and presence penalty."""
+    penalties = batch.penalties
+    if penalties is None:
+        return 1.0, 0.0, 0.0
+    return penalties.repetition[row], penalties.frequency[row], penalties.presence[row]
+
+
+def _history(batch: SampleBatch, row: int) -> tuple[NDArray[np.int32], NDArray[np.int32], bool]:
+    """Return a row's history, the output in it, and whether its last token is late."""
+    if batch.history is None:
+        return NO_INTS, NO_INTS, False
+    tokens, late_slots = batch.history.tokens[row], batch.history.late_slots
+    is_late = late_slots is not None and bool(late_slots[row] >= 0)
+    return tokens, tokens[batch.history.num_prompt_tokens[row] :], is_late
+
+
+def _biases(batch: SampleBatch, row: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Return the ids that a row biases, and by how much."""
+    bias = batch.logit_bias
+    if bias is None:
+        return NO_INTS, NO_FLOATS
+    return bias.tokens[row], bias.values[bias.tokens.starts[row] : bias.tokens.starts[row + 1]]
 
 
 @triton.jit(do_not_specialize=["count"])
