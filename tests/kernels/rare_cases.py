@@ -1,4 +1,4 @@
-"""RareParameters for the token choice tests: off but for what is given, or everything at random."""
+"""RareParameters for the sampling tests: all off except given ones, or all at random."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ OFF_COUNTS: dict[str, int] = {
 
 
 def make_rare(num_rows: int, **given: Any) -> RareParameters:
-    """Off, except for what is given. breakers and allowed are lists of ids, one a row; sequences
-    a list of lists of ids, one a row."""
+    """Return parameters that are off, except for given ones.
+
+    breakers and allowed are lists of ids, one per row; sequences is a list of id lists per row.
+    """
     arrays: dict[str, Any] = {}
     for names, dtype in ((OFF, np.float32), (OFF_COUNTS, np.int32)):
         for name, off in names.items():
@@ -54,7 +56,7 @@ def make_rare(num_rows: int, **given: Any) -> RareParameters:
 def random_rare(
     draw: np.random.Generator, num_rows: int, vocabulary: int, histories: list[list[int]]
 ) -> RareParameters:
-    """Every parameter, at ordinary and at odd values; mirostat in some rows."""
+    """Draw every parameter, at ordinary and at odd values; mirostat in some rows."""
 
     def choice(*values: float) -> NDArray[Any]:
         return draw.choice(values, num_rows)
@@ -96,7 +98,7 @@ def random_rare(
 
 
 def random_history(draw: np.random.Generator, vocabulary: int) -> list[int]:
-    """Tokens that repeat themselves, or none."""
+    """Draw tokens with repetitions, or none."""
     kind = draw.integers(0, 4)
     if kind == 0:
         return []
@@ -108,7 +110,7 @@ def random_history(draw: np.random.Generator, vocabulary: int) -> list[int]:
 
 
 def take_rare(rare: RareParameters, rows: NDArray[np.intp]) -> RareParameters:
-    """The parameters of these rows, in this order."""
+    """Return the parameters of these rows, in this order."""
     given: dict[str, Any] = {name: getattr(rare, name)[rows] for name in (*OFF, *OFF_COUNTS)}
     for name, part in (("breakers", "breaker"), ("allowed", "allowed")):
         starts, ids = getattr(rare, f"{part}_starts"), getattr(rare, f"{part}_ids")

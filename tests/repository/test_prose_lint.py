@@ -1,4 +1,4 @@
-"""The prose lint finds planted faults, accepts plain text, and lets its list only shrink."""
+"""The prose lint finds injected faults and accepts plain text."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The path of one streamed chat: few files, and docs/reading.md lists them.
 
-The files are found by running one (scripts/trace_request.py). Always holds: a feature that a
-request does not use is not on its path.
+The files are recorded by running one request (scripts/trace_request.py). A feature that a request
+does not use must not be on its path.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import pytest
 
 from tests.repository.source_files import ROOT
 
-# Raise none of these: a new feature stays off the path of requests that do not use it.
+# Do not raise these: a new feature stays off the path of requests that do not use it.
 MAX_FILES = 82
 MAX_SCHEDULER_FILES = 12
 MAX_LINES = 18_000
-# Which of a few files is entered depends on how threads meet.
+# A few files are entered or not depending on thread timing.
 MAX_DIFFERENT = 4
 
 
