@@ -1,7 +1,4 @@
-"""Result files of the GPU check: written whole or not at all; of which code they are.
-
-Knows no section.
-"""
+"""Result files of the GPU check: written atomically, with a digest of the measured code."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ def write(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def code_digest(root: Path = ROOT) -> str:
-    """Of all that is measured; there may be no repository where it runs."""
+    """Return a digest of the measured code; there may be no repository where it runs."""
     digest = hashlib.sha256()
     for folder in MEASURED:
         for file in sorted((root / folder).rglob("*.py")):

@@ -1,6 +1,6 @@
 """Restrict client libraries to loopback connections.
 
-python -m tests.clients.offline litellm instructor # connections attempted while importing
+    python -m tests.clients.offline litellm instructor    # connections attempted while importing
 
 VARIABLES disable what the libraries would send or fetch by themselves; they must be set before the
 libraries are imported. Attempts that remain are refused and recorded.

@@ -1,6 +1,6 @@
 """Compile every kernel that a launcher launches, without a GPU.
 
-TRITON_INTERPRET=0 python -m tests.gpu.compile_for [CASE...]
+    TRITON_INTERPRET=0 python -m tests.gpu.compile_for [CASE...]
 
 Launchers get tensors without memory; instead of launching, the kernel is compiled to machine code
 for compute capability 9.0 with Triton's own assembler. Prints a JSON line per kernel: registers,
@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from bench.gpu.launches import told_by, usage
+from bench.gpu.launches import tool_output, usage
 from quire.execute.gpu.kernels import attention as kernels
 from quire.execute.gpu.kernels import block_copy, store_kv
 from quire.execute.gpu.kernels import rows as row_kernels
@@ -68,7 +68,7 @@ def _compiled(kernel: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
 
 
 def _report(made: Any, name: str) -> Report:
-    loops = _matrix_loops(told_by("nvdisasm", "-c", made.asm["cubin"]))
+    loops = _matrix_loops(tool_output("nvdisasm", "-c", made.asm["cubin"]))
     return {"kernel": name, **usage(made), "loops": loops}
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from bench.gpu import integers, products
-from bench.gpu.breakdown import told_of
+from bench.gpu.breakdown import kernel_times
 from bench.gpu.gaps import gaps
 from bench.gpu.sections import SECTIONS
 from bench.gpu.stage import Stage
@@ -74,19 +74,19 @@ def test_sections_run_without_messages_and_without_the_compiled_module(tmp_path:
 
 def test_a_step_time_is_reported_by_kernels_and_the_gaps_between_them() -> None:
     spans = [("b", 12.0, 20.0), ("a", 0.0, 10.0), ("a", 19.0, 21.0), ("c", 26.0, 27.0)]
-    results = told_of(spans)
+    results = kernel_times(spans)
     assert results["kernels"] == 4
     assert results["seconds"] == pytest.approx(27e-6)
     assert results["between_kernels_s"] == pytest.approx(7e-6)
     assert list(results["by_name"]) == ["a", "b", "c"]
     assert results["by_name"]["a"] == {"count": 2, "s": pytest.approx(12e-6)}
-    assert told_of([]) == {"not_told": "the profiler saw no kernels"}
+    assert kernel_times([]) == {"not_measured": "the profiler saw no kernels"}
 
 
 def _dry() -> tuple[Stage, dict[str, Any]]:
     """Return a stage that runs a section in this process, and the dict of its results."""
     results: dict[str, Any] = {}
-    return Stage(is_dry=True, ends=float("inf"), tell=results.__setitem__), results
+    return Stage(is_dry=True, ends=float("inf"), report=results.__setitem__), results
 
 
 def test_launch_costs_are_reported_in_the_right_order_of_magnitude() -> None:

@@ -1,6 +1,6 @@
 """Count the variants Triton compiles of each kernel, and print {case: {kernel: count}}.
 
-TRITON_INTERPRET=0 python -m tests.gpu.variants
+    TRITON_INTERPRET=0 python -m tests.gpu.variants
 
 Nothing is compiled or launched: launches are bound to Triton's own keys. A case is one launcher
 called for several row counts that use the same tile. Needs no device.

@@ -1,8 +1,8 @@
 """Record what transformers computes for the cases, so that parity is checked without PyTorch.
 
-python -m tests.models.record [NAME ...]
+    python -m tests.models.record [NAME ...]
 
-writes recorded/NAME.json for each case (or the named ones): a digest of the checkpoint, the logits
+Writes recorded/NAME.json for each case (or the named ones): a digest of the checkpoint, the logits
 of a few rows, the most likely token of every row, its margin over the second; for checkpoints
 stored in bfloat16 the largest error of transformers' own bfloat16 run; for some a greedy
 continuation. All relative numbers are shares of the row's largest absolute logit. Needs torch and

@@ -1,7 +1,7 @@
 """A real `quire serve` in its own process, and clients that send it plain HTTP.
 
-with RunningServer(model_folder, "--max-num-seqs", "4") as server:
-    answer = server.post("/v1/completions", {"prompt": "abc"})
+    with RunningServer(model_folder, "--max-num-seqs", "4") as server:
+        answer = server.post("/v1/completions", {"prompt": "abc"})
 
 Nothing here imports the package under test.
 """

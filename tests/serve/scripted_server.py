@@ -1,6 +1,6 @@
 """A server on a real socket with a scripted model: nothing is computed.
 
-with ScriptedServer("hermes template", [["Hel", "lo"], [...]]) as server: ...
+    with ScriptedServer("hermes template", [["Hel", "lo"], [...]]) as server: ...
 
 HTTP layer, uvicorn and connections are those of `quire serve`; the engine is scripted. Each request
 takes the next script; the last one serves all further requests.

@@ -39,7 +39,7 @@ def test_the_next_chat_turn_finds_the_tokens_generated_in_the_last(
         messages.append({"role": "user", "content": f"and then, {turn}?"})
     for before, after in itertools.pairwise(turns):
         known = before["usage"]["prompt_tokens"] + before["usage"]["completion_tokens"]
-        # All but the last partial block, and the last token, whose KV was not computed.
+        # All but the last partial block, and the last token, as its KV was not computed.
         assert cached(after) >= (known - 1) // 16 * 16 > before["usage"]["prompt_tokens"]
 
 

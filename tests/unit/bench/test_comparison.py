@@ -229,11 +229,11 @@ def _filled(file: Path, *, peers: tuple[str, ...], pairs_each: int = MIN_PAIRS) 
 
 def test_ratios_are_told_only_where_both_needed_peers_ran(tmp_path: Path) -> None:
     record = _filled(tmp_path / "one.json", peers=("openvino", "vllm"))
-    assert not record.may_tell("w3")
+    assert not record.is_reportable("w3")
     assert "ratio" not in record.content["summary"]["w3"]["openvino"]
     assert record.strongest("w3") is None
     both = _filled(tmp_path / "two.json", peers=("openvino", "llama.cpp"))
-    assert both.may_tell("w3")
+    assert both.is_reportable("w3")
     assert both.content["summary"]["w3"]["openvino"]["ratio"]["median"] == 3.0
     strongest = both.strongest("w3")
     assert strongest is not None
@@ -244,12 +244,12 @@ def test_too_few_pairs_or_tokens_that_were_not_checked_tell_no_ratio(tmp_path: P
     peers = ("openvino", "llama.cpp")
     few = _filled(tmp_path / "few.json", peers=peers, pairs_each=MIN_PAIRS - 1)
     few.add_pair(_pair("openvino", 1, 1, kept=False))
-    assert not few.may_tell("w3")
+    assert not few.is_reportable("w3")
     assert few.num_tried("w3", "openvino") == MIN_PAIRS
     assert len(few.kept("w3", "openvino")) == MIN_PAIRS - 1
     wrong = _filled(tmp_path / "wrong.json", peers=peers)
     wrong.content["checks"]["openvino"]["ok"] = False
-    assert not wrong.may_tell("w3")
+    assert not wrong.is_reportable("w3")
 
 
 def test_two_pairs_settle_that_a_peer_is_far_behind_and_nothing_else() -> None:
