@@ -1,6 +1,6 @@
-// Binds token choice: NumPy arrays become the pointers of ChooseArgs, and the GIL is released.
-// Nothing is checked here beyond dtypes and dimensions: quire/sampling/native.py has checked
-// shapes and ids and made arrays contiguous.
+// Bindings for sampling: NumPy arrays become the pointers of ChooseArgs, and the GIL is released.
+// Only dtypes and dimensions are checked here: quire/sampling/native.py has checked shapes and ids
+// and made arrays contiguous.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -29,7 +29,7 @@ using FloatTable = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu
 using Masks = nb::ndarray<const uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using IntTable = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-// The arrays of RareParameters by name; all of them are there. Keeps each alive until it is gone.
+// The arrays of RareParameters by name, all required. Keeps each alive until it is destroyed.
 class RareArrays {
   public:
     explicit RareArrays(const nb::dict& arrays) : arrays_(arrays) {
@@ -63,11 +63,11 @@ class RareArrays {
     const float* floats(const char* name) { return nb::cast<Floats>(arrays_[name], false).data(); }
     const int32_t* ints(const char* name) { return nb::cast<Ints>(arrays_[name], false).data(); }
 
-    const nb::dict& arrays_;  // the caller's, which holds the arrays
+    const nb::dict& arrays_;  // the caller's dictionary, which owns the arrays
     quire::RareArgs args_{};
 };
 
-// All parameters of token choice but logits and positions. Keeps its arrays alive.
+// All sampling parameters except logits and positions. Keeps its arrays alive.
 class ChooseParams {
   public:
     ChooseParams(Floats temperature, Ints top_k, Floats top_p, Floats min_p,

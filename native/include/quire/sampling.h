@@ -1,6 +1,5 @@
-// Token choice of a whole batch: the semantics of quire/sampling/batch.py, the bits of
-// quire/sampling/reference.py. Knows no requests and no Python. A row's result depends on its own
-// logits and parameters only.
+// Sampling of a whole batch: the semantics of quire/sampling/batch.py, bitwise equal to
+// quire/sampling/reference.py. A row's result depends on its own logits and parameters only.
 #pragma once
 
 #include <stdint.h>
@@ -37,18 +36,18 @@ struct ChooseArgs {
     const float* bias_values;
     const int32_t* banned_starts;
     const int32_t* banned_ids;
-    const RareArgs* rare;      // null where no row asks for any of it
-    const int32_t* mask_rows;  // [R] a row of masks, -1 none; null where no row has one
+    const RareArgs* rare;      // null if no row uses any of it
+    const int32_t* mask_rows;  // [R] a row of masks, -1 none; null if no row has one
     const uint32_t* masks;     // [M, words]: bit i % 32 of word i / 32 allows id i
 
-    const int32_t* num_candidates;  // [R] of beams, 0 for other rows; null where no row is one
+    const int32_t* num_candidates;  // [R] of beams, 0 for other rows; null if no row is one
 
     int32_t num_top;      // K
     int32_t* token_ids;   // [R] out
     float* logprobs;      // [R] out
     int32_t* top_ids;     // [R, K] out
     float* top_logprobs;  // [R, K] out
-    float* mus;           // [R] out, or null where no row has mirostat
+    float* mus;           // [R] out, or null if no row has mirostat
     int32_t max_candidates;     // C
     int32_t* candidate_ids;     // [R, C] out, this and the next two; null as num_candidates is
     float* candidate_scores;    // after bias, penalties and bans
@@ -60,7 +59,7 @@ struct ChooseArgs {
 // The key of a row's noise.
 NoiseKey noise_key(int64_t seed, int32_t stream, int32_t position);
 
-// Chooses with one instruction set's passes; KernelTable::choose calls it with its own.
+// Samples with one instruction set's passes; KernelTable::choose calls it with its own.
 void choose_tokens(const ChooseArgs& args, const SamplingPasses& passes);
 
 }  // namespace quire
