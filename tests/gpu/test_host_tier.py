@@ -30,7 +30,14 @@ from quire.program.tensors import DType  # noqa: E402
 from quire.runner.handle import Handle  # noqa: E402
 from quire.runner.model_runner import ModelRunner  # noqa: E402
 from quire.scheduler.cost.transfer_cost import TransferCost  # noqa: E402
-from tests.exact.rig import Model, Outcome, WatchedRunner, make_core, make_runner, run_case  # noqa: E402
+from tests.exact.rig import (  # noqa: E402
+    Model,
+    Outcome,
+    WatchedRunner,
+    make_core,
+    make_runner,
+    run_case,
+)
 from tests.exact.test_overlap import plain  # noqa: E402
 from tests.exact.workload import VOCAB_SIZE, Case, Settings, draw_case  # noqa: E402
 from tests.gpu.test_exact_answers import NUM_CASES, TorchModel  # noqa: E402

@@ -1,4 +1,4 @@
-"""The positions that a plan samples: none, one or several at the end of a row."""
+"""Sampled positions of a plan: none, one or several at the end of a row."""
 
 import numpy as np
 

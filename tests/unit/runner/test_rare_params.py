@@ -1,4 +1,4 @@
-"""What few requests ask of token choice: from admissions to batches, and mirostat's mu between."""
+"""Rarely used sampling parameters: from admissions to batches, and mirostat's mu in between."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_each_of_them_makes_a_row_rare_until_it_retires(fields: dict[str, Any]) 
     assert (left.mirostat[0], left.dry_multiplier[0], left.typical_p[0]) == (0, 0.0, 1.0)
 
 
-def test_ragged_parts_belong_to_their_rows() -> None:
+def test_ragged_arrays_belong_to_their_rows() -> None:
     tables = RareParamsTables(3)
     tables.admit(_admission(0, rules=RULES))
     tables.admit(_admission(1, allowed_token_ids=(9, 3)))
@@ -94,7 +94,7 @@ def test_ragged_parts_belong_to_their_rows() -> None:
     assert tables.has_history.tolist() == [True, False, True]
 
 
-def test_mu_begins_at_twice_tau_or_where_the_request_left_it() -> None:
+def test_mu_begins_at_twice_tau_or_at_the_requests_last_value() -> None:
     tables = RareParamsTables(2)
     tables.admit(_admission(0, mirostat=2, mirostat_tau=3.0))
     tables.admit(_admission(1, mirostat=2, mu=-1.25))
@@ -102,7 +102,7 @@ def test_mu_begins_at_twice_tau_or_where_the_request_left_it() -> None:
 
 
 class Steering(ScriptedExecutor):
-    """Moves the mu of each row with mirostat by 1."""
+    """Move the mu of each row with mirostat by 1."""
 
     def sample(self, logits: NDArray[np.float32], batch: SampleBatch) -> TokenChoice:
         choice = super().sample(logits, batch)
@@ -126,7 +126,7 @@ def _step(runner: ModelRunner, number: int, start: int, **more: Any) -> StepResu
     return runner.collect(runner.submit(plan))
 
 
-def test_mu_is_kept_from_step_to_step_and_told_for_all_rows_of_all_slices() -> None:
+def test_mu_is_kept_between_steps_and_reported_for_all_rows_of_all_slices() -> None:
     executor = Steering()
     runner = ModelRunner(executor, num_slots=3, max_model_len=32, block_size=16, max_samples=2)
     admissions = (
@@ -161,7 +161,7 @@ def test_a_failed_row_moves_no_mu() -> None:
     assert runner.tables.rare.mirostat_mu.tolist() == [10.0, 11.0, 11.0]
 
 
-def test_rows_without_rare_parameters_lie_between_those_with_some() -> None:
+def test_rows_without_rare_parameters_mix_with_rows_with_some() -> None:
     tables = RareParamsTables(4)
     tables.admit(_admission(0))
     tables.admit(_admission(1, rules=RULES))
@@ -175,7 +175,7 @@ def test_rows_without_rare_parameters_lie_between_those_with_some() -> None:
     assert rare.typical_p.tolist() == [1.0, 0.5, 1.0, 1.0, 1.0]
 
 
-def test_what_few_rows_have_is_put_at_their_places() -> None:
+def test_sparse_values_are_scattered_to_their_rows() -> None:
     starts, ids = ragged([_ints(5, 6), _ints(), _ints(7)], np.array([1, 2, 4]), 6)
     assert starts.tolist() == [0, 0, 2, 2, 2, 3, 3]
     assert ids.tolist() == [5, 6, 7]
