@@ -1,4 +1,7 @@
-"""Convert a run of the client into rates and processor time per token or request, and medians."""
+"""Convert a run of the client into rates and processor time per token or request, and medians.
+
+Plain arithmetic over the counts of `client.py`; independent of the server that was loaded.
+"""
 
 from __future__ import annotations
 

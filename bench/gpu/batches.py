@@ -1,4 +1,7 @@
-"""Batches as the runner builds them, for sequences that each own a contiguous run of blocks."""
+"""Batches as the runner builds them, for sequences that each own a contiguous run of blocks.
+
+Independent of the model, except for the number of its tokens, and of the device.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Result files of the GPU check: written atomically, with a digest of the measured code."""
+"""Result files of the GPU check: written atomically, with a digest of the measured code.
+
+The digest shows whether results of several calls belong to the same code.
+"""
 
 from __future__ import annotations
 

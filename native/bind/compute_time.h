@@ -1,5 +1,6 @@
 // Time that this process has spent inside computing native calls; the rest of a run is Python's.
-// The counter only grows, and concurrent calls of several threads each count.
+// The counter only grows, and concurrent calls of several threads each count, so it may exceed the
+// elapsed time.
 #pragma once
 
 #include <atomic>

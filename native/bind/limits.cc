@@ -1,5 +1,6 @@
-// Bindings for the machine's limits (kernels.h, limit) and for the time spent computing. The
-// returned time is that of the loop alone, without the interpreter lock.
+// Bindings for the machine's limits (kernels.h, limit) and for the time spent computing.
+// The loops are selected by name. The returned time is that of the loop alone, without the
+// interpreter lock.
 
 #include "compute_time.h"
 #include "quire/kernels.h"

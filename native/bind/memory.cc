@@ -1,5 +1,6 @@
-// Bindings for the process's own memory management. Referenced memory is never changed. The C
-// library and the system decide: calls here are hints.
+// Bindings for the process's own memory management.
+// Referenced memory is never changed. The C library and the system decide what is kept: calls here
+// are hints.
 
 #include "quire/memory.h"
 

@@ -1,5 +1,6 @@
-// The digest table: linear probing. A removed digest leaves no tombstone: those displaced by it
-// move up, so that a search ends at the first free slot however long the table has been in use.
+// The digest table: linear probing.
+// A removed digest leaves no tombstone: those displaced by it move up, so that a search ends at the
+// first free slot however long the table has been in use.
 
 #include "quire/digest_table.h"
 

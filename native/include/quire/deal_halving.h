@@ -1,5 +1,6 @@
-// Distribute panels of weights that stream from memory: long runs first, short ones last. Each
-// panel is passed to the body once. Only for files compiled once per instruction set.
+// Distribute panels of weights that stream from memory: long runs first, short ones last.
+// Each panel is passed to the body once. Only for files compiled once per instruction set.
+// The computation itself is the caller's.
 #pragma once
 
 #include "quire/pool.h"

@@ -1,5 +1,6 @@
-// Instruction sets: those of the build, those of this machine, and the selected one. A returned
-// table can run here, and a request by name returns that table or an error, never another.
+// Instruction sets: those of the build, those of this machine, and the selected one.
+// A returned table can run here, and a request by name returns that table or an error, never
+// another.
 #pragma once
 
 #include <string>

@@ -1,5 +1,6 @@
 // Sampling of a whole batch: the semantics of quire/sampling/batch.py, bitwise equal to
-// quire/sampling/reference.py. A row's result depends on its own logits and parameters only.
+// quire/sampling/reference.py.
+// A row's result depends on its own logits and parameters only.
 #pragma once
 
 #include <stdint.h>

@@ -1,5 +1,6 @@
-// Loops of sampling over a stretch of one row's vocabulary, one set per instruction set. All sets
-// give the same bits: the recipe is quire/sampling/noise.py.
+// Loops of sampling over a stretch of one row's vocabulary, one set per instruction set.
+// All sets give the same bits: the recipe is quire/sampling/noise.py. Parameters and threads are
+// handled by sampling.cc.
 #pragma once
 
 #include <stdint.h>

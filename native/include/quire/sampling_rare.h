@@ -1,5 +1,6 @@
-// Rarely used sampling steps: the definitions of quire/sampling/rare.py, one function each, for one
-// row, on the calling thread. `values` are a row's [V] and ids were checked by the caller.
+// Rarely used sampling steps: the definitions of quire/sampling/rare.py, one function each, for
+// one row, on the calling thread.
+// `values` are a row's [V], and ids were checked by the caller.
 #pragma once
 
 #include <stdint.h>

@@ -1,5 +1,6 @@
 // Scores of known tokens: log-probabilities of raw logits, ranks and best alternatives, bitwise
-// equal to quire/sampling/scoring.py. A row's result depends on its own logits and parameters only.
+// equal to quire/sampling/scoring.py.
+// A row's result depends on its own logits and parameters only.
 #pragma once
 
 #include <stdint.h>
