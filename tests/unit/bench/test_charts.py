@@ -32,7 +32,7 @@ RATIO = PeerRatio(
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Figures that are drawn, still open."""
+    """Collect figures that are drawn, still open."""
     pytest.importorskip("matplotlib")
     plt, found = pictures.pyplot(), list[Any]()
     monkeypatch.setattr(plt, "close", found.append)
@@ -41,7 +41,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_more_running_threads_than_cores_is_a_loaded_machine() -> None:
     assert not is_loaded(CARD)
-    assert not is_loaded(CARD | {"load_at_start": 2.5})  # one thread a core, and a little
+    assert not is_loaded(CARD | {"load_at_start": 2.5})  # one thread per core, and a little
     assert is_loaded(LOADED)
     assert not is_loaded({})
     assert machine_text(CARD) == "A Processor, 2 cores, 24 GB"

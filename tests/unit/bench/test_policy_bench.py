@@ -1,4 +1,4 @@
-"""What bench.policies adds up by itself: runs kept until all are made, predictions held against."""
+"""Partial results of bench.policies, and comparisons of predictions with outcomes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.policies.forecast import held_against, held_text
 from bench.policies.part import Part
 
 
-def test_runs_of_the_same_question_are_known_again_and_no_others(tmp_path: Path) -> None:
+def test_runs_of_the_same_settings_are_reused_and_no_others(tmp_path: Path) -> None:
     path = tmp_path / "table.part.json"
     first = Part(path, {"speeds": (1, 2)})
     keep = first.keeper("with goals")
@@ -25,7 +25,7 @@ def test_runs_of_the_same_question_are_known_again_and_no_others(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_forecast_is_held_against_what_came() -> None:
+def test_a_prediction_is_compared_with_the_outcome() -> None:
     found = held_against(np.array([1.0, 4.0, 6.0, 9.0]), np.array([2.0, 4.0, 4.0, 18.0]), 5.0)
     assert found["relative_error_p50"] == pytest.approx(0.5)
     assert found["refused_share"] == pytest.approx(0.5)
@@ -34,7 +34,7 @@ def test_a_forecast_is_held_against_what_came() -> None:
     assert found["missed_share"] == pytest.approx(0.25)
 
 
-def test_a_forecast_under_fair_share_tells_of_the_light_tenant_by_itself() -> None:
+def test_a_prediction_under_fair_share_lists_the_light_tenant_separately() -> None:
     all_of_them = held_against(np.array([1.0, 4.0]), np.array([2.0, 4.0]), 5.0)
     light = held_against(np.array([1.0]), np.array([2.0]), 5.0)
     text = held_text({"policy": "fair", "speed": 2.0, **all_of_them, "light": light})

@@ -1,4 +1,4 @@
-"""HeartbeatRunner: beats only within a step that moves, and sleeps while none is out."""
+"""HeartbeatRunner: beats only during a step with progress, and sleeps while none is in flight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PATIENCE_S = 20.0
 
 
 class SlowRunner:
-    """Computes a plan in `collect`, for as long as the test wants."""
+    """A runner that computes a plan in `collect`, for as long as the test wants."""
 
     def __init__(self) -> None:
         self.go_on = threading.Semaphore(0)
@@ -36,7 +36,7 @@ class SlowRunner:
 
 
 def _step(runner: HeartbeatRunner) -> threading.Thread:
-    """A step in a thread of its own, as the engine's loop is one."""
+    """Run a step in its own thread, as the engine's loop does."""
 
     def step() -> None:
         with contextlib.suppress(RuntimeError):
@@ -47,7 +47,7 @@ def _step(runner: HeartbeatRunner) -> threading.Thread:
     return thread
 
 
-def test_a_long_step_that_moves_beats_and_an_idle_runner_looks_at_nothing() -> None:
+def test_a_long_step_with_progress_beats_and_an_idle_runner_sleeps() -> None:
     slow, beats, looks = SlowRunner(), queue.SimpleQueue[int](), count(1)
     num_looks = 0
 

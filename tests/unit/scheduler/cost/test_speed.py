@@ -142,7 +142,7 @@ def test_steps_are_fitted_on_demand_and_not_one_by_one() -> None:
     estimate = SpeedEstimate()
     fits = []
     fit = estimate._fit
-    estimate._fit = lambda: fits.append(1) or fit()  # type: ignore[method-assign, func-returns-value]
+    estimate._fit = lambda: fits.append(1) or fit()  # type: ignore
     plan = plan_of([1, 1], [5, 6])
     for _ in range(640):
         estimate.note(plan, 2, 3.0)

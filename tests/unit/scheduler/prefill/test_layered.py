@@ -228,7 +228,7 @@ def test_a_request_ranked_first_does_not_wait_for_a_later_ones_chunk() -> None:
 
 
 def test_a_chunk_that_displaced_another_is_not_displaced() -> None:
-    """So a policy whose order changes every step cannot prevent all progress."""
+    """So a policy with an order that changes every step cannot prevent all progress."""
     harness = harness_of(policy="priority", num_blocks=4096)
     decoding(harness, 5)
     ranks = {"p": 1, "q": 2}
