@@ -29,7 +29,7 @@ def test_open_queries_get_the_error_when_the_engine_ends() -> None:
         _, waiting = asks.open()
         asks.fail(ValueError("the engine has ended"))
         asks.answered(number, "late")
-        with pytest.raises(ValueError, match="it is gone"):
+        with pytest.raises(ValueError, match="the engine has ended"):
             await waiting
 
     asyncio.run(story())
