@@ -1,10 +1,10 @@
 """Random checkpoints in the shapes of real models, for speed measurements.
 
-Random weights say nothing about quality; shapes and bytes are the real ones. They are written once
-to a cache directory outside the repository and found by name; the same name means the same bytes.
+Random weights are useless for quality; shapes and bytes are the real ones. They are written once to
+a cache directory outside the repository and found by name; the same name means the same bytes.
 Values come from one pool of normals (0, 0.02), so writing 1.2 GB takes seconds. Shapes of real
 models have a tokenizer with as many tokens as the model (generated, all ASCII, so that each token
-is text at once), the older llama-0.6b one of bytes only.
+completes text); the older llama-0.6b has one of bytes only.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SHAPES: dict[str, dict[str, object]] = {
         "rms_norm_eps": 1e-6,
         "rope_theta": 1_000_000.0,
     },
-    # The same rows through four layers: what takes minutes takes seconds.
+    # The same rows with four layers, which take seconds instead of minutes.
     "qwen3-0.1b": {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

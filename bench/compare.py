@@ -73,16 +73,16 @@ class Comparison:
         self._quire_tokens: list[list[int]] | None = None
 
     def say(self, text: str) -> None:
-        """A line with the time that is left."""
+        """Print a line with the remaining time."""
         left = max(self._end_s - time.monotonic(), 0) / 60
         print(f"[{left:5.1f} min left] {text}", flush=True)
 
     def has_time(self) -> bool:
-        """Whether the budget is not spent."""
+        """Return whether the time budget is not spent."""
         return time.monotonic() < self._end_s
 
     def run(self) -> None:
-        """All workloads against all peers, as far as time allows. Raises WrongAnswer."""
+        """Run all workloads against all peers, as far as time allows. Raises WrongAnswer."""
         self.say(f"standard error of the engines: {self._log}")
         with ReadProbe(self._args.threads) as probe:
             for peer in self._args.peers:
@@ -92,13 +92,13 @@ class Comparison:
                     self._try(lambda w=workload, peer=peer: self._measure(w, peer, probe))
 
     def _try(self, work: Callable[[], bool]) -> None:
-        """Twice where it fails: an engine that hung once may run."""
+        """Retry once on failure: an engine that hung once may run."""
         for _ in range(2):
             if not self.has_time() or work():
                 return
 
     def _check_tokens(self, peer: str) -> bool:
-        """Whether that is done, as far as it can be."""
+        """Check tokens of both engines if possible; return whether that is done."""
         engine = peer.removesuffix(TOOL_SUFFIX)
         checks = self._record.content["checks"]
         if engine in checks:
@@ -117,7 +117,7 @@ class Comparison:
         return True
 
     def _measure(self, name: str, peer: str, probe: ReadProbe) -> bool:
-        """Whether the engines ran."""
+        """Measure a workload; return whether the engines ran."""
         kept = self._record.kept(name, peer)
         if is_settled(kept, self._args.pairs):
             return True
@@ -135,11 +135,11 @@ class Comparison:
                 Peer("quire", self._args.threads, self._log) as quire,
                 Peer(engine, self._args.threads, self._log) as other,
             ):
-                told = quire.load(str(self._checkpoint), ours, limit_s=LOAD_LIMIT_S)
-                vocab_size = int(told.pop("vocab_size"))
-                self._note("quire", name, told, ours, precision)
-                told = other.load(str(model), settings, limit_s=LOAD_LIMIT_S)
-                self._note(peer, name, told, settings, scheme_of(engine, precision))
+                described = quire.load(str(self._checkpoint), ours, limit_s=LOAD_LIMIT_S)
+                vocab_size = int(described.pop("vocab_size"))
+                self._note("quire", name, described, ours, precision)
+                described = other.load(str(model), settings, limit_s=LOAD_LIMIT_S)
+                self._note(peer, name, described, settings, scheme_of(engine, precision))
                 run = PairRun(
                     quire,
                     other,
@@ -178,18 +178,28 @@ class Comparison:
         return settings
 
     def _note(
-        self, peer: str, workload: str, told: dict[str, Any], settings: dict[str, Any], scheme: str
+        self,
+        peer: str,
+        workload: str,
+        described: dict[str, Any],
+        settings: dict[str, Any],
+        scheme: str,
     ) -> None:
-        told.pop("pid", None)
+        described.pop("pid", None)
         entry = self._record.content["engines"].setdefault(peer, {"settings": {}})
-        entry |= {key: value for key, value in told.items() if key not in ("scheme", "kv_dtype")}
-        entry.setdefault("kv_dtypes", {})[workload] = told["kv_dtype"]
-        entry["scheme"] = scheme if peer != "quire" else str(told["scheme"])
+        entry |= {
+            key: value for key, value in described.items() if key not in ("scheme", "kv_dtype")
+        }
+        entry.setdefault("kv_dtypes", {})[workload] = described["kv_dtype"]
+        entry["scheme"] = scheme if peer != "quire" else str(described["scheme"])
         entry["settings"][workload] = settings
 
     def _floor(self, name: str) -> Floor:
-        """Of the program Quire runs. An integer precision's peak counts for all operations, also
-        for those of attention, which are not integers: the true floor is higher."""
+        """Return the floor of the program Quire runs.
+
+        An integer precision's peak counts for all operations, also for those of attention,
+        which are not integer: the true floor is higher.
+        """
         precision = self._args.precision
         program = program_of(str(self._checkpoint), self._quire_settings(name))
         limits = self._record.content.setdefault("limits", machine_limits(self._args.threads))
@@ -201,7 +211,7 @@ class Comparison:
 
 
 def quire_state() -> str:
-    """The commit, and a digest of what differs from it in what runs (quire/ and native/)."""
+    """Return the commit, and a digest of uncommitted differences in quire/ and native/."""
 
     def git(*words: str) -> str:
         done = subprocess.run(
@@ -215,7 +225,7 @@ def quire_state() -> str:
 
 
 def summary_text(record: Record) -> str:
-    """A line a workload and peer."""
+    """Return a line per workload and peer."""
     headings = (
         "",
         "pairs",
@@ -253,7 +263,7 @@ def summary_text(record: Record) -> str:
             )
     lines = [table(headings, rows)]
     for workload in record.content["summary"]:
-        if not record.may_tell(workload):
+        if not record.is_reportable(workload):
             lines.append(
                 f"{workload}: no ratios: llama.cpp and OpenVINO need {MIN_PAIRS} kept pairs each "
                 f"({FAR_BEHIND_PAIRS} where all put the peer {FAR_BEHIND:g} times behind), and "

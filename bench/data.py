@@ -13,7 +13,7 @@ _ROOT = Path(os.environ.get("QUIRE_DATA") or Path(__file__).parents[2] / "shared
 
 
 def outside(relative: str) -> Path:
-    """The path of an outside file or folder. Raises SystemExit where it is not there."""
+    """Return the path of an external file or directory. Raises SystemExit if it is missing."""
     path = _ROOT / relative
     if not path.exists():
         raise SystemExit(f"outside data not found: {relative}; set QUIRE_DATA to its folder")

@@ -28,10 +28,10 @@ class Work:
 
 
 def workload_work(program: Program, workload: Workload, *, decode_only: bool = False) -> Work:
-    """All of a workload's work, or of its tokens after the first (for a rate that counts those).
+    """Return the work of a whole workload, or of its tokens after the first.
 
-    Prompts are computed in one step each, a shared beginning once for all; then one token of
-    each running request a step.
+    Prompts are computed in one step each, a shared prefix once for all; then each running request
+    computes one token a step.
     """
     num_bytes = operations = 0
     for number, one in enumerate(workload.lengths):
@@ -43,7 +43,7 @@ def workload_work(program: Program, workload: Workload, *, decode_only: bool = F
         for depth in range(one.prompt, one.prompt + one.output - 1):
             token = program.step_cost(StepShape([1], [depth]))
             operations += token.operations
-            # Sharers of a beginning may read it once a step.
+            # Requests that share a prefix may read it once a step.
             own_share = 1.0 if not number else (depth - one.shared) / depth
             num_bytes += round(token.kv_bytes * own_share)
     weights = program.step_cost(StepShape([1], [0])).weight_bytes

@@ -1,9 +1,11 @@
-"""Measure the memory of a serving engine over what it has to hold: weights and the KV cache.
+"""Measure the memory of a serving engine beyond weights and the KV cache.
 
-`quire serve` of a 0.6B shape with a small cache, all of it touched, under a few requests at once.
-Memory is read while the server starts and serves, and the maximum counts. Mapped file pages are
-left out, because the system can reclaim them. Reported for the engine process (the largest) and for
-the whole server, beside the server's own plan. Refuses to report if a request fails.
+`quire serve` of a 0.6B shape with a small cache, all of it touched, under a few concurrent
+requests. Memory is read while the server starts and serves, and the maximum counts. Mapped file
+pages are left out, because the system can reclaim them. Reported for the engine process (the
+largest) and for the whole server, beside the server's own plan. Refuses to report if a request
+fails.
+
 Run: python -m bench.footprint [--precisions none,int8,int4] [--out bench/results/footprint.json]
 """
 
@@ -44,7 +46,7 @@ _READY_LIMIT_S = 300.0
 
 
 class Watch:
-    """The most memory of a server's processes, all together and of the largest one."""
+    """Peak memory of a server's processes, in total and of the largest one."""
 
     def __init__(self, pid: int) -> None:
         self.all_bytes = self.largest_bytes = 0
@@ -67,7 +69,7 @@ class Watch:
 
 
 def measure(shape: str, precision: str) -> dict[str, Any]:
-    """Of one precision of the weights."""
+    """Measure one precision of the weights."""
     model = str(random_checkpoint(shape))
     settings = {"quantization": precision, "kv_cache_memory": KV}
     program = program_of(model, settings)
@@ -138,7 +140,7 @@ def _fill(target: Target, vocab_size: int) -> None:
 
 
 def _settle(watch: Watch) -> None:
-    """Until the idle engine has touched all of its cache: no growth for two seconds."""
+    """Wait until the idle engine has touched all of its cache: no growth for two seconds."""
     held = -1
     while watch.all_bytes > held:
         held = watch.all_bytes
@@ -146,7 +148,7 @@ def _settle(watch: Watch) -> None:
 
 
 def _plan(log: IO[bytes]) -> dict[str, Any]:
-    """What the server said of its memory."""
+    """Return the server's own memory plan."""
     log.seek(0)
     said = log.read().decode(errors="replace").splitlines()
     lines = [line.removeprefix("memory").strip() for line in said if line.startswith("memory ")]

@@ -25,16 +25,16 @@ from quire.bench.workloads import RequestSpec, Workload
 from quire.obs.timing import RequestTimes, run_rates
 
 _WARM_UP_REQUESTS = 4
-SETTLE_S = 0.3  # threads that spin for work give up before the next sample begins
+SETTLE_S = 0.3  # busy-waiting threads stop before the next sample begins
 
 
 class WrongAnswer(Exception):
-    """Nothing is measured of wrong answers."""
+    """An engine gave wrong answers, which are not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """When a sample counts, and how long one may take."""
+    """When a sample counts, and its time limit."""
 
     max_foreign_cores: float = 0.12
     max_stolen_cores: float = 0.1
@@ -43,7 +43,7 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Floor:
-    """A workload's work, whole and after the first token, and the arithmetic limit."""
+    """The work of a workload, whole and after the first token, and the arithmetic limit."""
 
     whole: Work
     decode: Work
@@ -75,8 +75,10 @@ class PairRun:
         self._rng = np.random.default_rng()
 
     def warm_up(self) -> None:
-        """A run of each side that is not counted; Quire's is checked against requests alone. Of a
-        peer some requests are enough: all of W3 are minutes to the slowest."""
+        """Run each side once, uncounted; compare Quire's answers with requests run alone.
+
+        For a peer a few requests suffice: all of W3 take minutes on the slowest.
+        """
         asks = self._workload.draw(self._vocab_size, self._rng)
         together = self._run("quire", asks)
         for index in {0, len(asks) - 1}:
@@ -91,7 +93,7 @@ class PairRun:
             self._run("other", asks[:_WARM_UP_REQUESTS])
 
     def pair(self, number: int) -> dict[str, Any]:
-        """The next pair, with whether it counts. Raises PeerFailed, WrongAnswer."""
+        """Take the next pair, and decide whether it counts. Raises PeerFailed, WrongAnswer."""
         asks = self._workload.draw(self._vocab_size, self._rng)
         order = ("quire", "other") if number % 2 == 0 else ("other", "quire")
         samples = {side: self._sample(side, asks) for side in order}
@@ -136,10 +138,10 @@ class PairRun:
         requests = [
             {"prompt_ids": list(ask.prompt_ids), "output_tokens": ask.output_tokens} for ask in asks
         ]
-        told = self._sides[side].ask(
+        reply = self._sides[side].ask(
             {"do": "run", "requests": requests}, limit_s=self._conditions.limit_s
         )
-        answers: list[dict[str, Any]] = told["answers"]
+        answers: list[dict[str, Any]] = reply["answers"]
         for ask, answer in zip(asks, answers, strict=True):
             if len(answer["token_ids"]) != ask.output_tokens:
                 raise PeerFailed(
@@ -156,10 +158,10 @@ class PairRun:
             "max_running": self._workload.max_running,
             "shared": self._workload.lengths[0].shared > 0,
         }
-        told = self._sides["other"].ask(
+        reply = self._sides["other"].ask(
             {"do": "own_tool", "workload": shape}, limit_s=self._conditions.limit_s
         )
-        rates: dict[str, float] = told["rates"]
+        rates: dict[str, float] = reply["rates"]
         return rates
 
     def _floor_share(self, rates: dict[str, float], read_gb_per_s: float) -> float:
@@ -202,9 +204,10 @@ def take_pairs(
     say: Callable[[str], None],
     headline: str,
 ) -> bool:
-    """Pairs until enough are kept (`already` are), three times as many were tried, or time is up.
+    """Take pairs until enough are kept (`already` counts), three times as many were tried, or time
+    is up.
 
-    Whether enough are kept.
+    Returns whether enough are kept.
     """
     kept, most = list(already), tried + 3 * (wanted - len(already))
     while not is_settled(kept, wanted) and tried < most and has_time():

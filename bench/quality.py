@@ -40,7 +40,7 @@ STORY_TOKENS = 240
 BLOCK_SIZE = 16
 SLICE_ROWS = 64
 FP8 = ("fp8", "fp8-block")
-BOX_HELD_OUT_EVERY = 20  # models/tiny/corpus.py keeps every so many from the box's training
+BOX_HELD_OUT_EVERY = 20  # models/tiny/corpus.py holds out every 20th story
 GOALS = {("stories260K", "int8"): 1.01, ("stories260K", "int4-g32"): 1.08}
 GOALS |= {("box", "int8"): 1.01, ("box", "int4-g32"): 1.05}
 
@@ -196,9 +196,9 @@ def main() -> None:
         "box": (box_path(), stories[::BOX_HELD_OUT_EVERY][: args.stories]),
     }
     outcome: dict[str, Any] = {"machine": machine_card(), "stories": args.stories}
-    for name, (folder, told) in models.items():
+    for name, (folder, texts) in models.items():
         print(name)
-        outcome[name] = measure(folder, story_ids(folder, told), settings)
+        outcome[name] = measure(folder, story_ids(folder, texts), settings)
         for row in outcome[name]["settings"]:
             goal = GOALS.get((name, row["setting"].partition(",")[0]))
             if goal is not None:

@@ -82,8 +82,8 @@ def machine_text() -> str:
 
 def table() -> str:
     """Return the Markdown between the README's markers."""
-    told = peers.all_told(RESULTS)
-    if not told:
+    ratios = peers.all_ratios(RESULTS)
+    if not ratios:
         return "Not yet measured."
     start = _load("startup")
     return "\n".join(
@@ -93,7 +93,7 @@ def table() -> str:
             "Quire's tokens/s over those of the fastest other engine measured (llama.cpp, OpenVINO",
             "GenAI, vLLM), with equal weights, prompts and threads:",
             "",
-            *peers.summary(told),
+            *peers.summary(ratios),
             "",
             *([] if start is None else start_text(start)),
             f"* {machine_text()} Every table, with spreads and missed goals:",
@@ -104,11 +104,11 @@ def table() -> str:
 
 def page() -> str:
     """Return the text of docs/measured.md."""
-    told = peers.all_told(RESULTS)
+    ratios = peers.all_ratios(RESULTS)
     beginning = PAGE_BEGINNING.read_text().rstrip()
     words = {"machine": machine_text(), "sweeps": peers.sweeps_text(RESULTS)}
     parts = [_wrapped(part.format(**words)) for part in beginning.split("\n\n")]
-    parts += peers.workload_tables(told)
+    parts += peers.workload_tables(ratios)
     for topic, lines in topic_rows().items():
         parts += [f"## {topic}", "\n".join([*HEAD, *lines])]
     parts += _gpu_parts(_load("gpu-check"))
@@ -175,10 +175,10 @@ def main() -> None:
 def _draw() -> None:
     from bench.measured.picture import draw, draw_speed  # matplotlib is an extra
 
-    told = peers.all_told(RESULTS)
+    ratios = peers.all_ratios(RESULTS)
     try:
-        draw(told, RESULTS / "cpu-peers.png")
-        draw_speed(told, RESULTS / CHART, shape="qwen3-0.6b", precision="bf16")
+        draw(ratios, RESULTS / "cpu-peers.png")
+        draw_speed(ratios, RESULTS / CHART, shape="qwen3-0.6b", precision="bf16")
     except SettingError as error:
         print(error)
 

@@ -17,10 +17,10 @@ from typing import Any
 
 NEEDED_PEERS = ("llama.cpp", "openvino")
 MIN_PAIRS = 5
-# A peer that took three times as long in two pairs is not near a ratio of 1.3:
-# three more of its minutes would show nothing.
+# A peer that took three times as long in two pairs is far from a ratio of 1.3; more of its minutes
+# would not change the result.
 FAR_BEHIND, FAR_BEHIND_PAIRS = 3.0, 2
-# What a workload's rate is called.
+# The name of each workload's rate.
 HEADLINES = {
     "w1": "decode_tokens_per_s",
     "w2": "prefill_tokens_per_s",
@@ -32,19 +32,19 @@ TOOL_SUFFIX = " tool"
 
 
 class RecordMismatch(Exception):
-    """The file is of another machine, setting or state of Quire."""
+    """The file belongs to another machine, setting or state of Quire."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What a file is about; all of it must be the same to go on with it."""
+    """The subject of a file, which must match to continue it."""
 
     shape: str
     precision: str
     threads: int
     quire: str
     cpu: str
-    quire_kv: str | None = None  # what Quire keeps keys and values in, where settings say other
+    quire_kv: str | None = None  # Quire's KV dtype, if the settings override it
 
 
 class Record:
@@ -76,7 +76,9 @@ class Record:
             }
 
     def add_pair(self, pair: dict[str, Any]) -> None:
-        """Keep a pair: workload, peer, quire and other (samples), kept, why. It ran after all."""
+        """Keep a pair: workload, peer, quire and other (samples), kept, why; drop an
+        earlier failure.
+        """
         key = pair["workload"], pair["peer"]
         self.content["failures"] = [
             one for one in self.content["failures"] if (one["workload"], one["peer"]) != key
@@ -85,14 +87,14 @@ class Record:
         self.save()
 
     def add_failure(self, workload: str, peer: str, why: str) -> None:
-        """Keep that a peer could not be measured, once."""
+        """Record once that a peer could not be measured."""
         failure = {"workload": workload, "peer": peer, "why": why[:600]}
         if failure not in self.content["failures"]:
             self.content["failures"].append(failure)
         self.save()
 
     def kept(self, workload: str, peer: str) -> list[dict[str, Any]]:
-        """Pairs that count."""
+        """Return pairs that count."""
         return [
             pair
             for pair in self.content["pairs"]
@@ -100,7 +102,7 @@ class Record:
         ]
 
     def num_tried(self, workload: str, peer: str) -> int:
-        """Pairs that were taken, kept or not."""
+        """Return how many pairs were taken, kept or not."""
         return sum(
             (pair["workload"], pair["peer"]) == (workload, peer) for pair in self.content["pairs"]
         )
@@ -115,20 +117,22 @@ class Record:
 
     def summary(self) -> dict[str, Any]:
         """Return, for each workload and peer, both medians, and the ratio if it may be reported."""
-        told: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         met = dict.fromkeys((pair["workload"], pair["peer"]) for pair in self.content["pairs"])
         for workload, peer in met:
             pairs = self.kept(workload, peer)
             if pairs:
                 entry = _medians(pairs, HEADLINES[workload])
-                if not (self.may_tell(workload) and is_settled(pairs, MIN_PAIRS)):
+                if not (self.is_reportable(workload) and is_settled(pairs, MIN_PAIRS)):
                     del entry["ratio"]
-                told.setdefault(workload, {})[peer] = entry
-        return told
+                entries.setdefault(workload, {})[peer] = entry
+        return entries
 
-    def may_tell(self, workload: str) -> bool:
-        """Return whether the workload's ratios may be reported: the required peers have enough
-        pairs, and the tokens of all were checked."""
+    def is_reportable(self, workload: str) -> bool:
+        """Return whether the workload's ratios may be reported.
+
+        The required peers must have enough pairs, and the tokens of all must have been checked.
+        """
         checked = self.content["checks"]
         return all(
             is_settled(self.kept(workload, peer), MIN_PAIRS) and checked.get(peer, {}).get("ok")
@@ -152,8 +156,7 @@ class Record:
 
 
 def is_settled(kept: Sequence[Mapping[str, Any]], wanted: int) -> bool:
-    """Whether kept pairs of a workload and a peer are enough: `wanted`, or fewer that put the peer
-    far behind."""
+    """Return whether kept pairs suffice: `wanted`, or fewer that put the peer far behind."""
     if len(kept) >= wanted:
         return True
     headline = HEADLINES[kept[0]["workload"]] if kept else ""
@@ -164,7 +167,7 @@ def is_settled(kept: Sequence[Mapping[str, Any]], wanted: int) -> bool:
 
 
 def kv_dtype_of(engine: Mapping[str, Any], workload: str) -> str:
-    """In what precision an engine kept keys and values in a workload."""
+    """Return the KV dtype of an engine in a workload."""
     return str(engine.get("kv_dtypes", {}).get(workload, ""))
 
 

@@ -37,7 +37,7 @@ LIMIT_S = 240.0
 def threads_in_turn(engines: dict[int, Peer], vocab_size: int, pairs: int) -> dict[str, Any]:
     """Return prefill tokens/s by number of threads, and the ratio of last to first by pairs.
 
-    Raises WrongAnswer where the thread counts answer differently.
+    Raises WrongAnswer if the thread counts give different answers.
     """
     rng = np.random.default_rng()
     rates: dict[int, list[float]] = {threads: [] for threads in engines}
@@ -88,8 +88,8 @@ def main() -> None:
     with Peer("quire", 1, log) as one, Peer("quire", all_threads, log) as many:
         engines = {1: one, all_threads: many}
         for engine in engines.values():
-            told = engine.load(checkpoint, settings, limit_s=LIMIT_S)
-        threads = threads_in_turn(engines, int(told["vocab_size"]), args.pairs)
+            loaded = engine.load(checkpoint, settings, limit_s=LIMIT_S)
+        threads = threads_in_turn(engines, int(loaded["vocab_size"]), args.pairs)
     batching = measure_throughput(
         checkpoint,
         quire_settings(args.precision, "w3"),

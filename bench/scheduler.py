@@ -41,7 +41,7 @@ EOS_ID = 2
 
 
 class Bench:
-    """A scheduler, and a worker that answers at once with token 5 for each row that samples."""
+    """A scheduler, and a worker that returns token 5 at once for each row that samples."""
 
     def __init__(self, running: int, max_model_len: int, num_blocks: int, max_tokens: int) -> None:
         cache = CacheManager(num_blocks, BLOCK_SIZE, prefix_caching=True)
@@ -74,7 +74,7 @@ class Bench:
         )
 
     def step(self) -> tuple[int, StepPlan, int]:
-        """Nanoseconds of schedule + update, the plan, and how many requests ended."""
+        """Return nanoseconds of schedule + update, the plan, and how many requests ended."""
         begin = time.perf_counter_ns()
         plan = self.scheduler.schedule(0.0)
         middle = time.perf_counter_ns()
@@ -127,9 +127,11 @@ def steady(running: int, steps: int) -> dict[str, object]:
 
 
 def churn(running: int, steps: int) -> dict[str, object]:
-    """5 % of the requests end in each step, and as many arrive with a prompt to compute."""
+    """Measure steps in which 5 % of the requests end and as many arrive with a prompt to
+    compute.
+    """
     arrivals = max(1, round(running * CHURN))
-    lifetime = max(1, running // arrivals)  # steps a request runs: one token each
+    lifetime = max(1, running // arrivals)  # steps that a request runs, one token each
     longest = CHURN_PROMPT + lifetime + 2
     blocks = 2 * running * (-(-longest // BLOCK_SIZE))
     bench = Bench(running, longest, blocks, max_tokens=running + 2 * arrivals * CHURN_PROMPT)
@@ -155,7 +157,7 @@ def churn(running: int, steps: int) -> dict[str, object]:
 
 
 def event_costs(steady_case: dict[str, object], churn_case: dict[str, object]) -> dict[str, float]:
-    """Microseconds that an arrival with its completion adds to a step: at best, and at p50."""
+    """Return microseconds that an arrival with its completion adds to a step: minimum and p50."""
     ends = float(str(churn_case["ends_per_step"]))
     return {
         f"event_{name}": round(
@@ -166,7 +168,9 @@ def event_costs(steady_case: dict[str, object], churn_case: dict[str, object]) -
 
 
 def block_costs(count: int, repeats: int) -> dict[str, float]:
-    """Nanoseconds a block, `count` blocks at a time: allocate, free, hash, find, and evict."""
+    """Return nanoseconds per block, `count` blocks at a time: allocate, free, hash, find,
+    and evict.
+    """
     cache = CacheManager(count, BLOCK_SIZE, prefix_caching=True)
     cache.lay_out(num_slots=1, max_tokens=count * BLOCK_SIZE)
     random = np.random.default_rng(7)

@@ -1,7 +1,7 @@
-"""The HTTP servers of the engines that have one, started and stopped for a load over HTTP.
+"""Start and stop the HTTP servers of the engines, for a load over HTTP.
 
-OpenVINO GenAI comes without a server, transformers' is not made for throughput; so Quire, llama.cpp
-and vLLM. Each listens on loopback and is ready when it lists its model.
+Quire, llama.cpp and vLLM: OpenVINO GenAI has no server, and transformers' is not made for
+throughput. Each listens on loopback and is ready when it lists its model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ READY_LIMIT_S = 600.0
 
 
 class Server:
-    """One engine's server in its own process group; `target` once it is ready."""
+    """One engine's server in its own process group; `target` is set once it is ready."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Server:
         self.target = Target(url=f"http://127.0.0.1:{port}", model="", timeout_s=300)
 
     def wait(self) -> None:
-        """Wait until it lists its model. Raises PeerFailed where it ends or takes too long."""
+        """Wait until it lists its model. Raises PeerFailed if it ends or takes too long."""
         end_s = time.monotonic() + READY_LIMIT_S
         while time.monotonic() < end_s:
             if self._process.poll() is not None:

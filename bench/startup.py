@@ -66,7 +66,7 @@ def installed_size_mb(root: Path) -> float:
 
 
 def measure(name: str, model: list[str], starts: int) -> dict[str, object]:
-    """Return medians over `starts` starts after one warm-up; exit where answers differ."""
+    """Return medians over `starts` starts after one warm-up; exit if answers differ."""
     found = [one_start(model) for _ in range(starts + 1)]
     try:
         counted = check_same(found)[1:]

@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def vocabulary_of(name: str) -> tuple[Tokenizer, Vocabulary]:
-    """A tokenizer and its tokens as bytes."""
+    """Return a tokenizer and its tokens as bytes."""
     path = box_path() if name == "box" else outside(f"tokenizers/{name}")
     tokenizer = Tokenizer.load(path)
     return tokenizer, Vocabulary(
@@ -81,7 +81,7 @@ def vocabulary_of(name: str) -> tuple[Tokenizer, Vocabulary]:
 
 
 def each_case() -> Iterator[dict[str, Any]]:
-    """The sample's schemas with their instances, in an order of no meaning."""
+    """Yield the sample's schemas with their instances, in shuffled order."""
     cases = [
         json.loads(line)
         for sample in SAMPLES
@@ -92,7 +92,7 @@ def each_case() -> Iterator[dict[str, Any]]:
 
 
 def measure_masks(name: str, *, max_masks: int, max_schemas: int) -> dict[str, Any]:
-    """Milliseconds a schema and microseconds a mask over one vocabulary."""
+    """Return milliseconds per schema and microseconds per mask over one vocabulary."""
     tokenizer, vocabulary = vocabulary_of(name)
     began = time.perf_counter()
     compiler = GrammarCompiler(lambda: vocabulary, now_ms=lambda: 0.0, max_kept=4)
@@ -125,7 +125,7 @@ def measure_masks(name: str, *, max_masks: int, max_schemas: int) -> dict[str, A
                     mask_us.append((time.perf_counter() - began) * 1e6)
                     num_certain += only_id(mask) is not None
                     matcher.take([token_id])
-            except MatcherError:  # properties in another order: the masks before were real ones
+            except MatcherError:  # properties in another order: earlier masks count
                 continue
     return {
         "tokens": len(vocabulary.token_bytes),
@@ -141,7 +141,7 @@ def measure_masks(name: str, *, max_masks: int, max_schemas: int) -> dict[str, A
 
 
 def measure_answers(count: int) -> dict[str, Any]:
-    """Answers of the model in the box. Exits where one does not validate or is cut off."""
+    """Return answers of the built-in model. Exits if one does not validate or is truncated."""
     rng = random.Random("answers")
     schemas = [random_schema(rng) for _ in range(count)]
     began = time.perf_counter()
@@ -172,7 +172,7 @@ def measure_answers(count: int) -> dict[str, Any]:
 
 
 def failure(schema: dict[str, Any], text: str, finish_reason: str) -> str:
-    """Why an answer is none; empty where it is."""
+    """Return why an answer is invalid; an empty string if it is valid."""
     if finish_reason != "stop":
         return f"it ended by {finish_reason}"
     try:
@@ -222,7 +222,7 @@ def measure_jumps() -> dict[str, Any]:
 
 
 def reason_of(message: str) -> str:
-    """The keywords, or the kind of complaint, of a refusal."""
+    """Return the keywords, or the kind of error, of a rejection."""
     if "not supported: " in message:
         said = message.split("not supported: ")[1].split("; rewrite")[0]
         return " ".join(part.split(" (at")[0] for part in said.split("), "))
@@ -232,7 +232,7 @@ def reason_of(message: str) -> str:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """p50, p90, p99 and the largest."""
+    """Return p50, p90, p99 and the maximum."""
     return {**percentiles(values, (50, 90, 99)), "most": max(values)}
 
 

@@ -1,7 +1,7 @@
 """Random schemas that bound the length of every answer: strings, lists and numbers.
 
-Any model's answer must therefore end: a truncated answer is a fault of the engine, or max_tokens is
-too small. Independent of models and grammars.
+So every model's answer must end: a truncated answer is a fault of the engine, or max_tokens is too
+small. Independent of models and grammars.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from quire.models.registry import open_model
 from quire.obs.timing import RequestTimes, run_rates
 
 LOAD_LIMIT_S = 600.0
-# Two runs of one setting differ by about as much: less is no reason to leave what is committed.
+# Two runs of one setting differ by about as much: smaller gains do not replace committed settings.
 WORTH_CHANGING = 1.02
 
 
@@ -74,9 +74,9 @@ def measured(
                 {"prompt_ids": list(spec.prompt_ids), "output_tokens": spec.output_tokens}
                 for spec in specs
             ]
-            told = peer.ask({"do": "run", "requests": requests}, limit_s=plan.limit_s)
+            reply = peer.ask({"do": "run", "requests": requests}, limit_s=plan.limit_s)
             if repetition:  # the first one warms up
-                rates.append(_headline(workload, specs, told["answers"]))
+                rates.append(_headline(workload, specs, reply["answers"]))
     return rates
 
 

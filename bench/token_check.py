@@ -29,7 +29,7 @@ PROMPTS = (
     "Lily had a red ball. She loved to",
     "In the morning the boy looked out of the window and",
 )
-# f32 as far as each engine goes.
+# f32, as far as each engine supports it.
 PLAIN: dict[str, dict[str, Any]] = {
     "quire": {"dtype": "f32"},
     "llama.cpp": {"-np": 1, "-c": 512, "-ctk": "f32", "-ctv": "f32", "-fa": "off"},
@@ -40,7 +40,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 
 
 def trained_checkpoint() -> Path:
-    """A copy of the model in the box, under a name that changes with its content."""
+    """Return a copy of the built-in model, under a name that changes with its content."""
     box = box_path()
     digest = hashlib.sha256((box / "model.safetensors").read_bytes()).hexdigest()[:12]
     target = cache_folder() / f"box-{digest}"
@@ -54,7 +54,7 @@ def trained_checkpoint() -> Path:
 
 
 def greedy_tokens(engine: str, threads: int, log: Path) -> list[list[int]]:
-    """Continuations of PROMPTS, each asked alone. Raises PeerFailed, Unavailable."""
+    """Return continuations of PROMPTS, each run alone. Raises PeerFailed, Unavailable."""
     checkpoint = trained_checkpoint()
     tokenizer = Tokenizer.load(checkpoint, vocab_size=0)
     model = converted(engine, checkpoint, "f32")
@@ -63,13 +63,13 @@ def greedy_tokens(engine: str, threads: int, log: Path) -> list[list[int]]:
         peer.load(str(model), PLAIN[engine], limit_s=150)
         for prompt in PROMPTS:
             request = {"prompt_ids": tokenizer.encode(prompt), "output_tokens": OUTPUT_TOKENS}
-            told = peer.ask({"do": "run", "requests": [request]}, limit_s=120)
-            found.append(list(told["answers"][0]["token_ids"]))
+            reply = peer.ask({"do": "run", "requests": [request]}, limit_s=120)
+            found.append(list(reply["answers"][0]["token_ids"]))
     return found
 
 
 def agreement(ours: list[list[int]], theirs: list[list[int]]) -> dict[str, Any]:
-    """Mean share of leading tokens that are equal, and whether that is enough."""
+    """Return the mean share of equal leading tokens, and whether it suffices."""
     shares = []
     for mine, other in zip(ours, theirs, strict=True):
         equal = next(

@@ -4,10 +4,6 @@
 Python and C++; personified subjects (`who runs`, `nobody is told`) in comments, docstrings,
 messages and pages; identifiers that begin with `most_` or `least_` (write `max_` and `min_`).
 `--rates` prints how often groups of words occur per 10,000 words of each package instead.
-
-Packages that still break a rule are listed in scripts/prose_exceptions.txt. The list may only
-shrink: an entry of a package that no longer breaks the rule is an error too, and `--update` removes
-it. `--update` never adds an entry.
 """
 
 from __future__ import annotations
@@ -24,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-EXCEPTIONS = ROOT / "scripts" / "prose_exceptions.txt"
 FOLDERS = ("quire", "native", "bench", "tests", "models", "docs", "examples", "scripts")
 SUFFIXES = (".py", ".md", ".cc", ".h")
 # Generated, built, or text that is data: recorded answers, trained stories, measured results.
@@ -62,7 +57,6 @@ _CPP_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 class Finding:
     """One broken rule."""
 
-    package: str
     rule: str
     place: str
     text: str
@@ -154,19 +148,18 @@ def identifiers_of(path: Path, text: str) -> Iterator[tuple[int, str]]:
 def findings_of(path: Path) -> Iterator[Finding]:
     """Yield what breaks a rule in one file."""
     name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
-    package = package_of(name)
     lines = text.splitlines()
     for number, line in prose_of(path, text):
         where = f"{name}:{number}"
         plain = _QUOTED.sub(" ", line)
         for group in PERSONIFIED:
             if match := GROUPS[group].search(plain):
-                yield Finding(package, "personified", where, f"{match[0]!r} in: {line.strip()}")
+                yield Finding("personified", where, f"{match[0]!r} in: {line.strip()}")
         whole = _PRAGMA.sub("", lines[number - 1] if number <= len(lines) else line)
         if len(whole) > MAX_COLUMNS and not _is_unbreakable(path, whole):
-            yield Finding(package, "columns", where, f"{len(whole)} columns")
+            yield Finding("columns", where, f"{len(whole)} columns")
     for number, identifier in identifiers_of(path, text):
-        yield Finding(package, "identifiers", f"{name}:{number}", identifier)
+        yield Finding("identifiers", f"{name}:{number}", identifier)
 
 
 def _is_unbreakable(path: Path, line: str) -> bool:
@@ -176,39 +169,12 @@ def _is_unbreakable(path: Path, line: str) -> bool:
     return " " not in line.strip().lstrip("#-*/ ")
 
 
-def read_exceptions() -> set[tuple[str, str]]:
-    """Return the (package, rule) pairs that may still be broken."""
-    lines = EXCEPTIONS.read_text(encoding="utf-8").splitlines() if EXCEPTIONS.exists() else []
-    entries = [line.split() for line in lines if line.strip() and not line.startswith("#")]
-    return {(package, rule) for package, *rules in entries for rule in rules}
-
-
-def write_exceptions(pairs: set[tuple[str, str]]) -> None:
-    """Write the list, one package a line."""
-    rules = defaultdict(list)
-    for package, rule in sorted(pairs):
-        rules[package].append(rule)
-    head = (
-        "# Packages with prose still to be rewritten, and the rules of prose_lint.py they break.\n"
-    )
-    body = "".join(f"{package} {' '.join(found)}\n" for package, found in rules.items())
-    EXCEPTIONS.write_text(head + body, encoding="utf-8")
-
-
-def lint(*, update: bool) -> int:
-    """Print what breaks a rule outside the list, and entries of the list without a finding."""
-    listed = read_exceptions()
+def lint() -> int:
+    """Print what breaks a rule, and return the exit status."""
     found = [finding for path in files() for finding in findings_of(path)]
-    broken = {(finding.package, finding.rule) for finding in found}
-    if update:
-        write_exceptions(listed & broken)
-        listed &= broken
     for finding in found:
-        if (finding.package, finding.rule) not in listed:
-            print(f"{finding.place}: {finding.rule}: {finding.text}")
-    for package, rule in sorted(listed - broken):
-        print(f"{package} no longer breaks {rule!r}: remove it from {EXCEPTIONS.name} (--update)")
-    return int(bool((broken - listed) or (listed - broken)))
+        print(f"{finding.place}: {finding.rule}: {finding.text}")
+    return int(bool(found))
 
 
 def rates() -> None:
@@ -231,12 +197,11 @@ def rates() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--rates", action="store_true", help="print word rates per 10,000 words")
-    parser.add_argument("--update", action="store_true", help="drop clean packages from the list")
     arguments = parser.parse_args()
     if arguments.rates:
         rates()
     else:
-        sys.exit(lint(update=arguments.update))
+        sys.exit(lint())
 
 
 if __name__ == "__main__":

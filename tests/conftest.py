@@ -1,9 +1,9 @@
 """A bytecode cache for the tests and the processes that they start, and lines for the summary.
 
-The suite starts several hundred processes. Where the environment forbids writing bytecode beside
-the sources, each of them would compile some 400 modules anew, which is half of its start. A test
-that measures coverage or sizes reports it at the end of the run by `record_property(SHOWN, text)`,
-which works from other processes as well.
+The suite starts several hundred processes. If the environment forbids writing bytecode beside the
+sources, each of them would compile some 400 modules again, which is half of its startup time. A
+test that measures coverage or sizes reports it at the end of the run by `record_property(SHOWN,
+text)`, which works from other processes as well.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SHOWN = "shown in the summary"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep bytecode in pytest's cache, or in a temporary directory where it has none."""
+    """Keep bytecode in pytest's cache, or in a temporary directory if there is none."""
     if not sys.dont_write_bytecode:
         return
     cache = getattr(config, "cache", None)

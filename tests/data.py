@@ -16,8 +16,8 @@ _ROOT = Path(os.environ.get("QUIRE_DATA") or Path(__file__).parents[2] / "shared
 
 
 def outside(relative: str) -> Path:
-    """The path of an outside file or folder, or a skip that names what is missing."""
+    """Return the path of an external file or directory, or skip with the missing name."""
     path = _ROOT / relative
     if not path.exists():
-        pytest.skip(f"outside data not found: {relative} (set QUIRE_DATA to its folder)")
+        pytest.skip(f"external data not found: {relative} (set QUIRE_DATA to its directory)")
     return path

@@ -26,7 +26,7 @@ KINDS = ("tensor", "channel", "block")
 
 
 def value_of(code: int) -> float:
-    """What a byte of e4m3 means, as the format defines it."""
+    """Return the value of a byte of e4m3, as the format defines it."""
     sign, exponent, fraction = -1.0 if code & 128 else 1.0, code >> 3 & 15, code & 7
     if exponent == 15 and fraction == 7:
         return float("nan")
@@ -39,7 +39,7 @@ VALUES = np.array([value_of(code) for code in range(256)], np.float32)
 
 
 def codes_of(values: Float32s) -> NDArray[np.uint8]:
-    """The nearest codes."""
+    """Return the nearest codes."""
     order = np.argsort(VALUES[:127])
     half = VALUES[:127][order]
     sizes = np.abs(values)
@@ -50,7 +50,7 @@ def codes_of(values: Float32s) -> NDArray[np.uint8]:
 
 
 def quantized(w: Float32s, kind: str) -> tuple[NDArray[np.uint8], Float32s, Float32s]:
-    """Codes, scales as they are stored, and what both mean [N, K]."""
+    """Return codes, scales as stored, and dequantized values [N, K]."""
     rows, columns = w.shape
     size = {"tensor": (rows, columns), "channel": (1, columns), "block": (128, 128)}[kind]
     scales = np.array(
@@ -68,17 +68,17 @@ def quantized(w: Float32s, kind: str) -> tuple[NDArray[np.uint8], Float32s, Floa
     return codes, scales, VALUES[codes] * each
 
 
-# Of activations, by product; 0.02 of all others: those that take the same rows need not agree.
+# Of activations by product, 0.02 for all others: products with the same input need not agree.
 INPUT_SCALES = {"k_proj": 0.03, "v_proj": 0.025, "up_proj": 0.025}
 
 
 def input_scale_of(name: str) -> Float32s:
-    """What a product's `input_scale` holds."""
+    """Return the content of a product's `input_scale`."""
     return np.array([INPUT_SCALES.get(name.split(".")[-2], 0.02)], np.float32)
 
 
 def config_of(kind: str, style: str, *, is_static: bool = False) -> dict[str, Any]:
-    """What config.json says."""
+    """Return the content of config.json."""
     if style == "fp8":
         own = {"weight_block_size": [128, 128]} if kind == "block" else {}
         scheme = "static" if is_static else "dynamic"
@@ -115,7 +115,9 @@ def write_fp8_of(
     drop: str = "",
     is_static: bool = False,
 ) -> Path:
-    """The checkpoint in `plain` with its layers' products in fp8; `drop` leaves a tensor out."""
+    """Write the checkpoint in `plain` with the layers' products in fp8; `drop` leaves a
+    tensor out.
+    """
     shutil.copytree(plain, folder)
     checkpoint = open_checkpoint(plain)
     header: dict[str, Any] = {}

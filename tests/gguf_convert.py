@@ -42,7 +42,7 @@ GPT2 = {
 
 
 def write_gguf_of(folder: Path, path: Path, *, kind: str = "F32", **changes: Any) -> Path:
-    """The checkpoint in `folder` as `path`; `changes` override metadata, None drops a key.
+    """Write the checkpoint in `folder` to `path`; `changes` override metadata, None drops a key.
 
     A key's dots are written as two underscores.
     """
@@ -56,7 +56,7 @@ def write_gguf_of(folder: Path, path: Path, *, kind: str = "F32", **changes: Any
 
 
 def gguf_of(folder: Path) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]]]:
-    """Metadata and tensors."""
+    """Return metadata and tensors."""
     config = json.loads((folder / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
     checkpoint = open_checkpoint(folder)
@@ -190,7 +190,7 @@ def _rope_tensors(config: Json) -> dict[str, NDArray[np.float32]]:
 
 
 def tokenizer_metadata(folder: Path, config: Json) -> dict[str, Any]:
-    """The tokenizer's entries, or the two ids alone where the tiny model has no tokenizer."""
+    """Return the tokenizer's entries, or only the two ids if the tiny model has no tokenizer."""
     ids: dict[str, Any] = {
         "tokenizer.ggml.bos_token_id": 0,
         "tokenizer.ggml.eos_token_id": 1,

@@ -1,9 +1,9 @@
 """Quantize blocks for tests, and decode the formats one element at a time.
 
 `quantized` writes rows of blocks. `scalar_values` reads one block in plain Python with each
-operation rounded to float32, as ggml's reference functions do (no vectors, no package code).
-`drawn` makes blocks of random bits, which reach every code. The quantizers are simple
-(nearest code, scales from extremes): what matters is that they use every field of a block.
+operation rounded to float32, like ggml's reference functions (no vectors, no package code). `drawn`
+makes blocks of random bits, which reach every code. The quantizers are simple (nearest code, scales
+from extremes); they only have to use every field of a block.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ F = np.float32
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A type: its number in a file, elements and bytes of a block, and where float16s lie."""
+    """A type: its number in a file, elements and bytes per block, and offsets of float16s."""
 
     code: int
     size: int
@@ -44,7 +44,7 @@ BLOCKS = {
 
 
 def drawn(kind: str, num_blocks: int, rng: np.random.Generator) -> bytes:
-    """Blocks of random bits, but for their float16s, which are finite and about 1."""
+    """Draw blocks of random bits, except their float16s, which are finite and about 1."""
     block = BLOCKS[kind]
     raw = rng.integers(0, 256, (num_blocks, block.num_bytes), np.uint8)
     for at in block.halves:
@@ -53,7 +53,7 @@ def drawn(kind: str, num_blocks: int, rng: np.random.Generator) -> bytes:
     return raw.tobytes()
 
 
-# ---- reading, by the definition
+# ---- decoding, by the definition
 
 
 def _half(block: bytes, at: int) -> np.float32:
@@ -65,7 +65,7 @@ def _signed(byte: int) -> int:
 
 
 def _small(kind: str, block: bytes) -> list[np.float32]:
-    """The types of 32 elements."""
+    """Decode the types of 32 elements."""
     d = _half(block, 0)
     if kind == "Q8_0":
         return [F(_signed(code)) * d for code in block[2:34]]
@@ -145,7 +145,7 @@ def _q6_k(block: bytes) -> list[np.float32]:
 
 
 def scalar_values(kind: str, block: bytes) -> list[np.float32]:
-    """The values of one block."""
+    """Return the values of one block."""
     readers: dict[str, Callable[[bytes], list[np.float32]]] = {
         "Q2_K": _q2_k,
         "Q3_K": _q3_k,
@@ -156,18 +156,18 @@ def scalar_values(kind: str, block: bytes) -> list[np.float32]:
     return readers[kind](block) if kind in readers else _small(kind, block)
 
 
-# ---- writing
+# ---- encoding
 
 
 def quantized(values: Float32s, kind: str) -> bytes:
-    """Rows of blocks; the last dimension must be a multiple of the block."""
+    """Quantize rows of blocks; the last dimension must be a multiple of the block."""
     writers: dict[str, Callable[[Float32s], bytes]] = {
         "Q2_K": _to_q2_k, "Q3_K": _to_q3_k, "Q4_K": _to_q4_k, "Q5_K": _to_q5_k, "Q6_K": _to_q6_k,
     }  # fmt: skip
     size = BLOCKS[kind].size
     runs = np.ascontiguousarray(values, np.float32).reshape(-1, size)
     write = writers.get(kind) or partial(_to_small, kind)
-    written: dict[bytes, bytes] = {}  # large weights repeat themselves (see tiny_models)
+    written: dict[bytes, bytes] = {}  # large weights repeat values (see tiny_models)
     blocks = []
     for run in runs:
         content = run.tobytes()
@@ -189,7 +189,7 @@ def _codes(values: Float32s, scale: float, low: int, high: int, offset: float = 
 
 
 def _packed_nibbles(codes: list[int], run: int) -> bytes:
-    """Codes i and i + run of each 2 * run share a byte."""
+    """Pack codes i and i + run of each 2 * run into a byte."""
     return bytes(
         codes[start + at] & 15 | (codes[start + run + at] & 15) << 4
         for start in range(0, len(codes), 2 * run)
@@ -218,7 +218,7 @@ def _to_small(kind: str, run: Float32s) -> bytes:
 def _groups_with_minima(
     run: Float32s, size: int, bits: int, scale_bits: int
 ) -> tuple[bytes, list[int], list[int], list[int]]:
-    """The two float16s, a small scale and minimum a group, and the codes."""
+    """Return the two float16s, a small scale and minimum per group, and the codes."""
     groups = run.reshape(-1, size)
     top, most = (1 << bits) - 1, (1 << scale_bits) - 1
     spans = [(max(0.0, -float(group.min())), group) for group in groups]
@@ -234,7 +234,7 @@ def _groups_with_minima(
 
 
 def _packed_two_bits(codes: list[int]) -> bytes:
-    """Codes 32 apart share a byte, four of each 128."""
+    """Pack codes 32 apart into a byte, four of each 128."""
     return bytes(
         sum((codes[half + at + 32 * place] & 3) << 2 * place for place in range(4))
         for half in range(0, 256, 128)
@@ -243,7 +243,7 @@ def _packed_two_bits(codes: list[int]) -> bytes:
 
 
 def _planes(bits: list[int]) -> bytes:
-    """Bit p of byte b is element 32 p + b's."""
+    """Return bit planes: bit p of byte b belongs to element 32 p + b."""
     return bytes(sum(bits[32 * place + at] << place for place in range(8)) for at in range(32))
 
 
@@ -271,7 +271,7 @@ def _to_q5_k(run: Float32s) -> bytes:
 
 
 def _signed_groups(run: Float32s, bits: int, scale_bits: int) -> tuple[bytes, list[int], list[int]]:
-    """The float16, a signed scale a group of 16, and codes from 0."""
+    """Return the float16, a signed scale per group of 16, and codes from 0."""
     groups, top = run.reshape(-1, 16), 1 << bits - 1
     most = (1 << scale_bits - 1) - 1
     peaks = [float(group[np.abs(group).argmax()]) / -top for group in groups]

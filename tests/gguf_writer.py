@@ -42,20 +42,20 @@ PLAIN = {"F32": 0, "F16": 1, "BF16": 30}
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    """A metadata value of a type of its own; `kind` is the file's number for it."""
+    """A metadata value of a given type; `kind` is the file's number for it."""
 
     kind: int
     value: Any
 
 
 def string(text: str | bytes) -> bytes:
-    """A length and the bytes."""
+    """Encode a length and the bytes."""
     raw = text.encode() if isinstance(text, str) else text
     return struct.pack("<Q", len(raw)) + raw
 
 
 def value(content: Any) -> bytes:
-    """A typed metadata value: type number and content."""
+    """Encode a typed metadata value: type number and content."""
     if isinstance(content, Typed):
         return struct.pack("<I", content.kind) + _of(content.kind, content.value)
     if isinstance(content, list):
@@ -78,24 +78,24 @@ def _of(kind: int, content: Any) -> bytes:
 
 
 def entry(key: str | bytes, content: Any) -> bytes:
-    """A whole metadata entry."""
+    """Encode a whole metadata entry."""
     return string(key) + value(content)
 
 
 def stored(values: Float32s, kind: str) -> bytes:
-    """The bytes of a tensor stored as `kind`."""
+    """Return the bytes of a tensor stored as `kind`."""
     if kind in PLAIN:
         return encode(values, kind.lower())
     return quantized(values, kind)
 
 
 def code_of(kind: str) -> int:
-    """The file's number for a storage type."""
+    """Return the file's number for a storage type."""
     return PLAIN[kind] if kind in PLAIN else BLOCKS[kind].code
 
 
 def describe(name: str, shape: Sequence[int], code: int, offset: int) -> bytes:
-    """A tensor's description; `shape` with the outermost first."""
+    """Encode a tensor's description; `shape` with the outermost first."""
     sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
     return string(name) + sizes + struct.pack("<IQ", code, offset)
 
@@ -108,7 +108,7 @@ def write_gguf(
     version: int = 3,
     alignment: int = 32,
 ) -> Path:
-    """A well-formed file; tensors are float32 values and the type they are stored as."""
+    """Write a well-formed file; tensors are float32 values and their storage type."""
     if alignment != 32:
         metadata = {**metadata, "general.alignment": alignment}
     entries = b"".join(entry(key, content) for key, content in metadata.items())
@@ -124,7 +124,7 @@ def write_gguf(
     return path
 
 
-# ---- as llama.cpp's converter has it
+# ---- like llama.cpp's converter
 
 _WHOLE = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
@@ -148,7 +148,7 @@ _TURNED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c
 
 
 def gguf_name(source: str, architecture: str) -> str:
-    """What the converter calls a checkpoint's tensor."""
+    """Return the converter's name of a checkpoint's tensor."""
     stem, _, last = source.rpartition(".")
     if stem in _WHOLE:
         return f"{_WHOLE[stem]}.{last}"
@@ -161,7 +161,7 @@ def gguf_name(source: str, architecture: str) -> str:
 
 
 def paired(rows: Float32s, num_heads: int) -> Float32s:
-    """Rows for rotation of neighbours: row i and row i + half of a head side by side."""
+    """Interleave rows for rotation of neighbours: row i and row i + half of a head side by side."""
     head_dim = len(rows) // num_heads
     order = [
         head * head_dim + half * (head_dim // 2) + pair
@@ -175,7 +175,7 @@ def paired(rows: Float32s, num_heads: int) -> Float32s:
 def converted(
     tensors: Mapping[str, Float32s], architecture: str, *, heads: int, kv_heads: int
 ) -> dict[str, Float32s]:
-    """A checkpoint's tensors as the converter writes them, by their new names."""
+    """Return a checkpoint's tensors as the converter writes them, by their new names."""
     found: dict[str, Float32s] = {}
     for source, values in tensors.items():
         if architecture in _PAIRED and ".q_proj." in source:

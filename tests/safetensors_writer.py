@@ -24,14 +24,14 @@ def bf16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 
 
 def encode(values: NDArray[np.float32], dtype: str) -> bytes:
-    """The bytes of `values` stored as f32, f16 or bf16, little-endian."""
+    """Encode `values` stored as f32, f16 or bf16, little-endian."""
     if dtype == "bf16":
         return bf16_bits(values).astype("<u2").tobytes()
     return np.ascontiguousarray(values).astype({"f32": "<f4", "f16": "<f2"}[dtype]).tobytes()
 
 
 def rounded(values: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
-    """What a reader finds after `values` were stored as `dtype`, as float32."""
+    """Return `values` after a round trip through `dtype`, as float32."""
     raw = encode(values, dtype)
     if dtype == "bf16":
         wide = np.frombuffer(raw, "<u2").astype(np.uint32) << 16
@@ -58,7 +58,7 @@ def write_safetensors(
 
 
 def write_raw(path: Path, header: bytes, body: bytes, *, said_length: int | None = None) -> Path:
-    """Write any header and body; `said_length` lies about the header's length."""
+    """Write any header and body; `said_length` overrides the header's length."""
     length = len(header) if said_length is None else said_length
     path.write_bytes(length.to_bytes(8, "little") + header + body)
     return path

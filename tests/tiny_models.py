@@ -28,7 +28,7 @@ from quire.program.tensors import DType
 from tests.safetensors_writer import write_safetensors
 
 BOS_ID, EOS_ID = 0, 1
-MAX_DRAWN = 1 << 20  # values of one tensor; a larger one repeats them
+MAX_DRAWN = 1 << 20  # values per tensor; a larger one repeats them
 SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 MERGES = (
     "Ġ t", "h e", "Ġ a", "i n", "r e", "o n", "Ġt he", "e r", "Ġ s", "a t", "Ġ w", "n d", "o r",
@@ -44,7 +44,7 @@ CHAT_TEMPLATE = (
 
 
 def tiny_config(**changes: Any) -> dict[str, Any]:
-    """The config.json of a tiny Llama; changes override keys, None drops one."""
+    """Return the config.json of a tiny Llama; changes override keys, None drops one."""
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -72,7 +72,7 @@ def tiny_config(**changes: Any) -> dict[str, Any]:
 
 
 def tiny_tensors(config: Mapping[str, Any], seed: int) -> dict[str, NDArray[np.float32]]:
-    """Random tensors of a LlamaForCausalLM with `config`, by name, scaled so that logits differ."""
+    """Draw tensors of a LlamaForCausalLM with `config`, by name, scaled so that logits differ."""
     rng = np.random.default_rng(seed)
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     heads = config["num_attention_heads"]
@@ -110,7 +110,7 @@ def tiny_tensors(config: Mapping[str, Any], seed: int) -> dict[str, NDArray[np.f
 def write_tiny_llama(
     folder: Path, *, seed: int = 0, dtype: str = "f32", shards: int = 1, **changes: Any
 ) -> Path:
-    """Write a checkpoint (see the top of this file) into `folder`, which is returned."""
+    """Write a checkpoint (see the module docstring) into `folder`, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     config = tiny_config(**changes)
     names = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
@@ -125,10 +125,10 @@ def write_tiny_llama(
 
 
 def write_tiny(folder: Path, config: Mapping[str, Any], *, seed: int, dtype: str = "f32") -> Path:
-    """Write a checkpoint of any family that runs: every tensor its program names, random.
+    """Write a checkpoint of any supported family: every tensor its program names, random.
 
-    A tensor's values depend on `seed`, its name and its shape only. `config` is all of
-    config.json but the dtype; None drops a key.
+    A tensor's values depend on `seed`, its name and its shape only. `config` is the complete
+    config.json except the dtype; None drops a key.
     """
     folder.mkdir(parents=True, exist_ok=True)
     kept = {key: value for key, value in config.items() if value is not None}
@@ -150,7 +150,9 @@ def write_tiny(folder: Path, config: Mapping[str, Any], *, seed: int, dtype: str
 
 
 def _drawn(weight: Weight, part: WeightPart, seed: int) -> NDArray[np.float32]:
-    """The tensor `part` is cut from: norms about 1, biases small, products that keep sizes."""
+    """Draw the tensor that `part` is cut from: norms about 1, small biases, products that
+    keep sizes.
+    """
     rng = np.random.default_rng((seed, zlib.crc32(part.source.encode())))
     rows = part.of_rows or part.rows
     if weight.form is WeightForm.VECTOR:
@@ -166,7 +168,7 @@ def _drawn(weight: Weight, part: WeightPart, seed: int) -> NDArray[np.float32]:
 def write_weights(
     folder: Path, tensors: Mapping[str, NDArray[np.float32]], *, dtype: str, shards: int = 1
 ) -> None:
-    """model.safetensors, or `shards` files dealt round robin and their index."""
+    """Write model.safetensors, or `shards` files assigned round robin and their index."""
     if shards == 1:
         write_safetensors(folder / "model.safetensors", tensors, dtype=dtype)
         return
@@ -182,7 +184,7 @@ def write_weights(
 
 
 def write_tokenizer(folder: Path, *, vocab_size: int) -> None:
-    """A byte-level BPE: 5 special tokens, 256 bytes, and as many merges as the ids leave room."""
+    """Write a byte-level BPE: 5 special tokens, 256 bytes, and merges for the remaining ids."""
     letters = _byte_letters()
     vocab = {token: index for index, token in enumerate(SPECIAL_TOKENS)}
     vocab |= {letters[byte]: len(SPECIAL_TOKENS) + byte for byte in range(256)}
@@ -228,7 +230,7 @@ def write_tokenizer(folder: Path, *, vocab_size: int) -> None:
 
 
 def _byte_letters() -> list[str]:
-    """The printable letter that byte-level BPE writes for each byte."""
+    """Return the printable letter that byte-level BPE uses for each byte."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters, extra = [""] * 256, 0
     for byte in range(256):

@@ -1,14 +1,13 @@
 """python -m bench.frontend: processor time of the HTTP front end per token and per request.
 
-The real server over a null executor that returns each row's token at once (null_executor.py), with
-256 streams at once from a client in another process, one event per token. Two paces: `flat out`, as
-fast as tokens can be passed on, and `paced`, a step every 40 ms, as of a model that computes: then
-no two tokens of a stream wait together, and each costs a wake-up and a write of its own. Beside
-each is the floor: an app without content on the same HTTP server, which sends as many events of the
-same size at the same pace. Refuses to report if a stream has an error, a number of events other
-than the tokens', or a text other than the tokenizer's. With --peers, also the servers of other
-engines and Quire with the built-in model; their numbers include its small compute (peers.py).
-Writes bench/results/frontend.json.
+The real server runs on a null executor that returns each row's token at once (null_executor.py),
+with 256 concurrent streams from a client in another process, one event per token. Two paces: `flat
+out`, as fast as tokens pass through, and `paced`, a step every 40 ms, like a model that computes:
+then no two tokens of a stream wait together, and each costs a wake-up and a write. The floor is an
+empty app on the same HTTP server, which sends as many events of the same size at the same pace.
+Refuses to report if a stream has an error, a wrong number of events, or a text that is not the
+tokenizer's. With --peers, also the servers of other engines and Quire with the built-in model;
+their numbers include its small compute (peers.py). Writes bench/results/frontend.json.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ PROMPT = "Once upon a time there was a little dog that liked to run by the sea."
 
 
 def body(max_tokens: int, *, stream: bool) -> dict[str, Any]:
-    """A completion of exactly so many tokens."""
+    """Return a completion request of exactly `tokens` tokens."""
     return {"prompt": PROMPT, "max_tokens": max_tokens, "ignore_eos": True, "stream": stream}
 
 
 def digest_wanted(max_tokens: int) -> str:
-    """The digest of the answer's text, as the tokenizer by itself has it."""
+    """Return the digest of the answer's text, detokenized directly."""
     tokenizer = load_tokenizer_side(ModelConfig()).tokenizer
     prompt = tokenizer.encode(PROMPT)
     places = range(len(prompt), len(prompt) + max_tokens)
@@ -50,39 +49,39 @@ def digest_wanted(max_tokens: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def check(told: dict[str, Any], *, answers: int, events: int, digest: str | None) -> None:
-    """Exits where an answer is not what it has to be."""
-    if told["answers"] != answers or told["events"] != {str(events): answers}:
-        raise SystemExit(f"{events} events in each of {answers} answers wanted, came: {told}")
-    if digest is not None and told["digests"] != {digest: answers}:
-        raise SystemExit(f"texts with digest {digest} wanted, came: {told['digests']}")
+def check(counts: dict[str, Any], *, answers: int, events: int, digest: str | None) -> None:
+    """Exit if an answer is not the expected one."""
+    if counts["answers"] != answers or counts["events"] != {str(events): answers}:
+        raise SystemExit(f"{events} events in each of {answers} answers wanted, came: {counts}")
+    if digest is not None and counts["digests"] != {digest: answers}:
+        raise SystemExit(f"texts with digest {digest} wanted, came: {counts['digests']}")
 
 
 def streamed(server: Child, tokens: int, wanted: str) -> dict[str, Any]:
-    """All streams at once."""
-    told = server.drive("/v1/completions", body(tokens, stream=True), streams=STREAMS, rounds=1)
-    check(told, answers=STREAMS, events=tokens, digest=wanted)
-    return per(told, STREAMS * tokens, "token")
+    """Measure all streams at once."""
+    counts = server.drive("/v1/completions", body(tokens, stream=True), streams=STREAMS, rounds=1)
+    check(counts, answers=STREAMS, events=tokens, digest=wanted)
+    return per(counts, STREAMS * tokens, "token")
 
 
 def asked(server: Child, rounds: int, wanted: str) -> dict[str, Any]:
-    """Requests of one token, on as many connections as there are streams."""
-    told = server.drive("/v1/completions", body(1, stream=False), streams=STREAMS, rounds=rounds)
-    check(told, answers=STREAMS * rounds, events=0, digest=wanted)
-    return per(told, STREAMS * rounds, "request")
+    """Measure requests of one token, on as many connections as there are streams."""
+    counts = server.drive("/v1/completions", body(1, stream=False), streams=STREAMS, rounds=rounds)
+    check(counts, answers=STREAMS * rounds, events=0, digest=wanted)
+    return per(counts, STREAMS * rounds, "request")
 
 
 def floored(server: Child, *, events: int, size: int, rounds: int) -> dict[str, Any]:
-    """The same of the floor; events 0: requests."""
+    """Measure the same on the floor server; events 0: requests."""
     path = f"/?events={events}&bytes={size}" if events else "/"
-    told = server.drive(path, {}, streams=STREAMS, rounds=rounds)
-    check(told, answers=STREAMS * rounds, events=events, digest=None)
+    counts = server.drive(path, {}, streams=STREAMS, rounds=rounds)
+    check(counts, answers=STREAMS * rounds, events=events, digest=None)
     count = STREAMS * rounds * max(events, 1)
-    return per(told, count, "token" if events else "request")
+    return per(counts, count, "token" if events else "request")
 
 
 def measure(samples: int, tokens: int, rounds: int, api_processes: int) -> dict[str, Any]:
-    """All parts; Quire and the floor in turn."""
+    """Measure all parts; Quire and the floor in turn."""
     result: dict[str, Any] = {}
     of_many, of_one = digest_wanted(tokens), digest_wanted(1)
     serve = ("--port", "0", "--max-num-seqs", str(STREAMS), "--api-processes", str(api_processes))

@@ -1,9 +1,9 @@
-"""A light client in a process of its own: python -m bench.frontend.client < JSON
+"""A lightweight client in its own process: python -m bench.frontend.client < JSON
 
-Opens `streams` connections at once, sends `rounds` equal requests on each, one after the other,
-and keeps the bytes of the answers as they come; they are looked at when all is over. Nothing but
-sockets and epoll, so that it costs little beside the server. Prints one JSON object: seconds, and
-of each answer the number of events, whether it ended as it should, and a digest of its text.
+Opens `streams` connections at once, sends `rounds` equal requests on each, one after the other, and
+stores the bytes of the answers; they are parsed at the end. It uses only sockets and epoll, so that
+it costs little beside the server. Prints one JSON object: seconds, and for each answer the number
+of events, whether it ended correctly, and a digest of its text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _GIVE_UP_S = 120.0
 
 
 class Stream:
-    """One connection and the bytes that came on it."""
+    """One connection and its received bytes."""
 
     def __init__(self, address: tuple[str, int], request: bytes, rounds: int) -> None:
         self.socket = socket.create_connection(address)
@@ -40,7 +40,7 @@ class Stream:
         self.socket.sendall(self._request)  # small: it fits the socket's buffer
 
     def read(self) -> bool:
-        """Take what came; True when all answers are there."""
+        """Read available bytes; return True when all answers have arrived."""
         part = self.socket.recv(_READ_BYTES)
         if not part:
             came = b"".join(self._parts)
@@ -69,7 +69,7 @@ class Stream:
 
 
 def _length_of(head: bytes) -> int:
-    """The content-length of an answer; -1 where it comes in chunks."""
+    """Return the content-length of an answer; -1 if it is chunked."""
     for line in head.split(b"\r\n")[1:]:
         name, _, value = line.partition(b":")
         if name.strip().lower() == b"content-length":
@@ -78,8 +78,9 @@ def _length_of(head: bytes) -> int:
 
 
 def text_of(answer: bytes) -> tuple[str, int]:
-    """The text and the number of events with text of an answer; raises ValueError for any other
-    than a good one."""
+    """Return the text and the number of events with text; raise ValueError for an invalid
+    answer.
+    """
     head, _, body = answer.partition(b"\r\n\r\n")
     if not head.startswith(b"HTTP/1.1 200"):
         raise ValueError(f"not answered: {answer[:300]!r}")
@@ -91,13 +92,13 @@ def text_of(answer: bytes) -> tuple[str, int]:
         payload.append(body[line + 2 : line + 2 + size])
         at = line + 4 + size
     lines = b"".join(payload).split(b"\n")
-    told = [line[6:] for line in lines if line.startswith(b"data: ")]
-    if not told or told[-1] != b"[DONE]":
-        raise ValueError(f"the stream did not end well: {told[-1:]!r}")
-    if told[0][:1] == b"x":  # of the floor
-        return "", len(told) - 1
+    payloads = [line[6:] for line in lines if line.startswith(b"data: ")]
+    if not payloads or payloads[-1] != b"[DONE]":
+        raise ValueError(f"the stream did not end well: {payloads[-1:]!r}")
+    if payloads[0][:1] == b"x":  # from the floor server
+        return "", len(payloads) - 1
     texts = []
-    for event in map(json.loads, told[:-1]):
+    for event in map(json.loads, payloads[:-1]):
         if "error" in event:
             raise ValueError(f"an error in the stream: {event['error']!r}")
         choice = event["choices"][0] if event["choices"] else {}
@@ -106,7 +107,7 @@ def text_of(answer: bytes) -> tuple[str, int]:
 
 
 def run(asked: dict[str, Any]) -> dict[str, Any]:
-    """Drive the server as asked; see the top of this file."""
+    """Drive the server as described in the module docstring."""
     address = (asked["host"], asked["port"])
     body = json.dumps(asked["body"]).encode()
     request = (

@@ -1,6 +1,6 @@
-"""What came of one run of the client, as rates and processor time a token or request; and medians.
+"""Convert a run of the client into rates and processor time per token or request, and medians.
 
-Knows no server.
+Plain arithmetic over the counts of `client.py`; independent of the server that was loaded.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ import statistics
 from typing import Any
 
 
-def per(told: dict[str, Any], count: int, what: str) -> dict[str, Any]:
-    """Rates and processor time of so many tokens or requests."""
+def per(counts: dict[str, Any], count: int, what: str) -> dict[str, Any]:
+    """Return rates and processor time of `count` tokens or requests."""
     return {
         f"{what}s": count,
-        f"{what}s_per_s": round(count / told["seconds"]),
-        f"us_per_{what}": round(sum(told["cpu_s"]) / count * 1e6, 2),
-        f"us_per_{what}_by_process": [round(s / count * 1e6, 2) for s in told["cpu_s"]],
-        f"bytes_per_{what}": round(told["bytes"] / count),
+        f"{what}s_per_s": round(count / counts["seconds"]),
+        f"us_per_{what}": round(sum(counts["cpu_s"]) / count * 1e6, 2),
+        f"us_per_{what}_by_process": [round(s / count * 1e6, 2) for s in counts["cpu_s"]],
+        f"bytes_per_{what}": round(counts["bytes"] / count),
     }
 
 
 def medians(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of each number its median, with the least and most of the processor time."""
+    """Return the median of each number, with minimum and maximum of the processor time."""
     merged: dict[str, Any] = {"samples": len(samples)}
     for name, value in samples[0].items():
         values = [sample[name] for sample in samples]

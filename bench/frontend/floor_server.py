@@ -1,8 +1,8 @@
-"""The floor: an app without content on Quire's HTTP server: python -m bench.frontend.floor_server
+"""The floor: an empty app on Quire's HTTP server: python -m bench.frontend.floor_server
 
 Answers POST with as many events as the query's `events`, each of `bytes`, one at each tick of
-`step_ms` (0: one at each turn of the event loop), and any other path with {}. The server is
-uvicorn with uvloop and httptools, as Quire runs it but without Quire's own bounds.
+`step_ms` (0: one per turn of the event loop), and any other path with {}. The server is uvicorn
+with uvloop and httptools, as Quire runs it but without Quire's own limits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _START = {"type": "http.response.start", "status": 200}
 
 
 class Floor:
-    """The app. Always holds: it sends what was asked for and looks at nothing else."""
+    """The app: sends the requested events and ignores everything else."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -53,7 +53,7 @@ class Floor:
 
 
 async def serve(step_s: float) -> None:
-    """Serve until ended; the port is printed as `quire serve` logs it."""
+    """Serve until stopped; print the port as `quire serve` logs it."""
     with socket.create_server(("127.0.0.1", 0), backlog=2048) as listening:
         app = Floor(step_s)
         ticks = asyncio.ensure_future(app.run_ticks()) if step_s else None

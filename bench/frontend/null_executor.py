@@ -1,8 +1,8 @@
-"""NullExecutor: gives each row its token at once, so that only the server around it costs anything.
+"""NullExecutor: returns each row's token at once, so that only the server around it has a cost.
 
-An Executor (quire/execute/executor.py) that holds no weights and no cache. It is put in place by
-the servers of this folder; no flag and no configuration of Quire reaches it. Always holds: the
-token at a position is `token_at(position)`, whatever the row and the batch.
+An Executor (quire/execute/executor.py) without weights and cache. The servers of this directory
+install it; no flag and no configuration of Quire selects it. The token at a position is
+`token_at(position)`, whatever the row and the batch.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from quire.program.program import Program
 from quire.sampling.batch import SampleBatch, TokenChoice
 from quire.sampling.scoring import ScoreBatch, Scores
 
-# Ids of the model in the box that each stand for some letters: every token is text at once.
+# Ids of the built-in model that each stand for some letters: every token completes text.
 FIRST_ID, NUM_IDS = 300, 512
 _STEP_TOKENS = 1024
 
 
 def token_at(position: int) -> int:
-    """The token that comes to stand at a position."""
+    """Return the token at a position."""
     return FIRST_ID + position * 7 % NUM_IDS
 
 
 class NullExecutor:
-    """See the top of this file. step_s: a step takes at least so long, asleep (a model's speed)."""
+    """See the module docstring. step_s: minimal duration of a step, asleep, like a model's
+    speed.
+    """
 
     name = "null"
     recipe = "null"
@@ -48,24 +50,24 @@ class NullExecutor:
         self._next_s = 0.0
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
-        """Nothing is kept."""
+        """Allocate nothing."""
 
     def touch_blocks(self, layer: int, first: int, last: int) -> None:
-        """Nothing to touch."""
+        """Do nothing."""
 
     def copy_blocks(self, copy_from: NDArray[np.int32], copy_to: NDArray[np.int32]) -> None:
-        """Nothing to copy."""
+        """Do nothing."""
 
     def export_block(self, block: int, out: NDArray[np.uint8]) -> None:
-        """Refused: a tier would keep nothing."""
+        """Raise: there is no KV to store in a tier."""
         raise NotImplementedError("the null executor has no blocks to move")
 
     def import_block(self, block: int, raw: NDArray[np.uint8]) -> None:
-        """Refused, likewise."""
+        """Raise, likewise."""
         raise NotImplementedError("the null executor has no blocks to move")
 
     def run_trunk(self, batch: ForwardBatch, *, head_rows: int = 0) -> None:
-        """Wait until the step's time has come."""
+        """Wait until the step's time has passed."""
         self.ops_done += 1
         if self._step_s:
             now_s = time.monotonic()
@@ -73,7 +75,7 @@ class NullExecutor:
             self._next_s = max(self._next_s, now_s) + self._step_s
 
     def run_head(self, batch: ForwardBatch, first: int, count: int) -> NDArray[np.float32]:
-        """Zeros."""
+        """Return zeros."""
         return self._logits[:count]
 
     def sample(self, logits: NDArray[np.float32], batch: SampleBatch) -> TokenChoice:
@@ -82,11 +84,11 @@ class NullExecutor:
         return TokenChoice(token_ids=token_ids)
 
     def score(self, logits: NDArray[np.float32], batch: ScoreBatch) -> Scores:
-        """Refused: there is nothing to score by."""
+        """Raise: there are no logits to score."""
         raise NotImplementedError("the null executor knows no log-probabilities")
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing."""
 
 
 class NullExecutorClass:
@@ -96,26 +98,26 @@ class NullExecutorClass:
         self._step_s = step_s
 
     def check_program(self, program: Program) -> None:
-        """Any program: none is run."""
+        """Accept any program: none is run."""
 
     def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
-        """As little as the sums allow."""
+        """Return the smallest sizes that plans accept."""
         return ExecutorMemory(weights_bytes=1, step_bytes=1, token_bytes=1)
 
     def head_rows(self, max_sequences: int) -> int:
-        """All at once: there are no logits to hold."""
+        """Return all rows: there are no logits to hold."""
         return max_sequences
 
     def available_memory(self) -> MachineMemory:
-        """The machine's, as of the native executor."""
+        """Return the machine's memory, like the native executor."""
         return machine_memory()
 
     def plans_in_flight(self) -> int:
-        """One, as of the native executor."""
+        """Return one, like the native executor."""
         return 1
 
     def full_step_tokens(self) -> int:
-        """As many as a fast machine's."""
+        """Return the step size of a fast machine."""
         return _STEP_TOKENS
 
     def __call__(self, program: Program, checkpoint: Any, options: ExecutorOptions) -> NullExecutor:

@@ -17,7 +17,9 @@ from quire.engine.client import launch
 
 
 def child_main(module: str, step_ms: float) -> int:
-    """A process that the server starts: an API process as it is, the engine's with our executor."""
+    """Run a process that the server starts: an API process unchanged, the engine's with our
+    executor.
+    """
     if module != "quire.engine.process.main":
         return int(import_module(module).main())
     from quire.engine.assembly import assemble

@@ -30,7 +30,7 @@ TOKENS = 64
 ROUNDS = 2
 PROMPT = "Once upon a time there was a little dog that liked to run by the sea."
 CONTEXT = 256
-# As many places as streams in each, nothing kept of prompts that were seen before.
+# As many slots as streams in each, without prefix caching.
 SETTINGS: dict[str, dict[str, Any]] = {
     "quire": {"dtype": "f32", "max_num_seqs": 256, "max_model_len": CONTEXT},
     "llama.cpp": {"-np": 256, "-c": 256 * CONTEXT, "--cache-ram": 0},
@@ -39,8 +39,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def measure_models(names: Sequence[str], *, streams: int, samples: int) -> dict[str, Any]:
-    """Each engine's figures, one server at a time."""
-    told: dict[str, Any] = {"model": "box, 3 million parameters, f32", "tokens": TOKENS}
+    """Return each engine's figures, one server at a time."""
+    results: dict[str, Any] = {"model": "box, 3 million parameters, f32", "tokens": TOKENS}
     checkpoint = trained_checkpoint()
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
@@ -52,12 +52,12 @@ def measure_models(names: Sequence[str], *, streams: int, samples: int) -> dict[
                     name, checkpoint, "f32", threads=threads, log=log, settings=settings
                 ) as server:
                     server.wait()
-                    told[name] = _measured(server, log, streams, samples)
+                    results[name] = _measured(server, log, streams, samples)
             except (PeerFailed, Unavailable, OSError) as error:
-                told[name] = {"failed": str(error), "log": _end_of(log)}
-            told[name]["settings"] = settings
-            print(json.dumps({name: told[name]}), flush=True)
-    return told
+                results[name] = {"failed": str(error), "log": _end_of(log)}
+            results[name]["settings"] = settings
+            print(json.dumps({name: results[name]}), flush=True)
+    return results
 
 
 def _measured(server: Server, log: Path, streams: int, samples: int) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _measured(server: Server, log: Path, streams: int, samples: int) -> dict[str
         came = drive(
             server.pid,
             Asked(port, "/v1/completions", body, streams, rounds),
-            told=lambda: _end_of(log),
+            output=lambda: _end_of(log),
         )
         check_peer(came, answers=streams * rounds, tokens=max_tokens if max_tokens > 1 else 0)
         return came
@@ -89,8 +89,10 @@ def _measured(server: Server, log: Path, streams: int, samples: int) -> dict[str
 
 
 def check_peer(came: dict[str, Any], *, answers: int, tokens: int) -> None:
-    """Raise PeerFailed if answers are missing, or came in fewer events than nine of ten tokens
-    (parts of a character share an event)."""
+    """Raise PeerFailed if answers are missing, or arrived in too few events.
+
+    Fewer than nine events per ten tokens are too few (parts of a character share an event).
+    """
     counts = {int(events): count for events, count in came["events"].items()}
     least = 0 if not tokens else round(0.9 * tokens)
     if came["answers"] != answers or not all(least <= events <= tokens for events in counts):

@@ -1,7 +1,6 @@
 """The servers under test, each a child process, and the processor time they have used.
 
-Knows how each is started and asked. Always holds: a server's processor time is that of its process
-and of all that it started and they started, user and system, as /proc counts it.
+A server's processor time is that of its process and all descendants, user and system, from /proc.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _TICK_HZ = os.sysconf("SC_CLK_TCK")
 
 
 class Child:
-    """One server, ready once made. words: what follows `python -m`."""
+    """One server, ready after construction. words: the arguments after `python -m`."""
 
     def __init__(self, *words: str) -> None:
         self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by close)
@@ -46,16 +45,16 @@ class Child:
             raise
 
     def output(self) -> str:
-        """What it has printed."""
+        """Return its output so far."""
         return os.pread(self._out.fileno(), 1 << 20, 0).decode(errors="replace")
 
     def drive(self, path: str, body: object, *, streams: int, rounds: int) -> dict[str, Any]:
-        """Ask it by a client in another process; what came, with the time it took."""
+        """Load it by a client in another process; return the counts and the time."""
         asked = Asked(self.port, path, body, streams, rounds)
-        return drive(self.pid, asked, told=self.output)
+        return drive(self.pid, asked, output=self.output)
 
     def close(self) -> None:
-        """End it."""
+        """Stop it."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             self._process.send_signal(number)
             with suppress(subprocess.TimeoutExpired):
@@ -79,7 +78,7 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the client is to ask."""
+    """The client's parameters."""
 
     port: int
     path: str
@@ -88,10 +87,10 @@ class Asked:
     rounds: int
 
 
-def drive(pid: int, asked: Asked, *, told: Callable[[], str]) -> dict[str, Any]:
+def drive(pid: int, asked: Asked, *, output: Callable[[], str]) -> dict[str, Any]:
     """Load the server of process `pid` from a client process; return its counts and the time.
 
-    `told`: the output of the server so far.
+    `output`: the output of the server so far.
     """
     before = cpu_s(pid)
     done = subprocess.run(
@@ -104,18 +103,18 @@ def drive(pid: int, asked: Asked, *, told: Callable[[], str]) -> dict[str, Any]:
     )
     after = cpu_s(pid)
     if done.returncode:
-        raise SystemExit(f"the client gave up: {done.stderr[-600:]}\n{told()[-600:]}")
+        raise SystemExit(f"the client gave up: {done.stderr[-600:]}\n{output()[-600:]}")
     came: dict[str, Any] = json.loads(done.stdout)
     came["cpu_s"] = [used - before.get(number, 0.0) for number, used in after.items()]
     return came
 
 
 def cpu_s(pid: int) -> dict[int, float]:
-    """Processor time so far by process: of a server's own, and of all below it."""
+    """Return processor time so far by process, of the server and its descendants."""
     found, waiting = {}, [pid]
     while waiting:
         number = waiting.pop(0)
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             found[number] = _cpu_s(number)
             for task in Path(f"/proc/{number}/task").iterdir():
                 waiting += map(int, (task / "children").read_text().split())

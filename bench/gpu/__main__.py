@@ -27,13 +27,13 @@ from bench.gpu.result import code_digest, write
 from bench.gpu.sections import SECTIONS
 from bench.gpu.supervise import supervised
 
-MIN_S = 20.0  # with less time left a section is not begun
+MIN_S = 20.0  # a section is not started with less time left
 LAST_WORDS = 1500  # characters of a failed section's output
 Section = dict[str, Any]
 
 
 def main() -> int:
-    """The check; the exit code."""
+    """Run the check and return the exit code."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
         prog="bench/gpu_check.sh",
@@ -69,11 +69,11 @@ def main() -> int:
             keep({"status": "not begun: the time is over"})
         else:
             keep(_run(name, arguments, min(left_s, SECTIONS[name].max_s), keep))
-        print(f"{name}: {_told(sections[name])}", flush=True)
+        print(f"{name}: {_status_of(sections[name])}", flush=True)
     return 0 if all(section["status"] == "ok" for section in sections.values()) else 1
 
 
-def _told(section: Section) -> str:
+def _status_of(section: Section) -> str:
     """Return a section's status; for a failed one also the last line of its output."""
     lines = [line for line in section.get("last_words", "").splitlines() if line.strip()]
     return f"{section['status']}: {lines[-1].strip()}" if lines else str(section["status"])
@@ -82,7 +82,7 @@ def _told(section: Section) -> str:
 def _run(
     name: str, arguments: argparse.Namespace, max_s: float, keep: Callable[[Section], None]
 ) -> Section:
-    """One section's result; whatever happens to it, a status."""
+    """Return one section's result, with a status in any case."""
     command = [sys.executable, "-m", "bench.gpu.child", name]
     environment = dict(os.environ)
     if arguments.dry_run_on_cpu:
@@ -90,16 +90,16 @@ def _run(
         environment["TRITON_INTERPRET"] = "1"
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        told = Path(folder) / "told.json"
-        command += ["--told", str(told), "--max-s", str(max_s)]
+        report = Path(folder) / "report.json"
+        command += ["--report", str(report), "--max-s", str(max_s)]
 
         def found(status: str) -> Section:
             section: Section = {"status": status, "seconds": round(time.monotonic() - began, 1)}
-            if told.exists():
-                section |= json.loads(told.read_text(encoding="utf-8"))
+            if report.exists():
+                section |= json.loads(report.read_text(encoding="utf-8"))
             return section
 
-        # One that was ended may have written half a letter.
+        # A killed process may have written half a UTF-8 character.
         place = arguments.out / "gpu-check.log"
         with place.open("a+", encoding="utf-8", errors="replace") as log:
             print(f"== {name}", file=log, flush=True)

@@ -1,7 +1,7 @@
-"""A card that is not there: tensors without memory, an order of work in which nothing is done.
+"""An absent GPU: tensors without memory, a stream in which nothing is executed.
 
-With it sections of the check run in their real shapes on any machine within seconds, and what they
-launch is seen (launches.py). Knows no section. Always holds: what comes to the host is zeros.
+With it, sections of the check run in their real shapes on any machine within seconds, and their
+launches are recorded (launches.py). Values copied to the host are zeros.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class AbsentStream:
         return nullcontext()
 
     def do(self, call: Callable[[], None]) -> None:
-        """See Stream: its launches are recorded, and seen."""
+        """See Stream: launches are recorded."""
         call()
 
     def to_device(self, values: NDArray[Any]) -> Tensor:
@@ -64,5 +64,5 @@ class AbsentStream:
 
 
 def captured(body: Callable[[], None]) -> Callable[[], None]:
-    """As graphs.Capture: a replay launches nothing that was not seen."""
+    """As graphs.Capture: a replay only repeats recorded launches."""
     return lambda: None

@@ -1,8 +1,7 @@
-"""All kernels of the check compiled by as many processes as there are processors, before the card
-is asked for anything: what sections then launch is in Triton's cache.
+"""Compile all kernels of the check, with one process per processor, before the GPU is used.
 
-Knows no kernel (launches.py sees which). A dry run compiles one in many, and makes no stubs: these
-need a driver.
+What sections launch is then in Triton's cache; launches.py determines the kernels. A dry run
+compiles a small share, without launcher stubs, which need a driver.
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ import torch
 from bench.gpu.stage import Stage
 
 MAX_PROCESSES = 32
-ONE_IN = 150  # of a dry run's kernels
-CAPABILITY = 90  # of a dry run
+ONE_IN = 150  # a dry run compiles one kernel in 150
+CAPABILITY = 90  # compute capability in a dry run
 
 
 def compile_all(stage: Stage) -> dict[str, Any]:
-    """How many, and how long that took. Raises RuntimeError with the words of a process that
-    failed."""
+    """Return how many kernels were compiled, and the time. Raises RuntimeError with a process's
+    errors.
+    """
     capability, processes, parts = CAPABILITY, 1, ONE_IN
     if stage.is_on_card:
         major, minor = torch.cuda.get_device_capability(stage.device)
@@ -45,11 +45,11 @@ def compile_all(stage: Stage) -> dict[str, Any]:
         )
         for number in range(processes)
     ]
-    told = [process.communicate() for process in running]
-    for process, (_, words) in zip(running, told, strict=True):
+    outputs = [process.communicate() for process in running]
+    for process, (_, errors) in zip(running, outputs, strict=True):
         if process.returncode:
-            raise RuntimeError(f"compiling ahead failed: {words[-1200:]}")
-    counts = [json.loads(said.splitlines()[-1])["compiled"] for said, _ in told]
+            raise RuntimeError(f"compiling ahead failed: {errors[-1200:]}")
+    counts = [json.loads(out.splitlines()[-1])["compiled"] for out, _ in outputs]
     return {
         "compiled": sum(counts),
         "processes": processes,

@@ -1,4 +1,4 @@
-"""Attention alone: decode as a share of what reading the cache takes, prefill beside PyTorch's own.
+"""Attention alone: decode against reading the cache once, prefill against PyTorch's attention.
 
 Both in the shape of an 8B model: 32 heads over 8 KV heads of 128 columns, bf16.
 """
@@ -23,7 +23,7 @@ from quire.program.ops import Attention
 
 
 def decode(stage: Stage) -> None:
-    """64 requests at a depth of 4,096, caches of bf16 and int8."""
+    """Measure 64 requests at a depth of 4,096, with caches of bf16 and int8."""
     count, depth = (3, 40) if stage.is_dry else (64, 4096)
     limits = device_limits(stage)
     for precision in ("bf16", "int8", "fp8"):
@@ -31,7 +31,7 @@ def decode(stage: Stage) -> None:
             work, pool = _work(stage, [1] * count, [depth - 1] * count, precision, exact=exact)
             seconds = stage.replayed_seconds([work])
             read_bytes = pool.block_bytes * count * columns_for(depth)
-            stage.tell(
+            stage.report(
                 f"{precision} {'exact' if exact else 'fast'}",
                 {
                     "seconds": seconds,
@@ -43,7 +43,7 @@ def decode(stage: Stage) -> None:
 
 
 def prefill(stage: Stage) -> None:
-    """One prompt of 8,192 tokens, causal; and the same by scaled_dot_product_attention."""
+    """Measure a causal prompt of 8,192 tokens; and the same by scaled_dot_product_attention."""
     tokens = 40 if stage.is_dry else 8192
     limits = device_limits(stage)
     work, _ = _work(stage, [tokens], [0], "bf16", exact=True)
@@ -62,7 +62,7 @@ def prefill(stage: Stage) -> None:
         )
 
     if stage.is_rehearsal:
-        return  # what follows is none of ours
+        return  # the peer is not part of a rehearsal
     backend = torch.nn.attention.SDPBackend
     for name, kind in (("flash", backend.FLASH_ATTENTION), ("cudnn", backend.CUDNN_ATTENTION)):
         if stage.is_dry:
@@ -71,7 +71,7 @@ def prefill(stage: Stage) -> None:
             with torch.nn.attention.sdpa_kernel(kind):
                 seconds = stage.replayed_seconds([theirs])
         except RuntimeError as error:  # a backend that this build or card does not have
-            stage.tell(f"pytorch {name}", {"not_run": str(error).splitlines()[0]})
+            stage.report(f"pytorch {name}", {"not_run": str(error).splitlines()[0]})
             continue
         _tell_prefill(stage, f"pytorch {name}", seconds, operations, limits)
 
@@ -79,7 +79,7 @@ def prefill(stage: Stage) -> None:
 def _tell_prefill(
     stage: Stage, name: str, seconds: float, operations: float, limits: dict[str, Any]
 ) -> None:
-    stage.tell(
+    stage.report(
         name,
         {
             "seconds": seconds,
@@ -98,7 +98,7 @@ def _geometry(stage: Stage) -> tuple[int, int, int]:
 def _work(
     stage: Stage, counts: list[int], starts: list[int], precision: str, *, exact: bool
 ) -> tuple[Callable[[], None], CachePool]:
-    """Launches of one layer's attention, and the pool of that layer."""
+    """Return launches of one layer's attention, and the pool of that layer."""
     program = program_of(stage, "Llama-3.1-8B")
     heads, kv_heads, head_dim = _geometry(stage)
     columns = columns_for(counts[0] + starts[0])
@@ -131,8 +131,8 @@ def _work(
     else:
         shape = pool.values.shape
         drawn = torch.randint(-127, 128, shape, dtype=torch.int8, device=stage.device)
-        pool.values.copy_(drawn.to(stage.dtype))  # which holds them exactly
-        assert pool.scales is not None, "what has few bits has scales"
+        pool.values.copy_(drawn.to(stage.dtype))  # bf16 holds the values exactly
+        assert pool.scales is not None, "a quantized cache needs scales"
         pool.scales.fill_(0.01)
     q = torch.randn(tokens, heads * head_dim, device=stage.device).to(stage.dtype)
     y = torch.empty_like(q)

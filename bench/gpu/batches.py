@@ -1,6 +1,6 @@
-"""Batches as the runner would make them, for sequences that each own a run of blocks.
+"""Batches as the runner builds them, for sequences that each own a contiguous run of blocks.
 
-Knows no model but the number of its tokens, and no device.
+Independent of the model, except for the number of its tokens, and of the device.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ BLOCK_SIZE = 16
 def batch_of(
     counts: Sequence[int], starts: Sequence[int], *, columns: int, vocab_size: int, samples: bool
 ) -> ForwardBatch:
-    """Sequence i computes counts[i] tokens after starts[i] others, in blocks i * columns and on;
-    `samples`: whether its last row is wanted."""
+    """Return a batch in which sequence i computes counts[i] tokens after starts[i] cached ones.
+
+    Its blocks are i * columns and on; `samples`: whether its last row samples.
+    """
     seq_starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     owner = np.repeat(np.arange(len(counts)), counts)
     within = np.arange(seq_starts[-1]) - seq_starts[owner]
@@ -42,5 +44,5 @@ def batch_of(
 
 
 def columns_for(positions: int) -> int:
-    """Blocks that hold so many positions."""
+    """Return the number of blocks for so many positions."""
     return -(-positions // BLOCK_SIZE)

@@ -17,12 +17,12 @@ from bench.gpu.batches import batch_of, columns_for
 from bench.gpu.models import executor_of, program_of
 from bench.gpu.stage import Stage
 
-Span = tuple[str, float, float]  # a kernel's name, when it began and ended, in microseconds
+Span = tuple[str, float, float]  # a kernel's name, start and end in microseconds
 MAX_NAMES = 24
 
 
 def where_time_goes(stage: Stage) -> None:
-    """A token of one request, of 64, and a prompt of 8,192 tokens; 8B, in both modes."""
+    """Profile a token of one request, of 64, and a prompt of 8,192 tokens; 8B, in both modes."""
     depth, tokens = (20, 24) if stage.is_dry else (512, 8192)
     steps = {
         "decode of 1": ([1], [depth]),
@@ -58,12 +58,12 @@ def where_time_goes(stage: Stage) -> None:
                 step()
             stage.settle()
             spans = _spans(stage, step)
-            stage.tell(f"{title} {'exact' if exact else 'fast'}", told_of(spans))
+            stage.report(f"{title} {'exact' if exact else 'fast'}", kernel_times(spans))
         executor.close()
 
 
 def _spans(stage: Stage, step: Callable[[], None]) -> list[Span]:
-    """Of the kernels that a step launches."""
+    """Return spans of the kernels that a step launches."""
     if not stage.is_on_card:
         return []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -76,9 +76,10 @@ def _spans(stage: Stage, step: Callable[[], None]) -> list[Span]:
     ]
 
 
-def told_of(spans: Iterable[Span]) -> dict[str, Any]:
-    """By kernel: how many, and seconds of all; of the step: from its first to its last kernel, and
-    the part of this in which none ran."""
+def kernel_times(spans: Iterable[Span]) -> dict[str, Any]:
+    """Return counts and seconds by kernel, the step's duration, and the time without a
+    running kernel.
+    """
     counts: dict[str, int] = defaultdict(int)
     seconds: dict[str, float] = defaultdict(float)
     first, idle, reached = None, 0.0, 0.0
@@ -90,7 +91,7 @@ def told_of(spans: Iterable[Span]) -> dict[str, Any]:
         idle += max(0.0, start - reached)
         reached = max(reached, end)
     if first is None:
-        return {"not_told": "the profiler saw no kernels"}
+        return {"not_measured": "the profiler saw no kernels"}
     longest = sorted(seconds, key=lambda name: -seconds[name])[:MAX_NAMES]
     return {
         "seconds": (reached - first) / 1e6,

@@ -16,7 +16,7 @@ ASKED = "name,driver_version,memory.total,power.limit,clocks.max.sm,clocks.max.m
 
 
 def machine_card() -> dict[str, Any]:
-    """Plain numbers and names of products, ready for JSON."""
+    """Return plain numbers and product names, ready for JSON."""
     return {
         "gpus": _gpus(),
         "cores": len(os.sched_getaffinity(0)),
@@ -44,10 +44,10 @@ def _version(name: str) -> str:
 
 
 def _gpus() -> list[str] | str:
-    """As nvidia-smi has them; one that is not there is no error here."""
+    """Return the GPUs as reported by nvidia-smi; a missing nvidia-smi is no error."""
     command = ["nvidia-smi", f"--query-gpu={ASKED}", "--format=csv,noheader"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        return f"not told: {type(error).__name__}"
+        return f"not available: {type(error).__name__}"
     return said.stdout.strip().splitlines()

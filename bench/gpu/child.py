@@ -1,4 +1,4 @@
-"""Run one section of the GPU check in this process: `python -m bench.gpu.child NAME --told FILE`.
+"""Run one section of the GPU check in this process: `python -m bench.gpu.child NAME --report FILE`.
 
 A section's findings are written as they come, so that a section ended for its time has reported
 what it had.
@@ -20,18 +20,18 @@ from bench.gpu.stage import Stage
 
 
 def main() -> int:
-    """Run it; the exit code."""
+    """Run it and return the exit code."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("name", choices=list(SECTIONS))
-    parser.add_argument("--told", type=Path, required=True)
+    parser.add_argument("--report", type=Path, required=True)
     parser.add_argument("--max-s", type=float, required=True)
     parser.add_argument("--dry-run-on-cpu", action="store_true")
     arguments = parser.parse_args()
     found: dict[str, Any] = {}
 
-    def tell(what: str, value: Any) -> None:
+    def report(what: str, value: Any) -> None:
         found[what] = value
-        write(arguments.told, {"found": found})
+        write(arguments.report, {"found": found})
         print(f"{what}: {json.dumps(value)}", flush=True)
 
     if arguments.dry_run_on_cpu:
@@ -42,7 +42,7 @@ def main() -> int:
     stage = Stage(
         is_dry=arguments.dry_run_on_cpu,
         ends=time.monotonic() + 0.9 * arguments.max_s,
-        tell=tell,
+        report=report,
     )
     getattr(importlib.import_module(module), function)(stage)
     return 0

@@ -23,7 +23,7 @@ PROGRAMS, COLUMNS, LAUNCHES = 132, 128, 400
 
 @triton.jit
 def _passed_on(x, y, programs, COLUMNS: tl.constexpr, IS_OVERLAPPED: tl.constexpr):
-    """y's row of this program = x's row of the next program + 1."""
+    """Set y's row of this program to x's row of the next program + 1."""
     if IS_OVERLAPPED:
         gdc_wait()
         gdc_launch_dependents()
@@ -42,9 +42,9 @@ def gaps(stage: Stage) -> None:
         seconds = stage.replayed_seconds(works)
         found = {"seconds_a_launch": seconds, "launches": launches}
         if stage.is_on_card or stage.is_dry:
-            # An even number of launches in each run: the last wrote the first room.
+            # An even number of launches in each run: the last one wrote the first buffer.
             found["is_right"] = bool((rooms[0] == rooms[1] + 1).all()) and float(rooms[0].max()) > 0
-        stage.tell(title, found)
+        stage.report(title, found)
 
 
 def _launch(x: torch.Tensor, y: torch.Tensor, *, is_overlapped: bool) -> None:

@@ -1,8 +1,7 @@
-"""The host's memory as a tier: copy speed each way, what swapping a request out and in costs the
-steps beside it, and that a request that was swapped goes on with the same tokens.
+"""A KV tier in host memory: copy speed, the cost of swapping for other requests, equal tokens.
 
-Plans are made here (see loop.py): one request is parked, and its blocks go to the host and come
-back while others make tokens.
+Plans are made here (see loop.py): one request is paused, and its blocks go to the host and come
+back while others generate.
 """
 
 from __future__ import annotations
@@ -33,8 +32,9 @@ Int32s = np.ndarray[Any, np.dtype[np.int32]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """running: requests that make tokens, at `depth`. swapped: tokens of the one that is parked.
-    Out and in again once in `every` steps."""
+    """running: requests that generate, at `depth`. swapped: tokens of the paused one, which is
+    swapped out and in once in `every` steps.
+    """
 
     running: int
     depth: int
@@ -49,14 +49,14 @@ DRY = Load(running=2, depth=16, steps=8, swapped=40, answer=4, every=4)
 
 
 class TimedRunner(ModelRunner):
-    """Keeps how long handing a plan in took the host."""
+    """Record the host time of submitting each plan."""
 
     def __init__(self, executor: TorchExecutor, **settings: Any) -> None:
         super().__init__(executor, **settings)
         self.submit_s: list[float] = []
 
     def submit(self, plan: StepPlan) -> Handle:
-        """As ModelRunner does."""
+        """Submit like ModelRunner."""
         began = time.perf_counter()
         handle = super().submit(plan)
         self.submit_s.append(time.perf_counter() - began)
@@ -64,7 +64,7 @@ class TimedRunner(ModelRunner):
 
 
 def host_tier(stage: Stage) -> None:
-    """Copies by themselves, tokens, steps."""
+    """Measure copies alone, compare tokens, measure steps."""
     load = DRY if stage.is_dry else FULL
     columns = columns_for(max(load.depth + load.steps, load.swapped + load.answer) + 64)
     executor = executor_of(
@@ -75,15 +75,15 @@ def host_tier(stage: Stage) -> None:
         max_sequences=load.running,
         blocks=(load.running + 2) * columns,
     )
-    stage.tell("copies", _copies(stage, executor, 8 if stage.is_dry else 128))
+    stage.report("copies", _copies(stage, executor, 8 if stage.is_dry else 128))
     alone = _tokens(stage, executor, load, columns, swaps=False)
     swapped = _tokens(stage, executor, load, columns, swaps=True)
-    stage.tell("tokens", {"are_equal": alone == swapped, "tokens": len(alone)})
+    stage.report("tokens", {"are_equal": alone == swapped, "tokens": len(alone)})
     if alone != swapped:
         raise RuntimeError(f"a request that was swapped got {swapped}, alone {alone}")
     for name, swaps in (("quiet", False), ("beside_swaps", True)):
         if stage.has_time():
-            stage.tell(name, _steps(stage, executor, load, columns, swaps=swaps))
+            stage.report(name, _steps(stage, executor, load, columns, swaps=swaps))
 
 
 def _copies(stage: Stage, executor: TorchExecutor, count: int) -> dict[str, float]:
@@ -92,12 +92,12 @@ def _copies(stage: Stage, executor: TorchExecutor, count: int) -> dict[str, floa
     executor.begin_moving(count)
     rooms = [*executor.host_memory(count * size).reshape(count, size)]
     blocks = np.arange(count, dtype=np.int32)
-    told: list[float] = []
+    submitted: list[float] = []
 
     def out() -> None:
         began = time.perf_counter()
         wait = executor.export_blocks(blocks, rooms)
-        told.append(time.perf_counter() - began)
+        submitted.append(time.perf_counter() - began)
         wait()
 
     out_s = stage.wall_seconds(out)
@@ -106,12 +106,12 @@ def _copies(stage: Stage, executor: TorchExecutor, count: int) -> dict[str, floa
         "block_bytes": size,
         "to_host_bytes_per_s": count * size / out_s,
         "from_host_bytes_per_s": count * size / in_s,
-        "seconds_to_tell_a_block": median(told) / count,
+        "submit_s_per_block": median(submitted) / count,
     }
 
 
 def _runner(executor: TorchExecutor, load: Load, longest: int) -> TimedRunner:
-    """With a tier that holds the parked request twice."""
+    """Return a runner with a tier that holds the paused request twice."""
     size = executor.block_bytes
     sizes = piece_sizes(2 * columns_for(load.swapped) * size * 2, size)
     store = HostStore([executor.host_memory(piece) for piece in sizes], size)
@@ -134,8 +134,9 @@ def _runner(executor: TorchExecutor, load: Load, longest: int) -> TimedRunner:
 def _tokens(
     stage: Stage, executor: TorchExecutor, load: Load, columns: int, *, swaps: bool
 ) -> list[int]:
-    """What a request answers; swaps: its blocks leave in the middle, are written over, and come
-    back into others."""
+    """Return a request's tokens; with `swaps` its blocks leave midway, are overwritten, and return
+    into other blocks.
+    """
     runner = _runner(executor, load, columns * BLOCK_SIZE)
     plans = list(_answer(load, columns))
     if swaps:
@@ -147,7 +148,7 @@ def _tokens(
 
 
 def _answer(load: Load, columns: int) -> Iterator[StepPlan]:
-    """A prompt in one step, then a token a step."""
+    """Compute a prompt in one step, then a token a step."""
     first = _seated([_admission(0, load.swapped)], columns)
     for step in range(load.answer):
         start = load.swapped + step - 1 if step else 0
@@ -156,8 +157,9 @@ def _answer(load: Load, columns: int) -> Iterator[StepPlan]:
 
 
 def _swap(load: Load, columns: int) -> list[StepPlan]:
-    """The prompt's whole blocks: saved and written over in one plan, back in the next, and used
-    from the one after."""
+    """Save and overwrite the prompt's whole blocks in one plan, load them in the next, use
+    them after.
+    """
     whole = np.arange(load.swapped // BLOCK_SIZE, dtype=np.int32)
     others = whole + np.int32(columns)
     spare = np.full_like(whole, 2 * columns)
@@ -176,13 +178,13 @@ def _swap(load: Load, columns: int) -> list[StepPlan]:
 def _steps(
     stage: Stage, executor: TorchExecutor, load: Load, columns: int, *, swaps: bool
 ) -> dict[str, float]:
-    """Seconds a step of `running` requests, as the host's clock has them."""
+    """Return seconds per step of `running` requests, by the host's clock."""
     runner = _runner(executor, load, columns * BLOCK_SIZE)
     warm = warm_tokens(stage)
     plans = _decode(load, columns, warm, swaps=swaps)
     idle = Idle(stage, executor)
     taken = list(_timed(run(runner, plans, plans_in_flight=2, idle=idle)))[warm:]
-    told = runner.submit_s[warm:]
+    submit_s = runner.submit_s[warm:]
     ended = None if runner.mover is None else runner.mover.ended()
     runner.end_thread()
     moved = 0 if ended is None else ended.saved + ended.fetched
@@ -190,7 +192,7 @@ def _steps(
         "seconds_a_step": sum(taken) / len(taken),
         "median_seconds_a_step": median(taken),
         "longest_step_s": max(taken),
-        "longest_submit_s": max(told),
+        "longest_submit_s": max(submit_s),
         "moved_bytes_per_s": moved * executor.block_bytes / sum(taken),
     }
 
@@ -247,7 +249,7 @@ def _admission(slot: int, prompt: int) -> Admission:
 
 
 def _seated(admissions: list[Admission], columns: int) -> dict[str, Any]:
-    """Fields of the plan that admits them, with room for all they will compute."""
+    """Return fields of the plan that admits them, with blocks for all they will compute."""
     slots = np.array([admission.slot for admission in admissions], np.int32)
     table_slots = np.repeat(slots, columns).astype(np.int32)
     table_columns = np.tile(np.arange(columns, dtype=np.int32), len(slots))

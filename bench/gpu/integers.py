@@ -1,7 +1,7 @@
-"""Products of int8 and int4 weights on the device against what they mean, in NumPy: the same bits.
+"""Compare products of int8 and int4 weights on the device with NumPy, bit for bit.
 
-Their sums are whole numbers, so nothing is left to an order or a tolerance. Numbers of rows are
-such that each tile of the kernels is taken. Knows no model.
+Sums of integers are exact, so order does not matter and there is no tolerance. Row counts select
+each tile of the kernels.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from quire.quant.int_weights import quantize_matrix
 from quire.quant.scheme import SCHEMES
 
 INTEGERS = [name for name, scheme in SCHEMES.items() if not scheme.is_float]
-OUTPUTS, COLUMNS = 200, 1000  # parts of tiles and of groups, too
+OUTPUTS, COLUMNS = 200, 1000  # neither is a multiple of tiles or groups
 ROWS = (1, 16, 17, 33, 65, 300)
 
 
 def integers(stage: Stage) -> None:
-    """Report, for each precision, how many numbers differ in bits; end the section on any."""
+    """Report, for each precision, how many values differ in bits; end the section on any."""
     rng = np.random.default_rng(5)
     outputs, columns, counts = (40, 200, (1, 17)) if stage.is_dry else (OUTPUTS, COLUMNS, ROWS)
     x = rng.standard_normal((max(counts), columns)).astype(np.float32)
     for name in INTEGERS:
-        # Leans to one side, so that zero points differ.
+        # Skewed, so that zero points differ.
         leaning = rng.standard_normal((outputs, columns)) + rng.standard_normal((outputs, 1))
         matrix = quantize_matrix(leaning.astype(np.float32), SCHEMES[name])
         weight, right = pack_ints(matrix, stage.device), int_linear(x, matrix, None)
@@ -43,6 +43,6 @@ def integers(stage: Stage) -> None:
             product(quantize_rows(torch.from_numpy(x[:rows]).to(stage.device), room), weight, y)
             if not stage.is_rehearsal:
                 wrong += int((stage.values(y) != right[:rows]).sum())
-        stage.tell(f"{name} products", {"rows": counts, "other_bits": wrong})
+        stage.report(f"{name} products", {"rows": counts, "other_bits": wrong})
         if wrong:
             raise SystemExit(f"{name}: {wrong} numbers differ from what the product means")

@@ -1,9 +1,9 @@
-"""Triton's interpreter, mended where it differs from what a card computes, and where it is slow.
+"""Patch Triton's interpreter where it differs from a GPU, and where it is slow.
 
-Version 3.6 reads bounds of loops with int() of an array of one element, which NumPy refuses from
-2.5 on, and it rounds a fused multiply-add twice; later versions do neither. All of them change the
-whole language for each call of a function within a kernel, though a launch has done it. For proofs
-on CPU tensors only; knows no kernel.
+Version 3.6 reads loop bounds with int() of an array of one element, which NumPy rejects from 2.5
+on, and it rounds a fused multiply-add twice; later versions do neither. All versions patch the
+whole language again for each call of a function within a kernel, which the launch has done already.
+For proofs on CPU tensors only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.quant.int_rows import fma
 
 @cache
 def mend() -> None:
-    """Before the first kernel is interpreted; a second time does nothing."""
+    """Patch before the first kernel is interpreted; a second call does nothing."""
     patch = interpreter._patch_lang_tensor
 
     def with_bounds(tensor: Any, scope: Any) -> None:
@@ -33,7 +33,7 @@ def mend() -> None:
 
     def called(function: Any, *arguments: Any, **named: Any) -> Any:
         module = function.fn.__module__
-        if module not in changed:  # Triton's own see the language by another name
+        if module not in changed:  # Triton's own modules alias the language
             changed.add(module)
             interpreter._patch_lang(function.fn)
         return function.rewrite()(*arguments, **named)
@@ -42,6 +42,6 @@ def mend() -> None:
 
 
 def _fused(builder: Any, x: Any, y: Any, z: Any) -> Any:
-    """x * y + z, rounded once; of float32, which is all that kernels fuse."""
+    """Return x * y + z, rounded once, for float32, the only dtype that kernels fuse."""
     assert x.data.dtype == np.float32, f"multiply-adds of {x.data.dtype} are not written anywhere"
     return interpreter.TensorHandle(fma(x.data, y.data, z.data), z.dtype.scalar)

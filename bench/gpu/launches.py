@@ -1,14 +1,13 @@
-"""What a card would launch, seen without one, and compiled before it is asked for anything.
+"""Record what a GPU would launch, without one, and compile it in advance.
 
     python -m bench.gpu.launches [--capability 90] [--share 0/1] [--service] [--stubs] [--look]
 
-Sections of the check, and with --service engines in service (service.py), are rehearsed: real
-shapes, tensors without memory. Each launch goes through Triton's own launcher as far as the
-compiler, with the types, alignments and constants it would have, so what is compiled is what a card
-then finds in Triton's cache, and nothing can be launched that was not seen. --share I/N: of N
-processes the one that compiles each N-th. --stubs: make what calls each kernel too, which needs
-libcuda. --look: print a JSON line a kernel: registers, bytes spilled, shared memory. Needs no
-device. Knows nothing of speed.
+Sections of the check, and with --service serving engines (service.py), are rehearsed: real shapes,
+tensors without memory. Each launch goes through Triton's own launcher up to the compiler, with its
+real types, alignments and constants, so a GPU run later finds the compiled kernel in Triton's
+cache, and every launch is recorded. --share I/N: compile each N-th kernel in one of N processes.
+--stubs: also build the launcher stubs, which needs libcuda. --look: print a JSON line per kernel:
+registers, spilled bytes, shared memory. Needs no device, and measures no speed.
 """
 
 from __future__ import annotations
@@ -36,50 +35,51 @@ from triton.runtime.jit import JITFunction
 from bench.gpu.sections import SECTIONS
 from bench.gpu.stage import Stage
 
-# What other sections launch is theirs or none of ours; build is what calls this.
+# Other sections launch kernels of others or none; build calls this module.
 OTHERS = ("build", "limits", "gaps", "peer")
 SERVICE = "bench.gpu.service:service"
 Made = Callable[[str, str, Any], None]
 
 
 class AbsentDriver:
-    """A card as Triton's launcher asks for it."""
+    """A GPU driver as Triton's launcher queries it."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
 
     def get_current_target(self) -> GPUTarget:
-        """What is compiled for."""
+        """Return the compilation target."""
         return self._target
 
     def get_current_device(self) -> int:
-        """The only one."""
+        """Return the only device."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
-        """Never used."""
+        """Return 0; it is never used."""
         return 0
 
 
 class Placed:
-    """A tensor without memory as the launcher sees one: its type, and an address that is aligned as
-    it would be in memory that a card gives."""
+    """A tensor without memory as the launcher sees it: its type, and an address aligned like memory
+    of a GPU.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype = tensor.dtype
         self._at = 2**20 + tensor.storage_offset() * tensor.element_size()
 
     def data_ptr(self) -> int:
-        """Where it would lie."""
+        """Return the address."""
         return self._at
 
     def key(self) -> tuple[str, bool]:
-        """All that the launcher makes of it."""
+        """Return everything that the launcher derives from it."""
         return str(self.dtype), self._at % 16 == 0
 
 
 def _key(argument: Any) -> Any:
-    """What a kernel can be compiled anew for, and maybe a little more."""
+    """Return everything that may cause a kernel to be recompiled."""
     if isinstance(argument, Placed):
         return argument.key()
     if isinstance(argument, bool) or not isinstance(argument, int):
@@ -89,8 +89,9 @@ def _key(argument: Any) -> Any:
 
 @contextmanager
 def seen(made: Made, share: tuple[int, int], where: list[str]) -> Iterator[None]:
-    """While open, compile a launch on first use if it is of this share, and report it as
-    (section, kernel, compiled)."""
+    """Compile launches of this share on first use while open, and report (section, kernel,
+    compiled).
+    """
     launch, known = JITFunction.run, set()
 
     def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
@@ -117,14 +118,14 @@ def seen(made: Made, share: tuple[int, int], where: list[str]) -> Iterator[None]
 def rehearse(
     capability: int, share: tuple[int, int], made: Made, *, with_service: bool = False
 ) -> None:
-    """Run all sections that launch anything."""
+    """Run all sections that launch our kernels."""
     driver.set_active(AbsentDriver(capability))
     where = [""]
     stage = Stage(
         is_dry=False,
         is_rehearsal=True,
         ends=time.monotonic() + 3600,
-        tell=lambda what, value: None,
+        report=lambda what, value: None,
     )
     functions = {name: section.function for name, section in SECTIONS.items() if name not in OTHERS}
     if with_service:
@@ -137,7 +138,7 @@ def rehearse(
 
 
 def seen_kernels(*, with_service: bool = False) -> set[str]:
-    """Names of all that is launched; nothing is compiled."""
+    """Return names of all launched kernels; nothing is compiled."""
     found: set[str] = set()
     compiles = JITFunction.run
     JITFunction.run = lambda self, *arguments, **named: found.add(self.fn.__name__)
@@ -149,9 +150,10 @@ def seen_kernels(*, with_service: bool = False) -> set[str]:
 
 
 def usage(compiled: Any) -> dict[str, Any]:
-    """Registers a thread, bytes of its stack (what did not fit into registers), shared memory,
-    matrix instructions, whether multiply-adds were fused."""
-    text = told_by("cuobjdump", "-res-usage", compiled.asm["cubin"])
+    """Return registers per thread, stack bytes (spills), shared memory, matrix instructions, and
+    whether multiply-adds were fused.
+    """
+    text = tool_output("cuobjdump", "-res-usage", compiled.asm["cubin"])
     found = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", text)}
     ptx = compiled.asm["ptx"]
     return {
@@ -166,8 +168,8 @@ def usage(compiled: Any) -> dict[str, Any]:
     }
 
 
-def told_by(tool: str, option: str, cubin: bytes) -> str:
-    """What one of the assembler's tools, which are in Triton's package, says of machine code."""
+def tool_output(tool: str, option: str, cubin: bytes) -> str:
+    """Return the output of one of the binary tools in Triton's package for machine code."""
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -177,7 +179,7 @@ def told_by(tool: str, option: str, cubin: bytes) -> str:
 
 
 def main() -> None:
-    """Compile a share; print how many there were."""
+    """Compile a share; print the counts."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--capability", type=int, default=90)
     parser.add_argument("--share", default="0/1")

@@ -1,6 +1,6 @@
-"""What the device can do at most, measured where everything else is: copies and a large product.
+"""Measure the device's limits in the same process as everything else: copies and a large product.
 
-Shares in the other sections are of these, taken again in the same process by `device_limits`.
+Shares in the other sections refer to these, measured again by `device_limits`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ PRODUCT = 8192
 def limits(stage: Stage) -> None:
     """Report the limits of the card."""
     for name, value in device_limits(stage).items():
-        stage.tell(name, value)
+        stage.report(name, value)
 
 
 def device_limits(stage: Stage) -> dict[str, Any]:
-    """Bytes a second of a copy (read and written), operations a second of a bf16 product."""
+    """Return bytes/s of a copy (read and written) and operations/s of a bf16 product."""
     size = 2**16 if stage.is_dry else COPY_BYTES
     source = torch.ones(size // 4, dtype=torch.int32, device=stage.device)
     target = torch.empty_like(source)

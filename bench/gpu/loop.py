@@ -27,22 +27,24 @@ GREEDY = SamplingParams(temperature=0.0, seed=0)
 
 
 def warm_tokens(stage: Stage) -> int:
-    """Before those that are timed: kernels are compiled, graphs captured."""
+    """Return how many tokens precede the timed ones: kernels are compiled, graphs captured."""
     return 1 if stage.is_dry else 8
 
 
 class Idle:
-    """Time the device was idle between steps, from the end of one step's launches to the start
-    of the next one's; gaps within a step are not measured. Also the host's time to launch steps:
-    replayed from graphs, and kernel by kernel, as captured steps are, too."""
+    """The device's idle time between steps, and the host's time to launch steps.
+
+    Idle is from the end of one step's launches to the start of the next one's; gaps within a step
+    are not measured. Steps are replayed from graphs or launched kernel by kernel.
+    """
 
     def __init__(self, stage: Stage, executor: TorchExecutor) -> None:
         self._is_on_card, self._executor = stage.is_on_card, executor
         self._places: list[tuple[Any, Any]] = []
         self._host_s: dict[str, list[float]] = {"replayed": [], "launched": []}
 
-    def told(self, runner: ModelRunner, plan: StepPlan) -> Any:
-        """Hand in a plan between two places in the device's order."""
+    def submit(self, runner: ModelRunner, plan: StepPlan) -> Any:
+        """Submit a plan between two events of the device's stream."""
         if not self._is_on_card:
             return self._submitted(runner, plan)
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -53,7 +55,7 @@ class Idle:
         return handle
 
     def host(self) -> dict[str, Any]:
-        """Steps of either kind, and the median seconds of handing one in."""
+        """Return the steps of either kind, and the median seconds of submitting one."""
         return {
             kind: {"steps": len(taken), "host_s": median(taken) if taken else None}
             for kind, taken in self._host_s.items()
@@ -68,7 +70,7 @@ class Idle:
         return handle
 
     def seconds(self) -> float:
-        """In all, once the device has done everything."""
+        """Return the total, once the device is idle."""
         pairs = zip(self._places, self._places[1:], strict=False)
         return sum(before[1].elapsed_time(after[0]) for before, after in pairs) / 1e3
 
@@ -76,7 +78,7 @@ class Idle:
 def run(
     runner: ModelRunner, plans: Iterable[StepPlan], *, plans_in_flight: int, idle: Idle
 ) -> Iterator[StepResult]:
-    """Results of plans, so many of them out at a time. Raises RuntimeError where a row fails."""
+    """Return results of plans, with so many in flight. Raises RuntimeError if a row fails."""
     out: deque[Any] = deque()
 
     def oldest() -> StepResult:
@@ -86,7 +88,7 @@ def run(
         return result
 
     for plan in plans:
-        out.append(idle.told(runner, plan))
+        out.append(idle.submit(runner, plan))
         if len(out) == plans_in_flight:
             yield oldest()
     while out:
@@ -96,8 +98,10 @@ def run(
 def decode(
     stage: Stage, executor: TorchExecutor, *, depth: int, tokens: int, plans_in_flight: int
 ) -> dict[str, Any]:
-    """One request answers `tokens` tokens from a depth on: seconds a token as the host's clock has
-    them, and of those the device's idle ones."""
+    """Decode `tokens` tokens of one request from a depth on.
+
+    Returns seconds per token by the host's clock, and the idle part of them.
+    """
     warm = warm_tokens(stage)
     runner = _runner(executor, depth + warm + tokens, plans_in_flight)
     plans = _plans(depth, warm + tokens)

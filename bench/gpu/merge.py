@@ -1,7 +1,7 @@
-"""Makes one result of several calls of the GPU check: python -m bench.gpu.merge FILE... --out FILE
+"""Merge several calls of the GPU check: python -m bench.gpu.merge FILE... --out FILE
 
-Of each section the best there is: one that passed, the last of these; else the last that was begun.
-Refuses files of other code, another machine, or dry runs: figures side by side must be comparable.
+Of each section the best result is used: the last one that passed; else the last one started.
+Rejects files of other code, another machine, or dry runs: results must be comparable.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Result = dict[str, Any]
 
 
 def main() -> int:
-    """The exit code."""
+    """Merge files and return the exit code."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True)
@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def merge(results: Sequence[Result]) -> Result:
-    """One of them all, in the order of the sections. Raises ValueError."""
+    """Return one merged result, in the order of the sections. Raises ValueError."""
     first = results[0]
     for result in results:
         if result["what"].startswith("dry run"):
@@ -65,8 +65,9 @@ def merge(results: Sequence[Result]) -> Result:
 
 
 def _compared(part: str, result: Result) -> Any:
-    """Return what numbers depend on of a machine: names of cards and packages. A driver may
-    differ; it is reported."""
+    """Return what results depend on: names of cards and packages. A driver may differ; it
+    is reported.
+    """
     if part != "machine":
         return result[part]
     gpus = result[part]["gpus"]
@@ -75,7 +76,7 @@ def _compared(part: str, result: Result) -> Any:
 
 
 def _rank(section: dict[str, Any]) -> int:
-    """Passed, begun, not begun."""
+    """Return the rank of a status: passed, started, not started."""
     if section["status"] == "ok":
         return 2
     return 0 if section["status"].startswith("not begun") else 1

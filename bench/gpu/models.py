@@ -1,7 +1,7 @@
-"""Models of known shapes with random weights, made on the device: nothing is loaded.
+"""Models of known shapes with random weights, created on the device: nothing is loaded.
 
 The shapes are of the published config.json files. Weights are small random numbers, so that
-activations stay finite; what a step costs does not depend on them.
+activations stay finite; the cost of a step does not depend on them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ LAYERS_OF_REHEARSAL = 3  # a first, a last, and one between
 def program_of(
     stage: Stage, name: str, *, precision: str = "none", kv_cache_dtype: str = "auto"
 ) -> Program:
-    """The program of a model by name, in bf16; tiny in a dry run."""
+    """Return the program of a model by name, in bf16; tiny in a dry run."""
     config = dict(SHAPES[name]) | (TINY if stage.is_dry else {})
     if stage.is_rehearsal:
         config["num_hidden_layers"] = LAYERS_OF_REHEARSAL
@@ -91,12 +91,12 @@ def program_of(
 
 
 def generator_of(device: torch.device) -> torch.Generator | None:
-    """The same numbers each time; none of a device that is not there."""
+    """Return a seeded generator; None for an absent device."""
     return None if device == absent.DEVICE else torch.Generator(device=device).manual_seed(1)
 
 
 def random_weights(program: Program, device: torch.device) -> Loaded:
-    """Weights of a program's shapes."""
+    """Return random weights in the shapes of a program."""
     generator = generator_of(device)
     plain: dict[str, torch.Tensor] = {}
     few: dict[str, Any] = {}
@@ -114,18 +114,18 @@ def random_weights(program: Program, device: torch.device) -> Loaded:
             values.normal_(0.0, 0.5 * weight.columns**-0.5, generator=generator)
         if weight.quantized is None:
             plain[name] = values
-        else:  # as loading makes it of the checkpoint's numbers
+        else:  # as loading converts the checkpoint's numbers
             few[name] = Fp8Weight.of(values, weight.quantized)
     return Loaded(plain, few)
 
 
 def _random_ints(weight: Weight, device: torch.device, generator: torch.Generator | None) -> Any:
-    """As the kernels hold them, made in place: quantizing would take minutes on the host."""
+    """Return integer weights in kernel layout, created in place: quantizing would take minutes."""
     from quire.execute.gpu.kernels.int4_layout import BLOCK, PANEL, Int4Weight
     from quire.execute.gpu.kernels.linear_bytes import ByteWeight
 
     scheme, rows, columns = weight.ints, weight.rows, weight.columns
-    assert scheme is not None, "asked for integers only"
+    assert scheme is not None, "only for integer schemes"
     small = 0.5 * columns**-0.5
     if scheme.bits == 8:
         width = -(-columns // 128) * 128
@@ -157,7 +157,7 @@ def executor_of(
     blocks: int,
     weights: Loaded | None = None,
 ) -> TorchExecutor:
-    """An executor with its cache; in a dry run the kernels run in the interpreter."""
+    """Return an executor with its cache; in a dry run the kernels run in the interpreter."""
     executor = TorchExecutor(
         program,
         weights or random_weights(program, stage.device),

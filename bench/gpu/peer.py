@@ -1,10 +1,10 @@
-"""Measure transformers' continuous batching on the same requests, random weights, same shapes.
+"""Measure transformers' continuous batching on the same requests, random weights and shapes.
 
-With its default attention where it is installed (without a package of flash attention that is
-PyTorch's, over a mask of all positions of all requests), and, for fairness, with PyTorch's
-attention for sequences of different lengths in its place; the result names each. Everything else
-has its defaults. Its start (memory, graphs) is not counted. The number of requests grows only while
-the time of smaller runs leaves room.
+With its default attention if it is installed (without a flash attention package that is PyTorch's,
+over a mask of all positions of all requests), and, for fairness, with PyTorch's variable-length
+attention in its place; the result names each. Everything else has its defaults. Its startup
+(memory, graphs) is not counted. The number of requests grows only while the remaining time
+suffices.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from bench.gpu.models import LLAMA, TINY
 from bench.gpu.requests import DRY, FULL, Load
 from bench.gpu.stage import Stage
 
-WAVES = (16, 128, 1024)  # requests: a few, half of what ours has running, all
-# What is set for it; the last is what it sets itself where flash attention is installed.
+WAVES = (16, 128, 1024)  # requests: a few, half of what ours runs, all
+# Settings for it; the last is its own default if flash attention is installed.
 WAYS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "its own attention": {},
@@ -36,7 +36,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 Answered = tuple[dict[str, Any], list[list[int]]]
-VARLEN = "paged|varlen"  # no name of a package's, or it would be looked for
+VARLEN = "paged|varlen"  # not the name of a package, which it would look for
 
 
 def peer(stage: Stage) -> None:
@@ -62,33 +62,33 @@ def peer(stage: Stage) -> None:
         try:
             found[name] = _waves(stage, partial(_asked, stage, model, settings, load), name, ends)
         except (RuntimeError, ValueError, TypeError, TimeoutError) as error:
-            stage.tell(f"{name}: ended", f"{type(error).__name__}: {str(error)[:300]}")
+            stage.report(f"{name}: ended", f"{type(error).__name__}: {str(error)[:300]}")
     for name, answers in found.items():
         one = next(iter(found.values()))
         same = [a[:1] == b[:1] for a, b in zip(one, answers, strict=True)]
-        stage.tell(f"{name}: first tokens as by its own", f"{sum(same)} of {len(same)}")
+        stage.report(f"{name}: first tokens as by its own", f"{sum(same)} of {len(same)}")
 
 
 def _waves(
     stage: Stage, asked: Callable[[int, float], Answered], name: str, ends: float
 ) -> list[list[int]]:
-    """The answers of the first wave."""
+    """Return the answers of the first wave."""
     waves = (DRY.requests,) if stage.is_dry else WAVES
     first: list[list[int]] = []
     took_s = 0.0
     for before, wave in zip([1, *waves], waves, strict=False):
-        # More at once take less each: begun is what may be done, and it is ended where it is not.
+        # More requests at once take less each: start any that may fit, and end it if it does not.
         if time.monotonic() + took_s * (wave / before) ** 0.5 > ends:
-            stage.tell(f"{name}: {wave} requests", "not asked for: there is no time")
+            stage.report(f"{name}: {wave} requests", "skipped: no time left")
             break
         began = time.monotonic()
         found, answers = asked(wave, ends)
         gc.collect()
         if stage.is_on_card:
-            torch.cuda.empty_cache()  # what its cache took
+            torch.cuda.empty_cache()  # memory kept by its cache
         took_s = time.monotonic() - began
         first = first or answers
-        stage.tell(f"{name}, {wave} requests", found)
+        stage.report(f"{name}, {wave} requests", found)
     return first
 
 
@@ -146,9 +146,11 @@ def by_lengths(
     attention_mask: object,
     **given: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As transformers' attention functions: packed rows over keys and values read out of its cache,
-    each sequence over its own, by PyTorch's varlen_attn; on a CPU, which it is not for, one
-    sequence after the other."""
+    """Compute attention per sequence, as an attention function of transformers.
+
+    Packed rows attend keys and values read from its cache, each sequence its own, by PyTorch's
+    varlen_attn; on a CPU, which lacks it, one sequence after the other.
+    """
     keys, values = given["cache"].update(
         key_states=key,
         value_states=value,

@@ -1,8 +1,8 @@
 """Time products of bf16 and fp8: ours beside the vendor's, for few rows and many.
 
-In the shapes of an 8B model's layer, with several copies of a weight in turn where one would stay
-in the card's cache. Results of both are compared before either is timed. fp8 has scales of tokens,
-and static ones; fast mode uses the vendor's where the installed PyTorch has it
+In the shapes of an 8B model's layer, with several copies of a weight in turn if one would fit the
+GPU's cache. Results of both are compared before either is timed. fp8 has per-token scales and
+static ones; fast mode uses the vendor's if the installed PyTorch has it
 (quire/execute/gpu/library_fp8.py). For bf16 it uses the vendor's, except for the weights and rows
 in OURS_UP_TO of quire/execute/gpu/products.py, which these reports determine.
 """
@@ -24,7 +24,7 @@ from quire.execute.gpu.kernels.linear_bytes import ByteWeight, linear_bytes
 from quire.execute.gpu.kernels.linear_fixed import Workspace, linear, max_sums
 from quire.execute.gpu.library_fp8 import BY_ROW, BY_TENSOR, E4M3, bound, is_known
 
-# Outputs and columns: q, k and v; attention's; gate and up; down.
+# Outputs and columns: q, k and v; attention output; gate and up; down.
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 ROWS = (1, 16, 64, 512, 8192)
 HEAD = (128256, 4096)
@@ -56,14 +56,14 @@ def bf16_products(stage: Stage) -> None:
             )
             found["share_of_floor"] = {name: floor / taken for name, taken in seconds.items()}
             prices[rows] = found["price"] = seconds["ours"] / seconds["vendor"] - 1
-            stage.tell(f"{rows} x {columns} -> {outputs}", found)
+            stage.report(f"{rows} x {columns} -> {outputs}", found)
             if not found["largest_error"] <= ALLOWED:
                 raise SystemExit(f"the vendor's product differs from ours: {found}")
-        stage.tell(f"ours up to: {columns} -> {outputs}", ours_up_to(prices))
+        stage.report(f"ours up to: {columns} -> {outputs}", ours_up_to(prices))
 
 
 def ours_up_to(prices: Mapping[int, float]) -> int:
-    """The rows up to which ours is never the slower one, by prices in the order of rows."""
+    """Return the rows up to which ours is never slower, from prices in the order of rows."""
     return max(takewhile(lambda rows: prices[rows] <= 0, prices), default=0)
 
 
@@ -72,7 +72,7 @@ def _normal(stage: Stage, *size: int) -> torch.Tensor:
 
 
 def _bf16(stage: Stage, weights: list[torch.Tensor], rows: int) -> dict[str, Any]:
-    """Both products of the weights in turn."""
+    """Measure both products of the weights in turn."""
     outputs, columns = weights[0].shape
     x = _normal(stage, rows, columns)
     y, theirs = (torch.empty(rows, outputs, dtype=stage.dtype, device=stage.device) for _ in "ab")
@@ -97,7 +97,7 @@ def fp8_products(stage: Stage) -> None:
     for form, scaled in ((BY_ROW, "token"), (BY_ROW, "tensor"), (BY_TENSOR, "tensor")):
         title = f"scales by {form}, rows by {scaled}"
         if not stage.is_rehearsal and not is_known(form, stage.device):
-            stage.tell(title, "the installed PyTorch refuses them: ours is taken")
+            stage.report(title, "the installed PyTorch refuses them: ours is taken")
             continue
         for outputs, columns in shapes:
             for rows in counts:
@@ -108,7 +108,7 @@ def fp8_products(stage: Stage) -> None:
                     name: 2 * rows * outputs * columns / seconds / limits["bf16_ops_per_s"]
                     for name, seconds in found["seconds"].items()
                 }
-                stage.tell(f"{title}: {rows} x {columns} -> {outputs}", found)
+                stage.report(f"{title}: {rows} x {columns} -> {outputs}", found)
                 if not found["largest_error"] <= ALLOWED:
                     raise SystemExit(f"{title}: the vendor's product differs from ours: {found}")
 

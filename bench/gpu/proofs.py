@@ -1,6 +1,6 @@
-"""Build, parity and exact mode on the device: whether what it computes is right, before how fast.
+"""Build, parity and exact mode on the device: correctness before speed.
 
-A small model with random weights goes through the kernels and through plain PyTorch in float32 on
+A small model with random weights runs through the kernels and through plain PyTorch in float32 on
 the host, which tests compare with the reference executor. Nothing is loaded.
 """
 
@@ -29,29 +29,30 @@ from quire.program.batch import CacheRows
 from quire.program.program import Program
 
 DEPTH, SEQUENCES = 700, 3
-# By what weights, keys and values are kept in, as shares of the largest logit: both sides round
-# activations to bf16, or to fp8's fewer bits, where sums differ otherwise.
+# Tolerances by storage of weights, keys and values, as shares of the largest logit: both sides
+# round activations to bf16 or fp8, and sum in different orders.
 TOLERANCES = MappingProxyType({"none": 0.03, "fp8": 0.1})
 
 
 def build(stage: Stage) -> None:
-    """The machine as the engine sees it, all kernels compiled, and a small model run."""
+    """Report the machine as the engine sees it, compile all kernels, and run a small model."""
     machine = look()
-    stage.tell("pytorch", machine.torch_version)
-    stage.tell("built_for", machine.built_for)
-    stage.tell("cards", [f"{card.name} ({card.architecture})" for card in machine.cards])
-    stage.tell("chosen", str(choose("cpu" if stage.is_dry else "cuda", machine)))
-    stage.tell("kernels", compile_all(stage))
+    stage.report("pytorch", machine.torch_version)
+    stage.report("built_for", machine.built_for)
+    stage.report("cards", [f"{card.name} ({card.architecture})" for card in machine.cards])
+    stage.report("chosen", str(choose("cpu" if stage.is_dry else "cuda", machine)))
+    stage.report("kernels", compile_all(stage))
     began = time.perf_counter()
     executor, program = _small(stage, "none", exact=True)
     _logits(executor, program, chunk=_depth(stage), stage=stage)
     stage.settle()
-    stage.tell("loaded_and_run_s", time.perf_counter() - began)
+    stage.report("loaded_and_run_s", time.perf_counter() - began)
 
 
 def parity(stage: Stage) -> None:
-    """Whole steps against plain PyTorch on the host, in both modes; products of integers against
-    NumPy."""
+    """Compare whole steps with plain PyTorch on the host, in both modes; integer products
+    with NumPy.
+    """
     for precision, allowed in TOLERANCES.items():
         for exact in (True, False):
             executor, program = _small(stage, precision, exact=exact)
@@ -59,14 +60,14 @@ def parity(stage: Stage) -> None:
             right = found if stage.is_rehearsal else _right(program, executor, stage)
             error = float(np.abs(found - right).max() / np.abs(right).max())
             what = f"{precision} {'exact' if exact else 'fast'}"
-            stage.tell(what, {"largest_error": error, "allowed": allowed})
+            stage.report(what, {"largest_error": error, "allowed": allowed})
             if not error <= allowed:
                 raise SystemExit(f"{what}: the kernels differ from plain PyTorch by {error}")
     integers(stage)
 
 
 def exact(stage: Stage) -> None:
-    """A sequence's bits alone, in chunks, and beside others, are the same."""
+    """Check that a sequence has the same bits alone, in chunks, and beside others."""
     for precision in TOLERANCES:
         _exact(stage, precision)
 
@@ -78,24 +79,25 @@ def _exact(stage: Stage, precision: str) -> None:
     for chunk in (1, 5) if stage.is_dry else (1, 17, 64, 257):
         again = _logits(executor, program, chunk=chunk, stage=stage)
         same = bool(np.array_equal(whole, again))
-        stage.tell(f"{precision} chunks_of_{chunk}", same)
+        stage.report(f"{precision} chunks_of_{chunk}", same)
         if not same:
             raise SystemExit(f"{precision}: chunks of {chunk} change bits")
         if not stage.has_time():
             break
     beside = _beside(executor, program, stage)
-    stage.tell(f"{precision} beside_others", beside)
+    stage.report(f"{precision} beside_others", beside)
     if not beside:
         raise SystemExit(f"{precision}: other sequences in a step change bits")
     replayed = _replayed(executor, program, stage)
-    stage.tell(f"{precision} replayed", replayed)
+    stage.report(f"{precision} replayed", replayed)
     if not replayed["is_same"]:
         raise SystemExit(f"{precision}: mixed steps have other bits when they are replayed")
 
 
 def _replayed(executor: TorchExecutor, program: Program, stage: Stage) -> dict[str, Any]:
-    """Mixed steps of one size, each with other rows than the one before: as served, and then as
-    launched kernel by kernel."""
+    """Run mixed steps of one size with changing rows, replayed and then launched kernel by
+    kernel.
+    """
     depth = _depth(stage)
     steps = [
         batch_of(
@@ -145,7 +147,7 @@ def _right(program: Program, executor: TorchExecutor, stage: Stage) -> np.ndarra
 
 
 def _on_host(program: Program, of: TorchExecutor) -> TorchExecutor:
-    """The same weights in plain PyTorch on the host."""
+    """Run the same weights in plain PyTorch on the host."""
     held = of.weights
     moved: Mapping[str, Any] = {name: values.cpu() for name, values in held.plain.items()}
     few = {
@@ -164,7 +166,7 @@ def _on_host(program: Program, of: TorchExecutor) -> TorchExecutor:
 
 
 def _logits(executor: TorchExecutor, program: Program, *, chunk: int, stage: Stage) -> np.ndarray:
-    """Of the last row of one sequence, computed `chunk` tokens at a time."""
+    """Return logits of the last row of one sequence, computed `chunk` tokens at a time."""
     depth, found = _depth(stage), np.empty(0)
     for start in range(0, depth, chunk):
         count = min(chunk, depth - start)
@@ -181,7 +183,7 @@ def _logits(executor: TorchExecutor, program: Program, *, chunk: int, stage: Sta
 
 
 def _beside(executor: TorchExecutor, program: Program, stage: Stage) -> bool:
-    """Logits of a decode row alone and as one of three."""
+    """Return logits of a decode row alone and as one of three."""
     depth, columns = _depth(stage), columns_for(_depth(stage) + 1)
     sizes = {"columns": columns, "vocab_size": program.vocab_size}
     filled = batch_of([depth - 1] * SEQUENCES, [0] * SEQUENCES, samples=False, **sizes)

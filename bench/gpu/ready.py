@@ -1,9 +1,9 @@
-"""Seconds until an 8B model from local files can answer: loading, the first step, all graphs of
-steps of one token a sequence, then those of mixed steps; as it is in the files, and with
-`--quantization fp8`. A server makes graphs when their sizes first come.
+"""Seconds until an 8B model from local files can answer: loading, the first step, all graphs.
 
-The files are written here first (random bytes that are finite numbers), which is not counted; they
-are then in the system's cache, as after a restart.
+Graphs are of decode steps, then of mixed steps; with weights as in the files, and with
+`--quantization fp8`. A server captures graphs when their sizes first occur. The files are written
+first (random bytes that are finite numbers), uncounted; they are then in the page cache, as after a
+restart.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PRECISIONS = ("none", "fp8")
 
 
 def ready(stage: Stage) -> None:
-    """Write; then load as `--quantization` says, take a first step, capture."""
+    """Write the files; then load as `--quantization` says, take a first step, capture."""
     config = LLAMA | (TINY if stage.is_dry else {})
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -47,12 +47,12 @@ def ready(stage: Stage) -> None:
             return _rehearse(stage)
         began = time.perf_counter()
         _write_shards(folder, plain)
-        stage.tell("seconds_to_write", time.perf_counter() - began)
+        stage.report("seconds_to_write", time.perf_counter() - began)
         for quantization in PRECISIONS:
             if not stage.has_time():
                 return
             program = with_precision(plain, quantization, open_checkpoint(folder))
-            stage.tell(quantization, _seconds(stage, folder, program))
+            stage.report(quantization, _seconds(stage, folder, program))
 
 
 def _seconds(stage: Stage, folder: Path, program: Program) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def _free_bytes(stage: Stage) -> int:
 
 
 def _steps(executor: TorchExecutor) -> dict[str, list[list[int]]]:
-    """Tokens of each sequence in a step of each size that is captured, by what they bring."""
+    """Return tokens of each sequence in a step of each captured size, in order of size."""
     sizes = executor.sizes
     ones = [[1] * size for size in sizes.ones]
     return {
@@ -107,7 +107,7 @@ def _steps(executor: TorchExecutor) -> dict[str, list[list[int]]]:
 
 
 def _mixed(size: Size) -> list[int]:
-    """Tokens of each sequence of a step of this size: one has several."""
+    """Return tokens of each sequence of a mixed step of this size: one has several."""
     others = min(size.sequences, size.tokens - 1) - 1
     return [1] * others + [size.tokens - others]
 
@@ -121,7 +121,7 @@ def _step(executor: TorchExecutor, program: Program, counts: list[int], columns:
 
 
 def _rehearse(stage: Stage) -> None:
-    """The same steps, with nothing loaded."""
+    """Run the same steps, with nothing loaded."""
     for precision in PRECISIONS:
         program = program_of(stage, "Llama-3.1-8B", precision=precision)
         rows = {"max_tokens": STEP_TOKENS, "max_sequences": SEQUENCES}
@@ -133,9 +133,9 @@ def _rehearse(stage: Stage) -> None:
 
 
 def _write_shards(folder: Path, program: Program) -> None:
-    """Every tensor of the program, small random bf16 numbers, in shards and an index."""
+    """Write every tensor of the program, small random bf16 numbers, in shards and an index."""
     rng = np.random.default_rng(0)
-    # Signs and fractions at random, exponents about 2^-8: any run of these is a tensor.
+    # Random signs and fractions, exponents about 2^-8: any slice of these is a tensor.
     drawn = rng.integers(0, 2**16, 2**22, dtype=np.uint16)
     drawn = (drawn & np.uint16(0x807F)) | np.uint16(0x3B80)
     shards: list[dict[str, tuple[int, ...]]] = [{}]

@@ -1,9 +1,9 @@
-"""1,024 requests of 1,024 prompt tokens and 512 answered, 256 running: tokens a second.
+"""1,024 requests of 1,024 prompt tokens and 512 output tokens, 256 running: tokens a second.
 
-The runner computes plans made here, by the plainest policy there is (a slot is refilled as soon as
-its request is done; prompts are computed in chunks beside those that answer), since the scheduler
-needs the compiled module. Every request has room from the start, so nothing is ever preempted.
-Beside it, in a section of its own (peer.py), transformers' continuous batching on the same shapes.
+The runner computes plans made here by the simplest policy (a slot is refilled as soon as its
+request is done; prompts are computed in chunks beside decoding requests), since the scheduler needs
+the compiled module. Every request has all its blocks from the start, so nothing is preempted. In a
+section of its own (peer.py), transformers' continuous batching runs on the same shapes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from quire.runner.model_runner import ModelRunner
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """How much is asked for."""
+    """The size of the load."""
 
     requests: int
     prompt: int
@@ -39,14 +39,14 @@ class Load:
 
 
 FULL = Load(requests=1024, prompt=1024, answer=512, running=256, step_tokens=4096)
-# Every size of a step, few of each: what is launched does not depend on how often.
+# Every size of a step, few of each: launches do not depend on the repetition.
 REHEARSAL = replace(FULL, requests=300, prompt=96, answer=3)
 DRY = Load(requests=3, prompt=4, answer=2, running=2, step_tokens=6)
 
 
 @dataclass(slots=True)
 class Slots:
-    """What each slot computes: positions computed and known; -1 computed for a free slot."""
+    """Positions computed and known per slot; -1 computed for a free slot."""
 
     load: Load
     columns: int
@@ -55,7 +55,7 @@ class Slots:
     free: deque[int] = field(default_factory=deque)
 
     def plan(self, step: int) -> StepPlan | None:
-        """The next step, or None where all is done."""
+        """Return the next step, or None when all is done."""
         admissions = []
         while self.free and self.waiting:
             slot = self.free.popleft()
@@ -93,7 +93,7 @@ class Slots:
         )
 
     def advance(self, plan: StepPlan) -> None:
-        """Count what a plan computes, and free those it finishes."""
+        """Count what a plan computes, and free slots that it finishes."""
         for slot, start, count in zip(
             plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True
         ):
@@ -116,7 +116,7 @@ class Slots:
 
 
 def requests(stage: Stage) -> None:
-    """Run them, in fast mode and then exact."""
+    """Run the requests, in fast mode and then exact."""
     load = _load(stage)
     limits = device_limits(stage)
     for exact in (False, True):
@@ -158,7 +158,7 @@ def requests(stage: Stage) -> None:
         seconds = time.perf_counter() - began
         floor_s = sum(_floor_s(program, plan, limits) for plan in computed)
         runner.close()
-        stage.tell(
+        stage.report(
             "exact" if exact else "fast",
             {
                 "is_whole": answered == load.requests * load.answer,

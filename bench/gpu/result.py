@@ -1,6 +1,6 @@
-"""Result files of the GPU check: written whole or not at all; of which code they are.
+"""Result files of the GPU check: written atomically, with a digest of the measured code.
 
-Knows no section.
+The digest shows whether results of several calls belong to the same code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def write(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def code_digest(root: Path = ROOT) -> str:
-    """Of all that is measured; there may be no repository where it runs."""
+    """Return a digest of the measured code; there may be no repository where it runs."""
     digest = hashlib.sha256()
     for folder in MEASURED:
         for file in sorted((root / folder).rglob("*.py")):

@@ -1,7 +1,7 @@
-"""What an engine in service launches: models, precisions, caches and modes, in steps of all sizes.
+"""Launches of a serving engine: models, precisions, caches and modes, in steps of all sizes.
 
-No section of the check: it is only rehearsed (launches.py), so that whatever an engine would
-launch is compiled, and looked at, without a card.
+Not a section of the check: it is only rehearsed (launches.py), so that everything an engine would
+launch is compiled and inspected without a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quire.sampling.parts import (
 )
 from quire.sampling.scoring import ScoreBatch
 
-# Weights, and keys and values; what is launched for the one does not depend on the other.
+# Weights, and KV; what is launched for one does not depend on the other.
 KEPT = (
     *((precision, "auto") for precision in ("none", "fp8", "fp8-block", "int8")),
     *((precision, "auto") for precision in ("int4", "int4-g32", "int4-g128")),
@@ -44,7 +44,7 @@ def service(stage: Stage) -> None:
             program = program_of(stage, name, precision=precision, kv_cache_dtype=kv)
             for exact in (True, False):
                 _serve(stage, program, exact=exact)
-                stage.tell(f"{name} {precision}, KV {kv}", "exact" if exact else "fast")
+                stage.report(f"{name} {precision}, KV {kv}", "exact" if exact else "fast")
 
 
 def _serve(stage: Stage, program: Program, *, exact: bool) -> None:
@@ -82,7 +82,7 @@ def _step(executor: TorchExecutor, program: Program, counts: list[int], columns:
 
 
 def _choose(executor: TorchExecutor, program: Program, rows: int, columns: int) -> None:
-    """Tokens of rows that ask for nothing, and for all that kernels do; scores of prompts."""
+    """Sample rows without parameters and rows with all that kernels support; score prompts."""
     sizes = {"columns": columns, "vocab_size": program.vocab_size}
     batch = batch_of([1] * rows, [DEPTH] * rows, samples=True, **sizes)
     slots = np.arange(rows, dtype=np.int32)

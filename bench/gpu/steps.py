@@ -1,8 +1,7 @@
-"""Whole steps of models: decode of one request, chunks of prompts beside rows that decode, prefill
-of a long prompt, the price of exact mode.
+"""Whole steps of models: decode, chunks beside decoding rows, prefill, the price of exact mode.
 
-A floor is what reading all weights once takes at the copy's rate (decode), or what the products
-take at the peak (prefill); both limits are measured in the same process.
+A floor is the time of reading all weights once at the copy's rate (decode), or of the products at
+the peak rate (prefill); both limits are measured in the same process.
 """
 
 from __future__ import annotations
@@ -36,8 +35,10 @@ DECODED = (
 
 
 def decode_one(stage: Stage) -> None:
-    """One request from a depth of 512 on: tokens a second as the engine makes them, two plans out;
-    beside it one plan at a time, and a step without token choice on the device alone."""
+    """Measure one request from a depth of 512 on: tokens a second with two plans in flight.
+
+    Also with one plan at a time, and a step without sampling on the device alone.
+    """
     limits = device_limits(stage)
     for name, precision in DECODED:
         for exact in (False, True):
@@ -45,12 +46,15 @@ def decode_one(stage: Stage) -> None:
                 return
             mode = "exact" if exact else "fast"
             found = _decode(stage, name, precision, limits, exact=exact)
-            stage.tell(f"{name} {precision} {mode}", found)
+            stage.report(f"{name} {precision} {mode}", found)
 
 
 def mixed(stage: Stage) -> None:
-    """A chunk of a prompt beside 64 rows that decode, or 8: replayed as a graph where the executor
-    does that, and launched kernel by kernel; seconds a step, and the host's of handing it in."""
+    """Measure a prompt chunk beside 64 decoding rows, or 8.
+
+    Replayed as a graph if the executor does that, and launched kernel by kernel; seconds per step,
+    and the host's time of submitting it.
+    """
     for name in ("Qwen3-0.6B", "Llama-3.1-8B"):
         program = program_of(stage, name)
         depth, chunks, rows = (20, (4,), (2,)) if stage.is_dry else (512, (64, 192, 960), (8, 64))
@@ -74,7 +78,7 @@ def mixed(stage: Stage) -> None:
             found = {"as_served": _timed(stage, executor, batch)}
             executor.sizes = Sizes(limits, mixed=0)
             found["launched"] = _timed(stage, executor, batch)
-            stage.tell(f"{name} {chunk} tokens beside {beside}", found)
+            stage.report(f"{name} {chunk} tokens beside {beside}", found)
         executor.close()
 
 
@@ -92,7 +96,7 @@ def _timed(stage: Stage, executor: TorchExecutor, batch: ForwardBatch) -> dict[s
 
 
 def prefill(stage: Stage) -> None:
-    """A prompt of 8,192 tokens in one step."""
+    """Measure a prompt of 8,192 tokens in one step."""
     limits = device_limits(stage)
     for exact in (False, True):
         tokens = 24 if stage.is_dry else 8192
@@ -101,7 +105,7 @@ def prefill(stage: Stage) -> None:
         batch = _batch(program, [tokens], [0])
         seconds = stage.wall_seconds(lambda: _step(executor, batch), times=5)  # noqa: B023
         operations = program.step_cost(StepShape([tokens], [0])).operations
-        stage.tell(
+        stage.report(
             "exact" if exact else "fast",
             {
                 "seconds": seconds,
@@ -113,7 +117,7 @@ def prefill(stage: Stage) -> None:
 
 
 def exact_price(stage: Stage) -> None:
-    """What exact mode costs: decode of 1, 8 and 64 requests, and a prefill of 2,048."""
+    """Measure the price of exact mode: decode of 1, 8 and 64 requests, and a prefill of 2,048."""
     program = program_of(stage, "Qwen3-0.6B" if stage.is_dry else "Llama-3.1-8B")
     depth, tokens = (20, 24) if stage.is_dry else (1024, 2048)
     sizes = (1, 3) if stage.is_dry else (1, 8, 64)
@@ -135,7 +139,7 @@ def exact_price(stage: Stage) -> None:
             seconds.setdefault(what, {})["exact" if exact else "fast"] = taken
         executor.close()
     for what, taken in seconds.items():
-        stage.tell(what, {**taken, "price": taken["exact"] / taken["fast"] - 1})
+        stage.report(what, {**taken, "price": taken["exact"] / taken["fast"] - 1})
 
 
 def _decode(
@@ -158,7 +162,7 @@ def _decode(
         "of_these_idle_between_steps": overlapped["idle_between_steps_s"],
         "steps": overlapped["steps"],
         "seconds_one_step_at_a_time": one_by_one["seconds_a_token"],
-        "seconds_on_device": device_s,  # without token choice
+        "seconds_on_device": device_s,  # without sampling
         "waits_before_the_next_step": waits,
         "tokens_per_s": 1 / with_host_s,
         "floor_tokens_per_s": 1 / floor_s,

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import IO
 
 LOOK_S = 1.0  # between reads of its reports
-END_S = 15.0  # for the system to end it; a driver's call may not be interruptible
+END_S = 15.0  # for the system to end it; a driver call may not be interruptible
 
 
 def supervised(
@@ -28,7 +28,9 @@ def supervised(
     max_s: float,
     look: Callable[[], None],
 ) -> str:
-    """ "ok", or how it failed. look: called now and then while it runs. In the main thread."""
+    """Return "ok", or how it failed. look: called regularly while it runs. For the main
+    thread only.
+    """
     before = signal.signal(signal.SIGTERM, _leave)
     process = subprocess.Popen(
         command, stdout=log, stderr=log, env=environment, start_new_session=True
@@ -57,7 +59,7 @@ def _status(code: int) -> str:
 
 
 def _ended(process: subprocess.Popen[bytes]) -> str:
-    """End it; what is to be said where that fails."""
+    """End it; return an error message if that fails."""
     _end_group(process.pid)
     try:
         process.wait(timeout=END_S)
@@ -67,5 +69,5 @@ def _ended(process: subprocess.Popen[bytes]) -> str:
 
 
 def _end_group(leader: int) -> None:
-    with suppress(ProcessLookupError):  # all of it is over
+    with suppress(ProcessLookupError):  # all of it has ended
         os.killpg(leader, signal.SIGKILL)

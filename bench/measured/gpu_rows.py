@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 PUBLISHED = Path(__file__).with_name("published_gpu.json")
-OF_A_CARD = "quire on a GPU"  # what a dry run does not call itself
+OF_A_CARD = "quire on a GPU"  # what a dry run is not called
 DECODED = {
     "Llama-3.1-8B none": "8B bf16",
     "Llama-3.1-8B fp8": "8B fp8",
@@ -25,7 +25,7 @@ DECODED = {
 
 
 def gpu_rows(result: dict[str, Any]) -> list[str]:
-    """What the check found, each beside its goal."""
+    """Return the results of the check, each beside its goal."""
     if result["what"] != OF_A_CARD:
         return []
     makers = {
@@ -48,7 +48,7 @@ def gpu_rows(result: dict[str, Any]) -> list[str]:
 
 
 def card_text(result: dict[str, Any]) -> str:
-    """Which card, driver and packages."""
+    """Return card, driver and packages."""
     card = result["machine"]
     gpus = card["gpus"] if isinstance(card["gpus"], list) else [card["gpus"]]
     packages = ", ".join(f"{name} {card['packages'][name]}" for name in ("torch", "triton"))
@@ -56,13 +56,14 @@ def card_text(result: dict[str, Any]) -> str:
 
 
 def published_table() -> list[str]:
-    """What others have published of settings near these."""
+    """Return what others have published for similar settings."""
     return [
         "| engine | what | reported | model, precision | card | date | differs from ours |",
         "|---|---|---|---|---|---|---|",
         *(
-            f"| [{one['of']}]({one['address']}) | {one['what']} | {one['told']} | {one['model']}, "
-            f"{one['precision']} | {one['card']} | {one['date']} | {one['differs']} |"
+            f"| [{one['of']}]({one['address']}) | {one['what']} | {one['figures']} | "
+            f"{one['model']}, {one['precision']} | {one['card']} | {one['date']} | "
+            f"{one['differs']} |"
             for one in json.loads(PUBLISHED.read_text(encoding="utf-8"))
         ),
     ]
@@ -80,14 +81,14 @@ def _decode(found: dict[str, Any]) -> Lines:
         modes = {
             mode: found[f"{key} {mode}"] for mode in ("fast", "exact") if _has(found, key, mode)
         }
-        told = "; ".join(
+        text = "; ".join(
             f"{mode} {one['tokens_per_s']:.0f} tokens/s, {_percent(one['share_of_floor'])} of the "
             f"floor, device {1e3 * one['seconds_on_device']:.2f} of "
             f"{1e3 * one['seconds_with_host']:.2f} ms"
             for mode, one in modes.items()
         )
-        if told:
-            yield f"one request, {name}: decode", told, "85 %" if name == "8B bf16" else ""
+        if text:
+            yield f"one request, {name}: decode", text, "85 %" if name == "8B bf16" else ""
 
 
 def _has(found: dict[str, Any], key: str, mode: str) -> bool:
@@ -95,24 +96,24 @@ def _has(found: dict[str, Any], key: str, mode: str) -> bool:
 
 
 def _attention_decode(found: dict[str, Any]) -> Lines:
-    told = "; ".join(f"{name} {_percent(one['share_of_copy'])}" for name, one in found.items())
-    yield "decode attention, 64 requests of 4,096: share of the copy's bandwidth", told, "85 %"
+    text = "; ".join(f"{name} {_percent(one['share_of_copy'])}" for name, one in found.items())
+    yield "decode attention, 64 requests of 4,096: share of the copy's bandwidth", text, "85 %"
 
 
 def _attention_prefill(found: dict[str, Any]) -> Lines:
-    told = "; ".join(
+    text = "; ".join(
         f"{name} {_percent(one['share_of_peak'])}" if "share_of_peak" in one else f"{name} not run"
         for name, one in found.items()
     )
-    yield "prefill attention, 8,192 tokens: share of the matrix peak", told, "55 %"
+    yield "prefill attention, 8,192 tokens: share of the matrix peak", text, "55 %"
 
 
 def _prefill(found: dict[str, Any]) -> Lines:
-    told = "; ".join(
+    text = "; ".join(
         f"{mode} {one['tokens_per_s']:,.0f} tokens/s, {_percent(one['share_of_peak'])}"
         for mode, one in found.items()
     )
-    yield "8B bf16, prompt of 8,192: prefill, share of the matrix peak", told, "65 %"
+    yield "8B bf16, prompt of 8,192: prefill, share of the matrix peak", text, "65 %"
 
 
 def _requests(found: dict[str, Any]) -> Lines:
@@ -146,8 +147,8 @@ def _price(found: dict[str, Any]) -> Lines:
 
 
 def _ready(found: dict[str, Any]) -> Lines:
-    told = {"none": "bf16", "fp8": "bf16 files as fp8"}
-    for key, name in told.items():
+    names = {"none": "bf16", "fp8": "bf16 files as fp8"}
+    for key, name in names.items():
         one = found.get(key)
         if one is not None:
             yield (

@@ -26,7 +26,7 @@ COLUMNS = ("bf16", "int8", "int4", "int4-g128")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class PeerRatio:
     """The comparison of one workload with one peer, from one file."""
 
     shape: str
@@ -61,10 +61,10 @@ class Told:
         )
 
 
-def all_told(results: Path) -> list[Told]:
+def all_ratios(results: Path) -> list[PeerRatio]:
     """Return every ratio the files have, in the order of tables."""
-    found = (told for path in sorted(results.glob("cpu-*.json")) for told in _of_file(path))
-    return sorted(found, key=lambda told: (*told.place, told.kv, told.ratio))
+    found = (one for path in sorted(results.glob("cpu-*.json")) for one in _of_file(path))
+    return sorted(found, key=lambda one: (*one.place, one.kv, one.ratio))
 
 
 def sweeps_text(results: Path) -> str:
@@ -79,36 +79,36 @@ def sweeps_text(results: Path) -> str:
                     swept[key].append(precision)
     if not swept:
         return "All were chosen by hand; none was swept."
-    told = ", ".join(
+    listed = ", ".join(
         f"{engine} in {workload} ({', '.join(precisions)})"
         for (engine, workload), precisions in swept.items()
     )
     return (
-        f"Those of {told} are the best of a sweep, or within 2 % of it (all tries: "
+        f"Those of {listed} are the best of a sweep, or within 2 % of it (all tries: "
         "`bench/results/sweep-*.json`); all others were chosen by hand, and were not swept."
     )
 
 
-def strongest(told: list[Told]) -> list[Told]:
+def strongest(ratios: list[PeerRatio]) -> list[PeerRatio]:
     """Return the fastest peer for each shape, workload, precision and dtype of Quire's KV."""
-    best: dict[tuple[object, ...], Told] = {}
-    for one in told:
+    best: dict[tuple[object, ...], PeerRatio] = {}
+    for one in ratios:
         best.setdefault((*one.place, one.kv), one)
     return [*best.values()]
 
 
-def summary(told: list[Told]) -> list[str]:
+def summary(ratios: list[PeerRatio]) -> list[str]:
     """Return a table: for each workload, the range of Quire's rate over the fastest peer's."""
     lines = ["| Workload | smallest lead | largest lead |", "|---|---|---|"]
     for workload, name in WORKLOAD_NAMES.items():
-        found = [one for one in strongest(told) if one.workload == workload]
+        found = [one for one in strongest(ratios) if one.workload == workload]
         if found:
             cells = (name, _case(min(found, key=_ratio)), _case(max(found, key=_ratio)))
             lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-def workload_tables(told: list[Told]) -> list[str]:
+def workload_tables(ratios: list[PeerRatio]) -> list[str]:
     """Return a heading and a table for each workload, a line a ratio."""
     headings = (
         "model",
@@ -124,7 +124,7 @@ def workload_tables(told: list[Told]) -> list[str]:
     )
     parts = []
     for workload, name in WORKLOAD_NAMES.items():
-        rows = [_cells(one) for one in told if one.workload == workload]
+        rows = [_cells(one) for one in ratios if one.workload == workload]
         if rows:
             lines = [headings, ("---",) * len(headings), *rows]
             table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
@@ -132,26 +132,26 @@ def workload_tables(told: list[Told]) -> list[str]:
     return parts
 
 
-def _ratio(told: Told) -> float:
-    return told.ratio
+def _ratio(one: PeerRatio) -> float:
+    return one.ratio
 
 
-def _case(told: Told) -> str:
-    return f"**{told.ratio:.2f}x** {told.peer_name} ({told.shape}, {told.precision})"
+def _case(one: PeerRatio) -> str:
+    return f"**{one.ratio:.2f}x** {one.peer_name} ({one.shape}, {one.precision})"
 
 
-def _cells(told: Told) -> tuple[str, ...]:
-    entry, share = told.entry, told.entry.get("quire_floor_share")
+def _cells(one: PeerRatio) -> tuple[str, ...]:
+    entry, share = one.entry, one.entry.get("quire_floor_share")
     ours, theirs = (entry[side]["median"] for side in ("quire", "other"))
     ratio = entry["ratio"]
-    mark = f" {LOAD_MARK}" if is_loaded(told.machine) else ""
+    mark = f" {LOAD_MARK}" if is_loaded(one.machine) else ""
     return (
-        told.shape + mark,
-        told.precision,
-        told.kv,
+        one.shape + mark,
+        one.precision,
+        one.kv,
         _rate(ours),
         "" if share is None else f"{100 * share:.0f} %",
-        f"{told.peer_name} ({told.peer_scheme}, {told.peer_kv})",
+        f"{one.peer_name} ({one.peer_scheme}, {one.peer_kv})",
         _rate(theirs),
         f"**{ratio['median']:.2f}** ({ratio['least']:.2f} to {ratio['most']:.2f})",
         str(entry["pairs"]),
@@ -159,13 +159,13 @@ def _cells(told: Told) -> tuple[str, ...]:
     )
 
 
-def _of_file(path: Path) -> Iterator[Told]:
+def _of_file(path: Path) -> Iterator[PeerRatio]:
     record = json.loads(path.read_text())
     subject, engines = record["subject"], record["engines"]
     for workload, entries in record["summary"].items():
         for peer, entry in entries.items():
             if "ratio" in entry:
-                yield Told(
+                yield PeerRatio(
                     shape=subject["shape"],
                     precision=subject["precision"],
                     workload=workload,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.measured.peers import COLUMNS, PEER_NAMES, Told
+from bench.measured.peers import COLUMNS, PEER_NAMES, PeerRatio
 from quire.bench.machine import LOAD_MARK, is_loaded, machine_text
 from quire.obs.pictures import pyplot
 
@@ -22,18 +22,18 @@ LONG_NAMES = {
     "w3": "32 requests, 16 at once",
     "w4": "16 requests, shared prefix",
 }
-_BAR = 0.8  # of a line's height
+_BAR = 0.8  # as a share of a line's height
 _FOOTNOTE = f"{LOAD_MARK} taken while other work ran on the machine; ratios are of adjacent pairs"
 
 
-def draw(told: list[Told], path: Path) -> None:
+def draw(ratios: list[PeerRatio], path: Path) -> None:
     """Draw a panel for each precision and a group of bars for each shape and workload.
 
     Rates are relative to Quire's of the same pairs of runs, which is the bar of length 100.
     """
     plt = pyplot()
-    panels = [name for name in COLUMNS if any(one.precision == name for one in told)]
-    groups = [_groups([one for one in told if one.precision == name]) for name in panels]
+    panels = [name for name in COLUMNS if any(one.precision == name for one in ratios)]
+    groups = [_groups([one for one in ratios if one.precision == name]) for name in panels]
     lines = [sum(len(group) + 2 for group in found.values()) for found in groups]
     height = 0.21 * sum(lines) + 0.7 * len(panels) + 1.2
     figure, axes = plt.subplots(
@@ -42,10 +42,10 @@ def draw(told: list[Told], path: Path) -> None:
     for axis, name, found in zip(axes[:, 0], panels, groups, strict=True):
         _panel(axis, name, found)
     axes[-1, 0].set_xlabel("tokens/s relative to Quire = 100 (medians of pairs of runs)")
-    machines = dict.fromkeys(machine_text(one.machine, with_load=False) for one in told)
+    machines = dict.fromkeys(machine_text(one.machine, with_load=False) for one in ratios)
     title = "\n".join(["Quire beside other engines, on CPU", *machines])
     figure.suptitle(title, fontsize=12, y=1 - 0.1 / height, va="top")
-    names = ["quire", *(peer for peer in COLOURS if any(one.peer == peer for one in told))]
+    names = ["quire", *(peer for peer in COLOURS if any(one.peer == peer for one in ratios))]
     figure.legend(
         [plt.Rectangle((0, 0), 1, 1, color=_colour(name)) for name in names],
         [_name(name) for name in names],
@@ -54,21 +54,21 @@ def draw(told: list[Told], path: Path) -> None:
         ncols=len(names),
         frameon=False,
     )
-    if any(is_loaded(one.machine) for one in told):
+    if any(is_loaded(one.machine) for one in ratios):
         figure.text(0.01, 0.002, _FOOTNOTE, fontsize=8)
     figure.tight_layout(rect=(0, 0.15 / height, 1, 1 - 0.4 / height))
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-def draw_speed(told: list[Told], path: Path, *, shape: str, precision: str) -> None:
+def draw_speed(ratios: list[PeerRatio], path: Path, *, shape: str, precision: str) -> None:
     """Draw tokens/s of one shape and precision: a panel for each workload, a bar for each engine.
 
     Quire's bar is the median of its runs beside the fastest peer. path: PNG or SVG.
     """
     plt = pyplot()
     chosen = [
-        one for one in told if (one.shape, one.precision, one.kv) == (shape, precision, "bf16")
+        one for one in ratios if (one.shape, one.precision, one.kv) == (shape, precision, "bf16")
     ]
     workloads = [name for name in SHORT_NAMES if any(one.workload == name for one in chosen)]
     if not workloads:
@@ -88,11 +88,11 @@ def draw_speed(told: list[Told], path: Path, *, shape: str, precision: str) -> N
     plt.close(figure)
 
 
-def _speed_panel(axis: Any, workload: str, told: list[Told]) -> None:
-    fastest = min(told, key=lambda one: one.ratio)
+def _speed_panel(axis: Any, workload: str, ratios: list[PeerRatio]) -> None:
+    fastest = min(ratios, key=lambda one: one.ratio)
     mark = LOAD_MARK * is_loaded(fastest.machine)
     rates: dict[str, float] = {"quire": fastest.entry["quire"]["median"]}
-    rates |= {one.peer: one.entry["other"]["median"] for one in told}
+    rates |= {one.peer: one.entry["other"]["median"] for one in ratios}
     for place, (name, rate) in enumerate(rates.items()):
         axis.bar(place, rate, _BAR, color=_colour(name))
         axis.text(place, rate, f"{rate:,.0f}", ha="center", va="bottom", fontsize=9)
@@ -103,16 +103,16 @@ def _speed_panel(axis: Any, workload: str, told: list[Told]) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _groups(told: list[Told]) -> dict[str, list[Told]]:
-    found: dict[str, list[Told]] = {}
-    for one in told:
+def _groups(ratios: list[PeerRatio]) -> dict[str, list[PeerRatio]]:
+    found: dict[str, list[PeerRatio]] = {}
+    for one in ratios:
         kv = "" if one.kv == "bf16" else f", KV {one.kv}"
         mark = f" {LOAD_MARK}" * is_loaded(one.machine)
         found.setdefault(f"{one.shape}\n{SHORT_NAMES[one.workload]}{kv}{mark}", []).append(one)
     return found
 
 
-def _panel(axis: Any, precision: str, found: Mapping[str, list[Told]]) -> None:
+def _panel(axis: Any, precision: str, found: Mapping[str, list[PeerRatio]]) -> None:
     place, ticks = 0.0, []
     for label, group in found.items():
         ticks.append((place + len(group) / 2, label))

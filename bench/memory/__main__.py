@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-# Each imports what it needs, so that one part runs where another's packages are missing.
+# Each part imports what it needs, so that it runs without the packages of others.
 PARTS = ("groups", "paging", "plots", "preemption", "prefix", "warm")
 
 

@@ -1,10 +1,9 @@
-"""What the best possible cache would find: Belady's rule, and a bound that knows less.
+"""The hits of an optimal cache: Belady's rule, and a tighter practical bound.
 
 A request is a chain of block ids (equal ids: equal prefixes), all of which must be in the cache
-when it ends, so at most what the cache holds. Found is the run of ids from the first on that is
-there. Belady gives away the block needed furthest in the future; ends of chains go before their
-beginnings, which are needed at least as soon, so the run that is found is never broken. Knows no
-clock and no engine.
+when it ends, up to the capacity. Hits are the run of ids from the first on that is cached. Belady
+evicts the block needed furthest in the future; ends of chains are evicted before their beginnings,
+which are needed at least as soon, so the run is never broken.
 """
 
 from __future__ import annotations
@@ -18,12 +17,14 @@ _NEVER = 1 << 60
 
 
 def footprint(chains: Sequence[Chain]) -> int:
-    """Distinct blocks."""
+    """Return the number of distinct blocks."""
     return len({block for chain in chains for block in chain})
 
 
 def belady_hits(chains: Sequence[Chain], num_asked: Sequence[int], capacity: int) -> int:
-    """Blocks found by the offline optimum; of chain i the first num_asked[i] are asked for."""
+    """Return hits of the offline optimum; of chain i the first num_asked[i] blocks are
+    looked up.
+    """
     next_use = _next_uses(chains)
     cached: dict[int, tuple[int, int]] = {}  # block: (next use, depth), both negative
     heap: list[tuple[int, int, int]] = []
@@ -46,9 +47,11 @@ def belady_hits(chains: Sequence[Chain], num_asked: Sequence[int], capacity: int
     return hits
 
 
-def told_of_the_dead_hits(chains: Sequence[Chain], num_asked: Sequence[int], capacity: int) -> int:
-    """Return hits of LRU with knowledge of blocks that are never requested again, but not of
-    when others are: an upper limit for practical policies."""
+def lru_without_dead_hits(chains: Sequence[Chain], num_asked: Sequence[int], capacity: int) -> int:
+    """Return hits of LRU with knowledge of blocks that are never requested again.
+
+    It does not know when others are: an upper limit for practical policies.
+    """
     left = Counter(block for chain in chains for block in chain)
     cached: OrderedDict[int, None] = OrderedDict()
     hits = 0
@@ -80,7 +83,7 @@ def _run(chain: Chain, cached: dict[int, tuple[int, int]] | OrderedDict[int, Non
 
 
 def _next_uses(chains: Sequence[Chain]) -> list[list[int]]:
-    """Of each block of each chain, the chain that uses it next."""
+    """Return for each block of each chain the next chain that uses it."""
     coming: dict[int, int] = {}
     uses: list[list[int]] = []
     for at in range(len(chains) - 1, -1, -1):

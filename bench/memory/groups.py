@@ -28,7 +28,7 @@ from quire.engine.client.request_builder import make_requests
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """`width` sequences of `prompt` tokens and `output` more; beams, or drawn."""
+    """`width` sequences of `prompt` tokens and `output` more; beams or samples."""
 
     name: str
     width: int
@@ -38,7 +38,7 @@ class Shape:
 
 
 def shapes(long_prompt: int) -> tuple[Shape, ...]:
-    """What is measured; `long_prompt` is what fits."""
+    """Return the measured shapes; `long_prompt` is the longest that fits."""
     beams = [("4 beams", 4, 100), ("16 beams", 16, 100), ("4 beams, long prompt", 4, long_prompt)]
     drawn = [("n = 16", 16, 100), ("n = 16, long prompt", 16, long_prompt)]
     return tuple(
@@ -51,7 +51,7 @@ def shapes(long_prompt: int) -> tuple[Shape, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Used:
-    """Peaks of one shape, in blocks; in tokens' worth of them."""
+    """Peaks of one shape, in blocks and in tokens."""
 
     shape: Shape
     blocks: int

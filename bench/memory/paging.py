@@ -1,12 +1,12 @@
-"""KV memory: how much of what is allocated holds tokens, what the books weigh, what paging costs.
+"""KV memory: the used share of allocated slots, the size of metadata, the cost of paging.
 
 1. The real scheduler and cache under mixed lengths with an instant worker: tokens held over slots
    allocated, each step, against reserving the maximum length for each request.
-2. Bytes of the cache's books against the bytes of KV they keep (0.6B shape, bf16).
+2. Bytes of the cache's metadata against the bytes of KV they manage (0.6B shape, bf16).
 3. Attention over pages in random order at block sizes 16, 32, 64 against the same keys and values
-   laid out contiguously, interleaved in one run: against the faster, each time, of one run of
-   memory for each (request, KV head) and one for each request. Refuses to report if any of them
-   differs in a single bit.
+   laid out contiguously, interleaved in one run: against the faster of one run of memory for each
+   (request, KV head) and one for each request. Refuses to report if any of them differs in a single
+   bit.
 
 Run: python -m bench.memory paging [--out bench/results/memory.json]
 """
@@ -42,18 +42,18 @@ BLOCK_SIZES = (16, 32, 64)
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
 
 
-# ---- 1 and 2: the books
+# ---- 1 and 2: the metadata
 
 
 def instant_worker(plan: StepPlan, rng: np.random.Generator) -> StepResult:
-    """A result for each row that samples: random token ids that never end a request."""
+    """Return a result for each row that samples: random token ids that never end a request."""
     counts = plan.samples.astype(np.int32)
     ids = rng.integers(2, 30_000, int(counts.sum())).astype(np.int32)
     return StepResult(step=plan.step, token_counts=counts, token_ids=ids)
 
 
 def mixed_requests(num_requests: int, rng: np.random.Generator) -> list[Request]:
-    """Log-normal lengths: prompts of some 400 tokens in the median, outputs of some 150."""
+    """Draw log-normal lengths: prompts with a median of some 400 tokens, outputs of some 150."""
     requests = []
     for index in range(num_requests):
         prompt = int(np.clip(rng.lognormal(6.0, 0.8), 16, 3000))
@@ -74,7 +74,7 @@ def mixed_requests(num_requests: int, rng: np.random.Generator) -> list[Request]
 
 
 def kv_share(num_blocks: int = 4096, num_requests: int = 600) -> dict[str, float]:
-    """Shares over a run in which the pool is what limits how many requests run at once."""
+    """Return shares over a run in which the pool limits concurrency."""
     rng = np.random.default_rng(0)
     cache = CacheManager(num_blocks, 16, prefix_caching=True)
     limits = SchedulerLimits(
@@ -117,7 +117,7 @@ def kv_share(num_blocks: int = 4096, num_requests: int = 600) -> dict[str, float
 
 
 def bytes_of(thing: Any, seen: set[int]) -> int:
-    """Bytes of an object and of all it reaches: arrays, containers, plain attributes."""
+    """Return bytes of an object and everything reachable: arrays, containers, plain attributes."""
     if id(thing) in seen or isinstance(thing, type) or callable(thing):
         return 0
     seen.add(id(thing))
@@ -133,7 +133,7 @@ def bytes_of(thing: Any, seen: set[int]) -> int:
 
 
 def vars_of(thing: Any) -> dict[str, Any]:
-    """Attributes of an object that keeps them in a dict; none otherwise."""
+    """Return attributes of an object with a dict; none otherwise."""
     return vars(thing) if hasattr(thing, "__dict__") else {}
 
 
@@ -193,7 +193,7 @@ class AttentionCase:
         )
 
     def attend(self, queries: NDArray[np.uint16]) -> NDArray[np.uint16]:
-        """Attention of one query row a sequence, at the last position."""
+        """Attend with one query row per sequence, at the last position."""
         self.native.array((0, 0, self.q_width), self.num_seqs)[:] = queries
         last = np.full(self.num_seqs, self.context - 1, np.int32)
         starts = np.arange(self.num_seqs + 1, dtype=np.int32)
@@ -216,13 +216,15 @@ class AttentionCase:
 
 
 def random_bf16(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.uint16]:
-    """Bits of bf16 normals."""
+    """Return bf16 bits of normals."""
     values = rng.standard_normal(shape, dtype=np.float32)
     return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
 def paged_attention(pairs: int, *, num_seqs: int = 16, context: int = 2048) -> list[dict[str, Any]]:
-    """Medians of the ratio paged / contiguous over interleaved pairs, for each block size."""
+    """Return medians of the ratio paged / contiguous over interleaved pairs, for each block
+    size.
+    """
     rng = np.random.default_rng(1)
     pool = _native.Pool(2)
     queries = random_bf16(rng, (num_seqs, HEADS * HEAD_DIM))
@@ -286,7 +288,7 @@ def _filled_case(
 def _contiguous_case(
     pool: _native.Pool, kv: list[NDArray[np.uint16]], num_seqs: int, context: int
 ) -> AttentionCase:
-    """Each KV head as a sequence of its own with neighbouring blocks: one run of memory each."""
+    """Return each KV head as a sequence with contiguous blocks."""
     num_rows, num_columns = num_seqs * KV_HEADS, context // 16
     tables = np.arange(num_rows * num_columns, dtype=np.int32).reshape(num_rows, num_columns)
     case = AttentionCase(pool, tables, context=context, block_size=16, kv_heads=1)

@@ -29,8 +29,8 @@ def plot_preemption(content: dict[str, Any], path: Path) -> None:
         "cut": "preemption,\nno disk tier",
         "tier": "preemption,\ndisk tier",
     }
-    for at, (load, told) in enumerate(summary.items()):
-        rates, axis = told["tokens_per_s"], axes[0][at]
+    for at, (load, results) in enumerate(summary.items()):
+        rates, axis = results["tokens_per_s"], axes[0][at]
         axis.bar([names[mode] for mode in rates], list(rates.values()), color=[GREY, OTHER, OWN])
         for place, mode in enumerate(rates):
             dots = [

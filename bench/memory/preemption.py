@@ -30,20 +30,20 @@ from quire.bench.local import LocalEngine
 from quire.bench.workloads import WORKLOADS, RequestSpec, draw_ids
 
 MODES = {"w3": ("uncut", "cut", "tier"), "long": ("alone", "cut", "tier")}
-# Conversations of so many turns; a turn adds so many tokens to what was said before.
+# Conversations of so many turns; each turn adds so many tokens.
 CONVERSATIONS, TURNS, BEGINNING, ADDED, ANSWER = 6, 3, 1536, 48, 16
 POOL_CONVERSATIONS = 2.5
 
 
 def longest(load: str) -> int:
-    """Tokens of the longest request."""
+    """Return tokens of the longest request."""
     if load == "w3":
         return WORKLOADS["w3"].longest
     return BEGINNING + TURNS * (ADDED + ANSWER)
 
 
 def kv_tokens(load: str, mode: str) -> int:
-    """Tokens the pool holds."""
+    """Return tokens the pool holds."""
     if load == "w3":
         return (16 if mode == "uncut" else 4) * (longest(load) + 16)
     share = CONVERSATIONS + 1 if mode == "alone" else POOL_CONVERSATIONS
@@ -51,7 +51,7 @@ def kv_tokens(load: str, mode: str) -> int:
 
 
 async def converse(engine: LocalEngine) -> tuple[list[tuple[int, ...]], int]:
-    """All conversations turn by turn, one after the other within a turn, two at a time."""
+    """Run all conversations turn by turn, sequentially within a turn, two at a time."""
     rng = np.random.default_rng(5)
     said = [draw_ids(BEGINNING, engine.vocab_size, rng).tolist() for _ in range(CONVERSATIONS)]
     answers, tokens = [], 0
@@ -69,7 +69,7 @@ async def converse(engine: LocalEngine) -> tuple[list[tuple[int, ...]], int]:
 
 
 async def one_run(args: argparse.Namespace) -> dict[str, Any]:
-    """In a process of its own: one load in one mode."""
+    """Run one load in one mode in a fresh process."""
     token_bytes = 2 * 28 * 8 * 128 * 2
     settings: dict[str, Any] = {
         "kv_cache_memory_bytes": kv_tokens(args.load, args.mode) * token_bytes,
@@ -107,19 +107,19 @@ async def one_run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of each load and mode, and the ratios the goals speak of."""
-    told: dict[str, Any] = {}
+    """Return medians of each load and mode, and the ratios of the goals."""
+    result: dict[str, Any] = {}
     for load, modes in MODES.items():
         medians = {mode: median(runs, "tokens_per_s", load=load, mode=mode) for mode in modes}
         rates = {mode: rate for mode, rate in medians.items() if rate is not None}
         if rates:
-            told[load] = {"tokens_per_s": rates}
+            result[load] = {"tokens_per_s": rates}
             for mode in ("cut", "tier"):
                 if mode in rates and modes[0] in rates:
-                    told[load][f"{mode}_of_{modes[0]}"] = rates[mode] / rates[modes[0]]
+                    result[load][f"{mode}_of_{modes[0]}"] = rates[mode] / rates[modes[0]]
             if "cut" in rates and "tier" in rates:
-                told[load]["tier_of_cut"] = rates["tier"] / rates["cut"]
-    return told
+                result[load]["tier_of_cut"] = rates["tier"] / rates["cut"]
+    return result
 
 
 def main(arguments: list[str]) -> None:
@@ -148,4 +148,4 @@ def main(arguments: list[str]) -> None:
             raise SystemExit(f"{load}: answers differ between runs; wrong answers are not reported")
         runs.add(run)
     plot_preemption(runs.content, args.out.with_suffix(".png"))
-    runs.tell()
+    runs.print_summary()

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.data import outside
-from bench.memory.belady import belady_hits, footprint, told_of_the_dead_hits
+from bench.memory.belady import belady_hits, footprint, lru_without_dead_hits
 from quire.base.records import Request, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.bench.machine import machine_card
@@ -52,9 +52,9 @@ _SLOT = np.zeros(1, np.intp)
 
 
 class Trace:
-    """Requests as rows of token ids, of which the first `asked` are prompt; one after the other.
+    """Requests as rows of token ids, one after the other; the first `asked` ids are prompt.
 
-    block_size: ids of a block here, each of which may stand for many: a block had block_tokens.
+    block_size: ids per block here, each of which may stand for many: a block had block_tokens.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Trace:
 
 
 def mooncake() -> Trace:
-    """Each hash stands for a block of 512 tokens after those before it: here one token."""
+    """Read a trace: each hash stands for a block of 512 tokens, here one token."""
     lines = outside(MOONCAKE).read_text().splitlines()
     hashes = [np.array(json.loads(line)["hash_ids"], np.int32) for line in lines]
     rows = [(ids, len(ids)) for ids in hashes]
@@ -79,7 +79,7 @@ def mooncake() -> Trace:
 
 
 def conversations() -> Trace:
-    """Prompts ask, and leave their answers behind as well."""
+    """Read conversations: prompts are looked up, and their answers stay cached as well."""
     rows = []
     for line in outside(CONVERSATIONS).read_text().splitlines():
         entry = json.loads(line)
@@ -89,7 +89,7 @@ def conversations() -> Trace:
 
 
 def replayed_hits(trace: Trace, capacity: int, *, protected_share: float) -> int:
-    """Blocks found by the cache's own books of `capacity` blocks."""
+    """Return blocks found by the cache with `capacity` blocks."""
     size = trace.block_size
     cache = CacheManager(capacity, size, prefix_caching=True)
     cache.pool = BlockPool(capacity, protected_share=protected_share)
@@ -114,7 +114,7 @@ def replayed_hits(trace: Trace, capacity: int, *, protected_share: float) -> int
 
 
 def replay(trace: Trace) -> dict[str, Any]:
-    """Hits by size and rule."""
+    """Return hits by size and rule."""
     distinct, asked = footprint(trace.chains), sum(trace.asked)
     sizes = []
     for share in SHARES:
@@ -123,7 +123,7 @@ def replay(trace: Trace) -> dict[str, Any]:
         found = {
             "lru": replayed_hits(trace, capacity, protected_share=0.0),
             "quire": replayed_hits(trace, capacity, protected_share=PROTECTED_SHARE),
-            "told_of_the_dead": told_of_the_dead_hits(trace.chains, trace.asked, capacity),
+            "lru_without_dead": lru_without_dead_hits(trace.chains, trace.asked, capacity),
         }
         sizes.append(
             {
@@ -148,7 +148,7 @@ def replay(trace: Trace) -> dict[str, Any]:
 
 
 def _numbered(tokens: Int32s, size: int, known: dict[tuple[int, bytes], int]) -> list[int]:
-    """A number for each chain of blocks, the same for the same tokens after the same chain."""
+    """Number each chain of blocks: equal tokens after an equal chain get equal numbers."""
     before, chain = -1, []
     for at in range(0, len(tokens), size):
         before = known.setdefault((before, tokens[at : at + size].tobytes()), len(known))
@@ -156,11 +156,11 @@ def _numbered(tokens: Int32s, size: int, known: dict[tuple[int, bytes], int]) ->
     return chain
 
 
-# ---- 2: a prefix shared by sixteen
+# ---- 2: a prefix shared by sixteen requests
 
 
 def shared_prefix(*, prefix_caching: bool, step_tokens: int) -> dict[str, int]:
-    """Sixteen requests at once, 1,024 tokens alike and 32 of their own; tokens computed."""
+    """Return tokens computed for sixteen requests with 1,024 common tokens and 32 own ones."""
     limits = SchedulerLimits(
         max_num_seqs=16, max_num_batched_tokens=step_tokens, max_model_len=2048
     )
@@ -185,16 +185,16 @@ def shared_prefix(*, prefix_caching: bool, step_tokens: int) -> dict[str, int]:
 
 
 def sharing() -> list[dict[str, Any]]:
-    """At several sizes of a step."""
-    told = []
+    """Measure sharing at several step sizes."""
+    rows = []
     for step_tokens in (128, 256, 512, 2048, 20_000):
         alone = shared_prefix(prefix_caching=False, step_tokens=step_tokens)
         shared = shared_prefix(prefix_caching=True, step_tokens=step_tokens)
         ratio = shared["tokens_computed"] / alone["tokens_computed"]
-        told.append(
+        rows.append(
             {"step_tokens": step_tokens, "alone": alone, "shared": shared, "ratio": round(ratio, 4)}
         )
-    return told
+    return rows
 
 
 def _request(name: str, prompt: Int32s, *, max_tokens: int) -> Request:
@@ -210,13 +210,13 @@ def _request(name: str, prompt: Int32s, *, max_tokens: int) -> Request:
     )
 
 
-# ---- 3: microseconds a block
+# ---- 3: microseconds per block
 
 
 def microseconds(
     rounds: int, *, prompt_blocks: int = 256, pool_blocks: int = 4096
 ) -> dict[str, Any]:
-    """The books' verbs on prompts of 4,096 tokens, in a pool that is always full."""
+    """Time the cache's methods on prompts of 4,096 tokens, in a pool that is always full."""
     cache = CacheManager(pool_blocks, BLOCK_SIZE, prefix_caching=True)
     num_tokens = prompt_blocks * BLOCK_SIZE
     cache.lay_out(num_slots=1, max_tokens=num_tokens)
@@ -258,13 +258,13 @@ def microseconds(
 
 # ---- 4: no reuse
 
-# The verbs that are there, or longer, because prefixes are found.
+# Methods that exist, or take longer, because of prefix caching.
 _VERBS = ("chain", "match", "attach", "register")
 _WARM_UPS = 5
 
 
 def no_reuse(model: str, pairs: int, *, prompt_tokens: int, requests: int) -> dict[str, Any]:
-    """Prompts without a common beginning, 16 tokens generated each."""
+    """Run prompts without a common prefix, 16 generated tokens each."""
     from quire import LLM
 
     rng = np.random.default_rng(3)
@@ -293,8 +293,8 @@ def no_reuse(model: str, pairs: int, *, prompt_tokens: int, requests: int) -> di
         return time.perf_counter() - begun
 
     ratios, shares = [], []
-    # A small pool, all of it used before it counts: where nothing is kept a few blocks serve for
-    # ever, where prefixes are kept the whole pool is touched, once, and pages cost time then.
+    # A small pool, used completely before it counts: without caching a few blocks are reused
+    # forever, with caching the whole pool is touched, and its first use would cost time.
     kv: Any = {"kv_cache_memory_bytes": 1 << 27}
     with LLM(model, **kv) as on, LLM(model, **kv, enable_prefix_caching=False) as off:
         for _ in range(_WARM_UPS):
@@ -321,7 +321,7 @@ def no_reuse(model: str, pairs: int, *, prompt_tokens: int, requests: int) -> di
     }
 
 
-# ---- all
+# ---- all parts
 
 
 def draw(replays: Sequence[dict[str, Any]], path: Path) -> None:
@@ -331,21 +331,21 @@ def draw(replays: Sequence[dict[str, Any]], path: Path) -> None:
     lines = {
         "lru": "LRU",
         "quire": "Quire (segmented LRU, ghosts)",
-        "told_of_the_dead": "LRU that skips blocks never used again",
+        "lru_without_dead": "LRU that skips blocks never used again",
         "belady": "Belady (optimal)",
     }
-    for panel, told in zip(panels[0], replays, strict=True):
-        sizes = [size["blocks"] for size in told["sizes"]]
+    for panel, one in zip(panels[0], replays, strict=True):
+        sizes = [size["blocks"] for size in one["sizes"]]
         rates = {
-            label: [100 * size["hit_rate"][rule] for size in told["sizes"]]
+            label: [100 * size["hit_rate"][rule] for size in one["sizes"]]
             for rule, label in lines.items()
         }
         draw_lines(panel, dict.fromkeys(rates, sizes), rates)
         panel.set_title(
-            f"{told['trace']}: {told['requests']:,} requests, "
-            f"{told['distinct_blocks']:,} distinct blocks"
+            f"{one['trace']}: {one['requests']:,} requests, "
+            f"{one['distinct_blocks']:,} distinct blocks"
         )
-        panel.set_xlabel(f"cache size, blocks of {told['block_tokens']} tokens")
+        panel.set_xlabel(f"cache size, blocks of {one['block_tokens']} tokens")
         panel.set_ylabel("hit rate, % of requested blocks")
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
@@ -383,11 +383,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         result["microseconds"] = microseconds(args.rounds)
     if "no_reuse" in asked:
         model = args.model or str(outside("stories260K"))
-        told = no_reuse(model, args.pairs, prompt_tokens=384, requests=args.requests)
-        result.setdefault("no_reuse", {})[told["model"]] = told
+        one = no_reuse(model, args.pairs, prompt_tokens=384, requests=args.requests)
+        result.setdefault("no_reuse", {})[one["model"]] = one
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({part: result[part] for part in asked if part != "replay"}, indent=1))
-    for told in result["replay"] if "replay" in asked else ():
-        print(told["trace"])
-        for size in told["sizes"]:
+    for one in result["replay"] if "replay" in asked else ():
+        print(one["trace"])
+        for size in one["sizes"]:
             print(size["blocks"], size["hit_rate"], size["of_belady"])

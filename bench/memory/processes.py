@@ -24,7 +24,7 @@ Run = dict[str, Any]
 
 
 def add_places(parser: argparse.ArgumentParser, *, out: Path) -> None:
-    """The flags all parts with processes have."""
+    """Add the flags of all parts with processes."""
     parser.add_argument("--model", default="")
     parser.add_argument("--tier", default="")
     parser.add_argument("--pack-cache", default="")
@@ -32,7 +32,7 @@ def add_places(parser: argparse.ArgumentParser, *, out: Path) -> None:
 
 
 def fill_places(args: argparse.Namespace, part: str) -> None:
-    """Where the caller names none: random weights of SHAPE, and folders beside them."""
+    """Fill missing paths: random weights of SHAPE, and directories beside them."""
     checkpoint = random_checkpoint(SHAPE)
     args.model = args.model or str(checkpoint)
     args.tier = args.tier or str(checkpoint.parent / f"tier-{part}")
@@ -40,7 +40,7 @@ def fill_places(args: argparse.Namespace, part: str) -> None:
 
 
 def child(args: argparse.Namespace, part: str, *flags: str) -> Run:
-    """What `part` measures with `flags`, in a fresh process."""
+    """Return what `part` measures with `flags`, in a fresh process."""
     command = [sys.executable, "-m", "bench.memory", part, "--model", args.model]
     command += ["--tier", args.tier, "--pack-cache", args.pack_cache, *flags]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -49,7 +49,7 @@ def child(args: argparse.Namespace, part: str, *flags: str) -> Run:
 
 
 class Runs:
-    """The runs of a file, and what they come to. content: all of it, for what else it holds."""
+    """The runs of a file, and their summary. content: the whole file."""
 
     def __init__(
         self, part: str, out: Path, summary: Callable[[list[Run]], Mapping[str, Any]]
@@ -63,23 +63,23 @@ class Runs:
 
     @property
     def all(self) -> list[Run]:
-        """Those of earlier calls first."""
+        """Return all runs, those of earlier calls first."""
         runs: list[Run] = self.content["runs"]
         return runs
 
     def add(self, run: Run, **about: Any) -> None:
-        """One more; the file is written anew."""
+        """Add a run and rewrite the file."""
         self.content["runs"].append(run)
         self.content |= {"bench": f"memory {self._part}", "machine": machine_card(), **about}
         self.content["summary"] = self._summary(self.all)
         self._out.write_text(json.dumps(self.content, indent=1) + "\n")
 
-    def tell(self) -> None:
-        """Print what they come to."""
+    def print_summary(self) -> None:
+        """Print the summary."""
         print(json.dumps(self.content.get("summary", {}), indent=1))
 
 
 def median(runs: Iterable[Run], what: str, **where: Any) -> float | None:
-    """Of runs[...][what] where all of `where` holds; None if there are none."""
+    """Return the median of runs[...][what] where all of `where` holds; None if there are none."""
     found = [run[what] for run in runs if all(run[name] == value for name, value in where.items())]
     return statistics.median(found) if found else None

@@ -29,19 +29,19 @@ from quire.bench.local import LocalEngine
 from quire.bench.workloads import RequestSpec, draw_ids
 
 KINDS = ("cold", "fill", "warm", "dropped")
-OWN_TOKENS = 16  # behind the beginning, different each time
+OWN_TOKENS = 16  # after the common beginning, different each time
 OUTPUT_TOKENS = 8
 SAVED_WITHIN_S = 30.0
 
 
 def prompt(num_tokens: int, vocab_size: int, *, beginning: int, end: int) -> tuple[int, ...]:
-    """`num_tokens` drawn by `beginning` and OWN_TOKENS drawn by `end`."""
+    """Return `num_tokens` drawn by `beginning` and OWN_TOKENS drawn by `end`."""
     first = draw_ids(num_tokens, vocab_size, np.random.default_rng(beginning))
     return (*first.tolist(), *draw_ids(OWN_TOKENS, vocab_size, np.random.default_rng(end)).tolist())
 
 
 async def one_run(args: argparse.Namespace) -> dict[str, Any]:
-    """In a process of its own: one answer, and what it took."""
+    """Run one answer in a fresh process, and return its times."""
     settings: dict[str, Any] = {
         "kv_cache_memory": f"{args.kv_mib}MiB",
         "max_num_seqs": 4,
@@ -72,7 +72,7 @@ async def one_run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _saved(engine: LocalEngine, num_blocks: int) -> None:
-    """Until so many blocks have been written behind."""
+    """Wait until so many blocks have been written."""
     until_s = time.perf_counter() + SAVED_WITHIN_S
     while engine.stats.tier_saved_blocks_total < num_blocks:
         if time.perf_counter() > until_s:
@@ -81,7 +81,7 @@ async def _saved(engine: LocalEngine, num_blocks: int) -> None:
 
 
 def drop(folder: Path) -> None:
-    """Make the system write the tier's files out and forget their pages."""
+    """Make the system write the tier's files out and drop their pages."""
     for file in folder.glob("*.kv"):
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
@@ -90,7 +90,7 @@ def drop(folder: Path) -> None:
 
 
 def cached(folder: Path) -> None:
-    """Read the tier's files, so that the system has them in memory; a fetch leaves none there."""
+    """Read the tier's files into the page cache; a fetch leaves none there."""
     for file in folder.glob("*.kv"):
         with file.open("rb", buffering=0) as opened:
             while opened.read(1 << 24):
@@ -98,25 +98,25 @@ def cached(folder: Path) -> None:
 
 
 def in_child(args: argparse.Namespace, kind: str, number: int, *, same: bool = False) -> Run:
-    """`one_run` in a fresh process."""
+    """Run `one_run` in a fresh process."""
     flags = ["--kind", kind, "--prompt", str(args.prompt), "--number", str(number)]
     return child(args, "warm", *flags, "--kv-mib", str(args.kv_mib), *["--same"] * same)
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of each kind, and how much sooner the tier's are than the cold one."""
-    told: dict[str, Any] = {}
+    """Return medians of each kind, and the speedup of the tier over the cold run."""
+    result: dict[str, Any] = {}
     for kind in KINDS:
         first_token_s = median(runs, "first_token_s", kind=kind)
         if first_token_s is not None:
             count = sum(run["kind"] == kind for run in runs)
-            told[kind] = {"first_token_s": first_token_s, "runs": count}
-    if "cold" in told:
+            result[kind] = {"first_token_s": first_token_s, "runs": count}
+    if "cold" in result:
         for kind in ("warm", "dropped"):
-            if kind in told:
-                ratio = told["cold"]["first_token_s"] / told[kind]["first_token_s"]
-                told[kind]["times_sooner"] = ratio
-    return told
+            if kind in result:
+                ratio = result["cold"]["first_token_s"] / result[kind]["first_token_s"]
+                result[kind]["times_sooner"] = ratio
+    return result
 
 
 def main(arguments: list[str]) -> None:
@@ -141,7 +141,7 @@ def main(arguments: list[str]) -> None:
             shutil.rmtree(args.tier, ignore_errors=True)
         if kind in ("warm", "dropped"):
             {"warm": cached, "dropped": drop}[kind](Path(args.tier))
-        # Each warm run has an end of its own; the first is also computed, to hold them together.
+        # Each warm run has its own ending; the first is also computed, to compare tokens.
         number = sum(run["kind"] == kind for run in runs.all)
         run = in_child(args, kind, number)
         print(kind, f"{run['first_token_s']:.3f} s, {run['fetched_blocks']} blocks fetched")
@@ -153,11 +153,11 @@ def main(arguments: list[str]) -> None:
                 raise SystemExit(f"the tier's tokens differ: {run['token_ids']}, {computed}")
         runs.add(run, prompt=args.prompt)
     plot_tier(runs.content, args.out.with_suffix(".png"))
-    runs.tell()
+    runs.print_summary()
 
 
 def _computed(args: argparse.Namespace, content: dict[str, Any], number: int) -> list[int]:
-    """The tokens of warm prompt `number`, computed without a tier; each once."""
+    """Return the tokens of warm prompt `number`, computed without a tier, once."""
     known = content.setdefault("computed", {})
     if str(number) not in known:
         known[str(number)] = in_child(args, "cold", number, same=True)["token_ids"]

@@ -1,7 +1,7 @@
-"""A peer as a child process: asked in JSON lines, watched by its process id, ended for certain.
+"""A peer as a child process that answers JSON lines, with time limits and certain termination.
 
-Knows the protocol and which interpreter runs which script; knows no workload. A child that does
-not answer in time is killed with all it started: a benchmark must come to its end.
+Selects the interpreter and script of each peer. A child that does not answer in time is killed with
+all it started, so that a benchmark ends.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ NOT_OF_OURS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "PYTHONPATH", "VIRTUAL
 
 
 class PeerFailed(Exception):
-    """The peer answered that it cannot, ended, or did not answer in time."""
+    """The peer reported an error, ended, or did not answer in time."""
 
 
 class Peer:
-    """One engine in a process of its own. Its standard error goes to `log`."""
+    """One engine in its own process. Its standard error goes to `log`."""
 
     def __init__(self, name: str, threads: int, log: Path) -> None:
         module, environment = SCRIPTS[name]
@@ -68,17 +68,17 @@ class Peer:
         )
 
     def ask(self, asked: dict[str, Any], *, limit_s: float) -> dict[str, Any]:
-        """One line out, one line back. Raises PeerFailed."""
+        """Send one line, read one line. Raises PeerFailed."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(asked).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError as error:
             raise PeerFailed(f"{self.name} ended; {self._log.name} says why") from error
-        told = json.loads(self._line(time.monotonic() + limit_s, limit_s))
-        if not told.pop("ok"):
-            raise PeerFailed(f"{self.name}: {told['error']}")
-        return dict(told)
+        reply = json.loads(self._line(time.monotonic() + limit_s, limit_s))
+        if not reply.pop("ok"):
+            raise PeerFailed(f"{self.name}: {reply['error']}")
+        return dict(reply)
 
     def close(self) -> None:
         """Ask it to quit, then end it and everything it started."""
@@ -127,12 +127,12 @@ def _listed_cpus(threads: int) -> str:
 
 
 def end_cleanly_on_sigterm() -> None:
-    """SIGTERM leaves by an exception, so that peers, which are in sessions of their own, end."""
+    """Raise on SIGTERM, so that peers, which have their own sessions, are ended."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def engine_environment(name: str, threads: int) -> dict[str, str]:
-    """The parent's environment with equal threads for whatever library counts its own."""
+    """Return the parent's environment with equal thread counts for all libraries."""
     kept = {key: value for key, value in os.environ.items() if key not in NOT_OF_OURS}
     kept["PYTHONPATH"] = str(REPOSITORY)
     kept["OMP_NUM_THREADS"] = str(threads)
@@ -143,7 +143,7 @@ def engine_environment(name: str, threads: int) -> dict[str, str]:
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_NO_USAGE_STATS": "1",
-            # What its own manager of worker processes would set for Intel's OpenMP.
+            # Its own worker manager would set these for Intel's OpenMP.
             "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{_listed_cpus(threads)}]",
             "KMP_BLOCKTIME": "5",
             "KMP_TPAUSE": "0",

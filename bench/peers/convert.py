@@ -1,8 +1,8 @@
-"""Checkpoints in the other engines' formats, made once into the cache folder.
+"""Convert checkpoints to the other engines' formats, once, in the cache directory.
 
 llama.cpp: its own converter, then its own quantizer. OpenVINO: optimum-intel's export, with nncf
-for int8 and int4. vLLM and transformers read the checkpoint as it is. A file or folder that is
-there is complete: conversions are written beside and moved.
+for int8 and int4. vLLM and transformers read the checkpoint as it is. An existing file or directory
+is complete: conversions are written elsewhere and moved.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from bench.peers.places import environment_python, llama_source, llama_tool
 from bench.peers.settings import settings_for
 
 PRECISIONS = ("f32", "bf16", "int8", "int4", "int4-g128")
-# The flag of Quire for a precision; "int4-g128" has the groups of OpenVINO's int4, "int4" those
-# of Q4_0 (32). The head is int8 in both, as OpenVINO's.
+# Quire's flag for a precision; "int4-g128" has the groups of OpenVINO's int4, "int4" those of Q4_0
+# (32). The head is int8 in both, as in OpenVINO.
 QUIRE_SETTINGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "f32": {"dtype": "f32"},
@@ -34,7 +34,7 @@ QUIRE_SETTINGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     }
 )
 _SAME_FILES = MappingProxyType({"int4-g128": "int4"})
-# What each engine calls the scheme that stands for a precision. "-" would be: it has none.
+# Each engine's name of the scheme for a precision; "-" if it has none.
 SCHEMES = MappingProxyType(
     {
         "llama.cpp": {"f32": "f32", "bf16": "bf16", "int8": "Q8_0", "int4": "Q4_0"},
@@ -58,7 +58,7 @@ _OPENVINO_OPTIONS = MappingProxyType(
         ],
     }
 )
-# The tokenizers made here are byte-level BPE as GPT-2's; the converter knows only famous ones.
+# The tokenizers made here are byte-level BPE like GPT-2's; the converter knows only famous ones.
 _GGUF = """
 import runpy, sys
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/gguf-py"]
@@ -74,7 +74,7 @@ class Unavailable(Exception):
 
 
 def quire_settings(precision: str, workload: str) -> dict[str, Any]:
-    """Quire's committed settings, with those that make the precision."""
+    """Return Quire's committed settings with those of the precision."""
     return {
         **settings_for("quire", precision=precision, workload=workload),
         **QUIRE_SETTINGS[precision],
@@ -82,12 +82,12 @@ def quire_settings(precision: str, workload: str) -> dict[str, Any]:
 
 
 def scheme_of(engine: str, precision: str) -> str:
-    """What the engine calls the scheme of a precision."""
+    """Return the engine's name of the scheme for a precision."""
     return SCHEMES[engine][_SAME_FILES.get(precision, precision)]
 
 
 def converted(engine: str, checkpoint: Path, precision: str) -> Path:
-    """What `engine` loads for a checkpoint in a precision; converted if it is not there yet."""
+    """Return what `engine` loads for a checkpoint in a precision; convert it if missing."""
     if engine == "quire":
         return checkpoint
     precision = _SAME_FILES.get(precision, precision)
@@ -152,7 +152,7 @@ def _run(words: Sequence[str | os.PathLike[str]], product: Path) -> None:
 
 
 def main() -> None:
-    """Convert ahead of time what a comparison would convert when it gets there."""
+    """Convert in advance what a comparison needs."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--shape", default="qwen3-0.6b")
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["bf16"])

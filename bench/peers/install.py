@@ -1,9 +1,9 @@
-"""Installs the other engines, each into an environment of its own, at pinned versions.
+"""Install the other engines, each into its own environment, at pinned versions.
 
 `bench/peers/setup [NAME ...]` runs this with any Python 3.11: only the standard library is used.
-Packages come from the index pip is configured with. Always holds: torch is the CPU's wheel, and
-no package of a GPU's is left in an environment; else the installation ends with an error.
-A name that is installed at these versions is skipped; what went wrong leaves its log.
+Packages come from the index pip is configured with. torch is the CPU wheel, and no GPU package is
+left in an environment; else the installation ends with an error. A name that is installed at these
+versions is skipped; failures leave a log.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from bench.peers.places import environment_python, peers_folder
 
 TORCH = "torch==2.13.0"
-# Wanted by some packages for pictures and sound, and built against another torch.
+# Required by some packages for images and sound, and built against another torch.
 NOT_WANTED = ("torchvision", "torchaudio", "torchcodec")
 GPU_PACKAGES = re.compile(r"^(nvidia-|cuda-|triton$|pytorch-triton)")
 VERSIONS = {
@@ -46,14 +46,14 @@ LLAMA_OPTIONS = (
 
 
 # gcc 12 drops the stores to a tile configuration that only this instruction reads, so llama.cpp's
-# int8 and int4 products would end the process on a processor with tiles. What its authors meant:
+# int8 and int4 products would crash on a processor with tiles. The intended code:
 TILE_SOURCE = Path("vendor/llama.cpp/ggml/src/ggml-cpu/amx/mmq.cpp")
 TILE_CALL = "    _tile_loadconfig(&tc);"
 TILE_BARRIER = '    asm volatile("" : : "r"(&tc) : "memory");\n'
 
 
 class Installation:
-    """One peer's folder: its environment, its log, and the record that it is complete."""
+    """One peer's directory: its environment, its log, and the record that it is complete."""
 
     def __init__(self, name: str, *, num_jobs: int) -> None:
         self.name = name
@@ -65,24 +65,24 @@ class Installation:
 
     @property
     def is_current(self) -> bool:
-        """Whether it ran to its end with the versions above."""
+        """Return whether it completed with the versions above."""
         return (
             self._record.is_file() and json.loads(self._record.read_text())["asked"] == self.asked
         )
 
     @property
     def asked(self) -> list[str]:
-        """What decides whether an installation is still what would be made now."""
+        """Return what decides whether an installation is up to date."""
         if self.name != "llama.cpp":
             return list(VERSIONS[self.name])
         return [*VERSIONS[self.name], *LLAMA_OPTIONS, TILE_BARRIER.strip()]
 
     def say(self, text: str) -> None:
-        """A line of progress."""
+        """Print a line of progress."""
         print(f"[{self.name}] {text}", flush=True)
 
     def run(self, command: Sequence[str | os.PathLike[str]], *, cwd: Path | None = None) -> str:
-        """Run a command with its output in the log; the output. Ends the program if it fails."""
+        """Run a command with its output in the log, and return it. Ends the program if it fails."""
         words = [os.fspath(word) for word in command]
         with self._log.open("a") as log:
             log.write(f"\n$ {' '.join(words)}\n")
@@ -98,7 +98,7 @@ class Installation:
         return done.stdout
 
     def make_environment(self) -> None:
-        """A fresh virtual environment with a current pip, unless one is there."""
+        """Create a virtual environment with a current pip, unless it exists."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self.python.exists():
             self.say("environment")
@@ -106,13 +106,13 @@ class Installation:
             self.run([self.python, "-m", "pip", "install", "--quiet", "--upgrade", "pip"])
 
     def pip(self, *words: str) -> None:
-        """pip install, held to the CPU's torch."""
+        """Run pip install, restricted to the CPU torch."""
         constraints = self.folder / "constraints.txt"
         constraints.write_text(f"{TORCH}\n")
         self.run([self.python, "-m", "pip", "install", "--constraint", constraints, *words])
 
     def install_torch(self) -> None:
-        """The CPU wheel of torch; refuses an index that offers another."""
+        """Install the CPU wheel of torch; reject an index that offers another."""
         offered = self.run(
             [
                 *(self.python, "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps"),
@@ -129,7 +129,7 @@ class Installation:
         self.pip(TORCH)
 
     def install_without(self, package: str, not_wanted: Sequence[str]) -> None:
-        """A package and what it requires but `not_wanted`."""
+        """Install a package and its requirements except `not_wanted`."""
         self.say(f"{package} and what it needs, without {', '.join(not_wanted)}")
         self.pip("--no-deps", package)
         name = package.partition("==")[0]
@@ -137,7 +137,7 @@ class Installation:
         self.pip(*[line for line in listed if line])
 
     def finish(self) -> None:
-        """Check the environment and record what is in it."""
+        """Check the environment and record its content."""
         packages: list[dict[str, str]] = []
         if self.python.exists():
             listed = self.run([self.python, "-m", "pip", "list", "--format", "json"])
@@ -171,14 +171,14 @@ def _size_bytes(folder: Path) -> int:
 
 
 def install_openvino(place: Installation) -> None:
-    """The run time alone."""
+    """Install the runtime only."""
     place.make_environment()
     place.say("openvino-genai")
     place.pip(*VERSIONS["openvino"])
 
 
 def install_export(place: Installation) -> None:
-    """What converts checkpoints: optimum-intel and nncf for OpenVINO, torch for llama.cpp."""
+    """Install the converters: optimum-intel and nncf for OpenVINO, torch for llama.cpp."""
     place.make_environment()
     place.install_torch()
     first, *rest = VERSIONS["export"]
@@ -187,16 +187,16 @@ def install_export(place: Installation) -> None:
 
 
 def install_vllm(place: Installation) -> None:
-    """vLLM's CPU build."""
+    """Install vLLM's CPU build."""
     place.make_environment()
     place.install_torch()
     place.install_without(VERSIONS["vllm"][0], NOT_WANTED)
-    # Pulled in by the library of grammars for its GPU kernels; vLLM does without.
+    # Required by the grammar library for GPU kernels; vLLM works without.
     place.run([place.python, "-m", "pip", "uninstall", "--yes", "triton"])
 
 
 def install_transformers(place: Installation) -> None:
-    """transformers with torch."""
+    """Install transformers with torch."""
     place.make_environment()
     place.install_torch()
     place.say("transformers")
@@ -204,7 +204,7 @@ def install_transformers(place: Installation) -> None:
 
 
 def install_llama(place: Installation) -> None:
-    """llama.cpp's own programs, built for this machine from the sdist of llama-cpp-python."""
+    """Build llama.cpp's programs for this machine from the sdist of llama-cpp-python."""
     place.make_environment()
     source, build = place.folder / "source", place.folder / "build"
     if not (source / "vendor").is_dir():
@@ -250,7 +250,7 @@ INSTALLERS: dict[str, Callable[[Installation], None]] = {
 
 
 def main() -> None:
-    """Install what was named, or everything."""
+    """Install the named engines, or all."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, prog="bench/peers/setup"
     )

@@ -1,8 +1,8 @@
 """llama.cpp behind the peers' protocol: its server, and its own benchmark programs.
 
-Runs with Quire's Python and starts the programs that `bench/peers/setup llama.cpp` built. The
-server is asked over loopback HTTP, streamed, a connection a request, tokens given back as ids.
-Settings are command line options as they are; "cache_prompt" alone is a field of the requests.
+Runs with Quire's Python and starts the programs that `bench/peers/setup llama.cpp` built. Requests
+go to the server over loopback HTTP, streamed, a connection each, with tokens returned as ids.
+Settings are command line options; only "cache_prompt" is a field of the requests.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class LlamaServer:
         self.close()
         self._model, self._threads = model, threads
         self._settings = dict(settings)
-        told = {
+        described = {
             "version": _version(),
             "kv_dtype": str(settings.get("-ctk", "f16")),
             "scheme": model.rpartition("-")[2].removesuffix(".gguf"),
         }
         if settings.get("tools_only"):
-            return told
+            return described
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -53,7 +53,7 @@ class LlamaServer:
         ]
         self._server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         asyncio.run(self._until_ready())
-        return told | {"pid": self._server.pid}
+        return described | {"pid": self._server.pid}
 
     def run(self, requests: list[Asked], static_batch: int) -> list[dict[str, Any]]:
         if self._server is None:
@@ -61,7 +61,7 @@ class LlamaServer:
         return asyncio.run(self._run(requests, static_batch))
 
     def own_tool(self, workload: dict[str, Any]) -> dict[str, Any]:
-        """llama-bench for one request, llama-batched-bench for several at the mean lengths."""
+        """Run llama-bench for one request, llama-batched-bench for several at the mean lengths."""
         if workload["max_running"] == 1:
             return self._bench(workload)
         return self._batched_bench(workload)
@@ -137,19 +137,21 @@ class LlamaServer:
             if output == 1
             else ["-p", "0", "-n", str(output), "-d", str(prompt)]
         )
-        told = self._tool("llama-bench", [*shape, "-r", "1", "-o", "json"], _BENCH_OPTIONS)
-        [row] = json.loads(told)
+        output = self._tool("llama-bench", [*shape, "-r", "1", "-o", "json"], _BENCH_OPTIONS)
+        [row] = json.loads(output)
         rate = "prefill_tokens_per_s" if output == 1 else "decode_tokens_per_s"
         return {"rates": {rate: float(row["avg_ts"])}}
 
     def _batched_bench(self, workload: dict[str, Any]) -> dict[str, Any]:
-        """Rows of mean length; for shared prefixes the whole prompt is shared, which favours it."""
+        """Parse rows of mean length; for shared prefixes the whole prompt is shared, in its
+        favour.
+        """
         count, running = workload["num_requests"], workload["max_running"]
         prompt = round(workload["prompt_tokens"] / count)
         output = round(workload["output_tokens"] / count)
         shared = ["-pps"] if workload["shared"] else []
         context = running * (prompt + output) + 256
-        told = self._tool(
+        output = self._tool(
             "llama-batched-bench",
             [
                 *("-npp", str(prompt), "-ntg", str(output), "-npl", str(running), *shared),
@@ -157,9 +159,9 @@ class LlamaServer:
             ],
             _BATCHED_OPTIONS,
         )
-        rows = re.findall(r'\{"n_kv_max".*?\}', told)
+        rows = re.findall(r'\{"n_kv_max".*?\}', output)
         if not rows:
-            raise Unsupported(f"llama-batched-bench reported nothing of a run: {told[-300:]!r}")
+            raise Unsupported(f"llama-batched-bench reported nothing of a run: {output[-300:]!r}")
         wall_s = float(json.loads(rows[-1])["t"]) * count / running
         total = workload["prompt_tokens"] + workload["output_tokens"]
         return {"rates": {"wall_s": wall_s, "total_tokens_per_s": total / wall_s}}
@@ -181,7 +183,7 @@ _BATCHED_OPTIONS = ("-b", "-ub", "-fa", "-ctk", "-ctv")
 
 
 def _options(settings: dict[str, Any]) -> list[str]:
-    """Options of the command line; true is one without a value."""
+    """Return options of the command line; true stands for one without a value."""
     words: list[str] = []
     for name, value in settings.items():
         if name.startswith("-"):
@@ -190,7 +192,7 @@ def _options(settings: dict[str, Any]) -> list[str]:
 
 
 def _version() -> str:
-    """The version llama.cpp was built as."""
+    """Return the version llama.cpp was built as."""
     done = subprocess.run(
         [str(llama_tool("llama-server")), "--version"], capture_output=True, text=True, check=False
     )

@@ -1,8 +1,8 @@
 """OpenVINO GenAI's continuous batching behind the peers' protocol.
 
-Runs in the environment "openvino". Prompts go in as ids; the pipeline is stepped here, so tokens
-are timed when a step gives them out. The KV cache's type is asked of the compiled model's own
-property where it can be, else it is what was set.
+Runs in the environment "openvino". Prompts are passed as ids; the pipeline is stepped here, so
+tokens are timed when a step returns them. The KV cache's type is read from the compiled model if
+possible, else it is the configured one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import openvino_genai as genai
 
 from bench.peers.protocol import Asked, Unsupported, serve
 
-# Settings of the scheduler; all others are properties of the device.
+# Scheduler settings; all others are device properties.
 SCHEDULER = (
     *("max_num_batched_tokens", "max_num_seqs", "cache_size", "dynamic_split_fuse"),
     *("enable_prefix_caching", "num_kv_blocks"),

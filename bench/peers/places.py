@@ -1,7 +1,7 @@
-"""Where the environments, builds and converted checkpoints of the other engines lie.
+"""Paths of the environments, builds and converted checkpoints of the other engines.
 
-The folder that QUIRE_PEERS names, else `.peers` beside this repository's files (git ignores it).
-Standard library only: the installer and every driver import this with whatever Python they have.
+The directory QUIRE_PEERS, else `.peers` in the repository (ignored by git). Standard library only:
+the installer and every driver import this with their own Python.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def peers_folder() -> Path:
-    """The folder of all that belongs to the peers; it may not exist yet."""
+    """Return the directory of all peers; it may not exist yet."""
     return Path(os.environ.get("QUIRE_PEERS") or REPOSITORY / ".peers")
 
 
 def environment_python(name: str) -> Path:
-    """The interpreter of a peer's environment: "openvino", "vllm", "transformers", "export"."""
+    """Return a peer's interpreter: "openvino", "vllm", "transformers", "export"."""
     return peers_folder() / name / "env" / "bin" / "python"
 
 
 def llama_source() -> Path:
-    """llama.cpp's source as the sdist of llama-cpp-python brings it."""
+    """Return llama.cpp's source in the sdist of llama-cpp-python."""
     return peers_folder() / "llama.cpp" / "source" / "vendor" / "llama.cpp"
 
 
 def llama_tool(name: str) -> Path:
-    """A program of llama.cpp's own: "llama-server", "llama-bench", "llama-quantize"."""
+    """Return one of llama.cpp's programs: "llama-server", "llama-bench", "llama-quantize"."""
     return peers_folder() / "llama.cpp" / "build" / "bin" / name
 
 
 def is_installed(name: str) -> bool:
-    """Whether `bench/peers/setup NAME` ran to its end, with the versions it would take now."""
+    """Return whether `bench/peers/setup NAME` completed with the current versions."""
     return (peers_folder() / name / "installed.json").is_file()

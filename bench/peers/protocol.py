@@ -1,4 +1,4 @@
-"""The one protocol between the benchmark and an engine: a JSON object a line, asked and answered.
+"""The protocol between the benchmark and an engine: one JSON object per line in each direction.
 
     {"do": "load", "model": PATH, "threads": 2, "settings": {...}} -> {"ok": true, ...}
     {"do": "run", "requests": [{"prompt_ids": [...], "output_tokens": 32}, ...],
@@ -6,10 +6,10 @@
     {"do": "own_tool", "workload": {...}}                          -> {"ok": true, ...}
     {"do": "quit"}                                                 -> the process ends
 
-An answer has sent_s, first_s, last_s (seconds from the run's start) and token_ids. What an engine
-cannot do is answered with {"ok": false, "error": TEXT}. Standard library only: every peer runs
-this with its own environment's Python. Standard output belongs to the protocol; whatever a
-library prints goes to standard error.
+An answer has sent_s, first_s, last_s (seconds from the run's start) and token_ids. Unsupported
+calls are answered with {"ok": false, "error": TEXT}. Standard library only: every peer runs this
+with its own environment's Python. Standard output belongs to the protocol; output of libraries goes
+to standard error.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ Asked = dict[str, Any]
 
 
 class Unsupported(Exception):
-    """The engine cannot do what was asked; the text says why."""
+    """The engine does not support the call; the text states why."""
 
 
 class Driver(Protocol):
-    """What a peer's script implements."""
+    """The interface that a peer's script implements."""
 
     def load(self, model: str, threads: int, settings: dict[str, Any]) -> dict[str, Any]:
         """Make the engine ready; return version, scheme and dtype of the KV cache."""
 
     def run(self, requests: list[Asked], static_batch: int) -> list[dict[str, Any]]:
-        """Hand all requests in at once (static_batch: in groups of so many, one after the other);
-        greedy, without end-of-text; an answer each, in order."""
+        """Run all requests at once (static_batch: in groups of so many, one after the other).
+
+        Greedy, without end-of-text; returns an answer each, in order.
+        """
 
     def own_tool(self, workload: dict[str, Any]) -> dict[str, Any]:
         """Return the result of the engine's own benchmark. Raise Unsupported if there is none."""
@@ -47,20 +49,20 @@ class Driver(Protocol):
 def serve(driver: Driver) -> None:
     """Answer lines of standard input until quit or its end."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries that print do not break the protocol
+    os.dup2(2, 1)  # output of libraries must not break the protocol
     try:
         for line in sys.stdin:
             asked = json.loads(line)
             if asked["do"] == "quit":
                 return
             try:
-                told = {"ok": True, **_answer(driver, asked)}
+                reply = {"ok": True, **_answer(driver, asked)}
             except Unsupported as error:
-                told = {"ok": False, "error": str(error)}
+                reply = {"ok": False, "error": str(error)}
             except Exception as error:  # noqa: BLE001 - a process edge: reported, not swallowed
                 traceback.print_exc()
-                told = {"ok": False, "error": f"{type(error).__name__}: {error}"[:2000]}
-            answers.write(json.dumps(told) + "\n")
+                reply = {"ok": False, "error": f"{type(error).__name__}: {error}"[:2000]}
+            answers.write(json.dumps(reply) + "\n")
             answers.flush()
     finally:
         driver.close()

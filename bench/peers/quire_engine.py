@@ -1,6 +1,6 @@
 """Quire behind the peers' protocol: AsyncLLM in this process, as `quire bench` drives it.
 
-A process of its own like every peer, so that memory and processor time are counted alike.
+It has its own process like every peer, so that memory and processor time are counted alike.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Quire:
             for one in requests
         ]
         answered = self._runner.run(self._engine.run(specs, static_batch=static_batch))
-        return [_told(one) for one in answered]
+        return [_answer_of(one) for one in answered]
 
     def own_tool(self, workload: dict[str, Any]) -> dict[str, Any]:
         raise Unsupported("Quire is measured by this benchmark")
@@ -58,7 +58,7 @@ class Quire:
         self._runner.close()
 
 
-def _told(answered: CompletedRequest) -> dict[str, Any]:
+def _answer_of(answered: CompletedRequest) -> dict[str, Any]:
     times = answered.times
     return {
         "sent_s": times.sent_s,

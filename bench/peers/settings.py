@@ -1,8 +1,8 @@
-"""Which settings an engine is measured with, and which ones a sweep tries.
+"""The settings of each engine, and the candidates of a sweep.
 
 settings.json beside this file has the chosen ones, by shape, precision and workload, with "*" for
 all; later keys win: engine -> "*" -> precision -> workload. `python -m bench.sweep` tries GRID and
-writes its choice there. Knows no engine.
+writes its choice there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 FILE = Path(__file__).with_name("settings.json")
 
-# What a sweep tries for each engine: every combination, for workloads of one request and of many.
+# Candidates of a sweep by engine: every combination, for workloads of one request and of many.
 GRID = MappingProxyType(
     {
         "quire": {
@@ -48,7 +48,7 @@ ONE_REQUEST = ("w1", "w2")
 def settings_for(
     engine: str, *, precision: str, workload: str, file: Path = FILE
 ) -> dict[str, Any]:
-    """The committed settings. An engine without any is measured as it comes."""
+    """Return the committed settings. An engine without any is measured with its defaults."""
     known = json.loads(file.read_text()) if file.exists() else {}
     of_engine = known.get(engine, {})
     of_precision = of_engine.get(precision, {})
@@ -63,14 +63,14 @@ def settings_for(
 def write_choice(
     engine: str, *, precision: str, workload: str, chosen: dict[str, Any], file: Path = FILE
 ) -> None:
-    """Keep what a sweep chose."""
+    """Store the choice of a sweep."""
     known = json.loads(file.read_text()) if file.exists() else {}
     known.setdefault(engine, {}).setdefault(precision, {})[workload] = chosen
     file.write_text(json.dumps(known, indent=1) + "\n")
 
 
 def candidates(engine: str, workload: str) -> Iterator[dict[str, Any]]:
-    """Every combination of the engine's grid."""
+    """Yield every combination of the engine's grid."""
     grid = GRID[engine]["one" if workload in ONE_REQUEST else "many"]
     for values in product(*grid.values()):
         yield dict(zip(grid, values, strict=True))

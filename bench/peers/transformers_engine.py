@@ -1,7 +1,7 @@
 """transformers behind the peers' protocol: generate() on left-padded static batches, SDPA.
 
-Runs in the environment "transformers". It has no continuous batching here: what is handed in at
-once is computed in groups of `batch_size` (a setting), each until its longest answer is done.
+Runs in the environment "transformers". Without continuous batching, concurrent requests are
+computed in groups of `batch_size` (a setting), each until its longest answer is done.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bench.peers.protocol import Asked, Unsupported, serve
 
 
 class _Clock(transformers.StoppingCriteria):
-    """Asked after each step, for all rows: a place to read the clock. Never stops anything."""
+    """A stopping criterion that reads the clock after each step and never stops anything."""
 
     def __init__(self, begin_s: float) -> None:
         self.times_s: list[float] = []
@@ -68,7 +68,7 @@ class Transformers:
             prompt = one["prompt_ids"]
             ids[row, width - len(prompt) :] = torch.tensor(prompt)
             mask[row, width - len(prompt) :] = 1
-        clock = _Clock(begin_s)  # generate() refuses a streamer for more than one row
+        clock = _Clock(begin_s)  # generate() rejects a streamer for more than one row
         with torch.inference_mode():
             out = self._model.generate(
                 input_ids=ids,

@@ -1,8 +1,8 @@
 """vLLM's CPU build behind the peers' protocol: its engine in this process, stepped here.
 
-Runs in the environment "vllm". The environment variables below favour it: all cores compute (it
-would keep one back), its engine is not put into a process of its own, and the allocator and
-OpenMP libraries it recommends are preloaded where they are installed.
+Runs in the environment "vllm". The environment variables below favour it: all cores compute (by
+default it reserves one), its engine gets no separate process, and its recommended allocator and
+OpenMP libraries are preloaded if installed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Vllm:
         import vllm
         from vllm import EngineArgs, LLMEngine
 
-        set_threads = torch.set_num_threads  # vLLM puts a function that does nothing in its place
+        set_threads = torch.set_num_threads  # vLLM replaces it by a function that does nothing
 
         defaults = {
             "dtype": "bfloat16",
@@ -40,7 +40,7 @@ class Vllm:
             "disable_log_stats": True,
         }
         self._engine = LLMEngine.from_engine_args(EngineArgs(model=model, **(defaults | settings)))
-        # In one process it leaves torch with the one thread it took while it was loading.
+        # In one process it leaves torch with the single thread it used for loading.
         set_threads(threads)
         return {
             "version": vllm.__version__,
@@ -98,7 +98,7 @@ class Vllm:
 
 
 def preloads() -> list[str]:
-    """Libraries to preload: Intel's OpenMP from the environment, tcmalloc where there is one."""
+    """Return libraries to preload: Intel's OpenMP from the environment, tcmalloc if available."""
     found = list(Path(sys.prefix).glob("lib/libiomp5.so"))
     for pattern in ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4"):
         found += Path("/usr/lib").glob(f"*/{pattern}")
@@ -106,7 +106,7 @@ def preloads() -> list[str]:
 
 
 if __name__ == "__main__":
-    # The loader reads LD_PRELOAD at the start of a process only.
+    # The loader reads LD_PRELOAD only at process start.
     if preloads() and "LD_PRELOAD" not in os.environ:
         os.environ["LD_PRELOAD"] = ":".join(preloads())
         os.execv(sys.executable, [sys.executable, "-m", "bench.peers.vllm_engine"])

@@ -59,7 +59,7 @@ def main() -> None:
     tables.add_argument("--out", type=Path)
     piece = kinds.add_parser("piece", help="a piece of the trace on the real engine")
     piece.add_argument("--shape", default="qwen3-0.6b")
-    # Fair share is first-come here: the trace names no tenants.
+    # Fair share equals first-come here: the trace names no tenants.
     piece.add_argument("--policies", default="fcfs,sjf")
     piece.add_argument("--seconds", type=float, default=300.0, help="of arrivals, in real time")
     piece.add_argument("--speed", type=float, default=0.2, help="the order matters under overload")
@@ -70,25 +70,25 @@ def main() -> None:
     piece.add_argument("--shorter", type=float, default=1.0, help="divide all lengths by this")
     piece.add_argument("--again", action="store_true", help="also what is known already")
     piece.add_argument("--out", type=Path, default=RESULTS / "policies-piece.json")
-    foretold = kinds.add_parser("forecast", help="predicted first tokens against actual ones")
-    foretold.add_argument("--scene", choices=SCENES, default="accelerator")
-    foretold.add_argument("--policies", default="fcfs,sjf,fair")
-    foretold.add_argument("--speeds", help="as in 1,2,4 (default: the scene's)")
-    foretold.add_argument("--max-requests", type=int, help="the first so many (default: all)")
-    foretold.add_argument("--goal", type=float, help="seconds (default: the scene's)")
-    foretold.add_argument("--light", type=int, default=20, help="as of table, for fair share")
-    foretold.add_argument("--out", type=Path)
+    forecast = kinds.add_parser("forecast", help="predicted first tokens against actual ones")
+    forecast.add_argument("--scene", choices=SCENES, default="accelerator")
+    forecast.add_argument("--policies", default="fcfs,sjf,fair")
+    forecast.add_argument("--speeds", help="as in 1,2,4 (default: the scene's)")
+    forecast.add_argument("--max-requests", type=int, help="the first so many (default: all)")
+    forecast.add_argument("--goal", type=float, help="seconds (default: the scene's)")
+    forecast.add_argument("--light", type=int, default=20, help="as of table, for fair share")
+    forecast.add_argument("--out", type=Path)
     args = parser.parse_args()
     {"table": _table, "piece": _piece, "forecast": _forecast}[args.kind](args)
 
 
-def _asks(scene: Scene, *, told: bool) -> RequestDefaults:
+def _asks(scene: Scene, *, with_goals: bool) -> RequestDefaults:
     goals = scene.goals
     return RequestDefaults(
         max_tokens=MAX_TOKENS,
         max_model_len=scene.settings["max_model_len"],
-        ttft_slo_ms=1e3 * goals.ttft_s if told else None,
-        tpot_slo_ms=1e3 * goals.tpot_s if told else None,
+        ttft_slo_ms=1e3 * goals.ttft_s if with_goals else None,
+        tpot_slo_ms=1e3 * goals.tpot_s if with_goals else None,
     )
 
 
@@ -103,7 +103,7 @@ def _table(args: argparse.Namespace) -> None:
         trace=trace,
         policies=tuple(args.policies.split(",")),
         speeds=speeds,
-        defaults=_asks(scene, told=True),
+        defaults=_asks(scene, with_goals=True),
         goals=scene.goals,
         light_every=args.light,
         light_speed=scene.light_speed,
@@ -115,14 +115,14 @@ def _table(args: argparse.Namespace) -> None:
         machine,
         config,
         progress=Progress(),
-        known=part.known("told"),
-        on_run=part.keeper("told"),
+        known=part.known("with goals"),
+        on_run=part.keeper("with goals"),
     )
-    # Where the engine may refuse, means are of those it took: orders are compared without. Nor
-    # may a full queue refuse: as many wait then under any order, so that their mean wait is one.
+    # With early rejection, means are of accepted requests only, so orders are compared without it.
+    # A full queue must not reject either: then all orders wait for the same requests.
     orders = replace(
         comparison,
-        defaults=_asks(scene, told=False),
+        defaults=_asks(scene, with_goals=False),
         policies=tuple(name for name in comparison.policies if name in ("fcfs", "sjf")),
         light_every=0,
     )
@@ -211,7 +211,7 @@ def _forecast(args: argparse.Namespace) -> None:
     scene = SCENES[args.scene]
     trace = read_trace(outside(TRACE), max_requests=args.max_requests)
     speeds = tuple(map(float, args.speeds.split(","))) if args.speeds else scene.speeds
-    defaults, goal_s = _asks(scene, told=False), args.goal or scene.goals.ttft_s
+    defaults, goal_s = _asks(scene, with_goals=False), args.goal or scene.goals.ttft_s
     rows = []
     for policy in args.policies.split(","):
         for speed in speeds:

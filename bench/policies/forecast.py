@@ -32,7 +32,7 @@ def held(
     *,
     light_every: int = 0,
 ) -> dict[str, Any]:
-    """One policy at one speed: plain numbers. light_every: as of `Comparison`, for fair share."""
+    """Run one policy at one speed. light_every: as in `Comparison`, for fair share."""
     is_flooded = policy == "fair" and light_every > 0
     if is_flooded:
         requests, _ = with_flood(
@@ -44,16 +44,16 @@ def held(
     config = replace(
         config, scheduler=replace(config.scheduler, max_queued_requests=max(len(requests), 1))
     )
-    foretold_ms: dict[int, float] = {}
+    predicted_ms: dict[int, float] = {}
 
     def taken(number: int, scheduler: Scheduler) -> None:
         found_ms = scheduler.predict_ttft_ms(str(number))
         if found_ms is not None:
-            foretold_ms[id(requests[number])] = found_ms
+            predicted_ms[id(requests[number])] = found_ms
 
     run = simulate(requests, defaults, scene.machine(), config, on_accepted=taken)
-    finished = [one for one in run.finished if id(one.request) in foretold_ms]
-    predicted = np.array([foretold_ms[id(one.request)] for one in finished]) / 1e3
+    finished = [one for one in run.finished if id(one.request) in predicted_ms]
+    predicted = np.array([predicted_ms[id(one.request)] for one in finished]) / 1e3
     actual = np.array([one.first_token_ms - one.request.arrival_ms for one in finished]) / 1e3
     found = {"policy": policy, "speed": speed, **held_against(predicted, actual, goal_s)}
     if is_flooded:
@@ -63,7 +63,7 @@ def held(
 
 
 def held_against(predicted: Any, actual: Any, goal_s: float) -> dict[str, Any]:
-    """Seconds against seconds, one each a request."""
+    """Compare predicted with actual seconds, one pair per request."""
     ratio = predicted / actual
     would_refuse, missed = predicted > goal_s, actual > goal_s
     return {
@@ -80,7 +80,7 @@ def held_against(predicted: Any, actual: Any, goal_s: float) -> dict[str, Any]:
 
 
 def held_text(found: dict[str, Any]) -> str:
-    """A line, and one for the light tenant."""
+    """Return a line, and one for the light tenant."""
     text = f"{found['policy']} at speed {found['speed']:g}: {_text(found)}"
     return text + (f"\n  its light tenant: {_text(found['light'])}" if "light" in found else "")
 
@@ -89,7 +89,7 @@ def _text(found: dict[str, Any]) -> str:
     low, middle, high = found["ratio_p10_p50_p90"]
     percent = {name: 100 * found[name] for name in found if name.endswith("share")}
     return (
-        f"first token after {found['actual_p50_s']:.2f} s (p50); foretold is {low:.2f} "
+        f"first token after {found['actual_p50_s']:.2f} s (p50); predicted is {low:.2f} "
         f"to {high:.2f} of it, {middle:.2f} in the middle; refused "
         f"{percent['refused_share']:.1f} % ({percent['refused_wrongly_share']:.1f} % wrongly), "
         f"taken wrongly {percent['taken_wrongly_share']:.1f} %"

@@ -1,8 +1,8 @@
-"""The policies' goals, read off a result: the measured value, and whether it is enough.
+"""Read the policies' goals off a result: the measured value, and whether it suffices.
 
 Means are compared without early rejections (open_ended), goodput with them. Plain arithmetic over
-the JSON object of quire/sim/compare.py. Always holds: a goal that could not be measured is reported
-as such, not as kept.
+the JSON object of quire/sim/compare.py. A goal that could not be measured is reported as such, not
+as reached.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ REQUESTS_PER_MINUTE = 100_000
 
 
 def read_goals(outcome: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A line for each goal: what, found, wanted, kept."""
+    """Return an entry per goal: what, found, wanted, kept."""
     runs = outcome["runs"]
     return [
         _shortest(outcome["open_ended"]["runs"]),
@@ -28,7 +28,7 @@ def read_goals(outcome: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def goals_text(goals: Sequence[Mapping[str, Any]]) -> str:
-    """A line each."""
+    """Return a line per goal."""
     return "\n".join(
         f"{'kept' if goal['kept'] else 'not kept'}: {goal['what']}: {goal['found']} "
         f"(wanted {goal['wanted']})"
@@ -76,7 +76,9 @@ def _light_tenant(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _goodput(runs: Sequence[Mapping[str, Any]], policy: str) -> dict[str, Any]:
-    """Against its peak: at the slowest speed that offers twice what was served well there."""
+    """Return goodput against its peak, at the slowest speed that offers twice what was
+    served in time.
+    """
     what = f"{policy}: goodput at twice the load, as a share of its peak"
     wanted = f"at least {GOODPUT_SHARE}"
     own = [run["summary"] for run in _of(runs, policy).values()]

@@ -35,13 +35,13 @@ from quire.obs.timing import percentiles
 SHAPE = "qwen3-0.6b"
 KINDS = ("alone", "beside")
 STEPS_BEFORE = 80
-STEPS_LEFT_OUT = 16  # of those: prompts still in them, and the estimate still learns
+STEPS_LEFT_OUT = 16  # at the start: they still contain prompts, and the estimate still learns
 DECODING_PROMPT = 64
 LONG = "long"
 
 
 class Loop:
-    """An engine's loop that notes when each request got its tokens."""
+    """An engine loop that records when each request got its tokens."""
 
     def __init__(self, core: EngineCore, vocab_size: int) -> None:
         self._core = core
@@ -69,7 +69,7 @@ class Loop:
         return now_ms
 
     def step(self) -> None:
-        """One turn."""
+        """Run one step."""
         outputs = self._core.step(self._clock.now_ms)
         now_ms = self._clock.now_ms()
         for output in outputs or ():
@@ -82,14 +82,14 @@ class Loop:
             self.step()
 
     def until_first_token(self, name: str) -> float:
-        """Run until `name` has one; when it came."""
+        """Run until `name` has its first token; return the time."""
         while not self.times_ms[name]:
             self.step()
         return self.times_ms[name][0]
 
 
 def one_run(args: argparse.Namespace, kind: str) -> dict[str, Any]:
-    """What `kind` says at the top, once."""
+    """Run one measurement of a kind from the module docstring."""
     settings: dict[str, float] = {}
     for name, text in (pair.split("=", 1) for pair in args.flags.split()):
         settings[name] = float(text) if name.endswith("_ms") else int(text)
@@ -107,10 +107,10 @@ def one_run(args: argparse.Namespace, kind: str) -> dict[str, Any]:
     )
     engine = assemble(config, clock=Clock(), report=lambda what, **_: print(what))
     loop = Loop(engine.core, engine.card.vocab_size)
-    # Another prompt as long: memory is used from then on, and what steps cost was seen.
+    # Another prompt as long, so that memory is in use and step costs are known.
     loop.add("warm", args.prompt, 2)
     loop.until_idle()
-    while engine.core.touch():  # as a server does when it has nothing to do
+    while engine.core.touch():  # as a server does when idle
         pass
     if kind == "alone":
         came_ms = loop.add(LONG, args.prompt, 2)
@@ -139,26 +139,26 @@ def one_run(args: argparse.Namespace, kind: str) -> dict[str, Any]:
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the runs of each kind, and the two ratios that are to be held."""
+    """Return medians over the runs of each kind, and the two ratios with goals."""
     if len({run["first_id"] for run in runs}) > 1:
         raise SystemExit("the prompt's first token differs beside others: the run is wrong")
-    told: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for kind in KINDS:
         of_kind = [run for run in runs if run["kind"] == kind]
         if of_kind:
             numbers = [name for name in of_kind[0] if name.endswith("_ms")]
-            told[kind] = {n: statistics.median(run[n] for run in of_kind) for n in numbers}
-            told[kind]["runs"] = len(of_kind)
-    if "beside" in told:
-        beside = told["beside"]
-        told["p99_over_median_before"] = beside["p99_during_ms"] / beside["median_before_ms"]
-        if "alone" in told:
-            told["ttft_over_alone"] = beside["ttft_ms"] / told["alone"]["ttft_ms"]
-    return told
+            result[kind] = {n: statistics.median(run[n] for run in of_kind) for n in numbers}
+            result[kind]["runs"] = len(of_kind)
+    if "beside" in result:
+        beside = result["beside"]
+        result["p99_over_median_before"] = beside["p99_during_ms"] / beside["median_before_ms"]
+        if "alone" in result:
+            result["ttft_over_alone"] = beside["ttft_ms"] / result["alone"]["ttft_ms"]
+    return result
 
 
 def scene_of(run: Mapping[str, Any]) -> str:
-    """What runs that are summed up together have in common, by name."""
+    """Return the properties that runs must share to be summarized together."""
     name = f"{run['shape']}, {run['prompt']} beside {run['decoding']}"
     return f"{name}, {run['flags']}" if run["flags"] else name
 

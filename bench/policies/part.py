@@ -1,7 +1,6 @@
-"""Part: runs of a measurement under way, in a file, so that it can be stopped and begun again.
+"""Part: runs of an unfinished measurement, in a file, so that it can be stopped and continued.
 
-Knows what was asked, and no run made for another question. Always holds: the file is whole after
-each run.
+Runs made for other settings are ignored. The file is whole after each run.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from typing import Any
 
 
 class Part:
-    """asked: what was asked, in what JSON can say or has a name; runs for anything else are not
-    known."""
+    """asked: the settings, in JSON values or names; runs for other settings are ignored."""
 
     def __init__(self, path: Path, asked: Mapping[str, Any]) -> None:
         self._path = path
@@ -26,11 +24,11 @@ class Part:
                 self._runs = found["runs"]
 
     def known(self, kind: str) -> Sequence[Mapping[str, Any]]:
-        """Runs of this kind made before."""
+        """Return earlier runs of this kind."""
         return tuple(self._runs.get(kind, ()))
 
     def keeper(self, kind: str) -> Callable[[Mapping[str, Any]], None]:
-        """What keeps a run of this kind."""
+        """Return a function that stores a run of this kind."""
 
         def keep(run: Mapping[str, Any]) -> None:
             self._runs.setdefault(kind, []).append(run)
@@ -41,5 +39,5 @@ class Part:
         return keep
 
     def remove(self) -> None:
-        """The measurement is complete."""
+        """Remove the file: the measurement is complete."""
         self._path.unlink(missing_ok=True)

@@ -57,7 +57,7 @@ def measure_piece(
     machine = machine_of(profile)
     requests, left_out = trace_requests(trace, speed=speed, defaults=defaults)
     progress.say("packing the weights")
-    engine = assemble(config, clock=Clock(), report=_tell)
+    engine = assemble(config, clock=Clock(), report=_print_report)
     runs: dict[str, Any] = {}
     outcome = {
         "settings": {
@@ -132,7 +132,7 @@ def _simulated(
 
 
 def piece_text(outcome: Mapping[str, Any]) -> str:
-    """A line a policy, and whether simulation and engine agree."""
+    """Return a line per policy, and whether simulation and engine agree."""
     runs = outcome["runs"]
     rows = []
     for policy, run in runs.items():
@@ -161,7 +161,7 @@ def piece_text(outcome: Mapping[str, Any]) -> str:
 
 
 def agreement(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Whether both rank policies the same by mean latency, and how far apart they are at most."""
+    """Return whether both rank policies the same by mean latency, and their largest deviation."""
     name = NUMBERS[0]
     ranked = {
         kind: sorted(runs, key=lambda policy: runs[policy][kind][name])
@@ -175,5 +175,5 @@ def agreement(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _tell(what: str, **fields: Field) -> None:
+def _print_report(what: str, **fields: Field) -> None:
     raise SystemExit(f"{what}: {fields}")

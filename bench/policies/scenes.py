@@ -39,11 +39,11 @@ class Scene:
     settings: Mapping[str, Any]
 
     def config(self) -> EngineConfig:
-        """The engine's settings, whatever the policy."""
+        """Return the engine's settings, whatever the policy."""
         return engine_config(self.settings)
 
     def machine(self) -> Machine:
-        """What it runs on."""
+        """Return the machine."""
         if self.name == "cpu":
             return read_machine(RESULTS / "steps-qwen3-0.6b-bf16.json")
         with tempfile.TemporaryDirectory() as folder:

@@ -1,10 +1,10 @@
 """python -m bench.soak: many streams at once for minutes; clients disconnect, stall, send garbage.
 
-A server of the built-in model with many clients at once (callers.py). Before, each good request is
-sent alone; all answers that good clients get must equal those. The time is divided into rounds;
-after each the server is left idle, and must hold no more blocks, descriptors and tasks than before
-the first. Memory is reported for each round; its growth after the first must stay within a limit.
-Writes bench/results/soak.json, and exits with 1 if something was wrong.
+A server of the built-in model with many concurrent clients (callers.py). Before, each good request
+is sent alone; all answers of good clients must equal those. The time is divided into rounds; after
+each the server is left idle, and must hold no more blocks, descriptors and tasks than before the
+first. Memory is reported for each round; its growth after the first must stay within a limit.
+Writes bench/results/soak.json, and exits with 1 on any failure.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_GROWTH_BYTES = 24 << 20
 
 
 def bodies(seed: int) -> list[dict[str, Any]]:
-    """Requests of several lengths, some greedy, some drawn."""
+    """Return requests of several lengths, some greedy, some sampled."""
     chance = random.Random(seed)
     return [
         {
@@ -49,26 +49,26 @@ def bodies(seed: int) -> list[dict[str, Any]]:
 
 
 async def asked_alone(port: int, bodies: list[dict[str, Any]]) -> list[Ask]:
-    """Return each request with its answer when it is served alone."""
+    """Return each request with its answer when served alone."""
     alone = Callers(port, [], seed=0, stall_s=0.0)
     return [Ask(body, whole_text(await alone.answer(body))) for body in bodies]
 
 
 async def soak(callers: Callers, streams: int, seconds: float) -> None:
-    """One round; stalls end with it."""
+    """Run one round; stalls end with it."""
     end_s = time.monotonic() + seconds
     asyncio.get_running_loop().call_later(seconds, callers.end_stalls)
     await callers.run(streams, lambda _: time.monotonic() < end_s)
 
 
 def grown(rounds: list[Holdings]) -> list[str]:
-    """What memory has grown by more than it may after the first round."""
-    told = []
+    """Return memory that has grown beyond the limit after the first round."""
+    problems = []
     for name in ("memory_bytes", "engine_memory_bytes"):
         growth = getattr(rounds[-1], name) - getattr(rounds[0], name)
         if growth > MAX_GROWTH_BYTES:
-            told.append(f"{name} grew by {growth >> 20} MiB after the first round")
-    return told
+            problems.append(f"{name} grew by {growth >> 20} MiB after the first round")
+    return problems
 
 
 def main() -> None:
@@ -91,19 +91,20 @@ def main() -> None:
     args = parser.parse_args()
     flags = ("--port", "0", "--stall-seconds", "2", "--max-queued-requests", str(2 * args.streams))
     with tempfile.TemporaryDirectory() as folder:
-        told = Path(folder) / "tasks"
-        with Child("bench.soak.server", str(told), *flags) as server:
+        tasks_file = Path(folder) / "tasks"
+        with Child("bench.soak.server", str(tasks_file), *flags) as server:
             asks = asyncio.run(asked_alone(server.port, bodies(args.seed)))
-            # Connections, threads and lazily made things of every kind, before anything is counted.
+            # Connections, threads and lazily created objects of every kind, before anything is
+            # counted.
             asyncio.run(soak(Callers(server.port, asks, seed=-1, stall_s=1.0), 64, 3.0))
-            before = idle(server, told)
+            before = idle(server, tasks_file)
             callers = Callers(
                 server.port, asks, seed=args.seed, stall_s=STALL_S, limit_s=args.limit_seconds
             )
             rounds: list[Holdings] = []
             for _ in range(args.rounds):
                 asyncio.run(soak(callers, args.streams, 60 * args.minutes / args.rounds))
-                rounds.append(idle(server, told, before))
+                rounds.append(idle(server, tasks_file, before))
                 print(dict(callers.done), rounds[-1], callers.wrong[:3], flush=True)
     wrong = [*callers.wrong, *(one for found in rounds for one in found.beyond(before))]
     wrong += grown(rounds)

@@ -21,25 +21,26 @@ from typing import Any
 _PATH = "/v1/completions"
 _LIMIT_S = 300.0
 _MAX_KEPT = 20
-# How often each kind of caller comes.
+# Frequencies of the kinds of clients.
 _KINDS = {"good": 12, "whole": 2, "vanish": 3, "stall": 1, "rubbish": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request of a good caller, and its answer alone."""
+    """A request of a good client, and its answer alone."""
 
     body: dict[str, Any]
     text: str
 
 
 class Broken(Exception):
-    """An answer that is not what it has to be."""
+    """An answer differs from the expected one."""
 
 
 class Callers:
-    """See the module docstring. stall_s: how long a stalling client does not read. limit_s: an
-    exchange that takes longer is wrong."""
+    """See the module docstring. stall_s: how long a stalling client does not read. limit_s: maximal
+    duration of an exchange.
+    """
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class Callers:
         self._round = 0
 
     async def run(self, num_callers: int, go_on: Callable[[int], bool]) -> None:
-        """All callers, each as long as go_on(number of things it has done) says."""
+        """Run all clients, each as long as go_on(number of exchanges it has done) holds."""
         self._over = asyncio.Event()
         self._round += 1
         await asyncio.gather(*(self._caller(number, go_on) for number in range(num_callers)))
@@ -70,7 +71,7 @@ class Callers:
         self._over.set()
 
     async def answer(self, body: dict[str, Any]) -> bytes:
-        """The answer to one request."""
+        """Return the answer to one request."""
         return await self._exchange(_post(body))
 
     async def _caller(self, number: int, go_on: Callable[[int], bool]) -> None:
@@ -98,7 +99,7 @@ class Callers:
             raise Broken(f"{text!r} came, alone it was {ask.text!r}")
 
     async def _vanish(self, ask: Ask, chance: random.Random) -> None:
-        """Leave after some bytes of the answer, or of the question."""
+        """Disconnect after some bytes of the answer, or of the request."""
         request = _post({**ask.body, "stream": chance.random() < 0.7})
         reader, writer = await self._connect()
         try:
@@ -111,7 +112,7 @@ class Callers:
             writer.transport.abort()
 
     async def _stall(self, ask: Ask, _: random.Random) -> None:
-        """Ask for much and do not read it."""
+        """Request much and do not read it."""
         body = {**ask.body, "stream": True, "max_tokens": 400, "logprobs": 5, "ignore_eos": True}
         reader, writer = await self._connect(receive_buffer_bytes=4096)
         try:
@@ -131,7 +132,7 @@ class Callers:
             raise Broken(f"rubbish was answered by {raw[:200]!r}")
 
     async def _exchange(self, request: bytes, *, bad: bool = False) -> bytes:
-        """All that comes back. bad: the other end may break off."""
+        """Return the whole response. bad: the server may close early."""
         reader, writer = await self._connect()
         came = b""
         try:
@@ -184,7 +185,7 @@ RUBBISH: tuple[Callable[[random.Random], bytes], ...] = (
 
 
 def body_of(raw: bytes) -> bytes:
-    """The body of an answer of 200, put together where it came in chunks."""
+    """Return the body of a 200 response, joined if chunked."""
     head, _, rest = raw.partition(b"\r\n\r\n")
     if not head.startswith(b"HTTP/1.1 200"):
         raise Broken(f"answered by {raw[:300]!r}")
@@ -198,7 +199,7 @@ def body_of(raw: bytes) -> bytes:
 
 
 def streamed_text(raw: bytes) -> str:
-    """The text of a stream that ended as it should."""
+    """Return the text of a stream that ended correctly."""
     lines = body_of(raw).split(b"\n")
     events = [line[6:] for line in lines if line.startswith(b"data: ")]
     if not events or events.pop() != b"[DONE]":
@@ -207,5 +208,5 @@ def streamed_text(raw: bytes) -> str:
 
 
 def whole_text(raw: bytes) -> str:
-    """The text of an answer that was not streamed."""
+    """Return the text of an unstreamed answer."""
     return str(json.loads(body_of(raw))["choices"][0]["text"])

@@ -23,7 +23,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holdings:
-    """Counts of the server's process and of its engine's, and memory of both in bytes."""
+    """Counts of the server and engine processes, and memory of both in bytes."""
 
     descriptors: int
     engine_descriptors: int
@@ -35,7 +35,7 @@ class Holdings:
     engine_memory_bytes: int
 
     def beyond(self, before: Holdings) -> list[str]:
-        """Which counts are above what they were; memory is not a count."""
+        """Return the counts above their baseline; memory is no count."""
         was = asdict(before)
         return [
             f"{name}: {value}, before {was[name]}"
@@ -44,13 +44,13 @@ class Holdings:
         ]
 
 
-def holdings(server: Child, told: Path) -> Holdings:
-    """Return the current counts. `told`: the file in which server.py writes its tasks."""
+def holdings(server: Child, tasks_file: Path) -> Holdings:
+    """Return the current counts. `tasks_file`: the file in which server.py writes its tasks."""
     engine = int(Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()[0])
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=60) as reply:
         metrics = reply.read().decode()
     return Holdings(
-        tasks=_tasks(server, told),  # by then the connection of the line above is closed
+        tasks=_tasks(server, tasks_file),  # by then the connection of the line above is closed
         descriptors=len(os.listdir(f"/proc/{server.pid}/fd")),
         engine_descriptors=len(os.listdir(f"/proc/{engine}/fd")),
         blocks=_metric(metrics, "quire_kv_blocks_used"),
@@ -62,11 +62,11 @@ def holdings(server: Child, told: Path) -> Holdings:
     )
 
 
-def idle(server: Child, told: Path, before: Holdings | None = None) -> Holdings:
-    """What the server holds at rest; above `before` only where it stays there."""
+def idle(server: Child, tasks_file: Path, before: Holdings | None = None) -> Holdings:
+    """Return the idle server's counts, above `before` only if they stay there."""
     end_s = time.monotonic() + _LIMIT_S
     while True:
-        found = holdings(server, told)
+        found = holdings(server, tasks_file)
         rests = not (found.open_requests or found.engine_requests or found.blocks)
         if rests and (before is None or not found.beyond(before)):
             return found
@@ -75,19 +75,19 @@ def idle(server: Child, told: Path, before: Holdings | None = None) -> Holdings:
         time.sleep(_POLL_S)
 
 
-def _tasks(server: Child, told: Path) -> int:
-    told.unlink(missing_ok=True)
+def _tasks(server: Child, tasks_file: Path) -> int:
+    tasks_file.unlink(missing_ok=True)
     os.kill(server.pid, signal.SIGUSR1)
     end_s = time.monotonic() + _LIMIT_S
-    while not told.exists():
+    while not tasks_file.exists():
         if time.monotonic() > end_s:
             raise SystemExit("the server did not report its tasks")
         time.sleep(_POLL_S)
-    return int(told.read_text())
+    return int(tasks_file.read_text())
 
 
 def _metric(text: str, name: str) -> int:
-    """The sum of a metric over its labels. Exits where the server has no such metric."""
+    """Return the sum of a metric over its labels. Exits if the server has no such metric."""
     found = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
     if not found:
         raise SystemExit(f"the server has no metric {name}")

@@ -19,18 +19,18 @@ from quire.cli import main as cli
 def main() -> int:
     run, file = server.ServerProcess.run, Path(sys.argv[1])
 
-    async def told(life: server.ServerProcess, *args: Any) -> int:
+    async def run_with_signal(life: server.ServerProcess, *args: Any) -> int:
         loop = asyncio.get_running_loop()
 
-        def tell() -> None:
+        def write_tasks() -> None:
             partial = file.with_suffix(".partial")
             partial.write_text(str(len(asyncio.all_tasks(loop))))
             partial.rename(file)
 
-        loop.add_signal_handler(signal.SIGUSR1, tell)
+        loop.add_signal_handler(signal.SIGUSR1, write_tasks)
         return await run(life, *args)
 
-    server.ServerProcess.run = told  # type: ignore[method-assign]
+    server.ServerProcess.run = run_with_signal  # type: ignore[method-assign]
     return cli.main(["serve", *sys.argv[2:]])
 
 

@@ -1,11 +1,10 @@
 """Training texts of the built-in model, cleaned and split once, and its tokenizer.
 
-Real stories of which one in twenty is held out, stories sampled from another model (filtered for
-nonsense), and books. The tokenizer is a byte-level BPE in which every digit is a token of its own,
-so that sums can be learned.
+The texts are real stories (one in twenty is held out), stories sampled from another model (filtered
+for nonsense), and books. The tokenizer is a byte-level BPE with one token per digit, so that the
+model can learn sums.
 
-Does not know PyTorch, rows or questions. Always holds: a held-out story is in no other list; the
-same files give the same texts in the same order.
+A held-out story is in no other list; the same files give the same texts in the same order.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 BEGIN, END = "<|begin|>", "<|end|>"
 SPECIALS = [BEGIN, END, "<|system|>", "<|user|>", "<|assistant|>"]
 HELD_OUT_EVERY = 20  # one story in twenty, 5 %
-TOKENIZER_STORIES = 12_000  # of the sampled ones: more teach it nothing new
+TOKENIZER_STORIES = 12_000  # of the sampled ones: more do not improve it
 
 GIRLS, BOYS = (
     group.split()
@@ -35,15 +34,15 @@ GIRLS, BOYS = (
 )
 
 MIN_WORDS, MAX_WORDS = 60, 330
-MIN_VARIETY = 0.36  # different words in a hundred words
-MAX_REPEATS = 2  # of any five words in a row
-MAX_SHARE_OF_ONE_WORD = 0.075  # of all words may be the same one
-KNOWN_TIMES = 30  # a word in fewer stories than this is likely made up
+MIN_VARIETY = 0.36  # distinct words per word of a story
+MAX_REPEATS = 2  # of any five consecutive words
+MAX_SHARE_OF_ONE_WORD = 0.075  # largest share of one word
+KNOWN_TIMES = 30  # a word in fewer stories is likely made up
 WORD = re.compile(r"[A-Za-z']+")
 
 
 def words(text: str) -> list[str]:
-    """The words of a list that is written as one text."""
+    """Split a word list written as one text."""
     return text.split()
 
 
@@ -66,7 +65,7 @@ class Texts:
 
 
 def read_texts(folder: Path, sampled: Iterable[Path] = ()) -> Texts:
-    """Read the data folder's `text` and the files that sample_stories.py wrote."""
+    """Read `text` in the data directory and the files written by sample_stories.py."""
     stories = [clean_story(s) for s in json.loads((folder / "tinystories_1000.json").read_text())]
     botchan = (folder / "botchan.txt").read_text(encoding="utf-8-sig")
     start, end = botchan.index("A NOTE BY THE TRANSLATOR"), botchan.index("*** END OF")
@@ -85,7 +84,7 @@ def read_texts(folder: Path, sampled: Iterable[Path] = ()) -> Texts:
 
 
 def clean_story(text: str) -> str:
-    """Undo text that was once decoded with the wrong table; plain quotes; no space at line ends."""
+    """Repair wrongly decoded text, straighten quotes and strip line ends."""
     for wrong, right in [("â€œ", '"'), ("â€™", "'"), ("â€“", " - "), ("â€”", " - "), ("â€", '"')]:
         text = text.replace(wrong, right)
     text = text.replace("“", '"').replace("”", '"')
@@ -161,7 +160,7 @@ def train_tokenizer(texts: Texts, talk: Iterator[str], vocab_size: int) -> Token
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a token that must be there."""
+    """Return the id of a token that must exist."""
     found: int | None = tokenizer.token_to_id(token)
     assert found is not None, f"the tokenizer has no {token}"
     return found

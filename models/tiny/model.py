@@ -1,7 +1,7 @@
-"""The Llama of the model in the box, in PyTorch, and its files in the Hugging Face layout.
+"""The Llama of the built-in models, in PyTorch, and its files in the Hugging Face layout.
 
-Does not know texts or training. Always holds: the names of the weights are those of Hugging Face's
-Llama, so any checkpoint of that family with a tied head can be read and is written alike.
+The names of the weights are those of Hugging Face's Llama, so any checkpoint of that family with a
+tied head can be read and is written alike.
 
 Shapes below: B rows, T tokens, C hidden, H heads, G KV heads, D head dimension, V vocabulary.
 """
@@ -142,7 +142,7 @@ class Decoder(nn.Module):
 
 
 class Llama(nn.Module):
-    """The language model; its head is its embedding."""
+    """The language model; its head is tied to its embedding."""
 
     cosines: Tensor
     sines: Tensor
@@ -160,7 +160,7 @@ class Llama(nn.Module):
                 nn.init.normal_(weight, std=scale)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Scores [B, T, V] for the token after each of `ids` [B, T]."""
+        """Return logits [B, T, V] for the token after each of `ids` [B, T]."""
         rope = (self.cosines[: ids.shape[1]], self.sines[: ids.shape[1]])
         x = self.model.embed_tokens(ids)  # [B, T, C]
         for layer in self.model.layers:
@@ -169,7 +169,7 @@ class Llama(nn.Module):
 
 
 def rope_table(shape: Shape) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [T, D], the two halves of a head turning together."""
+    """Return cosines and sines [T, D] of the rotary embedding, for both halves of a head."""
     steps = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     angles = torch.outer(torch.arange(shape.context_tokens), shape.rope_theta**-steps)
     angles = torch.cat([angles, angles], dim=1)
@@ -177,13 +177,13 @@ def rope_table(shape: Shape) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each head of x [B, H, T, D] by its position."""
+    """Rotate each head of x [B, H, T, D] by its position."""
     low, high = x.chunk(2, dim=-1)
     return (x * rope[0] + torch.cat([-high, low], dim=-1) * rope[1]).to(x.dtype)
 
 
 def as_saved(model: Llama) -> Llama:
-    """The model as a reader of the file will see it: every weight rounded to bfloat16."""
+    """Return the model as saved: every weight rounded to bfloat16."""
     rounded = copy.deepcopy(model).eval()
     for weight in rounded.parameters():
         weight.data = weight.data.bfloat16().float()
@@ -192,7 +192,7 @@ def as_saved(model: Llama) -> Llama:
 
 @torch.no_grad()
 def sum_of_losses(model: Llama, ids: list[int]) -> float:
-    """Loss in nats, summed over every id of a text but the first."""
+    """Return the loss in nats, summed over every id of a text except the first."""
     device = next(model.parameters()).device
     row = torch.tensor([ids], device=device)
     scores = model(row[:, :-1]).float().flatten(0, 1)
@@ -200,7 +200,7 @@ def sum_of_losses(model: Llama, ids: list[int]) -> float:
 
 
 def load_model(folder: Path) -> Llama:
-    """Read a Llama with a tied head from a folder in the Hugging Face layout, in float32."""
+    """Read a Llama with a tied head from a directory in the Hugging Face layout, in float32."""
     config = json.loads((folder / "config.json").read_text())
     shape = Shape(
         vocab_size=config["vocab_size"],
@@ -221,7 +221,7 @@ def load_model(folder: Path) -> Llama:
 
 
 def write_model(out: Path, model: Llama, tokenizer: Tokenizer, shape: Shape) -> None:
-    """Write weights, configuration and tokenizer; the weights appear whole or not at all."""
+    """Write weights, configuration and tokenizer; the weights are replaced atomically."""
     out.mkdir(parents=True, exist_ok=True)
     weights = {n: w.detach().cpu().bfloat16().contiguous() for n, w in model.named_parameters()}
     save_file(weights, out / "model.safetensors.part", metadata={"format": "pt"})

@@ -1,11 +1,11 @@
-"""Questions and their answers, made from templates: small talk, facts of the nursery, and sums.
+"""Questions and answers made from templates: small talk, simple facts, and sums.
 
-Small talk and facts are lists in small_talk.json and facts.json: ways to say a thing with gaps, and
-answers with the same gaps. Sums, counting and comparing are made here. Some phrasings, some pairs
-of a fact with a phrasing and some sums are never dealt: `held_out` returns them, for the score.
+Small talk and facts are lists in small_talk.json and facts.json: phrasings with gaps, and answers
+with the same gaps. Sums, counting and comparisons are generated here. Some phrasings, some pairs of
+a fact with a phrasing and some sums are held out for the evaluation: `held_out` returns them.
 
-Does not know tokens or stories. Always holds: a question that `held_out` returns is never dealt,
-however it is typed; everything is drawn from the `random.Random` handed in.
+A question that `held_out` returns is never in the training data, in any spelling. All randomness
+comes from the `random.Random` argument.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from corpus import BOYS, GIRLS, words
 
 Turn = tuple[str, str]  # a role and its text
 
-MOST = 20  # the largest number of the sums that are promised
+MAX_NUMBER = 20  # the largest number in the supported sums
 ONES = words(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
     " fifteen sixteen seventeen eighteen nineteen"
@@ -80,7 +80,7 @@ TIMES = [
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One thing that can be asked: ways to say it, ways never dealt, and its answers."""
+    """A kind of question: its phrasings, held-out phrasings, and answers."""
 
     kind: str
     says: tuple[str, ...]
@@ -90,7 +90,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question with the answers that count as right."""
+    """A question and its accepted answers."""
 
     kind: str
     says: str
@@ -98,19 +98,19 @@ class Question:
 
 
 def chosen(text: str, *, percent: int) -> bool:
-    """Whether this text is among the `percent` of all texts that are held out."""
+    """Return whether this text is among the `percent` of texts that are held out."""
     return zlib.crc32(text.encode()) % 100 < percent
 
 
 def fill(template: str, gaps: Mapping[str, str]) -> str:
-    """Fill {gaps}; {Gap} is the same with a capital; a becomes an before a vowel."""
+    """Fill {gaps}; {Gap} is capitalized; "a" becomes "an" before a vowel."""
     capitals = {name.capitalize(): text[:1].upper() + text[1:] for name, text in gaps.items()}
     filled = template.format(**gaps, **capitals)
     return re.sub(r"\b([Aa]) (?=[aeio])", r"\1n ", filled)
 
 
 def number_word(number: int) -> str:
-    """The number in letters, from 0 to 59."""
+    """Return a number from 0 to 59 in words."""
     if number < 20:
         return ONES[number]
     tens, ones = divmod(number, 10)
@@ -118,7 +118,7 @@ def number_word(number: int) -> str:
 
 
 def as_typed(text: str, rng: random.Random) -> str:
-    """The text as a hurried person may type it: no capital, no mark at the end."""
+    """Return the text as typed in a hurry: without capital and final mark."""
     if rng.random() < 0.25:
         text = text[:1].lower() + text[1:]
     if rng.random() < 0.2:
@@ -127,7 +127,7 @@ def as_typed(text: str, rng: random.Random) -> str:
 
 
 class Questions:
-    """Deals conversations. `things` are nouns for the gaps that any noun fits."""
+    """Draw conversations. `things` are nouns for the gaps that any noun fits."""
 
     def __init__(self, folder: Path, things: list[str]) -> None:
         self.things = things
@@ -146,12 +146,12 @@ class Questions:
         self.facts_by_kind = list(by_kind.values())
 
     def phrases(self) -> Iterator[str]:
-        """Every phrase that may be dealt or held out, for training the tokenizer."""
+        """Return every phrase, held out or not, to train the tokenizer."""
         for ask in (*self.talk, *self.facts):
             yield from (*ask.says, *ask.answers)
 
     def held_out(self) -> list[Question]:
-        """What is never dealt, in a fixed order: kinds `talk`, `fact`, `plus`, `minus`."""
+        """Return held-out questions in a fixed order: kinds `talk`, `fact`, `plus`, `minus`."""
         rng = random.Random(1)
         found = [
             Question("talk", fill(says, gaps), tuple(fill(a, gaps) for a in ask.answers))
@@ -162,8 +162,8 @@ class Questions:
         found += [
             Question("fact", says, ask.answers) for ask in self.facts for says in ask.held_out
         ]
-        for a in range(MOST + 1):
-            for b in range(MOST + 1):
+        for a in range(MAX_NUMBER + 1):
+            for b in range(MAX_NUMBER + 1):
                 if is_held_out_sum(a, b):
                     says = rng.choice(PLUS[:2]).format(a=a, b=b)
                     found.append(Question("plus", says, (f"{a} plus {b} is {a + b}.",)))
@@ -179,7 +179,7 @@ class Questions:
         return found
 
     def conversation(self, rng: random.Random) -> list[Turn]:
-        """One to four exchanges, now and then after a system message."""
+        """Draw one to four exchanges, sometimes after a system message."""
         turns: list[Turn] = []
         if rng.random() < 0.2:
             turns.append(("system", rng.choice(SYSTEMS)))
@@ -200,7 +200,7 @@ class Questions:
         return turns
 
     def exchange(self, rng: random.Random) -> list[Turn]:
-        """One question and its answer."""
+        """Draw one question and its answer."""
         draw = rng.random()
         if draw < 0.3:
             says, answer = self._talk(rng)
@@ -239,7 +239,7 @@ class Questions:
 
 
 def _facts_of(topic: dict[str, list[str]]) -> Iterator[Ask]:
-    """The facts of one topic; a tenth of the phrasings of each is held out besides whole ones."""
+    """Return the facts of a topic; a tenth of the phrasings of each is also held out."""
     kind = str(topic["kind"])
     rows = [row.split("|") for row in topic["rows"]]
     if topic.get("both_ways"):
@@ -262,7 +262,7 @@ def _facts_of(topic: dict[str, list[str]]) -> Iterator[Ask]:
 
 
 def is_held_out_sum(a: int, b: int) -> bool:
-    """Whether no sum of these two numbers is dealt, in whichever order."""
+    """Return whether sums of these two numbers, in either order, are held out."""
     return chosen(f"{min(a, b)} + {max(a, b)}", percent=15)
 
 
@@ -278,7 +278,7 @@ def _numbers(rng: random.Random) -> tuple[str, str]:
         a, b = rng.randint(0, 10), rng.randint(0, 10)
         return rng.choice(TIMES).format(a=a, b=b), f"{a} times {b} is {a * b}."
     if draw < 0.84:
-        a, b = rng.sample(range(100 if rng.random() < 0.5 else MOST), k=2)
+        a, b = rng.sample(range(100 if rng.random() < 0.5 else MAX_NUMBER), k=2)
         word = rng.choice(["bigger", "bigger", "larger", "smaller"])
         more = (a < b) if word == "smaller" else (a > b)
         says = rng.choice([f"Which is {word}, {a} or {b}?", f"Which number is {word}, {a} or {b}?",
@@ -293,7 +293,7 @@ def _numbers(rng: random.Random) -> tuple[str, str]:
         says = rng.choice(["What number comes before {}?", "What comes before {}?"])
         return says.format(a), f"{a - 1} comes before {a}."
     first = 1 if rng.random() < 0.7 else rng.randint(2, 10)
-    last = rng.randint(first + 1, MOST)
+    last = rng.randint(first + 1, MAX_NUMBER)
     if first == 1:
         shown = number_word(last) if rng.random() < 0.4 else str(last)
         says = rng.choice(["Count to {}.", "Can you count to {}?", "Please count to {}."])
@@ -306,8 +306,8 @@ def _numbers(rng: random.Random) -> tuple[str, str]:
 
 
 def _sum(rng: random.Random) -> tuple[str, str]:
-    """A sum or a difference; held-out ones are drawn again."""
-    most = 99 if rng.random() < 0.25 else MOST
+    """Draw a sum or a difference that is not held out."""
+    most = 99 if rng.random() < 0.25 else MAX_NUMBER
     while True:
         a, b = rng.randint(0, most), rng.randint(0, most)
         if rng.random() < 0.5:
@@ -323,7 +323,7 @@ def _sum(rng: random.Random) -> tuple[str, str]:
             return says, f"You have {a + b} {things}."
         says = f"{name} has {a} {things} and gets {b} more. How many {things} does {name} have?"
         return says, f"{name} has {a + b} {things}."
-    if draw < 0.3 and most == MOST:
+    if draw < 0.3 and most == MAX_NUMBER:
         left, right, total = number_word(a), number_word(b), number_word(a + b)
         says = rng.choice([PLUS[1], PLUS[6], PLUS[7], PLUS[9]]).format(a=left, b=right)
         return says[:1].upper() + says[1:], f"{left.capitalize()} plus {right} is {total}."
@@ -332,11 +332,11 @@ def _sum(rng: random.Random) -> tuple[str, str]:
 
 def _difference(a: int, b: int, rng: random.Random) -> tuple[str, str]:
     draw = rng.random()
-    if draw < 0.12 and 0 < b < a <= MOST:
+    if draw < 0.12 and 0 < b < a <= MAX_NUMBER:
         name, things = rng.choice([*GIRLS, *BOYS]), rng.choice(COUNTED)
         says = f"{name} has {a} {things} and loses {b}. How many {things} does {name} have?"
         return says, f"{name} has {a - b} {things}."
-    if draw < 0.25 and a <= MOST:
+    if draw < 0.25 and a <= MAX_NUMBER:
         left, right, rest = number_word(a), number_word(b), number_word(a - b)
         says = rng.choice([MINUS[1], MINUS[6], MINUS[7]]).format(a=left, b=right)
         return says[:1].upper() + says[1:], f"{left.capitalize()} minus {right} is {rest}."

@@ -1,9 +1,9 @@
-"""Deals the rows of tokens a model in the box is trained on, by shares that move with time.
+"""Draw rows of tokens for training the built-in models, with shares that change over time.
 
-A row is full of documents: stories (plain, or asked for in a conversation), conversations of
-questions and answers, or one window of a book. What the user and the system say is read but not
-learned. Does not know PyTorch. Always holds: a document starts with the begin token; a turn ends
-with the end token, which is also the end of a story; the seed alone fixes the order.
+A row is filled with documents: stories (plain, or requested in a conversation), conversations, or
+one window of a book. Turns of the user and the system carry no loss. A document starts with the
+begin token; a turn ends with the end token, which also ends a story; the seed alone fixes the
+order.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from tokenizers import Tokenizer
 from tool_talk import ToolTalk
 from topics import request_for, swap_words
 
-PLAIN_SHARE = 0.2  # of the stories; the rest are asked for
-SWAPPED_SHARE = 0.5  # of the sampled stories; of the real ones, all are swapped
-TALK_TOKENS = 220  # conversations are dealt by the bundle, about as long as a story
+PLAIN_SHARE = 0.2  # of the stories; the rest answer a request
+SWAPPED_SHARE = 0.5  # of the sampled stories; real ones are always swapped
+TALK_TOKENS = 220  # several conversations are joined to about the length of a story
 NOT_LEARNED = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Shares of the tokens, at one moment; they sum to 1."""
+    """Shares of the tokens at one moment; they sum to 1."""
 
     sampled: float
     real: float
@@ -34,7 +34,7 @@ class Shares:
     books: float
 
 
-# A thousand real stories are soon learned by heart: more of them make new ones harder.
+# A thousand real stories are soon memorized: a larger share raises the held-out loss.
 FIRST = Shares(sampled=0.60, real=0.08, talk=0.16, tools=0.04, books=0.12)
 LAST = Shares(sampled=0.46, real=0.06, talk=0.26, tools=0.20, books=0.02)
 KINDS = ("sampled", "real", "talk", "tools")
@@ -42,14 +42,14 @@ KINDS = ("sampled", "real", "talk", "tools")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Tokens, and for each whether a model is to learn it."""
+    """Token ids, and for each whether it carries loss."""
 
     ids: list[int]
     learned: list[bool]
 
 
 class RowDealer:
-    """Deals endless rows of `row_tokens` ids."""
+    """Draw an endless sequence of rows of `row_tokens` ids."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class RowDealer:
         self.books = [self.ids_of(book) for book in texts.books]
 
     def deal(self, rng: random.Random, progress: float) -> Row:
-        """One row for a moment of the run, from 0 to 1."""
+        """Draw one row for a moment of the run, from 0 to 1."""
         mix = [
             getattr(FIRST, kind) + (getattr(LAST, kind) - getattr(FIRST, kind)) * progress
             for kind in (*KINDS, "books")
@@ -99,11 +99,11 @@ class RowDealer:
         return Row(row.ids[: self.row_tokens], row.learned[: self.row_tokens])
 
     def story_ids(self, story: str) -> list[int]:
-        """A plain story as a document."""
+        """Return a plain story as a document."""
         return [self.begin, *self.ids_of(story), self.end]
 
     def ids_of(self, text: str) -> list[int]:
-        """The text alone, without special tokens."""
+        """Tokenize text without special tokens."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 

@@ -1,11 +1,11 @@
-"""Samples stories in bulk from stories260K with Quire, as training text for the model in the box.
+"""Sample stories in bulk from stories260K with Quire, as training text for the built-in model.
 
-Half of them start from nothing, half from an opening line about a drawn hero, so that more animals
-and things have stories than the model would choose by itself. Each story has its own seed, so the
-same arguments give the same stories, however many run at once.
+Half of them start from an empty prompt, half from an opening line about a drawn hero, so that more
+animals and things occur than the model would choose by itself. Each story has its own seed, so the
+same arguments give the same stories at any concurrency.
 
-Does not know how the stories are used. Always holds: only stories that ended by themselves are
-written, one JSON line each, appended whole; a story is the opening and what the model wrote.
+Only stories that ended by themselves are written, one JSON line each, appended whole; a story is
+the opening and the generated text.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ OPENINGS = [
 
 
 def openings(rng: random.Random) -> Iterator[str]:
-    """Endless openings; every other one is empty."""
+    """Yield openings without end; every other one is empty."""
     while True:
         name, other = rng.sample(GIRLS + BOYS, k=2)
         filled = rng.choice(OPENINGS).format(
@@ -97,7 +97,7 @@ def main() -> None:
                     temperature=args.temperature,
                     top_p=args.top_p,
                     max_tokens=450,
-                    stop_token_ids=(1,),  # llama2.c's stories end where the next one begins
+                    stop_token_ids=(1,),  # the begin token, which separates stories in llama2.c
                     seed=seed + i,
                 )
                 for i in range(len(prompts))

@@ -1,10 +1,8 @@
-"""Measures a trained model in the box: held-out stories, questions and tool calls, its sibling.
+"""Evaluate a built-in model: held-out stories, questions and tool calls, and its draft model.
 
-Losses are of the text alone, in units that do not depend on the tokenizer: nats and bits a byte,
-over the same bytes for every model. Questions are asked through Quire, greedily; an answer is right
-if it is, letter by letter, one of those that its template allows.
-
-Does not train. Always holds: nothing it measures on was dealt in training.
+Losses are in units that do not depend on the tokenizer: nats and bits per byte, over the same bytes
+for every model. Questions are answered greedily through Quire; an answer is right if it equals one
+of the answers of its template. The evaluation data is not in the training data.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from quire import LLM, SamplingParams
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 DATA_FOLDER = Path(os.environ.get("QUIRE_DATA", ROOT.parent / "shared" / "data"))
-SCORED_BYTES = 800  # of each story, so that every model's context holds it
+SCORED_BYTES = 800  # of each story, so that it fits the context of every model
 SAMPLED = [
     "Hello!",
     "What is your name?",
@@ -47,16 +45,16 @@ def num_parameters(model: Llama) -> int:
 
 
 def megabytes(folder: Path) -> str:
-    """Size of a folder, in millions of bytes."""
+    """Return the size of a directory in millions of bytes."""
     return f"{sum(path.stat().st_size for path in folder.iterdir()) / 1e6:.1f}"
 
 
 def story_losses(
     model: Llama, folder: Path, stories: list[str], *, paragraph_break: str = "\n\n"
 ) -> dict[str, float]:
-    """Loss of the starts of the stories; paragraph_break is the one the model was trained with.
+    """Return the loss of the starts of the stories.
 
-    The bytes counted are the same whatever the break, of which one byte counts.
+    paragraph_break: the one the model was trained with; it counts as one byte for every model.
     """
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     num_nats, num_bytes, num_tokens = 0.0, 0, 0
@@ -74,14 +72,14 @@ def story_losses(
 
 
 def answers_to(folder: Path, says: list[str], sampling: SamplingParams | None) -> list[str]:
-    """What the model in this folder answers, through Quire."""
+    """Return the answers of the model in this directory, through Quire."""
     with LLM(folder) as llm:
         conversations = [[{"role": "user", "content": text}] for text in says]
         return [a.text.strip() for a in llm.chat(conversations, sampling, progress=False)]
 
 
 def question_scores(folder: Path, questions: Questions) -> tuple[dict[str, str], list[str]]:
-    """Right answers by kind, and the wrong ones in words."""
+    """Return right answers by kind, and descriptions of the wrong ones."""
     asked = questions.held_out()
     sampling = SamplingParams(temperature=0.0, max_tokens=60)
     answers = answers_to(folder, [one.says for one in asked], sampling)
@@ -96,7 +94,9 @@ def question_scores(folder: Path, questions: Questions) -> tuple[dict[str, str],
 
 
 def tool_scores(folder: Path, talk: ToolTalk) -> tuple[dict[str, str], list[str]]:
-    """Right answers to requests with tools, greedily: the calls, or an answer without any."""
+    """Return right answers to requests with tools, greedily: the calls, or an answer
+    without calls.
+    """
     sampling = SamplingParams(temperature=0.0, max_tokens=80)
     total, right, wrong = Counter[str](), Counter[str](), list[str]()
     with LLM(folder) as llm:
@@ -114,7 +114,7 @@ def tool_scores(folder: Path, talk: ToolTalk) -> tuple[dict[str, str], list[str]
 
 
 def _loaded(arguments: str) -> object:
-    """Return the arguments as JSON; the text itself where they are none."""
+    """Return the arguments as JSON; the text itself if they are invalid."""
     try:
         return json.loads(arguments)
     except ValueError:
@@ -125,10 +125,10 @@ def _loaded(arguments: str) -> object:
 def agreement(
     big: Llama, small: Llama, rows: list[list[int]], *, after: int | None = None
 ) -> dict[str, float]:
-    """How often both choose the same next token, and would accept each other's draws.
+    """Return how often both models choose the same next token, and the acceptance rate of drafts.
 
-    after: count only what follows this token, which every row holds once.
-    acceptance: the mean of sum(min(p, q)), the share of drafts kept at temperature 1.
+    after: count only what follows this token, which every row contains once. acceptance: the mean
+    of sum(min(p, q)), the share of drafts accepted at temperature 1.
     """
     same, accepted, num_tokens = 0, 0.0, 0
     for row in rows:
@@ -145,7 +145,7 @@ def agreement(
 
 
 def samples(folder: Path) -> str:
-    """What a user sees with the defaults, one try each, as quotations."""
+    """Return answers with the default parameters, one sample each, as quotations."""
     with LLM(folder) as llm:
         sampling = replace(llm.default_sampling, seed=1, max_tokens=450)
     told = []
@@ -155,7 +155,7 @@ def samples(folder: Path) -> str:
 
 
 def write_card(template: str, out: Path, facts: dict[str, object]) -> None:
-    """Fill a card; what stands between @ signs is written by a person afterwards."""
+    """Fill a card; text between @ signs is edited by hand afterwards."""
     (out / "README.md").write_text((HERE / template).read_text().format(**facts))
 
 
@@ -201,13 +201,13 @@ def main() -> None:
         return
     small = load_model(args.draft)
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
-    told = [tokenizer.encode(story).ids for story in texts.held_out]
+    stories = [tokenizer.encode(story).ids for story in texts.held_out]
     talk = [
         tokenizer.encode(f"<|user|>{q.says}<|end|><|assistant|>{q.answers[0]}<|end|>").ids
         for q in random.Random(7).sample(questions.held_out(), k=200)
     ]
     draft = story_losses(small, args.draft, texts.held_out)
-    on_stories = agreement(big, small, told)
+    on_stories = agreement(big, small, stories)
     on_talk = agreement(big, small, talk, after=corpus.token_id(tokenizer, "<|assistant|>"))
     print(json.dumps({"draft": draft, "stories": on_stories, "questions": on_talk}, indent=1))
     if args.cards:

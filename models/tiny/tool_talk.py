@@ -1,11 +1,11 @@
 """Conversations with tools, made from the templates in tools.json, as turns of the chat format.
 
-A conversation offers one to three functions. It asks for a call of one of them, sometimes of two
-calls, gives the results and an answer that reads them; or it asks something that needs no call.
-`describe_tools`, `write_calls` and `write_result` write what the chat template writes.
+A conversation offers one to three functions. It requests a call of one of them, sometimes two
+calls, returns the results and an answer that uses them; or it asks a question that needs no call.
+`describe_tools`, `write_calls` and `write_result` write what the chat template renders.
 
-Does not know tokens. Always holds: a city, a phrasing or a name of a function that `held_out`
-uses as new is never dealt; everything is drawn from the `random.Random` handed in.
+A city, phrasing or function name that `held_out` uses as new is never in the training data. All
+randomness comes from the `random.Random` argument.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Call = tuple[str, dict[str, Any]]  # a function's name and its arguments
 NO_CALL_SHARE = 0.3
 TWO_CALLS_SHARE = 0.06
 RESULT_SHARE = 0.6  # of the conversations with a call; the others end with it
-LATER_SHARE = 0.25  # a question or a second call follows
+LATER_SHARE = 0.25  # of the conversations continue with a question or a second call
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCase:
-    """A request with tools. calls: what is right to call; empty: an answer without calls."""
+    """A request with tools. calls: the right calls; if empty, the right answer has no calls."""
 
     kind: str
     tools: list[Tool]
@@ -40,7 +40,7 @@ class ToolCase:
 
 
 def describe_tools(tools: Sequence[Tool]) -> str:
-    """Write the tools as the template's system turn does: a line for each."""
+    """Write the tools as the template's system turn does, one per line."""
     lines = []
     for tool in tools:
         function = tool["function"]
@@ -51,7 +51,7 @@ def describe_tools(tools: Sequence[Tool]) -> str:
 
 
 def write_calls(calls: Sequence[Call]) -> str:
-    """Write calls as the Hermes format has them."""
+    """Write calls in the Hermes format."""
     return "\n".join(
         "<tool_call>\n"
         + json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
@@ -61,12 +61,12 @@ def write_calls(calls: Sequence[Call]) -> str:
 
 
 def write_result(result: str) -> str:
-    """Write the result of a call as its system turn has it."""
+    """Write the result of a call as its system turn."""
     return f"Result: {result}"
 
 
 class ToolTalk:
-    """Deals conversations with tools. questions: what is asked where no call is needed."""
+    """Draw conversations with tools. questions: requests that need no call."""
 
     def __init__(self, folder: Path, questions: Questions) -> None:
         written = json.loads((folder / "tools.json").read_text())
@@ -84,7 +84,7 @@ class ToolTalk:
         }
 
     def conversation(self, rng: random.Random) -> list[Turn]:
-        """One conversation that offers tools."""
+        """Draw one conversation that offers tools."""
         kind = self._kind(rng)
         tool, takes = self._tool(kind, rng)
         tools = self._with_others([tool], rng)
@@ -102,7 +102,7 @@ class ToolTalk:
         return turns + self._no_call(tools, rng)
 
     def held_out(self) -> list[ToolCase]:
-        """Return requests that are never dealt, in a fixed order."""
+        """Return held-out requests in a fixed order."""
         rng = random.Random(3)
         found = []
         for kind in self.kinds:
@@ -125,7 +125,7 @@ class ToolTalk:
     def _exchange(
         self, kind: dict[str, Any], tool: Tool, takes: Mapping[str, str], rng: random.Random
     ) -> list[Turn]:
-        """A request, its call, and mostly the result with an answer."""
+        """Draw a request, its call, and mostly the result with an answer."""
         name = tool["function"]["name"]
         gaps = self._fill_gaps(rng, self.dealt_cities)
         if kind["kind"] in ("weather", "time") and rng.random() < TWO_CALLS_SHARE:
@@ -151,7 +151,7 @@ class ToolTalk:
         return [*turns, ("assistant", " ".join(answer.format(**gaps) for gaps in both))]
 
     def _no_call(self, tools: Sequence[Tool], rng: random.Random) -> list[Turn]:
-        """A question for which none of the tools is needed."""
+        """Draw a question that needs none of the tools."""
         adds = {"add", "add_numbers", "sum", "plus"} & {tool["function"]["name"] for tool in tools}
         while True:
             turns = self.questions.exchange(rng)
@@ -163,7 +163,7 @@ class ToolTalk:
         return kind
 
     def _tool(self, kind: dict[str, Any], rng: random.Random) -> tuple[Tool, Mapping[str, str]]:
-        """A tool of a kind, and which gap each of its parameters takes."""
+        """Draw a tool of a kind, and the gap that fills each of its parameters."""
         takes: Mapping[str, str] = rng.choice(kind["takes"])
         types = {p: "integer" if gap in ("number", "other") else "string"
                  for p, gap in takes.items()}  # fmt: skip
@@ -179,7 +179,7 @@ class ToolTalk:
         return {"type": "function", "function": function}, takes
 
     def _with_others(self, tools: list[Tool], rng: random.Random) -> list[Tool]:
-        """The tools among up to two of other kinds, in any order."""
+        """Return the tools and up to two of other kinds, in random order."""
         (kind,) = (k for k in self.kinds if tools[0]["function"]["name"] in k["names"])
         others = [k for k in self.kinds if k is not kind]
         num_others = rng.choice([0, 0, 1, 1, 2])

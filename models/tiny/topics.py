@@ -1,10 +1,8 @@
 """Find the topic of a story without a tagger, and write requests for such a story.
 
-A topic is a thing or a person that the story names early and often: its hero. Names, animals and
-toys can be swapped for others throughout a story, so that a thousand stories last longer and the
-model learns to read the request.
-
-Does not know tokens. Always holds: a request names only what its story is about.
+A topic is a thing or a person that the story names early and often: its main character. Names,
+animals and toys can be swapped for others throughout a story, which augments the few real stories
+and teaches the model to follow the request. A request names only topics of its story.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from collections.abc import Iterable
 
 from corpus import BOYS, GIRLS, words
 
-EARLY_CHARS = 220  # a hero is named so early
+EARLY_CHARS = 220  # a topic is named within this many characters
 HERO_TIMES = 3
 COLOURS = words("red blue green yellow pink purple")
 ANIMALS = words(
@@ -65,7 +63,7 @@ OPEN_REQUESTS = [
     "Do you know a story?",
 ]
 
-# Words that the article test below takes for nouns, but that are no topic of a story.
+# Words that the article test below takes for nouns, but that are no topics.
 NOT_A_TOPIC = frozenset(
     words(
         "time while day name idea back lesson moment surprise head hand face voice smile mess"
@@ -84,7 +82,7 @@ AFTER_ARTICLE = re.compile(
 
 
 def find_nouns(stories: Iterable[str]) -> frozenset[str]:
-    """Find nouns without a tagger: words that mostly close the phrase an article opened."""
+    """Find nouns without a tagger: words that often end the phrase after an article."""
     seen: Counter[str] = Counter()
     closed: Counter[str] = Counter()
     for story in stories:
@@ -97,7 +95,7 @@ def find_nouns(stories: Iterable[str]) -> frozenset[str]:
 
 
 def topics_of(story: str, nouns: frozenset[str]) -> list[str]:
-    """What the story is about, as one would say it in a request; the chief topic first."""
+    """Return the topics of a story as a request would name them, the main one first."""
     early = story[:EARLY_CHARS]
     people = {name: kind for kind, name in PERSON.findall(early)}
     counts = Counter(re.findall(r"[A-Za-z]+", story))
@@ -115,12 +113,12 @@ def topics_of(story: str, nouns: frozenset[str]) -> list[str]:
 
 
 def request_for(story: str, nouns: frozenset[str], rng: random.Random) -> str:
-    """A request that this story answers; an open one where it has no clear hero."""
+    """Write a request for this story; an open one if it has no clear topic."""
     topics = topics_of(story, nouns)
     if not topics or rng.random() < 0.08:
         return rng.choice(OPEN_REQUESTS)
     chosen = topics[:2] if len(topics) > 1 and rng.random() < 0.25 else [rng.choice(topics[:2])]
-    if rng.random() < 0.4:  # as people ask: the kind or the name alone
+    if rng.random() < 0.4:  # a short request: the kind or the name alone
         chosen = [
             rng.choice([topic.split(" named ")[0], topic.split(" named ")[-1]]) for topic in chosen
         ]
@@ -128,7 +126,7 @@ def request_for(story: str, nouns: frozenset[str], rng: random.Random) -> str:
 
 
 def swap_words(story: str, rng: random.Random) -> str:
-    """Swap people, colours, animals and toys of a story for others, each consistently."""
+    """Swap people, colours, animals and toys of a story for others, consistently."""
     mapping: dict[str, str] = {}
     told = set(re.findall(r"\w+", story))
     for group, share in SWAPS:

@@ -1,13 +1,12 @@
-"""Trains the toy model in the box, or its smaller sibling, and writes the Hugging Face files.
+"""Train the built-in model, or its smaller draft model, and write the Hugging Face files.
 
-Products in bfloat16, weights in float32, saved in bfloat16. What time there is fixes the run: the
-learning rate and the mixture of texts follow the share of the minutes that has passed, so a slow
-machine gets a shorter run, never a broken one. The sibling (--teacher) learns the big one's whole
-distribution instead of the texts. What is saved is a running average of the weights.
+Products in bfloat16, weights in float32, saved in bfloat16. The given time fixes the run: the
+learning rate and the mixture of texts follow the elapsed share of it, so a slow machine makes a
+shorter run, never a broken one. The draft model (--teacher) learns the whole distribution of the
+teacher instead of the texts. The saved weights are a running average.
 
-Does not know the serving engine: it needs PyTorch, which the engine does not. Always holds: after
-the first evaluation a whole, loadable model lies in the output folder; the order of the texts
-depends on the seed alone.
+After the first evaluation the output directory holds a complete, loadable model; the order of the
+texts depends on the seed alone.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ NUM_EVALUATIONS = 8
 
 
 def text_loss(model: Llama, ids: Tensor, targets: Tensor) -> Tensor:
-    """Mean loss of the learned targets [B, T] after ids [B, T], in nats a token."""
+    """Return the mean loss of the learned targets [B, T] after ids [B, T], in nats a token."""
     scores = model(ids).float().flatten(0, 1)
     return F.cross_entropy(scores, targets.flatten(), ignore_index=NOT_LEARNED)
 
 
 def teacher_loss(model: Llama, ids: Tensor, targets: Tensor, teacher: Llama) -> Tensor:
-    """Cross-entropy with the teacher's distribution, over the learned targets."""
+    """Return the cross-entropy with the teacher's distribution, over the learned targets."""
     with torch.no_grad():
         wanted = torch.softmax(teacher(ids).float().flatten(0, 1), dim=-1)
     scores = torch.log_softmax(model(ids).float().flatten(0, 1), dim=-1)
@@ -60,9 +59,9 @@ def teacher_loss(model: Llama, ids: Tensor, targets: Tensor, teacher: Llama) -> 
 
 
 def make_optimizers(model: Llama) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for the embedding and the norms.
+    """Return Muon for the matrices of the layers, AdamW for the embedding and the norms.
 
-    Muon learns to look back at the prompt in far fewer steps than AdamW alone.
+    Muon learns to attend to the prompt in far fewer steps than AdamW alone.
     """
     matrices = [p for p in model.model.layers.parameters() if p.dim() == 2]
     norms = [p for p in model.parameters() if p.dim() == 1]
@@ -77,7 +76,7 @@ def make_optimizers(model: Llama) -> list[torch.optim.Optimizer]:
 
 
 def learning_rate(progress: float) -> float:
-    """Warm up, stay, then fall along a line; as a share of the peak."""
+    """Return the share of the peak rate: warm up, constant, then linear decay."""
     warm = min(1.0, progress / WARM_SHARE + 0.01)
     fallen = max(0.0, (progress - FLAT_SHARE) / (1 - FLAT_SHARE))
     return warm * (1 - (1 - LAST_RATE) * fallen)
@@ -92,7 +91,7 @@ def move_average(average: Llama, model: Llama, num_moves: int) -> None:
 
 @torch.no_grad()
 def mix_in(model: Llama, start: Llama, share: float) -> None:
-    """Move the weights towards those of the start model, by this share.
+    """Interpolate the weights towards those of the start model, by this share.
 
     Between a model and its fine-tuned successor the loss of stories is lower than at either end.
     """
@@ -102,9 +101,9 @@ def mix_in(model: Llama, start: Llama, share: float) -> None:
 
 @torch.no_grad()
 def calibrate(model: Llama, rows: list[list[int]]) -> None:
-    """Scale the last norm, and with it all scores, by what suits stories it has not seen.
+    """Scale the last norm, and with it all logits, to minimize the loss on held-out stories.
 
-    A model that has met the same stories often is too sure of itself; no greedy choice changes.
+    Repeated stories make a model overconfident; greedy choices do not change.
     """
     norm = model.model.norm.weight
     wanted = norm.clone()
@@ -118,7 +117,7 @@ def calibrate(model: Llama, rows: list[list[int]]) -> None:
 
 
 class Run:
-    """One training run: what it has, and what it has reached."""
+    """One training run and its state."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -165,9 +164,9 @@ class Run:
         )
 
     def train(self) -> None:
-        """Train until the time is over, writing the model on the way and at the end."""
+        """Train until the time is over, saving the model regularly and at the end."""
         optimizers = make_optimizers(self.model)
-        self.step(optimizers, 0.0)  # compiles, which is not the run's fault
+        self.step(optimizers, 0.0)  # compilation, outside the measured run
         started = time.monotonic()
         step, num_evaluated, recent, progress = 0, 0, 0.0, 0.0
         while progress < 1:
@@ -216,7 +215,7 @@ class Run:
         return float(loss.detach())
 
     def evaluate(self) -> None:
-        """Measure the average as it would be saved, and write it."""
+        """Evaluate the averaged weights as they would be saved, and save them."""
         model = as_saved(self.average)
         num_tokens = sum(len(ids) - 1 for ids in self.held_out)
         loss = sum(sum_of_losses(model, ids) for ids in self.held_out) / num_tokens

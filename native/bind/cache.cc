@@ -1,6 +1,6 @@
-// Binds the digests of token blocks (quire/cache/digest.py has the plain twin of hash_chains) and
-// of contents. Shapes and bounds are checked here, so that native/src can trust its pointers.
-// Nothing is kept between calls.
+// Bindings for digests of token blocks (quire/cache/digest.py is the reference of hash_chains) and
+// of contents. Shapes and bounds are checked here, so that native/src can trust its pointers. No
+// state is kept between calls.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>

@@ -1,6 +1,6 @@
-// Time that this process has spent inside native calls that compute: what is left of a run is
-// Python's. Knows no call by name. Always holds: it only grows, and calls of several threads at
-// once count each.
+// Time that this process has spent inside computing native calls; the rest of a run is Python's.
+// The counter only grows, and concurrent calls of several threads each count, so it may exceed the
+// elapsed time.
 #pragma once
 
 #include <atomic>
@@ -9,7 +9,7 @@
 
 inline std::atomic<int64_t> compute_nanoseconds{0};
 
-// Counts while it lives.
+// Counts while it exists.
 class ComputeTime {
   public:
     ComputeTime() = default;

@@ -1,6 +1,6 @@
-// Binds the table of digests (quire/cache/digest_table.py has its plain twin), many digests a call.
-// Shapes and numbers are checked here, so that native/src can trust them. Places are asked for some
-// digests ahead, since a large table's lie in memory.
+// Bindings for the digest table (quire/cache/digest_table.py is its reference), with many digests
+// per call. Shapes and numbers are checked here, so that native/src can trust them. Slots are
+// prefetched some digests ahead, since a large table is not in the caches.
 
 #include "quire/digest_table.h"
 
@@ -22,13 +22,13 @@ using Numbers = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device
 template <class T>
 using Vector = nb::ndarray<nb::numpy, T, nb::ndim<1>, nb::c_contig>;
 
-constexpr size_t kAhead = 8;  // digests with places that are read meanwhile
+constexpr size_t kAhead = 8;  // digests prefetched ahead
 
 Digest digest_at(const Digests& digests, size_t i) {
     return {digests.data()[2 * i], digests.data()[2 * i + 1]};
 }
 
-// Call each(i, digest) in order until it says false.
+// Calls each(i, digest) in order until it returns false.
 template <class Each>
 void walk(const DigestTable& table, const Digests& digests, Each each) {
     const size_t count = digests.shape(0);

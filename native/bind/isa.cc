@@ -1,6 +1,6 @@
-// Binds the choice of instruction set. Knows no kernel and keeps no state: each call looks anew
-// at QUIRE_ISA and at the machine. What the machine lacks becomes RuntimeError, with the names of
-// what it has.
+// Bindings for instruction set selection. Stateless: each call reads QUIRE_ISA and the CPU's
+// features again. An unavailable instruction set becomes RuntimeError, with the names of available
+// ones.
 
 #include "quire/isa.h"
 
@@ -18,7 +18,7 @@ void bind_isa(nb::module_& module) {
         nb::arg("name") = "",
         "The instruction set used for `name`; empty: QUIRE_ISA, else the best of this machine.\n"
         "Raises RuntimeError where the machine or the build lacks it.");
-    module.attr("MAX_HEAD_DIM") = quire::kMaxHeadDim;  // columns of a head that kernels hold
+    module.attr("MAX_HEAD_DIM") = quire::kMaxHeadDim;  // columns of a head that kernels support
     module.def("available_isas", &quire::available_isas,
                "Instruction sets this machine can run, best first.");
 }

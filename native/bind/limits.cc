@@ -1,6 +1,6 @@
-// Python's view of the machine's limits (kernels.h, limit) and of the time spent computing. Knows
-// the loops by name, not which of them bound what. Always holds: the time returned is that of the
-// loop alone, without the interpreter lock.
+// Bindings for the machine's limits (kernels.h, limit) and for the time spent computing.
+// The loops are selected by name. The returned time is that of the loop alone, without the
+// interpreter lock.
 
 #include "compute_time.h"
 #include "quire/kernels.h"
@@ -30,7 +30,7 @@ quire::Limit limit_named(const std::string& name) {
     throw std::invalid_argument("no limit is called \"" + name + "\"");
 }
 
-// How much was done, and the seconds it took.
+// The amount of work done, and the seconds it took.
 std::tuple<int64_t, double> limit(quire::Pool& pool, const std::string& name, int64_t chunks,
                                   const Bytes& memory) {
     int64_t done = 0;

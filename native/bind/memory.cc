@@ -1,6 +1,6 @@
-// Binds what the process does about its own memory. Knows no weights and no cache; changes nothing
-// that is still referenced. What is kept where is the C library's and the system's business: calls
-// here are wishes.
+// Bindings for the process's own memory management.
+// Referenced memory is never changed. The C library and the system decide what is kept: calls here
+// are hints.
 
 #include "quire/memory.h"
 

@@ -1,6 +1,6 @@
-// The Python module quire._native. Each other file NAME.cc of this folder defines
-// bind_NAME(module); the build writes the list of them into bindings.inc. Only this folder
-// sees Python: native/src takes plain pointers.
+// The Python module quire._native. Each other file NAME.cc of this directory defines
+// bind_NAME(module); the build writes the list of them into bindings.inc. Only this directory uses
+// Python: native/src takes plain pointers.
 
 #include <nanobind/nanobind.h>
 

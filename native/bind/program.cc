@@ -1,7 +1,7 @@
-// Binds the pool, weights and the interpreter. Every call that computes releases the GIL.
-// Knows no operation's meaning: fields are decoded by name, arrays become pointers (program.h).
-// Lengths that must agree are checked here, because pointers lose them; what lies inside the
-// arrays is for the interpreter to check. Arrays given to set_rope must outlive the program.
+// Bindings for the pool, weights and the interpreter. Every call that computes releases the GIL.
+// Fields of operations are decoded by name, arrays become pointers (program.h). Lengths that must
+// agree are checked here, because pointers lose them; the interpreter checks the content of arrays.
+// Arrays passed to set_rope must outlive the program.
 
 #include "compute_time.h"
 #include "quire/program.h"
@@ -160,7 +160,7 @@ quire::ViewSpec view_of(const View& view) {
 
 // ---- operations: dictionaries of fields by name
 
-// A field's type as quire/program/operation.py names it; "?" marks one that may be None.
+// A field's type as quire/program/operation.py names it; "?" marks an optional one.
 template <class T>
 struct TypeName {
     static std::string text() {

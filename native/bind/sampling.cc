@@ -1,6 +1,6 @@
-// Binds token choice: NumPy arrays become the pointers of ChooseArgs, and the GIL is released.
-// Nothing is checked here beyond dtypes and dimensions: quire/sampling/native.py has checked
-// shapes and ids and made arrays contiguous.
+// Bindings for sampling: NumPy arrays become the pointers of ChooseArgs, and the GIL is released.
+// Only dtypes and dimensions are checked here: quire/sampling/native.py has checked shapes and ids
+// and made arrays contiguous.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>

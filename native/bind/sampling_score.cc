@@ -1,5 +1,5 @@
-// Binds the scoring of known tokens: NumPy arrays become the pointers of ScoreArgs, and the GIL is
-// released. Nothing is checked here beyond dtypes and dimensions: quire/sampling/native_scoring.py
+// Bindings for the scoring of known tokens: NumPy arrays become the pointers of ScoreArgs, and the
+// GIL is released. Only dtypes and dimensions are checked here: quire/sampling/native_scoring.py
 // has checked shapes and ids and made arrays contiguous.
 
 #include "compute_time.h"

@@ -29,7 +29,7 @@ namespace {
 
 constexpr int kRows = 96;  // rows that share a walk through the cache
 
-// Up to kRows rows of one KV head, and what they have summed so far.
+// Up to kRows rows of one KV head, and their sums so far.
 template <class T>
 class Walk {
   public:
@@ -56,11 +56,11 @@ class Walk {
 
     bool full() const { return num_rows_ == kRows; }
 
-    // What the thread walks next: nothing here is fetched before its time.
+    // What the thread computes next; this variant prefetches nothing.
     void expect(const int32_t*, int64_t, int64_t, int64_t) {}
 
-    // Rows begin .. end over pieces from `piece` on and before `stop`, or as far as they see. They
-    // have rising positions, or see all of every such piece. Returns how many pieces were read.
+    // Rows begin .. end over pieces from `piece` on and before `stop`, or as far as they see. Their
+    // positions rise, or they see all of every such piece. Returns how many pieces were read.
     int64_t attend(const int32_t* table, int begin, int end, int64_t piece, int64_t stop) {
         if (begin == end) return 0;
         const Stretch stretch = stretch_of(first_[begin], end_[end - 1], piece, stop);
@@ -89,7 +89,7 @@ class Walk {
     void clear() { num_rows_ = 0; }
 
   private:
-    // Points at the keys and values of a piece, as far as they lie in first .. end.
+    // Sets pointers to the keys and values of a piece, as far as they lie in first .. end.
     void find(const int32_t* table, int64_t piece, int64_t first, int64_t end) {
         const int64_t start = piece * kPiece, block_size = args_.shape.block_size;
         for (int64_t i = 0; i < kPiece; i += kGroup) {
@@ -174,7 +174,7 @@ class Walk {
 
     int num_rows_ = 0;
     const T* query_[kRows];
-    int64_t first_[kRows], end_[kRows];  // positions seen
+    int64_t first_[kRows], end_[kRows];  // visible positions
     int num_pieces_[kRows];
     float largest_[kRows], sum_[kRows];
 
@@ -191,21 +191,21 @@ template <> struct WalkOf<bf16> { using type = TileWalk; };
 template <class T> struct WalkOf { using type = Walk<T>; };
 #endif
 
-// Rows that walk together: tokens begin .. end of one sequence, or all tokens of several that have
-// tables have the same blocks in pieces from .. to, which all of these tokens see whole.
+// Rows processed together: tokens begin .. end of one sequence, or all tokens of several sequences
+// with the same blocks in pieces from .. to, which all of these tokens see completely.
 struct Share {
-    int32_t begin, end;  // tokens; or, where there is something shared, sequences of `order`
+    int32_t begin, end;  // tokens; or, with shared pieces, sequences of `order`
     int32_t sequence;    // of the tokens
     int32_t from, to;
-    int32_t run_begin = 0, run_end = 0;  // shares of the same tokens' sequence, this one among them
+    int32_t run_begin = 0, run_end = 0;  // shares of the same sequence, including this one
 
     bool is_shared() const { return from < to; }
 
-    // One token: which reads the cache, and computes little.
+    // One token, which is memory-bound.
     bool is_single() const { return !is_shared() && end - begin == 1; }
 };
 
-// A share and the KV head that is walked.
+// A share and a KV head.
 struct Item {
     const Share* share;
     int64_t kv_head;
@@ -221,7 +221,7 @@ void write_rows(const AttentionArgs& args, const WalkType& walk, int row, int64_
     }
 }
 
-// The next walk of a thread, for prefetching, where that is one token.
+// Returns the next work of a thread, for prefetching, if that is one token.
 template <class WalkType>
 void expect(const AttentionArgs& args, const Item& next, WalkType& walk) {
     if (next.share == nullptr || !next.share->is_single()) return;
@@ -231,8 +231,7 @@ void expect(const AttentionArgs& args, const Item& next, WalkType& walk) {
                 end);
 }
 
-// Tokens begin..end of a sequence, one KV head; `next` is walked after them. Returns the pieces
-// read.
+// Attends tokens begin..end of a sequence, one KV head; `next` follows. Returns the pieces read.
 template <class T>
 int64_t attend_tokens(const AttentionArgs& args, const Share& share, int64_t kv_head,
                       const Item& next, char* scratch) {
@@ -255,8 +254,7 @@ int64_t attend_tokens(const AttentionArgs& args, const Share& share, int64_t kv_
     return num_pieces;
 }
 
-// All tokens of several sequences: together as far as they share, before and after that each by
-// itself.
+// Attends all tokens of several sequences: together in shared pieces, separately before and after.
 template <class T>
 int64_t attend_sharers(const AttentionArgs& args, const Share& share, const int32_t* order,
                     int64_t kv_head, char* scratch) {
@@ -281,7 +279,7 @@ int64_t attend_sharers(const AttentionArgs& args, const Share& share, const int3
         return num_pieces;
     };
     int64_t num_pieces = 0;
-    if (share.from > 0) {  // behind a window: less than a piece, or what they do not share
+    if (share.from > 0) {  // after a window's start: less than a piece, or unshared pieces
         num_pieces += each([&](const int32_t* table, int32_t, int begin, int end) {
             return walk.attend(table, begin, end, 0, share.from);
         });
@@ -298,10 +296,11 @@ int64_t attend_sharers(const AttentionArgs& args, const Share& share, const int3
     });
 }
 
-// Which sequences walk together. Sharers of a prefix are few tokens each, mostly one.
+// Groups sequences that are processed together. Sequences with a common prefix mostly have one
+// token.
 class Shares {
   public:
-    // max_rows: of a walk.
+    // max_rows: of a group.
     Shares(const AttentionArgs& args, int64_t max_rows)
         : args_(args), group_(args.heads / args.shape.kv_heads),
           tokens_(tokens_of_walk(args, max_rows)), max_rows_(max_rows) {
@@ -311,7 +310,7 @@ class Shares {
         shares_ = reinterpret_cast<Share*>(memory);
         order_ = reinterpret_cast<int32_t*>(memory + most * static_cast<int64_t>(sizeof(Share)));
         taken_ = order_ + args.num_sequences;
-        // Every thread should have work, however few KV heads there are.
+        // Every thread should have work, even with few KV heads.
         const int64_t parts = (2 * args.pool->num_threads() - 1) / args.shape.kv_heads + 1;
         if (parts > 1 && args.num_tokens * group_ / parts < max_rows_) {
             max_rows_ = args.num_tokens * group_ / parts;
@@ -329,7 +328,7 @@ class Shares {
 
     int64_t num_items() const { return count_ * args_.shape.kv_heads; }
 
-    // Sequence by sequence, of each one KV head after the other: heads of a block lie side by side.
+    // Ordered by sequence, then by KV head: heads of a block are adjacent in memory.
     Item item(int64_t i) const {
         const Share& some = shares_[i / args_.shape.kv_heads];
         const int64_t run = some.run_end - some.run_begin;
@@ -340,7 +339,7 @@ class Shares {
     const int32_t* order() const { return order_; }
 
   private:
-    // As many as fit, but of few KV heads no more than leaves some work to every thread.
+    // As many as fit, but with few KV heads no more than leaves work for every thread.
     static int64_t tokens_of_walk(const AttentionArgs& args, int64_t max_rows) {
         const int64_t group = args.heads / args.shape.kv_heads;
         const int64_t most = group < max_rows ? max_rows / group : 1;
@@ -366,7 +365,8 @@ class Shares {
         return args_.window > 0 && first > 0 ? (first + kPiece - 1) / kPiece : 0;
     }
 
-    // Where the pieces end of which two sequences have the same blocks, from piece `from` on.
+    // Returns the end of the pieces in which two sequences have the same blocks, from piece `from`
+    // on.
     int64_t shared_end(int64_t s, int64_t t, int64_t from) const {
         const int32_t* one = args_.block_tables + s * args_.table_columns;
         const int32_t* other = args_.block_tables + t * args_.table_columns;
@@ -380,8 +380,8 @@ class Shares {
         return piece;
     }
 
-    // s and the later sequences that share with it; false: none does. The first two of them
-    // say which pieces; a sequence that attends to fewer of these is left out.
+    // s and the later sequences that share with it; false: there are none. The first two of them
+    // determine the pieces; a sequence that attends to fewer of these is left out.
     bool add_sharers(int64_t s) {
         if (rows(s) == 0 || 2 * rows(s) > max_rows_) return false;
         int64_t from = first_piece(s), to = 0, together = rows(s);
@@ -418,7 +418,7 @@ class Shares {
     }
 
     const AttentionArgs& args_;
-    const int64_t group_, tokens_;  // heads of a KV head; tokens of a walk
+    const int64_t group_, tokens_;  // heads of a KV head; tokens of a group
     int64_t max_rows_, count_ = 0;
     int32_t num_ordered_ = 0;
     Share* shares_;
@@ -438,8 +438,8 @@ int64_t attend_share(const AttentionArgs& args, const Shares& shares, int64_t it
 
 }  // namespace
 
-// Work is dealt sequence by sequence, of each KV head by KV head, and there by rows that walk
-// together: memory is faster where the heads of a block are read soon after each other.
+// Work is ordered by sequence, then KV head, then rows processed together: memory is faster if the
+// heads of a block are read shortly after each other.
 void attention(const AttentionArgs& args) {
     if (args.num_tokens == 0) return;
     const bool wide = args.shape.type == Type::f32;

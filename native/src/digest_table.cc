@@ -1,6 +1,6 @@
-// The table of digests: linear probing. A digest that is dropped leaves nothing behind: those it
-// stood in the way of move up, so that a search ends at the first free place however long the table
-// has been in use. Knows nothing of what the numbers stand for.
+// The digest table: linear probing.
+// A removed digest leaves no tombstone: those displaced by it move up, so that a search ends at the
+// first free slot however long the table has been in use.
 
 #include "quire/digest_table.h"
 
@@ -33,8 +33,7 @@ int32_t DigestTable::take(Digest digest) {
     size_t hole = place_of(digest);
     const int32_t number = places_[hole].number;
     if (number == kNone) return kNone;
-    // What lies behind, up to the next free place, moves into the hole unless that is before
-    // the place its digest asks for.
+    // Entries up to the next free slot move into the hole unless it is before their home slot.
     for (size_t at = (hole + 1) & mask(); places_[at].number != kNone; at = (at + 1) & mask()) {
         const size_t wanted = places_[at].digest.low & mask();
         if (((at - wanted) & mask()) >= ((at - hole) & mask())) {

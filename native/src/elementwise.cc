@@ -1,7 +1,7 @@
 // activation, add, scale, soft_cap and copy: element by element, in f32, rounded once to the
-// output's type. An element of a result depends on the elements at its own place only, so neither
-// vectors nor threads can change it. exp and erf are fixed polynomials of ours: no library's bits
-// come in.
+// output's type. An element of a result depends only on the elements at its position, so neither
+// vectors nor threads can change it. exp and erf are our own polynomials: no library determines any
+// bits.
 
 #include "quire/rows.h"
 
@@ -69,7 +69,7 @@ QUIRE_VEC void apply_each(Vec* x) {
     }
 }
 
-// y = form(gate), times up where there is one, two vectors at a time.
+// y = form(gate), times up if there is one, two vectors at a time.
 template <Activation form, class X, class Y>
 void activate_row(const X* gate, const X* up, Y* y, int64_t width) {
     int64_t c = 0;

@@ -1,6 +1,6 @@
-// embed and gather_rows: rows picked by index. An embedding that is also the head lies in
-// panels, where row n is lane n % 32 of panel n / 32. Nothing is computed but the rounding to y's
-// type (and, from integers, their product with the scale); indices were checked by the interpreter.
+// embed and gather_rows: rows selected by index. An embedding that is also the head is stored in
+// panels, where row n is lane n % 32 of panel n / 32. Values are only rounded to y's type (integers
+// are multiplied by their scale); indices were checked by the interpreter.
 
 #include "quire/rows.h"
 
@@ -16,7 +16,7 @@ QUIRE_VEC float panel_element(const bf16* panel, int64_t lane, int64_t k) {
     return widen(panel[(k / 2 * kPanel + lane) * 2 + k % 2]);
 }
 
-// `tag` only says the weight's element type.
+// `tag` only selects the weight's element type.
 template <class W, class Y>
 QUIRE_VEC void embed_row(const EmbedArgs& args, int64_t index, W* tag, Y* y) {
     (void)tag;

@@ -1,6 +1,6 @@
-// SipHash-2-4 with 128 bits of output; chained digests of token blocks; digests of contents.
-// Knows no index and no block numbers. Words are read as little-endian on every machine, so the
-// plain twin in quire/cache/digest.py gives the same digests everywhere.
+// SipHash-2-4 with 128 bits of output; chained digests of token blocks; digests of contents. Words
+// are read as little-endian on every machine, so the reference in quire/cache/digest.py gives the
+// same digests everywhere.
 
 #include "quire/hash.h"
 
@@ -83,11 +83,11 @@ inline uint64_t pair(int32_t low, int32_t high) {
 constexpr uint8_t kContentKey[16] = {'q', 'u', 'i', 'r', 'e', ' ', 'c', 'o',
                                      'n', 't', 'e', 'n', 't', '-', '-', '1'};
 constexpr int kSums = 8;            // words of a stripe
-constexpr int kStripesABlock = 16;  // then sums are scrambled
+constexpr int kStripesABlock = 16;  // sums are scrambled afterwards
 constexpr uint64_t kScramble = 0x9e3779b1;
 
-// The accumulation of XXH3 (Collet): a word goes into its neighbour's sum as it is, and the product
-// of its halves, after a key for its place was mixed in, into its own.
+// The accumulation of XXH3 (Collet): a word is added to its neighbour's sum unchanged, and the
+// product of its halves, mixed with a key of its position, to its own.
 class Stripes {
   public:
     Stripes() {

@@ -1,6 +1,6 @@
-// Chooses kernels at run time: CPUID says what the processor has, XGETBV whether the operating
-// system saves those registers. Knows nothing of what kernels compute. Always holds: every
-// extension that CMakeLists.txt lets a set's files use was asked for here.
+// Selects kernels at run time: CPUID reports the processor's features, XGETBV whether the operating
+// system saves those registers. Every extension that CMakeLists.txt enables for a set's files is
+// checked here.
 
 #include "quire/isa.h"
 
@@ -35,7 +35,7 @@ namespace {
 
 bool bit(unsigned word, int index) { return (word >> index & 1u) != 0; }
 
-// Asks Linux once for the tile registers, which it gives to a process on request only.
+// Requests the tile registers from Linux once, which grants them to a process only on request.
 bool tiles_granted() {
 #if defined(__linux__)
     constexpr long kRequestPermission = 0x1023, kTileData = 18;
@@ -46,7 +46,7 @@ bool tiles_granted() {
 #endif
 }
 
-// What this machine has, each with all that the ones before it in its line need.
+// What this machine supports, each including the requirements of the ones before it in its line.
 struct Has {
     bool avx2, avx2vnni;
     bool avx512, avx512vnni, avx512bf16, amx;

@@ -1,9 +1,9 @@
-// limit: what the machine can do at most, by plain loops of this instruction set: reading memory,
-// arithmetic in registers, handing out work. Nothing of the other kernels is in them, so they can
-// judge these. Says how much was done; takes no time (the caller does) and computes nothing of use.
-// Products of bytes and bf16 are of numbers as weights and activations have them, around zero with
-// a bell's spread, and tiles get other numbers each time: a unit that multiplies zeros, or the same
-// again and again, can be a quarter faster than it ever is at work.
+// limit: measures what the machine can do at most, by simple loops of this instruction set: reading
+// memory, arithmetic in registers, distributing work. They share no code with the other kernels, so
+// they can serve as bounds. Returns the amount of work; the caller measures time. Products of bytes
+// and bf16 use numbers distributed like weights and activations, around zero with a bell curve, and
+// tiles get other numbers each time: a unit that multiplies zeros, or the same numbers repeatedly,
+// can be a quarter faster than in real work.
 
 #include "quire/int_vec.h"
 #include "quire/kernels.h"
@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kSteps = 100000;          // of a chunk of arithmetic: a fraction of a millisecond
 constexpr int64_t kChunkBytes = 4 << 20;    // of a chunk of reading
-constexpr int kChains = 12;                 // sums side by side hide how long one takes
+constexpr int kChains = 12;                 // independent sums hide latency
 
 // The compiler must assume that `value` is read.
 template <class T>
@@ -25,10 +25,10 @@ QUIRE_VEC void keep(const T& value) {
 constexpr int kOperandBytes = 1024;
 constexpr int kOperands = 8;
 
-// What is multiplied: numbers of a bell, sums of four bytes of a fixed series.
+// The operands: approximately normal numbers, sums of four bytes of a fixed series.
 struct Bell {
-    // bf16 numbers with a spread of about one; integers of which the largest are about 127, as in
-    // a row that was scaled to them.
+    // bf16 numbers with a spread of about one; integers with maxima of about 127, as in a scaled
+    // row.
     alignas(64) uint16_t bf16[kOperands][kOperandBytes / 2] = {};
     alignas(64) int8_t int8[kOperands][kOperandBytes] = {};
 
@@ -74,7 +74,7 @@ int64_t read(const char* at, int64_t bytes) {
 #pragma GCC unroll 4
         for (int j = 0; j < 4; ++j) {
             prefetch_l1(at + i + 64 * j + kStreamAheadBytes);
-            __asm__ volatile("" ::: "memory");  // or the fetches come in bursts
+            __asm__ volatile("" ::: "memory");  // or the prefetches come in bursts
             sums[j] = _mm512_or_si512(sums[j], _mm512_loadu_si512(at + i + 64 * j));
         }
     }
@@ -184,8 +184,8 @@ void open_tiles() {
     _tile_zero(3);
 }
 
-// The next two of each operand, from the first-level cache. Zeros are multiplied as fast with these
-// loads as without; what does cost is that other numbers come.
+// Loads the next two of each operand from L1. With zeros these loads cost nothing; changing
+// operands do.
 QUIRE_VEC void load_tiles(const char* operands) {
     _tile_loadd(4, operands, 64);
     _tile_loadd(5, operands + kOperandBytes, 64);
@@ -221,7 +221,7 @@ int64_t tile_int8() {
 
 #endif
 
-// One chunk's work; null where this instruction set has no such loop.
+// One chunk's work; null if this instruction set has no such loop.
 using Loop = int64_t (*)();
 
 Loop loop_of(Limit limit) {
@@ -261,7 +261,7 @@ void limit(const LimitArgs& args) {
     }
     const Loop loop = loop_of(args.limit);
     if (loop == nullptr) return;
-    int64_t each = 0;  // the same of every chunk
+    int64_t each = 0;  // the same for every chunk
     args.pool->deal(args.chunks, 1, [&](int64_t begin, int64_t end, int) {
         for (int64_t chunk = begin; chunk < end; ++chunk) {
             __atomic_store_n(&each, loop(), __ATOMIC_RELAXED);

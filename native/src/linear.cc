@@ -1,12 +1,12 @@
 // linear: y = x @ W.T (+ bias) over the packed panels of 32 outputs.
 //
-// Every output is one chain over K in order, started at zero; the bias is added last, in f32,
-// then one rounding to y's type. Tiles of up to kVecRows rows by one panel hold all chains in
-// registers, so row counts change only which rows share a load, never a result. A bf16 step takes a
-// pair of K; for odd K the last partner is zeroed in the register (memory beside it may hold NaN)
-// and the packed partner is zero.
+// Every output is one chain over K in order, started at zero; the bias is added last, in f32, then
+// one rounding to y's type. Tiles of up to kVecRows rows by one panel hold all chains in registers,
+// so row counts only change which rows share a load, never a result. A bf16 step takes a pair of K;
+// for odd K the last partner is zeroed in the register (memory after it may hold NaN) and the
+// packed partner is zero.
 //
-// Each thread walks one long run of panels: hardware prefetchers start anew at every jump.
+// Each thread processes one long run of panels: hardware prefetchers restart at every jump.
 
 #include "quire/amx_few_rows.h"
 #include "quire/amx_linear.h"
@@ -26,10 +26,10 @@ constexpr int kVecRows = 3;
 #else
 constexpr int kVecRows = 1;
 #endif
-constexpr int64_t kBlockRows = 192;  // rows of x that stay in the second-level cache
+constexpr int64_t kBlockRows = 192;  // rows of x that stay in L2
 constexpr int64_t kStepBytes = 128;  // panel bytes of one step: one k of f32, one pair of bf16
 
-// How a tile fetches weights before they are needed.
+// How a tile prefetches weights.
 enum class Fetch { none, same_stream, next_panel };
 
 template <Fetch fetch>
@@ -150,7 +150,7 @@ QUIRE_VEC void finish(const float* sums, int64_t rows, const LinearArgs& args, i
     }
 }
 
-// All rows of one block by one panel.
+// Multiplies all rows of one block by one panel.
 template <class T>
 void panel_block(const LinearArgs& args, int64_t panel, int64_t first_row, int64_t rows) {
     alignas(64) float sums[kBlockRows * kPanel];
@@ -180,7 +180,7 @@ void panel_block(const LinearArgs& args, int64_t panel, int64_t first_row, int64
 
 #if defined(QUIRE_AMX)
 
-constexpr int64_t kRowBytes = 5 << 17;  // of packed x: what stays in the second-level cache
+constexpr int64_t kRowBytes = 5 << 17;  // of packed x: what stays in L2
 constexpr int64_t kMostRows = 1024;     // of x in one block
 constexpr int64_t kPanelsAtOnce = 8;
 
@@ -189,12 +189,12 @@ QUIRE_VEC int64_t amx_block_rows(int64_t k) {
     return rows < kGroupRows ? kGroupRows : rows > kMostRows ? kMostRows : rows;
 }
 
-// All rows of x as the matrix unit reads them, in memory that all threads see.
+// Packs all rows of x for the matrix unit, in memory shared by all threads.
 const bf16* amx_pack(const LinearArgs& args) {
     const int64_t k = args.weight.k, steps = steps_of(k);
     const int64_t packs = (args.rows + kTileRows - 1) / kTileRows;
     const int64_t pack_elements = steps * kTileElements;
-    // An odd number of packs leaves half a pair, which the unit may be pointed at.
+    // An odd number of packs leaves half a pair, which the unit may read.
     char* packed = args.pool->shared((packs + 1) * pack_elements * 2);
     bf16* to = reinterpret_cast<bf16*>(packed);
     const int64_t grain = pack_elements < 16384 ? 16384 / pack_elements : 1;
@@ -221,7 +221,7 @@ const float* amx_widen(const LinearArgs& args) {
     return x;
 }
 
-// Up to kStreamedRows rows: bound by memory, each thread walks one run of panels.
+// Up to kStreamedRows rows: memory-bound, each thread processes one run of panels.
 void few_linear(const LinearArgs& args) {
     const int64_t panels = (args.weight.n + kPanel - 1) / kPanel;
     const int64_t bytes = panel_bytes(args.weight.k, Type::bf16);
@@ -242,7 +242,7 @@ void few_linear(const LinearArgs& args) {
     });
 }
 
-// As `linear` deals it, with x packed once.
+// Distributed like `linear`, with x packed once.
 void amx_linear(const LinearArgs& args) {
     if (args.rows == 0) return;
     if (args.rows <= kStreamedRows) return few_linear(args);
@@ -252,7 +252,7 @@ void amx_linear(const LinearArgs& args) {
     const int64_t blocks = (args.rows + block_rows - 1) / block_rows;
     const int64_t most = args.rows < block_rows ? args.rows : block_rows;
     const bf16* packed = amx_pack(args);
-    // Panels that follow each other overlap; still there are some chunks for each thread.
+    // Consecutive panels overlap; each thread still has several chunks.
     const int64_t panel_work = k * kPanel * most;
     const int64_t least = panel_work > 0 && panel_work < 131072 ? 131072 / panel_work : 1;
     const int64_t share = panels * blocks / (8 * args.pool->num_threads());
@@ -285,7 +285,7 @@ void linear(const LinearArgs& args) {
 #endif
     const int64_t panels = (args.weight.n + kPanel - 1) / kPanel;
     const int64_t blocks = (args.rows + kBlockRows - 1) / kBlockRows;
-    // Below some 16 thousand products a second thread costs more than it gives.
+    // Below some 16 thousand products a second thread costs more than it gains.
     const int64_t panel_work = args.weight.k * kPanel * (args.rows < kBlockRows ? args.rows
                                                                                : kBlockRows);
     const int64_t grain = panel_work > 0 && panel_work < 16384 ? 16384 / panel_work : 1;

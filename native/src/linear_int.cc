@@ -1,11 +1,11 @@
 // linear_ints: y = x @ W.T (+ bias) with W in 8 or 4 bits (int_layout.h).
 //
-// Rows of x become integers first (int_rows.h), once for all panels. Then each output is a sum of
-// exact integer sums, folded in f32 in the order of K (int_tiles.h); int8's channel scale follows,
-// then the bias, then one rounding to y's type. The same bits on every instruction set that has
-// fused multiply-add, whatever the number of rows and threads.
+// Rows of x are quantized first (int_rows.h), once for all panels. Then each output is a sum of
+// exact integer sums, scaled in f32 in the order of K (int_tiles.h); int8's channel scale follows,
+// then the bias, then one rounding to y's type. The same bits on every instruction set with fused
+// multiply-add, whatever the number of rows and threads.
 //
-// Each thread walks one long run of panels: hardware prefetchers start anew at every jump.
+// Each thread processes one long run of panels: hardware prefetchers restart at every jump.
 
 #include "quire/amx_few_int_rows.h"
 #include "quire/deal_halving.h"
@@ -15,9 +15,9 @@ namespace quire::QUIRE_ISA_NS {
 
 namespace {
 
-constexpr int64_t kBlockRows = 192;  // rows of x that stay in the second-level cache
+constexpr int64_t kBlockRows = 192;  // rows of x that stay in L2
 
-// How rows are cut: packs within blocks, of near-equal counts or all full but the last.
+// How rows are divided: packs within blocks, of nearly equal counts or all full except the last.
 struct Packing {
     int64_t rows, block_rows, most;  // most: rows of a pack
     bool full;
@@ -49,11 +49,11 @@ QUIRE_VEC void quantize_block(const Rows& x, const RowShape& shape, const Packin
     }
 }
 
-// All rows as integers, into memory that all threads see.
+// Quantizes all rows, into memory shared by all threads.
 char* quantize(const LinearIntsArgs& args, const RowShape& shape, const Packing& packing) {
     char* rows = args.pool->shared(args.rows * shape.row_bytes());
     const int64_t blocks = (args.rows + packing.block_rows - 1) / packing.block_rows;
-    const int64_t packs = packing.packs_of(0);  // of every block but the last, which has no more
+    const int64_t packs = packing.packs_of(0);  // of every block except the last, which has no more
     const int64_t pack_work = packing.most * shape.k;
     const int64_t grain = pack_work < 16384 ? 16384 / (pack_work + 1) + 1 : 1;
     args.pool->deal(blocks * packs, grain, [&](int64_t begin, int64_t end, int) {
@@ -70,7 +70,7 @@ char* quantize(const LinearIntsArgs& args, const RowShape& shape, const Packing&
     return rows;
 }
 
-// Scales channels (where scales are given), adds the bias and rounds a panel's sums into y.
+// Scales channels (if scales are given), adds the bias and rounds a panel's sums into y.
 template <class Y>
 QUIRE_VEC void finish(const float* sums, int64_t rows, const float* scales,
                       const LinearIntsArgs& args, int64_t first_row, int64_t first) {
@@ -114,7 +114,7 @@ QUIRE_VEC IntTile tile_of(int64_t rows, int64_t packs) {
     return int_tile<kBits, IntFetch::none>(rows);
 }
 
-// All rows of one block by one panel.
+// Multiplies all rows of one block by one panel.
 void panel_block(const LinearIntsArgs& args, const RowShape& shape, const Packing& packing,
                  char* rows, int64_t block, int64_t panel_index) {
     alignas(64) float sums[kIntRows * kIntLanes];
@@ -140,7 +140,7 @@ Packing packing_for(const LinearIntsArgs& args) {
     return {args.rows, kBlockRows, several ? kFoldedRows : kIntRows, false};
 }
 
-// All rows, dealt by panels and blocks.
+// All rows, distributed by panels and blocks.
 void vector_linear_ints(const LinearIntsArgs& args, const RowShape& shape) {
     const Packing packing = packing_for(args);
     char* rows = quantize(args, shape, packing);
@@ -157,20 +157,20 @@ void vector_linear_ints(const LinearIntsArgs& args, const RowShape& shape) {
 
 #else
 
-// Up to so many rows a vector tile is as fast: of int8, and of int4, which it need not expand.
+// Up to so many rows a vector tile is as fast: for int8, and for int4, which it need not expand.
 constexpr int64_t kVectorRows = 2;
 constexpr int64_t kVectorRows4 = 4;
-// Of int4 with so many groups a block: from which rows on bytes in steps cost less than sums of
-// each group.
+// For int4 with so many groups per block: from how many rows on bytes in steps cost less than sums
+// of each group.
 constexpr int64_t fewest_in_steps(int groups) { return groups == 4 ? 9 : 25; }
-constexpr int64_t kBlockBytes = 5 << 18;      // of rows: what stays in the second-level cache
+constexpr int64_t kBlockBytes = 5 << 18;      // of rows: what stays in L2
 constexpr int64_t kMostBlockRows = 1024;
 constexpr int64_t kPanelsAtOnce = 8;
-constexpr int64_t kStreamedBytes = 4 << 20;   // of y, from which it is written past the caches
-constexpr int64_t kWritesPastBytes = 1 << 20;  // the same of weights, where rows are few
+constexpr int64_t kStreamedBytes = 4 << 20;   // of y, from which non-temporal stores are used
+constexpr int64_t kWritesPastBytes = 1 << 20;  // the same for weights, with few rows
 
-// A whole panel's rows into y past the caches: reading its lines first, as plain stores do, costs
-// more than the product where y is larger than they are.
+// Writes a whole panel's rows to y by non-temporal stores: reading its lines first, as plain stores
+// do, costs more than the product if y is larger than the caches.
 QUIRE_VEC void stream_rows(const float* sums, int64_t rows, const float* scales,
                            const LinearIntsArgs& args, int64_t first_row, int64_t first) {
     for (int64_t i = 0; i < rows; ++i) {
@@ -213,7 +213,7 @@ struct FinishRows {
     }
 };
 
-// Panels that are alike: with scales in steps, or not.
+// Consecutive panels of the same kind: with scales in steps, or not.
 void like_panels(const AmxBlock& block, bool in_steps, const AmxScratch& scratch,
                  const FinishRows& finish) {
     const IntScheme& scheme = block.weight.scheme;
@@ -252,7 +252,7 @@ bool few_panels(const AmxBlock& block, const FinishRows& finish) {
     return few_int_panels<Feed, false>(block, finish);
 }
 
-// Of kGroups groups a block. Scales mostly are in steps, or else are not from the beginning.
+// For kGroups groups per block. Scales mostly are in steps, or else are not from the beginning.
 template <int kGroups>
 void few_int4_panels(const AmxBlock& block, const FinishRows& finish) {
     if (block.weight.scheme.has_zero_points) {
@@ -281,7 +281,7 @@ void few_panels(const AmxBlock& block, const FinishRows& finish) {
     }
 }
 
-// Rows of one pack as integers: all threads share even one row.
+// Quantizes rows of one pack: all threads share even one row.
 char* quantize_few(const LinearIntsArgs& args, const RowShape& shape) {
     constexpr int64_t kGrain = 32;  // groups, about a microsecond
     const RowPack pack{args.pool->shared(args.rows * shape.row_bytes()), args.rows};
@@ -298,7 +298,7 @@ char* quantize_few(const LinearIntsArgs& args, const RowShape& shape) {
     return pack.base;
 }
 
-// Panels first .. end by rows that take one pass of vectors.
+// Multiplies panels first .. end by rows that take one pass of vectors.
 void vector_panels(const LinearIntsArgs& args, const RowShape& shape, const RowPack& pack,
                    int64_t first, int64_t end, const FinishRows& finish) {
     alignas(64) float sums[kIntRows * kIntLanes];
@@ -313,7 +313,7 @@ void vector_panels(const LinearIntsArgs& args, const RowShape& shape, const RowP
     }
 }
 
-// Up to kFewRows rows: bound by memory, each thread walks one run of panels.
+// Up to kFewRows rows: memory-bound, each thread processes one run of panels.
 void few_linear_ints(const LinearIntsArgs& args, const RowShape& shape) {
     char* rows = quantize_few(args, shape);
     const int64_t panels = (args.weight.n + kIntLanes - 1) / kIntLanes;
@@ -327,7 +327,7 @@ void few_linear_ints(const LinearIntsArgs& args, const RowShape& shape) {
         } else {
             few_panels({rows, args.rows, shape, args.weight, begin, end}, finish);
         }
-        _mm_sfence();  // what was streamed is seen before what comes after the deal
+        _mm_sfence();  // orders non-temporal stores before what follows the deal
     });
 }
 
@@ -340,7 +340,7 @@ void amx_linear_ints(const LinearIntsArgs& args, const RowShape& shape) {
     const int64_t panels = (args.weight.n + kIntLanes - 1) / kIntLanes;
     const int64_t blocks = (args.rows + packing.block_rows - 1) / packing.block_rows;
     const int64_t work = args.weight.k * kIntLanes * packing.rows_of(0);
-    // Panels that follow each other overlap; still there are some chunks for each thread.
+    // Consecutive panels overlap; each thread still has several chunks.
     const int64_t some = panels * blocks / (8 * args.pool->num_threads());
     const int64_t overlapping = some < kPanelsAtOnce ? some : kPanelsAtOnce;
     const int64_t least = work < 262144 ? 262144 / work : 1;
@@ -360,7 +360,7 @@ void amx_linear_ints(const LinearIntsArgs& args, const RowShape& shape) {
             begin += count;
         }
         release_tiles();
-        _mm_sfence();  // what was streamed is seen before what comes after the deal
+        _mm_sfence();  // orders non-temporal stores before what follows the deal
     });
 }
 

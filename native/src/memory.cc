@@ -1,11 +1,11 @@
-// Memory by mmap: zero pages lazily. The system promises address space, not pages: what the machine
-// can hold is summed up before (quire/config/memory.py). Some bytes of slack follow each area, so
-// that reading ahead is legal.
+// Memory by mmap: zero pages on demand. The system guarantees address space, not pages: the memory
+// plan is computed before (quire/config/memory.py). Some bytes of slack follow each area, so that
+// reading ahead is legal.
 //
-// Large areas lie one behind another in regions that are aligned to huge pages. A product's weight
-// is a few megabytes: aligned by itself, up to half of it would lie in small pages, and page ends
-// stop hardware prefetchers. A region is never handed out twice, so unwritten bytes are zero; it
-// goes back to the system with the last area in it.
+// Large areas are placed consecutively in regions aligned to huge pages. A product's weight is a
+// few megabytes: aligned separately, up to half of it would be in small pages, and page ends stop
+// hardware prefetchers. A region is never reused, so unwritten bytes are zero; it is unmapped with
+// its last area.
 
 #include "quire/memory.h"
 
@@ -20,13 +20,13 @@
 
 namespace quire {
 
-// Bytes of a mapping, handed out from its beginning.
+// Bytes of a mapping, allocated from its beginning.
 struct Memory::Region {
     char* mapped;
     std::size_t mapped_bytes;
     char* next;
     char* end;
-    std::size_t areas;  // that live; one more while it is the region areas come from
+    std::size_t areas;  // live areas; one more while new areas come from this region
 };
 
 namespace {
@@ -70,7 +70,8 @@ struct Memory::Regions {
         madvise(first, whole, MADV_HUGEPAGE);
 #endif
         auto* made = new Region{mapped, whole + kHugePage, first, first + whole, 0};
-        if (bytes > kRegion / 2) return made;  // its own: what is left of the open one is not lost
+        // a mapping of its own, so that the rest of the open region is not wasted
+        if (bytes > kRegion / 2) return made;
         close(open);
         open = made;
         ++made->areas;
@@ -125,7 +126,7 @@ void Memory::release() {
     if (region_ != nullptr) {
         Regions& regions = Regions::all();
         const std::lock_guard<std::mutex> hold(regions.lock);
-        // The region may live on; its pages need not. They are not handed out again.
+        // The region may live on without these pages; they are not allocated again.
         madvise(data_, rounded(bytes_ + kSlack, kPage), MADV_DONTNEED);
         regions.close(region_);
     }

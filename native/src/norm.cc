@@ -1,7 +1,7 @@
-// norm: rms or layer norm of each row (or of each group of columns), after x += delta where
-// there is a delta. Sums go into four vectors in turn, then lanes are added in a fixed order:
-// the order depends on the width alone. A run's columns are read before they are written, and runs
-// of heads apart, so y may be x.
+// norm: rms or layer norm of each row (or of each group of columns), after x += delta if there is a
+// delta. Sums rotate over four vectors, then lanes are added in a fixed order: the order depends on
+// the width alone. A run's columns are read before they are written, and runs of heads separately,
+// so y may be x.
 
 #include "quire/rows.h"
 
@@ -9,7 +9,7 @@ namespace quire::QUIRE_ISA_NS {
 
 namespace {
 
-// sum_lanes, in its order, without the way through memory: heads are short, and wait for it.
+// sum_lanes, in its order, without going through memory: heads are short, and would wait for it.
 QUIRE_VEC float fold_lanes(Vec a) {
 #if defined(QUIRE_ZMM)
     const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
@@ -37,7 +37,7 @@ QUIRE_VEC float sum_columns(int64_t width, Term term) {
     return fold_lanes(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
 }
 
-// Correctly rounded, as a single number's is.
+// Correctly rounded, like the scalar instruction.
 QUIRE_VEC Vec root(Vec a) {
 #if defined(QUIRE_ZMM)
     return {_mm512_sqrt_ps(a.v)};
@@ -49,7 +49,7 @@ QUIRE_VEC Vec root(Vec a) {
 #endif
 }
 
-// sums[i], a run's sum of squares over `width` columns, becomes the run's factor.
+// Converts sums[i], a run's sum of squares over `width` columns, to the run's factor.
 QUIRE_VEC void factors_of(float* sums, int64_t width, float eps) {
     const Vec mean = div(load(sums), set1(static_cast<float>(width)));
     store(sums, div(set1(1.0f), root(add(mean, set1(eps)))));
@@ -96,12 +96,12 @@ QUIRE_VEC void write(const NormArgs& args, const X* x, Y* y, int64_t width, floa
     }
 }
 
-// `count` runs of `width` columns each, at most kLanes: their factors are found together, since a
-// root and two divisions of a short run take longer than all the rest of it.
+// `count` runs of `width` columns each, at most kLanes: their factors are computed together, since
+// a root and two divisions of a short run take longer than all the rest of it.
 template <class X, class D, class Y>
 void rms_runs(const NormArgs& args, X* x, const D* delta, Y* y, int64_t width, int64_t count) {
     float sums[kLanes] = {};
-    // Fetched meanwhile: often another core has written it.
+    // Prefetched meanwhile: another core has often written it.
     const X* next = x + args.x.stride;
     const D* next_delta = delta == nullptr ? nullptr : delta + args.delta.stride;
     for (int64_t i = 0; i < count; ++i) {

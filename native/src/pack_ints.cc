@@ -1,9 +1,9 @@
-// pack_ints: 32 rows of a weight, turned so that lanes are rows, become integers in a panel.
+// pack_ints: quantize 32 rows of a weight, transposed so that lanes are rows, into a panel.
 //
-// Multiplications and additions only, never fused: the same bytes on every instruction set. Each
-// lane is by itself, so a row's bytes do not depend on its neighbours. The twin, which says what is
-// meant, is quire/quant/int_weights.py. Always holds: only lanes low .. high of the panel are
-// written, elements past K count as zero, and non-finite rows or groups get the scale NaN.
+// Multiplications and additions only, never fused: the same bytes on every instruction set. Lanes
+// are independent, so a row's bytes do not depend on its neighbours. The definition is
+// quire/quant/int_weights.py. Only lanes low .. high of the panel are written, elements past K
+// count as zero, and non-finite rows or groups get the scale NaN.
 
 #include "quire/int_vec.h"
 #include "quire/int_steps.h"
@@ -18,10 +18,11 @@ constexpr float kTiny = 0x1p-100f;
 constexpr int32_t kInfinity = 0x7f800000;
 constexpr int32_t kHuge = 0x5d800000;  // 2^60: errors are squared
 constexpr int kClips = 12;  // ratios tried: the largest magnitude becomes -7 - 0.3125 i steps
-constexpr float kHeld = 0x1p-16f;  // what is left of a group's squares where 4 bits hold all of it
+// the share of a group's squares that remains if 4 bits represent it
+constexpr float kHeld = 0x1p-16f;
 constexpr int kMostGroups = 4;      // of a block
 constexpr int kShares = 8;  // of the range tried: 1 - i / 32
-// Steps of its integers that a row's elements must have on average: see quire/quant/int_weights.py.
+// Minimal average of a row's elements in integer steps: see quire/quant/int_weights.py.
 constexpr float kFewestSteps = 2.3f;
 
 struct Lanes {
@@ -124,8 +125,8 @@ QUIRE_VEC Vec quantized(Vec x, Vec inverse, Vec low, Vec high) {
     return round_near(min(high, max(low, mul(x, inverse))));
 }
 
-// The scale with the least squared error for the integers that `inverse` gives, and that error
-// less the sum of squares of x, which no choice changes.
+// The scale with the least squared error for the integers that `inverse` gives, and that error less
+// the sum of squares of x, which is constant.
 QUIRE_VEC Choice attempt(const Group& group, Vec inverse, Vec zero_point) {
     const Vec low = sub(zero(), zero_point), high = sub(set1(15.0f), zero_point);
     Vec product = zero(), square = zero();
@@ -188,7 +189,7 @@ QUIRE_VEC Choice choose_zero_points(const Group& group) {
 
 // ---- int4 with scales that are multiples of a step
 
-// Of `group`: all bits where its scale and integers hold it as it is, none elsewhere.
+// Per lane of `group`: all bits if its scale and integers represent it exactly, none otherwise.
 QUIRE_VEC IntLanes held(const Group& group, const Choice& choice) {
     Vec squares = zero();
     for (int64_t k = 0; k < group.count; ++k) {
@@ -200,7 +201,7 @@ QUIRE_VEC IntLanes held(const Group& group, const Choice& choice) {
            (IntLanes)(add(choice.error, squares).v <= mul(set1(kHeld), squares).v);
 }
 
-// Scales of a block's groups as multiples of a step, the nearest there are.
+// Returns scales of a block's groups as multiples of a step, the nearest available ones.
 QUIRE_VEC void choose_steps(Choice* choices, int64_t groups) {
     const Vec none = zero();
     Vec largest = zero(), best = set1(__builtin_inff());
@@ -263,7 +264,7 @@ void take(const PackIntsArgs& args, int64_t first_k, int64_t count, int64_t size
     }
 }
 
-// A block's half of the lanes, chosen.
+// Half of the lanes of a block, with chosen scales.
 struct GroupLanes {
     alignas(64) uint32_t words[kRowGroup / 8][kIntLanes];
     Lanes scales, zeros;
@@ -300,7 +301,7 @@ void store_group(const PackIntsArgs& args, const GroupLanes& lanes, const GroupP
     }
 }
 
-// The groups of 128 (or the last 64) of K from `first_k` on, of which `count` are there.
+// The groups of 128 (or the last 64) of K from `first_k` on, of which `count` exist.
 void pack_block(const PackIntsArgs& args, int64_t first_k, int64_t count, char* block,
                 int64_t steps) {
     const int64_t groups = block_groups(args.scheme, steps), all = steps * kIntStep;

@@ -1,7 +1,7 @@
-// The thread pool. Workers spin briefly for the next job, then sleep, so that an idle engine
-// costs no CPU. Knows nothing of kernels. Always holds: every thread computes with rounding to
-// nearest and denormals kept, whatever the calling process has set; what a body throws, on whatever
-// thread, is thrown to the caller once all threads have left the job.
+// The thread pool. Workers spin briefly for the next job, then sleep, so that an idle engine costs
+// no CPU. Every thread computes with rounding to nearest and denormals kept, whatever the calling
+// process has set; an exception on any thread is thrown to the caller once all threads have left
+// the job.
 
 #include "quire/pool.h"
 
@@ -29,8 +29,8 @@ namespace quire {
 namespace {
 
 constexpr auto kSpin = std::chrono::microseconds(100);
-// A worker that has spun in vain stays awake for the time between two steps, but lets every other
-// thread go first: on a virtual machine a sleeping processor is soon given to another guest.
+// A worker that has spun in vain stays awake for the time between two steps, but yields to every
+// other thread: on a virtual machine a sleeping processor is soon given to another guest.
 constexpr auto kStayAwake = std::chrono::milliseconds(2);
 
 inline void pause_cpu() {
@@ -65,8 +65,8 @@ class FloatMode {
 #endif
 };
 
-// Asks `ready()` over and over until the time is over, giving way to other threads between the
-// rounds if asked to; returns whether it was ready.
+// Polls `ready()` until the time is over, optionally yielding to other threads between polls;
+// returns whether it was ready.
 template <class Ready>
 bool wait_awake(Ready ready, std::chrono::microseconds time, bool gives_way) {
     const auto deadline = std::chrono::steady_clock::now() + time;
@@ -111,9 +111,8 @@ struct alignas(64) Run {
 
 }  // namespace
 
-// A job is open from its start until the caller has done all that was left to do. A worker that
-// comes late finds it closed and is not waited for: a thread that the system has put aside delays
-// a job only while it holds a chunk of it.
+// A job is open from its start until the caller has done all remaining work. A late worker finds it
+// closed and is not waited for: a descheduled thread delays a job only while it holds a chunk.
 struct Pool::State {
     explicit State(int num_threads) : runs(static_cast<size_t>(num_threads)), scratch(static_cast<size_t>(num_threads) + 1) {}
 
@@ -121,7 +120,7 @@ struct Pool::State {
     alignas(64) std::atomic<uint64_t> gate{0};
     static constexpr uint64_t kOpen = uint64_t{1} << 31;
     static constexpr uint64_t kNextJob = uint64_t{1} << 32;
-    // Written while the gate is closed and empty, read by those in the job.
+    // Written while the gate is closed and empty, read by threads in the job.
     RunBody body = nullptr;
     void* context = nullptr;
     std::atomic<bool> stopping{false};
@@ -131,7 +130,7 @@ struct Pool::State {
     std::atomic<int> workers_asleep{0};
     std::atomic<bool> caller_asleep{false};
 
-    // What a worker's body threw first; the caller takes it once the job is closed.
+    // The first exception of a worker's body; the caller takes it once the job is closed.
     std::exception_ptr thrown;
 
     std::vector<Run> runs;
@@ -166,7 +165,7 @@ struct Pool::State {
         caller_asleep.store(false);
     }
 
-    // Into the job that is open now; false if there is none.
+    // Enters the job that is open now; false if there is none.
     bool enter() {
         uint64_t now = gate.load();
         while ((now & kOpen) != 0) {
@@ -258,7 +257,7 @@ void Pool::run_raw(RunBody body, void* context) {
     } catch (...) {
         thrown = std::current_exception();
     }
-    state_->close();  // whatever happened: `context` may go only when no thread is in the job
+    state_->close();  // in any case: `context` may be destroyed only when no thread is in the job
     if (!thrown) thrown = state_->thrown;
     state_->thrown = nullptr;
     if (thrown) std::rethrow_exception(thrown);

@@ -1,6 +1,6 @@
-// The interpreter: walks a segment's operations and calls the kernel of each. program_check.cc
-// checks what it is given. Consecutive row-wise operations are computed together, a few rows at a
-// time: the same kernels on the same rows, so the same bits.
+// The interpreter: iterates over a segment's operations and calls the kernel of each.
+// program_check.cc checks its inputs. Consecutive row-wise operations are computed together, a few
+// rows at a time: the same kernels on the same rows, so the same bits.
 
 #include "quire/program.h"
 
@@ -14,7 +14,7 @@ namespace quire {
 
 namespace {
 
-// The first view; all views of a row-wise operation have as many rows.
+// The first view; all views of a row-wise operation have equal row counts.
 const ViewSpec& first_view(const Operation& op) {
     const ViewSpec* first = nullptr;
     each_view(op, [&](const ViewSpec& view) {
@@ -27,8 +27,8 @@ const float* vector_of(const std::optional<WeightRef>& weight) {
     return weight ? (*weight)->vector() : nullptr;
 }
 
-// Rows that go through the operations of a unit together: few enough to stay in the caches, of few
-// rows in all some for each thread, and never so little that handing it out costs more.
+// Rows that pass through the operations of a unit together: few enough to stay in the caches, with
+// several chunks per thread, and never so few that distribution costs more than the work.
 constexpr int64_t kUnitRows = 16;
 constexpr int64_t kUnitElements = 8192;
 
@@ -84,7 +84,7 @@ void Program::add_segment(std::vector<Operation> ops) {
 
 std::vector<Program::Unit> Program::fuse(const std::vector<Operation>& ops) const {
     std::vector<Unit> units;
-    // The row count that all views share; -1 where they differ or the operation is not row-wise.
+    // The row count that all views share; -1 if they differ or the operation is not row-wise.
     const auto rows_of = [&](const Operation& op) {
         const RowCount rows = buffer_at(first_view(op).buffer).rows;
         bool same = true;
@@ -268,7 +268,7 @@ void Program::run_unit(const Segment& segment, const Unit& unit, const StepInput
     for (size_t i = 0; i < unit.count; ++i) width += first_view(segment.ops[unit.first + i]).width;
     const int64_t grain = rows_at_once(count, width, pool_->num_threads());
     pool_->deal(count, grain, [&](int64_t begin, int64_t end, int) {
-        for (; begin < end; begin += grain) {  // all rows where one thread computes alone
+        for (; begin < end; begin += grain) {  // all rows if one thread computes alone
             const int64_t some = std::min(grain, end - begin);
             for (size_t i = 0; i < unit.count; ++i) {
                 run_rows(segment.ops[unit.first + i], inputs, begin, some, &alone_);

@@ -1,6 +1,6 @@
 // Checks of a program: its operations against their buffers and weights when it is built, and a
-// step's indices before each run. Kernels trust what they are given.
-// Always holds: a check that fails names the operation and changes nothing.
+// step's indices before each run. Kernels trust their arguments. A check that fails names the
+// operation and changes nothing.
 
 #include <string>
 
@@ -99,7 +99,7 @@ void Program::check_op(const Operation& operation) const {
                 check_width(op.kind, op.x, op.y);
                 if (type_of(op.x) != type_of(op.y)) refuse(op.kind, "views differ in dtype");
             },
-            // Their geometry is the cache's, which check_step knows.
+            // Their geometry is the cache's, which check_step uses.
             [](const StoreKVOp&) {},
             [](const AttentionOp&) {},
             [](const ScaleOp&) {},
@@ -174,7 +174,7 @@ void Program::check(const Segment& segment, const StepInputs& inputs) const {
     if (segment.uses_cache) check_cache(inputs);
 }
 
-// Whether slots, positions and block tables lie in the cache.
+// Checks that slots, positions and block tables lie in the cache.
 void Program::check_cache(const StepInputs& inputs) const {
     const int64_t block_size = shape_.block_size;
     check_range("kv_slots", inputs.kv_slots, inputs.num_tokens, -1, num_blocks_ * block_size);
@@ -186,7 +186,7 @@ void Program::check_cache(const StepInputs& inputs) const {
     }
     for (int64_t s = 0; s < inputs.num_sequences; ++s) {
         if (starts[s] > starts[s + 1]) throw std::invalid_argument("seq_starts go backwards");
-        int64_t columns = 0;  // that the sequence's positions reach
+        int64_t columns = 0;  // reached by the sequence's positions
         for (int64_t row = starts[s]; row < starts[s + 1]; ++row) {
             const int64_t needed = inputs.positions[row] / block_size + 1;
             columns = needed > columns ? needed : columns;

@@ -1,6 +1,6 @@
-// rope: turns pairs (i, i + half) of each head by the angle of the row's position. Plain
-// products and one sum, without fma: the same bits on every instruction set. Columns of a head
-// past the angles stay as they are; positions were checked against the table by the interpreter.
+// rope: rotates pairs (i, i + half) of each head by the angle of the row's position. Plain products
+// and one sum, without fma: the same bits on every instruction set. Columns of a head past the
+// angles stay unchanged; positions were checked against the table by the interpreter.
 
 #include "quire/rows.h"
 

@@ -1,12 +1,12 @@
-// Token choice, row by row: edits, filters, noise, log-probabilities. Many rows are dealt to the
+// Sampling, row by row: edits, filters, noise, log-probabilities. Many rows are distributed to the
 // threads whole; few rows are each split over all threads. Neither changes a result: every
-// reduction here is exact (largest with ties to the lower id, counts, sums of masses), so it has
-// no order.
+// reduction here is exact (largest with ties to the lower id, counts, sums of masses), so its order
+// does not matter.
 //
-// The rare steps (typical_p, DRY and so on) are in sampling_rare.cc; a row that has them does them
-// in one thread. top_k and top_p select, they do not sort. Values are dealt into bins by their
-// distance from the largest, the bin holding the boundary is found by its running sum, and only
-// that bin's tokens are looked at closely. Either filter ends as a Cut: one value and one id.
+// The rare steps (typical_p, DRY and so on) are in sampling_rare.cc; a row with them runs them on
+// one thread. top_k and top_p select without sorting. Values are counted in bins by their distance
+// from the largest, the bin with the boundary is found by its running sum, and only that bin's
+// tokens are compared one by one. Either filter ends as a Cut: one value and one id.
 
 #include "quire/sampling.h"
 
@@ -22,8 +22,8 @@ namespace quire {
 
 namespace {
 
-constexpr int32_t kChunk = 16384;  // tokens of one piece of work where a row is split
-constexpr int kBins = 2048;        // of 1/64 each; the last holds all that is further away
+constexpr int32_t kChunk = 16384;  // tokens per piece of work of a split row
+constexpr int kBins = 2048;        // of 1/64 each; the last holds everything further away
 constexpr float kBinsPerUnit = 64.0f;
 constexpr float kSmallestTemperature = 0x1p-40f;
 constexpr float kSmallestMinP = 0x1p-126f;
@@ -69,7 +69,7 @@ Cut boundary(std::vector<Candidate>& candidates, double sum, double needed) {
     return {low->value, low->id};
 }
 
-// What a thread keeps between rows.
+// Buffers that a thread keeps between rows.
 struct Scratch {
     std::vector<float> values;    // [V] the row after edits and temperature
     std::vector<int32_t> counts;  // [V] all zero between uses
@@ -78,7 +78,7 @@ struct Scratch {
 
 class Row {
   public:
-    // pool: null where the row is not split.
+    // pool: null if the row is not split.
     Row(const ChooseArgs& args, const SamplingPasses& passes, int32_t row, Pool* pool,
         Scratch& scratch)
         : args_(args), passes_(passes), row_(row), pool_(pool), scratch_(scratch),
@@ -127,7 +127,7 @@ class Row {
         });
     }
 
-    // The best over chunks of pass(begin, end, bad); id -1 where a value is NaN or +inf.
+    // The best over chunks of pass(begin, end, bad); id -1 if a value is NaN or +inf.
     template <class Pass>
     BestToken best_of_chunks(const Pass& pass) {
         std::vector<BestToken> found(num_chunks_);
@@ -193,7 +193,7 @@ class Row {
         return noisiest(scaled, 1.0f, row.cut).id;
     }
 
-    // By mirostat; sets the row's mu.
+    // Applies mirostat; sets the row's mu.
     int32_t steered(Filtered& row) {
         keep_unsurprising(row, args_.rare->mirostat_mu[row_]);
         const int32_t token_id = noisiest(row.values, 1.0f, row.cut).id;
@@ -242,8 +242,8 @@ class Row {
         }
     }
 
-    // Step 6: what a beam may go on with. Returns the best of it, 0 where there is none, -1 where
-    // the row fails.
+    // Step 6: the candidates of a beam. Returns the best one, 0 if there is none, -1 if the row
+    // fails.
     int32_t candidates() {
         const BestToken top = largest(raw_);
         if (top.id < 0 || top.value == -kInfinity) return -1;
@@ -265,7 +265,7 @@ class Row {
         return best.empty() ? 0 : best.front().id;
     }
 
-    // Steps 2 to 4: bias, penalties, bans; of what stands in scratch_.values.
+    // Steps 2 to 4 on scratch_.values: bias, penalties, bans.
     const float* edited() {
         scratch_.counts.resize(args_.vocabulary, 0);
         float* values = scratch_.values.data();
@@ -303,7 +303,7 @@ class Row {
         return values;
     }
 
-    // What the mask does not allow is -inf.
+    // Sets what the mask does not allow to -inf.
     void ban_unmasked(float* values, const uint32_t* allowed) const {
         for (int32_t first = 0; first < args_.vocabulary; first += 32) {
             const uint32_t word = allowed[first / 32];
@@ -325,7 +325,7 @@ class Row {
         }
     }
 
-    // From min_p to XTC.
+    // The filters from min_p to XTC.
     void filter(Filtered& row) {
         const RareArgs* rare = args_.rare;
         const bool is_rare = rare != nullptr && rare->typical_p != nullptr;
@@ -362,7 +362,8 @@ class Row {
         return cut;
     }
 
-    // Calls body(id, weight) for what the cut keeps of begin..end; weights are masses, or ones.
+    // Calls body(id, weight) for the tokens of begin..end that the cut keeps; weights are masses,
+    // or ones.
     template <class Body>
     void each_kept(const float* values, int32_t begin, int32_t end, float top, Cut cut,
                    bool by_mass, const Body& body) const {
@@ -380,7 +381,7 @@ class Row {
         }
     }
 
-    // The weight in each bin of what the cut keeps.
+    // The weight in each bin of the tokens that the cut keeps.
     std::vector<double> bins(const float* values, float top, Cut cut, bool by_mass) {
         std::vector<std::vector<double>> parts(num_chunks_);
         each_chunk([&](int64_t chunk, int32_t begin, int32_t end) {
@@ -396,7 +397,7 @@ class Row {
         return parts[0];
     }
 
-    // The cut after which the weight kept first reaches `needed`.
+    // The cut at which the kept weight first reaches `needed`.
     Cut narrowed(const float* values, float top, Cut cut, const std::vector<double>& sums,
                  double needed, bool by_mass) {
         double sum = 0.0;
@@ -417,7 +418,7 @@ class Row {
         return boundary(all, sum, needed);
     }
 
-    // Log-probabilities of the raw logits: the chosen token's and the best ones'.
+    // Log-probabilities of the raw logits: the sampled token's and the best ones'.
     void write_logprobs(int32_t token_id) {
         const float top = largest(raw_).value;
         const float minus_log_total = minus_log_mass(top);
@@ -430,7 +431,7 @@ class Row {
         }
     }
 
-    // Minus the logarithm of the row's mass, which log-probabilities are short of (logit - top) by.
+    // Minus the logarithm of the row's mass: a log-probability is logit - top plus this.
     float minus_log_mass(float top) {
         std::vector<double> sums(num_chunks_, 0.0);
         each_chunk([&](int64_t chunk, int32_t begin, int32_t end) {

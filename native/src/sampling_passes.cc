@@ -1,6 +1,6 @@
-// The loops of token choice, written so that a compiler turns them into vectors: fixed blocks of
-// lanes, no calls, selects for branches. Each lane keeps its own best; ids rise within a lane, so
-// a strict comparison keeps the lowest id, and lanes are merged by (value, lower id).
+// The loops of sampling, written so that a compiler vectorizes them: fixed blocks of lanes, no
+// calls, selects instead of branches. Each lane keeps its own best; ids rise within a lane, so a
+// strict comparison keeps the lowest id, and lanes are merged by (value, lower id).
 
 #include "quire/kernels.h"
 #include "quire/recipe.h"

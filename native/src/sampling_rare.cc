@@ -1,5 +1,5 @@
-// The rare steps of token choice: repeats, bans, and filters beyond min_p, top_k and top_p. Bits
-// are those of quire/sampling/rare.py: sums are of multiples of a unit, so they have no order, and
+// Rarely used sampling steps: repeats, bans, and filters beyond min_p, top_k and top_p. Bitwise
+// equal to quire/sampling/rare.py: sums are of multiples of a unit, so they have no order, and
 // probabilities are compared through their logarithms, as bounds on values.
 
 #include "quire/sampling_rare.h"
@@ -20,16 +20,16 @@ constexpr float kSpreadReach = 2048.0f;
 constexpr float kSpreadSteps = 2048.0f;  // a unit
 constexpr double kMaxPenalty = 1e6;
 constexpr uint32_t kCoinId = 0xffffffffu;
-constexpr int kBins = 2048;  // of 1/64 nat each; the last holds all that is further away
+constexpr int kBins = 2048;  // of 1/64 nat each; the last holds everything further away
 constexpr float kBinsPerUnit = 64.0f;
 constexpr float kLn2 = 0.6931472f;
 constexpr float kLog2E = 1.442695f;
 
 bool holds(Ids ids, int32_t id) { return std::find(ids.begin(), ids.end(), id) != ids.end(); }
 
-// Calls body(next token, length) for each earlier place in the history that reads like its end:
+// Calls body(next token, length) for each earlier position in the history that matches its end:
 // `length` tokens up to there equal the last ones. At most kMaxRepeat, and none across a breaker,
-// so this is linear in the history however often it repeats itself.
+// so this is linear in the history however repetitive it is.
 template <class Body>
 void each_repeat(Ids history, Ids breakers, const Body& body) {
     const int64_t count = history.count;
@@ -49,7 +49,7 @@ void each_repeat(Ids history, Ids breakers, const Body& body) {
     }
 }
 
-// Calls body(id, mass) for what is kept; masses are relative to `top`.
+// Calls body(id, mass) for kept tokens; masses are relative to `top`.
 template <class Body>
 void each_mass(const Filtered& row, const Body& body) {
     double masses[kMassBlock];
@@ -67,7 +67,7 @@ void each_mass(const Filtered& row, const Body& body) {
 
 float minus_log_of(double total) { return recipe::minus_log(static_cast<float>(total)); }
 
-// How far below the largest the kept lie on average, weighed by their masses; and their sum.
+// The average distance of kept values below the largest, weighted by their masses; and the mass.
 float expected_below(const Filtered& row, double* total) {
     double sum = 0.0, weighed = 0.0;
     each_mass(row, [&](int32_t id, double mass) {
@@ -79,7 +79,7 @@ float expected_below(const Filtered& row, double* total) {
     return static_cast<float>(weighed / sum);
 }
 
-// Keeps what has at most `surprise` nats, and the largest values whatever theirs.
+// Keeps tokens of at most `surprise` nats, and always the largest values.
 void keep_within(Filtered& row, float surprise) {
     const float reach = surprise + minus_log_of(kept_mass(row));
     row.keep_from(row.top - std::max(reach, 0.0f));
@@ -95,7 +95,7 @@ int bin_of(float distance) {
     return bin < static_cast<float>(kBins - 1) ? static_cast<int>(bin) : kBins - 1;
 }
 
-// The least distance within which `sum` and the masses reach `needed`.
+// The smallest distance within which `sum` and the masses reach `needed`.
 float distance_reaching(std::vector<Distant>& entries, double sum, double needed) {
     auto low = entries.begin(), high = entries.end();
     while (high - low > 1) {
@@ -197,7 +197,7 @@ void keep_typical(Filtered& row, float share) {
     double total = 0.0;
     const float mean = expected_below(row, &total);
     const auto distance = [&](int32_t id) { return std::fabs((row.top - row.values[id]) - mean); };
-    // Only the bin in which the sum reaches what is needed is looked at closely.
+    // Only the bin in which the sum reaches the target is searched exactly.
     std::vector<double> sums(kBins, 0.0);
     each_mass(row, [&](int32_t id, double mass) {
         if (mass > 0.0) sums[bin_of(distance(id))] += mass;

@@ -1,7 +1,7 @@
-// score: log-probabilities of raw logits for tokens that are already known: a target and its
-// rank, the best alternatives, and listed ids. Plain loops over fixed blocks of lanes, which the
-// compiler turns into vectors. Rows are dealt to threads whole. Always holds: largest values,
-// counts and sums of masses are exact in any order, so a row has one result.
+// score: log-probabilities of raw logits for known tokens: a target and its rank, the best
+// alternatives, and listed ids. Plain loops over fixed blocks of lanes, which the compiler
+// vectorizes. Rows are distributed to threads whole. Largest values, counts and sums of masses are
+// exact in any order, so a row has one result.
 
 #include "quire/sampling_score.h"
 
@@ -18,7 +18,7 @@ constexpr int kSums = 8;
 constexpr float kInfinity = __builtin_inff();
 constexpr float kNaN = __builtin_nanf("");
 
-// The largest value, or NaN where there is NaN or +inf, or nothing above -inf.
+// Returns the largest value, or NaN if there is NaN or +inf, or nothing above -inf.
 float largest(const float* values, int32_t count) {
     alignas(64) float best[kBlock];
     alignas(64) int32_t fine[kBlock];
@@ -43,8 +43,8 @@ float largest(const float* values, int32_t count) {
     return found > -kInfinity ? found : kNaN;
 }
 
-// The sum of exp(value - top), each rounded to a mass. One loop for each kind of number: so all
-// of them become vectors.
+// Returns the sum of exp(value - top), each rounded to a mass. One loop per numeric type, so that
+// all of them are vectorized.
 double mass_sum(const float* values, int32_t count, float top) {
     alignas(64) float exps[kMasses];
     alignas(64) double masses[kMasses];

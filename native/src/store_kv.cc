@@ -1,11 +1,11 @@
 // store_kv: scatters keys and values into the paged cache. The layout (kernels.h) is the one
 // attention.cc reads: keys with positions side by side, so that one vector holds the same columns
-// of many positions; values with columns side by side; bf16 in pairs of what a step of either
-// product takes. The column beside an odd last one is stored as zero, once per token. Integers lie
-// as what they stand for would, a byte each. A token's key is four bytes of each of many lines:
-// neighbours in one group write theirs together, whole lines at a time, where vectors are as long
-// as a line. Of a single token, since its lines mostly come from memory, those of the heads that
-// follow are on their way while one is stored.
+// of many positions; values with columns side by side; bf16 in pairs as one step of either product
+// reads them. The partner of an odd last column is stored as zero, once per token. Integers have
+// the same positions, a byte each. A token's key is four bytes of each of many lines: neighbours in
+// one group write theirs together, whole lines at a time, if vectors are as long as a line. For a
+// single token, since its lines mostly come from memory, those of the following heads are
+// prefetched while one is stored.
 
 #include "quire/kernels.h"
 #include "quire/kv_ints.h"
@@ -76,7 +76,7 @@ void store_ints(const T* k, const T* v, int64_t within, const CacheShape& shape,
 }
 
 #if defined(__x86_64__)
-// For writing: a line that others have read is fetched anew otherwise.
+// Prefetches for writing: a line that others have read is fetched again otherwise.
 QUIRE_VEC void fetch_for_writing(const char* line) {
     __asm__ volatile("prefetchw %0" : : "m"(*line));
 }
@@ -84,7 +84,7 @@ QUIRE_VEC void fetch_for_writing(const char* line) {
 QUIRE_VEC void fetch_for_writing(const char* line) { __builtin_prefetch(line, 1, 3); }
 #endif
 
-// The lines a head's key and value of one position are stored to; `at`: where its parts begin.
+// The lines that hold a head's key and value of one position; `at`: the offset of its parts.
 QUIRE_VEC void fetch_head(const CacheShape& shape, const char* at, int64_t within) {
     const int64_t bytes = kv_element_bytes(shape), of_position = bytes / shape.block_size;
     const int64_t group = shape.key_group();

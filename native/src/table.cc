@@ -1,6 +1,6 @@
 // The kernel table of one instruction set (compiled once for each). Made from the list in
-// kernels.h, so a missing kernel is a link error, never an empty entry. Which table is
-// used on this machine is decided in isa.cc.
+// kernels.h, so a missing kernel is a link error, never an empty entry. isa.cc selects the table
+// for this machine.
 
 #include "quire/kernels.h"
 

@@ -1,9 +1,8 @@
-// Packing: checkpoint elements (f32, f16, bf16) become the program's dtype in the kernels'
-// layout, in one pass over the source, which is digested on the way; a transposed source is read
-// where it lies. Rounding to bf16 happens here once, to nearest even; so does quantizing, which
-// starts from the checkpoint's elements in f32.
-// Always holds: packed bytes depend on the elements only, never on threads or on how a weight
-// was cut into parts; padding is not written and stays zero.
+// Packing: checkpoint elements (f32, f16, bf16) become the program's dtype in the kernels' layout,
+// in one pass over the source, which is digested on the way; a transposed source is read in place.
+// Rounding to bf16 happens here once, to nearest even; so does quantizing, which starts from the
+// checkpoint's elements in f32. Packed bytes depend on the elements only, never on threads or on
+// the division of a weight into parts; padding is not written and stays zero.
 
 #include "quire/weight.h"
 
@@ -19,8 +18,8 @@ namespace quire {
 
 namespace {
 
-constexpr int64_t kColumnBlock = 64;  // columns of 32 rows are turned at a time, within L1
-constexpr int64_t kShares = 64;       // of work that goes with no digest
+constexpr int64_t kColumnBlock = 64;  // columns of 32 rows are transposed at a time, within L1
+constexpr int64_t kShares = 64;       // units of work without a digest
 
 float widen_half(uint16_t half) {
     const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
@@ -38,8 +37,8 @@ float widen_half(uint16_t half) {
     return sign != 0 ? -value : value;
 }
 
-// Reads source elements as f32 and stores them as T. Element (row, k) of what is filled lies at
-// start + row * row_stride + k * column_stride of the source.
+// Reads source elements as f32 and stores them as T. Element (row, k) of the target is at start +
+// row * row_stride + k * column_stride of the source.
 template <Source source, class T>
 struct Convert {
     const void* data;
@@ -86,7 +85,7 @@ struct Convert {
     }
 };
 
-// Where element (row, k) of a panel matrix lies, in elements from the panel's start.
+// Offset of element (row, k) of a panel matrix, in elements from the panel's start.
 template <class T>
 int64_t panel_index(int64_t lane, int64_t k) {
     if constexpr (sizeof(T) == 4) {
@@ -96,8 +95,9 @@ int64_t panel_index(int64_t lane, int64_t k) {
     }
 }
 
-// Turns `rows` (<= kPanel) source rows of `words` 4-byte words into columns of a panel: word w of
-// row r goes to out[w * kPanel + r]. A word is an f32 or a pair of bf16, so both layouts are this.
+// Transposes `rows` (<= kPanel) source rows of `words` 4-byte words into columns of a panel: word w
+// of row r goes to out[w * kPanel + r]. A word is an f32 or a pair of bf16, so this serves both
+// layouts.
 void turn_words(const char* source, int64_t stride_bytes, int64_t rows, int64_t words,
                 uint32_t* out) {
     int64_t row = 0;
@@ -136,7 +136,8 @@ void turn_words(const char* source, int64_t stride_bytes, int64_t rows, int64_t 
     }
 }
 
-// Rows first .. first + count as f32, turned: element (row, k) goes to out[k * 32 + row - first].
+// Rows first .. first + count as f32, transposed: element (row, k) goes to out[k * 32 + row -
+// first].
 template <class Read>
 void turn_rows(const Read& read, int64_t first, int64_t count, int64_t columns, float* out) {
     if (read.column_stride != 1) {  // rows lie side by side already
@@ -159,8 +160,8 @@ void turn_rows(const Read& read, int64_t first, int64_t count, int64_t columns, 
     }
 }
 
-// Fills units 0 .. units in parts, each after its share of the source was digested: what is read
-// for the one lies in the caches for the other. content null: nothing is digested.
+// Fills units 0 .. units in parts, each after its share of the source was digested, so that both
+// reads share the caches. content null: nothing is digested.
 template <class Part>
 void deal_with_digest(Pool& pool, Content* content, int64_t units, Part part) {
     const int64_t pieces = content == nullptr ? (units < kShares ? units : kShares)
@@ -188,7 +189,7 @@ void fill_panels(Pool& pool, Content* content, char* data, Type type, int64_t fi
             for (int64_t k0 = 0; k0 < columns; k0 += kColumnBlock) {
                 const int64_t k1 = k0 + kColumnBlock < columns ? k0 + kColumnBlock : columns;
                 int64_t start = k0;
-                if (read.verbatim()) {  // whole words; an odd last column is left for below
+                if (read.verbatim()) {  // whole words; an odd last column is handled below
                     const int64_t words = (k1 - k0) * int64_t{sizeof(T)} / 4;
                     start += words * 4 / int64_t{sizeof(T)};
                     turn_words(read.at(low - first, k0),
@@ -196,7 +197,7 @@ void fill_panels(Pool& pool, Content* content, char* data, Type type, int64_t fi
                                reinterpret_cast<uint32_t*>(
                                    panel + panel_index<T>(low - p * kPanel, k0)));
                 }
-                if (read.column_stride != 1) {  // rows lie side by side: the way panels want them
+                if (read.column_stride != 1) {  // rows lie side by side, as panels need them
                     for (int64_t k = k0; k < k1; ++k) {
                         for (int64_t row = low; row < high; ++row) {
                             panel[panel_index<T>(row - p * kPanel, k)] = read(row - first, k);
@@ -216,8 +217,8 @@ void fill_panels(Pool& pool, Content* content, char* data, Type type, int64_t fi
     });
 }
 
-// As fill_panels, for a matrix of integers: a panel's rows are widened to f32 and turned in the
-// thread's scratch, then quantized.
+// Like fill_panels, for a matrix of integers: a panel's rows are widened to f32 and transposed in
+// the thread's scratch, then quantized.
 template <class Read>
 void fill_ints(Pool& pool, Content* content, char* data, const IntScheme& scheme,
                int64_t* coarse_rows, int64_t first, int64_t count, int64_t columns, Read read) {

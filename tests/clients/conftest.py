@@ -1,7 +1,7 @@
-"""Live servers that the clients share, behind a wall: nothing but loopback is reached.
+"""Live servers shared by the client tests, with network access restricted to loopback.
 
-The libraries are in an environment of their own (`make clients`); where one is not installed, its
-file is skipped.
+The libraries are in their own environment (`make clients`); if one is not installed, its file is
+skipped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ os.environ.update(VARIABLES)  # before any client is imported
 
 @pytest.fixture(autouse=True)
 def wall() -> Iterator[None]:
-    """Fails a test that tried to reach anything else, whatever its client made of the refusal."""
+    """Fail a test with connection attempts elsewhere, however its client handled the refusal."""
     with Wall() as wall:
         yield
     assert wall.refused == []
@@ -38,7 +38,7 @@ def box_server() -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="session")
 def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """The model in the box behind a template that shows it tools."""
+    """The built-in model with a template that lists tools."""
     template = tmp_path_factory.mktemp("templates") / "hermes.jinja"
     template.write_text(BOX_TEMPLATE)
     with RunningServer(BOX, "--threads", "1", "--chat-template", str(template)) as server:
@@ -47,11 +47,11 @@ def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSer
 
 @pytest.fixture
 def box(box_server: RunningServer) -> str:
-    """The address of the model in the box, as clients want it."""
+    """Return the base URL of the built-in model."""
     return f"{box_server.url}/v1"
 
 
 @pytest.fixture
 def tools(tool_server: RunningServer) -> str:
-    """The address of the server that knows tools."""
+    """Return the base URL of the server with tools."""
     return f"{tool_server.url}/v1"

@@ -1,9 +1,9 @@
-"""A wall around client libraries: loopback is reached, and nothing else.
+"""Restrict client libraries to loopback connections.
 
-    python -m tests.clients.offline litellm instructor    # what importing them tries to reach
+    python -m tests.clients.offline litellm instructor    # connections attempted while importing
 
-VARIABLES switch off what the libraries would send or fetch by themselves; they have to be set
-before the libraries are imported. The wall refuses what is tried all the same, and remembers it.
+VARIABLES disable what the libraries would send or fetch by themselves; they must be set before the
+libraries are imported. Attempts that remain are refused and recorded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ VARIABLES = {
 
 
 def is_loopback(host: object) -> bool:
-    """Whether a host, by name or number, is this machine itself."""
+    """Return whether a host, by name or address, is this machine."""
     text = host.decode() if isinstance(host, bytes) else host
     if not isinstance(text, str) or text in ("", "localhost"):
         return text in (None, "", "localhost")
@@ -47,7 +47,7 @@ def is_loopback(host: object) -> bool:
 
 
 class Wall:
-    """While entered, sockets connect to loopback only. refused: what was tried beyond it."""
+    """While entered, sockets connect to loopback only. refused: other attempts."""
 
     def __init__(self) -> None:
         self.refused: list[str] = []

@@ -1,18 +1,18 @@
-"""What scripted servers say in these tests: a template that shows tools, calls in Hermes' form."""
+"""Scripted output of servers in these tests: a template with tools, calls in the Hermes format."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-# Rendered for the scripted engine, in which tokens are bytes.
+# Rendered for the scripted engine with bytes as tokens.
 TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
     "{% for message in messages %}{{ message.role }}:{{ message.content }}"
     "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.name }} "
     "{{ call.function.arguments | tojson }}</tool_call>{% endfor %};{% endfor %}"
 )
-# The same for the model in the box, with its own marks.
+# The same for the built-in model, with its own marks.
 BOX_TEMPLATE = (
     "{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content or '' }}"
@@ -35,11 +35,11 @@ WEATHER: Any = {
 
 
 def call(name: str, **arguments: Any) -> str:
-    """A tool call as the model writes it."""
+    """Return a tool call as a model writes it."""
     written = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     return f"<tool_call>\n{written}\n</tool_call>"
 
 
 def pieces(text: str, size: int = 7) -> list[str]:
-    """A text as it comes, token by token."""
+    """Split a text into tokens."""
     return [text[at : at + size] for at in range(0, len(text), size)]

@@ -1,4 +1,6 @@
-"""instructor: classes by tools, JSON and schemas, asked again where they do not fit, in parts."""
+"""instructor: classes by tools, JSON and schemas, retries after validation errors, partial
+objects.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from tests.serve.scripted_server import ScriptedServer
 MESSAGES: Any = [{"role": "user", "content": "Who is Tom?"}]
 ASKED: Any = {"model": "box", "messages": MESSAGES, "seed": 3, "max_tokens": 80}
 FAKE: Any = {"model": "fake", "messages": MESSAGES}
-# What the model in the box is held to by a grammar; JSON mode promises an object of any kind only.
+# Modes constrained by a grammar on the built-in model; JSON mode only promises some object.
 HELD = ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA"]
 PET = {"kind": "dog", "is_here": True}
 
@@ -61,7 +63,7 @@ def scripted(mode: str, *texts: str) -> Iterator[tuple[ScriptedServer, Any]]:
 
 
 @pytest.mark.parametrize("mode", HELD)
-def test_the_model_in_the_box_answers_in_a_class(tools: str, mode: str) -> None:
+def test_the_built_in_model_answers_in_a_class(tools: str, mode: str) -> None:
     client = patched(tools, mode)
     pet, completion = client.chat.completions.create_with_completion(
         response_model=Pet, max_retries=0, **ASKED
@@ -74,7 +76,7 @@ def test_the_model_in_the_box_answers_in_a_class(tools: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", HELD)
-def test_the_asynchronous_client_answers_the_same(tools: str, mode: str) -> None:
+def test_the_asynchronous_client_gives_the_same_answer(tools: str, mode: str) -> None:
     async def talk() -> Any:
         async with openai.AsyncOpenAI(base_url=tools, api_key="none", max_retries=0) as client:
             asked = instructor.from_openai(client, mode=instructor.Mode[mode]).chat.completions
@@ -93,7 +95,7 @@ def test_the_asynchronous_client_answers_the_same(tools: str, mode: str) -> None
         ("TOOLS", call("Pet", **PET)),
     ],
 )
-def test_an_answer_in_each_form_is_read(mode: str, text: str) -> None:
+def test_an_answer_in_each_format_is_read(mode: str, text: str) -> None:
     with scripted(mode, text) as (server, client):
         asked: Any = {"response_model": Pet, "max_retries": 0, **FAKE}
         assert client.chat.completions.create(**asked).model_dump() == PET
@@ -104,7 +106,7 @@ def test_an_answer_in_each_form_is_read(mode: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["TOOLS", "JSON"])
-def test_what_does_not_fit_is_asked_again_with_the_reason(mode: str) -> None:
+def test_invalid_answers_are_retried_with_the_reason(mode: str) -> None:
     def said(age: int) -> str:
         return call("Old", age=age) if mode == "TOOLS" else json.dumps({"age": age})
 
@@ -117,7 +119,7 @@ def test_what_does_not_fit_is_asked_again_with_the_reason(mode: str) -> None:
         assert "8" in again
 
 
-def test_arguments_that_are_no_json_are_asked_again_too() -> None:
+def test_invalid_json_arguments_are_retried_too() -> None:
     broken = '<tool_call>\n{"name": "Old", "arguments": {"age": ninety}}\n</tool_call>'
     with scripted("TOOLS", broken, call("Old", age=90)) as (server, client):
         old = client.chat.completions.create(response_model=Old, max_retries=2, **FAKE)
@@ -141,7 +143,7 @@ def test_several_calls_are_several_objects() -> None:
 
 
 @pytest.mark.parametrize("mode", ["TOOLS", "JSON"])
-def test_a_list_comes_object_by_object(mode: str) -> None:
+def test_a_list_streams_object_by_object(mode: str) -> None:
     listed = {"tasks": [PET, {"kind": "cat", "is_here": False}]}
     text = call("IterablePet", **listed) if mode == "TOOLS" else json.dumps(listed)
     with scripted(mode, text) as (_, client):
@@ -149,7 +151,7 @@ def test_a_list_comes_object_by_object(mode: str) -> None:
         assert [pet.kind for pet in found] == ["dog", "cat"]
 
 
-def test_an_answer_cut_short_is_its_own_error(tools: str) -> None:
+def test_a_truncated_answer_is_its_own_error(tools: str) -> None:
     with pytest.raises(IncompleteOutputException):
         patched(tools, "TOOLS").chat.completions.create(
             response_model=Pet, max_retries=0, **{**ASKED, "max_tokens": 4}

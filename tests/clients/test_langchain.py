@@ -40,7 +40,7 @@ def chat(url: str, **options: Any) -> ChatOpenAI:
     return ChatOpenAI(base_url=url, api_key="none", max_retries=0, **options)
 
 
-def test_whole_streamed_and_in_a_batch_are_one_answer(box: str) -> None:
+def test_whole_streamed_and_batched_answers_are_equal(box: str) -> None:
     model = chat(box)
     whole = model.invoke([SystemMessage("You are kind."), HumanMessage(ASKED)])
     alone = model.invoke(ASKED)
@@ -54,7 +54,7 @@ def test_whole_streamed_and_in_a_batch_are_one_answer(box: str) -> None:
     assert whole.response_metadata["system_fingerprint"]
 
 
-def test_the_asynchronous_face_says_the_same(box: str) -> None:
+def test_the_asynchronous_interface_gives_the_same_answer(box: str) -> None:
     model = chat(box, stream_usage=True)
 
     async def talk() -> tuple[Any, list[Any], list[Any]]:
@@ -70,7 +70,7 @@ def test_the_asynchronous_face_says_the_same(box: str) -> None:
         assert told[name] == used[name] > 0
 
 
-def test_several_answers_stop_words_and_log_probabilities(box: str) -> None:
+def test_several_choices_stop_words_and_log_probabilities(box: str) -> None:
     model = chat(box, n=8, temperature=1.0)
     (several,) = model.generate([[HumanMessage(ASKED)]]).generations
     assert len(several) == 8
@@ -86,7 +86,7 @@ def test_several_answers_stop_words_and_log_probabilities(box: str) -> None:
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 @pytest.mark.parametrize("strict", [None, True, False])
-def test_answers_are_of_a_class_by_each_method(
+def test_structured_output_by_each_method(
     tools: str, method: Literal["json_schema", "function_calling"], strict: bool | None
 ) -> None:
     structured = chat(tools).with_structured_output(
@@ -99,7 +99,7 @@ def test_answers_are_of_a_class_by_each_method(
     assert last == answer["parsed"]
 
 
-def test_answers_are_of_a_class_in_json_mode() -> None:
+def test_structured_output_in_json_mode() -> None:
     with ScriptedServer(TEMPLATE, [pieces('{"kind": "dog", "is_here": true}')]) as server:
         model = chat(f"{server.url}/v1", model="fake")
         answer = model.with_structured_output(Pet, method="json_mode").invoke("A pet, as JSON")
@@ -111,7 +111,7 @@ def test_answers_are_of_a_class_in_json_mode() -> None:
 
 @pytest.mark.parametrize("choice", ["any", "required", "weather", True])
 @pytest.mark.parametrize("strict", [None, True])
-def test_a_tool_that_must_be_called_is(tools: str, choice: Any, strict: bool | None) -> None:
+def test_a_required_tool_is_called(tools: str, choice: Any, strict: bool | None) -> None:
     bound = chat(tools).bind_tools(
         [weather], tool_choice=choice, strict=strict, parallel_tool_calls=False
     )
@@ -127,7 +127,7 @@ def test_a_tool_that_must_be_called_is(tools: str, choice: Any, strict: bool | N
     assert joined.response_metadata["finish_reason"] == "tool_calls"
 
 
-def test_a_conversation_with_tools_goes_on_to_an_answer() -> None:
+def test_a_conversation_with_tools_continues_to_an_answer() -> None:
     scripts = [pieces("Let me look.\n" + call("weather", city="Oslo", days=2)), ["Cold."]]
     with ScriptedServer(TEMPLATE, scripts) as server:
         model = chat(f"{server.url}/v1", model="fake").bind_tools([weather])
@@ -143,7 +143,7 @@ def test_a_conversation_with_tools_goes_on_to_an_answer() -> None:
         assert "tool:cold in Oslo for 2 days;" in prompt
 
 
-def test_a_call_whose_arguments_are_no_json_is_told_and_can_be_sent_back() -> None:
+def test_a_call_with_invalid_json_is_reported_and_can_be_sent_back() -> None:
     broken = '<tool_call>\n{"name": "weather", "arguments": {"city": Oslo}}\n</tool_call>'
     with ScriptedServer(TEMPLATE, [pieces(broken), ["Sorry."]]) as server:
         model = chat(f"{server.url}/v1", model="fake").bind_tools([weather])
@@ -168,12 +168,12 @@ def test_reasoning_is_left_out_of_the_text() -> None:
         assert "".join(chunk.text for chunk in model.stream(ASKED)) == "Tom is a cat."
 
 
-def test_a_conversation_that_is_too_long_is_known_as_one(box: str) -> None:
+def test_a_too_long_conversation_is_recognized(box: str) -> None:
     with pytest.raises(ContextOverflowError):
         chat(box).invoke("dog " * 600)
 
 
-def test_completions_whole_streamed_and_in_a_batch(box: str) -> None:
+def test_completions_whole_streamed_and_batched(box: str) -> None:
     model = OpenAI(
         model="box", base_url=box, api_key="none", max_retries=0, max_tokens=12, temperature=0
     )
@@ -186,9 +186,9 @@ def test_completions_whole_streamed_and_in_a_batch(box: str) -> None:
     assert told.llm_output["token_usage"]["completion_tokens"] == 24
 
 
-def test_a_stream_that_is_left_ends_its_request() -> None:
+def test_closing_a_stream_ends_its_request() -> None:
     with ScriptedServer(TEMPLATE, [["a", "b"]]) as server:
-        server.engine.pause = asyncio.Event().wait  # for ever
+        server.engine.pause = asyncio.Event().wait  # forever
 
         async def leave() -> None:
             model = chat(f"{server.url}/v1", model="fake")

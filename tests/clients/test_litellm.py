@@ -19,7 +19,7 @@ from tests.clients.scripts import TEMPLATE, WEATHER, call, pieces
 from tests.serve.scripted_server import ScriptedServer
 
 MESSAGES: Any = [{"role": "user", "content": "Who is Tom?"}]
-# What this server may be called in litellm's configuration.
+# Provider prefixes for this server in litellm's configuration.
 ROUTES = ["openai/box", "hosted_vllm/box", "custom_openai/box"]
 
 
@@ -49,7 +49,7 @@ def scripted() -> Iterator[ScriptedServer]:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_whole_and_streamed_are_one_answer_by_each_route(box: str, route: str) -> None:
+def test_whole_and_streamed_answers_are_equal_by_each_route(box: str, route: str) -> None:
     asked = at(box, model=route)
     whole = litellm.completion(**asked)
     text = whole.choices[0].message.content
@@ -60,14 +60,14 @@ def test_whole_and_streamed_are_one_answer_by_each_route(box: str, route: str) -
     assert built.choices[0].message.content == text
     assert built.choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
     if route.startswith("hosted_vllm"):
-        return  # by this route it reports its own estimate, not the server's count
+        return  # by this route litellm reports its own estimate instead of the server's count
     (told,) = [chunk.usage for chunk in chunks if getattr(chunk, "usage", None)]
     for usage in (told, built.usage):
         assert usage.completion_tokens == whole.usage.completion_tokens
         assert usage.prompt_tokens == whole.usage.prompt_tokens
 
 
-def test_the_asynchronous_face_says_the_same(box: str) -> None:
+def test_the_asynchronous_interface_gives_the_same_answer(box: str) -> None:
     asked = at(box)
 
     async def talk() -> tuple[str, str]:
@@ -81,7 +81,7 @@ def test_the_asynchronous_face_says_the_same(box: str) -> None:
     assert asyncio.run(talk()) == (text, text)
 
 
-def test_several_answers_and_several_conversations(box: str) -> None:
+def test_several_choices_and_several_conversations(box: str) -> None:
     answer = litellm.completion(**at(box, n=3, logprobs=True, top_logprobs=2))
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert answer.choices[0].logprobs.content[0].top_logprobs[1].logprob < 0
@@ -102,7 +102,7 @@ def test_completions_whole_and_streamed(box: str, route: str) -> None:
     assert whole.usage.completion_tokens == 12
 
 
-def test_fields_of_ours_go_through(box: str) -> None:
+def test_our_own_fields_pass_through(box: str) -> None:
     asked = at(box, top_k=3, temperature=1.0, user="me", metadata={"a": "b"})
     first = litellm.completion(**asked, extra_body={"min_p": 0.1, "ignore_eos": True})
     assert first.usage.completion_tokens == 64
@@ -111,7 +111,7 @@ def test_fields_of_ours_go_through(box: str) -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_answers_follow_a_class_s_schema(tools: str, route: str) -> None:
+def test_answers_follow_the_schema_of_a_class(tools: str, route: str) -> None:
     asked = at(tools, model=route, response_format=Pet)
     whole = litellm.completion(**asked).choices[0].message.content
     assert Pet.model_validate_json(whole, extra="forbid")
@@ -119,7 +119,7 @@ def test_answers_follow_a_class_s_schema(tools: str, route: str) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == whole
 
 
-def test_answers_are_json_where_an_object_is_asked_for() -> None:
+def test_answers_are_json_if_an_object_is_requested() -> None:
     with ScriptedServer(TEMPLATE, [pieces('{"a": 1}')]) as server:
         asked = at(f"{server.url}/v1", model="openai/fake", response_format={"type": "json_object"})
         assert json.loads(litellm.completion(**asked).choices[0].message.content) == {"a": 1}
@@ -129,7 +129,7 @@ def test_answers_are_json_where_an_object_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_tool_that_must_be_called_is(tools: str, route: str) -> None:
+def test_a_required_tool_is_called(tools: str, route: str) -> None:
     pet = {"name": "pet", "parameters": Pet.model_json_schema()}
     asked = at(
         tools,
@@ -148,7 +148,7 @@ def test_a_tool_that_must_be_called_is(tools: str, route: str) -> None:
     assert built.choices[0].finish_reason == "tool_calls"
 
 
-def test_a_conversation_with_tools_goes_on_to_an_answer() -> None:
+def test_a_conversation_with_tools_continues_to_an_answer() -> None:
     text = "Let me look.\n" + call("weather", city="Oslo") + call("weather", city="Bérgen")
     with ScriptedServer(TEMPLATE, [pieces(text), ["Cold."]]) as server:
         asked = at(f"{server.url}/v1", model="openai/fake", tools=[WEATHER])
@@ -165,7 +165,7 @@ def test_a_conversation_with_tools_goes_on_to_an_answer() -> None:
 
 
 @pytest.mark.parametrize("route", ["openai/fake", "hosted_vllm/fake"])
-def test_reasoning_comes_apart(route: str) -> None:
+def test_reasoning_is_separate(route: str) -> None:
     template = TEMPLATE + "{# </think> #}"
     with ScriptedServer(template, [["<think>So.</think>", "A ", "cat."]]) as server:
         asked = at(f"{server.url}/v1", model=route)
@@ -176,7 +176,7 @@ def test_reasoning_comes_apart(route: str) -> None:
         assert (message.reasoning_content, message.content) == ("So.", "A cat.")
 
 
-def test_refusals_are_its_own_classes(box: str) -> None:
+def test_rejections_raise_its_own_classes(box: str) -> None:
     with pytest.raises(litellm.NotFoundError):
         litellm.completion(**at(box, model="openai/other"))
     with pytest.raises(litellm.BadRequestError, match="temperature"):
@@ -194,7 +194,7 @@ def test_refusals_are_its_own_classes(box: str) -> None:
         (OverloadedError("full", retry_after_s=1), "ServiceUnavailableError"),
     ],
 )
-def test_failures_are_its_own_classes(
+def test_failures_raise_its_own_classes(
     scripted: ScriptedServer, error: Exception, kind: str
 ) -> None:
     scripted.engine.fails_with = error
@@ -202,8 +202,8 @@ def test_failures_are_its_own_classes(
         litellm.completion(**at(f"{scripted.url}/v1", model="openai/fake"), max_retries=0)
 
 
-def test_a_server_that_does_not_answer_in_time_is_its_timeout(scripted: ScriptedServer) -> None:
-    scripted.engine.pause = asyncio.Event().wait  # for ever
+def test_a_slow_server_raises_its_timeout(scripted: ScriptedServer) -> None:
+    scripted.engine.pause = asyncio.Event().wait  # forever
     with pytest.raises(litellm.Timeout):
         litellm.completion(
             **at(f"{scripted.url}/v1", model="openai/fake"), timeout=0.2, max_retries=0

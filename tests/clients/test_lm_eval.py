@@ -1,4 +1,4 @@
-"""lm-eval: a task of our own over HTTP gives the numbers that the engine gives inside a program."""
+"""lm-eval: a local task over HTTP gives the numbers of the engine used as a library."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def llm() -> Iterator[LLM]:
 
 
 def evaluated(tasks: TaskManager, name: str, model: str, url: str, **arguments: Any) -> list[Any]:
-    """The samples of a task, in their order: what was asked, and what came back."""
+    """Return the samples of a task in order: requests and responses."""
     path = "chat/completions" if "chat" in model else "completions"
     results = lm_eval.simple_evaluate(
         model=model,
@@ -97,7 +97,9 @@ def evaluated(tasks: TaskManager, name: str, model: str, url: str, **arguments: 
 
 
 def scores(llm: LLM, ids: list[int], first: int) -> tuple[float, bool]:
-    """Log-probability of the tokens from `first` on, and whether each was the likeliest."""
+    """Return the log-probability of the tokens from `first` on, and whether each was the
+    most likely.
+    """
     scored = SamplingParams(prompt_logprobs=1, max_tokens=0)
     (answer,) = llm.generate([ids], scored)
     told = [token for token in answer.prompt_logprobs[first:] if token is not None]
@@ -116,7 +118,7 @@ def ids_of(server: RunningServer, text: str) -> list[int]:
     [{}, {"num_concurrent": 4}, {"batch_size": 4}],
     ids=["one by one", "concurrent", "in batches"],
 )
-def test_likelihoods_over_http_are_the_engine_s(
+def test_likelihoods_over_http_equal_the_engines(
     box_server: RunningServer, box: str, tasks: TaskManager, llm: LLM, how: dict[str, Any]
 ) -> None:
     samples = evaluated(tasks, "story_ends", "local-completions", box, **how)
@@ -131,14 +133,14 @@ def test_likelihoods_over_http_are_the_engine_s(
             assert told[0] == pytest.approx(expected, abs=1e-5)
             assert told[1] is is_greedy
             greedy.append(is_greedy)
-    assert len(set(greedy)) == 2  # some are, and some are not
+    assert len(set(greedy)) == 2  # some are greedy, some are not
 
 
 def test_texts_are_scored_as_a_whole(
     box_server: RunningServer, box: str, tasks: TaskManager, llm: LLM
 ) -> None:
     (begin,) = ids_of(box_server, "<|begin|>")
-    # Its own reading of the prefix takes a begin-of-text token of id 0 for none.
+    # lm-eval treats a begin-of-text token of id 0 as none.
     how = {"custom_prefix_token_id": begin}
     samples = evaluated(tasks, "story_text", "local-completions", box, **how)
     for sample, story in zip(samples, STORIES, strict=True):
@@ -148,7 +150,7 @@ def test_texts_are_scored_as_a_whole(
 
 @pytest.mark.parametrize("how", [{}, {"num_concurrent": 3}], ids=["one by one", "concurrent"])
 @pytest.mark.parametrize("model", ["local-completions", "local-chat-completions"])
-def test_texts_over_http_are_the_engine_s(
+def test_texts_over_http_equal_the_engines(
     box_server: RunningServer,
     box: str,
     tasks: TaskManager,

@@ -1,4 +1,4 @@
-"""The wall of these tests holds, and no client reaches for anything while it is imported."""
+"""The loopback restriction works, and importing a client attempts no connection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLIENTS = ["openai", "langchain_openai", "instructor", "litellm", "lm_eval", "lm
 
 
 @pytest.mark.parametrize("name", CLIENTS)
-def test_importing_a_client_reaches_for_nothing(name: str) -> None:
+def test_importing_a_client_attempts_no_connection(name: str) -> None:
     if importlib.util.find_spec(name.partition(".")[0]) is None:
         pytest.skip(f"{name} is not installed here; `make clients` has it")
     ran = subprocess.run(
@@ -31,7 +31,7 @@ def test_importing_a_client_reaches_for_nothing(name: str) -> None:
     assert (ran.returncode, ran.stdout) == (0, ""), ran.stderr
 
 
-def test_the_wall_lets_loopback_through_and_nothing_else() -> None:
+def test_only_loopback_connections_are_allowed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening, Wall() as wall:
         port = listening.getsockname()[1]
         for host in ("127.0.0.1", "localhost"):
@@ -44,6 +44,6 @@ def test_the_wall_lets_loopback_through_and_nothing_else() -> None:
     assert wall.refused == ["192.0.2.1", "example.org", "2001:db8::1", "192.0.2.1"]
 
 
-def test_loopback_is_known_by_name_and_number() -> None:
+def test_loopback_is_recognized_by_name_and_number() -> None:
     assert all(map(is_loopback, (None, "", "localhost", b"localhost", "127.3.2.1", "::1")))
     assert not any(map(is_loopback, ("example.org", "10.0.0.1", "0.0.0.0", "::", 3)))

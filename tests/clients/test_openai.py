@@ -1,6 +1,6 @@
-"""The official client: its helpers, the classes of its errors, what it does on its own.
+"""The official client: its helpers, its error classes, its retries.
 
-What the API itself answers is held by tests/serve; here is what the client makes of it.
+tests/serve covers the API's own answers; these tests cover what the client makes of them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def opened(server: ScriptedServer, **options: Any) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", **options)
 
 
-def test_whole_and_streamed_by_the_helper_are_one_answer(client: openai.OpenAI) -> None:
+def test_whole_and_helper_streamed_answers_are_equal(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(**ASKED)
     with client.chat.completions.stream(**ASKED, stream_options={"include_usage": True}) as stream:
         kinds = [event.type for event in stream]
@@ -61,7 +61,7 @@ def test_whole_and_streamed_by_the_helper_are_one_answer(client: openai.OpenAI) 
     assert kinds.count("content.delta") > 3
 
 
-def test_the_asynchronous_client_says_the_same(client: openai.OpenAI, box: str) -> None:
+def test_the_asynchronous_client_gives_the_same_answer(client: openai.OpenAI, box: str) -> None:
     async def talk() -> tuple[str | None, str, str]:
         async with openai.AsyncOpenAI(base_url=box, api_key="none") as client:
             whole = await client.chat.completions.create(**ASKED)
@@ -76,7 +76,7 @@ def test_the_asynchronous_client_says_the_same(client: openai.OpenAI, box: str) 
     assert asyncio.run(talk()) == (text, text, text)
 
 
-def test_raw_responses_and_lists_are_the_client_s(client: openai.OpenAI) -> None:
+def test_raw_responses_and_lists_are_parsed(client: openai.OpenAI) -> None:
     raw = client.chat.completions.with_raw_response.create(**ASKED)
     answer = raw.parse()
     assert raw.headers["x-request-id"] == answer.id == answer._request_id
@@ -95,7 +95,7 @@ def test_answers_are_parsed_into_classes_whole_and_streamed(client: openai.OpenA
     assert [event.parsed for event in done] == [parsed]
 
 
-def test_an_answer_cut_short_is_the_client_s_error(client: openai.OpenAI) -> None:
+def test_a_truncated_answer_raises_the_clients_error(client: openai.OpenAI) -> None:
     with pytest.raises(openai.LengthFinishReasonError):
         client.chat.completions.parse(**{**ASKED, "max_tokens": 3}, response_format=Pet)
 
@@ -103,7 +103,7 @@ def test_an_answer_cut_short_is_the_client_s_error(client: openai.OpenAI) -> Non
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_class_as_a_tool_is_called_with_its_arguments(tools: str, strict: bool) -> None:
     tool: Any = openai.pydantic_function_tool(Pet)
-    if not strict:  # what other libraries send: nothing is said of further properties
+    if not strict:  # like other libraries, without additionalProperties
         tool = {
             "type": "function",
             "function": {"name": "Pet", "parameters": Pet.model_json_schema()},
@@ -121,7 +121,7 @@ def test_a_class_as_a_tool_is_called_with_its_arguments(tools: str, strict: bool
             assert isinstance(called.function.parsed_arguments, Pet)
 
 
-def test_functions_are_run_until_there_is_an_answer() -> None:
+def test_functions_run_until_there_is_an_answer() -> None:
     scripts = [pieces(call("weather", city="Oslo") + call("weather", city="Bérgen")), ["Cold."]]
     with ScriptedServer(TEMPLATE, scripts) as server, opened(server) as client:
         messages, ran = list(MESSAGES), []
@@ -158,7 +158,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("fields", "kind", "code", "param"), REFUSALS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_refusals_are_the_client_s_classes(
+def test_rejections_raise_the_clients_classes(
     client: openai.OpenAI, fields: Any, kind: Any, code: str, param: str, stream: bool
 ) -> None:
     with pytest.raises(kind) as refused:
@@ -179,7 +179,7 @@ def test_refusals_are_the_client_s_classes(
         (TimedOut("too slow"), openai.InternalServerError, 504),
     ],
 )
-def test_failures_are_the_client_s_classes(error: Exception, kind: Any, status: int) -> None:
+def test_failures_raise_the_clients_classes(error: Exception, kind: Any, status: int) -> None:
     with ScriptedServer(TEMPLATE, [["a", "b"]]) as server, opened(server) as client:
         server.engine.fails_with = error
         for stream in (False, True):
@@ -193,7 +193,7 @@ def test_failures_are_the_client_s_classes(error: Exception, kind: Any, status: 
                 pass
 
 
-def test_a_key_is_wanted_where_there_is_one() -> None:
+def test_a_required_key_is_checked() -> None:
     with ScriptedServer(TEMPLATE, [["a"]], api_key=("secret",)) as server:
         with opened(server) as client, pytest.raises(openai.AuthenticationError) as refused:
             client.chat.completions.create(**FAKE)
@@ -203,7 +203,7 @@ def test_a_key_is_wanted_where_there_is_one() -> None:
 
 
 @pytest.mark.parametrize("kind", [OverloadedError, TenantLimit])
-def test_a_retry_comes_when_the_server_says(
+def test_retries_follow_retry_after(
     kind: type[OverloadedError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
@@ -220,7 +220,7 @@ def test_a_retry_comes_when_the_server_says(
         assert len(server.engine.asked) == 2
 
 
-def test_what_cannot_be_mended_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_permanent_errors_are_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr("openai._base_client.time.sleep", slept.append)
     with ScriptedServer(TEMPLATE, [["a"]]) as server, opened(server, max_retries=5) as client:
@@ -231,9 +231,9 @@ def test_what_cannot_be_mended_is_not_tried_again(monkeypatch: pytest.MonkeyPatc
         assert len(server.engine.asked) == 1
 
 
-def test_a_server_that_does_not_answer_in_time_is_the_client_s_timeout() -> None:
+def test_a_slow_server_raises_the_clients_timeout() -> None:
     with ScriptedServer(TEMPLATE, [["a", "b"]]) as server, opened(server) as client:
-        server.engine.pause = asyncio.Event().wait  # for ever
+        server.engine.pause = asyncio.Event().wait  # forever
         with pytest.raises(openai.APITimeoutError):
             client.with_options(timeout=0.2).chat.completions.create(**FAKE)
 
@@ -259,5 +259,5 @@ def test_a_cancelled_task_ends_its_request() -> None:
                 await task
 
         asyncio.run(leave())
-        # Leaving the `with` waits for the server's end, which waits for its requests'.
+        # Leaving the `with` waits for the server's end, which waits for its requests.
     assert server.engine.closed_early == [server.engine.asked[0].request_id]

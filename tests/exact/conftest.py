@@ -1,6 +1,8 @@
-"""The models of the exact tests: two tiny Llamas in both dtypes, and families that attend in
-other ways: Mistral with windows, Gemma 3 (windows by layer, two angles, head norms), Qwen3. Some
-of them again with weights of 8 and of 4 bits, and with a KV cache of another precision."""
+"""Models of the exact tests: two tiny Llamas in both dtypes, and families with other attention.
+
+The families are Mistral (sliding windows), Gemma 3 (windows by layer, two rope bases, head norms)
+and Qwen3. Some run again with int8 and int4 weights, and with a KV cache of another precision.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from tests.tiny_models import write_tiny, write_tiny_llama
 
 @pytest.fixture(scope="module", autouse=True)
 def tiny_parts() -> Iterator[None]:
-    """Prompts of the cases are too short to be worth layers, and go through them all the same."""
+    """Enable layered prefill for the short prompts of the cases."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layered, "TILE_TOKENS", 1)
         patch.setattr(layered, "WORTH", 0.0)
@@ -31,7 +33,7 @@ def tiny_parts() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
-    """One KV head and odd widths; grouped heads, tied and with scaled angles; the families."""
+    """Return models: one KV head with odd widths, grouped heads tied and scaled, the families."""
     root = tmp_path_factory.mktemp("exact")
     odd = write_tiny_llama(root / "odd", seed=5)
     scaled = write_tiny_llama(
@@ -53,7 +55,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
         },
     )
     size = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 512}
-    # Windows of 37 and 13 end within blocks; prompts and answers run past them.
+    # Windows of 37 and 13 end inside blocks; prompts and answers are longer than the windows.
     mistral = write_tiny(root / "mistral", MISTRAL | size, seed=7)
     gemma = write_tiny(
         root / "gemma",
@@ -75,7 +77,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
     made = [Model(folder, dtype) for folder, dtype in (*llamas, *families)]
     made += [
         Model(odd, DType.F32, "int8"),
-        Model(scaled, DType.BF16, "int4-g32"),  # tied: the head, gathered from too, is int8
+        # tied: the head is also the embedding table, so int8
+        Model(scaled, DType.BF16, "int4-g32"),
         Model(qwen, DType.BF16, "int4-g64-zp"),
         Model(odd, DType.F32, kv_cache_dtype="int8"),
         Model(scaled, DType.BF16, "int8", "int8"),
@@ -89,5 +92,5 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
 
 @pytest.fixture(scope="session")
 def alone() -> AloneRuns:
-    """What requests get alone; no request is run alone twice."""
+    """Cache the output of each request run alone, so that none runs alone twice."""
     return AloneRuns()

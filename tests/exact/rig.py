@@ -1,8 +1,8 @@
-"""Runs cases on a real engine core, one step at a time, and keeps what each stream got.
+"""Run cases on a real engine core, one step at a time, and record the output of each stream.
 
-The executor of a model is made once for each number of threads; a case gets its own KV pool,
-books, scheduler and runner. Time is a counter. `wrap_executor` and `runner_type` are where a
-test plants a fault.
+The executor of a model is created once per thread count; each case gets its own KV pool, cache
+metadata, scheduler and runner. Time is a counter. Tests inject faults through `wrap_executor` and
+`runner_type`.
 """
 
 from __future__ import annotations
@@ -75,19 +75,20 @@ from tests.exact.workload import (
 MAX_STEPS = 20_000
 MAX_ROWS = 512
 MAX_SEQUENCES = 16
-# Of log-probabilities, as a share of how far a row's lie apart; bf16 rounds activations to 8
-# bits, and so do products of integers; each executor sums in an order of its own.
+# Tolerances of log-probabilities as a share of the row's spread. bf16 and integer products round
+# activations to 8 bits, and each executor sums in its own order.
 TOLERANCES = {DType.F32: 3e-6, DType.BF16: 0.015}
-# Most rows of integer products agree to the last bit. Where a last bit before them differs, an
-# activation may become the next of 127 integers: rare, and then more than bf16's own rounding
-# (0.015 at most in 480 rows, 0.019 in some thousand).
+# Most rows of integer products agree to the last bit. Where an earlier last bit differs, an
+# activation may round to the neighbouring one of 127 integers: rare, and then the error exceeds
+# that of bf16 (0.015 at most in 480 rows, 0.019 in some thousand).
 INTEGER_TOLERANCE = 0.03
 
 
 @dataclass(slots=True)
 class Stream:
-    """What one stream got: (token id, logprob, alternatives, listed) by position, the scores of
-    its prompt, where it told them, and how it ended."""
+    """The output of one stream: (token id, logprob, alternatives, listed) by position, the prompt
+    scores if the stream carried them, and the finish reason.
+    """
 
     tokens: list[tuple[int, tuple[Any, ...]]] = field(default_factory=list)
     scores: PromptScores | None = None
@@ -98,10 +99,10 @@ class Stream:
 
     def take(self, output: RequestOutput) -> None:
         """Add an output."""
-        assert self.finish_reason is None, "an ended stream says nothing more"
+        assert self.finish_reason is None, "an ended stream has no further output"
         if output.scores is not None:
-            assert self.scores is None, "scores are told once"
-            assert not self.tokens, "scores come with the first token"
+            assert self.scores is None, "prompt scores are emitted once"
+            assert not self.tokens, "prompt scores come with the first token"
             self.scores = output.scores
         logprobs = output.logprobs or (None,) * len(output.token_ids)
         for token_id, logprob in zip(output.token_ids, logprobs, strict=True):
@@ -117,33 +118,33 @@ class Stream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a case came to. The flags are what coverage counts."""
+    """The result of a case, with the flags that the coverage counts."""
 
     case: Case
     streams: dict[str, Stream]
     preempted: bool
     prefix_hit: bool
     saved: bool  # to the tier
-    fetched: bool  # from it
+    fetched: bool  # from the tier
     chunked: bool
-    layered: bool  # a part of a prompt was computed over several steps
-    forked: bool  # a block was really copied
+    layered: bool  # one prompt chunk was computed over several steps
+    forked: bool  # a block was copied on write
     cancelled: bool
-    held: bool  # a stream stood aside for a while, as if its reader did not keep up
-    searched: bool  # beams
+    held: bool  # a stream was paused for some steps, as under backpressure
+    searched: bool  # beam search
     search_preempted: bool
     scored: bool
-    structured: bool  # an answer follows a grammar
-    jumped: bool  # and tokens that were certain came with others
-    beams_watched: bool  # some beams have stop strings, and a token would end one
-    beams_structured: bool  # the same of grammars
-    rescored: bool  # preempted with a part of its prompt scored, and gone on from there
+    structured: bool  # output follows a grammar
+    jumped: bool  # forced tokens were appended together with others
+    beams_watched: bool  # a beam search with stop strings ended by a token
+    beams_structured: bool  # a beam search with a grammar ended by a token
+    rescored: bool  # preempted with its prompt partly scored, then resumed
     problems: list[str]
     plans: list[tuple[StepPlan, StepResult]]
 
 
 class Model:
-    """A model and its executors, one for each number of threads."""
+    """A model and its executors, one per thread count."""
 
     def __init__(
         self, folder: Path, dtype: DType, precision: str = "none", kv_cache_dtype: str = "auto"
@@ -162,13 +163,13 @@ class Model:
         self._executors: dict[int, Executor] = {}
 
     def executor(self, num_threads: int) -> Executor:
-        """The executor with `num_threads`, made when it is first asked for."""
+        """Return the executor with `num_threads`, created on first use."""
         if num_threads not in self._executors:
             self._executors[num_threads] = self.make_executor(num_threads)
         return self._executors[num_threads]
 
     def make_executor(self, num_threads: int) -> Executor:
-        """The native executor, NaN in all buffers before each run."""
+        """Create the native executor, with all buffers filled with NaN before each run."""
         return NativeExecutor(
             self.program,
             self.checkpoint,
@@ -189,7 +190,7 @@ class Model:
 
 
 class WatchedRunner:
-    """A Runner that keeps the plans and results that went through it."""
+    """A Runner that records the plans and results passing through it."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -218,7 +219,7 @@ def run_case(
     wrap_executor: Callable[[Executor], Executor] = lambda executor: executor,
     runner_type: type[ModelRunner] = ModelRunner,
 ) -> Outcome:
-    """The case to its end, with the books audited when all is done."""
+    """Run the case to its end and audit the cache metadata afterwards."""
     executor = wrap_executor(model.executor(case.settings.num_threads))
     runner = WatchedRunner(make_runner(executor, case.settings, runner_type))
     core = make_core(runner, case.settings, window=model.program.caches[0].window)
@@ -239,7 +240,7 @@ def run_case(
             outputs = core.step(lambda: float(next(clock)))
             for output in outputs or ():
                 streams[output.request_id].take(output)
-            if outputs is None and core.tier is not None:  # blocks are on their way
+            if outputs is None and core.tier is not None:  # blocks are in transfer
                 woken.wait(0.01)
                 woken.clear()
         else:
@@ -280,20 +281,20 @@ def run_case(
 
 
 def _has_ends(case: Case, runner: WatchedRunner, *, stop: bool) -> bool:
-    """Whether beams were told that a token ends them, where some have stop strings, or grammars."""
+    """Return whether a stop token ended beams of a search with stop strings or a grammar."""
     asked = any(
         request.sampling.use_beam_search
         and bool(request.sampling.stop if stop else request.sampling.structured_outputs)
         for request in case.requests
     )
-    told = (result.candidates for _, result in runner.steps)
-    return asked and any(one is not None and one.ends.any() for one in told)
+    candidates = (result.candidates for _, result in runner.steps)
+    return asked and any(one is not None and one.ends.any() for one in candidates)
 
 
 def make_runner(
     executor: Executor, settings: Settings, runner_type: type[ModelRunner] = ModelRunner
 ) -> ModelRunner:
-    """A runner with a fresh KV pool."""
+    """Return a runner with a fresh KV pool."""
     executor.allocate_cache(settings.num_blocks, settings.block_size)
     return runner_type(
         executor,
@@ -310,8 +311,9 @@ def make_runner(
 
 
 def _token_bytes() -> list[bytes]:
-    """What the ids of the models' random tokens stand for: 0 and 1 nothing, then printable ASCII,
-    then pairs and longer pieces, so that most texts can be cut in several ways."""
+    """Return the bytes of each token id: nothing for 0 and 1, then printable ASCII, then longer
+    pieces, so that most texts have several tokenizations.
+    """
     letters = [bytes([code]) for code in range(32, 127)]
     pairs = [one + other for one in letters[65:85] for other in letters[65:91]]
     pieces = [b'{"', b'"}', b'": ', b', "', b"true", b"false", b"null", *pairs]
@@ -319,7 +321,7 @@ def _token_bytes() -> list[bytes]:
 
 
 def _encode(text: str) -> list[int]:
-    """The longest token first, as no model here has a tokenizer of its own."""
+    """Encode greedily, longest token first: the tiny models have no tokenizer."""
     raw, ids, place = text.encode(), [], 0
     while place < len(raw):
         token = max((t for t in TOKEN_IDS if raw.startswith(t, place)), key=len)
@@ -335,16 +337,16 @@ GRAMMARS = GrammarCompiler(
         token_bytes=TOKEN_BYTES, special_ids=frozenset({0, 1}), eos_ids=(1,), encode=_encode
     ),
     now_ms=lambda: 0.0,
-    # Fewer than a case draws: a preempted request mostly finds its grammar evicted and compiles it
-    # again, so its tokens are replayed on a lexer that has seen none of them.
+    # Smaller than the number of grammars of a case: a preempted request mostly finds its grammar
+    # evicted and recompiles it, so its tokens are replayed on a fresh lexer.
     max_kept=2,
 )
 
 
 class Letters:
-    """Of a tokenizer, what makes text of the ids."""
+    """The part of a tokenizer that converts ids to text."""
 
-    pieces: Any  # this one
+    pieces: Any  # this object
     rules = JoinRules(byte_level=True)
     special_ids = frozenset({0, 1})
 
@@ -361,7 +363,7 @@ TEXTS = StopTexts(lambda: cast(Any, Letters()))
 
 
 class TemporaryStore(DiskStore):
-    """A tier of so many places whose folder goes with it."""
+    """A disk tier of `num_places` places that deletes its directory on close."""
 
     def __init__(self, num_places: int, block_bytes: int) -> None:
         self._temporary = tempfile.TemporaryDirectory()
@@ -379,14 +381,16 @@ class TemporaryStore(DiskStore):
 
 
 def make_mover(executor: Executor, settings: Settings) -> TierMover:
-    """To and from a fresh tier, on disk or in the host's memory."""
+    """Return a mover to and from a fresh tier, on disk or in host memory."""
 
     def report(problem: str, **_: Field) -> None:
         raise AssertionError(problem)
 
     store: BlockStore
     if settings.tier_in_host:
-        assert isinstance(executor, AsyncExecutor), "of a device beside the host"
+        assert isinstance(executor, AsyncExecutor), (
+            "a host-memory tier needs an asynchronous executor"
+        )
         pieces = [executor.host_memory(places * executor.block_bytes) for places in (1, 2)]
         rest = settings.tier_blocks - 3
         store = HostStore(
@@ -398,7 +402,7 @@ def make_mover(executor: Executor, settings: Settings) -> TierMover:
 
 
 def make_core(runner: WatchedRunner, settings: Settings, *, window: int) -> EngineCore:
-    """A core with fresh books."""
+    """Return a core with fresh cache metadata."""
     executor = runner.runner.executor
     is_able = isinstance(executor, LayeredExecutor)
     limits = SchedulerLimits(
@@ -442,17 +446,17 @@ def make_core(runner: WatchedRunner, settings: Settings, *, window: int) -> Engi
 
 
 class AloneRuns:
-    """What each request gets when it runs alone; each is run once."""
+    """The output of each request run alone, computed once."""
 
     def __init__(self) -> None:
         self._streams: dict[tuple[str, str], Stream] = {}
 
     def of(self, model: Model, request: Request) -> Stream:
-        """The stream of `request`, alone on `model`."""
+        """Return the stream of `request` run alone on `model`."""
         key = (model.name, request.request_id)
         if key not in self._streams:
             requests, settings = (request,), ALONE
-            if request.sampling.use_beam_search:  # its streams are told of one search
+            if request.sampling.use_beam_search:  # every stream reports the one search
                 settings = ALONE_WITH_BEAMS
                 requests = tuple(
                     replace(request, request_id=f"{request.group_id}/{stream}", stream=stream)
@@ -461,17 +465,19 @@ class AloneRuns:
             arrival = Arrival(at_step=0, requests=requests, cancel_at=(None,) * len(requests))
             case = Case(number=-1, model=0, settings=settings, arrivals=(arrival,))
             streams = run_case(model, case).streams
-            told = next((one.scores for one in streams.values() if one.scores is not None), None)
-            for stream in streams.values():  # under load another of them may be told
-                stream.scores = told
+            scores = next((one.scores for one in streams.values() if one.scores is not None), None)
+            for stream in streams.values():  # under load any of them may carry the scores
+                stream.scores = scores
             self._streams |= {(model.name, name): stream for name, stream in streams.items()}
         return self._streams[key]
 
 
 def differences(model: Model, outcome: Outcome, alone: AloneRuns) -> list[str]:
-    """Where the case differs from its requests alone, a line each. A cancelled stream must be a
-    beginning of the one alone; any other must be all of it."""
-    lines = [*outcome.problems, *_untold_scores(outcome)]
+    """Return one line per difference between the case and its requests run alone.
+
+    The tokens of a cancelled stream must be a prefix of the output alone; all others must be equal.
+    """
+    lines = [*outcome.problems, *_missing_scores(outcome)]
     for request in outcome.case.requests:
         got, wanted = outcome.streams[request.request_id], alone.of(model, request)
         where = f"{model.name}, case {outcome.case.number}, {request.request_id}"
@@ -502,27 +508,27 @@ def differences(model: Model, outcome: Outcome, alone: AloneRuns) -> list[str]:
 
 
 def _bits(scores: PromptScores | None) -> list[tuple[tuple[int, ...], bytes]]:
-    """Shapes and bytes: NaN equals NaN."""
+    """Return shapes and bytes, so that NaN equals NaN."""
     parts = [] if scores is None else [getattr(scores, item.name) for item in fields(PromptScores)]
     return [(part.shape, part.tobytes()) for part in parts]
 
 
-def _untold_scores(outcome: Outcome) -> Iterator[str]:
-    """Callers who asked for scores and were not told them by exactly one of their streams."""
+def _missing_scores(outcome: Outcome) -> Iterator[str]:
+    """Return requests with prompt scores that were not emitted by exactly one of their streams."""
     for arrival in outcome.case.arrivals:
         streams = [outcome.streams[request.request_id] for request in arrival.requests]
         if any(stream.error is not None for stream in streams):
             continue
-        num_told = sum(stream.scores is not None for stream in streams)
+        num_reports = sum(stream.scores is not None for stream in streams)
         wanted = int(arrival.requests[0].sampling.prompt_logprobs is not None)
         is_cut_short = all(stream.finish_reason is FinishReason.ABORT for stream in streams)
-        if num_told != wanted and not (is_cut_short and num_told < wanted):
+        if num_reports != wanted and not (is_cut_short and num_reports < wanted):
             where = f"case {outcome.case.number}, group {arrival.requests[0].group_id}"
-            yield f"{where}: scores of the prompt were told {num_told} times, wanted {wanted}"
+            yield f"{where}: prompt scores were reported {num_reports} times, wanted {wanted}"
 
 
 def _hold_before(core: EngineCore, case: Case, step: int) -> None:
-    """In one case of five some streams are held for some steps, and go on."""
+    """Pause some streams for some steps, in one case of five."""
     if case.number % 5:
         return
     for request, at_step in (
@@ -541,7 +547,7 @@ def _events_before(
         if arrival.at_step == step:
             try:
                 core.add(arrival.requests)
-            except DeadlineMissed:  # refused for what it hopes for, which changes no answer
+            except DeadlineMissed:  # refused for its deadline, which changes no output
                 core.add([replace(one, ttft_slo_ms=None) for one in arrival.requests])
         for request, cancel_at in zip(arrival.requests, arrival.cancel_at, strict=True):
             if cancel_at == step:

@@ -1,8 +1,8 @@
-"""One answer: each request of a drawn case gets what it gets alone, token by token, bit for bit.
+"""One Answer: every request of a drawn case gets bit for bit the tokens it gets when run alone.
 
-QUIRE_EXACT_CASES=5000 draws more cases, QUIRE_EXACT_FIRST=1234 begins at another number (with
-QUIRE_EXACT_CASES=1: runs a failed case again). The coverage of the drawn cases is printed and
-must reach its goals: cases that are easy prove nothing.
+QUIRE_EXACT_CASES=5000 draws more cases, QUIRE_EXACT_FIRST=1234 starts at another case number (with
+QUIRE_EXACT_CASES=1 it repeats one failed case). The coverage of the drawn cases is printed and must
+reach its goals, so that easy cases cannot pass for a proof.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ NUM_CASES = int(os.environ.get("QUIRE_EXACT_CASES", "300"))
 FIRST_CASE = int(os.environ.get("QUIRE_EXACT_FIRST", "0"))
 ENOUGH_FOR_COVERAGE = 300
 GOALS = {
-    "preempted": 0.48,  # searches, held streams and prompts in small parts leave room to others
+    "preempted": 0.48,  # beams, paused streams and small prompt chunks leave less to preempt
     "prefix_hit": 0.5,
     "saved": 0.3,
     "fetched": 0.12,
     "chunked": 0.8,
-    "layered": 0.08,  # most prompts are scored, and those are not
+    "layered": 0.08,  # most prompts are scored, which excludes layered prefill
     "forked": 0.4,
     "cancelled": 0.15,
     "held": 0.1,
@@ -43,16 +43,16 @@ GOALS = {
     "jumped": 0.3,
     "beams_watched": 0.03,
     "beams_structured": 0.03,
-    "rescored": 0.003,  # about one in a hundred; the scheduler's own tests make it happen
+    "rescored": 0.003,  # about one in a hundred; the scheduler tests provoke it directly
 }
 MAX_SHOWN = 10
-NUM_COMPARED_WITH_REFERENCE = 30  # of each model
+NUM_COMPARED_WITH_REFERENCE = 30  # for each model
 NUM_SCORED_WITH_REFERENCE = 20
 
 
 @pytest.fixture(scope="module")
 def outcomes(models: list[Model]) -> list[Outcome]:
-    """Every case once."""
+    """Run every case once."""
     outcomes = []
     for number in range(FIRST_CASE, FIRST_CASE + NUM_CASES):
         case = draw_case(number, num_models=len(models), vocab_size=VOCAB_SIZE)
@@ -60,7 +60,7 @@ def outcomes(models: list[Model]) -> list[Outcome]:
     return outcomes
 
 
-def test_every_request_gets_the_tokens_and_logprobs_it_gets_alone(
+def test_batched_requests_match_requests_run_alone(
     outcomes: list[Outcome], models: list[Model], alone: AloneRuns
 ) -> None:
     lines: list[str] = []
@@ -70,7 +70,7 @@ def test_every_request_gets_the_tokens_and_logprobs_it_gets_alone(
     assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
 
 
-def test_the_drawn_cases_are_hard_ones(
+def test_drawn_cases_reach_the_coverage_goals(
     outcomes: list[Outcome], record_property: Callable[[str, object], None]
 ) -> None:
     shares = {
@@ -80,12 +80,12 @@ def test_the_drawn_cases_are_hard_ones(
     shown = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
     record_property(SHOWN, f"exact: {len(outcomes)} cases, {num_streams} streams; {shown}")
     if len(outcomes) < ENOUGH_FOR_COVERAGE:
-        pytest.skip(f"{len(outcomes)} cases are too few to speak of shares")
+        pytest.skip(f"{len(outcomes)} cases are too few to measure shares")
     missed = {name: shares[name] for name, goal in GOALS.items() if shares[name] < goal}
     assert not missed, f"shares below their goals: {missed}"
 
 
-def test_a_request_alone_agrees_with_the_reference_executor(
+def test_requests_run_alone_match_the_reference_executor(
     outcomes: list[Outcome], models: list[Model], alone: AloneRuns
 ) -> None:
     num_compared = 0
@@ -111,7 +111,7 @@ def test_a_request_alone_agrees_with_the_reference_executor(
     assert num_compared >= min(NUM_CASES, len(models) * NUM_COMPARED_WITH_REFERENCE // 2)
 
 
-def test_the_scores_of_a_prompt_agree_with_the_reference_executor(
+def test_prompt_scores_match_the_reference_executor(
     outcomes: list[Outcome], models: list[Model], alone: AloneRuns
 ) -> None:
     num_compared = 0
@@ -159,7 +159,9 @@ def _with_logprobs(outcomes: list[Outcome], model: int, most: int) -> list[Reque
 def _reference_logprobs(
     reference: ReferenceExecutor, request: Request, output_ids: list[int], *, first: int
 ) -> NDArray[np.float64]:
-    """Log-probabilities [positions from `first` on, vocab] of the sequence computed in one go."""
+    """Return log-probabilities [positions from `first`, vocab] of one forward pass over the
+    sequence.
+    """
     known = np.concatenate([request.prompt_ids, np.array(output_ids[:-1], np.int32)])
     positions = np.arange(len(known), dtype=np.int32)
     num_blocks = len(known) // 16 + 1

@@ -1,8 +1,8 @@
-"""One answer on a device beside the host: tokens stay there, the next step is begun before they are
-read, and every request gets what it gets alone, one step at a time, on the host.
+"""One Answer on an asynchronous device: step N+1 is submitted before the tokens of step N are read.
 
-Cases are those of test_one_answer, as drawn and again without what ends the overlap (rare
-parameters, scores, beams). QUIRE_OVERLAP_CASES draws more.
+Every request must get what it gets alone, one step at a time, on the host. The cases are those of
+test_one_answer.py, as drawn and again without what prevents overlap (rare sampling parameters,
+prompt scores, beams). QUIRE_OVERLAP_CASES draws more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KEPT = (
 
 
 def plain(case: Case, *, reads_tokens: bool) -> Case:
-    """The case without what is chosen on the host; reads_tokens: with penalties and grammars."""
+    """Drop what is sampled on the host from the case; keep penalties with `reads_tokens`."""
 
     def changed(request: Request) -> Request:
         kept = {name: getattr(request.sampling, name) for name in KEPT}
@@ -56,7 +56,7 @@ def plain(case: Case, *, reads_tokens: bool) -> Case:
 
 
 def overlapped(case: Case, number: int) -> Case:
-    """Two plans out, now and then three; tiers mostly in the host's memory, some on disk."""
+    """Allow two, sometimes three, plans in flight; most tiers are in host memory, some on disk."""
     in_flight, in_host = 3 if number % 5 == 4 else 2, number % 4 != 3
     settings = replace(case.settings, plans_in_flight=in_flight, tier_in_host=in_host)
     return replace(case, settings=settings)
@@ -71,7 +71,7 @@ DRAWS: dict[str, Callable[[Case], Case]] = {
 
 
 def run(model: Model, case: Case) -> tuple[Outcome, DeferredExecutor]:
-    """The case, and the device it ran on."""
+    """Run the case and return its outcome and the device."""
     devices: list[DeferredExecutor] = []
 
     def wrap(executor: Executor) -> Executor:
@@ -82,7 +82,7 @@ def run(model: Model, case: Case) -> tuple[Outcome, DeferredExecutor]:
 
 
 @pytest.mark.parametrize("drawn", DRAWS)
-def test_every_request_gets_what_it_gets_alone(drawn: str, models: list[Model]) -> None:
+def test_overlapped_requests_match_requests_run_alone(drawn: str, models: list[Model]) -> None:
     alone, lines, seen = AloneRuns(), [], dict.fromkeys(SEEN, 0)
     for number in range(NUM_CASES):
         first = draw_case(number, num_models=len(models), vocab_size=VOCAB_SIZE)
@@ -112,13 +112,13 @@ SEEN: dict[str, Callable[[Outcome, list[tuple[Any, ...]]], bool]] = {
 
 
 def _drops(outcome: Outcome) -> bool:
-    """Whether more tokens were chosen than anybody was told."""
+    """Return whether more tokens were sampled than streams received."""
     chosen = sum(len(result.token_ids) for _, result in outcome.plans)
     return chosen > sum(len(stream.tokens) for stream in outcome.streams.values())
 
 
 def with_penalties(case: Case) -> Case:
-    """Without grammars, and with a penalty in every request."""
+    """Drop grammars and add a penalty to every request."""
 
     def changed(request: Request) -> Request:
         penalties = {"repetition_penalty": 1.2, "frequency_penalty": 0.3}
@@ -133,31 +133,32 @@ def with_penalties(case: Case) -> Case:
 
 
 @pytest.mark.parametrize("has_penalties", [False, True])
-def test_nothing_waits_before_the_next_step_is_told(
+def test_each_wait_follows_the_submission_of_the_next_step(
     has_penalties: bool, models: list[Model]
 ) -> None:
-    """Of plain requests, and with penalties, each step is waited for once, and then the next one
-    has been told with its token choice, unless there is none."""
+    """Each step is waited for once, after the next step and its sampling have been submitted."""
     waits = idle = 0
     for number in range(NUM_CASES):
         first = draw_case(number, num_models=len(models), vocab_size=VOCAB_SIZE)
         drawn = with_penalties(first) if has_penalties else plain(first, reads_tokens=False)
-        case = replace(drawn, number=1)  # nobody is held
+        case = replace(drawn, number=1)  # no stream is paused
         settings = replace(case.settings, plans_in_flight=2, max_samples=8, tier_blocks=0)
         outcome, device = run(models[case.model], replace(case, settings=settings))
         assert ("settle",) not in device.log
-        told = [entry for entry in device.log if entry[0] == "wait"]
-        assert len(told) == sum(len(plan.slots) > 0 for plan, _ in outcome.plans)
-        waits += len(told)
-        idle += sum(entry[1] == 1 for entry in told)
+        logged = [entry for entry in device.log if entry[0] == "wait"]
+        assert len(logged) == sum(len(plan.slots) > 0 for plan, _ in outcome.plans)
+        waits += len(logged)
+        idle += sum(entry[1] == 1 for entry in logged)
     assert waits > 10 * NUM_CASES
-    assert idle < waits / 4, f"{idle} of {waits} waits with nothing told behind them"
+    assert idle < waits / 4, f"{idle} of {waits} waits with nothing submitted behind them"
 
 
-def test_with_penalties_and_grammars_the_next_trunk_is_told_before_anything_waits(
+def test_with_penalties_and_grammars_waits_follow_the_next_forward_pass(
     models: list[Model],
 ) -> None:
-    """Of some its choice is told too; of those with a grammar only the trunk."""
+    """The next forward pass is always submitted before a wait; for requests with grammars its
+    sampling is not, for the others it is.
+    """
     behind = unchosen = waits = 0
     for number in range(NUM_CASES):
         first = draw_case(number, num_models=len(models), vocab_size=VOCAB_SIZE)
@@ -172,5 +173,7 @@ def test_with_penalties_and_grammars_the_next_trunk_is_told_before_anything_wait
             behind += kind == "wait" and trunks > waited
             unchosen += kind == "wait" and trunks > chosen
         waits += waited
-    assert behind > waits * 0.75, f"{behind} of {waits} waits with a trunk behind them"
-    assert unchosen > waits / 8, f"{unchosen} of {waits} waits with a trunk alone behind them"
+    assert behind > waits * 0.75, (
+        f"{behind} of {waits} waits with a forward pass submitted behind them"
+    )
+    assert unchosen > waits / 8, f"{unchosen} of {waits} waits with only a forward pass behind them"

@@ -1,7 +1,7 @@
-"""The exact test must turn red for the faults it exists to find: each is planted here, and found.
+"""The exact tests must detect injected faults: each fault here is injected and detected.
 
 A fault is a small wrapper around the executor or the runner. The cases are those of
-test_one_answer.py, so what finds a fault here finds it there.
+test_one_answer.py, so a fault detected here is detected there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PLAIN_LINEAR = reference_ops.linear
 
 
 class _Executor:
-    """Everything as the executor does it."""
+    """Forward everything to the wrapped executor."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -80,7 +80,7 @@ class _Executor:
 
 
 class RoundsLogitsByRowCount(_Executor):
-    """Several rows: logits come as the sum of two parts, each rounded before they are added."""
+    """With several rows, compute logits as the sum of two separately rounded parts."""
 
     def run_head(self, batch: ForwardBatch, first: int, count: int) -> Float32s:
         logits = super().run_head(batch, first, count)
@@ -90,7 +90,7 @@ class RoundsLogitsByRowCount(_Executor):
 
 
 class ReferenceModel(Model):
-    """The model on the reference executor, whose operations can be replaced."""
+    """The model on the reference executor, with replaceable operations."""
 
     def make_executor(self, num_threads: int) -> Executor:
         return ReferenceExecutor(
@@ -105,7 +105,7 @@ class ReferenceModel(Model):
 
 
 def linear_that_splits_k(x: Float32s, weight: Float32s, bias: Float32s | None) -> Float32s:
-    """Products of the trunk: with several rows the sum over K comes in two halves."""
+    """Split the K sum of the trunk's products into two halves when there are several rows."""
     if len(x) == 1 or len(weight) == VOCAB_SIZE:
         return PLAIN_LINEAR(x, weight, bias)
     half = x.shape[1] // 2
@@ -115,7 +115,7 @@ def linear_that_splits_k(x: Float32s, weight: Float32s, bias: Float32s | None) -
 
 
 class DrawsNoiseByRow(_Executor):
-    """The noise depends on the row of the batch."""
+    """Make the noise depend on the row of the batch."""
 
     def sample(self, logits: Float32s, batch: SampleBatch) -> TokenChoice:
         rows = np.arange(len(batch.positions), dtype=np.int32)
@@ -123,8 +123,8 @@ class DrawsNoiseByRow(_Executor):
         return super().sample(logits, replace(batch, noise=noise))
 
 
-class TakesAnothersMask(_Executor):
-    """Rows that follow grammars get each other's masks."""
+class SwapsGrammarMasks(_Executor):
+    """Swap the grammar masks of rows."""
 
     def sample(self, logits: Float32s, batch: SampleBatch) -> TokenChoice:
         if batch.masks is not None:
@@ -134,14 +134,14 @@ class TakesAnothersMask(_Executor):
 
 
 class ScoresBySlice(_Executor):
-    """Logits are shifted by the largest of the slice, a neighbour's: scores are rounded by it."""
+    """Shift logits by the maximum of the slice, so that neighbours change how scores round."""
 
     def score(self, logits: Float32s, batch: ScoreBatch) -> Scores:
         return super().score(logits - logits.max(), batch)
 
 
-class ScoresTheSliceBefore(_Executor):
-    """A slice of one row is scored by logits that an earlier slice left behind."""
+class ScoresPreviousSlice(_Executor):
+    """Score a slice of one row by the logits of an earlier slice."""
 
     _before: Float32s | None = None
 
@@ -150,15 +150,15 @@ class ScoresTheSliceBefore(_Executor):
         return super().score(left if len(logits) == 1 and left is not None else logits, batch)
 
 
-class LosesCopies(_Executor):
-    """A fork's own copy of a shared block never gets the block's content."""
+class SkipsBlockCopies(_Executor):
+    """Skip copy-on-write: a forked block never gets its content."""
 
     def copy_blocks(self, copy_from: Int32s, copy_to: Int32s) -> None:
         pass
 
 
 class SharesInsteadOfCopying(ModelRunner):
-    """A fork writes into the block it shares: its table names the block it should have copied."""
+    """Write into a shared block: the table names the block that should have been copied."""
 
     def _run(self, plan: StepPlan) -> StepResult:
         blocks = plan.table_blocks.copy()
@@ -168,7 +168,7 @@ class SharesInsteadOfCopying(ModelRunner):
 
 
 class KeepsStaleEntries(ModelRunner):
-    """Now and then a table entry keeps the block it had before."""
+    """Keep a stale block table entry now and then."""
 
     _num_deltas = 0
 
@@ -184,8 +184,8 @@ class KeepsStaleEntries(ModelRunner):
         return super()._run(plan)
 
 
-class TellsTheWrongOrder(ModelRunner):
-    """Tokens that are certain are told in another order."""
+class ReordersForcedTokens(ModelRunner):
+    """Report forced tokens in another order."""
 
     def _run(self, plan: StepPlan) -> StepResult:
         result = super()._run(plan)
@@ -196,8 +196,8 @@ class TellsTheWrongOrder(ModelRunner):
         return replace(result, token_ids=token_ids)
 
 
-class TakesOutputForPrompt(ModelRunner):
-    """A preempted request comes back with its output counted as prompt: penalties change."""
+class CountsOutputAsPrompt(ModelRunner):
+    """Resume a preempted request with its output counted as prompt, which changes penalties."""
 
     def _run(self, plan: StepPlan) -> StepResult:
         admissions = tuple(
@@ -207,16 +207,16 @@ class TakesOutputForPrompt(ModelRunner):
         return super()._run(replace(plan, admissions=admissions))
 
 
-class ForgetsMirostat(ModelRunner):
-    """A preempted request comes back without the mu that it had."""
+class DropsMirostatState(ModelRunner):
+    """Resume a preempted request without its mirostat mu."""
 
     def _run(self, plan: StepPlan) -> StepResult:
         admissions = tuple(replace(admission, mirostat_mu=None) for admission in plan.admissions)
         return super()._run(replace(plan, admissions=admissions))
 
 
-class SharesMirostat(ModelRunner):
-    """All requests move one mu."""
+class SharesMirostatState(ModelRunner):
+    """Share one mirostat mu among all requests."""
 
     def _run(self, plan: StepPlan) -> StepResult:
         result = super()._run(plan)
@@ -225,8 +225,8 @@ class SharesMirostat(ModelRunner):
         return result
 
 
-class ForgetsLayers(_Executor):
-    """What came out of a part's first layers is gone when a later step goes on."""
+class DropsLayerActivations(_Executor):
+    """Drop the activations of a chunk's first layers between steps."""
 
     def run_layers(self, batch: ForwardBatch, first: int, end: int) -> None:
         if first:
@@ -235,8 +235,8 @@ class ForgetsLayers(_Executor):
         super().run_layers(batch, first, end)
 
 
-class WritesWhereItShouldNot(_Executor):
-    """A fully cached prompt writes its last token into the shared block, and writes it wrong."""
+class WritesIntoSharedBlock(_Executor):
+    """Write the last token of a fully cached prompt, wrongly, into the shared block."""
 
     def run_trunk(self, batch: ForwardBatch, *, head_rows: int = 0) -> None:
         blocks = np.repeat(np.arange(len(batch.seq_starts) - 1), np.diff(batch.seq_starts))
@@ -264,7 +264,7 @@ def test_a_wrapper_without_a_fault_changes_nothing(models: list[Model], alone: A
     assert _cases_until_found(models, alone, wrap_executor=_Executor, num_cases=8) is None
 
 
-def test_a_trunk_that_splits_k_by_the_number_of_rows_is_found(
+def test_a_k_split_by_row_count_is_detected(
     models: list[Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     references: list[Model] = [ReferenceModel(model.folder, model.dtype) for model in models]
@@ -278,15 +278,15 @@ def test_a_trunk_that_splits_k_by_the_number_of_rows_is_found(
     [
         RoundsLogitsByRowCount,
         DrawsNoiseByRow,
-        LosesCopies,
-        WritesWhereItShouldNot,
-        ForgetsLayers,
+        SkipsBlockCopies,
+        WritesIntoSharedBlock,
+        DropsLayerActivations,
         ScoresBySlice,
-        ScoresTheSliceBefore,
-        TakesAnothersMask,
+        ScoresPreviousSlice,
+        SwapsGrammarMasks,
     ],
 )
-def test_a_fault_planted_in_the_executor_is_found(
+def test_a_fault_in_the_executor_is_detected(
     models: list[Model], alone: AloneRuns, fault: type[_Executor]
 ) -> None:
     assert _cases_until_found(models, alone, wrap_executor=fault) is not None
@@ -297,13 +297,13 @@ def test_a_fault_planted_in_the_executor_is_found(
     [
         SharesInsteadOfCopying,
         KeepsStaleEntries,
-        TakesOutputForPrompt,
-        ForgetsMirostat,
-        SharesMirostat,
-        TellsTheWrongOrder,
+        CountsOutputAsPrompt,
+        DropsMirostatState,
+        SharesMirostatState,
+        ReordersForcedTokens,
     ],
 )
-def test_a_fault_planted_in_the_runner_is_found(
+def test_a_fault_in_the_runner_is_detected(
     models: list[Model], alone: AloneRuns, fault: type[ModelRunner]
 ) -> None:
     assert _cases_until_found(models, alone, runner_type=fault) is not None
@@ -317,7 +317,7 @@ def _cases_until_found(
     wrap_executor: Callable[[Executor], Executor] = lambda executor: executor,
     runner_type: type[ModelRunner] = ModelRunner,
 ) -> int | None:
-    """How many cases it takes to see a difference; None: none of them shows one."""
+    """Return how many cases run until a difference appears; None if no case shows one."""
     for number in range(num_cases):
         case = draw_case(number, num_models=len(models), vocab_size=VOCAB_SIZE)
         model = models[case.model]

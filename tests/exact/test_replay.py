@@ -1,4 +1,4 @@
-"""Recorded plans are self-contained: a fresh runner that is given them gives the same results."""
+"""Recorded plans are self-contained: a fresh runner reproduces the recorded results."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from tests.exact.rig import Model, make_runner, run_case
 from tests.exact.workload import Case, draw_case
 
 
-def test_plans_read_back_from_a_file_give_the_recorded_results(
-    models: list[Model], tmp_path: Path
-) -> None:
+def test_replayed_plans_reproduce_the_recorded_results(models: list[Model], tmp_path: Path) -> None:
     for number in range(8):
         case, model = _case(models, number)
         records = _recorded(model, case, tmp_path / f"{number}.plans")
@@ -28,7 +26,7 @@ def test_plans_read_back_from_a_file_give_the_recorded_results(
         assert len(records) > 1
 
 
-def test_a_replay_tells_which_step_differs(models: list[Model], tmp_path: Path) -> None:
+def test_a_replay_reports_the_step_that_differs(models: list[Model], tmp_path: Path) -> None:
     case, model = _case(models, 0)
     records = _recorded(model, case, tmp_path / "plans")
     index = next(
@@ -47,7 +45,7 @@ def test_a_replay_tells_which_step_differs(models: list[Model], tmp_path: Path) 
     assert lines[0].startswith(f"step {record.plan.step}: token_ids")
 
 
-def test_a_record_that_was_cut_short_is_refused(models: list[Model], tmp_path: Path) -> None:
+def test_a_truncated_record_is_rejected(models: list[Model], tmp_path: Path) -> None:
     case, model = _case(models, 0)
     path = tmp_path / "plans"
     _recorded(model, case, path)
@@ -62,7 +60,7 @@ def _case(models: list[Model], number: int) -> tuple[Case, Model]:
 
 
 def _recorded(model: Model, case: Case, path: Path) -> list[StepRecord]:
-    """The case run once more from its own plans, through a recorder."""
+    """Run the case through a recorder and return the recorded plans."""
     outcome = run_case(model, case)
     runner = make_runner(model.executor(case.settings.num_threads), case.settings)
     recorder = RecordingRunner(runner, open_record(path), report=Log("test").error)

@@ -1,7 +1,7 @@
-"""Drawn cases: who asks for what and when, and how the engine is set up to serve it.
+"""Draw cases: requests, their arrival and cancellation times, and the engine settings.
 
-A case is a pure function of its number, so a failure can be run again alone. Settings are drawn
-to be hard: few blocks, small budgets, up to three plans in flight. Most cases hold all that once.
+A case is a pure function of its number, so a failed case can be repeated alone. Settings are drawn
+to be hard: few blocks, small step budgets, up to three plans in flight. Most cases combine these.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ GRAMMARS = (
     json_schema({"type": "string", "maxLength": 700, "pattern": r"^(?:[a-d]+[ .]+){0,149}[a-d]+$"}),
 )
 BLOCK_SIZES = (16, 16, 16, 32)
-THREADS = (1, 1, 1, 1, 2, 3)  # several on a busy machine mostly wait for each other
+THREADS = (1, 1, 1, 1, 2, 3)  # threads mostly wait for each other on a busy machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How the engine is set up."""
+    """Engine settings of a case."""
 
     num_blocks: int
     block_size: int
@@ -66,14 +66,14 @@ class Settings:
     prefix_caching: bool
     num_threads: int
     policy: str = "fcfs"
-    tier_blocks: int = 0  # places of a tier, which is used whenever it can be
-    tier_in_host: bool = False  # in the host's memory, not on disk
+    tier_blocks: int = 0  # places of the tier, which is used whenever possible
+    tier_in_host: bool = False  # in host memory instead of on disk
     tenants: tuple[TenantLimits, ...] = ()
-    layered: bool = False  # prompts by layers beside rows that make tokens, where they can be
-    jump_ahead: bool = True  # where grammars leave no choice; alone each token is a step
+    layered: bool = False  # layered prefill where it is possible
+    jump_ahead: bool = True  # append forced tokens; a request alone takes a step per token
 
 
-# Alone: room for everything, the whole prompt in one step, nothing shared, one thread.
+# Settings of a request alone: enough blocks, whole prompts, no sharing, one thread.
 ALONE = Settings(
     num_blocks=MAX_MODEL_LEN // 16 + 2,
     block_size=16,
@@ -92,7 +92,7 @@ ALONE_WITH_BEAMS = replace(ALONE, num_blocks=3 * ALONE.num_blocks, max_num_seqs=
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """The streams of one caller's request come before step `at_step`; some are cancelled later.
+    """The streams of one request, which arrive before step `at_step`; some are cancelled later.
 
     cancel_at: step before which stream i is aborted, or None.
     """
@@ -104,7 +104,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A workload on settings. `model` is an index into the models of the run."""
+    """A workload and its settings. `model` is an index into the models of the run."""
 
     number: int
     model: int
@@ -113,14 +113,14 @@ class Case:
 
     @property
     def requests(self) -> tuple[Request, ...]:
-        """All streams."""
+        """Return the requests of all streams."""
         return tuple(request for arrival in self.arrivals for request in arrival.requests)
 
 
 def draw_case(number: int, *, num_models: int, vocab_size: int) -> Case:
-    """Case `number`: the same for the same number, whatever was drawn before."""
+    """Draw case `number`, as a pure function of the number."""
     rng = random.Random(f"one answer {number}")
-    is_long = rng.random() < 0.06  # past the first piece of attention, 256 positions
+    is_long = rng.random() < 0.06  # longer than one attention piece (256 positions)
     block_size = rng.choice(BLOCK_SIZES)
     prefixes = [
         _ids(rng, vocab_size, rng.randrange(block_size, 5 * block_size // 2) + 200 * is_long)
@@ -135,9 +135,9 @@ def draw_case(number: int, *, num_models: int, vocab_size: int) -> Case:
     if searching.random() < 0.5:
         arrivals += (_beams(searching, f"{number}.beams", prefixes, vocab_size),)
     requests = [request for arrival in arrivals for request in arrival.requests]
-    most_tokens = max(request.max_total_tokens for request in requests)
+    max_tokens_drawn = max(request.max_total_tokens for request in requests)
     settings = Settings(
-        num_blocks=-(-most_tokens // block_size) + rng.choice((0, 0, 0, 0, 1, 1, 4)),
+        num_blocks=-(-max_tokens_drawn // block_size) + rng.choice((0, 0, 0, 0, 1, 1, 4)),
         block_size=block_size,
         max_num_seqs=rng.randint(3, 8),
         max_num_batched_tokens=rng.choice((64, 160))
@@ -149,7 +149,7 @@ def draw_case(number: int, *, num_models: int, vocab_size: int) -> Case:
         num_threads=rng.choice(THREADS),
         policy=POLICY_NAMES[number % len(POLICY_NAMES)],
     )
-    for request in requests:  # enough for a search alone, and no more
+    for request in requests:  # enough for one search alone, and no more
         if request.sampling.use_beam_search:
             least = _blocks_for_beams(request, block_size)
             settings = replace(settings, num_blocks=max(settings.num_blocks, least))
@@ -160,14 +160,14 @@ def draw_case(number: int, *, num_models: int, vocab_size: int) -> Case:
         settings = replace(settings, layered=True)
     bounded = random.Random(f"tenants {number}")
     if bounded.random() < 0.3:
-        settings = _with_tenants(bounded, settings, -(-most_tokens // block_size))
-        # A tenant's bounds may be too narrow for a search, and cut it shorter than it is alone.
+        settings = _with_tenants(bounded, settings, -(-max_tokens_drawn // block_size))
+        # A narrow tenant limit may reduce the beam width, which would change the result.
         arrivals = tuple(one for one in arrivals if not one.requests[0].sampling.use_beam_search)
     return Case(number=number, model=number % num_models, settings=settings, arrivals=arrivals)
 
 
 def _with_tenants(rng: random.Random, settings: Settings, longest_blocks: int) -> Settings:
-    """Floors, ceilings and numbers that leave room for the longest request of anybody."""
+    """Add tenants with floors, ceilings and request limits that admit the longest request."""
     floors = {"": 0, "a": rng.choice((0, 1, 2)), "b": rng.choice((0, 0, 2))}
     tenants = tuple(
         TenantLimits(
@@ -189,7 +189,7 @@ def _arrival(
     prompt = _ids(rng, vocab_size, rng.randint(1, 24))
     if rng.random() < 0.75:
         shared = rng.choice(prefixes)
-        # Now and then the prompt is the prefix and nothing else: fully cached the second time.
+        # Sometimes the prompt is only the prefix: fully cached the second time.
         prompt = list(shared) if rng.random() < 0.25 else shared + prompt
     scoring = random.Random(f"scoring {number}.{caller}")
     sampling = _with_scores(scoring, _sampling(rng, vocab_size), vocab_size)
@@ -199,11 +199,11 @@ def _arrival(
     structured = random.Random(f"structured {number}.{caller}")
     if structured.random() < 0.3 and sampling.max_tokens != 0:
         sampling = _with_grammar(structured, sampling)
-        rules = replace(rules, banned_sequences=())  # what is allowed must not be banned
+        rules = replace(rules, banned_sequences=())  # allowed tokens must not be banned
     drawn_tokens = rng.randint(10, 32)
     max_tokens = drawn_tokens if sampling.max_tokens is None else sampling.max_tokens
     stop_ids = tuple(rng.sample(range(vocab_size), 8)) if rng.random() < 0.4 else (1,)
-    if sampling.structured_outputs is not None:  # other stop tokens may be all that is allowed
+    if sampling.structured_outputs is not None:  # the grammar may allow only other stop tokens
         stop_ids = (1,) if sampling.min_tokens else tuple(dict.fromkeys((1, *stop_ids)))
     at_step = rng.choice((0, 0, 0, rng.randint(1, 30)))
     asked = random.Random(f"asked {number}.{caller}")
@@ -236,7 +236,7 @@ def _arrival(
 
 
 def _beams(rng: random.Random, name: str, prefixes: list[list[int]], vocab_size: int) -> Arrival:
-    """A search of two or three beams, which the least max_num_seqs has seats for."""
+    """Return a search of two or three beams, which fits the smallest max_num_seqs."""
     prompt = rng.choice(prefixes)[: rng.randint(1, 40)] + _ids(rng, vocab_size, rng.randint(0, 6))
     n = rng.randint(1, 3)
     sampling = SamplingParams(
@@ -279,7 +279,7 @@ def _beams(rng: random.Random, name: str, prefixes: list[list[int]], vocab_size:
 def _with_processors(
     rng: random.Random, sampling: SamplingParams, vocab_size: int
 ) -> SamplingParams:
-    """What changes the log-probabilities that beams are compared by, and what ends them."""
+    """Add logits processors and stop conditions to a beam search."""
     bias = {rng.randrange(vocab_size): rng.uniform(-5, 5) for _ in range(3)}
     fields: dict[str, Any] = {}
     if rng.random() < 0.5:
@@ -324,7 +324,7 @@ def _sampling(rng: random.Random, vocab_size: int) -> SamplingParams:
 
 
 def _with_scores(rng: random.Random, sampling: SamplingParams, vocab_size: int) -> SamplingParams:
-    """Some ask for their prompt's scores, some for nothing else, some for listed ids."""
+    """Request prompt scores for some streams, only scores for others, listed ids for others."""
     prompt_logprobs = rng.choice((None, None, None, 0, 2, 5))
     if prompt_logprobs is not None and sampling.n == 1 and rng.random() < 0.3:
         return replace(sampling, prompt_logprobs=prompt_logprobs, max_tokens=0, min_tokens=0)
@@ -335,8 +335,8 @@ def _with_scores(rng: random.Random, sampling: SamplingParams, vocab_size: int) 
 def _with_rare(
     rng: random.Random, sampling: SamplingParams, prompt: list[int], vocab_size: int
 ) -> tuple[SamplingParams, TokenRules]:
-    """The rest of token choice, some of it at a time; mirostat in a third."""
-    few = rng.sample(range(2, vocab_size), 12)  # where few are allowed, tokens repeat themselves
+    """Add rarely used sampling parameters, a few at a time; mirostat in a third of the cases."""
+    few = rng.sample(range(2, vocab_size), 12)  # a small allowed set repeats tokens
     fields: dict[str, Any] = {
         "temperature": sampling.temperature or 1.0,
         "dry_multiplier": rng.choice((0.0, 0.8, 3.0)),
@@ -367,8 +367,10 @@ def _with_rare(
 
 
 def _with_grammar(rng: random.Random, sampling: SamplingParams) -> SamplingParams:
-    """The answer follows a grammar: with much that is certain, with little, one that may end early,
-    one that goes on for ever. Some ask for log-probabilities, which leaves nothing certain."""
+    """Add a grammar: with many or few forced tokens, one that may end early, one without end.
+
+    Some requests ask for log-probabilities, which excludes forced tokens.
+    """
     grammar = rng.choice(GRAMMARS)
     return replace(
         sampling,

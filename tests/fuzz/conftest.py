@@ -1,4 +1,6 @@
-"""Tests of this folder need schemathesis (`make fuzz` installs it); without it there are none."""
+"""Collect the tests of this directory only if schemathesis is installed (`make fuzz`
+installs it).
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""Compiles every kernel that a launcher launches, for a card that is not there.
+"""Compile every kernel that a launcher launches, without a GPU.
 
     TRITON_INTERPRET=0 python -m tests.gpu.compile_for [CASE...]
 
-Launchers are given tensors without memory; instead of a launch the kernel is compiled down to
-machine code for compute capability 9.0, with Triton's own assembler. Prints a JSON line a kernel:
-registers, bytes spilled, shared memory, matrix instructions, whether multiply-adds were fused,
-and of loops with matrix instructions how many of which kind.
-Needs no device and no driver. Knows nothing of speed.
+Launchers get tensors without memory; instead of launching, the kernel is compiled to machine code
+for compute capability 9.0 with Triton's own assembler. Prints a JSON line per kernel: registers,
+spilled bytes, shared memory, matrix instructions, whether multiply-adds were fused, and per loop
+the kinds of matrix instructions. Needs no device and no driver, and measures no speed.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from bench.gpu.launches import told_by, usage
+from bench.gpu.launches import tool_output, usage
 from quire.execute.gpu.kernels import attention as kernels
 from quire.execute.gpu.kernels import block_copy, store_kv
 from quire.execute.gpu.kernels import rows as row_kernels
@@ -54,8 +53,9 @@ Report = dict[str, Any]
 
 
 def _compiled(kernel: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Report:
-    """As a launch would have it compiled: numbers that are 1 are constants, whole numbers of 16
-    are known to be."""
+    """Compile as a launch would: arguments of 1 become constants, multiples of 16 are
+    specialized.
+    """
     backend = make_backend(TARGET)
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, options = bind(*arguments, **named)
@@ -68,13 +68,16 @@ def _compiled(kernel: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
 
 
 def _report(made: Any, name: str) -> Report:
-    loops = _matrix_loops(told_by("nvdisasm", "-c", made.asm["cubin"]))
+    loops = _matrix_loops(tool_output("nvdisasm", "-c", made.asm["cubin"]))
     return {"kernel": name, **usage(made), "loops": loops}
 
 
 def _matrix_loops(code: str) -> list[dict[str, int]]:
-    """Of each innermost loop with matrix instructions: how many instructions, these among them,
-    waits for these, and accesses to what did not fit into registers."""
+    """Return counts for each innermost loop with matrix instructions.
+
+    The counts are: instructions, matrix instructions, waits for them, accesses to spilled
+    registers.
+    """
     names: list[str] = []
     labels: dict[str, int] = {}
     spans: list[tuple[int, int]] = []
@@ -86,7 +89,7 @@ def _matrix_loops(code: str) -> list[dict[str, int]]:
             if found[1] == "BRA" and target and target[1] in labels:
                 spans.append((labels[target[1]], len(names)))
             names.append(found[1])
-    told = []
+    loops = []
     for first, last in spans:
         inside = [other for other in spans if first <= other[0] and other[1] < last]
         counts = {
@@ -99,13 +102,13 @@ def _matrix_loops(code: str) -> list[dict[str, int]]:
             for name in names[other[0] : other[1] + 1]
         )
         if counts["matrix"] and is_innermost:
-            told.append({"instructions": last - first + 1} | counts)
-    return told
+            loops.append({"instructions": last - first + 1} | counts)
+    return loops
 
 
 @contextmanager
 def compiling() -> Iterator[list[Report]]:
-    """While open, launches compile and are recorded."""
+    """Compile and record launches while open."""
     reports: list[Report] = []
     launch = JITFunction.run
 
@@ -120,18 +123,18 @@ def compiling() -> Iterator[list[Report]]:
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """A tensor without memory."""
+    """Return a tensor without memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def report(title: str, launch: Callable[[], Any]) -> list[Report]:
-    """What one call launches."""
+    """Report the kernels that one call launches."""
     with compiling() as reports:
         launch()
     return [{"case": title} | found for found in reports]
 
 
-# ---- attention and the cache: heads of an 8B model
+# ---- attention and the KV cache: heads of an 8B model
 
 LAYERS, BLOCKS, KV_HEADS, GROUP = 2, 64, 8, 4
 
@@ -159,7 +162,7 @@ def attention(
     window: int = 0,
     soft_cap: float = 0.0,
 ) -> None:
-    """Wide tiles, or narrow ones cut into items and merged."""
+    """Compile wide tiles, or narrow tiles split into work items and merged."""
     dtype = F32 if precision == "f32" else torch.bfloat16
     size = dtype.itemsize
     rows = kernels.narrow_rows(GROUP, is_exact=exact, itemsize=size)
@@ -222,7 +225,7 @@ ATTENTION: dict[str, Callable[[], Any]] = {
 }
 
 
-# ---- all else: layers of an 8B model, for one row and for many
+# ---- everything else: layers of an 8B model, for one row and for many
 
 WIDTH, MIDDLE = 4096, 14336
 
@@ -256,7 +259,7 @@ VOCABULARY = 128256
 
 
 def _params(rows: int) -> DeviceSamplingParams:
-    """Without memory, whose bits cannot be seen as another type's."""
+    """Return sampling parameters without memory, which cannot be viewed as another type."""
     numbers = {name: tensor(rows, dtype=F32) for name in ("temperature", "top_p", "min_p")}
     ints = {name: tensor(rows, dtype=I32) for name in ("top_k", "streams", "positions")}
     seeds = tensor(rows, dtype=torch.int64)
@@ -354,7 +357,7 @@ CASES: dict[str, Callable[[], Any]] = ATTENTION | {
     "int4-g64 by bf16, 1 row": lambda: _int4(1, 64, by_integers=False),
     "int4-g128 by bf16, 2048 rows": lambda: _int4(2048, 128, by_integers=False),
 }
-# By name only: what differs little from those.
+# Only selected by name: nearly identical to the cases above.
 MORE: dict[str, Callable[[], Any]] = {
     "decode attention, blocks of 64": lambda: attention(block_size=64),
     "decode attention, exact": lambda: attention(exact=True),
@@ -372,7 +375,7 @@ MORE: dict[str, Callable[[], Any]] = {
 
 
 def main(titles: list[str]) -> None:
-    """Print what these cases compile to, or all that are tested."""
+    """Print the compiled kernels of the named cases, or of all tested cases."""
     known = CASES | MORE
     for title in titles or CASES:
         for found in report(title, known[title]):

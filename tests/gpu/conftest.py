@@ -1,5 +1,7 @@
-"""Without PyTorch and Triton nothing here can be imported, and so nothing is collected: the default
-suite needs neither. `make gpu` installs both."""
+"""Collect nothing without PyTorch and Triton: the default suite needs neither.
+
+`make gpu` installs both.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ if IS_INSTALLED:
 
     @pytest.fixture(autouse=True)
     def new_memory_holds_rubbish() -> Iterator[None]:
-        """What torch.empty gives is NaN, or the largest integers: who reads what he has not written
-        finds out, also in the scratch that launchers make for themselves."""
+        """Fill the memory of torch.empty with NaN or the largest integers, so that reads of
+        uninitialized memory show, including the scratch buffers of launchers.
+        """
         torch.use_deterministic_algorithms(True, warn_only=True)
         yield
         torch.use_deterministic_algorithms(False)

@@ -1,4 +1,4 @@
-"""Tensors for kernel tests: from NumPy and back, bf16 as rounded f32, scratch full of NaN."""
+"""Tensors for kernel tests: NumPy conversion, bf16 as rounded f32, scratch filled with NaN."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from quire.weights.dtypes import round_to_bf16
 
 Float32s = NDArray[np.float32]
 TYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
-# A bf16 result may land on the other side of a rounding border: one step of its eight bits.
+# A bf16 result may round to the neighbouring value: one step of its eight bits.
 BF16_STEP = 2.0**-7
 
 
 def normal(rng: np.random.Generator, *shape: int, dtype: str = "f32") -> Float32s:
-    """Normal numbers that `dtype` holds."""
+    """Return normal numbers representable in `dtype`."""
     return rounded(rng.standard_normal(shape).astype(np.float32), dtype)
 
 
 def rounded(values: Float32s, dtype: str) -> Float32s:
-    """As stored in `dtype`."""
+    """Round to `dtype`."""
     return round_to_bf16(values) if dtype == "bf16" else values
 
 
 def tensor(values: Float32s, dtype: str = "f32") -> torch.Tensor:
-    """A tensor of its own memory."""
+    """Return a tensor in its own memory."""
     return torch.from_numpy(np.array(values)).to(TYPES[dtype])
 
 
 def wide(values: Float32s, dtype: str, *, pad: int = 3) -> torch.Tensor:
-    """The same, as columns of a buffer that holds NaN beside them."""
+    """Return the tensor as columns of a wider buffer filled with NaN."""
     rows, columns = values.shape
     buffer = torch.full((rows, columns + 2 * pad), float("nan"), dtype=TYPES[dtype])
     buffer[:, pad : pad + columns] = tensor(values, dtype)
@@ -38,15 +38,15 @@ def wide(values: Float32s, dtype: str, *, pad: int = 3) -> torch.Tensor:
 
 
 def empty(rows: int, columns: int, dtype: str = "f32") -> torch.Tensor:
-    """Columns of a buffer that holds nothing but NaN."""
+    """Return columns of a buffer filled with NaN."""
     return wide(np.full((rows, columns), np.nan, np.float32), dtype)
 
 
 def array(tensor: torch.Tensor) -> Float32s:
-    """As f32."""
+    """Convert to an f32 array."""
     return tensor.detach().to(torch.float32).numpy().copy()
 
 
 def same_bits(x: Float32s, y: Float32s) -> bool:
-    """Equal to the last bit; NaN equals NaN."""
+    """Compare bit for bit; NaN equals NaN."""
     return bool(((x.view(np.uint32) == y.view(np.uint32)) | (np.isnan(x) & np.isnan(y))).all())

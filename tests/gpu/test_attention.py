@@ -1,4 +1,4 @@
-"""Attention's kernels: values against plain softmax, and a row's bits whatever is beside it."""
+"""Attention kernels: values match plain softmax, and a row's bits do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from tests.gpu.attention_world import Shape, World  # noqa: E402
+from tests.gpu.paged_attention import Shape, World  # noqa: E402
 
-# NumPy, in the interpreter, warns of the NaN of rows that are nobody's.
+# In the interpreter, NumPy warns of NaN in padding rows.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")]
 
 NARROW, EXACT, WIDE = 16, 64, 128
@@ -25,7 +25,7 @@ def _check(world: World, spans, got, *, tolerance: float | None = None) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "f32", "int8", "fp8"])
 @pytest.mark.parametrize("rows", [NARROW, WIDE])
-def test_a_mix_of_chunks_and_decode_rows_is_softmax(precision: str, rows: int) -> None:
+def test_mixed_chunks_and_decode_rows_match_softmax(precision: str, rows: int) -> None:
     shape = Shape(precision=precision, query="f32" if precision == "f32" else "bf16")
     world = World(shape, [290, 70, 1, 33])
     spans = [(0, 285, 290), (1, 0, 70), (2, 0, 1), (3, 32, 33)]
@@ -48,27 +48,27 @@ def test_a_mix_of_chunks_and_decode_rows_is_softmax(precision: str, rows: int) -
     ],
     ids=str,
 )
-def test_windows_caps_sinks_and_odd_shapes_are_softmax(shape: Shape) -> None:
+def test_windows_soft_caps_sinks_and_odd_shapes_match_softmax(shape: Shape) -> None:
     world = World(shape, [281, 40])
     spans = [(0, 270, 281), (1, 0, 40)]
     _check(world, spans, world.run(spans, rows=EXACT))
 
 
-def test_a_head_wider_than_128_is_softmax() -> None:
+def test_a_head_wider_than_128_matches_softmax() -> None:
     world = World(Shape(head_dim=160, kv_heads=1, group=1), [66])
     _check(world, [(0, 60, 66)], world.run([(0, 60, 66)], rows=EXACT))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 @pytest.mark.parametrize("window", [0, 50, 260])
-def test_a_row_alone_is_the_row_among_others_bit_for_bit(precision: str, window: int) -> None:
+def test_a_row_is_bitwise_equal_alone_and_in_a_batch(precision: str, window: int) -> None:
     world = World(Shape(precision=precision, window=window, kv_heads=1), [283, 90, 5])
     chunk = world.run([(1, 30, 90), (0, 250, 283), (2, 0, 5)], rows=EXACT)
     for position, place in [(250, 60), (256, 66), (282, 92)]:
         alone = world.run([(0, position, position + 1)], rows=EXACT)
         assert torch.equal(alone[0], chunk[place])
-    # Another cut of the same chunk, its tiles begin elsewhere; and tiles of other sizes, which in
-    # the interpreter add in one order (on a GPU those of 64 rows and more do).
+    # Other cuts of the same chunk start tiles elsewhere. Tiles of other sizes add in the same order
+    # in the interpreter (on a GPU those of 64 rows and more do).
     again = world.run([(0, 239, 283)], rows=EXACT)
     assert torch.equal(again[11:], chunk[60:93])
     assert torch.equal(world.run([(0, 250, 283)], rows=WIDE), chunk[60:93])
@@ -78,7 +78,7 @@ def test_a_row_alone_is_the_row_among_others_bit_for_bit(precision: str, window:
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize("window", [0, 257])
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_items_of_any_pieces_merge_to_the_same_bits(
+def test_work_items_of_any_split_merge_to_the_same_bits(
     precision: str, window: int, has_sinks: bool
 ) -> None:
     shape = Shape(precision=precision, window=window, has_sinks=has_sinks, head_dim=32)
@@ -92,7 +92,7 @@ def test_items_of_any_pieces_merge_to_the_same_bits(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_a_broken_token_reaches_only_rows_that_see_it(precision: str) -> None:
+def test_a_nan_token_reaches_only_rows_that_attend_to_it(precision: str) -> None:
     shape = Shape(precision=precision, window=30)
     sound, broken = World(shape, [60]), World(shape, [60])
     block, place = broken.at(0, 20)
@@ -105,10 +105,10 @@ def test_a_broken_token_reaches_only_rows_that_see_it(precision: str) -> None:
     assert torch.equal(got[50:], wanted[50:])
 
 
-def test_a_launch_with_nothing_to_do_is_fine() -> None:
+def test_an_empty_launch_succeeds() -> None:
     assert World(Shape(), [1]).run([(0, 0, 1)], rows=NARROW, programs=1, idle=3).isfinite().all()
 
 
-def test_more_heads_than_a_tile_has_rows_are_refused() -> None:
+def test_more_heads_than_rows_of_a_tile_are_rejected() -> None:
     with pytest.raises(ValueError, match="20 query heads share a KV head; tiles of 16 rows"):
         World(Shape(group=20), [1]).run([(0, 0, 1)], rows=NARROW)

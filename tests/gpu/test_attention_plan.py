@@ -1,4 +1,4 @@
-"""Plans of attention: every row's every piece is done once, and captured launches have room."""
+"""Attention plans: every piece of every row is done once, and captured launches have room."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ lengths = st.lists(st.tuples(st.integers(1, 70), st.integers(0, 3_000)), min_siz
     programs=st.sampled_from([0, 1, 40, 1_056]),
     max_partials=st.sampled_from([0, 7, 1_000]),
 )
-def test_each_piece_of_each_row_is_in_one_item(
+def test_each_piece_of_each_row_is_in_one_work_item(
     spans: list[tuple[int, int]],
     group: int,
     rows: int,
@@ -77,7 +77,7 @@ def test_each_piece_of_each_row_is_in_one_item(
         assert len(plan.items) <= most
 
 
-def test_no_sequences_are_no_items() -> None:
+def test_no_sequences_give_no_work_items() -> None:
     empty = np.zeros(0, np.int32)
     plan = plans.plan_tiles(
         np.zeros(1, np.int32),
@@ -94,8 +94,8 @@ def test_no_sequences_are_no_items() -> None:
 
 
 @pytest.mark.parametrize(("sequences", "items"), [(1, 16), (16, 64), (64, 64), (256, 256)])
-def test_tiles_are_cut_only_while_programs_lack(sequences: int, items: int) -> None:
-    """At 4,096 positions and 8 KV heads, on a card of 132 multiprocessors."""
+def test_tiles_are_split_only_to_fill_the_gpu(sequences: int, items: int) -> None:
+    """Plan for 4,096 positions and 8 KV heads on a GPU of 132 multiprocessors."""
     plan = plans.plan_tiles(
         np.arange(sequences + 1, dtype=np.int32),
         np.full(sequences, 4095, np.int32),
@@ -109,7 +109,7 @@ def test_tiles_are_cut_only_while_programs_lack(sequences: int, items: int) -> N
     assert len(plan.items) == items
 
 
-def test_a_plan_larger_than_its_launch_is_refused() -> None:
+def test_a_plan_larger_than_its_captured_launch_is_rejected() -> None:
     plan = plans.plan_tiles(
         np.array([0, 1], np.int32),
         np.array([2_000], np.int32),

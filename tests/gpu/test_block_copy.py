@@ -1,4 +1,4 @@
-"""Blocks of a pool: copied in order, exported and imported, byte for byte."""
+"""Blocks of a pool: copied in order, exported and imported byte for byte."""
 
 from __future__ import annotations
 
@@ -45,9 +45,7 @@ def _same(x: CachePool, y: CachePool) -> bool:
     [[], [(0, 5)], [(1, 2), (2, 3), (3, 1)], [(0, 1), (0, 2), (4, 0), (6, 6), (5, 1)]],
     ids=str,
 )
-def test_blocks_are_copied_one_after_the_other(
-    precision: str, pairs: list[tuple[int, int]]
-) -> None:
+def test_blocks_are_copied_in_order(precision: str, pairs: list[tuple[int, int]]) -> None:
     pool, wanted = _pool(precision, 1), _pool(precision, 1)
     for source, target in pairs:
         for part in _bytes(wanted):
@@ -58,13 +56,13 @@ def test_blocks_are_copied_one_after_the_other(
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_what_is_exported_is_imported_by_an_equal_pool(precision: str) -> None:
+def test_exported_blocks_are_imported_by_an_equal_pool(precision: str) -> None:
     pool, other, untouched = (_pool(precision, seed) for seed in (1, 2, 2))
     blocks = torch.tensor([4, 0, 6], dtype=torch.int32)
     raw = torch.zeros((3, pool.block_bytes), dtype=torch.uint8)
     assert pool.block_bytes == 16 * token_bytes(precision, layers=3, kv_heads=3, head_dim=20)
     export_blocks(pool, blocks, raw)
-    # Layer after layer the values, then layer after layer the scales.
+    # The values of every layer, then the scales of every layer.
     for row, block in enumerate([4, 0, 6]):
         wanted = torch.cat([part[:, block].reshape(-1) for part in _bytes(pool)])
         assert torch.equal(raw[row], wanted)
@@ -74,7 +72,7 @@ def test_what_is_exported_is_imported_by_an_equal_pool(precision: str) -> None:
         assert torch.equal(got[:, [0, 4, 5, 6]], before[:, [0, 4, 5, 6]])
 
 
-def test_bytes_of_another_geometry_are_refused() -> None:
+def test_bytes_of_another_geometry_are_rejected() -> None:
     pool = _pool("int8", 1)
     with pytest.raises(ValueError, match=r"uint8 \[1, 6912\], side by side, is needed"):
         export_blocks(pool, torch.zeros(1, dtype=torch.int32), torch.zeros((1, 8)))

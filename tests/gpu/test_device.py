@@ -1,4 +1,4 @@
-"""Which device is taken, and what is said where one cannot be: machines of every kind, shown."""
+"""Device selection, and the errors of unusable devices, on emulated machines of every kind."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ def _said(wanted: str, machine: Machine) -> str:
 @pytest.mark.parametrize(
     ("wanted", "device"), [("auto", "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1")]
 )
-def test_a_card_is_taken_where_it_is_meant(wanted: str, device: str) -> None:
+def test_an_available_gpu_is_selected(wanted: str, device: str) -> None:
     assert str(choose(wanted, MACHINE)) == device
 
 
-def test_auto_is_the_cpu_only_where_there_is_no_sign_of_a_card() -> None:
+def test_auto_selects_the_cpu_only_without_signs_of_a_gpu() -> None:
     assert str(choose("auto", NONE)) == "cpu"
     assert str(choose("cpu", MACHINE)) == "cpu"
     assert "too old" in _said("auto", replace(NONE, trouble="The NVIDIA driver is too old"))
@@ -85,7 +85,7 @@ def test_auto_is_the_cpu_only_where_there_is_no_sign_of_a_card() -> None:
     assert str(choose("auto", replace(NONE, trouble=hidden))) == "cpu"
 
 
-def test_the_reason_says_what_was_found() -> None:
+def test_the_reason_states_what_was_found() -> None:
     card, cpu = torch.device("cuda", 0), torch.device("cpu")
     assert reason("auto", card, MACHINE) == "--device auto: the first of 2 found"
     assert reason("cuda:0", card, MACHINE) == "--device cuda:0"
@@ -97,26 +97,26 @@ def test_the_reason_says_what_was_found() -> None:
     assert reason("auto", cpu, NONE).endswith("the driver shows none")
 
 
-def test_a_build_without_cuda_is_told_with_what_to_install() -> None:
+def test_a_build_without_cuda_names_what_to_install() -> None:
     said = _said("cuda", replace(NONE, torch_version="2.13.0+cpu", built_for=""))
     assert "2.13.0+cpu" in said
     assert "without CUDA" in said
     assert "--device cpu" in said
 
 
-def test_no_driver_is_told_in_the_drivers_words_and_ours() -> None:
+def test_a_missing_driver_is_reported_with_the_drivers_message() -> None:
     said = _said("cuda:0", replace(NONE, trouble="Found no NVIDIA driver on your system."))
     assert "Found no NVIDIA driver" in said
     assert "CUDA 12.8" in said
     assert "the driver shows none" in _said("cuda", NONE)
 
 
-def test_a_card_that_is_not_there_is_told_with_those_that_are() -> None:
+def test_a_missing_device_index_is_reported_with_the_existing_ones() -> None:
     assert "cuda:0 to cuda:1" in _said("cuda:2", MACHINE)
     assert "only cuda:0" in _said("cuda:1", replace(MACHINE, cards=(CARD,)))
 
 
-def test_fp8_is_for_cards_that_know_it(tmp_path: Path) -> None:
+def test_fp8_needs_a_supporting_gpu(tmp_path: Path) -> None:
     old = replace(MACHINE, cards=(replace(CARD, capability=(8, 6), architecture="sm_86"), CARD))
     assert [has_fp8(torch.device("cuda", index), old) for index in (0, 1)] == [False, True]
     assert has_fp8(torch.device("cpu"), old)
@@ -129,7 +129,7 @@ def test_fp8_is_for_cards_that_know_it(tmp_path: Path) -> None:
             made.check_program(program)
 
 
-def test_an_embedding_in_blocks_is_not_gathered_from_on_a_card(tmp_path: Path) -> None:
+def test_a_block_packed_embedding_is_not_gathered_on_a_gpu(tmp_path: Path) -> None:
     spec = open_model(write_tiny_llama(tmp_path, tie_word_embeddings=True))
     plain = build_program(spec, dtype=DType.BF16, max_positions=64)
     made = TorchExecutorClass(torch.device("cuda", 0))
@@ -139,7 +139,7 @@ def test_an_embedding_in_blocks_is_not_gathered_from_on_a_card(tmp_path: Path) -
             made.check_program(quantize(plain, precision, head=precision))
 
 
-def test_steps_are_captured_on_a_card_unless_told_otherwise(
+def test_steps_are_captured_on_a_gpu_unless_disabled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []
@@ -160,7 +160,7 @@ def test_steps_are_captured_on_a_card_unless_told_otherwise(
     assert capture_of(torch.device("cpu")) is None
 
 
-def test_too_old_a_card_is_refused_by_its_capability() -> None:
+def test_an_old_gpu_is_rejected_by_its_compute_capability() -> None:
     old = replace(CARD, name="Tesla T4", capability=(7, 5), architecture="sm_75")
     said = _said("cuda", replace(MACHINE, cards=(old,), architectures=("sm_75", "sm_90")))
     assert "Tesla T4" in said
@@ -171,14 +171,14 @@ def test_too_old_a_card_is_refused_by_its_capability() -> None:
 @pytest.mark.parametrize(
     ("capability", "architectures", "fits"),
     [
-        ((8, 9), ("sm_80", "sm_90"), True),  # a later minor version of the same
+        ((8, 9), ("sm_80", "sm_90"), True),  # a later minor version
         ((12, 0), ("sm_80", "sm_90"), False),
         ((12, 0), ("sm_80", "compute_90"), True),  # compiled by the driver
         ((8, 0), ("sm_86",), False),
         ((9, 0), ("sm_90a",), True),
     ],
 )
-def test_a_pytorch_built_for_other_cards_is_told(
+def test_a_pytorch_built_for_other_gpus_is_reported(
     capability: tuple[int, int], architectures: tuple[str, ...], fits: bool
 ) -> None:
     name = f"sm_{capability[0]}{capability[1]}"
@@ -192,14 +192,14 @@ def test_a_pytorch_built_for_other_cards_is_told(
         assert architectures[0] in said
 
 
-def test_triton_that_cannot_be_used_is_told_with_what_it_needs(
+def test_an_unusable_triton_is_reported_with_its_requirements(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said = _said("cuda", replace(MACHINE, triton_trouble="Failed to find C compiler."))
     assert "Failed to find C compiler" in said
     assert "pip install 'triton>=3.4'" in said
     assert "python3-dev" in said
-    assert bool(devices._triton_trouble()) != torch.cuda.is_available()  # it drives no CPU
+    assert bool(devices._triton_trouble()) != torch.cuda.is_available()  # Triton supports no CPU
     monkeypatch.setattr(devices, "find_spec", lambda name: None)
     assert devices._triton_trouble() == "it is not installed"
 
@@ -208,7 +208,7 @@ def test_triton_that_cannot_be_used_is_told_with_what_it_needs(
     ("version", "is_old"),
     [("3.3.1", True), ("2.9", True), ("3", True), ("3.4.0", False), ("3.10.0+git1", False)],
 )
-def test_a_triton_that_is_too_old_is_told(
+def test_an_old_triton_is_reported(
     version: str, is_old: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("triton.__version__", version)
@@ -216,20 +216,20 @@ def test_a_triton_that_is_too_old_is_told(
     assert (devices._triton_trouble() == said) == is_old
 
 
-def test_other_makers_cards_are_not_refused_by_nvidias_numbers() -> None:
+def test_gpus_of_other_vendors_are_not_rejected_by_nvidia_versions() -> None:
     card = replace(CARD, name="MI300X", capability=(9, 4), architecture="gfx942")
     rocm = replace(MACHINE, built_for="ROCm 6.3", cards=(card,), architectures=("gfx942",))
     assert choose("auto", rocm).type == "cuda"
     assert "gfx90a" in _said("auto", replace(rocm, architectures=("gfx90a",)))
 
 
-def test_looking_at_this_machine_finds_what_pytorch_says() -> None:
+def test_detection_on_this_machine_agrees_with_pytorch() -> None:
     machine = look()
     assert machine.torch_version == torch.__version__
     assert bool(machine.cards) == torch.cuda.is_available()
 
 
-def test_less_memory_than_the_weights_is_refused_before_loading_with_the_sum() -> None:
+def test_weights_larger_than_memory_are_rejected_before_loading() -> None:
     needs = MemoryNeeds(
         weights_bytes=16 * GIB,
         step_bytes=GIB,
@@ -249,7 +249,7 @@ def test_less_memory_than_the_weights_is_refused_before_loading_with_the_sum() -
     assert sum(line.num_bytes for line in plan.lines[:-1]) == plan.lines[-1].num_bytes
 
 
-def test_a_cache_takes_what_is_left_of_a_device_of_its_own() -> None:
+def test_the_kv_cache_takes_the_rest_of_device_memory() -> None:
     needs = MemoryNeeds(
         weights_bytes=GIB,
         step_bytes=0,
@@ -264,7 +264,7 @@ def test_a_cache_takes_what_is_left_of_a_device_of_its_own() -> None:
     assert plan.lines[-1].num_bytes < 2**21  # less than a block
 
 
-def test_what_is_left_after_loading_is_checked() -> None:
+def test_the_memory_left_after_loading_is_checked() -> None:
     assert check_left(torch.device("cpu")) == ""
     card = torch.device("cuda", 0)
     assert "2048.0 MiB left" in check_left(card, free_bytes=2 * GIB)
@@ -272,7 +272,7 @@ def test_what_is_left_after_loading_is_checked() -> None:
         check_left(card, free_bytes=GIB // 8)
 
 
-def test_a_step_without_memory_fails_and_a_lost_device_ends_the_engine() -> None:
+def test_out_of_memory_fails_a_step_and_a_lost_device_ends_the_engine() -> None:
     memory = pytest.raises(WorkerError, match="no memory left for this step")
     with memory as caught, device_errors("step"):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
@@ -283,7 +283,7 @@ def test_a_step_without_memory_fails_and_a_lost_device_ends_the_engine() -> None
         raise RuntimeError("shapes disagree")
 
 
-# What PyTorch adds to each of the driver's errors, from its second line on.
+# The text that PyTorch appends to each driver error, from its second line on.
 ADDED = (
     "\nCUDA kernel errors might be asynchronously reported at some other API call, so the "
     "stacktrace below might be incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
@@ -295,12 +295,12 @@ ADDED = (
     "said",
     [
         "CUDA error: out of memory" + ADDED,  # a graph, or pinned memory
-        "Triton Error [CUDA]: out of memory",  # a kernel that is loaded
+        "Triton Error [CUDA]: out of memory",  # a kernel while it is loaded
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "HIP error: out of memory",
     ],
 )
-def test_memory_that_the_driver_lacks_makes_a_step_smaller(said: str) -> None:
+def test_driver_out_of_memory_shrinks_the_step(said: str) -> None:
     with pytest.raises(StepMemoryError, match="no memory left"), device_errors("step"):
         raise RuntimeError(said)
 
@@ -318,7 +318,7 @@ def test_memory_that_the_driver_lacks_makes_a_step_smaller(said: str) -> None:
         "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`",
     ],
 )
-def test_a_device_that_fails_for_good_is_lost_whoever_says_so(said: str) -> None:
+def test_a_permanent_device_error_is_a_lost_device_from_any_source(said: str) -> None:
     with pytest.raises(DeviceLost), device_errors("step"):
         raise RuntimeError(said)
 
@@ -332,7 +332,7 @@ def test_a_device_that_fails_for_good_is_lost_whoever_says_so(said: str) -> None
         "mat1 and mat2 shapes cannot be multiplied" + ADDED,
     ],
 )
-def test_a_call_that_was_refused_fails_its_step_and_not_the_engine(said: str) -> None:
+def test_a_rejected_call_fails_its_step_and_not_the_engine(said: str) -> None:
     with pytest.raises(RuntimeError) as caught, device_errors("step"):
         raise RuntimeError(said)
     assert not isinstance(caught.value, WorkerError)

@@ -1,4 +1,4 @@
-"""One answer, on CPU tensors: drawn workloads give each request what it gets alone, bit for bit.
+"""One Answer on CPU tensors: requests of drawn workloads match their run alone, bit for bit.
 
 The cases, the engine and the comparison are those of tests/exact; QUIRE_GPU_EXACT_CASES draws more.
 """
@@ -16,7 +16,7 @@ from quire.execute.executor import Executor  # noqa: E402
 from quire.program.tensors import DType  # noqa: E402
 from tests.exact.rig import AloneRuns, Model, differences, run_case  # noqa: E402
 from tests.exact.workload import VOCAB_SIZE, draw_case  # noqa: E402
-from tests.gpu.opened import BLOCK_SIZE, torch_executor  # noqa: E402
+from tests.gpu.torch_models import BLOCK_SIZE, torch_executor  # noqa: E402
 from tests.models.cases_mistral import MISTRAL  # noqa: E402
 from tests.tiny_models import write_tiny, write_tiny_llama  # noqa: E402
 
@@ -27,7 +27,7 @@ MAX_ROWS = 512
 
 
 class TorchModel(Model):
-    """A model of tests/exact that the torch executor runs."""
+    """A model of tests/exact on the torch executor."""
 
     def make_executor(self, num_threads: int) -> Executor:
         return torch_executor(self.folder, self.program, max_tokens=MAX_ROWS, blocks=BLOCK_SIZE)
@@ -51,12 +51,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
         model.close()
 
 
-def test_every_request_gets_what_it_gets_alone(models: list[Model]) -> None:
-    alone, told, seen = AloneRuns(), [], 0
+def test_batched_requests_match_requests_run_alone(models: list[Model]) -> None:
+    alone, lines, seen = AloneRuns(), [], 0
     for number in range(NUM_CASES):
         case = draw_case(number, num_models=len(models), vocab_size=VOCAB_SIZE)
         outcome = run_case(models[case.model], case)
-        told += differences(models[case.model], outcome, alone)
+        lines += differences(models[case.model], outcome, alone)
         seen += outcome.preempted + outcome.prefix_hit + outcome.chunked + outcome.forked
-    assert not told, f"{len(told)} differences:\n" + "\n".join(told[:10])
-    assert seen >= NUM_CASES, "the cases are too easy to prove anything"
+    assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:10])
+    assert seen >= NUM_CASES, "the cases do not cover enough"

@@ -1,5 +1,7 @@
-"""Heads on their way to the cache in one launch: where operations are taken together, how many
-launches that saves a layer, and that answers stay what they are."""
+"""One fused launch for norm, rope and KV store of the heads.
+
+The tests check where operations are fused, the launches saved per layer, and unchanged outputs.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ from quire.execute.gpu.fused import HeadsToCache, launches  # noqa: E402
 from quire.program.ops import Norm, Op, Rope  # noqa: E402
 from quire.program.program import Program  # noqa: E402
 from quire.program.tensors import DType  # noqa: E402
-from tests.gpu.launched import launched  # noqa: E402
-from tests.gpu.opened import program_of, sequence_logits, torch_executor  # noqa: E402
+from tests.gpu.launch_log import launched  # noqa: E402
+from tests.gpu.torch_models import program_of, sequence_logits, torch_executor  # noqa: E402
 from tests.models.case import Case  # noqa: E402
 from tests.models.cases import CASES  # noqa: E402
 
@@ -27,7 +29,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarnin
 
 LLAMA = Case("llama", {"num_hidden_layers": 1}, seed=3, stored="bf16")
 QWEN3 = next(case for case in CASES if case.name.startswith("qwen3"))
-TOLERANCE = 0.01  # as a share of the largest logit, in bf16: a norm adds in another order
+TOLERANCE = 0.01  # as a share of the largest logit, in bf16: the fused norm adds in another order
 
 
 def _apart(program: Program, segment: str) -> Iterator[Op]:
@@ -35,7 +37,7 @@ def _apart(program: Program, segment: str) -> Iterator[Op]:
 
 
 def _kinds(program: Program) -> list[str]:
-    """A layer's first steps."""
+    """Return the first steps of a layer."""
     found = []
     for step in launches(program, "trunk"):
         found.append("heads" if isinstance(step, HeadsToCache) else step.kind)
@@ -45,7 +47,7 @@ def _kinds(program: Program) -> list[str]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_family_with_ropes_has_one_launch_for_its_heads(case: Case, tmp_path: Path) -> None:
+def test_every_family_with_rope_has_one_launch_for_its_heads(case: Case, tmp_path: Path) -> None:
     program = program_of(case.write(tmp_path), DType.BF16)
     trunk = program.segments["trunk"]
     steps = list(launches(program, "trunk"))
@@ -59,7 +61,7 @@ def test_every_family_with_ropes_has_one_launch_for_its_heads(case: Case, tmp_pa
     assert _kinds(program)[-1] == "attention"
 
 
-def test_operations_that_do_not_suit_stay_apart(tmp_path: Path) -> None:
+def test_unsuitable_operations_stay_separate(tmp_path: Path) -> None:
     program = program_of(QWEN3.write(tmp_path), DType.BF16)
     trunk = list(program.segments["trunk"])
     at = next(index for index, op in enumerate(trunk) if isinstance(op, Rope))
@@ -71,7 +73,7 @@ def test_operations_that_do_not_suit_stay_apart(tmp_path: Path) -> None:
 
     first, second = trunk[at - 2 : at], trunk[at : at + 2]
     assert kinds(*first, *second)[-2:] == ["heads", "attention"]
-    assert kinds(*first)[-2:] == ["heads", "attention"]  # without a rope
+    assert kinds(*first)[-2:] == ["heads", "attention"]  # without rope
     assert kinds(*first[::-1], *second)[-4:] == ["norm", "norm", "heads", "attention"]
     other = replace(first[1], eps=0.5)
     assert kinds(first[0], other, *second)[-4:] == ["norm", "norm", "heads", "attention"]
@@ -83,10 +85,12 @@ def test_operations_that_do_not_suit_stay_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "apart", "together"), [(LLAMA, 11, 9), (QWEN3, 13, 9)], ids=["llama", "qwen3"]
 )
-def test_launches_of_a_layer_before_and_after(
+def test_launches_of_a_layer_with_and_without_fusion(
     case: Case, apart: int, together: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Two norms, four products, the heads, attention (not cut, so not merged), the activation."""
+    """A layer has two norms, four products, heads, attention (unsplit, so no merge) and
+    activation.
+    """
     folder = case.write(tmp_path)
     program = program_of(folder, DType.BF16)
     ids = case.token_ids[:1]
@@ -97,8 +101,8 @@ def test_launches_of_a_layer_before_and_after(
         with launched(monkeypatch) as names:
             logits.append(sequence_logits(executor, ids, max_positions=program.max_positions))
         layers = program.caches[0].layers
-        # Beside the layers: the slots' last tokens, embed, the last sum; the sampled rows, their
-        # norm and the head.
+        # Outside the layers: last tokens of slots, embedding, last residual add; row gather, norm,
+        # head.
         counts.append((len(names) - 6) / layers)
     assert counts == [apart, together]
     assert np.abs(logits[0] - logits[1]).max() <= TOLERANCE * np.abs(logits[0]).max()

@@ -1,5 +1,7 @@
-"""Captured steps: what is captured when, and that the padded rows of steps of one token a sequence
-are not seen. Mixed steps are in test_mixed_graphs.py, sizes in test_step_sizes.py."""
+"""Captured decode steps: when steps are captured, and that padding rows have no effect.
+
+Mixed steps are in test_mixed_graphs.py, step sizes in test_step_sizes.py.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ LLAMA = Case("llama", {"num_hidden_layers": 1}, seed=3, stored="bf16")
 
 
 class Recorder:
-    """A capture that keeps functions, and counts replays."""
+    """A capture that stores functions and counts replays."""
 
     def __init__(self) -> None:
         self.captured = self.replayed = 0
@@ -45,7 +47,7 @@ class Recorder:
         return replay
 
 
-def test_a_size_is_computed_then_captured_then_replayed_until_all_is_forgotten() -> None:
+def test_a_size_is_run_then_captured_then_replayed_until_reset() -> None:
     recorder, done = Recorder(), []
     graphs = Graphs(recorder)
     for _ in range(3):
@@ -59,7 +61,7 @@ def test_a_size_is_computed_then_captured_then_replayed_until_all_is_forgotten()
 
 
 def decode_batch(ids: list[int], depths: list[int]) -> ForwardBatch:
-    """A step of one token for each of several sequences, at some depth of tables of their own."""
+    """Return a decode step of several sequences, at some depth of their own block tables."""
     count = len(ids)
     positions = np.array(depths, np.int32)
     tables = np.arange(count * COLUMNS, dtype=np.int32).reshape(count, COLUMNS)[:, ::-1].copy()
@@ -85,7 +87,7 @@ def _steps(executor: TorchExecutor, counts: list[int]) -> list[np.ndarray]:
     return found
 
 
-def test_replayed_steps_give_the_bits_of_steps_that_are_launched(tmp_path: Path) -> None:
+def test_replayed_steps_have_the_bits_of_launched_steps(tmp_path: Path) -> None:
     folder, recorder = LLAMA.write(tmp_path), LaunchCapture()
     program = program_of(folder, DType.BF16)
     counts = [5, 6, 7, 3, 1, 1]
@@ -97,7 +99,7 @@ def test_replayed_steps_give_the_bits_of_steps_that_are_launched(tmp_path: Path)
     assert recorder.replayed == 3
 
 
-def test_tokens_are_chosen_where_the_logits_are(tmp_path: Path) -> None:
+def test_tokens_are_sampled_on_the_device(tmp_path: Path) -> None:
     folder = LLAMA.write(tmp_path)
     executor = torch_executor(folder, program_of(folder, DType.BF16), kernels=True)
     batch = decode_batch([3, 4, 5], [0, 0, 0])

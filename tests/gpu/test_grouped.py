@@ -1,4 +1,6 @@
-"""Experts and adapters: near their twins, and rows that depend on nobody else's choice."""
+"""Experts and adapters: values near the reference, and rows that depend on no other row's
+choice.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ TOLERANCE = {"f32": 1e-4, "bf16": 3e-2}
 
 
 def ints(values: NDArray[np.integer]) -> torch.Tensor:
-    """int32."""
+    """Convert to int32."""
     return torch.from_numpy(np.ascontiguousarray(values, np.int32))
 
 
@@ -36,7 +38,7 @@ def test_groups_hold_each_slot_once_in_blocks_of_one_matrix(slots: int, count: i
     assert sorted(found) == [slot for slot in range(slots) if 0 <= ids[slot] < count]
 
 
-def test_nobody_with_a_matrix() -> None:
+def test_no_row_with_a_matrix() -> None:
     groups = Groups.of(ints(np.full(3, -1)), 2)
     y = empty(3, 5)
     grouped(tensor(np.ones((3, 4), np.float32)), torch.ones(2, 5, 4), y, groups)
@@ -44,9 +46,9 @@ def test_nobody_with_a_matrix() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_experts(dtype: str) -> None:
+def test_expert_products_match_the_reference(dtype: str) -> None:
     rng = np.random.default_rng(1)
-    x = normal(rng, 27, 70, dtype=dtype)  # 32 rows a block, and 16 of a row alone
+    x = normal(rng, 27, 70, dtype=dtype)  # 32 rows per block, and 16 of a row alone
     gate_up, down = normal(rng, 3, 2 * 36, 70, dtype=dtype), normal(rng, 3, 70, 36, dtype=dtype)
     gate_up, down = rounded(gate_up / 8, dtype), rounded(down / 8, dtype)
     ids, shares = rng.integers(-1, 3, (27, 2)), np.abs(normal(rng, 27, 2))
@@ -68,7 +70,7 @@ def test_experts(dtype: str) -> None:
         assert same_bits(ask(slice(row, row + 1)), together[row : row + 1])
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_wrong_shapes_are_rejected() -> None:
     x, groups = torch.zeros(2, 8), Groups.of(torch.zeros(2, dtype=torch.int32), 1)
     with pytest.raises(ValueError, match=r"\[any, 6, 8\]"):
         grouped(x, torch.zeros(1, 3, 8), torch.zeros(2, 3), groups, form="silu")

@@ -1,7 +1,7 @@
-"""A tier in the host's memory under the whole engine, on CPU tensors and a device that does nothing
-before it is waited for: every request gets what it gets without a tier, a step at a time.
+"""A KV tier in host memory under the whole engine, on CPU tensors and a lazy device.
 
-QUIRE_GPU_EXACT_CASES draws more.
+The device does nothing until it is waited for. Every request gets what it gets without a tier, one
+step at a time. QUIRE_GPU_EXACT_CASES draws more.
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ from quire.program.tensors import DType  # noqa: E402
 from quire.runner.handle import Handle  # noqa: E402
 from quire.runner.model_runner import ModelRunner  # noqa: E402
 from quire.scheduler.cost.transfer_cost import TransferCost  # noqa: E402
-from tests.exact.rig import Model, Outcome, WatchedRunner, make_core, make_runner, run_case  # noqa: E402
+from tests.exact.rig import (  # noqa: E402
+    Model,
+    Outcome,
+    WatchedRunner,
+    make_core,
+    make_runner,
+    run_case,
+)
 from tests.exact.test_overlap import plain  # noqa: E402
 from tests.exact.workload import VOCAB_SIZE, Case, Settings, draw_case  # noqa: E402
 from tests.gpu.test_exact_answers import NUM_CASES, TorchModel  # noqa: E402
@@ -50,14 +57,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Model, Sl
 
 
 def tight(number: int, **fields: Any) -> Case:
-    """A drawn case of requests that are chosen on the device, in a pool that is too small."""
+    """Draw a case of requests sampled on the device, in a pool that is too small."""
     case = plain(draw_case(number, num_models=1, vocab_size=VOCAB_SIZE), reads_tokens=False)
     settings = replace(case.settings, num_threads=1, prefix_caching=True, max_samples=8, **fields)
     return replace(case, settings=settings)
 
 
 class PromptRunner(ModelRunner):
-    """Handing a plan in waits for nothing the device does."""
+    """A Runner that fails if submitting a plan waits for the device."""
 
     def submit(self, plan: StepPlan) -> Handle:
         stream = self.executor._stream  # type: ignore[attr-defined]
@@ -68,7 +75,7 @@ class PromptRunner(ModelRunner):
 
 
 def differences(outcome: Outcome, wanted: Outcome) -> list[str]:
-    """Streams that got other tokens, or not all."""
+    """Return the streams with other tokens, or with too few."""
     found = list(outcome.problems)
     for name, stream in outcome.streams.items():
         other = wanted.streams[name]
@@ -80,7 +87,7 @@ def differences(outcome: Outcome, wanted: Outcome) -> list[str]:
 
 
 @pytest.mark.parametrize("in_host", [True, False], ids=["host", "disk"])
-def test_every_request_gets_what_it_gets_without_a_tier(
+def test_requests_match_their_run_without_a_tier(
     models: tuple[Model, SlowModel], in_host: bool
 ) -> None:
     at_once, slow = models
@@ -100,7 +107,7 @@ def test_every_request_gets_what_it_gets_without_a_tier(
 
 
 class Driven:
-    """An engine of few blocks on the slow device, a step at a time."""
+    """An engine with few blocks on the slow device, driven one step at a time."""
 
     def __init__(self, model: SlowModel) -> None:
         settings = Settings(
@@ -125,7 +132,7 @@ class Driven:
         self.core.tier.wake = self._woken.set
 
     def add(self, name: str, num_prompt: int, max_tokens: int) -> None:
-        """A greedy request whose prompt depends on its length only."""
+        """Add a greedy request with a prompt that depends only on its length."""
         ids = 2 + np.random.default_rng(num_prompt).integers(0, VOCAB_SIZE - 2, num_prompt)
         request = Request(
             request_id=name,
@@ -143,7 +150,7 @@ class Driven:
     def step(self) -> None:
         self._now_ms += 1.0
         outputs = self.core.step(lambda: self._now_ms)
-        if outputs is None:  # blocks are on their way
+        if outputs is None:  # blocks are in transfer
             self._woken.wait(0.01)
             self._woken.clear()
         for output in outputs or ():
@@ -159,17 +166,19 @@ class Driven:
         raise AssertionError(f"not within the steps: {what}")
 
     def end(self) -> None:
-        """All is done, the books agree, nothing of anybody is left."""
+        """Run until idle; check that the cache metadata is consistent and no request is left."""
         self.until("all over", lambda _: not self.core.has_work)
         assert self.core.scheduler.check_integrity() == []
         assert self.core.stats().blocks_used == 0
         self.runner.runner.end_thread()
 
 
-def test_a_client_that_goes_away_while_its_blocks_are_on_the_host(
+def test_aborting_a_request_while_its_blocks_are_on_the_host(
     models: tuple[Model, SlowModel],
 ) -> None:
-    """Its blocks stay findable for others; whoever was preempted instead of it goes on as alone."""
+    """Blocks of the aborted request stay findable; the request preempted in its place resumes as
+    alone.
+    """
     _, slow = models
     alone = Driven(slow)
     alone.add("stays", 64, 40)
@@ -187,7 +196,7 @@ def test_a_client_that_goes_away_while_its_blocks_are_on_the_host(
     assert len(driven.tokens["again"]) == 4
 
 
-def test_who_was_swapped_out_goes_on_with_the_bytes_it_had(
+def test_a_swapped_out_request_resumes_with_its_bytes(
     models: tuple[Model, SlowModel],
 ) -> None:
     _, slow = models
@@ -207,7 +216,7 @@ def test_who_was_swapped_out_goes_on_with_the_bytes_it_had(
     assert driven.tokens["two"][:1] == alone.tokens["two"]
 
 
-# ---- the engine as it is started
+# ---- the engine as `quire serve` starts it
 
 
 PROMPT = tuple(3 + (7 * at) % 200 for at in range(100))  # six whole blocks
@@ -217,8 +226,9 @@ ASKS = [RequestSpec(prompt_ids=ids, output_tokens=6) for ids in (PROMPT, OTHER, 
 
 @pytest.fixture
 def posing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model so small that computing is always cheaper, on CPU tensors that pose as a GPU with
-    memory of its own; here blocks are moved all the same."""
+    """Use CPU tensors posing as a GPU with its own memory, and allow transfers for a model so small
+    that recomputing is always cheaper.
+    """
     memory = MachineMemory(available_bytes=1 << 30, limit="memory of a test", is_own=True)
     monkeypatch.setattr(TorchExecutorClass, "available_memory", lambda _: memory)
     monkeypatch.setattr(TransferCost, "fetch_pays", lambda *_: True)
@@ -227,19 +237,19 @@ def posing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def answered(model: Path, **more: Any) -> tuple[list[tuple[int, ...]], EngineStats]:
-    """The tokens of ASKS, one after the other, in a pool that holds one of them."""
+    """Return the tokens of ASKS, one after another, in a pool that holds one request."""
     settings: dict[str, Any] = {"executor": "torch", "device": "cpu", "num_threads": 1, **more}
     settings |= {"kv_cache_memory": "36KiB", "max_num_seqs": 1, "max_model_len": 144}
 
     async def run() -> tuple[list[tuple[int, ...]], EngineStats]:
         async with LocalEngine(str(model), settings) as engine:
-            told = [(await engine.run([spec]))[0].token_ids for spec in ASKS]
-            return told, engine.stats
+            tokens = [(await engine.run([spec]))[0].token_ids for spec in ASKS]
+            return tokens, engine.stats
 
     return asyncio.run(run())
 
 
-def test_an_engine_finds_in_the_hosts_memory_what_left_the_devices(posing: Path) -> None:
+def test_evicted_device_blocks_are_found_in_host_memory(posing: Path) -> None:
     alone, _ = answered(posing)
     got, stats = answered(posing, kv_tier_host_size="1MiB")
     assert got == alone
@@ -248,7 +258,7 @@ def test_an_engine_finds_in_the_hosts_memory_what_left_the_devices(posing: Path)
     assert stats.prefix_hit_disk_tokens_total == 0
 
 
-def test_a_folder_is_a_tier_of_a_device_too(posing: Path, tmp_path: Path) -> None:
+def test_a_directory_is_a_tier_of_a_device_too(posing: Path, tmp_path: Path) -> None:
     alone, _ = answered(posing)
     got, stats = answered(posing, kv_tier_path=str(tmp_path / "tier"), kv_tier_size="1MiB")
     assert got == alone
@@ -256,7 +266,7 @@ def test_a_folder_is_a_tier_of_a_device_too(posing: Path, tmp_path: Path) -> Non
     assert stats.prefix_hit_disk_tokens_total == 16 * stats.tier_fetched_blocks_total
 
 
-def test_memory_that_cannot_be_had_ends_the_start_in_words(
+def test_unavailable_memory_fails_startup_with_a_reason(
     posing: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SettingError, match=r"of the host's memory .* are left .*: give at most"):
@@ -272,7 +282,7 @@ def test_memory_that_cannot_be_had_ends_the_start_in_words(
         answered(posing, kv_tier_host_size="1MiB")
 
 
-def test_on_cpu_tensors_such_a_tier_is_refused(tmp_path: Path) -> None:
+def test_a_host_tier_on_cpu_tensors_is_rejected(tmp_path: Path) -> None:
     model = write_tiny_llama(tmp_path / "model", seed=5)
     with pytest.raises(SettingError, match="computes on the CPU, where the KV cache itself"):
         answered(model, kv_tier_host_size="1MiB")

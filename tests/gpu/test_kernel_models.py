@@ -1,5 +1,7 @@
-"""Whole tiny models through the Triton kernels, in the interpreter, against the reference executor:
-the same path a GPU runs, on CPU tensors."""
+"""Whole tiny models through the Triton kernels match the reference executor.
+
+The kernels run in the interpreter on CPU tensors, along the code path of a GPU.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from quire.program.tensors import DType  # noqa: E402
 from quire.sampling.scoring import ScoreBatch  # noqa: E402
 from quire.weights.checkpoint import open_checkpoint  # noqa: E402
 from tests.fp8_checkpoints import write_fp8_of  # noqa: E402
-from tests.gpu.opened import (  # noqa: E402
+from tests.gpu.torch_models import (  # noqa: E402
     program_of,
     reference_executor,
     sequence_logits,
@@ -35,7 +37,7 @@ TOLERANCES = {DType.F32: 1e-4, DType.BF16: 0.02}
 OF_INTEGERS = 0.05
 FEW = 4  # tokens
 LLAMA = Case("llama", {"num_hidden_layers": 1}, seed=3, stored="bf16")
-# Families for each way of using kernels: soft caps; head norms, windows by layer; layer norms with
+# Families that use different kernels: soft caps; head norms, windows by layer; layer norms with
 # biases, learned positions.
 NAMES = ("gemma2", "gemma3", "gpt2")
 FAMILIES = [next(case for case in CASES if case.name.startswith(name)) for name in NAMES]
@@ -58,14 +60,14 @@ def _differ(found: np.ndarray, right: np.ndarray) -> float:
 
 @pytest.mark.parametrize("dtype", list(DType))
 @pytest.mark.parametrize("exact", [True, False])
-def test_a_llama_agrees(dtype: DType, exact: bool, tmp_path: Path) -> None:
+def test_a_llama_matches_the_reference(dtype: DType, exact: bool, tmp_path: Path) -> None:
     ids = LLAMA.token_ids[:FEW]
     found, right = _logits(LLAMA.write(tmp_path), dtype, ids, exact=exact)
     assert _differ(found, right) <= TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
-def test_families_agree(case: Case, tmp_path: Path) -> None:
+def test_families_match_the_reference(case: Case, tmp_path: Path) -> None:
     found, right = _logits(case.write(tmp_path), DType.F32, case.token_ids[:FEW])
     assert _differ(found, right) <= TOLERANCES[DType.F32]
 
@@ -77,12 +79,12 @@ def test_families_agree(case: Case, tmp_path: Path) -> None:
         *(("fp8", "auto"), ("fp8-block", "auto"), ("none", "fp8")),
     ],
 )
-def test_few_bits_agree(params: tuple[str, str], tmp_path: Path) -> None:
+def test_low_bit_weights_match_the_reference(params: tuple[str, str], tmp_path: Path) -> None:
     found, right = _logits(LLAMA.write(tmp_path), DType.BF16, LLAMA.token_ids[:FEW], *params)
     assert _differ(found, right) <= OF_INTEGERS
 
 
-def test_a_checkpoint_with_fixed_scales_agrees(tmp_path: Path) -> None:
+def test_a_checkpoint_with_static_scales_matches_the_reference(tmp_path: Path) -> None:
     folder = write_fp8_of(
         LLAMA.write(tmp_path / "plain"), tmp_path / "fp8", kind="tensor", is_static=True
     )
@@ -107,8 +109,8 @@ def test_chunks_of_any_size_give_the_same_bits(params: tuple[str, ...], tmp_path
     assert np.array_equal(whole, odd)
 
 
-def test_tensors_of_logits_are_chosen_from_and_scored_by_kernels(tmp_path: Path) -> None:
-    """As on a GPU, where they stay; arrays, as here, are the host's."""
+def test_device_logits_are_sampled_and_scored_by_kernels(tmp_path: Path) -> None:
+    """Logits on a device are sampled and scored there by kernels; arrays are the host's."""
     folder = LLAMA.write(tmp_path)
     executor = torch_executor(folder, program_of(folder, DType.F32), exact=True, kernels=True)
     rng = np.random.default_rng(5)

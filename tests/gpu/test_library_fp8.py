@@ -1,5 +1,7 @@
-"""The vendor's fp8 products: when one is taken, that it means what ours does, and that a PyTorch
-which refuses the scales is left alone. PyTorch's own for CPUs stands in for a card's."""
+"""The vendor's fp8 products: when they are used, and that they compute what ours compute.
+
+A PyTorch that rejects the scales falls back to ours. PyTorch's CPU product replaces the GPU's.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ from quire.execute.gpu.library_fp8 import (
 )
 from quire.program.tensors import DType
 from quire.quant.fp8 import e4m3
-from tests.gpu.opened import program_of, reference_executor, sequence_logits, torch_executor
 from tests.gpu.tensors import array, normal, tensor
+from tests.gpu.torch_models import program_of, reference_executor, sequence_logits, torch_executor
 from tests.models.case import Case
 from tests.models.generate import logits_of
 
@@ -68,7 +70,7 @@ def asked_anew() -> Iterator[None]:
         ({"has_bias": True}, ""),
     ],
 )
-def test_which_products_the_library_is_asked_for(changes: dict[str, Any], form: str) -> None:
+def test_when_the_library_product_is_used(changes: dict[str, Any], form: str) -> None:
     assert scales_for(**(USUAL | changes)) == form
 
 
@@ -88,11 +90,11 @@ def _rows(scaled: str, columns: int) -> ByteRows:
         ("tensor", np.full(32, 0.5), BY_TENSOR),
     ],
 )
-def test_the_librarys_product_is_ours(
+def test_the_library_product_matches_ours(
     x_scaled: str, w_scales: Any, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_known(form, CPU):
-        pytest.skip("this PyTorch has no such product for CPUs")
+        pytest.skip("this PyTorch has no scaled fp8 product for CPUs")
     rng = np.random.default_rng(2)
     w = tensor(e4m3(normal(rng, 32, 300) * 40)).to(E4M3)
     weight = ByteWeight.of(w, torch.from_numpy(w_scales.astype(np.float32)))
@@ -110,14 +112,14 @@ def test_the_librarys_product_is_ours(
     np.testing.assert_allclose(array(y[:5]), array(right), rtol=0.01, atol=1e-3)
 
 
-def test_without_a_card_ours_is_taken() -> None:
+def test_without_a_gpu_ours_is_used() -> None:
     weight = ByteWeight.of(torch.zeros(16, 128).to(E4M3), torch.ones(16))
     y = torch.empty(5, 16, dtype=torch.bfloat16)
     assert product_for(weight, _rows("token", 128), y, has_bias=False, exact=False) is None
 
 
 @pytest.mark.parametrize("form", [BY_ROW, BY_TENSOR])
-def test_a_pytorch_that_refuses_or_answers_wrongly_is_left_alone(
+def test_a_pytorch_that_rejects_or_miscomputes_is_not_used(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*given: torch.Tensor) -> None:
@@ -130,11 +132,11 @@ def test_a_pytorch_that_refuses_or_answers_wrongly_is_left_alone(
     assert not is_known(form, CPU)
 
 
-def test_a_model_in_fast_mode_takes_the_library_and_agrees(
+def test_a_model_in_fast_mode_uses_the_library_and_agrees(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if not is_known(BY_ROW, CPU):
-        pytest.skip("this PyTorch has no such product for CPUs")
+        pytest.skip("this PyTorch has no scaled fp8 product for CPUs")
     sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     case = Case("llama", sizes | heads, seed=3, stored="bf16")

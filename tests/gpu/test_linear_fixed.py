@@ -1,4 +1,4 @@
-"""The exact mode's product: against NumPy, and the same bits for any number of rows."""
+"""Linear products of exact mode: close to NumPy, and the same bits for any number of rows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.gpu
 def product(
     x: Float32s, weight: Float32s, dtype: str, *, y: str = "f32", is_split: bool = False
 ) -> Float32s:
-    """By the kernel, without bias."""
+    """Run the kernel without bias."""
     found = empty(len(x), len(weight), y)
     workspace = Workspace.of(2**20, "cpu") if is_split else None
     linear(wide(x, dtype), tensor(weight, dtype), found, workspace=workspace)
@@ -73,10 +73,10 @@ def test_a_bf16_output_is_rounded_once() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_rows_are_the_same_bits_in_every_tile_and_split(
+def test_rows_have_the_same_bits_in_every_tile_and_split(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One row, some and 300, by each tile, pieces apart and together: all the same."""
+    """One row, several and 300 rows have the same bits in each tile, split and unsplit."""
     monkeypatch.setattr(linear_fixed, "SHORTEST_PIECE", 100)
     assert piece_of(37, 300) == (128, 3)
     rng = np.random.default_rng(3)
@@ -93,7 +93,7 @@ def test_rows_are_the_same_bits_in_every_tile_and_split(
                 assert same_bits(found, together[:rows]), (tile, rows, is_split)
 
 
-# Of weights of Llama-3.1-8B, Qwen3-8B, Qwen3-0.6B, a vocabulary, and odd ones.
+# Weights of Llama-3.1-8B, Qwen3-8B, Qwen3-0.6B, a vocabulary, and odd ones.
 SHAPES = (
     *((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (24576, 4096), (4096, 12288)),
     *((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024), (37, 100)),
@@ -101,7 +101,7 @@ SHAPES = (
 
 
 @pytest.mark.parametrize(("outputs", "columns"), SHAPES)
-def test_pieces_are_all_columns_and_fill_a_card(outputs: int, columns: int) -> None:
+def test_splits_cover_all_columns_and_fill_a_gpu(outputs: int, columns: int) -> None:
     length, pieces = piece_of(outputs, columns)
     assert length % PIECE_STEP == 0
     assert (pieces - 1) * length < columns <= pieces * length
@@ -118,14 +118,14 @@ def test_pieces_are_all_columns_and_fill_a_card(outputs: int, columns: int) -> N
             assert pieces * rows * outputs <= max_sums(outputs, columns, 4096)
 
 
-def test_many_rows_take_the_tile_that_reads_least() -> None:
+def test_many_rows_use_the_tile_that_reads_least() -> None:
     for outputs, columns in SHAPES[:4]:
         _, pieces = piece_of(outputs, columns)
         found = choose_tile(TILES[torch.bfloat16], 2048, outputs, pieces=pieces)
         assert found == (TILES[torch.bfloat16][0], False)
 
 
-def test_a_row_of_nan_and_memory_of_nan_touch_no_other_row() -> None:
+def test_a_nan_row_and_nan_memory_affect_no_other_row() -> None:
     rng = np.random.default_rng(4)
     x, weight = normal(rng, 3, 33), normal(rng, 6, 33)
     clean = product(x, weight, "f32")
@@ -144,7 +144,7 @@ def test_a_workspace_that_is_too_small_is_not_used() -> None:
     assert same_bits(array(found), product(x, weight, "f32", is_split=True))
 
 
-def test_fast_mode_takes_the_vendors_product_but_where_ours_is_known_to_be_faster(
+def test_fast_mode_uses_the_vendors_product_unless_ours_is_faster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rng = np.random.default_rng(6)
@@ -166,13 +166,13 @@ def test_fast_mode_takes_the_vendors_product_but_where_ours_is_known_to_be_faste
         assert launched == expected
 
 
-def test_mixed_types_are_refused() -> None:
+def test_mixed_types_are_rejected() -> None:
     x = torch.zeros(2, 8)
     with pytest.raises(ValueError, match="both bf16 or both f32"):
         linear(x, x.to(torch.bfloat16), torch.zeros(2, 2))
 
 
-def test_a_card_with_less_shared_memory_is_given_fewer_stages() -> None:
+def test_a_gpu_with_less_shared_memory_gets_fewer_stages() -> None:
     tried: list[tuple[int, int]] = []
 
     def kernel(room: int) -> Any:

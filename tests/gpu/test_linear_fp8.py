@@ -1,4 +1,4 @@
-"""Rows in fp8 and products of them: the twin's values, and near its products, by every scale."""
+"""fp8 rows and their products: values match the NumPy reference for every kind of scale."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarnin
 E4M3 = torch.float8_e4m3fn
 
 
-def test_the_twin_rounds_as_pytorch_does() -> None:
+def test_the_reference_rounds_as_pytorch_does() -> None:
     x = np.concatenate([np.linspace(-450, 450, 999), np.geomspace(1e-5, 1, 500), [0.0, -0.0]])
     x = np.clip(x, -448, 448).astype(np.float32)
     assert (e4m3(x) == torch.from_numpy(x).to(E4M3).float().numpy()).all()
@@ -27,7 +27,7 @@ def test_the_twin_rounds_as_pytorch_does() -> None:
 
 
 def as_fp8(x: Float32s, scaled: str, scale: float = 0.0) -> ByteRows:
-    """By the kernel, into room that held something else, and more of it."""
+    """Quantize by the kernel, into an oversized buffer with old content."""
     room = ByteRows.empty(len(x) + 2, x.shape[1], "cpu", dtype=E4M3, scaled=scaled)
     room.values.fill_(77)
     room.scales.fill_(scale if scaled == "tensor" else float("nan"))
@@ -36,7 +36,7 @@ def as_fp8(x: Float32s, scaled: str, scale: float = 0.0) -> ByteRows:
 
 @pytest.mark.parametrize("scaled", ["token", "block"])
 @pytest.mark.parametrize("columns", [5, 300])
-def test_rows_become_the_twins_values(scaled: str, columns: int) -> None:
+def test_quantized_rows_match_the_reference(scaled: str, columns: int) -> None:
     rng = np.random.default_rng(1)
     x = normal(rng, 4, columns) * np.exp(normal(rng, 4, columns) * 3)
     x[1], x[2, 3] = 0.0, np.inf
@@ -47,14 +47,14 @@ def test_rows_become_the_twins_values(scaled: str, columns: int) -> None:
     assert same_bits(array(found.scales).reshape(-1, 4).T.copy(), scales)
 
 
-def test_rows_by_a_given_scale() -> None:
+def test_rows_with_a_given_scale() -> None:
     x = np.array([[1.0, -3.0, 1e6, 0.01]], np.float32)
     found = as_fp8(x, "tensor", 0.5)
     assert array(found.values)[0, :4].tolist() == e4m3(x / np.float32(0.5))[0].tolist()
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "fp8-block"])
-def test_weights_become_the_twins_on_a_device(scheme: str) -> None:
+def test_weights_quantized_on_a_device_match_the_reference(scheme: str) -> None:
     rng = np.random.default_rng(4)
     w = normal(rng, 150, 300) * np.exp(normal(rng, 150, 300) * 3)
     w[3], w[5, 7], w[149] = 0, np.nan, np.float32(2.0**-110)
@@ -65,7 +65,7 @@ def test_weights_become_the_twins_on_a_device(scheme: str) -> None:
 
 
 def weights(rng: np.random.Generator, outputs: int, columns: int) -> Float32s:
-    """As fp8 has them."""
+    """Return weights quantized to fp8."""
     return e4m3(normal(rng, outputs, columns) * 40)
 
 
@@ -90,7 +90,7 @@ def test_products_of_all_scales(x_kind: str, w_kind: str) -> None:
 
 
 @pytest.mark.parametrize("scaled", ["token", "block"])
-def test_a_row_is_the_same_alone_and_among_70_and_fails_alone(scaled: str) -> None:
+def test_a_row_is_equal_alone_and_among_70_and_fails_alone(scaled: str) -> None:
     rng = np.random.default_rng(3)
     scales = torch.ones(5) if scaled == "token" else torch.ones(1, 2)
     x, w = normal(rng, 70, 140), ByteWeight.of(tensor(weights(rng, 5, 140)).to(E4M3), scales)
@@ -102,7 +102,7 @@ def test_a_row_is_the_same_alone_and_among_70_and_fails_alone(scaled: str) -> No
     assert np.isnan(array(together)).any(axis=1).tolist() == [row == 3 for row in range(70)]
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_wrong_shapes_are_rejected() -> None:
     x = np.zeros((2, 8), np.float32)
     with pytest.raises(ValueError, match="scales by 'row'; block, token, tensor are allowed"):
         as_fp8(x, "row")

@@ -1,4 +1,4 @@
-"""Products of int4 weights: the reference's bits by int8 rows, near its twin by bf16 rows."""
+"""int4 products: bitwise equal to the reference for int8 rows, close to it for bf16 rows."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ INT4 = sorted(name for name in SCHEMES if name.startswith("int4"))
 
 
 def matrix(rng: np.random.Generator, outputs: int, columns: int, scheme: str) -> IntMatrix:
-    """A weight that leans to one side, so that zero points differ."""
+    """Return a skewed weight, so that zero points differ."""
     weight = normal(rng, outputs, columns) + normal(rng, outputs, 1)
     return quantize_matrix(weight, SCHEMES[scheme])
 
 
 def as_integers(x: Float32s) -> ByteRows:
-    """Rows as int8."""
+    """Quantize rows to int8."""
     return quantize_rows(tensor(x), ByteRows.empty(len(x), x.shape[1], "cpu"))
 
 
-def test_bytes_lie_where_the_layout_says() -> None:
+def test_packed_bytes_follow_the_layout() -> None:
     whole = matrix(np.random.default_rng(1), 65, 200, "int4-g32-zp")
     packed = pack(whole)
     assert packed.shape == (2, 2, 64, 64)
@@ -41,7 +41,7 @@ def test_bytes_lie_where_the_layout_says() -> None:
 
 @pytest.mark.parametrize("scheme", INT4)
 @pytest.mark.parametrize(("rows", "outputs", "columns"), [(1, 5, 40), (18, 66, 200)])
-def test_products_by_integers_are_the_references_bits(
+def test_integer_products_match_the_reference_bit_for_bit(
     scheme: str, rows: int, outputs: int, columns: int
 ) -> None:
     rng = np.random.default_rng(2)
@@ -52,7 +52,7 @@ def test_products_by_integers_are_the_references_bits(
 
 
 @pytest.mark.parametrize("scheme", INT4)
-def test_products_by_floats_are_near_their_twin(scheme: str) -> None:
+def test_float_products_are_near_the_reference(scheme: str) -> None:
     rng = np.random.default_rng(3)
     whole, x, bias = matrix(rng, 70, 200, scheme), normal(rng, 3, 200), normal(rng, 70)
     for dtype in ("f32", "bf16"):
@@ -62,7 +62,7 @@ def test_products_by_floats_are_near_their_twin(scheme: str) -> None:
         np.testing.assert_allclose(array(found), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_row_is_the_same_alone_and_among_70() -> None:
+def test_a_row_is_equal_alone_and_among_70() -> None:
     rng = np.random.default_rng(4)
     x, weight = normal(rng, 70, 130), Int4Weight.of(matrix(rng, 7, 130, "int4-g32"), "cpu")
     for rows in (as_integers, tensor):
@@ -72,7 +72,7 @@ def test_a_row_is_the_same_alone_and_among_70() -> None:
         assert same_bits(array(together)[69:], array(alone))
 
 
-def test_scales_that_bf16_does_not_hold_stay_f32() -> None:
+def test_scales_not_representable_in_bf16_stay_f32() -> None:
     whole = matrix(np.random.default_rng(5), 3, 64, "int4-g64-zp")
     odd = IntMatrix(
         scheme=whole.scheme,
@@ -87,6 +87,6 @@ def test_scales_that_bf16_does_not_hold_stay_f32() -> None:
     assert same_bits(array(found), ops.int_linear(x, odd, None))
 
 
-def test_a_weight_of_8_bits_is_refused() -> None:
+def test_an_int8_weight_is_rejected() -> None:
     with pytest.raises(ValueError, match="int8"):
         Int4Weight.of(quantize_matrix(np.ones((2, 64), np.float32), SCHEMES["int8"]), "cpu")

@@ -1,4 +1,4 @@
-"""Activations as int8 and products of int8 weights: the reference's bits, all of them."""
+"""int8 activations and products of int8 weights: bitwise equal to the reference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 
 def as_integers(x: Float32s, dtype: str = "f32") -> ByteRows:
-    """By the kernel, into room that held something else, and more of it."""
+    """Quantize by the kernel, into an oversized buffer with old content."""
     room = ByteRows.empty(len(x) + 2, x.shape[1], "cpu")
     room.values.fill_(77)
     room.scales.fill_(float("nan"))
@@ -27,7 +27,7 @@ def as_integers(x: Float32s, dtype: str = "f32") -> ByteRows:
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("columns", [5, 128, 1290])
-def test_rows_become_the_twins_integers(dtype: str, columns: int) -> None:
+def test_quantized_rows_match_the_reference(dtype: str, columns: int) -> None:
     rng = np.random.default_rng(1)
     x = normal(rng, 4, columns, dtype=dtype)
     x[1] = 0.0
@@ -45,7 +45,7 @@ def test_halves_are_rounded_to_even() -> None:
 
 
 @pytest.mark.parametrize(("rows", "outputs", "columns"), [(1, 3, 70), (18, 37, 300), (66, 5, 130)])
-def test_products_are_the_references_bits(rows: int, outputs: int, columns: int) -> None:
+def test_products_match_the_reference_bit_for_bit(rows: int, outputs: int, columns: int) -> None:
     rng = np.random.default_rng(2)
     x, bias = normal(rng, rows, columns), normal(rng, outputs)
     matrix = quantize_matrix(normal(rng, outputs, columns), SCHEMES["int8"])
@@ -59,7 +59,7 @@ def test_products_are_the_references_bits(rows: int, outputs: int, columns: int)
     assert same_bits(array(narrow), rounded(ops.int_linear(x, matrix, None), "bf16"))
 
 
-def test_a_row_is_the_same_alone_and_among_130() -> None:
+def test_a_row_is_equal_alone_and_among_130() -> None:
     rng = np.random.default_rng(3)
     x = normal(rng, 130, 129)
     weight = ByteWeight.of_ints(quantize_matrix(normal(rng, 7, 129), SCHEMES["int8"]), "cpu")
@@ -69,7 +69,7 @@ def test_a_row_is_the_same_alone_and_among_130() -> None:
     assert same_bits(array(together)[129:], array(alone))
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_wrong_shapes_are_rejected() -> None:
     matrix = quantize_matrix(np.ones((2, 64), np.float32), SCHEMES["int4-g32"])
     with pytest.raises(ValueError, match="int4-g32"):
         ByteWeight.of_ints(matrix, "cpu")

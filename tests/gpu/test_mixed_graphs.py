@@ -1,7 +1,7 @@
-"""Mixed steps replayed: with other chunks, rows, tables and positions than when they were captured,
-to the bit what launching them one by one gives, in logits and in the cache.
+"""Replayed mixed steps have the bits of launched steps, in logits and in the KV cache.
 
-QUIRE_GPU_EXACT_CASES draws more steps.
+Replays use other chunks, rows, tables and positions than the capture. QUIRE_GPU_EXACT_CASES draws
+more steps.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from quire.execute.gpu.step_sizes import Sizes  # noqa: E402
 from quire.program.batch import CacheRows, ForwardBatch  # noqa: E402
 from quire.program.tensors import DType  # noqa: E402
 from quire.runner.model_runner import ModelRunner  # noqa: E402
-from tests.gpu.launched import launched  # noqa: E402
-from tests.gpu.opened import (  # noqa: E402
+from tests.gpu.launch_capture import LaunchCapture  # noqa: E402
+from tests.gpu.launch_log import launched  # noqa: E402
+from tests.gpu.torch_models import (  # noqa: E402
     BLOCK_SIZE,
     program_of,
     reference_executor,
     torch_executor,
 )
-from tests.gpu.recorded import LaunchCapture  # noqa: E402
 from tests.models.case import MAX_POSITIONS, VOCAB_SIZE, Case  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -50,8 +50,9 @@ TOLERANCE = 0.02
 
 
 class World:
-    """Sequences that grow, each with a table of its own; two in the second piece of positions, so
-    that what decodes there is cut and merged."""
+    """Growing sequences, each with its own table; two are past the first attention piece, so that
+    their decode rows are split and merged.
+    """
 
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
@@ -60,8 +61,9 @@ class World:
         self._tables = ids.reshape(SEQUENCES, COLUMNS)
 
     def step(self, counts: list[int], order: list[int]) -> ForwardBatch:
-        """Sequence order[i] computes counts[i] tokens; the last of each samples, but for chunks
-        that go on."""
+        """Let sequence order[i] compute counts[i] tokens; the last token samples, except in a
+        partial chunk.
+        """
         rng, tables = self._rng, self._tables[order]
         owner = np.repeat(np.arange(len(counts)), counts)
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -86,8 +88,10 @@ class World:
         )
 
     def drawn(self) -> ForwardBatch:
-        """Some sequences, some of them a token and at least one several: mostly 16 rows at most,
-        so that most steps are replayed, of the size of an earlier one."""
+        """Draw sequences, some with one token and at least one with several.
+
+        Mostly at most 16 rows, so that most steps replay the size of an earlier one.
+        """
         rng = self._rng
         order = rng.permutation(SEQUENCES)[: rng.integers(1, SEQUENCES + 1)].tolist()
         counts = [int(rng.choice([1, 1, rng.integers(2, 5)])) for _ in order]
@@ -136,7 +140,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("fp8", "fp8"), True),
     ],
 )
-def test_drawn_steps_have_the_bits_of_launched_ones(
+def test_drawn_steps_have_the_bits_of_launched_steps(
     params: tuple[str, str], exact: bool, folder: Path
 ) -> None:
     capture, world = LaunchCapture(), World(len(params[0]) + exact)
@@ -150,7 +154,7 @@ def test_drawn_steps_have_the_bits_of_launched_ones(
 
 
 def some_steps(seed: int = 1) -> list[ForwardBatch]:
-    """Of one size: captured with little in it, replayed with more, then with less."""
+    """Return steps of one size: captured with few rows, replayed with more, then with fewer."""
     world = World(seed)
     first = replace(world.step([2, 1], [2, 0]), sample_rows=np.array([1, 2], np.int32))
     more = world.step([5, 1, 8, 1], [0, 2, 1, 3])
@@ -159,7 +163,7 @@ def some_steps(seed: int = 1) -> list[ForwardBatch]:
     return [first, more, less]
 
 
-def test_replayed_steps_agree_with_the_reference(folder: Path) -> None:
+def test_replayed_steps_match_the_reference(folder: Path) -> None:
     capture, program = LaunchCapture(), program_of(folder, DType.BF16)
     captured, reference = opened(folder, capture=capture), reference_executor(folder, program)
     reference.allocate_cache(BLOCKS, BLOCK_SIZE)
@@ -169,10 +173,10 @@ def test_replayed_steps_agree_with_the_reference(folder: Path) -> None:
     assert (capture.captured, capture.replayed) == (1, 2)
 
 
-def test_a_replayed_step_launches_nothing_by_itself(
+def test_a_replayed_step_launches_nothing_outside_the_graph(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The head is in it; the first step of a size is launched once and captured whole."""
+    """The head is in the graph; the first step of a size is launched once and captured whole."""
     capture = LaunchCapture()
     executor, batches = opened(folder, capture=capture), some_steps()
     with launched(monkeypatch) as names:
@@ -180,13 +184,13 @@ def test_a_replayed_step_launches_nothing_by_itself(
         first = len(names)
         for batch in batches[1:]:
             logits_of(executor, batch)
-    # A layer's 9, wide tiles beside narrow ones, and their merge; 6 beside the layer.
+    # Nine of a layer, wide and narrow tiles, and their merge; six outside the layer.
     assert first == 9 + 2 + 6
     assert len(names) == first
     assert capture.launches == first
 
 
-def test_steps_above_the_bound_are_launched_as_they_are(folder: Path) -> None:
+def test_steps_above_the_limit_are_launched_uncaptured(folder: Path) -> None:
     capture = LaunchCapture()
     executor, world = opened(folder, capture=capture), World(2)
     executor.sizes = Sizes(StepLimits(max_tokens=64, max_samples=16, max_sequences=16), mixed=16)
@@ -195,8 +199,8 @@ def test_steps_above_the_bound_are_launched_as_they_are(folder: Path) -> None:
     assert (capture.captured, capture.replayed) == (0, 0)
 
 
-def test_rows_whose_logits_are_asked_for_apart_are_computed_apart(folder: Path) -> None:
-    """As for a prompt's log-probabilities: more rows of a sequence than one, in slices."""
+def test_separate_logit_rows_are_computed_separately(folder: Path) -> None:
+    """As for prompt log-probabilities: several rows of a sequence, in slices."""
     executor, eager = opened(folder, capture=LaunchCapture()), opened(folder)
     world = World(4)
     for counts, order in (([4, 1], [0, 1]), ([3, 3], [1, 0])):
@@ -212,8 +216,9 @@ def test_rows_whose_logits_are_asked_for_apart_are_computed_apart(folder: Path) 
 
 
 def answers(executor: TorchExecutor, *, overlap: bool) -> dict[int, list[int]]:
-    """Tokens by request of some that come and go, where chunks are beside rows whose token only
-    the device knows."""
+    """Return tokens by request, where chunks share steps with rows that have their token only on
+    the device.
+    """
     load = Load(requests=5, prompt=6, answer=4, running=3, step_tokens=8)
     runner = ModelRunner(
         executor,
@@ -246,7 +251,7 @@ def answers(executor: TorchExecutor, *, overlap: bool) -> dict[int, list[int]]:
     return tokens
 
 
-def test_answers_are_the_same_with_tokens_that_stay_on_the_device(folder: Path) -> None:
+def test_outputs_are_equal_with_tokens_kept_on_the_device(folder: Path) -> None:
     capture = LaunchCapture()
     found = answers(opened(folder, capture=capture), overlap=True)
     right = answers(opened(folder), overlap=False)
@@ -279,7 +284,7 @@ def _counts_real_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _leaves_items(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the step before, beyond a step's own."""
+    """Leave the previous step's work items beyond the step's own."""
     pad, kept = attention_steps.padded, {}
 
     def stale(plan: Any, *, items: int, merges: int) -> Any:
@@ -294,7 +299,7 @@ def _leaves_items(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _computes_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operation of PyTorch's among the launches."""
+    """Add a PyTorch operation among the launches."""
     launch = TorchExecutor._launch
 
     def launching(executor: TorchExecutor, segment: str, counts: Counts) -> None:
@@ -308,7 +313,7 @@ def _computes_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     "fault",
     [_stores_padding, _plans_unpadded, _counts_real_rows, _leaves_items, _computes_beside],
 )
-def test_faults_are_found(
+def test_injected_faults_are_detected(
     fault: Callable[[pytest.MonkeyPatch], None], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     eager, captured = opened(folder), opened(folder, capture=LaunchCapture())

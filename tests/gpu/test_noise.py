@@ -1,4 +1,4 @@
-"""Noise and masses of the kernels: the bits of quire/sampling/noise.py."""
+"""Gumbel noise and probability masses of the kernels match quire/sampling/noise.py bit for bit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _masses(x, y, BLOCK: tl.constexpr):
     tl.store(y + at, kernels.mass(tl.load(x + at)))
 
 
-def test_gumbel_noise() -> None:
+def test_gumbel_noise_matches_the_reference() -> None:
     places = [
         (0, 0, 0),
         (7, 3, 12),
@@ -53,7 +53,7 @@ def test_gumbel_noise() -> None:
         assert same_bits(row, noise.gumbel(*place, token_ids=ids))
 
 
-def test_masses() -> None:
+def test_masses_match_the_reference() -> None:
     rng = np.random.default_rng(2)
     x = -np.abs(rng.standard_normal(COUNT) * 12).astype(np.float32)
     x[:4] = [0.0, -np.inf, -1e30, -23.56]

@@ -1,7 +1,7 @@
-"""Steps overlapped on a device beside the host, on CPU tensors: the device does nothing before it
-is waited for, and then only what was said before that place.
+"""Overlapped steps on an asynchronous device with CPU tensors.
 
-Answers are those of one step at a time; tests/exact/test_overlap.py draws many more on the compiled
+The device does nothing until it is waited for, and then only what precedes the mark. Outputs are
+those of one step at a time; tests/exact/test_overlap.py draws many more cases on the compiled
 kernels. QUIRE_GPU_EXACT_CASES draws more here.
 """
 
@@ -26,11 +26,11 @@ from quire.program.tensors import DType  # noqa: E402
 from tests.exact.rig import Model, Stream, run_case  # noqa: E402
 from tests.exact.test_overlap import overlapped, plain, with_penalties  # noqa: E402
 from tests.exact.workload import VOCAB_SIZE, Case, draw_case  # noqa: E402
-from tests.gpu.opened import BLOCK_SIZE, CPU, program_of, torch_executor  # noqa: E402
-from tests.gpu.recorded import LaunchCapture  # noqa: E402
-from tests.gpu.slow_stream import SlowStream  # noqa: E402
+from tests.gpu.launch_capture import LaunchCapture  # noqa: E402
+from tests.gpu.lazy_stream import LazyStream  # noqa: E402
 from tests.gpu.test_exact_answers import MAX_ROWS, NUM_CASES, TorchModel  # noqa: E402
 from tests.gpu.test_graphs import decode_batch  # noqa: E402
+from tests.gpu.torch_models import BLOCK_SIZE, CPU, program_of, torch_executor  # noqa: E402
 from tests.kernels.sampling_cases import assert_same_choice, make_batch  # noqa: E402
 from tests.tiny_models import write_tiny_llama  # noqa: E402
 
@@ -40,10 +40,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarnin
 class SlowModel(Model):
     """A model on a slow device."""
 
-    stream: SlowStream
+    stream: LazyStream
 
     def make_executor(self, num_threads: int) -> Executor:
-        self.stream = SlowStream()
+        self.stream = LazyStream()
         return torch_executor(
             self.folder,
             self.program,
@@ -68,12 +68,12 @@ def with_settings(case: Case, **fields: Any) -> Case:
 
 
 def is_cut_short(one: Stream, other: Stream) -> bool:
-    """A stream that is aborted before some step has fewer tokens, or more, by then."""
+    """Return whether a stream was aborted, so that its length may differ."""
     return FinishReason.ABORT in (one.finish_reason, other.finish_reason)
 
 
 @pytest.mark.parametrize("reads_tokens", [False, True])
-def test_every_request_gets_what_it_gets_a_step_at_a_time(
+def test_requests_match_their_run_one_step_at_a_time(
     models: tuple[Model, SlowModel], reads_tokens: bool
 ) -> None:
     at_once, slow = models
@@ -92,7 +92,7 @@ def test_every_request_gets_what_it_gets_a_step_at_a_time(
 
 
 @pytest.mark.parametrize("has_penalties", [False, True])
-def test_a_step_is_waited_for_when_the_next_one_is_told(
+def test_a_step_is_waited_for_after_the_next_is_submitted(
     has_penalties: bool, models: tuple[Model, SlowModel]
 ) -> None:
     _, slow = models
@@ -102,12 +102,12 @@ def test_a_step_is_waited_for_when_the_next_one_is_told(
     drawn = with_penalties(drawn) if has_penalties else plain(drawn, reads_tokens=False)
     outcome = run_case(slow, with_settings(drawn, plans_in_flight=2, max_samples=8))
     waits, steps = slow.stream.waits, sum(len(plan.slots) > 0 for plan, _ in outcome.plans)
-    assert len(waits) == steps  # and nothing else is waited for
+    assert len(waits) == steps  # no other waits
     assert sum(behind > 0 for behind in waits) > len(waits) * 0.7
 
 
 @pytest.mark.parametrize("by_kernels", [False, True])
-def test_last_tokens_are_taken_where_a_row_has_a_slot(by_kernels: bool) -> None:
+def test_last_tokens_are_read_from_slots(by_kernels: bool) -> None:
     last = LastTokens(5, CpuStream(), CPU, by_kernels=by_kernels)
     slots, tokens = np.array([3, 0, 4], np.int32), np.array([17, 9, -1], np.int32)
     if by_kernels:
@@ -120,7 +120,7 @@ def test_last_tokens_are_taken_where_a_row_has_a_slot(by_kernels: bool) -> None:
     assert ids.tolist() == [100, 17, 102, 9, 0, 0, 106, 107]
 
 
-def test_a_size_for_which_memory_lacks_is_launched_as_usual() -> None:
+def test_a_size_without_memory_for_capture_is_launched() -> None:
     from quire.execute.gpu.graphs import Graphs
 
     def full(body: Callable[[], None]) -> Callable[[], None]:
@@ -132,8 +132,8 @@ def test_a_size_for_which_memory_lacks_is_launched_as_usual() -> None:
     assert done == [1, 1, 1]
 
 
-def test_kernels_take_the_token_that_kernels_chose_before(tmp_path: Path) -> None:
-    """In captured steps too, where rows beyond the real ones take none."""
+def test_kernels_read_the_token_sampled_by_earlier_kernels(tmp_path: Path) -> None:
+    """Also in captured steps, where padding rows read no token."""
     folder = write_tiny_llama(tmp_path / "tiny", seed=5, num_hidden_layers=1)
     program = program_of(folder, DType.F32)
     late = torch_executor(folder, program, kernels=True, capture=LaunchCapture())
@@ -153,7 +153,7 @@ def test_kernels_take_the_token_that_kernels_chose_before(tmp_path: Path) -> Non
         ids = choice.token_ids
 
 
-def test_rows_that_are_chosen_on_the_host_are_not_chosen_later(tmp_path: Path) -> None:
+def test_rows_sampled_on_the_host_are_not_sampled_later(tmp_path: Path) -> None:
     folder = write_tiny_llama(tmp_path / "tiny", seed=5, num_hidden_layers=1)
     executor = torch_executor(folder, program_of(folder, DType.F32), kernels=True)
     batch = decode_batch([3, 4], [0, 0])
@@ -163,7 +163,7 @@ def test_rows_that_are_chosen_on_the_host_are_not_chosen_later(tmp_path: Path) -
         executor.sample_later(executor.run_head(batch, 0, 2), params, np.array([0, 1], np.int32))
 
 
-def test_a_slot_whose_last_token_nobody_keeps_is_refused(tmp_path: Path) -> None:
+def test_a_slot_without_a_stored_last_token_is_rejected(tmp_path: Path) -> None:
     folder = write_tiny_llama(tmp_path / "tiny", seed=5, num_hidden_layers=1)
     executor = torch_executor(folder, program_of(folder, DType.F32))
     batch = replace(decode_batch([3], [0]), late_slots=np.array([16], np.int32))
@@ -171,7 +171,7 @@ def test_a_slot_whose_last_token_nobody_keeps_is_refused(tmp_path: Path) -> None
         executor.run_trunk(batch)
 
 
-def test_a_step_that_lacks_memory_is_computed_in_parts(
+def test_a_step_out_of_memory_is_computed_in_parts(
     models: tuple[Model, SlowModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The allocator fails for every step of more than one sequence."""

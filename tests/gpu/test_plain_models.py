@@ -1,4 +1,4 @@
-"""The torch executor on CPU tensors: whole models, against the reference executor."""
+"""The torch executor on CPU tensors: whole models match the reference executor."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from quire.program.tensors import DType  # noqa: E402
 from quire.weights.binding import bind  # noqa: E402
 from quire.weights.checkpoint import open_checkpoint  # noqa: E402
 from tests.fp8_checkpoints import KINDS, write_fp8_of  # noqa: E402
-from tests.gpu.opened import program_of, reference_executor, torch_executor  # noqa: E402
+from tests.gpu.torch_models import program_of, reference_executor, torch_executor  # noqa: E402
 from tests.models.case import Case  # noqa: E402
 from tests.models.cases import CASES  # noqa: E402
 from tests.models.generate import logits_of  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
-# As a share of the largest logit. Sums are in another order; bf16 rounds activations to 8 bits, and
-# an integer activation may become the next of 127, one in fp8 the next of 8 to its power of two.
+# As a share of the largest logit. Sums have another order; bf16 rounds activations to 8 bits, and
+# an integer activation may become the next of 127, an fp8 one the next of 8 in its binade.
 TOLERANCES = {DType.F32: 2e-5, DType.BF16: 0.02}
 OF_INTEGERS = 0.05
 NUM_TOKENS = 12
@@ -48,19 +48,19 @@ def _assert_agree(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_family_agrees_with_the_reference_in_f32(case: Case, tmp_path: Path) -> None:
+def test_every_family_matches_the_reference_in_f32(case: Case, tmp_path: Path) -> None:
     _assert_agree(case.write(tmp_path), case, DType.F32, TOLERANCES[DType.F32])
 
 
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.stored == "bf16"], ids=lambda case: case.name
 )
-def test_families_agree_with_the_reference_in_bf16(case: Case, tmp_path: Path) -> None:
+def test_families_match_the_reference_in_bf16(case: Case, tmp_path: Path) -> None:
     _assert_agree(case.write(tmp_path), case, DType.BF16, TOLERANCES[DType.BF16])
 
 
 @pytest.mark.parametrize("dtype", list(DType))
-def test_the_fast_mode_agrees_as_well(dtype: DType, tmp_path: Path) -> None:
+def test_fast_mode_matches_the_reference(dtype: DType, tmp_path: Path) -> None:
     _assert_agree(LLAMA.write(tmp_path), LLAMA, dtype, TOLERANCES[dtype], exact=False)
 
 
@@ -68,14 +68,14 @@ def test_the_fast_mode_agrees_as_well(dtype: DType, tmp_path: Path) -> None:
     "precision", ["int8", "int4-g32", "int4-g64-zp", "int4-g128", "fp8", "fp8-block"]
 )
 @pytest.mark.parametrize("dtype", list(DType))
-def test_weights_in_few_bits_agree(precision: str, dtype: DType, tmp_path: Path) -> None:
+def test_low_bit_weights_match_the_reference(precision: str, dtype: DType, tmp_path: Path) -> None:
     _assert_agree(LLAMA.write(tmp_path), LLAMA, dtype, OF_INTEGERS, precision)
 
 
 @pytest.mark.parametrize(
     ("kind", "is_static"), [*((kind, False) for kind in KINDS), ("tensor", True), ("channel", True)]
 )
-def test_checkpoints_in_fp8_agree_and_keep_their_codes(
+def test_fp8_checkpoints_match_and_keep_their_codes(
     kind: str, is_static: bool, tmp_path: Path
 ) -> None:
     sizes = {"hidden_size": 192, "intermediate_size": 256, "head_dim": 64}
@@ -104,7 +104,9 @@ def test_checkpoints_in_fp8_agree_and_keep_their_codes(
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "bf16", "fp8"])
 @pytest.mark.parametrize("dtype", list(DType))
-def test_other_caches_agree(kv_cache_dtype: str, dtype: DType, tmp_path: Path) -> None:
+def test_other_kv_cache_types_match_the_reference(
+    kv_cache_dtype: str, dtype: DType, tmp_path: Path
+) -> None:
     _assert_agree(LLAMA.write(tmp_path), LLAMA, dtype, OF_INTEGERS, "none", kv_cache_dtype)
 
 
@@ -128,7 +130,7 @@ def test_chunks_of_any_size_give_the_same_bits(
     assert np.array_equal(whole, odd)
 
 
-def test_a_block_that_was_exported_is_the_same_when_it_is_imported(tmp_path: Path) -> None:
+def test_an_exported_block_is_unchanged_after_import(tmp_path: Path) -> None:
     folder = LLAMA.write(tmp_path)
     program = program_of(folder, DType.BF16, "none", "int8")
     one, other = torch_executor(folder, program), torch_executor(folder, program)

@@ -1,4 +1,4 @@
-"""The bench of what precisions cost, for fp8: the torch executor beside the native one's f32."""
+"""The quality benchmark for fp8: the torch executor against the native one in f32."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.tiny_models import write_tiny_llama
 pytestmark = pytest.mark.gpu
 
 
-def test_weights_in_fp8_diverge_more_than_keys_and_values(tmp_path: Path) -> None:
+def test_fp8_weights_diverge_more_than_fp8_kv(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     texts = [rng.integers(2, 307, 60).tolist() for _ in range(2)]
     plain, fp8 = Setting(dtype=DType.F32), Setting(dtype=DType.F32, scheme="fp8")

@@ -1,5 +1,7 @@
-"""What the check and engines in service launch is seen without a card, and all of it is compiled
-ahead: by the launcher's own keys."""
+"""Record without a GPU what the check and serving engines launch, and compile it ahead of time.
+
+Kernels are keyed by the launcher's own compilation keys.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,11 @@ from tests.repository.source_files import ROOT
 
 pytestmark = pytest.mark.gpu
 
-# More than the cases there: two query heads a KV head in exact mode, products of one piece.
+# Kernels outside these cases: two query heads per KV head in exact mode, products of one split.
 MAX_STACK = {**MAX_STACK, "attention_items": 192, "_linear": 512}
-MAX_SHARED = 227 * 1024  # bytes of a program, on Hopper
-SHARE = "7/40"  # other kernels each time a kernel is added
-# What runs on no model yet, and blocks within the pool, which PyTorch copies.
+MAX_SHARED = 227 * 1024  # bytes per program, on Hopper
+SHARE = "7/40"  # selects other kernels each time a kernel is added
+# Kernels no model uses yet, and copies of blocks within the pool, which PyTorch makes.
 NOT_LAUNCHED = {"_grouped", "_combine", "_copy_runs"}
 KERNELS = """
 import json
@@ -53,7 +55,7 @@ def _run(folder: Path, *command: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_a_share_of_the_checks_launches_compiles(tmp_path: Path) -> None:
+def test_a_share_of_the_recorded_launches_compiles(tmp_path: Path) -> None:
     lines = _run(tmp_path, "-m", "bench.gpu.launches", "--share", SHARE, "--look")
     *reports, last = map(json.loads, lines)
     assert last["compiled"] == len(reports) > 3
@@ -62,7 +64,7 @@ def test_a_share_of_the_checks_launches_compiles(tmp_path: Path) -> None:
         assert report["stack"] <= MAX_STACK.get(report["kernel"], 0), report
 
 
-def test_engines_in_service_launch_every_kernel_there_is(tmp_path: Path) -> None:
+def test_serving_engines_launch_every_kernel(tmp_path: Path) -> None:
     seen: set[Any] = set(json.loads(_run(tmp_path, "-c", KERNELS)[-1]))
     folder = ROOT / "quire" / "execute" / "gpu" / "kernels"
     code = "".join(file.read_text(encoding="utf-8") for file in folder.glob("*.py"))

@@ -1,4 +1,4 @@
-"""Norm, activation, gather, embed, add, scale, soft cap, copy against their NumPy twins."""
+"""Norm, activation, gather, embed, add, scale, soft cap and copy match their NumPy references."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.gpu.tensors import (
     wide,
 )
 
-# What overflows on the way (exp of -x, the square of a branch not taken) is no harm.
+# Intermediate overflow (exp of -x, the square of a branch not taken) is harmless.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 SHAPES = [(1, 5), (3, 130), (2, 64)]
 
@@ -105,7 +105,9 @@ def test_gather_of_an_int8_table() -> None:
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_add_scale_and_copy_are_the_twins_bits(dtype: str, shape: tuple[int, int]) -> None:
+def test_add_scale_and_copy_match_the_reference_bit_for_bit(
+    dtype: str, shape: tuple[int, int]
+) -> None:
     rng = np.random.default_rng(6)
     x, other = normal(rng, *shape, dtype=dtype), normal(rng, *shape, dtype="bf16")
     found = wide(x, dtype)
@@ -119,7 +121,7 @@ def test_add_scale_and_copy_are_the_twins_bits(dtype: str, shape: tuple[int, int
     assert same_bits(array(found), rounded(x, "bf16"))
 
 
-def test_soft_cap_over_all_of_its_range() -> None:
+def test_soft_cap_over_its_whole_range() -> None:
     x = np.concatenate([np.linspace(-200, 200, 401), np.geomspace(1e-6, 40, 50)])
     x = x.astype(np.float32)[None]
     found = wide(x, "f32")
@@ -130,9 +132,7 @@ def test_soft_cap_over_all_of_its_range() -> None:
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("form", ["rms", "layer"])
 @pytest.mark.parametrize(("width", "group"), [(5, 0), (130, 0), (96, 24)])
-def test_a_row_is_normed_alone_as_among_others(
-    dtype: str, form: str, width: int, group: int
-) -> None:
+def test_a_row_is_normed_alone_as_in_a_batch(dtype: str, form: str, width: int, group: int) -> None:
     rng = np.random.default_rng(7)
     x, delta = normal(rng, 70, width), normal(rng, 70, width, dtype=dtype)
     weight = tensor(normal(rng, group or width))
@@ -158,7 +158,7 @@ def test_a_row_is_normed_alone_as_among_others(
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("form", ["silu", "gelu", "gelu_tanh"])
-def test_a_row_is_activated_alone_as_among_others(form: str, dtype: str) -> None:
+def test_a_row_is_activated_alone_as_in_a_batch(form: str, dtype: str) -> None:
     rng = np.random.default_rng(8)
     gate, up = normal(rng, 70, 37, dtype=dtype), normal(rng, 70, 37, dtype=dtype)
     together = empty(70, 37, dtype)
@@ -169,7 +169,7 @@ def test_a_row_is_activated_alone_as_among_others(form: str, dtype: str) -> None
         assert same_bits(array(alone), array(together)[rows])
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_wrong_shapes_are_rejected() -> None:
     x = torch.zeros(2, 6)
     with pytest.raises(ValueError, match="groups of 4"):
         norm(x, x, eps=1e-5, group=4)

@@ -1,4 +1,4 @@
-"""Sizes that steps are captured in: few, whatever comes, and with room for all that is planned."""
+"""Sizes of captured steps: few for any workload, with room for every planned step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LIMITS = StepLimits(max_tokens=4096, max_samples=256, max_sequences=256)
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Program]:
-    """Of the models that are measured."""
+    """Return the programs of the measured models."""
     return {name: _program(name, tmp_path_factory.mktemp("shape")) for name in SHAPES}
 
 
@@ -47,7 +47,7 @@ def _program(name: str, folder: Path) -> Program:
 
 
 def drawn_batch(rng: np.random.Generator, max_tokens: int) -> ForwardBatch:
-    """A mixed step of at most so many tokens: rows that decode and chunks in any order."""
+    """Return a mixed step of at most `num_tokens` tokens: decode rows and chunks in any order."""
     chunks = rng.integers(1, rng.choice([2, 6, 40]))
     counts = [1] * int(rng.integers(0, min(max_tokens, 256 - chunks)))
     for _ in range(chunks):
@@ -64,7 +64,7 @@ def drawn_batch(rng: np.random.Generator, max_tokens: int) -> ForwardBatch:
 
 
 @pytest.mark.parametrize("most", [1, 3, 16, 100, 256, 600, 2000])
-def test_a_ladder_ends_at_the_most_and_wastes_little(most: int) -> None:
+def test_a_ladder_ends_at_the_maximum_and_pads_little(most: int) -> None:
     assert list(ladder(most)) == sorted(set(ladder(most)))
     sizes = Sizes(StepLimits(max_tokens=9999, max_samples=most, max_sequences=most), mixed=0)
     assert (sizes.ones[0], sizes.ones[-1]) == (1, most)
@@ -75,15 +75,15 @@ def test_a_ladder_ends_at_the_most_and_wastes_little(most: int) -> None:
         assert size.tokens - rows <= max(rows, 64)
 
 
-def test_no_size_has_more_rows_than_a_step_may() -> None:
-    """Where fewer tokens than sequences go into a step."""
+def test_no_size_has_more_rows_than_a_step_allows() -> None:
+    """With fewer tokens than sequences allowed in a step."""
     sizes = Sizes(StepLimits(max_tokens=98, max_samples=256, max_sequences=256), mixed=4096)
     assert sizes.ones[-1] == 98
     assert sizes.mixed[-1] == 96
 
 
 @pytest.mark.parametrize("most", [0, 15, 16, 17, 64, 250, 1000, 2048])
-def test_mixed_sizes_are_few_and_whole_numbers_of_16(most: int) -> None:
+def test_mixed_sizes_are_few_and_multiples_of_16(most: int) -> None:
     sizes = mixed_ladder(most)
     assert list(sizes) == sorted(set(sizes))
     assert not any(size % 16 for size in sizes)
@@ -92,15 +92,15 @@ def test_mixed_sizes_are_few_and_whole_numbers_of_16(most: int) -> None:
     assert len(sizes) <= 2 * max(most, 1).bit_length()
 
 
-def test_small_models_are_captured_farther_up(programs: dict[str, Program]) -> None:
-    """As far as the host's launches take longer than the device's products."""
+def test_small_models_capture_larger_steps(programs: dict[str, Program]) -> None:
+    """As long as launches on the host take longer than products on the device."""
     most = {name: max_mixed(program, 9 * 30) for name, program in programs.items()}
     assert most["Qwen3-0.6B"] == MAX_MIXED
     assert 128 < most["Llama-3.1-8B"] < 512
 
 
-def test_what_is_planned_fills_exactly_what_was_captured(programs: dict[str, Program]) -> None:
-    """For every step of a size, and there are few sizes."""
+def test_every_plan_fits_its_captured_size(programs: dict[str, Program]) -> None:
+    """Holds for every step of a size, and there are few sizes."""
     rng, seen = np.random.default_rng(7), set()
     sizes = Sizes(LIMITS, mixed=MAX_MIXED)
     for program in (programs["Llama-3.1-8B"], programs["Qwen3-0.6B"]):

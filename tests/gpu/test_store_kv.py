@@ -1,4 +1,4 @@
-"""Norm, rope and the cache's store, fused and apart, against the reference's."""
+"""Norm, rope and KV store, fused and separate, match the reference."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _poisoned(precision: str, kv_heads: int, head_dim: int) -> CachePool:
 
 
 def _stored(rows: np.ndarray, precision: str, dtype: str, head_dim: int) -> PagedRows:
-    """Slots as the reference fills them, by their own blocks; nothing elsewhere is NaN."""
+    """Compare slots with the reference, through their own block tables; other slots stay NaN."""
     kv_heads = rows.shape[1] // head_dim
     kept = PagedRows.zeros(BLOCKS, BLOCK_SIZE, kv_heads, head_dim)
     kept.values.fill(np.nan)
@@ -68,7 +68,7 @@ def _stored(rows: np.ndarray, precision: str, dtype: str, head_dim: int) -> Page
 def _check_side(pool: CachePool, layer: int, side: int, wanted: PagedRows) -> None:
     values = array(pool.values[layer, :, side]).transpose(0, 2, 1, 3)  # the reference's axes
     is_stored = ~np.isnan(wanted.values)
-    # Adding zero: the reference's integers are floats, and have a zero below zero.
+    # Add zero: the reference's integers are floats, and include a negative zero.
     assert same_bits(values[is_stored] + 0, wanted.values[is_stored] + 0)
     untouched = values[~is_stored]
     assert (np.isnan(untouched) if pool.scales is None else untouched == 99.0).all()
@@ -80,7 +80,7 @@ def _check_side(pool: CachePool, layer: int, side: int, wanted: PagedRows) -> No
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", "bf16"), ("f32", "f32")])
 @pytest.mark.parametrize("precision_of_ints", ["", "int8"])
 @pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 16), (3, 20), (1, 96)])
-def test_keys_and_values_are_stored_as_the_reference_stores_them(
+def test_keys_and_values_are_stored_as_by_the_reference(
     precision: str, dtype: str, precision_of_ints: str, kv_heads: int, head_dim: int
 ) -> None:
     precision = precision_of_ints or precision
@@ -95,7 +95,7 @@ def test_keys_and_values_are_stored_as_the_reference_stores_them(
     assert torch.isnan((pool.values if pool.scales is None else pool.scales)[0]).all()
 
 
-def test_a_head_that_is_not_finite_has_the_scale_nan_and_harms_no_other() -> None:
+def test_a_non_finite_head_has_scale_nan_and_affects_no_other() -> None:
     rng = np.random.default_rng(2)
     k, v = (normal(rng, 5, 32) for _ in range(2))
     k[0, 3], v[4, 20] = np.nan, -np.inf
@@ -105,7 +105,7 @@ def test_a_head_that_is_not_finite_has_the_scale_nan_and_harms_no_other() -> Non
         _check_side(pool, 0, side, _stored(rows, "int8", "f32", 16))
 
 
-def test_fp8_is_each_heads_row_by_its_scale_to_the_nearest() -> None:
+def test_fp8_heads_are_divided_by_their_scale_and_rounded_to_nearest() -> None:
     rng = np.random.default_rng(3)
     k, v = (normal(rng, 5, 64) for _ in range(2))
     k[0] *= np.exp(rng.standard_normal(64) * 4).astype(np.float32)  # down to subnormal values
@@ -129,7 +129,7 @@ def test_fp8_is_each_heads_row_by_its_scale_to_the_nearest() -> None:
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize(("rotary", "head_dim"), [(16, 16), (8, 20), (32, 96)])
-def test_rope_turns_as_the_reference_turns(dtype: str, rotary: int, head_dim: int) -> None:
+def test_rope_matches_the_reference(dtype: str, rotary: int, head_dim: int) -> None:
     x, angles = normal(np.random.default_rng(4), 5, 3 * head_dim, dtype=dtype), _angles(rotary)
     got = wide(x, dtype)
     rope(got, angles, head_dim=head_dim)
@@ -141,7 +141,7 @@ def test_rope_turns_as_the_reference_turns(dtype: str, rotary: int, head_dim: in
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("precision", ["", "int8", "fp8"])
 @pytest.mark.parametrize("has_norm", [False, True])
-def test_fused_is_norm_rope_and_store_one_after_the_other(
+def test_fused_equals_norm_rope_and_store_in_sequence(
     dtype: str, precision: str, has_norm: bool
 ) -> None:
     heads, kv_heads, head_dim = 5, 2, 24
@@ -150,7 +150,7 @@ def test_fused_is_norm_rope_and_store_one_after_the_other(
     angles = _angles(16)
     norm, normed_q, normed_k = None, wide(q, dtype), wide(k, dtype)
     if has_norm:
-        # Whole numbers: sums are exact, so that the order of columns changes no bit.
+        # Integers: sums are exact, so the order of columns changes no bit.
         q, k = (np.round(rows * 4) for rows in (q, k))
         weights = [normal(rng, head_dim) for _ in range(2)]
         norm = HeadNorm(*map(tensor, weights), eps=1e-6)
@@ -183,7 +183,7 @@ def test_fused_is_norm_rope_and_store_one_after_the_other(
         assert same_bits(array(fused.scales), array(apart.scales))
 
 
-def test_a_row_is_prepared_alone_as_among_others() -> None:
+def test_a_row_is_prepared_alone_as_in_a_batch() -> None:
     rng = np.random.default_rng(6)
     q, k, v = (normal(rng, 5, n * 20, dtype="bf16") for n in (3, 1, 1))
     norm = HeadNorm(tensor(normal(rng, 20)), tensor(normal(rng, 20)), eps=1e-5)
@@ -216,13 +216,13 @@ def test_a_row_is_prepared_alone_as_among_others() -> None:
     assert same_bits(array(alone.scales), array(together.scales))
 
 
-def test_no_rows_are_fine() -> None:
+def test_no_rows_are_accepted() -> None:
     pool, nothing = _poisoned("bf16", 1, 16), torch.empty((0, 16), dtype=torch.bfloat16)
     store_kv(nothing, nothing, pool.layer(0), torch.empty(0, dtype=torch.int32))
     assert torch.isnan(pool.values).all()
 
 
-def test_angles_wider_than_a_head_are_refused() -> None:
+def test_rope_wider_than_a_head_is_rejected() -> None:
     with pytest.raises(
         ValueError, match="angles of 16 pairs and 32 columns do not suit heads of 16"
     ):

@@ -1,5 +1,7 @@
-"""What is asked of PyTorch's streams and graphs on a card, with a card that is made up: which
-device and which stream are current where something is launched, and after a capture that failed."""
+"""Use of PyTorch's streams and graphs, on a fake GPU.
+
+The tests check which device and stream are current at each launch, and after a failed capture.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ from quire.execute.gpu.graphs import CudaCapture, Graphs  # noqa: E402
 from quire.execute.gpu.stream import CpuStream, GpuStream  # noqa: E402
 from quire.program.tensors import DType  # noqa: E402
 from quire.sampling.scoring import ScoreBatch  # noqa: E402
-from tests.gpu.opened import program_of, torch_executor  # noqa: E402
 from tests.gpu.test_graphs import LLAMA, Recorder, decode_batch  # noqa: E402
+from tests.gpu.torch_models import program_of, torch_executor  # noqa: E402
 from tests.kernels.sampling_cases import make_batch  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -29,7 +31,7 @@ SECOND = torch.device("cuda", 1)
 
 
 class Watched(CpuStream):
-    """Knows whether a thread that launches has its device and stream before it."""
+    """Record whether a launching thread has selected its device and stream."""
 
     def __init__(self) -> None:
         self.open = 0
@@ -85,8 +87,8 @@ def test_every_kernel_is_launched_on_the_executors_device(
     assert lost == []
 
 
-class MadeUp:
-    """torch.cuda, as far as streams and captures go. current: the thread's device and stream."""
+class FakeCuda:
+    """The streams and captures of torch.cuda. current: the thread's device and stream."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.current: tuple[int, Any] = (0, None)
@@ -114,11 +116,11 @@ class MadeUp:
 
 
 class Graph:
-    def __init__(self, card: MadeUp) -> None:
+    def __init__(self, card: FakeCuda) -> None:
         self.card = card
 
     def capture_begin(self, *, pool: Any, capture_error_mode: str) -> None:
-        assert capture_error_mode == "thread_local", "other threads copy blocks meanwhile"
+        assert capture_error_mode == "thread_local", "other threads copy blocks during capture"
         self.card.captured_in.append(self.card.current)
 
     def capture_end(self) -> None:
@@ -131,16 +133,16 @@ class Graph:
         self.card.captured_in.append(("replayed", self.card.current))
 
 
-def test_what_is_launched_goes_to_the_streams_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    card, seen = MadeUp(monkeypatch), []
+def test_launches_go_to_the_streams_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    card, seen = FakeCuda(monkeypatch), []
     GpuStream(SECOND).do(lambda: seen.append(card.current))
     GpuStream(SECOND, ("own", 1)).do(lambda: seen.append(card.current))
     assert seen == [(1, None), (1, ("own", 1))]
     assert card.current == (0, None)
 
 
-def test_a_capture_has_a_stream_of_its_own_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = MadeUp(monkeypatch)
+def test_a_capture_has_its_own_stream_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = FakeCuda(monkeypatch)
     graphs, done = Graphs(CudaCapture(SECOND)), []
     for _ in range(3):
         graphs.run(4, lambda: done.append(card.current))
@@ -148,10 +150,10 @@ def test_a_capture_has_a_stream_of_its_own_on_its_device(monkeypatch: pytest.Mon
     assert card.captured_in[1:] == [("replayed", (0, None))] * 2
 
 
-def test_a_capture_that_fails_costs_no_step_and_leaves_the_stream(
+def test_a_failed_capture_costs_no_step_and_restores_the_stream(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    card = MadeUp(monkeypatch)
+    card = FakeCuda(monkeypatch)
     card.fails_at_end = True
     graphs, done = Graphs(CudaCapture(SECOND)), []
     for _ in range(3):
@@ -162,7 +164,7 @@ def test_a_capture_that_fails_costs_no_step_and_leaves_the_stream(
     assert "kernel by kernel" in capsys.readouterr().err
 
 
-def test_a_capture_on_a_lost_device_is_told() -> None:
+def test_a_capture_on_a_lost_device_raises() -> None:
     def lost(body: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 

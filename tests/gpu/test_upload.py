@@ -1,5 +1,7 @@
-"""Bytes of files on their way to a device: rooms are not written again before the device, which
-does nothing until it is waited for, has read them."""
+"""Weight upload to an asynchronous device: staging buffers are reused only after they were read.
+
+The device does nothing until it is waited for.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,16 @@ from quire.execute.gpu.upload import MIN_THREAD_BYTES, Upload  # noqa: E402
 from quire.program.tensors import DType  # noqa: E402
 from quire.weights.binding import bind  # noqa: E402
 from quire.weights.checkpoint import open_checkpoint  # noqa: E402
-from tests.gpu.opened import CPU, program_of  # noqa: E402
-from tests.gpu.slow_stream import SlowStream  # noqa: E402
+from tests.gpu.lazy_stream import LazyStream  # noqa: E402
+from tests.gpu.torch_models import CPU, program_of  # noqa: E402
 from tests.tiny_models import write_tiny_llama  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("make", [CpuStream, SlowStream])
+@pytest.mark.parametrize("make", [CpuStream, LazyStream])
 @pytest.mark.parametrize("sizes", [[1, 100, 64, 65, 63, 1], [3 * MIN_THREAD_BYTES + 7]])
-def test_bytes_arrive_whole_whatever_their_number(make: type[Stream], sizes: list[int]) -> None:
+def test_uploads_of_any_size_arrive_complete(make: type[Stream], sizes: list[int]) -> None:
     stream, rng = make(), np.random.default_rng(3)
     raws = [rng.integers(0, 256, size, np.uint8) for size in sizes]
     for raw in raws:
@@ -38,26 +40,26 @@ def test_bytes_arrive_whole_whatever_their_number(make: type[Stream], sizes: lis
         assert np.array_equal(target.numpy(), raw)
 
 
-def test_only_a_room_that_is_filled_again_is_waited_for() -> None:
-    stream = SlowStream()
+def test_only_a_reused_staging_buffer_is_waited_for() -> None:
+    stream = LazyStream()
     target = torch.zeros(60, dtype=torch.uint8)
     with Upload(stream, room_bytes=20) as upload:
         upload.copy(np.arange(40, dtype=np.uint8), target[:40])
         assert stream.waits == []
         upload.copy(np.arange(20, dtype=np.uint8), target[40:])
-        assert stream.waits == [1]  # for the first, while the second was still to be read
+        assert stream.waits == [1]  # for the first, while the second was still pending
         assert np.array_equal(target[:20].numpy(), np.arange(20))
 
 
 @pytest.mark.parametrize("precision", ["none", "int8"])
-def test_weights_and_their_digest_are_the_same_through_a_device_beside_the_host(
+def test_weights_and_digest_are_equal_through_an_asynchronous_device(
     precision: str, tmp_path: Path
 ) -> None:
     folder = write_tiny_llama(tmp_path, seed=5, dtype="bf16", num_hidden_layers=2)
     program = program_of(folder, DType.BF16, precision)
     loaded = [
         load(program, bind(program, open_checkpoint(folder)), CPU, None, stream=stream)
-        for stream in (CpuStream(), SlowStream())
+        for stream in (CpuStream(), LazyStream())
     ]
     first, second = loaded
     assert first.digest == second.digest

@@ -1,9 +1,9 @@
-"""Counts what Triton compiles a kernel for: run where it compiles, prints {case: {kernel: count}}.
+"""Count the variants Triton compiles of each kernel, and print {case: {kernel: count}}.
 
     TRITON_INTERPRET=0 python -m tests.gpu.variants
 
-Nothing is compiled and nothing launched: launches are bound to Triton's own keys. A case is one
-launcher called for several numbers of rows that the same tile suits. Needs no device.
+Nothing is compiled or launched: launches are bound to Triton's own keys. A case is one launcher
+called for several row counts that use the same tile. Needs no device.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Launch = Callable[[int], Any]
 
 @contextmanager
 def keys() -> Iterator[dict[str, set[str]]]:
-    """While open, launches are bound and their keys kept, by kernel."""
+    """Bind launches and record their keys by kernel while open."""
     found: dict[str, set[str]] = {}
     launch = JITFunction.run
 
@@ -143,7 +143,7 @@ CASES: dict[str, Callable[[], Launch]] = {
 
 
 def main() -> None:
-    """Print them, for few rows and for many."""
+    """Print the counts, for few rows and for many."""
     found: dict[str, dict[str, int]] = {}
     for title, make in CASES.items():
         for counts in (FEW, MANY):

@@ -1,7 +1,7 @@
-"""A paged cache and the two native operations on it, for the attention tests.
+"""A paged KV cache and its two native operations, for the attention tests.
 
-Holds keys, values and queries of whole sequences; a test stores what it likes and asks for any
-rows. Unfilled slots hold NaN. Blocks lie in a shuffled order.
+Holds keys, values and queries of whole sequences; a test stores and attends any rows. Unfilled
+slots hold NaN. Blocks are shuffled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOKENS = 0  # the row count of a buffer
 
 
 class Kept(StrEnum):
-    """What attention multiplies in, and how keys and values are kept."""
+    """The dtype of attention products, and the storage of keys and values."""
 
     F32 = "f32"
     BF16 = "bf16"
@@ -33,17 +33,17 @@ class Kept(StrEnum):
 
     @property
     def dtype(self) -> DType:
-        """Of queries, keys and values."""
+        """The dtype of queries, keys and values."""
         return DType.BF16 if self.value.endswith("bf16") else DType.F32
 
     @property
     def scheme(self) -> str:
-        """Of the cache."""
+        """The scheme of the cache."""
         return INT8_CACHE if self.value.startswith("int8") else ""
 
     @property
     def itemsize(self) -> int:
-        """Bytes an element of the cache."""
+        """Bytes per element of the cache."""
         return 1 if self.scheme else self.dtype.itemsize
 
 
@@ -60,12 +60,12 @@ class Geometry:
 
     @property
     def dtype(self) -> DType:
-        """Of queries, keys and values."""
+        """The dtype of queries, keys and values."""
         return self.kept.dtype
 
     @property
     def scale(self) -> float:
-        """The usual one."""
+        """The usual softmax scale."""
         return float(np.float32(self.head_dim**-0.5))
 
 
@@ -123,7 +123,7 @@ class PagedCache:
         kv_width = geometry.kv_heads * geometry.head_dim
         self._pool = _native.Pool(num_threads, isa=isa)
         widths = (q_width, kv_width, kv_width, q_width)
-        self._stride = max(widths) + 7  # wider than any view: what lies beside a row is NaN
+        self._stride = max(widths) + 7  # wider than any view: the other columns of a row are NaN
         max_rows = max(sequences * positions, 1)
         dtypes = (*[str(geometry.dtype)] * 3, "f32")
         offsets = np.cumsum([0, *[-(-max_rows * self._stride * 4 // 64) * 64] * 4])
@@ -164,7 +164,7 @@ class PagedCache:
         self.bytes[:] = 0xFF  # NaN in either dtype, and as a scale
 
     def share(self, positions: int, sequences: Sequence[int]) -> None:
-        """Let sequences begin with the first one's blocks and tokens, as far as `positions`."""
+        """Let sequences share the first one's blocks and tokens up to `positions`."""
         first, columns = sequences[0], positions // self.block_size
         for other in sequences[1:]:
             self.tables[other, :columns] = self.tables[first, :columns]
@@ -187,7 +187,7 @@ class PagedCache:
         return y.reshape(len(positions), self.geometry.heads, self.geometry.head_dim)
 
     def attend_alone(self, calls: Sequence[Rows]) -> Floats:
-        """The same rows, a call each."""
+        """Attend the same rows with one call each."""
         rows = [
             self.attend([Rows(call.sequence, call.first + i, 1)])
             for call in calls
@@ -196,13 +196,13 @@ class PagedCache:
         return np.concatenate(rows)
 
     def pieces_read(self, calls: Sequence[Rows]) -> int:
-        """Pieces of 256 positions that one such call reads, of one KV head."""
+        """Count the pieces of 256 positions that one such call reads, per KV head."""
         before = self._program.pieces_read
         self.attend(calls)
         return (self._program.pieces_read - before) // self.geometry.kv_heads
 
     def reference(self, calls: Sequence[Rows]) -> Floats:
-        """The same by the NumPy twin, from a plain cache."""
+        """Compute the same by the NumPy reference, from a plain cache."""
         geometry = self.geometry
         shape = (int(self.tables.max()) + 1, self.block_size, *self.tokens.k.shape[2:])
         cache_k, cache_v = PagedRows.zeros(*shape), PagedRows.zeros(*shape)
@@ -252,7 +252,7 @@ class PagedCache:
         return rows.reshape(call.count, rows.shape[1] * rows.shape[2])
 
     def _write(self, buffer: int, values: Floats) -> None:
-        """Put rows into a buffer, NaN around them."""
+        """Put rows into a buffer surrounded by NaN."""
         whole = self._program.array((buffer, 0, self._stride), len(values))
         bits = self.geometry.dtype is DType.BF16
         whole[:] = bf16_bits(np.full((1, 1), np.nan, np.float32))[0, 0] if bits else np.nan

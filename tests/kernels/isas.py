@@ -1,7 +1,7 @@
-"""The instruction sets that this machine has: all, and those that have kernels of their own.
+"""The instruction sets of this machine: all, and those with kernels of their own.
 
-A set with VNNI differs from the one it is named after by its integer products alone
-(native/src/vnni/table.cc), so only these are tested with it.
+A set with VNNI differs from its base set only in integer products (native/src/vnni/table.cc), so
+only these are tested with it.
 """
 
 from __future__ import annotations

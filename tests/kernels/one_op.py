@@ -1,8 +1,8 @@
-"""Runs a single native operation on arrays: a program of one op, its rows inside NaN.
+"""Run a single native operation on arrays: a program of one op, with its rows surrounded by NaN.
 
-Each operand lies in a buffer of its own, shifted by an odd number of columns and with more
-columns after it, all NaN, as are the rows beyond the step's: a kernel that reads or writes
-outside its columns is seen. Values cross as float32; bf16 operands must hold bf16 values.
+Each operand is in its own buffer, shifted by an odd number of columns and followed by more columns,
+all NaN, as are the rows beyond the step's: reads or writes outside its columns show. Values cross
+as float32; bf16 operands must hold bf16 values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire.weights.dtypes import bf16_bits, from_bf16_bits, round_to_bf16
 Float32s = NDArray[np.float32]
 
 NO_INTS = np.empty(0, np.int32)
-# The order of operands, where it is not x, y.
+# The order of operands, if it is not x, y.
 OPERANDS: Mapping[str, Sequence[str]] = MappingProxyType(
     {"embed": ("y",), "norm": ("x", "y", "delta"), "activation": ("gate", "y", "up")}
 )
@@ -47,7 +47,7 @@ class OneOp:
     num_threads: int = 2
     values: Mapping[str, Any] = field(
         default_factory=dict
-    )  # fields that are no views and no weights
+    )  # fields that are neither views nor weights
     weights: Sequence[tuple[str, str, Float32s]] = ()  # (form, dtype or scheme, values)
     max_rows: int = 70
     shift: int = SHIFT
@@ -78,7 +78,9 @@ class OneOp:
         num_rows: int,
         batch: Mapping[str, NDArray[np.int32]] = MappingProxyType({}),
     ) -> list[Float32s]:
-        """All operands' rows after the run; `inputs` by operand index, the others start as NaN."""
+        """Return all operands' rows after the run; `inputs` by operand index, the others
+        start as NaN.
+        """
         program = self.state["program"]
         for index in range(len(self.operands)):
             whole = self._whole(index)
@@ -151,7 +153,7 @@ def assert_close(found: Float32s, expected: Float32s, *, dtype: str, scale: Any 
     if dtype == "bf16":
         allowed = allowed + np.abs(expected) * 2.0**-8
     worst = np.max(np.abs(found - expected) / allowed)
-    assert worst <= 1, f"error is {worst:.3g} times what is allowed"
+    assert worst <= 1, f"the error is {worst:.3g} times the tolerance"
 
 
 def _itemsize(operand: Operand) -> int:

@@ -1,4 +1,4 @@
-"""RareParameters for the token choice tests: off but for what is given, or everything at random."""
+"""RareParameters for the sampling tests: all off except given ones, or all at random."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def random_rare(
 
 
 def random_history(draw: np.random.Generator, vocabulary: int) -> list[int]:
-    """Tokens that repeat themselves, or none."""
+    """Draw tokens with repetitions, or none."""
     kind = draw.integers(0, 4)
     if kind == 0:
         return []

@@ -1,4 +1,4 @@
-"""Batches for the token choice tests: plain defaults, or everything at random."""
+"""Batches for the sampling tests: plain defaults, or everything at random."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PARTS_OF_BATCHES = (
 
 
 def make_batch(num_rows: int, **given: Any) -> SampleBatch:
-    """Greedy rows without edits or log-probabilities, except for what is given.
+    """Return greedy rows without edits or log-probabilities, except for given parameters.
 
     A number stands for all rows. history, bias (pairs) and banned are lists, one a row; rare
     holds what make_rare takes. A part has all of its parameters if one of them is given.
@@ -133,8 +133,9 @@ def random_batch(
 def random_masks(
     draw: np.random.Generator, num_rows: int, vocabulary: int
 ) -> dict[str, NDArray[Any]]:
-    """Masks for some rows of some batches: dense, thin and empty ones; bits past the vocabulary
-    are set now and then."""
+    """Draw masks for some rows of some batches: dense, thin and empty ones, sometimes with bits
+    past the vocabulary.
+    """
     if draw.random() < 0.5:
         return {}
     words = -(-vocabulary // 32)
@@ -145,14 +146,14 @@ def random_masks(
 
 
 def random_beams(draw: np.random.Generator, num_rows: int) -> dict[str, NDArray[Any]]:
-    """Some rows of some batches are beams'."""
+    """Mark some rows of some batches as beams."""
     if draw.random() < 0.5:
         return {}
     return {"num_candidates": draw.choice([0, 0, 1, 4, 70], num_rows).astype(np.int32)}
 
 
 def random_logits(draw: np.random.Generator, num_rows: int, vocabulary: int) -> NDArray[np.float32]:
-    """Rows of any spread, among them rows with ties, gaps, zeros of both signs and failures."""
+    """Draw rows of any spread, with ties, gaps, zeros of both signs and failures."""
     spread = draw.choice([0.0, 0.01, 1.0, 4.0, 30.0], (num_rows, 1))
     logits = (draw.standard_normal((num_rows, vocabulary)) * spread).astype(np.float32)
     for row in logits:
@@ -167,7 +168,7 @@ def random_logits(draw: np.random.Generator, num_rows: int, vocabulary: int) -> 
                 row[:] = -np.inf
             case 4:
                 row *= np.float32(-0.0)
-            case 5:  # as a bf16 head gives them: many ties
+            case 5:  # like a bf16 head: many ties
                 row[:] = (row.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
     return logits
 
@@ -198,7 +199,7 @@ def joined(parts: list[Any]) -> Any:
 
 
 def assert_same_choice(actual: TokenChoice, expected: TokenChoice) -> None:
-    """Equal bit for bit, all parts."""
+    """Compare all parts bit for bit."""
     for name in PARTS:
         one, other = getattr(actual, name), getattr(expected, name)
         assert one.dtype == other.dtype

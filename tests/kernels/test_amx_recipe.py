@@ -1,7 +1,7 @@
-"""The recipe of bf16 products on the matrix unit, written down in NumPy, against the unit itself.
+"""The recipe of bf16 products on the matrix unit, in NumPy, matches the unit bit for bit.
 
-K in steps of 32; in each step the even and the odd of K are two chains of fused multiply-adds
-from zero, their sum is added to the output. Bit for bit: the recipe is part of the answer.
+K in steps of 32; in each step the even and odd K are two chains of fused multiply-adds from zero,
+and their sum is added to the output. The recipe determines the bits of every answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ pytestmark = pytest.mark.skipif("amx" not in ISAS, reason="this machine has no A
 
 
 def product_by_recipe(x: Float32s, w: Float32s) -> Float32s:
-    """x [R, K] @ w [N, K].T; a product of two bf16 and a sum in f64 round like a fused one."""
+    """Compute x [R, K] @ w [N, K].T; in f64 a product of two bf16 and a sum round like a
+    fused one.
+    """
     k = x.shape[1]
     padding = (0, -k % STEP)
     x, w = (np.pad(a, ((0, 0), padding)).astype(np.float64) for a in (x, w))
@@ -37,7 +39,7 @@ def product_by_recipe(x: Float32s, w: Float32s) -> Float32s:
 
 @pytest.mark.parametrize("k", [1, 2, 31, 32, 33, 77, 100, 544])
 @pytest.mark.parametrize("rows", [1, 16, 17, 33, 70])
-def test_a_product_is_the_recipe_bit_for_bit(k: int, rows: int) -> None:
+def test_a_product_matches_the_recipe_bit_for_bit(k: int, rows: int) -> None:
     rng = np.random.default_rng(k)
     x, w = (
         round_to_bf16(rng.standard_normal(shape).astype(np.float32))
@@ -78,9 +80,12 @@ def test_one_row_flushes_denormals_as_many_rows_do(scale: float) -> None:
 
 @pytest.mark.parametrize("out", ["f32", "bf16"])
 @pytest.mark.parametrize(("num_threads", "shift"), [(1, 0), (2, 0), (3, 0), (2, 3)])
-def test_few_rows_of_a_large_weight_are_the_recipe(out: str, num_threads: int, shift: int) -> None:
-    """Its panels are dealt in halves; y is written past the caches where its lines allow that, not
-    so the last panel, which is cut."""
+def test_few_rows_of_a_large_weight_match_the_recipe(
+    out: str, num_threads: int, shift: int
+) -> None:
+    """Panels are split in halves; y bypasses the caches if it is aligned, except the cut
+    last panel.
+    """
     k, n = 520, 1100
     rng = np.random.default_rng(5)
     x, w = (

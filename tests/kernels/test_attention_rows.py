@@ -1,7 +1,7 @@
-"""The Row Rule for attention: a row's bits depend on its query and the positions it sees.
+"""The Row Rule for attention: a row's bits depend on its query and its visible positions only.
 
-Not on the rows beside it, sharing of its blocks, its tile, threads, block size, chunks, or on what
-lies in slots it does not see.
+They do not depend on other rows, shared blocks, tiles, threads, block size, chunks, or the content
+of invisible slots.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ under_windows = pytest.mark.parametrize("window", [0, 37, 256, 301])
 
 
 def assert_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
-    """Equal as bit patterns, so that zeros of either sign and NaN count too."""
+    """Compare bit patterns, so that zeros of either sign and NaN count too."""
     assert not np.isnan(expected).any()
     differing = np.flatnonzero((actual.view(np.uint32) != expected.view(np.uint32)).any((1, 2)))
     assert not len(differing), f"rows {differing} of {len(expected)} differ"
@@ -32,7 +32,7 @@ def assert_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
 @on_every_isa
 @however_kept
 @under_windows
-def test_a_row_is_the_same_among_1_to_65_rows(isa: str, kept: Kept, window: int) -> None:
+def test_a_row_is_equal_among_1_to_65_rows(isa: str, kept: Kept, window: int) -> None:
     geometry = Geometry(kept=kept, heads=3, kv_heads=1, head_dim=24, window=window)
     cache = PagedCache(Tokens(geometry, sequences=1, positions=600), isa=isa)
     cache.store([Rows(0, 0, 600)])
@@ -53,7 +53,7 @@ def test_few_rows_of_whole_steps_are_as_among_many(
 ) -> None:
     geometry = Geometry(kept=kept, heads=group, kv_heads=1, head_dim=head_dim, window=window)
     tokens = Tokens(geometry, sequences=1, positions=600)
-    tokens.q[:, 300:330] *= np.float32(1e-38)  # what one way of computing flushes, all must
+    tokens.q[:, 300:330] *= np.float32(1e-38)  # denormals: all code paths must flush alike
     tokens.v[:, 530:540] *= np.float32(1e-38)
     for block_size in (4, 8, 16, 32, 48):
         cache = PagedCache(tokens, isa=isa, block_size=block_size)
@@ -63,7 +63,7 @@ def test_few_rows_of_whole_steps_are_as_among_many(
         for position in (*BORDERS, 31, 32, 33, 63, 305, 320, 384, 544, 560, 575):
             row = cache.attend([Rows(0, position, 1)])
             assert_same_bits(row, together[position : position + 1])
-        some = cache.attend([Rows(0, 280, 2)])  # see different positions of their last piece
+        some = cache.attend([Rows(0, 280, 2)])  # different visible positions of their last piece
         assert_same_bits(some, together[280:282])
 
 
@@ -80,7 +80,7 @@ def test_positions_around_every_border_ignore_unfilled_slots(
     for position in BORDERS:
         bare = PagedCache(tokens, isa=isa, seed=position)
         seen = position + 1 if window == 0 else min(window, position + 1)
-        bare.store([Rows(0, position + 1 - seen, seen)])  # all else is NaN
+        bare.store([Rows(0, position + 1 - seen, seen)])  # all other slots are NaN
         row = [Rows(0, position, 1)]
         assert_same_bits(bare.attend(row), full.attend(row))
 
@@ -89,9 +89,7 @@ def test_positions_around_every_border_ignore_unfilled_slots(
 @however_kept
 @pytest.mark.parametrize("fill", [0x00, 0x7F, 0xFF])
 @pytest.mark.parametrize("head_dim", [9, 64])
-def test_whatever_stale_slots_hold_is_never_seen(
-    isa: str, kept: Kept, fill: int, head_dim: int
-) -> None:
+def test_stale_slots_are_never_read(isa: str, kept: Kept, fill: int, head_dim: int) -> None:
     geometry = Geometry(kept=kept, head_dim=head_dim)
     tokens = Tokens(geometry, sequences=2, positions=300)
     calls = [Rows(0, 250, 27), Rows(1, 30, 1)]
@@ -107,9 +105,7 @@ def test_whatever_stale_slots_hold_is_never_seen(
 @on_every_isa
 @however_kept
 @pytest.mark.parametrize("head_dim", [1, 16, 20, 33, 64, 128])
-def test_what_is_stored_does_not_depend_on_who_is_stored_beside_it(
-    isa: str, kept: Kept, head_dim: int
-) -> None:
+def test_stored_bytes_do_not_depend_on_other_rows(isa: str, kept: Kept, head_dim: int) -> None:
     geometry = Geometry(kept=kept, heads=2, kv_heads=2, head_dim=head_dim)
     tokens = Tokens(geometry, sequences=2, positions=90)
     one = PagedCache(tokens, isa=isa, block_size=32)
@@ -127,7 +123,7 @@ def test_what_is_stored_does_not_depend_on_who_is_stored_beside_it(
 @however_kept
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 @pytest.mark.parametrize("head_dim", [16, 32])
-def test_a_broken_token_does_not_reach_the_rows_before_it(
+def test_a_nan_token_does_not_reach_earlier_rows(
     isa: str, kept: Kept, poison: float, head_dim: int
 ) -> None:
     geometry = Geometry(kept=kept, heads=2, kv_heads=1, head_dim=head_dim)
@@ -149,10 +145,10 @@ def test_a_broken_token_does_not_reach_the_rows_before_it(
 @on_every_isa
 @however_kept
 @pytest.mark.parametrize("broken", [205, 217, 262, 263, 290, 330])
-def test_a_broken_token_in_the_middle_of_many_rows_stays_with_those_who_see_it(
+def test_a_nan_token_amid_many_rows_reaches_only_rows_that_see_it(
     isa: str, kept: Kept, broken: int
 ) -> None:
-    """Tiles of rows before it are in progress when a tile of rows that see it is found."""
+    """Tiles of earlier rows are in progress when a tile of rows that see it is found."""
     geometry = Geometry(kept=kept, heads=2, kv_heads=1, head_dim=32)
     tokens = Tokens(geometry, sequences=1, positions=600)
     cache = PagedCache(tokens, isa=isa)
@@ -191,7 +187,7 @@ def test_threads_and_block_sizes_change_nothing(isa: str, kept: Kept, window: in
 
 
 @however_kept
-def test_many_sequences_dealt_to_threads_are_each_as_alone(kept: Kept) -> None:
+def test_sequences_distributed_over_threads_are_as_alone(kept: Kept) -> None:
     tokens = Tokens(Geometry(kept=kept, head_dim=8), sequences=70, positions=40)
     cache = PagedCache(tokens, num_threads=3)
     cache.store([Rows(sequence, 0, 40) for sequence in range(70)])
@@ -200,7 +196,7 @@ def test_many_sequences_dealt_to_threads_are_each_as_alone(kept: Kept) -> None:
 
 
 @however_kept
-def test_a_prefill_of_2048_rows_is_each_row_alone(kept: Kept) -> None:
+def test_rows_of_a_2048_row_prefill_are_as_alone(kept: Kept) -> None:
     geometry = Geometry(kept=kept, heads=2, kv_heads=1, head_dim=16)
     cache = PagedCache(Tokens(geometry, sequences=1, positions=2048), num_threads=2)
     cache.store([Rows(0, 0, 2048)])
@@ -213,7 +209,7 @@ def test_a_prefill_of_2048_rows_is_each_row_alone(kept: Kept) -> None:
 @on_every_isa
 @however_kept
 @pytest.mark.parametrize("window", [0, 301, 400, 700])
-def test_sharers_of_a_prefix_are_each_as_alone(isa: str, kept: Kept, window: int) -> None:
+def test_sequences_sharing_a_prefix_are_as_alone(isa: str, kept: Kept, window: int) -> None:
     geometry = Geometry(kept=kept, heads=4, kv_heads=2, head_dim=20, window=window)
     tokens = Tokens(geometry, sequences=9, positions=800)
     calls = [
@@ -225,7 +221,7 @@ def test_sharers_of_a_prefix_are_each_as_alone(isa: str, kept: Kept, window: int
         Rows(5, 700, 1),  # shares one piece only
         Rows(6, 640, 1),  # shares with 7 what no other row has
         Rows(7, 650, 2),
-        Rows(8, 200, 99),  # reaches into what is shared
+        Rows(8, 200, 99),  # starts inside the shared prefix
     ]
     for block_size, num_threads in ((16, 1), (4, 2), (8, 3), (48, 3), (128, 2)):
         cache = PagedCache(tokens, isa=isa, block_size=block_size, num_threads=num_threads)
@@ -238,7 +234,7 @@ def test_sharers_of_a_prefix_are_each_as_alone(isa: str, kept: Kept, window: int
 
 @on_every_isa
 @however_kept
-def test_what_sharers_have_in_common_is_read_once(isa: str, kept: Kept) -> None:
+def test_shared_pieces_are_read_once(isa: str, kept: Kept) -> None:
     geometry = Geometry(kept=kept, heads=4, kv_heads=2, head_dim=16)
     cache = PagedCache(Tokens(geometry, sequences=16, positions=800), isa=isa)
     cache.share(512, range(15))
@@ -247,12 +243,12 @@ def test_what_sharers_have_in_common_is_read_once(isa: str, kept: Kept) -> None:
     alone = [cache.pieces_read([call]) for call in calls]
     assert alone == [call.first // 256 + 1 for call in calls]
     assert cache.pieces_read(calls[:2]) == 2 + (alone[0] - 2) + (alone[1] - 2)
-    # Two pieces for all 15, and for each what it has of its own; the 16th shares nothing.
+    # Two pieces for all 15, and the own pieces of each; the 16th shares nothing.
     assert cache.pieces_read(calls) == 2 + sum(count - 2 for count in alone[:15]) + alone[15]
 
 
 @on_every_isa
-def test_under_a_window_only_what_all_see_whole_is_read_once(isa: str) -> None:
+def test_under_a_window_only_pieces_all_rows_see_whole_are_read_once(isa: str) -> None:
     geometry = Geometry(kept=Kept.BF16, heads=4, kv_heads=2, head_dim=16, window=600)
     cache = PagedCache(Tokens(geometry, sequences=3, positions=1200), isa=isa)
     cache.share(1024, range(3))
@@ -269,7 +265,7 @@ def test_under_a_window_only_what_all_see_whole_is_read_once(isa: str) -> None:
 
 
 @on_every_isa
-def test_more_sharers_than_walk_together_are_each_as_alone(isa: str) -> None:
+def test_more_sharing_rows_than_a_group_holds_are_as_alone(isa: str) -> None:
     geometry = Geometry(kept=Kept.BF16, heads=6, kv_heads=1, head_dim=16)
     cache = PagedCache(Tokens(geometry, sequences=70, positions=300), isa=isa, num_threads=3)
     cache.share(256, range(70))
@@ -280,7 +276,7 @@ def test_more_sharers_than_walk_together_are_each_as_alone(isa: str) -> None:
 
 @on_every_isa
 @however_kept
-def test_what_one_sharer_broke_stays_with_it(isa: str, kept: Kept) -> None:
+def test_nan_in_one_sharing_row_stays_with_it(isa: str, kept: Kept) -> None:
     geometry = Geometry(kept=kept, heads=8, kv_heads=2, head_dim=40, soft_cap=7.0)
     tokens = Tokens(geometry, sequences=3, positions=600)
     cache = PagedCache(tokens, isa=isa)
@@ -316,7 +312,7 @@ def test_any_sharing_gives_the_bits_of_rows_alone(data: st.DataObject) -> None:
         num_threads=data.draw(st.integers(1, 3), label="num_threads"),
         isa=data.draw(st.sampled_from(ISAS), label="isa"),
     )
-    for sequence in range(1, count):  # with one that shares with others itself, or with none
+    for sequence in range(1, count):  # with one that shares itself, or with none
         other = data.draw(st.integers(0, sequence - 1))
         cache.share(data.draw(st.sampled_from([0, 240, 256, 400, 512, 768])), (other, sequence))
     calls = [

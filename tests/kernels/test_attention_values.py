@@ -1,4 +1,4 @@
-"""Native attention says what the NumPy twin says, on every instruction set, for odd shapes too."""
+"""Native attention matches the NumPy reference on every instruction set, for odd shapes too."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CALLS = (Rows(0, 238, 40), Rows(1, 511, 1), Rows(0, 0, 7), Rows(1, 509, 2))
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kept", list(Kept))
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
-def test_agrees_with_the_reference_for_any_head_width_and_grouping(
+def test_matches_the_reference_for_any_head_width_and_grouping(
     isa: str, kept: Kept, heads: int, kv_heads: int, head_dim: int
 ) -> None:
     geometry = Geometry(kept=kept, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
@@ -49,7 +49,7 @@ def test_agrees_with_the_reference_for_any_head_width_and_grouping(
 @pytest.mark.parametrize("kept", list(Kept))
 @pytest.mark.parametrize("window", [0, 1, 2, 17, 255, 256, 257, 300])
 @pytest.mark.parametrize("soft_cap", [0.0, 3.0])
-def test_agrees_with_the_reference_under_a_window_and_a_soft_cap(
+def test_matches_the_reference_with_a_window_and_a_soft_cap(
     isa: str, kept: Kept, window: int, soft_cap: float
 ) -> None:
     geometry = Geometry(kept=kept, head_dim=24, window=window, soft_cap=soft_cap)
@@ -87,7 +87,7 @@ def test_large_scores_neither_overflow_nor_vanish(isa: str, kept: Kept) -> None:
 
 
 @pytest.mark.parametrize("kept", list(Kept))
-def test_an_empty_call_is_fine(kept: Kept) -> None:
+def test_an_empty_call_is_accepted(kept: Kept) -> None:
     cache = PagedCache(Tokens(Geometry(kept=kept), sequences=1, positions=16))
     assert cache.attend([Rows(0, 0, 0)]).shape == (0, 4, 32)
 
@@ -118,7 +118,7 @@ def test_every_set_bit_of_the_cache_was_stored_by_one_slot(
 
 
 @pytest.mark.parametrize("head_dim", [0, 257])
-def test_a_head_width_that_the_kernels_do_not_hold_is_refused(head_dim: int) -> None:
+def test_an_unsupported_head_width_is_rejected(head_dim: int) -> None:
     program = _native.Program(_native.Pool(1), 64)
     with pytest.raises(ValueError, match=f"heads of {head_dim}; .* of 1 to 256"):
         program.allocate_cache(

@@ -1,5 +1,7 @@
-"""Products with weights of 8 and 4 bits against their twin, bit for bit on every instruction set
-that has fused multiply-add (portable rounds twice: within tolerance), odd shapes inside NaN."""
+"""int8 and int4 products match the reference bit for bit on every instruction set with FMA.
+
+The portable set rounds twice: within tolerance. Odd shapes, surrounded by NaN.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,14 @@ Float32s = NDArray[np.float32]
 FUSED = tuple(isa for isa in EVERY_ISA if isa != "portable")
 each_isa = pytest.mark.parametrize("isa", EVERY_ISA)
 each_scheme = pytest.mark.parametrize("scheme", INT_SCHEMES)
-# K that no group, no 64 and no 128 divides; N within a panel, past one and one more than one.
+# K not divisible by a group, 64 or 128; N within a panel, past one, and one more than one.
 SHAPES = [(1, 1, 1), (3, 31, 5), (13, 67, 100), (33, 192, 65), (50, 321, 32), (66, 1101, 33)]
-# Rows and K at the borders of packs, groups of rows, batches and stretches of K.
+# Rows and K at the borders of packs, row groups, batches and K blocks.
 BORDERS = [(5, 64, 40), (31, 128, 33), (32, 129, 64), (65, 255, 33), (96, 256, 70), (161, 640, 33)]
 
 
 def _product(scheme: str, isa: str, w: Float32s, x: Float32s, **given: object) -> Float32s:
-    """x by the quantized w, on native kernels."""
+    """Multiply x by the quantized w, on native kernels."""
     settings: Mapping[str, object] = {"dtype": "f32", "out": "f32", "bias": None, "threads": 2}
     settings = {**settings, **given}
     weights = [("matrix", scheme, w)]
@@ -49,7 +51,7 @@ def _product(scheme: str, isa: str, w: Float32s, x: Float32s, **given: object) -
 @each_scheme
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize(("rows", "k", "n"), SHAPES + BORDERS)
-def test_a_product_of_integers_is_the_recipe(
+def test_an_integer_product_matches_the_recipe(
     scheme: str, isa: str, dtype: str, rows: int, k: int, n: int
 ) -> None:
     rng = np.random.default_rng(k)
@@ -70,16 +72,17 @@ def test_a_product_of_integers_is_the_recipe(
 @pytest.mark.parametrize("scheme", ["int4-g32", "int4-g64"])
 @pytest.mark.parametrize("rows", [5, 16, 17, 32, 33, 100])
 @pytest.mark.parametrize("k", [64, 128, 192, 448])
-def test_panels_with_scales_in_steps_lie_beside_others(scheme: str, rows: int, k: int) -> None:
-    """What had 4 bits before keeps its scales, so that its products are folded group by group;
-    the largest products that steps allow, too, are the recipe's."""
+def test_panels_with_stepped_scales_mix_with_others(scheme: str, rows: int, k: int) -> None:
+    """Original 4-bit blocks keep their scales, so their products are scaled group by group; the
+    largest products that steps allow also match the recipe.
+    """
     rng = np.random.default_rng(k)
     w, x = draw(rng, 160, k), draw(rng, rows, k)
     group = SCHEMES[scheme].group
     held = rng.integers(-8, 8, (64, k)).astype(np.float32)
     held[:, ::group] = -8
     w[32:64], w[96:128] = held[:32] * np.float32(0.01), held[32:] * np.float32(0.7)
-    w[40, 5] = 3  # one of its blocks is searched for
+    w[40, 5] = 3  # one of its blocks searches its scale
     w[5] = np.where(w[5] < 0, -8, 6.9)
     x[0] = w[5]
     matrix = quantize_matrix(w, SCHEMES[scheme])
@@ -114,7 +117,7 @@ def test_the_result_is_near_the_product_of_real_numbers(scheme: str) -> None:
 @each_isa
 @each_scheme
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_row_that_is_not_finite_becomes_nan_and_harms_nobody(
+def test_a_non_finite_row_becomes_nan_and_affects_no_other(
     scheme: str, isa: str, bad: float
 ) -> None:
     rng = np.random.default_rng(2)
@@ -140,9 +143,10 @@ def test_tiny_rows_count_as_zero_and_huge_ones_do_not_overflow(scheme: str, isa:
 
 
 @each_scheme
-def test_outliers_harm_only_what_they_share_a_scale_with(scheme: str) -> None:
-    """A channel of activations a hundred times the others is bounded by its 128 of K: the others'
-    integers lose little, where a scale for all of K would leave nothing of them."""
+def test_outliers_affect_only_their_own_scale_group(scheme: str) -> None:
+    """An activation channel a hundred times the others affects only its 128 columns of K; with one
+    scale for all of K the others would be lost.
+    """
     rng = np.random.default_rng(4)
     w, x = draw(rng, 64, 2048), draw(rng, 8, 2048)
     x[:, 5] *= 100
@@ -164,12 +168,12 @@ def test_outliers_harm_only_what_they_share_a_scale_with(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32"])
-def test_weights_with_outlier_channels_keep_the_others_whole(scheme: str) -> None:
+def test_weights_with_outlier_channels_keep_the_others_accurate(scheme: str) -> None:
     rng = np.random.default_rng(5)
     w, x = draw(rng, 96, 512), draw(rng, 8, 512)
     w[::7] *= 100  # output channels: each has its own scales
     found = _product(scheme, EVERY_ISA[0], w, x)
     exact = x.astype(np.float64) @ w.T.astype(np.float64)
-    # Of a channel, against what its sum of products is about as large as.
+    # Relative to the typical size of a channel's sum of products.
     relative = np.sqrt(((found - exact) ** 2).mean(axis=0)) / np.sqrt((w**2).sum(axis=1))
     assert relative.max() < {"int8": 0.03, "int4-g32": 0.2}[scheme]

@@ -1,5 +1,6 @@
-"""The interpreter rejects what would make a kernel read or write outside its arrays, stops on
-request, and counts what it did."""
+"""The interpreter rejects out-of-bounds accesses of kernels, stops on request, and counts
+its work.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from quire import _native
 
 WIDTH, VOCAB, BLOCK = 32, 7, 16
-ANGLES = np.ones((8, 4), np.float32)  # the program does not keep them alive
+ANGLES = np.ones((8, 4), np.float32)  # must outlive the program
 X, Y = (0, 0, WIDTH), (1, 0, WIDTH)
 ATTENTION = {
     "layer": 0, "heads": 1, "kv_heads": 1, "head_dim": WIDTH,
@@ -43,7 +44,9 @@ def _step(**changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def program() -> _native.Program:
-    """embed, rope, store_kv, attention; gather_rows as a second segment. Two cache blocks."""
+    """Return embed, rope, store_kv, attention, and gather_rows as a second segment; two
+    cache blocks.
+    """
     pool = _native.Pool(2)
     rows, row_bytes = 4, WIDTH * 4
     program = _native.Program(pool, 3 * rows * row_bytes)
@@ -93,7 +96,7 @@ def test_a_step_runs_and_is_counted(program: _native.Program) -> None:
         ({"positions": _ints(0)}, "differ in length"),
     ],
 )
-def test_indices_outside_their_arrays_are_refused_before_anything_runs(
+def test_out_of_range_indices_are_rejected_before_anything_runs(
     program: _native.Program, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -101,10 +104,10 @@ def test_indices_outside_their_arrays_are_refused_before_anything_runs(
     assert program.ops_done == 0
 
 
-def test_positions_past_a_table_of_positions_are_refused(program: _native.Program) -> None:
+def test_positions_past_a_position_table_are_rejected(program: _native.Program) -> None:
     table = _native.Weight("table", "f32", VOCAB, WIDTH)
     program.add_segment([("embed", {"y": (0, 0, WIDTH), "weight": table, "ids": "positions"})])
-    program.run(2, **_step(token_ids=_ints(99, 99)))  # not what is looked up
+    program.run(2, **_step(token_ids=_ints(99, 99)))  # token ids are not looked up
     with pytest.raises(ValueError, match=r"rope_positions\[1\] is 7; allowed are 0 to 6"):
         program.run(2, **_step(rope_positions=_ints(6, 7)))
 
@@ -119,7 +122,7 @@ def test_sample_rows_must_be_rows_of_the_step(program: _native.Program) -> None:
         program.run(1, **_step(sample_rows=_ints(2)))
 
 
-def test_more_rows_than_the_buffers_hold_are_refused(program: _native.Program) -> None:
+def test_more_rows_than_the_buffers_hold_are_rejected(program: _native.Program) -> None:
     five = np.arange(5, dtype=np.int32)
     names = ("token_ids", "positions", "rope_positions", "kv_slots")
     with pytest.raises(ValueError, match="5 rows; the buffers hold 4"):
@@ -138,21 +141,21 @@ def test_an_empty_step_does_nothing(program: _native.Program) -> None:
     assert program.ops_done == 5
 
 
-def test_a_run_that_is_told_to_stop_raises_and_the_next_one_runs(
+def test_an_aborted_run_raises_and_the_next_one_runs(
     program: _native.Program,
 ) -> None:
     program.abort()  # nothing runs: no row is selected
     program.run(0, **_step())
     assert program.ops_done == 4
     seen_stop = _stop_while_running(program)
-    assert seen_stop, "no run was met by its abort"
+    assert seen_stop, "no abort reached a running step"
     before = program.ops_done
     program.run(0, **_step())
     assert program.ops_done == before + 4
 
 
 def _stop_while_running(program: _native.Program) -> bool:
-    """Abort from another thread until a run is met; whether one was."""
+    """Abort from another thread until it reaches a run; return whether one did."""
     over = threading.Event()
 
     def stop() -> None:
@@ -188,7 +191,7 @@ def test_blocks_are_copied_in_order(program: _native.Program) -> None:
         program.copy_blocks(_ints(0), _ints(2))
 
 
-def test_malformed_operations_are_refused_when_the_program_is_built(
+def test_malformed_operations_are_rejected_when_the_program_is_built(
     program: _native.Program,
 ) -> None:
     view = (0, 0, WIDTH)
@@ -225,9 +228,7 @@ def test_malformed_operations_are_refused_when_the_program_is_built(
 
 
 @pytest.mark.parametrize("block_size", [2, 12, 17, 256])
-def test_a_block_size_that_kernels_cannot_take_is_refused(
-    program: _native.Program, block_size: int
-) -> None:
+def test_an_unsupported_block_size_is_rejected(program: _native.Program, block_size: int) -> None:
     with pytest.raises(ValueError, match=f"block_size is {block_size}"):
         program.allocate_cache(
             dtype="f32",
@@ -253,7 +254,7 @@ def test_a_block_size_that_kernels_cannot_take_is_refused(
         (("rope", {"x": X, "rope": 0, "heads": 8, "head_dim": 4}), "more angles than half a head"),
     ],
 )
-def test_operations_that_do_not_suit_cache_or_angles_are_refused(
+def test_operations_that_do_not_match_cache_or_rope_are_rejected(
     program: _native.Program, op: Any, message: str
 ) -> None:
     program.add_segment([op])

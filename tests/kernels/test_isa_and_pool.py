@@ -1,4 +1,4 @@
-"""The choice of instruction set, and threads that sleep when there is nothing to do."""
+"""Instruction set selection, and threads that sleep when idle."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def test_quire_isa_forces_an_instruction_set(isa: str) -> None:
     assert _run_with_isa(isa).stdout.split() == [isa, isa]
 
 
-def test_an_instruction_set_that_is_not_there_is_an_error_that_lists_what_is() -> None:
+def test_an_unavailable_instruction_set_is_an_error_that_lists_the_available() -> None:
     result = _run_with_isa("avx1024")
     assert result.returncode != 0
     assert 'QUIRE_ISA is "avx1024"; this machine can run: ' in result.stderr
     assert "portable" in result.stderr
 
 
-def test_portable_is_always_there_and_listed_last() -> None:
+def test_portable_is_always_available_and_listed_last() -> None:
     assert EVERY_ISA[-1] == "portable"
 
 
 @pytest.mark.parametrize("num_threads", [0, -1, 100_000])
-def test_a_senseless_number_of_threads_is_refused(num_threads: int) -> None:
+def test_an_invalid_thread_count_is_rejected(num_threads: int) -> None:
     with pytest.raises(RuntimeError, match=f"num_threads is {num_threads}"):
         _native.Pool(num_threads)
 
@@ -65,13 +65,13 @@ def test_idle_workers_sleep_and_wake_to_the_same_results() -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_what_a_body_throws_reaches_the_caller_and_the_pool_goes_on(failing: int) -> None:
+def test_an_exception_of_a_body_reaches_the_caller_and_the_pool_continues(failing: int) -> None:
     pool = _native.Pool(2)
     started = [threading.Event(), threading.Event()]
 
     def body(begin: int, end: int, thread: int) -> None:
         started[thread].set()
-        assert started[1 - thread].wait(30), "the other thread never came"
+        assert started[1 - thread].wait(30), "the other thread never ran"
         if thread == failing:
             raise KeyError(f"thread {thread}")
 

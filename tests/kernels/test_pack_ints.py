@@ -1,5 +1,4 @@
-"""Packing into 8 and 4 bits: the bytes mean what the NumPy twin says, however a weight is stored,
-cut into parts and dealt to threads, on every instruction set."""
+"""int8 and int4 packing matches the NumPy reference for any storage, division and thread count."""
 
 from __future__ import annotations
 
@@ -30,7 +29,9 @@ def _read(weight: _native.Weight) -> Float32s:
 @each_isa
 @each_scheme
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 96), (33, 67), (64, 320), (70, 1101)])
-def test_bytes_mean_what_the_twin_says(scheme: str, isa: str, rows: int, columns: int) -> None:
+def test_packed_bytes_decode_as_the_reference(
+    scheme: str, isa: str, rows: int, columns: int
+) -> None:
     w = draw(np.random.default_rng(columns), rows, columns)
     w[rows // 2] = 0
     found = packed(_native.Pool(2, isa=isa), "matrix", scheme, w)
@@ -39,7 +40,7 @@ def test_bytes_mean_what_the_twin_says(scheme: str, isa: str, rows: int, columns
 
 @each_isa
 @each_scheme
-def test_what_is_not_finite_poisons_its_own_group_only(scheme: str, isa: str) -> None:
+def test_non_finite_values_affect_only_their_group(scheme: str, isa: str) -> None:
     w = draw(np.random.default_rng(3), 40, 256)
     for row, special in enumerate(SPECIALS):
         w[row * 4, 70] = special
@@ -54,16 +55,16 @@ def test_what_is_not_finite_poisons_its_own_group_only(scheme: str, isa: str) ->
 
 @each_isa
 @pytest.mark.parametrize("columns", [384, 1101])
-def test_rows_that_a_few_elements_dwarf_are_counted(isa: str, columns: int) -> None:
+def test_rows_dominated_by_few_elements_are_counted(isa: str, columns: int) -> None:
     w = draw(np.random.default_rng(columns), 70, columns)
     w[11] = 0
-    w[12, :-3] = 0  # of few elements, all alike
+    w[12, :-3] = 0  # few nonzero elements, all alike
     w[13, 5], w[14, 5] = np.nan, np.inf
     pool = _native.Pool(2, isa=isa)
     assert coarse_rows(w) == packed(pool, "matrix", "int8", w).coarse_rows == 0
     w[20:29, 40] = 100
     w[33:36, [1, 50]] = -200
-    w[:, 60] *= 6  # what trained models have
+    w[:, 60] *= 6  # as in trained models
     weight = packed(pool, "matrix", "int8", w)
     assert coarse_rows(w) == weight.coarse_rows == 12
     assert packed(pool, "matrix", "int4-g32", w).coarse_rows == 0
@@ -114,7 +115,7 @@ def test_rows_gathered_from_integers_are_what_the_product_uses(
 
 @each_scheme
 @pytest.mark.parametrize("columns", [1, 32, 96, 128, 1024])
-def test_bytes_are_those_the_scheme_counts_and_padding(scheme: str, columns: int) -> None:
+def test_byte_counts_are_those_of_the_scheme_plus_padding(scheme: str, columns: int) -> None:
     weight = _native.Weight("matrix", "f32", 64, columns, scheme)
     counted = 64 * SCHEMES[scheme].row_bytes(columns)
     assert counted <= weight.num_bytes
@@ -122,7 +123,7 @@ def test_bytes_are_those_the_scheme_counts_and_padding(scheme: str, columns: int
         assert weight.num_bytes == counted
 
 
-def test_only_a_matrix_can_be_of_integers_and_a_scheme_must_be_known() -> None:
+def test_only_a_matrix_can_be_quantized_and_a_scheme_must_be_known() -> None:
     with pytest.raises(ValueError, match="only a matrix"):
         _native.Weight("table", "f32", 4, 4, "int8")
     with pytest.raises(ValueError, match='weight scheme "int5"'):
@@ -130,8 +131,8 @@ def test_only_a_matrix_can_be_of_integers_and_a_scheme_must_be_known() -> None:
 
 
 @each_scheme
-def test_the_scale_is_searched_for(scheme: str) -> None:
-    """No worse than plain rounding to the absolute maximum, and better where outliers are few."""
+def test_the_scale_search_reduces_the_error(scheme: str) -> None:
+    """No worse than plain rounding to absmax, and better with few outliers."""
     w = draw(np.random.default_rng(8), 64, 1024)
     matrix = quantize_matrix(w, SCHEMES[scheme])
     assert _error(matrix, w) <= _plain_error(w, matrix) * (1.0001 if matrix.scheme.bits == 8 else 1)
@@ -143,7 +144,7 @@ def _error(matrix: IntMatrix, w: Float32s) -> float:
 
 
 def _plain_error(w: Float32s, matrix: IntMatrix) -> float:
-    """Of symmetric rounding with the scale absmax / (2^(bits - 1) - 1)."""
+    """Return the error of symmetric rounding with the scale absmax / (2^(bits - 1) - 1)."""
     group = matrix.scheme.group or w.shape[1]
     groups = w.reshape(len(w), -1, group)
     steps = 127 if matrix.scheme.bits == 8 else 7

@@ -1,4 +1,4 @@
-"""The packed layout has a number: files hold weights in it, so bytes do not change under it."""
+"""The packed layout has a version: files hold packed weights, so bytes must not change under it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.quant.scheme import INT_SCHEMES
 from tests.kernels.isas import ISAS
 from tests.kernels.one_op import packed
 
-# Of the bytes that one matrix becomes, by layout. A change of any of them is a new layout: raise
+# Digests of one packed matrix by layout version. Any change of them is a new layout: raise
 # kPackedLayout in native/include/quire/weight.h, and add its line here.
 KNOWN = {
     1: "c80447543c3850ff575c01c35be119e3",
@@ -26,14 +26,14 @@ def _matrix() -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_the_bytes_are_those_of_the_number_on_every_instruction_set(isa: str) -> None:
+def test_packed_bytes_match_their_version_on_every_instruction_set(isa: str) -> None:
     pool, digest = _native.Pool(2, isa=isa), hashlib.blake2b(digest_size=16)
     for scheme in ("f32", "bf16", *INT_SCHEMES):
         digest.update(packed(pool, "matrix", scheme, _matrix()).packed.tobytes())
     assert digest.hexdigest() == KNOWN[_native.PACKED_LAYOUT]
 
 
-def test_packed_bytes_are_used_where_they_lie_and_never_written() -> None:
+def test_packed_bytes_are_used_in_place_and_never_written() -> None:
     pool = _native.Pool(1)
     made = packed(pool, "matrix", "int4-g32", _matrix())
     room = np.zeros(made.num_bytes + 192, np.uint8)

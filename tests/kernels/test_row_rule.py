@@ -1,6 +1,8 @@
-"""The Row Rule, kernel by kernel: row i of a result is the one-row result, bit for bit, for every
-number of rows from 1 to 65, 1 to 3 threads, every instruction set, and whatever the rows beside it
-hold; and for a third of 2,048 rows. Attention has its own file, test_attention_rows.py."""
+"""The Row Rule, kernel by kernel: row i of a result equals the one-row result bit for bit.
+
+Holds for 1 to 65 rows, 1 to 3 threads, every instruction set and any content of the other rows; and
+for a third of 2,048 rows. Attention is in test_attention_rows.py.
+"""
 
 from __future__ import annotations
 
@@ -30,23 +32,24 @@ Int32s = NDArray[np.int32]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """An operation: `settings` of OneOp, its inputs [rows, width] by operand, what it takes of the
-    batch [rows], and the operand to compare."""
+    """An operation: `settings` of OneOp, its inputs [rows, width] by operand, its batch arrays
+    [rows], and the operand to compare.
+    """
 
     kind: str
     operands: Sequence[Operand]
     inputs: Mapping[int, Float32s]
     output: int
     batch: Mapping[str, Int32s] = field(default_factory=dict)
-    counts_itself: bool = False  # its batch array names the step's own rows: 0, 1, 2, ...
+    counts_itself: bool = False  # its batch array holds the row numbers 0, 1, 2, ...
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def op(self, isa: str, num_threads: int, max_rows: int) -> OneOp:
-        """The operation, ready to run."""
+        """Return the operation, ready to run."""
         return OneOp(self.kind, self.operands, isa, num_threads, max_rows=max_rows, **self.settings)
 
     def run(self, op: OneOp, first: int, count: int, inputs: Mapping[int, Float32s]) -> Any:
-        """The bits of rows first .. first + count in one step."""
+        """Return the bits of rows first .. first + count in one step."""
         batch = {name: values[first : first + count] for name, values in self.batch.items()}
         if self.counts_itself:
             batch = {"sample_rows": np.arange(count, dtype=np.int32)}
@@ -54,7 +57,7 @@ class Case:
         return op(rows, num_rows=count, batch=batch)[self.output].view(np.uint32)
 
     def alone(self, isa: str, inputs: Mapping[int, Float32s]) -> Any:
-        """The rows of ALONE, each in a step of its own."""
+        """Return the rows of ALONE, each in its own step."""
         op = self.op(isa, 1, 1)
         rows = [self.run(op, row, 1, inputs) for row in ALONE]
         return np.concatenate(rows)
@@ -142,7 +145,7 @@ def _embed(form: str, dtype: str, out: str, *, ids: str = "tokens") -> Case:
 
 
 def _plain(kind: str, *dtypes: str, output: int = 0, **values: Any) -> Case:
-    """An operation of 45 columns on one input for each dtype but those it writes only."""
+    """Return an operation of 45 columns on one input for each dtype except output-only ones."""
     rng = np.random.default_rng(7)
     written = {output} if output else set()
     return Case(
@@ -199,7 +202,9 @@ CASES = {
 
 
 def _each(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Cases by instruction set: integer products on all, others where kernels are a set's own."""
+    """Yield cases by instruction set: integer products on all, others only on sets with own
+    kernels.
+    """
     return [
         (isa, name)
         for name in names
@@ -209,7 +214,7 @@ def _each(names: Iterable[str]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("isa", "name"), _each(CASES))
-def test_a_row_does_not_know_how_many_rows_or_threads_there_are(isa: str, name: str) -> None:
+def test_a_row_does_not_depend_on_row_or_thread_counts(isa: str, name: str) -> None:
     case = CASES[name]
     expected = case.alone(isa, case.inputs)
     for num_threads in (1, 2, 3):
@@ -224,7 +229,7 @@ def test_a_row_does_not_know_how_many_rows_or_threads_there_are(isa: str, name: 
 @pytest.mark.parametrize(
     ("isa", "name"), _each(name for name, case in CASES.items() if case.inputs)
 )
-def test_nothing_that_rows_beside_it_hold_changes_a_row(isa: str, name: str) -> None:
+def test_a_row_does_not_depend_on_the_content_of_other_rows(isa: str, name: str) -> None:
     case, count = CASES[name], 65
     mixed = {index: values[:count].copy() for index, values in case.inputs.items()}
     special = np.array([special for special in SPECIALS for _ in range(2)], np.float32)
@@ -244,7 +249,7 @@ def test_nothing_that_rows_beside_it_hold_changes_a_row(isa: str, name: str) -> 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kept", list(Kept))
-def test_keys_and_values_are_stored_as_if_each_row_came_alone(isa: str, kept: Kept) -> None:
+def test_keys_and_values_are_stored_as_if_each_row_were_alone(isa: str, kept: Kept) -> None:
     geometry = Geometry(kept=kept, head_dim=24)
     tokens = Tokens(geometry, sequences=2, positions=70)
     tokens.k[0, 1::2], tokens.v[1, ::3] = np.nan, np.inf

@@ -1,4 +1,4 @@
-"""Sampling semantics, of both implementations: the NumPy twin and the native kernels."""
+"""Sampling semantics of both implementations: the NumPy reference and the native kernels."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def f32(*rows: list[float]) -> NDArray[np.float32]:
 
 
 def tokens_drawn(choose: Choose, row: list[float], **given: object) -> set[int]:
-    """The tokens that 500 seeds choose from one row of logits."""
+    """Return the tokens that 500 seeds choose from one row of logits."""
     batch = make_batch(500, temperature=given.pop("temperature", 1.0), seeds=range(500), **given)
     return set(choose(np.tile(f32(row), (500, 1)), batch).token_ids.tolist())
 
 
-def test_greedy_takes_the_largest_and_of_equals_the_lowest_id(choose: Choose) -> None:
+def test_greedy_takes_the_largest_logit_and_the_lowest_id_of_ties(choose: Choose) -> None:
     logits = f32([1, 3, 2, 3], [-1, -0.0, 0.0, -2], [5, 5, 5, 5], [-np.inf, -3, -np.inf, -9])
     assert choose(logits, make_batch(4)).token_ids.tolist() == [1, 1, 0, 1]
 
@@ -51,7 +51,7 @@ def test_sampling_is_the_largest_of_scaled_logit_plus_noise(choose: Choose) -> N
         assert chosen[row] == np.argmax(logits[row] / np.float32(0.7) + noise)
 
 
-def test_tokens_are_drawn_as_often_as_their_probability_says(choose: Choose) -> None:
+def test_token_frequencies_match_their_probabilities(choose: Choose) -> None:
     row = np.array([2.0, 1.0, 0.0, -1.0, -30.0], np.float32)
     draws = 40_000
     batch = make_batch(draws, temperature=1.0, seeds=77, positions=range(draws))
@@ -60,7 +60,7 @@ def test_tokens_are_drawn_as_often_as_their_probability_says(choose: Choose) -> 
     assert (np.abs(counts - expected) < 4.5 * np.sqrt(expected) + 1).all()
 
 
-def test_top_k_keeps_the_k_largest_and_of_equals_the_lower_ids(choose: Choose) -> None:
+def test_top_k_keeps_the_k_largest_and_the_lower_ids_of_ties(choose: Choose) -> None:
     assert tokens_drawn(choose, [1, 2, 2, 0, 2], top_k=2) == {1, 2}
     assert tokens_drawn(choose, [1, 2, 2, 0, 2], top_k=4) == {0, 1, 2, 4}
     assert tokens_drawn(choose, [1, 2, 2, 0, 2], top_k=1) == {1}
@@ -75,17 +75,17 @@ def test_top_p_keeps_the_shortest_prefix_that_reaches_it(choose: Choose) -> None
     assert tokens_drawn(choose, row, top_p=0.95) == {0, 1, 2, 3}
 
 
-def test_the_least_top_p_keeps_the_likeliest_token_alone(choose: Choose) -> None:
+def test_the_smallest_top_p_keeps_the_most_likely_token(choose: Choose) -> None:
     assert tokens_drawn(choose, [1, 3, 3, 2], top_p=SMALLEST_TOP_P) == {1}
 
 
-def test_top_p_that_is_reached_exactly_needs_no_further_token(choose: Choose) -> None:
+def test_top_p_reached_exactly_needs_no_further_token(choose: Choose) -> None:
     assert tokens_drawn(choose, [0, 0, 0, 0], top_p=0.5) == {0, 1}
     assert tokens_drawn(choose, [0, 0, 0, 0], top_p=0.25) == {0}
     assert tokens_drawn(choose, [0, 0, 0, 0], top_p=0.2500001) == {0, 1}
 
 
-def test_top_p_looks_at_what_top_k_and_min_p_left(choose: Choose) -> None:
+def test_top_p_is_applied_after_top_k_and_min_p(choose: Choose) -> None:
     row = np.log([0.4, 0.3, 0.2, 0.1]).tolist()
     assert tokens_drawn(choose, row, top_p=0.55) == {0, 1}
     assert tokens_drawn(choose, row, top_p=0.55, top_k=2) == {0}
@@ -151,7 +151,7 @@ def test_logprobs_are_within_1e_5(choose: Choose, vocabulary: int, spread: float
     np.testing.assert_allclose(choice.logprobs, exact.max(axis=1), atol=1e-5)
 
 
-def test_alternatives_are_best_first_then_by_id_and_never_impossible_ones(choose: Choose) -> None:
+def test_alternatives_are_best_first_then_by_id_and_never_impossible(choose: Choose) -> None:
     logits = f32([1, 2, 2, -np.inf, 3], [0, 0, 0, 0, 0], [1, 2, 3, 4, 5], [4, 3, 2, 1, 0])
     choice = choose(logits, make_batch(4, num_logprobs=[5, 3, -1, 0]))
     nothing = [-1] * 5
@@ -185,13 +185,13 @@ def test_overflow_by_parameters_fails_the_row(choose: Choose) -> None:
     assert choose(logits, batch).token_ids.tolist() == [-1, -1]
 
 
-def test_no_rows_is_fine(choose: Choose) -> None:
+def test_an_empty_batch_is_accepted(choose: Choose) -> None:
     choice = choose(np.empty((0, 10), np.float32), make_batch(0))
     assert choice.token_ids.shape == (0,)
     assert choice.top_ids.shape == (0, 0)
 
 
-def test_what_does_not_fit_together_is_refused(choose: Choose) -> None:
+def test_inconsistent_shapes_are_rejected(choose: Choose) -> None:
     logits = np.zeros((2, 8), np.float32)
     with pytest.raises(ValueError, match=r"\[1, vocabulary\]"):
         choose(logits, make_batch(1))

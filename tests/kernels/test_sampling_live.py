@@ -1,4 +1,4 @@
-"""The rare steps against transformers itself (marked `parity`: needs torch)."""
+"""The rare sampling steps against transformers (marked `parity`: needs torch)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Rows = list[NDArray[np.float32]]
 
 @pytest.fixture(scope="module")
 def rows() -> Rows:
-    """Spreads of all kinds, and ties."""
+    """Return rows of all spreads, and ties."""
     draw = np.random.default_rng(0)
     drawn = []
     for number in range(200):
@@ -29,7 +29,7 @@ def rows() -> Rows:
 
 
 def _kept(warper: Any, row: NDArray[np.float32], history: list[int]) -> NDArray[np.bool_]:
-    """What transformers leaves of a row; computed in f64, where it does not round."""
+    """Return what transformers keeps of a row; computed in f64, where it does not round."""
     torch = pytest.importorskip("torch")
     scores = warper(torch.tensor([history]), torch.tensor(row)[None].double())
     left: NDArray[np.bool_] = scores[0].numpy() > -np.inf

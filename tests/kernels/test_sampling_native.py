@@ -1,4 +1,4 @@
-"""Native token choice is its NumPy twin bit for bit, whatever the threads, rows and their order."""
+"""Native sampling matches its NumPy reference bit for bit for any threads, rows and row order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POOLS = [(isa, num_threads) for isa in ISAS for num_threads in (1, 2, 3)]
     vocabulary=st.sampled_from([1, 2, 3, 31, 32, 33, 255, 256, 257, 1000, 5000]),
     pool=st.sampled_from(POOLS),
 )
-def test_any_batch_agrees_with_the_twin(
+def test_any_batch_matches_the_reference(
     seed: int, num_rows: int, vocabulary: int, pool: tuple[str, int]
 ) -> None:
     draw = np.random.default_rng(seed)
@@ -41,7 +41,7 @@ def test_any_batch_agrees_with_the_twin(
 
 
 @pytest.mark.parametrize(("isa", "num_threads"), POOLS)
-def test_rows_that_are_split_over_threads_agree_with_the_twin(isa: str, num_threads: int) -> None:
+def test_rows_split_over_threads_match_the_reference(isa: str, num_threads: int) -> None:
     draw = np.random.default_rng(num_threads)
     for vocabulary in (32_768, 49_999, 150_001):
         logits = random_logits(draw, 3, vocabulary)
@@ -52,7 +52,7 @@ def test_rows_that_are_split_over_threads_agree_with_the_twin(isa: str, num_thre
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("fill", ["equal", "two values", "falling", "one peak"])
-def test_adversarial_rows_agree_with_the_twin(num_threads: int, fill: str) -> None:
+def test_adversarial_rows_match_the_reference(num_threads: int, fill: str) -> None:
     vocabulary = 40_000
     row = np.zeros(vocabulary, np.float32)
     if fill == "two values":
@@ -90,7 +90,7 @@ def test_row_count_order_and_threads_change_nothing() -> None:
             np.testing.assert_array_equal(choice.top_logprobs, whole.top_logprobs[rows])
 
 
-def test_what_was_made_of_a_batch_serves_at_other_positions() -> None:
+def test_a_prepared_batch_is_reusable_at_other_positions() -> None:
     draw = np.random.default_rng(8)
     logits, pool = random_logits(draw, 9, 600), _native.Pool(2)
     batch = random_batch(draw, 9, 600)
@@ -104,7 +104,7 @@ def test_what_was_made_of_a_batch_serves_at_other_positions() -> None:
     assert not np.array_equal(found.token_ids, native.choose(logits, batch, pool).token_ids)
 
 
-def test_a_row_alone_and_split_is_the_row_among_many() -> None:
+def test_a_row_alone_and_split_equals_the_row_in_a_batch() -> None:
     draw = np.random.default_rng(6)
     logits = random_logits(draw, 20, 50_000)
     batch = replace(random_batch(draw, 20, 50_000), num_logprobs=np.full(20, 4, np.int32))
@@ -128,7 +128,7 @@ def test_the_largest_allowed_batch_and_vocabulary_work() -> None:
     assert_same_choice(native.choose(wide, batch, pool), reference.choose(wide, batch))
 
 
-def test_logits_are_read_where_they_lie_and_never_written() -> None:
+def test_logits_are_read_in_place_and_never_written() -> None:
     draw = np.random.default_rng(8)
     buffer = draw.standard_normal((9, 400)).astype(np.float32)
     before = buffer.copy()

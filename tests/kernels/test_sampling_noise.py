@@ -1,4 +1,4 @@
-"""The noise is pinned, bounded, and as random as it must be; masses add up exactly."""
+"""The noise is pinned, bounded and sufficiently random; masses add up exactly."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_noise_has_the_mean_and_spread_of_gumbel() -> None:
 
 
 def chi_square(counts: np.ndarray) -> float:
-    """How many standard deviations counts lie from an even spread."""
+    """Return how many standard deviations counts lie from an even spread."""
     expected = counts.sum() / counts.size
     degrees = counts.size - 1
     return float((((counts - expected) ** 2 / expected).sum() - degrees) / np.sqrt(2 * degrees))

@@ -1,7 +1,7 @@
 """Rare sampling steps of both implementations against plain definitions in float64.
 
-The definitions here are written from the papers and the programs that sampling/rare.py names, the
-slow and obvious way. Where a rounding decides (a token that lies on a bound), either is right.
+The definitions follow the papers and programs named in sampling/rare.py, in the simplest form.
+Where rounding decides (a token exactly at a threshold), both results are right.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.kernels.sampling_cases import make_batch
 
 Choose = Callable[[NDArray[np.float32], SampleBatch], TokenChoice]
 Floats = NDArray[np.float64]
-NEAR = 2e-4  # nats: how far from a bound a token must lie to be judged
+NEAR = 2e-4  # nats: minimal distance from a threshold for a token to be judged
 
 
 @pytest.fixture(params=["reference", "native"])
@@ -33,7 +33,7 @@ def choose(request: pytest.FixtureRequest) -> Choose:
 
 
 def drawn(choose: Choose, row: list[float], **given: object) -> set[int]:
-    """The tokens that 400 seeds choose from one row of logits."""
+    """Return the tokens that 400 seeds choose from one row of logits."""
     temperature = given.pop("temperature", 1.0)
     num = 400
     batch = make_batch(num, temperature=temperature, seeds=range(num), **given)
@@ -66,7 +66,7 @@ def entropy(logp: Floats) -> float:
 
 
 def assert_keeps(kept: NDArray[np.int32], wanted: NDArray[np.bool_], margins: Floats) -> None:
-    """kept has just the wanted ids; those with a negligible margin do not count."""
+    """Check that kept has exactly the wanted ids; those within the margin do not count."""
     got = np.zeros(len(wanted), np.bool_)
     got[kept] = True
     judged = ~(np.abs(margins) < NEAR)
@@ -74,7 +74,7 @@ def assert_keeps(kept: NDArray[np.int32], wanted: NDArray[np.bool_], margins: Fl
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.9, 0.999])
-def test_typical_keeps_those_nearest_to_the_entropy(share: float) -> None:
+def test_typical_keeps_tokens_nearest_to_the_entropy(share: float) -> None:
     for row in rows():
         logp = log_probabilities(row)
         distance = np.abs(-logp - entropy(logp))
@@ -123,7 +123,7 @@ def test_sums_over_a_row_do_not_depend_on_its_order() -> None:
 
 
 @pytest.mark.parametrize("epsilon", [3e-4, 0.02, 0.4])
-def test_epsilon_drops_what_is_less_probable(epsilon: float) -> None:
+def test_epsilon_drops_less_probable_tokens(epsilon: float) -> None:
     for row in rows():
         logp = log_probabilities(row)
         kept = rare.cutoffs(row, in_order(row), np.float32(epsilon), np.float32(0))
@@ -157,7 +157,7 @@ def test_xtc_excludes_all_top_choices_but_the_last(threshold: float) -> None:
 
 
 @pytest.mark.parametrize("mu", [-1.0, 0.5, 3.0, 9.0])
-def test_mirostat_drops_what_surprises_more_than_mu(mu: float) -> None:
+def test_mirostat_drops_tokens_with_surprise_above_mu(mu: float) -> None:
     for row in rows():
         bits = -log_probabilities(row) / math.log(2)
         kept = rare.unsurprising(row, in_order(row), np.float32(mu))
@@ -170,7 +170,7 @@ def test_typical_can_drop_the_most_probable_token(choose: Choose) -> None:
     assert drawn(choose, row, rare={"typical_p": 1.0}) == set(range(31))
 
 
-def test_typical_keeps_all_ties_and_top_p_looks_at_what_is_left(choose: Choose) -> None:
+def test_typical_keeps_all_ties_and_top_p_sees_the_rest(choose: Choose) -> None:
     row = np.log([0.4, *[0.1] * 6]).tolist()
     assert drawn(choose, row, rare={"typical_p": 0.1}) == set(range(1, 7))
     assert drawn(choose, row, rare={"typical_p": 0.1}, top_p=0.4) == {1, 2, 3}
@@ -183,7 +183,7 @@ def test_top_n_sigma_does_not_depend_on_the_temperature(choose: Choose) -> None:
     assert drawn(choose, [1.0, 1.0, 1.0], rare={"top_n_sigma": 0.5}) == {0, 1, 2}
 
 
-def test_xtc_acts_on_what_the_filters_left(choose: Choose) -> None:
+def test_xtc_acts_after_the_filters(choose: Choose) -> None:
     row = np.log([0.4, 0.3, 0.2, 0.1]).tolist()
     given = {"xtc_probability": 1.0, "xtc_threshold": 0.15}
     assert drawn(choose, row, rare=given) == {2, 3}
@@ -194,7 +194,7 @@ def test_xtc_acts_on_what_the_filters_left(choose: Choose) -> None:
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.1, 0.5, 1.0])
-def test_the_coin_falls_as_often_as_it_should_whatever_token_is_drawn(
+def test_the_xtc_coin_has_its_probability_and_is_independent_of_the_token(
     choose: Choose, probability: float
 ) -> None:
     num = 6_000
@@ -212,7 +212,7 @@ def test_the_coin_falls_as_often_as_it_should_whatever_token_is_drawn(
 def dry_penalties(
     history: list[int], multiplier: float, base: float, allowed: int, breakers: set[int]
 ) -> dict[int, float]:
-    """Token by token: the longest repeat each would go on."""
+    """Compute token by token the longest repeat that each would continue."""
     longest: dict[int, int] = {}
     for end in range(len(history) - 1):
         length = 0
@@ -233,7 +233,7 @@ def dry_penalties(
     }
 
 
-def test_dry_subtracts_what_its_definition_says() -> None:
+def test_dry_penalties_match_their_definition() -> None:
     draw = np.random.default_rng(3)
     num_penalties = 0
     for _ in range(400):
@@ -259,7 +259,7 @@ def test_dry_subtracts_what_its_definition_says() -> None:
     assert num_penalties > 200
 
 
-def test_dry_turns_away_from_a_repeat_but_never_bans(choose: Choose) -> None:
+def test_dry_penalizes_a_repeat_but_never_bans(choose: Choose) -> None:
     history = [[1, 2, 3, 9, 1, 2, 3]]
     logits = np.array([[0, 0, 0, 0, 0, 0, 0, 0, 1.0, 2.0]], np.float32)
 
@@ -279,7 +279,7 @@ def test_dry_turns_away_from_a_repeat_but_never_bans(choose: Choose) -> None:
     assert choose(logits, batch).token_ids.tolist() == [9]
 
 
-def test_a_banned_sequence_loses_its_last_token_where_the_others_stand(choose: Choose) -> None:
+def test_a_banned_sequence_loses_its_last_token_after_its_prefix(choose: Choose) -> None:
     logits = np.array([[1, 2, 3, 4.0]], np.float32)
 
     def best(sequences: list[list[int]], history: list[int]) -> int:
@@ -289,12 +289,12 @@ def test_a_banned_sequence_loses_its_last_token_where_the_others_stand(choose: C
     assert best([[3]], []) == 2
     assert best([[0, 3]], [1, 0]) == 2
     assert best([[0, 3]], [0, 1]) == 3
-    assert best([[1, 0, 3]], [0]) == 3  # longer than what there is
+    assert best([[1, 0, 3]], [0]) == 3  # longer than the history
     assert best([[1, 0, 3], [0, 2]], [1, 0]) == 1
     assert best([[0], [1], [2], [3]], []) == -1
 
 
-def test_nothing_but_the_allowed_ids_is_chosen(choose: Choose) -> None:
+def test_only_allowed_ids_are_chosen(choose: Choose) -> None:
     row = [9.0, 1.0, 8.0, 1.0]
     assert drawn(choose, row, rare={"allowed": [[1, 3]] * 400}) == {1, 3}
     logits = np.array([row, row], np.float32)
@@ -302,7 +302,7 @@ def test_nothing_but_the_allowed_ids_is_chosen(choose: Choose) -> None:
     assert choose(logits, batch).token_ids.tolist() == [0, -1]
 
 
-def test_no_n_gram_comes_twice(choose: Choose) -> None:
+def test_no_n_gram_occurs_twice(choose: Choose) -> None:
     logits = np.array([[1, 2, 3, 4.0]], np.float32)
 
     def best(size: int, history: list[int]) -> int:
@@ -330,7 +330,7 @@ def test_mirostat_brings_the_mean_surprise_to_tau(choose: Choose, tau: float) ->
             num_rows, temperature=1.0, seeds=range(num_rows), positions=step, rare=given
         )
         choice = choose(logits, batch)
-        # What moved mu is the surprise, so the steps of mu show it.
+        # mu moves by the surprise, so its steps show it.
         surprises.append((mus - choice.mus) / np.float32(0.2) + tau)
         mus = choice.mus
     assert abs(np.mean(surprises[40:]) - tau) < 0.1
@@ -347,7 +347,7 @@ def test_rows_without_mirostat_keep_no_mu(choose: Choose) -> None:
     assert len(choose(logits, make_batch(3, rare={})).mus) == 0
 
 
-def test_what_does_not_fit_together_is_refused(choose: Choose) -> None:
+def test_inconsistent_shapes_are_rejected(choose: Choose) -> None:
     logits = np.zeros((2, 8), np.float32)
     with pytest.raises(ValueError, match=r"rare\.allowed holds ids from 8 to 8"):
         choose(logits, make_batch(2, rare={"allowed": [[8], []]}))

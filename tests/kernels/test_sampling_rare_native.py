@@ -1,4 +1,4 @@
-"""The rare steps of the native token choice are their NumPy twins bit for bit, everywhere."""
+"""The rare steps of native sampling match their NumPy reference bit for bit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_cases_know_every_parameter() -> None:
     vocabulary=st.sampled_from([1, 2, 3, 31, 32, 33, 255, 256, 257, 1000, 5000]),
     pool=st.sampled_from(POOLS),
 )
-def test_any_batch_agrees_with_the_twin(
+def test_any_batch_matches_the_reference(
     seed: int, num_rows: int, vocabulary: int, pool: tuple[str, int]
 ) -> None:
     draw = np.random.default_rng(seed)
@@ -54,7 +54,7 @@ def test_any_batch_agrees_with_the_twin(
 
 
 @pytest.mark.parametrize(("isa", "num_threads"), POOLS)
-def test_rows_that_are_split_over_threads_agree_with_the_twin(isa: str, num_threads: int) -> None:
+def test_rows_split_over_threads_match_the_reference(isa: str, num_threads: int) -> None:
     draw = np.random.default_rng(num_threads)
     for vocabulary in (32_768, 49_999, 150_001):
         logits = random_logits(draw, 3, vocabulary)
@@ -97,7 +97,7 @@ def test_parameters_that_are_off_change_nothing() -> None:
         assert len(choice.mus) == 0
 
 
-def test_a_long_history_of_one_token_is_bounded_work() -> None:
+def test_a_long_history_of_one_token_takes_bounded_work() -> None:
     """Followed back over 50 tokens, each place once: as many comparisons as 50 histories."""
     history = [7] * 100_000
     batch = make_batch(

@@ -1,4 +1,6 @@
-"""Scores of known tokens: what they mean, and the native kernel is its NumPy twin bit for bit."""
+"""Scores of known tokens: semantics, and the native kernel matches its NumPy reference bit
+for bit.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,7 @@ def test_scores_are_log_probabilities_of_the_raw_logits() -> None:
         np.testing.assert_allclose(listed, exact[:, [4, 900, 4]], atol=3e-6)
 
 
-def test_scores_are_the_bits_that_token_choice_tells() -> None:
+def test_scores_have_the_bits_of_token_choice() -> None:
     draw = np.random.default_rng(2)
     logits = (draw.standard_normal((8, 777)) * 4).astype(np.float32)
     choice = reference.choose(
@@ -92,7 +94,7 @@ def test_scores_are_the_bits_that_token_choice_tells() -> None:
         np.testing.assert_array_equal(scores.top_logprobs, choice.top_logprobs)
 
 
-def test_equal_logits_rank_by_id_and_what_is_impossible_has_a_rank_too() -> None:
+def test_equal_logits_rank_by_id_and_impossible_ids_have_a_rank() -> None:
     logits = np.array([[2, 1, 2, -np.inf, 1, -np.inf]] * 6, np.float32)
     for scores in _both(logits, _batch([0, 2, 1, 4, 3, 5], 6)):
         assert scores.ranks.tolist() == [1, 2, 3, 4, 5, 6]
@@ -103,7 +105,7 @@ def test_equal_logits_rank_by_id_and_what_is_impossible_has_a_rank_too() -> None
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, None])
-def test_a_row_that_is_no_distribution_fails_alone(poison: float | None) -> None:
+def test_an_invalid_distribution_fails_its_row_alone(poison: float | None) -> None:
     draw = np.random.default_rng(3)
     logits = draw.standard_normal((3, 90)).astype(np.float32)
     fine = logits.copy()
@@ -122,7 +124,7 @@ def test_a_row_that_is_no_distribution_fails_alone(poison: float | None) -> None
         assert scores.listed_logprobs[[0, 3]].tolist() == alone.listed_logprobs[[0, 3]].tolist()
 
 
-def test_nothing_asked_for_is_nothing_told() -> None:
+def test_no_requested_scores_return_none() -> None:
     logits = np.zeros((2, 4), np.float32)
     for scores in _both(logits, _batch([-1, 1])):
         assert np.isnan(scores.logprobs[0])
@@ -140,7 +142,7 @@ def test_nothing_asked_for_is_nothing_told() -> None:
     vocabulary=st.sampled_from([1, 2, 3, 31, 32, 33, 63, 64, 65, 257, 1000, 5000]),
     pool=st.sampled_from(POOLS),
 )
-def test_any_batch_agrees_with_the_twin(
+def test_any_batch_matches_the_reference(
     seed: int, num_rows: int, vocabulary: int, pool: tuple[str, int]
 ) -> None:
     draw = np.random.default_rng(seed)
@@ -151,7 +153,7 @@ def test_any_batch_agrees_with_the_twin(
 
 
 @pytest.mark.parametrize(("isa", "num_threads"), POOLS)
-def test_large_vocabularies_agree_with_the_twin(isa: str, num_threads: int) -> None:
+def test_large_vocabularies_match_the_reference(isa: str, num_threads: int) -> None:
     draw = np.random.default_rng(num_threads)
     for vocabulary in (49_999, 150_001, 2**19):
         logits = random_logits(draw, 3, vocabulary)
@@ -177,7 +179,7 @@ def test_row_count_order_and_threads_change_nothing() -> None:
             np.testing.assert_array_equal(scores.top_logprobs, whole.top_logprobs[rows, :width])
 
 
-def test_logits_are_read_where_they_lie_and_never_written() -> None:
+def test_logits_are_read_in_place_and_never_written() -> None:
     draw = np.random.default_rng(8)
     buffer = draw.standard_normal((9, 400)).astype(np.float32)
     before = buffer.copy()
@@ -201,7 +203,7 @@ def test_logits_are_read_where_they_lie_and_never_written() -> None:
         ({"listed_starts": [0, 2, 1]}, "do not span 1"),
     ],
 )
-def test_ids_and_shapes_that_do_not_fit_are_refused(changes: dict[str, Any], words: str) -> None:
+def test_invalid_ids_and_shapes_are_rejected(changes: dict[str, Any], words: str) -> None:
     given = {"targets": [1, 2], "num_top": [0, 0], "listed_starts": [0, 0, 1], "listed_ids": [4]}
     arrays = {name: np.array(values, np.int32) for name, values in {**given, **changes}.items()}
     for refuse in (
@@ -214,5 +216,5 @@ def test_ids_and_shapes_that_do_not_fit_are_refused(changes: dict[str, Any], wor
             refuse()
 
 
-def test_all_three_know_the_same_most_alternatives() -> None:
+def test_the_limit_of_alternatives_agrees_everywhere() -> None:
     assert _native.MAX_SCORE_TOP == MAX_TOP == MAX_TOP_LOGPROBS

@@ -1,4 +1,4 @@
-"""Operations that keep to their rows are computed together, with the bits each has alone."""
+"""Consecutive row-wise operations run together, with the bits each has alone."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ HEADS, HEAD_DIM, VOCAB, BLOCK = 3, 16, 50, 16
 WIDTH, MAX_ROWS = HEADS * HEAD_DIM, 96
 X, QKV, OUT = 0, 1, 2
 ANGLES = np.random.default_rng(6).uniform(0, 6, (MAX_ROWS, HEAD_DIM // 2)).astype(np.float32)
-COS, SIN = np.cos(ANGLES), np.sin(ANGLES)  # the program does not keep them alive
+COS, SIN = np.cos(ANGLES), np.sin(ANGLES)  # must outlive the program
 Ops = list[tuple[str, dict[str, Any]]]
 
 
 def _ops(pool: _native.Pool) -> Ops:
-    """What lies between two products of a layer, and what follows the embedding."""
+    """Return the operations between two products of a layer, and those after the embedding."""
     rng = np.random.default_rng(5)
     table = packed(pool, "table", "f32", draw(rng, VOCAB, WIDTH))
     wide, each = (packed(pool, "vector", "f32", draw(rng, n)) for n in (WIDTH, HEAD_DIM))
@@ -45,7 +45,7 @@ def _ops(pool: _native.Pool) -> Ops:
 
 
 def _program(isa: str, threads: int, *, apart: bool, shared: bool = False) -> _native.Program:
-    """One segment; or one of each operation. shared: OUT lies where X does."""
+    """Return one segment, or one per operation. shared: OUT aliases X."""
     pool = _native.Pool(threads, isa=isa)
     narrow, wide = MAX_ROWS * WIDTH * 4, MAX_ROWS * 3 * WIDTH * 2
     offsets = {X: 0, QKV: narrow, OUT: 0 if shared else narrow + wide}
@@ -91,7 +91,7 @@ def _run(program: _native.Program, segments: int, rows: int) -> list[NDArray[Any
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 96])
-def test_together_or_apart_the_bits_are_the_same(isa: str, rows: int) -> None:
+def test_fused_and_separate_operations_have_the_same_bits(isa: str, rows: int) -> None:
     apart = _program(isa, 1, apart=True)
     alone = _run(apart, 11, rows)
     for threads in (1, 2, 3):
@@ -101,7 +101,7 @@ def test_together_or_apart_the_bits_are_the_same(isa: str, rows: int) -> None:
             assert found.tobytes() == expected.tobytes()
 
 
-def test_what_shares_memory_is_not_computed_together() -> None:
+def test_operations_with_shared_memory_do_not_run_together() -> None:
     program = _program("", 2, apart=False, shared=True)
     assert [unit[:2] for unit in program.units(0)] == [(0, 8), (8, 1)]
     found = _run(program, 1, 96)[OUT]
@@ -109,7 +109,7 @@ def test_what_shares_memory_is_not_computed_together() -> None:
     assert found.tobytes() == expected.tobytes()
 
 
-def test_times_are_taken_when_asked_for() -> None:
+def test_times_are_recorded_on_request() -> None:
     program = _program("", 2, apart=True)
     _run(program, 1, 16)
     assert [unit[2] for unit in program.units(0)] == [0]
@@ -121,7 +121,7 @@ def test_times_are_taken_when_asked_for() -> None:
     program.set_timed(False)
 
 
-def test_the_pool_counts_how_often_it_handed_out_work() -> None:
+def test_the_pool_counts_its_dispatches() -> None:
     pool = _native.Pool(2)
     pool.deal(1, lambda *_: None)
     assert pool.num_forks == 0
@@ -129,7 +129,7 @@ def test_the_pool_counts_how_often_it_handed_out_work() -> None:
     assert pool.num_forks == 1
 
 
-def test_time_spent_computing_is_counted() -> None:
+def test_compute_time_is_counted() -> None:
     before = _native.compute_ns()
     _run(_program("", 1, apart=False), 1, 16)
     assert _native.compute_ns() > before

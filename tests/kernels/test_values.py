@@ -1,5 +1,7 @@
-"""Every native kernel against its NumPy twin (quire/execute/reference_ops.py), at odd shapes,
-on every instruction set of this machine, its operands surrounded by NaN."""
+"""Every native kernel against its NumPy reference (quire/execute/reference_ops.py).
+
+At odd shapes, on every instruction set of this machine, with operands surrounded by NaN.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def test_linear_is_the_product(
 @pytest.mark.parametrize("width", [1, 33, 60, 259])
 @pytest.mark.parametrize(("x_dtype", "y_dtype"), [*itertools.product(DTYPES, DTYPES)])
 @pytest.mark.parametrize("delta_dtype", [None, *DTYPES])
-def test_norm_adds_the_delta_first(
+def test_norm_adds_the_residual_first(
     rng: np.random.Generator,
     isa: str,
     form: str,
@@ -108,7 +110,7 @@ def test_norm_of_heads_works_in_place(
 @pytest.mark.parametrize(
     ("heads", "head_dim", "half"), [(3, 16, 8), (2, 10, 5), (5, 64, 32), (1, 20, 3)]
 )
-def test_rope_turns_pairs_by_the_rows_position_to_the_bit(
+def test_rope_rotates_pairs_by_position_bit_for_bit(
     rng: np.random.Generator, isa: str, dtype: str, heads: int, head_dim: int, half: int
 ) -> None:
     angles = rng.uniform(0, 6, (9, half))
@@ -131,7 +133,7 @@ def test_rope_turns_pairs_by_the_rows_position_to_the_bit(
 @each_dtype
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("form", ["silu", "gelu", "gelu_tanh", "relu"])
-def test_activation_is_right_from_one_end_of_the_range_to_the_other(
+def test_activation_is_accurate_over_its_whole_range(
     rng: np.random.Generator, isa: str, dtype: str, gated: bool, form: str
 ) -> None:
     exponents = np.linspace(-30, 4, 333)
@@ -164,9 +166,7 @@ def test_add_and_scale_round_once(
 @each_isa
 @each_dtype
 @pytest.mark.parametrize("cap", [0.3, 30.0])
-def test_a_soft_cap_is_right_from_one_end_of_the_range_to_the_other(
-    isa: str, dtype: str, cap: float
-) -> None:
+def test_a_soft_cap_is_accurate_over_its_whole_range(isa: str, dtype: str, cap: float) -> None:
     magnitudes = np.concatenate([2.0 ** np.linspace(-30, 12, 333), [0.0, 1e30, np.inf]])
     x = np.stack([magnitudes, -magnitudes]).astype(np.float32)
     x = round_to_bf16(x) if dtype == "bf16" else x
@@ -179,7 +179,7 @@ def test_a_soft_cap_is_right_from_one_end_of_the_range_to_the_other(
 
 
 @each_isa
-def test_a_soft_cap_keeps_what_is_not_a_number(isa: str) -> None:
+def test_a_soft_cap_propagates_nan(isa: str) -> None:
     x = np.full((1, 5), np.nan, np.float32)
     assert np.isnan(
         OneOp("soft_cap", [Operand(5)], isa, values={"cap": 2.0})({0: x}, num_rows=1)[0]
@@ -189,7 +189,7 @@ def test_a_soft_cap_keeps_what_is_not_a_number(isa: str) -> None:
 @each_isa
 @each_dtype
 @pytest.mark.parametrize("out", DTYPES)
-def test_copy_rounds_to_the_type_it_writes(
+def test_copy_rounds_to_the_output_type(
     rng: np.random.Generator, isa: str, dtype: str, out: str
 ) -> None:
     x = draw(rng, 3, 45, dtype=dtype)
@@ -200,7 +200,7 @@ def test_copy_rounds_to_the_type_it_writes(
 @each_isa
 @each_dtype
 @pytest.mark.parametrize("form", ["rms", "layer"])
-def test_a_norm_without_a_weight_has_ones(
+def test_a_norm_without_a_weight_uses_ones(
     rng: np.random.Generator, isa: str, dtype: str, form: str
 ) -> None:
     x = draw(rng, 3, 45, dtype=dtype)
@@ -234,7 +234,7 @@ def test_gather_rows_copies_bits(rng: np.random.Generator, isa: str, dtype: str)
     x = draw(rng, 9, 19, dtype=dtype)
     index = np.array([0, 3, 8], np.int32)
     op = OneOp("gather_rows", [Operand(19, dtype), Operand(19, dtype)], isa)
-    # Output rows are counted as the step's tokens here, so all nine are given an index.
+    # Output rows count as the step's tokens, so all nine need an index.
     picked = np.concatenate([index, np.zeros(6, np.int32)])
     y = op({0: x}, num_rows=9, batch={"sample_rows": picked})[1]
     np.testing.assert_array_equal(y[:3], x[index])
@@ -258,10 +258,10 @@ def test_rounding_to_bf16_is_to_nearest_even_and_keeps_nan_and_infinity(isa: str
 
 @each_isa
 @pytest.mark.parametrize(("kind", "values"), [("copy", {}), ("activation", {"form": "relu"})])
-def test_denormals_are_rounded_to_bf16_as_all_numbers_are(
+def test_denormals_are_rounded_to_bf16_like_other_numbers(
     isa: str, kind: str, values: dict[str, str]
 ) -> None:
-    """Some instructions take them for zeros. One in a vector, and all of a vector."""
+    """Some instructions flush denormals to zero. One in a vector, and a whole vector of them."""
     x = np.linspace(1e-40, 2e-38, 2 * 77, dtype=np.float32).reshape(2, 77)
     x[0, 1::2] = 1.0
     op = OneOp(kind, [Operand(77), Operand(77, "bf16")], isa, values=values)

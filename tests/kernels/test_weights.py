@@ -1,4 +1,4 @@
-"""Packing: what a checkpoint stores arrives in panels and tables, to the bit."""
+"""Packing: checkpoint values reach panels and tables bit for bit."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_an_offset_is_added_in_f32_before_rounding() -> None:
 @pytest.mark.parametrize("form", ["matrix", "table"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_rows_are_cut_from_a_larger_tensor_however_it_lies(
+def test_rows_are_cut_from_a_larger_tensor_of_any_layout(
     stored: str, dtype: str, form: str, transposed: bool, num_threads: int
 ) -> None:
     rng = np.random.default_rng(3)
@@ -104,7 +104,7 @@ def test_elements_are_cut_from_a_longer_vector_and_offset() -> None:
     assert _read(weight).ravel().tolist() == [4, 5, 6, 7]
 
 
-def test_wrong_sizes_are_refused_with_the_numbers() -> None:
+def test_wrong_sizes_are_rejected_with_the_numbers() -> None:
     weight = _native.Weight("matrix", "f32", 4, 3)
     source = np.zeros(24, np.uint8)
     with pytest.raises(ValueError, match=r"24 source bytes; 4 rows take 48"):

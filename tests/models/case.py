@@ -1,7 +1,7 @@
 """Case: a tiny checkpoint of any family, and the tokens to feed it.
 
-All have a vocabulary of 131 and 512 positions unless they say otherwise. Families list theirs in
-cases_NAME.py, and cases.py collects them. Knows no executor and no transformers.
+All have a vocabulary of 131 and 512 positions unless stated otherwise. Families list theirs in
+cases_NAME.py, and cases.py collects them. Independent of executors and transformers.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ class Case:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What is in config.json beyond what the tiny Llama has anyway."""
+        """Return the keys of config.json that differ from the tiny Llama."""
         sizes = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_POSITIONS}
         return sizes | dict(self.base or {}) | self.changes
 
     @property
     def max_positions(self) -> int:
-        """How many positions the model has; a dynamic rope's prompt shows how far it stretches."""
+        """Return the model's number of positions; for dynamic rope, the length of the prompt."""
         positions: int = self.config["max_position_embeddings"] or self.config["n_positions"]
         return max(positions, self.length)
 
     @property
     def token_ids(self) -> list[int]:
-        """The prompt."""
+        """Return the token ids of the prompt."""
         rng = np.random.default_rng(self.seed + 100)
         ids: list[int] = rng.integers(0, self.config["vocab_size"], self.length).tolist()
         return ids

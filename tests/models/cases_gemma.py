@@ -1,8 +1,9 @@
-"""The Gemmas: scaled embeddings, norms about one, windows in every arrangement, caps that bite.
+"""The Gemmas: scaled embeddings, norms around one, windows in every arrangement, effective soft
+caps.
 
-Windows are odd and much shorter than the prompts; head_dim is never hidden_size / heads; caps lie
-where the scores and logits of the random weights are. One case has the 256 columns a head that
-real ones have.
+Windows are odd and much shorter than the prompts; head_dim is never hidden_size / heads; soft caps
+are within the range of the random weights' scores and logits. One case has the 256 columns per head
+of real models.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GPT-2: prompts that end at the last learned position, odd head widths, every switch it has."""
+"""GPT-2: prompts that end at the last learned position, odd head widths, every option."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Granite: four multipliers that are nowhere 1, with and without biases."""
+"""Granite: four multipliers different from 1, with and without biases."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Tiny Llamas: MHA, GQA and MQA; tied and untied heads; biases; each rope scaling in its old and
-its new form at lengths past the original one; every activation; odd sizes throughout.
+"""Tiny Llamas: MHA, GQA and MQA; tied and untied heads; biases; rope scaling; activations; odd
+sizes.
+
+Each rope scaling is in its old and its new form, at lengths past the original one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Tiny Mistrals: windows that divide nothing, shorter than a key group, of one position, or none.
+"""Tiny Mistrals: windows of odd lengths, shorter than a key group, of one position, or none.
 
-Prompts run several windows on. Ministrals have a window in some layers only.
+Prompts are several windows long. Ministrals have a window in some layers only.
 """
 
 from __future__ import annotations

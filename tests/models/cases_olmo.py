@@ -1,4 +1,6 @@
-"""OLMo 2 and 3: norms after each half and over whole queries; windows shorter than the prompts."""
+"""OLMo 2 and 3: norms after each sublayer and over whole queries; windows shorter than the
+prompts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OPT: norms before each half and of its sum, narrow embeddings, nothing that can be missing.
+"""OPT: pre- and post-norm, narrow embeddings, no optional tensors.
 
 Prompts end at the last learned position, which is the table's last row.
 """

@@ -1,8 +1,8 @@
 """Phi-3: fused tensors, windows, longrope on both sides of the original length, partial rotation.
 
-Original lengths are 64 where the long list is meant (sequences are longer) and the model's whole
-length where the short one is. The name "su", which transformers no longer opens, is tested with
-the readers.
+Original lengths are 64 to select the long list (sequences are longer) and the model's whole length
+to select the short one. The name "su", which transformers no longer reads, is tested with the
+readers.
 """
 
 from __future__ import annotations

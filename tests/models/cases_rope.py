@@ -1,7 +1,7 @@
-"""Llamas with angles that depend on the served length: dynamic scaling, and longrope.
+"""Llamas with rotary frequencies that depend on the served length: dynamic scaling, and longrope.
 
-transformers takes a sequence's own length, so the prompt of the dynamic one is as long as the
-model (128 positions before scaling, 512 after), and that of the other beyond its original length.
+transformers uses the length of the sequence, so the prompt of the dynamic case is as long as the
+model (128 positions before scaling, 512 after), and the other's is beyond its original length.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tiny SmolLM 3: layers without angles by list and by interval, and windows in those."""
+"""Tiny SmolLM 3: layers without rope by list and by interval, with windows in those."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StableLM: layer norms, and angles for a part of a head only, by default a quarter."""
+"""StableLM: layer norms, and rope on a part of each head, by default a quarter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StarCoder 2: layer norms and biases under rotary angles, windows shorter than the prompts."""
+"""StarCoder 2: layer norms and biases with rope, windows shorter than the prompts."""
 
 from __future__ import annotations
 

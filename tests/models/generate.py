@@ -1,7 +1,7 @@
-"""Runs an executor directly, without engine or scheduler: one sequence, one block after another.
+"""Run an executor directly, without engine or scheduler, on one sequence.
 
-For tests that compare numbers of executors. Blocks are handed out back to front and the prompt
-is fed in the chunks asked for, so that block tables and chunks are exercised a little.
+For tests that compare executors. Blocks are assigned back to front and the prompt is fed in given
+chunks, which exercises block tables and chunks a little.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ EXECUTORS = ("reference", "native")
 def open_executor(
     path: Path, *, kind: str = "reference", dtype: DType = DType.F32, max_tokens: int = 128
 ) -> Executor:
-    """An executor of the model in `path`, with cache for the model's whole length.
+    """Return an executor of the model in `path`, with KV cache for the model's whole length.
 
-    What it reads but never wrote is NaN.
+    Memory that is read but was never written is NaN.
     """
     return executor_of(open_model(path), path, kind=kind, dtype=dtype, max_tokens=max_tokens)
 
@@ -44,7 +44,7 @@ def executor_of(
     max_tokens: int = 128,
     served: int = 0,
 ) -> Executor:
-    """An executor of `spec` with the weights in `path`, for `served` positions (0: all it has)."""
+    """Return an executor of `spec` with the weights in `path`, for `served` positions (0: all)."""
     max_positions = served or spec.max_positions
     program = build_program(spec, dtype=dtype, max_positions=max_positions)
     limits = StepLimits(max_tokens=max_tokens, max_samples=max_tokens, max_sequences=4)
@@ -59,7 +59,7 @@ def executor_of(
 
 
 def sequence_batch(token_ids: Sequence[int], start: int, max_positions: int) -> ForwardBatch:
-    """`token_ids` at positions from `start` of the only sequence; every row samples."""
+    """Return `token_ids` at positions from `start` of the only sequence; every row samples."""
     positions = np.arange(start, start + len(token_ids), dtype=np.int32)
     num_blocks = -(-max_positions // BLOCK_SIZE)
     table = np.arange(num_blocks, 0, -1, dtype=np.int32)
@@ -81,7 +81,7 @@ def sequence_batch(token_ids: Sequence[int], start: int, max_positions: int) -> 
 def logits_of(
     executor: Executor, token_ids: Sequence[int], *, max_positions: int, chunk: int = 128
 ) -> NDArray[np.float32]:
-    """Logits [len(token_ids), vocab] of every position, fed `chunk` tokens at a time."""
+    """Return logits [len(token_ids), vocab] of every position, fed `chunk` tokens at a time."""
     rows = []
     for start in range(0, len(token_ids), chunk):
         batch = sequence_batch(token_ids[start : start + chunk], start, max_positions)
@@ -93,7 +93,7 @@ def logits_of(
 def greedy(
     executor: Executor, prompt_ids: Sequence[int], num_tokens: int, *, max_positions: int
 ) -> list[int]:
-    """The most likely continuation, one token a step."""
+    """Return the greedy continuation, one token a step."""
     ids = list(prompt_ids)
     logits = logits_of(executor, ids, max_positions=max_positions)
     for _ in range(num_tokens):

@@ -1,4 +1,4 @@
-"""What a grammar says of answers, one history at a time: for the twins of beam search."""
+"""Ask a grammar about answers, one history at a time: for the references of beam search."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.text.tokenizer import Tokenizer
 
 
 class GrammarAnswers:
-    """Of one grammar, on the tokens of the model in the box, with these end tokens."""
+    """A grammar over the tokens of the built-in model, with the given end tokens."""
 
     def __init__(self, grammar: Grammar, *, eos_ids: Sequence[int] = ()) -> None:
         tokenizer = Tokenizer.load(box_path())
@@ -28,7 +28,7 @@ class GrammarAnswers:
         self._grammar = grammar
 
     def allowed(self, tokens: Sequence[int]) -> list[int]:
-        """Which may follow; none where these tokens are the beginning of no answer."""
+        """Return the tokens that may follow; none if these tokens begin no answer."""
         matcher = self._after(tokens)
         try:
             mask = [] if matcher is None else matcher.mask().tolist()
@@ -37,7 +37,7 @@ class GrammarAnswers:
         return [id_ for id_ in range(self._size) if mask and mask[id_ // 32] >> id_ % 32 & 1]
 
     def is_complete(self, tokens: Sequence[int]) -> bool:
-        """Whether the answer can only end here."""
+        """Return whether the answer can only end here."""
         matcher = self._after(tokens)
         return matcher is not None and matcher.is_complete
 

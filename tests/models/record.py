@@ -1,10 +1,10 @@
-"""Records what transformers computes for the cases, so that parity is checked without PyTorch.
+"""Record what transformers computes for the cases, so that parity is checked without PyTorch.
 
     python -m tests.models.record [NAME ...]
 
-writes recorded/NAME.json for each case (or for those named): a digest of the checkpoint, the
-logits of a few rows, the most likely token of every row, its margin over the second; for
-checkpoints stored in bfloat16 the worst error of transformers' own bfloat16 run; for some a greedy
+Writes recorded/NAME.json for each case (or the named ones): a digest of the checkpoint, the logits
+of a few rows, the most likely token of every row, its margin over the second; for checkpoints
+stored in bfloat16 the largest error of transformers' own bfloat16 run; for some a greedy
 continuation. All relative numbers are shares of the row's largest absolute logit. Needs torch and
 transformers; run it when cases change.
 """
@@ -41,9 +41,9 @@ CONTINUED = (
 def transformers_logits(
     folder: Path, token_ids: Sequence[int], *, dtype: str = "float32"
 ) -> NDArray[np.float32]:
-    """Logits [len(token_ids), vocab] of transformers' own model computing in `dtype`.
+    """Return logits [len(token_ids), vocab] of transformers' own model computed in `dtype`.
 
-    Raises ValueError where it finds a tensor too many or too few in the folder.
+    Raises ValueError if the directory has missing or unexpected tensors.
     """
     import torch
     import transformers
@@ -64,7 +64,7 @@ def transformers_logits(
 
 
 def transformers_greedy(folder: Path, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
-    """The most likely continuation in float32, each step computed from all tokens anew."""
+    """Return the greedy continuation in float32, with each step computed from all tokens."""
     ids = list(prompt_ids)
     for _ in range(num_tokens):
         ids.append(int(transformers_logits(folder, ids)[-1].argmax()))
@@ -72,12 +72,12 @@ def transformers_greedy(folder: Path, prompt_ids: Sequence[int], num_tokens: int
 
 
 def relative_error(found: NDArray[np.float32], right: NDArray[np.float32]) -> float:
-    """The largest difference in any row, as a share of that row's largest absolute logit."""
+    """Return the largest difference in any row, as a share of that row's largest absolute logit."""
     return float((np.abs(found - right).max(1) / np.abs(right).max(1)).max())
 
 
 def margins(logits: NDArray[np.float32]) -> NDArray[np.float32]:
-    """How far each row's largest logit is above the second, as a share of its largest."""
+    """Return the margin of each row's largest logit over the second, as a share of the largest."""
     ordered = np.sort(logits, axis=1)
     return (ordered[:, -1] - ordered[:, -2]) / np.abs(logits).max(1)
 
@@ -93,7 +93,7 @@ def weights_digest(folder: Path) -> str:
 
 
 def record(case: Case, folder: Path) -> dict[str, Any]:
-    """What recorded/NAME.json holds."""
+    """Return the content of recorded/NAME.json."""
     logits = transformers_logits(folder, case.token_ids)
     bf16_error = None
     if case.stored == "bf16":

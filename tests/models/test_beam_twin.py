@@ -1,7 +1,7 @@
-"""Beam search against a search of this file's own over all continuations, on the model in the box.
+"""Beam search against an independent exhaustive search, on the built-in model.
 
-The model's log-probabilities are asked for one history at a time; what changes them and what ends
-answers is written here in NumPy and plain Python. Sequences, order and scores are equal to the
+The model's log-probabilities are computed for one history at a time; what edits them and what ends
+answers is written here in NumPy and plain Python. Sequences, order and scores must be equal to the
 last bit: sums are of the same numbers in the same order.
 """
 
@@ -48,7 +48,9 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def logprobs_after(llm: LLM, tokenizer: Tokenizer) -> Callable[[Tokens], Float32s]:
-    """All log-probabilities after the prompt and such tokens, a thousand ids at a time."""
+    """Return all log-probabilities after the prompt and the given tokens, a thousand ids at
+    a time.
+    """
     prompt = tokenizer.encode(PROMPT)
     size = llm.card.vocab_size
     parts = [tuple(range(first, min(first + 1000, size))) for first in range(0, size, 1000)]
@@ -71,7 +73,7 @@ def check(
     search: dict[str, Any],
     **of_twin: Any,
 ) -> list[Any]:
-    """The outputs, held to the twin's."""
+    """Check the outputs against the independent search."""
     sampling = SamplingParams(
         use_beam_search=True, temperature=0.0, **{"max_tokens": MAX_TOKENS, **search}
     )
@@ -104,7 +106,7 @@ def check(
     ],
     ids=str,
 )
-def test_processed_log_probabilities_decide(
+def test_beams_rank_by_processed_log_probabilities(
     llm: LLM,
     tokenizer: Tokenizer,
     logprobs_after: Callable[[Tokens], Float32s],
@@ -133,7 +135,9 @@ def processed(
     no_repeat_ngram_size: int = 0,
     allowed_token_ids: Tokens | None = None,
 ) -> Float32s:
-    """Log-probabilities after bias, penalties and bans, in f32; n-grams of one token only."""
+    """Return log-probabilities after bias, penalties and bans, in f32; n-grams of one token
+    only.
+    """
     values = raw.copy()
     for id_, bias in (logit_bias or {}).items():
         values[id_] += np.float32(bias)
@@ -153,7 +157,7 @@ def processed(
 
 
 @pytest.mark.parametrize("min_tokens", [0, 3])
-def test_beams_end_where_their_text_comes_to_a_stop_string(
+def test_beams_end_where_their_text_completes_a_stop_string(
     llm: LLM,
     tokenizer: Tokenizer,
     logprobs_after: Callable[[Tokens], Float32s],
@@ -163,7 +167,7 @@ def test_beams_end_where_their_text_comes_to_a_stop_string(
         return b"".join(tokenizer.token_bytes(id_) for id_ in tokens).decode(errors="replace")
 
     def end(stop: tuple[str, ...], tokens: Tokens) -> tuple[int, str] | None:
-        """Where the first stop string begins that is complete, and which."""
+        """Return where the first complete stop string begins, and which it is."""
         for count in range(1, len(tokens) + 1):
             for size in range(len(text(tokens[: count - 1])) + 1, len(text(tokens[:count])) + 1):
                 seen = text(tokens[:count])[:size]
@@ -192,7 +196,7 @@ def test_beams_end_where_their_text_comes_to_a_stop_string(
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
 @pytest.mark.parametrize("kind", ["choice", "regex"])
-def test_beams_follow_a_grammar_and_end_where_it_is_complete(
+def test_beams_follow_a_grammar_and_end_where_it_completes(
     llm: LLM,
     tokenizer: Tokenizer,
     logprobs_after: Callable[[Tokens], Float32s],
@@ -200,7 +204,7 @@ def test_beams_follow_a_grammar_and_end_where_it_is_complete(
     *,
     ignore_eos: bool,
 ) -> None:
-    """Which tokens keep the grammar is asked of a fresh matcher a history."""
+    """The allowed tokens come from a fresh matcher per history."""
     grammar, size = GRAMMARS[kind], llm.card.vocab_size
     answers = GrammarAnswers(grammar, eos_ids=llm.card.eos_ids)
 
@@ -239,7 +243,7 @@ def test_beams_follow_a_grammar_and_end_where_it_is_complete(
         assert one.stop_reason == ("at" if "at" in text(one.token_ids) else None)
 
 
-def test_fewer_answers_than_beams_are_told_and_the_others_say_why(llm: LLM) -> None:
+def test_fewer_answers_than_beams_are_returned_with_a_reason_for_the_others(llm: LLM) -> None:
     sampling = SamplingParams(
         n=4,
         use_beam_search=True,
@@ -249,6 +253,6 @@ def test_fewer_answers_than_beams_are_told_and_the_others_say_why(llm: LLM) -> N
         no_repeat_ngram_size=1,
     )
     outputs = llm.generate([PROMPT], sampling)[0].outputs
-    # Each of the two once: nothing follows the second, and no end was come to.
+    # Each of the two once: nothing can follow the second, which reached no end.
     assert [one.finish_reason for one in outputs] == [FinishReason.ERROR] * 4
     assert "0 sequences for 4 streams" in (outputs[0].error or "")

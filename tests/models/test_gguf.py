@@ -1,4 +1,4 @@
-"""A model from GGUF is the model of its checkpoint: the same spec, the same logits, bit for bit."""
+"""A model from GGUF equals the model of its checkpoint: the same spec and logits, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.models.case import Case
 from tests.models.cases import CASES
 from tests.models.generate import EXECUTORS, logits_of, open_executor
 
-# What GGUF cannot say of a case is changed to what it can: Gemma's scale of queries is that of its
-# head, numbers are float32.
+# Properties that GGUF cannot express are changed: Gemma's query scale becomes that of its head
+# width, numbers become float32.
 CHANGES: dict[str, dict[str, Any]] = {
     "mistral_no_window": {},
     "gemma2_caps": {"query_pre_attn_scalar": 16},
@@ -50,7 +50,7 @@ KIND = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
 
 
 def both(case: Case, folder: Path, kind: str = "") -> tuple[Path, Path]:
-    """The case's checkpoint and the GGUF file made of it."""
+    """Return the case's checkpoint and the GGUF file made of it."""
     changed = replace(case, changes=case.changes | CHANGES.get(case.name, {}))
     checkpoint = changed.write(folder / "checkpoint")
     if case.name == "mistral_no_window":
@@ -60,7 +60,7 @@ def both(case: Case, folder: Path, kind: str = "") -> tuple[Path, Path]:
     return checkpoint, write_gguf_of(checkpoint, path, kind=kind or KIND[case.stored])
 
 
-def test_the_cases_cover_every_architecture_that_is_read() -> None:
+def test_the_cases_cover_every_supported_architecture() -> None:
     assert {ARCHITECTURES[case.config.get("model_type", "llama")] for case in SAID} == set(
         ARCHITECTURES.values()
     )
@@ -74,14 +74,14 @@ def test_the_spec_is_that_of_the_checkpoint(case: Case, tmp_path: Path) -> None:
     assert found == replace(
         right,
         norm=replace(right.norm, offset=0.0),
-        # A Mistral without a window is a Llama in every way.
+        # A Mistral without a window equals a Llama.
         architecture="LlamaForCausalLM" if "mistral" in case.name else right.architecture,
     )
 
 
 @pytest.mark.parametrize("kind", EXECUTORS)
 @pytest.mark.parametrize("case", SAID, ids=lambda case: case.name)
-def test_logits_are_those_of_the_checkpoint_bit_for_bit(
+def test_logits_equal_those_of_the_checkpoint_bit_for_bit(
     case: Case, kind: str, tmp_path: Path
 ) -> None:
     checkpoint, path = both(case, tmp_path)

@@ -1,4 +1,4 @@
-"""Quantized GGUF files run in the precision of their types: what is kept, and how near it stays."""
+"""Quantized GGUF files run in the precision of their types, with bounded error."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.models.generate import BLOCK_SIZE, logits_of
 from tests.tiny_models import write_tiny, write_tiny_llama
 
 IDS = np.random.default_rng(5).integers(0, 97, 24).tolist()
-# Of the logits' root mean square: what the integers of weights and activations may change in two
-# random layers of 256 (a trained model has less of it: bench/quality.py).
+# Relative to the logits' root mean square: the effect of integer weights and activations in two
+# random layers of 256 (smaller in a trained model: bench/quality.py).
 ALLOWED = 0.05
 
 
 def write_mixed(folder: Path, path: Path, kinds: dict[str, str], rest: str) -> Path:
-    """The model in `folder` as GGUF; `kinds` by the end of a tensor's name, else `rest`."""
+    """Write the model in `folder` as GGUF; `kinds` by the end of a tensor's name, else `rest`."""
     metadata, tensors = gguf_of(folder)
     typed = {}
     for name, values in tensors.items():
@@ -66,7 +66,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q2_K", "Q4_K", "Q5_K", "Q6_K"])
-def test_logits_stay_near_those_of_the_multiplied_out_file(
+def test_logits_stay_near_those_of_the_dequantized_file(
     kind: str, wide: Path, tmp_path: Path
 ) -> None:
     path = write_mixed(wide, tmp_path / "m.gguf", {}, kind)
@@ -88,7 +88,7 @@ def test_executors_agree(kind: str, wide: Path, tmp_path: Path) -> None:
             "Q4_0",
             "int4-g32 (head: int8)",
         ),
-        # As llama.cpp mixes: values and down products of some layers in more bits.
+        # As llama.cpp mixes types: values and down products of some layers in more bits.
         (
             {"0.attn_v.weight": "Q6_K", "0.ffn_down.weight": "Q8_0"},
             "Q4_0",
@@ -98,7 +98,7 @@ def test_executors_agree(kind: str, wide: Path, tmp_path: Path) -> None:
         ({}, "F16", "none"),
     ],
 )
-def test_mixed_files_take_what_holds_all_parts_of_a_weight(
+def test_mixed_files_use_a_precision_for_all_parts_of_a_weight(
     kinds: dict[str, str], rest: str, text: str, wide: Path, tmp_path: Path
 ) -> None:
     path = write_mixed(wide, tmp_path / "m.gguf", kinds, rest)
@@ -108,7 +108,7 @@ def test_mixed_files_take_what_holds_all_parts_of_a_weight(
     assert error(logits(path, "auto"), logits(path, "none")) < ALLOWED
 
 
-def test_a_tied_head_is_kept_in_the_precision_of_the_embedding(tmp_path: Path) -> None:
+def test_a_tied_head_keeps_the_precision_of_the_embedding(tmp_path: Path) -> None:
     folder = write_tiny_llama(tmp_path / "tied", tie_word_embeddings=True, **WIDE)
     path = write_mixed(folder, tmp_path / "m.gguf", {"token_embd.weight": "Q6_K"}, "Q4_0")
     program = build_program(open_model(path), dtype=DType.BF16, max_positions=64)
@@ -117,14 +117,14 @@ def test_a_tied_head_is_kept_in_the_precision_of_the_embedding(tmp_path: Path) -
     assert error(logits(path, "auto"), logits(path, "none")) < ALLOWED
 
 
-def test_matrices_that_checkpoints_store_transposed(tmp_path: Path) -> None:
+def test_matrices_stored_transposed_in_checkpoints(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "gpt2", GPT2, seed=3)
     path = write_mixed(folder, tmp_path / "m.gguf", {"position_embd.weight": "F32"}, "Q4_0")
     assert error(logits(path, "auto"), logits(path, "none")) < ALLOWED
 
 
 @pytest.mark.parametrize("rows", [1, 33])
-def test_codes_of_q4_0_are_kept_and_scales_rounded_to_bf16(rows: int) -> None:
+def test_q4_0_keeps_its_codes_and_rounds_scales_to_bf16(rows: int) -> None:
     rng = np.random.default_rng(rows)
     w = (rng.standard_normal((rows, 256)) * 0.02).astype(np.float32)
     w[0, :32] = 0

@@ -1,4 +1,4 @@
-"""Greedy continuations, token for token: real trained weights, and tiny random ones of our own."""
+"""Greedy continuations, token for token: real trained weights, and tiny random ones."""
 
 from __future__ import annotations
 

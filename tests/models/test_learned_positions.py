@@ -1,4 +1,4 @@
-"""Models with learned positions: served to the last one, never beyond; files as the hub has."""
+"""Models with learned positions: served to the last one, never beyond; files as on the hub."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.models.generate import EXECUTORS, greedy, logits_of, open_executor
 from tests.tiny_models import write_weights
 
 POSITIONS = 83
-# Room for a tokenizer; with a tied head random weights would repeat one token.
+# Large enough for a tokenizer; with a tied head random weights would repeat one token.
 SERVED = {"vocab_size": 307, "tie_word_embeddings": False}
 CASES = (
     Case("gpt2", SERVED, base=cases_gpt2.BASE, seed=91),
@@ -27,7 +27,7 @@ each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 @each_case
-def test_the_last_token_stands_at_the_last_learned_position(case: Case, tmp_path: Path) -> None:
+def test_the_last_token_is_at_the_last_learned_position(case: Case, tmp_path: Path) -> None:
     folder, prompt = case.write(tmp_path), case.token_ids
     num_tokens = POSITIONS - len(prompt)
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
@@ -40,9 +40,7 @@ def test_the_last_token_stands_at_the_last_learned_position(case: Case, tmp_path
 
 
 @each_case
-def test_no_request_and_no_setting_reaches_beyond_the_learned_positions(
-    case: Case, tmp_path: Path
-) -> None:
+def test_no_request_or_setting_exceeds_the_learned_positions(case: Case, tmp_path: Path) -> None:
     folder = case.write(tmp_path)
     with LLM(folder, threads=1) as llm:
         with pytest.raises(ContextTooLong, match=r"length is 83 tokens; .* lower max_tokens to 43"):
@@ -55,10 +53,10 @@ def test_no_request_and_no_setting_reaches_beyond_the_learned_positions(
 
 @pytest.mark.parametrize("kind", EXECUTORS)
 @pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
-def test_a_file_of_the_decoder_alone_gives_the_same_logits(
+def test_a_file_without_the_decoder_prefix_gives_the_same_logits(
     case: Case, kind: str, tmp_path: Path
 ) -> None:
-    """As the hub has gpt2: no `transformer.`, and the masks that can be computed."""
+    """Like gpt2 on the hub: no `transformer.` prefix, and stored masks that can be computed."""
     folder = case.write(tmp_path)
     full = logits_of(open_executor(folder, kind=kind), case.token_ids, max_positions=POSITIONS)
     checkpoint = open_checkpoint(folder)

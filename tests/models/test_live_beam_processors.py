@@ -1,8 +1,7 @@
-"""Beams with processed log-probabilities, or that end by their text, against those of
-transformers with the same processors and stopping criteria (marked `parity`: needs torch).
+"""Beam search with logits processors and stopping criteria, against transformers (marked `parity`).
 
-As in test_live_beams.py; a grammar is there what says which tokens may follow, and a criterion of
-its own that ends a sequence that is complete.
+As in test_live_beams.py, and needs torch. A grammar becomes a function of allowed tokens, with a
+stopping criterion that ends a complete sequence.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ SEARCHES: list[dict[str, Any]] = [
     {"num_beams": 3, "early_stopping": True, "length_penalty": 0.6},
     {"num_beams": 5, "length_penalty": 2.0, "early_stopping": "never"},
 ]
-JUNK = -1e8  # what transformers scores where it has fewer sequences than beams
+JUNK = -1e8  # the score transformers reports if it has fewer sequences than beams
 # Our fields, and theirs.
 PENALTIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "repetition": ({"repetition_penalty": 1.4}, {"repetition_penalty": 1.4}),
@@ -44,7 +43,8 @@ PENALTIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
 }
-# None begins in a prompt: transformers reads stop strings across the border, Quire answers only.
+# None begins in a prompt: transformers matches stop strings across the border, Quire in answers
+# only.
 STOPS = ((".",), ("little", "he sa"), ("she ", "he wa"), (" the",))
 GRAMMARS: tuple[Grammar, ...] = (
     choice(["a cat", "a camel", "a cat and a camel", "the dog"]),
@@ -54,7 +54,7 @@ GRAMMARS: tuple[Grammar, ...] = (
 
 
 class Theirs:
-    """transformers on the model in the box."""
+    """transformers on the built-in model."""
 
     def __init__(self) -> None:
         torch = pytest.importorskip("torch")
@@ -69,7 +69,7 @@ class Theirs:
         )
 
     def find(self, prompt: list[int], search: dict[str, Any], **more: Any) -> Found:
-        """The new tokens and scores of the sequences found, best first."""
+        """Return new tokens and scores of the found sequences, best first."""
         found = self.model.generate(
             self.torch.tensor([prompt]),
             attention_mask=self.torch.ones(1, len(prompt), dtype=self.torch.long),
@@ -86,7 +86,7 @@ class Theirs:
         scores = found.sequences_scores.tolist()
         for ids, score in zip(found.sequences.tolist(), scores, strict=True):
             new = ids[len(prompt) :]
-            while new and new[-1] <= 0:  # padding, -1 where they hold more beams than are returned
+            while new and new[-1] <= 0:  # padding, -1 if it holds more beams than it returns
                 new.pop()
             if score > JUNK:
                 told.append((new, score))
@@ -99,7 +99,7 @@ def theirs() -> Theirs:
 
 
 def compare(llm: LLM, theirs: Theirs, ours: dict[str, Any], **more: Any) -> int:
-    """How many searches were compared token by token; their scores all are."""
+    """Return how many searches were compared token by token; scores are always compared."""
     tokenizer = Tokenizer.from_file(str(box_path() / "tokenizer.json"))
     compared = 0
     for prompt in (tokenizer.encode(text).ids for text in PROMPTS):
@@ -139,13 +139,13 @@ def llm() -> Any:
 
 
 @pytest.mark.parametrize("kind", PENALTIES)
-def test_penalties_and_bias_are_those_of_transformers(llm: LLM, theirs: Theirs, kind: str) -> None:
+def test_penalties_and_bias_match_transformers(llm: LLM, theirs: Theirs, kind: str) -> None:
     ours, named = PENALTIES[kind]
     assert compare(llm, theirs, ours, **named) >= 5
 
 
 @pytest.mark.parametrize("stop", STOPS)
-def test_stop_strings_end_beams_where_they_do_in_transformers(
+def test_stop_strings_end_beams_as_in_transformers(
     llm: LLM, theirs: Theirs, stop: tuple[str, ...]
 ) -> None:
     named = {"stop_strings": list(stop), "tokenizer": theirs.tokenizer}
@@ -153,7 +153,7 @@ def test_stop_strings_end_beams_where_they_do_in_transformers(
 
 
 @pytest.mark.parametrize("place", range(len(GRAMMARS)))
-def test_grammars_hold_beams_as_a_list_of_allowed_tokens_does(
+def test_grammars_constrain_beams_like_a_list_of_allowed_tokens(
     llm: LLM, theirs: Theirs, place: int
 ) -> None:
     import transformers
@@ -171,7 +171,7 @@ def test_grammars_hold_beams_as_a_list_of_allowed_tokens_does(
             return theirs.torch.tensor(done)
 
     def allowed(_: int, ids: Any) -> list[int]:
-        return answers.allowed(answer(ids.tolist())) or [0]  # what was given up may go anywhere
+        return answers.allowed(answer(ids.tolist())) or [0]  # a dead beam may continue anywhere
 
     compared = compare(
         llm,

@@ -1,7 +1,7 @@
-"""Beam search against that of transformers, on the model in the box (marked `parity`: needs torch).
+"""Beam search against transformers, on the built-in model (marked `parity`: needs torch).
 
-Both compute in f32. Sequences must be the same, in the same order, and so must scores, but where
-two finished sequences score so nearly the same that the sums' last bits may order them.
+Both compute in f32. Sequences, order and scores must be equal, except for finished sequences with
+scores so close that the last bits of sums may order them.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ PROMPTS = (
 Found = list[tuple[list[int], float]]
 
 
-def test_beams_are_those_of_transformers() -> None:
+def test_beams_match_transformers() -> None:
     torch = pytest.importorskip("torch")
     import transformers
 
     folder = box_path()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    # What ends sentences and clauses: the model's own end of text seldom comes so soon.
+    # Tokens that end sentences and clauses: the model's own end of text seldom comes so soon.
     ends = [tokenizer.encode(text).ids[-1] for text in (".", "!", ",", " and")]
     compared = stopped = 0
     with LLM(folder, dtype="f32", max_num_seqs=8, max_model_len=128) as llm:
@@ -83,7 +83,7 @@ def _ours(llm: LLM, prompt: list[int], stop_ids: list[int], search: dict[str, An
 def _theirs(model: Any, prompt: list[int], stop_ids: list[int], search: dict[str, Any]) -> Found:
     import torch
 
-    # generate() fills in from the model's own settings: here all is said.
+    # Set everything: generate() fills gaps from the model's own settings.
     model.generation_config.eos_token_id = stop_ids or None
     found = model.generate(
         torch.tensor([prompt]),

@@ -1,4 +1,4 @@
-"""Logits against transformers itself, every row of every case (marked `parity`: needs torch)."""
+"""Logits against transformers, every row of every case (marked `parity`: needs torch)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ F32_ERROR = 1e-4
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_row_in_f32_is_that_of_transformers(case: Case, tmp_path: Path) -> None:
+def test_every_row_in_f32_matches_transformers(case: Case, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     folder = case.write(tmp_path)
     right = transformers_logits(folder, case.token_ids)
@@ -37,7 +37,7 @@ def test_every_row_in_f32_is_that_of_transformers(case: Case, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.stored == "bf16"], ids=lambda case: case.name
 )
-def test_every_row_in_bf16_is_as_close_to_f32_as_that_of_transformers(
+def test_every_row_in_bf16_is_as_close_to_f32_as_in_transformers(
     case: Case, seed: int, tmp_path: Path
 ) -> None:
     pytest.importorskip("torch")
@@ -54,7 +54,7 @@ def test_every_row_in_bf16_is_as_close_to_f32_as_that_of_transformers(
         assert np.array_equal(found.argmax(1)[sure], right.argmax(1)[sure]), kind
 
 
-def test_rope_frequencies_are_those_of_transformers_within_a_bit(tmp_path: Path) -> None:
+def test_rope_frequencies_match_transformers_within_a_bit(tmp_path: Path) -> None:
     """Frequencies, then attention scale, of every Llama."""
     pytest.importorskip("torch")
     import transformers

@@ -1,7 +1,7 @@
-"""Rotary angles against transformers itself, kind by kind (marked `parity`: needs torch).
+"""Rotary frequencies against transformers, kind by kind (marked `parity`: needs torch).
 
-Where transformers computes them anew from each sequence's length, it is shown a sequence of the
-length that is served here: that is where both must agree.
+Where transformers recomputes them from each sequence's length, it gets a sequence of the served
+length: there both must agree.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.parity
 
-WITHIN_A_BIT = 3e-7  # and one for PyTorch, with a power that is off by one at times
+WITHIN_A_BIT = 3e-7  # and one for PyTorch, with a power that is sometimes off by one
 LONG = [1.25, 2.5, 3.75, 5.0, 6.25, 7.5]
 SHORT = [1.0, 1.01, 1.03, 1.1, 1.2, 1.4]
 
@@ -68,7 +68,7 @@ def agree(ours: Any, frequencies: Any, scale: float) -> None:
     ],
     ids=["plain", "partial", "factors"],
 )
-def test_longrope_of_the_served_length_is_that_of_a_sequence_of_that_length(
+def test_longrope_of_the_served_length_matches_a_sequence_of_that_length(
     changes: dict[str, Any], length: int, tmp_path: Path
 ) -> None:
     torch = pytest.importorskip("torch")
@@ -84,7 +84,7 @@ def test_longrope_of_the_served_length_is_that_of_a_sequence_of_that_length(
 
 
 @pytest.mark.parametrize("length", [1, 511, 512, 513, 700, 1100, 1280])
-def test_dynamic_angles_of_the_served_length_are_those_of_a_sequence_of_that_length(
+def test_dynamic_rope_of_the_served_length_matches_a_sequence_of_that_length(
     length: int, tmp_path: Path
 ) -> None:
     torch = pytest.importorskip("torch")
@@ -104,7 +104,7 @@ def test_dynamic_angles_of_the_served_length_are_those_of_a_sequence_of_that_len
 
 
 @pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 8.0}])
-def test_gemma_3_turns_its_two_types_of_layer_as_transformers_does(
+def test_gemma_3_rotates_its_two_types_of_layers_as_transformers(
     scaling: dict[str, Any] | None, tmp_path: Path
 ) -> None:
     pytest.importorskip("torch")
@@ -133,10 +133,10 @@ def test_gemma_3_turns_its_two_types_of_layer_as_transformers_does(
 
 
 @pytest.mark.parametrize("kind", EXECUTORS)
-def test_a_longrope_model_served_at_its_original_length_answers_with_its_short_list(
+def test_longrope_served_at_its_original_length_uses_the_short_list(
     kind: str, tmp_path: Path
 ) -> None:
-    """The model has 512 positions; 64 are served, and each row is that of transformers."""
+    """The model has 512 positions; 64 are served, and each row matches transformers."""
     pytest.importorskip("torch")
     case = next(case for case in cases_phi3.CASES if case.name == "phi3_longrope_long")
     folder, token_ids = case.write(tmp_path), case.token_ids[:64]

@@ -1,4 +1,4 @@
-"""Logits against what transformers computed when they were recorded (record.py); needs no torch."""
+"""Logits against recorded results of transformers (record.py); needs no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ F32_ERROR = 1e-4
 
 @pytest.mark.parametrize("kind", EXECUTORS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_logits_in_f32_are_those_of_transformers(case: Case, kind: str, tmp_path: Path) -> None:
+def test_logits_in_f32_match_transformers(case: Case, kind: str, tmp_path: Path) -> None:
     recorded = json.loads((RECORDED / f"{case.name}.json").read_text())
     folder = case.write(tmp_path)
     assert weights_digest(folder) == recorded["weights"], (
@@ -41,7 +41,7 @@ def test_logits_in_f32_are_those_of_transformers(case: Case, kind: str, tmp_path
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.stored == "bf16"], ids=lambda case: case.name
 )
-def test_logits_in_bf16_are_no_further_from_f32_than_those_of_transformers(
+def test_logits_in_bf16_are_as_close_to_f32_as_in_transformers(
     case: Case, kind: str, tmp_path: Path
 ) -> None:
     recorded = json.loads((RECORDED / f"{case.name}.json").read_text())

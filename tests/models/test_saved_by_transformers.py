@@ -1,9 +1,8 @@
-"""Models that transformers itself builds and saves open here and compute the same (`parity`).
+"""Models built and saved by transformers load here and compute the same (marked `parity`).
 
-Each is made of the library's own configuration class with small sizes, and written by
-save_pretrained: config.json in the form of today, generation_config.json, tensor names, tied
-tensors, shards. What is left out of a case has the class's default. Also the classes' defaults as
-they are, without weights.
+Each uses the library's own configuration class with small sizes, written by save_pretrained:
+config.json in its present form, generation_config.json, tensor names, tied tensors, shards. Keys
+not in a case have the class's default. Also the classes' defaults themselves, without weights.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from tests.models.record import relative_error, transformers_logits
 pytestmark = pytest.mark.parity
 
 F32_ERROR = 1e-4
-LENGTH = 60  # beyond the windows of 9 and the 32 positions that some ropes were trained for
+LENGTH = 60  # beyond the windows of 9 and the 32 original positions of some ropes
 
 SIZES: dict[str, Any] = {
     "hidden_size": 48,
@@ -96,7 +95,7 @@ MIXED = ["full_attention", "sliding_attention", "full_attention"]
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A model of an architecture: what its configuration is given beyond sizes, and its dtype."""
+    """A model of an architecture: its configuration beyond sizes, and its dtype."""
 
     architecture: str
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -108,7 +107,7 @@ class Saved:
         return "-".join([self.architecture, *words, self.dtype])
 
     def save(self, folder: Path, **options: Any) -> Path:
-        """Build it with random weights (norms' too), and have transformers write it."""
+        """Build it with random weights, norms included, and save it by transformers."""
         torch = pytest.importorskip("torch")
         transformers = pytest.importorskip("transformers")
         name, sizes = CLASSES[self.architecture]
@@ -240,27 +239,27 @@ SAVED = [
 ]
 
 
-def test_every_family_is_here() -> None:
+def test_every_family_is_covered() -> None:
     assert set(CLASSES) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("saved", SAVED, ids=lambda saved: saved.name)
-def test_a_model_that_transformers_saves_computes_the_same(saved: Saved, tmp_path: Path) -> None:
+def test_a_model_saved_by_transformers_computes_the_same(saved: Saved, tmp_path: Path) -> None:
     agrees(saved.save(tmp_path))
     assert open_model(tmp_path).dtype == {"float32": "f32", "bfloat16": "bf16"}.get(
         saved.dtype, "f16"
     )
 
 
-def test_shards_that_transformers_saves_compute_the_same(tmp_path: Path) -> None:
+def test_shards_saved_by_transformers_compute_the_same(tmp_path: Path) -> None:
     saved = Saved("Qwen3ForCausalLM", {"tie_word_embeddings": True})
     agrees(saved.save(tmp_path, max_shard_size="40KB"))
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
 
 
 @pytest.mark.parametrize("architecture", CLASSES)
-def test_what_a_class_says_by_default_opens(architecture: str, tmp_path: Path) -> None:
-    """Sizes of billions included: no weights are made."""
+def test_the_defaults_of_a_configuration_class_load(architecture: str, tmp_path: Path) -> None:
+    """With sizes of billions: no weights are created."""
     transformers = pytest.importorskip("transformers")
     name, _ = CLASSES[architecture]
     if not hasattr(transformers, name):
@@ -274,7 +273,7 @@ def test_what_a_class_says_by_default_opens(architecture: str, tmp_path: Path) -
 
 
 def agrees(folder: Path) -> None:
-    """Logits of every row, in f32, on every executor."""
+    """Compare logits of every row, in f32, on every executor."""
     token_ids = np.random.default_rng(3).integers(0, 131, LENGTH).tolist()
     right = transformers_logits(folder, token_ids)
     for kind in EXECUTORS:

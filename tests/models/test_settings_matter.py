@@ -1,7 +1,4 @@
-"""Parity proves something only if a setting gone wrong would show: each is turned off here.
-
-Logits of the families' tiny models must then move beyond what parity allows.
-"""
+"""Parity is sensitive to every setting: with each setting disabled, logits exceed the tolerance."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from tests.models import cases_gemma, cases_phi3
 from tests.models.generate import executor_of, logits_of
 from tests.models.record import relative_error
 
-ALLOWED = 1e-4  # by parity
+ALLOWED = 1e-4  # the tolerance of parity
 CASES = {case.name: case for case in (*cases_gemma.CASES, *cases_phi3.CASES)}
 
 
@@ -119,7 +116,7 @@ TURNED_OFF: dict[str, tuple[Change, ...]] = {
 
 
 @pytest.mark.parametrize("name", TURNED_OFF)
-def test_a_setting_gone_wrong_moves_logits_beyond_what_parity_allows(
+def test_a_wrong_setting_moves_logits_beyond_the_parity_tolerance(
     name: str, tmp_path: Path
 ) -> None:
     case = CASES[name]

@@ -1,6 +1,6 @@
-"""Which files the house tests look at: what is kept of this repository, and nothing built.
+"""Which files the repository tests check: the kept sources, without built files.
 
-Found by walking the folders that hold sources, so that a copy without git is checked as well.
+They are found by walking the source directories, so that a copy without git is checked as well.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _NOT_OURS = ("__pycache__", "checkpoints", "results", "recorded", "box", "box_dr
 
 
 def code_files(*folders: str) -> list[Path]:
-    """Python and C++ sources, in all folders or in those given."""
+    """Yield Python and C++ sources, in all directories or in the given ones."""
     return [file for file in _walk(folders or _FOLDERS) if file.suffix in _CODE]
 
 
 def text_files() -> list[Path]:
-    """Everything kept that is read by people, the files of the top folder included."""
+    """Yield all kept text files, those of the top directory included."""
     top = [file for file in sorted(ROOT.iterdir()) if file.is_file() and file.name != "LICENSE"]
     found = [*top, *_walk(_FOLDERS)]
     return [file for file in found if file.suffix in _TEXT and not file.name.startswith(".git")]
@@ -36,7 +36,7 @@ def tree_of(file: Path) -> ast.Module:
 
 
 def name_of(file: Path) -> str:
-    """The path from the root."""
+    """Return the path relative to the root."""
     return file.relative_to(ROOT).as_posix()
 
 

@@ -1,4 +1,4 @@
-"""Headers: every source file introduces itself before it begins."""
+"""Headers: every source file begins with a description."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def _comment_lines(text: str) -> int:
 
 
 @pytest.mark.parametrize("folder", ["quire", "native", "bench", "models"])
-def test_every_source_file_opens_with_what_it_is(folder: str) -> None:
+def test_every_source_file_opens_with_a_description(folder: str) -> None:
     files = [file for file in code_files(folder) if file.read_text(encoding="utf-8").strip()]
     short = [name_of(file) for file in files if _header_lines(file) < MIN_LINES]
-    assert not short, f"open these with {MIN_LINES} lines or more: what it is, what always holds"
+    assert not short, f"open these with {MIN_LINES} lines or more: the purpose and the invariants"
 
 
-def test_every_test_file_says_what_it_is_about() -> None:
+def test_every_test_file_opens_with_its_subject() -> None:
     assert not [name_of(file) for file in code_files("tests") if _header_lines(file) < 1]
 
 
-def test_package_files_are_empty_but_the_top_one() -> None:
+def test_package_files_are_empty_except_the_top_one() -> None:
     top = ROOT / "quire" / "__init__.py"
     packages = [file for file in code_files("quire") if file.name == "__init__.py" and file != top]
     assert packages

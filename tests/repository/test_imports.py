@@ -1,4 +1,4 @@
-"""Imports among this project's own modules: no cycles, and none inside functions but listed ones.
+"""Imports among this project's own modules: no cycles, and only listed imports inside functions.
 
 Imports under TYPE_CHECKING count: a cycle of types is a cycle for the reader as well.
 """
@@ -106,12 +106,12 @@ def test_modules_do_not_import_each_other_in_cycles() -> None:
     assert not found, f"import cycles: {found}; move what both sides need below them"
 
 
-def test_a_cycle_is_found_however_long() -> None:
+def test_a_cycle_of_any_length_is_found() -> None:
     chain = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": set[str]()}
     assert cycles(chain) == [{"a", "b", "c"}]
 
 
-def test_own_modules_are_imported_in_functions_only_where_listed() -> None:
+def test_own_modules_are_imported_in_functions_only_if_listed() -> None:
     modules = _modules()
     found: set[str] = set()
     for name, tree in modules.items():

@@ -1,4 +1,4 @@
-"""Names: words that say nothing are not used for files, classes, functions or variables."""
+"""Names: meaningless words are not used for files, classes, functions or variables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _is_empty(name: str, *, may_be_vague: bool = False) -> bool:
 
 
 def _python_names(file: Path) -> Iterator[tuple[str, int]]:
-    """What the file itself names; names of libraries that it uses are not its choice."""
+    """Yield names defined in the file, not those of libraries that it uses."""
     for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if not node.name.startswith("test_"):  # a sentence, not a name
@@ -56,18 +56,18 @@ def _cpp_names(file: Path) -> Iterator[tuple[str, int]]:
             yield name, number
 
 
-def test_the_check_itself_finds_what_it_should() -> None:
+def test_the_check_finds_injected_names() -> None:
     assert all(map(_is_empty, ["TensorUtils", "my_helper", "IOMixin", "data", "model_info"]))
     assert not any(map(_is_empty, ["commonly", "dataset", "information", "rebase", "handle"]))
 
 
-def test_no_file_has_an_empty_name() -> None:
+def test_no_file_has_a_meaningless_name() -> None:
     named = [file for file in code_files() if name_of(file) not in DATA_FILES]
     found = [name_of(file) for file in named if any(map(_is_empty, [file.stem, file.parent.name]))]
     assert not found
 
 
-def test_no_class_is_there_to_be_inherited_from() -> None:
+def test_no_class_is_a_mere_base_class() -> None:
     found = [
         f"{name_of(file)}:{node.lineno} {node.name}"
         for file in code_files("quire", "bench", "models")
@@ -79,8 +79,8 @@ def test_no_class_is_there_to_be_inherited_from() -> None:
 
 
 @pytest.mark.parametrize("folder", ["quire", "native", "bench", "tests", "models"])
-def test_no_identifier_has_an_empty_name(folder: str) -> None:
-    """`data` alone is C++'s own word for a buffer's first element, and tests draw data."""
+def test_no_identifier_has_a_meaningless_name(folder: str) -> None:
+    """`data` alone is C++'s own name for a buffer's first element, and tests draw data."""
     found = []
     for file in code_files(folder):
         is_cpp = file.suffix != ".py"
@@ -90,10 +90,10 @@ def test_no_identifier_has_an_empty_name(folder: str) -> None:
             for name, line in names
             if _is_empty(name, may_be_vague=is_cpp or folder == "tests")
         ]
-    assert not found, "say what it holds or does"
+    assert not found, "name its content or purpose"
 
 
-def test_the_scheduler_and_the_cache_know_no_phases() -> None:
+def test_the_scheduler_and_the_cache_have_no_phases() -> None:
     found = [
         f"{name_of(file)}:{line} {name}"
         for folder in ("quire/scheduler", "quire/cache")

@@ -1,6 +1,7 @@
-"""Classes of attack that cannot exist here, because the code has no way to them (docs/security.md).
+"""Classes of attack that are impossible, because the code contains no path for them.
 
-No pickles, no `eval`, no `exec`; and no room that a request reaches opens connections to others.
+No pickles, no `eval`, no `exec`; and no package that handles requests opens outgoing connections.
+See docs/security.md.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from tests.repository.source_files import code_files, name_of, tree_of
 
 CODE_FROM_BYTES = frozenset({"pickle", "cPickle", "dill", "marshal", "shelve", "cloudpickle"})
 CONNECTIONS = frozenset({"urllib.request", "http.client", "requests", "httpx", "aiohttp", "ftplib"})
-# Speak to a server as a client, because their user asked for that.
+# These connect to a server as clients, because their user asked for that.
 CLIENTS = ("quire/cli/", "quire/bench/")
 SOURCES = [file for file in code_files("quire") if file.suffix == ".py"]
 
@@ -34,7 +35,7 @@ def _called(tree: ast.AST) -> set[str]:
     }
 
 
-def test_nothing_runs_bytes_or_texts_as_code() -> None:
+def test_no_bytes_or_text_run_as_code() -> None:
     found = [
         name_of(file)
         for file in SOURCES
@@ -44,12 +45,12 @@ def test_nothing_runs_bytes_or_texts_as_code() -> None:
     assert not found
 
 
-def test_the_check_itself_finds_what_it_should() -> None:
+def test_the_check_finds_injected_code() -> None:
     assert _called(ast.parse("eval('1')")) == {"eval"}
     assert CODE_FROM_BYTES & set(_imported(ast.parse("from pickle import loads")))
 
 
-def test_no_room_a_request_reaches_connects_to_others() -> None:
+def test_no_package_that_handles_requests_opens_connections() -> None:
     found = [
         name_of(file)
         for file in SOURCES

@@ -1,4 +1,4 @@
-"""Places: nothing kept knows the machine it was written on, or where outside data lies."""
+"""Places: no kept file contains paths of a machine, or the location of external data."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from tests.repository.source_files import name_of, text_files
 
-_SLASH = "/"  # the patterns are put together so that this file does not match itself
+_SLASH = "/"  # the patterns are concatenated so that this file does not match itself
 _MACHINE = re.compile(
     rf"(?<![\w.]){_SLASH}(work|root|home|Users|mnt|opt|srv|nfs|scratch){_SLASH}(?!\.\.)\w"
 )
@@ -31,7 +31,7 @@ def _found(pattern: re.Pattern[str], allowed: tuple[str, ...] = ()) -> list[str]
     return hits
 
 
-def test_the_patterns_find_what_they_should() -> None:
+def test_the_patterns_match_examples() -> None:
     assert _MACHINE.search("cd " + "/".join(["", "home", "me", "quire"]))
     assert not _MACHINE.search("docs/home/page and https://example.org/work/x")
     assert _OUTSIDE.search("../shar" + "ed/data")
@@ -49,7 +49,7 @@ def test_no_package_registry_is_named() -> None:
     assert not _found(_REGISTRY)
 
 
-def test_only_one_file_a_folder_knows_where_outside_data_lies() -> None:
+def test_only_one_file_per_directory_locates_external_data() -> None:
     assert not _found(_OUTSIDE, _KNOW_THE_DATA)
 
 
@@ -57,6 +57,6 @@ def test_no_issue_is_named_by_number() -> None:
     assert not _found(_NUMBERED)
 
 
-def test_nobody_is_told_to_install_us_by_name() -> None:
+def test_no_page_installs_quire_from_an_index() -> None:
     """On the public index that name is another project's."""
     assert not _found(_BY_NAME)

@@ -1,4 +1,4 @@
-"""The prose lint finds planted faults, accepts plain text, and lets its list only shrink."""
+"""The prose lint finds injected faults and accepts plain text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ def prose_lint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     monkeypatch.setitem(sys.modules, "prose_lint", module)
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "ROOT", tmp_path)
-    monkeypatch.setattr(module, "EXCEPTIONS", tmp_path / "exceptions.txt")
     return module
 
 
@@ -71,25 +70,12 @@ def test_plain_text_passes(prose_lint: ModuleType, tmp_path: Path) -> None:
     _write(tmp_path, "quire/api/a.py", '"""Return the longest cached prefix."""\n\nmax_rows = 3\n')
     _write(tmp_path, "docs/a.md", "Run `quire serve` to start the server.\n")
     assert _found(prose_lint, tmp_path) == []
-    assert prose_lint.lint(update=False) == 0
+    assert prose_lint.lint() == 0
 
 
-def test_the_list_excuses_a_package_until_it_is_clean(
+def test_a_fault_is_printed_with_its_place_and_fails(
     prose_lint: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _write(tmp_path, "quire/api/a.py", _planted())
-    assert prose_lint.lint(update=False) == 1
-    prose_lint.EXCEPTIONS.write_text("quire/api identifiers personified\n")
-    assert prose_lint.lint(update=False) == 0
-    _write(tmp_path, "quire/api/a.py", _planted().replace("most_rows", "max_rows"))
-    capsys.readouterr()
-    assert prose_lint.lint(update=False) == 1
-    assert "no longer breaks 'identifiers'" in capsys.readouterr().out
-    assert prose_lint.lint(update=True) == 0
-    assert prose_lint.read_exceptions() == {("quire/api", "personified")}
-
-
-def test_update_adds_nothing(prose_lint: ModuleType, tmp_path: Path) -> None:
-    _write(tmp_path, "quire/api/a.py", _planted())
-    assert prose_lint.lint(update=True) == 1
-    assert prose_lint.read_exceptions() == set()
+    assert prose_lint.lint() == 1
+    assert "quire/api/a.py:3: identifiers: most_rows" in capsys.readouterr().out

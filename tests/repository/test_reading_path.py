@@ -1,7 +1,7 @@
 """The path of one streamed chat: few files, and docs/reading.md lists them.
 
-The files are found by running one (scripts/trace_request.py). Always holds: a feature that a
-request does not use is not on its path.
+The files are recorded by running one request (scripts/trace_request.py). A feature that a request
+does not use must not be on its path.
 """
 
 from __future__ import annotations

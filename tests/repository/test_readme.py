@@ -1,4 +1,4 @@
-"""README and its company: short, and every link and command in them exists."""
+"""README and related pages: short, and every link and command in them exists."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _readme() -> str:
 
 
 def _code(text: str) -> str:
-    """What stands in code blocks and between backticks."""
+    """Return the content of code blocks and backticks."""
     blocks = re.findall(r"```[^\n]*\n(.*?)```", text, re.S)
     without = re.sub(r"```.*?```", "", text, flags=re.S)
     return "\n".join([*blocks, *re.findall(r"`([^`\n]+)`", without)])
@@ -34,7 +34,7 @@ def test_the_readme_is_short() -> None:
     assert len(_readme().splitlines()) <= MAX_README_LINES
 
 
-def test_every_relative_link_leads_somewhere() -> None:
+def test_every_relative_link_has_a_target() -> None:
     lost = []
     for document in _documents():
         for link in _LINK.findall(document.read_text(encoding="utf-8")):
@@ -55,7 +55,7 @@ def _anchors(page: Path) -> set[str]:
     return slugs | set(re.findall(r'<a id="([^"]+)"', text))
 
 
-def test_every_make_target_that_is_named_exists() -> None:
+def test_every_named_make_target_exists() -> None:
     targets = set(_TARGET.findall((ROOT / "Makefile").read_text(encoding="utf-8")))
     unknown = [
         f"{name_of(document)}: make {name}"
@@ -68,7 +68,7 @@ def test_every_make_target_that_is_named_exists() -> None:
     assert not unknown
 
 
-def test_every_subcommand_and_flag_that_is_named_exists() -> None:
+def test_every_named_subcommand_and_flag_exists() -> None:
     flags = {
         subcommand.name: {n for flag in subcommand.flags for n in flag.names}
         for subcommand in subcommand_words()
@@ -95,14 +95,15 @@ def test_the_readme_names_the_first_commands() -> None:
         assert re.search(rf"quire {subcommand}\b", start)
 
 
-def test_every_source_file_that_is_named_exists() -> None:
-    records = ("EXPERIMENTS.md", "CHANGELOG.md")  # of the past
+def test_every_named_source_file_exists() -> None:
+    records = ("EXPERIMENTS.md", "CHANGELOG.md")  # historical records
     pattern = re.compile(r"(?<![\w/])(?:quire|tests|bench|native|scripts)/[\w/.-]+\.\w+")
     lost = []
     for document in (file for file in _documents() if file.name not in records):
         named = set(pattern.findall(_code(document.read_text(encoding="utf-8"))))
         written = [name for name in named if "NAME" not in name and "/results/" not in name]
-        roots = (ROOT, ROOT / "quire" / document.stem)  # a package's page names files below it
+        # a package's page names files relative to it
+        roots = (ROOT, ROOT / "quire" / document.stem)
         lost += [
             f"{document.name}: {name}"
             for name in written

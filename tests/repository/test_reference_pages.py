@@ -46,20 +46,20 @@ def test_the_generated_parts_are_current() -> None:
     assert not stale, "run python scripts/reference_pages.py and commit the pages"
 
 
-def test_a_field_that_changed_makes_its_page_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_field_makes_its_page_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     script = _script()
     monkeypatch.setattr(script, "GROUPS", {"Input": {"prompt": "", "messages": ""}})
     assert "request-fields.md" in [p.name for p, text, wanted in script.pages() if text != wanted]
 
 
-def test_every_metric_that_a_page_names_exists() -> None:
+def test_every_metric_named_by_a_page_exists() -> None:
     shown = set(_metric_names())
     named = {name for page in PAGES for name in re.findall(r"`(quire_\w+)", _text(page))}
     assert named == shown
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_flag_that_a_page_names_exists(page: str) -> None:
+def test_every_flag_named_by_a_page_exists(page: str) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     known = {flag for action in parser._actions for flag in action.option_strings}

@@ -1,4 +1,4 @@
-"""Names of classes and files in documentation pages and docstrings are names of this repository."""
+"""Classes and files named in documentation pages and docstrings exist in this repository."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.repository.source_files import ROOT, code_files, name_of, text_files, tree_of
 
-# Pages about the past, where names that no longer exist are right.
+# Pages about the past, which may name removed files.
 HISTORY = frozenset({"CHANGELOG.md", "EXPERIMENTS.md"})
 HTTP_HEADERS = frozenset({"Forwarded", "Host", "Origin", "Via"})
 # Files of other projects that docstrings cite.
@@ -41,7 +41,7 @@ def _known_names() -> frozenset[str]:
 
 @cache
 def _suffixes() -> frozenset[str]:
-    """Every way to write the path of a file without its first folders."""
+    """Yield every suffix of a file's path."""
     kept = [file.relative_to(ROOT) for file in (*text_files(), *ROOT.glob("*/**/*.json"))]
     kept += [file.relative_to(ROOT) for file in ROOT.glob("quire/**/*.css")]
     return frozenset("/".join(file.parts[at:]) for file in kept for at in range(len(file.parts)))
@@ -58,17 +58,17 @@ def _pages() -> list[Path]:
     return [file for file in text_files() if file.suffix == ".md" and file.name not in HISTORY]
 
 
-def test_the_check_itself_finds_what_it_should() -> None:
+def test_the_check_finds_unknown_names() -> None:
     text = "`NoSuchQueue.get` in `quire/no_such_file.py`, `Scheduler` in `scheduler/scheduler.py`"
     assert _unknown_in(text) == {"NoSuchQueue", "quire/no_such_file.py"}
 
 
-def test_classes_and_files_that_pages_name_exist() -> None:
+def test_classes_and_files_named_by_pages_exist() -> None:
     found = {name_of(page): _unknown_in(page.read_text(encoding="utf-8")) for page in _pages()}
     assert not {page: names for page, names in found.items() if names}
 
 
-def test_files_that_docstrings_name_exist() -> None:
+def test_files_named_by_docstrings_exist() -> None:
     found = {}
     for file in code_files("quire"):
         if file.suffix != ".py":

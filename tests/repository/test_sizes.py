@@ -1,4 +1,4 @@
-"""Sizes: the longest files and functions are printed, and a file may not grow without end."""
+"""Sizes: the longest files and functions are printed, and file lengths are limited."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _table(title: str, sizes: list[tuple[int, str]]) -> list[str]:
     return [title, *(f"{num_lines:6d}  {name}" for num_lines, name in largest)]
 
 
-def test_no_file_is_longer_than_a_reader_can_hold(
+def test_no_file_exceeds_the_length_limit(
     record_property: Callable[[str, object], None],
 ) -> None:
     files = [(_num_lines(file), name_of(file)) for file in code_files()]
@@ -44,4 +44,4 @@ def test_no_file_is_longer_than_a_reader_can_hold(
     lines = _table("longest files", files) + _table("longest functions", functions)
     record_property(SHOWN, "\n".join(lines))
     too_long = [entry for entry in files if entry[0] > MAX_FILE_LINES]
-    assert not too_long, "split these by knowledge"
+    assert not too_long, "split these by responsibility"

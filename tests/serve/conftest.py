@@ -1,4 +1,4 @@
-"""The model and server most tests of this folder share, and a stream that must not notice."""
+"""The model and server shared by most tests of this directory, and an undisturbed stream."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ HEALTHY = {
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random model with a context that is long enough to be interrupted."""
+    """A tiny random model with a context long enough to be interrupted."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
     return write_tiny_llama(folder, seed=5, max_position_embeddings=32768)
 
 
 @pytest.fixture(scope="session")
 def shared_server(tiny: Path) -> Iterator[RunningServer]:
-    # Readers that stop are not cut here, however slow the machine is.
+    # Slow readers are not disconnected here, however slow the machine is.
     flags = ("--max-num-seqs", "8", "--threads", "1", "--stall-seconds", "600")
     with RunningServer(tiny, *flags) as server:
         yield server
@@ -38,21 +38,21 @@ def shared_server(tiny: Path) -> Iterator[RunningServer]:
 
 @pytest.fixture
 def server(shared_server: RunningServer) -> RunningServer:
-    """The shared server, with nothing left open by another test."""
+    """Return the shared server, and check that no request is left open by another test."""
     shared_server.until(lambda: shared_server.metric("quire_running_requests") == 0, "idle")
     return shared_server
 
 
 @pytest.fixture(scope="session")
 def healthy_alone(shared_server: RunningServer) -> Any:
-    """What the healthy request says when nothing else runs."""
+    """Return the output of the healthy request when nothing else runs."""
     _, body = shared_server.post(COMPLETIONS, HEALTHY)
     return body["choices"][0]
 
 
 @pytest.fixture
 def beside_a_healthy_stream(server: RunningServer, healthy_alone: Any) -> Iterator[RunningServer]:
-    """The server, while a stream is under way that must not be disturbed."""
+    """Yield the server while a stream is in progress that must not be disturbed."""
     with server.stream(COMPLETIONS, HEALTHY) as reader:
         events = [reader.next()]
         yield server

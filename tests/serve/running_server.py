@@ -1,4 +1,4 @@
-"""A real `quire serve` in a process of its own, and callers that speak plain HTTP to it.
+"""A real `quire serve` in its own process, and clients that send it plain HTTP.
 
     with RunningServer(model_folder, "--max-num-seqs", "4") as server:
         answer = server.post("/v1/completions", {"prompt": "abc"})
@@ -98,7 +98,7 @@ class RunningServer:
         return _text_of(self._err)
 
     def exit_code(self) -> int:
-        """The exit code; fails rather than waiting for ever."""
+        """Return the exit code; fail instead of waiting forever."""
         return self.process.wait(GIVE_UP_S)
 
     def kill(self) -> None:
@@ -111,7 +111,7 @@ class RunningServer:
     def request(
         self, method: str, path: str, body: Any = None, **headers: str
     ) -> tuple[int, dict[str, str], bytes]:
-        """(status, headers, body) of one exchange on a connection of its own."""
+        """Return (status, headers, body) of one exchange on its own connection."""
         raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=GIVE_UP_S)
         try:
@@ -123,17 +123,17 @@ class RunningServer:
             connection.close()
 
     def post(self, path: str, body: Any) -> tuple[int, Any]:
-        """(status, JSON) of a POST."""
+        """Return (status, JSON) of a POST."""
         status, _, raw = self.request("POST", path, body)
         return status, json.loads(raw)
 
     def get(self, path: str) -> tuple[int, Any]:
-        """(status, JSON) of a GET."""
+        """Return (status, JSON) of a GET."""
         status, _, raw = self.request("GET", path)
         return status, json.loads(raw)
 
     def metric(self, name: str) -> float:
-        """The sum of a metric's samples over its labels; 0 where it has none."""
+        """Return the sum of a metric over its labels; 0 without samples."""
         text = self.request("GET", "/metrics")[2].decode()
         found = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
         return sum(map(float, found))
@@ -154,7 +154,7 @@ class RunningServer:
         receive_buffer_bytes: int | None = None,
         headers: dict[str, str] | None = None,
     ) -> Iterator[EventReader]:
-        """An open stream on a raw socket; leaving closes it, complete or not."""
+        """Open a stream on a raw socket; leaving closes it, complete or not."""
         raw = json.dumps({**body, "stream": True}).encode()
         further = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         head = (
@@ -184,7 +184,7 @@ class RunningServer:
 
 
 class EventReader:
-    """Server-sent events of one response, as they come."""
+    """Iterate over the server-sent events of one response."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -197,7 +197,7 @@ class EventReader:
         return self._response.status
 
     def __iter__(self) -> Iterator[Any]:
-        """The data of each event; "[DONE]" as text. Ends with the response."""
+        """Yield the data of each event; "[DONE]" as text. Ends with the response."""
         self._begin()
         for line in self._response:
             if line.startswith(b"data: "):
@@ -208,12 +208,12 @@ class EventReader:
         return next(iter(self))
 
     def read(self) -> bytes:
-        """The rest of the body, as it is."""
+        """Return the rest of the body."""
         self._begin()
         return self._response.read()
 
     def close(self) -> None:
-        """Close the connection, whatever has been read: the response holds it open otherwise."""
+        """Close the connection, which the response object otherwise keeps open."""
         self._response.close()
         self.connection.close()
 
@@ -224,7 +224,7 @@ class EventReader:
 
 
 def text_of(events: list[Any]) -> str:
-    """The text of choice 0 of streamed completions or chats."""
+    """Return the text of choice 0 of streamed completions or chats."""
     choices = [event["choices"][0] for event in events if event != "[DONE]" and event["choices"]]
     return "".join(
         choice["delta"].get("content") or "" if "delta" in choice else choice["text"]
@@ -233,7 +233,7 @@ def text_of(events: list[Any]) -> str:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
+    """Return whether a process runs (a zombie does not)."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -246,5 +246,5 @@ def kill(pid: int) -> None:
 
 
 def _text_of(file: Any) -> str:
-    # The process writes at the shared offset, so it is left where it was.
+    # The process writes at the shared file offset, so restore it.
     return os.pread(file.fileno(), 1 << 20, 0).decode(errors="replace")

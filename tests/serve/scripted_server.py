@@ -2,8 +2,8 @@
 
     with ScriptedServer("hermes template", [["Hel", "lo"], [...]]) as server: ...
 
-The edge, uvicorn and the connection are those of `quire serve`; the engine is the scripted one.
-Each request takes the next of the scripts; the last serves all that follow.
+HTTP layer, uvicorn and connections are those of `quire serve`; the engine is scripted. Each request
+takes the next script; the last one serves all further requests.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tests.unit.api.fake_engine import CARD, FakeEngine
 GIVE_UP_S = 60.0
 
 
-class TurningEngine(FakeEngine):
-    """Says another script each time it is asked."""
+class RotatingEngine(FakeEngine):
+    """An engine that answers each request with the next script."""
 
     def __init__(self, template: str, scripts: Sequence[Sequence[str]]) -> None:
         super().__init__(*scripts[0], card=replace(CARD, max_model_len=8192))
@@ -43,10 +43,10 @@ class TurningEngine(FakeEngine):
 
 
 class ScriptedServer:
-    """Runs in a thread of its own; ready once entered."""
+    """A server in its own thread; ready once entered."""
 
     def __init__(self, template: str, scripts: Sequence[Sequence[str]], **settings: Any) -> None:
-        self.engine: TurningEngine
+        self.engine: RotatingEngine
         self.url = ""
         self._made = (template, scripts)
         self._settings = settings
@@ -70,7 +70,7 @@ class ScriptedServer:
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.engine = TurningEngine(*self._made)
+        self.engine = RotatingEngine(*self._made)
         server_state = ServerState(
             ServerConfig(**self._settings), Metrics(), Log("test", io.StringIO())
         )

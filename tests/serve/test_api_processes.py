@@ -1,4 +1,4 @@
-"""Several API processes before one engine: whichever takes a connection, it is one server."""
+"""Several API processes before one engine behave as one server, whichever accepts a connection."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLAGS = ("--api-processes", "2", "--threads", "1", "--max-num-seqs", "8", "--api
 
 
 class Caller:
-    """A connection, and the number of the process that has taken it."""
+    """A connection, and the number of the process that accepted it."""
 
     def __init__(self, server: RunningServer, key: str = KEY) -> None:
         self._key = key
@@ -46,7 +46,7 @@ class Caller:
         self.http.request(method, path, raw, {"authorization": f"Bearer {self._key}", **headers})
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-        """(status, JSON) of one exchange."""
+        """Return (status, JSON) of one exchange."""
         self.send(method, path, body, **headers)
         response = self.answer()
         return response.status, json.loads(response.read())
@@ -69,7 +69,7 @@ class Caller:
 
     def close(self) -> None:
         if self.response is not None:
-            self.response.close()  # one that was not read to its end holds the socket open
+            self.response.close()  # a partly read response keeps the socket open
         self.http.close()
 
 
@@ -99,7 +99,7 @@ def caller_at() -> Iterator[CallerAt]:
 
 
 def next_event(response: http.client.HTTPResponse) -> tuple[str, Any]:
-    """(id, data) of the next event; ("", "") at the end."""
+    """Return (id, data) of the next event; ("", "") at the end."""
     event_id = ""
     for line in response:
         if line.startswith(b"id: "):
@@ -111,7 +111,7 @@ def next_event(response: http.client.HTTPResponse) -> tuple[str, Any]:
 
 
 def events_of(response: http.client.HTTPResponse) -> list[Any]:
-    """The data of all events that are left."""
+    """Return the data of all remaining events."""
     events = []
     while (event := next_event(response)[1]) != "":
         events.append(event)
@@ -119,7 +119,7 @@ def events_of(response: http.client.HTTPResponse) -> list[Any]:
 
 
 def pids_of(server: RunningServer) -> dict[int, int]:
-    """Process ids of all API processes that have served, by number."""
+    """Return process ids of all API processes that have served, by number."""
     found = re.findall(r"an API process serves process=(\d+) pid=(\d+)", server.stderr())
     return {int(number): int(pid) for number, pid in found}
 
@@ -150,7 +150,7 @@ def second(both: RunningServer, caller_at: CallerAt) -> Caller:
     return caller_at(both, 2)
 
 
-def test_streams_through_each_say_the_same(first: Caller, second: Caller) -> None:
+def test_streams_through_each_process_are_equal(first: Caller, second: Caller) -> None:
     asked = {"prompt": "the sea", "seed": 3, "max_tokens": 40, "ignore_eos": True}
     streams = [caller.stream(asked) for caller in (first, second)]
     one, other = (events_of(stream) for stream in streams)
@@ -158,7 +158,7 @@ def test_streams_through_each_say_the_same(first: Caller, second: Caller) -> Non
     assert text_of(one) == text_of(other) != ""
 
 
-def test_a_request_is_told_of_and_ended_by_id_and_by_name_at_the_other_process(
+def test_a_request_is_found_and_aborted_by_id_and_name_through_the_other_process(
     first: Caller, second: Caller
 ) -> None:
     for name, asked_by in (("my-name", "my-name"), ("another", "id")):
@@ -174,7 +174,7 @@ def test_a_request_is_told_of_and_ended_by_id_and_by_name_at_the_other_process(
         assert second.ask("GET", f"/v1/requests/{asked}")[1]["error"] == "aborted"
 
 
-def test_at_the_other_process_too_a_request_is_unknown_with_another_key(
+def test_a_request_is_unknown_with_another_key_at_the_other_process(
     both: RunningServer, first: Caller, caller_at: CallerAt
 ) -> None:
     stranger = caller_at(both, 2, OTHER_KEY)
@@ -187,7 +187,7 @@ def test_at_the_other_process_too_a_request_is_unknown_with_another_key(
     assert next_event(stream)[1]["choices"]
 
 
-def test_a_broken_stream_goes_on_at_the_other_process_and_back(
+def test_a_broken_stream_resumes_at_the_other_process_and_back(
     both: RunningServer, caller_at: CallerAt
 ) -> None:
     asked = {**LONG, "max_tokens": 600, "seed": 1, "stream_options": {"resumable": True}}
@@ -214,7 +214,7 @@ def test_a_broken_stream_goes_on_at_the_other_process_and_back(
     assert (status, told["error"]["code"]) == (410, "resume_gone")
 
 
-def test_each_process_shows_the_counts_of_all(
+def test_each_process_reports_the_counts_of_all(
     both: RunningServer, first: Caller, second: Caller
 ) -> None:
     both.until(lambda: first.metric("quire_open_requests") == 1, "only the one that asks")
@@ -238,7 +238,7 @@ def test_each_process_shows_the_counts_of_all(
     assert second.ask("GET", "/health")[1]["pending"] == 1
 
 
-def test_what_an_admin_sets_at_one_process_holds_at_all(first: Caller, second: Caller) -> None:
+def test_an_admin_setting_of_one_process_holds_for_all(first: Caller, second: Caller) -> None:
     assert first.ask("POST", "/admin/pause")[1]["paused"]
     assert second.ask("GET", "/health")[1]["state"] == "paused"
     second.send("POST", COMPLETIONS, {"prompt": "a", "max_tokens": 2})
@@ -248,7 +248,7 @@ def test_what_an_admin_sets_at_one_process_holds_at_all(first: Caller, second: C
     assert second.answer().status == 200
 
 
-def test_drained_and_resumed_at_different_processes(first: Caller, second: Caller) -> None:
+def test_drain_and_resume_at_different_processes(first: Caller, second: Caller) -> None:
     assert first.ask("POST", "/admin/drain")[1]["draining"]
     status, told = second.ask("POST", COMPLETIONS, {"prompt": "a"})
     assert (status, told["error"]["code"]) == (503, "shutting_down")
@@ -260,7 +260,7 @@ def test_drained_and_resumed_at_different_processes(first: Caller, second: Calle
     assert first.ask("GET", "/admin")[1]["log_level"] == "info"
 
 
-def test_a_killed_process_costs_its_own_callers_only_and_another_takes_its_place(
+def test_a_killed_process_costs_only_its_own_clients_and_is_replaced(
     tiny: Path, caller_at: CallerAt
 ) -> None:
     asked = {"prompt": "the sea", "seed": 3, "max_tokens": 2000, "ignore_eos": True}
@@ -296,15 +296,13 @@ def test_a_killed_process_costs_its_own_callers_only_and_another_takes_its_place
     assert server.exit_code() == 0
 
 
-def test_a_process_that_comes_later_is_paused_as_the_others_are(
-    tiny: Path, caller_at: CallerAt
-) -> None:
+def test_a_replacement_process_is_paused_like_the_others(tiny: Path, caller_at: CallerAt) -> None:
     with RunningServer(tiny, *FLAGS, "--admin-port", "0") as server:
         admin = re.search(r"admin_address=http://127.0.0.1:(\d+)", server.stderr())
         assert admin is not None
 
         def at_admin_port(method: str, path: str) -> Any:
-            # The listener is the killed process's, then that of the one in its place.
+            # Connections go first to the killed process's listener, then to its replacement.
             http_ = http.client.HTTPConnection("127.0.0.1", int(admin[1]), timeout=GIVE_UP_S)
             http_.request(method, path, headers={"authorization": f"Bearer {KEY}"})
             told = json.loads(http_.getresponse().read())
@@ -320,7 +318,7 @@ def test_a_process_that_comes_later_is_paused_as_the_others_are(
         assert third.ask("GET", "/health")[1]["state"] == "ready"
 
 
-def test_sigterm_drains_all_and_who_is_left_refuses_whoever_comes(
+def test_sigterm_drains_all_processes_and_rejects_new_requests(
     tiny: Path, caller_at: CallerAt
 ) -> None:
     with RunningServer(tiny, *FLAGS, "--grace-seconds", "600") as server:
@@ -342,7 +340,7 @@ def test_sigterm_drains_all_and_who_is_left_refuses_whoever_comes(
         assert not any(map(alive, children))
 
 
-def test_a_second_signal_or_the_end_of_the_keeper_ends_all_at_once(
+def test_a_second_signal_or_the_end_of_the_supervisor_ends_all_at_once(
     tiny: Path, caller_at: CallerAt
 ) -> None:
     with RunningServer(tiny, *FLAGS) as server:
@@ -360,7 +358,7 @@ def test_a_second_signal_or_the_end_of_the_keeper_ends_all_at_once(
         server.until(lambda: not any(map(alive, children)), "all processes end")
 
 
-def test_the_engines_death_is_an_error_event_at_each_process_and_a_failed_exit(
+def test_engine_death_is_an_error_event_at_each_process_and_a_failed_exit(
     tiny: Path, caller_at: CallerAt
 ) -> None:
     with RunningServer(tiny, *FLAGS) as server:
@@ -379,7 +377,7 @@ def test_the_engines_death_is_an_error_event_at_each_process_and_a_failed_exit(
         assert not any(map(alive, api))
 
 
-def test_they_share_a_unix_socket(tiny: Path, tmp_path: Path) -> None:
+def test_processes_share_a_unix_socket(tiny: Path, tmp_path: Path) -> None:
     path = tmp_path / "quire.sock"
     with RunningServer(tiny, *FLAGS, at=("--uds", str(path))) as server:
         for _ in range(8):
@@ -393,7 +391,9 @@ def test_they_share_a_unix_socket(tiny: Path, tmp_path: Path) -> None:
         assert not path.exists()
 
 
-def test_keys_that_changed_are_read_by_all(tiny: Path, tmp_path: Path, caller_at: CallerAt) -> None:
+def test_changed_keys_are_read_by_all_processes(
+    tiny: Path, tmp_path: Path, caller_at: CallerAt
+) -> None:
     file = tmp_path / "tenants.toml"
     file.write_text('[tenants.default]\nkeys = ["old-key"]\n')
     flags = ("--api-processes", "2", "--threads", "1", "--tenants", str(file))
@@ -409,14 +409,14 @@ def test_keys_that_changed_are_read_by_all(tiny: Path, tmp_path: Path, caller_at
 
 
 @pytest.mark.parametrize(("given", "told"), [("0", "1 to 64"), ("1000", "1 to 64"), ("x", "x")])
-def test_numbers_of_processes_that_cannot_be(tiny: Path, given: str, told: str) -> None:
+def test_impossible_process_counts_are_rejected(tiny: Path, given: str, told: str) -> None:
     ended = serve(str(tiny), "--api-processes", given)
     assert ended.returncode == 2
     assert "--api-processes" in ended.stderr
     assert told in ended.stderr
 
 
-def test_a_port_that_another_server_of_several_processes_has_is_refused(
+def test_a_port_used_by_another_multi_process_server_is_rejected(
     both: RunningServer, tiny: Path
 ) -> None:
     for number in ("1", "2"):
@@ -426,14 +426,14 @@ def test_a_port_that_another_server_of_several_processes_has_is_refused(
         assert "is in use" in ended.stderr
 
 
-def test_a_model_that_cannot_be_served_is_told_once(tmp_path: Path) -> None:
+def test_an_unusable_model_is_reported_once(tmp_path: Path) -> None:
     ended = serve(str(tmp_path), "--port", "0", "--api-processes", "2")
     assert ended.returncode == 2
     assert ended.stderr.count("quire serve: ") == 1
     assert "Traceback" not in ended.stderr
 
 
-def test_a_template_that_cannot_be_served_is_told_once(tiny: Path) -> None:
+def test_an_unusable_template_is_reported_once(tiny: Path) -> None:
     flags = ("--port", "0", "--api-processes", "2", "--chat-template", "no-such-template")
     ended = serve(str(tiny), *flags)
     assert ended.returncode == 2
@@ -441,7 +441,7 @@ def test_a_template_that_cannot_be_served_is_told_once(tiny: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
-def test_callers_together_at_all_processes_get_what_each_gets_alone(both: RunningServer) -> None:
+def test_concurrent_clients_of_all_processes_get_what_each_gets_alone(both: RunningServer) -> None:
     asked = [{"prompt": "x" * at, "seed": at, "max_tokens": 30} for at in range(1, 13)]
     headers = {"authorization": f"Bearer {KEY}"}
 

@@ -1,7 +1,7 @@
-"""Bad input over real sockets: refused in words, and a healthy stream beside it never notices.
+"""Bad input over real sockets is rejected with a reason and does not disturb other streams.
 
-Each case is sent while a stream is under way; that stream must end with the very text it has when
-it runs alone, and the server must answer afterwards.
+Each case is sent while a stream is in progress; that stream must end with exactly its text when run
+alone, and the server must answer afterwards.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ RAW_CASES: dict[str, tuple[bytes, int, str]] = {
 
 @pytest.mark.parametrize("case", RAW_CASES)
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_a_body_that_cannot_be_read_disturbs_nobody(
+def test_an_unreadable_body_disturbs_no_other_request(
     beside_a_healthy_stream: RunningServer, case: str, path: str
 ) -> None:
     raw, status, words = RAW_CASES[case]
@@ -89,7 +89,7 @@ NUMERIC_FIELDS = (
 
 
 @pytest.mark.parametrize("field", NUMERIC_FIELDS)
-def test_odd_numbers_are_honoured_or_refused_by_name(
+def test_odd_numbers_are_honoured_or_rejected_by_name(
     beside_a_healthy_stream: RunningServer, field: str
 ) -> None:
     statuses = []
@@ -102,7 +102,7 @@ def test_odd_numbers_are_honoured_or_refused_by_name(
             error = json.loads(answer)["error"]
             assert status == 400, answer
             assert error["param"] == field, error
-    assert statuses.count(400) >= 6  # never all accepted: text, lists and infinities at least
+    assert statuses.count(400) >= 6  # at least text, lists and infinities are rejected
 
 
 CASES: dict[str, tuple[str, dict[str, Any], int, str]] = {
@@ -187,7 +187,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int, str]] = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_a_request_that_cannot_be_served_disturbs_nobody(
+def test_an_unservable_request_disturbs_no_other_request(
     beside_a_healthy_stream: RunningServer, case: str, stream: bool
 ) -> None:
     path, body, status, words = CASES[case]
@@ -220,7 +220,9 @@ WIRE_CASES: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("case", WIRE_CASES)
-def test_broken_http_disturbs_nobody(beside_a_healthy_stream: RunningServer, case: str) -> None:
+def test_broken_http_disturbs_no_other_request(
+    beside_a_healthy_stream: RunningServer, case: str
+) -> None:
     with socket.create_connection(
         ("127.0.0.1", beside_a_healthy_stream.port), timeout=GIVE_UP_S
     ) as connection:
@@ -233,7 +235,7 @@ def test_broken_http_disturbs_nobody(beside_a_healthy_stream: RunningServer, cas
     assert not answer.startswith(b"HTTP/1.1 5")
 
 
-def test_a_client_that_waits_to_be_told_to_continue_is_told(server: RunningServer) -> None:
+def test_expect_100_continue_is_answered(server: RunningServer) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=GIVE_UP_S)
     raw = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
     connection.putrequest("POST", COMPLETIONS)
@@ -244,7 +246,7 @@ def test_a_client_that_waits_to_be_told_to_continue_is_told(server: RunningServe
     connection.close()
 
 
-# A self-made twin of the outside list: one of each kind that breaks programs.
+# A synthetic counterpart of the external list: one of each kind of troublesome string.
 NAUGHTY = (
     "", " ", "\t\r\n\x0b\x0c", "\x00", "\x01\x02\x7f\x9f", "undefined", "null", "true", "NaN",
     "1e309", "-0", "0x0", "999999999999999999999999", "1/0", "\ufeff", "\u200b\u200d\u2060",
@@ -277,13 +279,13 @@ def survive(server: RunningServer, texts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_naughty_strings_are_text_like_any_other(
+def test_naughty_strings_are_handled_as_text(
     beside_a_healthy_stream: RunningServer, part: int
 ) -> None:
     survive(beside_a_healthy_stream, list(NAUGHTY[part::4]))
 
 
-def test_naughty_strings_nobody_here_wrote_are_text_like_any_other(
+def test_external_naughty_strings_are_handled_as_text(
     beside_a_healthy_stream: RunningServer,
 ) -> None:
     texts = json.loads(outside("hostile/naughty-strings.json").read_text())

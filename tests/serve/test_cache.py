@@ -1,4 +1,4 @@
-"""The prefix cache through the API: turns of a chat, reasons of misses, the report, a flush."""
+"""The prefix cache through the API: multi-turn chats, miss reasons, the report, a flush."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 def capital_letters(server: RunningServer) -> list[int]:
-    """Ids of tokens with a text that is tokenized to the same tokens, whatever is beside it."""
+    """Return ids of tokens with a text that always tokenizes to the same tokens."""
     asked = {"prompt": string.ascii_uppercase, "add_special_tokens": False}
     ids: list[int] = server.post("/tokenize", asked)[1]["tokens"]
     assert len(ids) == 26
@@ -25,7 +25,7 @@ def cached(answer: dict[str, Any]) -> int:
     return tokens
 
 
-def test_the_next_turn_of_a_chat_finds_what_was_generated_in_the_last(
+def test_the_next_chat_turn_finds_the_tokens_generated_in_the_last(
     server: RunningServer,
 ) -> None:
     fields = {"allowed_token_ids": capital_letters(server), "max_tokens": 80, "seed": 5}
@@ -39,11 +39,11 @@ def test_the_next_turn_of_a_chat_finds_what_was_generated_in_the_last(
         messages.append({"role": "user", "content": f"and then, {turn}?"})
     for before, after in itertools.pairwise(turns):
         known = before["usage"]["prompt_tokens"] + before["usage"]["completion_tokens"]
-        # All but the last partial block, and the last token: its keys were not needed.
+        # All but the last partial block, and the last token, as its KV was not computed.
         assert cached(after) >= (known - 1) // 16 * 16 > before["usage"]["prompt_tokens"]
 
 
-def test_a_response_tells_where_its_prompt_differs_from_the_nearest_known(
+def test_a_response_states_where_its_prompt_diverges_from_the_nearest_cached_one(
     server: RunningServer,
 ) -> None:
     ids = capital_letters(server)
@@ -70,7 +70,7 @@ def test_a_response_tells_where_its_prompt_differs_from_the_nearest_known(
     assert usage["prompt_tokens_details"]["cached_tokens_details"]["pool"] == 64
 
 
-def test_the_report_names_prefixes_by_digest_and_a_flush_forgets_them(
+def test_the_report_lists_prefixes_by_digest_and_a_flush_removes_them(
     server: RunningServer,
 ) -> None:
     text = "kept by nobody else " * 12
@@ -95,7 +95,7 @@ def test_the_report_names_prefixes_by_digest_and_a_flush_forgets_them(
     assert answer["choices"][0]["text"] == answers[0]["choices"][0]["text"]
 
 
-def test_another_salt_sees_neither_a_hit_nor_a_reason(server: RunningServer) -> None:
+def test_another_salt_sees_no_hit_and_no_miss_reason(server: RunningServer) -> None:
     """The details of a prompt under one salt do not depend on prompts of another salt."""
     ids = capital_letters(server)
     secret = [ids[(7 * at + 3) % 26] for at in range(48)]
@@ -112,7 +112,7 @@ def test_another_salt_sees_neither_a_hit_nor_a_reason(server: RunningServer) -> 
     assert details["cached_tokens_details"]["misses"] == [{"reason": "not_seen", "token": 0}]
 
 
-def test_after_a_restart_a_prefix_comes_from_disk_and_the_response_says_so(
+def test_after_a_restart_a_prefix_is_loaded_from_disk_and_reported(
     tiny: Path, tmp_path: Path
 ) -> None:
     tier = ("--kv-tier-path", str(tmp_path / "tier"), "--kv-tier-fetch", "always")

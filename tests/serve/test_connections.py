@@ -33,7 +33,7 @@ def post(body: object, *, version: str = "1.1") -> bytes:
 
 
 def answer(connection: socket.socket) -> bytes:
-    """All bytes until the other side closes."""
+    """Return all bytes until the other side closes."""
     parts = []
     try:
         while part := connection.recv(65536):
@@ -53,9 +53,7 @@ def answer(connection: socket.socket) -> bytes:
     ],
     ids=["a long header", "a header without end", "many headers", "a long path"],
 )
-def test_a_head_that_is_too_large_is_refused_as_an_error_of_ours(
-    server: RunningServer, head: bytes
-) -> None:
+def test_a_too_large_head_gets_a_json_error(server: RunningServer, head: bytes) -> None:
     with connected(server) as connection:
         connection.sendall(head)
         status, _, rest = answer(connection).partition(b"\r\n")
@@ -65,7 +63,7 @@ def test_a_head_that_is_too_large_is_refused_as_an_error_of_ours(
     assert server.get("/health")[0] == 200
 
 
-def test_what_is_not_http_is_told_so_in_json(server: RunningServer) -> None:
+def test_non_http_bytes_get_a_json_error(server: RunningServer) -> None:
     with connected(server) as connection:
         connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")
         head, _, body = answer(connection).partition(b"\r\n\r\n")
@@ -73,7 +71,7 @@ def test_what_is_not_http_is_told_so_in_json(server: RunningServer) -> None:
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
-def test_requests_one_after_another_on_a_connection_are_all_answered(
+def test_consecutive_requests_on_a_connection_are_answered(
     server: RunningServer,
 ) -> None:
     with connected(server) as connection:
@@ -85,7 +83,7 @@ def test_requests_one_after_another_on_a_connection_are_all_answered(
             assert received.startswith(b"HTTP/1.1 200")
 
 
-def test_a_request_behind_a_request_is_not_taken_and_the_first_is_answered(
+def test_pipelining_is_ignored_and_the_first_request_is_answered(
     server: RunningServer,
 ) -> None:
     with connected(server) as connection:
@@ -95,7 +93,7 @@ def test_a_request_behind_a_request_is_not_taken_and_the_first_is_answered(
     assert b"connection: close" in received.partition(b"\r\n\r\n")[0]
 
 
-def test_a_caller_who_leaves_is_noticed_with_a_request_behind_the_first(
+def test_a_disconnect_is_noticed_behind_a_pipelined_request(
     server: RunningServer,
 ) -> None:
     before = server.metric("quire_disconnects_total")
@@ -107,7 +105,7 @@ def test_a_caller_who_leaves_is_noticed_with_a_request_behind_the_first(
     server.until(lambda: server.metric("quire_disconnects_total") == before + 1, "noticed")
 
 
-def test_idle_connections_do_not_keep_others_out(tiny: Path) -> None:
+def test_idle_connections_do_not_block_others(tiny: Path) -> None:
     with (
         RunningServer(tiny, "--threads", "1", files=128) as server,
         ExitStack() as idle,
@@ -117,7 +115,7 @@ def test_idle_connections_do_not_keep_others_out(tiny: Path) -> None:
         assert server.get("/health")[0] == 200
 
 
-def test_connections_idle_after_a_request_do_not_keep_others_out(tiny: Path) -> None:
+def test_connections_idle_after_a_request_do_not_block_others(tiny: Path) -> None:
     request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with (
         RunningServer(tiny, "--threads", "1", files=128) as server,
@@ -146,7 +144,7 @@ def test_a_running_request_survives_a_flood_of_idle_connections(tiny: Path) -> N
         assert list(reader)[-1] == "[DONE]"
 
 
-def test_an_idle_connection_is_closed_after_the_time_that_is_set(tiny: Path) -> None:
+def test_an_idle_connection_is_closed_after_the_configured_time(tiny: Path) -> None:
     request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     flags = ("--threads", "1", "--keep-alive-seconds", "0.05")
     with RunningServer(tiny, *flags) as server, connected(server) as connection:
@@ -154,8 +152,8 @@ def test_an_idle_connection_is_closed_after_the_time_that_is_set(tiny: Path) -> 
         assert answer(connection).startswith(b"HTTP/1.1 200")
 
 
-def test_a_body_that_goes_on_after_its_refusal_does_not_stay_open(tiny: Path) -> None:
-    """A piece of such a body ends the idle timer; another must take its place."""
+def test_a_rejected_body_still_being_sent_is_closed(tiny: Path) -> None:
+    """Part of such a body stops the idle timer; another timer must replace it."""
     head = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
     with RunningServer(tiny, "--threads", "1", files=128) as server, ExitStack() as idle:
         for _ in range(150):
@@ -166,7 +164,7 @@ def test_a_body_that_goes_on_after_its_refusal_does_not_stay_open(tiny: Path) ->
         assert server.get("/health")[0] == 200
 
 
-def test_handshakes_that_are_never_begun_do_not_keep_others_out(tiny: Path, tmp_path: Path) -> None:
+def test_unstarted_handshakes_do_not_block_others(tiny: Path, tmp_path: Path) -> None:
     cert, key = made_in(tmp_path)
     context = ssl.create_default_context(cafile=cert)
     flags = ("--threads", "1", "--tls-cert", cert, "--tls-key", key)
@@ -184,7 +182,7 @@ def test_handshakes_that_are_never_begun_do_not_keep_others_out(tiny: Path, tmp_
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("half_closed", [False, True])
-def test_a_stream_is_framed_as_the_clients_version_of_http_has_it(
+def test_stream_framing_follows_the_clients_http_version(
     server: RunningServer, version: str, half_closed: bool
 ) -> None:
     with connected(server) as connection:
@@ -217,7 +215,7 @@ def test_a_half_closed_client_gets_its_whole_answer(server: RunningServer, versi
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("half_closed_before", [False, True])
-def test_a_client_that_closes_its_connection_is_noticed(
+def test_a_closed_connection_is_noticed(
     server: RunningServer, version: str, half_closed_before: bool
 ) -> None:
     before = server.metric("quire_disconnects_total")
@@ -227,6 +225,7 @@ def test_a_client_that_closes_its_connection_is_noticed(
         server.until(lambda: server.metric("quire_kv_blocks_used") > 0, "blocks taken")
         if half_closed_before:
             connection.shutdown(socket.SHUT_WR)
-            assert connection.recv(1) == b"H"  # the response has begun, and nothing else is there
+            # the response has begun, and nothing else has arrived
+            assert connection.recv(1) == b"H"
     server.until(lambda: server.metric("quire_kv_blocks_used") == 0, "blocks given back")
     server.until(lambda: server.metric("quire_disconnects_total") == before + 1, "noticed")

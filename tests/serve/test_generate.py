@@ -1,4 +1,4 @@
-"""/generate over real sockets: the ids a completion would have, streamed and whole."""
+"""/generate over real sockets returns the token ids of a completion, streamed and whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.serve.running_server import RunningServer
 ASKED = {"tokens": [5, 9, 11], "seed": 3, "max_tokens": 24, "ignore_eos": True, "n": 2}
 
 
-def test_streamed_and_whole_ids_are_those_of_a_completion(server: RunningServer) -> None:
+def test_streamed_and_whole_ids_equal_those_of_a_completion(server: RunningServer) -> None:
     status, whole = server.post("/generate", {**ASKED, "logprobs": 2})
     assert status == 200
     ids = [choice["tokens"] for choice in whole["choices"]]
@@ -37,7 +37,7 @@ def test_streamed_and_whole_ids_are_those_of_a_completion(server: RunningServer)
     assert [streamed[0], streamed[1]] == ids
 
 
-def test_ids_told_with_texts_are_those_of_generate(server: RunningServer) -> None:
+def test_ids_returned_with_texts_equal_those_of_generate(server: RunningServer) -> None:
     fields = {name: value for name, value in ASKED.items() if name != "tokens"}
     made = [choice["tokens"] for choice in server.post("/generate", ASKED)[1]["choices"]]
     asked = {**fields, "prompt": ASKED["tokens"], "return_token_ids": True}
@@ -77,7 +77,7 @@ def test_a_prompt_of_ids_is_scored_as_in_a_completion(server: RunningServer) -> 
         ({"tokens": [1], "n": 10**9}, "n"),
     ],
 )
-def test_what_is_wrong_is_refused_by_name(
+def test_invalid_fields_are_rejected_by_name(
     server: RunningServer, fields: dict[str, Any], param: str
 ) -> None:
     if "temperature" in fields:

@@ -7,7 +7,7 @@ from tests.serve.running_server import RunningServer
 BODY = {"prompt": "the sea and the camel under the sea", "max_tokens": 9, "ignore_eos": True}
 
 
-def test_the_best_are_told_and_all_tokens_are_counted(server: RunningServer) -> None:
+def test_the_best_choices_are_returned_and_all_tokens_are_counted(server: RunningServer) -> None:
     status, every = server.post("/v1/completions", {**BODY, "n": 5, "seed": 4, "logprobs": 0})
     assert status == 200, every
     means = {
@@ -21,7 +21,7 @@ def test_the_best_are_told_and_all_tokens_are_counted(server: RunningServer) -> 
     assert best["usage"]["completion_tokens"] == 5 * 9
 
 
-def test_best_of_streams_where_it_equals_n_and_is_refused_above(server: RunningServer) -> None:
+def test_best_of_streams_if_it_equals_n_and_is_rejected_above(server: RunningServer) -> None:
     same = {**BODY, "n": 2, "best_of": 2, "seed": 4}
     _, whole = server.post("/v1/completions", same)
     status, answer = server.post("/v1/completions", {**same, "stream": True, "best_of": 3})
@@ -30,7 +30,7 @@ def test_best_of_streams_where_it_equals_n_and_is_refused_above(server: RunningS
     assert len({choice["text"] for choice in whole["choices"]}) == 2
 
 
-def test_beams_come_best_first_whatever_the_route(server: RunningServer) -> None:
+def test_beams_are_returned_best_first_by_every_route(server: RunningServer) -> None:
     search = {"use_beam_search": True, "best_of": 4, "n": 2, "length_penalty": 0.0}
     status, answer = server.post("/v1/completions", {**BODY, **search, "logprobs": 0})
     assert status == 200, answer
@@ -46,7 +46,7 @@ def test_beams_come_best_first_whatever_the_route(server: RunningServer) -> None
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
 
 
-def test_more_beams_than_places_are_refused_with_the_numbers(server: RunningServer) -> None:
+def test_more_beams_than_slots_are_rejected_with_the_numbers(server: RunningServer) -> None:
     status, answer = server.post("/v1/completions", {**BODY, "use_beam_search": True, "n": 128})
     assert status == 400
     assert answer["error"]["param"] == "n"

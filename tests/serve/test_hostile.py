@@ -1,8 +1,8 @@
-"""Requests made to hurt: each is refused in words that teach, and a stream beside it never notices.
+"""Hostile requests are rejected with an instructive error and do not disturb other streams.
 
-Bombs in schemas, expressions and grammars, values of every wrong kind in every field, giant lists,
-numbers no type holds, deep nesting, text that is none, heads and paths that lie. test_bad_input.py
-has what is merely wrong.
+Exponential schemas, expressions and grammars, values of every wrong type in every field, giant
+lists, numbers out of range, deep nesting, invalid text, forged heads and paths. test_bad_input.py
+has merely wrong input.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_MESSAGE_CHARS = 3000
 
 
 def doubling(keyword: str, depth: int) -> dict[str, Any]:
-    """A schema that is twice as large with each level that is followed."""
+    """Return a schema that doubles in size with each level that is followed."""
     names = {f"a{at}": {keyword: [{"$ref": f"#/$defs/a{at + 1}"}] * 2} for at in range(depth)}
     return {"$defs": {**names, f"a{depth}": {"type": "string"}}, "$ref": "#/$defs/a0"}
 
@@ -36,7 +36,7 @@ def nested(depth: int) -> Any:
 
 
 LISTED = [f"x{at}" for at in range(4_000)]
-# What cannot be compiled, or not within bounds: (form, value, words of the refusal).
+# Grammars that do not compile, or not within limits: (form, value, words of the error).
 GRAMMARS: dict[str, tuple[str, Any, str]] = {
     "a schema that is itself": ("json", {"$ref": "#"}, "schema cannot be used"),
     "schemas in a ring": (
@@ -85,9 +85,7 @@ GRAMMARS: dict[str, tuple[str, Any, str]] = {
 
 
 @pytest.mark.parametrize("case", GRAMMARS)
-def test_a_grammar_made_to_hurt_is_refused(
-    beside_a_healthy_stream: RunningServer, case: str
-) -> None:
+def test_a_hostile_grammar_is_rejected(beside_a_healthy_stream: RunningServer, case: str) -> None:
     form, value, words = GRAMMARS[case]
     body = {"prompt": "a", "max_tokens": 2, "structured_outputs": {form: value}}
     status, answer = beside_a_healthy_stream.post(COMPLETIONS, body)
@@ -97,7 +95,7 @@ def test_a_grammar_made_to_hurt_is_refused(
     assert "backtrace" not in answer["error"]["message"]
 
 
-# (path, what is sent, the field, words of the refusal)
+# (path, body, field, words of the error)
 BODIES: dict[str, tuple[str, dict[str, Any], str | None, str]] = {
     "messages too many": (CHAT, {"messages": ASKED * 4_097}, "messages", "4096"),
     "tools too many": (
@@ -215,7 +213,7 @@ BODIES: dict[str, tuple[str, dict[str, Any], str | None, str]] = {
 
 
 @pytest.mark.parametrize("case", BODIES)
-def test_a_body_made_to_hurt_is_refused_by_the_fields_name(
+def test_a_hostile_body_is_rejected_by_field_name(
     beside_a_healthy_stream: RunningServer, case: str
 ) -> None:
     path, body, param, words = BODIES[case]
@@ -254,14 +252,14 @@ RAW: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", RAW)
-def test_bytes_made_to_hurt_are_refused(beside_a_healthy_stream: RunningServer, case: str) -> None:
+def test_hostile_bytes_are_rejected(beside_a_healthy_stream: RunningServer, case: str) -> None:
     raw, words = RAW[case]
     status, _, answer = beside_a_healthy_stream.request("POST", COMPLETIONS, raw)
     assert status == 400, answer
     assert words in json.loads(answer)["error"]["message"]
 
 
-# What a template does with them is its own matter: they never cause an error.
+# How a template uses these values varies, but they never cause an error.
 HINTS = frozenset({"reasoning_effort"})
 WRONG: tuple[Any, ...] = (
     None, True, -7, 0.5, 10**39, 1e308, "x", "\0", [], [None], [[]], [True], ["", 1], {},
@@ -280,10 +278,10 @@ WRONG: tuple[Any, ...] = (
         ("/apply_template", "ApplyTemplateRequest", {"messages": ASKED}),
     ],
 )
-def test_a_value_of_a_wrong_kind_is_refused_by_the_name_of_its_field(
+def test_a_value_of_a_wrong_type_is_rejected_by_field_name(
     beside_a_healthy_stream: RunningServer, path: str, title: str, asked: dict[str, Any]
 ) -> None:
-    """Each field with each value that the server's own document does not allow it."""
+    """Each field with each value that the server's own OpenAPI document does not allow."""
     _, document = beside_a_healthy_stream.get("/openapi.json")
     num_refused = 0
     for field, schema in document["components"]["schemas"][title]["properties"].items():
@@ -341,7 +339,7 @@ HEADS: dict[str, tuple[bytes, set[int]]] = {
 
 
 @pytest.mark.parametrize("case", HEADS)
-def test_a_head_made_to_hurt_is_refused(beside_a_healthy_stream: RunningServer, case: str) -> None:
+def test_a_hostile_head_is_rejected(beside_a_healthy_stream: RunningServer, case: str) -> None:
     raw, statuses = HEADS[case]
     address = ("127.0.0.1", beside_a_healthy_stream.port)
     with socket.create_connection(address, timeout=GIVE_UP_S) as connection:

@@ -13,11 +13,11 @@ import pytest
 from tests.serve.running_server import RunningServer, text_of
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-# Long enough not to be over before it is interrupted.
+# Long enough to be interrupted.
 LONG: dict[str, Any] = {"max_tokens": 30_000, "ignore_eos": True, "seed": 1}
-# The engine frees the blocks in the step after the abort reached it. Seen from here, steps also
-# pass while the closed connection is noticed and while tokens wait to be sent, on a busy machine
-# more of them: few, of 30,000.
+# The engine frees the blocks in the step after the abort. Measured from outside, steps also pass
+# until the closed connection is noticed and while tokens wait to be sent, more on a busy machine:
+# few of 30,000.
 FEW_STEPS = 4_000
 
 
@@ -43,7 +43,7 @@ def wait_until_free(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_blocks_of_a_stream_left_open_come_back_within_a_few_steps(
+def test_blocks_of_an_abandoned_stream_are_freed_within_a_few_steps(
     server: RunningServer, path: str
 ) -> None:
     before = counts(server)
@@ -60,11 +60,11 @@ def test_blocks_of_a_stream_left_open_come_back_within_a_few_steps(
 
 
 @pytest.mark.parametrize("spare_bytes", [0, 90_000])
-def test_a_caller_who_leaves_while_waiting_for_a_whole_answer_frees_its_blocks(
+def test_a_disconnect_while_waiting_for_a_whole_answer_frees_its_blocks(
     server: RunningServer, spare_bytes: int
 ) -> None:
     before = counts(server)
-    # A long body stops the reading of its connection while it comes.
+    # A long body stops the reading of its connection while it arrives.
     raw = json.dumps(long_request(COMPLETIONS)).encode() + b" " * spare_bytes
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         head = (
@@ -78,7 +78,7 @@ def test_a_caller_who_leaves_while_waiting_for_a_whole_answer_frees_its_blocks(
     assert after["quire_requests_total"] - before["quire_requests_total"] == 1
 
 
-def test_all_choices_of_all_prompts_are_given_up_together(server: RunningServer) -> None:
+def test_all_choices_of_all_prompts_are_aborted_together(server: RunningServer) -> None:
     body = {**LONG, "prompt": ["one", "two", "three"], "n": 2}
     with server.stream(COMPLETIONS, body) as reader:
         reader.next()
@@ -87,7 +87,7 @@ def test_all_choices_of_all_prompts_are_given_up_together(server: RunningServer)
     assert server.metric("quire_running_requests") == server.metric("quire_waiting_requests") == 0
 
 
-def test_callers_who_wait_in_the_queue_and_leave_are_forgotten(server: RunningServer) -> None:
+def test_queued_requests_of_disconnected_clients_are_removed(server: RunningServer) -> None:
     body = {**LONG, "prompt": "fill", "n": 8}
     with server.stream(COMPLETIONS, body) as filling:
         filling.next()
@@ -100,7 +100,7 @@ def test_callers_who_wait_in_the_queue_and_leave_are_forgotten(server: RunningSe
     wait_until_free(server)
 
 
-def test_a_reader_who_stops_reading_costs_nobody_else(server: RunningServer) -> None:
+def test_a_stalled_reader_does_not_affect_others(server: RunningServer) -> None:
     asked = {"prompt": "the stone", "seed": 2, "max_tokens": 40, "ignore_eos": True}
     alone = server.post(COMPLETIONS, asked)[1]["choices"][0]["text"]
     slow = {**LONG, "prompt": "slow", "logprobs": 20}
@@ -112,10 +112,10 @@ def test_a_reader_who_stops_reading_costs_nobody_else(server: RunningServer) -> 
     wait_until_free(server)
 
 
-def test_a_reader_who_was_slow_gets_every_token_in_the_end(server: RunningServer) -> None:
+def test_a_slow_reader_gets_every_token_in_the_end(server: RunningServer) -> None:
     asked = {"prompt": "patience", "seed": 3, "max_tokens": 4000, "ignore_eos": True}
     whole = server.post(COMPLETIONS, asked)[1]["choices"][0]["text"]
-    # A chunk is many kilobytes: all of them are more than sockets hold.
+    # A chunk has many kilobytes: together more than sockets buffer.
     asked |= {"logprobs": 20, "logprob_token_ids": list(range(100))}
     num_before = server.metric("quire_generated_tokens_total")
     with server.stream(COMPLETIONS, asked, receive_buffer_bytes=4096) as reader:
@@ -125,14 +125,16 @@ def test_a_reader_who_was_slow_gets_every_token_in_the_end(server: RunningServer
         assert server.metric("quire_generated_tokens_total") < num_before + 4000
         other = {"prompt": "the stone", "max_tokens": 5, "ignore_eos": True}
         assert server.post(COMPLETIONS, other)[0] == 200
-        reader.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)  # soon read
+        reader.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)  # read quickly
         rest = list(reader)
     assert rest[-1] == "[DONE]"
     assert text_of([first, *rest]) == whole
     assert server.metric("quire_held_requests") == 0
 
 
-def test_many_callers_who_come_and_leave_leave_nothing_behind(server: RunningServer) -> None:
+def test_many_connecting_and_disconnecting_clients_leave_nothing_behind(
+    server: RunningServer,
+) -> None:
     asked = {"prompt": "steady", "seed": 6, "max_tokens": 60, "ignore_eos": True}
     alone = server.post(COMPLETIONS, asked)[1]["choices"][0]["text"]
     texts = []
@@ -157,7 +159,7 @@ def test_many_callers_who_come_and_leave_leave_nothing_behind(server: RunningSer
     assert server.metric("quire_running_requests") == server.metric("quire_waiting_requests") == 0
 
 
-def test_with_two_plans_in_flight_blocks_come_back_too(tiny: Path) -> None:
+def test_blocks_are_freed_with_two_plans_in_flight(tiny: Path) -> None:
     with RunningServer(tiny, "--plans-in-flight", "2", "--threads", "1") as server:
         with server.stream(COMPLETIONS, {**LONG, "prompt": "overlap", "n": 3}) as reader:
             reader.next()

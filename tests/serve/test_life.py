@@ -1,4 +1,4 @@
-"""A server's life: start, drain, death; exit codes, error events, and never a hang."""
+"""A server's lifecycle: start, drain, failure; exit codes, error events, and never a hang."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ LONG: dict[str, Any] = {"prompt": "on and on", "max_tokens": 30_000, "ignore_eos
 
 
 def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`quire serve` with arguments it must refuse."""
+    """Run `quire serve` with arguments that it must reject."""
     command = [sys.executable, "-m", "quire", "serve", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=GIVE_UP_S)
 
 
-def test_the_block_at_the_start_tells_model_memory_and_address(tiny: Path) -> None:
+def test_the_startup_block_prints_model_memory_and_address(tiny: Path) -> None:
     with RunningServer(tiny, "--served-model-name", "my-model") as server:
         told = server.stdout()
         assert re.search(r"my-model \(f32, \w+\), context 32768 tokens", told)
@@ -37,7 +37,7 @@ def test_the_block_at_the_start_tells_model_memory_and_address(tiny: Path) -> No
         assert server.get("/v1/models")[1]["data"][0]["id"] == "my-model"
 
 
-def test_a_long_prompt_reports_its_progress_chunk_by_chunk(tiny: Path) -> None:
+def test_a_long_prompt_reports_progress_per_chunk(tiny: Path) -> None:
     with RunningServer(tiny, "--max-num-batched-tokens", "64") as server:
         asked = {"prompt": list(range(1, 201)), "max_tokens": 2, "seed": 1, "return_progress": True}
         with server.stream(COMPLETIONS, asked) as reader:
@@ -48,12 +48,12 @@ def test_a_long_prompt_reports_its_progress_chunk_by_chunk(tiny: Path) -> None:
     assert times_ms == sorted(times_ms)
 
 
-def test_the_block_tells_weights_and_kv_that_are_not_in_the_models_dtype(tiny: Path) -> None:
+def test_the_startup_block_prints_weights_and_kv_of_other_dtypes(tiny: Path) -> None:
     with RunningServer(tiny, "--quantization", "int4", "--kv-cache-dtype", "int8") as server:
         assert "(f32, weights int4-g32 (head: int8), KV int8, " in server.stdout()
 
 
-def test_sigterm_lets_open_requests_finish_refuses_new_ones_and_exits_0(tiny: Path) -> None:
+def test_sigterm_finishes_open_requests_rejects_new_ones_and_exits_0(tiny: Path) -> None:
     with RunningServer(tiny, "--threads", "1") as server:
         engine = server.engine_pid
         asked = {**LONG, "seed": 1, "max_tokens": 3000}
@@ -71,7 +71,7 @@ def test_sigterm_lets_open_requests_finish_refuses_new_ones_and_exits_0(tiny: Pa
         assert not alive(engine)
 
 
-def test_when_the_grace_time_is_over_open_requests_get_an_error_and_the_exit_is_0(
+def test_after_the_grace_period_open_requests_get_an_error_and_the_exit_is_0(
     tiny: Path,
 ) -> None:
     with RunningServer(tiny, "--threads", "1", "--grace-seconds", "0.2") as server:
@@ -95,7 +95,7 @@ def test_an_idle_server_ends_at_once_also_on_an_interrupt(tiny: Path) -> None:
         assert idle.recv(1) == b""
 
 
-def test_a_second_signal_ends_it_at_once_and_the_engine_with_it(tiny: Path) -> None:
+def test_a_second_signal_ends_server_and_engine_at_once(tiny: Path) -> None:
     with RunningServer(tiny, "--threads", "1") as server:
         engine = server.engine_pid
         with server.stream(COMPLETIONS, LONG) as reader:
@@ -107,7 +107,7 @@ def test_a_second_signal_ends_it_at_once_and_the_engine_with_it(tiny: Path) -> N
         server.until(lambda: not alive(engine), "the engine process ends")
 
 
-def test_the_engines_death_is_an_error_event_in_every_stream_and_a_failed_exit(
+def test_engine_death_is_an_error_event_in_every_stream_and_a_failed_exit(
     tiny: Path,
 ) -> None:
     with RunningServer(tiny, "--threads", "1") as server:
@@ -130,13 +130,13 @@ def test_the_engines_death_is_an_error_event_in_every_stream_and_a_failed_exit(
         assert "engine" in server.stderr()
 
 
-def test_the_engines_death_while_idle_ends_the_server_too(tiny: Path) -> None:
+def test_engine_death_while_idle_ends_the_server(tiny: Path) -> None:
     with RunningServer(tiny) as server:
         kill(server.engine_pid)
         assert server.exit_code() == 1
 
 
-def test_the_engines_death_while_a_whole_answer_is_awaited_is_a_status(tiny: Path) -> None:
+def test_engine_death_during_a_whole_answer_is_an_error_status(tiny: Path) -> None:
     with RunningServer(tiny, "--threads", "1") as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=GIVE_UP_S) as caller:
             raw = json.dumps(LONG).encode()
@@ -148,14 +148,14 @@ def test_the_engines_death_while_a_whole_answer_is_awaited_is_a_status(tiny: Pat
         assert server.exit_code() == 1
 
 
-def test_a_server_that_is_killed_takes_its_engine_with_it(tiny: Path) -> None:
+def test_killing_the_server_ends_its_engine(tiny: Path) -> None:
     with RunningServer(tiny) as server:
         engine = server.engine_pid
         server.process.kill()
         server.until(lambda: not alive(engine), "the engine process ends")
 
 
-def test_while_the_model_loads_requests_are_told_to_wait(tiny: Path) -> None:
+def test_requests_during_loading_are_rejected_as_retryable(tiny: Path) -> None:
     with RunningServer(tiny, wait=False) as server:
         states = set()
 
@@ -170,14 +170,14 @@ def test_while_the_model_loads_requests_are_told_to_wait(tiny: Path) -> None:
         assert server.post(COMPLETIONS, {"prompt": "a"})[0] == 200
 
 
-def test_a_stop_while_loading_is_a_clean_end(tiny: Path) -> None:
+def test_a_stop_while_loading_is_a_clean_exit(tiny: Path) -> None:
     with RunningServer(tiny, wait=False) as server:
         server.until(lambda: server.get("/health")[0] in (200, 503), "HTTP answers")
         server.process.send_signal(signal.SIGTERM)
         assert server.exit_code() == 0
 
 
-def test_a_port_in_use_is_one_line_that_says_what_to_do(tiny: Path) -> None:
+def test_a_port_in_use_is_one_line_with_a_remedy(tiny: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -190,7 +190,7 @@ def test_a_port_in_use_is_one_line_that_says_what_to_do(tiny: Path) -> None:
     assert ended.stdout == ""
 
 
-def test_beyond_loopback_it_wants_a_key_or_to_be_told(tiny: Path) -> None:
+def test_beyond_loopback_a_key_or_an_explicit_flag_is_required(tiny: Path) -> None:
     ended = serve(str(tiny), "--host", "0.0.0.0", "--port", "0")
     assert ended.returncode == 2
     assert "--api-key" in ended.stderr
@@ -207,7 +207,7 @@ def test_beyond_loopback_it_wants_a_key_or_to_be_told(tiny: Path) -> None:
         (("--kv-cache-memory", "9000TiB"), "kv-cache-memory"),
     ],
 )
-def test_what_cannot_be_served_is_told_once_and_the_exit_is_2(
+def test_an_unservable_model_is_reported_once_and_the_exit_is_2(
     tiny: Path, arguments: tuple[str, ...], words: str
 ) -> None:
     model = [] if arguments[0].startswith("/") else [str(tiny)]
@@ -231,14 +231,14 @@ def test_with_a_key_only_its_bearer_is_served(tiny: Path) -> None:
         assert "two" not in server.stderr()
 
 
-def test_a_key_may_come_from_the_environment_where_nobody_sees_it(tiny: Path) -> None:
+def test_a_key_from_the_environment_is_not_visible_in_the_process_list(tiny: Path) -> None:
     with RunningServer(tiny, environment={"QUIRE_API_KEY": "hidden"}) as server:
         assert server.get("/v1/models")[0] == 401
         keyed = {"Authorization": "Bearer hidden"}
         assert server.request("GET", "/v1/models", **keyed)[0] == 200
 
 
-def test_settings_of_the_edge_are_honoured(tiny: Path) -> None:
+def test_http_settings_are_honoured(tiny: Path) -> None:
     flags = ("--max-output-tokens", "5", "--unknown-fields", "warn", "--max-body", "4KiB")
     with RunningServer(tiny, *flags, "--request-timeout", "0.3", "--threads", "1") as server:
         status, answer = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 6})
@@ -262,7 +262,7 @@ def test_a_request_past_its_time_limit_ends_and_frees_its_blocks(tiny: Path) -> 
         server.until(lambda: server.metric("quire_kv_blocks_used") == 0, "blocks given back")
 
 
-def test_a_full_queue_is_refused_and_what_is_queued_is_served(tiny: Path) -> None:
+def test_a_full_queue_rejects_and_queued_requests_are_served(tiny: Path) -> None:
     flags = ("--max-num-seqs", "1", "--max-queued-requests", "2", "--threads", "1")
     with RunningServer(tiny, *flags) as server, server.stream(COMPLETIONS, LONG) as running:
         running.next()
@@ -276,7 +276,7 @@ def test_a_full_queue_is_refused_and_what_is_queued_is_served(tiny: Path) -> Non
 
 
 @pytest.mark.parametrize("where", ["a full disk", "a pipe nobody reads"])
-def test_where_nothing_can_be_logged_it_serves_all_the_same(tiny: Path, where: str) -> None:
+def test_serving_continues_if_the_log_cannot_be_written(tiny: Path, where: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -303,7 +303,7 @@ def test_where_nothing_can_be_logged_it_serves_all_the_same(tiny: Path, where: s
 
 
 def _status(port: int, method: str, path: str, body: dict[str, Any] | None = None) -> int:
-    """0 if no socket listens yet."""
+    """Return the status; 0 if no socket listens yet."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=GIVE_UP_S)
     try:
         connection.request(method, path, None if body is None else json.dumps(body))

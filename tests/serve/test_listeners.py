@@ -1,4 +1,4 @@
-"""Where a server listens beside a port: a Unix socket, admins' port, a path below a proxy's."""
+"""Listeners besides a TCP port: a Unix socket, the admin port, a path prefix behind a proxy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def at_socket(path: Path, method: str, url: str, body: object = None) -> tuple[i
         connection.close()
 
 
-def test_a_unix_socket_serves_streams_and_admins_have_a_port(tiny: Path, tmp_path: Path) -> None:
+def test_a_unix_socket_serves_streams_and_admin_routes_have_a_port(
+    tiny: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "quire.sock"
     flags = ("--admin-port", "0", "--root-path", "/llm", "--access-log", "json", "--threads", "1")
     with RunningServer(tiny, *flags, at=("--uds", str(path))) as server:
@@ -51,7 +53,7 @@ def test_a_unix_socket_serves_streams_and_admins_have_a_port(tiny: Path, tmp_pat
         assert status == 200
         assert body.endswith(b"data: [DONE]\n\n")
         assert at_socket(path, "POST", "/admin/pause")[0] == 403
-        server.port = int(found[1])  # from here on requests are of admins
+        server.port = int(found[1])  # requests below go to the admin port
         assert server.request("POST", "/admin/pause")[0] == 200
         assert json.loads(at_socket(path, "GET", "/health")[1])["state"] == "paused"
         assert server.request("POST", "/admin/resume")[0] == 200
@@ -65,7 +67,7 @@ def test_a_unix_socket_serves_streams_and_admins_have_a_port(tiny: Path, tmp_pat
 
 
 def refused(*flags: str) -> str:
-    """What `quire serve` says of flags that it refuses before anything is loaded."""
+    """Return the error of `quire serve` for flags that are rejected before anything is loaded."""
     command = [sys.executable, "-m", "quire", "serve", *flags]
     ended = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, timeout=GIVE_UP_S, check=False
@@ -75,7 +77,7 @@ def refused(*flags: str) -> str:
     return ended.stderr
 
 
-def test_a_second_server_at_a_socket_is_told_and_harms_nothing(tmp_path: Path) -> None:
+def test_a_second_server_at_a_socket_is_rejected_and_harms_nothing(tmp_path: Path) -> None:
     path = tmp_path / "quire.sock"
     with socket.socket(socket.AF_UNIX) as first:
         first.bind(str(path))
@@ -94,12 +96,12 @@ def test_a_second_server_at_a_socket_is_told_and_harms_nothing(tmp_path: Path) -
         (("--root-path", "llm/"), "--root-path is 'llm/'"),
     ],
 )
-def test_what_cannot_be_listened_to_is_one_line(flags: tuple[str, ...], words: str) -> None:
+def test_an_unusable_listen_address_is_one_line(flags: tuple[str, ...], words: str) -> None:
     assert words in refused(*flags)
 
 
 @pytest.mark.parametrize("has_file", [False, True])
-def test_a_reload_ends_no_server_and_takes_up_what_there_is(
+def test_a_reload_ends_no_server_and_reads_changed_files(
     tiny: Path, tmp_path: Path, has_file: bool
 ) -> None:
     file = tmp_path / "admins"

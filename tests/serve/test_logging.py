@@ -24,7 +24,7 @@ COMPLETIONS = "/v1/completions"
 
 
 def full_pipe() -> tuple[int, int]:
-    """A pipe in which not a byte finds room."""
+    """Return a pipe without room for a single byte."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     try:
@@ -41,7 +41,7 @@ def full_pipe() -> tuple[int, int]:
 
 
 class Caller:
-    """Requests on one connection after another's end; waits until the server listens."""
+    """Consecutive requests on one connection; waits until the server listens."""
 
     def __init__(self, port: int) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=GIVE_UP_S)
@@ -69,7 +69,7 @@ class Caller:
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_a_full_pipe_that_nobody_reads_holds_up_nothing(tiny: Path, num_processes: int) -> None:
+def test_a_full_unread_pipe_blocks_nothing(tiny: Path, num_processes: int) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -109,7 +109,7 @@ def test_a_full_pipe_that_nobody_reads_holds_up_nothing(tiny: Path, num_processe
         os.close(read)
 
 
-def test_sigterm_ends_a_server_whose_log_nobody_reads(tiny: Path) -> None:
+def test_sigterm_ends_a_server_with_an_unread_log(tiny: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -135,7 +135,7 @@ def _read_all(read: int, came: bytearray) -> None:
 
 
 def lines_of(text: str) -> list[dict[str, Any]]:
-    """The lines, each of which must be an object of JSON with the fields that all have."""
+    """Return the lines, each checked to be a JSON object with the common fields."""
     lines = [json.loads(line) for line in text.splitlines()]
     for line in lines:
         assert list(line)[:4] == ["time", "level", "component", "event"]

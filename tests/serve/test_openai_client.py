@@ -27,7 +27,7 @@ def test_the_model_is_listed_and_found(client: openai.OpenAI) -> None:
     assert client.models.retrieve(MODEL).owned_by == "quire"
 
 
-def test_a_chat_streamed_is_the_chat_whole(client: openai.OpenAI) -> None:
+def test_a_streamed_chat_equals_the_whole_chat(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model=MODEL, messages=MESSAGES, **GREEDY)
     with client.chat.completions.create(
         model=MODEL,
@@ -47,14 +47,14 @@ def test_a_chat_streamed_is_the_chat_whole(client: openai.OpenAI) -> None:
     assert chunks[0].choices[0].delta.role == "assistant"
 
 
-def test_a_completion_streamed_is_the_completion_whole(client: openai.OpenAI) -> None:
+def test_a_streamed_completion_equals_the_whole_completion(client: openai.OpenAI) -> None:
     whole = client.completions.create(model=MODEL, prompt="the sea", **GREEDY)
     with client.completions.create(model=MODEL, prompt="the sea", stream=True, **GREEDY) as stream:
         text = "".join(chunk.choices[0].text for chunk in stream)
     assert text == whole.choices[0].text != ""
 
 
-def test_the_same_seed_gives_the_same_text_and_another_another(client: openai.OpenAI) -> None:
+def test_equal_seeds_give_equal_texts_and_other_seeds_others(client: openai.OpenAI) -> None:
     def told(seed: int) -> list[str]:
         answer = client.completions.create(
             model=MODEL, prompt="the sea", seed=seed, n=3, max_tokens=24, temperature=1.0
@@ -78,7 +78,7 @@ def test_a_request_without_a_seed_returns_one_that_repeats_it(client: openai.Ope
     assert again.choices[0].text == first.choices[0].text
 
 
-def test_choices_of_a_stream_are_the_choices_of_the_whole(client: openai.OpenAI) -> None:
+def test_choices_of_a_stream_equal_those_of_the_whole_answer(client: openai.OpenAI) -> None:
     asked: Any = {"model": MODEL, "prompt": ["a", "b c"], "n": 2, "seed": 3, "max_tokens": 8}
     whole = client.completions.create(**asked)
     assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
@@ -103,14 +103,14 @@ def test_log_probabilities_agree_between_both_routes_and_with_the_choice(
         assert len(token.top_logprobs) == 5
         best = [other.logprob for other in token.top_logprobs]
         assert best == sorted(best, reverse=True)
-        assert token.logprob == best[0]  # greedy takes the likeliest
+        assert token.logprob == best[0]  # greedy takes the most likely token
         assert token.bytes == token.top_logprobs[0].bytes
     shown = [token for token in logprobs.content if not token.token.startswith("<|")]
     raw = b"".join(bytes(token.bytes or []) for token in shown)  # special tokens have no text
     assert raw.decode(errors="replace") == answer.choices[0].message.content
 
 
-def test_a_stop_string_ends_the_text_before_it_and_the_count_with_it(
+def test_a_stop_string_ends_the_text_and_the_token_count(
     client: openai.OpenAI,
 ) -> None:
     whole = client.completions.create(model=MODEL, prompt="the sea", **GREEDY)
@@ -130,7 +130,7 @@ def _seed(answer: Any) -> int:
     return seed
 
 
-def test_a_second_request_alike_finds_its_prompt_cached(client: openai.OpenAI) -> None:
+def test_an_equal_second_request_finds_its_prompt_cached(client: openai.OpenAI) -> None:
     prompt = "the same long beginning " * 8
     asked: Any = {"model": MODEL, "prompt": prompt, **GREEDY}
     first, second = client.completions.create(**asked), client.completions.create(**asked)
@@ -152,7 +152,7 @@ def test_errors_are_the_clients_own_classes(client: openai.OpenAI) -> None:
     assert unknown.value.param == "frobnicate"
 
 
-def test_many_async_streams_at_once_each_say_what_they_say_alone(server: RunningServer) -> None:
+def test_concurrent_async_streams_equal_their_runs_alone(server: RunningServer) -> None:
     prompts = [f"story number {number} " * (number % 5 + 1) for number in range(24)]
 
     async def told(client: openai.AsyncOpenAI, prompt: str) -> str:
@@ -171,7 +171,7 @@ def test_many_async_streams_at_once_each_say_what_they_say_alone(server: Running
     asyncio.run(exchange())
 
 
-def test_an_async_stream_closed_early_lets_the_next_request_run(server: RunningServer) -> None:
+def test_closing_an_async_stream_early_lets_the_next_request_run(server: RunningServer) -> None:
     async def exchange() -> None:
         url = f"{server.url}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:

@@ -26,7 +26,7 @@ isolate_cache = false
 
 
 def cached(server: RunningServer, key: str, **fields: object) -> int:
-    """How many tokens of the prompt a request with this key finds."""
+    """Return how many cached tokens a request with this key finds."""
     body = {"prompt": PROMPT, "max_tokens": 1, **fields}
     authorization: Mapping[str, str] = {"Authorization": f"Bearer {key}"}
     status, _, raw = server.request("POST", "/v1/completions", body, **authorization)
@@ -35,7 +35,7 @@ def cached(server: RunningServer, key: str, **fields: object) -> int:
     return tokens
 
 
-def test_a_key_finds_its_own_prefixes_and_no_others(tiny: Path) -> None:
+def test_a_key_finds_only_its_own_prefixes(tiny: Path) -> None:
     flags = ("--threads", "1", "--api-key", "a", "--api-key", "b")
     with RunningServer(tiny, *flags) as server:
         assert [cached(server, "a"), cached(server, "b")] == [0, 0]
@@ -45,14 +45,14 @@ def test_a_key_finds_its_own_prefixes_and_no_others(tiny: Path) -> None:
         assert cached(server, "a", cache_salt="x") >= 32
 
 
-def test_prefixes_are_shared_where_the_server_is_told_to(tiny: Path) -> None:
+def test_prefixes_are_shared_if_configured(tiny: Path) -> None:
     flags = ("--threads", "1", "--api-key", "a", "--api-key", "b", "--share-prefixes")
     with RunningServer(tiny, *flags) as server:
         assert cached(server, "a") == 0
         assert cached(server, "b") >= 32
 
 
-def test_a_tenants_keys_share_and_tenants_do_not(tiny: Path, tmp_path: Path) -> None:
+def test_keys_of_a_tenant_share_prefixes_and_tenants_do_not(tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "tenants.toml"
     file.write_text(TENANTS)
     flags = ("--threads", "1", "--tenants", str(file), "--api-key", "root")
@@ -64,7 +64,7 @@ def test_a_tenants_keys_share_and_tenants_do_not(tiny: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("shares", [False, True])
-def test_the_disk_tier_keeps_scopes_apart_too(tiny: Path, tmp_path: Path, shares: bool) -> None:
+def test_the_disk_tier_separates_scopes_too(tiny: Path, tmp_path: Path, shares: bool) -> None:
     flags = ("--threads", "1", "--api-key", "a", "--api-key", "b")
     flags += ("--kv-tier-path", str(tmp_path / "tier"), "--kv-tier-fetch", "always")
     flags += ("--share-prefixes",) if shares else ()

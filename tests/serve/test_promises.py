@@ -1,7 +1,7 @@
-"""Refusals over real sockets: too busy, too late, too long; each says when to come again.
+"""Admission control over real sockets: too busy, too late, too long, each with Retry-After.
 
-One server with one slot that a long answer occupies; a few steps of it must have been timed before
-anything is foretold.
+One server with one slot that a long answer occupies; a few of its steps must have been timed before
+anything is predicted.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def server(tiny: Path) -> Iterator[RunningServer]:
 
 @pytest.fixture
 def busy(server: RunningServer) -> Iterator[EventReader]:
-    """The stream that occupies the only slot."""
+    """Yield the stream that occupies the only slot."""
     with server.stream(COMPLETIONS, ENDLESS) as reader:
         for _ in range(ENOUGH_STEPS):
             reader.next()
         yield reader
-        assert reader.next()["choices"], "whoever is refused does not disturb who runs"
+        assert reader.next()["choices"], "a rejected request does not disturb the running one"
     server.until(lambda: server.metric("quire_running_requests") == 0, "idle")
 
 
@@ -44,7 +44,7 @@ def refusal(server: RunningServer, **fields: Any) -> tuple[int, dict[str, str], 
     return status, headers, json.loads(raw)["error"]
 
 
-def test_a_full_queue_says_when_to_come_again(server: RunningServer, busy: EventReader) -> None:
+def test_a_full_queue_sends_retry_after(server: RunningServer, busy: EventReader) -> None:
     with server.stream(COMPLETIONS, SHORT):
         server.until(lambda: server.metric("quire_waiting_requests") == 1, "one waits")
         status, headers, error = refusal(server)
@@ -55,7 +55,7 @@ def test_a_full_queue_says_when_to_come_again(server: RunningServer, busy: Event
 
 @pytest.mark.parametrize("field", ["deadline_ms", "ttft_slo_ms"])
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_who_would_be_served_too_late_is_told_so_before_anything_is_computed(
+def test_a_request_predicted_to_miss_its_deadline_is_rejected_before_any_compute(
     server: RunningServer, busy: EventReader, field: str, is_streamed: bool
 ) -> None:
     prompts = server.metric("quire_prompt_tokens_total")
@@ -69,7 +69,7 @@ def test_who_would_be_served_too_late_is_told_so_before_anything_is_computed(
     assert server.metric("quire_waiting_requests") == 0
 
 
-def test_who_has_time_enough_waits_and_is_served(server: RunningServer) -> None:
+def test_a_request_with_enough_time_waits_and_is_served(server: RunningServer) -> None:
     with server.stream(COMPLETIONS, ENDLESS) as running:
         for _ in range(ENOUGH_STEPS):
             running.next()
@@ -79,10 +79,10 @@ def test_who_has_time_enough_waits_and_is_served(server: RunningServer) -> None:
             assert list(waiting)[-1] == "[DONE]"
 
 
-def test_an_answer_that_is_not_there_by_its_deadline_is_ended_and_frees_its_blocks(
+def test_an_answer_past_its_deadline_is_ended_and_frees_its_blocks(
     tiny: Path,
 ) -> None:
-    with RunningServer(tiny, "--threads", "1") as server:  # it has timed nothing yet
+    with RunningServer(tiny, "--threads", "1") as server:  # no step timed yet
         with server.stream(COMPLETIONS, {**ENDLESS, "deadline_ms": 300.0}) as reader:
             events = list(reader)
         assert events[-1]["error"]["code"] == "timeout"

@@ -1,4 +1,4 @@
-"""Rarer ways to choose over sockets: all of them at once, and what makes an answer repeatable."""
+"""Rarely used sampling parameters over sockets: all of them at once, and reproducibility."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", sorted(WAYS))
-def test_an_answer_comes_again_with_its_seed_and_streams_do_not_change_it(
+def test_an_answer_repeats_with_its_seed_and_streaming_does_not_change_it(
     server: RunningServer, way: str
 ) -> None:
     body = {"prompt": PROMPT, "max_tokens": 30, "n": 3, "ignore_eos": True, **WAYS[way]}
@@ -47,7 +47,7 @@ def test_an_answer_comes_again_with_its_seed_and_streams_do_not_change_it(
     assert pieces == texts
 
 
-def test_a_row_that_has_nothing_to_choose_fails_alone_and_says_why(server: RunningServer) -> None:
+def test_a_row_without_a_valid_token_fails_alone_with_a_reason(server: RunningServer) -> None:
     body = {"prompt": PROMPT, "max_tokens": 4, "allowed_token_ids": [50, 51], "ignore_eos": True}
     status, answer = server.post("/v1/completions", {**body, "no_repeat_ngram_size": 1})
     assert (status, answer["error"]["code"]) == (400, "no_token_to_choose")

@@ -1,4 +1,4 @@
-"""Scoring over sockets: what evaluation programs send, and that it equals generation."""
+"""Scoring over sockets: requests of evaluation programs, and equality with generation."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ TEXT = "the sea and the camel under the sea"
 
 @pytest.fixture
 def generated(server: RunningServer) -> dict[str, Any]:
-    """A greedy answer with its log-probabilities, and its prompt's echo."""
+    """Return a greedy answer with its log-probabilities, and its prompt's echo."""
     body = {"prompt": TEXT, "max_tokens": 9, "temperature": 0, "logprobs": 3, "echo": True}
     choice: dict[str, Any]
     [choice] = _answer(server, {**body, "ignore_eos": True})["choices"]
     return choice
 
 
-def test_a_text_scored_has_the_log_probabilities_it_was_generated_with(
+def test_a_scored_text_has_the_log_probabilities_of_its_generation(
     server: RunningServer, generated: dict[str, Any]
 ) -> None:
     body = {"prompt": TEXT, "max_tokens": 0, "logprobs": 3, "echo": True}
@@ -44,10 +44,10 @@ def test_a_text_scored_has_the_log_probabilities_it_was_generated_with(
     assert offsets[-1] <= len(TEXT)
 
 
-def test_what_an_evaluation_program_sends_is_answered_as_it_reads_it(
+def test_requests_of_evaluation_programs_get_the_expected_form(
     server: RunningServer,
 ) -> None:
-    """Batches of token ids, one token generated, and everything after a context summed up."""
+    """Batches of token ids, one generated token, and the sum over everything after a context."""
     [choice] = _answer(server, {"prompt": TEXT, "prompt_logprobs": 0})["choices"]
     scored = choice["prompt_logprobs"]
     ids = [int(next(iter(entry))) for entry in scored[1:]]
@@ -73,7 +73,7 @@ def test_what_an_evaluation_program_sends_is_answered_as_it_reads_it(
     assert len(sums[0]) == len(ids) - 3
 
 
-def test_the_generated_token_is_told_even_where_it_ends_the_text(server: RunningServer) -> None:
+def test_the_generated_token_is_returned_even_if_it_ends_the_text(server: RunningServer) -> None:
     """Evaluation programs cut off the last entry: it must be the generated token's."""
     ids = list(range(10, 30))
     body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
@@ -82,14 +82,14 @@ def test_the_generated_token_is_told_even_where_it_ends_the_text(server: Running
     assert len(choice["logprobs"]["token_logprobs"]) == len(ids) + 1
 
 
-def test_offsets_lead_to_the_tokens_of_a_text_that_spells_special_ones(
+def test_offsets_match_the_tokens_of_a_text_that_spells_special_ones(
     server: RunningServer,
 ) -> None:
     text = "<|user|>the sea, 海<|end|><|assistant|>a camel"
     body = {"prompt": text, "max_tokens": 3, "logprobs": 0, "echo": True, "seed": 1}
     [choice] = _answer(server, body)["choices"]
     logprobs = choice["logprobs"]
-    assert logprobs["text_offset"][:2] == [0, 0]  # begin of text is not in the text
+    assert logprobs["text_offset"][:2] == [0, 0]  # the begin token is not in the text
     num_checked = 0
     for name, at in zip(logprobs["tokens"][1:], logprobs["text_offset"][1:], strict=True):
         if at >= len(text):
@@ -100,7 +100,7 @@ def test_offsets_lead_to_the_tokens_of_a_text_that_spells_special_ones(
     assert num_checked > 10
 
 
-def test_a_stream_says_what_the_whole_answer_says(server: RunningServer) -> None:
+def test_a_stream_equals_the_whole_answer(server: RunningServer) -> None:
     body = {
         "prompt": [TEXT, "the camel"],
         "max_tokens": 4,
@@ -125,7 +125,7 @@ def test_a_stream_says_what_the_whole_answer_says(server: RunningServer) -> None
             assert [value for part in parts for value in part["logprobs"][name]] == values
 
 
-def test_scoring_may_be_streamed_too(server: RunningServer) -> None:
+def test_scoring_may_be_streamed(server: RunningServer) -> None:
     body = {"prompt": TEXT, "max_tokens": 0, "logprobs": 0, "echo": True}
     [event] = _events(server, body)
     [choice] = event["choices"]
@@ -134,7 +134,7 @@ def test_scoring_may_be_streamed_too(server: RunningServer) -> None:
     assert choice["logprobs"]["token_logprobs"][0] is None
 
 
-def test_the_official_client_reads_what_a_chat_tells_of_its_prompt(server: RunningServer) -> None:
+def test_the_official_client_reads_prompt_scores_of_a_chat(server: RunningServer) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         answer = client.chat.completions.create(
             model=MODEL,
@@ -156,7 +156,7 @@ def test_the_official_client_reads_what_a_chat_tells_of_its_prompt(server: Runni
     assert all(len(token.top_logprobs) == 2 for token in logprobs.content)
 
 
-def test_scored_prompts_do_not_change_what_others_are_told(
+def test_scored_prompts_do_not_change_the_output_of_others(
     server: RunningServer, generated: dict[str, Any]
 ) -> None:
     body = {"prompt": TEXT, "max_tokens": 9, "temperature": 0, "logprobs": 3}
@@ -175,7 +175,7 @@ def test_scored_prompts_do_not_change_what_others_are_told(
         ({"prompt_logprobs": 1, "max_tokens": 0, "n": 2}, "n"),
     ],
 )
-def test_what_cannot_be_scored_is_refused_by_name(
+def test_unscorable_requests_are_rejected_by_name(
     server: RunningServer, fields: dict[str, Any], param: str
 ) -> None:
     status, answer = server.post("/v1/completions", {"prompt": TEXT, **fields})

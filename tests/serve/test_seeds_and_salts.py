@@ -1,4 +1,4 @@
-"""A request's seed gives all its choices again; its salt keeps its prefixes to itself."""
+"""A request's seed reproduces all its choices; its salt isolates its prefixes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.serve.running_server import RunningServer
 COMPLETIONS = "/v1/completions"
 
 
-def test_the_seed_that_comes_back_gives_all_choices_of_all_prompts_again(
+def test_the_returned_seed_reproduces_all_choices_of_all_prompts(
     server: RunningServer,
 ) -> None:
     asked = {"prompt": ["one two", "one two", "three"], "n": 2, "max_tokens": 12}
@@ -17,7 +17,7 @@ def test_the_seed_that_comes_back_gives_all_choices_of_all_prompts_again(
     _, again = server.post(COMPLETIONS, {**asked, "seed": seeds.pop()})
     texts = [choice["text"] for choice in first["choices"]]
     assert [choice["text"] for choice in again["choices"]] == texts
-    assert len(set(texts[:4])) == 4  # equal prompts, and answers of their own
+    assert len(set(texts[:4])) == 4  # equal prompts with different answers
 
 
 def test_cached_prefixes_do_not_cross_salts_and_answers_do_not_change(

@@ -1,6 +1,6 @@
-"""Many callers at once, bad ones among them: good answers are right, and nothing is left behind.
+"""Many clients at once, misbehaving ones among them: answers are right and resources are released.
 
-The short form of `python -m bench.soak`, by counts: no time is measured and no memory.
+The short form of `python -m bench.soak`, by counts: neither time nor memory is measured.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bench.soak.holdings import idle
 NUM_CALLERS, THINGS_EACH = 50, 3
 
 
-def test_after_callers_of_all_kinds_answers_were_right_and_nothing_is_held(tmp_path: Path) -> None:
+def test_after_clients_of_all_kinds_answers_are_right_and_nothing_is_held(tmp_path: Path) -> None:
     told = tmp_path / "tasks"
     flags = ("--port", "0", "--threads", "1", "--max-num-seqs", "16", "--stall-seconds", "1")
     with Child("bench.soak.server", str(told), *flags) as server:

@@ -11,7 +11,7 @@ from tests.serve.running_server import RunningServer, text_of
 COMPLETIONS = "/v1/completions"
 
 
-def test_stories260k_says_its_published_text(tmp_path: Path) -> None:
+def test_stories260k_generates_its_published_text(tmp_path: Path) -> None:
     folder = outside("stories260K")
     expected = json.loads((folder / "greedy_200.json").read_text())
     asked = {
@@ -31,8 +31,8 @@ def test_stories260k_says_its_published_text(tmp_path: Path) -> None:
         assert whole["choices"][0]["text"] == expected["text"]  # "" is the begin token
 
 
-def test_a_server_says_what_the_library_says(tiny: Path, server: RunningServer) -> None:
-    """The self-made twin: two ways to the same weights, one answer."""
+def test_the_server_answers_as_the_library(tiny: Path, server: RunningServer) -> None:
+    """The synthetic counterpart: HTTP server and library give one answer."""
     from quire import LLM, SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)

@@ -1,6 +1,6 @@
-"""Streams over real sockets: paced, numbered, alive in silence, resumed without a byte lost.
+"""Streams over real sockets: paced, numbered, kept alive, resumed without a lost byte.
 
-The scripted engine makes tokens when a test lets it; a real server shows the same with a model.
+The scripted engine generates tokens when a test permits; a real server shows the same with a model.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _OPEN: list[Caller] = []
 
 @pytest.fixture(autouse=True)
 def closes_all() -> Iterator[None]:
-    """Closes the connections of a test behind it."""
+    """Close the connections of a test at its end."""
     yield
     while _OPEN:
         _OPEN.pop().close()
 
 
 class Gate:
-    """Lets a scripted engine go on, one delta a permit."""
+    """Let a scripted engine proceed, one delta per permit."""
 
     def __init__(self, server: ScriptedServer) -> None:
         self._loop = server._loop
@@ -51,7 +51,7 @@ class Gate:
 
 
 class Caller:
-    """One connection with one request; bytes as they come."""
+    """One connection with one request; reads bytes as they arrive."""
 
     def __init__(self, url: str, method: str, path: str, body: Any = None, **headers: str) -> None:
         _OPEN.append(self)
@@ -65,7 +65,7 @@ class Caller:
         self.response = self._connection.getresponse()
 
     def event(self) -> bytes:
-        """The next event or comment, with the line behind it; b"" at the end."""
+        """Return the next event or comment with the line after it; b"" at the end."""
         lines = []
         while line := self.response.readline():
             lines.append(line)
@@ -94,7 +94,7 @@ def ids_of(events: list[bytes]) -> list[str]:
     return [re.findall(r"^id: (.*)$", event.decode(), re.MULTILINE)[0] for event in events]
 
 
-def test_the_first_event_arrives_before_the_second_token_is_made(
+def test_the_first_event_arrives_before_the_second_token_is_generated(
     scripted: ScriptedServer,
 ) -> None:
     gate = Gate(scripted)
@@ -106,7 +106,7 @@ def test_the_first_event_arrives_before_the_second_token_is_made(
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_events_are_numbered_and_each_choice_ends_once_with_the_tokens_it_was_sent(
+def test_events_are_numbered_and_each_choice_ends_once_with_its_tokens(
     scripted: ScriptedServer, n: int
 ) -> None:
     body = {"prompt": "a", "n": n, "stream": True, "stream_options": {"include_usage": True}}
@@ -122,7 +122,7 @@ def test_events_are_numbered_and_each_choice_ends_once_with_the_tokens_it_was_se
     assert chunks[-1]["usage"]["completion_tokens"] == told == n * len(WORDS)
 
 
-def test_silence_is_broken_by_comments_before_the_first_token_too() -> None:
+def test_heartbeat_comments_are_sent_before_the_first_token_too() -> None:
     with ScriptedServer("{{ messages }}", [WORDS], heartbeat_s=0.05) as server:
         gate = Gate(server)
         caller = Caller(server.url, "POST", COMPLETIONS, {"prompt": "a", "stream": True})
@@ -133,7 +133,7 @@ def test_silence_is_broken_by_comments_before_the_first_token_too() -> None:
         assert len(rest) == len(WORDS)  # and [DONE]
 
 
-def test_a_broken_stream_goes_on_behind_any_event_with_the_same_bytes(
+def test_a_broken_stream_resumes_after_any_event_with_the_same_bytes(
     scripted: ScriptedServer,
 ) -> None:
     gate = Gate(scripted)
@@ -152,14 +152,14 @@ def test_a_broken_stream_goes_on_behind_any_event_with_the_same_bytes(
     whole = seen + again.events()
     assert whole[-1].endswith(b"data: [DONE]\n\n")
     assert len(scripted.engine.asked) == 1
-    for after in (1, 7, len(whole) - 1, len(whole)):  # it has ended, and is kept for a while
+    for after in (1, 7, len(whole) - 1, len(whole)):  # ended, but kept for a while
         late = Caller(scripted.url, "GET", path, Last_Event_ID=f"{request_id}:{after}")
         assert late.events() == whole[after:]
     assert Caller(scripted.url, "GET", path).events() == whole
     assert b"".join(whole).count(b'"finish_reason":"stop"') == 1
 
 
-def test_who_resumes_cuts_the_connection_before_and_the_stream_is_whole_on_the_new_one(
+def test_resuming_cuts_the_old_connection_and_the_new_stream_is_whole(
     scripted: ScriptedServer,
 ) -> None:
     gate = Gate(scripted)
@@ -173,7 +173,7 @@ def test_who_resumes_cuts_the_connection_before_and_the_stream_is_whole_on_the_n
     assert len(second.events()) == len(WORDS)
 
 
-def test_a_resumable_stream_nobody_comes_back_to_is_ended() -> None:
+def test_a_resumable_stream_without_a_reader_is_ended() -> None:
     with ScriptedServer("{{ messages }}", [WORDS], resume_s=0.05) as server:
         Gate(server)
         caller = Caller(server.url, "POST", COMPLETIONS, RESUMABLE)
@@ -191,7 +191,7 @@ def test_a_resumable_stream_nobody_comes_back_to_is_ended() -> None:
     ("last_id", "status"),
     [("{id}:99", 410), ("{id}:-1", 410), ("{id}:x", 410), ("other:1", 410), ("", 410)],
 )
-def test_a_place_that_is_not_in_the_stream_is_refused(
+def test_an_event_id_that_is_not_in_the_stream_is_rejected(
     scripted: ScriptedServer, last_id: str, status: int
 ) -> None:
     caller = Caller(scripted.url, "POST", COMPLETIONS, RESUMABLE)
@@ -201,7 +201,7 @@ def test_a_place_that_is_not_in_the_stream_is_refused(
     assert (reply.response.status, reply.json()["error"]["code"]) == (status, "resume_gone")
 
 
-def test_only_the_key_a_request_came_with_finds_it() -> None:
+def test_a_request_is_found_only_with_its_own_key() -> None:
     keys = {"api_key": ("one", "two")}
     with ScriptedServer("{{ messages }}", [WORDS], **keys) as server:
         mine, other = "Bearer one", "Bearer two"
@@ -215,7 +215,7 @@ def test_only_the_key_a_request_came_with_finds_it() -> None:
         assert Caller(server.url, "POST", path, Authorization=other).response.status == 404
 
 
-def test_a_request_is_told_of_and_aborted_by_the_name_its_caller_gave_it(
+def test_a_request_is_found_and_aborted_by_its_client_given_name(
     scripted: ScriptedServer,
 ) -> None:
     Gate(scripted)
@@ -238,7 +238,7 @@ def test_a_request_is_told_of_and_aborted_by_the_name_its_caller_gave_it(
     assert again["aborted"] is False
 
 
-def test_who_waits_for_a_whole_answer_is_told_that_it_was_aborted(
+def test_a_client_waiting_for_a_whole_answer_gets_the_abort(
     scripted: ScriptedServer,
 ) -> None:
     Gate(scripted)
@@ -257,13 +257,13 @@ def test_who_waits_for_a_whole_answer_is_told_that_it_was_aborted(
 
 
 @pytest.mark.parametrize("name", ["a b", "x" * 129, "ä", '"', "a;b"])
-def test_a_name_that_is_not_plain_is_not_taken(scripted: ScriptedServer, name: str) -> None:
+def test_an_invalid_request_name_is_rejected(scripted: ScriptedServer, name: str) -> None:
     reply = Caller(scripted.url, "GET", "/version", X_Request_ID=name)
     assert reply.response.status == 200
     assert reply.response.headers.get("x-request-id") != name
 
 
-def test_a_reader_who_stops_is_cut_with_a_reason_and_its_blocks_come_back(tiny: Path) -> None:
+def test_a_stalled_reader_is_cut_with_a_reason_and_its_blocks_are_freed(tiny: Path) -> None:
     flags = ("--stall-seconds", "0.2", "--threads", "1", "--max-num-seqs", "4")
     asked = {"prompt": "the stone", "seed": 2, "max_tokens": 40, "ignore_eos": True}
     slow = {"prompt": "slow", "max_tokens": 30_000, "ignore_eos": True, "logprobs": 20}
@@ -282,7 +282,7 @@ def test_a_reader_who_stops_is_cut_with_a_reason_and_its_blocks_come_back(tiny: 
         assert "client read nothing for" in server.stderr()
 
 
-def test_paused_requests_wait_and_are_answered_and_drained_ones_are_refused(
+def test_paused_requests_wait_and_are_answered_and_drained_ones_are_rejected(
     scripted: ScriptedServer,
 ) -> None:
     url, told = scripted.url, []
@@ -309,7 +309,7 @@ def test_paused_requests_wait_and_are_answered_and_drained_ones_are_refused(
     assert told == [200, 503, 200]
 
 
-def test_a_request_that_is_held_when_a_drain_begins_is_refused(scripted: ScriptedServer) -> None:
+def test_a_held_request_is_rejected_when_a_drain_begins(scripted: ScriptedServer) -> None:
     url, told = scripted.url, []
     Caller(url, "POST", "/admin/pause")
     thread = threading.Thread(

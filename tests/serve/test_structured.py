@@ -1,4 +1,4 @@
-"""Structured output over sockets: the official client's helpers, refusals, streams, crowds."""
+"""Structured output over sockets: the official client's helpers, errors, streams, concurrency."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_official_client_parses_an_answer_into_its_class(client: openai.Open
     assert answer.choices[0].message.content.startswith("{")
 
 
-def test_a_stream_says_what_the_whole_answer_says(box: RunningServer) -> None:
+def test_a_stream_equals_the_whole_answer(box: RunningServer) -> None:
     status, whole = box.post("/v1/chat/completions", body(n=3))
     assert status == 200, whole
     texts = [choice["message"]["content"] for choice in whole["choices"]]
@@ -84,7 +84,7 @@ def test_a_stream_says_what_the_whole_answer_says(box: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_cannot_be_compiled_is_the_callers_fault_before_anything_is_sent(
+def test_an_uncompilable_grammar_is_a_client_error_before_anything_is_sent(
     box: RunningServer, stream: bool
 ) -> None:
     entries = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
@@ -98,7 +98,7 @@ def test_what_cannot_be_compiled_is_the_callers_fault_before_anything_is_sent(
     assert (status, answer["error"]["param"]) == (400, "structured_outputs")
 
 
-def test_a_schema_that_would_overflow_the_stack_harms_its_sender_only(box: RunningServer) -> None:
+def test_a_schema_that_would_overflow_the_stack_fails_only_its_request(box: RunningServer) -> None:
     definitions = {
         f"d{level}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{level + 1}"}}}
         for level in range(2_500)
@@ -113,7 +113,7 @@ def test_a_schema_that_would_overflow_the_stack_harms_its_sender_only(box: Runni
     assert box.post("/v1/completions", asked)[0] == 200
 
 
-def test_a_crowd_changes_no_answer(box: RunningServer) -> None:
+def test_concurrent_requests_change_no_answer(box: RunningServer) -> None:
     asked = [body(seed=seed, max_tokens=60) for seed in range(12)]
     asked += [
         {"messages": MESSAGES, "structured_outputs": {"regex": "[a-z]{3,9}"}, "seed": seed}
@@ -130,7 +130,7 @@ def test_a_crowd_changes_no_answer(box: RunningServer) -> None:
         assert list(crowd.map(answer, asked)) == alone
 
 
-def test_stop_strings_and_lengths_cut_and_say_so(box: RunningServer) -> None:
+def test_stop_strings_and_lengths_cut_and_are_reported(box: RunningServer) -> None:
     _, stopped = box.post("/v1/chat/completions", body(stop=['"age"']))
     choice = stopped["choices"][0]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", '"age"')

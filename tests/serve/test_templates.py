@@ -1,4 +1,4 @@
-"""Templates and the text routes over real sockets: what is shown is what the model is given."""
+"""Templates and text routes over real sockets: they show exactly what the model receives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENDLESS = (
 LARGE = "{{ 'x' * 10 ** 12 }}"
 
 
-def test_what_apply_template_and_tokenize_show_is_what_a_chat_gives_the_model(
+def test_apply_template_and_tokenize_show_what_a_chat_sends_to_the_model(
     server: RunningServer,
 ) -> None:
     fields = {"messages": SAID, "continue_final_message": True}
@@ -41,7 +41,7 @@ def test_what_apply_template_and_tokenize_show_is_what_a_chat_gives_the_model(
     assert bare["prompt"] == "the seaand the "
 
 
-def test_a_prompt_is_shown_with_the_special_tokens_a_completion_gets(server: RunningServer) -> None:
+def test_a_prompt_is_shown_with_the_special_tokens_of_a_completion(server: RunningServer) -> None:
     _, tokens = server.post("/tokenize", {"prompt": "the sea"})
     _, completion = server.post(COMPLETIONS, {"prompt": "the sea", **GREEDY})
     assert completion["usage"]["prompt_tokens"] == tokens["count"]
@@ -49,7 +49,7 @@ def test_a_prompt_is_shown_with_the_special_tokens_a_completion_gets(server: Run
     assert bare["tokens"] == tokens["tokens"][1:]
 
 
-def test_a_long_text_is_tokenized_beside_a_stream(server: RunningServer) -> None:
+def test_a_long_text_is_tokenized_during_a_stream(server: RunningServer) -> None:
     asked = {"prompt": "the sea", "seed": 3, "max_tokens": 200, "ignore_eos": True}
     _, alone = server.post(COMPLETIONS, asked)
     text = "吾輩は猫である。 the sea and the stone\n" * 20_000
@@ -66,7 +66,7 @@ def test_a_long_text_is_tokenized_beside_a_stream(server: RunningServer) -> None
 
 @pytest.fixture(scope="module")
 def odd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server with a template that cannot be parsed, others beside it, and trust."""
+    """A server with a broken template, other templates beside it, and trusted templates."""
     folder = tmp_path_factory.mktemp("odd") / "tiny"
     write_tiny_llama(folder, seed=5)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -81,7 +81,7 @@ def odd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServ
         yield server
 
 
-def test_a_model_with_a_broken_template_starts_says_so_and_completes(
+def test_a_model_with_a_broken_template_starts_reports_it_and_completes(
     odd_server: RunningServer,
 ) -> None:
     assert "chats    not served: chat template 'default', line 2" in odd_server.stdout()
@@ -105,7 +105,7 @@ def test_a_model_with_a_broken_template_starts_says_so_and_completes(
         ("a\n" + LARGE, 400, "invalid_value"),
     ],
 )
-def test_a_template_without_end_disturbs_nobody(
+def test_an_endless_template_disturbs_no_other_request(
     odd_server: RunningServer, template: str, status: int, code: str
 ) -> None:
     asked = {"prompt": "the sea", "seed": 3, "max_tokens": 400, "ignore_eos": True}
@@ -121,7 +121,7 @@ def test_a_template_without_end_disturbs_nobody(
     assert odd_server.get("/health")[1]["state"] == "ready"
 
 
-def test_another_template_is_given_by_file_or_by_name(tiny: Path, tmp_path: Path) -> None:
+def test_another_template_is_selected_by_file_or_name(tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "own.jinja"
     file.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
     with RunningServer(tiny, "--threads", "1", "--chat-template", str(file)) as server:
@@ -135,7 +135,7 @@ def test_another_template_is_given_by_file_or_by_name(tiny: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("given", ["nowhere.jinja", "broken.jinja"])
-def test_a_template_that_was_asked_for_and_cannot_be_used_ends_the_start(
+def test_an_unusable_requested_template_fails_startup(
     tiny: Path, tmp_path: Path, given: str
 ) -> None:
     (tmp_path / "broken.jinja").write_text("a\n{% if")

@@ -1,7 +1,7 @@
 """Tenants and limits over real sockets: admission, counts, and the errors of others.
 
-One server with a file of tenants for most cases: `small` may run one request and have one wait,
-and has a ceiling; `floor` has blocks held back for it; `boss` is an admin.
+One server with a tenants file for most cases: `small` may run one request and queue one, and has a
+ceiling; `floor` has reserved blocks; `boss` is an admin.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LONG = {"prompt": "the sea", "max_tokens": 900, "ignore_eos": True, "seed": 1}
 
 
 class Tenant:
-    """A caller with a key."""
+    """A client with a key."""
 
     def __init__(self, server: RunningServer, key: str) -> None:
         self.server = server
@@ -80,7 +80,7 @@ def gauge(server: RunningServer, name: str, tenant: str) -> float:
 
 
 @pytest.mark.parametrize("key", ["", "nobody", "small-key2"])
-def test_an_unknown_key_is_refused(server: RunningServer, key: str) -> None:
+def test_an_unknown_key_is_rejected(server: RunningServer, key: str) -> None:
     status, headers, answer = Tenant(server, key).post()
     assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
     assert headers["www-authenticate"] == "Bearer"
@@ -95,7 +95,7 @@ def test_every_tenant_is_answered_and_only_an_admin_sees_the_metrics(server: Run
     assert 'quire_tenant_generated_tokens_total{tenant="floor"}' in text
 
 
-def test_a_tenant_at_its_limit_is_told_so_while_others_are_served(server: RunningServer) -> None:
+def test_a_tenant_at_its_limit_is_rejected_while_others_are_served(server: RunningServer) -> None:
     small, floor = Tenant(server, "small-key"), Tenant(server, "floor-key")
     with small.stream() as running:
         running.next()
@@ -114,7 +114,7 @@ def test_a_tenant_at_its_limit_is_told_so_while_others_are_served(server: Runnin
     server.until(lambda: gauge(server, "quire_tenant_running_requests", "small") == 0, "idle")
 
 
-def test_what_never_fits_below_a_ceiling_is_refused_with_both_numbers(
+def test_a_request_above_its_ceiling_is_rejected_with_both_numbers(
     server: RunningServer,
 ) -> None:
     prompt = [7] * 1100
@@ -125,7 +125,7 @@ def test_what_never_fits_below_a_ceiling_is_refused_with_both_numbers(
     assert Tenant(server, "floor-key").post(prompt=prompt)[0] == 200
 
 
-def test_an_answer_ends_where_its_tenants_ceiling_is(server: RunningServer) -> None:
+def test_an_answer_ends_at_its_tenants_ceiling(server: RunningServer) -> None:
     fields = {"prompt": [7] * 1000, "max_tokens": 200, "ignore_eos": True}
     _, _, small = Tenant(server, "small-key").post(**fields)
     _, _, boss = Tenant(server, "boss-key").post(**fields)
@@ -146,7 +146,7 @@ def test_an_answer_ends_where_its_tenants_ceiling_is(server: RunningServer) -> N
         ("tpot_slo_ms", True, "tpot_slo_ms is true"),
     ],
 )
-def test_absurd_terms_are_refused_by_name(
+def test_absurd_objectives_are_rejected_by_name(
     server: RunningServer, field: str, value: Any, said: str
 ) -> None:
     status, _, answer = Tenant(server, "small-key").post(**{field: value})
@@ -154,7 +154,7 @@ def test_absurd_terms_are_refused_by_name(
     assert said in answer["error"]["message"]
 
 
-def test_terms_that_are_met_are_goodput_and_those_missed_are_told_by_name(
+def test_met_objectives_are_goodput_and_missed_ones_are_named(
     server: RunningServer,
 ) -> None:
     boss = Tenant(server, "boss-key")
@@ -171,7 +171,7 @@ def count(caller: Tenant, name: str) -> float:
     return float(found[0]) if found else 0.0
 
 
-def test_who_waits_longer_than_the_queue_timeout_is_told_so(tiny: Path) -> None:
+def test_a_request_past_the_queue_timeout_is_rejected(tiny: Path) -> None:
     flags = ("--max-num-seqs", "1", "--queue-timeout", "0.3", "--threads", "1")
     with RunningServer(tiny, *flags) as server:
         with server.stream(COMPLETIONS, {**LONG, "max_tokens": 30000}) as running:
@@ -179,7 +179,7 @@ def test_who_waits_longer_than_the_queue_timeout_is_told_so(tiny: Path) -> None:
             status, answer = server.post(COMPLETIONS, {"prompt": "a", "n": 2})
             assert (status, answer["error"]["code"]) == (503, "queue_timeout")
             assert "at most 300 ms" in answer["error"]["message"]
-            assert running.next()["choices"]  # it goes on
+            assert running.next()["choices"]  # still running
         server.until(lambda: server.metric("quire_running_requests") == 0, "idle")
         assert server.metric("quire_waiting_requests") == 0
         assert server.metric("quire_refused_requests_total") == 1
@@ -199,7 +199,7 @@ def test_who_waits_longer_than_the_queue_timeout_is_told_so(tiny: Path) -> None:
         ),
     ],
 )
-def test_a_file_that_cannot_be_honoured_ends_the_start_in_words(
+def test_an_invalid_tenants_file_fails_startup_with_a_reason(
     tiny: Path, tmp_path: Path, text: str, said: str
 ) -> None:
     file = tmp_path / "tenants.toml"
@@ -218,7 +218,7 @@ def test_a_file_that_cannot_be_honoured_ends_the_start_in_words(
 
 
 @pytest.mark.parametrize("signalled", [True, False])
-def test_a_key_is_exchanged_without_a_restart(tiny: Path, tmp_path: Path, signalled: bool) -> None:
+def test_a_key_is_replaced_without_a_restart(tiny: Path, tmp_path: Path, signalled: bool) -> None:
     file = tmp_path / "tenants.toml"
     file.write_text(TENANTS)
     flags = ("--tenants", str(file), "--threads", "1")
@@ -230,6 +230,6 @@ def test_a_key_is_exchanged_without_a_restart(tiny: Path, tmp_path: Path, signal
         server.until(lambda: "reloaded" in server.stderr(), "the file is reloaded")
         assert Tenant(server, "small-key").post()[0] == 401
         assert Tenant(server, "floor-key").post()[0] == 200
-        running.next()  # what was let in goes on
+        running.next()  # a running request continues
         running.close()
         server.until(lambda: Tenant(server, "other-key").post()[0] == 200, "its place is free")

@@ -26,12 +26,12 @@ from tests.unit.api.fake_engine import Site
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A certificate of localhost that signs itself, and its key."""
+    """Return a self-signed certificate of localhost, and its key."""
     return made_in(tmp_path_factory.mktemp("tls"))
 
 
 def made_in(folder: Path) -> tuple[str, str]:
-    """A new certificate and its key."""
+    """Write a new certificate and its key."""
     cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
     command += ["-nodes", "-keyout", key, "-out", cert, "-days", "2", "-subj", "/CN=localhost"]
@@ -40,7 +40,7 @@ def made_in(folder: Path) -> tuple[str, str]:
     return cert, key
 
 
-def test_a_caller_who_trusts_the_certificate_is_answered(files: tuple[str, str]) -> None:
+def test_a_client_that_trusts_the_certificate_is_answered(files: tuple[str, str]) -> None:
     cert, key = files
     context = ssl.create_default_context(cafile=cert)
     with ScriptedServer("{{ messages }}", [["a", "b"]], tls_cert=cert, tls_key=key) as server:
@@ -60,7 +60,7 @@ def test_a_caller_who_trusts_the_certificate_is_answered(files: tuple[str, str])
             plain.close()
 
 
-def test_a_handshake_must_be_done_within_a_time(
+def test_a_handshake_has_a_time_limit(
     files: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tls, "HANDSHAKE_TIME_S", 0.05)
@@ -71,9 +71,7 @@ def test_a_handshake_must_be_done_within_a_time(
             assert connection.recv(1) == b""
 
 
-def test_files_that_cannot_be_used_are_told_in_words(
-    files: tuple[str, str], tmp_path: Path
-) -> None:
+def test_unusable_files_are_reported_with_a_reason(files: tuple[str, str], tmp_path: Path) -> None:
     cert, key = files
     rubbish = tmp_path / "rubbish.pem"
     rubbish.write_text("rubbish")
@@ -86,7 +84,7 @@ def test_files_that_cannot_be_used_are_told_in_words(
 
 
 def shown_by(context: ssl.SSLContext) -> bytes:
-    """The certificate that a connection to a server with this context is shown."""
+    """Return the certificate that a server with this context presents."""
     to_server, to_caller = ssl.MemoryBIO(), ssl.MemoryBIO()
     caller_context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     caller_context.check_hostname, caller_context.verify_mode = False, ssl.CERT_NONE
@@ -98,7 +96,7 @@ def shown_by(context: ssl.SSLContext) -> bytes:
     return caller.getpeercert(binary_form=True) or b""
 
 
-def test_a_certificate_read_again_is_shown_from_then_on_if_it_can_be_used(tmp_path: Path) -> None:
+def test_a_reloaded_certificate_is_presented_if_it_is_usable(tmp_path: Path) -> None:
     cert, key = made_in(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)

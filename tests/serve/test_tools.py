@@ -49,7 +49,7 @@ def by(size: int, text: str = CALLS) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_a_call_whole_and_streamed_by_the_client_s_own_helper(size: int) -> None:
+def test_a_call_is_read_whole_and_streamed_by_the_clients_helper(size: int) -> None:
     with (
         ScriptedServer(TEMPLATE, [by(size)]) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
@@ -114,7 +114,7 @@ def test_a_loop_of_calls_and_results_ends_in_an_answer() -> None:
         assert "tool:cold in Oslo;tool:cold in Bérgen 🌧;" in prompt
 
 
-def test_an_async_stream_of_several_choices_keeps_them_apart() -> None:
+def test_an_async_stream_separates_its_choices() -> None:
     with ScriptedServer(TEMPLATE, [by(9)]) as server:
 
         async def stream() -> list[dict[int, str]]:
@@ -142,7 +142,7 @@ def test_an_async_stream_of_several_choices_keeps_them_apart() -> None:
             assert [json.loads(text)["city"] for text in said.values()] == CITIES
 
 
-# What a model of random weights is made to say, over the real server and engine.
+# Forced output of a model with random weights, over the real server and engine.
 FORCED: Any = [
     {
         "type": "function",
@@ -214,7 +214,7 @@ def test_a_named_function_is_called_with_arguments_of_its_schema(
     assert said == call.function.arguments
 
 
-def test_calls_that_must_come_come_in_every_choice_and_one_where_one_may(
+def test_required_calls_are_in_every_choice_and_optional_ones_may_be(
     forced: openai.OpenAI,
 ) -> None:
     asked: Any = {
@@ -236,7 +236,7 @@ def test_calls_that_must_come_come_in_every_choice_and_one_where_one_may(
     assert {choice.finish_reason for choice in cut.choices} <= {"length", "tool_calls"}
 
 
-def test_a_stop_string_within_a_call_cuts_it_and_says_so(forced: openai.OpenAI) -> None:
+def test_a_stop_string_within_a_call_cuts_it_and_is_reported(forced: openai.OpenAI) -> None:
     asked: Any = {
         "model": "tiny",
         "messages": MESSAGES,
@@ -252,7 +252,7 @@ def test_a_stop_string_within_a_call_cuts_it_and_says_so(forced: openai.OpenAI) 
     assert json.loads(arguments.strip().removesuffix(",") + "}")["city"] in ("Oslo", "Bergen")
 
 
-def test_the_client_s_parser_takes_strict_tools(forced: openai.OpenAI) -> None:
+def test_the_clients_parser_accepts_strict_tools(forced: openai.OpenAI) -> None:
     class Now(pydantic.BaseModel):
         zone: Literal["UTC", "CET"]
 

@@ -1,13 +1,14 @@
-// Attention over a bf16 cache by AMX tiles; attention.cc has the recipe of a row, which here is
-// the same but for the products: a score is a chain of steps of 32 columns, a piece's weighted
-// values are a chain of steps of 32 positions, each step as amx_tiles.h says.
+// Attention over a bf16 cache by AMX tiles. attention.cc has the recipe of a row, which differs
+// here only in the products: a score is a chain of steps of 32 columns, a piece's weighted values
+// are a chain of steps of 32 positions, each step as in amx_tiles.h.
 //
-// Rows share tiles although they see different positions. A masked score is a column of its
-// own and is dropped. A value that a row does not see meets probability 0 and changes nothing,
-// unless it is infinite or NaN: values no row of the walk sees are replaced by zeros, and where
-// one that some rows see is not finite, these rows are computed one by one.
+// Rows share tiles although they see different positions. A masked score is a column of its own and
+// is dropped. A value that a row does not see is multiplied by probability 0, which changes nothing
+// unless it is infinite or NaN: values that no row of the walk sees are replaced by zeros, and if a
+// value that some rows see is not finite, these rows are computed one by one.
 //
-// Few rows that see the same of a piece go another way, to the same bits: amx_few_attention.h.
+// Few rows that see the same positions of a piece are computed by amx_few_attention.h, with the
+// same bits.
 #pragma once
 
 #include "quire/amx_beside.h"
@@ -24,29 +25,29 @@ namespace {
 
 constexpr int kWalkRows = 512;     // rows that share a walk through the cache
 constexpr int kPairRows = 32;      // rows of two tiles
-constexpr int kAhead = 64;         // positions that integers are fetched ahead of their use
+constexpr int kAhead = 64;         // positions that integers are prefetched ahead of their use
 constexpr int kSteps = kPiece / static_cast<int>(kTileStep);
 constexpr int kDimSteps = kMaxHeadDim / static_cast<int>(kTileStep);
 static_assert(2 * kSteps * kDimSteps <= TileSteps::kMost, "scores and values of two units");
 
-// What is fetched while a group's values are copied: the values copied next, and the keys that
-// scores will ask for. Null: nothing.
+// What is prefetched while a group's values are copied: the values copied next, and the keys of the
+// next scores. Null: nothing.
 struct GroupsAhead {
     const bf16* values = nullptr;
     const bf16* keys = nullptr;
 };
 
-// Up to 32 rows and what they see of a piece.
+// Up to 32 rows and the positions of a piece that they see.
 struct TileUnit {
     int row, count;
-    int from, to;  // steps of positions that some of them sees
+    int from, to;  // steps of positions that some rows see
     Span spans[kPairRows];
-    const bf16* values[kSteps];  // from `from` on
+    const bf16* values[kSteps];  // from step `from` on
     float *scores, *largest, *sum;
     bf16* weights;
 };
 
-// Up to kWalkRows rows of one KV head, and what they have summed so far.
+// Up to kWalkRows rows of one KV head, and their sums so far.
 class TileWalk {
   public:
     static constexpr int kMostRows = kWalkRows;
@@ -74,7 +75,7 @@ class TileWalk {
 
     bool full() const { return num_rows_ == kWalkRows; }
 
-    // What the thread walks next: few rows of a KV head that see positions first .. end.
+    // What the thread computes next: few rows of a KV head that see positions first .. end.
     void expect(const int32_t* table, int64_t kv_head, int64_t first, int64_t end) {
         if (args_.shape.key_group() < kGroup) return;
         const int64_t heads_on = 2 * part_bytes_ * (kv_head - kv_head_);
@@ -82,8 +83,8 @@ class TileWalk {
         for (const char*& keys : expected_) keys += heads_on;
     }
 
-    // Rows begin .. end over pieces from `piece` on and before `stop`, or as far as they see. They
-    // have rising positions, or see all of every such piece. Returns how many pieces were read.
+    // Rows begin .. end over pieces from `piece` on and before `stop`, or as far as they see. Their
+    // positions rise, or they see all of every such piece. Returns how many pieces were read.
     int64_t attend(const int32_t* table, int begin, int end, int64_t piece, int64_t stop) {
         if (begin == end) return 0;
         configured_ = false;
@@ -125,7 +126,7 @@ class TileWalk {
     void clear() { num_rows_ = 0; }
 
   private:
-    // A query's columns, zeros up to a whole step.
+    // A query's columns, zero-padded to a whole step.
     void pack_row(const bf16* from, bf16* to) const {
         for (int64_t c = 0; c < stride_; c += kTileStep) {
             const int64_t left = dim_ - c;
@@ -158,7 +159,7 @@ class TileWalk {
         return true;
     }
 
-    // Adds the piece at `start` to rows that see the same of it; they go on as far as `end`.
+    // Adds the piece at `start` to rows that see the same positions of it; they end at `end`.
     template <bool ints>
     __attribute__((noinline)) void attend_few(const int32_t* table, int64_t start, int64_t end,
                                               int row, int count) {
@@ -189,7 +190,7 @@ class TileWalk {
         merge_rows(row, count, largest, sum, piece_);
     }
 
-    // Points at the groups of keys from `start` on that are read together.
+    // Sets pointers to the groups of keys from `start` on that are read together.
     void first_keys(const int32_t* table, int64_t start, int64_t end, const char** keys) const {
         const int64_t block_size = args_.shape.block_size;
         const int64_t group_bytes = kGroup * dim_ * (args_.shape.ints ? 1 : 2);
@@ -200,9 +201,9 @@ class TileWalk {
         }
     }
 
-    // Points at the groups of the piece at `start` of which `span` is seen. Steps of values that
-    // are seen in part get zeros for the rest; of integers whatever is there: it is finite and
-    // meets probability 0.
+    // Sets pointers to the groups of the piece at `start` of which `span` is visible. Partly
+    // visible steps of values are zero-padded; integers are not, as they are finite and have
+    // probability 0.
     template <bool ints>
     void find_few(const int32_t* table, int64_t start, int64_t end, Span span,
                   FewPiece<ints>* piece) {
@@ -249,7 +250,8 @@ class TileWalk {
 
     // ---- tiles
 
-    // Points at the keys and values of the piece at `start`, as far as they lie in first .. end.
+    // Sets pointers to the keys and values of the piece at `start`, as far as they lie in first ..
+    // end.
     void find(const int32_t* table, int64_t start, int64_t first, int64_t end) {
         const int64_t block_size = args_.shape.block_size, key_size = kGroup * round_up(dim_, 2);
         const bf16* keys[kPiece / kGroup];
@@ -302,7 +304,7 @@ class TileWalk {
         }
     }
 
-    // Steps of a group of keys; the last is filled up with zeros where it is not whole.
+    // Steps of a group of keys; the last is zero-padded if it is not whole.
     void find_keys(const bf16* keys, int group) {
         const int64_t pairs = round_up(dim_, 2) / 2, steps = stride_ / kTileStep;
         for (int64_t d = 0; d < steps; ++d) keys_[group][d] = keys + d * kTileRows * kTileStep;
@@ -319,7 +321,7 @@ class TileWalk {
         keys_[group][whole] = to;
     }
 
-    // 16 positions' values, `offset` positions into their step; zeros for those outside `seen`.
+    // Values of 16 positions, `offset` positions into their step; zeros for those outside `seen`.
     void copy_group(const bf16* from, int offset, Span seen, bf16* to,
                     GroupsAhead ahead = {}) const {
         for (int pair = 0; pair < kGroup / 2; ++pair) {
@@ -361,7 +363,7 @@ class TileWalk {
         return finite_[s] == 1;
     }
 
-    // Adds the piece that begins at position `start` to rows row .. row + count, or begins to.
+    // Adds the piece at position `start` to rows row .. row + count, or starts to.
     void attend_unit(int64_t start, int row, int count) {
         while (count > 0 && end_[row] <= start) ++row, --count;
         while (count > 0 && first_[row + count - 1] >= start + kPiece) --count;
@@ -383,7 +385,7 @@ class TileWalk {
         unit.from = unit.spans[0].first / step;
         unit.to = (unit.spans[count - 1].end + step - 1) / step;
         if (count > 1 && !may_share(unit.spans, count, unit.from, unit.to)) {
-            drain();  // this unit has taken the place of one under way
+            drain();  // this unit replaces one in progress
             for (int i = 0; i < count; ++i) {
                 attend_unit(start, row + i, 1);
                 drain();
@@ -395,8 +397,8 @@ class TileWalk {
         push(&unit);
     }
 
-    // Three units are under way: while this one is scored, the one before becomes probabilities,
-    // and the one before that is added to its rows.
+    // Three units are in progress: while this one is scored, the previous one becomes
+    // probabilities, and the one before that is added to its rows.
     void push(TileUnit* unit) {
         if (weighed_ != nullptr) plan_values(*weighed_);
         if (unit != nullptr) plan_scores(*unit);
@@ -407,7 +409,7 @@ class TileWalk {
         scored_ = unit;
     }
 
-    // Finishes the units under way.
+    // Finishes the units in progress.
     void drain() {
         push(nullptr);
         push(nullptr);
@@ -467,7 +469,7 @@ class TileWalk {
         }
     }
 
-    // Whether no row of a tile meets a value that it does not see and that is not finite.
+    // Returns whether no row of a tile meets an invisible value that is not finite.
     bool may_share(const Span* spans, int count, int from, int to) {
         for (int s = from; s < to; ++s) {
             const int begin = s * static_cast<int>(kTileStep);
@@ -478,7 +480,7 @@ class TileWalk {
         return true;
     }
 
-    // What a row alone does not see of its steps becomes zero, where that matters.
+    // Zeroes values of a step that a row alone does not see, if they are not finite.
     void mask_values(Span seen, int from, int to, const bf16** values) {
         bf16* free = masked_;
         for (int s = from; s < to; ++s) {
@@ -530,13 +532,13 @@ class TileWalk {
     Expanded<bf16> expanded_;
     const bf16* keys_[kPiece / kGroup][kDimSteps];
     const bf16* values_[kSteps];
-    Span valid_[kSteps];  // what some row of the walk sees of a step
-    int finite_[kSteps];  // -1: not looked at
+    Span valid_[kSteps];  // positions of a step that some row of the walk sees
+    int finite_[kSteps];  // -1: not checked yet
     const char* expected_[kStreams] = {};  // null: unknown
-    bool configured_ = false;              // whether the tiles are
+    bool configured_ = false;              // whether the tiles are configured
 
     int num_rows_ = 0;
-    int64_t first_[kWalkRows], end_[kWalkRows];  // positions seen
+    int64_t first_[kWalkRows], end_[kWalkRows];  // visible positions
     int num_pieces_[kWalkRows];
     float largest_[kWalkRows], sum_[kWalkRows];
 

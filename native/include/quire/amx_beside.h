@@ -1,9 +1,9 @@
-// Tile products in small steps, for callers with vector work to do meanwhile: the matrix unit and
-// the vector units of a core work side by side only where their instructions lie side by side.
+// Tile products in small steps, interleaved with vector work of the caller: the matrix unit and the
+// vector units of a core only work in parallel if their instructions are interleaved.
 //
-// Steps are planned, then taken one by one while something else is computed. Always holds: steps
-// are taken in the order they were planned in. What a step reads must be there when it is taken;
-// what it writes is there after `finish`. Knows no rows of attention and no cache.
+// Steps are planned, then taken one by one while something else is computed, in the order they were
+// planned. The input of a step must be complete when it is taken; its output is complete after
+// `finish`.
 #pragma once
 
 #include "quire/amx_tiles.h"
@@ -18,14 +18,15 @@ namespace {
 // One step of K of up to 32 rows by 32 columns.
 struct TileStep {
     const bf16 *x, *left, *right;  // rows; the two halves of the weight, 16 columns each
-    float* sums;                   // where sums go, of the last step of a chain; else null
+    // destination of the sums, in the last step of a chain; else null
+    float* sums;
     int32_t x_stride, w_stride, sums_stride;  // bytes
     bool two;                      // whether there are more than 16 rows
     bool first;                    // of its chain
 };
 
-// The intrinsics take the number of a tile as it is written. Sums of a chain are stored one by one,
-// each before its tile is begun anew: four stores in a row keep the unit waiting.
+// The intrinsics need literal tile numbers. Sums of a chain are stored one by one, each before its
+// tile is restarted: four consecutive stores stall the unit.
 #define QUIRE_STORE_TILE(tile, held, stride)                                                     \
     _tile_stored(tile, reinterpret_cast<char*>(held) + (tile) / 2 * kTileRows * (stride) +       \
                            (tile) % 2 * 64, stride)
@@ -37,11 +38,11 @@ struct TileStep {
 
 class TileSteps {
   public:
-    static constexpr int kMost = 128;  // planned at once
+    static constexpr int kMost = 128;  // steps planned at once
 
     void plan(const TileStep& step) { steps_[count_++] = step; }
 
-    // What is planned will be taken in `slots` calls of take_some.
+    // The planned steps will be taken in `slots` calls of take_some.
     void spread(int slots) {
         slots_ = slots;
         due_ = 0;
@@ -99,7 +100,7 @@ class TileSteps {
         memory_barrier();
     }
 
-    float* held_ = nullptr;  // where the sums in the tiles belong
+    float* held_ = nullptr;  // destination of the sums in the tiles
     bool held_two_ = false;  // all four tiles, or the upper two
     int32_t held_stride_ = 0;
     int next_ = 0, count_ = 0, slots_ = 1, due_ = 0;

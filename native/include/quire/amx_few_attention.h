@@ -1,13 +1,13 @@
-// Attention's products for few query rows of one head, by vector instructions that do what the
+// Attention's products for few query rows of one head, by vector instructions that compute what the
 // matrix unit does (recipe: amx_tiles.h), step by step and bit for bit.
 //
-// Few rows are bound by memory, of which each block of a sequence is a page or less. What reads one
-// page after the other waits at the beginning of each, so four are read at once, and lines are
-// fetched so far ahead that products never wait for one. Values need no copy where a step's
-// positions lie in two blocks.
+// Few rows are memory-bound, and each block of a sequence is a page or less. Reading one page after
+// the other waits at the beginning of each, so four are read at once, and lines are prefetched far
+// enough ahead that products never wait. Values need no copy if a step's positions lie in two
+// blocks.
 //
-// Denormals are zeros while products run. Knows no tables and no probabilities. Only for files
-// compiled once per instruction set, of which one has AMX.
+// Denormals are flushed to zero during the products. Only for files compiled once per instruction
+// set, with AMX.
 #pragma once
 
 #include "quire/amx_tiles.h"
@@ -21,8 +21,8 @@ namespace {
 
 constexpr int kFewRows = 4;  // rows with sums and steps that fit into registers
 
-// From now on denormals are zeros, in and out, as to the matrix unit. Returns the mode before. (No
-// object with a destructor: what unwinds it is library code.)
+// Flushes denormals to zero from here on, like the matrix unit. Returns the previous mode. (No
+// object with a destructor: unwinding it is library code.)
 QUIRE_VEC unsigned flush_denormals() {
     const unsigned mode = _mm_getcsr();
     _mm_setcsr(mode | 0x8040);
@@ -34,17 +34,17 @@ QUIRE_VEC void restore_mode(unsigned mode) {
     _mm_setcsr(mode);
 }
 
-// Elements of the cache in 16 pairs: how many bytes, and the even and the odd ones as f32.
+// Elements of the cache in 16 pairs: their bytes, and the even and odd ones as f32.
 template <bool ints>
 constexpr int kPairsBytes = ints ? 32 : 64;
 
 template <bool ints>
 QUIRE_VEC void load_split(const char* p, Vec* even, Vec* odd) {
     if constexpr (ints) {
-        // With its sign turned around, a byte is the integer + 128. Put where the ones of 2^23,
-        // or of 2^15, lie in a float, it makes that power + 128 + the integer: exact, like the
-        // difference to the first two. The table says: bits of the byte, turned around where
-        // the second constant has a one, and of that constant elsewhere.
+        // With its sign bit flipped, a byte is the integer + 128. Inserted into the mantissa of
+        // 2^23, or of 2^15, it makes that power + 128 + the integer: exact, like the difference to
+        // the first two. The table selects: bits of the byte, flipped where the second constant has
+        // a one, and bits of that constant elsewhere.
         const __m512i words = _mm512_cvtepu16_epi32(
             _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
         const __m512i low = _mm512_ternarylogic_epi32(words, _mm512_set1_epi32(0x00ff),
@@ -61,9 +61,8 @@ QUIRE_VEC void load_split(const char* p, Vec* even, Vec* odd) {
     }
 }
 
-// What is read together: the same 16 or (of integers) 8 lines of four groups, which are as many
-// streams: one alone starts anew at every page and waits. Lines come in eighths, `stride` bytes
-// from one to the next.
+// Groups read together: the same 16 or (for integers) 8 lines of four groups, as four streams: a
+// single stream restarts at every page and waits. Lines come in eighths, `stride` bytes apart.
 constexpr int kStreams = 4;
 constexpr int kFewPositions = kStreams * kGroup;
 struct FewLines {
@@ -71,7 +70,7 @@ struct FewLines {
     int64_t stride;
 };
 
-// Fetches a line, kept apart from other fetches: GCC would put all of them into one burst, behind
+// Prefetches a line, separated from other prefetches: GCC would combine them into one burst, behind
 // which loads wait.
 QUIRE_VEC void fetch_line(const char* p) {
     prefetch_l1(p);
@@ -90,7 +89,7 @@ __attribute__((noinline)) void few_scores(const float* q, int64_t q_stride, cons
 #pragma GCC unroll 4
         for (int j = 0; j < kStreams; ++j) even[i][j] = odd[i][j] = zero();
     }
-    // Where things lie is kept in registers: after a fetch the compiler reads memory again.
+    // Pointers are kept in registers: after a prefetch the compiler would reload them.
     const char* const at[kStreams] = {keys.at[0], keys.at[1], keys.at[2], keys.at[3]};
     const char* const next[kStreams] = {ahead.at[0], ahead.at[1], ahead.at[2], ahead.at[3]};
     const int64_t stride = ahead.stride;
@@ -182,8 +181,8 @@ __attribute__((noinline)) void few_values(const float* p, const FewLines& values
     }
 }
 
-// A piece as few rows read it: groups of 16 positions, and from them lines in the order they are
-// read. Masked groups are null until lines are made of them.
+// A piece as few rows read it: groups of 16 positions, and from them lines in reading order. Masked
+// groups are null until lines are made of them.
 template <bool ints>
 class FewPiece {
   public:
@@ -191,15 +190,15 @@ class FewPiece {
 
     const char* keys[kGroups];
     const char* values[kGroups];
-    const char* key_scales[kGroups];  // these two of integers only
+    const char* key_scales[kGroups];  // these two for integers only
     const char* value_scales[kGroups];
     const char* after[kStreams];  // the groups of keys that are read next; null: unknown
 
-    // Groups from .. to are seen; a head has `dim` columns, 32 n of them.
+    // Groups from .. to are visible; a head has `dim` columns, 32 n of them.
     FewPiece(int64_t dim) : dim_(dim) {}
 
-    // Once keys, values and `after` are there. Steps of values hold two groups or none. Four groups
-    // are fetched as they lie, while the four before them are read.
+    // Called after keys, values and `after` are set. Steps of values hold two groups or none. Four
+    // groups are prefetched while the previous four are read.
     void lay_out(int from, int to) {
         from_ = from / kStreams * kStreams;
         to_ = to;
@@ -247,14 +246,14 @@ class FewPiece {
                     const auto add_some = rows - i < 2 ? few_scores<1, ints> : few_scores<2, ints>;
                     add_some(q + i * q_stride + s * kTileStep, q_stride, reads_[n], *ahead,
                              out + i * kPiece + g * kGroup);
-                    ahead = reads_ + n;  // which need no fetching
+                    ahead = reads_ + n;  // these need no prefetch
                 }
             }
         }
         restore_mode(mode);
     }
 
-    // sums[i] = p[i] v. p: rows kPiece apart, in f32, zeros for what is not seen of a step.
+    // sums[i] = p[i] v. p: rows kPiece apart, in f32, zeros for invisible positions of a step.
     void weigh(int rows, const float* p, float* sums, int64_t stride) const {
         for (int i = 0; i < rows; ++i) {
             for (int64_t c = 0; c < dim_; c += kLanes) store(sums + i * stride + c, zero());
@@ -272,7 +271,7 @@ class FewPiece {
                     if (first && second) {
                         const auto add_some = one ? few_values<1, 2, ints> : few_values<2, 2, ints>;
                         add_some(weights, reads_[n], *ahead, to, stride);
-                    } else {  // what is missing is filled with the other
+                    } else {  // a missing group is replaced by the other
                         const auto add_some = one ? few_values<1, 1, ints> : few_values<2, 1, ints>;
                         add_some(weights + (first ? 0 : kTileStep), reads_[n], *ahead, to, stride);
                     }
@@ -288,7 +287,7 @@ class FewPiece {
 
     int steps() const { return static_cast<int>(dim_ / kTileStep); }
 
-    // Four streams where there are fewer; the steps of values stay whole.
+    // Fills up to four streams; the steps of values stay whole.
     static void fill(const char** groups) {
         for (int i = 0; i < 2; ++i) {
             if (groups[i] == nullptr) groups[i] = groups[i + 2];
@@ -322,7 +321,7 @@ class FewPiece {
 
     const int64_t dim_;
     int from_, to_, num_reads_, num_fetches_, first_values_;
-    FewLines reads_[kMostReads], fetches_[kMostReads];  // while n is read, n is fetched
+    FewLines reads_[kMostReads], fetches_[kMostReads];  // while n is read, n is prefetched
 };
 
 }  // namespace

@@ -1,11 +1,10 @@
 // Integer products of few rows on the matrix unit: up to two tiles of rows, weights from memory
-// (recipe: int_tiles.h; more rows: amx_int_tiles.h). They are bound by reading the weights, so all
-// is made to keep that read going.
+// (recipe: int_tiles.h; more rows: amx_int_tiles.h). They are bound by reading the weights, so
+// everything serves to keep that read going.
 //
-// K goes in blocks of 128. While the tiles multiply a block, the sums of the one before are folded
-// and the next one is brought near, a part of 32 of K after the other (amx_int_feeds.h). A panel's
-// rows are finished as their last sums are folded.
-// Only for files compiled once per instruction set, of which one has AMX.
+// K is divided into blocks of 128. While the tiles multiply a block, the sums of the previous one
+// are scaled and the next one is prefetched, in parts of 32 of K (amx_int_feeds.h). A panel's rows
+// are finished with their last sums. Only for files compiled once per instruction set, with AMX.
 #pragma once
 
 #include "quire/amx_int_feeds.h"
@@ -21,7 +20,7 @@ constexpr int64_t kFewRows = kPackRows;  // two tiles
 template <IntForm form>
 constexpr int kBlockSums = form == IntForm::group32 ? 4 : form == IntForm::group64 ? 2 : 1;
 
-// Walks the blocks of panels first .. end; the last one is followed by itself.
+// Iterates over the blocks of panels first .. end; the last one is followed by itself.
 class BlockWalk {
   public:
     QUIRE_VEC BlockWalk over(const AmxBlock& block) {
@@ -52,7 +51,7 @@ class BlockWalk {
     BlockPlace at_;
 };
 
-// The sums of a block that wait to be folded.
+// The sums of a block that are not scaled yet.
 template <IntForm form>
 struct WaitingSums {
     const int32_t* sums = nullptr;  // [rows][sums of a block][32]; null: none
@@ -60,10 +59,10 @@ struct WaitingSums {
     const int32_t* starts;          // of int8
     const float* weight_scales;     // [sums][32], of int4
     int64_t panel;
-    bool begins, ends;  // F starts at zero; is complete then
+    bool begins, ends;  // F starts at zero; is complete afterwards
 };
 
-// Rows first .. end of a block with kSums sums into F [rows][32], in the recipe's order.
+// Adds rows first .. end of a block with kSums sums to F [rows][32], in the recipe's order.
 template <IntForm form, int kSums>
 QUIRE_VEC void fold_block_sums(const WaitingSums<form>& waiting, float* out, int64_t first,
                                int64_t end) {
@@ -105,7 +104,7 @@ QUIRE_VEC void fold_block_sums(const WaitingSums<form>& waiting, float* out, int
     }
 }
 
-// A tile's sums to memory, and the tile begun anew.
+// Stores a tile's sums and zeroes the tile.
 #define QUIRE_NEXT_SUM(tile, held, sum_bytes)                                                 \
     do {                                                                                      \
         _tile_stored(tile,                                                                    \
@@ -114,7 +113,7 @@ QUIRE_VEC void fold_block_sums(const WaitingSums<form>& waiting, float* out, int
         _tile_zero(tile);                                                                     \
     } while (false)
 
-// The products of panels first .. end by all rows.
+// Multiplies panels first .. end by all rows.
 template <class Feed, bool two, class Finish>
 class FewRows {
     static constexpr IntForm form = Feed::kForm;
@@ -131,7 +130,7 @@ class FewRows {
           pack_{block.rows_base, block.rows},
           feed_(block, scratch_) {}
 
-    // False where the weights are not what the feed takes: what was finished is not to be used.
+    // Returns false if the feed does not support the weights: the output must not be used then.
     __attribute__((always_inline)) bool run() {
         configure_int_tiles(block_.rows, form == IntForm::group32);
         BlockWalk next = BlockWalk::over(block_);
@@ -177,7 +176,7 @@ class FewRows {
         }
     }
 
-    // Rows first .. end of the block before.
+    // Rows first .. end of the previous block.
     __attribute__((always_inline)) void fold(int64_t first, int64_t end) {
         if (end > block_.rows) end = block_.rows;
         if (first >= end || waiting_.sums == nullptr) return;
@@ -250,7 +249,7 @@ class FewRows {
         feed_.template some<kPart, kParts, 0>();
         multiply_part<kPart>(x, feed_.weights(), sums_[turn_]);
         feed_.template some<kPart, kParts, 1>();
-        // The last sums of the block before are all in memory once the second part has begun.
+        // The last sums of the previous block are in memory once the second part has begun.
         if constexpr (kPart > 0) {
             const int64_t each = (block_.rows + kParts - 2) / (kParts - 1);
             fold((kPart - 1) * each, kPart * each);
@@ -268,7 +267,7 @@ class FewRows {
         }
     }
 
-    alignas(64) int32_t sums_[2][kSumCount];  // of a block and the one before
+    alignas(64) int32_t sums_[2][kSumCount];  // of this block and the previous one
     alignas(64) float out_[kMostRows * kIntLanes];
     alignas(64) char scratch_[Feed::kScratchBytes];
     const AmxBlock& block_;
@@ -276,7 +275,7 @@ class FewRows {
     RowPack pack_;
     Feed feed_;
     int turn_ = 0;
-    int32_t* held_ = sums_[1];  // where the sums in the tiles belong
+    int32_t* held_ = sums_[1];  // destination of the sums in the tiles
     WaitingSums<form> waiting_;
     int waiting_sums_ = 0;
 };

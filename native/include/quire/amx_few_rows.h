@@ -1,12 +1,11 @@
 // Products of few rows over the bf16 panels (recipe: amx_tiles.h; more rows: amx_linear.h). They
-// are bound by reading the weights, so all is made to keep that read going.
+// are bound by reading the weights, so everything serves to keep that read going.
 //
-// One or two rows are multiplied by vector instructions that do what the matrix unit does, step by
-// step. Up to kStreamedRows are one or two tiles, and sums stay in them over all of K while the
-// weights stream through.
-// y is written past the caches where the weights are larger than they are: its lines would be
-// gone again before they are read, and writing a line by plain stores reads it first.
-// Only for files compiled once per instruction set, of which one has AMX.
+// One or two rows are multiplied by vector instructions that compute what the matrix unit does,
+// step by step. Up to kStreamedRows are one or two tiles, and sums stay in them over all of K while
+// the weights stream through. y is written by non-temporal stores if the weights exceed the caches:
+// its lines would be evicted before they are read, and plain stores read a line first. Only for
+// files compiled once per instruction set, with AMX.
 #pragma once
 
 #include "quire/amx_linear.h"
@@ -19,10 +18,12 @@ namespace {
 
 constexpr int64_t kVectorRows = 2;
 constexpr int64_t kStreamedRows = 2 * kTileRows;
-constexpr int64_t kWritesPastBytes = 1 << 20;  // of weights, from which on it is done
-constexpr unsigned kNoDenormals = 0x8040;      // as the matrix unit: zeros, in and out
+// of weights, from which non-temporal stores are used
+constexpr int64_t kWritesPastBytes = 1 << 20;
+// flush denormals to zero, in and out, like the matrix unit
+constexpr unsigned kNoDenormals = 0x8040;
 
-// The rows of a panel's sums into y.
+// Writes the rows of a panel's sums to y.
 class RowsOut {
   public:
     QUIRE_VEC RowsOut of(const LinearArgs& args) {
@@ -40,7 +41,7 @@ class RowsOut {
         finishing.some(rows);
     }
 
-    // What was written past the caches is seen before what comes after.
+    // Orders non-temporal stores before what follows.
     __attribute__((always_inline)) void close() const {
         if (past_) _mm_sfence();
     }
@@ -74,8 +75,8 @@ class RowsOut {
     bool past_;
 };
 
-// What the matrix unit does to kRows rows and some steps of K, by vectors. x: [rows][steps][32] in
-// f32, a step's even and odd columns beside each other.
+// Computes what the matrix unit does to kRows rows and some steps of K, by vectors. x:
+// [rows][steps][32] in f32, a step's even and odd columns side by side.
 template <int kRows, bool streams>
 QUIRE_VEC void vector_steps(const float* x, int64_t stride, const char* w, int64_t steps,
                             Vec (&sums)[kRows][2]) {
@@ -92,7 +93,8 @@ QUIRE_VEC void vector_steps(const float* x, int64_t stride, const char* w, int64
                 const char* line = w + pair * 128 + j * 64;
                 if constexpr (streams) {
                     prefetch_l1(line + kStreamAheadBytes);
-                    memory_barrier();  // or GCC fetches a step's lines in one burst, and they wait
+                    // or GCC prefetches a step's lines in one burst, which stalls
+                    memory_barrier();
                 }
                 const __m512i both = _mm512_loadu_si512(line);
                 w_even[j] = {_mm512_castsi512_ps(_mm512_slli_epi32(both, 16))};
@@ -121,7 +123,7 @@ QUIRE_VEC void vector_steps(const float* x, int64_t stride, const char* w, int64
     }
 }
 
-// All rows, kRows of them, by panels first .. end. x: as vector_steps takes it.
+// Multiplies kRows rows by panels first .. end. x: as vector_steps takes it.
 template <int kRows>
 __attribute__((noinline)) void vector_panels(const LinearArgs& args, const float* x, int64_t first,
                                              int64_t end) {
@@ -135,7 +137,7 @@ __attribute__((noinline)) void vector_panels(const LinearArgs& args, const float
         const char* weights = static_cast<const char*>(args.weight.data) + panel * bytes;
         const unsigned mode = _mm_getcsr();
         _mm_setcsr(mode | kNoDenormals);
-        memory_barrier();  // arithmetic stays between the two
+        memory_barrier();  // keeps the arithmetic between the two mode changes
         Vec sums[kRows][2];
 #pragma GCC unroll 4
         for (int i = 0; i < kRows; ++i) sums[i][0] = sums[i][1] = zero();
@@ -156,9 +158,9 @@ __attribute__((noinline)) void vector_panels(const LinearArgs& args, const float
     rows_out.close();
 }
 
-// Sums in the tiles go on over `steps` steps of K. x: [two][all steps][16][32], the second
-// `lower` elements behind the first. A step is touched while the one before it is multiplied, but
-// none behind last_step.
+// Continues the sums in the tiles over `steps` steps of K. x: [two][all steps][16][32], the second
+// `lower` elements after the first. A step is touched while the previous one is multiplied, but
+// none after last_step.
 template <bool two, bool streams>
 QUIRE_VEC void tile_steps(const bf16* x, int64_t lower, const char* w, int64_t steps,
                           const char* last_step, Stream& stream) {
@@ -186,7 +188,7 @@ QUIRE_VEC void tile_steps(const bf16* x, int64_t lower, const char* w, int64_t s
     }
 }
 
-// All rows by panels first .. end. x: as pack_rows leaves it.
+// All rows by panels first .. end. x: as pack_rows writes it.
 template <bool two>
 __attribute__((noinline)) void tile_panels(const LinearArgs& args, const bf16* x, int64_t first,
                                            int64_t end) {

@@ -1,7 +1,7 @@
-// What brings integer weights near the matrix unit, a block of 128 of K ahead and part by part,
-// where rows are few (amx_few_int_rows.h): int8 weights, which tiles take as they lie, are touched
-// and fetched; those of int4 become signed bytes in a slot of the first-level cache. Knows no rows
-// and no sums. Only for files compiled once per instruction set, of which one has AMX.
+// Feeds of integer weights for the matrix unit, a block of 128 of K ahead and part by part, for few
+// rows (amx_few_int_rows.h): int8 weights, which tiles take as they are stored, are touched and
+// prefetched; int4 weights become signed bytes in the L1 cache. Only for files compiled once per
+// instruction set, with AMX.
 #pragma once
 
 #include "quire/amx_int_tiles.h"
@@ -13,19 +13,19 @@ namespace quire::QUIRE_ISA_NS {
 namespace {
 
 constexpr int64_t kBlockSteps = kRowGroup / kIntStep;
-constexpr int64_t kPartBytes = kTileBytes;  // of a part, 32 of K by a panel, as tiles take them
+constexpr int64_t kPartBytes = kTileBytes;  // of a part, 32 of K by a panel, in tile layout
 constexpr int64_t kSlotBytes = 4 * kPartBytes;
 constexpr int64_t kBlockOcts = kRowGroup / 8;
-// int4 weights are fetched twice: soon into the second-level cache, shortly before into the first.
+// int4 weights are prefetched twice: early into L2, shortly before use into L1.
 constexpr int64_t kNibblesAheadBytes = 2048;
 constexpr int64_t kNibblesFarBytes = 6144;
 
-// Where a block of K lies: its panel, which block of it, and how many steps of 64 it has.
+// Position of a block of K: its panel, its index, and its number of steps of 64.
 struct BlockPlace {
     int64_t panel, index, steps;
 };
 
-// Brings int8 weights near, part by part.
+// Prefetches int8 weights, part by part.
 class Int8Feed {
   public:
     static constexpr IntForm kForm = IntForm::int8;
@@ -37,14 +37,14 @@ class Int8Feed {
     }
 
     __attribute__((always_inline)) void begin(const BlockPlace&) {}
-    // The current block, and the one after it.
+    // The current block, and the next one.
     __attribute__((always_inline)) void turn(const BlockPlace& here, const BlockPlace&) {
         weights_ = data_ + here.panel * panel_bytes_ + here.index * kSlotBytes;
     }
     __attribute__((always_inline)) const char* weights() const { return weights_; }
     __attribute__((always_inline)) const float* scales() const { return nullptr; }
 
-    // Half of what is to be done beside a part.
+    // Half of the work to interleave with a part.
     template <int kPart, int kParts, int kHalf>
     __attribute__((always_inline)) void some() {
         const char* next = weights_ + kPart * kPartBytes + kStepBytes;
@@ -66,11 +66,11 @@ class Int8Feed {
     Stream stream_;
 };
 
-// What bytes of int4 weights are: sixteen times the integers; these less their zero points; times
-// their scale's steps, which makes a block one sum (amx_int_steps.h).
+// Encodings of int4 weights as bytes: sixteen times the integers; these less their zero points;
+// times their scale's steps, which makes a block one sum (amx_int_steps.h).
 enum class Int4Bytes { sixteenfold, less_zeros, in_steps };
 
-// Makes signed bytes of int4 weights of kGroups groups a block.
+// Converts int4 weights of kGroups groups per block to signed bytes.
 template <int kGroups, Int4Bytes kBytes>
 class Int4Feed {
   public:
@@ -80,7 +80,7 @@ class Int4Feed {
                                      : kSums == 2 ? IntForm::group64
                                                   : IntForm::group128;
     static constexpr int64_t kScaleSlot = kSums * kIntLanes;
-    // Two slots of bytes; scales are needed for a block longer, by the fold: three.
+    // Two slots of bytes; scales are needed one block longer: three.
     static constexpr int64_t kScratchBytes = 2 * kSlotBytes + 3 * kScaleSlot * 4;
 
     __attribute__((always_inline)) Int4Feed(const AmxBlock& block, char* scratch)
@@ -120,7 +120,7 @@ class Int4Feed {
 #pragma GCC unroll 4
         for (int oct = kFirst; oct < kFirst + kEach; ++oct) expand(oct);
     }
-    // Whether all weights until now could be made such bytes.
+    // Returns whether all weights so far could be converted.
     __attribute__((always_inline)) bool fits() const { return found_ == 0xffff; }
     __attribute__((always_inline)) void end() const {}
 
@@ -174,7 +174,7 @@ class Int4Feed {
             const char* from = weights_ + oct * kQuadBytes + j * 64;
             prefetch_l1(from + kNibblesAheadBytes);
             prefetch_l2(from + kNibblesFarBytes);
-            memory_barrier();  // or GCC brings the fetches together, and they wait for each other
+            memory_barrier();  // or GCC combines the prefetches, which then wait for each other
             const __m512i w = _mm512_load_si512(from);
             __m512i low, high;
             if constexpr (kBytes == Int4Bytes::sixteenfold) {  // (a ^ offset) & upper
@@ -213,12 +213,12 @@ class Int4Feed {
     char* bytes_;
     float* scales_;
     const float* here_scales_ = nullptr;
-    int64_t slot_ = 0, scale_slot_ = 0;  // of the block that is being prepared
+    int64_t slot_ = 0, scale_slot_ = 0;  // of the block in preparation
     const char *head_ = nullptr, *weights_ = nullptr;
     char* to_ = nullptr;
     int64_t groups_ = 0, octs_ = 0;
     StepsOfBlock step_;
-    StepBytes multiples_[2];  // of the group that is being prepared, a half of the lanes each
+    StepBytes multiples_[2];  // of the group in preparation, half of the lanes each
     __mmask16 found_ = 0xffff;
 };
 

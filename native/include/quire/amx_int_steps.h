@@ -1,9 +1,9 @@
 // int4 with group scales that are multiples of a step (int_steps.h), as bytes for the matrix unit:
-// an integer times its scale's steps. Then 128 of K are one sum, folded by the step alone, and the
+// an integer times its scale's steps. Then 128 of K are one sum, scaled by the step alone, and the
 // recipe's bits are the same: f32 would have held every partial sum exactly.
 //
-// Which panels are so is read off their scales, however they were made.
-// Only for files compiled once per instruction set, of which one has AMX.
+// Whether a panel qualifies is read from its scales. Only for files compiled once per instruction
+// set, with AMX.
 #pragma once
 
 #include "quire/amx_tiles.h"
@@ -24,8 +24,8 @@ constexpr uint16_t bf16_bits(double value) {
     return static_cast<uint16_t>(exponent * 128 + static_cast<int>((value - 1.0) * 128.0 + 0.5));
 }
 
-// By the size of the largest scale less 64, as bits of an f32 to which the scale's exponent comes:
-// the step, which 3 bits hold, and roughly its inverse; 0: there is none of that size.
+// Indexed by the size of the largest scale less 64, as bits of an f32 to which the scale's exponent
+// is added: the step, which 3 bits hold, and roughly its inverse; 0: no step of that size exists.
 struct StepTable {
     static constexpr uint16_t kBias = 127 * 128;
     alignas(64) uint16_t step[64] = {};
@@ -41,7 +41,7 @@ struct StepTable {
 };
 constexpr StepTable kStepTable;
 
-// How many steps a group's scales are, by halves of the lanes; lanes for which that is exact.
+// The steps of a group's scales, by halves of the lanes; lanes for which they are exact.
 struct GroupSteps {
     __m512i count[2];
     __mmask16 found;
@@ -91,7 +91,7 @@ struct StepsOfBlock {
     QUIRE_VEC Vec scales_of(const char* scales, int half) {
         return load(reinterpret_cast<const bf16*>(scales) + half * kLanes);
     }
-    // Entries of a table, by the sizes of numbers with these bits, as the upper halves of words.
+    // Looks up table entries by the sizes of numbers with these bits, as the upper halves of words.
     QUIRE_VEC __m512i upper_of(const uint16_t* table, __m512i bits) {
         const __m512i size = _mm512_srli_epi32(bits, 1);  // in the upper half; its last six bits
         return _mm512_maskz_permutex2var_epi16(0xaaaaaaaa, _mm512_load_si512(table), size,
@@ -108,7 +108,7 @@ QUIRE_VEC bool block_in_steps(const char* scales) {
     return found == 0xffff;
 }
 
-// Are all scales of a panel multiples of their block's step?
+// Returns whether all scales of a panel are multiples of their block's step.
 QUIRE_VEC bool panel_in_steps(const char* panel, const IntScheme& scheme, int64_t all_steps) {
     if (scheme.has_zero_points || scheme.group == kRowGroup) return false;
     for (int64_t step = 0; step < all_steps; step += 2) {
@@ -122,8 +122,8 @@ QUIRE_VEC bool panel_in_steps(const char* panel, const IntScheme& scheme, int64_
     return true;
 }
 
-// Integers from 0 to 15, less eight, times steps. Two bytes are multiplied at once, the lower one
-// with 128 more, so that it never borrows from its neighbour.
+// Multiplies integers from 0 to 15, less eight, by steps. Two bytes are multiplied at once, the
+// lower one with 128 more, so that it never borrows from its neighbour.
 struct StepBytes {
     __m512i steps, rest;
 

@@ -1,17 +1,16 @@
-// Integer products on the matrix unit: 16 rows by 16 columns by 64 of K at once (TDPBSUD,
-// TDPBSSD). Sums are exact, so the results are those of int_tiles.h, bit for bit.
+// Integer products on the matrix unit: 16 rows by 16 columns by 64 of K at once (TDPBSUD, TDPBSSD).
+// Sums are exact, so the results are those of int_tiles.h, bit for bit.
 //
-// int8 weights go in as they lie, a tile being 16 quads of 64 bytes; the offset of their bytes is
-// taken off by the rows' starts. A panel of int4 becomes signed bytes in scratch first, for all
-// rows of a block, zero points taken off; where groups' scales are multiples of steps, their
-// bytes are too, and 128 of K are one sum (amx_int_steps.h).
+// int8 weights are loaded as they are stored, a tile being 16 quads of 64 bytes; the rows' starts
+// subtract the offset of their bytes. A panel of int4 first becomes signed bytes in scratch, for
+// all rows of a block, with zero points subtracted; if groups' scales are multiples of steps, their
+// bytes are scaled too, and 128 of K are one sum (amx_int_steps.h).
 //
-// A batch is a pack of up to 32 rows by some sums of K. All that is not a product is done while
-// the unit computes: a tile goes to memory just before it is begun anew (stores in a row would
-// keep the unit waiting), the batch before is folded, and rows before these are finished. What
-// counts is the first-level cache: F of a group of two packs stays there from the first of K to
-// the last, a stretch of the weights is used by both, and x streams through it.
-// Only for files compiled once per instruction set, of which one has AMX.
+// A batch is a pack of up to 32 rows by some sums of K. All other work is interleaved with the
+// products: a tile is stored just before it is restarted (consecutive stores would stall the unit),
+// the previous batch is scaled, and rows before these are finished. The L1 cache is the bottleneck:
+// F of a group of two packs stays there over all of K, a stretch of the weights is used by both,
+// and x streams through it. Only for files compiled once per instruction set, with AMX.
 #pragma once
 
 #include "quire/amx_int_steps.h"
@@ -25,13 +24,13 @@ namespace {
 
 constexpr int64_t kPackRows = 32;          // two tiles
 constexpr int64_t kGroupRows = 2 * kPackRows;
-constexpr int64_t kStretchSteps = 4;       // of 64 of K: weights that stay in the first-level cache
+constexpr int64_t kStretchSteps = 4;       // of 64 of K: weights that stay in the L1 cache
 constexpr int64_t kSumInts = kPackRows * kIntLanes;  // of one sum of all rows
 constexpr int64_t kMostSums = 4;           // of a batch
 constexpr int64_t kGroupFloats = kGroupRows * kIntLanes;
 
-// What a scheme makes of K: `sum_steps` halves of a step of 64 are one sum; a batch has `sums` of
-// them, which are folded together.
+// How a scheme divides K: `sum_steps` halves of a step of 64 are one sum; a batch has `sums` of
+// them, which are scaled together.
 enum class IntForm { int8, group128, group64, group32 };
 template <IntForm form>
 struct FormShape {
@@ -62,7 +61,7 @@ QUIRE_VEC void configure_int_tiles(int64_t rows, bool half_steps) {
     _tile_loadconfig(&config);
 }
 
-// A batch with sums still to be folded.
+// A batch with sums that are not scaled yet.
 struct Batch {
     const int32_t* sums = nullptr;  // [sums][32 rows][32 lanes]; null: none
     const float* scales;            // of the rows, from the batch's first 128 of K
@@ -74,11 +73,11 @@ struct Batch {
     bool begins;  // F starts at zero
 };
 
-// Rows first .. end of a batch of kSums sums into F, in the recipe's order.
+// Adds rows first .. end of a batch of kSums sums to F, in the recipe's order.
 template <IntForm form, int kSums>
 QUIRE_VEC void fold_sums(const Batch& batch, int64_t first, int64_t end) {
     using Shape = FormShape<form>;
-    // Copies in registers: what is stored below could be the batch itself, for all GCC knows.
+    // Copies in registers: for all GCC knows, the stores below may alias the batch.
     const int64_t rows = batch.rows;
     const int32_t* sums = batch.sums + first * kIntLanes;
     const float* scales = batch.scales + first;
@@ -142,7 +141,7 @@ QUIRE_VEC void fold_rows(const Batch& batch, int64_t first, int64_t end) {
     fold_sums<form, 1>(batch, first, end);
 }
 
-// Lines to be fetched after each product of tiles: from where, how many, how near.
+// Lines to be prefetched after each product of tiles: address, count, cache level.
 struct LinesAhead {
     const char* at = nullptr;
     int64_t lines = 0;
@@ -158,24 +157,24 @@ QUIRE_VEC void fetch_lines(LinesAhead& ahead) {
     ahead.at += 64 * ahead.lines;
 }
 
-// Rows with a complete F, but for the pending batch: next .. rows are to be finished.
+// Rows with a complete F, except for the pending batch: next .. rows are to be finished.
 struct Finishing {
     const float* sums = nullptr;
     int64_t panel = 0, first = 0;  // first: row of the block
     int64_t next = 0, rows = 0, each = 0;  // each: rows at a time
-    bool ready = false;                    // nothing of them waits any more
+    bool ready = false;                    // no sum of theirs is pending
 };
 
-// What goes on beside the products of a thread.
+// Work interleaved with the products of a thread.
 struct Beside {
     Batch waiting;
-    int32_t* held = nullptr;  // where the sums in the tiles belong; null: nowhere
+    int32_t* held = nullptr;  // destination of the sums in the tiles; null: none
     bool held_two = false;    // all four tiles, or the upper two
     Finishing finishing;
     LinesAhead ahead;
 };
 
-// The intrinsics take the number of a tile as it is written.
+// The intrinsics need literal tile numbers.
 #define QUIRE_BEGIN_TILE(tile, held)                                                     \
     do {                                                                                 \
         if ((held) != nullptr) {                                                         \
@@ -209,8 +208,8 @@ QUIRE_VEC void finish_some(Finishing& finishing, int64_t most, const Finish& fin
     finishing.next += count;
 }
 
-// Sums of a batch: x at its first step (steps of `rows` x 64 bytes), weights at its first quad.
-// The last of them stay in the tiles.
+// Sums of a batch: x at its first step (steps of `rows` x 64 bytes), weights at its first quad. The
+// last of them stay in the tiles.
 template <IntForm form, bool two, class Finish>
 QUIRE_VEC void multiply_batch(const int8_t* x, int64_t rows, const char* weights, int64_t halves,
                               int64_t num_sums, int32_t* sums, Beside& beside,
@@ -220,7 +219,7 @@ QUIRE_VEC void multiply_batch(const int8_t* x, int64_t rows, const char* weights
     constexpr int kStride = Shape::kIsInt8 ? 128 : 64;
     constexpr int64_t kSecond = Shape::kIsInt8 ? 64 : kTileBytes;  // lanes 16 to 31
     const Batch& waiting = beside.waiting;
-    // The sums that were held are stored in the first part, and so folded from the second on.
+    // The held sums are stored in the first part, and so scaled from the second on.
     const int64_t parts = (halves + kHalvesAtOnce - 1) / kHalvesAtOnce;
     const int64_t folding = parts > 1 ? parts - 1 : 1;
     const int64_t each = waiting.sums == nullptr ? 0 : (waiting.rows + folding - 1) / folding;
@@ -267,8 +266,8 @@ QUIRE_VEC void multiply_batch(const int8_t* x, int64_t rows, const char* weights
     beside.finishing.ready = true;
 }
 
-// A panel of int4 weights as signed bytes, [steps][2 halves of the lanes][16 quads][64], and
-// its groups' scales in f32, [groups][32].
+// A panel of int4 weights as signed bytes, [steps][2 halves of the lanes][16 quads][64], and its
+// groups' scales in f32, [groups][32].
 struct Expanded {
     char* bytes;
     float* scales;
@@ -327,10 +326,10 @@ QUIRE_VEC void expand(const char* panel, const IntScheme& scheme, int64_t all_st
 
 // A thread's memory while it multiplies.
 struct AmxScratch {
-    int32_t* sums[2];  // of a batch and the one before
-    float* out[2];     // F [rows of a group][32], and of the group before
+    int32_t* sums[2];  // of this batch and the previous one
+    float* out[2];     // F [rows of a group][32], and of the previous group
     char* bytes;       // of a panel of int4
-    float* scales[2];  // of a panel of int4 and the one before
+    float* scales[2];  // of a panel of int4 and the previous one
 
     static constexpr int64_t kFixedBytes = 2 * kMostSums * kSumInts * 4 + 2 * kGroupFloats * 4;
 
@@ -359,13 +358,13 @@ struct AmxBlock {
     int64_t first_panel, end_panel;
 };
 
-// What stays the same while a block goes through a panel.
+// Values that stay constant while a block is multiplied by a panel.
 struct PanelWeights {
-    const char* bytes;    // of its first step, as the tiles take them
+    const char* bytes;    // of its first step, in tile layout
     const float* scales;  // of int4
 };
 
-// A pack by a stretch of K: batches, each handed to `beside` to be folded.
+// Multiplies a pack by a stretch of K: batches, each passed to `beside` to be scaled.
 template <IntForm form, bool two, class Finish>
 QUIRE_VEC void multiply_stretch(const RowPack& pack, const RowShape& shape, int64_t first,
                                 int64_t steps, const PanelWeights& panel, float* out,
@@ -395,7 +394,7 @@ QUIRE_VEC void multiply_stretch(const RowPack& pack, const RowShape& shape, int6
 }
 
 // finish(panel, F, first row of the block, rows) is called for all rows of all panels; `in_steps`:
-// scales of all of them are multiples of steps.
+// scales of all panels are multiples of steps.
 template <IntForm form, bool in_steps, class Finish>
 __attribute__((noinline)) void amx_int_panels(const AmxBlock& block, const AmxScratch& scratch,
                                               const Finish& finish) {
@@ -406,7 +405,7 @@ __attribute__((noinline)) void amx_int_panels(const AmxBlock& block, const AmxSc
     const int64_t packs = (block.rows + kPackRows - 1) / kPackRows;
     const int64_t products = packs * shape.steps * (kHalfSteps ? 2 : 1);  // of a panel
     Beside beside;
-    // One pack's stream is fetched close before its use; several packs fetch the next panel, and
+    // One pack prefetches its stream close to its use; several packs prefetch the next panel, and
     // so does int4, with panels expanded as a whole.
     beside.ahead.near = Shape::kIsInt8 && packs == 1;
     beside.ahead.lines = (panel_bytes / 64 + products - 1) / products;
@@ -451,7 +450,7 @@ __attribute__((noinline)) void amx_int_panels(const AmxBlock& block, const AmxSc
                     }
                 }
             }
-            finish_some(beside.finishing, kGroupRows, finish);  // what is left of those before
+            finish_some(beside.finishing, kGroupRows, finish);  // the remaining rows before these
             const int64_t times = shape.steps * (group_rows > kPackRows ? 2 : 1);
             beside.finishing = {out,   index, group, 0, group_rows, (group_rows + times - 1) / times,
                                 false};

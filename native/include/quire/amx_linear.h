@@ -1,11 +1,11 @@
-// Products over the bf16 panels by the matrix unit (recipe: amx_tiles.h); linear.cc deals them.
-// Few rows: amx_few_rows.h.
+// Products over the bf16 panels by the matrix unit (recipe: amx_tiles.h); linear.cc distributes
+// them. Few rows: amx_few_rows.h.
 //
-// Rows go in pairs of tiles. What counts is the first-level cache: the sums of a group of rows
-// stay in it from the first of K to the last, a stretch of the weights is used by all of the
-// group, and x streams through, marked as such. While the unit computes, the pair before is
-// finished once its sums are complete: bias, one rounding, and the way into y.
-// Only for files compiled once per instruction set, of which one has AMX.
+// Rows are processed in pairs of tiles. The L1 cache is the bottleneck: the sums of a group of rows
+// stay in it over all of K, a stretch of the weights is used by the whole group, and x streams
+// through with non-temporal hints. While the unit computes, the previous pair is finished once its
+// sums are complete: bias, one rounding, and the store to y. Only for files compiled once per
+// instruction set, with AMX.
 #pragma once
 
 #include "quire/amx_tiles.h"
@@ -19,7 +19,8 @@ namespace {
 constexpr int64_t kPairRows = 2 * kTileRows;
 constexpr int64_t kGroupRows = 128;
 constexpr int64_t kStretchSteps = 8;
-constexpr int64_t kFetchedBytes = 1 << 16;  // of weights ahead of many rows: more leaves the cache
+// of weights ahead of many rows: more would leave the cache
+constexpr int64_t kFetchedBytes = 1 << 16;
 constexpr int64_t kPanelStepBytes = kTileRows * 128;  // of weights: 16 pairs of 32 columns
 
 QUIRE_VEC int64_t steps_of(int64_t k) { return (k + kTileStep - 1) / kTileStep; }
@@ -32,7 +33,7 @@ struct GoesOn {
     static constexpr bool value = false;
 };
 
-// Sums of a group of rows and a panel on their way into y, some rows at a time.
+// Sums of a group of rows and a panel to be written to y, some rows at a time.
 struct Finishing {
     const LinearArgs& args;
     const float* sums = nullptr;
@@ -43,7 +44,7 @@ struct Finishing {
         for (; most > 0 && next < rows; --most, ++next) one();
     }
     __attribute__((always_inline)) int64_t left() const { return rows - next; }
-    // Begins with other rows; those before must be done.
+    // Starts with other rows; the previous ones must be done.
     __attribute__((always_inline)) void begin(const float* from, int64_t row, int64_t of_panel,
                                               int64_t count) {
         sums = from;
@@ -89,7 +90,7 @@ struct Finishing {
     }
 };
 
-// Lines fetched beside the products: so many each step.
+// Lines prefetched during the products, so many each step.
 struct LinesAhead {
     const char* at = nullptr;
     int64_t lines = 0;
@@ -116,11 +117,11 @@ struct Beside {
     LinesAhead ahead;
     RowsAhead rows_ahead;
     int64_t each = 0;        // rows finished a step
-    float* held = nullptr;   // where the sums in the tiles belong; null: nowhere
+    float* held = nullptr;   // destination of the sums in the tiles; null: none
     bool held_two = false;   // all four tiles, or the upper two
 };
 
-// The intrinsics take the number of a tile as it is written.
+// The intrinsics need literal tile numbers.
 #define QUIRE_SUMS_OF(tile, sums) ((sums) + (tile) / 2 * kTileRows * kPanel + (tile) % 2 * 16)
 #define QUIRE_SWAP_TILE(tile, held, sums)                                         \
     do {                                                                          \
@@ -146,11 +147,11 @@ QUIRE_VEC void store_held(Beside& beside) {
     beside.held = nullptr;
 }
 
-// sums [rows][32] of 16 upper and (where two) 16 lower rows, over `steps` steps of K: from zero,
-// or from what is in `sums`. w: pairs of K by 32 columns, as packed. The sums stay in the tiles;
-// those that were there go to memory one by one, each before its tile is begun anew: four
-// stores in a row keep the unit waiting three times as long. x comes from the second-level cache
-// by loads that leave the first to the weights and the sums.
+// sums [rows][32] of 16 upper and (with `two`) 16 lower rows, over `steps` steps of K: from zero,
+// or from the values in `sums`. w: pairs of K by 32 columns, as packed. The sums stay in the tiles;
+// the previous ones are stored one by one, each before its tile is restarted: four consecutive
+// stores stall the unit three times as long. x comes from L2 by loads that leave L1 to the weights
+// and the sums.
 template <bool two, bool resume>
 __attribute__((noinline)) void multiply_pair(const bf16* upper, const bf16* lower, const char* w,
                                              int64_t steps, float* sums, Beside& beside) {
@@ -206,7 +207,7 @@ struct AmxBlock {
 
 struct AmxScratch {
     float* sums;  // of a group
-    char* tail;   // the last step's weights, filled up with zeros
+    char* tail;   // the last step's weights, zero-padded
 
     static constexpr int64_t kBytes = kGroupRows * kPanel * 4 + kPanelStepBytes;
 
@@ -215,7 +216,7 @@ struct AmxScratch {
     }
 };
 
-// Behind a panel lies the next, and 0 times an infinity is not 0.
+// The next panel follows the end of this one, and 0 times an infinity is not 0.
 QUIRE_VEC void copy_tail(const char* panel, int64_t pairs, int64_t whole, char* tail) {
     const int64_t bytes = (pairs - whole * kTileRows) * 128;
     for (int64_t i = 0; i < kPanelStepBytes; i += 64) {
@@ -232,7 +233,7 @@ struct AmxGroup {
     float* sums;              // [rows][32]
 };
 
-// A group by some steps of K; `last`: then its sums are complete.
+// Multiplies a group by some steps of K; `last`: its sums are complete afterwards.
 QUIRE_VEC void multiply_stretch(const AmxGroup& group, int64_t all_steps, int64_t first,
                                 int64_t steps, const char* weights, bool last,
                                 int64_t& configured, Beside& beside) {

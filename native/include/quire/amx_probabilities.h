@@ -1,7 +1,6 @@
-// Probabilities of a tile of 16 rows, beside steps of the matrix unit: what `probabilities` of
-// attention_tiles.h makes of each of them, bit for bit. Lanes of 16 rows are folded together, not
-// row by row. Always holds: what a row does not see, whatever lies there, changes none of its bits.
-// Knows no cache and does not know what the steps compute.
+// Probabilities of a tile of 16 rows, interleaved with steps of the matrix unit: bitwise equal to
+// `probabilities` of attention_tiles.h for each row. Lanes of 16 rows are reduced together, not row
+// by row. The content of invisible positions changes no bit of a row.
 #pragma once
 
 #include "quire/amx_beside.h"
@@ -13,10 +12,10 @@ namespace quire::QUIRE_ISA_NS {
 
 namespace {
 
-// Lanes of 16 vectors, each vector folded by `fold`, halves onto halves: lane i is of vector i.
+// Reduces 16 vectors by `fold`, halves onto halves: lane i is the result of vector i.
 template <class Fold>
 QUIRE_VEC Vec fold_rows(const Vec* rows, const Fold& fold) {
-    // Each round makes one vector of two, and halves what is left of each row.
+    // Each round makes one vector of two, and halves the rest of each row.
     __m512 a[8], b[4], c[2];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) {  // of rows i, i + 8
@@ -40,7 +39,7 @@ QUIRE_VEC Vec fold_rows(const Vec* rows, const Fold& fold) {
     return {_mm512_permutexvar_ps(order, all.v)};
 }
 
-// A row's scores and the scales of their keys, which are ones where scores have them already.
+// A row's scores and the scales of their keys, which are ones if already applied.
 struct ScoresOfRow {
     const float *scores, *key_scales;
 
@@ -51,7 +50,7 @@ struct ScoresOfRow {
     }
 };
 
-// What a row does not see of its first and last vector becomes -inf; a cap is put on the others.
+// Sets invisible lanes of a row's first and last vector to -inf, and applies the cap to the others.
 template <bool ints>
 QUIRE_VEC ScoresOfRow prepare_scores(float* row, Span span, int from, int to, const Scale& scale,
                                      const float* ones) {
@@ -75,9 +74,9 @@ QUIRE_VEC ScoresOfRow prepare_scores(float* row, Span span, int from, int to, co
     return {row, ones};
 }
 
-// Scores of at most 16 rows, [kPiece] apart, become probabilities of type bf16, as far apart.
-// spans: what each row sees; ones: [kPiece]. Lanes beside it in the first and last vector become
-// zero. A slot is four rows searched for their largest, and eight vectors of probabilities.
+// Converts scores of at most 16 rows, [kPiece] apart, to probabilities of type bf16, as far apart.
+// spans: visible positions of each row; ones: [kPiece]. Lanes outside in the first and last vector
+// become zero. A slot is four rows searched for their maximum, and eight vectors of probabilities.
 template <bool ints>
 __attribute__((noinline)) void probabilities_beside(float* scores, bf16* p, const Span* spans,
                                                     int count, const Scale& scale,

@@ -1,13 +1,12 @@
 // Products of bf16 tiles by AMX (Intel's matrix unit): 16 rows by 16 columns by 32 of K at once.
 //
-// The recipe of an output: K in steps of 32, in order. Within a step the even and the odd of K
-// are two chains of fused multiply-adds from zero, in order; their sum is added to the output's
-// f32 sum, denormals being zero throughout. It is the instruction's own definition (TDPBF16PS),
-// the same for every row count; the last step is filled up with zeros, which change nothing.
+// The recipe of an output: K in steps of 32, in order. Within a step the even and odd K are two
+// chains of fused multiply-adds from zero, in order; their sum is added to the output's f32 sum,
+// with denormals flushed to zero throughout. It is the instruction's own definition (TDPBF16PS),
+// the same for every row count; the last step is zero-padded, which changes nothing.
 //
-// Only for files compiled once per instruction set, of which one has AMX. A thread configures
-// its tiles before it uses them and releases them when it is done: tiles in use make every
-// switch of the thread slower.
+// Only for files compiled once per instruction set, with AMX. A thread configures its tiles before
+// it uses them and releases them afterwards: tiles in use make every context switch slower.
 #pragma once
 
 #include "quire/kernels.h"
@@ -45,9 +44,9 @@ QUIRE_VEC void configure_tiles(int64_t upper_rows, int64_t lower_rows) {
 
 QUIRE_VEC void release_tiles() { _tile_release(); }
 
-// A stream of weights on its way to the tiles. Tile loads straight from memory keep too few lines
-// coming; so plain loads touch each line before its tile does, and fetches ask for it before that.
-// What is touched is gathered: loads without a dependent run too far ahead of the tiles.
+// A stream of weights to the tiles. Tile loads from memory keep too few lines in flight; so plain
+// loads touch each line before its tile does, preceded by prefetches. The touched values are
+// accumulated: loads without a dependent run too far ahead of the tiles.
 struct Stream {
     __m512i seen[4] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(),
                        _mm512_setzero_si512()};
@@ -57,7 +56,7 @@ struct Stream {
 #pragma GCC unroll 32
         for (int line = 0; line < kLines; ++line) {
             prefetch_l1(fetched + 64 * line);
-            memory_barrier();  // or GCC brings the fetches together, and they wait for each other
+            memory_barrier();  // or GCC combines the prefetches, which then wait for each other
             const __m512i loaded = _mm512_load_si512(touched + 64 * line);
             seen[line % 4] = _mm512_or_si512(seen[line % 4], loaded);
             memory_barrier();
@@ -69,7 +68,7 @@ struct Stream {
     }
 };
 
-// Rows of x as the matrix unit reads them: [ceil(rows / 16)][steps][16][32], zeros past K.
+// Packs rows of x for the matrix unit: [ceil(rows / 16)][steps][16][32], zeros past K.
 QUIRE_VEC void pack_rows(const bf16* x, int64_t stride, int64_t rows, int64_t k, bf16* packed) {
     for (int64_t row = 0; row < rows; row += kTileRows) {
         const int64_t count = rows - row < kTileRows ? rows - row : kTileRows;

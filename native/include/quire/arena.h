@@ -1,6 +1,6 @@
-// Arena: the buffers of a program at fixed places of one area of memory, which they share by turns.
-// A program has one for steps, and one for a part of a prompt that is computed by layers.
-// Knows no operations. Always holds: every buffer lies inside the area, aligned to 64 bytes.
+// Arena: the buffers of a program at fixed offsets in one memory area, which they share over time.
+// A program has one for steps, and one for layered prefill. Every buffer lies inside the area,
+// aligned to 64 bytes.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ class Arena {
   public:
     explicit Arena(int64_t bytes) : memory_(static_cast<size_t>(bytes)) {}
 
-    // Throws std::invalid_argument where it does not lie in the area.
+    // Throws std::invalid_argument if it does not lie in the area.
     void add(const BufferSpec& buffer) {
         if (buffer.offset_bytes < 0 || buffer.offset_bytes % 64 != 0 ||
             buffer.offset_bytes + bytes_of(buffer) > static_cast<int64_t>(memory_.bytes())) {
@@ -40,7 +40,7 @@ class Arena {
         }
         buffers_.push_back(buffer);
     }
-    // Throws std::invalid_argument where there is no such buffer.
+    // Throws std::invalid_argument if there is no such buffer.
     const BufferSpec& at(int64_t index) const {
         if (index < 0 || index >= static_cast<int64_t>(buffers_.size())) {
             throw std::invalid_argument("no buffer " + std::to_string(index));
@@ -49,7 +49,7 @@ class Arena {
     }
     size_t num_buffers() const { return buffers_.size(); }
     char* data(const BufferSpec& buffer) const { return memory_.data() + buffer.offset_bytes; }
-    // Whether the two have memory in common.
+    // Returns whether the two overlap.
     bool overlap(int64_t one, int64_t other) const {
         const BufferSpec &a = at(one), &b = at(other);
         return a.offset_bytes < b.offset_bytes + bytes_of(b) &&

@@ -1,7 +1,7 @@
-// The tiles of attention: scores of rows by positions, their probabilities, and the weighted sum
-// of values. attention.cc has the recipe and walks the cache; here is only the arithmetic of one
-// piece. For files compiled once per instruction set. Always holds: a row's chain of operations
-// is the same in every tile, and what a row does not see is never multiplied.
+// The tiles of attention: scores of rows by positions, their probabilities, and the weighted sum of
+// values. attention.cc has the recipe and iterates over the cache; this file has only the
+// arithmetic of one piece. For files compiled once per instruction set. A row's chain of operations
+// is the same in every tile, and invisible positions are never multiplied.
 #pragma once
 
 #include "quire/kernels.h"
@@ -13,7 +13,7 @@ namespace quire::QUIRE_ISA_NS {
 namespace {
 
 constexpr int kPiece = 256;
-constexpr int kGroup = kKeyGroup;  // positions that lie together in every block
+constexpr int kGroup = kKeyGroup;  // positions that are stored together in every block
 constexpr float kInfinity = __builtin_inff();
 constexpr float kLog2E = 1.44269504f;
 #if defined(QUIRE_ZMM)
@@ -22,7 +22,7 @@ constexpr int kVecRows = 6, kTileVecs = 4;
 constexpr int kVecRows = 4, kTileVecs = 2;
 #endif
 
-// Elements that one step of a chain takes from a row of the cache.
+// Elements that one step of a chain reads from a row of the cache.
 template <class T>
 constexpr int kStep = sizeof(T) == 2 ? 2 : 1;
 
@@ -69,7 +69,7 @@ __attribute__((noinline)) void score_tile(const T* const* q, const T* const* k, 
         }
     }
     if constexpr (kStep<T> == 2) {
-        if (dim % 2 != 0) {  // the partner in K is zero; beside q lies another head
+        if (dim % 2 != 0) {  // the partner in K is zero; after q lies another head
 #pragma GCC unroll 8
             for (int i = 0; i < rows; ++i) {
                 const Pairs a = set1_single(query[i] + dim - 1);
@@ -105,8 +105,8 @@ QUIRE_VEC void score(int num_rows, int num_vecs, const T* const* q, const T* con
 
 // ---- probabilities
 
-// 2^x of x <= 0; exactly 0 below -126, and so for -inf. For a bf16 cache, where the result is
-// rounded to 8 bits, a shorter polynomial.
+// 2^x of x <= 0; exactly 0 below -126, and so for -inf. For a bf16 cache, which rounds the result
+// to 8 bits, a shorter polynomial.
 template <class T>
 QUIRE_VEC Vec exp2_below(Vec x) {
     const Vec magic = set1(12582912.0f);
@@ -149,12 +149,12 @@ QUIRE_VEC void store_rounded(bf16* p, Vec a) {
 struct Scale {
     float factor;  // of a score: scale * log2(e), or scale / cap
     float capped;  // cap * log2(e), or 0 for no cap
-    const float* keys = nullptr;    // [kPiece] of a piece's keys, where they are integers
+    const float* keys = nullptr;    // [kPiece] of a piece's keys, for integers
     const float* values = nullptr;  // of its values
 };
 
-// Scores of positions first .. end of a piece become probabilities, weighed by the scales of
-// values; returns their largest t and sum. Lanes beside them in the first and last vector become
+// Converts scores of positions first .. end of a piece to probabilities, multiplied by the scales
+// of values; returns their largest t and sum. Lanes outside in the first and last vector become
 // zero.
 template <class T>
 QUIRE_VEC void probabilities(float* scores, T* p, int first, int end, Scale scale, float* largest,
@@ -172,7 +172,7 @@ QUIRE_VEC void probabilities(float* scores, T* p, int first, int end, Scale scal
         }
         factor = set1(1.0f);
     }
-    // t is score * factor, made twice rather than kept: it is one operation.
+    // t is score * factor, computed twice rather than kept: it is one operation.
     for (int i = from; i < first; ++i) scores[i] = -kInfinity;
     for (int i = end; i < to; ++i) scores[i] = -kInfinity;
     Vec most = set1(-kInfinity);
@@ -194,7 +194,7 @@ QUIRE_VEC void probabilities(float* scores, T* p, int first, int end, Scale scal
 
 // ---- values
 
-// Where a piece's values lie: groups[g] is the V row (f32) or row of pairs (bf16) of positions
+// Addresses of a piece's values: groups[g] is the V row (f32) or row of pairs (bf16) of positions
 // 16 g on.
 template <class T>
 struct Values {
@@ -208,7 +208,7 @@ struct Values {
     }
 };
 
-// How much of a pair of positions counts.
+// The visible part of a pair of positions.
 enum class Part { both, first, second };
 
 // out[i][0 .. kVecs * kLanes) += sum of p[i][s] v[s] for steps from..to; columns from c on.
@@ -299,7 +299,7 @@ struct Span {
 
 constexpr int64_t kAllPieces = int64_t{1} << 40;
 
-// Pieces that rows walk, and positions that some of them sees there.
+// Pieces that rows iterate over, and positions that some of them see there.
 struct Stretch {
     int64_t piece, stop;  // pieces piece .. stop
     int64_t first, end;
@@ -307,7 +307,7 @@ struct Stretch {
     int64_t count() const { return stop > piece ? stop - piece : 0; }
 };
 
-// Of rows that see positions first .. end, the part in pieces piece .. stop.
+// For rows that see positions first .. end, the part in pieces piece .. stop.
 QUIRE_VEC Stretch stretch_of(int64_t first, int64_t end, int64_t piece, int64_t stop) {
     const int64_t before = (end + kPiece - 1) / kPiece;
     if (piece < first / kPiece) piece = first / kPiece;
@@ -358,7 +358,7 @@ QUIRE_VEC Scale scale_of(const AttentionArgs& args) {
     return scale;
 }
 
-// A piece's integers as T, group by group where the cache would have them, and their scales.
+// Expands a piece's integers to T, group by group in the cache's order, and their scales.
 template <class T>
 class Expanded {
   public:
@@ -395,8 +395,8 @@ class Expanded {
         take_scales(key_part + scales, value_part + scales, at);
     }
 
-    // The same of a cache with blocks smaller than a group: its positions from `position` on, of
-    // those in first .. end, gathered from their blocks. head: where the KV head begins in block 0.
+    // The same for a cache with blocks smaller than a group: positions from `position` on, within
+    // first .. end, gathered from their blocks. head: offset of the KV head in block 0.
     void gather(const CacheShape& shape, const char* head, const int32_t* table, int64_t position,
                 int64_t first, int64_t end, int64_t at, const T** keys, const T** values) const {
         T *to_keys = keys_ + at * key_dim_, *to_values = values_ + at * dim_;
@@ -422,7 +422,7 @@ class Expanded {
         expand(value_ints, to_values, kGroup * dim_);
     }
 
-    // Where in a part the scales of a group lie.
+    // Offset of a group's scales in a part.
     int64_t scales_at(int64_t within) const { return element_bytes_ + within * 4; }
 
     // A group's scales, `at` positions into its piece.
@@ -431,7 +431,7 @@ class Expanded {
         __builtin_memcpy(value_scales_ + at, value_scales, kGroup * 4);
     }
 
-    // Fetches a group ahead of its use. (Inlined, since gcc drops calls that only fetch.)
+    // Prefetches a group. (Inlined, since gcc drops calls that only prefetch.)
     __attribute__((always_inline)) void fetch(const char* key_part, const char* value_part,
                                               int64_t within) const {
         const char* keys = key_part + within * key_dim_;

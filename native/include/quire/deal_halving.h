@@ -1,6 +1,6 @@
-// Dealing panels of weights that stream from memory: long runs first, short ones last.
-// Knows panels' number and size, nothing of what is computed. Always holds: each panel is given to
-// the body once. Only for files compiled once per instruction set.
+// Distribute panels of weights that stream from memory: long runs first, short ones last.
+// Each panel is passed to the body once. Only for files compiled once per instruction set.
+// The computation itself is the caller's.
 #pragma once
 
 #include "quire/pool.h"
@@ -11,9 +11,9 @@ constexpr int64_t kLeastUnitBytes = 1 << 16;  // of weights
 constexpr int kMostUnits = 6;                 // of a thread
 
 // body(first panel, end, thread) over all panels: each thread's share in units of a half of it, a
-// quarter and so on. The largest come first, so that reading goes on undisturbed, and what others
-// take from the far end is small. Taking a unit waits until all that was written past the caches
-// has arrived.
+// quarter and so on. The largest come first, so that reading is not interrupted, and the runs that
+// others steal from the far end are small. Taking a unit waits until all non-temporal stores have
+// completed.
 template <class Body>
 static inline __attribute__((always_inline)) void deal_halving(Pool& pool, int64_t panels,
                                                                int64_t panel_bytes,

@@ -1,10 +1,8 @@
-// DigestTable: from the digest of a chain of token blocks to a number. Knows nothing of what the
-// numbers stand for.
+// DigestTable: a hash table from the digest of a chain of token blocks to a number.
 //
-// Digests are SipHash under a secret key, so their bits need no mixing and no client can choose
-// ones that meet: a digest's place is its low half, and those that meet lie one after another.
-// Always holds: at most three quarters of the places are taken, and none is free between a digest
-// and the place it asked for.
+// Digests are SipHash under a secret key, so their bits need no mixing and no client can construct
+// collisions: a digest's home slot is its low half, with linear probing. At most three quarters of
+// the slots are used, and none is free between a digest and its home slot.
 #pragma once
 
 #include <cstddef>
@@ -23,18 +21,18 @@ class DigestTable {
 
     size_t size() const { return size_; }
 
-    // The digest's number, kNone where there is none.
+    // Returns the digest's number, kNone if there is none.
     int32_t find(Digest digest) const { return places_[place_of(digest)].number; }
 
-    // Whether the digest is new and has `number` (>= 0) now; one that is known keeps its own.
+    // Returns whether the digest is new and now has `number` (>= 0); a known one keeps its own.
     bool put(Digest digest, int32_t number);
 
-    // Drop the digest and return its number, kNone where it has none.
+    // Removes the digest and returns its number, kNone if it has none.
     int32_t take(Digest digest);
 
     void clear();
 
-    // The digest will be asked for soon: begin to read its place.
+    // Prefetches the digest's slot.
     void expect(Digest digest) const { __builtin_prefetch(&places_[digest.low & mask()]); }
 
   private:
@@ -45,7 +43,7 @@ class DigestTable {
     static constexpr size_t kFewest = 64;
 
     size_t mask() const { return places_.size() - 1; }
-    // Where the digest lies, or would.
+    // Returns the slot of the digest, or the slot where it would be stored.
     size_t place_of(Digest digest) const;
     void grow();
 

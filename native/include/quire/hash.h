@@ -1,6 +1,6 @@
-// SipHash-2-4 with 128 bits of output, digests of chains of token blocks, and of large contents.
-// Knows nothing of an index or of block numbers. A digest is the same on every machine, whatever
-// its byte order, and depends on all tokens from the start of the chain on, or on every byte.
+// SipHash-2-4 with 128 bits of output, digests of chains of token blocks, and of large contents. A
+// digest is the same on every machine, whatever its byte order, and depends on all tokens from the
+// start of the chain on, or on every byte.
 #pragma once
 
 #include <cstddef>
@@ -24,8 +24,8 @@ void hash_chain(const int32_t* tokens, int64_t num_blocks, int64_t block_size, D
 
 // A large content, digested in pieces so that threads can share it: take() each once, in any order.
 // The digest is SipHash over the length and the pieces' digests in order. A piece is read once, in
-// stripes of eight words as XXH3 reads them, and SipHash ends it: as fast as memory, and one
-// changed word always changes a sum. Detects accidents and edits; no defence against forgers.
+// stripes of eight words like XXH3, with SipHash at the end: at memory speed, and one changed word
+// always changes a sum. Detects accidents and edits; no defence against forgery.
 class Content {
   public:
     static constexpr int64_t kPieceBytes = int64_t{1} << 20;
@@ -35,7 +35,7 @@ class Content {
     const uint8_t* bytes() const { return bytes_; }
     int64_t pieces() const { return static_cast<int64_t>(digests_.size()); }
     void take(int64_t piece);
-    Digest digest() const;  // all pieces have been taken
+    Digest digest() const;  // requires that all pieces have been taken
 
   private:
     const uint8_t* bytes_;

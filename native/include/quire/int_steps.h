@@ -1,10 +1,10 @@
 // Scales of int4 groups as whole multiples of a step, one step for 128 of K of an output.
 //
-// The largest scale is size / 64 of a power of two and `most` steps, the others are fewer; of a
-// step's significand at most three bits are used. Then a sum of 128 products of activations (127),
+// The largest scale is size / 64 of a power of two and `most` steps, the others are fewer; the
+// significand of a step has at most three bits. Then a sum of 128 products of activations (127),
 // weights (8) and steps (15), times the significand (7), is below 2^24: f32 holds every partial sum
-// of the recipe exactly, and so integers give its bits. quire/quant/int_weights.py makes the same
-// list. Knows no instruction set. Always holds: a size has one entry.
+// of the recipe exactly, and so integers give its bits. quire/quant/int_weights.py builds the same
+// list. A size has one entry.
 #pragma once
 
 #include <cstdint>

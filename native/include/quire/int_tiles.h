@@ -18,7 +18,7 @@ constexpr int kIntVecs = static_cast<int>(kIntLanes) / kLanes;
 #if defined(QUIRE_HAS_VNNI) && defined(QUIRE_ZMM)
 constexpr int kIntRows = 12;      // of a tile
 constexpr int kFoldedRows = 6;    // with F, or T, in registers
-constexpr int kShortRows = 2;     // two sums an output, to hide how long a product takes
+constexpr int kShortRows = 2;     // two sums per output, to hide the latency of a product
 #elif defined(QUIRE_ZMM)
 constexpr int kIntRows = 8;
 constexpr int kFoldedRows = 5;
@@ -33,11 +33,11 @@ constexpr int kFoldedRows = 0;
 constexpr int kShortRows = 0;
 #endif
 
-// How a tile fetches weights before they are needed.
+// How a tile prefetches weights.
 enum class IntFetch { none, same_stream, next_panel };
 
-// For two lines that are loaded, before the first and before the second is used. Of one stream each
-// is kept apart: GCC makes bursts of fetches, behind which loads wait.
+// For two loaded lines, before the first and before the second is used. Each prefetch of one stream
+// is separate: GCC combines them into bursts, behind which loads wait.
 template <IntFetch fetch>
 QUIRE_VEC void fetch_first(const char*& ahead) {
     if constexpr (fetch == IntFetch::same_stream) {
@@ -80,7 +80,7 @@ QUIRE_VEC WeightQuad part_of(PackedQuad w) {
     return part == Part::whole ? whole_quad(w) : part == Part::low ? low_quad(w) : high_quad(w);
 }
 
-// A part of packed bytes, four of K, by all rows of the pack; x: the quad in the pack's step.
+// Multiplies a part of packed bytes, four of K, by all rows of the pack; x: the quad in the step.
 template <Part part, int kRows>
 QUIRE_VEC void add_quads(IntSums<kRows>& sums, const PackedQuad (&packed)[kIntVecs],
                          const RowElement* x) {
@@ -107,7 +107,7 @@ QUIRE_VEC void add_quads(IntSums<kRows>& sums, const PackedQuad (&packed)[kIntVe
 #endif
 }
 
-// F = fma(value, scale of the row, F), wherever F is kept.
+// F = fma(value, scale of the row, F), in registers or memory.
 template <int kRows, class Value>
 QUIRE_VEC void fold(FloatSums<kRows>& held, float* out, const float* scales, Value value) {
 #pragma GCC unroll 16
@@ -218,7 +218,7 @@ static __attribute__((noinline)) void tile8(const RowPack& pack, const RowShape&
 
 // ---- int4
 
-// What a group's sums begin with.
+// The initial value of a group's sums.
 template <int kRows>
 QUIRE_VEC void begin_group(IntSums<kRows>& sums, const int32_t* starts, const uint8_t* zeros) {
     if (zeros == nullptr) return begin(sums, starts);

@@ -1,9 +1,10 @@
-// Vectors of 32-bit integers beside those of f32 in vec.h, and products of four bytes a lane.
+// Vectors of 32-bit integers in addition to those of f32 in vec.h, and products of four bytes a
+// lane.
 //
 // dot_quads adds, in each lane, four unsigned bytes of a weight times four signed ones of a row:
-// exact on every instruction set, so its results are the same on all. Rows lie in memory as it
-// wants them (RowElement, place_in_quad). Only for files compiled once per instruction set; no
-// library code, for the reasons vec.h gives.
+// exact on every instruction set, so its results are the same on all. The layout of rows in memory
+// depends on it (RowElement, place_in_quad). Only for files compiled once per instruction set; no
+// library code, for the reasons in vec.h.
 #pragma once
 
 #include "quire/int_layout.h"
@@ -54,9 +55,9 @@ QUIRE_VEC int32_t sum_lanes(Ints a) {
 #endif
 }
 
-// How values of which the largest magnitude has these bits become integers: value * inverse,
-// rounded, with scale = largest / 127. Below 2^-100 all count as zeros with the scale 0; where one
-// is infinite or NaN the scale is NaN. (quire/quant/int_rows.py is the twin.)
+// How values with a largest magnitude of these bits become integers: value * inverse, rounded, with
+// scale = largest / 127. Below 2^-100 all count as zeros with the scale 0; if one is infinite or
+// NaN the scale is NaN. (quire/quant/int_rows.py is the reference.)
 struct IntScale {
     float scale = 0.0f, inverse = 0.0f;
     bool finite;
@@ -129,11 +130,11 @@ QUIRE_VEC WeightQuad low_quad(PackedQuad w) { return {and_words(w, 0x0f0f0f0f)};
 QUIRE_VEC WeightQuad high_quad(PackedQuad w) {
     return {and_words(shift_words(w, 4), 0x0f0f0f0f)};
 }
-// In assembly: GCC 12 keeps such sums in registers only where it cannot see through the product.
+// In assembly: GCC 12 keeps such sums in registers only if it cannot see through the product.
 QUIRE_VEC Ints dot_quads(Ints sum, WeightQuad w, RowQuad x) {
 #if defined(QUIRE_ZMM)
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sum.v) : "v"(w.v), "v"(x.v));
-#else  // AVX-VNNI has an encoding of its own
+#else  // AVX-VNNI has its own encoding
     __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum.v) : "x"(w.v), "x"(x.v));
 #endif
     return sum;
@@ -169,7 +170,7 @@ QUIRE_VEC WeightQuad low_quad(PackedQuad w) { return split_words(and_words(w, 0x
 QUIRE_VEC WeightQuad high_quad(PackedQuad w) {
     return split_words(and_words(shift_words(w, 4), 0x0f0f0f0f));
 }
-// A product of a byte and a row's is below 2^15, two of them never overflow.
+// A product of a byte and a row's is below 2^15; two of them never overflow.
 QUIRE_VEC Ints dot_quads(Ints sum, WeightQuad w, RowQuad x) {
     return dot_words(dot_words(sum, w.even, x.even), w.odd, x.odd);
 }

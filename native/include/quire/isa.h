@@ -1,6 +1,6 @@
-// Instruction sets: which the build has, which this machine can run, which one is used.
-// Knows their names and tables, not what kernels compute. Always holds: a table that is handed
-// out can run here, and asking for one by name gives that one or an error, never another.
+// Instruction sets: those of the build, those of this machine, and the selected one.
+// A returned table can run here, and a request by name returns that table or an error, never
+// another.
 #pragma once
 
 #include <string>
@@ -10,12 +10,12 @@ namespace quire {
 
 struct KernelTable;
 
-// Names of the instruction sets this build holds and this machine runs, best first.
+// Names of the instruction sets in this build that this machine supports, best first.
 std::vector<std::string> available_isas();
 
-// The kernels of one instruction set. An empty name asks for the environment variable
-// QUIRE_ISA, and where that is unset for the best available. Throws std::runtime_error, naming
-// what is available, where the machine or the build lacks it.
+// Returns the kernels of one instruction set. An empty name selects by the environment variable
+// QUIRE_ISA, or the best available if that is unset. Throws std::runtime_error, naming what is
+// available, if the machine or the build lacks it.
 const KernelTable& kernels_for(const std::string& isa);
 
 }  // namespace quire

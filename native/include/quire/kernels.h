@@ -1,7 +1,7 @@
-// What every instruction set's kernels take, and the table through which they are called.
-// Plain pointers and sizes only. Strides are in elements unless named `_bytes`. A kernel reads
-// nothing past the last element of a row it is given (rows lie in larger buffers; their other
-// columns may hold NaN) and writes only its output columns.
+// The arguments of kernels, and the table through which they are called. Plain pointers and sizes
+// only. Strides are in elements unless named `_bytes`. A kernel reads nothing past the last element
+// of a row it is given (rows lie in larger buffers; their other columns may hold NaN) and writes
+// only its output columns.
 //
 // The Row Rule: row i of a result depends on row i of the inputs only, bit for bit, whatever the
 // number of rows or threads.
@@ -71,7 +71,7 @@ struct LinearArgs {
     Pool* pool;
 };
 
-// y = x @ W.T (+ bias) with W as integers; x, f32 or bf16, becomes int8 on the way.
+// y = x @ W.T (+ bias) with W as integers; x, f32 or bf16, is quantized to int8.
 struct LinearIntsArgs {
     Rows x, y;
     int64_t rows;
@@ -80,17 +80,17 @@ struct LinearIntsArgs {
     Pool* pool;
 };
 
-// Writes lanes low .. high of a panel from 32 rows of a weight, lanes beside each other.
+// Quantizes lanes low .. high of a panel from 32 rows of a weight, with lanes side by side.
 struct PackIntsArgs {
     const float* values;  // [k][32]
     int64_t k;
     IntScheme scheme;
     char* panel;
     int64_t low, high;
-    int64_t* coarse_rows;  // grows by the lanes for which 8 bits are too coarse
+    int64_t* coarse_rows;  // increased by the lanes for which 8 bits are too coarse
 };
 
-// With delta: x += delta first (in place, rounded to x's type). y may be x itself.
+// With delta: x += delta first (in place, rounded to x's type). y may alias x.
 struct NormArgs {
     Rows x, delta, y;  // delta.data null: none
     int64_t rows;
@@ -98,7 +98,7 @@ struct NormArgs {
     float eps;
     const float* weight;  // [group or width], or null
     const float* bias;    // same, or null
-    int64_t group;        // 0: the whole row; else each run of `group` columns by itself
+    int64_t group;        // 0: the whole row; else each run of `group` columns separately
     Pool* pool;
 };
 
@@ -168,10 +168,10 @@ constexpr int32_t kMaxHeadDim = 256;
 constexpr int64_t kKeyGroup = 16;
 
 struct CacheShape {
-    Type type;  // of queries, keys and values: what attention multiplies
+    Type type;  // type of queries, keys and values in products
     int32_t kv_heads, head_dim;
     int32_t block_size;  // 4, 8, or a multiple of 16 up to 128
-    bool ints = false;   // kept as int8
+    bool ints = false;   // stored as int8
 
     // Positions of a group of keys.
     int64_t key_group() const { return block_size < kKeyGroup ? block_size : kKeyGroup; }
@@ -220,13 +220,13 @@ struct AttentionArgs {
     float scale;
     int64_t window;  // 0: none; else positions p - window + 1 .. p
     float soft_cap;  // 0: none
-    int64_t* pieces_read;  // grows by the pieces of the cache that were read, a KV head each
+    int64_t* pieces_read;  // increased by the pieces of the cache that were read, per KV head
     Pool* pool;
 };
 
-// What the machine can do at most: bytes read, operations (a multiplication and an addition are
-// two), or pieces of work handed to all threads. `done` says how much it was; 0: there is no such
-// loop in this instruction set.
+// Measures limits of the machine: bytes read, operations (a multiplication and an addition are
+// two), or pieces of work distributed to all threads. `done` is the amount; 0: this instruction set
+// has no such loop.
 enum class Limit : int32_t {
     read, fma_f32, dot_bf16, dot_int8, tile_bf16, tile_int8, fork_join
 };

@@ -1,9 +1,9 @@
 // Keys and values as int8: a row of one head (of K or of V) is its integers times its scale.
 //
 // scale = absmax / 127, integers rint(x * (127 / absmax)), as rows of activations are quantized
-// (int_rows.h says what tiny, infinite and NaN become). Whole numbers up to 127 are exact in bf16
-// and in f32, so products take them as they are and the scale is applied beside: attention.cc says
-// where. Knows no layout. Always holds: what is written for a row depends on that row only.
+// (see int_rows.h for tiny, infinite and NaN values). Integers up to 127 are exact in bf16 and in
+// f32, so products use them directly and the scale is applied separately (attention.cc). The bytes
+// of a row depend on that row only.
 #pragma once
 
 #include "quire/int_vec.h"
@@ -12,7 +12,7 @@ namespace quire::QUIRE_ISA_NS {
 
 namespace {
 
-// The integers of x[0 .. n), zeros up to a whole vector; returns the scale.
+// Quantizes x[0 .. n), zero-padded to a whole vector; returns the scale.
 template <class T>
 QUIRE_VEC float quantize_head(const T* x, int64_t n, int8_t* to) {
     Ints most = set1_int(0);
@@ -24,7 +24,7 @@ QUIRE_VEC float quantize_head(const T* x, int64_t n, int8_t* to) {
         const Vec last = load_n(x + c, static_cast<int>(n - c));
         most = max(most, Ints{bits_of(last).v & 0x7fffffff});
     }
-    // The bits of magnitudes are ordered as they are, infinity and NaN above all.
+    // The bit patterns of magnitudes are ordered like them, infinity and NaN above all.
     const IntScale made = int_scale(max_lanes(most));
     for (c = 0; c < n; c += kLanes) {
         const Vec values = c + kLanes <= n ? load(x + c) : load_n(x + c, static_cast<int>(n - c));

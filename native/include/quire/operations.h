@@ -1,6 +1,6 @@
-// The operations of a program: the C++ side of quire/program/ops.py, which has their contract.
-// Each struct lists its fields once, by name, in `fields`; the binding decodes operations by these
-// names and exports them as a table, which quire/execute/native_ops.py compares with its own.
+// The operations of a program: the C++ side of quire/program/ops.py, which has their contract. Each
+// struct lists its fields once, by name, in `fields`; the binding decodes operations by these names
+// and exports them as a table, which quire/execute/native_ops.py compares with its own.
 #pragma once
 
 #include <cstdint>

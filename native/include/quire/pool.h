@@ -1,7 +1,7 @@
 // The thread pool: the caller is thread 0, num_threads - 1 workers join it. Calls come from one
-// thread at a time and do not nest. A pool also carries the instruction set its kernels use. The
-// thread that computes an item never changes its result; kernels must not read the thread number
-// except to find their scratch. Includes no library code (see vec.h for why).
+// thread at a time and do not nest. A pool also holds the instruction set its kernels use. A result
+// never depends on which thread computes an item; kernels must not read the thread number except to
+// find their scratch. Includes no library code (see vec.h for why).
 #pragma once
 
 #include <stdint.h>
@@ -12,7 +12,7 @@ struct KernelTable;
 
 class Pool {
   public:
-    // Starts the workers. Throws std::runtime_error where a thread cannot be made.
+    // Starts the workers. Throws std::runtime_error if a thread cannot be created.
     Pool(int num_threads, const KernelTable& kernels);
     ~Pool();
     Pool(const Pool&) = delete;
@@ -21,11 +21,11 @@ class Pool {
     __attribute__((always_inline)) int num_threads() const { return num_threads_; }
     __attribute__((always_inline)) const KernelTable& kernels() const { return kernels_; }
 
-    // body(begin, end, thread) over 0..n in chunks of at most `grain`. Each thread walks one
-    // contiguous run from its front; a thread that is done takes chunks from the far end of
-    // another's, and a worker that has not even started is not waited for. With at most one chunk,
-    // or one thread, the caller does all of it. What a body throws is thrown here, after all
-    // threads have left.
+    // Runs body(begin, end, thread) over 0..n in chunks of at most `grain`. Each thread processes
+    // one contiguous run from its front; a thread that is done steals chunks from the far end of
+    // another's run, and a worker that has not started yet is not waited for. With at most one
+    // chunk, or one thread, the caller does all of it. Exceptions of a body are thrown here, after
+    // all threads have left.
     template <class Body>
     void deal(int64_t n, int64_t grain, Body&& body) {
         deal_raw(n, grain,
@@ -35,14 +35,14 @@ class Pool {
                  const_cast<void*>(static_cast<const void*>(&body)));
     }
 
-    // At least `bytes` for `thread` alone, aligned to 64; what is in it stays until the next call
-    // that asks for more. Throws std::bad_alloc.
+    // Returns at least `bytes` for `thread` alone, aligned to 64; the content stays until the next
+    // call that needs more. Throws std::bad_alloc.
     char* scratch(int thread, int64_t bytes);
 
-    // The same for all threads together: asked for by the caller outside of a deal.
+    // The same for all threads together: called outside of a deal.
     char* shared(int64_t bytes) { return scratch(num_threads_, bytes); }
 
-    // How often work was handed to more than the caller so far.
+    // Returns how often work was distributed beyond the caller.
     int64_t num_forks() const { return num_forks_; }
 
   private:

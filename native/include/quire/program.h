@@ -1,6 +1,6 @@
-// A program as the interpreter holds it: buffers at fixed places of one arena, and segments of
-// operations (operations.h). Built once from quire/program by quire/execute/native.py.
-// Always holds: a step's counts scale the places; no place depends on a batch.
+// A program in the interpreter: buffers at fixed offsets of one arena, and segments of operations
+// (operations.h). Built once from quire/program by quire/execute/native.py. A step's counts scale
+// the offsets; no offset depends on the content of a batch.
 #pragma once
 
 #include <atomic>
@@ -17,7 +17,7 @@
 
 namespace quire {
 
-// What one run is about; arrays as in quire/program/batch.py.
+// The inputs of one run; arrays as in quire/program/batch.py.
 struct StepInputs {
     int64_t num_tokens = 0, num_samples = 0, num_sequences = 0, table_columns = 0;
     const int32_t* token_ids = nullptr;
@@ -28,7 +28,7 @@ struct StepInputs {
     const int32_t* block_tables = nullptr;
     const int32_t* sample_rows = nullptr;
 
-    // What an embedding looks up.
+    // Ids that an embedding looks up.
     const int32_t* ids(IdSource source) const {
         return source == IdSource::tokens ? token_ids : rope_positions;
     }
@@ -45,51 +45,50 @@ struct Aborted : std::runtime_error {
 
 class Program {
   public:
-    // apart_bytes: of a second arena, for run_layers; 0 for none.
+    // apart_bytes: size of a second arena, for run_layers; 0 for none.
     Program(std::shared_ptr<Pool> pool, int64_t arena_bytes, int64_t apart_bytes = 0);
 
-    // What is computed as one: an operation, or some that follow each other (see fuse()).
+    // A unit of computation: an operation, or several consecutive ones (see fuse()).
     struct Unit {
         size_t first, count;  // operations of the segment
-        int64_t nanoseconds;  // that all its runs took while times were taken
+        int64_t nanoseconds;  // of all its runs while times were recorded
     };
 
-    // All buffers of the arena, and where there is a second one all of it too, in the same order;
-    // then segments.
+    // Sets all buffers of the arena, and of the second one if there is one, in the same order; then
+    // the segments.
     void add_buffer(const BufferSpec& buffer);
     void add_buffer_apart(const BufferSpec& buffer);
     void add_segment(std::vector<Operation> ops);
-    // Angles [positions, half] of rope `index`; the caller keeps them alive.
+    // Sets the angles [positions, half] of rope `index`; the caller keeps them alive.
     void set_rope(int64_t index, const float* cos, const float* sin, int64_t positions,
                   int64_t half);
-    // Makes the KV pool, zero-filled. Throws std::bad_alloc.
+    // Allocates the KV pool, zero-filled. Throws std::bad_alloc.
     void allocate_cache(const CacheShape& shape, int64_t layers, int64_t num_blocks);
     // Copies whole blocks over all layers, in order.
     void copy_blocks(const int32_t* from, const int32_t* to, int64_t count);
 
-    // Runs a segment. Throws std::invalid_argument where an input is out of range (nothing is
-    // computed then), Aborted where abort() was called.
+    // Runs a segment. Throws std::invalid_argument if an input is out of range (nothing is computed
+    // then), Aborted if abort() was called.
     void run(int64_t segment, const StepInputs& inputs);
-    // Runs layers first .. end - 1 of a segment in the second arena, where what the layers before
-    // them left stays until layer 0 is run there again. A layer reaches from its attention to the
-    // next one's; what comes before the first belongs to it. Throws as run() does.
+    // Runs layers first .. end - 1 of a segment in the second arena, where the results of earlier
+    // layers stay until layer 0 runs there again. A layer reaches from its attention to the next
+    // one's; what precedes the first belongs to it. Throws as run() does.
     void run_layers(int64_t segment, const StepInputs& inputs, int64_t first, int64_t end);
     int64_t num_layers(int64_t segment) const {
         return static_cast<int64_t>(segment_at(segment).attentions.size());
     }
-    // May be called from another thread. Stops the run in progress, if there is one, and never a
-    // later one.
+    // Thread-safe. Stops the run in progress, if any, and never a later one.
     void abort() { aborted_.store(runs_.load()); }
     int64_t ops_done() const { return ops_done_.load(); }
-    // Pieces of the cache that attention read so far: 256 positions of a KV head each, however many
-    // rows were computed with them.
+    // Returns the pieces of the cache that attention has read: 256 positions of a KV head each,
+    // however many rows were computed with them.
     int64_t pieces_read() const { return pieces_read_; }
 
-    // Take the time of each unit from now on, beginning at zero; or no longer.
+    // Starts recording the time of each unit, from zero; or stops.
     void set_timed(bool timed);
     const std::vector<Unit>& units(int64_t segment) const { return segment_at(segment).units; }
 
-    // Fill the buffers a segment writes first with NaN before each of its runs.
+    // Fills the buffers that a segment writes first with NaN before each of its runs.
     void set_poison(bool poison) { poison_ = poison; }
 
     Rows rows(const ViewSpec& view) const;
@@ -130,16 +129,17 @@ class Program {
     char* layer_cache(int64_t layer) const;
 
     std::shared_ptr<Pool> pool_;
-    Pool alone_;  // hands out nothing: its caller does all, as many at once as there are
+    // without workers: its caller does everything, and any number of callers may run at once
+    Pool alone_;
     Arena arena_, apart_;
-    const Arena* now_ = &arena_;  // where operations find their buffers
+    const Arena* now_ = &arena_;  // the arena that operations use
     Memory cache_;
     std::vector<Segment> segments_;
     std::vector<Rope> ropes_;
     CacheShape shape_{};
     int64_t layers_ = 0, num_blocks_ = 0, pieces_read_ = 0;
     bool poison_ = false, timed_ = false;
-    // Twice the runs ended, and one more during a run: an abort outside of any names none.
+    // Twice the number of completed runs, plus one during a run: an abort between runs stops none.
     std::atomic<int64_t> runs_{0}, aborted_{-1};
     std::atomic<int64_t> ops_done_{0};
 };

@@ -1,6 +1,6 @@
-// The arithmetic of token choice, one number at a time: see quire/sampling/noise.py; its bits
-// these repeat. Included by files that are compiled per instruction set, so everything is static:
-// no copy made for one instruction set may be linked into another.
+// The arithmetic of sampling, one number at a time, with the bits of quire/sampling/noise.py.
+// Included by files that are compiled per instruction set, so everything is static: no copy made
+// for one instruction set may be linked into another.
 #pragma once
 
 #include <stdint.h>

@@ -1,6 +1,6 @@
-// What the row-wise kernels share: chunk sizes and dispatch on storage types.
-// Only for files compiled once per instruction set. Knows no operation. Always holds: a chunk is
-// whole rows, so how rows are dealt out cannot change a result; no load passes the last column.
+// Shared code of the row-wise kernels: chunk sizes and dispatch on storage types. Only for files
+// compiled once per instruction set. A chunk is whole rows, so the distribution of rows cannot
+// change a result; no load passes the last column.
 #pragma once
 
 #include "quire/kernels.h"
@@ -8,8 +8,8 @@
 
 namespace quire::QUIRE_ISA_NS {
 
-// Rows in a chunk of a deal: at least some 8 thousand elements, so that small work stays on the
-// calling thread.
+// Rows per chunk: at least some 8 thousand elements, so that small work stays on the calling
+// thread.
 QUIRE_VEC int64_t rows_per_chunk(int64_t width) { return width < 8192 ? 8192 / width : 1; }
 
 // Calls body with a null pointer of the element type of `type`.

@@ -1,6 +1,6 @@
-// Token choice of a whole batch: the semantics of quire/sampling/batch.py, the bits of
-// quire/sampling/reference.py. Knows no requests and no Python. A row's result depends on its own
-// logits and parameters only.
+// Sampling of a whole batch: the semantics of quire/sampling/batch.py, bitwise equal to
+// quire/sampling/reference.py.
+// A row's result depends on its own logits and parameters only.
 #pragma once
 
 #include <stdint.h>
@@ -55,7 +55,7 @@ struct ChooseArgs {
     float* logprobs;      // [R] out, this and the next two; null as num_logprobs is
     int32_t* top_ids;     // [R, K] out
     float* top_logprobs;  // [R, K] out
-    float* mus;           // [R] out, or null where no row has mirostat
+    float* mus;           // [R] out, or null if no row has mirostat
     int32_t max_candidates;     // C
     int32_t* candidate_ids;     // [R, C] out, this and the next two; null as num_candidates is
     float* candidate_scores;    // after bias, penalties and bans
@@ -67,7 +67,7 @@ struct ChooseArgs {
 // The key of a row's noise.
 NoiseKey noise_key(int64_t seed, int32_t stream, int32_t position);
 
-// Chooses with one instruction set's passes; KernelTable::choose calls it with its own.
+// Samples with one instruction set's passes; KernelTable::choose calls it with its own.
 void choose_tokens(const ChooseArgs& args, const SamplingPasses& passes);
 
 }  // namespace quire

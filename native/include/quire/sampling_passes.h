@@ -1,13 +1,13 @@
-// Loops of token choice over a stretch of one row's vocabulary, one set per instruction set. All
-// sets give the same bits: the recipe is quire/sampling/noise.py. They know neither rows,
-// parameters nor threads.
+// Loops of sampling over a stretch of one row's vocabulary, one set per instruction set.
+// All sets give the same bits: the recipe is quire/sampling/noise.py. Parameters and threads are
+// handled by sampling.cc.
 #pragma once
 
 #include <stdint.h>
 
 namespace quire {
 
-constexpr int kMassBlock = 256;  // most values one call of `masses` takes
+constexpr int kMassBlock = 256;  // most values per call of `masses`
 
 // A token id and its value. id -1: nothing above -inf was seen.
 struct BestToken {
@@ -15,7 +15,8 @@ struct BestToken {
     int32_t id;
 };
 
-// What survives min_p, top_k and top_p: values above `value`, and at `value` ids up to `last_id`.
+// The tokens kept by min_p, top_k and top_p: values above `value`, and at `value` ids up to
+// `last_id`.
 struct Cut {
     float value;
     int32_t last_id;
@@ -28,11 +29,12 @@ struct NoiseKey {
 };
 
 struct SamplingPasses {
-    // Largest of values[begin:end], ties to the lowest id. Sets *bad where one is NaN or +inf.
+    // Returns the largest of values[begin:end], ties to the lowest id. Sets *bad if one is NaN or
+    // +inf.
     BestToken (*largest)(const float* values, int32_t begin, int32_t end, bool* bad);
 
-    // Largest of values / temperature + noise over what the cut keeps. The cut applies to
-    // the values divided by temperature. Sets *bad where one of those is NaN or +inf.
+    // Returns the largest of values / temperature + noise over the tokens kept by the cut, which
+    // applies to values divided by temperature. Sets *bad if one of those is NaN or +inf.
     BestToken (*noisiest)(const float* values, int32_t begin, int32_t end, float temperature,
                           Cut cut, NoiseKey key, bool* bad);
 
@@ -43,7 +45,7 @@ struct SamplingPasses {
     // out[i] = exp(values[i] - max) as a multiple of 2^-34; count <= kMassBlock.
     void (*masses)(const float* values, int32_t count, float max, double* out);
 
-    // The sum of the masses of values[begin:end]; exact, so in no particular order.
+    // Returns the sum of the masses of values[begin:end]; exact, so independent of order.
     double (*mass_sum)(const float* values, int32_t begin, int32_t end, float max);
 };
 

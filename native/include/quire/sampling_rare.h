@@ -1,6 +1,6 @@
-// What few rows ask of token choice: the definitions of quire/sampling/rare.py, one function
-// each, for one row, by the calling thread. They know no batch and no threads; `values` are a
-// row's [V] and ids were checked by the caller.
+// Rarely used sampling steps: the definitions of quire/sampling/rare.py, one function each, for
+// one row, on the calling thread.
+// `values` are a row's [V], and ids were checked by the caller.
 #pragma once
 
 #include <stdint.h>
@@ -11,7 +11,7 @@
 
 namespace quire {
 
-constexpr int kMaxRepeat = 50;  // tokens of a repeat that are looked at
+constexpr int kMaxRepeat = 50;  // tokens of a repeat that are compared
 
 // A run of token ids.
 struct Ids {
@@ -64,15 +64,15 @@ struct RareArgs {
 void penalize_repeats(float* values, Ids history, const RareArgs& rare, int32_t row,
                       int32_t* best);
 
-// Sets banned sequences, n-grams and what is not allowed to -inf. kept: scratch.
+// Sets banned sequences, n-grams and ids that are not allowed to -inf. kept: scratch.
 void ban(float* values, int32_t vocabulary, Ids history, const RareArgs& rare, int32_t row,
          std::vector<float>& kept);
 
-// How far below `largest`, before the temperature, top_n_sigma keeps.
+// Returns how far below `largest`, before the temperature, top_n_sigma keeps tokens.
 float sigma_drop(const float* values, int32_t vocabulary, float largest, float num_sigmas);
 
-// A row on its way through the filters: values divided by the temperature, dropped ones -inf or
-// below the cut; `top` is the largest that is kept. The functions narrow it.
+// A row in the filters: values divided by the temperature, dropped ones -inf or below the cut;
+// `top` is the largest kept one. The functions narrow it.
 struct Filtered {
     float* values;
     int32_t vocabulary;
@@ -94,10 +94,10 @@ void cut_off(Filtered& row, float epsilon, float eta);
 void exclude_top_choices(Filtered& row, float threshold);
 void keep_unsurprising(Filtered& row, float mu);
 
-// Mirostat's mu after token_id was chosen among what is kept.
+// Returns mirostat's mu after token_id was sampled among the kept tokens.
 float moved_mu(const Filtered& row, int32_t token_id, const RareArgs& rare, int32_t index);
 
-// The row's coin: a number in (0, 1) that no token's noise depends on.
+// Returns the row's coin: a number in (0, 1) independent of every token's noise.
 float coin(NoiseKey key);
 
 }  // namespace quire

@@ -1,6 +1,6 @@
-// How likely given tokens were: log-probabilities of raw logits, ranks and best alternatives, with
-// the semantics of quire/sampling/scoring.py and its bits. Knows no requests and no Python.
-// Always holds: a row's result depends on its own logits and wishes only.
+// Scores of known tokens: log-probabilities of raw logits, ranks and best alternatives, bitwise
+// equal to quire/sampling/scoring.py.
+// A row's result depends on its own logits and parameters only.
 #pragma once
 
 #include <stdint.h>
@@ -9,7 +9,7 @@
 
 namespace quire {
 
-constexpr int32_t kMaxScoreTop = 20;  // alternatives a row may ask for
+constexpr int32_t kMaxScoreTop = 20;  // alternatives per row
 
 // Fields are those of ScoreBatch and Scores; R rows, V tokens in the vocabulary. Ids, offsets and
 // num_top (at most kMaxScoreTop) were checked by the caller. Logits are only read.

@@ -1,6 +1,6 @@
 // Scalar types and dtype tags shared by all native code. Includes no library code, so files
-// compiled once per instruction set may use it. Knows no layout. Always holds: rounding to bf16
-// here gives the bits of quire/weights/dtypes.py, whatever the instruction set.
+// compiled once per instruction set may use it. Rounding to bf16 here gives the bits of
+// quire/weights/dtypes.py on every instruction set.
 #pragma once
 
 #include <stddef.h>

@@ -68,7 +68,7 @@ QUIRE_VEC __m256i round_any_words(Vec a) {
     return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(up, nan, quiet), 16));
 }
 #if defined(QUIRE_HAS_BF16_DOT)
-// The instruction takes denormals for zeros; all else it rounds as round_any_words does.
+// The instruction flushes denormals to zero; it rounds everything else as round_any_words does.
 QUIRE_VEC bool has_denormals(Vec a) { return _mm512_fpclass_ps_mask(a.v, 0x20) != 0; }
 QUIRE_VEC __m256i round_words(Vec a) {
     if (__builtin_expect(has_denormals(a), false)) return round_any_words(a);
@@ -98,8 +98,8 @@ QUIRE_VEC Vec sub(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
 QUIRE_VEC Vec mul(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
 QUIRE_VEC Vec div(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 QUIRE_VEC Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-QUIRE_VEC Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }  // b where one is NaN
-QUIRE_VEC Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }  // b where one is NaN
+QUIRE_VEC Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }  // b if one is NaN
+QUIRE_VEC Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }  // b if one is NaN
 // The first n lanes of a, `fill` in the others.
 QUIRE_VEC Vec keep_first(Vec a, int n, float fill) {
     return {_mm512_mask_mov_ps(_mm512_set1_ps(fill), first_lanes(n), a.v)};
@@ -308,14 +308,14 @@ QUIRE_VEC void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 #endif
 
-// How far ahead of its use a weight is fetched where rows take one pass, a line a load: twice the
-// lines a core has on their way at once. At 8 KiB products of 4 bits ran at 0.7 of this.
+// How far ahead of its use a weight is prefetched if rows take one pass, a line per load: twice the
+// lines a core has in flight. At 8 KiB products of 4 bits ran at 0.7 of this.
 constexpr int64_t kStreamAheadBytes = 2048;
 constexpr int64_t kTileAheadBytes = 8192;  // the same for tiles of the matrix unit, bursts of lines
 
 // ---- the same on every instruction set
 
-// Loads, stores and fetches stay on their side of it, as the compiler orders them.
+// Loads, stores and prefetches are not reordered across it by the compiler.
 QUIRE_VEC void memory_barrier() { __asm__ volatile("" ::: "memory"); }
 
 QUIRE_VEC Vec zero() { return set1(0.0f); }
@@ -332,7 +332,7 @@ QUIRE_VEC void store_two(float* p, Vec a, Vec b) {
     store(p + kLanes, b);
 }
 
-// A pair of bf16 from memory in every lane; `set1_single` reads one and puts zero beside it.
+// A pair of bf16 from memory in every lane; `set1_single` reads one and pairs it with zero.
 QUIRE_VEC Pairs set1_pair(const bf16* p) {
     uint32_t bits;
     __builtin_memcpy(&bits, p, 4);
@@ -370,9 +370,8 @@ QUIRE_VEC float max_lanes(Vec a) {
     return lanes[0];
 }
 
-// 2^n for the whole numbers n in -252..254 times a, which is near 1: overflows to infinity and
-// underflows to zero as it should. In two factors, of which the first is exact, or by the
-// instruction that does just this.
+// 2^n for integers n in -252..254 times a, which is near 1: overflows to infinity and underflows to
+// zero correctly. In two factors, the first of which is exact, or by the instruction for it.
 QUIRE_VEC Vec scale_by_power(Vec a, Vec n) {
 #if defined(QUIRE_ZMM)
     return {_mm512_scalef_ps(a.v, n.v)};
@@ -384,9 +383,9 @@ QUIRE_VEC Vec scale_by_power(Vec a, Vec n) {
 #endif
 }
 
-// x[i] becomes e^x[i], within about 1.5 units in the last place; e^-inf is 0, NaN stays NaN.
-// x = n ln 2 + r with ln 2 in two parts; our own minimax polynomial of degree 6 for e^r. Each step
-// for all vectors before the next: they fill each other's waits.
+// x[i] becomes e^x[i], within about 1.5 units in the last place; e^-inf is 0, NaN stays NaN. x = n
+// ln 2 + r with ln 2 in two parts; our own minimax polynomial of degree 6 for e^r. Each step is
+// done for all vectors before the next, which hides latencies.
 template <int count>
 QUIRE_VEC void exp_each(Vec* x) {
     constexpr float kPolynomial[] = {8.374824188649654e-3f, 4.166822507977486e-2f,

@@ -1,6 +1,6 @@
-// A weight of a program, in the layout its kernels read, filled part by part from a checkpoint.
-// Knows no names and no files: it is given raw elements and their type. Always holds: the padding
-// of panels is zero (or counts as zero), and a vector is f32 whatever type was asked for.
+// A weight of a program, in the layout of its kernels, filled part by part from a checkpoint's raw
+// elements. The padding of panels is zero (or counts as zero), and a vector is f32 whatever type
+// was requested.
 #pragma once
 
 #include <cstdint>
@@ -17,34 +17,34 @@ enum class Source : int32_t { f32 = 0, f16 = 1, bf16 = 2 };
 
 static inline int64_t source_bytes(Source source) { return source == Source::f32 ? 4 : 2; }
 
-// Rows first_row .. of a checkpoint's tensor of `of_rows` rows: [of_rows, columns], or, where it is
+// Rows first_row .. of a checkpoint's tensor of `of_rows` rows: [of_rows, columns], or, if it is
 // stored transposed, [columns, of_rows].
 struct SourceRows {
     const uint8_t* bytes;  // of the whole tensor
     Source type;
     int64_t first_row, of_rows;
     bool transposed;
-    Content* content;  // the whole tensor's, taken on the way; null: it was digested before
+    Content* content;  // digest of the whole tensor, computed on the way; null: computed before
 };
 
-// Raised when bytes of a packed weight come to mean something else, or the same elements become
-// other bytes: packed weights of another number are not read.
+// Increased when the meaning of packed bytes changes, or the same elements pack to other bytes:
+// files of packed weights with another number are not read.
 constexpr int64_t kPackedLayout = 2;
 
 class Weight {
   public:
-    // matrix: panels (see PackedMatrix); table: [rows, columns]; vector: f32 [rows].
-    // A matrix may be of integers: it is quantized while it is filled, each row by itself.
+    // matrix: panels (see PackedMatrix); table: [rows, columns]; vector: f32 [rows]. A matrix may
+    // be of integers: it is quantized while it is filled, row by row.
     Weight(Form form, Type type, int64_t rows, int64_t columns, IntScheme ints = {});
 
-    // The weight that was packed into `bytes` bytes at `packed`, which outlive it, are aligned to
-    // 64 and followed by 64 readable bytes. Throws std::invalid_argument where they do not fit.
+    // Wraps a weight packed into `bytes` bytes at `packed`, which outlive it, are aligned to 64 and
+    // followed by 64 readable bytes. Throws std::invalid_argument if they do not fit.
     Weight(Form form, Type type, int64_t rows, int64_t columns, IntScheme ints,
            const char* packed, int64_t bytes);
 
     // Converts `count` rows of `source` into rows first .. first + count, adding `offset` to each
-    // element in f32. Throws std::out_of_range past the last row, of the weight or the source, and
-    // std::logic_error where the weight was packed before.
+    // element in f32. Throws std::out_of_range past the last row of the weight or the source, and
+    // std::logic_error if the weight was packed before.
     void fill(Pool& pool, int64_t first, int64_t count, const SourceRows& source, float offset);
 
     Form form() const { return form_; }
@@ -56,11 +56,12 @@ class Weight {
     PackedMatrix matrix() const { return {memory_.data(), rows_, columns_, type_}; }
     bool has_ints() const { return ints_.bits != 0; }
     PackedInts ints() const { return {memory_.data(), rows_, columns_, ints_}; }
-    // Rows filled so far that 8 bits are too coarse for: a few elements dwarf the others.
+    // Returns the rows filled so far for which 8 bits are too coarse: a few elements dominate the
+    // others.
     int64_t coarse_rows() const { return coarse_rows_; }
     const float* vector() const { return reinterpret_cast<const float*>(memory_.data()); }
 
-    // Row `row` as f32, for checks.
+    // Returns row `row` as f32, for checks.
     std::vector<float> row(int64_t row) const;
 
   private:

@@ -1,7 +1,6 @@
 // The table of an instruction set that differs from another (QUIRE_BASE_NS) by one instruction,
-// which multiplies four bytes a lane: integer products are its own and so is the limit that is
-// measured for them; all else is the other's. Bits are the same as the other's, as integer sums are
-// exact.
+// which multiplies four bytes a lane: integer products and their measured limit are its own;
+// everything else is the other's. Bits are the same as the other's, as integer sums are exact.
 
 #include "quire/kernels.h"
 

@@ -52,7 +52,7 @@ TIMES = RequestTimes(arrival_ms=0.0, first_scheduled_ms=1.0, first_token_ms=2.0,
 
 
 class ByteTokenizer:
-    """One id a byte; a begin-of-text token only if given. marks: special tokens."""
+    """One id per byte; a begin-of-text token only if given. marks: special tokens."""
 
     def __init__(self, bos: int | None = None, marks: tuple[str, ...] = ()) -> None:
         self._bos = bos
@@ -81,7 +81,7 @@ class ByteTokenizer:
         return bytes(kept).decode(errors="replace")
 
 
-# `role:content;` for each message, and what else it is given.
+# `role:content;` for each message, then its other fields.
 PLAIN_TEMPLATE = (
     "{% for document in documents or [] %}({{ document.text }}){% endfor %}"
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
@@ -110,7 +110,7 @@ class Asked:
 
 
 class FakeEngine:
-    """See the top of this file. `pause` is awaited before each delta but the first."""
+    """See the module docstring. `pause` is awaited before each delta except the first."""
 
     def __init__(self, *script: str, card: ModelCard = CARD) -> None:
         self.card = card
@@ -220,7 +220,7 @@ class FakeEngine:
                 self.closed_early.append(request_id)
 
     def _scored(self, prompt_ids: Sequence[int]) -> list[TokenText | None]:
-        """Rank 3 and logprob -at at position `at`; one alternative, which is impossible."""
+        """Return rank 3 and logprob -at at position `at`; one alternative, which is impossible."""
         other = TokenText(token_id=99, text="c", raw=b"c", logprob=float("-inf"), rank=1)
         return [
             None,
@@ -281,7 +281,7 @@ class FakeEngine:
 
 
 class Site:
-    """An app on a FakeEngine, called without sockets. Made inside a running loop."""
+    """An app on a FakeEngine, called without sockets. Create it inside a running loop."""
 
     def __init__(
         self,
@@ -298,7 +298,7 @@ class Site:
         self.app = build_app(self.server_state)
 
     async def post(self, path: str, body: Any, **options: Any) -> Reply:
-        """Infinities in `body` are written as 1e999, which is JSON and reads as infinity."""
+        """Post a body. Infinities in `body` are written as 1e999, which JSON reads as infinity."""
         raw = body
         if not isinstance(body, bytes):
             raw = json.dumps(body).replace("Infinity", "1e999").encode()
@@ -321,9 +321,10 @@ class Site:
         query: bytes = b"",
         client: tuple[str, int] | None = ("127.0.0.1", 1),
     ) -> Reply:
-        """One exchange. `gone`: when set, the caller leaves. `on_part` is awaited for each part.
+        """Run one exchange. `gone`: when set, the client disconnects. `on_part` is awaited for each
+        part.
 
-        cut_short: the caller leaves before the body's end.
+            cut_short: the client disconnects before the body's end.
         """
         reply = Reply()
         pieces = [raw[at : at + part_bytes] for at in range(0, len(raw), part_bytes)] or [b""]

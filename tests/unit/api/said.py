@@ -1,7 +1,7 @@
-"""A response as it was sent, held to what /openapi.json says of its route.
+"""A response as sent, checked against the description of its route in /openapi.json.
 
-Every exchange of these tests passes here, so an answer that gets a field, or a status, which the
-document does not have turns a test red.
+Every exchange of these tests passes here, so an answer with a field or a status that the document
+lacks fails a test.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Reply:
 
 @cache
 def full_document() -> dict[str, Any]:
-    """Of a server with keys, which can answer all that any server can."""
+    """Return the document of a server with keys, which has every possible response."""
     routes = []
     for operation in OPERATIONS:
         method, _, path = operation.partition(" ")
@@ -68,8 +68,8 @@ def full_document() -> dict[str, Any]:
 
 
 def check_said(method: str, path: str, reply: Reply) -> None:
-    """Fail where the document says nothing of this answer, or something else."""
-    if method == "OPTIONS" and reply.status == 204:  # a page asks whether it may ask
+    """Fail if the document does not describe this response."""
+    if method == "OPTIONS" and reply.status == 204:  # a preflight
         return
     responses = _responses(method, served_path(path))
     if responses is None or _is_not_served(reply):
@@ -89,14 +89,14 @@ def check_said(method: str, path: str, reply: Reply) -> None:
 
 
 def _is_not_served(reply: Reply) -> bool:
-    """Whether nothing is served there, or not by this method."""
+    """Return whether nothing is served at the path, or not with this method."""
     codes = {404: "unknown_url", 405: "method_not_allowed"}
     return reply.status in codes and reply.error["code"] == codes[reply.status]
 
 
 @cache
 def validator(name: str) -> Draft202012Validator:
-    """Of one of the document's schemas."""
+    """Return the validator of one of the document's schemas."""
     schema = {"$ref": f"#/components/schemas/{name}", "components": full_document()["components"]}
     return Draft202012Validator(schema)
 

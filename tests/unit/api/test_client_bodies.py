@@ -1,4 +1,4 @@
-"""Bodies as other programs send them by default are answered, unchanged."""
+"""Default request bodies of other programs are answered unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOOL_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}:{{ message.content }};{% endfor %}"
 )
 
-# What SillyTavern's text completion sends to every backend, at its default settings.
+# SillyTavern's text completion request to every backend, at its default settings.
 SILLYTAVERN: dict[str, Any] = {
     "prompt": "Write the next reply.\nYou: Hi\nSeraphina:",
     "model": "",
@@ -67,7 +67,7 @@ SILLYTAVERN: dict[str, Any] = {
     "adaptive_decay": 0.9,
     "stream": True,
 }
-# What it adds for a server with OpenAI's API, and for vLLM.
+# Its additional fields for a server with OpenAI's API, and for vLLM.
 SILLYTAVERN_GENERIC = {
     **SILLYTAVERN,
     "rep_pen": 1.2,
@@ -151,7 +151,7 @@ TOOL = {
     },
 }
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
-# What the AI SDK's OpenAI-compatible and OpenAI chat providers send; undefined keys are left out.
+# Requests of the AI SDK's OpenAI-compatible and OpenAI chat providers, without undefined keys.
 AI_SDK: dict[str, dict[str, Any]] = {
     "generateText": {
         "model": "fake",

@@ -1,4 +1,4 @@
-"""Texts that are too long to be worth tokenizing are refused unread, with both numbers."""
+"""Texts that are too long to fit are rejected before tokenization, with both numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 class Counting(ByteTokenizer):
-    """Remembers how long the texts were that it was given. A text's length says nothing."""
+    """A tokenizer that records the lengths of its input. A text's length gives no lower bound."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def of(text: str) -> dict[str, Any]:
         ("/v1/chat/completions", {**of("x" * MIB), "truncate_prompt_tokens": 4}),
     ],
 )
-def test_a_text_beyond_the_bound_is_refused_unread(path: str, body: dict[str, Any]) -> None:
+def test_a_text_beyond_the_bound_is_rejected_unread(path: str, body: dict[str, Any]) -> None:
     reply, lengths = ask(path, body)
     param = "messages" if "messages" in body else "prompt"
     assert (reply.status, reply.error["param"]) == (400, param), reply.body
@@ -79,7 +79,7 @@ def test_the_bound_grows_with_the_context() -> None:
     assert (reply.status, lengths) == (200, [MIB + 16])
 
 
-def test_what_cannot_fit_in_any_tokens_is_refused_unread_unless_it_is_cut() -> None:
+def test_a_text_that_can_never_fit_is_rejected_unread_unless_truncated() -> None:
     engine = FakeEngine()
     seen: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Several --served-model-name values: any may be asked for, answers carry the first."""
+"""Several --served-model-name values: any may be requested, answers carry the first."""
 
 from __future__ import annotations
 

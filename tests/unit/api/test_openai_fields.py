@@ -1,6 +1,6 @@
-"""Each field of OpenAI's own request types is honoured, refused by name or known to be harmless.
+"""Each field of OpenAI's own request types is honoured, rejected by name or known to be harmless.
 
-The types are those of the installed client, so a field that OpenAI adds turns this red.
+The types are those of the installed client, so a field that OpenAI adds fails a test.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHAT_FIELDS = {*typing.get_type_hints(chat_types.CompletionCreateParamsBase), "s
 COMPLETION_FIELDS = {*typing.get_type_hints(completion_types.CompletionCreateParamsBase), "stream"}
 MESSAGES = [{"role": "user", "content": "hi"}]
 
-# What would change an answer, and is not served: the value, and a word of the reason.
+# Unserved fields that would change an answer: the value, and a word of the reason.
 REFUSED: dict[str, tuple[Any, str]] = {
     "audio": ({"voice": "alloy", "format": "mp3"}, "text only"),
     "function_call": ({"name": "f"}, "tool_choice"),
@@ -44,18 +44,18 @@ def post(path: str, body: dict[str, Any], engine: FakeEngine | None = None) -> R
 
 
 @pytest.mark.parametrize("name", sorted(CHAT_FIELDS))
-def test_every_field_of_openais_chats_has_a_place_in_the_table(name: str) -> None:
+def test_every_field_of_openais_chats_is_in_the_table(name: str) -> None:
     assert sum(name in table for table in (CHAT, NO_EFFECT, UNSERVED, HINTS)) == 1
     assert (name in UNSERVED) == (name in REFUSED)
 
 
 @pytest.mark.parametrize("name", sorted(COMPLETION_FIELDS))
-def test_every_field_of_openais_completions_has_a_place_in_the_table(name: str) -> None:
+def test_every_field_of_openais_completions_is_in_the_table(name: str) -> None:
     assert sum(name in table for table in (COMPLETIONS, NO_EFFECT, UNSERVED, HINTS)) == 1
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_is_not_served_is_refused_by_name(name: str) -> None:
+def test_unserved_fields_are_rejected_by_name(name: str) -> None:
     value, word = REFUSED[name]
     reply = post("/v1/chat/completions", {"messages": MESSAGES, name: value})
     assert reply.status == 400
@@ -82,11 +82,11 @@ def test_what_is_not_served_is_refused_by_name(name: str) -> None:
         ("stream_options", None),
     ],
 )
-def test_what_cannot_change_an_answer_is_accepted(name: str, value: Any) -> None:
+def test_fields_without_effect_are_accepted(name: str, value: Any) -> None:
     assert post("/v1/chat/completions", {"messages": MESSAGES, name: value}).status == 200
 
 
-def test_the_last_tokens_of_a_prompt_are_kept_where_that_is_asked_for() -> None:
+def test_the_last_tokens_of_a_prompt_are_kept_on_request() -> None:
     for prompt in ("abcdef", list(b"abcdef")):
         engine = FakeEngine()
         body = {"prompt": prompt, "truncate_prompt_tokens": 4}
@@ -120,7 +120,7 @@ def test_the_last_tokens_of_a_prompt_are_kept_where_that_is_asked_for() -> None:
         ((), None),
     ],
 )  # fmt: skip
-def test_a_suffix_is_written_with_the_marks_the_vocabulary_has(
+def test_a_suffix_uses_the_fim_tokens_of_the_vocabulary(
     marks: tuple[str, ...], written: str | None
 ) -> None:
     engine = FakeEngine(card=replace(CARD, max_model_len=200))
@@ -137,7 +137,7 @@ def test_a_suffix_is_written_with_the_marks_the_vocabulary_has(
 @pytest.mark.parametrize(
     "more", [{"suffix": 5}, {"suffix": "x", "echo": True}, {"suffix": "x", "prompt": [1, 2]}]
 )
-def test_a_suffix_goes_with_text_alone(more: dict[str, Any]) -> None:
+def test_a_suffix_requires_a_text_prompt(more: dict[str, Any]) -> None:
     engine = FakeEngine()
     engine.tokenizer = ByteTokenizer(marks=("<fim_prefix>", "<fim_suffix>", "<fim_middle>"))
     reply = post("/v1/completions", {"prompt": "a", **more}, engine)
@@ -145,7 +145,7 @@ def test_a_suffix_goes_with_text_alone(more: dict[str, Any]) -> None:
     assert post("/v1/completions", {"prompt": "a", "suffix": ""}).status == 200
 
 
-def test_timings_are_told_in_usage_where_they_are_asked_for() -> None:
+def test_timings_are_in_usage_on_request() -> None:
     for path, body in (
         ("/v1/completions", {"prompt": "abc", "n": 2}),
         ("/v1/chat/completions", {"messages": MESSAGES}),
@@ -180,7 +180,7 @@ SPEEDS = {
         ("/generate", {"tokens": [1, 2, 3]}),
     ],
 )
-def test_timings_in_llama_cpps_form_stand_beside_usage(path: str, body: dict[str, Any]) -> None:
+def test_timings_in_llama_cpps_form_are_beside_usage(path: str, body: dict[str, Any]) -> None:
     assert "timings" not in post(path, body).json
     assert post(path, {**body, "timings": True}).json["timings"] == SPEEDS
     stream = {**body, "stream": True, "timings": True}

@@ -1,4 +1,6 @@
-"""/openapi.json and /docs: all that is served is in them, and their bounds are the server's own."""
+"""/openapi.json and /docs: they describe everything that is served, with the server's own
+bounds.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ OUTSIDE = re.compile(r"^([a-z]+:)?//", re.I)
 
 
 def shown(path: str = "/openapi.json", **settings: Any) -> Any:
-    """What a server answers; the JSON of it, or the text."""
+    """Return a server's response: its JSON, or the text."""
 
     async def exchange() -> Any:
         reply = await Site(**settings).get(path)
@@ -51,7 +53,7 @@ def shown(path: str = "/openapi.json", **settings: Any) -> Any:
     return asyncio.run(exchange())
 
 
-def test_every_route_that_is_served_is_in_the_document_and_no_other() -> None:
+def test_every_served_route_is_in_the_document_and_no_other() -> None:
     async def routes() -> list[str]:
         return [f"{method} {path}" for method, path in served(routes_of(Site().server_state))]
 
@@ -66,7 +68,7 @@ def test_every_route_that_is_served_is_in_the_document_and_no_other() -> None:
     assert written == OPERATIONS.keys()
 
 
-def test_the_listener_for_admins_shows_its_own_routes() -> None:
+def test_the_admin_listener_shows_its_own_routes() -> None:
     async def exchange() -> None:
         site = Site(admin_port=0)
         guarded = {path for path in FULL["paths"] if is_guarded(path)}
@@ -82,7 +84,7 @@ def test_the_listener_for_admins_shows_its_own_routes() -> None:
     asyncio.run(exchange())
 
 
-def test_a_route_nobody_described_is_not_left_out_silently() -> None:
+def test_an_undescribed_route_is_an_error() -> None:
     async def build() -> None:
         routes = routes_of(Site().server_state)
         routes[0].path = "/v1/new"
@@ -92,14 +94,14 @@ def test_a_route_nobody_described_is_not_left_out_silently() -> None:
     asyncio.run(build())
 
 
-def test_every_honoured_field_has_words_and_no_other_has() -> None:
+def test_every_honoured_field_has_a_description_and_no_other_has() -> None:
     assert WORDS.keys() == HONOURED
     assert OF_CHATS.keys() <= CHAT
     assert OF_TEXTS.keys() <= TOKENIZE | DETOKENIZE | APPLY_TEMPLATE
 
 
 @pytest.mark.parametrize("name", sorted(n for n, op in OPERATIONS.items() if op.body is not None))
-def test_a_request_has_its_honoured_fields_the_refused_and_those_without_effect(name: str) -> None:
+def test_a_request_has_its_honoured_rejected_and_inert_fields(name: str) -> None:
     operation = OPERATIONS[name]
     assert operation.body is not None
     properties = FULL["components"]["schemas"][operation.title]["properties"]
@@ -115,7 +117,7 @@ def test_a_request_has_its_honoured_fields_the_refused_and_those_without_effect(
     assert by_kind["synonym"] == {n for n, path in SYNONYMS.items() if path[0] in operation.body}
 
 
-def test_schemas_are_schemas_names_lead_somewhere_and_ids_are_single() -> None:
+def test_schemas_are_valid_references_resolve_and_ids_are_unique() -> None:
     for schema in FULL["components"]["schemas"].values():
         Draft202012Validator.check_schema(schema)
     names = re.findall(r'"#/components/schemas/(\w+)"', json.dumps(FULL))
@@ -124,7 +126,7 @@ def test_schemas_are_schemas_names_lead_somewhere_and_ids_are_single() -> None:
     assert len(ids) == len(set(ids))
 
 
-def test_the_examples_fit_and_are_answered() -> None:
+def test_the_examples_are_valid_and_answered() -> None:
     async def exchange() -> None:
         for name, operation in OPERATIONS.items():
             if not operation.example:
@@ -140,7 +142,7 @@ def test_the_examples_fit_and_are_answered() -> None:
     asyncio.run(exchange())
 
 
-def test_with_keys_all_but_the_open_paths_want_one_and_the_model_is_not_told() -> None:
+def test_with_keys_protected_paths_need_one_and_the_model_is_not_shown() -> None:
     found = shown(api_key=("sk-one",))
     for path, methods in found["paths"].items():
         for operation in methods.values():
@@ -152,7 +154,7 @@ def test_with_keys_all_but_the_open_paths_want_one_and_the_model_is_not_told() -
     assert CARD.name not in json.dumps(shown(tenants=[tenant]))
 
 
-def test_without_keys_the_document_tells_the_models_name_and_sizes() -> None:
+def test_without_keys_the_document_shows_the_models_name_and_sizes() -> None:
     found = shown()
     properties = found["components"]["schemas"]["CompletionRequest"]["properties"]
     assert properties["model"]["enum"] == [CARD.name, None]
@@ -168,7 +170,7 @@ def test_the_servers_own_settings_are_in_it() -> None:
     assert schema["additionalProperties"] is True
 
 
-# What a field at its bound needs beside it to be served.
+# Other fields that a field at its bound requires.
 BESIDE: dict[str, dict[str, Any]] = {
     "min_tokens": {"max_tokens": None},
     "length_penalty": {"use_beam_search": True, "n": 2},
@@ -177,7 +179,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "xtc_probability": {"temperature": 1.0},
     "stream_options": {"stream": True},
 }
-# Fields that ask for something at one of their bounds which needs more than that.
+# Fields with requirements at one of their bounds.
 ELSEWHERE = {
     ("max_tokens", 0): "with prompt_logprobs only",
     ("max_completion_tokens", 0): "with prompt_logprobs only",
@@ -196,7 +198,7 @@ ROUTES = {
 
 
 class CheckingEngine(FakeEngine):
-    """Refuses what the engine itself refuses, but for texts: it has no tokens of bad words."""
+    """Reject what the engine itself rejects, except texts: it has no tokens of bad words."""
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, **terms: Any
@@ -207,7 +209,7 @@ class CheckingEngine(FakeEngine):
 
 
 def bounded(path: str) -> Iterator[tuple[str, Any, Any]]:
-    """(field, a value at its bound, one just beyond it) of all fields of a route."""
+    """Yield (field, a value at its bound, one just beyond it) of all fields of a route."""
     title, _ = ROUTES[path]
     properties = shown()["components"]["schemas"][title]["properties"]
     for name, schema in properties.items():
@@ -248,7 +250,7 @@ def _list_ends(schema: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_the_document_and_the_server_agree_on_every_bound(path: str) -> None:
-    """At the bound a request is served, just beyond it refused by the field's name."""
+    """At the bound a request is served, just beyond it rejected by the field's name."""
     title, pairs = ROUTES[path][0], list(bounded(path))
     assert len(pairs) > 60
 
@@ -272,7 +274,7 @@ def test_the_document_and_the_server_agree_on_every_bound(path: str) -> None:
 
 
 class _Page(HTMLParser):
-    """What a page refers to and holds."""
+    """The references and content of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -292,7 +294,7 @@ class _Page(HTMLParser):
         self.words.append(data)
 
 
-def test_the_page_has_all_routes_and_fields_and_needs_nothing_from_elsewhere() -> None:
+def test_the_page_has_all_routes_and_fields_without_external_resources() -> None:
     text = shown("/docs")
     page = _Page(text)
     words = set(page.words)
@@ -309,7 +311,7 @@ def test_the_page_has_all_routes_and_fields_and_needs_nothing_from_elsewhere() -
     assert anchors <= set(page.ids)
 
 
-def test_the_page_forbids_script_and_other_hosts_and_shows_the_address_it_was_asked_at() -> None:
+def test_the_page_forbids_scripts_and_other_hosts_and_shows_its_own_address() -> None:
     async def exchange() -> None:
         reply = await Site().get("/docs", headers={"host": "localhost:8123"})
         policy = reply.headers["content-security-policy"]
@@ -319,7 +321,7 @@ def test_the_page_forbids_script_and_other_hosts_and_shows_the_address_it_was_as
     asyncio.run(exchange())
 
 
-def test_a_host_that_is_no_address_is_not_shown() -> None:
+def test_an_invalid_host_is_not_shown() -> None:
     async def exchange() -> None:
         site = Site(api_key=("sk-one",))
         for host in ("<script>alert(1)</script>", "a b", 'x"y', "[", "\x00"):
@@ -332,7 +334,7 @@ def test_a_host_that_is_no_address_is_not_shown() -> None:
     asyncio.run(exchange())
 
 
-def test_both_answer_while_the_model_loads() -> None:
+def test_both_are_served_while_the_model_loads() -> None:
     async def exchange() -> None:
         site = Site()
         site.server_state._engine = None

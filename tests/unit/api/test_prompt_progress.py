@@ -1,4 +1,4 @@
-"""return_progress: events of how much of a prompt is computed, in the form of llama.cpp."""
+"""return_progress: events on how much of a prompt is computed, in the form of llama.cpp."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.api.fake_engine import FakeEngine, Reply, Site
 
 
 class ChunkedEngine(FakeEngine):
-    """Reports two chunks of a prompt before its first text, where that is asked for."""
+    """An engine that reports two prompt chunks before its first text, on request."""
 
     async def generate(self, *args: Any, **settings: Any) -> AsyncIterator[TextDelta]:
         begun = False
@@ -89,7 +89,7 @@ def test_each_prompt_of_a_request_reports_its_own() -> None:
 
 
 @pytest.mark.parametrize("value", [1, "true"])
-def test_another_type_is_refused(value: Any) -> None:
+def test_another_type_is_rejected(value: Any) -> None:
     for name in ("return_progress", "timings_per_token"):
         reply, _ = post("/v1/completions", {"prompt": "abc", "stream": True, name: value})
         assert (reply.status, reply.error["param"]) == (400, name)

@@ -1,4 +1,4 @@
-"""Parameters in the query of a POST route: none is known, so none is passed over in silence."""
+"""Query parameters of a POST route: none is known, so none is silently ignored."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ask(path: str, query: bytes, **settings: Any) -> tuple[Reply, FakeEngine]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_parameter_of_the_query_is_refused_by_name(path: str) -> None:
+def test_a_query_parameter_is_rejected_by_name(path: str) -> None:
     for query in (b"frobnicate=1", b"frobnicate", b"&frobnicate=&x=2"):
         reply, engine = ask(path, query)
         assert (reply.status, reply.error["param"]) == (400, "frobnicate")
@@ -38,13 +38,13 @@ def test_a_parameter_of_the_query_is_refused_by_name(path: str) -> None:
         assert not engine.asked
 
 
-def test_a_field_of_the_body_is_told_to_go_there() -> None:
+def test_a_body_field_in_the_query_is_rejected_with_a_hint() -> None:
     reply, _ = ask("/v1/completions", b"temperature=0")
     assert (reply.status, reply.error["param"]) == (400, "temperature")
     assert "send it as a field of the body" in reply.error["message"]
 
 
-def test_it_is_left_out_and_named_where_the_server_was_told_so() -> None:
+def test_in_warn_mode_it_is_ignored_and_listed() -> None:
     for path in BODIES:
         reply, _ = ask(path, b"frobnicate=1&x=2", unknown_fields="warn")
         if "/abort" in path:
@@ -54,12 +54,12 @@ def test_it_is_left_out_and_named_where_the_server_was_told_so() -> None:
             assert reply.headers["x-quire-ignored-fields"] == "frobnicate, x"
 
 
-def test_an_empty_query_is_none() -> None:
+def test_an_empty_query_is_accepted() -> None:
     for query in (b"", b"&"):
         assert ask("/v1/completions", query)[0].status == 200
 
 
-def test_an_abort_with_a_parameter_is_done_and_names_it() -> None:
+def test_an_abort_with_a_parameter_is_done_and_lists_it() -> None:
     async def exchange() -> None:
         site = Site(FakeEngine("a", "b"), unknown_fields="warn")
         going = asyncio.Event()
@@ -68,9 +68,9 @@ def test_an_abort_with_a_parameter_is_done_and_names_it() -> None:
         asked = asyncio.ensure_future(site.post("/v1/completions", {"prompt": "a"}, headers=name))
         while not site.engine.num_deltas:
             await asyncio.sleep(0)
-        told = await site.post("/v1/requests/mine/abort", {}, query=b"why=1")
-        assert told.json["aborted"] is True
-        assert told.headers["x-quire-ignored-fields"] == "why"
+        reply = await site.post("/v1/requests/mine/abort", {}, query=b"why=1")
+        assert reply.json["aborted"] is True
+        assert reply.headers["x-quire-ignored-fields"] == "why"
         going.set()
         await asked
 

@@ -1,4 +1,4 @@
-"""The rarer fields of token choice, through the routes: what is handed on, what is refused."""
+"""Rarely used sampling fields through the routes: what is passed on, what is rejected."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_lists_of_words_and_ids_reach_the_engine() -> None:
         ("no_repeat_ngram_size", -1, "from 0 to 50"),
     ],
 )
-def test_what_is_not_allowed_is_refused_by_name(field: str, value: Any, said: str) -> None:
+def test_invalid_values_are_rejected_by_name(field: str, value: Any, said: str) -> None:
     for route in (completion, chat):
         engine = FakeEngine()
         reply = route(engine, **{field: value})
@@ -79,7 +79,7 @@ def test_what_is_not_allowed_is_refused_by_name(field: str, value: Any, said: st
         assert not engine.asked
 
 
-def test_mirostat_puts_a_model_s_filters_aside_but_not_the_caller_s() -> None:
+def test_mirostat_overrides_model_filters_and_conflicts_with_request_filters() -> None:
     defaults = SamplingParams(top_k=20, top_p=0.8, min_p=0.1)
     params = sampling_of({"mirostat": 2}, defaults, logprobs=None)
     assert {name: getattr(params, name) for name in FILTERS_OFF} == dict(FILTERS_OFF)
@@ -93,7 +93,7 @@ def ours(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", sorted(OTHER_NAMES))
-def test_a_name_of_another_program_is_told_ours(name: str) -> None:
+def test_a_name_of_another_program_is_rejected_with_ours(name: str) -> None:
     tables = [table for table in (CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE) if ours(name) in table]
     assert tables
     for honoured in tables:
@@ -101,7 +101,7 @@ def test_a_name_of_another_program_is_told_ours(name: str) -> None:
             known_fields({name: 1}, honoured, warn_unknown=False)
 
 
-def test_what_other_programs_send_with_every_request_is_accepted_where_it_is_off() -> None:
+def test_fields_of_other_programs_are_accepted_at_their_neutral_values() -> None:
     off = {"tfs": 1, "top_a": 0, "smoothing_factor": 0.0, "dynatemp_range": 0, "repeat_last_n": -1}
     assert known_fields(off, CHAT, warn_unknown=False) == ({}, ())
     with pytest.raises(InvalidParameter, match=r"top_a is 0\.2: .*min_p"):

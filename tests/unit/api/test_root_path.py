@@ -1,4 +1,4 @@
-"""--root-path: below a proxy's path, whether the proxy takes it away or leaves it."""
+"""--root-path: below a proxy's path, whether or not the proxy strips it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.config.server_config import ServerConfig
 from tests.unit.api.fake_engine import Site
 
 
-def test_paths_are_served_with_what_the_proxy_left_and_without() -> None:
+def test_paths_are_served_with_and_without_the_prefix() -> None:
     async def exchange() -> None:
         site = Site(root_path="/llm/a")
         for path in ("/llm/a/v1/models", "/v1/models", "/llm/a/health", "/llm/a", "/llm/a/"):
@@ -23,7 +23,7 @@ def test_paths_are_served_with_what_the_proxy_left_and_without() -> None:
     asyncio.run(exchange())
 
 
-def test_what_is_checked_is_the_path_that_is_served() -> None:
+def test_checks_apply_to_the_served_path() -> None:
     async def exchange() -> None:
         site = Site(root_path="/llm", api_key=("k",))
         for path in ("/llm/v1/models", "/llm/metrics", "/llm/admin"):
@@ -46,7 +46,7 @@ def test_routes_are_counted_by_their_own_names() -> None:
     asyncio.run(exchange())
 
 
-def test_the_front_page_names_paths_as_they_are_asked() -> None:
+def test_the_front_page_names_paths_as_requested() -> None:
     async def exchange() -> None:
         text = (await Site(root_path="/llm").get("/llm")).body.decode()
         assert "/llm/v1/chat/completions, /llm/v1/completions" in text
@@ -69,6 +69,6 @@ def test_the_document_and_its_page_name_the_prefix() -> None:
 
 
 @pytest.mark.parametrize("path", ["llm", "/", "/llm/", "//llm", "/a b", "/a?b", "/v1"])
-def test_a_prefix_that_is_none_is_refused_in_words(path: str) -> None:
+def test_an_invalid_prefix_is_rejected_with_a_reason(path: str) -> None:
     with pytest.raises(SettingError, match=r"root_path is .*(such as /llm|only the prefix)"):
         ServerConfig(root_path=path)

@@ -54,20 +54,20 @@ def test_an_echo_with_log_probabilities_has_the_prompts_first() -> None:
     assert "prompt_logprobs" not in choice
 
 
-def test_a_special_token_takes_up_characters_only_where_the_echo_spells_it() -> None:
+def test_a_special_token_has_characters_only_if_the_echo_spells_it() -> None:
     engine = FakeEngine()
     engine.tokenizer = ByteTokenizer(bos=ord("|"))
     for prompt, names, offsets in (
         ("ab", "|ab", [0, 0, 1, 2, 5]),  # put before the text
         ("a|b", "|a|b", [0, 0, 1, 2, 3, 6]),  # and spelled in it
-        ([97, 124, 98], "a|b", [0, 1, 1, 2, 5]),  # given as an id: no text of the echo
+        ([97, 124, 98], "a|b", [0, 1, 1, 2, 5]),  # given as an id: not in the echo's text
     ):
         [choice] = _choices({"prompt": prompt, "echo": True, "logprobs": 0}, engine)
         assert choice["logprobs"]["tokens"][:-2] == list(names)
         assert choice["logprobs"]["text_offset"] == offsets
 
 
-def test_offsets_of_an_echo_never_leave_it() -> None:
+def test_offsets_of_an_echo_stay_within_it() -> None:
     engine = FakeEngine()
     engine.tokenizer.decode = lambda ids, skip_special_tokens: "a"  # a text that loses characters
     [choice] = _choices({"prompt": [97, 98, 99], "echo": True, "logprobs": 0}, engine)
@@ -83,7 +83,7 @@ def test_offsets_of_an_echo_never_leave_it() -> None:
         (CHAT, {"prompt_logprobs": 20}, "prompt_logprobs"),
     ],
 )
-def test_an_answer_that_would_tell_too_much_of_prompts_is_refused(
+def test_an_answer_with_too_many_prompt_scores_is_rejected(
     monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any], param: str
 ) -> None:
     monkeypatch.setattr("quire.api.generation.answer_json.MAX_PROMPT_NUMBERS", 60)
@@ -109,7 +109,7 @@ def test_a_prompt_that_is_only_scored_may_fill_the_whole_context() -> None:
         assert full.error["code"] == "context_length_exceeded"
 
 
-def test_prompt_logprobs_are_told_as_vllm_tells_them() -> None:
+def test_prompt_logprobs_have_vllms_form() -> None:
     written = [
         None,
         {
@@ -129,7 +129,7 @@ def test_prompt_logprobs_are_told_as_vllm_tells_them() -> None:
     assert "prompt_logprobs" not in _post(CHAT, {"messages": MESSAGES}).json
 
 
-def test_each_prompt_is_told_its_own() -> None:
+def test_each_prompt_has_its_own_scores() -> None:
     choices = _choices({"prompt": ["ab", "xyz"], "prompt_logprobs": 0, "n": 2})
     assert [len(choice["prompt_logprobs"]) for choice in choices] == [2, 2, 3, 3]
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
@@ -137,7 +137,7 @@ def test_each_prompt_is_told_its_own() -> None:
 
 
 @pytest.mark.parametrize("extra", [{}, {"echo": True, "logprobs": 1}])
-def test_a_stream_tells_of_the_prompt_in_the_first_chunk_of_each_choice(
+def test_a_stream_has_prompt_scores_in_the_first_chunk_of_each_choice(
     extra: dict[str, Any],
 ) -> None:
     body = {"prompt": ["ab", "xyz"], "prompt_logprobs": 1, "n": 2, **extra}
@@ -156,7 +156,7 @@ def test_a_stream_tells_of_the_prompt_in_the_first_chunk_of_each_choice(
                 assert joined == values
 
 
-def test_a_streamed_chat_tells_of_the_prompt_once() -> None:
+def test_a_streamed_chat_has_prompt_scores_once() -> None:
     body = {"messages": MESSAGES, "prompt_logprobs": 1, "n": 2}
     whole = _post(CHAT, body).json
     events = _post(CHAT, {**body, "stream": True}).events[:-1]
@@ -165,7 +165,7 @@ def test_a_streamed_chat_tells_of_the_prompt_once() -> None:
     assert "prompt_logprobs" in events[0]
 
 
-def test_an_echo_and_prompt_logprobs_may_want_different_numbers() -> None:
+def test_an_echo_and_prompt_logprobs_may_request_different_numbers() -> None:
     assert _asked(echo=True, logprobs=2).prompt_logprobs == 2
     assert _asked(echo=True, logprobs=2, prompt_logprobs=5).prompt_logprobs == 5
     assert _asked(echo=True, logprobs=5, prompt_logprobs=2).prompt_logprobs == 5
@@ -177,14 +177,14 @@ def test_an_echo_and_prompt_logprobs_may_want_different_numbers() -> None:
     assert len(choice["prompt_logprobs"][1]) == 2
 
 
-def test_nothing_need_be_generated_where_the_prompt_is_scored() -> None:
+def test_a_scored_prompt_needs_no_output() -> None:
     assert _asked(echo=True, logprobs=1, max_tokens=0).max_tokens == 0
     assert _asked(prompt_logprobs=1, max_tokens=0).max_tokens == 0
     assert _asked(CHAT, prompt_logprobs=1, max_tokens=0).max_tokens == 0
     assert _asked(CHAT, prompt_logprobs=1, max_completion_tokens=0).max_tokens == 0
 
 
-def test_listed_ids_come_after_the_best_and_by_text() -> None:
+def test_listed_ids_follow_the_best_and_are_keyed_by_text() -> None:
     body = {"messages": MESSAGES, "logprobs": True, "logprob_token_ids": [66, 65]}
     [token, _] = _post(CHAT, body).json["choices"][0]["logprobs"]["content"]
     assert [(other["token"], other["logprob"]) for other in token["top_logprobs"][-2:]] == [
@@ -238,7 +238,7 @@ def test_listed_ids_come_after_the_best_and_by_text() -> None:
         (COMPLETIONS, {"length_penalty": 2.0}, "length_penalty", "set use_beam_search"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_by_name(
+def test_impossible_requests_are_rejected_by_name(
     path: str, fields: dict[str, Any], param: str, words: str
 ) -> None:
     given = {"prompt": "abc"} if path == COMPLETIONS else {"messages": MESSAGES}

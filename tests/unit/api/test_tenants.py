@@ -1,4 +1,4 @@
-"""Tenants at the edge: known by their keys, bound by their priorities, apart in the cache."""
+"""Tenants in the API: identified by keys, bounded priorities, isolated prefix caches."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def asked(as_key: str, **fields: Any) -> tuple[Reply, Site]:
         ("root", SchedulingParams()),
     ],
 )
-def test_a_key_says_who_asks(as_key: str, terms: SchedulingParams) -> None:
+def test_a_key_identifies_its_tenant(as_key: str, terms: SchedulingParams) -> None:
     reply, site = asked(as_key)
     assert reply.status == 200
     assert site.engine.asked[0].terms == terms
@@ -65,13 +65,13 @@ def test_the_log_names_the_tenant() -> None:
 
 
 @pytest.mark.parametrize("as_key", ["", "s", "search", "s1 s2"])
-def test_an_unknown_key_is_nobodys(as_key: str) -> None:
+def test_an_unknown_key_is_rejected(as_key: str) -> None:
     reply, site = asked(as_key)
     assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
     assert site.engine.asked == []
 
 
-def test_terms_reach_the_engine_as_they_were_asked_for() -> None:
+def test_objectives_reach_the_engine_as_requested() -> None:
     reply, site = asked("s1", priority=-5, deadline_ms=900, ttft_slo_ms=100.5, tpot_slo_ms=20)
     assert reply.status == 200
     assert site.engine.asked[0].terms == SchedulingParams(
@@ -81,7 +81,7 @@ def test_terms_reach_the_engine_as_they_were_asked_for() -> None:
 
 @pytest.mark.parametrize("name", ["deadline_ms", "ttft_slo_ms", "tpot_slo_ms"])
 @pytest.mark.parametrize("value", [0, -1, 1e11, True, "5", float("inf")])
-def test_an_absurd_time_is_refused_before_anything_runs(name: str, value: Any) -> None:
+def test_an_absurd_time_is_rejected_before_anything_runs(name: str, value: Any) -> None:
     reply, site = asked("s1", **{name: value})
     assert (reply.status, reply.error["param"]) == (400, name)
     assert "above 0 to 31536000000" in reply.error["message"]
@@ -89,7 +89,7 @@ def test_an_absurd_time_is_refused_before_anything_runs(name: str, value: Any) -
 
 
 @pytest.mark.parametrize(("as_key", "priority"), [("s1", -6), ("b", 2), ("b", 10)])
-def test_a_priority_beyond_the_tenants_bounds_is_refused_with_them(
+def test_a_priority_beyond_the_tenants_bounds_is_rejected_with_them(
     as_key: str, priority: int
 ) -> None:
     reply, _ = asked(as_key, priority=priority)
@@ -99,12 +99,12 @@ def test_a_priority_beyond_the_tenants_bounds_is_refused_with_them(
     assert said in reply.error["message"]
 
 
-def test_null_asks_for_the_tenants_own_priority() -> None:
+def test_null_selects_the_tenants_default_priority() -> None:
     _, site = asked("b", priority=None, deadline_ms=None)
     assert site.engine.asked[0].terms == SchedulingParams(tenant="batch", priority=7)
 
 
-def test_an_isolated_tenants_salt_is_one_nobody_else_can_send() -> None:
+def test_an_isolated_tenants_salt_cannot_be_sent_by_others() -> None:
     _, mine = asked("b", cache_salt="x")
     _, bare = asked("b")
     salts = {mine.engine.asked[0].cache_salt, bare.engine.asked[0].cache_salt}
@@ -120,7 +120,7 @@ def test_an_isolated_tenants_salt_is_one_nobody_else_can_send() -> None:
 @pytest.mark.parametrize(
     ("as_key", "status"), [("s1", 403), ("b", 403), ("o", 200), ("root", 200), ("no", 401)]
 )
-def test_what_tells_of_everybody_is_for_admins(as_key: str, status: int) -> None:
+def test_routes_that_show_all_tenants_are_for_admins(as_key: str, status: int) -> None:
     async def exchange() -> Reply:
         site = Site(tenants=TENANTS, api_key=("root",))
         return await site.get("/metrics", headers=key(as_key))
@@ -138,7 +138,7 @@ def test_every_tenant_may_see_the_model() -> None:
     assert asyncio.run(exchange()).status == 200
 
 
-def test_with_tenants_a_page_without_a_key_stays_out() -> None:
+def test_with_tenants_a_page_without_a_key_is_rejected() -> None:
     async def exchange() -> Reply:
         return await Site(tenants=TENANTS).post(PATH, {"prompt": "a"})
 
@@ -146,7 +146,9 @@ def test_with_tenants_a_page_without_a_key_stays_out() -> None:
 
 
 def after_reading_again(read: Any) -> tuple[list[int], str]:
-    """Statuses of an old key and a new one of `batch` once its file was reloaded, and the log."""
+    """Return statuses of an old and a new key of `batch` after its file was reloaded, and
+    the log.
+    """
 
     async def exchange() -> tuple[list[int], str]:
         site = Site(tenants=TENANTS, api_key=("root",))
@@ -158,7 +160,7 @@ def after_reading_again(read: Any) -> tuple[list[int], str]:
     return asyncio.run(exchange())
 
 
-def test_a_file_read_again_changes_keys_from_the_next_request_on() -> None:
+def test_a_reloaded_file_changes_keys_from_the_next_request_on() -> None:
     tenants = (ONLY_TENANT, SEARCH, replace(BATCH, key_digests=(key_digest("new"),)), OPERATOR)
     statuses, log = after_reading_again(lambda: tenants)
     assert statuses == [401, 200]
@@ -166,7 +168,7 @@ def test_a_file_read_again_changes_keys_from_the_next_request_on() -> None:
     assert key_digest("new") not in log
 
 
-def test_a_file_that_is_wrong_or_changes_limits_is_not_taken_up() -> None:
+def test_an_invalid_file_or_changed_limits_are_not_applied() -> None:
     def is_wrong() -> Sequence[Tenant]:
         raise SettingError("the tenants file t.toml: it is not TOML")
 

@@ -1,4 +1,4 @@
-"""return_token_ids through both routes, and the prompt's numbers of /generate."""
+"""return_token_ids through both routes, and the prompt scores of /generate."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def post(path: str, engine: FakeEngine | None = None, **body: Any) -> Reply:
     return asyncio.run(exchange())
 
 
-def told(path: str, engine: FakeEngine | None = None, **body: Any) -> Reply:
+def reply_with_ids(path: str, engine: FakeEngine | None = None, **body: Any) -> Reply:
     reply = post(path, engine, return_token_ids=True, **body)
     assert reply.status == 200, reply.body
     return reply
 
 
 def joined(reply: Reply) -> dict[int, list[int]]:
-    """The ids of each choice's chunks, put together."""
+    """Join the ids of each choice's chunks."""
     ids: dict[int, list[int]] = {}
     for event in reply.events[:-1]:
         for choice in event["choices"]:
@@ -39,11 +39,11 @@ def joined(reply: Reply) -> dict[int, list[int]]:
     return ids
 
 
-def test_a_completion_tells_the_ids_of_each_prompt_and_answer() -> None:
-    choices = told(COMPLETIONS, prompt=["ab", "c"], n=2).json["choices"]
+def test_a_completion_returns_the_ids_of_each_prompt_and_answer() -> None:
+    choices = reply_with_ids(COMPLETIONS, prompt=["ab", "c"], n=2).json["choices"]
     assert [choice["prompt_token_ids"] for choice in choices] == [[97, 98], [97, 98], [99], [99]]
     assert [choice["token_ids"] for choice in choices] == [[0, 1]] * 4
-    reply = told(COMPLETIONS, prompt=["ab", "c"], n=2, stream=True)
+    reply = reply_with_ids(COMPLETIONS, prompt=["ab", "c"], n=2, stream=True)
     assert joined(reply) == {at: [0, 1] for at in range(4)}
     chunks = [choice for event in reply.events[:-1] for choice in event["choices"]]
     prompts = [
@@ -52,11 +52,11 @@ def test_a_completion_tells_the_ids_of_each_prompt_and_answer() -> None:
     assert sorted(prompts) == [(0, [97, 98]), (1, [97, 98]), (2, [99]), (3, [99])]
 
 
-def test_a_chat_tells_the_ids_of_what_its_template_wrote() -> None:
-    whole = told(CHAT, n=2).json
+def test_a_chat_returns_the_ids_of_its_rendered_template() -> None:
+    whole = reply_with_ids(CHAT, n=2).json
     assert whole["prompt_token_ids"] == PROMPT_IDS
     assert [choice["token_ids"] for choice in whole["choices"]] == [[0, 1]] * 2
-    reply = told(CHAT, n=2, stream=True, stream_options={"include_usage": True})
+    reply = reply_with_ids(CHAT, n=2, stream=True, stream_options={"include_usage": True})
     assert joined(reply) == {0: [0, 1], 1: [0, 1]}
     first, *others = reply.events[:-1]
     assert first["prompt_token_ids"] == PROMPT_IDS
@@ -66,16 +66,16 @@ def test_a_chat_tells_the_ids_of_what_its_template_wrote() -> None:
 @pytest.mark.parametrize(
     "pieces", [("<thi", "nk>", "so", "</think>", "yes"), ("<think>so", "</think>")]
 )
-def test_tokens_whose_text_is_not_told_have_their_ids_told(pieces: tuple[str, ...]) -> None:
+def test_tokens_without_shown_text_have_their_ids_returned(pieces: tuple[str, ...]) -> None:
     engine = FakeEngine(*pieces)
     engine.template = ChatTemplate({"default": "{{ messages }}{# </think> #}"}, variables={})
     engine.card = replace(CARD, max_model_len=256)
     hidden = {"include_reasoning": False, "stream": True}
-    assert joined(told(CHAT, engine, **hidden)) == {0: [*range(len(pieces))]}
+    assert joined(reply_with_ids(CHAT, engine, **hidden)) == {0: [*range(len(pieces))]}
 
 
-def test_ids_come_with_log_probabilities_and_calls_once_each() -> None:
-    reply = told(CHAT, stream=True, logprobs=True)
+def test_ids_combine_with_log_probabilities_and_calls() -> None:
+    reply = reply_with_ids(CHAT, stream=True, logprobs=True)
     assert joined(reply) == {0: [0, 1]}
     call = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     engine = FakeEngine(call[:20], call[20:], card=replace(CARD, max_model_len=256))
@@ -83,11 +83,11 @@ def test_ids_come_with_log_probabilities_and_calls_once_each() -> None:
         {"default": "{{ messages }}{{ tools }}{# <tool_call> #}"}, variables={}
     )
     tools = [{"type": "function", "function": {"name": "f"}}]
-    assert joined(told(CHAT, engine, stream=True, tools=tools)) == {0: [0, 1]}
+    assert joined(reply_with_ids(CHAT, engine, stream=True, tools=tools)) == {0: [0, 1]}
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_ids_are_told_where_they_were_asked_for(path: str) -> None:
+def test_ids_are_returned_only_on_request(path: str) -> None:
     for body in ({}, {"return_token_ids": False}, {"return_token_ids": None}):
         for stream in (False, True):
             assert b"token_ids" not in post(path, stream=stream, **body).body
@@ -95,13 +95,13 @@ def test_ids_are_told_where_they_were_asked_for(path: str) -> None:
     assert post(GENERATE, tokens=[1], return_token_ids=True).status == 400
 
 
-def test_prompts_are_told_to_so_many_choices_as_an_answer_can_hold(
+def test_prompt_ids_are_limited_by_the_size_of_the_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("quire.api.generation.answer_json.MAX_PROMPT_NUMBERS", 60)
     many = post(COMPLETIONS, prompt="ab", n=31, return_token_ids=True)
     assert (many.status, many.error["param"]) == (400, "return_token_ids")
-    assert told(COMPLETIONS, prompt="ab", n=30).status == 200
+    assert reply_with_ids(COMPLETIONS, prompt="ab", n=30).status == 200
 
 
 def test_generate_scores_its_prompt() -> None:
@@ -124,7 +124,7 @@ def test_generate_scores_its_prompt() -> None:
     assert post(GENERATE, tokens=[97], max_tokens=0).error["param"] == "max_tokens"
 
 
-def test_generate_refuses_to_tell_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_rejects_too_many_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.api.generation.answer_json.MAX_PROMPT_NUMBERS", 60)
     reply = post(GENERATE, tokens=[97] * 4, prompt_logprobs=20)
     assert (reply.status, reply.error["param"]) == (400, "prompt_logprobs")
@@ -134,7 +134,9 @@ def test_generate_refuses_to_tell_too_much(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("keep", "max_tokens", "kept"), [(3, 8, 3), (-1, 8, 56), (-1, None, 48), (200, 8, 56)]
 )
-def test_generate_keeps_the_last_of_a_prompt(keep: int, max_tokens: int | None, kept: int) -> None:
+def test_generate_keeps_the_last_tokens_of_a_prompt(
+    keep: int, max_tokens: int | None, kept: int
+) -> None:
     engine = FakeEngine()
     tokens = [at % 250 for at in range(100 if keep != 200 else 56)]
     asked: dict[str, Any] = {"tokens": tokens, "truncate_prompt_tokens": keep}
@@ -147,7 +149,7 @@ def test_generate_keeps_the_last_of_a_prompt(keep: int, max_tokens: int | None, 
         assert refused.error["param"] == "truncate_prompt_tokens"
 
 
-def test_generate_tells_times() -> None:
+def test_generate_returns_timings() -> None:
     times = {"queue_ms": 1.0, "first_token_ms": 2.0, "total_ms": 10.0}
     assert post(GENERATE, tokens=[1], return_timings=True).json["usage"]["timings"] == times
     options = {"stream": True, "stream_options": {"include_usage": True}}

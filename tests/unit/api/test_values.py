@@ -1,4 +1,4 @@
-"""Each field's value, through the routes: what reaches the engine, and what is refused by name."""
+"""Each field's value through the routes: what reaches the engine, and what is rejected by name."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def asked(**body: Any) -> SamplingParams:
         ("skip_special_tokens", False),
     ],
 )
-def test_a_sampling_field_reaches_the_engine_as_it_was_sent(field: str, value: Any) -> None:
+def test_a_sampling_field_reaches_the_engine_unchanged(field: str, value: Any) -> None:
     assert getattr(asked(**{field: value}), field) == value
 
 
-def test_stops_and_biases_are_taken_out_of_their_json_shapes() -> None:
+def test_stops_and_biases_are_read_from_their_json_forms() -> None:
     sampling = asked(stop="END", stop_token_ids=[3, 4], logit_bias={"5": -100, "6": 2.5})
     assert sampling.stop == ("END",)
     assert sampling.stop_token_ids == (3, 4)
@@ -76,7 +76,7 @@ def test_stops_and_biases_are_taken_out_of_their_json_shapes() -> None:
     assert asked(stop=["a", "b"]).stop == ("a", "b")
 
 
-def test_log_probabilities_are_asked_for_in_each_apis_way() -> None:
+def test_log_probabilities_are_requested_in_each_apis_way() -> None:
     assert asked().logprobs is None
     assert asked(logprobs=0).logprobs == 0
     assert asked(logprobs=3).logprobs == 3
@@ -137,7 +137,7 @@ BAD_VALUES: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("field", "value"), BAD_VALUES, ids=lambda value: repr(value)[:40])
-def test_a_bad_value_is_refused_by_name_and_never_reaches_the_engine(
+def test_a_bad_value_is_rejected_by_name_and_never_reaches_the_engine(
     field: str, value: Any
 ) -> None:
     engine = FakeEngine()
@@ -184,7 +184,7 @@ BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("field", "body"), BAD_CHATS, ids=lambda value: repr(value)[:60])
-def test_a_bad_chat_is_refused_by_name(field: str, body: dict[str, Any]) -> None:
+def test_a_bad_chat_is_rejected_by_name(field: str, body: dict[str, Any]) -> None:
     engine = FakeEngine()
     reply = chat(engine, **body)
     assert (reply.status, reply.error["param"]) == (400, field)
@@ -197,7 +197,7 @@ def test_another_models_name_is_not_found() -> None:
     assert "fake" in reply.error["message"]
 
 
-def test_the_models_own_defaults_fill_what_a_request_leaves_open() -> None:
+def test_the_models_own_defaults_fill_missing_fields() -> None:
     engine = FakeEngine()
     engine.defaults = SamplingParams(temperature=0.6, top_p=0.9, top_k=40)
     assert chat(engine, top_p=0.5).status == 200
@@ -205,12 +205,12 @@ def test_the_models_own_defaults_fill_what_a_request_leaves_open() -> None:
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.6, 0.5, 40)
 
 
-def test_a_completion_makes_16_tokens_where_it_does_not_say() -> None:
+def test_a_completion_has_16_tokens_by_default() -> None:
     assert asked().max_tokens == 16
     assert asked(max_tokens=None).max_tokens == 16
 
 
-def test_a_completions_default_is_cut_to_the_room_in_the_context() -> None:
+def test_a_completions_default_is_cut_to_the_rest_of_the_context() -> None:
     assert asked(prompt=[1] * 60).max_tokens == 4
 
 
@@ -226,7 +226,7 @@ def test_the_models_own_length_default_counts_for_chats() -> None:
     assert engine.asked[0].sampling.max_tokens == 11
 
 
-def test_the_servers_cap_is_the_default_and_the_limit() -> None:
+def test_the_servers_cap_is_default_and_limit() -> None:
     engine = FakeEngine()
     assert chat(engine, {"max_output_tokens": 5}).status == 200
     assert engine.asked[0].sampling.max_tokens == 5
@@ -241,14 +241,14 @@ def test_both_names_of_the_length_may_be_given_if_they_agree() -> None:
     assert engine.asked[0].sampling.max_tokens == 7
 
 
-def test_a_prompt_as_long_as_the_context_is_refused_with_both_numbers() -> None:
+def test_a_prompt_as_long_as_the_context_is_rejected_with_both_numbers() -> None:
     for prompt in ([1] * 64, [[1] * 64, [1]]):
         reply = completion(prompt=prompt)
         assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
         assert reply.error["message"].count("64") == 2
 
 
-def test_of_several_prompts_one_that_cannot_fit_refuses_all_before_any_is_begun() -> None:
+def test_one_prompt_that_cannot_fit_rejects_all_before_any_starts() -> None:
     engine = FakeEngine()
     reply = completion(engine, prompt=["short", "x" * 70])
     assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
@@ -256,7 +256,7 @@ def test_of_several_prompts_one_that_cannot_fit_refuses_all_before_any_is_begun(
     assert not engine.asked
 
 
-def test_an_empty_text_is_the_begin_token_where_there_is_one() -> None:
+def test_an_empty_text_is_the_begin_token_if_there_is_one() -> None:
     engine = FakeEngine()
     engine.tokenizer = ByteTokenizer(bos=1)
     assert completion(engine, prompt="").status == 200
@@ -280,7 +280,7 @@ def test_messages_reach_the_template_whole_with_extra_keys() -> None:
     assert seen[2]["content"] == ""
 
 
-def test_a_model_without_a_template_says_what_to_do() -> None:
+def test_a_model_without_a_template_is_an_error_with_a_remedy() -> None:
     engine = FakeEngine()
     engine.template = None
     reply = chat(engine)
@@ -290,7 +290,7 @@ def test_a_model_without_a_template_says_what_to_do() -> None:
 
 
 @pytest.mark.parametrize("prompt", [["a", None], [[1], None], ["a", 1], [None, "a"], [None]])
-def test_a_list_of_prompts_that_holds_null_is_refused(prompt: Any) -> None:
+def test_a_list_of_prompts_with_null_is_rejected(prompt: Any) -> None:
     async def exchange() -> None:
         reply = await Site().post("/v1/completions", {"prompt": prompt})
         assert (reply.status, reply.error["param"]) == (400, "prompt")
@@ -299,9 +299,7 @@ def test_a_list_of_prompts_that_holds_null_is_refused(prompt: Any) -> None:
 
 
 @pytest.mark.parametrize(("said", "expected"), [(None, True), (True, True), (False, False)])
-def test_a_completion_gets_special_tokens_unless_told_otherwise(
-    said: bool | None, expected: bool
-) -> None:
+def test_a_completion_gets_special_tokens_by_default(said: bool | None, expected: bool) -> None:
     engine = FakeEngine()
     engine.tokenizer = ByteTokenizer(bos=2)
     assert completion(engine, add_special_tokens=said).status == 200
@@ -309,14 +307,14 @@ def test_a_completion_gets_special_tokens_unless_told_otherwise(
 
 
 @pytest.mark.parametrize(("said", "expected"), [(None, False), (True, True), (False, False)])
-def test_a_chat_gets_special_tokens_only_when_told(said: bool | None, expected: bool) -> None:
+def test_a_chat_gets_special_tokens_only_on_request(said: bool | None, expected: bool) -> None:
     engine = FakeEngine()
     engine.tokenizer = ByteTokenizer(bos=2)
     assert chat(engine, add_special_tokens=said).status == 200
     assert engine.asked[0].prompt_ids == ([2] if expected else []) + list(b"user:hi;")
 
 
-def test_an_empty_prompt_without_special_tokens_is_refused_with_the_reason() -> None:
+def test_an_empty_prompt_without_special_tokens_is_rejected_with_the_reason() -> None:
     engine = FakeEngine()
     engine.tokenizer = ByteTokenizer(bos=2)
     reply = completion(engine, prompt="", add_special_tokens=False)
@@ -326,14 +324,14 @@ def test_an_empty_prompt_without_special_tokens_is_refused_with_the_reason() -> 
 
 @pytest.mark.parametrize("field", ["add_special_tokens", "skip_special_tokens"])
 @pytest.mark.parametrize("ask", [completion, chat])
-def test_a_flag_of_special_tokens_that_is_no_flag_is_refused(field: str, ask: Any) -> None:
+def test_an_invalid_special_tokens_flag_is_rejected(field: str, ask: Any) -> None:
     reply = ask(**{field: "yes"})
     assert reply.status == 400
     assert reply.error["param"] == field
 
 
 @pytest.mark.parametrize(("skips", "echoed"), [(True, "hi"), (False, "\x02hi")])
-def test_the_echo_of_ids_shows_special_tokens_as_the_answer_does(skips: bool, echoed: str) -> None:
+def test_the_echo_of_ids_shows_special_tokens_like_the_answer(skips: bool, echoed: str) -> None:
     engine = FakeEngine()
     engine.tokenizer = ByteTokenizer(bos=2)
     reply = completion(

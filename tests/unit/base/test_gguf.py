@@ -1,4 +1,4 @@
-"""The GGUF container: what is read, every lie a file can tell, and bytes that mean nothing."""
+"""The GGUF container: valid files, every kind of inconsistent header, and random bytes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ METADATA: dict[str, Any] = {
 def header(
     entries: list[bytes], tensors: list[bytes], *, version: int = 3, claimed: int | None = None
 ) -> bytes:
-    """A header of these entries and descriptions; `claimed` lies about the number of entries."""
+    """Encode a header of these entries and descriptions; `claimed` overrides the number of
+    entries.
+    """
     count = len(entries) if claimed is None else claimed
     start = b"GGUF" + struct.pack("<IQQ", version, len(tensors), count)
     return start + b"".join(entries) + b"".join(tensors)
@@ -68,9 +70,7 @@ def refused(folder: Path, content: bytes, name: str = "m.gguf") -> str:
 
 @pytest.mark.parametrize("version", [2, 3])
 @pytest.mark.parametrize("alignment", [8, 32, 4096])
-def test_metadata_and_tensors_are_what_was_written(
-    version: int, alignment: int, tmp_path: Path
-) -> None:
+def test_metadata_and_tensors_round_trip(version: int, alignment: int, tmp_path: Path) -> None:
     tensors = {"a.weight": (VALUES, "F32"), "b": (VALUES[:, :7].copy(), "F16"),
                "c": (VALUES, "Q8_0")}  # fmt: skip
     path = write_gguf(tmp_path / "m.gguf", METADATA, tensors, version=version, alignment=alignment)
@@ -113,7 +113,7 @@ def test_metadata_and_tensors_are_what_was_written(
         (b"GGUF" + struct.pack("<IQQ", 3, 5, 0), "a tensor's name"),
     ],
 )  # fmt: skip
-def test_what_is_no_gguf_of_today_is_told(content: bytes, said: str, tmp_path: Path) -> None:
+def test_unsupported_files_are_rejected(content: bytes, said: str, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(content)
     with pytest.raises(WeightsError, match=said):
@@ -140,7 +140,7 @@ def test_what_is_no_gguf_of_today_is_told(content: bytes, said: str, tmp_path: P
         ([string("k") + struct.pack("<I", F32) + b"\0"], "should be here, but 1 bytes"),
     ],
 )  # fmt: skip
-def test_metadata_that_lies_is_told_with_its_place(
+def test_inconsistent_metadata_is_rejected_with_its_position(
     entries: list[bytes], said: str, tmp_path: Path
 ) -> None:
     assert said in refused(tmp_path, header(entries, []))
@@ -169,18 +169,18 @@ def test_metadata_that_lies_is_told_with_its_place(
         ([describe("a", (2,), 0, 0)], "bytes after the last tensor belong to none"),
     ],
 )
-def test_tensors_that_lie_are_told(tensors: list[bytes], said: str, tmp_path: Path) -> None:
+def test_inconsistent_tensors_are_rejected(tensors: list[bytes], said: str, tmp_path: Path) -> None:
     assert said in refused(tmp_path, padded(header([], tensors)) + bytes(256))
 
 
 @pytest.mark.parametrize("alignment", [0, 3, 48, -8, "x", True, 2**40, 1.5])
-def test_an_alignment_that_is_no_power_of_two_is_told(alignment: Any, tmp_path: Path) -> None:
+def test_an_alignment_that_is_no_power_of_two_is_rejected(alignment: Any, tmp_path: Path) -> None:
     value = Typed(U64, alignment) if alignment == 2**40 else alignment
     content = padded(header([entry("general.alignment", value)], []))
     assert "general.alignment is" in refused(tmp_path, content)
 
 
-def test_every_cut_of_a_file_is_told(tmp_path: Path) -> None:
+def test_every_truncation_is_rejected(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", METADATA, {"a": (VALUES, "Q8_0")})
     content = path.read_bytes()
     last = GgufFile(path).tensors["a"].end
@@ -188,7 +188,7 @@ def test_every_cut_of_a_file_is_told(tmp_path: Path) -> None:
         path.write_bytes(content[:length])
         with pytest.raises(WeightsError):
             GgufFile(path)
-    path.write_bytes(content[:last])  # padding behind the last tensor may be missing
+    path.write_bytes(content[:last])  # padding after the last tensor may be missing
     assert GgufFile(path).tensors["a"].end == last
 
 
@@ -196,7 +196,7 @@ def test_every_cut_of_a_file_is_told(tmp_path: Path) -> None:
 
 
 def split(folder: Path, *, count: int = 3, **changes: Any) -> Path:
-    """A model of `count` parts of a tensor each; `changes` by key: what part 2 says instead."""
+    """Write a model of `count` parts with a tensor each; `changes` overrides keys of part 2."""
     for number in range(count):
         metadata: dict[str, Any] = {
             "split.no": Typed(U16, number),
@@ -234,14 +234,14 @@ def test_parts_of_a_split_model_are_one_model(tmp_path: Path) -> None:
         ({"name": "t0"}, "t0 is in big-00001-of-00003.gguf too"),
     ],
 )
-def test_parts_that_do_not_belong_together_are_told(
+def test_parts_of_different_models_are_rejected(
     changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(WeightsError, match=said):
         GgufModel(split(tmp_path, **changes))
 
 
-def test_a_missing_or_renamed_part_is_told(tmp_path: Path) -> None:
+def test_a_missing_or_renamed_part_is_rejected(tmp_path: Path) -> None:
     first = split(tmp_path)
     (tmp_path / "big-00002-of-00003.gguf").unlink()
     with pytest.raises(WeightsError, match=r"part big-00002-of-00003\.gguf of 3 is missing"):
@@ -250,7 +250,7 @@ def test_a_missing_or_renamed_part_is_told(tmp_path: Path) -> None:
         GgufModel(first.rename(tmp_path / "renamed.gguf"))
 
 
-def test_a_folder_stands_for_the_one_model_in_it(tmp_path: Path) -> None:
+def test_a_directory_stands_for_the_one_model_in_it(tmp_path: Path) -> None:
     assert find_gguf(tmp_path) is None
     one = write_gguf(tmp_path / "one.Q4_0.gguf", METADATA, {})
     write_gguf(tmp_path / "mmproj-one.gguf", METADATA, {})
@@ -268,11 +268,11 @@ def test_a_folder_stands_for_the_one_model_in_it(tmp_path: Path) -> None:
     assert find_gguf(tmp_path / "folder.gguf") is None
 
 
-# ---- bytes that mean nothing
+# ---- random bytes
 
 
 def readers(path: Path) -> list[Callable[[], Any]]:
-    """All that open a file, each of which may refuse it."""
+    """Open a file with every reader, each of which may reject it."""
 
     def tensors() -> None:
         checkpoint = open_checkpoint(path)
@@ -283,7 +283,7 @@ def readers(path: Path) -> list[Callable[[], Any]]:
     return [lambda: open_model(path), tensors, lambda: Tokenizer.load(path)]
 
 
-def test_any_change_of_a_file_is_told_or_still_a_model(
+def test_a_changed_file_is_rejected_or_still_a_model(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     folder = tmp_path_factory.mktemp("fuzz")
@@ -310,7 +310,7 @@ def test_any_change_of_a_file_is_told_or_still_a_model(
         broken = bytearray(content)
         for place, value in zip(at, values, strict=False):
             broken[place] = value
-        if moved == 1:  # bytes too many or too few, so that all that follows is read elsewhere
+        if moved == 1:  # bytes too many or too few shift everything after them
             del broken[at[0] : at[0] + values[0] % 9]
         changed.write_bytes(broken if cut is None or moved != 2 else broken[:cut])
         for read in readers(changed):

@@ -1,4 +1,4 @@
-"""Log: one line an event, fields after it, whatever the values hold."""
+"""Log: one line per event with its fields, whatever the values contain."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def test_values_with_spaces_quotes_and_line_ends_stay_on_the_line() -> None:
 
 
 @pytest.mark.parametrize("text", ["a=b", "a b", 'a"', "", "a\x7f", "a\n", "=", "é b"])
-def test_what_would_be_taken_for_something_else_stands_in_quotes(text: str) -> None:
+def test_ambiguous_values_are_quoted(text: str) -> None:
     stream = io.StringIO()
     Log("api", stream).event("x", value=text)
-    told = stream.getvalue().partition("value=")[2].removesuffix("\n")
-    assert told[0] == told[-1] == '"'
+    quoted = stream.getvalue().partition("value=")[2].removesuffix("\n")
+    assert quoted[0] == quoted[-1] == '"'
 
 
 @pytest.mark.parametrize("text", ["a", "!#<>~", "é", "/v1/x?y", "a'b\\c"])
-def test_what_cannot_be_mistaken_stands_as_it_is(text: str) -> None:
+def test_unambiguous_values_are_not_quoted(text: str) -> None:
     stream = io.StringIO()
     Log("api", stream).event("x", value=text)
     assert stream.getvalue().endswith(f" value={text}\n")
 
 
-def test_an_event_is_one_line_whatever_its_words_hold() -> None:
+def test_an_event_is_one_line_whatever_its_text() -> None:
     stream = io.StringIO()
     words = "two\nlines\u2028and \x1b[31mred\udc80"
     Log("api", stream).error(words, why=words, where="\x85")
@@ -54,7 +54,7 @@ def test_an_event_is_one_line_whatever_its_words_hold() -> None:
     assert "\x1b" not in line
 
 
-def test_a_warning_says_so() -> None:
+def test_a_warning_is_marked() -> None:
     stream = io.StringIO()
     Log("api", stream).warning("slow")
     assert " warning api: slow" in stream.getvalue()
@@ -71,7 +71,7 @@ class _FullDisk(io.StringIO):
         raise OSError(28, "No space left on device")
 
 
-def test_a_line_that_cannot_be_written_is_lost_and_nothing_else_is() -> None:
+def test_an_unwritable_line_is_lost_without_other_effects() -> None:
     stream = _FullDisk()
     Log("engine", stream).event("ready")
     Log("engine", stream).error("failed", why="full")

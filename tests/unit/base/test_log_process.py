@@ -1,4 +1,4 @@
-"""What a process writes to standard error: one writer, one form, never blocking."""
+"""Standard error of a process: one writer, one format, never blocking."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ start_logging("test", LogSettings(form="json", level="warning"))
 
 
 def logged(program: str) -> list[dict[str, str]]:
-    """The lines that a process logs, each of them JSON."""
+    """Return the lines that a process logs, parsed as JSON."""
     done = subprocess.run(
         [sys.executable, "-c", START + program],
         capture_output=True,
@@ -39,7 +39,7 @@ def test_an_uncaught_exception_is_one_line_with_its_traceback() -> None:
     assert line["traceback"].endswith("ZeroDivisionError: division by zero\n")
 
 
-def test_an_exception_of_a_thread_and_one_that_cannot_be_raised_are_lines() -> None:
+def test_thread_and_unraisable_exceptions_are_lines() -> None:
     lines = logged(
         "thread = threading.Thread(target=lambda: 1 / 0); thread.start(); thread.join()\n"
         "class Bad:\n    def __del__(self): raise KeyError('gone')\n"

@@ -1,4 +1,4 @@
-"""Only regular files are read, up to a limit, and never by waiting."""
+"""Only regular files are read, up to a size limit, and without blocking."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def test_a_regular_file_is_read_through_a_link(tmp_path: Path) -> None:
     assert read_regular(tmp_path / "link", limit_bytes=7) == b"content"
 
 
-def test_more_bytes_than_allowed_are_not_read(tmp_path: Path) -> None:
+def test_bytes_beyond_the_limit_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    os.truncate(tmp_path / "file", 1 << 40)  # sparse: to read it would take all memory
+    os.truncate(tmp_path / "file", 1 << 40)  # sparse: reading it would take all memory
     with pytest.raises(OSError, match="it has 1099511627776 bytes; at most 100 are allowed"):
         read_regular(tmp_path / "file", limit_bytes=100)
 
 
-def test_a_file_that_claims_no_size_is_bounded_too() -> None:
+def test_a_file_without_a_size_is_bounded_too() -> None:
     with pytest.raises(OSError, match="it has 2 bytes; at most 1 are allowed"):
         read_regular(Path("/proc/self/status"), limit_bytes=1)
 
@@ -32,7 +32,9 @@ def test_a_file_that_claims_no_size_is_bounded_too() -> None:
     ("kind", "words"),
     [("fifo", "a FIFO"), ("directory", "a directory"), ("device", "a character device")],
 )
-def test_any_other_kind_is_named_and_not_waited_for(tmp_path: Path, kind: str, words: str) -> None:
+def test_other_kinds_of_files_are_named_and_not_waited_for(
+    tmp_path: Path, kind: str, words: str
+) -> None:
     path = tmp_path / "file"
     if kind == "fifo":
         os.mkfifo(path)
@@ -45,7 +47,7 @@ def test_any_other_kind_is_named_and_not_waited_for(tmp_path: Path, kind: str, w
         open_regular(path)
 
 
-def test_a_missing_file_and_a_link_to_none_are_told_apart(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_dangling_link_are_distinguished(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
     assert is_present(tmp_path / "link")
     assert not is_present(tmp_path / "nothing")

@@ -1,4 +1,4 @@
-"""SamplingParams as the library's users meet it: types, limits, and what becomes of values."""
+"""SamplingParams for library users: types, limits, and conversion of values."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ from quire.base.sampling_params import SamplingParams
         ("include_stop_str_in_output", "yes"),
     ],
 )
-def test_what_is_not_allowed_is_an_error_that_names_its_field(name: str, value: Any) -> None:
+def test_an_invalid_value_is_an_error_that_names_its_field(name: str, value: Any) -> None:
     with pytest.raises(InvalidParameter) as caught:
         SamplingParams(**{name: value})
     assert caught.value.param == name
     assert name in str(caught.value)
 
 
-def test_numbers_of_numpy_are_numbers_and_are_kept_as_pythons_own() -> None:
+def test_numpy_numbers_are_accepted_and_converted() -> None:
     params = SamplingParams(
         n=np.int64(2),
         temperature=np.float32(0.5),
@@ -105,13 +105,15 @@ def test_a_prompt_may_be_scored_without_output() -> None:
         ({"prompt_logprobs": 0, "min_tokens": 1}, "min_tokens"),
     ],
 )
-def test_what_makes_no_sense_without_output_is_refused(fields: dict[str, Any], param: str) -> None:
+def test_parameters_without_effect_without_output_are_rejected(
+    fields: dict[str, Any], param: str
+) -> None:
     with pytest.raises(InvalidParameter) as caught:
         SamplingParams(max_tokens=0, **fields)
     assert caught.value.param == param
 
 
-def test_listed_ids_ask_for_log_probabilities() -> None:
+def test_listed_ids_request_log_probabilities() -> None:
     params = SamplingParams(logprob_token_ids=[5, np.int64(3), 5])
     assert params.logprob_token_ids == (5, 3, 5)
     assert params.logprobs == 0
@@ -124,7 +126,7 @@ def test_a_stop_string_alone_is_a_list_of_one() -> None:
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
 
 
-def test_equal_parameters_have_equal_hashes_and_nobody_can_change_them_from_outside() -> None:
+def test_equal_parameters_have_equal_hashes_and_are_immutable() -> None:
     biases = {3: 1.0}
     first, second = SamplingParams(logit_bias=biases), SamplingParams(logit_bias={3: 1.0})
     biases[4] = 2.0
@@ -133,7 +135,7 @@ def test_equal_parameters_have_equal_hashes_and_nobody_can_change_them_from_outs
     assert first != SamplingParams()
 
 
-def test_resolve_gives_a_seed_only_where_there_is_none() -> None:
+def test_resolve_sets_only_a_missing_seed() -> None:
     assert SamplingParams(seed=3).resolve().seed == 3
     drawn = {SamplingParams().resolve().seed for _ in range(8)}
     assert None not in drawn
@@ -183,7 +185,7 @@ def test_rare_fields_have_limits_too(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FILTERS_OFF))
-def test_mirostat_goes_with_no_filter(name: str) -> None:
+def test_mirostat_excludes_filters(name: str) -> None:
     with pytest.raises(InvalidParameter, match=f"mirostat is 2 and {name} is"):
         SamplingParams(mirostat=2, **{name: 2 if name == "top_k" else 0.5})
     SamplingParams(mirostat=2, **FILTERS_OFF)
@@ -192,12 +194,14 @@ def test_mirostat_goes_with_no_filter(name: str) -> None:
 
 @pytest.mark.parametrize("fields", [{"mirostat": 2}, {"xtc_probability": 0.5}])
 @pytest.mark.parametrize("temperature", [0.0, 1e-13])
-def test_what_needs_chance_is_refused_without(fields: dict[str, Any], temperature: float) -> None:
+def test_parameters_that_need_randomness_are_rejected_without(
+    fields: dict[str, Any], temperature: float
+) -> None:
     with pytest.raises(InvalidParameter, match="always takes the likeliest token"):
         SamplingParams(temperature=temperature, **fields)
 
 
-def test_a_model_s_filters_give_way_to_mirostat_and_a_caller_s_do_not() -> None:
+def test_model_filters_yield_to_mirostat_and_request_filters_do_not() -> None:
     model = SamplingParams(top_k=20, top_p=0.8, temperature=0.7)
     changed = model.changed(mirostat=2, mirostat_tau=3)
     assert (changed.top_k, changed.top_p, changed.temperature) == (0, 1.0, 0.7)
@@ -207,14 +211,14 @@ def test_a_model_s_filters_give_way_to_mirostat_and_a_caller_s_do_not() -> None:
         model.changed(mirostat=2, top_k=9)
 
 
-def test_ids_that_are_allowed_twice_are_allowed_once_and_one_word_is_a_list() -> None:
+def test_duplicate_allowed_ids_are_merged_and_one_word_is_a_list() -> None:
     params = SamplingParams(allowed_token_ids=[3, 1, 3], bad_words="no", top_n_sigma=-1)  # type: ignore[arg-type]
     assert params.allowed_token_ids == (3, 1)
     assert params.bad_words == ("no",)
     assert params.top_n_sigma == 0.0
 
 
-def test_breakers_written_as_one_text_are_refused() -> None:
+def test_breakers_written_as_one_text_are_rejected() -> None:
     with pytest.raises(InvalidParameter, match="a list written as a text") as caught:
         SamplingParams(dry_sequence_breakers='["\\n", ":"]')  # type: ignore[arg-type]
     assert caught.value.param == "dry_sequence_breakers"
@@ -228,12 +232,12 @@ def test_allowed_ids_of_any_kind_become_ints_once_each(ids: Any) -> None:
 
 
 @pytest.mark.parametrize("odd", [-1, 2**31, True, 1.0, "1", None])
-def test_an_odd_id_among_good_ones_is_found(odd: Any) -> None:
+def test_an_invalid_id_among_valid_ones_is_found(odd: Any) -> None:
     with pytest.raises(InvalidParameter, match="stop_token_ids is"):
         SamplingParams(stop_token_ids=(1, odd, 2))
 
 
-def test_beams_have_no_temperature_where_none_is_named() -> None:
+def test_beams_without_an_explicit_temperature_have_none() -> None:
     assert SamplingParams(use_beam_search=True, n=2).temperature == 0.0
     drawn = SamplingParams(n=2)
     assert drawn.temperature == 1.0
@@ -259,14 +263,14 @@ def test_beams_have_no_temperature_where_none_is_named() -> None:
         ("n", True),
     ],
 )
-def test_a_value_that_only_equals_a_default_is_refused_all_the_same(name: str, value: Any) -> None:
+def test_a_value_that_only_equals_a_default_is_rejected(name: str, value: Any) -> None:
     with pytest.raises(InvalidParameter, match=name):
         SamplingParams(**{name: value})
     with pytest.raises(InvalidParameter, match=name):
         SamplingParams().changed(**{name: value})
 
 
-def test_values_of_other_types_are_kept_in_the_field_s_own() -> None:
+def test_values_are_converted_to_the_fields_type() -> None:
     made = SamplingParams(min_p=0, stop=[], bad_words=(word for word in ()), top_n_sigma=-1)  # type: ignore[arg-type]
     assert repr(made) == repr(SamplingParams())
     named: dict[str, Any] = {"top_k": 7, "min_p": 0.5, "stop": "x", "seed": 3}

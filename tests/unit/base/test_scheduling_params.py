@@ -1,4 +1,4 @@
-"""SchedulingParams: valid values are kept; others are refused by name, with what is allowed."""
+"""SchedulingParams: valid values are kept; others are rejected by name, with the allowed range."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.base.scheduling_params import MAX_TERM_MS, OBJECTIVES, SchedulingPara
     [0, -1, -0.5, float("nan"), float("inf"), MAX_TERM_MS * 1.001, 10**400, True, "100", [100]],
     ids=lambda value: str(value)[:20],
 )
-def test_an_absurd_time_is_refused_by_name_with_what_is_allowed(name: str, value: Any) -> None:
+def test_an_absurd_time_is_rejected_by_name_with_the_allowed_range(name: str, value: Any) -> None:
     with pytest.raises(InvalidParameter, match="above 0 to 31536000000") as caught:
         SchedulingParams(**{name: value})
     assert caught.value.param == name

@@ -1,4 +1,4 @@
-"""Values in error messages: JSON's words, bounded, and nothing huge written out."""
+"""Values in error messages: as JSON, shortened, and without writing out huge ones."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from quire.base.show import MAX_SHOWN_CHARS, show
         (1 << 4000, "a number of 4001 bits"),
     ],
 )
-def test_values_are_shown_in_the_words_of_json(value: Any, shown: str) -> None:
+def test_values_are_shown_as_json(value: Any, shown: str) -> None:
     assert show(value) == shown
 
 
 class Watched(list[Any]):
-    """A list that cannot be written out or walked to its end."""
+    """A list that fails if it is written out or iterated to its end."""
 
     def __repr__(self) -> str:
         raise AssertionError("written out")
@@ -52,12 +52,12 @@ class Watched(list[Any]):
         [{"k" * 1_000_000: ["z" * 1_000_000]}],
     ],
 )
-def test_what_is_huge_is_cut_before_it_is_written(value: Any) -> None:
+def test_huge_values_are_shortened_before_they_are_written(value: Any) -> None:
     assert len(show(value)) <= MAX_SHOWN_CHARS
     assert "..." in show(value)
 
 
-def test_what_is_nested_without_end_is_shown_too() -> None:
+def test_endlessly_nested_values_are_shown() -> None:
     nested: list[Any] = []
     for _ in range(100_000):
         nested = [nested]

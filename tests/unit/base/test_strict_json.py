@@ -1,4 +1,4 @@
-"""Strict JSON: what is read, and that each thing refused is refused by its own words."""
+"""Strict JSON: accepted documents, and a specific message for each rejection."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from quire.base.strict_json import MAX_DEPTH, parse_object
 
 
 def nested(depth: int) -> bytes:
-    """An object `depth` levels deep."""
+    """Return an object `depth` levels deep."""
     return b'{"a":' * (depth - 1) + b"{}" + b"}" * (depth - 1)
 
 
-def test_an_object_is_read_as_it_is() -> None:
+def test_an_object_is_parsed() -> None:
     raw = '{"a": [1, -2.5, true, null, "猫"], "b": {}}'.encode()
     assert parse_object(raw, limit_bytes=len(raw)) == {"a": [1, -2.5, True, None, "猫"], "b": {}}
 
@@ -30,13 +30,13 @@ def test_an_object_is_read_as_it_is() -> None:
         (b" " * 101, "101 bytes; at most 100"),
     ],
 )
-def test_what_is_refused_says_why(raw: bytes, words: str) -> None:
+def test_rejections_state_the_reason(raw: bytes, words: str) -> None:
     with pytest.raises(ValueError, match=words.replace("[", "\\[")):
         parse_object(raw, limit_bytes=100)
 
 
 @pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 200, 900, 100_000])
-def test_depth_has_a_bound_of_its_own(depth: int) -> None:
+def test_depth_is_limited(depth: int) -> None:
     parse_object(nested(MAX_DEPTH), limit_bytes=1 << 20)
     with pytest.raises(ValueError, match="more than 64 levels"):
         parse_object(nested(depth), limit_bytes=1 << 20)

@@ -1,4 +1,4 @@
-"""Wire: records come back as they were; anything else is refused, and nothing is executed."""
+"""Wire: records round-trip; anything else is rejected, and nothing is executed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Arrays:
     ids: Int32s
 
 
-def test_arrays_come_back_with_their_dtype_shape_and_bits() -> None:
+def test_arrays_round_trip_with_dtype_shape_and_bits() -> None:
     result = StepResult(
         step=7,
         token_counts=np.array([1, 0], np.int32),
@@ -44,7 +44,7 @@ def test_arrays_come_back_with_their_dtype_shape_and_bits() -> None:
         assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
 
 
-def test_an_output_comes_back_equal() -> None:
+def test_an_output_round_trips() -> None:
     output = RequestOutput(
         request_id="a/0",
         token_ids=(1, 2),
@@ -59,7 +59,7 @@ def test_an_output_comes_back_equal() -> None:
     assert wire.decode(wire.encode(output)) == output
 
 
-def test_sampling_parameters_are_checked_again_on_arrival() -> None:
+def test_sampling_parameters_are_checked_on_arrival() -> None:
     wire = Wire(SamplingParams)
     params = SamplingParams(logit_bias={7: 1.5}, stop=("x",), seed=-(2**63))
     assert wire.decode(wire.encode(params)) == params
@@ -68,7 +68,7 @@ def test_sampling_parameters_are_checked_again_on_arrival() -> None:
         wire.decode(frame)
 
 
-def test_a_record_of_another_wire_is_refused_both_ways() -> None:
+def test_an_unknown_record_is_rejected_in_both_directions() -> None:
     with pytest.raises(WireError, match="StepPlan is not a record of this wire"):
         Wire(StepResult).encode(StepPlan(step=1))
     with pytest.raises(WireError, match="a frame holds a 'StepPlan'; known here: StepResult"):
@@ -87,17 +87,17 @@ def test_a_record_of_another_wire_is_refused_both_ways() -> None:
         None,
     ],
 )
-def test_an_array_that_is_not_what_is_expected_is_refused(payload: object) -> None:
+def test_an_unexpected_array_is_rejected(payload: object) -> None:
     with pytest.raises(WireError):
         Wire(Arrays).decode(msgspec.msgpack.encode(("Arrays", {"ids": payload})))
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x00", pickle.dumps(1), b"\x92\xa6Arrays"])
-def test_bytes_that_are_no_frame_are_refused(frame: bytes) -> None:
+def test_bytes_that_are_no_frame_are_rejected(frame: bytes) -> None:
     with pytest.raises(WireError, match="cannot be read"):
         Wire(Arrays).decode(frame)
 
 
-def test_only_fields_that_can_be_sent_are_sent() -> None:
+def test_only_sendable_fields_are_sent() -> None:
     with pytest.raises((WireError, NotImplementedError)):
         Wire(Arrays).encode(Arrays(ids=object()))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Measures over less memory: what is said of a machine's rates is tested, not the rates."""
+"""Smaller memory reads: the tests check reports of the machine's rates, not the rates."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A peer without an engine: answers the protocol with tokens that follow from the prompt.
+"""A peer without an engine: answers the protocol with tokens derived from the prompt.
 
-What its settings say is what it does wrong: "slow" sleeps, "dies" ends the process, "short" leaves
-a token out, "noisy" prints where the protocol speaks; "takes_s" is when it tells that it was done.
+Its settings select faults: "slow" sleeps, "dies" ends the process, "short" leaves a token out,
+"noisy" prints on the protocol's output; "takes_s" is the duration it reports.
 """
 
 from __future__ import annotations

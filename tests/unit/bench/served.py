@@ -1,6 +1,6 @@
-"""A small HTTP server that answers /v1/models and streamed /v1/completions as it is told to.
+"""A small HTTP server with scripted answers to /v1/models and streamed /v1/completions.
 
-Runs in a thread of its own, so that a client with its own event loop can be tested against it.
+Runs in its own thread, so that a client with its own event loop can be tested against it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-# Given a request's body: the status, and the lines that are streamed.
+# Given a request's body: the status, and the streamed lines.
 Answer = Callable[[dict[str, Any]], tuple[int, list[str]]]
 
 
 def plain_answer(body: dict[str, Any]) -> tuple[int, list[str]]:
-    """As many tokens as were asked for, then how many there were."""
+    """Return as many tokens as requested, then their count."""
     count = body["max_tokens"]
     events: list[Any] = [
         {"choices": [{"index": 0, "text": "a ", "finish_reason": None}]} for _ in range(count)
@@ -28,8 +28,9 @@ def plain_answer(body: dict[str, Any]) -> tuple[int, list[str]]:
 
 
 class SmallServer:
-    """`with SmallServer(answer) as server:`; asked holds (headers, body) of each completion;
-    says: what it tells of its model besides the name."""
+    """`with SmallServer(answer) as server:`; asked holds (headers, body) of each completion; says:
+    fields of its model besides the name.
+    """
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class SmallServer:
         writer.write(f"HTTP/1.1 {status} X\r\n{encoding}Connection: close\r\n\r\n".encode())
         for told in lines:
             piece = told.encode() + b"\n\n"
-            if self._chunked:  # cut in two: an event may come in pieces
+            if self._chunked:  # cut in two: an event may arrive in pieces
                 for part in (piece[:7], piece[7:]):
                     if part:
                         writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")

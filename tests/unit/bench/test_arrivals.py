@@ -1,4 +1,4 @@
-"""Arrivals: Poisson, and traces in two public formats, made here and as published."""
+"""Arrivals: Poisson, and traces in two public formats, synthetic and published."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _mooncake(folder: Path) -> Path:
     return file
 
 
-def test_poisson_arrivals_rise_within_the_time_at_the_rate() -> None:
+def test_poisson_arrivals_increase_within_the_time_at_the_rate() -> None:
     lengths = (Lengths(prompt=3, output=1), Lengths(prompt=5, output=2))
     asks = poisson(lengths, per_s=50, seconds=20, vocab_size=1000, rng=_rng())
     arrivals = [ask.arrival_s for ask in asks]
@@ -52,7 +52,7 @@ def test_poisson_arrivals_rise_within_the_time_at_the_rate() -> None:
 
 
 @pytest.mark.parametrize(("rate", "seconds"), [(0, 1), (-1, 1), (1, 0), (float("nan"), 1)])
-def test_a_rate_of_nothing_is_refused(rate: float, seconds: float) -> None:
+def test_a_rate_of_zero_is_rejected(rate: float, seconds: float) -> None:
     with pytest.raises(SettingError, match="above 0"):
         poisson(
             (Lengths(prompt=1, output=1),), per_s=rate, seconds=seconds, vocab_size=9, rng=_rng()
@@ -72,7 +72,7 @@ def test_azures_trace_is_read_in_order_of_arrival(tmp_path: Path) -> None:
     assert len(read_trace(file, max_requests=2)) == 2
 
 
-def test_mooncakes_trace_shares_blocks_when_it_is_replayed(tmp_path: Path) -> None:
+def test_mooncakes_trace_shares_blocks_when_replayed(tmp_path: Path) -> None:
     trace = read_trace(_mooncake(tmp_path))
     asks, left_out = replay(trace, speed=2, max_tokens=4096, vocab_size=1000, rng=_rng())
     assert left_out == 1  # 9,006 tokens
@@ -83,7 +83,7 @@ def test_mooncakes_trace_shares_blocks_when_it_is_replayed(tmp_path: Path) -> No
     assert first[1024:1100] != second[1024:1100]
 
 
-def test_a_prompt_longer_than_its_blocks_is_filled_up(tmp_path: Path) -> None:
+def test_a_prompt_longer_than_its_blocks_is_padded(tmp_path: Path) -> None:
     trace = read_trace(_mooncake(tmp_path))[2:]
     asks, _ = replay(trace, speed=1, max_tokens=10_000, vocab_size=1000, rng=_rng())
     assert len(asks[0].prompt_ids) == 9000
@@ -101,14 +101,14 @@ def test_a_prompt_longer_than_its_blocks_is_filled_up(tmp_path: Path) -> None:
         ('{"timestamp": [], "input_length": 5, "output_length": 2}\n', "line 1"),
     ],
 )
-def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, text: str, told: str) -> None:
+def test_an_invalid_trace_is_rejected_with_its_line(tmp_path: Path, text: str, told: str) -> None:
     file = tmp_path / "trace"
     file.write_text(text)
     with pytest.raises(SettingError, match=told):
         read_trace(file)
 
 
-def test_a_file_that_is_not_there_and_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+def test_a_missing_file_and_invalid_text_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="cannot be read"):
         read_trace(tmp_path / "none")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00\x80")
@@ -116,7 +116,7 @@ def test_a_file_that_is_not_there_and_bytes_that_are_no_text_are_refused(tmp_pat
         read_trace(tmp_path / "bytes")
 
 
-def test_a_trace_of_which_nothing_fits_is_refused(tmp_path: Path) -> None:
+def test_a_trace_without_fitting_requests_is_rejected(tmp_path: Path) -> None:
     trace = read_trace(_mooncake(tmp_path))
     with pytest.raises(SettingError, match="none of the 3 requests"):
         replay(trace, speed=1, max_tokens=100, vocab_size=1000, rng=_rng())

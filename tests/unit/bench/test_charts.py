@@ -10,14 +10,14 @@ import pytest
 
 from bench.example_trace import example_trace
 from bench.measured import picture
-from bench.measured.peers import Told
+from bench.measured.peers import PeerRatio
 from quire.bench.machine import LOAD_MARK, is_loaded, machine_text
 from quire.obs import pictures
 from quire.obs.trace import EXAMPLE_TRACE
 
 CARD = {"cpu": "A Processor", "cores": 2, "memory_gb": 23.6, "load_at_start": 1.9}
 LOADED = CARD | {"load_at_start": 4.2}
-TOLD = Told(
+RATIO = PeerRatio(
     shape="qwen3-0.6b",
     precision="bf16",
     workload="w1",
@@ -32,7 +32,7 @@ TOLD = Told(
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Figures that are drawn, still open."""
+    """Collect figures that are drawn, still open."""
     pytest.importorskip("matplotlib")
     plt, found = pictures.pyplot(), list[Any]()
     monkeypatch.setattr(plt, "close", found.append)
@@ -41,7 +41,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_more_running_threads_than_cores_is_a_loaded_machine() -> None:
     assert not is_loaded(CARD)
-    assert not is_loaded(CARD | {"load_at_start": 2.5})  # one thread a core, and a little
+    assert not is_loaded(CARD | {"load_at_start": 2.5})  # one thread per core, and a little
     assert is_loaded(LOADED)
     assert not is_loaded({})
     assert machine_text(CARD) == "A Processor, 2 cores, 24 GB"
@@ -50,7 +50,7 @@ def test_more_running_threads_than_cores_is_a_loaded_machine() -> None:
 
 
 def test_quire_is_a_bar_beside_its_peers(figures: list[Any], tmp_path: Path) -> None:
-    picture.draw([TOLD, replace(TOLD, workload="w2", machine=LOADED)], tmp_path / "peers.png")
+    picture.draw([RATIO, replace(RATIO, workload="w2", machine=LOADED)], tmp_path / "peers.png")
     [figure] = figures
     [axis] = figure.axes
     assert [bar.get_width() for bar in axis.patches] == [100.0, 80.0, 100.0, 80.0]
@@ -64,7 +64,7 @@ def test_quire_is_a_bar_beside_its_peers(figures: list[Any], tmp_path: Path) -> 
 
 
 def test_the_speed_chart_has_a_bar_for_each_engine(figures: list[Any], tmp_path: Path) -> None:
-    picture.draw_speed([TOLD], tmp_path / "speed.svg", shape="qwen3-0.6b", precision="bf16")
+    picture.draw_speed([RATIO], tmp_path / "speed.svg", shape="qwen3-0.6b", precision="bf16")
     [figure] = figures
     [axis] = figure.axes
     assert [bar.get_height() for bar in axis.patches] == [25.0, 20.0]

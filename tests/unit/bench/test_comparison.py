@@ -1,4 +1,4 @@
-"""Pairs, what is kept of them, when ratios may be told, floors, and the checkpoints behind them."""
+"""Pairs, their records, when ratios are reported, floors, and the checkpoints behind them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ FLOOR = Floor(
 
 
 class _Peer:
-    """Answers at once; `tokens` says what, given a prompt and how many are asked together."""
+    """A peer that answers at once with `tokens`, given a prompt and the number of
+    concurrent requests.
+    """
 
     pid = 1
 
@@ -90,7 +92,7 @@ def _run(quire: _Peer, other: _Peer, *, peer: str = "openvino") -> PairRun:
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Foreign cores of the next samples; none when the list is used up."""
+    """Return foreign cores of the next samples; none when the list is used up."""
     foreign: list[float] = []
 
     class Watch:
@@ -119,7 +121,7 @@ def test_both_sides_of_a_pair_get_the_same_tokens_and_pairs_get_others() -> None
     assert "floor_share" not in first["other"]
 
 
-def test_a_pair_in_which_others_computed_is_not_kept_and_taken_again(quiet: list[float]) -> None:
+def test_a_pair_disturbed_by_others_is_dropped_and_repeated(quiet: list[float]) -> None:
     quiet += [0.0, 0.5]
     run, found = _run(_Peer("quire"), _Peer("openvino")), []
     said: list[str] = []
@@ -139,7 +141,7 @@ def test_a_pair_in_which_others_computed_is_not_kept_and_taken_again(quiet: list
     assert len(said) == 3
 
 
-def test_no_more_pairs_are_taken_than_there_is_time_or_patience_for(quiet: list[float]) -> None:
+def test_pairs_are_limited_by_time_and_attempts(quiet: list[float]) -> None:
     run, found = _run(_Peer("quire"), _Peer("openvino")), []
     shared: dict[str, Any] = {
         "already": [],
@@ -156,7 +158,7 @@ def test_no_more_pairs_are_taken_than_there_is_time_or_patience_for(quiet: list[
     assert len(found) == 6
 
 
-def test_nothing_is_measured_of_answers_that_differ_alone_and_together() -> None:
+def test_answers_that_differ_alone_and_together_are_not_measured() -> None:
     with pytest.raises(WrongAnswer, match="alone and among others"):
         _run(_Peer("quire", varies=True), _Peer("openvino")).warm_up()
     quire, other = _Peer("quire"), _Peer("openvino")
@@ -171,7 +173,7 @@ def test_an_answer_of_a_wrong_length_is_a_failure() -> None:
         run.pair(0)
 
 
-def test_a_peers_own_tool_is_asked_for_its_rates() -> None:
+def test_rates_of_a_peers_own_tool_are_recorded() -> None:
     other = _Peer("llama.cpp")
     run = _run(_Peer("quire"), other, peer="llama.cpp tool")
     run.warm_up()
@@ -227,32 +229,32 @@ def _filled(file: Path, *, peers: tuple[str, ...], pairs_each: int = MIN_PAIRS) 
     return record
 
 
-def test_ratios_are_told_only_where_both_needed_peers_ran(tmp_path: Path) -> None:
+def test_ratios_are_reported_only_if_both_required_peers_ran(tmp_path: Path) -> None:
     record = _filled(tmp_path / "one.json", peers=("openvino", "vllm"))
-    assert not record.may_tell("w3")
+    assert not record.is_reportable("w3")
     assert "ratio" not in record.content["summary"]["w3"]["openvino"]
     assert record.strongest("w3") is None
     both = _filled(tmp_path / "two.json", peers=("openvino", "llama.cpp"))
-    assert both.may_tell("w3")
+    assert both.is_reportable("w3")
     assert both.content["summary"]["w3"]["openvino"]["ratio"]["median"] == 3.0
     strongest = both.strongest("w3")
     assert strongest is not None
     assert (strongest[0], strongest[1]["ratio"]["median"]) == ("llama.cpp", 1.5)
 
 
-def test_too_few_pairs_or_tokens_that_were_not_checked_tell_no_ratio(tmp_path: Path) -> None:
+def test_too_few_pairs_or_unchecked_tokens_give_no_ratio(tmp_path: Path) -> None:
     peers = ("openvino", "llama.cpp")
     few = _filled(tmp_path / "few.json", peers=peers, pairs_each=MIN_PAIRS - 1)
     few.add_pair(_pair("openvino", 1, 1, kept=False))
-    assert not few.may_tell("w3")
+    assert not few.is_reportable("w3")
     assert few.num_tried("w3", "openvino") == MIN_PAIRS
     assert len(few.kept("w3", "openvino")) == MIN_PAIRS - 1
     wrong = _filled(tmp_path / "wrong.json", peers=peers)
     wrong.content["checks"]["openvino"]["ok"] = False
-    assert not wrong.may_tell("w3")
+    assert not wrong.is_reportable("w3")
 
 
-def test_two_pairs_settle_that_a_peer_is_far_behind_and_nothing_else() -> None:
+def test_two_pairs_settle_only_that_a_peer_is_far_behind() -> None:
     far, near = _pair("llama.cpp", 30.0, 10.0), _pair("llama.cpp", 30.0, 10.5)
     assert not is_settled([], MIN_PAIRS)
     assert not is_settled([far], MIN_PAIRS)
@@ -261,7 +263,7 @@ def test_two_pairs_settle_that_a_peer_is_far_behind_and_nothing_else() -> None:
     assert is_settled([far, near, far, far, near], MIN_PAIRS)
 
 
-def test_a_record_goes_on_where_it_was_stopped_and_mixes_nothing(tmp_path: Path) -> None:
+def test_a_record_continues_and_mixes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "record.json"
     _filled(file, peers=("openvino",), pairs_each=2)
     again = Record(file, SUBJECT, {})
@@ -271,7 +273,7 @@ def test_a_record_goes_on_where_it_was_stopped_and_mixes_nothing(tmp_path: Path)
         Record(file, other, {})
 
 
-def test_a_failure_is_kept_once(tmp_path: Path) -> None:
+def test_a_failure_is_recorded_once(tmp_path: Path) -> None:
     record = Record(tmp_path / "record.json", SUBJECT, {})
     for _ in range(2):
         record.add_failure("w3", "vllm", "not installed")
@@ -280,7 +282,7 @@ def test_a_failure_is_kept_once(tmp_path: Path) -> None:
     ]
 
 
-def test_the_readme_tells_the_strongest_peer_and_nothing_that_may_not_be_told(
+def test_the_readme_shows_the_strongest_peer_and_only_reportable_ratios(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readme_table, "RESULTS", tmp_path)
@@ -308,7 +310,7 @@ def test_the_floor_of_one_request_is_its_bytes_or_its_operations() -> None:
     assert Work(num_bytes=10**9, operations=10**12).floor_s(4.0, None) == 0.25
 
 
-def test_a_shared_beginning_is_computed_once_in_the_floor() -> None:
+def test_a_shared_prefix_is_computed_once_in_the_floor() -> None:
     program = program_of("")
     alone = Workload(name="x", text="", lengths=(Lengths(prompt=40, output=4),), max_running=1)
     shared = Workload(
@@ -335,7 +337,7 @@ def test_checkpoints_hold_what_the_program_reads(shape: str, tmp_path: Path) -> 
     assert dict(tensor_shapes(config)) == program.source_shapes()
 
 
-def test_a_tokenizer_made_here_has_every_token_and_gives_text_at_once() -> None:
+def test_a_generated_tokenizer_has_every_token_and_completes_text_at_once() -> None:
     tokenizer = Tokenizer.from_str(json.dumps(tokenizer_json(12_000)))
     assert tokenizer.get_vocab_size() == 12_000
     assert all(tokenizer.decode([id_]).isascii() for id_ in range(300, 12_000, 7))
@@ -344,7 +346,7 @@ def test_a_tokenizer_made_here_has_every_token_and_gives_text_at_once() -> None:
     assert tokenizer_json(500) == tokenizer_json(500)
 
 
-def test_threads_are_measured_in_turn_and_must_answer_alike() -> None:
+def test_threads_are_measured_in_turn_and_must_agree() -> None:
     one, two = _Peer("quire"), _Peer("quire")
     told = threads_in_turn({1: cast(Peer, one), 2: cast(Peer, two)}, 1000, 3)
     assert told["ratio"] == 1.0
@@ -359,7 +361,7 @@ def test_threads_are_measured_in_turn_and_must_answer_alike() -> None:
         threads_in_turn({1: cast(Peer, one), 2: cast(Peer, two)}, 1000, 3)
 
 
-def test_the_readme_tells_of_serving_only_beside_a_peer() -> None:
+def test_the_readme_shows_serving_only_beside_a_peer() -> None:
     def knee_at(goodput: float) -> dict[str, Any]:
         return {"knee": {"goodput_per_s": goodput}}
 
@@ -380,7 +382,7 @@ def test_the_readme_tells_of_serving_only_beside_a_peer() -> None:
     assert rows._serving_rows({"engines": engines}) == []
 
 
-def test_pages_tell_what_the_committed_results_say() -> None:
+def test_pages_match_the_committed_results() -> None:
     assert readme_table.README.read_text() == readme_table.readme()
     assert readme_table.PAGE.read_text() == readme_table.page()
     assert readme_table.SIMULATE.read_text() == readme_table.simulate()

@@ -1,4 +1,4 @@
-"""The front end's bench refuses what is not right: it counts events and texts, never times."""
+"""The front-end benchmark rejects wrong results: it counts events and texts, never times."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def _event(text: str) -> bytes:
 @pytest.mark.parametrize(
     ("made", "wanted"), [(NullExecutorClass, ExecutorClass), (NullExecutor, Executor)]
 )
-def test_the_null_executor_has_what_the_engine_asks_of_any(made: type, wanted: type) -> None:
+def test_the_null_executor_has_the_executor_interface(made: type, wanted: type) -> None:
     asked = {name for name in vars(wanted) if callable(vars(wanted)[name]) and name[0] != "_"}
     assert asked
     assert asked <= {name for name in vars(made) if callable(vars(made)[name])}
 
 
-def test_events_are_counted_however_they_are_cut_into_chunks() -> None:
+def test_events_are_counted_however_chunks_are_divided() -> None:
     whole = _event("a") + _event("b") + b"data: [DONE]\n\n"
     for cut in range(1, len(whole)):
         raw = _chunked(whole[:cut], whole[cut:])
@@ -59,7 +59,7 @@ def test_events_are_counted_however_they_are_cut_into_chunks() -> None:
         b"HTTP/1.1 503 Busy\r\ncontent-length: 0\r\n\r\n",
     ],
 )
-def test_a_stream_without_its_end_with_an_error_or_refused_is_no_answer(raw: bytes) -> None:
+def test_an_incomplete_failed_or_rejected_stream_is_no_answer(raw: bytes) -> None:
     with pytest.raises((ValueError, KeyError)):
         text_of(raw)
     with pytest.raises((Broken, LookupError)):
@@ -88,7 +88,7 @@ def test_a_wrong_count_or_text_is_not_reported(told: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("events", [{"10": 2}, {"9": 1, "10": 1}])
-def test_a_peer_may_tell_parts_of_a_character_together(events: dict[str, int]) -> None:
+def test_a_peer_may_send_parts_of_a_character_together(events: dict[str, int]) -> None:
     check_peer({"answers": 2, "events": events}, answers=2, tokens=10)
 
 
@@ -100,12 +100,12 @@ def test_a_peer_may_tell_parts_of_a_character_together(events: dict[str, int]) -
         {"answers": 2, "events": {"10": 1, "11": 1}},
     ],
 )
-def test_a_peer_whose_answers_are_not_whole_is_not_reported(came: dict[str, object]) -> None:
+def test_a_peer_with_incomplete_answers_is_not_reported(came: dict[str, object]) -> None:
     with pytest.raises(PeerFailed):
         check_peer(came, answers=2, tokens=10)
 
 
-def test_processor_time_is_of_a_process_and_of_all_below_it() -> None:
+def test_processor_time_includes_all_descendants() -> None:
     inner = "import sys; print(flush=True); sys.stdin.read()"
     start = f"[sys.executable, '-c', {inner!r}]"
     outer = f"import subprocess, sys; subprocess.run({start})"
@@ -118,7 +118,7 @@ def test_processor_time_is_of_a_process_and_of_all_below_it() -> None:
         process.communicate()
 
 
-def test_the_null_executors_tokens_are_of_its_range() -> None:
+def test_the_null_executors_tokens_are_in_its_range() -> None:
     ids = np.array([token_at(position) for position in range(2000)])
     assert ids.min() >= FIRST_ID
     assert ids.max() < FIRST_ID + NUM_IDS

@@ -1,4 +1,4 @@
-"""How the GPU check stands what may happen to its sections, and makes one result of several."""
+"""How the GPU check handles failures of its sections, and merges several results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FAULTS = {
     ),
     "exit 3": ("failed: exit code 3", "import sys; sys.exit(3)"),
 }
-# Deaf to all it may be deaf to; and so is what it begins, which tells where it is.
+# Ignores every signal it can; so does its child, which writes its process id.
 HANGS = """
 import signal, subprocess, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -53,16 +53,16 @@ def _run(script: str, folder: Path, max_s: float, *more: str) -> tuple[str, str]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_whatever_happens_to_a_section_there_is_a_status(fault: str, tmp_path: Path) -> None:
+def test_every_outcome_of_a_section_has_a_status(fault: str, tmp_path: Path) -> None:
     wanted, script = FAULTS[fault]
     status, said = _run(script, tmp_path, 600)
     assert status == wanted
     assert ("a driver said no" in said) == (fault == "raise ValueError")
 
 
-def test_one_that_hangs_is_ended_with_all_it_began(tmp_path: Path) -> None:
+def test_a_hanging_section_is_killed_with_its_children(tmp_path: Path) -> None:
     place = tmp_path / "pid"
-    # However slow the machine: the time begins to count for it once it hangs.
+    # However slow the machine: its time limit starts when it hangs.
     max_s = 1.0
     while True:
         status, _ = _run(HANGS, tmp_path, max_s, str(place))
@@ -70,7 +70,7 @@ def test_one_that_hangs_is_ended_with_all_it_began(tmp_path: Path) -> None:
             break
         max_s *= 2
     assert status == f"failed: not done after {max_s:.0f} s"
-    while _is_alive(int(told)):  # the system ends it when it comes to it
+    while _is_alive(int(told)):  # the system ends it in due time
         os.sched_yield()
 
 
@@ -85,7 +85,7 @@ with open(os.devnull, "w") as log:
 """
 
 
-def test_nothing_goes_on_where_the_check_itself_is_told_to_end(tmp_path: Path) -> None:
+def test_ending_the_check_ends_its_children(tmp_path: Path) -> None:
     place = tmp_path / "pid"
     command = [sys.executable, "-c", WATCHES, HANGS, str(place)]
     with subprocess.Popen(command, cwd=ROOT) as watching:
@@ -97,7 +97,7 @@ def test_nothing_goes_on_where_the_check_itself_is_told_to_end(tmp_path: Path) -
         os.sched_yield()
 
 
-def test_half_a_letter_in_a_sections_words_ends_nothing(
+def test_split_utf8_in_a_sections_output_is_tolerated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cut_off(*_: Any, log: Any, **__: Any) -> str:
@@ -111,7 +111,7 @@ def test_half_a_letter_in_a_sections_words_ends_nothing(
     assert result["sections"]["limits"]["last_words"].startswith("no driver ")
 
 
-def test_a_section_that_fails_says_why_where_the_check_is_called(
+def test_a_failing_section_reports_its_error_on_standard_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def failed(*_: Any, log: Any, **__: Any) -> str:
@@ -126,7 +126,7 @@ def test_a_section_that_fails_says_why_where_the_check_is_called(
 
 
 def _is_alive(pid: int) -> bool:
-    """A zombie that nobody has waited for is not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -153,7 +153,7 @@ def test_of_several_calls_the_best_of_each_section_is_kept() -> None:
     assert merged["code"] == "c0de"
 
 
-def test_figures_of_other_code_or_another_card_are_not_put_beside() -> None:
+def test_results_of_other_code_or_another_gpu_are_not_merged() -> None:
     one = _result(build="ok")
     for part, other in (
         ("code", "0ther"),
@@ -165,17 +165,17 @@ def test_figures_of_other_code_or_another_card_are_not_put_beside() -> None:
             merge([one, one | {part: other}])
 
 
-def test_another_driver_of_the_same_card_is_told() -> None:
+def test_another_driver_of_the_same_gpu_is_reported() -> None:
     other = _result(build="ok")
     other["machine"]["gpus"] = ["NVIDIA H200, 580.2"]
     merged = merge([_result(limits="ok"), other])
     assert merged["machine"]["gpus"] == ["NVIDIA H200, 580.1"]
-    again = merge([_result(parity="ok"), merged])  # of what was merged before
+    again = merge([_result(parity="ok"), merged])  # of an earlier merge
     for each in (merged, again):
         assert [machine["gpus"] for machine in each["other_machines"]] == [["NVIDIA H200, 580.2"]]
 
 
-def test_a_result_is_there_whole_and_says_of_which_code_it_is(tmp_path: Path) -> None:
+def test_a_result_is_written_atomically_with_its_code_digest(tmp_path: Path) -> None:
     write(tmp_path / "result.json", {"found": 1})
     assert json.loads((tmp_path / "result.json").read_text()) == {"found": 1}
     assert [file.name for file in tmp_path.iterdir()] == ["result.json"]

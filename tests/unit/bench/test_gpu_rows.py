@@ -1,4 +1,6 @@
-"""Lines about a GPU: only of a real card, each beside its goal, what others published as it is."""
+"""Table lines on a GPU: only of a real one, each beside its goal, with published results of
+others.
+"""
 
 from __future__ import annotations
 
@@ -81,13 +83,13 @@ def test_a_dry_run_is_no_measurement() -> None:
     assert gpu_rows({**RESULT, "what": "dry run: no measurement"}) == []
 
 
-def test_without_a_result_of_a_card_the_page_says_so_and_nothing_of_others() -> None:
+def test_without_a_gpu_result_the_page_says_so_and_shows_no_others() -> None:
     assert readme_table._gpu_parts(None) == ["## On a GPU", "Not yet measured."]
     dry = {**RESULT, "what": "dry run: no measurement"}
     assert readme_table._gpu_parts(dry) == ["## On a GPU", "Not yet measured."]
 
 
-def test_beside_a_result_stands_what_others_published() -> None:
+def test_a_result_is_shown_with_published_ones() -> None:
     result = copy.deepcopy(RESULT)
     _, card, table, _, others = readme_table._gpu_parts(result)
     assert "A card, 1.0" in card

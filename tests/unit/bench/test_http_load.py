@@ -1,4 +1,4 @@
-"""The open loop over HTTP: what is sent, what counts as an answer, what as an error."""
+"""The open loop over HTTP: requests, valid answers, errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_request_is_answered_and_timed(chunked: bool) -> None:
     assert (body["max_tokens"], body["ignore_eos"], body["stream"]) == (4, True, True)
 
 
-def test_text_is_sent_where_a_server_takes_no_ids() -> None:
+def test_text_is_sent_to_a_server_without_token_prompts() -> None:
     with SmallServer() as server:
         target = Target(url=server.url, model="small", as_text=True, extra=())
         asyncio.run(open_loop(target, ASKS[:1]))
@@ -69,14 +69,14 @@ def test_a_wrong_answer_is_an_error_of_its_request(answer: Answer, told: str) ->
     assert told in found.error
 
 
-def test_another_length_is_no_error_where_answers_may_end() -> None:
+def test_another_length_is_no_error_if_answers_may_end() -> None:
     with SmallServer(lambda body: plain_answer({**body, "max_tokens": 2})) as server:
         target = Target(url=server.url, model="x", exact=False)
         [found] = asyncio.run(open_loop(target, ASKS[:1]))
     assert (found.error, found.output_tokens) == ("", 2)
 
 
-def test_a_server_that_says_nothing_runs_into_the_time_limit() -> None:
+def test_a_silent_server_runs_into_the_time_limit() -> None:
     async def run() -> str:
         async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.read()
@@ -92,7 +92,7 @@ def test_a_server_that_says_nothing_runs_into_the_time_limit() -> None:
     assert "Timeout" in asyncio.run(run())
 
 
-def test_the_served_model_of_the_list_is_taken() -> None:
+def test_the_served_model_of_the_list_is_used() -> None:
     with SmallServer() as server:
         found = asyncio.run(served_model(Target(url=server.url, model="")))
         assert found == ServedModel(name="small")

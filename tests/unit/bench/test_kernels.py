@@ -30,7 +30,7 @@ def _asked(**given: Any) -> KernelOptions:
 
 @pytest.fixture(autouse=True)
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few copies, little memory read, and a machine that is known."""
+    """Few copies, little memory read, and a fixed machine."""
     known = {READ: 10.0, FORK_JOIN: 1.0} | dict.fromkeys(ARITHMETIC, 100.0)
     monkeypatch.setattr(kernels, "COLD_BYTES", 1 << 20)
     monkeypatch.setattr(kernels, "ReadProbe", partial(ReadProbe, num_bytes=1 << 20))
@@ -64,7 +64,7 @@ def test_integer_caches_and_f32_are_measured_too() -> None:
     assert {one["what"].split()[-1] for one in outcome["measured"]} >= {"f32"}
 
 
-def test_depths_go_as_far_as_the_context() -> None:
+def test_depths_extend_to_the_context() -> None:
     outcome = _measured(parts=("attention",), depths=(500, 9000))
     whats = [one["what"] for one in outcome["measured"]]
     assert "chunk of 12 at depth 500" in whats
@@ -73,7 +73,7 @@ def test_depths_go_as_far_as_the_context() -> None:
 
 
 @pytest.mark.parametrize("part", ["products", "attention", "small"])
-def test_no_time_is_reported_of_a_wrong_result(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_time_is_reported_for_a_wrong_result(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = ReferenceExecutor.run_head
 
     def wrong(self: ReferenceExecutor, *given: Any) -> NDArray[np.float32]:
@@ -86,7 +86,7 @@ def test_no_time_is_reported_of_a_wrong_result(part: str, monkeypatch: pytest.Mo
         _measured(parts=(part,))
 
 
-def test_no_time_is_reported_of_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_time_is_reported_for_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
     right = kernels.choose
 
     def wrong(*given: Any) -> TokenChoice:
@@ -100,7 +100,7 @@ def test_no_time_is_reported_of_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("given", [{"parts": ("songs",)}, {"rows": (0,)}, {"depths": (-1,)}])
-def test_what_means_nothing_is_refused(given: dict[str, Any]) -> None:
+def test_meaningless_arguments_are_rejected(given: dict[str, Any]) -> None:
     with pytest.raises(SettingError):
         _asked(**given)
 

@@ -1,4 +1,4 @@
-"""What the pages tell of results: what was swept, misses too, memory as planned."""
+"""Pages generated from results: swept settings, missed goals, planned memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _result(name: str) -> dict[str, Any]:
     return found
 
 
-def test_only_what_was_swept_is_called_so(tmp_path: Path) -> None:
+def test_only_swept_settings_are_called_so(tmp_path: Path) -> None:
     assert "none was swept" in sweeps_text(tmp_path)
     tried = [
         {"engine": "vllm", "workload": "w4", "rates": [1.0]},
@@ -38,26 +38,26 @@ def test_only_what_was_swept_is_called_so(tmp_path: Path) -> None:
     assert "by hand, and were not swept" in text
 
 
-def test_each_vocabulary_is_told_with_its_goals() -> None:
+def test_each_vocabulary_has_its_goals() -> None:
     rows = structured_rows(_result("structured"))
     assert sum(row.startswith("| token mask") for row in rows) == 3
     assert any("Qwen" in row and row.endswith("| 50 us, 1,000 us |") for row in rows)
 
 
-def test_a_goal_that_was_missed_stands_like_any_other() -> None:
+def test_a_missed_goal_is_shown_like_any_other() -> None:
     result = _result("policies-accelerator")
     result["goals"] = [{"what": "w", "found": "9", "wanted": "at most 1", "kept": False}]
     [row] = policy_rows(result)
     assert row.endswith(": w | 9 | at most 1 |")
 
 
-def test_forecasts_are_told_by_policy() -> None:
+def test_predictions_are_shown_by_policy() -> None:
     result = _result("forecast-cpu")
     policies = {run["policy"] for run in result["runs"]}
     assert len(forecast_rows(result)) == len(policies)
 
 
-def test_what_a_soak_leaves_behind_is_counted() -> None:
+def test_resources_held_after_a_soak_are_counted() -> None:
     result = _result("soak")
     result["after_rounds"][-1]["blocks"] = 3
     result["wrong"] = ["one"]
@@ -66,7 +66,7 @@ def test_what_a_soak_leaves_behind_is_counted() -> None:
     assert "3 more than before" in held
 
 
-def test_a_line_of_policies_compares_means_where_nothing_was_refused() -> None:
+def test_a_line_of_policies_compares_means_without_rejections() -> None:
     result = _result("policies-cpu")
     title, table = policy_table(result).split("\n\n")
     rows = table.splitlines()
@@ -91,7 +91,7 @@ def test_sizes_at_which_lru_is_better_are_named() -> None:
     assert "1 of 2 (4 of 5 at 10 blocks)" in row
 
 
-def test_the_plan_is_read_where_the_server_tells_it() -> None:
+def test_the_memory_plan_is_read_from_the_servers_output() -> None:
     log = io.BytesIO(
         b"2026 info engine: ready\nmodel    box\nmemory   weights       -6.6 MiB\n"
         b"memory   KV cache (1638 blocks of 16 tokens)     -64.0 MiB\nready in 1 s\n"

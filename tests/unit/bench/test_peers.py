@@ -1,4 +1,4 @@
-"""Peers as child processes: the protocol, what ends them, and what they are set to."""
+"""Peers as child processes: the protocol, their termination, and their settings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _loaded(tmp_path: Path, **settings: Any) -> Peer:
 
 
 @pytest.mark.usefixtures("fake")
-def test_a_peer_is_asked_and_answers_in_lines(tmp_path: Path) -> None:
+def test_a_peer_exchanges_lines(tmp_path: Path) -> None:
     with _loaded(tmp_path, noisy=True) as peer:
         told = peer.ask({"do": "run", "requests": [REQUEST, REQUEST]}, limit_s=30)
         assert [answer["token_ids"] for answer in told["answers"]] == [[6] * 4] * 2
@@ -62,16 +62,14 @@ def test_a_peer_is_asked_and_answers_in_lines(tmp_path: Path) -> None:
         ("raises", "ValueError: nothing adds up"),
     ],
 )
-def test_what_goes_wrong_in_a_peer_is_told_and_ends_it(
-    tmp_path: Path, wrong: str, told: str
-) -> None:
+def test_a_failing_peer_is_reported_and_ended(tmp_path: Path, wrong: str, told: str) -> None:
     peer = _loaded(tmp_path, **{wrong: True})
     with peer, pytest.raises(PeerFailed, match=told):
         peer.ask({"do": "run", "requests": [REQUEST]}, limit_s=1)
     assert not Path(f"/proc/{peer.pid}/cmdline").exists() or os.name != "posix"
 
 
-def test_a_peer_that_is_not_installed_is_told_with_what_to_do(
+def test_a_missing_peer_is_reported_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUIRE_PEERS", str(tmp_path))
@@ -90,7 +88,7 @@ def test_threads_are_equal_and_our_own_settings_stay_ours(monkeypatch: pytest.Mo
     assert child.engine_environment("vllm", 3)["VLLM_CPU_OMP_THREADS_BIND"] == "0-2"
 
 
-def test_the_committed_settings_are_for_engines_and_workloads_there_are() -> None:
+def test_the_committed_settings_name_known_engines_and_workloads() -> None:
     known = json.loads(FILE.read_text())
     assert set(known) <= set(child.SCRIPTS)
     for of_engine in known.values():
@@ -106,7 +104,7 @@ def test_quires_settings_are_settings_of_the_engine(workload: str) -> None:
         assert engine_config(settings).scheduler.max_num_seqs in (1, 16, 32)
 
 
-def test_quire_tells_the_scheme_and_cache_it_runs_with_not_what_it_was_asked_for() -> None:
+def test_quire_reports_the_scheme_and_cache_it_runs_with() -> None:
     small = {"kv_cache_memory_bytes": 16 << 20}
     quire = Quire()
     told = quire.load("", 1, small)
@@ -118,7 +116,7 @@ def test_quire_tells_the_scheme_and_cache_it_runs_with_not_what_it_was_asked_for
     quire.close()
 
 
-def test_no_more_requests_run_at_once_than_the_workload_says() -> None:
+def test_concurrency_is_limited_to_the_workloads() -> None:
     running = {"llama.cpp": "-np", "openvino": "max_num_seqs", "vllm": "max_num_seqs"}
     for engine, name in running.items():
         for workload, most in (("w1", 1), ("w2", 1), ("w3", 16), ("w4", 16)):
@@ -126,7 +124,7 @@ def test_no_more_requests_run_at_once_than_the_workload_says() -> None:
             assert settings[name] == most
 
 
-def test_later_settings_win_and_a_choice_is_kept(tmp_path: Path) -> None:
+def test_later_settings_win_and_a_choice_is_stored(tmp_path: Path) -> None:
     file = tmp_path / "settings.json"
     assert settings_for("x", precision="bf16", workload="w1", file=file) == {}
     file.write_text(json.dumps({"x": {"*": {"*": {"a": 1, "b": 1}, "w1": {"b": 2}}}}))
@@ -145,7 +143,7 @@ def test_a_sweep_tries_every_combination_once() -> None:
     assert len(list(candidates("openvino", "w4"))) == math.prod(map(len, grid.values())) > 4
 
 
-def test_a_scheme_an_engine_does_not_have_is_told() -> None:
+def test_an_unsupported_scheme_is_reported() -> None:
     with pytest.raises(convert.Unavailable, match="vllm has no scheme for int4"):
         convert.converted("vllm", Path("model"), "int4")
     assert convert.converted("quire", Path("model"), "int4") == Path("model")
@@ -159,7 +157,7 @@ def test_agreement_counts_leading_tokens() -> None:
     assert agreement([[1, 2]], [[9, 2]])["leading_tokens_equal"] == 0
 
 
-def test_packages_of_a_gpu_are_known_by_their_names() -> None:
+def test_gpu_packages_are_recognized_by_name() -> None:
     strange = ["nvidia-cublas", "cuda-toolkit", "triton", "pytorch-triton"]
     assert all(install.GPU_PACKAGES.match(name) for name in strange)
     assert not any(install.GPU_PACKAGES.match(name) for name in ("torch", "openvino", "nncf"))

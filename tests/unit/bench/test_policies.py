@@ -1,4 +1,4 @@
-"""bench.policies: what is read off a comparison of policies, and whether it is enough."""
+"""bench.policies: goals read off a comparison of policies, and whether they are reached."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_goals_are_read_off_the_runs() -> None:
     assert [goal["kept"] for goal in by_policy] == [False, True, True]
 
 
-def test_what_was_not_looked_at_is_not_kept() -> None:
+def test_a_goal_that_was_not_measured_is_not_kept() -> None:
     runs = [run for run in _outcome()["runs"] if run["policy"] == "edf"]
     goals = read_goals({"runs": runs, "open_ended": {"runs": runs}, "requests_per_minute": 10.0})
     assert [goal["kept"] for goal in goals] == [False] * 3
@@ -62,7 +62,7 @@ def test_what_was_not_looked_at_is_not_kept() -> None:
     assert "not kept" in goals_text(goals)
 
 
-def test_a_piece_agrees_where_ranks_and_means_do() -> None:
+def test_a_piece_agrees_if_ranks_and_means_do() -> None:
     def run(real: float, simulated: float) -> dict[str, Any]:
         return {
             kind: {"latency_mean_s": mean, "ttft_mean_s": mean}

@@ -1,4 +1,4 @@
-"""`quire profile`: the program's own counts, times that add up, and what is said of settings."""
+"""`quire profile`: the program's own counts, times that add up, and advice on settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def outcome() -> dict[str, Any]:
     return measure_profile("", SETTINGS, depth=40, sequences=3, seconds=0.1)
 
 
-def test_each_step_tells_the_programs_own_counts(outcome: dict[str, Any]) -> None:
+def test_each_step_has_the_programs_own_counts(outcome: dict[str, Any]) -> None:
     program = program_of("")
     num_ops = sum(map(len, program.segments.values()))
     shapes = [
@@ -47,7 +47,7 @@ def test_each_step_tells_the_programs_own_counts(outcome: dict[str, Any]) -> Non
         assert OUTSIDE in {one["kind"] for one in kinds}
 
 
-def test_operations_that_keep_to_their_rows_are_told_together(outcome: dict[str, Any]) -> None:
+def test_row_wise_operations_are_reported_together(outcome: dict[str, Any]) -> None:
     kinds = {one["kind"] for one in outcome["steps"][0]["kinds"]}
     assert {"attention", "linear 256 -> 2048 bf16", "rope + store_kv"} <= kinds
 
@@ -60,7 +60,7 @@ def test_the_text_has_limits_steps_and_advice(outcome: dict[str, Any]) -> None:
     assert "mixed: 2 rows at depth 40 + 62 tokens at depth 0" in text
 
 
-def test_settings_that_waste_are_named(outcome: dict[str, Any]) -> None:
+def test_wasteful_settings_are_named(outcome: dict[str, Any]) -> None:
     limits = {"1": {READ: 9.9, FORK_JOIN: 0.0}, "2": {READ: 10.0, FORK_JOIN: 1.0}}
     floors = {"none": 0.01, "int8": 0.005, "int4-g32": 0.003}
     steps = [dict(step, floor_s=step["step_s"] / 2) for step in outcome["steps"]]
@@ -90,7 +90,7 @@ def test_no_floor_is_above_the_measurement(monkeypatch: pytest.MonkeyPatch) -> N
     assert "--quantization" not in text  # fewer bytes would not help
 
 
-def test_what_is_read_from_memory_is_not_told_as_cached(outcome: dict[str, Any]) -> None:
+def test_memory_reads_are_not_reported_as_cached(outcome: dict[str, Any]) -> None:
     decode = dict(outcome["steps"][0])
     decode["kinds"] = [
         {**part, "floor_s": part["seconds"] / 2, "cached": 0} for part in decode["kinds"]
@@ -106,7 +106,7 @@ def test_the_reference_has_no_times() -> None:
 
 
 @pytest.mark.parametrize("given", [{"depth": -1}, {"sequences": 0}])
-def test_steps_that_cannot_be_are_refused(given: dict[str, int]) -> None:
+def test_impossible_steps_are_rejected(given: dict[str, int]) -> None:
     with pytest.raises(SettingError, match="the least"):
         measure_profile("", SETTINGS, **given)
 
@@ -132,5 +132,5 @@ def test_limits_are_those_of_the_instruction_set(isa: str) -> None:
         )
 
 
-def test_one_thread_hands_out_nothing() -> None:
+def test_one_thread_distributes_nothing() -> None:
     assert machine_limits(1, rounds=1)[FORK_JOIN] == 0

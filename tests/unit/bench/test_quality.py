@@ -1,5 +1,7 @@
-"""What precisions cost, measured: on random models, one of them with outlier channels, and on the
-trained ones where they are, whose goals are held to."""
+"""The measured cost of precisions, on random models and on trained ones with goals.
+
+One random model has outlier channels; trained models are external data.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,9 @@ def test_fewer_bits_diverge_more_and_f32_not_at_all(tmp_path: Path) -> None:
 
 
 def test_outlier_channels_of_a_hundred_times_do_not_break_int8(tmp_path: Path) -> None:
-    """Some channels between two products are a hundred times the others, as in trained models: the
-    model computes the same function as without them, and int8 must still be near it."""
+    """Some channels between two products are a hundred times the others, as in trained models. The
+    model computes the same function as without them, and int8 must stay close to it.
+    """
     config = tiny_config(**WIDE)
     tensors = tiny_tensors(config, seed=1)
     plain = write_tiny_llama(tmp_path / "plain", seed=1, **WIDE)
@@ -60,15 +63,16 @@ def test_outlier_channels_of_a_hundred_times_do_not_break_int8(tmp_path: Path) -
     folder = write_tiny_llama(tmp_path / "outliers", seed=1, **WIDE)
     write_weights(folder, tensors, dtype="f32")
     after = by_name(measure(folder, drawn_texts(), [PLAIN, INT8]))["int8, f32"]
-    assert before["kl_nats"] < after["kl_nats"]  # they do cost something
+    assert before["kl_nats"] < after["kl_nats"]  # they do have a cost
     assert after["kl_nats"] < 0.1
     assert after["same_likeliest"] > 0.7
 
 
 @pytest.fixture
 def broken(tmp_path: Path) -> Path:
-    """The other way round: some columns of a product's weight are a hundred times the others, which
-    one scale a row cannot hold beside them."""
+    """Return the inverse case: some columns of a product's weight are a hundred times the others,
+    which one scale per row cannot represent together.
+    """
     tensors = tiny_tensors(tiny_config(**WIDE), seed=1)
     channels = [3, 300, 700]
     tensors["model.layers.0.mlp.up_proj.weight"][channels] /= 100
@@ -79,7 +83,7 @@ def broken(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("executor", ["native", "reference"])
-def test_a_weight_that_int8_breaks_is_named_with_a_remedy(
+def test_a_weight_unsuitable_for_int8_is_named_with_a_remedy(
     executor: str, broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def said(model: Path, **settings: Any) -> str:
@@ -98,7 +102,7 @@ def test_a_weight_that_int8_breaks_is_named_with_a_remedy(
     assert said(write_tiny_llama(tmp_path / "plain", seed=1, **WIDE)) == said(box_path()) == ""
 
 
-def test_the_remedy_mends_what_int8_broke(broken: Path) -> None:
+def test_the_remedy_restores_what_int8_broke(broken: Path) -> None:
     remedy = Setting(dtype=DType.F32, scheme="int8", keep=("layers.0.down=none",))
     rows = measure(broken, drawn_texts(), [PLAIN, INT8, remedy])["settings"]
     _, before, after = (row["kl_nats"] for row in rows)
@@ -112,4 +116,4 @@ def test_trained_models_reach_the_goals(name: str) -> None:
     told = stories[::20] if name == "box" else stories
     rows = by_name(measure(folder, story_ids(folder, told[:15]), [PLAIN, INT8, INT4]))
     assert rows["int8, f32"]["ratio"] < GOALS[(name, "int8")]
-    assert rows["int4-g32, f32"]["ratio"] < GOALS[(name, "int4-g32")] + 0.02  # of fewer stories
+    assert rows["int4-g32, f32"]["ratio"] < GOALS[(name, "int4-g32")] + 0.02  # fewer stories

@@ -1,4 +1,4 @@
-"""The memory probe reads all of its memory; the processor watch tells own time from others'."""
+"""The memory probe reads all of its memory; the processor watch separates own time from others'."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from quire.bench.cpu_use import CpuWatch, own_bytes, peak_rss_bytes
 from quire.bench.reading import ReadProbe
 
 
-def test_the_probe_tells_a_rate_for_any_number_of_threads() -> None:
+def test_the_probe_returns_a_rate_for_any_number_of_threads() -> None:
     for threads in (1, 3):
         with ReadProbe(threads, num_bytes=1 << 20) as probe:
             assert probe.gb_per_s(rounds=2) > 0
 
 
 def _machine(folder: Path, *, cpu: str, processes: dict[int, tuple[int, int]]) -> None:
-    """/proc with process id -> (parent, ticks)."""
+    """Write /proc with process id -> (parent, ticks)."""
     proc = folder / "proc"
     proc.mkdir(exist_ok=True)
     (proc / "stat").write_text(f"cpu  {cpu}\n")
@@ -29,7 +29,7 @@ def _machine(folder: Path, *, cpu: str, processes: dict[int, tuple[int, int]]) -
         (own / "status").write_text(f"Name:\tx\nVmHWM:\t    {pid} kB\n")
 
 
-def test_time_of_the_tree_is_own_and_the_rest_is_foreign(tmp_path: Path) -> None:
+def test_time_of_the_process_tree_is_own_and_the_rest_is_foreign(tmp_path: Path) -> None:
     hz = os.sysconf("SC_CLK_TCK")
     before = {10: (1, 0), 11: (10, 0), 12: (11, 0), 20: (1, 0)}
     _machine(tmp_path, cpu="0 0 0 0 0 0 0 0 0 0", processes=before)
@@ -44,7 +44,7 @@ def test_time_of_the_tree_is_own_and_the_rest_is_foreign(tmp_path: Path) -> None
     assert round(use.stolen_cores / use.own_cores, 6) == round(5 / 6, 6)
 
 
-def test_where_there_is_no_proc_nothing_is_known(tmp_path: Path) -> None:
+def test_without_proc_nothing_is_known(tmp_path: Path) -> None:
     use = CpuWatch([1], root=tmp_path).use()
     assert (use.own_cores, use.foreign_cores, use.stolen_cores) == (None, None, None)
     assert peak_rss_bytes(1, root=tmp_path) == 0
@@ -55,7 +55,7 @@ def test_peak_memory_is_that_of_the_tree(tmp_path: Path) -> None:
     assert peak_rss_bytes(10, root=tmp_path) == 21 * 1024
 
 
-def test_memory_that_is_only_mapped_from_files_is_not_a_processs_own(tmp_path: Path) -> None:
+def test_mapped_file_memory_is_not_a_processs_own(tmp_path: Path) -> None:
     _machine(tmp_path, cpu="0 " * 10, processes={10: (1, 0), 11: (10, 0), 20: (1, 0)})
     status = "RssAnon:\t7 kB\nRssFile:\t100 kB\nRssShmem:\t2 kB\n"
     (tmp_path / "proc" / "11" / "status").write_text(status)

@@ -1,4 +1,4 @@
-"""A server under rising load: every rate is told, the knee is found, failures end the run."""
+"""A server under rising load: every rate is reported, the knee is found, failures end the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOAD = Load(
 RELAXED = Goals(ttft_s=60, tpot_s=60)
 
 
-def test_rates_rise_and_the_knee_is_the_last_that_was_served_well() -> None:
+def test_rates_rise_and_the_knee_is_the_last_one_served_well() -> None:
     with SmallServer() as server:
         outcome: dict[str, Any] = measure_serving(Target(url=server.url, model=""), LOAD, RELAXED)
     assert [one["rate"] for one in outcome["rates"]] == [10.0, 20.0]
@@ -38,7 +38,7 @@ def test_rates_rise_and_the_knee_is_the_last_that_was_served_well() -> None:
     assert "knee not reached" in serving_text(outcome)
 
 
-def test_beyond_what_it_can_serve_well_no_more_is_tried() -> None:
+def test_beyond_the_knee_no_more_rates_are_tried() -> None:
     with SmallServer() as server:
         outcome: dict[str, Any] = measure_serving(
             Target(url=server.url, model="small"), LOAD, Goals(ttft_s=0, tpot_s=0)
@@ -48,7 +48,7 @@ def test_beyond_what_it_can_serve_well_no_more_is_tried() -> None:
     assert "no rate" in serving_text(outcome)
 
 
-def test_the_knee_is_reached_where_a_higher_rate_was_served_badly() -> None:
+def test_the_knee_is_reached_if_a_higher_rate_was_served_badly() -> None:
     with SmallServer() as server:
         outcome: dict[str, Any] = measure_serving(Target(url=server.url, model=""), LOAD, RELAXED)
     outcome["rates"][1]["good_share"] = 0.5
@@ -56,7 +56,7 @@ def test_the_knee_is_reached_where_a_higher_rate_was_served_badly() -> None:
     assert "\nknee: 10.00 requests/s offered" in serving_text(reached)
 
 
-def test_requests_are_what_the_server_says_it_can_take() -> None:
+def test_requests_fit_the_servers_stated_limits() -> None:
     says = {"max_model_len": 40, "vocab_size": 700}
     with SmallServer(says=says) as server:
         assert main(["bench", "serve", server.url, "--rates", "9", "--seconds", "1"]) == 0
@@ -70,14 +70,14 @@ def test_requests_are_what_the_server_says_it_can_take() -> None:
     assert not server.asked
 
 
-def test_a_server_that_says_nothing_gets_the_usual_lengths() -> None:
+def test_a_server_without_limits_gets_the_usual_lengths() -> None:
     with SmallServer() as server:
         assert main(["bench", "serve", server.url, "--rates", "9", "--seconds", "1"]) == 0
     assert any(len(body["prompt"]) > 128 for _, body in server.asked)
 
 
 @pytest.mark.parametrize("said", [{"max_model_len": "long"}, {"vocab_size": -1}])
-def test_what_a_server_says_may_be_anything(said: dict[str, Any]) -> None:
+def test_a_servers_model_list_may_contain_anything(said: dict[str, Any]) -> None:
     with SmallServer(says=said) as server:
         found = resolve_model(Target(url=server.url, model=""))
     assert found == ServedModel(name="small")
@@ -88,7 +88,7 @@ def test_a_named_model_needs_no_list() -> None:
     assert resolve_model(nowhere) == ServedModel(name="mine")
 
 
-def test_a_server_that_only_fails_ends_the_run_with_its_words() -> None:
+def test_a_server_that_only_fails_ends_the_run_with_its_error() -> None:
     with (
         SmallServer(lambda _: (500, ["broken"])) as server,
         pytest.raises(WorkerError, match="500"),
@@ -96,7 +96,7 @@ def test_a_server_that_only_fails_ends_the_run_with_its_words() -> None:
         measure_serving(Target(url=server.url, model="small"), LOAD, RELAXED)
 
 
-def test_failures_after_the_warm_up_are_counted_and_told() -> None:
+def test_failures_after_the_warm_up_are_counted_and_reported() -> None:
     seen: list[int] = []
 
     def answer(body: dict[str, Any]) -> tuple[int, list[str]]:
@@ -123,7 +123,7 @@ def test_a_trace_is_replayed_with_its_own_lengths() -> None:
     assert outcome["rates"][0]["num_requests"] == 3
     assert outcome["settings"]["requests_of"] == "trace"
     asked = sorted(len(body["prompt"]) for _, body in server.asked)
-    assert asked == [2, 2, 3, 3, 4]  # two went ahead to warm up
+    assert asked == [2, 2, 3, 3, 4]  # two were sent ahead to warm up
 
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "load.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_without_matplotlib_a_picture_is_refused_before_anything_runs(
+def test_without_matplotlib_a_picture_is_rejected_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def absent(name: str) -> None:

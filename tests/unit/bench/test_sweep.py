@@ -1,4 +1,6 @@
-"""A sweep of settings: each candidate once, the best one kept, a second call goes on; no times."""
+"""A sweep of settings: each candidate once, the best one kept, a second call continues; no
+times.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ TAKES = (0.3, 0.15, 0.6)
 
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch) -> Plan:
-    """Of a peer that tells what times its settings say."""
+    """Return the plan of a peer that reports the times in its settings."""
     scripts = {"transformers": ("tests.unit.bench.fake_peer", "")}
     monkeypatch.setattr(child, "SCRIPTS", MappingProxyType({**child.SCRIPTS, **scripts}))
     monkeypatch.setattr(child, "is_installed", lambda name: True)
@@ -61,7 +63,7 @@ def test_the_fastest_candidate_is_committed(plan: Plan, file: Path, tmp_path: Pa
     assert chosen(file) == {"a": 1, "takes_s": 0.15}
 
 
-def test_what_is_committed_stays_where_nothing_is_faster(
+def test_the_committed_settings_stay_if_nothing_is_faster(
     plan: Plan, file: Path, tmp_path: Path
 ) -> None:
     known = json.loads(file.read_text())
@@ -72,7 +74,7 @@ def test_what_is_committed_stays_where_nothing_is_faster(
 
 
 @pytest.mark.parametrize(("fastest", "takes_s"), [(101.0, 0.2), (103.0, 0.15)])
-def test_what_is_hardly_faster_is_no_reason_to_change(
+def test_a_small_gain_changes_nothing(
     plan: Plan,
     file: Path,
     tmp_path: Path,
@@ -88,7 +90,7 @@ def test_what_is_hardly_faster_is_no_reason_to_change(
     assert chosen(file) == {"a": 1, "takes_s": takes_s}
 
 
-def test_without_time_nothing_is_chosen_and_a_second_call_goes_on(
+def test_without_time_nothing_is_chosen_and_a_second_call_continues(
     plan: Plan, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured, left = sweep.measured, [2]

@@ -1,4 +1,4 @@
-"""`quire bench`: each verb measures the model in the box and tells one object, or refuses."""
+"""`quire bench`: each subcommand measures the built-in model and prints one object, or refuses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _ask(seed: int, prompt: int = 12, output: int = 6) -> RequestSpec:
     return RequestSpec(prompt_ids=tuple(ids.tolist()), output_tokens=output)
 
 
-def test_latency_tells_medians_and_the_share_of_the_floor() -> None:
+def test_latency_reports_medians_and_the_share_of_the_floor() -> None:
     outcome: dict[str, Any] = measure_latency(
         "", SETTINGS, prompt_tokens=8, output_tokens=4, repeats=3
     )
@@ -57,7 +57,7 @@ def test_one_token_has_no_time_after_the_first() -> None:
     assert "share of the floor" not in latency_text(outcome)
 
 
-def test_a_request_longer_than_the_model_allows_is_refused_with_the_numbers() -> None:
+def test_a_request_longer_than_the_model_allows_is_rejected_with_the_numbers() -> None:
     with pytest.raises(SettingError, match="600 tokens in and 9 out are 609"):
         measure_latency("", SETTINGS, prompt_tokens=600, output_tokens=9, repeats=1)
 
@@ -69,7 +69,7 @@ def test_the_floor_counts_each_step_of_the_program() -> None:
     assert decode_bytes(program, prompt_tokens=8, output_tokens=1) == 0
 
 
-def test_the_floor_is_that_of_the_precision_that_runs() -> None:
+def test_the_floor_is_that_of_the_precision_in_use() -> None:
     asked: list[dict[str, Any]] = [
         {"dtype": "f32"},
         {},
@@ -112,7 +112,7 @@ def test_the_first_command_of_a_new_user_works(capsys: pytest.CaptureFixture[str
     assert "3 requests" in capsys.readouterr().out
 
 
-def test_a_result_names_no_paths(tmp_path: Path) -> None:
+def test_a_result_contains_no_paths(tmp_path: Path) -> None:
     async def run() -> dict[str, Any]:
         tier = {"kv_tier_path": str(tmp_path / "tier"), "kv_tier_size": "8MiB"}
         async with LocalEngine("", SETTINGS | tier) as engine:
@@ -138,7 +138,7 @@ def test_static_batches_give_each_request_its_own_tokens_only() -> None:
     asyncio.run(run())
 
 
-def test_different_answers_alone_and_together_are_refused() -> None:
+def test_different_answers_alone_and_together_are_rejected() -> None:
     async def run() -> None:
         async with LocalEngine("", SETTINGS) as engine:
             one, other = await engine.run([_ask(1), _ask(2)])
@@ -155,13 +155,13 @@ def test_startup_counts_its_starts_and_stops_each_server() -> None:
     assert "first token" in startup_text(outcome)
 
 
-def test_starts_that_answer_differently_are_not_reported() -> None:
+def test_starts_with_different_answers_are_not_reported() -> None:
     starts = [Start(ready_s=1, first_token_s=2, text=text) for text in ("a", "b")]
     with pytest.raises(WorkerError, match="differently"):
         check_same(starts)
 
 
-def test_a_server_that_does_not_start_is_told_with_its_words(tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_is_reported_with_its_output(tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match=r"config\.json"):
         measure_startup([str(tmp_path)], starts=1)
 
@@ -176,7 +176,7 @@ def test_json_is_one_object_with_the_machine_card() -> None:
 
 
 @pytest.mark.parametrize("verb", ["latency", "throughput", "serve", "kernels", "startup"])
-def test_every_measurement_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_measurement_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["bench", verb, "--help"])
     assert caught.value.code == 0
@@ -196,7 +196,7 @@ def test_every_measurement_explains_itself(verb: str, capsys: pytest.CaptureFixt
         ["kernels", "--rows", "1,none"],
     ],
 )
-def test_arguments_that_mean_nothing_are_refused(
+def test_meaningless_arguments_are_rejected(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -205,7 +205,7 @@ def test_arguments_that_mean_nothing_are_refused(
     assert "usage: quire bench" in capsys.readouterr().err
 
 
-def test_a_server_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_server_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "http://127.0.0.1:9", "--rates", "1"]) == 1
     assert "is a server running" in capsys.readouterr().err
 

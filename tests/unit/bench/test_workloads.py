@@ -1,4 +1,4 @@
-"""Workloads: lengths are fixed, tokens are fresh, shared beginnings are shared."""
+"""Workloads: fixed lengths, fresh tokens, shared prefixes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.bench.workloads import (
 )
 
 
-def test_the_workloads_are_those_that_are_told_about() -> None:
+def test_the_workloads_are_the_documented_ones() -> None:
     assert [(len(w.lengths), w.max_running) for w in WORKLOADS.values()] == [
         (1, 1),
         (1, 1),
@@ -43,13 +43,13 @@ def test_a_draw_has_the_lengths_and_new_tokens_each_time(name: str) -> None:
     assert all(a.prompt_ids[:16] != b.prompt_ids[:16] for a, b in zip(first, second, strict=True))
 
 
-def test_only_the_shared_beginning_is_shared() -> None:
+def test_only_the_shared_prefix_is_shared() -> None:
     asks = WORKLOADS["w4"].draw(50_000, np.random.default_rng(2))
     assert len({ask.prompt_ids[:1024] for ask in asks}) == 1
     assert len({ask.prompt_ids[1024:] for ask in asks}) == 16
 
 
-def test_small_vocabularies_are_drawn_from_and_tiny_ones_refused() -> None:
+def test_small_vocabularies_are_used_and_tiny_ones_rejected() -> None:
     rng = np.random.default_rng(0)
     assert draw_ids(50, 512, rng).min() >= 3
     with pytest.raises(SettingError, match="3 tokens"):
@@ -92,8 +92,6 @@ def test_usual_lengths_are_cut_to_the_context(
 @pytest.mark.parametrize(
     ("prompts", "outputs"), [((1, 512), None), (None, (9, 512)), ((500, 500), (13, 13))]
 )
-def test_lengths_that_were_asked_for_are_never_cut(
-    prompts: Range | None, outputs: Range | None
-) -> None:
+def test_requested_lengths_are_never_cut(prompts: Range | None, outputs: Range | None) -> None:
     with pytest.raises(SettingError, match=r"--prompts.*--max-model-len"):
         fit_lengths(512, prompts, outputs)

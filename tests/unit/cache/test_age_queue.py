@@ -1,4 +1,4 @@
-"""AgeQueue: the oldest first, taking out of the middle, and never outgrowing its arrays."""
+"""AgeQueue: oldest first, removal from the middle, and bounded arrays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def test_the_oldest_are_taken_first_and_those_taken_out_are_passed_over() -> None:
+def test_the_oldest_are_taken_first_and_removed_ones_are_skipped() -> None:
     queue = AgeQueue(6)
     queue.push(ints(4, 1))
     queue.push(ints(3, 0, 5))
@@ -23,7 +23,7 @@ def test_the_oldest_are_taken_first_and_those_taken_out_are_passed_over() -> Non
     assert len(queue) == 0
 
 
-def test_a_block_that_left_and_came_back_is_young_again() -> None:
+def test_a_block_that_returns_is_the_youngest() -> None:
     queue = AgeQueue(3)
     queue.push(ints(0, 1, 2))
     for turn in range(50):

@@ -1,4 +1,4 @@
-"""Digests: the authors' vectors, the plain twin against the native call, and what a chain means."""
+"""Digests: published vectors, equality of Python and native code, and what a chain identifies."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ VECTORS = (
 
 
 @pytest.mark.parametrize("siphash128", [digest.siphash128, native_siphash128])
-def test_siphash_agrees_with_the_vectors_of_its_authors(siphash128) -> None:
+def test_siphash_matches_the_published_vectors(siphash128) -> None:
     for length, expected in enumerate(VECTORS):
         low, high = siphash128(bytes(range(length)), FIXED_KEY)
         assert struct.pack("<QQ", low, high).hex() == expected
 
 
 @given(st.binary(max_size=200), st.binary(min_size=16, max_size=16))
-def test_native_siphash_equals_its_plain_twin(message: bytes, key: bytes) -> None:
+def test_native_siphash_matches_the_reference(message: bytes, key: bytes) -> None:
     assert native_siphash128(message, key) == digest.siphash128(message, key)
 
 
 @given(st.data())
-def test_native_chains_equal_their_plain_twin(data: st.DataObject) -> None:
+def test_native_chains_match_the_reference(data: st.DataObject) -> None:
     block_size = data.draw(st.integers(1, 9))
     random = np.random.default_rng(data.draw(st.integers(0, 1_000)))
     num = data.draw(st.integers(0, 5))
@@ -64,7 +64,7 @@ def test_a_digest_depends_on_all_tokens_before_it_and_on_none_after() -> None:
     assert (before == after).all(axis=1).tolist() == [True, False, False]
 
 
-def test_salts_and_keys_make_other_digests_of_the_same_tokens() -> None:
+def test_salts_and_keys_change_the_digests_of_the_same_tokens() -> None:
     tokens = np.arange(4, dtype=np.int32)
     found = set()
     for salt, key in (("", FIXED_KEY), ("tenant", FIXED_KEY), ("", b"another key 1234")):

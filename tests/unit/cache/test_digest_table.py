@@ -1,4 +1,4 @@
-"""The native table of digests against its plain twin, and against crowds in one place."""
+"""The native digest table against its Python reference, and with many collisions."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ Drawn = list[tuple[str, list[tuple[int, int]]]]
 
 
 def digests(*names: int) -> np.ndarray:
-    """A digest a name. Names that are alike in their last 4 bits have alike last 62 bits of the
-    low half, so that they ask for one place in any table."""
+    """Return one digest per name.
+
+    Names with equal last 4 bits have equal last 62 bits of the low half, so that they share a home
+    slot in any table.
+    """
     rows = [((name & 15) | (name >> 4 & 3) << 62, name) for name in names]
     return np.array(rows, np.uint64).reshape(-1, 2)
 
@@ -35,7 +38,7 @@ def ints(*values: int) -> np.ndarray:
         max_size=40,
     )
 )
-def test_the_native_table_does_what_its_plain_twin_does(drawn: Drawn) -> None:
+def test_the_native_table_matches_its_reference(drawn: Drawn) -> None:
     native, plain = DigestTable(), PlainDigestTable()
     for verb, pairs in drawn:
         arguments: tuple[np.ndarray, ...] = (digests(*(name for name, _ in pairs)),)
@@ -53,9 +56,9 @@ def test_the_native_table_does_what_its_plain_twin_does(drawn: Drawn) -> None:
     assert found == [run.tolist() for run in plain.longest_runs(chains)]
 
 
-def test_what_lies_behind_a_dropped_digest_is_found_across_the_end_of_the_table() -> None:
-    # The last place of the smallest table has a low half that ends in 63: those that ask for it
-    # lie there and from the first place on.
+def test_entries_after_a_removed_digest_are_found_across_the_tables_end() -> None:
+    # The last slot of the smallest table is the home of low halves that end in 63: these occupy it
+    # and the first slots.
     crowd = np.array([(63 | high << 32, high) for high in range(5)], np.uint64)
     for dropped in range(5):
         table = DigestTable()
@@ -65,7 +68,7 @@ def test_what_lies_behind_a_dropped_digest_is_found_across_the_end_of_the_table(
         assert table.find(crowd).tolist() == expected
 
 
-def test_thousands_are_found_while_the_table_grows_and_empties() -> None:
+def test_thousands_are_found_while_the_table_grows_and_shrinks() -> None:
     random = np.random.default_rng(0)
     many = random.integers(0, 2**63, (5_000, 2)).astype(np.uint64)
     table = DigestTable()
@@ -78,7 +81,7 @@ def test_thousands_are_found_while_the_table_grows_and_empties() -> None:
     assert table.find(many[1::2]).tolist() == list(range(1, 5_000, 2))
 
 
-def test_numbers_are_as_many_as_digests_and_none_is_negative() -> None:
+def test_numbers_match_digests_in_count_and_are_not_negative() -> None:
     table = DigestTable()
     with pytest.raises(ValueError, match="differ in length"):
         table.put(digests(1, 2), ints(1))
@@ -89,6 +92,6 @@ def test_numbers_are_as_many_as_digests_and_none_is_negative() -> None:
     assert len(table) == 0
 
 
-def test_digests_are_keys_and_keys_digests() -> None:
+def test_digests_convert_to_keys_and_back() -> None:
     for some in (digests(), digests(3), digests(5, 17, 5)):
         assert digests_of(keys_of(some)).tolist() == some.tolist()

@@ -1,4 +1,4 @@
-"""Why a prefix was not found, and what the cache holds: told from the books, without content."""
+"""Why a prefix was not found, and what the cache holds: reports from metadata, without content."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Cache:
         self.cache.lay_out(num_slots=1, max_tokens=num_blocks * 4)
 
     def run(self, token_ids: list[int], salt: str = "", tenant: str = "") -> Miss | None:
-        """Compute a prompt; why it was not found."""
+        """Compute a prompt; return why it was not found."""
         cache, tokens = self.cache, np.array(token_ids, np.int32)
         chain = cache.chain(tokens, salt, tenant)
         assert chain is not None
@@ -36,11 +36,11 @@ class Cache:
         return miss
 
 
-def test_a_prompt_nothing_like_it_was_seen_before_is_new_from_its_first_token() -> None:
+def test_an_unseen_prompt_is_new_from_its_first_token() -> None:
     assert Cache().run([1] * 9) == Miss(reason=MissReason.NOT_SEEN, token=0)
 
 
-def test_what_was_found_as_far_as_blocks_go_has_no_miss() -> None:
+def test_a_prompt_found_to_its_last_whole_block_has_no_miss() -> None:
     cache = Cache()
     cache.run(list(range(11)))
     assert cache.run(list(range(8))) is None
@@ -48,7 +48,7 @@ def test_what_was_found_as_far_as_blocks_go_has_no_miss() -> None:
     assert cache.run([1, 2, 3]) is None
 
 
-def test_the_first_token_that_differs_from_the_nearest_known_prompt_is_told() -> None:
+def test_the_first_token_that_differs_from_the_nearest_prompt_is_reported() -> None:
     cache = Cache()
     cache.run([*range(8), 50, 51, 52, 53])
     cache.run([*range(8), 60, 61, 62, 63])
@@ -57,13 +57,13 @@ def test_the_first_token_that_differs_from_the_nearest_known_prompt_is_told() ->
     assert cache.run([9, *range(1, 8)]) == Miss(reason=MissReason.FIRST_DIFFERENCE, token=0)
 
 
-def test_a_prompt_that_goes_on_where_the_known_ones_end_was_not_seen_from_there() -> None:
+def test_a_prompt_beyond_the_end_of_known_ones_is_unseen_from_there() -> None:
     cache = Cache()
     cache.run(list(range(8)))
     assert cache.run(list(range(16))) == Miss(reason=MissReason.NOT_SEEN, token=8)
 
 
-def test_what_was_evicted_is_told_as_long_as_its_digest_is_remembered() -> None:
+def test_eviction_is_reported_while_its_digest_is_remembered() -> None:
     cache = Cache(num_blocks=8)
     cache.run(list(range(12)))
     cache.run(list(range(100, 128)))
@@ -72,7 +72,7 @@ def test_what_was_evicted_is_told_as_long_as_its_digest_is_remembered() -> None:
     assert cache.run(list(range(12))) == Miss(reason=MissReason.NOT_SEEN, token=0)
 
 
-def test_another_salt_is_told_to_the_tenant_that_used_both_and_to_nobody_else() -> None:
+def test_another_salt_is_reported_only_to_the_tenant_that_used_both() -> None:
     cache = Cache()
     prompt = list(range(8))
     cache.run(prompt, salt="one", tenant="acme")
@@ -84,7 +84,7 @@ def test_another_salt_is_told_to_the_tenant_that_used_both_and_to_nobody_else() 
     assert cache.run(prompt, salt="five") == new
 
 
-def test_a_miss_depends_on_prompts_of_the_same_salt_only() -> None:
+def test_a_miss_depends_only_on_prompts_of_the_same_salt() -> None:
     cache = Cache(num_blocks=8)
     cache.run([*range(4), 5, 6, 7, 8], salt="one")
     assert cache.run([*range(4), 5, 6, 9, 9], salt="two") == Miss(
@@ -96,13 +96,13 @@ def test_a_miss_depends_on_prompts_of_the_same_salt_only() -> None:
     )
 
 
-def test_without_prefix_caching_the_reason_is_that() -> None:
+def test_without_prefix_caching_that_is_the_reason() -> None:
     cache = CacheManager(4, 4, prefix_caching=False)
     chain = cache.chain(ints(1, 2, 3, 4), "")
     assert miss_of(cache, chain, 0, ints(1, 2, 3, 4)) == Miss(reason=MissReason.DISABLED, token=0)
 
 
-def test_the_report_counts_blocks_by_state_and_by_whose_they_are() -> None:
+def test_the_report_counts_blocks_by_state_and_owner() -> None:
     cache = Cache()
     cache.run(list(range(8)), tenant="acme")
     cache.run(list(range(8)), tenant="acme")
@@ -117,9 +117,7 @@ def test_the_report_counts_blocks_by_state_and_by_whose_they_are() -> None:
     assert report.queried_tokens_total == 33
 
 
-def test_the_prefixes_that_spared_most_are_named_by_digest_with_the_places_where_they_ended() -> (
-    None
-):
+def test_the_most_useful_prefixes_are_listed_by_digest_with_their_lengths() -> None:
     cache = Cache()
     cache.run(list(range(12)))
     for last in (50, 60, 70):
@@ -127,8 +125,8 @@ def test_the_prefixes_that_spared_most_are_named_by_digest_with_the_places_where
     for _ in range(2):
         cache.run(list(range(12)))
     report = report_of(cache.cache, queried_tokens_total=0, hit_tokens_total=0, num_prefixes=5)
-    told = [(use.tokens, use.hits, use.protected) for use in report.prefixes]
-    assert told == [(8, 5, True), (12, 2, True)]
+    listed = [(use.tokens, use.hits, use.protected) for use in report.prefixes]
+    assert listed == [(8, 5, True), (12, 2, True)]
     chain = cache.cache.chain(np.arange(8, dtype=np.int32), "")
     assert chain is not None
     assert report.prefixes[0].digest == chain.keys[1].hex()
@@ -142,12 +140,12 @@ def test_the_prefixes_that_spared_most_are_named_by_digest_with_the_places_where
     )
 
 
-def test_owners_beyond_the_limit_are_counted_together_and_numbers_come_back() -> None:
+def test_owners_beyond_the_limit_are_counted_together_and_numbers_are_reused() -> None:
     owners = Owners(lambda salt: np.zeros(2, np.uint64), limit=2)
     one, two = (owners.add("", salt, lambda: ints()) for salt in ("a", "b"))
     assert (one.number, two.number) == (1, 2)
     assert owners.add("", "c", lambda: ints(1, 2)).number == 0
-    assert owners.add("", "d", lambda: ints()).number == 0  # not asked again so soon
+    assert owners.add("", "d", lambda: ints()).number == 0  # not queried again so soon
     third = owners.add("", "e", lambda: ints(2))
     assert third.number == 1
     assert owners.number_now(one) == 0
@@ -155,8 +153,8 @@ def test_owners_beyond_the_limit_are_counted_together_and_numbers_come_back() ->
     assert owners.owner("", "a") is None
 
 
-def test_reports_cost_nothing_while_a_thousand_salts_come_and_go() -> None:
-    """The numbers in use are asked for once in as many newcomers as there are numbers."""
+def test_a_thousand_changing_salts_cost_no_extra_work() -> None:
+    """The numbers in use are queried once per as many new owners as there are numbers."""
     asked = 0
 
     def used() -> np.ndarray:

@@ -18,7 +18,7 @@ KEYS = digests_of([bytes([number]) * 16 for number in range(6)])
 
 
 @both
-def test_the_digests_evicted_last_are_kept(kind: Kind) -> None:
+def test_the_last_evicted_digests_are_kept(kind: Kind) -> None:
     ghosts = kind(3)
     ghosts.add(KEYS[:2])
     ghosts.add(KEYS[2:5])
@@ -45,7 +45,7 @@ def test_more_at_once_than_the_limit_keeps_the_last(kind: Kind) -> None:
 
 
 @both
-def test_what_is_evicted_in_small_parts_is_kept_as_if_at_once(kind: Kind) -> None:
+def test_evictions_in_small_parts_are_kept_as_if_at_once(kind: Kind) -> None:
     ghosts = kind(3)
     for place in range(6):
         ghosts.add(KEYS[place : place + 1])
@@ -56,7 +56,7 @@ def test_what_is_evicted_in_small_parts_is_kept_as_if_at_once(kind: Kind) -> Non
 
 
 @both
-def test_what_was_taken_and_evicted_again_counts_from_then(kind: Kind) -> None:
+def test_a_digest_evicted_again_counts_from_then(kind: Kind) -> None:
     ghosts = kind(3)
     ghosts.add(KEYS[:3])
     ghosts.take(KEYS[:1])
@@ -81,7 +81,7 @@ def test_keys_that_come_and_go_evict_no_other(kind: Kind) -> None:
     st.integers(1, 9),
     st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 25), unique=True, max_size=12))),
 )
-def test_ghosts_are_a_list_cut_at_its_beginning(
+def test_ghosts_match_a_bounded_list(
     kind: Kind, limit: int, drawn: list[tuple[bool, list[int]]]
 ) -> None:
     digests = np.arange(1, 53, dtype=np.uint64).reshape(26, 2)

@@ -1,4 +1,4 @@
-"""CacheManager: sharing, forking, registering, holding, and the audit of its books."""
+"""CacheManager: sharing, forking, registering, holding, and the audit of its metadata."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def steps(*values: int) -> np.ndarray:
 
 
 class Books:
-    """A manager with the tokens of its slots, as the scheduler would keep them."""
+    """A manager with the tokens of its slots, as the scheduler keeps them."""
 
     def __init__(self, num_blocks: int = 8, block_size: int = 4, num_slots: int = 4) -> None:
         self.cache = CacheManager(num_blocks, block_size, prefix_caching=True)
@@ -32,7 +32,7 @@ class Books:
         self.tokens = np.zeros((num_slots, num_blocks * block_size), np.int32)
 
     def begin(self, slot: int, token_ids: list[int], salt: str = "") -> int:
-        """Admit and compute all of it; returns how many blocks were found."""
+        """Admit and compute everything; return how many blocks were found."""
         cache = self.cache
         chain = cache.chain(np.array(token_ids, np.int32), salt)
         assert chain is not None
@@ -52,7 +52,7 @@ class Books:
         return freed
 
 
-def test_blocks_short_counts_what_is_missing_to_hold_a_length() -> None:
+def test_blocks_short_counts_the_blocks_missing_for_a_length() -> None:
     books = Books()
     books.begin(0, list(range(5)))
     lengths = ints(5, 8, 9, 16)
@@ -68,7 +68,7 @@ def test_a_running_request_shares_its_computed_full_blocks() -> None:
     assert books.cache.num_free == 4
 
 
-def test_blocks_of_an_ended_request_are_found_until_they_are_needed() -> None:
+def test_blocks_of_an_ended_request_are_found_until_reallocated() -> None:
     books = Books()
     books.begin(0, list(range(12)))
     assert books.end(0) == 3
@@ -101,7 +101,7 @@ def test_a_prefix_found_again_outlives_any_number_of_those_used_once() -> None:
     assert books.begin(0, list(range(9))) == 2
 
 
-def test_a_prefix_used_once_is_forgotten_for_the_next_that_comes() -> None:
+def test_a_prefix_used_once_is_evicted_for_the_next_one() -> None:
     books = Books(num_blocks=10)
     books.begin(0, list(range(9)))
     books.end(0)
@@ -111,7 +111,7 @@ def test_a_prefix_used_once_is_forgotten_for_the_next_that_comes() -> None:
     assert books.begin(0, list(range(9))) == 0
 
 
-def test_what_comes_back_after_its_eviction_is_protected_like_what_was_found() -> None:
+def test_a_block_recomputed_after_its_eviction_is_protected() -> None:
     books = Books(num_blocks=10)
     books.begin(0, list(range(8)))
     books.end(0)
@@ -125,7 +125,7 @@ def test_what_comes_back_after_its_eviction_is_protected_like_what_was_found() -
     assert books.begin(0, list(range(8))) == 2
 
 
-def test_what_a_preempted_request_finds_of_its_own_counts_as_used_once() -> None:
+def test_a_preempted_requests_hit_on_its_own_blocks_counts_as_used_once() -> None:
     books = Books(num_blocks=10)
     books.begin(0, list(range(8)))
     books.end(0)
@@ -136,7 +136,7 @@ def test_what_a_preempted_request_finds_of_its_own_counts_as_used_once() -> None
     assert books.cache.pool.num_free_protected == 0
 
 
-def test_what_a_preempted_request_computes_again_counts_as_used_once() -> None:
+def test_a_preempted_requests_recomputation_counts_as_used_once() -> None:
     books = Books(num_blocks=10)
     books.begin(0, list(range(8)))
     books.end(0)
@@ -152,7 +152,7 @@ def test_what_a_preempted_request_computes_again_counts_as_used_once() -> None:
     assert books.begin(1, list(range(8))) == 2
 
 
-def test_after_a_flush_nothing_is_found_of_what_ended_and_of_what_runs() -> None:
+def test_after_a_flush_neither_ended_nor_running_requests_are_found() -> None:
     books = Books(num_blocks=12)
     books.begin(0, list(range(8)))
     books.end(0)
@@ -186,7 +186,7 @@ def test_another_salt_finds_nothing() -> None:
     assert books.begin(2, list(range(8)), salt="one") == 2
 
 
-def test_only_what_was_computed_is_registered() -> None:
+def test_only_computed_blocks_are_registered() -> None:
     books = Books()
     cache = books.cache
     chain = cache.chain(np.arange(12, dtype=np.int32), "")
@@ -213,7 +213,7 @@ def test_registering_in_parts_gives_the_digests_of_the_whole_chain() -> None:
     assert seen == list(chain.keys)
 
 
-def test_without_prefix_caching_nothing_is_hashed_and_nothing_found() -> None:
+def test_without_prefix_caching_nothing_is_hashed_or_found() -> None:
     cache = CacheManager(4, 4, prefix_caching=False)
     cache.lay_out(num_slots=2, max_tokens=16)
     assert cache.chain(np.arange(8, dtype=np.int32), "") is None
@@ -281,7 +281,7 @@ def test_a_fork_at_a_block_border_copies_nothing() -> None:
     assert books.cache.num_free == 6
 
 
-def test_blocks_a_fork_fills_are_registered_on_the_chain_of_the_prompt() -> None:
+def test_blocks_filled_by_a_fork_extend_the_chain_of_the_prompt() -> None:
     books = Books()
     books.begin(0, list(range(10)))
     books.cache.fork(0, 1, 10)
@@ -292,7 +292,7 @@ def test_blocks_a_fork_fills_are_registered_on_the_chain_of_the_prompt() -> None
     assert books.cache.match(chain).blocks.tolist() == books.cache.tables.row(1).tolist()
 
 
-def test_a_fork_of_a_request_whose_blocks_are_duplicates_keeps_the_chain_right() -> None:
+def test_a_fork_of_a_request_with_duplicate_blocks_keeps_the_chain_right() -> None:
     books = Books()
     cache = books.cache
     for slot in (0, 1):  # both compute the same prompt before either is registered
@@ -310,7 +310,7 @@ def test_a_fork_of_a_request_whose_blocks_are_duplicates_keeps_the_chain_right()
     assert cache.check_integrity() == []
 
 
-def test_blocks_named_by_a_step_in_flight_are_free_only_after_it() -> None:
+def test_blocks_named_by_a_step_in_flight_are_freed_only_after_it() -> None:
     books = Books()
     books.begin(0, list(range(8)))
     books.begin(1, list(range(20, 28)))
@@ -332,7 +332,7 @@ def test_a_held_block_can_still_be_found_and_shared() -> None:
     assert books.cache.num_free == 6
 
 
-def test_a_held_source_of_a_copy_is_not_handed_out() -> None:
+def test_a_held_copy_source_is_not_reallocated() -> None:
     books = Books(num_blocks=3)
     books.begin(0, list(range(4)))
     block = books.cache.tables.row(0).copy()
@@ -343,7 +343,7 @@ def test_a_held_source_of_a_copy_is_not_handed_out() -> None:
     assert books.cache.num_free == 3
 
 
-def test_allocating_too_much_is_refused_and_changes_nothing() -> None:
+def test_allocating_too_much_is_rejected_and_changes_nothing() -> None:
     books = Books()
     assert books.cache.can_allocate(8)
     assert not books.cache.can_allocate(9)
@@ -386,7 +386,7 @@ def test_the_audit_names_each_kind_of_contradiction() -> None:
     assert spoiled(lambda cache: None) == ""
 
 
-def test_the_audit_names_who_last_held_a_block_that_is_wrong() -> None:
+def test_the_audit_names_the_request_that_last_held_a_wrong_block() -> None:
     books = Books()
     for slot, name in enumerate(("first", "second")):
         books.cache.name_slot(slot, name)
@@ -418,9 +418,10 @@ def test_the_audit_repairs_a_leak_and_loses_nothing() -> None:
         max_size=40,
     )
 )
-def test_the_books_agree_after_any_sequence_of_verbs(operations: list) -> None:
-    """And a match always leads to blocks that were filled with exactly those tokens, under the same
-    salt, since the last flush. Flavours 2 and 3 are 0 and 1 under another salt."""
+def test_the_audit_passes_after_any_sequence_of_operations(operations: list) -> None:
+    """A match always leads to blocks filled with exactly those tokens under the same salt since the
+    last flush. Flavours 2 and 3 are 0 and 1 under another salt.
+    """
     books = Books(num_blocks=7, block_size=2)
     cache, busy, step = books.cache, set(), 0
     content: dict[int, tuple[str, tuple[int, ...]]] = {}

@@ -1,4 +1,4 @@
-"""BlockPool: who is free, who goes first, and a model of it in plain Python."""
+"""BlockPool: free blocks, eviction order, and a plain Python model of both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def test_a_fresh_pool_hands_out_its_blocks_from_the_first_on() -> None:
+def test_a_fresh_pool_allocates_its_blocks_from_the_first_on() -> None:
     pool = BlockPool(5)
     blocks, evicted = pool.allocate(3)
     assert blocks.tolist() == [0, 1, 2]
@@ -23,7 +23,7 @@ def test_a_fresh_pool_hands_out_its_blocks_from_the_first_on() -> None:
     assert pool.num_free == 2
 
 
-def test_blocks_never_handed_out_are_the_last_ones_whatever_comes_back() -> None:
+def test_never_allocated_blocks_are_taken_last() -> None:
     pool = BlockPool(6)
     assert pool.num_never_used == 6
     blocks, _ = pool.allocate(3)
@@ -36,7 +36,7 @@ def test_blocks_never_handed_out_are_the_last_ones_whatever_comes_back() -> None
     assert pool.num_never_used == 2
 
 
-def test_asking_for_more_than_is_free_is_an_error_that_names_both_numbers() -> None:
+def test_allocating_more_than_free_is_an_error_with_both_numbers() -> None:
     pool = BlockPool(4)
     pool.allocate(3)
     with pytest.raises(CapacityError, match="2 KV blocks were asked for and 1 of 4"):
@@ -44,12 +44,12 @@ def test_asking_for_more_than_is_free_is_an_error_that_names_both_numbers() -> N
     assert pool.num_free == 1
 
 
-def test_a_pool_without_blocks_is_refused() -> None:
+def test_a_pool_without_blocks_is_rejected() -> None:
     with pytest.raises(CapacityError, match="at least one"):
         BlockPool(0)
 
 
-def test_findable_blocks_are_handed_out_last_and_the_longest_free_first() -> None:
+def test_findable_blocks_are_allocated_last_and_longest_free_first() -> None:
     pool = BlockPool(6)
     pool.allocate(6)
     pool.findable[[1, 2, 4]] = True
@@ -63,7 +63,7 @@ def test_findable_blocks_are_handed_out_last_and_the_longest_free_first() -> Non
     assert pool.allocate(1)[1].tolist() == [1]
 
 
-def test_a_findable_free_block_that_is_used_again_counts_as_freshly_used() -> None:
+def test_a_reused_findable_block_counts_as_freshly_used() -> None:
     pool = BlockPool(3)
     pool.allocate(3)
     pool.findable[:] = True
@@ -92,7 +92,7 @@ def test_a_block_released_twice_in_one_call_becomes_free_once() -> None:
     assert sorted(pool.allocate(3)[0].tolist()) == [0, 1, 2]
 
 
-def test_blocks_used_again_are_handed_out_after_all_that_were_used_once() -> None:
+def test_blocks_used_again_are_allocated_after_all_used_once() -> None:
     pool = BlockPool(5)
     pool.allocate(5)
     pool.findable[:] = True
@@ -103,7 +103,7 @@ def test_blocks_used_again_are_handed_out_after_all_that_were_used_once() -> Non
     assert pool.protected.tolist() == [True, False, False, False, False]
 
 
-def test_beyond_their_share_the_oldest_lose_their_protection_and_count_as_freshly_used() -> None:
+def test_beyond_their_share_the_oldest_lose_their_protection() -> None:
     pool = BlockPool(5, protected_share=0.4)
     pool.allocate(5)
     pool.findable[:] = True
@@ -117,7 +117,7 @@ def test_beyond_their_share_the_oldest_lose_their_protection_and_count_as_freshl
     assert pool.allocate(5)[1].tolist() == [4, 2, 3, 1, 0]
 
 
-def test_a_pool_told_to_forget_all_has_only_plain_blocks() -> None:
+def test_a_cleared_pool_has_only_plain_blocks() -> None:
     pool = BlockPool(4)
     pool.allocate(4)
     pool.findable[:] = True
@@ -186,7 +186,7 @@ def test_the_pool_behaves_like_its_plain_model(
         assert pool.num_free == len(plain) + len(once) + len(again)
 
 
-def test_the_queue_of_findable_blocks_never_outgrows_its_array() -> None:
+def test_the_queue_of_findable_blocks_has_a_bounded_array() -> None:
     pool = BlockPool(4)
     pool.allocate(4)
     pool.findable[:] = True
@@ -197,7 +197,7 @@ def test_the_queue_of_findable_blocks_never_outgrows_its_array() -> None:
     assert pool.allocate(4)[1].tolist() == [2, 3, 0, 1]
 
 
-def test_rebuilding_takes_references_from_outside_and_keeps_the_age_of_findable_blocks() -> None:
+def test_rebuilding_takes_external_references_and_keeps_the_age_of_findable_blocks() -> None:
     pool = BlockPool(5)
     pool.allocate(5)
     pool.findable[[1, 3]] = True
@@ -208,7 +208,7 @@ def test_rebuilding_takes_references_from_outside_and_keeps_the_age_of_findable_
     assert pool.free_blocks()[1].tolist() == [3, 1]
 
 
-def test_rebuilding_keeps_who_was_used_again() -> None:
+def test_rebuilding_keeps_blocks_used_again() -> None:
     pool = BlockPool(5)
     pool.allocate(5)
     pool.findable[[1, 3, 4]] = True

@@ -1,4 +1,4 @@
-"""PrefixIndex: longest match, first come first kept, forgetting."""
+"""PrefixIndex: longest match, first registration wins, removal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_match_ends_at_the_first_unknown_key() -> None:
     assert index.longest_match(KEYS[:0]).tolist() == []
 
 
-def test_the_first_block_under_a_key_stays_and_later_ones_are_left_out() -> None:
+def test_the_first_block_under_a_key_stays() -> None:
     index = PrefixIndex(8)
     assert index.insert(KEYS[0:1], ints(5)).tolist() == [0]
     assert index.insert(KEYS[:2], ints(6, 7)).tolist() == [1]
@@ -32,7 +32,7 @@ def test_the_first_block_under_a_key_stays_and_later_ones_are_left_out() -> None
     assert index.key_of(6) is None
 
 
-def test_a_block_that_is_findable_already_keeps_its_key() -> None:
+def test_a_findable_block_keeps_its_key() -> None:
     index = PrefixIndex(8)
     index.insert(KEYS[0:1], ints(5))
     assert index.insert(KEYS[1:2], ints(5)).tolist() == []
@@ -40,7 +40,7 @@ def test_a_block_that_is_findable_already_keeps_its_key() -> None:
     assert index.problems() == []
 
 
-def test_a_forgotten_block_is_not_found_and_its_key_can_be_used_again() -> None:
+def test_a_removed_block_is_not_found_and_its_key_is_reusable() -> None:
     index = PrefixIndex(8)
     index.insert(KEYS[:3], ints(0, 1, 2))
     assert index.forget(ints(1)).tolist() == KEYS[1:2].tolist()
@@ -50,7 +50,7 @@ def test_a_forgotten_block_is_not_found_and_its_key_can_be_used_again() -> None:
     assert index.longest_match(KEYS).tolist() == [0, 4, 2]
 
 
-def test_a_cleared_index_knows_nothing_and_takes_everything_anew() -> None:
+def test_a_cleared_index_is_empty_and_accepts_everything() -> None:
     index = PrefixIndex(8)
     index.insert(KEYS[:3], ints(0, 1, 2))
     assert index.clear() == 3
@@ -60,12 +60,12 @@ def test_a_cleared_index_knows_nothing_and_takes_everything_anew() -> None:
     assert index.problems() == []
 
 
-def test_forgetting_an_unknown_block_is_our_bug_and_says_so() -> None:
+def test_removing_an_unknown_block_raises() -> None:
     with pytest.raises(RuntimeError, match="block 3 was evicted"):
         PrefixIndex(8).forget(ints(3))
 
 
-def test_what_is_known_already_or_held_under_another_key_is_left_out_of_many() -> None:
+def test_known_keys_and_keyed_blocks_are_skipped_in_bulk() -> None:
     index = PrefixIndex(8)
     index.insert(KEYS[:2], ints(0, 1))
     # block 1 has a key, KEYS[0] has a block, KEYS[4] comes twice

@@ -33,7 +33,7 @@ def test_one_block_each_is_the_common_case() -> None:
     assert table.capacities.tolist() == [4, 0, 4]
 
 
-def test_taking_empties_slots_and_gives_the_last_blocks_of_each_first() -> None:
+def test_taking_empties_slots_and_returns_the_last_blocks_first() -> None:
     table = BlockTable(num_slots=3, num_columns=4, block_size=4, num_blocks=64)
     table.append(0, ints(1, 2, 3))
     table.append(1, ints(4))
@@ -45,7 +45,7 @@ def test_taking_empties_slots_and_gives_the_last_blocks_of_each_first() -> None:
     assert table.take(slots()).tolist() == []
 
 
-def test_taking_one_slot_gives_its_last_block_first_and_nothing_from_before_its_first() -> None:
+def test_taking_one_slot_returns_its_last_block_first_and_none_before_its_first() -> None:
     table = BlockTable(num_slots=2, num_columns=4, block_size=4, num_blocks=64)
     table.append(1, ints(1, 2, 3))
     assert table.drop(slots(1), ints(1)).tolist() == [1]
@@ -54,7 +54,7 @@ def test_taking_one_slot_gives_its_last_block_first_and_nothing_from_before_its_
     assert [array[1] for array in (table.firsts, table.counts, table.capacities)] == [0, 0, 0]
 
 
-def test_who_last_named_a_block_is_told_however_many_have_come_since() -> None:
+def test_the_last_holder_of_a_block_is_found_however_many_followed() -> None:
     table = BlockTable(num_slots=2, num_columns=4, block_size=4, num_blocks=5)
     table.name(0, "first")
     table.append(0, ints(4, 1))

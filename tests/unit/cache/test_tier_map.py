@@ -1,4 +1,4 @@
-"""The books of a tier's places, against a plain model in random operations."""
+"""The metadata of a tier's places, against a plain model in random operations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def key(number: int) -> bytes:
 
 
 def filled(num_places: int) -> TierMap:
-    """All places hold key(place)."""
+    """Return a map with key(place) in all places."""
     tier = TierMap(num_places)
     for number in range(num_places):
         place = tier.await_block(key(number))
@@ -24,7 +24,7 @@ def filled(num_places: int) -> TierMap:
     return tier
 
 
-def test_a_block_is_found_when_it_has_arrived_and_not_before() -> None:
+def test_a_block_is_found_only_after_it_has_arrived() -> None:
     tier = TierMap(3)
     place = tier.await_block(key(7))
     assert place is not None
@@ -43,7 +43,7 @@ def test_a_block_that_did_not_arrive_leaves_its_place_free() -> None:
     assert tier.await_block(key(2)) == 0
 
 
-def test_what_was_of_use_longest_ago_gives_way_and_later_blocks_of_a_chain_first() -> None:
+def test_least_recently_used_places_are_replaced_ends_of_chains_first() -> None:
     tier = filled(4)
     chain = np.array(tier.run([key(0), key(1)]), np.int32)
     tier.begin_fetch(chain)
@@ -58,7 +58,7 @@ def test_what_was_of_use_longest_ago_gives_way_and_later_blocks_of_a_chain_first
     assert gone == [2, 3, 1, 0]
 
 
-def test_what_is_being_fetched_stays_and_nothing_gives_way_where_all_is() -> None:
+def test_places_being_fetched_are_not_replaced() -> None:
     tier = filled(2)
     tier.begin_fetch(np.array([0], np.int32))
     assert tier.await_block(key(5)) == 1
@@ -67,7 +67,7 @@ def test_what_is_being_fetched_stays_and_nothing_gives_way_where_all_is() -> Non
     assert tier.await_block(key(6)) == 0
 
 
-def test_what_lay_there_before_is_found_and_gives_way_in_its_order() -> None:
+def test_restored_places_are_found_and_replaced_in_order() -> None:
     tier = TierMap(4)
     tier.load([(key(3), 2), (key(1), 0), (key(2), 3)])
     assert tier.run([key(1), key(2), key(3)]) == [0, 3, 2]
@@ -75,7 +75,7 @@ def test_what_lay_there_before_is_found_and_gives_way_in_its_order() -> None:
     assert tier.problems() == []
 
 
-def test_all_can_be_forgotten_while_blocks_are_under_way() -> None:
+def test_everything_can_be_cleared_during_transfers() -> None:
     tier = filled(2)
     tier.begin_fetch(np.array([0], np.int32))
     assert tier.await_block(key(9)) == 1
@@ -90,7 +90,7 @@ def test_all_can_be_forgotten_while_blocks_are_under_way() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_random_operations_agree_with_a_plain_model(seed: int) -> None:
     random, tier = Random(seed), TierMap(6)
-    held: list[tuple[bytes, int]] = []  # oldest use first
+    held: list[tuple[bytes, int]] = []  # least recently used first
     awaited: dict[int, bytes] = {}
     fetching: list[int] = []
     for _ in range(300):

@@ -1,4 +1,4 @@
-"""Blocks that no token sees any more are given back, and the books stay whole."""
+"""Blocks behind the attention window are freed, and the metadata stays consistent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.unit.cache.test_manager import Books, ints, steps
 
 
 def windowed(window: int, num_blocks: int = 12) -> Books:
-    """Blocks of 4 tokens."""
+    """Return a cache with blocks of 4 tokens."""
     books = Books(num_blocks=num_blocks)
     books.cache.window = window
     return books
@@ -23,10 +23,10 @@ def drop(books: Books, slot: int, computed: int) -> int:
     return freed
 
 
-def test_what_is_behind_the_window_is_given_back_once_and_stays_findable() -> None:
+def test_blocks_behind_the_window_are_freed_once_and_stay_findable() -> None:
     books = windowed(8)
     books.begin(0, list(range(30)))
-    assert drop(books, 0, 15) == 1  # the last one computed sees 7 .. 14, a fork of it the same
+    assert drop(books, 0, 15) == 1  # the last computed token sees 7 .. 14, and so does a fork of it
     assert drop(books, 0, 15) == 0
     assert drop(books, 0, 30) == 4
     assert books.cache.tables.firsts[0] == 5
@@ -37,13 +37,13 @@ def test_what_is_behind_the_window_is_given_back_once_and_stays_findable() -> No
     assert books.cache.num_free == 12
 
 
-def test_without_a_window_nothing_is_given_back() -> None:
+def test_without_a_window_nothing_is_freed() -> None:
     books = windowed(0)
     books.begin(0, list(range(30)))
     assert drop(books, 0, 30) == 0
 
 
-def test_blocks_that_were_not_offered_yet_are_before_they_go() -> None:
+def test_unregistered_blocks_are_registered_before_they_are_freed() -> None:
     books = windowed(4)
     cache = books.cache
     books.begin(0, list(range(5)))
@@ -55,7 +55,7 @@ def test_blocks_that_were_not_offered_yet_are_before_they_go() -> None:
     assert cache.match(chain).num_blocks == 7
 
 
-def test_a_fork_has_what_its_next_token_sees_and_nothing_before() -> None:
+def test_a_fork_has_only_what_its_next_token_sees() -> None:
     books = windowed(8)
     cache = books.cache
     books.begin(0, list(range(22)))
@@ -71,7 +71,7 @@ def test_a_fork_has_what_its_next_token_sees_and_nothing_before() -> None:
     books.end(0, 1)
 
 
-def test_whatever_is_computed_forked_dropped_and_freed_the_books_stay_whole() -> None:
+def test_the_audit_passes_after_any_computing_forking_dropping_and_freeing() -> None:
     for seed in range(40):
         random = Random(seed)
         window = random.choice([1, 3, 4, 9])
@@ -107,7 +107,7 @@ def test_whatever_is_computed_forked_dropped_and_freed_the_books_stay_whole() ->
             for one in range(4):
                 held = -(-lengths[one] // 4) - max(lengths[one] - window, 0) // 4
                 kept = int(cache.tables.counts[one] - cache.tables.firsts[one])
-                assert kept >= held, "a block that is seen was given back"
+                assert kept >= held, "a visible block was freed"
         used = np.array([one for one in range(4) if lengths[one]], np.intp)
         cache.free(used, np.zeros(len(used), np.int64))
         assert cache.num_free == 40

@@ -1,4 +1,4 @@
-"""Runs the `quire` command as its users do: in a process, with pipes or at a terminal; or inside.
+"""Run the `quire` command as its users do: in a process, with pipes or at a terminal; or inside.
 
 The process imports the same package as the test that starts it, wherever that is installed.
 """
@@ -20,7 +20,7 @@ import quire
 from quire.cli.main import main
 
 LIMIT_S = 120.0
-# A shell that runs the tests in the background has them ignore Ctrl-C, and all they start.
+# A shell that runs the tests in the background makes them, and their children, ignore Ctrl-C.
 _TAKE_TERMINAL = (
     "import fcntl, os, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
     "signal.signal(signal.SIGINT, signal.SIG_DFL); "
@@ -29,7 +29,7 @@ _TAKE_TERMINAL = (
 
 
 def environment() -> dict[str, str]:
-    """The test's environment, with its `quire` first on the path."""
+    """Return the test's environment, with its `quire` first on the path."""
     root = str(Path(quire.__file__).parents[1])
     return {**os.environ, "PYTHONPATH": root, "TERM": "dumb", "PYTHONWARNINGS": "error"}
 
@@ -54,7 +54,7 @@ def quire_command(
 def quire_main(
     *words: str, given: str | bytes = "", folder: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run it in this process: as quire_command, without the second that a process start takes."""
+    """Run it in this process, without the second that a process start takes."""
     raw = given if isinstance(given, bytes) else given.encode()
     streams = [TextIOWrapper(BytesIO(part), encoding="utf-8") for part in (raw, b"", b"")]
     stdin, stdout, stderr = streams
@@ -77,7 +77,7 @@ def quire_main(
 
 
 class Terminal:
-    """The command at a pseudo-terminal of its own, so that Ctrl-C and Ctrl-D reach it."""
+    """The command at its own pseudo-terminal, so that Ctrl-C and Ctrl-D reach it."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self._ours, theirs = os.openpty()
@@ -107,13 +107,13 @@ class Terminal:
         self.read_until(text)
 
     def read_until(self, text: str) -> str:
-        """What is shown before `text`, both taken off; fails if it does not come."""
+        """Return what is shown before `text`, and consume both; fail if it does not appear."""
         self._wait(lambda: text in self.shown, f"{text!r} did not come")
         before, _, self.shown = self.shown.partition(text)
         return before
 
     def read_more(self, num_chars: int) -> None:
-        """Wait until so much is shown that was not taken off; fails if it does not come."""
+        """Wait until so much unconsumed text is shown; fail if it does not appear."""
         self._wait(lambda: len(self.shown) >= num_chars, f"no {num_chars} characters came")
 
     def _wait(self, is_there: Callable[[], bool], complaint: str) -> None:
@@ -131,7 +131,7 @@ class Terminal:
             raise AssertionError(f"it ended; shown: {self.shown!r}") from None
 
     def end(self) -> int:
-        """Wait for the process; its exit code."""
+        """Wait for the process; return its exit code."""
         return self.process.wait(LIMIT_S)
 
     def __enter__(self) -> Terminal:

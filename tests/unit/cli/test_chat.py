@@ -1,4 +1,4 @@
-"""quire chat: commands, turns, what is kept of a stopped answer, pipes, and a real terminal."""
+"""quire chat: commands, turns, stopped answers, pipes, and a real terminal."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _talk(backend: FakeSpeaker, *lines: str, system: str = "") -> tuple[str, str
     return out.getvalue(), notes.getvalue(), conversation
 
 
-def test_each_turn_hears_all_before_it() -> None:
+def test_each_turn_includes_all_before_it() -> None:
     backend = FakeSpeaker()
     out, notes, conversation = _talk(backend, "one", "", "  ", "two")
     assert (out, notes) == ("I heard 1\nI heard 3\n", "")
@@ -55,7 +55,7 @@ def test_each_turn_hears_all_before_it() -> None:
     ]  # fmt: skip
 
 
-def test_reset_forgets_and_keeps_the_system_text() -> None:
+def test_reset_clears_the_conversation_and_keeps_the_system_text() -> None:
     backend = FakeSpeaker()
     _talk(backend, "one", "/reset", "two", system="Be brief.")
     assert backend.heard[1] == [
@@ -75,7 +75,7 @@ def test_system_sets_and_removes_the_system_text() -> None:
     assert notes == "system text set\nsystem text removed\n"
 
 
-def test_quit_ends_help_helps_and_unknown_commands_are_named() -> None:
+def test_quit_help_and_unknown_commands() -> None:
     backend = FakeSpeaker()
     out, notes, _ = _talk(backend, "/help", "/sing", "//etc is a folder", "/quit", "not heard")
     assert notes == f"{HELP}\nno command /sing; /help lists them\n"
@@ -83,7 +83,7 @@ def test_quit_ends_help_helps_and_unknown_commands_are_named() -> None:
     assert backend.heard[0][0]["content"] == "/etc is a folder"
 
 
-def test_a_stopped_answer_stays_as_far_as_it_was_said() -> None:
+def test_a_stopped_answer_is_kept_as_far_as_it_was_generated() -> None:
     backend = FakeSpeaker(KeyboardInterrupt())
     out, notes, conversation = _talk(backend, "one", "two")
     assert out == "I heard \nI heard 3\n"
@@ -95,7 +95,7 @@ def test_a_stopped_answer_stays_as_far_as_it_was_said() -> None:
     "error",
     [ContextTooLong("too long"), OverloadedError("busy"), StepRowError("its row failed")],
 )
-def test_what_cannot_be_answered_is_noted_and_forgotten(error: Exception) -> None:
+def test_an_unanswerable_turn_is_reported_and_dropped(error: Exception) -> None:
     backend = FakeSpeaker(error)
     out, notes, _ = _talk(backend, "one", "two")
     assert notes == f"{error} (/reset forgets the conversation)\n"
@@ -115,7 +115,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def test_piped_lines_are_answered_one_each(model: Path) -> None:
+def test_each_piped_line_is_answered(model: Path) -> None:
     words = ("chat", str(model), "--temperature", "0", "--max-tokens", "4", "--system", "Be.")
     done = quire_command(*words, given="Hi\n/reset\nHi\n")
     assert done.returncode == 0
@@ -127,7 +127,7 @@ def test_piped_lines_are_answered_one_each(model: Path) -> None:
     assert done.stderr == "conversation forgotten\n"
 
 
-def test_a_model_without_a_template_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_a_model_without_a_template_is_rejected_with_a_remedy(tmp_path: Path) -> None:
     folder = write_tiny_llama(tmp_path / "bare", vocab_size=270)
     (folder / "tokenizer_config.json").write_text('{"bos_token": null}')
     done = quire_command("chat", str(folder), given="Hi\n")
@@ -136,7 +136,7 @@ def test_a_model_without_a_template_is_refused_with_the_way_out(tmp_path: Path) 
     assert "`quire complete`" in done.stderr
 
 
-def test_a_broken_template_is_told_before_the_first_line_and_another_may_be_given(
+def test_a_broken_template_is_reported_before_the_first_line_and_replaceable(
     tmp_path: Path,
 ) -> None:
     folder = write_tiny_llama(tmp_path / "broken", vocab_size=270)
@@ -168,7 +168,7 @@ def test_at_a_terminal_it_prompts_streams_stops_and_leaves(model: Path) -> None:
         terminal.type("/reset\r")
         terminal.read_until("conversation forgotten\n> ")
         terminal.type("half a line")
-        terminal.read_until("half a line")  # the reader of lines is running already
+        terminal.read_until("half a line")  # the line reader is running already
         terminal.press_until("\x03", "/quit leaves")
         terminal.read_until("> ")
         terminal.type("\x04")

@@ -1,4 +1,4 @@
-"""quire complete: standard output is the answer, or one JSON object that says all about it."""
+"""quire complete: standard output is the answer, or one JSON object with all details."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_answer_is_that_of_the_engine(model: Path) -> None:
     assert echoed.returncode == 0
 
 
-def test_json_tells_ids_logprobs_counts_and_times(model: Path) -> None:
+def test_json_has_ids_logprobs_counts_and_times(model: Path) -> None:
     done = quire_main(
         "complete", str(model), "-p", "Hi", "--json", "--logprobs", "2", "--max-tokens", "5",
         "--temperature", "0.5", "--seed", "11",
@@ -67,7 +67,7 @@ def test_the_prompt_may_be_piped_in(model: Path) -> None:
         (["-p", "x", "--stop", ""], 'stop holds ""'),
     ],
 )
-def test_what_cannot_be_done_is_one_line_and_code_2(
+def test_a_failure_is_one_line_and_exit_code_2(
     model: Path, words: list[str], complaint: str
 ) -> None:
     done = quire_main("complete", str(model), *words)
@@ -78,20 +78,20 @@ def test_what_cannot_be_done_is_one_line_and_code_2(
     assert done.stderr.count("\n") == 1
 
 
-def test_bytes_that_are_no_text_are_refused(model: Path) -> None:
+def test_invalid_text_is_rejected(model: Path) -> None:
     done = quire_main("complete", str(model), given=b"ab\xff")
     assert done.returncode == 2
     assert "lone surrogate U+DCFF at character 2" in done.stderr
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+def test_a_directory_without_a_model_is_rejected(tmp_path: Path) -> None:
     done = quire_main("complete", str(tmp_path), "-p", "x")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert str(tmp_path) in done.stderr
 
 
-def test_the_story_comes_out_as_published() -> None:
+def test_the_story_equals_the_published_one() -> None:
     folder = outside("stories260K")
     greedy = json.loads((folder / "greedy_200.json").read_text(encoding="utf-8"))
     words = (str(folder), "-p", "", "--temperature", "0", "--max-tokens", str(len(greedy["ids"])))

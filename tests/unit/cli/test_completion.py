@@ -1,4 +1,4 @@
-"""Shell completion: made from the parsers, and bash agrees that it works."""
+"""Shell completion: generated from the parsers, and checked with bash."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def _bash_completes(*words: str) -> list[str]:
 @pytest.fixture(autouse=True)
 def _bash() -> None:
     if shutil.which("bash") is None:
-        pytest.skip("no bash here")
+        pytest.skip("bash is not installed")
 
 
-def test_bash_completes_verbs() -> None:
+def test_bash_completes_subcommands() -> None:
     assert _bash_completes("quire", "") == [*SUBCOMMANDS, "--help", "--version"]
     assert _bash_completes("quire", "comp") == ["complete", "completion"]
 
 
-def test_bash_completes_flags_of_the_verb() -> None:
+def test_bash_completes_flags_of_the_subcommand() -> None:
     assert _bash_completes("quire", "serve", "--max-num") == [
         "--max-num-seqs",
         "--max-num-batched-tokens",
@@ -44,7 +44,7 @@ def test_bash_completes_flags_of_the_verb() -> None:
     assert _bash_completes("quire", "completion", "--max") == []
 
 
-def test_bash_completes_values_folders_and_files() -> None:
+def test_bash_completes_values_directories_and_files() -> None:
     known = ["native", "reference", "torch"]
     assert _bash_completes("quire", "chat", "--executor", "") == known
     assert _bash_completes("quire", "completion", "") == ["bash", "fish", "zsh"]
@@ -54,7 +54,7 @@ def test_bash_completes_values_folders_and_files() -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_every_flag_of_every_verb_is_in_every_script(shell: str) -> None:
+def test_every_flag_of_every_subcommand_is_in_every_script(shell: str) -> None:
     written = script(shell)
     for subcommand in subcommand_words():
         assert subcommand.name in written

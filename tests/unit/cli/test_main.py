@@ -1,4 +1,4 @@
-"""The quire command: subcommands, exit codes, words for errors, and what start-up may import."""
+"""The quire command: subcommands, exit codes, error messages, and imports at startup."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.cli.command import environment, quire_command
 
 
 def _imported(*words: str) -> set[str]:
-    """Modules that are loaded after the command ran."""
+    """Return the modules that are loaded after the command ran."""
     code = (
         "import sys\nfrom quire.cli.main import main\n"
         "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
@@ -33,13 +33,13 @@ def _imported(*words: str) -> set[str]:
 
 
 @pytest.mark.parametrize("words", [("--version",), ("--help",), ("chat", "--help"), ()])
-def test_asking_for_the_version_or_help_imports_no_numpy(words: tuple[str, ...]) -> None:
+def test_version_and_help_import_no_numpy(words: tuple[str, ...]) -> None:
     loaded = _imported(*words)
     assert "quire.cli.main" in loaded
     assert not loaded & {"numpy", "msgspec", "zmq", "jinja2", "tokenizers", "starlette", "rich"}
 
 
-def test_the_version_imports_no_verb() -> None:
+def test_the_version_imports_no_subcommand() -> None:
     assert not {f"quire.cli.{subcommand}" for subcommand in SUBCOMMANDS} & _imported("--version")
 
 
@@ -49,14 +49,16 @@ def test_the_version_is_printed() -> None:
     assert done.stdout.startswith("quire ")
 
 
-def test_without_a_verb_the_verbs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_subcommand_the_subcommands_are_listed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main([]) == 2
     shown = capsys.readouterr().out
     assert all(subcommand in shown for subcommand in SUBCOMMANDS)
 
 
 @pytest.mark.parametrize("subcommand", SUBCOMMANDS)
-def test_every_verb_explains_itself(subcommand: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_subcommand_has_help(subcommand: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([subcommand, "--help"])
     assert caught.value.code == 0
@@ -68,7 +70,7 @@ def test_every_verb_explains_itself(subcommand: str, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     "words", [["sing"], ["chat", "--no-such-flag"], ["complete", "--seed", "x"]]
 )
-def test_words_it_does_not_know_are_refused_with_code_2(
+def test_unknown_words_are_rejected_with_code_2(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -99,7 +101,7 @@ class _Failing:
         (KeyboardInterrupt(), 130),
     ],
 )
-def test_errors_become_their_words_and_a_code(
+def test_errors_become_messages_and_exit_codes(
     error: BaseException,
     code: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -114,20 +116,20 @@ def test_errors_become_their_words_and_a_code(
         assert shown == ""
 
 
-def test_our_own_mistakes_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main_module, "subcommand", lambda name: _Failing(ZeroDivisionError("bug")))
     with pytest.raises(ZeroDivisionError):
         main(["chat"])
 
 
-def test_only_the_verb_that_is_used_gets_its_arguments() -> None:
+def test_only_the_used_subcommand_gets_its_arguments() -> None:
     parser = command_parser(["chat"])
     assert parser.parse_args(["chat", "--seed", "3"]).seed == 3
     with pytest.raises(SystemExit):
         parser.parse_args(["complete", "--seed", "3"])
 
 
-def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "quire", "completion", "bash"],
         stdout=subprocess.PIPE,
@@ -143,7 +145,7 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [("completion", "bash"), ("program",)])
-def test_a_full_disk_is_told_in_a_sentence(words: tuple[str, ...]) -> None:
+def test_a_full_disk_is_reported_in_a_sentence(words: tuple[str, ...]) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "quire", *words],
@@ -158,13 +160,13 @@ def test_a_full_disk_is_told_in_a_sentence(words: tuple[str, ...]) -> None:
     )
 
 
-def test_other_errors_of_the_system_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_system_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main_module, "subcommand", lambda name: _Failing(PermissionError(13, "no")))
     with pytest.raises(PermissionError):
         main(["chat"])
 
 
-def test_unknown_flags_are_told_with_the_usage_of_their_verb(
+def test_unknown_flags_are_reported_with_the_usage_of_their_subcommand(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -184,7 +186,7 @@ def test_unknown_flags_are_told_with_the_usage_of_their_verb(
         (("--port", "99999"), "--port is 99999; 0 to 65535 is allowed"),
     ],
 )
-def test_a_wrong_value_is_told_with_its_flag(
+def test_a_wrong_value_is_reported_with_its_flag(
     words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", *words]) == 2
@@ -192,7 +194,7 @@ def test_a_wrong_value_is_told_with_its_flag(
 
 
 @pytest.mark.parametrize("flag", INSTEAD)
-def test_flags_of_other_engines_are_refused_with_what_to_do_instead(
+def test_flags_of_other_engines_are_rejected_with_the_alternative(
     flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -201,7 +203,7 @@ def test_flags_of_other_engines_are_refused_with_what_to_do_instead(
     assert INSTEAD[flag] in capsys.readouterr().err
 
 
-def test_what_is_recommended_instead_of_a_foreign_flag_exists() -> None:
+def test_alternatives_to_foreign_flags_exist() -> None:
     flags = {flag for text in INSTEAD.values() for flag in re.findall(r"--[a-z-]+", text)}
     known = set(_flags_of("serve"))
     assert flags
@@ -215,7 +217,7 @@ def _flags_of(subcommand: str) -> list[str]:
     return re.findall(r"--[a-z-]+", shown.getvalue())
 
 
-def test_every_line_of_a_foreign_flag_stands_in_one_line() -> None:
+def test_every_error_on_a_foreign_flag_is_one_line() -> None:
     assert not [text for text in (*INSTEAD.values(), *FOREIGN_SUBCOMMANDS.values()) if "\n" in text]
 
 
@@ -297,7 +299,7 @@ def test_the_help_of_chat_lists_no_flag_of_the_server() -> None:
     assert not flags & {"--max-num-seqs", "--scheduling-policy", "--port", "--tenants"}
 
 
-def test_remote_code_is_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_remote_code_is_rejected_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "--trust-remote-code"])
     assert "code that comes with a model is never run" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`quire program`: the table of the model in the box or of a folder, and what it refuses."""
+"""`quire program`: the table of the built-in model or of a directory, and its rejections."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from tests.tiny_models import tiny_config
 from tests.unit.cli.command import quire_main
 
 
-def test_a_dtype_has_the_names_it_has_elsewhere() -> None:
+def test_a_dtype_has_its_usual_names() -> None:
     shown = {name: quire_main("program", "--dtype", name) for name in ("f32", "float32")}
     assert shown["f32"].stdout == shown["float32"].stdout != ""
     told = quire_main("program", "--dtype", "f16").stderr
     assert "choose from 'auto', 'f32', 'bf16', 'float32', 'bfloat16'" in told
 
 
-def test_the_program_of_the_box_is_printed_without_a_model() -> None:
+def test_the_program_of_the_built_in_model_is_printed() -> None:
     done = quire_main("program")
     assert (done.returncode, done.stderr) == (0, "")
     for said in ("segment trunk", "segment head", "attention", "weights:", "cache:", "operations"):
         assert said in done.stdout
 
 
-def test_only_the_configuration_is_needed(tmp_path: Path) -> None:
+def test_only_the_configuration_is_required(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
     words = ("--tokens", "3", "--depth", "9", "--sequences", "2", "--dtype", "bf16")
     done = quire_main("program", str(tmp_path), *words)
@@ -47,16 +47,14 @@ def test_only_the_configuration_is_needed(tmp_path: Path) -> None:
         (("--sequences", "-1"), "--sequences is -1; 1 to"),
     ],
 )
-def test_steps_that_no_model_takes_are_refused_with_the_limits(
-    words: tuple[str, ...], said: str
-) -> None:
+def test_impossible_steps_are_rejected_with_the_limits(words: tuple[str, ...], said: str) -> None:
     done = quire_main("program", *words)
     assert done.returncode == 2
     assert said in done.stderr
     assert done.stdout == ""
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+def test_a_directory_without_a_model_is_rejected(tmp_path: Path) -> None:
     done = quire_main("program", str(tmp_path))
     assert done.returncode == 2
     assert "config.json" in done.stderr

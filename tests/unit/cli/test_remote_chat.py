@@ -1,4 +1,4 @@
-"""Chat with a server: the wire as OpenAI-compatible servers speak it, sound and broken."""
+"""Chat with a server: valid and broken streams of OpenAI-compatible servers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HELLO = [
 
 
 class FakeServer:
-    """Answers one way, and remembers what it was asked."""
+    """A server with one way to answer, which records requests."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str | None, Any]] = []
@@ -70,7 +70,7 @@ def _responder(server: FakeServer) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(content)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Silence."""
+            """Log nothing."""
 
     return Responder
 
@@ -93,7 +93,7 @@ def _said(backend: RemoteBackend) -> list[str]:
     return pieces
 
 
-def test_pieces_are_handed_out_as_they_come(server: FakeServer) -> None:
+def test_pieces_are_passed_on_as_they_arrive(server: FakeServer) -> None:
     assert _said(_speaker(server)) == ["Hel", "lo 🦙"]
     [(path, key, body)] = server.asked
     assert (path, key) == ("/v1/chat/completions", "Bearer k")
@@ -112,7 +112,7 @@ def test_the_address_may_or_may_not_end_in_v1(server: FakeServer, ending: str) -
     assert server.asked[0][0] == "/v1/chat/completions"
 
 
-def test_without_a_name_the_first_model_is_taken(server: FakeServer) -> None:
+def test_without_a_name_the_first_model_is_used(server: FakeServer) -> None:
     assert _speaker(server, model="").name == "first"
     server.models = {"data": []}
     with pytest.raises(WorkerError, match="lists no models; name one"):
@@ -130,7 +130,7 @@ def test_without_a_name_the_first_model_is_taken(server: FakeServer) -> None:
         (500, WorkerError),
     ],
 )
-def test_refusals_keep_the_servers_words(
+def test_errors_keep_the_servers_message(
     server: FakeServer, status: int, kind: type[Exception]
 ) -> None:
     server.status, server.answer = status, b'{"error": {"message": "because of this"}}'
@@ -159,13 +159,13 @@ def test_broken_streams_are_errors(
         _said(_speaker(server))
 
 
-def test_an_address_that_is_none_is_refused() -> None:
+def test_an_invalid_address_is_rejected() -> None:
     for url in ("ftp://x", "http://", "file:///x"):
         with pytest.raises(InvalidParameter, match="not an http"):
             RemoteBackend(url, model="m", api_key=None, sampling={})
 
 
-def test_no_server_there_is_code_1_with_the_way_out(server: FakeServer) -> None:
+def test_a_missing_server_is_code_1_with_a_remedy(server: FakeServer) -> None:
     server.close()
     done = quire_command("chat", "--url", server.url, given="Hi\n")
     assert done.returncode == 1
@@ -181,7 +181,7 @@ def test_the_command_talks_to_a_server(server: FakeServer) -> None:
     assert {body["seed"] for _, _, body in server.asked} == {3}
 
 
-def test_flags_of_an_engine_of_our_own_contradict_an_address(server: FakeServer) -> None:
+def test_engine_flags_conflict_with_an_address(server: FakeServer) -> None:
     done = quire_command("chat", "--url", server.url, "--max-model-len", "64", given="")
     assert done.returncode == 2
     assert "--max-model-len configures an engine in this process" in done.stderr
@@ -203,7 +203,7 @@ def test_wrong_addresses_and_keys_are_one_line_without_the_key(flags: tuple[str,
     assert "cret" not in done.stderr
 
 
-def test_a_piped_line_that_cannot_be_served_is_told_by_the_exit_code(server: FakeServer) -> None:
+def test_a_failed_piped_line_sets_the_exit_code(server: FakeServer) -> None:
     server.status, server.answer = 400, b'{"error": {"message": "because of this"}}'
     done = quire_command("chat", "m", "--url", server.url, given="Hi\n")
     assert done.returncode == 2

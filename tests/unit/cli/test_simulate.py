@@ -1,4 +1,4 @@
-"""`quire simulate`: a table, the same as JSON, a picture, and what it refuses."""
+"""`quire simulate`: a table, the same as JSON, a picture, and rejections."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MACHINE = ("--gb-per-s", "0.5", "--gflop-per-s", "2", "--fixed-ms", "1")
 
 @pytest.fixture
 def trace(tmp_path: Path) -> str:
-    """A minute of made-up requests."""
+    """Write a minute of synthetic requests."""
     file = tmp_path / "trace.csv"
     file.write_text(TRACE)
     return str(file)
@@ -65,7 +65,7 @@ def test_a_picture_is_drawn(trace: str, tmp_path: Path) -> None:
     assert file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_a_measured_machine_is_kept_and_used_again(trace: str, tmp_path: Path) -> None:
+def test_a_measured_machine_is_stored_and_reused(trace: str, tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     settings = ("--threads", "1", "--max-num-seqs", "4", "--kv-cache-memory", "8MiB")
     first = quire_main("simulate", "--trace", trace, *settings, "--save-profile", str(file))
@@ -86,21 +86,21 @@ def test_a_measured_machine_is_kept_and_used_again(trace: str, tmp_path: Path) -
         (("--max-tokens", "x"), "is not a whole number"),
     ],
 )
-def test_what_cannot_be_is_refused(trace: str, words: tuple[str, ...], told: str) -> None:
+def test_impossible_arguments_are_rejected(trace: str, words: tuple[str, ...], told: str) -> None:
     done = quire_main("simulate", "--trace", trace, *MACHINE, *words)
     assert done.returncode == 2
     assert told in done.stderr
     assert done.stdout == ""
 
 
-def test_half_a_machine_and_a_missing_trace_are_refused(trace: str, tmp_path: Path) -> None:
+def test_an_incomplete_machine_and_a_missing_trace_are_rejected(trace: str, tmp_path: Path) -> None:
     half = quire_main("simulate", "--trace", trace, "--gb-per-s", "3")
     assert "must be given together" in half.stderr
     none = quire_main("simulate", "--trace", str(tmp_path / "none"), *MACHINE)
     assert "cannot be read" in none.stderr
 
 
-def test_the_example_trace_is_used_where_none_is_named() -> None:
+def test_the_example_trace_is_the_default() -> None:
     done = quire_main("simulate", *MACHINE, "--max-requests", "30")
     assert done.returncode == 0, done.stderr
     assert "box: 30 requests of example_trace.jsonl, 0 left out" in done.stdout

@@ -1,4 +1,4 @@
-"""Flags: made from the groups' fields, and read back into them."""
+"""Flags: generated from the groups' fields, and read back into them."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def test_the_flags_have_the_fields_names_of_the_field() -> None:
+def test_flags_have_the_names_of_their_fields() -> None:
     known = set(_parser()._option_string_actions)
     assert set(FIELD_FLAGS.split()) <= known
 
 
-def test_every_field_has_a_help_text_and_there_are_not_too_many() -> None:
+def test_every_field_has_a_help_text_and_their_number_is_bounded() -> None:
     every = [setting for group in GROUPS for setting in fields(group)]
     assert len(every) <= MAX_FIELDS
     assert [setting.name for setting in every if not setting.metadata.get("help")] == []
     assert len({flag_of(setting) for setting in every}) == len(every)
 
 
-def test_nothing_given_gives_the_defaults() -> None:
+def test_no_flags_give_the_defaults() -> None:
     arguments = _parser().parse_args([])
     for group in GROUPS:
         assert config_from_flags(group, arguments) == group()
 
 
-def test_what_is_given_arrives_in_its_group() -> None:
+def test_a_flag_sets_its_group() -> None:
     line = (
         "--kv-cache-memory 2GiB --no-enable-prefix-caching --api-key a --api-key b --threads 3 "
         "--step-budget-ms 7.5 --dtype bf16 --insecure"
@@ -73,7 +73,7 @@ def test_what_is_given_arrives_in_its_group() -> None:
 @pytest.mark.parametrize(
     "line", ["--kv-cache-memory lots", "--dtype fp8", "--threads two", "--executor gpu"]
 )
-def test_values_that_cannot_be_read_are_refused(line: str) -> None:
+def test_unreadable_values_are_rejected(line: str) -> None:
     with pytest.raises(argparse.ArgumentError):
         _parser().parse_args(line.split())
 
@@ -103,7 +103,7 @@ def test_values_that_cannot_be_read_are_refused(line: str) -> None:
         (ServerConfig, {"max_output_tokens": 0}, "max_output_tokens is 0"),
     ],
 )
-def test_a_value_that_is_not_allowed_is_refused_with_what_is(
+def test_an_invalid_value_is_rejected_with_the_allowed_ones(
     group: type[Any], values: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(SettingError, match=named):
@@ -128,12 +128,12 @@ def test_sizes_are_read_in_both_kinds_of_units(text: str, num_bytes: int) -> Non
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1XB", "nan", "inf", "1 2", "1e30GiB", "0x10"])
-def test_texts_that_are_no_size_are_refused(text: str) -> None:
+def test_invalid_sizes_are_rejected(text: str) -> None:
     with pytest.raises(SettingError, match="is not a size"):
         parse_bytes(text)
 
 
-def test_keywords_take_field_and_flag_names_and_texts_of_sizes() -> None:
+def test_keywords_accept_field_and_flag_names_and_sizes_as_text() -> None:
     config = engine_config(
         {"model": Path("m"), "kv_cache_memory": "1MiB", "threads": 2, "step_budget_ms": 5}
     )
@@ -155,9 +155,7 @@ def test_keywords_take_field_and_flag_names_and_texts_of_sizes() -> None:
         ("max_seq_len", "is max_model_len"),
     ],
 )
-def test_keywords_of_other_engines_are_refused_with_what_to_do_instead(
-    name: str, told: str
-) -> None:
+def test_keywords_of_other_engines_are_rejected_with_the_alternative(name: str, told: str) -> None:
     with pytest.raises(SettingError, match=told) as caught:
         engine_config({name: 1})
     assert "--" not in str(caught.value)
@@ -180,7 +178,7 @@ def test_an_error_about_a_setting_names_the_flag_on_a_command_line(
     assert flags.in_flags(told) == in_flags
 
 
-def test_a_keyword_that_is_not_known_is_refused_with_the_nearest_one() -> None:
+def test_an_unknown_keyword_is_rejected_with_the_nearest_one() -> None:
     with pytest.raises(SettingError, match="did you mean 'max_num_seqs'"):
         engine_config({"max_num_seq": 3})
     with pytest.raises(SettingError, match="known: block_size"):
@@ -199,18 +197,18 @@ def test_a_keyword_that_is_not_known_is_refused_with_the_nearest_one() -> None:
         {"block_size": None},
     ],
 )
-def test_a_keyword_of_another_type_is_refused(settings: dict[str, Any]) -> None:
+def test_a_keyword_of_another_type_is_rejected(settings: dict[str, Any]) -> None:
     with pytest.raises(SettingError):
         engine_config(settings)
 
 
-def test_a_setting_given_under_both_of_its_names_is_refused() -> None:
+def test_a_setting_given_under_both_names_is_rejected() -> None:
     with pytest.raises(SettingError, match="the same setting"):
         engine_config({"kv_cache_memory": "1GiB", "kv_cache_memory_bytes": 1})
 
 
 @pytest.mark.parametrize("value", ["a", ["a"], ("a",)])
-def test_a_setting_of_several_texts_takes_one_or_a_list(value: Any) -> None:
+def test_a_setting_of_several_texts_accepts_one_or_a_list(value: Any) -> None:
     setting = next(field for field in fields(ServerConfig) if field.name == "api_key")
     assert flags._checked(setting, tuple[str, ...], value) == ("a",)
     with pytest.raises(SettingError, match="list of strings"):

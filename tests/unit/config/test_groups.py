@@ -1,4 +1,4 @@
-"""The checks of single settings: each refuses what is next to what it allows, and names it."""
+"""Checks of single settings: values just outside the limits are rejected with the name."""
 
 from __future__ import annotations
 
@@ -58,14 +58,12 @@ def test_each_setting_has_its_limits(
         ({"executor": "torch", "numerics": "quick"}, "exact, fast"),
     ],
 )
-def test_devices_and_numerics_are_chosen_with_torch_only(
-    settings: dict[str, Any], said: str
-) -> None:
+def test_device_and_numerics_require_torch(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingError, match=said):
         ExecutorConfig(**settings)
     assert ExecutorConfig(executor="torch", device="cuda:3", numerics="fast").device == "cuda:3"
 
 
 @pytest.mark.parametrize(("name", "kept"), [("float32", "f32"), ("bfloat16", "bf16")])
-def test_a_dtype_may_go_by_the_name_checkpoints_use(name: str, kept: str) -> None:
+def test_a_dtype_accepts_the_names_of_checkpoints(name: str, kept: str) -> None:
     assert ModelConfig(dtype=name).dtype == kept  # type: ignore[arg-type]

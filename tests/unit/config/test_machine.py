@@ -1,4 +1,4 @@
-"""What the machine lets us use, shown as folders that look like /proc and /sys."""
+"""The machine's limits, read from synthetic /proc and /sys trees."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def _machine(root: Path, *, free_mib: int, files: dict[str, str], groups: str) -
     return root
 
 
-def test_free_memory_is_the_limit_where_no_group_sets_one(tmp_path: Path) -> None:
+def test_free_memory_is_the_limit_without_a_cgroup_limit(tmp_path: Path) -> None:
     root = _machine(tmp_path, free_mib=500, files={}, groups="0::/\n")
     assert machine_memory(root).available_bytes == 500 * MIB
     assert machine_memory(root).limit == "free memory"
 
 
-def test_version_2_counts_the_least_of_the_group_and_those_above_it(tmp_path: Path) -> None:
+def test_version_2_takes_the_minimum_of_the_group_and_its_ancestors(tmp_path: Path) -> None:
     root = _machine(
         tmp_path,
         free_mib=500,
@@ -45,7 +45,7 @@ def test_version_2_counts_the_least_of_the_group_and_those_above_it(tmp_path: Pa
         groups="0::/a/b\n",
     )
     memory = machine_memory(root)
-    assert memory.available_bytes == 150 * MIB  # page cache that can be dropped is not used
+    assert memory.available_bytes == 150 * MIB  # reclaimable page cache does not count as used
     assert memory.limit == "control group"
 
 
@@ -73,7 +73,7 @@ def test_a_huge_version_1_limit_is_none(tmp_path: Path) -> None:
     assert machine_memory(root).limit == "free memory"
 
 
-def test_a_group_that_is_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
+def test_a_group_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
     root = _machine(
         tmp_path,
         free_mib=500,
@@ -86,7 +86,7 @@ def test_a_group_that_is_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
     assert machine_memory(root).available_bytes == 0
 
 
-def test_a_quota_of_cpu_time_cuts_the_cpus_and_is_rounded_up(tmp_path: Path) -> None:
+def test_a_cpu_quota_limits_the_cpus_rounded_up(tmp_path: Path) -> None:
     files = {"sys/fs/cgroup/cpu.max": "50000 100000\n"}
     root = _machine(tmp_path / "half", free_mib=1, files=files, groups="0::/\n")
     assert num_usable_cores(root) == 1

@@ -1,4 +1,4 @@
-"""The memory sum: what fits is used, what does not is refused with what to lower."""
+"""The memory plan: what fits is used, what does not is rejected with advice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEEDS = MemoryNeeds(
 )
 
 
-# 64 slots of 4,096 tokens and 256 block ids, in the books and in their mirror.
+# 64 slots of 4,096 tokens and 256 block ids, in the scheduler and in the worker's mirror.
 TABLES = 64 * (4096 + 256) * 2 * 4
 
 
@@ -35,7 +35,7 @@ def _left_for_cache(num_bytes: int) -> MachineMemory:
     return _memory(NEEDS.weights_bytes + NEEDS.step_bytes + RESERVE_BYTES + TABLES + num_bytes)
 
 
-def test_by_default_the_cache_takes_a_share_of_what_is_left() -> None:
+def test_by_default_the_cache_takes_a_share_of_the_rest() -> None:
     plan = plan_memory(NEEDS, _left_for_cache(1000 * MIB))
     assert plan.kv_bytes == int(1000 * DEFAULT_SHARE) * MIB
     assert plan.max_model_len == 4096
@@ -51,7 +51,7 @@ def test_the_lines_are_a_sum() -> None:
     assert mib(100 * MIB) in plan.text()
 
 
-def test_slot_tables_are_as_long_as_requests_can_be_and_can_be_what_does_not_fit() -> None:
+def test_slot_tables_scale_with_request_length_and_may_not_fit() -> None:
     asked = replace(NEEDS, max_num_seqs=100_000, max_model_len=4096)
     with pytest.raises(CapacityError, match=r"slot tables.*lower .* --max-num-seqs"):
         plan_memory(asked, _left_for_cache(1000 * MIB))
@@ -59,12 +59,12 @@ def test_slot_tables_are_as_long_as_requests_can_be_and_can_be_what_does_not_fit
     assert small.lines[3].num_bytes == -TABLES // 32
 
 
-def test_the_cache_never_takes_more_than_all_requests_together_can_use() -> None:
+def test_the_cache_never_exceeds_what_all_requests_can_use() -> None:
     plan = plan_memory(replace(NEEDS, max_num_seqs=2, max_model_len=40), _memory(2**40))
     assert plan.num_blocks == 2 * 3
 
 
-def test_the_models_length_is_lowered_to_what_fits_and_that_is_told() -> None:
+def test_the_context_is_reduced_to_what_fits_with_a_notice() -> None:
     plan = plan_memory(NEEDS, _left_for_cache(100 * MIB))
     assert plan.max_model_len == plan.num_blocks * 16 < 4096
     assert plan.notes
@@ -72,7 +72,7 @@ def test_the_models_length_is_lowered_to_what_fits_and_that_is_told() -> None:
     assert str(plan.max_model_len) in plan.notes[0]
 
 
-def test_a_length_that_was_asked_for_is_kept_or_refused_with_numbers() -> None:
+def test_a_requested_length_is_kept_or_rejected_with_numbers() -> None:
     with pytest.raises(
         CapacityError, match=r"--max-model-len 4096 tokens needs 256\.0 MiB"
     ) as told:
@@ -82,14 +82,14 @@ def test_a_length_that_was_asked_for_is_kept_or_refused_with_numbers() -> None:
     assert plan.max_model_len == 960
 
 
-def test_a_model_that_does_not_fit_is_refused_with_what_is_needed_and_what_there_is() -> None:
+def test_a_model_that_does_not_fit_is_rejected_with_required_and_available_memory() -> None:
     with pytest.raises(CapacityError) as told:
         plan_memory(NEEDS, _memory(300 * MIB))
     for part in ("367.0 MiB are needed", "100.0 MiB weights", "300.0 MiB are available", "lower"):
         assert part in str(told.value)
 
 
-def test_cache_memory_that_was_asked_for_is_taken_or_refused() -> None:
+def test_requested_cache_memory_is_taken_or_rejected() -> None:
     asked = replace(NEEDS, kv_cache_memory_bytes=512 * MIB)
     assert plan_memory(asked, _left_for_cache(600 * MIB)).kv_bytes == 512 * MIB
     with pytest.raises(CapacityError, match=r"asks for 512\.0 MiB.*lower --kv-cache-memory"):

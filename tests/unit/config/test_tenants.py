@@ -1,4 +1,4 @@
-"""The tenants file: read strictly, refused with the place of what is wrong, keys never kept."""
+"""The tenants file: read strictly, rejected with the place of an error, keys never stored."""
 
 from __future__ import annotations
 
@@ -68,19 +68,19 @@ def test_every_setting_is_read_and_the_default_tenant_comes_first(tmp_path: Path
     assert batch.name_in_requests == "batch"
 
 
-def test_a_tenant_may_not_go_before_others_unless_the_file_says_so(tmp_path: Path) -> None:
+def test_a_tenant_may_not_precede_others_unless_the_file_allows_it(tmp_path: Path) -> None:
     (_, tenant) = read(tmp_path, '[tenants.a]\nkeys = ["k"]')
     assert tenant.priority_min == 0 < tenant.priority_max
     assert not tenant.is_admin
 
 
-def test_the_same_file_as_json_means_the_same(tmp_path: Path) -> None:
+def test_the_same_file_as_json_is_equal(tmp_path: Path) -> None:
     as_json = json.dumps({"tenants": {"a": {"keys": ["k"], "weight": 3}}})
     toml = '[tenants.a]\nkeys = ["k"]\nweight = 3'
     assert read(tmp_path, as_json, "t.json") == read(tmp_path, toml)
 
 
-def test_no_key_is_kept_as_it_was_given(tmp_path: Path) -> None:
+def test_no_key_is_stored_in_plain_text(tmp_path: Path) -> None:
     assert "key-1" not in repr(read(tmp_path, ALL))
 
 
@@ -118,7 +118,7 @@ def test_the_default_tenant_may_have_limits(tmp_path: Path) -> None:
         ('key_digests = ["abc"]', 'key_digests holds "abc"; each must be a key\'s SHA-256'),
     ],
 )
-def test_what_is_not_allowed_is_refused_with_its_tenant(
+def test_invalid_entries_are_rejected_with_their_tenant(
     tmp_path: Path, setting: str, said: str
 ) -> None:
     message = refused(tmp_path, f"[tenants.a]\n{setting}")
@@ -137,19 +137,19 @@ def test_what_is_not_allowed_is_refused_with_its_tenant(
         ('[tenants.a]\nkeys = ["k"]\n[tenants.b]\nkeys = ["k"]', "a and b have a key in common"),
     ],
 )
-def test_a_file_that_is_wrong_as_a_whole_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_an_invalid_file_is_rejected(tmp_path: Path, text: str, said: str) -> None:
     assert said in refused(tmp_path, text)
 
 
-def test_a_name_given_twice_in_json_is_refused(tmp_path: Path) -> None:
+def test_a_duplicate_name_in_json_is_rejected(tmp_path: Path) -> None:
     assert "given twice" in refused(tmp_path, '{"tenants": {"a": {}, "a": {}}}', "t.json")
 
 
-def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
+def test_another_kind_of_file_is_rejected(tmp_path: Path) -> None:
     assert ".toml and .json are read" in refused(tmp_path, "", "t.yaml")
 
 
-def test_a_file_that_is_not_there_too_large_or_no_text_is_refused(tmp_path: Path) -> None:
+def test_a_missing_too_large_or_invalid_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="cannot be read: No such file"):
         read_tenants(str(tmp_path / "none.toml"))
     file = tmp_path / "t.toml"
@@ -175,7 +175,7 @@ def test_a_file_that_is_not_there_too_large_or_no_text_is_refused(tmp_path: Path
         ("[tenants.batch]", '[tenants.new]\nkeys = ["k"]\n[tenants.batch]', "tenant new is new"),
     ],
 )
-def test_keys_and_what_the_edge_checks_can_change_and_nothing_else(
+def test_only_keys_and_api_checks_can_be_reloaded(
     was: str, is_now: str, said: str | None, tmp_path: Path
 ) -> None:
     before = read(tmp_path, ALL)

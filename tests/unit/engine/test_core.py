@@ -1,4 +1,4 @@
-"""EngineCore and its loop: order, failures, and doing nothing when there is nothing to do."""
+"""EngineCore and its loop: order, failures, and idling."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.unit.runner.test_split_step import TOO_MUCH, Room, tight
 
 
 class Rig:
-    """A core over a scripted executor; `reports` are the lines it had reason to write."""
+    """A core over a scripted executor; `reports` are its log lines."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Rig:
         return float(next(self._clock)) + self.clock_ms
 
     def finish(self) -> dict[str, list[RequestOutput]]:
-        """Step until nothing is left to do; outputs by request."""
+        """Step until nothing is left to do; return outputs by request."""
         outputs: dict[str, list[RequestOutput]] = {}
         while self.core.has_work:
             for output in self.core.step(self.now_ms) or ():
@@ -122,7 +122,7 @@ def test_requests_get_their_tokens_and_the_work_ends(plans_in_flight: int) -> No
 
 
 @pytest.mark.parametrize("plans_in_flight", [1, 2])
-def test_a_failed_step_ends_its_requests_with_an_error_and_nobody_else(
+def test_a_failed_step_ends_only_its_requests_with_an_error(
     plans_in_flight: int,
 ) -> None:
     rig = Rig(plans_in_flight=plans_in_flight)
@@ -139,13 +139,13 @@ def test_a_failed_step_ends_its_requests_with_an_error_and_nobody_else(
     assert _token_ids(rest["b/0"]) == [3, 4, 5, 6]
     assert len(rig.reports) == 1
     assert "buffers are gone" in rig.reports[0]
-    assert "scripted_executor.py" in rig.reports[0]  # where it comes from
+    assert "scripted_executor.py" in rig.reports[0]  # with its origin
     assert rig.core.stats().blocks_used == 0
     assert rig.core.scheduler.check_integrity() == []
 
 
 @pytest.mark.parametrize("plans_in_flight", [1, 2])
-def test_a_prefix_of_a_failed_step_is_not_offered_to_others(plans_in_flight: int) -> None:
+def test_a_prefix_of_a_failed_step_is_not_shared(plans_in_flight: int) -> None:
     rig = Rig(plans_in_flight=plans_in_flight)
     rig.core.add([request("a", prompt=48)])
     rig.executor.fail_next_trunk = RuntimeError("no")
@@ -156,7 +156,7 @@ def test_a_prefix_of_a_failed_step_is_not_offered_to_others(plans_in_flight: int
     assert _token_ids(outputs["b/0"]) == [48, 49, 0, 1]
 
 
-def test_several_failed_steps_in_a_row_are_the_engines_end() -> None:
+def test_several_failed_steps_in_a_row_end_the_engine() -> None:
     rig = Rig()
     for _ in range(MAX_FAILED_STEPS - 1):
         rig.executor.fail_next_trunk = RuntimeError("broken")
@@ -168,7 +168,7 @@ def test_several_failed_steps_in_a_row_are_the_engines_end() -> None:
         rig.core.step(rig.now_ms)
 
 
-def test_a_lost_device_is_the_engines_end_at_once() -> None:
+def test_a_lost_device_ends_the_engine_at_once() -> None:
     rig = Rig()
     rig.executor.fail_next_trunk = DeviceLost("the device is lost")
     rig.core.add([request("a")])
@@ -177,7 +177,7 @@ def test_a_lost_device_is_the_engines_end_at_once() -> None:
     assert any("step failed" in line for line in rig.reports)
 
 
-def test_failed_steps_apart_from_each_other_are_not() -> None:
+def test_separate_failed_steps_do_not_end_the_engine() -> None:
     rig = Rig()
     for _ in range(2 * MAX_FAILED_STEPS):
         rig.executor.fail_next_trunk = RuntimeError("now and then")
@@ -187,7 +187,7 @@ def test_failed_steps_apart_from_each_other_are_not() -> None:
         assert _token_ids(rig.finish()["good/0"]) == [3, 4, 5, 6]
 
 
-def test_the_streams_of_a_request_are_taken_together_or_not_at_all() -> None:
+def test_the_streams_of_a_request_are_admitted_together_or_not_at_all() -> None:
     rig = Rig(max_queued=2)
     with pytest.raises(OverloadedError):
         rig.core.add([request("a", stream=index) for index in range(7)])
@@ -209,7 +209,7 @@ def test_an_abort_frees_blocks_within_a_step() -> None:
 
 
 class Touched:
-    """An executor of one layer, of whose blocks a note is taken."""
+    """An executor of one layer that records touched blocks."""
 
     def __init__(self) -> None:
         self.blocks: list[int] = []
@@ -219,7 +219,7 @@ class Touched:
 
 
 class Inbox:
-    """Hands out scripted messages; `waits` are how long each look was willing to wait."""
+    """Return scripted messages; `waits` are the timeouts of each poll."""
 
     def __init__(self, *messages: list[ToEngine]) -> None:
         self._messages = list(messages)
@@ -236,7 +236,7 @@ def _served(rig: Rig, inbox: Inbox) -> list[FromEngine]:
     return sent
 
 
-def test_an_idle_engine_touches_blocks_between_looks_at_its_inbox_and_then_waits() -> None:
+def test_an_idle_engine_touches_blocks_between_polls_and_then_waits() -> None:
     rig = Rig(ahead=3 * PIECE_BYTES)
     inbox = Inbox([], [], [], [])
     _served(rig, inbox)
@@ -244,19 +244,19 @@ def test_an_idle_engine_touches_blocks_between_looks_at_its_inbox_and_then_waits
     assert inbox.waits == [0.0, 0.0, 0.0, 0.0, None]
 
 
-def test_work_that_comes_goes_before_touching_and_its_blocks_are_left_alone() -> None:
+def test_new_work_precedes_touching_and_its_blocks_are_skipped() -> None:
     rig = Rig(ahead=2 * PIECE_BYTES)
     _served(rig, Inbox([Submit(requests=(request("a"),))], *([] for _ in range(20))))
     assert rig.touched.blocks == [1, 2]  # block 0 is the request's
 
 
-def test_the_loop_waits_for_ever_where_there_is_nothing_to_do() -> None:
+def test_the_loop_waits_without_timeout_when_idle() -> None:
     inbox = Inbox()
     assert _served(Rig(), inbox) == []
     assert inbox.waits == [None]
 
 
-def test_the_loop_does_not_wait_while_there_is_work_and_audits_once_afterwards() -> None:
+def test_the_loop_does_not_wait_while_busy_and_audits_once_afterwards() -> None:
     rig = Rig()
     rig.core.scheduler.check_integrity = (  # type: ignore[method-assign]
         lambda *, repair=False, quick=False: [] if quick else ["a block too few"]
@@ -264,16 +264,16 @@ def test_the_loop_does_not_wait_while_there_is_work_and_audits_once_afterwards()
     work: list[list[ToEngine]] = [[Submit(requests=(request("a", output=2),))], [], [], []]
     inbox = Inbox(*work)
     sent = _served(rig, inbox)
-    # Nothing to do; a step before and after the second look; the audit; nothing left to audit.
+    # Idle; a step before and after the second poll; the audit; nothing left to audit.
     assert inbox.waits == [None, 0.0, AUDIT_AFTER_S, None, None]
     assert rig.reports == ["audit of the KV books a block too few False"]
     assert [type(message) for message in sent] == [Outputs, Outputs]
 
 
-def test_a_leaked_block_is_given_back_by_the_audit_and_told_once() -> None:
+def test_a_leaked_block_is_freed_by_the_audit_and_reported_once() -> None:
     rig = Rig()
     pool = rig.core.scheduler._cache.pool
-    pool.allocate(1)  # nobody names it
+    pool.allocate(1)  # no table names it
     assert rig.core.stats().blocks_used == 1
     rig.core.audit()
     assert rig.core.stats().blocks_used == 0
@@ -286,7 +286,7 @@ def test_a_leaked_block_is_given_back_by_the_audit_and_told_once() -> None:
     assert _token_ids(rig.finish()["a/0"]) == [48, 49, 0, 1]
 
 
-def test_a_leak_is_found_while_there_is_work_and_told_with_the_request_that_caused_it(
+def test_a_leak_is_found_while_busy_and_reported_with_its_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rig = Rig()
@@ -318,7 +318,7 @@ def test_a_leak_is_found_while_there_is_work_and_told_with_the_request_that_caus
     assert len(rig.reports) == 1
 
 
-def test_the_loop_tells_who_was_refused_and_why() -> None:
+def test_the_loop_reports_rejections_with_the_reason() -> None:
     rig = Rig(max_queued=1)
     streams = tuple(request("a", stream=index) for index in range(6))
     (refused,) = _served(rig, Inbox([Submit(requests=streams)]))
@@ -327,7 +327,7 @@ def test_the_loop_tells_who_was_refused_and_why() -> None:
     assert refused.fault.kind == "OverloadedError"
 
 
-def test_the_loop_refuses_what_has_waited_too_long_and_goes_on_with_the_rest() -> None:
+def test_the_loop_rejects_timed_out_requests_and_continues() -> None:
     rig = Rig(queue_timeout_ms=5.0)
     streams = tuple(request(f"r{index}", output=9) for index in range(5))  # four can run
     submits: list[ToEngine] = [Submit(requests=(stream,)) for stream in streams]
@@ -351,7 +351,7 @@ def test_the_loop_answers_an_abort_with_the_last_output() -> None:
     assert [output.finish_reason for output in last.outputs] == [FinishReason.ABORT]
 
 
-def test_the_loop_sets_aside_who_is_held_tells_it_once_and_goes_on_when_told() -> None:
+def test_the_loop_pauses_held_requests_reports_it_once_and_resumes_them() -> None:
     rig = Rig()
     submit = Submit(requests=(request("a", output=9),))
     hold = Hold(request_ids=("a/0", "nobody"), is_held=True)
@@ -359,7 +359,7 @@ def test_the_loop_sets_aside_who_is_held_tells_it_once_and_goes_on_when_told() -
     inbox = Inbox([submit], [hold], [], [], [go_on], *([] for _ in range(20)))
     sent = [message for message in _served(rig, inbox) if isinstance(message, Outputs)]
     aside = [at for at, message in enumerate(sent) if message.stats.held]
-    assert aside == [1]  # after the first step, and not said again while nothing happens
+    assert aside == [1]  # after the first step, and not repeated while idle
     assert (sent[1].outputs, sent[1].stats.running, sent[1].stats.blocks_used) == (None, 0, 0)
     assert inbox.waits[1:5] == [0.0, RETRY_AFTER_S, RETRY_AFTER_S, RETRY_AFTER_S]
     outputs = [output for message in sent for output in message.outputs or ()]
@@ -368,7 +368,7 @@ def test_the_loop_sets_aside_who_is_held_tells_it_once_and_goes_on_when_told() -
 
 
 @pytest.mark.parametrize("plans_in_flight", [1, 2])
-def test_memory_that_one_request_lacks_fails_it_and_never_the_engine(plans_in_flight: int) -> None:
+def test_out_of_memory_of_one_request_fails_it_and_never_the_engine(plans_in_flight: int) -> None:
     rig = Rig(plans_in_flight=plans_in_flight)
     rig.core.runner = ModelRunner(
         tight(Room(2), overlap=plans_in_flight > 1),

@@ -1,4 +1,4 @@
-"""A start from GGUF walks through the file's metadata once, however many parts of it read some."""
+"""Startup from GGUF parses the file's metadata once, however many readers need it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL = {"threads": 1, "kv_cache_memory": "16MiB"}
 
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The files that were parsed, in order."""
+    """Return the parsed files in order."""
     paths = []
 
     class Counted(GgufFile):
@@ -54,7 +54,7 @@ def _llm(file: Path) -> None:
 
 
 @pytest.mark.parametrize("start", [_engine, _text_side, _llm])
-def test_a_start_parses_the_file_once(
+def test_startup_parses_the_file_once(
     start: Callable[[Path], None], file: Path, parsed: list[Path]
 ) -> None:
     start(file)
@@ -63,7 +63,7 @@ def test_a_start_parses_the_file_once(
     assert parsed == [file, file]  # a later start may find another file there
 
 
-def test_files_are_kept_until_the_last_block_ends(file: Path, parsed: list[Path]) -> None:
+def test_files_are_kept_until_the_last_context_ends(file: Path, parsed: list[Path]) -> None:
     assert open_gguf(file) is not open_gguf(file)
     with gguf_read_once():
         first = open_gguf(file)

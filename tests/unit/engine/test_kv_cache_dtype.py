@@ -1,4 +1,4 @@
-"""--kv-cache-dtype from the setting to the answer: cards, memory, mistakes, both executors."""
+"""--kv-cache-dtype from the setting to the answer: cards, memory, errors, both executors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GREEDY = SamplingParams(seed=0, temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
 def answer(path: Path, **settings: Any) -> tuple[tuple[int, ...], str, str, int]:
-    """Tokens; the card's KV dtype, fingerprint and blocks."""
+    """Return tokens; the card's KV dtype, fingerprint and blocks."""
     with LLM(path, threads=1, **settings) as llm:
         (told,) = llm.generate([[0, 5, 9, 200, 31]], GREEDY)
         card = llm.card
@@ -38,7 +38,7 @@ def test_both_executors_give_one_answer(folder: Path, dtype: str, kv_cache_dtype
     assert native[1] == kv_cache_dtype
 
 
-def test_card_fingerprint_and_blocks_tell_the_precision(folder: Path) -> None:
+def test_card_fingerprint_and_blocks_show_the_precision(folder: Path) -> None:
     made = [
         answer(folder, kv_cache_dtype=name, kv_cache_memory="256KiB", max_model_len=32)
         for name in ("auto", "float32", "bfloat16", "int8")
@@ -50,12 +50,12 @@ def test_card_fingerprint_and_blocks_tell_the_precision(folder: Path) -> None:
     assert auto[3] < narrow[3] < ints[3]
 
 
-def test_what_is_no_precision_is_told_with_those_that_are(folder: Path) -> None:
+def test_an_unknown_precision_is_rejected_with_the_known_ones(folder: Path) -> None:
     with pytest.raises(SettingError, match="kv_cache_dtype is 'fp4'; allowed: auto, f32, bf16"):
         LLM(folder, kv_cache_dtype="fp4")
 
 
-def test_fp8_is_refused_by_the_native_executor_and_runs_in_the_reference(folder: Path) -> None:
+def test_fp8_is_rejected_by_the_native_executor_and_runs_in_the_reference(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"kept in fp8, .* --kv-cache-dtype int8 takes as much"):
         LLM(folder, kv_cache_dtype="fp8")
     tokens, told, *_ = answer(folder, kv_cache_dtype="fp8", executor="reference")

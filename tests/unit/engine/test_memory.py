@@ -1,4 +1,4 @@
-"""An engine at work holds its weights, its KV cache and little else; a process of its own tells."""
+"""A running engine holds its weights, its KV cache and little else, measured in its own process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from bench.checkpoints import tokenizer_json
 from quire.bench.floor import program_of
 from tests.tiny_models import write_tiny_llama
 
-# 106 M elements of weights, and 128 KiB of f32 keys and values a token: 2,560 tokens fill 320 MiB.
-# The interpreter and its modules alone are 28 MiB, and a step's rows of this wide a model 20:
+# 106 M elements of weights, and 128 KiB of f32 keys and values per token: 2,560 tokens fill 320
+# MiB. The interpreter and its modules alone take 28 MiB, and a step's rows of this wide model 20:
 # smaller caches could not hide them.
 SHAPE = {
     "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 32, "head_dim": 128,
@@ -25,7 +25,7 @@ SHAPE = {
     "max_position_embeddings": 2048,
 }  # fmt: skip
 KV_TOKENS = 2560
-MOST = 1.15
+MAX_RATIO = 1.15
 LIMIT_S = 300
 
 CHILD = """
@@ -45,7 +45,7 @@ with LLM(sys.argv[1], **json.loads(sys.argv[2])) as llm:
 
 
 def held_bytes(pid: int | str) -> int:
-    """Memory of a process that no file stands behind; 0 when it has ended."""
+    """Return anonymous memory of a process; 0 when it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -54,8 +54,8 @@ def held_bytes(pid: int | str) -> int:
     return sum(1024 * int(kilobytes) for kilobytes in kinds)
 
 
-def most_held(model: Path, settings: dict[str, Any]) -> int:
-    """The most an engine held, from its start to the end of requests that fill its cache."""
+def peak_held(model: Path, settings: dict[str, Any]) -> int:
+    """Return the peak of an engine, from its start to the end of requests that fill its cache."""
     words = [sys.executable, "-c", CHILD, str(model), json.dumps(settings)]
     most, deadline_s = 0, time.monotonic() + LIMIT_S
     with subprocess.Popen(words) as child:
@@ -75,17 +75,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts what Linux tells of a process")
 @pytest.mark.parametrize("precision", [{"dtype": "f32"}, {"quantization": "int8"}])
-def test_an_engine_at_work_holds_little_beside_weights_and_cache(
+def test_a_running_engine_holds_little_beyond_weights_and_cache(
     model: Path, precision: dict[str, Any]
 ) -> None:
     program = program_of(str(model), {"kv_cache_dtype": "f32", **precision})
     kv_bytes = KV_TOKENS * program.caches[0].token_bytes
     settings = {"kv_cache_dtype": "f32", "kv_cache_memory_bytes": kv_bytes, "num_threads": 2}
-    most = most_held(model, settings | precision)
+    most = peak_held(model, settings | precision)
     needed = program.weight_bytes + kv_bytes
     print(f"{most} bytes held, {needed} of weights and cache: {most / needed:.3f} times")
     assert needed > 430e6
-    assert needed < most <= MOST * needed  # less: the cache was not filled
+    assert needed < most <= MAX_RATIO * needed  # less: the cache was not filled
 
 
 TOKENIZER_CHILD = """
@@ -104,10 +104,10 @@ print(held - held_bytes("self"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts what Linux tells of a process")
-def test_what_a_large_tokenizers_file_took_is_given_back(tmp_path: Path) -> None:
+def test_memory_of_a_large_tokenizer_file_is_released(tmp_path: Path) -> None:
     model = write_tiny_llama(tmp_path, vocab_size=60_000)
     (model / "tokenizer.json").write_text(json.dumps(tokenizer_json(60_000)))
     (model / "tokenizer_config.json").write_text('{"add_bos_token": false}')
     words = [sys.executable, "-c", TOKENIZER_CHILD, str(model)]
     told = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
-    assert int(told) < 2e6  # of some 60 MB that were read and made on the way
+    assert int(told) < 2e6  # of some 60 MB read and created on the way

@@ -1,4 +1,4 @@
-"""OutputStream: what is delivered depends on the tokens alone, and is counted as delivered."""
+"""OutputStream: its output depends on the tokens alone, and is counted as delivered."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _outputs(
     stop_id: int | None = None,
     logprobs: bool = False,
 ) -> list[RequestOutput]:
-    """The ids cut at the places `at`; the last output carries the reason."""
+    """Return the ids divided at the places `at`; the last output carries the reason."""
     edges = [0, *sorted(min(place, len(ids)) for place in at), len(ids)]
     parts = [tuple(ids[low:high]) for low, high in itertools.pairwise(edges)]
     return [
@@ -83,7 +83,7 @@ def _run(tokenizer: Tokenizer, request: Request, outputs: list[RequestOutput]) -
 
 
 def _whole(deltas: list[TextDelta]) -> tuple[Any, ...]:
-    """All that a reader of the stream knows at its end."""
+    """Return everything that a reader of the stream knows at its end."""
     return (
         "".join(delta.text for delta in deltas),
         tuple(id_ for delta in deltas for id_ in delta.token_ids),
@@ -95,7 +95,7 @@ def _whole(deltas: list[TextDelta]) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
-def test_what_is_delivered_does_not_depend_on_the_cuts(kind: str) -> None:
+def test_the_output_does_not_depend_on_the_division(kind: str) -> None:
     tokenizer = _tokenizer(kind)
     some = [*tokenizer.encode("a b\n\n猫🐫<tool>\n"), 0, 2, 9, 13, 200]
 
@@ -145,7 +145,7 @@ def test_what_is_delivered_does_not_depend_on_the_cuts(kind: str) -> None:
 def _check_counts(
     tokenizer: Tokenizer, deltas: list[TextDelta], ids: list[int], logprobs: bool
 ) -> None:
-    """Ids come in order, each once; counts are of what was delivered so far."""
+    """Check that ids come in order, each once, and that counts match the delivered output."""
     delivered: tuple[int, ...] = ()
     for delta in deltas:
         delivered += delta.token_ids
@@ -162,7 +162,9 @@ def _check_counts(
 def _check_text(
     tokenizer: Tokenizer, request: Request, deltas: list[TextDelta], ids: list[int], ended: bool
 ) -> None:
-    """The text is the decode, or the decode up to the first stop string after min_tokens."""
+    """Check that the text is the decode, or the decode up to the first stop string after
+    min_tokens.
+    """
     sampling = request.sampling
     text, delivered, _, reason, stop_reason, _ = _whole(deltas)
     spoken = ids[:-1] if ended else ids
@@ -183,7 +185,7 @@ def _check_text(
 
 
 def _completes(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> bool:
-    """Whether fewer tokens would have settled the same text."""
+    """Return whether fewer tokens would have completed the same text."""
     return "\ufffd" not in text and tokenizer.decode(ids).startswith(text)
 
 
@@ -200,7 +202,7 @@ def test_the_token_that_ended_it_is_counted_and_not_shown(in_vocabulary: str) ->
     assert delta.stop_reason == (None if stop_id == EOS else 299)
 
 
-def test_a_stop_string_ends_the_stream_before_the_engine_knows() -> None:
+def test_a_stop_string_ends_the_stream_before_the_engine_does() -> None:
     tokenizer = _tokenizer("byte-level")
     stream = OutputStream(tokenizer, _request(stop=("!!",)))
     ids = tokenizer.encode("so! it!!")
@@ -245,7 +247,7 @@ def test_stop_strings_wait_for_min_tokens() -> None:
     assert delta.num_output_tokens == 4
 
 
-def test_tokens_whose_text_is_held_back_come_with_later_text() -> None:
+def test_tokens_with_held_back_text_come_with_later_text() -> None:
     tokenizer = _tokenizer("byte-level")
     stream = OutputStream(tokenizer, _request(stop=("ab!",)))
     ids = tokenizer.encode("xab?", add_special_tokens=False)
@@ -259,7 +261,7 @@ def test_tokens_whose_text_is_held_back_come_with_later_text() -> None:
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR, FinishReason.LENGTH])
-def test_what_was_held_back_comes_out_at_the_end(reason: FinishReason) -> None:
+def test_held_back_text_is_emitted_at_the_end(reason: FinishReason) -> None:
     tokenizer = _tokenizer("byte-level")
     ids = [*tokenizer.encode("ab"), *tokenizer.encode("🐫")[:1]]
     stream = OutputStream(tokenizer, _request(stop=("b\ufffd\ufffd",)))
@@ -294,7 +296,7 @@ def test_a_continued_text_keeps_its_first_space_and_a_new_one_does_not() -> None
         assert delta.num_prompt_tokens == len(prompt)
 
 
-def test_facts_of_the_request_are_passed_on() -> None:
+def test_properties_of_the_request_are_passed_on() -> None:
     times = RequestTimes(
         arrival_ms=1.0, first_scheduled_ms=2.0, first_token_ms=3.0, last_token_ms=4.0
     )
@@ -311,7 +313,7 @@ def test_facts_of_the_request_are_passed_on() -> None:
     assert (delta.cached_tokens, delta.times) == (16, times)
 
 
-def test_nothing_to_say_is_none() -> None:
+def test_an_output_without_visible_text_gives_no_delta() -> None:
     stream = OutputStream(_tokenizer("byte-level"), _request())
     assert stream.push(RequestOutput(request_id="r/2", token_ids=())) is None
     assert stream.push(RequestOutput(request_id="r/2", token_ids=(0,))) is None  # a special token
@@ -329,7 +331,7 @@ def test_the_story_comes_out_as_published() -> None:
 
 @pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
 @pytest.mark.parametrize("cut", [(), (1,), (2,), (1, 2, 3, 4)])
-def test_a_token_knows_where_in_the_text_its_own_begins(kind: str, cut: Sequence[int]) -> None:
+def test_a_token_has_the_offset_of_its_text(kind: str, cut: Sequence[int]) -> None:
     tokenizer = _tokenizer(kind)
     if kind == "byte-level":
         text, starts = "€ x", [0, 0, 0, 1, 2]
@@ -344,7 +346,7 @@ def test_a_token_knows_where_in_the_text_its_own_begins(kind: str, cut: Sequence
 
 @pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
 @pytest.mark.parametrize("cut", [[], [1], [1, 2, 3]])
-def test_special_tokens_are_written_out_when_asked_for(kind: str, cut: list[int]) -> None:
+def test_special_tokens_are_written_out_on_request(kind: str, cut: list[int]) -> None:
     tokenizer = _tokenizer(kind)
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     assert bos is not None
@@ -371,7 +373,7 @@ def test_a_stop_string_may_be_a_special_token_that_is_written_out() -> None:
 
 @pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
 @pytest.mark.parametrize("stop", [(), ("zz",)])
-def test_special_tokens_that_are_read_are_shown_and_each_tokens_characters_are_told(
+def test_parsed_special_tokens_are_shown_with_each_tokens_characters(
     kind: str, stop: tuple[str, ...]
 ) -> None:
     tokenizer = _tokenizer(kind)
@@ -404,7 +406,7 @@ def test_special_tokens_that_are_read_are_shown_and_each_tokens_characters_are_t
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
-def test_a_token_pushed_by_itself_says_what_an_output_of_it_says(kind: str) -> None:
+def test_a_token_pushed_alone_equals_an_output_of_it(kind: str) -> None:
     tokenizer = _tokenizer(kind)
     some = [*tokenizer.encode("a b\n\n猫🐫<tool>\n"), 0, 2, 9, 13, 200]
     begun = RequestTimes(
@@ -429,7 +431,7 @@ def test_a_token_pushed_by_itself_says_what_an_output_of_it_says(kind: str) -> N
 
 
 @pytest.mark.parametrize("asked", [{"stop": ("a",)}, {"logprobs": 0}, {"logprob_token_ids": (3,)}])
-def test_a_stream_that_tells_or_watches_more_is_not_plain(asked: dict[str, Any]) -> None:
+def test_a_stream_with_logprobs_or_stops_is_not_plain(asked: dict[str, Any]) -> None:
     assert not OutputStream(_tokenizer("metaspace"), _request(**asked)).is_plain
 
 

@@ -1,4 +1,4 @@
-"""Rarer ways to choose, from words to text: what a caller of LLM sees of them."""
+"""Rarely used sampling parameters, from words to text, through LLM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def llm(model: Path) -> LLM:
     return LLM(model, threads=1, max_num_seqs=4, max_num_batched_tokens=32)
 
 
-def test_a_bad_word_is_never_finished(model: Path, llm: LLM) -> None:
+def test_a_bad_word_is_never_completed(model: Path, llm: LLM) -> None:
     tokenizer = Tokenizer.load(model)
     greedy = replace(PLAIN, temperature=0.0)
     (plain,) = llm.generate("the sea", greedy)
@@ -42,7 +42,7 @@ def test_a_bad_word_is_never_finished(model: Path, llm: LLM) -> None:
         assert id_ not in without.token_ids
 
 
-def test_each_way_gives_the_same_answer_alone_and_among_others(llm: LLM) -> None:
+def test_each_parameter_gives_the_same_answer_alone_and_in_a_batch(llm: LLM) -> None:
     ways = [
         {"mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 1.0},
         {"xtc_probability": 0.5, "xtc_threshold": 0.01},
@@ -58,14 +58,14 @@ def test_each_way_gives_the_same_answer_alone_and_among_others(llm: LLM) -> None
         assert tokens[0][0] != tokens[0][1]
 
 
-def test_only_allowed_ids_are_written(llm: LLM) -> None:
+def test_only_allowed_ids_are_generated(llm: LLM) -> None:
     (answer,) = llm.generate("x", replace(PLAIN, allowed_token_ids=(9, 11)))
     assert set(answer.token_ids) == {9, 11}
     with pytest.raises(InvalidParameter, match="ids 0 to"):
         llm.generate("x", replace(PLAIN, allowed_token_ids=(9, 10**6)))
 
 
-def test_no_n_gram_comes_twice_in_what_is_written(llm: LLM) -> None:
+def test_no_n_gram_occurs_twice_in_the_output(llm: LLM) -> None:
     few = replace(PLAIN, allowed_token_ids=(5, 6, 7), max_tokens=9)
     (answer,) = llm.generate("x", replace(few, no_repeat_ngram_size=2))
     pairs = list(zip(answer.token_ids, answer.token_ids[1:], strict=False))

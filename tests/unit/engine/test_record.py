@@ -1,4 +1,4 @@
-"""RecordingRunner: what happens to the record never happens to the steps."""
+"""RecordingRunner: failures of the record never affect the steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class EmptyRunner:
 
 
 class FullDisk(io.BytesIO):
-    """Takes one step."""
+    """A file with room for one step."""
 
     num_writes = 0
 

@@ -1,4 +1,4 @@
-"""Requests that begin alike read that beginning once a step, from the setting to the kernel."""
+"""Requests with a common prefix read it once per step, from the setting to the kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPTS = [[*PREFIX, 7 + number, 9] for number in range(8)]
 
 @pytest.fixture
 def executors(monkeypatch: pytest.MonkeyPatch) -> list[native.NativeExecutor]:
-    """Those made from here on."""
+    """Collect executors created from here on."""
     made = []
 
     class Kept(native.NativeExecutor):
@@ -33,14 +33,14 @@ def executors(monkeypatch: pytest.MonkeyPatch) -> list[native.NativeExecutor]:
 
 
 def pieces_read(llm: LLM, executor: native.NativeExecutor, prompts: list[list[int]]) -> int:
-    """While these are answered."""
+    """Return the pieces read while these are answered."""
     before = executor.pieces_read
     assert all(len(told.token_ids) == 24 for told in llm.generate(prompts, GREEDY))
     return executor.pieces_read - before
 
 
 @pytest.mark.parametrize("window", [None, 700])
-def test_a_cached_prefix_is_read_once_for_all_who_begin_with_it(
+def test_a_cached_prefix_is_read_once_for_all_requests_with_it(
     window: int | None, tmp_path: Path, executors: list[native.NativeExecutor]
 ) -> None:
     config: dict[str, Any] = {"max_position_embeddings": 2048, "num_hidden_layers": 1}
@@ -50,7 +50,7 @@ def test_a_cached_prefix_is_read_once_for_all_who_begin_with_it(
     model = write_tiny_llama(tmp_path, seed=1, **config)
     with LLM(model, threads=1, kv_cache_memory="16MiB") as llm:
         [executor] = executors
-        pieces_read(llm, executor, PROMPTS)  # the prefix comes into the cache
+        pieces_read(llm, executor, PROMPTS)  # caches the prefix
         alone = sum(pieces_read(llm, executor, [prompt]) for prompt in PROMPTS)
         together = pieces_read(llm, executor, PROMPTS)
         own = [[*PREFIX[number:], 9, 9] for number in range(8)]

@@ -1,4 +1,6 @@
-"""StopTexts: the tokenizer is read beside the loop, once; if it cannot be, who needs it is told."""
+"""StopTexts: the tokenizer is loaded in the background, once; failures end only requests
+with it.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,8 @@ def test_beams_end_at_stop_strings_and_their_text_is_cut_there() -> None:
     ]
 
 
-def test_while_the_tokenizer_is_read_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is read only when tokens have been made for somebody else."""
+def test_others_are_served_while_the_tokenizer_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is loaded only after tokens of other requests have been generated."""
     serves, may_read, plain = threading.Event(), threading.Event(), assemble.model_tokenizer
 
     class Tells(ModelRunner):
@@ -60,7 +62,7 @@ def test_while_the_tokenizer_is_read_others_are_served(monkeypatch: pytest.Monke
     assert [one.error for answer in answers for one in answer.outputs] == [None] * 4
 
 
-def test_it_is_read_once_and_only_where_it_is_wanted() -> None:
+def test_it_is_loaded_once_and_only_on_demand() -> None:
     told = threading.Event()
     reads: list[int] = []
 
@@ -81,7 +83,7 @@ def test_it_is_read_once_and_only_where_it_is_wanted() -> None:
 
 
 @pytest.mark.parametrize("fault", [TokenizerError("no tokenizer here"), KeyError("merges")])
-def test_what_cannot_be_read_refuses_who_needs_it_and_nobody_else(
+def test_a_failed_load_rejects_only_requests_that_need_it(
     fault: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Structured output in a whole engine: answers are what was asked for, however they are made."""
+"""Structured output in a whole engine: answers follow their grammar, however they are computed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def llm() -> Iterator[LLM]:
 
 
 def ids(llm: LLM, sampling: SamplingParams) -> list[tuple[tuple[int, ...], str]]:
-    """Token ids and finish reason of each choice of each prompt."""
+    """Return token ids and finish reason of each choice of each prompt."""
     answers = llm.generate(PROMPTS, sampling)
     assert all(output.error is None for answer in answers for output in answer.outputs)
     return [
@@ -83,7 +83,7 @@ def test_every_answer_is_what_the_grammar_allows(llm: LLM, kind: str, temperatur
 
 
 @pytest.mark.parametrize("kind", GRAMMARS)
-def test_beams_follow_a_grammar_alone_and_in_a_crowd(llm: LLM, kind: str) -> None:
+def test_beams_follow_a_grammar_alone_and_in_a_batch(llm: LLM, kind: str) -> None:
     beams = SamplingParams(
         n=2,
         best_of=4,
@@ -191,7 +191,7 @@ def test_preempted_requests_keep_their_grammars(monkeypatch: pytest.MonkeyPatch)
     assert compilers[0].num_compiled == len(asked)
 
 
-def test_tokens_that_are_certain_share_a_step(llm: LLM) -> None:
+def test_forced_tokens_share_a_step(llm: LLM) -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=80)
     plain = SamplingParams(temperature=0.0, max_tokens=80, structured_outputs=GRAMMARS["schema"])
     told = SamplingParams(
@@ -220,7 +220,7 @@ def test_log_probabilities_are_the_models_own(llm: LLM) -> None:
     assert held.logprobs[0].logprob < free.logprobs[0].logprob
 
 
-def test_an_answer_that_may_go_on_does_while_ends_are_kept_away(llm: LLM) -> None:
+def test_an_answer_that_may_continue_does_while_ends_are_banned(llm: LLM) -> None:
     endless = regex("(ab)*")
     sampling = SamplingParams(seed=1, max_tokens=20, structured_outputs=endless)
     for wishes in ({"ignore_eos": True}, {"min_tokens": 20}):
@@ -238,7 +238,7 @@ def test_an_answer_that_may_go_on_does_while_ends_are_kept_away(llm: LLM) -> Non
     assert answer.finish_reason == FinishReason.STOP
 
 
-def test_where_bans_leave_nothing_one_choice_fails_and_says_so(llm: LLM) -> None:
+def test_bans_that_leave_no_token_fail_one_choice_with_a_reason(llm: LLM) -> None:
     good = SamplingParams(max_tokens=20, seed=1, structured_outputs=GRAMMARS["schema"])
     bad = SamplingParams(max_tokens=20, allowed_token_ids=(50, 51), structured_outputs=regex("x+"))
     answers = llm.generate(PROMPTS[:2], [good, bad])
@@ -247,7 +247,7 @@ def test_where_bans_leave_nothing_one_choice_fails_and_says_so(llm: LLM) -> None
     assert "all that the grammar allows here is banned" in str(answers[1].outputs[0].error)
 
 
-def test_a_grammar_that_cannot_be_used_is_refused_and_the_others_go_on(llm: LLM) -> None:
+def test_an_unusable_grammar_is_rejected_and_the_others_continue(llm: LLM) -> None:
     with pytest.raises(InvalidParameter, match=r"uniqueItems \(at #/uniqueItems\)"):
         llm.generate(
             PROMPTS[:1], SamplingParams(structured_outputs=json_schema({"uniqueItems": True}))
@@ -273,7 +273,7 @@ def test_while_a_grammar_compiles_others_are_served(monkeypatch: pytest.MonkeyPa
     assert other.error is None
 
 
-def test_the_threads_that_compile_end_with_the_engine() -> None:
+def test_compiler_threads_end_with_the_engine() -> None:
     with LLM(max_num_seqs=2, num_threads=1) as llm:
         llm.generate(PROMPTS[:1], SamplingParams(max_tokens=3, structured_outputs=regex("x+y")))
         assert "quire-grammar" in {thread.name for thread in threading.enumerate()}
@@ -283,7 +283,7 @@ def test_the_threads_that_compile_end_with_the_engine() -> None:
         assert not thread.is_alive()
 
 
-def test_an_object_of_vllms_form_is_a_grammar() -> None:
+def test_vllms_object_form_is_a_grammar() -> None:
     assert SamplingParams(structured_outputs={"regex": "a+"}).structured_outputs == regex("a+")  # type: ignore[arg-type]
     for wrong in ({}, {"regex": "a", "choice": ["b"]}, {"backend": "x"}, {"json_object": 1}, 3):
         with pytest.raises(InvalidParameter, match="structured_outputs"):

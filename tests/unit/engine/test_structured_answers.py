@@ -1,7 +1,7 @@
-"""Many answers of the model in the box, for schemas put together at random: all of them validate.
+"""Many answers of the built-in model, for randomly composed schemas: all of them validate.
 
-Each schema bounds its answers, so one that is cut off is a failure. QUIRE_STRUCTURED_ANSWERS=1000
-asks for more.
+Each schema bounds its answers, so a truncated one is a failure. QUIRE_STRUCTURED_ANSWERS=1000 runs
+more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What executors say of a program before loading: what they cannot hold, what they take."""
+"""Checks of executors on a program before loading: what they cannot hold, what they need."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _program(folder: Path, *, dtype: DType = DType.BF16, **changes: int) -> Prog
     return build_program(open_model(folder), dtype=dtype, max_positions=32)
 
 
-def test_heads_wider_than_the_kernels_hold_are_refused_before_packing(tmp_path: Path) -> None:
+def test_heads_wider_than_the_kernels_support_are_rejected_before_packing(tmp_path: Path) -> None:
     widest = _program(tmp_path / "widest", head_dim=_native.MAX_HEAD_DIM)
     NativeExecutor.check_program(widest)
     wider = _program(tmp_path / "wider", head_dim=_native.MAX_HEAD_DIM + 2)
@@ -43,7 +43,7 @@ def test_heads_wider_than_the_kernels_hold_are_refused_before_packing(tmp_path: 
     ReferenceExecutor.check_program(wider)
 
 
-def test_all_that_cannot_be_held_is_listed(tmp_path: Path) -> None:
+def test_everything_unsupported_is_listed(tmp_path: Path) -> None:
     program = _program(tmp_path, head_dim=300)
     wrong = replace(program, caches=program.caches * 2)
     with pytest.raises(ModelError) as told:
@@ -70,7 +70,7 @@ def test_the_reference_takes_f32_for_everything(tmp_path: Path, dtype: DType) ->
     assert held.step_bytes == buffers + angles
 
 
-def test_the_native_executor_takes_the_programs_dtypes(tmp_path: Path) -> None:
+def test_the_native_executor_uses_the_programs_dtypes(tmp_path: Path) -> None:
     wide, narrow = (
         NativeExecutor.memory_for(_program(tmp_path, dtype=dtype), ROWS)
         for dtype in (DType.F32, DType.BF16)
@@ -87,7 +87,7 @@ def test_the_native_executor_takes_the_programs_dtypes(tmp_path: Path) -> None:
     assert np.asarray(executor._native.cache).nbytes == 32 * narrow.token_bytes
 
 
-def test_integer_rows_of_a_part_by_layers_are_counted_where_steps_are_smaller(
+def test_integer_rows_of_a_layered_chunk_are_counted_if_steps_are_smaller(
     tmp_path: Path,
 ) -> None:
     int8 = quantize(_program(tmp_path), "int8")
@@ -99,7 +99,7 @@ def test_integer_rows_of_a_part_by_layers_are_counted_where_steps_are_smaller(
     assert whole[1] > 0
 
 
-def test_a_full_step_is_larger_where_products_come_in_blocks(
+def test_a_full_step_is_larger_if_products_come_in_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for isa in _native.available_isas():

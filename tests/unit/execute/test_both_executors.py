@@ -1,4 +1,4 @@
-"""Operations that no Llama uses, in a program of their own, in both executors: one answer."""
+"""Operations that no Llama uses, in their own program, in both executors: one answer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def _vector(p: ProgramBuilder, name: str, size: int) -> str:
 
 
 def make(dtype: DType) -> Program:
-    """A learned position, a product whose halves are normed and scaled apart, caps, a copy."""
+    """Build a learned position, a product with halves normed and scaled separately, caps, a
+    copy.
+    """
     p = ProgramBuilder("odd", dtype=dtype)
     p.cache(CacheSpec("paged", 1, 1, 4, dtype))
     x = p.embed(p.table("tokens", WeightPart("tokens", "tokens", 9), WIDTH))
@@ -57,7 +59,7 @@ def make(dtype: DType) -> Program:
 def outputs_of(
     folder: Path, dtype: DType, executor_class: type[NativeExecutor] | type[ReferenceExecutor]
 ) -> dict[str, NDArray[np.float32]]:
-    """Named outputs of a step of IDS, in float32."""
+    """Return named outputs of a step of IDS, in float32."""
     program = make(dtype)
     executor = executor_class(program, open_checkpoint(folder), OPTIONS)
     executor.allocate_cache(2, 16)
@@ -96,7 +98,7 @@ def _layer_norm(x: NDArray[np.float64]) -> NDArray[np.float64]:
     return (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 1e-3)
 
 
-def test_both_executors_compute_what_the_contract_says(
+def test_both_executors_compute_the_contract(
     tmp_path: Path, held: dict[str, NDArray[np.float32]]
 ) -> None:
     wide = {name: values.astype(np.float64) for name, values in held.items()}
@@ -126,12 +128,12 @@ def test_both_executors_round_alike_in_bf16(
     for name, right in reference.items():
         if name != "bare":  # the one output that is f32
             np.testing.assert_array_equal(round_to_bf16(native[name]), native[name])
-        # A sum in another order may fall on the other side of a rounding, nothing more.
+        # A sum in another order may round the other way, nothing more.
         np.testing.assert_allclose(native[name], right, rtol=2.0**-6, atol=2e-2, err_msg=name)
         assert (native[name] == right).mean() > 0.8, name
 
 
-def test_a_position_past_the_table_is_refused_by_both(
+def test_a_position_past_the_table_is_rejected_by_both(
     tmp_path: Path, held: dict[str, NDArray[np.float32]]
 ) -> None:
     for kind in (NativeExecutor, ReferenceExecutor):

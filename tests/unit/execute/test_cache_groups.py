@@ -1,5 +1,4 @@
-"""A program with two cache groups computes what it computes with one, each layer in its group's
-blocks."""
+"""A program with two cache groups equals one with a single group, with each layer in its blocks."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def program(tmp_path: Path) -> Program:
 
 
 def in_two_groups(program: Program) -> Program:
-    """The same program, its odd layers in a second cache group."""
+    """Return the same program with its odd layers in a second cache group."""
 
     def moved(op: Op) -> Op:
         if not isinstance(op, (StoreKV, Attention)):
@@ -52,7 +51,9 @@ def in_two_groups(program: Program) -> Program:
 def logits(
     program: Program, folder: Path, tables: Sequence[Sequence[int]]
 ) -> tuple[np.ndarray, ReferenceExecutor]:
-    """Logits of IDS, all but the last token in a first step; tables: blocks by cache group."""
+    """Return logits of IDS, all but the last token in a first step; tables: blocks by cache
+    group.
+    """
     executor = ReferenceExecutor(program, open_checkpoint(folder), OPTIONS)
     executor.allocate_cache(NUM_BLOCKS, BLOCK_SIZE)
     last = len(IDS) - 1
@@ -102,7 +103,7 @@ def test_a_batch_must_have_rows_for_every_group(program: Program, tmp_path: Path
         logits(in_two_groups(program), tmp_path, [(0, 3)])
 
 
-def test_cost_is_that_of_one_group_and_the_digest_is_another(program: Program) -> None:
+def test_the_cost_equals_that_of_one_group_and_the_digest_differs(program: Program) -> None:
     two, step = in_two_groups(program), StepShape([3], [10])
     assert two.step_cost(step) == program.step_cost(step)
     assert from_plain(to_plain(two)) == two
@@ -110,6 +111,6 @@ def test_cost_is_that_of_one_group_and_the_digest_is_another(program: Program) -
     assert "layer 1 of cache 1" in format_program(two, step, all_layers=True)
 
 
-def test_an_executor_of_one_cache_refuses_two(program: Program) -> None:
+def test_an_executor_of_one_group_rejects_two(program: Program) -> None:
     with pytest.raises(ModelError, match="2 KV caches; one is held"):
         NativeExecutor.check_program(in_two_groups(program))

@@ -1,4 +1,4 @@
-"""What fp8 costs in answers: the model in the box on a story of its kind, beside itself in f32."""
+"""The cost of fp8 in quality: the built-in model on a story of its kind, against f32."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STORY = (
 
 
 def _logprobs(quantization: str, kv_cache_dtype: str) -> np.ndarray:
-    """Log-probabilities after each token of the story, computed in f32."""
+    """Return log-probabilities after each token of the story, computed in f32."""
     folder = box_path()
     ids = Tokenizer.load(folder).encode(STORY)
     plain = build_program(open_model(folder), dtype=DType.F32, max_positions=256)
@@ -56,13 +56,13 @@ def right() -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("quantization", "kv_cache_dtype", "most_nats"),
+    ("quantization", "kv_cache_dtype", "max_nats"),
     [("fp8", "auto", 0.01), ("fp8-block", "auto", 0.01), ("none", "fp8", 0.002)],
 )
 def test_fp8_diverges_little_from_f32(
-    right: np.ndarray, quantization: str, kv_cache_dtype: str, most_nats: float
+    right: np.ndarray, quantization: str, kv_cache_dtype: str, max_nats: float
 ) -> None:
     found = _logprobs(quantization, kv_cache_dtype)
     nats = float((np.exp(right) * (right - found)).sum(axis=1).mean())
-    assert 0 < nats < most_nats
+    assert 0 < nats < max_nats
     assert (found.argmax(axis=1) == right.argmax(axis=1)).mean() > 0.9

@@ -1,6 +1,6 @@
-"""What importing the executors' rooms brings in: nothing heavy, and nothing that may be missing.
+"""Imports of the executor packages: nothing heavy, and nothing that may be missing.
 
-The numbers rooms must work where msgspec, pyzmq and the compiled module do not exist.
+The numeric packages must work without msgspec, pyzmq and the compiled module.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def _import(modules: tuple[str, ...], refused: tuple[str, ...]) -> str:
     return done.stdout
 
 
-def test_the_numbers_rooms_need_neither_messages_nor_the_compiled_module() -> None:
+def test_the_numeric_packages_need_neither_messages_nor_the_compiled_module() -> None:
     assert "heavy: []" in _import(NUMBERS_ROOMS, WITHOUT)
 
 
-def test_every_module_of_the_numbers_rooms_needs_no_messages() -> None:
+def test_every_module_of_the_numeric_packages_needs_no_messages() -> None:
     files = [path for room in ROOMS for path in sorted((ROOT / "quire" / room).rglob("*.py"))]
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]
     wanted = tuple(name for name in modules if not name.startswith("quire.execute.gpu"))
@@ -59,6 +59,6 @@ def test_every_module_of_the_numbers_rooms_needs_no_messages() -> None:
     assert "heavy: []" in _import(wanted, ("msgspec", "zmq"))
 
 
-def test_an_engine_on_a_cpu_brings_no_pytorch() -> None:
+def test_an_engine_on_a_cpu_imports_no_pytorch() -> None:
     modules = ("quire.engine.assembly.assemble", "quire.execute.native", "quire.execute.reference")
     assert "heavy: []" in _import(modules, ())

@@ -1,5 +1,6 @@
-"""A part of a prompt that goes through the trunk some layers at a time, other steps between: keys,
-values and what comes after them are those of one run, bit for bit."""
+"""Layered prefill in executors: bit for bit the keys and values of one run, with steps in
+between.
+"""
 
 from __future__ import annotations
 
@@ -55,13 +56,13 @@ def open_executor(
 
 
 def part(start: int, count: int) -> ForwardBatch:
-    """Positions start .. of IDS, which sample nothing."""
+    """Return positions start .. of IDS, which sample nothing."""
     batch = sequence_batch(IDS[start : start + count], start, POSITIONS)
     return replace(batch, sample_rows=batch.sample_rows[:0])
 
 
 def others_step(executor: Executor) -> None:
-    """A step of another request, in the pool's last block."""
+    """Run a step of another request, in the pool's last block."""
     last = NUM_BLOCKS - 1
     batch = sequence_batch(IDS[7:12], 0, BLOCK_SIZE)  # in block 1
     elsewhere = replace(
@@ -78,10 +79,10 @@ def others_step(executor: Executor) -> None:
 
 
 def contents(executor: Executor, num_tokens: int) -> NDArray[np.uint8]:
-    """All blocks that so many tokens take."""
+    """Return all blocks of so many tokens."""
     num_blocks = -(-num_tokens // BLOCK_SIZE)
     out = np.zeros((num_blocks, executor.block_bytes), np.uint8)
-    for column in range(num_blocks):  # whose blocks go from the 40th down
+    for column in range(num_blocks):  # with blocks from the 40th down
         executor.export_block(POSITIONS // BLOCK_SIZE - column, out[column])
     return out
 
@@ -93,7 +94,7 @@ def run_in_steps(executor: Executor, end: int) -> None:
 
 @each_dtype
 @pytest.mark.parametrize("kind", [NativeExecutor, ReferenceExecutor])
-def test_layers_one_after_the_other_store_what_one_run_stores(
+def test_consecutive_layers_store_what_one_run_stores(
     folder: Path, kind: type[Any], dtype: DType
 ) -> None:
     whole = open_executor(kind, folder, dtype)
@@ -113,7 +114,7 @@ def test_layers_one_after_the_other_store_what_one_run_stores(
 
 @pytest.mark.parametrize("isa", _native.available_isas())
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_native_layers_leave_the_bits_of_steps_on_every_instruction_set(
+def test_native_layers_have_the_bits_of_steps_on_every_instruction_set(
     folder: Path, isa: str, num_threads: int
 ) -> None:
     for dtype in DType:
@@ -126,7 +127,7 @@ def test_native_layers_leave_the_bits_of_steps_on_every_instruction_set(
         count = PART_TOKENS + 21
         run_in_steps(whole, count)
         run_in_steps(layered, 21)
-        batch = part(21, PART_TOKENS)  # the largest there may be
+        batch = part(21, PART_TOKENS)  # the largest allowed chunk
         for first in range(LAYERS):
             layered.run_layers(batch, first, first + 1)
             others_step(layered)
@@ -139,20 +140,20 @@ def test_native_layers_leave_the_bits_of_steps_on_every_instruction_set(
         np.testing.assert_array_equal(logits[0], logits[1])
 
 
-def test_a_part_begun_anew_forgets_the_one_before(folder: Path) -> None:
+def test_a_restarted_chunk_drops_the_previous_one(folder: Path) -> None:
     whole = open_executor(NativeExecutor, folder, DType.BF16)
     run_in_steps(whole, 60)
     executor = open_executor(NativeExecutor, folder, DType.BF16, poison=True)
     executor.run_layers(part(0, 90), 0, 3)
     for first in range(LAYERS):
         executor.run_layers(part(0, 60), first, first + 1)
-    # Positions 60 .. 63 of the last block are of the part that was dropped.
+    # Positions 60 .. 63 of the last block belong to the dropped chunk.
     np.testing.assert_array_equal(contents(executor, 48), contents(whole, 48))
 
 
 @pytest.mark.parametrize("kind", [NativeExecutor, ReferenceExecutor])
 @pytest.mark.parametrize("layers", [(-1, 2), (2, 2), (3, 1), (0, LAYERS + 1)])
-def test_layers_there_are_not_are_refused(
+def test_nonexistent_layers_are_rejected(
     folder: Path, kind: type[Any], layers: tuple[int, int]
 ) -> None:
     executor = open_executor(kind, folder, DType.F32)
@@ -160,7 +161,7 @@ def test_layers_there_are_not_are_refused(
         executor.run_layers(part(0, 8), *layers)
 
 
-def test_a_part_too_large_for_its_buffers_is_refused(folder: Path) -> None:
+def test_a_chunk_too_large_for_its_buffers_is_rejected(folder: Path) -> None:
     executor = open_executor(NativeExecutor, folder, DType.F32)
     with pytest.raises(ValueError, match=f"{PART_TOKENS + 1} rows; the buffers hold {PART_TOKENS}"):
         executor.run_layers(part(0, PART_TOKENS + 1), 0, 1)

@@ -33,7 +33,8 @@ def _overlap(layout: Layout, one: int, other: int) -> bool:
 
 def test_a_value_still_to_be_read_is_never_overwritten(program: Program) -> None:
     layout = lay_out(program, LIMITS)
-    last_writer: dict[int, int] = {}  # what an area's bytes hold, by walking the program twice
+    # the content of an area, from iterating over the program twice
+    last_writer: dict[int, int] = {}
     for segment in ("trunk", "head", "head"):
         for op in program.segments[segment]:
             for view in op.inputs:
@@ -48,7 +49,7 @@ def test_a_value_still_to_be_read_is_never_overwritten(program: Program) -> None
     assert kept <= set(last_writer)
 
 
-def test_buffers_of_one_operation_lie_apart(program: Program) -> None:
+def test_buffers_of_one_operation_do_not_overlap(program: Program) -> None:
     layout = lay_out(program, LIMITS)
     for op in itertools.chain(*program.segments.values()):
         buffers = {view.buffer.index for view in (*op.inputs, *op.outputs)}

@@ -43,7 +43,7 @@ def _open(
 
 
 def _batch(pieces: list[tuple[int, int, int]]) -> ForwardBatch:
-    """Pieces (sequence, first, last) of IDS; sequence s owns the blocks s, 4 + s, 8 + s, ..."""
+    """Return pieces (sequence, first, last) of IDS; sequence s owns blocks s, 4 + s, 8 + s, ..."""
     positions = np.concatenate([np.arange(a, b, dtype=np.int32) for _, a, b in pieces])
     tables = np.array([[4 * c + s for c in range(COLUMNS)] for s, _, _ in pieces], np.int32)
     slots = np.concatenate(
@@ -77,7 +77,7 @@ def _one_by_one(executor: NativeExecutor) -> NDArray[np.uint32]:
 
 @each_dtype
 @pytest.mark.parametrize("isa", _native.available_isas())
-def test_logits_do_not_depend_on_chunks_company_or_threads(
+def test_logits_do_not_depend_on_chunks_other_rows_or_threads(
     tmp_path: Path, dtype: DType, isa: str
 ) -> None:
     folder = write_tiny_llama(tmp_path, seed=1)
@@ -106,7 +106,7 @@ def test_the_head_runs_on_slices_of_the_sample_rows(tmp_path: Path, dtype: DType
         )
 
 
-def test_a_head_computed_with_the_trunk_is_of_its_batch_only(tmp_path: Path) -> None:
+def test_a_head_computed_with_the_trunk_belongs_to_its_batch(tmp_path: Path) -> None:
     executor = _open(write_tiny_llama(tmp_path), DType.F32, poison=True)
     batch, other = _batch([(0, 0, 30)]), _batch([(1, 3, 33)])
     executor.run_trunk(batch)
@@ -123,7 +123,7 @@ def test_a_head_computed_with_the_trunk_is_of_its_batch_only(tmp_path: Path) -> 
     assert not np.array_equal(of_other, expected)
 
 
-def test_a_copied_block_serves_like_the_original(tmp_path: Path) -> None:
+def test_a_copied_block_gives_the_same_results(tmp_path: Path) -> None:
     executor = _open(write_tiny_llama(tmp_path), DType.BF16)
     expected = _one_by_one(executor)
     _logits(executor, [(2, 0, 40)])
@@ -134,7 +134,7 @@ def test_a_copied_block_serves_like_the_original(tmp_path: Path) -> None:
     assert np.array_equal(_logits(executor, [(3, 40, 41)])[0], expected[40])
 
 
-def test_touching_unused_blocks_leaves_all_others_and_is_seen_in_no_answer(tmp_path: Path) -> None:
+def test_touching_unused_blocks_changes_no_other_block_and_no_answer(tmp_path: Path) -> None:
     executor = _open(write_tiny_llama(tmp_path), DType.BF16)
     expected = _one_by_one(executor)
     before, after = (np.empty(executor.block_bytes, np.uint8) for _ in range(2))
@@ -172,10 +172,10 @@ def _run_often(executor: NativeExecutor, batch: ForwardBatch) -> None:
         executor.run_trunk(batch)
 
 
-def test_an_aborted_step_is_a_worker_error_and_progress_can_be_watched(tmp_path: Path) -> None:
+def test_an_aborted_step_is_a_worker_error_and_progress_is_observable(tmp_path: Path) -> None:
     executor = _open(write_tiny_llama(tmp_path), DType.F32)
     batch = _batch([(0, 0, 3)])
-    executor.abort()  # nothing runs: the next step is not meant
+    executor.abort()  # nothing runs: the next step is not affected
     executor.run_trunk(batch)
     assert (done := executor.ops_done) > 10
     over = threading.Event()

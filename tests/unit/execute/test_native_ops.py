@@ -1,4 +1,4 @@
-"""Python and C++ describe the same operations, and a difference between them is found."""
+"""Python and C++ describe the same operations, and differences are detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed weights kept in a folder: found again, never used for anything else, never in the way."""
+"""The pack cache: packed weights in a directory, reused only for their own model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SCHEMES = ["none", "int8", "int4-g32", "int4-g64-zp"]
 
 
 class Start:
-    """A model's folder, a cache's folder, and what a start with both said and loaded."""
+    """A model directory, a cache directory, and the output of a start with both."""
 
     def __init__(self, root: Path, seed: int = 0) -> None:
         self.model = write_tiny_llama(root / "model", seed=seed, dtype="bf16", hidden_size=96)
@@ -57,7 +57,7 @@ class Start:
 
     @property
     def file(self) -> Path:
-        """The one file of the cache."""
+        """Return the one file of the cache."""
         (found,) = self.folder.iterdir()
         return found
 
@@ -68,7 +68,7 @@ def program_of(model: Path, scheme: str) -> Program:
 
 
 def aged(model: Path) -> None:
-    """Waits until the files are older than what may have one date with a change."""
+    """Wait until the files are too old to share a timestamp with a change."""
     newest = max(file.stat().st_ctime for file in model.iterdir())
     time.sleep(max(0.0, newest + 0.06 - time.time()))
 
@@ -95,7 +95,7 @@ def test_the_second_start_maps_what_the_first_packed(start: Start, scheme: str) 
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_answers_and_fingerprint_are_those_without_a_cache(start: Start, scheme: str) -> None:
+def test_answers_and_fingerprint_equal_those_without_a_cache(start: Start, scheme: str) -> None:
     answers = []
     for settings in ({}, {"pack_cache": start.folder}, {"pack_cache": start.folder}):
         with LLM(start.model, threads=2, quantization=scheme, **settings) as llm:
@@ -104,7 +104,7 @@ def test_answers_and_fingerprint_are_those_without_a_cache(start: Start, scheme:
     assert answers[0] == answers[1] == answers[2]
 
 
-def test_each_precision_and_place_has_its_own_file(start: Start, tmp_path: Path) -> None:
+def test_each_precision_and_path_has_its_own_file(start: Start, tmp_path: Path) -> None:
     for scheme in SCHEMES:
         start(scheme=scheme)
     assert len(list(start.folder.iterdir())) == len(SCHEMES)
@@ -142,7 +142,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_file_is_made_anew_and_says_why(start: Start, name: str) -> None:
+def test_a_damaged_file_is_rebuilt_with_a_reason(start: Start, name: str) -> None:
     right = start().weights_digest
     damage, reason = DAMAGES[name]
     damage(start.file)
@@ -180,13 +180,13 @@ def test_the_file_of_another_model_is_not_used(start: Start, tmp_path: Path) -> 
     assert "the checkpoint has changed" in other.said
 
 
-def test_a_change_of_the_checkpoint_is_seen_whatever_its_dates(start: Start) -> None:
+def test_a_change_of_the_checkpoint_is_detected_whatever_its_dates(start: Start) -> None:
     before = start().weights_digest
     file = start.model / "model.safetensors"
     known = file.stat()
     content = bytearray(file.read_bytes())
     content[-1] ^= 0x40
-    with file.open("r+b") as opened:  # in place: same number, same size
+    with file.open("r+b") as opened:  # in place: same inode, same size
         opened.write(content)
     os.utime(file, ns=(known.st_atime_ns, known.st_mtime_ns))
     aged(start.model)
@@ -214,7 +214,7 @@ def test_a_touched_checkpoint_is_read_once_and_its_weights_kept(
     assert "are mapped" in start.said
 
 
-def test_a_checkpoint_too_fresh_is_not_believed_by_its_dates(
+def test_a_fresh_checkpoint_is_not_trusted_by_its_dates(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pack_cache, "SETTLED_S", 3600.0)
@@ -224,7 +224,7 @@ def test_a_checkpoint_too_fresh_is_not_believed_by_its_dates(
     assert "are mapped" in start.said
 
 
-def test_a_folder_others_may_write_to_is_refused(start: Start) -> None:
+def test_a_directory_writable_by_others_is_rejected(start: Start) -> None:
     start.folder.mkdir()
     start.folder.chmod(0o777)
     with pytest.raises(SettingError, match=r"others may write to it \(mode 777\).* chmod 700"):
@@ -233,19 +233,19 @@ def test_a_folder_others_may_write_to_is_refused(start: Start) -> None:
     start()
 
 
-def test_what_is_no_folder_is_refused(start: Start) -> None:
+def test_a_path_that_is_no_directory_is_rejected(start: Start) -> None:
     start.folder.write_text("a file")
     with pytest.raises(SettingError, match=r"pack_cache: .* cannot be used as a folder"):
         start()
 
 
-def test_made_folders_and_files_are_the_users_own(start: Start) -> None:
+def test_created_directories_and_files_are_the_users_own(start: Start) -> None:
     start()
     assert start.folder.stat().st_mode & 0o777 == 0o700
     assert start.file.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_disk_without_room_is_told_before_packing(
+def test_a_full_disk_is_reported_before_packing(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class NoRoom:
@@ -260,7 +260,7 @@ def test_a_disk_without_room_is_told_before_packing(
 
 
 @pytest.mark.parametrize("calls", [0, 1])
-def test_a_disk_that_fills_while_packing_stops_nothing(
+def test_a_disk_that_fills_during_packing_stops_nothing(
     start: Start, monkeypatch: pytest.MonkeyPatch, calls: int
 ) -> None:
     monkeypatch.setattr(pack_cache, "RUN_BYTES", 4096)
@@ -280,7 +280,7 @@ def test_a_disk_that_fills_while_packing_stops_nothing(
     assert list(start.folder.iterdir()) == []
 
 
-def test_what_a_killed_start_left_behind_is_removed(start: Start) -> None:
+def test_files_of_a_killed_start_are_removed(start: Start) -> None:
     start()
     name = start.file.name
     start.file.unlink()
@@ -290,7 +290,7 @@ def test_what_a_killed_start_left_behind_is_removed(start: Start) -> None:
     assert start.file.name == name
 
 
-def test_the_reference_executor_refuses_it(start: Start) -> None:
+def test_the_reference_executor_rejects_it(start: Start) -> None:
     with pytest.raises(SettingError, match="reference executor packs nothing"):
         LLM(start.model, executor="reference", pack_cache=start.folder)
 

@@ -1,4 +1,4 @@
-"""Loading holds one copy of the weights: bytes of memory are counted at each piece of progress."""
+"""Loading holds one copy of the weights: memory is measured at each progress report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.weights.checkpoint import open_checkpoint
 from tests.gguf_convert import write_gguf_of
 from tests.tiny_models import write_tiny_llama
 
-# Wide enough that weights are most of what grows: 36 M elements.
+# Wide enough that weights dominate the growth: 36 M elements.
 SHAPE = {
     "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "head_dim": 128,
     "num_key_value_heads": 4, "vocab_size": 2048, "num_hidden_layers": 2,
@@ -27,7 +27,7 @@ MOST = 1.15
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file stands behind."""
+    """Return anonymous memory of this process."""
     status = Path("/proc/self/status").read_text()
     (kilobytes,) = re.findall(r"^RssAnon:\s+(\d+) kB$", status, re.M)
     return int(kilobytes) * 1024
@@ -61,7 +61,7 @@ def test_memory_never_exceeds_the_weights_by_much(folder: Path, scheme: str) -> 
 
 
 @pytest.mark.parametrize(("kind", "scheme"), [("Q4_K", "int8"), ("Q6_K", "none"), ("Q4_0", "int4")])
-def test_of_a_quantized_file_few_rows_at_a_time_are_multiplied_out(
+def test_a_quantized_file_is_dequantized_few_rows_at_a_time(
     kind: str, scheme: str, tmp_path: Path
 ) -> None:
     shape = {

@@ -1,4 +1,4 @@
-"""Weights in few bits: of a checkpoint in fp8 the codes and scales stay what they are."""
+"""Low-bit weights: codes and scales of an fp8 checkpoint are kept."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fused_weight_is_its_parts_as_they_are_stored(kind: str, tmp_path: Path) -> None:
+def test_a_fused_weight_keeps_its_parts_as_stored(kind: str, tmp_path: Path) -> None:
     plain = write_tiny_llama(tmp_path / "plain", seed=2, dtype="bf16", **SIZES, **HEADS)
     folder = write_fp8_of(plain, tmp_path / "fp8", kind=kind)
     spec, checkpoint = open_model(folder), open_checkpoint(folder)
@@ -43,7 +43,7 @@ def test_a_fused_weight_is_its_parts_as_they_are_stored(kind: str, tmp_path: Pat
         assert (largest == 448).all() == (kind == "channel")
 
 
-def test_parts_share_the_largest_of_their_fixed_scales(tmp_path: Path) -> None:
+def test_parts_share_the_largest_of_their_static_scales(tmp_path: Path) -> None:
     plain = write_tiny_llama(tmp_path / "plain", seed=2, dtype="bf16", **SIZES, **HEADS)
     folder = write_fp8_of(plain, tmp_path / "fp8", kind="tensor", is_static=True)
     spec, checkpoint = open_model(folder), open_checkpoint(folder)
@@ -59,7 +59,7 @@ def test_parts_share_the_largest_of_their_fixed_scales(tmp_path: Path) -> None:
         np.testing.assert_array_equal(matrix.dequantized(), read_f32(weight, binding))
 
 
-def test_rows_by_a_fixed_scale_are_cut_off_where_it_ends() -> None:
+def test_rows_with_a_static_scale_are_clipped_at_its_range() -> None:
     rng = np.random.default_rng(1)
     x = rng.standard_normal((3, 300)).astype(np.float32)
     x[0, 7], x[2, 1] = 1000.0, np.inf

@@ -1,4 +1,4 @@
-"""The reference executor: its own Row Rule, cache, rounding, and what it refuses."""
+"""The reference executor: its own Row Rule, cache, rounding, and rejections."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make(folder: Path, *, dtype: DType = DType.F32, **changes: Any) -> Reference
 
 
 def joined(first: ForwardBatch, second: ForwardBatch) -> ForwardBatch:
-    """Two one-sequence batches in one step; the second's blocks lie 8 further on."""
+    """Join two one-sequence batches into one step; the second's blocks are 8 further on."""
     (cache,), (other,) = first.caches, second.caches
     shifted = other.block_tables + 8
     slots = np.where(other.kv_slots >= 0, other.kv_slots + 8 * 16, -1)
@@ -73,7 +73,7 @@ def test_a_sequence_has_the_same_logits_alone_and_beside_another(
     assert np.array_equal(executor.run_head(both, 17, 30), alone)
 
 
-def test_the_head_in_slices_is_the_head_at_once(tmp_path: Path) -> None:
+def test_the_head_in_slices_equals_the_whole_head(tmp_path: Path) -> None:
     executor, batch = make(tmp_path), sequence_batch(IDS, 0, 64)
     executor.run_trunk(batch)
     whole = executor.run_head(batch, 0, 60).copy()
@@ -81,7 +81,7 @@ def test_the_head_in_slices_is_the_head_at_once(tmp_path: Path) -> None:
     assert np.array_equal(np.concatenate(slices), whole[:56])
 
 
-def test_rows_without_a_slot_store_nothing_and_copied_blocks_are_read_alike(
+def test_rows_without_a_slot_store_nothing_and_copied_blocks_are_equal(
     tmp_path: Path,
 ) -> None:
     executor, prompt, last = make(tmp_path), sequence_batch(IDS[:20], 0, 64), None
@@ -103,7 +103,7 @@ def test_rows_without_a_slot_store_nothing_and_copied_blocks_are_read_alike(
     assert np.array_equal(executor.run_head(last, 0, 1), right)
 
 
-def test_what_other_sequences_left_in_a_block_is_never_seen(tmp_path: Path) -> None:
+def test_stale_content_of_other_sequences_is_never_seen(tmp_path: Path) -> None:
     executor = make(tmp_path)
     right = logits_of(executor, IDS[:21], max_positions=64)
     executor._caches[0].keys.values.fill(np.nan)
@@ -111,7 +111,7 @@ def test_what_other_sequences_left_in_a_block_is_never_seen(tmp_path: Path) -> N
     assert np.array_equal(logits_of(executor, IDS[:21], max_positions=64), right)
 
 
-def test_in_bf16_weights_cache_and_activations_are_rounded_and_the_residual_is_not(
+def test_bf16_rounds_weights_cache_and_activations_but_not_the_residual(
     tmp_path: Path,
 ) -> None:
     executor, batch = make(tmp_path, dtype=DType.BF16), sequence_batch(IDS[:20], 0, 64)
@@ -125,7 +125,7 @@ def test_in_bf16_weights_cache_and_activations_are_rounded_and_the_residual_is_n
         assert np.array_equal(round_to_bf16(held), held) == (buffer.dtype is DType.BF16)
 
 
-def test_steps_larger_than_agreed_are_refused(tmp_path: Path) -> None:
+def test_steps_beyond_the_limits_are_rejected(tmp_path: Path) -> None:
     executor, batch = make(tmp_path), sequence_batch(IDS, 0, 64)
     with pytest.raises(ValueError, match="a step of 65 tokens; at most 64"):
         executor.run_trunk(replace(batch, token_ids=np.zeros(65, np.int32)))
@@ -153,7 +153,7 @@ def test_steps_larger_than_agreed_are_refused(tmp_path: Path) -> None:
         ({"block_tables": [[16, 0, 0, 0]]}, r"block_tables\[0\] is 16; allowed are 0 to 15"),
     ],
 )
-def test_batches_that_lead_nowhere_are_refused(
+def test_out_of_range_batches_are_rejected(
     changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     arrays = {name: np.array(values, np.int32) for name, values in changes.items()}
@@ -164,7 +164,7 @@ def test_batches_that_lead_nowhere_are_refused(
         make(tmp_path).run_trunk(batch)
 
 
-def test_a_run_before_there_is_a_cache_is_refused(tmp_path: Path) -> None:
+def test_a_run_without_a_cache_is_rejected(tmp_path: Path) -> None:
     write_tiny_llama(tmp_path)
     program = build_program(open_model(tmp_path), dtype=DType.F32, max_positions=64)
     executor = ReferenceExecutor(program, open_checkpoint(tmp_path), OPTIONS)
@@ -172,7 +172,7 @@ def test_a_run_before_there_is_a_cache_is_refused(tmp_path: Path) -> None:
         executor.run_trunk(sequence_batch([1, 2], 0, 64))
 
 
-def test_a_cache_beyond_all_memory_is_refused_with_its_size(tmp_path: Path) -> None:
+def test_a_cache_beyond_all_memory_is_rejected_with_its_size(tmp_path: Path) -> None:
     with pytest.raises(CapacityError, match=r"need \d+ bytes, more than there is"):
         make(tmp_path).allocate_cache(2**45, 16)
 
@@ -191,7 +191,7 @@ def test_progress_reaches_the_bytes_of_all_weights(tmp_path: Path) -> None:
     assert calls[-1] == (program.weight_bytes, program.weight_bytes)
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_rejected(tmp_path: Path) -> None:
     write_tiny_llama(tmp_path / "one")
     write_tiny_llama(tmp_path / "other", hidden_size=64)
     program = build_program(open_model(tmp_path / "one"), dtype=DType.F32, max_positions=64)
@@ -199,7 +199,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         ReferenceExecutor(program, open_checkpoint(tmp_path / "other"), OPTIONS)
 
 
-def test_it_chooses_tokens_and_closes(tmp_path: Path) -> None:
+def test_it_samples_tokens_and_closes(tmp_path: Path) -> None:
     executor, batch = make(tmp_path), sequence_batch(IDS[:3], 0, 64)
     executor.run_trunk(batch)
     logits = executor.run_head(batch, 0, 3)

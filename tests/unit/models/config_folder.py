@@ -1,4 +1,4 @@
-"""Opens a configuration as a model folder would hold it, or says why it is refused.
+"""Open a configuration as a model directory would hold it, or return why it is rejected.
 
 No weights are written. None as a change drops the key.
 """
@@ -23,7 +23,7 @@ def opened(
     generation: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> ModelSpec:
-    """The spec of `config` with changes, beside a generation_config.json where one is given."""
+    """Return the spec of `config` with changes, beside a generation_config.json if one is given."""
     merged = {**config, **changes}
     kept = {key: merged[key] for key in merged if key not in changes or merged[key] is not None}
     (folder / "config.json").write_text(json.dumps(kept))
@@ -33,7 +33,7 @@ def opened(
 
 
 def refused(folder: Path, config: Mapping[str, Any], **changes: Any) -> str:
-    """What the error says."""
+    """Return the error message."""
     with pytest.raises(ConfigError) as caught:
         opened(folder, config, **changes)
     return str(caught.value)

@@ -1,8 +1,8 @@
 """config.json and generation_config.json as published with real checkpoints, facts only.
 
-Each is what the checkpoint's folder holds, key for key, so that a test tells whether the real
-model would open. The lists of longrope are shortened to six figures; Phi-3-mini-128k, published
-with lists of its own, is given those of Phi-3.5.
+Each is the content of the checkpoint's directory, key for key, so that a test shows whether the
+real model would open. The lists of longrope are shortened to six figures; Phi-3-mini-128k,
+published with its own lists, is given those of Phi-3.5.
 """
 
 from __future__ import annotations

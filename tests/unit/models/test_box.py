@@ -1,4 +1,4 @@
-"""The models that ship: what they promise to whoever has just installed the package."""
+"""The built-in models: their size, tokenizer, cards and behaviour."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def weights_bytes(folder: Path) -> int:
     return (folder / "model.safetensors").stat().st_size
 
 
-def test_the_model_in_the_box_is_small_and_its_sibling_much_smaller() -> None:
+def test_the_built_in_model_is_small_and_its_draft_model_much_smaller() -> None:
     assert num_bytes(BOX) <= MAX_BYTES
     assert 4 <= weights_bytes(BOX) / weights_bytes(DRAFT) <= 10
 
@@ -56,8 +56,8 @@ def test_the_cards_say_toy_and_name_their_sources() -> None:
     assert "toy" in (DRAFT / "README.md").read_text()
 
 
-def test_it_greets_knows_its_name_and_adds() -> None:
-    """Greedy, so exact; what it says exactly may change with the weights."""
+def test_it_answers_greetings_its_name_and_sums() -> None:
+    """Greedy, so exact; the exact text may change with the weights."""
     asked = {
         "Hello!": "Quill|Hello",
         "What is your name?": "Quill",
@@ -88,7 +88,7 @@ def questions_folder(monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_what_is_held_out_is_never_dealt_and_every_sum_is_right(questions_folder: Path) -> None:
+def test_held_out_questions_are_never_drawn_and_every_sum_is_right(questions_folder: Path) -> None:
     from questions import Questions  # type: ignore[import-not-found]
 
     questions = Questions(questions_folder, ["apple", "ball", "dog", "tree"])
@@ -106,12 +106,12 @@ def test_what_is_held_out_is_never_dealt_and_every_sum_is_right(questions_folder
     assert num_sums > 200
 
 
-def test_the_asked_questions_are_plain_json(questions_folder: Path) -> None:
+def test_the_question_lists_are_plain_json(questions_folder: Path) -> None:
     for name in ("facts.json", "small_talk.json", "tools.json"):
         assert json.loads((questions_folder / name).read_text())
 
 
-def test_conversations_with_tools_are_written_as_the_template_writes_them(
+def test_conversations_with_tools_match_the_template(
     questions_folder: Path,
 ) -> None:
     from questions import Questions
@@ -149,7 +149,7 @@ def test_conversations_with_tools_are_written_as_the_template_writes_them(
         assert template.render(messages[1:2], tools=case.tools) == alone
 
 
-def test_no_held_out_request_with_tools_is_dealt(questions_folder: Path) -> None:
+def test_no_held_out_request_with_tools_is_drawn(questions_folder: Path) -> None:
     from questions import Questions
     from tool_talk import ToolTalk
 
@@ -187,7 +187,7 @@ WEATHER: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", ["box", "box_draft"])
-def test_the_template_has_a_place_for_tools(name: str) -> None:
+def test_the_template_supports_tools(name: str) -> None:
     folder = BOX.parent / name
     template = ChatTemplate.load(folder, TextTokenizer.load(folder))
     assert template is not None
@@ -222,5 +222,5 @@ def test_it_calls_a_function_and_reads_its_result() -> None:
 
 
 def typed(text: str) -> str:
-    """As a hurried person may type it."""
+    """Return the text as typed in a hurry."""
     return text.lower().rstrip(".?! ")

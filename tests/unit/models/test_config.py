@@ -1,4 +1,4 @@
-"""config.json and generation_config.json: what is honoured, and what is refused by name."""
+"""config.json and generation_config.json: what is honoured, and what is rejected by name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HUGE = 10**30
 
 
 def read(folder: Path, **changes: Any) -> ModelSpec:
-    """The spec of a tiny config with changes (None drops a key); writes no weights."""
+    """Return the spec of a tiny config with changes (None drops a key); write no weights."""
     return read_text(folder, json.dumps(tiny_config(**changes)))
 
 
@@ -91,7 +91,7 @@ def test_every_field_of_the_spec_comes_from_its_key(tmp_path: Path) -> None:
     )
 
 
-def test_absent_and_null_keys_take_the_defaults_of_transformers(tmp_path: Path) -> None:
+def test_absent_and_null_keys_have_the_defaults_of_transformers(tmp_path: Path) -> None:
     optional = (
         "num_key_value_heads", "head_dim", "hidden_act", "attention_bias", "mlp_bias",
         "tie_word_embeddings", "rope_theta", "bos_token_id", "eos_token_id", "architectures",
@@ -131,7 +131,7 @@ def test_the_dtype_is_read_under_its_old_and_its_new_name(
     assert read(tmp_path, **keys).dtype == dtype
 
 
-def test_keys_that_cannot_change_answers_are_passed_over(tmp_path: Path) -> None:
+def test_keys_without_effect_are_ignored(tmp_path: Path) -> None:
     plain = read(tmp_path)
     noise = {
         "use_cache": False,
@@ -170,8 +170,8 @@ def test_rope_scaling_is_read_in_its_old_and_its_new_form(tmp_path: Path) -> Non
     )  # fmt: skip
 
 
-def test_attn_factor_multiplies_what_yarn_makes_of_its_factor(tmp_path: Path) -> None:
-    """As DeepSeek's distilled Qwen 3 writes it, where the product is 1."""
+def test_attn_factor_multiplies_yarns_attention_scale(tmp_path: Path) -> None:
+    """As in DeepSeek's distilled Qwen 3, where the product is 1."""
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     attn = {"attn_factor": 0.8782488562869419}
     spec = read(tmp_path, rope_scaling=scaling | attn | {"extrapolation_factor": 1.0})
@@ -184,7 +184,7 @@ def test_attn_factor_multiplies_what_yarn_makes_of_its_factor(tmp_path: Path) ->
     assert "extrapolation_factor is 2: only 1" in message
 
 
-def test_yarn_without_a_factor_takes_it_from_the_lengths(tmp_path: Path) -> None:
+def test_yarn_without_a_factor_derives_it_from_the_lengths(tmp_path: Path) -> None:
     scaling = {"type": "yarn", "original_max_position_embeddings": 128}
     assert read(tmp_path, rope_scaling=scaling).rotary.full.factor == 4.0
 
@@ -237,13 +237,13 @@ def test_yarn_without_a_factor_takes_it_from_the_lengths(tmp_path: Path) -> None
         ({"rope_theta": -10000.0}, "rope_theta is -10000.0"),
     ],
 )
-def test_rope_settings_that_cannot_be_honoured_are_refused(
+def test_unsupported_rope_settings_are_rejected(
     changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     assert said in refused(tmp_path, **changes)
 
 
-# ---- what is refused
+# ---- rejections
 
 
 @pytest.mark.parametrize(
@@ -261,33 +261,31 @@ def test_a_missing_size_is_named(key: str, tmp_path: Path) -> None:
     ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
      "num_key_value_heads", "vocab_size", "max_position_embeddings", "head_dim"],
 )  # fmt: skip
-def test_a_size_that_is_no_sensible_whole_number_is_refused(
-    key: str, value: Any, tmp_path: Path
-) -> None:
+def test_an_invalid_size_is_rejected(key: str, value: Any, tmp_path: Path) -> None:
     assert f"{key} is {json.dumps(value)}; a whole number from" in refused(tmp_path, **{key: value})
 
 
-def test_a_context_without_room_for_an_answer_is_refused(tmp_path: Path) -> None:
+def test_a_context_without_room_for_an_answer_is_rejected(tmp_path: Path) -> None:
     assert "max_position_embeddings is 1; a whole number from 2" in refused(
         tmp_path, max_position_embeddings=1
     )
 
 
 @pytest.mark.parametrize("value", [0, -1e-5, 2.0, 1e300, "1e-5", False])
-def test_a_norm_epsilon_out_of_range_is_refused(value: Any, tmp_path: Path) -> None:
+def test_a_norm_epsilon_out_of_range_is_rejected(value: Any, tmp_path: Path) -> None:
     assert f"rms_norm_eps is {json.dumps(value)}; a number from" in refused(
         tmp_path, rms_norm_eps=value
     )
 
 
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity"])
-def test_numbers_that_are_none_are_refused(text: str, tmp_path: Path) -> None:
+def test_invalid_numbers_are_rejected(text: str, tmp_path: Path) -> None:
     config = json.dumps(tiny_config()).replace("1e-05", text)
     with pytest.raises(ConfigError, match=f"holds {text}, which is not JSON"):
         read_text(tmp_path, config)
 
 
-def test_numbers_too_large_for_a_float_are_refused(tmp_path: Path) -> None:
+def test_numbers_too_large_for_a_float_are_rejected(tmp_path: Path) -> None:
     config = json.dumps(tiny_config()).replace("1e-05", "1e999")
     with pytest.raises(ConfigError, match="rms_norm_eps is Infinity"):
         read_text(tmp_path, config)
@@ -328,21 +326,21 @@ def test_a_flag_is_true_or_false(key: str, value: Any, tmp_path: Path) -> None:
         ({"eos_token_id": [True]}, "eos_token_id is [true]"),
     ],
 )
-def test_values_that_contradict_or_are_not_supported_are_refused(
+def test_contradictory_or_unsupported_values_are_rejected(
     changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     assert said in refused(tmp_path, **changes)
 
 
-def test_ends_past_the_vocabulary_are_left_out(tmp_path: Path) -> None:
-    """As in a GPT-2 of somebody's own, whose small vocabulary knows nothing of id 50256."""
+def test_end_ids_past_the_vocabulary_are_ignored(tmp_path: Path) -> None:
+    """As in a small GPT-2 with a vocabulary without id 50256."""
     spec = read(tmp_path, bos_token_id=50256, eos_token_id=[307, 5])
     assert (spec.generation.bos_ids, spec.generation.eos_ids) == ((), (5,))
     spec = generation(tmp_path, {"bos_token_id": 50256, "eos_token_id": 50256}, eos_token_id=5)
     assert spec.generation.eos_ids == (5,)
 
 
-def test_what_other_libraries_leave_in_the_file_is_passed_over(tmp_path: Path) -> None:
+def test_keys_of_other_libraries_are_ignored(tmp_path: Path) -> None:
     left_over = {
         "_attn_implementation": "sdpa",
         "_flash_attn_2_enabled": True,
@@ -372,7 +370,7 @@ def test_what_other_libraries_leave_in_the_file_is_passed_over(tmp_path: Path) -
     assert read(tmp_path, **left_over, **sampling) == read(tmp_path)
 
 
-def test_sampling_that_is_asked_for_in_the_wrong_file_is_refused(tmp_path: Path) -> None:
+def test_sampling_settings_in_the_wrong_file_are_rejected(tmp_path: Path) -> None:
     message = refused(tmp_path, temperature=0.7, top_k=40, activation="relu6")
     assert "temperature is 0.7: settings for sampling belong into generation_config" in message
     assert "top_k is 40" in message
@@ -396,7 +394,7 @@ def test_sampling_that_is_asked_for_in_the_wrong_file_is_refused(tmp_path: Path)
         ("quantization", {"group_size": 64, "bits": 4}, "quantized (MLX's way)"),
     ],
 )
-def test_quantized_checkpoints_are_refused_by_their_method_with_the_ways_out(
+def test_quantized_checkpoints_are_rejected_by_method_with_alternatives(
     key: str, value: Any, said: str, tmp_path: Path
 ) -> None:
     message = refused(tmp_path, **{key: value})
@@ -406,20 +404,20 @@ def test_quantized_checkpoints_are_refused_by_their_method_with_the_ways_out(
 
 @pytest.mark.parametrize("style", ["fp8", "compressed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_fp8_is_read_as_public_checkpoints_say_it(kind: str, style: str, tmp_path: Path) -> None:
+def test_fp8_is_read_as_in_public_checkpoints(kind: str, style: str, tmp_path: Path) -> None:
     assert read(tmp_path, quantization_config=config_of(kind, style)) == read(tmp_path)
 
 
 @pytest.mark.parametrize("style", ["fp8", "compressed"])
 @pytest.mark.parametrize("kind", ["tensor", "channel"])
-def test_fixed_scales_of_activations_are_part_of_the_spec(
+def test_static_activation_scales_are_part_of_the_spec(
     kind: str, style: str, tmp_path: Path
 ) -> None:
     spec = read(tmp_path, quantization_config=config_of(kind, style, is_static=True))
     assert spec == replace(read(tmp_path), static_activations=True)
 
 
-def test_fixed_scales_are_one_number_for_all_tokens_in_all_groups(tmp_path: Path) -> None:
+def test_static_scales_are_one_number_for_all_tokens_in_all_groups(tmp_path: Path) -> None:
     said = refused(tmp_path, quantization_config=config_of("block", "fp8", is_static=True))
     assert 'activation_scheme is "static"; beside blocks dynamic is read' in said
     config = config_of("tensor", "compressed", is_static=True)
@@ -446,7 +444,7 @@ def test_fixed_scales_are_one_number_for_all_tokens_in_all_groups(tmp_path: Path
         ("compressed", {"config_groups": None}, "config_groups is null; an object of objects"),
     ],
 )
-def test_fp8_of_another_kind_is_refused_by_what_is_read(
+def test_fp8_of_another_kind_is_rejected_with_the_supported_ones(
     style: str, changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     message = refused(tmp_path, quantization_config=config_of("channel", style) | changes)
@@ -463,7 +461,7 @@ def test_fp8_of_another_kind_is_refused_by_what_is_read(
         ("input_activations", None, "input_activations is missing; both weights and"),
     ],
 )
-def test_compressed_tensors_are_read_where_both_factors_are_fp8(
+def test_compressed_tensors_are_read_if_both_factors_are_fp8(
     part: str, changes: dict[str, Any] | None, said: str, tmp_path: Path
 ) -> None:
     config = config_of("channel", "compressed")
@@ -474,13 +472,13 @@ def test_compressed_tensors_are_read_where_both_factors_are_fp8(
     assert said in message
 
 
-def test_unknown_keys_are_refused_by_name_with_their_value(tmp_path: Path) -> None:
+def test_unknown_keys_are_rejected_by_name_with_their_value(tmp_path: Path) -> None:
     message = refused(tmp_path, logit_scale=0.5, embedding_multiplier=12)
     assert "unknown key 'logit_scale' (value 0.5)" in message
     assert "unknown key 'embedding_multiplier' (value 12)" in message
 
 
-def test_unknown_keys_that_are_null_say_nothing(tmp_path: Path) -> None:
+def test_unknown_keys_that_are_null_are_ignored(tmp_path: Path) -> None:
     config = tiny_config() | {"layer_types": None, "logit_scale": None}
     assert read_text(tmp_path, json.dumps(config)) == read(tmp_path)
 
@@ -501,24 +499,24 @@ def test_all_problems_are_reported_together(tmp_path: Path) -> None:
     "text",
     ["", "[]", "null", "{", '"x"', "{} {}", "\udcff\udcfe", "[" * 100_000, '{"a": 1, "a": 2}'],
 )
-def test_a_config_that_is_no_json_object_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_config_that_is_no_json_object_is_rejected(text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json"):
         read_text(tmp_path, text)
 
 
-def test_a_config_of_many_megabytes_is_refused(tmp_path: Path) -> None:
+def test_a_config_of_many_megabytes_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at most 4194304 are allowed"):
         read_text(tmp_path, "{" + " " * (5 << 20) + "}")
 
 
-# ---- which model, and where
+# ---- model selection
 
 
 @pytest.mark.parametrize(
     "names", [["GPTNeoXForCausalLM"], ["LlamaModel"], [], "LlamaForCausalLM", [1],
               ["LlamaForCausalLM", "Other"]],
 )  # fmt: skip
-def test_an_architecture_that_does_not_run_is_named_with_those_that_do(
+def test_an_unsupported_architecture_is_named_with_the_supported_ones(
     names: Any, tmp_path: Path
 ) -> None:
     message = refused(tmp_path, architectures=names)
@@ -527,12 +525,12 @@ def test_an_architecture_that_does_not_run_is_named_with_those_that_do(
     assert all(name in message for name in FAMILIES)
 
 
-def test_a_config_without_architecture_and_a_foreign_type_is_refused(tmp_path: Path) -> None:
+def test_a_config_without_architecture_and_a_foreign_type_is_rejected(tmp_path: Path) -> None:
     message = refused(tmp_path, architectures=None, model_type="gpt_neox")
     assert 'model_type is "gpt_neox"' in message
 
 
-def test_a_place_without_a_model_says_what_to_give(tmp_path: Path) -> None:
+def test_a_path_without_a_model_is_an_error_with_advice(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for path, said in (
         (tmp_path / "nowhere", "no such folder"),
@@ -545,7 +543,7 @@ def test_a_place_without_a_model_says_what_to_give(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("positions", [0, -1, 513])
-def test_a_program_longer_than_the_model_is_refused(positions: int, tmp_path: Path) -> None:
+def test_a_program_longer_than_the_model_is_rejected(positions: int, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"is {positions}; this model allows 1 to 512"):
         build_program(read(tmp_path), dtype=DType.F32, max_positions=positions)
 
@@ -553,7 +551,7 @@ def test_a_program_longer_than_the_model_is_refused(positions: int, tmp_path: Pa
 # ---- generation_config.json
 
 
-def test_generation_defaults_are_those_the_file_gives(tmp_path: Path) -> None:
+def test_generation_defaults_are_those_of_the_file(tmp_path: Path) -> None:
     content = {
         "do_sample": True,
         "temperature": 0.6,
@@ -614,12 +612,12 @@ def test_without_the_file_there_are_no_defaults(tmp_path: Path) -> None:
     assert read(tmp_path).generation.defaults == {}
 
 
-def test_ids_the_file_does_not_give_stay_those_of_the_config(tmp_path: Path) -> None:
+def test_ids_missing_in_the_file_stay_those_of_the_config(tmp_path: Path) -> None:
     spec = generation(tmp_path, {}, eos_token_id=[5, 6])
     assert (spec.generation.eos_ids, spec.generation.defaults) == ((5, 6), {})
 
 
-def test_a_file_that_asks_for_no_sampling_makes_greedy_the_default(tmp_path: Path) -> None:
+def test_a_file_without_sampling_makes_greedy_the_default(tmp_path: Path) -> None:
     spec = generation(tmp_path, {"do_sample": False, "temperature": 0.7})
     assert spec.generation.defaults["temperature"] == 0.0
 
@@ -649,7 +647,7 @@ def test_a_file_that_asks_for_no_sampling_makes_greedy_the_default(tmp_path: Pat
         ('{"temperature": NaN}', "holds NaN"),
     ],
 )
-def test_generation_settings_that_cannot_be_honoured_are_refused(
+def test_unsupported_generation_settings_are_rejected(
     content: Any, said: str, tmp_path: Path
 ) -> None:
     assert said in generation_refused(tmp_path, content)

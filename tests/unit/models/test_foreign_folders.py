@@ -1,4 +1,4 @@
-"""Folders that hold no model for this engine say what they are, and what to do."""
+"""Directories without a usable model are reported with what they are, and what to do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def refused(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_an_adapter_is_refused_with_the_model_it_belongs_to_and_how_to_merge_it(
+def test_an_adapter_is_rejected_with_its_base_model_and_how_to_merge_it(
     tmp_path: Path,
 ) -> None:
     put(tmp_path, "adapter_config.json", json.dumps({"base_model_name_or_path": "some/Llama"}))
@@ -34,9 +34,7 @@ def test_an_adapter_is_refused_with_the_model_it_belongs_to_and_how_to_merge_it(
 
 
 @pytest.mark.parametrize("content", ["{}", "[", '{"base_model_name_or_path": null}'])
-def test_an_adapter_that_does_not_say_whose_it_is_is_an_adapter_too(
-    content: str, tmp_path: Path
-) -> None:
+def test_an_adapter_without_a_named_base_model_is_recognized(content: str, tmp_path: Path) -> None:
     put(tmp_path, "adapter_config.json", content)
     assert "this is an adapter (adapter_config.json), not a model" in refused(tmp_path)
 
@@ -47,13 +45,13 @@ def test_a_merged_model_beside_its_adapter_opens(tmp_path: Path) -> None:
     assert open_model(tmp_path).architecture == "LlamaForCausalLM"
 
 
-def test_a_pipeline_of_pictures_is_refused(tmp_path: Path) -> None:
+def test_an_image_pipeline_is_rejected(tmp_path: Path) -> None:
     put(tmp_path, "model_index.json", '{"_class_name": "StableDiffusionPipeline"}')
     put(tmp_path, "unet/config.json")
     assert "a pipeline that makes pictures (model_index.json)" in refused(tmp_path)
 
 
-def test_a_vendors_own_format_is_refused(tmp_path: Path) -> None:
+def test_a_vendors_own_format_is_rejected(tmp_path: Path) -> None:
     put(tmp_path, "params.json")
     put(tmp_path, "consolidated.00.pth")
     message = refused(tmp_path)
@@ -61,7 +59,7 @@ def test_a_vendors_own_format_is_refused(tmp_path: Path) -> None:
     assert "with config.json and model*.safetensors" in message
 
 
-def test_a_hubs_cache_and_a_folder_of_models_name_the_folders_to_give(tmp_path: Path) -> None:
+def test_a_hub_cache_and_a_directory_of_models_list_the_usable_paths(tmp_path: Path) -> None:
     put(tmp_path, "cached/refs/main", "abc")
     put(tmp_path, "cached/snapshots/abc/config.json")
     assert f"give the folder that has one: {tmp_path / 'cached/snapshots/abc'}" in refused(
@@ -74,11 +72,11 @@ def test_a_hubs_cache_and_a_folder_of_models_name_the_folders_to_give(tmp_path: 
     assert str(tmp_path / "many" / "c") in message
 
 
-def test_an_empty_folder_is_told_plainly(tmp_path: Path) -> None:
+def test_an_empty_directory_is_reported(tmp_path: Path) -> None:
     assert refused(tmp_path) == f"{tmp_path}: there is no config.json; give the folder of a model"
 
 
-def test_a_pointer_in_place_of_the_file_is_told(tmp_path: Path) -> None:
+def test_a_git_lfs_pointer_is_reported(tmp_path: Path) -> None:
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n"
     put(tmp_path, "config.json", pointer)
     assert "config.json: a pointer of Git LFS, not the file itself" in refused(tmp_path)

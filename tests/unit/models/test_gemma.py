@@ -1,4 +1,4 @@
-"""The Gemmas' configurations: published checkpoints open; what cannot be honoured is refused."""
+"""The Gemmas' configurations: published checkpoints open; unsupported settings are rejected."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LINEAR = {"rope_type": "linear", "factor": 8.0}
 
 
 def read(folder: Path, config: dict[str, Any], **changes: Any) -> ModelSpec:
-    """The spec of `config` with changes (None drops a key)."""
+    """Return the spec of `config` with changes (None drops a key)."""
     changed = {key: value for key, value in (config | changes).items() if value is not None}
     return read_exactly(folder, changed)
 
@@ -61,7 +61,7 @@ def windows_of(program: Program) -> list[int]:
 # ---- published checkpoints
 
 
-def test_codegemma_is_a_llama_with_scaled_embeddings_and_norms_about_one(tmp_path: Path) -> None:
+def test_codegemma_is_a_llama_with_scaled_embeddings_and_norms_around_one(tmp_path: Path) -> None:
     spec = read_exactly(tmp_path, CODEGEMMA_2B)
     assert (spec.mlp.activation, spec.head.is_tied, spec.attention.head_dim) == (
         "gelu_tanh",
@@ -102,7 +102,7 @@ def test_gemma_2_9b_names_its_window_twice(tmp_path: Path) -> None:
     assert (spec.num_layers, spec.attention.windows[:3], spec.dtype) == (42, (4096, 0, 4096), "f32")
 
 
-def test_gemma_3_1b_sees_all_with_every_sixth_layer(tmp_path: Path) -> None:
+def test_gemma_3_1b_has_full_attention_in_every_sixth_layer(tmp_path: Path) -> None:
     spec = read_exactly(tmp_path, GEMMA_3_1B_IT)
     assert spec.attention.windows == ((512,) * 5 + (0,)) * 4 + (512, 512)
     assert (spec.rotary.full, spec.rotary.windowed) == (
@@ -123,7 +123,7 @@ def test_gemma_3_270m_lists_its_layers(tmp_path: Path) -> None:
     assert (spec.hidden_size, spec.attention.head_dim, spec.attention.scale) == (640, 256, 0.0625)
 
 
-def test_a_gemma_3_written_by_transformers_5_says_the_same(tmp_path: Path) -> None:
+def test_a_gemma_3_written_by_transformers_5_is_equal(tmp_path: Path) -> None:
     parameters = {
         "full_attention": {"rope_theta": 1000000.0, "rope_type": "default"},
         "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
@@ -153,10 +153,10 @@ def test_the_published_defaults_for_sampling_are_honoured(
     assert (spec.generation.eos_ids, spec.generation.defaults) == (eos_ids, defaults)
 
 
-# ---- what the keys mean
+# ---- meaning of keys
 
 
-def test_a_scaling_stretches_the_layers_that_see_everything_only(tmp_path: Path) -> None:
+def test_rope_scaling_applies_to_full_attention_layers_only(tmp_path: Path) -> None:
     spec = read(tmp_path, GEMMA_3_1B_IT, rope_scaling=LINEAR)
     assert spec.rotary.full == RopeSettings(kind="linear", theta=1e6, factor=8.0)
     assert spec.rotary.windowed == RopeSettings(theta=1e4)
@@ -176,7 +176,7 @@ def test_a_scaling_stretches_the_layers_that_see_everything_only(tmp_path: Path)
     )
 
 
-def test_absent_keys_take_the_defaults_of_transformers_and_null_caps_are_off(
+def test_absent_keys_have_the_defaults_of_transformers_and_null_caps_are_off(
     tmp_path: Path,
 ) -> None:
     optional = (
@@ -212,14 +212,14 @@ def test_a_pattern_of_another_length_is_followed(tmp_path: Path) -> None:
     assert read(tmp_path, GEMMA_3_1B_IT, sliding_window_pattern=1).attention.windows == ()
 
 
-def test_layers_with_a_window_turn_by_their_own_angles(tmp_path: Path) -> None:
+def test_layers_with_a_window_have_their_own_rope_base(tmp_path: Path) -> None:
     spec = read(tmp_path, GEMMA_3_1B_IT, num_hidden_layers=6)
     trunk = build_program(spec, dtype=DType.F32, max_positions=64).segments["trunk"]
     ropes = [op.rope for op in trunk if isinstance(op, Rope)]
     assert ropes == [1, 1] * 5 + [0, 0]
 
 
-def test_each_half_of_a_layer_has_a_norm_before_and_after_it(tmp_path: Path) -> None:
+def test_each_sublayer_has_a_norm_before_and_after_it(tmp_path: Path) -> None:
     spec = read(tmp_path, GEMMA_2_2B_IT, num_hidden_layers=1)
     program = build_program(spec, dtype=DType.BF16, max_positions=64)
     norms = [
@@ -244,7 +244,7 @@ def test_embeddings_are_scaled_by_a_factor_of_the_computing_dtype(
     assert scale.factor == pytest.approx(factor, rel=1e-7)
 
 
-# ---- what is refused
+# ---- rejections
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_embeddings_are_scaled_by_a_factor_of_the_computing_dtype(
         (GEMMA_3_270M, {"model_type": "gemma3"}, 'model_type is "gemma3"'),
     ],
 )
-def test_settings_that_cannot_be_honoured_are_refused(
+def test_unsupported_settings_are_rejected(
     config: dict[str, Any], changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     assert said in refused(tmp_path, config, **changes)

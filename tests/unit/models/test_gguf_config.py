@@ -1,4 +1,4 @@
-"""Metadata of GGUF files: what it means, and what is refused by name."""
+"""Metadata of GGUF files: its meaning, and rejections by name."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def refused(folder: Path, path: Path, **changes: Any) -> str:
     return str(caught.value)
 
 
-def test_both_rooms_read_the_same_architectures() -> None:
+def test_both_packages_read_the_same_architectures() -> None:
     assert set(MEANINGS) == set(NAMES)
 
 
 @pytest.mark.parametrize("number", [1e-5, 1e-6, 0.22, 12.0, 0.0078125, 1e6, 500000.0, 0.1, 3.5])
-def test_a_decimal_that_became_a_float32_is_itself_again(number: float) -> None:
+def test_a_decimal_stored_as_float32_is_restored(number: float) -> None:
     assert decimal(float(np.float32(number))) == number
     assert decimal(number) == number
 
 
 @pytest.mark.parametrize("number", [1e300, -1e300, math.inf, 0.1 + 1e-15, 999999.4420358813, 0.0])
-def test_a_number_that_was_no_float32_stays_itself(number: float) -> None:
+def test_a_number_that_was_no_float32_is_unchanged(number: float) -> None:
     assert decimal(number) == number
 
 
@@ -88,18 +88,18 @@ def test_a_number_that_was_no_float32_stays_itself(number: float) -> None:
         ({"general__sampling__fancy": 1}, "unknown key 'fancy'"),
     ],
 )
-def test_metadata_that_cannot_be_honoured_is_told(
+def test_unsupported_metadata_is_rejected(
     changes: dict[str, Any], said: str, tiny: Path, tmp_path: Path
 ) -> None:
     assert said in refused(tiny, tmp_path / "m.gguf", **changes)
 
 
-def test_all_problems_are_told_together(tiny: Path, tmp_path: Path) -> None:
+def test_all_problems_are_reported_together(tiny: Path, tmp_path: Path) -> None:
     said = refused(tiny, tmp_path / "m.gguf", llama__context_length=0, llama__odd=1)
     assert said.count("\n  - ") == 2
 
 
-def test_keys_that_change_no_answer_are_passed_over(tiny: Path, tmp_path: Path) -> None:
+def test_keys_without_effect_are_ignored(tiny: Path, tmp_path: Path) -> None:
     plain = spec_of(tiny, tmp_path / "a.gguf")
     assert plain == spec_of(
         tiny,
@@ -117,9 +117,7 @@ def test_keys_that_change_no_answer_are_passed_over(tiny: Path, tmp_path: Path) 
     )
 
 
-def test_numbers_that_a_file_leaves_out_have_the_formats_defaults(
-    tiny: Path, tmp_path: Path
-) -> None:
+def test_missing_numbers_have_the_formats_defaults(tiny: Path, tmp_path: Path) -> None:
     spec = spec_of(
         write_tiny_llama(tmp_path / "mha", head_dim=None, num_key_value_heads=5),
         tmp_path / "m.gguf",
@@ -132,10 +130,10 @@ def test_numbers_that_a_file_leaves_out_have_the_formats_defaults(
     assert spec.rotary.full.theta == 10_000
 
 
-# ---- angles
+# ---- rope
 
 
-def test_divisors_that_no_published_settings_give_count_themselves(tmp_path: Path) -> None:
+def test_unpublished_divisors_are_used_directly(tmp_path: Path) -> None:
     metadata, tensors = gguf_of(BY_NAME["rope_llama3"].write(tmp_path / "ck"))
     divisors = tensors["rope_freqs.weight"] * np.float32(1.3)
     tensors["rope_freqs.weight"] = divisors
@@ -157,7 +155,7 @@ def test_divisors_that_no_published_settings_give_count_themselves(tmp_path: Pat
         ("rope_freqs.weight", [0.0] * 8, "numbers from 1e-6 to 1e6 are"),
     ],
 )
-def test_divisors_that_make_no_sense_are_told(
+def test_invalid_divisors_are_rejected(
     name: str, values: list[float], said: str, tiny: Path, tmp_path: Path
 ) -> None:
     metadata, tensors = gguf_of(tiny)
@@ -168,13 +166,13 @@ def test_divisors_that_make_no_sense_are_told(
     assert said in str(caught.value)
 
 
-def test_divisors_beside_another_scaling_are_told(tmp_path: Path) -> None:
+def test_divisors_beside_another_scaling_are_rejected(tmp_path: Path) -> None:
     folder = BY_NAME["rope_llama3"].write(tmp_path / "ck")
     said = refused(folder, tmp_path / "m.gguf", llama__rope__scaling__factor=2.0)
     assert "rope_freqs.weight is there beside other angles" in said
 
 
-def test_one_of_phi_3s_lists_alone_is_told(tmp_path: Path) -> None:
+def test_only_one_of_phi_3s_lists_is_rejected(tmp_path: Path) -> None:
     metadata, tensors = gguf_of(BY_NAME["phi3_longrope_long"].write(tmp_path / "ck"))
     del tensors["rope_factors_short.weight"]
     typed = {name: (values, "F32") for name, values in tensors.items()}
@@ -182,7 +180,7 @@ def test_one_of_phi_3s_lists_alone_is_told(tmp_path: Path) -> None:
         open_model(write_gguf(tmp_path / "m.gguf", metadata, typed))
 
 
-def test_a_factor_of_phi_3s_that_does_not_follow_is_kept(tmp_path: Path) -> None:
+def test_a_nonstandard_factor_of_phi_3_is_kept(tmp_path: Path) -> None:
     folder = BY_NAME["phi3_longrope_long"].write(tmp_path / "ck")
     usual = spec_of(folder, tmp_path / "a.gguf").rotary.full
     own = spec_of(folder, tmp_path / "b.gguf", phi3__rope__scaling__attn_factor=1.5).rotary.full
@@ -191,7 +189,7 @@ def test_a_factor_of_phi_3s_that_does_not_follow_is_kept(tmp_path: Path) -> None
     assert (usual.attention_factor, own.attention_factor) == (None, 1.5)
 
 
-# ---- what GGUF leaves to who reads it
+# ---- what GGUF leaves to the reader
 
 
 @pytest.mark.parametrize(
@@ -234,17 +232,17 @@ def test_a_granite_without_a_scale_has_llama_cpps(tmp_path: Path) -> None:
     ("kind", "dtype"),
     [("F32", DType.F32), ("F16", DType.F32), ("BF16", DType.BF16), ("Q8_0", DType.BF16)],
 )
-def test_what_is_computed_in_follows_the_matrices(kind: str, dtype: DType, tmp_path: Path) -> None:
+def test_the_computing_dtype_follows_the_matrices(kind: str, dtype: DType, tmp_path: Path) -> None:
     wide = write_tiny_llama(
         tmp_path / "ck", hidden_size=64, intermediate_size=96, head_dim=16, num_attention_heads=4
     )
     assert compute_dtype(spec_of(wide, tmp_path / "m.gguf", kind=kind)) is dtype
 
 
-# ---- ends and sampling
+# ---- end tokens and sampling
 
 
-def test_all_ids_that_end_a_text_count(tiny: Path, tmp_path: Path) -> None:
+def test_all_end_ids_count(tiny: Path, tmp_path: Path) -> None:
     metadata, tensors = gguf_of(tiny)
     typed = {name: (values, "F32") for name, values in tensors.items()}
     metadata["tokenizer.ggml.eot_token_id"] = 4
@@ -263,7 +261,7 @@ def test_all_ids_that_end_a_text_count(tiny: Path, tmp_path: Path) -> None:
     assert b"<|im_end|>" in ENDS
 
 
-def test_sampling_that_a_file_recommends_is_the_default(tiny: Path, tmp_path: Path) -> None:
+def test_recommended_sampling_of_a_file_is_the_default(tiny: Path, tmp_path: Path) -> None:
     spec = spec_of(
         tiny,
         tmp_path / "m.gguf",
@@ -275,7 +273,7 @@ def test_sampling_that_a_file_recommends_is_the_default(tiny: Path, tmp_path: Pa
     assert spec.generation.defaults == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 
 
-def test_a_corrupt_file_is_told_when_a_model_is_opened(tmp_path: Path) -> None:
+def test_a_corrupt_file_is_reported_when_a_model_is_opened(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     for path in (tmp_path, tmp_path / "m.gguf", tmp_path / "absent.gguf"):
         with pytest.raises(ModelError):

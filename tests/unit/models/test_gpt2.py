@@ -1,4 +1,4 @@
-"""GPT-2's configuration: published checkpoints open; what cannot be honoured is refused."""
+"""GPT-2's configuration: published checkpoints open; unsupported settings are rejected."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ DISTILGPT2 = GPT2 | {
     "n_layer": 6,
 }
 GPT2_XL = GPT2 | {"n_embd": 1600, "n_head": 25, "n_layer": 48, "output_past": True}
-# As transformers writes one today (a fine-tuned GPT-2, saved anew).
+# As transformers writes one today (a fine-tuned GPT-2).
 SAVED_ANEW = GPT2 | {
     "add_cross_attention": False,
     "dtype": "float32",
@@ -99,7 +99,7 @@ def tiny(**changes: Any) -> dict[str, Any]:
 # ---- published checkpoints
 
 
-def test_gpt2_has_no_rotary_angles_and_1024_positions(tmp_path: Path) -> None:
+def test_gpt2_has_no_rope_and_1024_positions(tmp_path: Path) -> None:
     assert opened(tmp_path, GPT2, GPT2_GENERATION) == ModelSpec(
         architecture="GPT2LMHeadModel",
         vocab_size=50257,
@@ -130,7 +130,7 @@ def test_gpt2_xl_has_25_heads_of_64(tmp_path: Path) -> None:
     assert shape == (48, 25, 64, 6400)
 
 
-def test_a_gpt2_saved_by_transformers_5_says_the_same(tmp_path: Path) -> None:
+def test_a_gpt2_saved_by_transformers_5_is_equal(tmp_path: Path) -> None:
     assert opened(tmp_path, SAVED_ANEW) == opened(tmp_path, GPT2)
 
 
@@ -139,10 +139,10 @@ def test_a_japanese_gpt2_gives_its_inner_width(tmp_path: Path) -> None:
     assert (spec.mlp.size, spec.generation.bos_ids, spec.generation.eos_ids) == (4096, (1,), (2,))
 
 
-# ---- what the keys mean
+# ---- meaning of keys
 
 
-def test_attention_is_scaled_by_the_layer_where_the_configuration_says_so(tmp_path: Path) -> None:
+def test_attention_is_scaled_by_the_layer_if_configured(tmp_path: Path) -> None:
     spec = opened(tmp_path, tiny(scale_attn_by_inverse_layer_idx=True))
     program = build_program(spec, dtype=DType.F32, max_positions=24)
     scales = [op.scale for op in program.segments["trunk"] if isinstance(op, Attention)]
@@ -153,16 +153,16 @@ def test_attention_can_be_left_unscaled(tmp_path: Path) -> None:
     assert opened(tmp_path, tiny(scale_attn_weights=False)).attention.scale == 1.0
 
 
-def test_an_odd_head_width_is_fine_without_rotation(tmp_path: Path) -> None:
+def test_an_odd_head_width_is_accepted_without_rope(tmp_path: Path) -> None:
     assert opened(tmp_path, tiny(n_embd=33, n_head=3)).attention.head_dim == 11
 
 
-def test_a_width_that_heads_do_not_divide_is_refused(tmp_path: Path) -> None:
+def test_a_width_not_divisible_by_heads_is_rejected(tmp_path: Path) -> None:
     assert "n_embd is 31, not a multiple of n_head 3" in refused(tmp_path, tiny(n_embd=31))
 
 
 @pytest.mark.parametrize("key", ["n_embd", "n_head", "n_layer", "n_positions", "vocab_size"])
-def test_a_missing_number_is_named_as_gpt2_calls_it(key: str, tmp_path: Path) -> None:
+def test_a_missing_number_is_named_as_in_gpt2(key: str, tmp_path: Path) -> None:
     assert f"{key} is missing" in refused(tmp_path, GPT2, **{key: None})
 
 
@@ -179,7 +179,7 @@ def test_a_missing_number_is_named_as_gpt2_calls_it(key: str, tmp_path: Path) ->
         ("scale_attn_weights", "yes"),
     ],
 )
-def test_what_a_gpt2_does_not_have_is_refused(key: str, value: Any, tmp_path: Path) -> None:
+def test_settings_gpt2_does_not_have_are_rejected(key: str, value: Any, tmp_path: Path) -> None:
     assert key in refused(tmp_path, GPT2, **{key: value})
 
 
@@ -198,7 +198,7 @@ def test_a_shorter_program_reads_the_same_tensors(tmp_path: Path) -> None:
     assert short.source_shapes()["transformer.wpe.weight"] == (24, 30)
 
 
-def test_products_are_stored_the_other_way_round(tmp_path: Path) -> None:
+def test_products_are_stored_transposed(tmp_path: Path) -> None:
     shapes = build_program(
         opened(tmp_path, tiny()), dtype=DType.F32, max_positions=24
     ).source_shapes()

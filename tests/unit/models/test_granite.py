@@ -1,4 +1,4 @@
-"""Granite's configuration: published checkpoints open; what cannot be honoured is refused."""
+"""Granite's configuration: published checkpoints open; unsupported settings are rejected."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_granite_8b_scales_scores_and_logits_by_half_as_much(tmp_path: Path) -> 
     )
 
 
-def test_multipliers_that_are_absent_are_one(tmp_path: Path) -> None:
+def test_absent_multipliers_are_one(tmp_path: Path) -> None:
     keys = ("attention", "embedding", "residual")
     absent: dict[str, Any] = {f"{key}_multiplier": None for key in keys}
     spec = opened(tmp_path, GRANITE_2B, logits_scaling=None, **absent)
@@ -107,7 +107,7 @@ def test_multipliers_that_are_absent_are_one(tmp_path: Path) -> None:
     assert not any(isinstance(op, Scale) for ops in program.segments.values() for op in ops)
 
 
-def test_each_half_of_a_layer_is_scaled_before_it_is_added(tmp_path: Path) -> None:
+def test_each_sublayer_is_scaled_before_it_is_added(tmp_path: Path) -> None:
     program = build_program(opened(tmp_path, GRANITE_2B), dtype=DType.F32, max_positions=10)
     trunk = [op.factor for op in program.segments["trunk"] if isinstance(op, Scale)]
     head = [op.factor for op in program.segments["head"] if isinstance(op, Scale)]
@@ -128,7 +128,7 @@ def test_each_half_of_a_layer_is_scaled_before_it_is_added(tmp_path: Path) -> No
         ("layer_types", ["mamba"]),
     ],
 )
-def test_other_values_and_the_keys_of_granites_with_experts_are_refused(
+def test_other_values_and_keys_of_granites_with_experts_are_rejected(
     key: str, value: Any, tmp_path: Path
 ) -> None:
     assert key in refused(tmp_path, GRANITE_2B, **{key: value})

@@ -1,4 +1,4 @@
-"""Mistral's configuration: published checkpoints open; what cannot be honoured is refused."""
+"""Mistral's configuration: published checkpoints open; unsupported settings are rejected."""
 
 from __future__ import annotations
 
@@ -106,12 +106,12 @@ def test_published_checkpoints_open(
     assert tuple(op.window for op in attention) == (windows or (0,) * spec.num_layers)
 
 
-def test_a_window_that_is_absent_is_the_default_one(tmp_path: Path) -> None:
+def test_an_absent_window_is_the_default_one(tmp_path: Path) -> None:
     assert opened(tmp_path, MISTRAL_7B_V01, sliding_window=None).attention.windows == (4096,) * 32
     assert opened(tmp_path, MISTRAL_7B_V03).attention.windows == ()  # null is none
 
 
-def test_a_ministral_has_windows_where_its_layer_types_say_so(tmp_path: Path) -> None:
+def test_a_ministral_has_windows_according_to_its_layer_types(tmp_path: Path) -> None:
     types = ["full_attention", "sliding_attention"] * 18
     config = MINISTRAL_8B | {"architectures": ["MinistralForCausalLM"], "model_type": "ministral"}
     assert opened(tmp_path, config | {"layer_types": types}).attention.windows == (0, 32768) * 18
@@ -119,7 +119,7 @@ def test_a_ministral_has_windows_where_its_layer_types_say_so(tmp_path: Path) ->
     assert opened(tmp_path, config | {"sliding_window": None}).attention.windows == ()
 
 
-def test_layer_types_that_say_what_a_mistral_does_anyway_are_accepted(tmp_path: Path) -> None:
+def test_layer_types_equal_to_the_default_are_accepted(tmp_path: Path) -> None:
     windowed = opened(tmp_path, MISTRAL_7B_V01 | {"layer_types": ["sliding_attention"] * 32})
     assert windowed.attention.windows == (4096,) * 32
     plain = opened(tmp_path, MISTRAL_7B_V03 | {"layer_types": ["full_attention"] * 32})
@@ -137,7 +137,7 @@ def test_layer_types_that_say_what_a_mistral_does_anyway_are_accepted(tmp_path: 
         ({"model_type": "mixtral"}, "MistralForCausalLM needs 'mistral'"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(
+def test_unsupported_settings_are_rejected(
     changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     assert said in refused(tmp_path, MISTRAL_7B_V01, **changes)

@@ -1,4 +1,4 @@
-"""OLMo 2's and 3's configurations: published checkpoints open; the rest is refused by name."""
+"""OLMo 2's and 3's configurations: published checkpoints open; the rest is rejected by name."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ SCALED = RopeSettings(
 
 
 def kinds(spec: ModelSpec, dtype: DType) -> list[str]:
-    """What a layer's first half does, from its input to the sum."""
+    """Return the kinds of operations of a layer's first half, from its input to the sum."""
     ops = build_program(spec, dtype=dtype, max_positions=10).segments["trunk"]
     names = [op.kind for op in ops]
     return names[1 : names.index("add") + 1]
@@ -133,13 +133,13 @@ def test_olmo_2_7b_opens(config: dict[str, Any], dtype: str, tmp_path: Path) -> 
     )
 
 
-def test_olmo_3_7b_scales_the_angles_of_layers_that_see_everything(tmp_path: Path) -> None:
+def test_olmo_3_7b_scales_rope_of_full_attention_layers(tmp_path: Path) -> None:
     spec = opened(tmp_path, OLMO_3_7B)
     assert spec.attention.windows == (4096, 4096, 4096, 0) * 8
     assert (spec.rotary.full, spec.rotary.windowed) == (SCALED, RopeSettings(theta=500_000.0))
 
 
-def test_an_olmo_3_saved_by_transformers_5_says_the_same(tmp_path: Path) -> None:
+def test_an_olmo_3_saved_by_transformers_5_is_equal(tmp_path: Path) -> None:
     plain = {"rope_theta": 500000, "rope_type": "default"}
     by_layer = {"full_attention": YARN | {"rope_theta": 500000}, "sliding_attention": plain}
     changes: dict[str, Any] = {"rope_scaling": None, "rope_theta": None}
@@ -147,7 +147,9 @@ def test_an_olmo_3_saved_by_transformers_5_says_the_same(tmp_path: Path) -> None
     assert saved == opened(tmp_path, OLMO_3_7B)
 
 
-def test_an_olmo_3_without_layer_types_sees_all_with_every_fourth_layer(tmp_path: Path) -> None:
+def test_an_olmo_3_without_layer_types_has_full_attention_in_every_fourth_layer(
+    tmp_path: Path,
+) -> None:
     absent: dict[str, Any] = {"layer_types": None, "sliding_window": None}
     assert opened(tmp_path, OLMO_3_7B, **absent) == opened(tmp_path, OLMO_3_7B)
 
@@ -155,7 +157,7 @@ def test_an_olmo_3_without_layer_types_sees_all_with_every_fourth_layer(tmp_path
 # ---- the forward pass
 
 
-def test_what_goes_into_a_product_is_the_stream_rounded_where_it_must_be(tmp_path: Path) -> None:
+def test_the_input_of_a_product_is_the_rounded_residual_stream(tmp_path: Path) -> None:
     spec = opened(tmp_path, OLMO_2_1B)
     half = ["linear", "norm", "norm", "rope", "rope", "store_kv", "attention", "linear", "norm"]
     assert kinds(spec, DType.F32) == [*half, "add"]
@@ -170,14 +172,14 @@ def test_queries_and_keys_are_normed_over_all_their_heads(tmp_path: Path) -> Non
     assert program.source_shapes()["model.layers.0.self_attn.k_norm.weight"] == (512,)
 
 
-# ---- what is refused
+# ---- rejections
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [("clip_qkv", 8.0), ("mlp_bias", False), ("sliding_window", 4096), ("layer_types", ["x"])],
 )
-def test_what_an_olmo_2_does_not_have_is_refused(key: str, value: Any, tmp_path: Path) -> None:
+def test_settings_olmo_2_does_not_have_are_rejected(key: str, value: Any, tmp_path: Path) -> None:
     assert key in refused(tmp_path, OLMO_2_1B, **{key: value})
 
 
@@ -192,7 +194,7 @@ def test_what_an_olmo_2_does_not_have_is_refused(key: str, value: Any, tmp_path:
         ("rope_parameters", {"full_attention": {"rope_type": "default"}}),
     ],
 )
-def test_windows_and_angles_of_an_olmo_3_that_make_no_sense_are_refused(
+def test_invalid_windows_and_rope_of_an_olmo_3_are_rejected(
     key: str, value: Any, tmp_path: Path
 ) -> None:
     assert key in refused(tmp_path, OLMO_3_7B, **{key: value})

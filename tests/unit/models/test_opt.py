@@ -1,4 +1,4 @@
-"""OPT's configuration: published checkpoints open; what cannot be honoured is refused."""
+"""OPT's configuration: published checkpoints open; unsupported settings are rejected."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def shapes_of(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 # ---- published checkpoints
 
 
-def test_opt_125m_norms_first_and_learns_2048_positions(tmp_path: Path) -> None:
+def test_opt_125m_is_pre_norm_with_2048_learned_positions(tmp_path: Path) -> None:
     assert opened(tmp_path, OPT_125M, OPT_GENERATION) == ModelSpec(
         architecture="OPTForCausalLM",
         vocab_size=50272,
@@ -101,7 +101,7 @@ def test_opt_125m_norms_first_and_learns_2048_positions(tmp_path: Path) -> None:
     )
 
 
-def test_opt_350m_norms_its_sums_and_has_narrow_embeddings(tmp_path: Path) -> None:
+def test_opt_350m_is_post_norm_with_narrow_embeddings(tmp_path: Path) -> None:
     spec = opened(tmp_path, OPT_350M, OPT_GENERATION)
     assert (spec.norm.on_sums, spec.norm.has_final, spec.embedding.size) == (True, False, 512)
     shapes = shapes_of(spec)
@@ -116,15 +116,15 @@ def test_opt_350m_saved_anew_opens_too(tmp_path: Path) -> None:
     assert opened(tmp_path, saved) == opened(tmp_path, OPT_350M)
 
 
-def test_opt_13b_says_that_its_head_is_a_projection(tmp_path: Path) -> None:
+def test_opt_13b_states_that_its_head_is_a_projection(tmp_path: Path) -> None:
     assert opened(tmp_path, OPT_13B).num_layers == 40
 
 
-def test_an_opt_saved_by_transformers_5_says_the_same(tmp_path: Path) -> None:
+def test_an_opt_saved_by_transformers_5_is_equal(tmp_path: Path) -> None:
     assert opened(tmp_path, SAVED_ANEW) == opened(tmp_path, OPT_125M)
 
 
-# ---- what the keys mean
+# ---- meaning of keys
 
 
 def test_the_first_two_rows_of_the_position_table_are_never_read(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_biases_and_the_weights_of_norms_can_be_missing(tmp_path: Path) -> None:
     assert len(norms) == 25
 
 
-def test_the_last_norm_can_be_removed_and_then_the_stream_is_rounded(tmp_path: Path) -> None:
+def test_the_last_norm_can_be_absent_and_then_the_stream_is_rounded(tmp_path: Path) -> None:
     spec = opened(tmp_path, OPT_125M, _remove_final_layer_norm=True)
     program = build_program(spec, dtype=DType.BF16, max_positions=10)
     kinds = [type(op) for op in program.segments["head"]]
@@ -158,7 +158,7 @@ def test_the_stream_stays_in_f32_though_its_sums_are_normed(tmp_path: Path) -> N
     assert program.outputs["hidden"].dtype is DType.F32
 
 
-def test_a_width_that_heads_do_not_divide_is_refused(tmp_path: Path) -> None:
+def test_a_width_not_divisible_by_heads_is_rejected(tmp_path: Path) -> None:
     message = refused(tmp_path, OPT_125M, hidden_size=766)
     assert "hidden_size is 766, not a multiple of num_attention_heads 12" in message
 
@@ -179,5 +179,5 @@ def test_a_width_that_heads_do_not_divide_is_refused(tmp_path: Path) -> None:
         ("scale_embeddings", True),
     ],
 )
-def test_what_an_opt_must_have_and_cannot_have(key: str, value: Any, tmp_path: Path) -> None:
+def test_required_and_unsupported_settings_of_opt(key: str, value: Any, tmp_path: Path) -> None:
     assert key in refused(tmp_path, OPT_125M, **{key: value})

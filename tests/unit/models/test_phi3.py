@@ -1,4 +1,4 @@
-"""Phi-3's configuration: published checkpoints open, and what cannot be honoured is refused."""
+"""Phi-3's configuration: published checkpoints open, and unsupported settings are rejected."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.unit.models.published_configs import (
 
 
 def read(folder: Path, config: dict[str, Any], **changes: Any) -> ModelSpec:
-    """The spec of `config` with changes (None drops a key)."""
+    """Return the spec of `config` with changes (None drops a key)."""
     changed = {key: value for key, value in (config | changes).items() if value is not None}
     (folder / "config.json").write_text(json.dumps(changed))
     return open_model(folder)
@@ -47,7 +47,7 @@ def refused(folder: Path, config: dict[str, Any], **changes: Any) -> str:
     return str(caught.value)
 
 
-def test_phi_3_mini_sees_a_window_and_brings_code_that_is_not_needed(tmp_path: Path) -> None:
+def test_phi_3_mini_has_a_window_and_unneeded_remote_code(tmp_path: Path) -> None:
     assert read(tmp_path, PHI_3_MINI_4K) == ModelSpec(
         architecture="Phi3ForCausalLM",
         vocab_size=32064,
@@ -64,7 +64,7 @@ def test_phi_3_mini_sees_a_window_and_brings_code_that_is_not_needed(tmp_path: P
     )
 
 
-def test_the_128k_models_have_longrope_under_either_name_and_no_window_that_bites(
+def test_the_128k_models_have_longrope_under_either_name_and_no_effective_window(
     tmp_path: Path,
 ) -> None:
     spec = read(tmp_path, PHI_3_5_MINI)
@@ -96,7 +96,7 @@ def test_phi_4_mini_rotates_three_quarters_of_a_head_and_ties_its_head(tmp_path:
     assert (spec.head.is_tied, spec.attention.num_kv_heads) == (True, 8)
 
 
-def test_the_form_of_transformers_5_says_the_same(tmp_path: Path) -> None:
+def test_the_form_of_transformers_5_is_equal(tmp_path: Path) -> None:
     old = PHI_4_MINI["rope_scaling"]
     parameters = {
         "rope_type": old["type"],
@@ -118,13 +118,13 @@ def test_the_form_of_transformers_5_says_the_same(tmp_path: Path) -> None:
     assert new == read(tmp_path, PHI_4_MINI)
 
 
-def test_the_published_ends_of_text_are_honoured(tmp_path: Path) -> None:
+def test_the_published_end_ids_are_honoured(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(PHI_3_GENERATION))
     spec = read(tmp_path, PHI_3_MINI_4K)
     assert (spec.generation.eos_ids, spec.generation.defaults) == ((32000, 32001, 32007), {})
 
 
-def test_fused_tensors_are_cut_where_their_parts_lie(tmp_path: Path) -> None:
+def test_fused_tensors_are_split_into_their_parts(tmp_path: Path) -> None:
     spec = read(tmp_path, PHI_4_MINI, num_hidden_layers=1)
     program = build_program(spec, dtype=DType.BF16, max_positions=4096)
     q, k, v = program.weights["layers.0.qkv"].parts
@@ -142,7 +142,7 @@ def test_fused_tensors_are_cut_where_their_parts_lie(tmp_path: Path) -> None:
     assert program.ropes[0].rotary_dim == 96
 
 
-def test_the_served_length_and_not_a_requests_chooses_between_short_and_long_factors(
+def test_the_served_length_selects_short_or_long_factors(
     tmp_path: Path,
 ) -> None:
     spec = read(tmp_path, PHI_3_5_MINI, num_hidden_layers=1)
@@ -181,7 +181,7 @@ def test_a_window_as_long_as_the_model_is_none(tmp_path: Path) -> None:
         ({"sliding_window": 0}, "sliding_window is 0; a whole number"),
     ],
 )
-def test_settings_that_cannot_be_honoured_are_refused(
+def test_unsupported_settings_are_rejected(
     changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     assert said in refused(tmp_path, PHI_3_5_MINI, **changes)
@@ -203,7 +203,7 @@ def test_settings_that_cannot_be_honoured_are_refused(
         ({"rope_type": "default"}, 'type is "longrope" and rope_type "default"'),
     ],
 )
-def test_longrope_that_contradicts_itself_is_refused(
+def test_contradictory_longrope_is_rejected(
     changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     scaling = PHI_3_5_MINI["rope_scaling"] | changes

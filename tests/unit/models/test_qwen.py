@@ -1,4 +1,4 @@
-"""Qwen's configurations: published checkpoints open; what cannot be honoured is refused."""
+"""Qwen's configurations: published checkpoints open; unsupported settings are rejected."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_qwen_2_5_instruct_opens_with_and_without_yarn(tmp_path: Path) -> None:
     assert (spec.generation.eos_ids, spec.max_positions) == ((151645, 151643), 32768)
     assert spec.generation.defaults["repetition_penalty"] == 1.05
     long = opened(tmp_path, QWEN2_5_7B_INSTRUCT | {"rope_scaling": YARN})
-    assert long.max_positions == 131072  # what its card says
+    assert long.max_positions == 131072  # as stated on its card
 
 
 @pytest.mark.parametrize("config", [QWEN3_06B, QWEN3_8B], ids=["0.6b", "8b"])
@@ -183,7 +183,7 @@ def test_qwen_3_saved_by_a_newer_library_opens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [QWEN2_5_7B_INSTRUCT, QWEN3_06B], ids=["2.5", "3"])
-def test_windows_begin_at_a_layer_or_are_where_layer_types_say(
+def test_windows_begin_at_a_layer_or_follow_layer_types(
     config: dict[str, Any], tmp_path: Path
 ) -> None:
     windowed = config | {"use_sliding_window": True, "sliding_window": 4096}
@@ -214,7 +214,7 @@ def test_windows_begin_at_a_layer_or_are_where_layer_types_say(
         (QWEN3_06B, {"model_type": "qwen2"}, "Qwen3ForCausalLM needs 'qwen3'"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(
+def test_unsupported_settings_are_rejected(
     config: dict[str, Any], changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     assert said in refused(tmp_path, config, **changes)

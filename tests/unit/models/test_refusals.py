@@ -1,4 +1,4 @@
-"""Models that do not run are refused by what they are; code that a model brings is never run."""
+"""Unsupported models are rejected by kind; code of a checkpoint is never run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from tests.unit.models.config_folder import opened, refused
         ("GPTNeoXForCausalLM", {}, "or add this one: docs/recipes/add-a-family.md"),
     ],
 )
-def test_a_model_that_does_not_run_is_refused_by_what_it_is(
+def test_an_unsupported_model_is_rejected_by_its_kind(
     architecture: str, keys: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     message = refused(tmp_path, tiny_config(architectures=[architecture], **keys))
@@ -68,7 +68,7 @@ def test_an_unknown_architecture_is_named_with_a_list_of_short_lines(tmp_path: P
     assert max(map(len, listed)) <= 88
 
 
-def test_code_of_an_unknown_architecture_is_refused_with_the_reason_and_the_ways_out(
+def test_code_of_an_unknown_architecture_is_rejected_with_reason_and_alternatives(
     tmp_path: Path,
 ) -> None:
     auto_map = {"AutoModelForCausalLM": "modeling_internlm2.InternLM2ForCausalLM"}
@@ -84,7 +84,7 @@ def test_code_of_an_unknown_architecture_is_refused_with_the_reason_and_the_ways
         assert words in message
 
 
-def test_code_of_an_architecture_that_runs_is_ignored(tmp_path: Path) -> None:
+def test_code_of_a_supported_architecture_is_ignored(tmp_path: Path) -> None:
     auto_map = {
         "AutoConfig": "configuration_llama.LlamaConfig",
         "AutoModel": "someone/else--modeling_llama.LlamaModel",
@@ -107,7 +107,7 @@ def test_code_of_an_architecture_that_runs_is_ignored(tmp_path: Path) -> None:
         "x",
     ],
 )
-def test_code_under_another_name_is_refused_even_where_the_architecture_runs(
+def test_code_under_another_name_is_rejected_even_for_a_supported_architecture(
     auto_map: Any, tmp_path: Path
 ) -> None:
     message = refused(tmp_path, tiny_config(auto_map=auto_map))

@@ -31,7 +31,7 @@ def test_linear_scaling_divides_every_frequency() -> None:
     np.testing.assert_allclose(spec.inv_freq, np.array(plain(1e4, 16)) / 3, rtol=1e-6)
 
 
-def test_llama3_keeps_short_waves_stretches_long_ones_and_blends_between() -> None:
+def test_llama3_keeps_short_waves_stretches_long_ones_and_interpolates() -> None:
     settings = RopeSettings(
         kind="llama3", factor=8.0, original_max_positions=64,
         low_freq_factor=1.0, high_freq_factor=4.0,
@@ -106,7 +106,7 @@ def test_longrope_scales_cosines_at_every_length_alike() -> None:
         assert rope_spec(longrope(attention_factor=1.7), 8, length).attention_scale == 1.7
 
 
-def test_a_share_of_a_head_has_the_frequencies_of_a_smaller_head() -> None:
+def test_partial_rotation_has_the_frequencies_of_a_smaller_head() -> None:
     share = rope_spec(RopeSettings(rotary_share=0.75), 32, 512)
     assert share == rope_spec(RopeSettings(), 24, 512)
     assert rope_spec(longrope(rotary_share=0.5), 16, 65) == rope_spec(longrope(), 8, 65)
@@ -119,7 +119,7 @@ def test_frequencies_are_exact_float32_values() -> None:
         assert np.array_equal(values, values.astype(np.float32))
 
 
-def test_an_unknown_kind_is_refused() -> None:
+def test_an_unknown_kind_is_rejected() -> None:
     with pytest.raises(ValueError, match="rope kind 'odd'"):
         rope_spec(RopeSettings(kind="odd"), 16, 512)
 
@@ -137,7 +137,7 @@ def test_the_table_holds_cosine_and_sine_of_rounded_angles() -> None:
                 assert found[position, pair] == pytest.approx(1.25 * right, abs=2 * F32_STEP)
 
 
-def test_a_table_grows_in_whole_chunks_and_never_changes_what_it_had() -> None:
+def test_a_table_grows_in_whole_chunks_and_never_changes() -> None:
     slow, fast = RopeTable(SPEC), RopeTable(SPEC)
     for positions in (1, 5, 1_024, 1_025, 3_000, 10, 5_000):
         slow.reserve(positions)

@@ -1,4 +1,4 @@
-"""SmolLM 1, 2 and 3: published configurations open; what cannot be honoured is refused."""
+"""SmolLM 1, 2 and 3: published configurations open; unsupported settings are rejected."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_smollm_1_and_2_are_llamas(config: dict[str, Any], theta: float, tmp_pat
     assert spec.rotary.full.theta == theta
 
 
-def test_smollm_3_opens_with_every_fourth_layer_unrotated(tmp_path: Path) -> None:
+def test_smollm_3_has_no_rope_in_every_fourth_layer(tmp_path: Path) -> None:
     spec = opened(tmp_path, SMOLLM3_3B, SMOLLM3_GENERATION)
     assert spec.rotary.unrotated_layers == frozenset(range(3, 36, 4))
     assert (spec.attention.head_dim, spec.head.is_tied, spec.attention.windows) == (128, True, ())
@@ -117,25 +117,25 @@ def test_smollm_3_opens_with_every_fourth_layer_unrotated(tmp_path: Path) -> Non
     assert len(rotations) == 2 * 27
 
 
-def test_smollm_3_stretched_by_yarn_reaches_what_its_card_says(tmp_path: Path) -> None:
+def test_smollm_3_with_yarn_has_the_context_of_its_card(tmp_path: Path) -> None:
     yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 65536}
     assert opened(tmp_path, SMOLLM3_3B | {"rope_scaling": yarn}).max_positions == 131072
 
 
-def test_the_interval_counts_where_there_is_no_list(tmp_path: Path) -> None:
+def test_the_interval_is_used_without_a_list(tmp_path: Path) -> None:
     spec = opened(tmp_path, SMOLLM3_3B, no_rope_layers=None, no_rope_layer_interval=12)
     assert spec.rotary.unrotated_layers == {11, 23, 35}
     spec = opened(tmp_path, SMOLLM3_3B, no_rope_layers=None, no_rope_layer_interval=None)
     assert spec.rotary.unrotated_layers == frozenset(range(3, 36, 4))
 
 
-def test_theta_has_a_default_of_its_own(tmp_path: Path) -> None:
+def test_theta_has_its_own_default(tmp_path: Path) -> None:
     spec = opened(tmp_path, SMOLLM3_3B, rope_theta=None)
     assert spec.rotary is not None
     assert spec.rotary.full.theta == 2e6
 
 
-def test_windows_are_those_of_unrotated_layers_or_of_layer_types(tmp_path: Path) -> None:
+def test_windows_are_those_of_layers_without_rope_or_of_layer_types(tmp_path: Path) -> None:
     windowed = SMOLLM3_3B | {"use_sliding_window": True, "sliding_window": 512}
     spec = opened(tmp_path, windowed, layer_types=None)
     assert spec.attention.windows == (0, 0, 0, 512) * 9
@@ -159,7 +159,7 @@ def test_windows_are_those_of_unrotated_layers_or_of_layer_types(tmp_path: Path)
         ({"odd": 1}, "unknown key 'odd'"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(
+def test_unsupported_settings_are_rejected(
     changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     assert said in refused(tmp_path, SMOLLM3_3B, **changes)

@@ -1,4 +1,4 @@
-"""StableLM's configurations: published checkpoints open; what cannot be honoured is refused."""
+"""StableLM's configurations: published checkpoints open; unsupported settings are rejected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.program.ops import Norm
 from quire.program.tensors import DType
 from tests.unit.models.config_folder import opened, refused
 
-# Sizes as published, keys as files of that time have them.
+# Sizes as published, keys as in files of that time.
 STABLELM_2_1_6B: dict[str, Any] = {
     "architectures": ["StableLmForCausalLM"],
     "bos_token_id": 100257,
@@ -73,7 +73,7 @@ def test_published_checkpoints_open(
     assert ("layers.0.qkv.bias" in program.weights) == biased
 
 
-def test_a_quarter_of_a_head_turns_unless_the_file_says_otherwise(tmp_path: Path) -> None:
+def test_rope_covers_a_quarter_of_a_head_by_default(tmp_path: Path) -> None:
     quiet = {key: ZEPHYR_3B[key] for key in ZEPHYR_3B if key != "partial_rotary_factor"}
     spec = opened(tmp_path, quiet)
     assert spec == opened(tmp_path, ZEPHYR_3B)
@@ -96,7 +96,5 @@ def test_a_quarter_of_a_head_turns_unless_the_file_says_otherwise(tmp_path: Path
         ("model_type", "stablelm_epoch", "StableLmForCausalLM needs 'stablelm'"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(
-    key: str, value: Any, said: str, tmp_path: Path
-) -> None:
+def test_unsupported_settings_are_rejected(key: str, value: Any, said: str, tmp_path: Path) -> None:
     assert said in refused(tmp_path, ZEPHYR_3B, **{key: value})

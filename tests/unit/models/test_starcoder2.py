@@ -1,4 +1,4 @@
-"""StarCoder 2's configuration: a published checkpoint opens; the rest is refused by name."""
+"""StarCoder 2's configuration: a published checkpoint opens; the rest is rejected by name."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_starcoder2_3b_has_layer_norms_biases_and_a_window(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("window", [None, 16384, 20000])
-def test_a_window_that_nothing_lies_beyond_is_none(window: int | None, tmp_path: Path) -> None:
+def test_a_window_longer_than_the_context_is_none(window: int | None, tmp_path: Path) -> None:
     assert opened(tmp_path, STARCODER2_3B, sliding_window=window).attention.windows == ()
 
 
@@ -83,5 +83,7 @@ def test_a_window_that_nothing_lies_beyond_is_none(window: int | None, tmp_path:
     ("key", "value"),
     [("norm_type", "rms_norm"), ("mlp_type", "gated"), ("rms_norm_eps", 1e-5), ("use_bias", 1)],
 )
-def test_what_a_starcoder2_does_not_have_is_refused(key: str, value: Any, tmp_path: Path) -> None:
+def test_settings_starcoder2_does_not_have_are_rejected(
+    key: str, value: Any, tmp_path: Path
+) -> None:
     assert key in refused(tmp_path, STARCODER2_3B, **{key: value})

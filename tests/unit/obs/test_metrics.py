@@ -20,7 +20,7 @@ TIMES = RequestTimes(
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
-    """All samples by name with labels, as a scraper reads them."""
+    """Return all samples by name with labels, as a scraper reads them."""
     found = {}
     for family in text_string_to_metric_families(metrics.text().decode()):
         for sample in family.samples:
@@ -36,7 +36,7 @@ def a_choice(metrics: Metrics) -> None:
 
 
 def promised(metrics: Metrics, finish_reason: str = "stop", **objectives: float) -> None:
-    """200 ms to the first token, 600 ms in all, 100 ms a token."""
+    """Return objectives: 200 ms to the first token, 600 ms in all, 100 ms a token."""
     metrics.choice(
         finish_reason=finish_reason,
         times=TIMES,
@@ -159,12 +159,12 @@ def test_each_metric_moves_when_its_event_happens(
 
 
 def family_of(sample: str) -> str:
-    """A sample's metric: its name without labels, and without what a histogram adds."""
+    """Return a sample's metric: its name without labels and histogram suffixes."""
     name = sample.split("{")[0]
     return name.removesuffix("_bucket").removesuffix("_count").removesuffix("_sum")
 
 
-def test_every_metric_shown_has_a_case_that_moves_it() -> None:
+def test_every_metric_has_a_case_that_moves_it() -> None:
     metrics = Metrics(("a", "b"))
     for _, happens, _ in MOVES:
         happens(metrics)
@@ -174,7 +174,7 @@ def test_every_metric_shown_has_a_case_that_moves_it() -> None:
     assert families == moved
 
 
-def test_what_never_happened_is_not_observed() -> None:
+def test_events_that_never_happened_are_not_observed() -> None:
     metrics = Metrics()
     never = RequestTimes(
         arrival_ms=0.0, first_scheduled_ms=math.nan, first_token_ms=math.nan, last_token_ms=math.nan
@@ -222,7 +222,7 @@ def test_two_servers_in_one_process_do_not_share_metrics() -> None:
         ({"ttft_slo_ms": 199.0}, ["ttft"]),
     ],
 )
-def test_goodput_is_what_met_every_objective_it_named(
+def test_goodput_counts_requests_that_met_every_named_objective(
     objectives: dict[str, float], missed: list[str]
 ) -> None:
     metrics = Metrics()
@@ -235,7 +235,7 @@ def test_goodput_is_what_met_every_objective_it_named(
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
-def test_what_was_not_completed_is_no_goodput_and_missed_all_it_named(reason: str) -> None:
+def test_an_incomplete_request_is_no_goodput_and_missed_all_objectives(reason: str) -> None:
     metrics = Metrics()
     promised(metrics, reason)
     assert samples(metrics)["quire_goodput_requests_total"] == 0
@@ -243,7 +243,7 @@ def test_what_was_not_completed_is_no_goodput_and_missed_all_it_named(reason: st
     assert samples(metrics)["quire_missed_objectives_total{objective=deadline_ms}"] == 1
 
 
-def test_a_first_token_that_never_came_meets_no_objective() -> None:
+def test_a_missing_first_token_meets_no_objective() -> None:
     metrics = Metrics()
     scored = RequestTimes(
         arrival_ms=0.0, first_scheduled_ms=1.0, first_token_ms=math.nan, last_token_ms=5.0

@@ -1,4 +1,4 @@
-"""Lines of a chart: equal ones are merged, all are named."""
+"""Lines of a chart: equal ones are merged, all are labelled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts of several processes are shown as sums, and outlive who counted."""
+"""Counts of several processes are shown as sums, and outlive the processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.repository.source_files import ROOT
 
-# A process of its own: where counts are kept is settled when the library is imported.
+# A separate process: the storage of counts is fixed when the library is imported.
 COUNTING = """
 import sys
 from pathlib import Path
@@ -42,7 +42,7 @@ def counted(folder: Path, *arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
 
 
-def test_sums_of_all_and_gauges_of_those_that_live(tmp_path: Path) -> None:
+def test_counters_are_summed_and_gauges_are_of_live_processes(tmp_path: Path) -> None:
     first, second = (counted(tmp_path / "counts", which).strip() for which in ("first", "second"))
     text = counted(tmp_path / "counts", "last", first)
 
@@ -54,6 +54,7 @@ def test_sums_of_all_and_gauges_of_those_that_live(tmp_path: Path) -> None:
     assert shown("quire_http_responses_total") == ["3.0"]
     assert shown("quire_open_requests") == ["2.0"]
     assert shown("quire_api_process_restarts_total") == ["1.0"]
-    assert shown("quire_batch_rows_count") == ["1.0"]  # a step is one, whoever hears of it
+    # a step counts once, however many clients get it
+    assert shown("quire_batch_rows_count") == ["1.0"]
     assert shown("quire_running_requests") == ["4.0"]  # nor are the engine's numbers added up
     assert shown("quire_tenant_running_requests") == ["0.0"]

@@ -1,4 +1,4 @@
-"""Rates, percentiles, goodput and the knee: arithmetic that can be done by hand."""
+"""Rates, percentiles, goodput and the knee: arithmetic checked by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def times(sent: float, first: float, last: float, tokens: int = 11, **more: Any)
     )
 
 
-def test_one_request_tells_its_first_token_and_those_after_it() -> None:
+def test_one_request_has_times_of_its_first_and_later_tokens() -> None:
     one = times(0.5, 1.0, 3.0)
     assert (one.ttft_s, one.tpot_s, one.decode_tokens_per_s) == (0.5, 0.2, 5.0)
     rates = run_rates([one])
@@ -67,7 +67,7 @@ def test_goodput_counts_requests_that_met_both_goals() -> None:
     assert summary["output_tokens_per_s"] == pytest.approx(33 / 2.5)
 
 
-def test_the_knee_is_the_highest_rate_that_is_served_well() -> None:
+def test_the_knee_is_the_highest_rate_served_well() -> None:
     def at(offered: float, good: float) -> dict[str, object]:
         return {"offered_per_s": offered, "good_share": good}
 

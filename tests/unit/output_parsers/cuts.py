@@ -1,6 +1,6 @@
-"""A text cut everywhere: what the pieces say is what the whole says, or the test fails.
+"""Divide a text everywhere: the result for the pieces must be that of the whole.
 
-answer = everywhere(text, reading)      # every cut in two, every character alone, at random
+answer = everywhere(text, reading)    # every cut in two, every character alone, at random
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def reading(tools: str = "none", reasoning: str = "none") -> ParserSelection:
 def said_in(
     pieces: Iterable[str], how: ParserSelection, tools: Tools | None = TOOLS, prompt: str = ""
 ) -> State:
-    """All a parser tells of a text in these pieces."""
+    """Return everything a parser reports for a text in these pieces."""
     parser = AnswerParser(how, tools, prompt)
     said: list[AnswerPiece] = []
     for piece in pieces:
@@ -45,7 +45,7 @@ def everywhere(
     *,
     most: int = 400,
 ) -> State:
-    """What the text says, having cut it everywhere (of a long text, at `most` places)."""
+    """Return the parsed text, after dividing it everywhere (a long text at `most` places)."""
     whole = said_in([text], how, tools, prompt)
     assert parse_answer(text, how, tools, prompt) == whole[0]
     draw = random.Random(len(text))

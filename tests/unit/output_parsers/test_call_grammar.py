@@ -1,4 +1,6 @@
-"""Grammars of calls, in llguidance itself, over bytes: what a dialect writes, and no more."""
+"""Grammars of calls, in llguidance itself, over bytes: the format of a model family, and no
+more.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ ANY = {"type": "object", "x-guidance": COMPACT}
 SCHEMAS = {"weather": CITY, "now": ANY}
 ONE = [("weather", {"city": 'Os"lo', "days": 3})]
 TWO = [*ONE, ("now", {})]
-# Writers whose form a grammar has; the list with ids is read, but not asked for.
+# Writers with a form that a grammar has; the list with ids is only read.
 HELD = {
     form: WRITERS[form]
     for form in WRITERS
@@ -42,7 +44,7 @@ def template(form: str) -> str:
 
 
 def allows(grammar: str, text: str) -> bool:
-    """Whether a text is an answer the grammar allows as a whole."""
+    """Return whether the grammar allows a text as a whole answer."""
     matcher = llguidance.LLMatcher(BYTES, llguidance.LLMatcher.grammar_from_lark(grammar))
     assert not matcher.is_error(), matcher.get_error()
     ids = list(text.encode())
@@ -62,12 +64,12 @@ def grammar(form: str, *, must: bool = True, several: bool = True, **more: Any) 
 def written(form: str, calls: Any, content: str = "") -> str:
     text = WRITERS[form][1](content, calls)
     if form == "kimi":
-        text = text.replace(":1<", ":0<")  # the number says nothing
+        text = text.replace(":1<", ":0<")  # the number carries no meaning
     return text.removesuffix("<|call|>")
 
 
 @pytest.mark.parametrize("form", HELD)
-def test_a_call_that_must_come_is_one_of_the_functions_with_its_arguments(form: str) -> None:
+def test_a_required_call_is_one_of_the_functions_with_its_arguments(form: str) -> None:
     held = grammar(form)
     assert allows(held, written(form, ONE))
     assert allows(held, written(form, TWO)) == (form != "harmony")
@@ -81,7 +83,7 @@ def test_a_call_that_must_come_is_one_of_the_functions_with_its_arguments(form: 
 
 
 @pytest.mark.parametrize("form", HELD)
-def test_one_call_at_most_is_one(form: str) -> None:
+def test_at_most_one_call_is_one(form: str) -> None:
     for must in (True, False):
         alone = grammar(form, must=must, several=False)
         text = written(form, ONE)
@@ -90,7 +92,7 @@ def test_one_call_at_most_is_one(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", [form for form in HELD if form != "harmony"])
-def test_where_no_call_must_come_words_may_and_calls_behind_them(form: str) -> None:
+def test_optional_calls_may_follow_text(form: str) -> None:
     free = grammar(form, must=False)
     assert allows(free, "It is cold, 3 < 5 {so} [far].")
     assert allows(free, "")
@@ -117,7 +119,7 @@ def test_reasoning_may_come_first_as_the_prompt_left_it(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", HELD)
-def test_beside_calls_an_answer_has_its_form_alone(form: str) -> None:
+def test_an_answer_beside_calls_has_only_its_format(form: str) -> None:
     shape: dict[str, Any] = {"properties": {"name": {"type": "string"}, "b": {}}}
     shape |= {
         "type": "object",
@@ -154,7 +156,7 @@ def test_harmony_may_reason_in_its_channel_first() -> None:
 
 
 @pytest.mark.parametrize("form", HELD)
-def test_what_a_grammar_allows_is_read_as_the_calls_it_is(form: str) -> None:
+def test_text_allowed_by_a_grammar_is_parsed_as_its_calls(form: str) -> None:
     dialect = WRITERS[form][0]
     reasoning = "harmony" if dialect == "harmony" else "none"
     reading = select_parsers("", tool_parser=dialect, reasoning_parser=reasoning)
@@ -164,7 +166,7 @@ def test_what_a_grammar_allows_is_read_as_the_calls_it_is(form: str) -> None:
     assert [(call.name, json.loads(call.arguments)) for call in answer.calls] == ONE
 
 
-def test_marks_that_are_special_tokens_stand_by_their_ids() -> None:
+def test_marks_that_are_special_tokens_are_named_by_their_ids() -> None:
     marks = {"<tool_call>": 7, "</tool_call>": 8, "</think>": 9}
     for must in (True, False):
         held = grammar("hermes", must=must, reasoning="think", special=marks)
@@ -175,7 +177,7 @@ def test_marks_that_are_special_tokens_stand_by_their_ids() -> None:
         assert not matcher.is_error(), matcher.get_error()
 
 
-def test_a_schema_cannot_turn_the_grammar_into_another() -> None:
+def test_a_schema_cannot_inject_grammar() -> None:
     odd = {**ANY, "properties": {'a::=b "\n': {"enum": ['root ::= "x"']}}}
     reading = select_parsers("", tool_parser="json")
     shape = call_syntax("json", "")
@@ -187,5 +189,5 @@ def test_a_schema_cannot_turn_the_grammar_into_another() -> None:
     assert allows(held, '[{"name": "now", "arguments": {"a::=b \\"\\n": "root ::= \\"x\\""}}]')
 
 
-def test_dialects_without_a_form_are_those_whose_values_are_no_json() -> None:
+def test_formats_without_a_grammar_are_those_with_non_json_values() -> None:
     assert set(TOOL_CALL_FORMATS) - set(CALL_SYNTAXES) == {"qwen3_coder", "glm", "pythonic"}

@@ -1,6 +1,6 @@
-"""Answers made at random: written in a dialect and read back, or put together from rubbish.
+"""Random answers: written in a format and parsed back, or random fragments.
 
-What is drawn nests, escapes, repeats and is cut off; whatever it is, the cuts do not show.
+What is drawn nests, escapes, repeats and is truncated; the division never changes the result.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _value(draw: random.Random, levels: int) -> Any:
 
 
 def _call(draw: random.Random) -> tuple[str, dict[str, Any]]:
-    """Arguments of the types their names say, for dialects that write values without quotes."""
+    """Draw arguments of the types their names imply, for formats with unquoted values."""
     drawn: dict[str, Any] = {
         "text": _text(draw, 30),
         "days": draw.randint(-5, 5),
@@ -59,7 +59,7 @@ def _call(draw: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("form", WRITERS)
-def test_what_is_written_at_random_is_read_back(form: str) -> None:
+def test_random_calls_are_parsed_back(form: str) -> None:
     dialect, write = WRITERS[form]
     draw = random.Random(form)
     for _ in range(NUM_WRITTEN):
@@ -77,7 +77,7 @@ def test_what_is_written_at_random_is_read_back(form: str) -> None:
 
 @pytest.mark.parametrize("dialect", sorted({dialect for dialect, _ in WRITERS.values()}))
 @pytest.mark.parametrize("reasoning", ["none", "think"])
-def test_rubbish_is_read_the_same_wherever_it_is_cut(dialect: str, reasoning: str) -> None:
+def test_random_text_is_parsed_the_same_for_any_division(dialect: str, reasoning: str) -> None:
     draw = random.Random(f"{dialect} {reasoning}")
     how = reading(dialect, reasoning)
     for _ in range(NUM_RUBBISH):
@@ -86,8 +86,8 @@ def test_rubbish_is_read_the_same_wherever_it_is_cut(dialect: str, reasoning: st
         assert all(0 <= begun <= end <= len(text) for begun, end in reasoned)
 
 
-def test_text_whose_bytes_come_one_by_one_is_read_the_same() -> None:
-    """A detokenizer gives out whole characters; what they are cut into here is bytes."""
+def test_text_arriving_byte_by_byte_is_parsed_the_same() -> None:
+    """A detokenizer emits whole characters; here they are divided into bytes."""
     for dialect, write in WRITERS.values():
         text = write("", [("look_up", {"text": "né 吾輩 🦙", "tags": ["é", {"🦙": 1}]})])
         pieces, decoded = [], b""

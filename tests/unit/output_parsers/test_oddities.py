@@ -1,4 +1,4 @@
-"""Answers that are not quite what their dialect says: by hand, one line each, cut everywhere."""
+"""Answers that deviate from their format: hand-written, one line each, divided everywhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CALL, SEP, CALL_ENDS = (
 )
 NOW = [("now", "{}")]
 
-# dialect, text, content, calls (name and the text of the arguments), whether the last is whole
+# format, text, content, calls (name and the text of the arguments), whether the last is complete
 ODD: list[tuple[str, str, str, list[tuple[str, str]], bool]] = [
     # Hermes: keys in another order, beside others, arguments as text, none at all
     ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "now"}</tool_call>', "",
@@ -32,7 +32,7 @@ ODD: list[tuple[str, str, str, list[tuple[str, str]], bool]] = [
      [("now", '{"a": 1}')], True),
     ("hermes", '<tool_call>{"type": "function", "function": {"name": "now", "arguments": {}}}'
      "</tool_call>", "", NOW, True),
-    # Hermes: marks left out, doubled, within text
+    # Hermes: missing, doubled, and embedded marks
     ("hermes", '<tool_call>{"name": "now", "arguments": {}}', "", NOW, True),
     ("hermes", '<tool_call>{"name": "now", "arguments": {}}<tool_call>{"name": "add", "arguments": '
      '{"a":1}}</tool_call>', "", [*NOW, ("add", '{"a":1}')], True),
@@ -51,7 +51,7 @@ ODD: list[tuple[str, str, str, list[tuple[str, str]], bool]] = [
     ("hermes", "<<tool_call<tool_call >", "<<tool_call<tool_call >", [], True),
     ("hermes", 'A\n<tool_call>{"name": "now"}</tool_call>\nB', "A\nB", NOW, True),
     ("hermes", '<tool_call>{"name": "now"}</tool_call>\n\n', "", NOW, True),
-    # Hermes: JSON that is none
+    # Hermes: invalid JSON
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1</tool_call>', "",
      [("add", '{"a": 1')], True),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>', "",
@@ -68,7 +68,7 @@ ODD: list[tuple[str, str, str, list[tuple[str, str]], bool]] = [
      True),
     ("hermes", r'<tool_call>{"name": "\ud83d\ude80\ud83dx\u12", "arguments": {}}</tool_call>',
      "", [("🚀\ufffdx\ufffd", "{}")], True),
-    # Qwen3-Coder: the block's marks left out; values of types that they are not; values of marks
+    # Qwen3-Coder: missing block marks; values of other types; values that contain marks
     ("qwen3_coder", "<function=now>\n</function>", "", NOW, True),
     ("qwen3_coder", "Well <function=now></function></tool_call> yes", "Well yes", NOW, True),
     ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=days>\nfive\n</parameter>\n</function>"
@@ -90,7 +90,7 @@ ODD: list[tuple[str, str, str, list[tuple[str, str]], bool]] = [
     ("qwen3_coder", "<tool_call>none</tool_call>!", "<tool_call>none</tool_call>!", [], True),
     ("qwen3_coder", "<tool_call><function=now></function><function=now></function></tool_call>", "",
      NOW * 2, True),
-    # GLM: ends left out, marks that begin nothing, white space that is the value's
+    # GLM: missing ends, marks that begin nothing, white space that belongs to the value
     ("glm", "<tool_call>now</tool_call>", "", NOW, True),
     ("glm", "<tool_call>now\n<tool_call>now\n</tool_call> Well.", "Well.", NOW * 2, True),
     ("glm", "A <tool_call> is it: <tool_call>now</tool_call>", "A <tool_call> is it:", NOW, True),
@@ -107,7 +107,7 @@ ODD: list[tuple[str, str, str, list[tuple[str, str]], bool]] = [
     ("glm", "<tool_call>add\n<arg_key>da", "", [("add", "")], False),
     ("glm", "<tool_call>ad", "<tool_call>ad", [], True),
     ("glm", "<tool_call>no name</tool_call>!", "<tool_call>no name</tool_call>!", [], True),
-    # Llama 3: a mark, lists, functions that are none, text behind and before
+    # Llama 3: a mark, lists, unknown functions, text after and before
     ("llama3_json", ' {"name": "now", "parameters": {}}', "", NOW, True),
     ("llama3_json", '<|python_tag|>{"name": "now", "parameters": {}}', "", NOW, True),
     ("llama3_json", '{"type": "function", "name": "now", "parameters": {"a": 1}}', "",
@@ -129,7 +129,7 @@ ODD: list[tuple[str, str, str, list[tuple[str, str]], bool]] = [
     ("json", '[{"name": "now"}, {"name": "add", "arguments": {}}]', "",
      [*NOW, ("add", "{}")], True),
     ("json", "\n\n  hi", "\n\n  hi", [], True),
-    # Python: quotes of all kinds, literals, places instead of names, lists that are none
+    # Python: quotes of all kinds, literals, positional arguments, invalid lists
     ("pythonic", "[now()]", "", NOW, True),
     ("pythonic", "now()", "", NOW, True),
     ("pythonic", "<|python_start|>[now()]<|python_end|>", "", NOW, True),
@@ -152,7 +152,7 @@ ODD: list[tuple[str, str, str, list[tuple[str, str]], bool]] = [
     ("pythonic", "[look_up(text='ab", "", [("look_up", '{"text": "ab')], False),
     ("pythonic", "[look_up(tags=[1, ", "", [("look_up", '{"tags": [1')], False),
     ("pythonic", "[add(x=)]", ")]", [("add", '{"x": ')], True),
-    # Mistral: both forms, an id, forms that are none
+    # Mistral: both forms, an id, invalid forms
     ("mistral", "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}", "", NOW, True),
     ("mistral", "[TOOL_CALLS]now{}", "", NOW, True),
     ("mistral", '[TOOL_CALLS] [{"name": "now", "arguments": {}}] ok', "ok", NOW, True),
@@ -197,7 +197,7 @@ ODD: list[tuple[str, str, str, list[tuple[str, str]], bool]] = [
 
 
 @pytest.mark.parametrize("at", range(len(ODD)))
-def test_an_odd_answer_is_read_as_far_as_it_makes_sense(at: int) -> None:
+def test_an_odd_answer_is_parsed_as_far_as_possible(at: int) -> None:
     dialect, text, content, calls, is_whole = ODD[at]
     answer, whole, _ = everywhere(text, reading(dialect))
     assert [(call.name, call.arguments) for call in answer.calls] == calls
@@ -232,9 +232,7 @@ def test_without_tools_nothing_is_a_call() -> None:
         ("json", "", '{"function": '),
     ],
 )
-def test_a_model_cannot_nest_deeper_than_a_parser_can_follow(
-    dialect: str, opening: str, nested: str
-) -> None:
+def test_nesting_depth_is_bounded(dialect: str, opening: str, nested: str) -> None:
     text = opening + nested * 3000
     whole = said_in([text], reading(dialect))
     middle = len(text) // 2

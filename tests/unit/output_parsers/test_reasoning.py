@@ -42,7 +42,7 @@ THOUGHT: list[tuple[str, str, str, str]] = [
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("at", range(len(THOUGHT)))
-def test_reasoning_is_what_stands_between_the_marks_at_the_beginning(style: str, at: int) -> None:
+def test_reasoning_is_the_text_between_the_marks_at_the_beginning(style: str, at: int) -> None:
     marks = STYLES[style]
 
     def own(text: str) -> str:
@@ -59,7 +59,7 @@ def test_reasoning_is_what_stands_between_the_marks_at_the_beginning(style: str,
         assert end == (text.find(marks.closes) + len(marks.closes) if marks.closes in text else end)
 
 
-def test_a_call_may_follow_reasoning_and_marks_within_it_are_none() -> None:
+def test_a_call_may_follow_reasoning_and_marks_within_it_are_ignored() -> None:
     text = (
         '<think>\nI could <tool_call>{"name": "now"}</tool_call>.\n</think>\n\nWell:\n'
         '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
@@ -112,7 +112,7 @@ CHANNELS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 
 
 @pytest.mark.parametrize("at", range(len(CHANNELS)))
-def test_channels_say_what_is_reasoning_and_what_is_content(at: int) -> None:
+def test_channels_separate_reasoning_and_content(at: int) -> None:
     text, reasoning, content, calls = CHANNELS[at]
     answer, _, reasoned = everywhere(text, reading(HARMONY))
     assert (answer.reasoning, answer.content) == (reasoning, content)
@@ -120,13 +120,13 @@ def test_channels_say_what_is_reasoning_and_what_is_content(at: int) -> None:
     assert len(reasoned) == text.count("analysis")
 
 
-def test_every_style_is_tried_here() -> None:
+def test_every_style_is_covered() -> None:
     assert set(REASONING_PARSERS) == {"auto", "none", HARMONY, *STYLES}
     assert len(THOUGHT) >= 20
     assert len(CHANNELS) >= 20
 
 
-def test_a_reader_that_is_switched_off_leaves_the_text_as_it_is() -> None:
+def test_a_disabled_parser_leaves_the_text_unchanged() -> None:
     text = " <think>a</think>\n <tool_call>b "
     answer = parse_answer(text, reading("none", "none"), TOOLS)
     assert (answer.reasoning, answer.content, answer.calls) == ("", text, [])

@@ -1,4 +1,4 @@
-"""Which template means which dialect: by marks alone, and templates as vendors publish them."""
+"""Selection of the format by the template: by marks alone, and for published templates."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def names(reading: ParserSelection) -> tuple[str, str]:
         ("◁think▷◁/think▷", ("json", "kimi")),
     ],
 )
-def test_marks_in_a_template_tell_the_dialect(template: str, expected: tuple[str, str]) -> None:
+def test_marks_in_a_template_select_the_format(template: str, expected: tuple[str, str]) -> None:
     assert names(select_parsers(template)) == expected
     assert names(select_parsers(template, tool_parser="none", reasoning_parser="none")) == (
         "none",
@@ -68,14 +68,14 @@ def test_marks_in_a_template_tell_the_dialect(template: str, expected: tuple[str
         ("openai-gpt-oss-120b", ("harmony", "harmony")),
     ],
 )
-def test_published_templates_are_read_as_their_models_write(
+def test_published_templates_select_their_models_format(
     name: str, expected: tuple[str, str]
 ) -> None:
     template = outside(f"templates/{name}.jinja").read_text(encoding="utf-8")
     assert names(select_parsers(template)) == expected
 
 
-def test_every_name_can_be_asked_for() -> None:
+def test_every_name_can_be_requested() -> None:
     for name in TOOL_PARSERS:
         reading = select_parsers("", tool_parser=name)
         expected = "json" if name == "auto" else name

@@ -1,4 +1,4 @@
-"""Answers as each dialect's models write them: what they say, wherever the stream is cut."""
+"""Answers in each family's format: the result, for any division of the stream."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.output_parsers.registry import TOOL_CALL_FORMATS
 from tests.unit.output_parsers.cuts import everywhere, reading, said_in
 from tests.unit.output_parsers.writers import WRITERS, Calls
 
-# What is said: the content before the calls, and the calls.
+# The content before the calls, and the calls.
 SAID: dict[str, tuple[str, Calls]] = {
     "words alone": ("The sea is blue today.", []),
     "words with brackets": ("Use f(x) = {x} or [1, 2] <b>so</b>.", []),
@@ -51,13 +51,13 @@ SAID: dict[str, tuple[str, Calls]] = {
 
 @pytest.mark.parametrize("said", SAID)
 @pytest.mark.parametrize("form", WRITERS)
-def test_what_was_written_is_what_is_read(form: str, said: str) -> None:
+def test_written_answers_are_parsed_back(form: str, said: str) -> None:
     content, calls = SAID[said]
     dialect, write = WRITERS[form]
     if form == "json" and calls:
-        content = ""  # it has no mark behind which a call could stand
+        content = ""  # it has no mark that could follow content
     if form == "pythonic" and "-" in "".join(name for name, _ in calls):
-        pytest.skip("no such name can be written in Python")
+        pytest.skip("such a name cannot be written in Python")
     answer, is_whole, _ = everywhere(write(content, calls), reading(dialect))
     assert answer.content == content
     assert [(call.name, json.loads(call.arguments)) for call in answer.calls] == [
@@ -67,7 +67,7 @@ def test_what_was_written_is_what_is_read(form: str, said: str) -> None:
     assert answer.reasoning == ""
 
 
-def test_every_dialect_is_written_here() -> None:
+def test_every_format_is_covered() -> None:
     assert {dialect for dialect, _ in WRITERS.values()} == set(TOOL_CALL_FORMATS)
     assert len(SAID) >= 20
 
@@ -75,7 +75,7 @@ def test_every_dialect_is_written_here() -> None:
 @pytest.mark.parametrize(
     "form", [form for form in WRITERS if WRITERS[form][0] not in ("qwen3_coder", "glm")]
 )
-def test_arguments_pass_as_they_were_written_wherever_they_were_json(form: str) -> None:
+def test_json_arguments_pass_unchanged(form: str) -> None:
     arguments: dict[str, Any] = {"where": {"b": 1, "a": [1, 2]}}
     dialect, write = WRITERS[form]
     answer, _, _ = everywhere(write("", [("look_up", arguments)]), reading(dialect))
@@ -83,8 +83,10 @@ def test_arguments_pass_as_they_were_written_wherever_they_were_json(form: str) 
 
 
 @pytest.mark.parametrize("form", WRITERS)
-def test_an_answer_cut_off_keeps_what_was_said(form: str) -> None:
-    """Arguments grow with the text: those of a shorter text begin those of a longer one."""
+def test_a_truncated_answer_keeps_its_beginning(form: str) -> None:
+    """Arguments grow with the text: those of a shorter text are a prefix of those of a
+    longer one.
+    """
     dialect, write = WRITERS[form]
     text = write("", [("look_up", {"text": 'a "b" \\ c', "tags": [1, {"x": "}"}]})])
     before = ""
@@ -101,7 +103,7 @@ def test_an_answer_cut_off_keeps_what_was_said(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", WRITERS)
-def test_a_second_call_that_is_cut_off_leaves_no_markup_in_the_content(form: str) -> None:
+def test_a_truncated_second_call_leaves_no_markup_in_the_content(form: str) -> None:
     dialect, write = WRITERS[form]
     first = ("weather", {"city": "Oslo"})
     text = write("", [first, ("add", {"number": 1})])
@@ -117,7 +119,7 @@ def test_a_second_call_that_is_cut_off_leaves_no_markup_in_the_content(form: str
     assert [call.name for call in answer.calls] == ["weather", "add"]
 
 
-def test_a_harmony_call_is_whole_where_its_arguments_are() -> None:
+def test_a_harmony_call_is_complete_if_its_arguments_are() -> None:
     """A grammar ends a forced call with its arguments: no mark follows."""
     dialect, write = WRITERS["harmony"]
     text = write("", [("add", {"number": 12})]).removesuffix("<|call|>")

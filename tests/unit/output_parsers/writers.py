@@ -1,9 +1,9 @@
-"""Answers written in each dialect by plain string building, which knows nothing of the parsers.
+"""Answers written in each format by plain string building, independent of the parsers.
 
     text = WRITERS["hermes"]("Let me see.", [("weather", {"city": "Oslo"})])
 
-A writer takes the content before the calls and the calls, each a name and its arguments, and
-writes them as the dialect's models do. `argue` is what the arguments are in the answer.
+A writer takes the content before the calls and the calls, each a name and its arguments, and writes
+them as the family's models do. `argue` formats the arguments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.output_parsers.tools import Tools
 Calls = Sequence[tuple[str, Mapping[str, Any]]]
 Writer = Callable[[str, Calls], str]
 
-# Parameters of every type, so that dialects without quotes can be told what a value is.
+# Parameters of every type, so that formats without quotes have the type of each value.
 _TYPED = {
     "properties": {
         "city": {"type": "string"},
@@ -93,7 +93,7 @@ def _bare_llama(content: str, calls: Calls) -> str:
 
 
 def _bare_list(content: str, calls: Calls) -> str:
-    """The generic form has no mark, so nothing can be said before a call."""
+    """Write the generic form, which has no mark, so it allows no text before a call."""
     if not calls:
         return content
     return dumped([{"name": name, "arguments": arguments} for name, arguments in calls])

@@ -1,4 +1,4 @@
-"""What a step costs, against counts made by hand."""
+"""The cost of a step, against counts made by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.tiny_models import write_tiny, write_tiny_llama
 
 @pytest.fixture
 def program(tmp_path: Path) -> Program:
-    """hidden 60, 5 heads of 16 over 1, inner 97, vocabulary 307, 2 layers, untied, bf16."""
+    """Return hidden 60, 5 heads of 16 over 1, inner 97, vocabulary 307, 2 layers, untied, bf16."""
     spec = open_model(write_tiny_llama(tmp_path))
     return build_program(spec, dtype=DType.BF16, max_positions=512)
 
@@ -27,7 +27,7 @@ def by_kind(program: Program, kind: type[Op], step: StepShape) -> Cost:
     return sum((op.cost(program, step) for op in ops), Cost())
 
 
-def test_products_take_two_operations_a_weight_and_row(program: Program) -> None:
+def test_products_take_two_operations_per_weight_and_row(program: Program) -> None:
     step = StepShape([3, 4], [0, 10])
     per_layer = 60 * 112 + 80 * 60 + 60 * 194 + 97 * 60
     expected = 2 * 7 * 2 * per_layer + 2 * 2 * 60 * 307
@@ -41,7 +41,7 @@ def test_the_head_counts_sampled_rows_only(program: Program) -> None:
     assert program.segment_cost("head", all_rows).product_ops == 9 * 2 * 60 * 307
 
 
-def test_weights_are_read_once_however_many_rows_there_are(program: Program) -> None:
+def test_weights_are_read_once_for_any_number_of_rows(program: Program) -> None:
     one, many = StepShape([1], [0]), StepShape([100], [0])
     linear = by_kind(program, Linear, one).weight_bytes
     assert linear == by_kind(program, Linear, many).weight_bytes
@@ -71,7 +71,7 @@ def test_positions_are_looked_up_like_tokens_and_a_cap_counts_each_logit(tmp_pat
     assert cost.memory_bytes == 0
 
 
-def test_attention_counts_pairs_of_a_row_and_a_position_it_sees(program: Program) -> None:
+def test_attention_counts_pairs_of_a_row_and_a_visible_position(program: Program) -> None:
     step = StepShape([2, 1], [10, 0])
     pairs = (11 + 12) + 1
     cost = by_kind(program, Attention, step)
@@ -92,7 +92,7 @@ def test_a_chunked_prompt_attends_to_as_much_as_a_whole_one() -> None:
 
 @pytest.mark.parametrize("window", [1, 7, 64, 500])
 @pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 100), (5, 3), (200, 90)])
-def test_a_window_is_counted_as_by_hand(start: int, count: int, window: int) -> None:
+def test_a_window_matches_the_count_by_hand(start: int, count: int, window: int) -> None:
     step = StepShape([count], [start])
     rows = range(start, start + count)
     assert step.attended_positions(window) == sum(min(p + 1, window) for p in rows)
@@ -116,7 +116,7 @@ def test_costs_of_segments_add_up_to_the_step(program: Program) -> None:
     assert min(total.other_ops, total.buffer_bytes) > 0
 
 
-def test_counts_that_make_no_sense_are_refused() -> None:
+def test_invalid_counts_are_rejected() -> None:
     with pytest.raises(ValueError, match="1 counts and 2 starts"):
         StepShape([1], [0, 0])
     with pytest.raises(ValueError, match="negative"):

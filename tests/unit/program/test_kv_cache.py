@@ -1,4 +1,4 @@
-"""The rewrite that gives keys and values a precision: what it changes, what it leaves."""
+"""The rewrite that sets the precision of keys and values: what it changes and what it does not."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def program(tmp_path: Path) -> Program:
     return build_program(spec, dtype=DType.F32, max_positions=64)
 
 
-def test_auto_and_its_own_dtype_leave_a_program_as_it_is(program: Program) -> None:
+def test_auto_and_the_own_dtype_leave_a_program_unchanged(program: Program) -> None:
     assert with_kv_cache_dtype(program, "auto") is program
     assert with_kv_cache_dtype(program, "f32") == program
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
-def test_a_byte_an_element_changes_the_cache_alone(program: Program, scheme: str) -> None:
+def test_one_byte_elements_change_the_cache_alone(program: Program, scheme: str) -> None:
     made = with_kv_cache_dtype(program, scheme)
     assert (made.buffers, made.segments) == (program.buffers, program.segments)
     cache = made.caches[0]
@@ -36,7 +36,7 @@ def test_a_byte_an_element_changes_the_cache_alone(program: Program, scheme: str
     assert kv_cache_text(made) == scheme
 
 
-def test_another_dtype_is_that_of_all_that_attention_multiplies(program: Program) -> None:
+def test_another_dtype_applies_to_all_attention_products(program: Program) -> None:
     made = with_kv_cache_dtype(program, "bf16")
     assert made.caches[0].token_bytes == program.caches[0].token_bytes // 2
     for ops in made.segments.values():
@@ -48,7 +48,7 @@ def test_another_dtype_is_that_of_all_that_attention_multiplies(program: Program
     assert made.outputs["logits"].dtype is DType.F32
 
 
-def test_each_precision_has_a_digest_of_its_own_and_comes_back_from_plain(
+def test_each_precision_has_its_own_digest_and_round_trips(
     program: Program,
 ) -> None:
     made = [with_kv_cache_dtype(program, dtype) for dtype in ("f32", "bf16", "int8", "fp8")]
@@ -56,7 +56,7 @@ def test_each_precision_has_a_digest_of_its_own_and_comes_back_from_plain(
     assert [from_plain(to_plain(one)) for one in made] == made
 
 
-def test_what_is_no_precision_is_refused_with_those_that_are(program: Program) -> None:
+def test_an_unknown_precision_is_rejected_with_the_known_ones(program: Program) -> None:
     with pytest.raises(ValueError, match=", ".join(KV_CACHE_DTYPES)):
         with_kv_cache_dtype(program, "fp4")
     with pytest.raises(ValueError, match="scheme is 'int4'; 'int8' and 'fp8' are known"):

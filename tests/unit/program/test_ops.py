@@ -1,4 +1,4 @@
-"""Operations check their own contract, and carry their views through rewrites."""
+"""Operations check their own contract, and keep their views through rewrites."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.tiny_models import write_tiny_llama
 
 @pytest.fixture
 def program(tmp_path: Path) -> Program:
-    """hidden 60, 5 heads of 16 over 1, inner 97, vocabulary 307, 2 layers, untied, f32."""
+    """Return hidden 60, 5 heads of 16 over 1, inner 97, vocabulary 307, 2 layers, untied, f32."""
     spec = open_model(write_tiny_llama(tmp_path))
     return build_program(spec, dtype=DType.F32, max_positions=64)
 
@@ -56,7 +56,7 @@ def first(program: Program, kind: type[Op]) -> Op:
     ],
     ids=str,
 )
-def test_a_contradiction_is_refused_with_its_numbers(
+def test_a_contradiction_is_rejected_with_its_numbers(
     program: Program, kind: type[Op], changes: dict[str, object], message: str
 ) -> None:
     wrong = replace(first(program, kind), **changes)  # type: ignore[arg-type]
@@ -65,13 +65,13 @@ def test_a_contradiction_is_refused_with_its_numbers(
         wrong.check(program)
 
 
-def test_a_sum_of_two_widths_is_refused(program: Program) -> None:
+def test_a_sum_of_two_widths_is_rejected(program: Program) -> None:
     x = first(program, Embed).outputs[0]
     with pytest.raises(ValueError, match="8 columns wide; 60 are meant"):
         Add(x=x, y=x.columns(0, 8)).check(program)
 
 
-def test_a_program_names_the_operation_that_is_wrong(program: Program) -> None:
+def test_a_program_names_the_invalid_operation(program: Program) -> None:
     trunk = tuple(
         replace(op, layer=9) if isinstance(op, StoreKV) and op.layer == 1 else op
         for op in program.segments["trunk"]
@@ -98,7 +98,7 @@ def test_views_that_an_operation_reads_and_writes_are_its_view_fields() -> None:
         assert views == {*operation.reads, *operation.writes}, operation.kind
 
 
-def test_a_norm_with_a_delta_writes_its_input_too(program: Program) -> None:
+def test_a_norm_with_a_delta_also_writes_its_input(program: Program) -> None:
     norms = [op for op in program.segments["trunk"] if isinstance(op, Norm)]
     plain, summed = norms[0], norms[1]
     assert (plain.inputs, plain.outputs) == ((plain.x,), (plain.y,))
@@ -121,7 +121,7 @@ def test_gathered_rows_keep_their_dtype_and_both_halves_of_a_gate_have_one(
         replace(gated, up=rounded).check(program)
 
 
-def test_a_cache_group_that_is_not_declared_is_refused(program: Program) -> None:
+def test_an_undeclared_cache_group_is_rejected(program: Program) -> None:
     for kind in (StoreKV, Attention):
         wrong = replace(first(program, kind), cache=1)  # type: ignore[call-arg]
         with pytest.raises(ValueError, match="cache is 1; 1 are declared"):

@@ -1,4 +1,4 @@
-"""The rewrite that gives products their precision: which weights, by which rule, at what cost."""
+"""The rewrite that sets the precision of products: which weights, by which rule, at what cost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make(folder: Path, **changes: Any) -> Program:
 
 @pytest.fixture
 def program(tmp_path: Path) -> Program:
-    """hidden 60, 5 heads of 16 over 1, inner 97, vocabulary 307, 2 layers, untied, bf16."""
+    """Return hidden 60, 5 heads of 16 over 1, inner 97, vocabulary 307, 2 layers, untied, bf16."""
     return make(tmp_path)
 
 
@@ -40,7 +40,7 @@ def schemes(program: Program) -> dict[str, str]:
     }
 
 
-def test_every_product_gets_the_scheme_and_nothing_else_does(program: Program) -> None:
+def test_only_products_get_the_scheme(program: Program) -> None:
     made = quantize(program, "int8")
     assert set(schemes(made).values()) == {"int8"}
     others = [w for w in made.weights.values() if w.form is not WeightForm.MATRIX]
@@ -49,7 +49,7 @@ def test_every_product_gets_the_scheme_and_nothing_else_does(program: Program) -
     assert quantize(made, "none") == program
 
 
-def test_the_head_of_an_int4_model_is_int8_unless_it_is_named(program: Program) -> None:
+def test_the_head_of_an_int4_model_is_int8_unless_named(program: Program) -> None:
     assert schemes(quantize(program, "int4"))["head"] == "int8"
     assert schemes(quantize(program, "int4"))["layers.0.o"] == "int4-g32"
     assert schemes(quantize(program, "int4-g64", head="int4-g128"))["head"] == "int4-g128"
@@ -65,7 +65,7 @@ def test_a_tied_embedding_is_the_head(tmp_path: Path) -> None:
     assert schemes(made)["embed"] == "int8"
 
 
-def test_rules_say_otherwise_by_name_and_the_last_one_counts(program: Program) -> None:
+def test_rules_override_by_name_and_the_last_match_wins(program: Program) -> None:
     made = quantize(
         program, "int4-g64", keep=["layers.*=int8", "layers.0.*=bf16", "*.down=none", "head=int4"]
     )
@@ -99,7 +99,7 @@ def test_rules_say_otherwise_by_name_and_the_last_one_counts(program: Program) -
         ),
     ],
 )
-def test_a_mistake_is_told_with_what_is_allowed(
+def test_an_invalid_rule_is_rejected_with_the_allowed_ones(
     program: Program, arguments: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(SettingError, match=words):
@@ -118,7 +118,7 @@ def test_the_program_knows_its_bytes(program: Program) -> None:
     assert made.step_cost(step).product_ops == program.step_cost(step).product_ops
 
 
-def test_an_embedding_that_is_the_head_is_read_in_its_own_bytes(tmp_path: Path) -> None:
+def test_a_tied_embedding_is_counted_in_its_own_bytes(tmp_path: Path) -> None:
     made = quantize(make(tmp_path, tie_word_embeddings=True), "int8")
     trunk_rows = StepShape([3], [0], num_samples=0)
     plain = quantize(made, "int8", head="none")
@@ -135,7 +135,7 @@ def test_the_table_shows_precisions(program: Program) -> None:
     assert "layers.1.qkv [112 x 60] int8" in format_program(mixed, StepShape([1], [0]))
 
 
-def test_precisions_survive_the_way_to_a_worker_and_are_in_the_digest(program: Program) -> None:
+def test_precisions_round_trip_and_are_in_the_digest(program: Program) -> None:
     made = [
         program,
         quantize(program, "int8"),
@@ -150,7 +150,7 @@ def test_precisions_survive_the_way_to_a_worker_and_are_in_the_digest(program: P
         assert from_plain(json.loads(json.dumps(to_plain(one)))) == one
 
 
-def test_a_scheme_that_nobody_knows_or_on_a_vector_is_refused(program: Program) -> None:
+def test_an_unknown_scheme_or_one_on_a_vector_is_rejected(program: Program) -> None:
     for form, scheme in (("matrix", "int3"), ("vector", "int8"), ("table", "int8")):
         plain = to_plain(program)
         next(weight for weight in plain["weights"] if weight["form"] == form)["scheme"] = scheme
@@ -158,7 +158,7 @@ def test_a_scheme_that_nobody_knows_or_on_a_vector_is_refused(program: Program) 
             from_plain(plain)
 
 
-def test_a_program_says_its_precision_in_a_word_or_two(program: Program) -> None:
+def test_a_program_summarizes_its_precision(program: Program) -> None:
     assert precision_text(program) == "none"
     assert precision_text(quantize(program, "int8")) == "int8"
     assert precision_text(quantize(program, "int4")) == "int4-g32 (head: int8)"

@@ -1,4 +1,4 @@
-"""Programs survive the way to a worker, and their digest follows what answers depend on."""
+"""Programs round-trip, and their digest follows everything that answers depend on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_program_comes_back_from_json_equal(case: Case, tmp_path: Path) -> None:
+def test_a_program_round_trips_through_json(case: Case, tmp_path: Path) -> None:
     spec = open_model(case.write(tmp_path))
     positions = min(300, spec.max_positions)
     program = build_program(spec, dtype=DType.BF16, max_positions=positions)
@@ -53,20 +53,20 @@ def test_the_digest_does_not_change_with_the_longest_context(tmp_path: Path) -> 
     assert digest(make(tmp_path, positions=512)) == digest(make(tmp_path, positions=64))
 
 
-def test_another_format_is_refused_with_both_numbers(tmp_path: Path) -> None:
+def test_another_format_is_rejected_with_both_numbers(tmp_path: Path) -> None:
     plain = to_plain(make(tmp_path))
     with pytest.raises(ValueError, match="format is 5; 4 can be read"):
         from_plain(plain | {"format": 5})
 
 
-def test_a_view_of_a_buffer_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_view_of_a_missing_buffer_is_rejected(tmp_path: Path) -> None:
     plain = to_plain(make(tmp_path))
     plain["segments"]["trunk"][1]["inputs"][0][0] = 999
     with pytest.raises(ValueError, match="names buffer 999"):
         from_plain(plain)
 
 
-def test_a_program_that_reads_before_it_writes_is_refused(tmp_path: Path) -> None:
+def test_a_program_that_reads_before_it_writes_is_rejected(tmp_path: Path) -> None:
     program = make(tmp_path)
     trunk = program.segments["trunk"][1:]
     with pytest.raises(ValueError, match="read before written"):

@@ -1,4 +1,4 @@
-"""The printed program: every operation is there, layers that repeat are folded and counted."""
+"""The printed program: every operation is shown, repeated layers are folded and counted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_shapes_are_symbols_and_weights_are_named(tmp_path: Path) -> None:
     assert "5 heads over 1 of 16 layer 0" in text
 
 
-def test_what_changes_numbers_is_printed(tmp_path: Path) -> None:
+def test_properties_that_change_numbers_are_printed(tmp_path: Path) -> None:
     plain = open_model(write_tiny_llama(tmp_path))
     spec = replace(
         plain,
@@ -43,7 +43,7 @@ def test_what_changes_numbers_is_printed(tmp_path: Path) -> None:
     assert text.count("window 16") == 1
 
 
-def test_learned_positions_are_told_from_tokens(tmp_path: Path) -> None:
+def test_learned_positions_are_distinguished_from_tokens(tmp_path: Path) -> None:
     opt = {
         "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 60,
         "ffn_dim": 97, "num_attention_heads": 5, "num_hidden_layers": 1, "vocab_size": 307,
@@ -62,7 +62,7 @@ def test_all_layers_lists_each_operation_once(tmp_path: Path) -> None:
     assert len(numbered) == sum(len(ops) for ops in program.segments.values())
 
 
-def test_repeated_layers_are_folded_and_what_is_hidden_is_counted(tmp_path: Path) -> None:
+def test_repeated_layers_are_folded_and_hidden_operations_counted(tmp_path: Path) -> None:
     text = format_program(make(tmp_path, 5), StepShape([1], [0]))
     assert "... the same 11 in turn, 43 more operations" in text
     assert "layers.0.down" in text

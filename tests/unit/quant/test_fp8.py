@@ -1,4 +1,4 @@
-"""Weights and rows in fp8: what e4m3 has, scales a row and a block, what is not finite."""
+"""Weights and rows in fp8: e4m3 codes, scales by row and block, non-finite values."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def test_elements_are_within_a_sixteenth_of_themselves(scheme: str) -> None:
     assert set(np.unique(found.values)) <= set(FINITE)
     assert found.scales.shape == ((150, 1) if scheme == "fp8" else (2, 2))
     error = np.abs(found.dequantized() - w)
-    # Half a step of 8 to a power of two, or of the smallest numbers there are.
+    # Half a step of 8 per power of two, or of the smallest numbers.
     least = np.abs(w).max() / 448 * 2.0**-10
     assert (error <= np.maximum(np.abs(w) / 16, least) * 1.0001).all()
 
 
-def test_each_row_and_block_has_the_scale_of_its_largest() -> None:
+def test_the_scale_of_each_row_and_block_follows_its_largest_element() -> None:
     w = np.ones((130, 260), np.float32)
     w[129], w[0, 259] = 448, -896
     by_row = quantize_fp8(w, SCHEMES["fp8"]).scales[:, 0]
@@ -47,7 +47,7 @@ def test_each_row_and_block_has_the_scale_of_its_largest() -> None:
     assert blocks.tolist() == [[small, small, 2], [1, 1, 1]]
 
 
-def test_what_is_not_finite_or_tiny_stays_in_its_row_or_block() -> None:
+def test_non_finite_and_tiny_values_affect_only_their_row_or_block() -> None:
     w = np.ones((256, 256), np.float32)
     w[3, 3], w[128:, :128] = np.nan, 2.0**-110
     by_row = quantize_fp8(w, SCHEMES["fp8"]).dequantized()
@@ -60,7 +60,7 @@ def test_what_is_not_finite_or_tiny_stays_in_its_row_or_block() -> None:
 
 
 @pytest.mark.parametrize("by_block", [False, True])
-def test_a_row_of_activations_is_the_same_alone_and_among_others(by_block: bool) -> None:
+def test_a_row_of_activations_is_equal_alone_and_in_a_batch(by_block: bool) -> None:
     x = np.random.default_rng(3).standard_normal((7, 200)).astype(np.float32)
     values, scales = quantize_fp8_rows(x, by_block=by_block)
     alone, alone_scales = quantize_fp8_rows(x[4:5], by_block=by_block)

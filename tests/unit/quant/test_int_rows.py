@@ -1,4 +1,4 @@
-"""Rows made integers, and a fused multiply-add made of float64."""
+"""Row quantization, and a fused multiply-add computed in float64."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 def _nearest(value: Fraction) -> np.float32:
-    """The float32 nearest to a rational number, ties to even."""
-    with np.errstate(over="ignore"):  # the neighbour of the largest is an infinity, left out below
+    """Return the float32 nearest to a rational number, ties to even."""
+    with np.errstate(over="ignore"):  # the neighbour of the largest is infinite, left out below
         guess = np.float32(float(value))
         candidates = [np.nextafter(guess, np.float32(-np.inf)), guess]
         candidates.append(np.nextafter(guess, np.float32(np.inf)))
@@ -36,7 +36,7 @@ def test_a_fused_multiply_add_rounds_once(a: float, b: float, c: float) -> None:
 
 
 def test_a_sum_that_float64_rounds_onto_a_tie_is_not_rounded_twice() -> None:
-    # 1 + 2^-24 is a tie; what lies 2^-60 below it must go down, above it up.
+    # 1 + 2^-24 is a tie; 2^-60 below it must round down, above it up.
     one = np.float32([1, 1])
     a, b = np.float32([2.0**-30, 2.0**-30]), np.float32([-(2.0**-30), 2.0**-30])
     tie = np.float32([2.0**-24, 2.0**-24])
@@ -49,7 +49,7 @@ def test_a_sum_that_float64_rounds_onto_a_tie_is_not_rounded_twice() -> None:
     assert fma(scale, part, one).tolist() == [1, 1 + 2.0**-23]
 
 
-def test_a_row_is_cut_into_groups_of_128_with_scales_of_their_own() -> None:
+def test_a_row_is_divided_into_groups_of_128_with_their_own_scales() -> None:
     x = np.zeros((2, 300), np.float32)
     x[0, :128] = np.linspace(-127, 100, 128)
     x[0, 128:256] = 0.5
@@ -63,12 +63,12 @@ def test_a_row_is_cut_into_groups_of_128_with_scales_of_their_own() -> None:
     assert not rows.values[1, :299].any()
 
 
-def test_halves_go_to_even() -> None:
+def test_halves_are_rounded_to_even() -> None:
     x = np.array([[127, 0.5, 1.5, 2.5, -0.5, -1.5]], np.float32)
     assert quantize_rows(x).values.tolist() == [[127, 0, 2, 2, 0, -2]]
 
 
-def test_what_is_not_finite_makes_its_group_nan_and_what_is_tiny_zero() -> None:
+def test_non_finite_values_make_their_group_nan_and_tiny_ones_zero() -> None:
     x = np.ones((3, 256), np.float32)
     x[0, 3], x[1, 200] = np.inf, np.nan
     x[2, :128] = TINY / 2

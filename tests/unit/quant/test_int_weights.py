@@ -1,4 +1,4 @@
-"""Scales of int4 groups in steps: what lets 128 of a row be one sum of integers, and its price."""
+"""Stepped scales of int4 groups: what lets 128 of a row be one sum of integers, and its cost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ in_steps = pytest.mark.parametrize("scheme", ["int4-g32", "int4-g64"])
 def _weights(rows: int = 64, columns: int = 1024) -> Float32s:
     w = np.random.default_rng(1).standard_t(4, (rows, columns)).astype(np.float32)
     w[0], w[1, :128], w[2] = 0, 0, -np.abs(w[2])
-    w[3, 32:128] *= 1e-9  # one group dwarfs the others of its block
+    w[3, 32:128] *= 1e-9  # one group dominates its block
     return w
 
 
@@ -48,8 +48,8 @@ def test_scales_of_a_block_are_multiples_of_a_step_that_f32_sums_exactly(
 
 
 @in_steps
-def test_the_search_loses_little_to_free_scales(scheme: str) -> None:
-    """Within 8 % of the error of a group alone in its block, whose scale is nearly free."""
+def test_stepped_scales_lose_little_to_free_ones(scheme: str) -> None:
+    """Within 8 % of the error of a group alone in its block, which has a nearly free scale."""
     w = _weights()[4:]
     group = SCHEMES[scheme].group
     parts = np.split(w, w.shape[1] // group, axis=1)
@@ -59,7 +59,7 @@ def test_the_search_loses_little_to_free_scales(scheme: str) -> None:
 
 
 @in_steps
-def test_what_was_four_bits_before_stays_as_it_is(scheme: str) -> None:
+def test_original_four_bit_weights_are_unchanged(scheme: str) -> None:
     rng = np.random.default_rng(2)
     group = SCHEMES[scheme].group
     codes = rng.integers(-8, 8, (8, 256)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Names of precisions, what they take, and rules that mix them."""
+"""Names of precisions, their sizes, and rules that mix them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_every_name_has_one_meaning() -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8-static", "int3", "INT8", "int4-g16", "q4_0", "bf16"])
-def test_an_unknown_precision_is_told_what_there_is(name: str) -> None:
+def test_an_unknown_precision_is_rejected_with_the_known_ones(name: str) -> None:
     with pytest.raises(ValueError, match=rf"'{name}' is not a precision; allowed: none, int8, "):
         canonical(name)
 
@@ -32,7 +32,7 @@ def test_an_unknown_precision_is_told_what_there_is(name: str) -> None:
         ("fp8-block", 4096, 4096 + 1),
     ],
 )
-def test_a_row_takes_its_elements_and_its_scales(name: str, columns: int, num_bytes: int) -> None:
+def test_the_size_of_a_row_includes_its_scales(name: str, columns: int, num_bytes: int) -> None:
     assert SCHEMES[name].row_bytes(columns) == num_bytes
 
 
@@ -44,6 +44,6 @@ def test_a_rule_is_a_pattern_and_a_precision() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "int8", "=int8", "head=", "="])
-def test_what_is_no_rule_is_told_how_one_looks(text: str) -> None:
+def test_an_invalid_rule_is_rejected_with_the_form(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not a rule; write a weight's name"):
         parse_rule(text)

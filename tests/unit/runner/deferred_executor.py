@@ -1,8 +1,8 @@
-"""DeferredExecutor: a device beside the host, made of an executor that computes on the host.
+"""DeferredExecutor: an asynchronous device, made of an executor that computes on the host.
 
-Nothing that it is told happens before somebody waits, and then only as much as must have happened
-by then: whoever reads too early, or counts on an order that was not said, finds nothing. Its `log`
-says what was told and when it was waited for.
+Submitted work runs only on a wait, and then only as much as must have happened by then: code that
+reads too early, or relies on an order that was not enforced, finds nothing. Its `log` records the
+submissions and the waits.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from quire.sampling.scoring import ScoreBatch, Scores
 
 Bytes = NDArray[np.uint8]
 Int32s = NDArray[np.int32]
-UNREAD = 0xEE  # bytes of which the device may be writing
+UNREAD = 0xEE  # bytes that the device may be writing
 
 
 class _Logits:
-    """Of rows that will be computed; some of them are read at once."""
+    """Logits of rows that will be computed; some of them are read at once."""
 
     def __init__(self, settle: Callable[[], None]) -> None:
         self.values: Any = None
@@ -38,14 +38,17 @@ class _Logits:
 
 
 class DeferredExecutor:
-    """log: ("trunk", rows, late rows), ("head", rows), ("choose", rows) when they are told,
-    ("wait", choices not waited for yet, this one included), ("settle",) where the host reads what
-    is not a token choice. batches: as computed, with the ids of late rows filled in."""
+    """log: ("trunk", rows, late rows), ("head", rows), ("choose", rows) at submission, ("wait",
+    token choices not waited for yet, including this one), ("settle",) if the host reads anything
+    else.
+
+    batches: as computed, with the ids of late rows filled in.
+    """
 
     def __init__(self, executor: Any, num_slots: int = 16) -> None:
         self.log: list[tuple[Any, ...]] = []
         self.batches: list[ForwardBatch] = []
-        self.fail_next: dict[str, Exception] = {}  # by what is told
+        self.fail_next: dict[str, Exception] = {}  # by kind of submission
         self._executor = executor
         self._queue: deque[Callable[[], None]] = deque()
         self._done = self._said = 0
@@ -83,7 +86,7 @@ class DeferredExecutor:
 
         def run() -> None:
             known = self._filled.get(id(batch))
-            # Rows of prompts are another batch; of late rows' logits nothing else depends on ids.
+            # Rows of prompts are another batch; logits of late rows depend on nothing else.
             filled = batch if known is None else known[1]
             filled = replace(filled, late_slots=np.empty(0, np.int32)) if known is None else filled
             logits.values = self._executor.run_head(filled, first, count).copy()
@@ -165,7 +168,7 @@ class DeferredExecutor:
         return wait
 
     def import_blocks(self, blocks: Int32s, raws: Sequence[Bytes]) -> None:
-        """Beside what was told and is not done."""
+        """Import in parallel with submitted work."""
         with self._lock:
             for block, raw in zip(blocks.tolist(), raws, strict=True):
                 self._executor.import_block(block, raw)

@@ -1,4 +1,4 @@
-"""Plans as a test says them, and a runner of eight slots to submit them to."""
+"""Plans from compact descriptions, and a runner of eight slots to submit them to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An Executor that computes nothing: it keeps what it was given and answers as a test says."""
+"""An Executor that computes nothing: it records its input and returns scripted output."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from quire.sampling.batch import SampleBatch, TokenChoice
 from quire.sampling.scoring import FAILED, ScoreBatch, Scores
 
 VOCAB_SIZE = 50
-FAILS = 44  # a prompt's token whose row fails when it is scored
+FAILS = 44  # a prompt's token that fails its row when scored
 
 
 def next_ids(positions: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The scripted choice: depends on the position only."""
+    """Return the scripted choice, which depends on the position only."""
     return (positions % VOCAB_SIZE).astype(np.int32)
 
 
@@ -71,7 +71,7 @@ class ScriptedExecutor:
         )
 
     def score(self, logits: NDArray[np.float32], batch: ScoreBatch) -> Scores:
-        """The target's id tells its rank and logprob; FAILS is no distribution."""
+        """Return scores with rank and logprob from the target's id; FAILS is no distribution."""
         self.scored.append(batch)
         scores = Scores.empty(batch)
         scores.logprobs[:] = -batch.targets

@@ -1,4 +1,4 @@
-"""BeamStops: each beam is judged by its own tokens, whatever branched, and fails by itself."""
+"""BeamStops: each beam is judged by its own tokens after any branching, and fails separately."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT = [1, 2, 3]
 
 @dataclass
 class EndsWithTheLastTwice:
-    """An answer is over when a token comes twice in a row."""
+    """End an answer when a token occurs twice in a row."""
 
     taken: list[int] = field(default_factory=list)
 
@@ -38,7 +38,7 @@ class EndsWithTheLastTwice:
 
 
 class Source:
-    """Watches; the request called "bad" can have none."""
+    """A source of watches; the request named "bad" has none."""
 
     def watch(self, admission: Admission) -> EndsWithTheLastTwice:
         if admission.request_id == "bad":
@@ -77,8 +77,8 @@ class Beams:
         self.tokens.tokens[slot, length] = token_id
         self.tokens.lengths[slot] = length + 1
 
-    def told(self, *slots: int) -> tuple[list[list[bool]], dict[int, str]]:
-        """Of candidates 5, 6, 7 and none."""
+    def verdicts(self, *slots: int) -> tuple[list[list[bool]], dict[int, str]]:
+        """Return the verdicts on candidates 5, 6, 7 and none."""
         ids = np.tile(np.array([5, 6, 7, -1], np.int32), (len(slots), 1))
         scores = ids.astype(np.float32)
         of = np.array(slots, np.int32)
@@ -97,44 +97,44 @@ def test_each_beam_is_judged_by_its_own_tokens() -> None:
     beams = Beams()
     beams.admit(admission(0, [5]))
     beams.admit(admission(2, [9, 7]))
-    assert beams.told(0, 2) == ([[True, False, False, False], [False, False, True, False]], {})
+    assert beams.verdicts(0, 2) == ([[True, False, False, False], [False, False, True, False]], {})
     beams.append(0, 6)
-    assert beams.told(2, 0)[0] == [[False, False, True, False], [False, True, False, False]]
+    assert beams.verdicts(2, 0)[0] == [[False, False, True, False], [False, True, False, False]]
 
 
-def test_a_branch_begins_as_its_source_stood_and_goes_its_own_way() -> None:
+def test_a_branch_starts_from_its_sources_state_and_is_independent() -> None:
     beams = Beams()
     beams.admit(admission(0, [5]))
     beams.admit(admission(1, []))
-    beams.told(0)
+    beams.verdicts(0)
     beams.tokens.branch(ints(0), ints(1))
     beams.ends.branch(ints(0), ints(1))
     beams.append(0, 6)
     beams.append(1, 7)
-    assert beams.told(0, 1)[0] == [[False, True, False, False], [False, False, True, False]]
+    assert beams.verdicts(0, 1)[0] == [[False, True, False, False], [False, False, True, False]]
 
 
-def test_other_tokens_than_were_read_are_read_anew() -> None:
+def test_changed_tokens_are_read_again() -> None:
     beams = Beams()
     beams.admit(admission(0, [5, 6]))
-    beams.told(0)
+    beams.verdicts(0)
     beams.tokens.tokens[0, len(PROMPT) + 1] = 7
-    assert beams.told(0)[0] == [[False, False, True, False]]
+    assert beams.verdicts(0)[0] == [[False, False, True, False]]
 
 
-def test_rows_that_nothing_is_watched_of_are_left_alone() -> None:
+def test_rows_without_watches_are_skipped() -> None:
     beams = Beams()
     beams.admit(admission(0, [5], stop=""))
-    assert beams.told(0) == ([], {})
+    assert beams.verdicts(0) == ([], {})
     beams.admit(admission(1, [5]))
-    assert beams.told(0, 1)[0] == [[False] * 4, [True, False, False, False]]
+    assert beams.verdicts(0, 1)[0] == [[False] * 4, [True, False, False, False]]
     beams.ends.retire(1)
-    assert beams.told(0, 1) == ([], {})
+    assert beams.verdicts(0, 1) == ([], {})
     assert beams.ends.told(ints(0), ints(4), None) == (None, {})
 
 
 @pytest.mark.parametrize("max_samples", [1, 8])
-def test_a_watch_that_cannot_be_fails_its_row_and_no_other(max_samples: int) -> None:
+def test_a_failing_watch_fails_only_its_row(max_samples: int) -> None:
     runner = ModelRunner(
         ScriptedExecutor(),
         num_slots=4,
@@ -168,7 +168,7 @@ def test_a_watch_that_cannot_be_fails_its_row_and_no_other(max_samples: int) -> 
     assert result.candidates.ends.tolist() == [[False] * 4] * 2
 
 
-def test_without_watches_a_beam_that_needs_one_fails_by_name() -> None:
+def test_a_beam_that_needs_a_watch_without_a_source_fails_by_name() -> None:
     tokens = TokenTable(4, 32)
     ends = BeamStops(4, tokens, GrammarRows(4, tokens, None), None)
     one = admission(0, [5])

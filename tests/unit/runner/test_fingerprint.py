@@ -1,4 +1,6 @@
-"""Fingerprints: equal for equal engines, different for whatever changes an answer, or a block."""
+"""Fingerprints: equal for equal engines, different for everything that changes an answer or
+a block.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ PLAIN: dict[str, Any] = {"weights_digest": "w", "recipe": "avx512", "max_model_l
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model with every file that FILES can name."""
+    """Write a model with every file that FILES can name."""
     folder = write_tiny_llama(tmp_path / "model")
     for pattern in FILES:
         file = folder / pattern.replace("*", "some")
@@ -37,7 +39,7 @@ def _program(folder: Path, *, dtype: DType = DType.F32, max_positions: int = 64)
     return build_program(open_model(folder), dtype=dtype, max_positions=max_positions)
 
 
-def test_it_is_the_same_each_time_and_names_nothing_of_the_place(folder: Path) -> None:
+def test_it_is_reproducible_and_independent_of_the_path(folder: Path) -> None:
     program = _program(folder)
     one = system_fingerprint(program, folder, **PLAIN)
     assert one.startswith("fp_")
@@ -48,9 +50,7 @@ def test_it_is_the_same_each_time_and_names_nothing_of_the_place(folder: Path) -
 
 
 @pytest.mark.parametrize("pattern", FILES)
-def test_each_file_counts_to_a_byte_in_its_middle_and_whether_it_is_there(
-    folder: Path, pattern: str
-) -> None:
+def test_each_byte_and_the_presence_of_each_file_count(folder: Path, pattern: str) -> None:
     program, file = _program(folder), folder / pattern.replace("*", "some")
     file.write_bytes(bytes(range(256)) * 6000)
     before = system_fingerprint(program, folder, **PLAIN)
@@ -94,8 +94,8 @@ def test_the_models_own_limit_of_positions_does_not_change_it(folder: Path) -> N
     assert system_fingerprint(short, folder, **PLAIN) == system_fingerprint(long, folder, **PLAIN)
 
 
-def test_every_file_the_readers_of_text_know_counts() -> None:
-    """Whatever file name stands in the code that reads tokenizers and templates is in FILES."""
+def test_every_tokenizer_and_template_file_counts() -> None:
+    """Every file name in the code that reads tokenizers and templates is in FILES."""
     room = Path(quire.text.__file__).parent
     named = re.compile(r"""folder / "([^"/]+\.[a-z]+)"|\.glob\("([^"]+)"\)""")
     read = {
@@ -117,7 +117,7 @@ OF_BLOCKS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", OF_BLOCKS)
-def test_blocks_are_of_what_computes_them(folder: Path, name: str) -> None:
+def test_block_fingerprints_depend_on_what_computes_blocks(folder: Path, name: str) -> None:
     program = _program(folder)
     before = block_fingerprint(program, **OF_BLOCKS)
     assert len(before) == 32
@@ -127,19 +127,17 @@ def test_blocks_are_of_what_computes_them(folder: Path, name: str) -> None:
     assert before != block_fingerprint(_program(folder, dtype=DType.BF16), **OF_BLOCKS)
 
 
-def test_blocks_are_the_same_whatever_makes_tokens_and_however_long_the_context(
+def test_block_fingerprints_ignore_the_tokenizer_and_the_context_length(
     folder: Path,
 ) -> None:
     before = block_fingerprint(_program(folder), **OF_BLOCKS)
-    for pattern in FILES[2:]:  # the configuration says what runs
+    for pattern in FILES[2:]:  # the configuration determines what runs
         (folder / pattern.replace("*", "some")).write_text('{"a": 1}')
     (folder / "generation_config.json").write_text('{"temperature": 0.5}')
     assert before == block_fingerprint(_program(folder, max_positions=128), **OF_BLOCKS)
 
 
-def test_angles_of_positions_and_the_numerics_count_for_blocks(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rope_and_numerics_count_for_blocks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = _program(folder)
     before = block_fingerprint(program, **OF_BLOCKS)
     rope = program.ropes[0]

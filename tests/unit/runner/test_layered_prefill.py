@@ -1,4 +1,4 @@
-"""Layers of a prompt's part in a runner's plans: in order, beside rows, or refused."""
+"""Layers of a prompt chunk in a runner's plans: in order, beside rows, or rejected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_LAYERS = 6
 
 
 class LayeredScript(ScriptedExecutor):
-    """Keeps what it was told to compute by layers."""
+    """Record what is computed by layers."""
 
     num_layers = NUM_LAYERS
 
@@ -38,7 +38,9 @@ def layers_of(first: int, end: int, **more: Any) -> PartLayers:
 
 
 def begun(executor: ScriptedExecutor) -> Any:
-    """A runner with a request in slots 0 and 1, and the first two layers of the latter's part."""
+    """Return a runner with requests in slots 0 and 1, after the first two layers of the latter's
+    chunk.
+    """
     runner = runner_of(executor)
     admissions = (admission_of(0, [5, 6]), admission_of(1, list(range(20, 30))))
     plan = plan_of(
@@ -85,7 +87,7 @@ def test_layers_are_computed_beside_rows_with_the_same_batch_to_the_last() -> No
     ],
     ids=["a layer left out", "one again", "another slot", "another start", "another count"],
 )
-def test_layers_that_do_not_follow_are_refused_and_the_rows_beside_them_stand(
+def test_layers_out_of_order_are_rejected_and_the_rows_beside_them_succeed(
     wrong: PartLayers,
 ) -> None:
     executor = LayeredScript()
@@ -99,7 +101,7 @@ def test_layers_that_do_not_follow_are_refused_and_the_rows_beside_them_stand(
     assert len(executor.layers) == 1
 
 
-def test_a_part_whose_layers_failed_is_not_gone_on_with() -> None:
+def test_a_chunk_with_failed_layers_is_not_continued() -> None:
     executor = LayeredScript()
     runner, handle = begun(executor)
     runner.collect(handle)
@@ -113,7 +115,7 @@ def test_a_part_whose_layers_failed_is_not_gone_on_with() -> None:
     assert [(first, end) for _, first, end in executor.layers] == [(0, 2), (0, 6)]
 
 
-def test_an_executor_that_computes_none_says_so() -> None:
+def test_an_executor_without_layered_prefill_is_reported() -> None:
     runner, handle = begun(ScriptedExecutor())
     with pytest.raises(WorkerError, match="the scripted executor does not"):
         runner.collect(handle)

@@ -1,4 +1,4 @@
-"""Scoring in the runner: which positions, in slices of the head, and what becomes of failures."""
+"""Scoring in the runner: positions, slices of the head, and failures."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _run(
 
 
 def _ranks(result: StepResult) -> list[list[int]]:
-    """By row of the plan."""
+    """Return ranks by row of the plan."""
     assert result.scores is not None
     ends = np.cumsum(result.score_counts)[:-1]
     return [part.tolist() for part in np.split(result.scores.ranks, ends)]
@@ -82,7 +82,7 @@ def test_each_position_of_a_prompt_scores_the_token_after_it() -> None:
     assert len(third.score_counts) == 0
 
 
-def test_scoring_goes_on_where_it_stopped_and_never_beyond_the_prompt() -> None:
+def test_scoring_continues_where_it_stopped_and_never_beyond_the_prompt() -> None:
     runner = _runner(ScriptedExecutor())
     result = _run(
         runner,
@@ -110,7 +110,7 @@ def test_the_head_runs_on_slices_and_the_result_does_not_depend_on_them(max_samp
     assert sum(count for _, count in executor.heads) == 9 + 1
 
 
-def test_a_prompt_row_without_a_distribution_fails_its_request_and_no_other() -> None:
+def test_a_prompt_row_without_a_distribution_fails_only_its_request() -> None:
     runner = _runner(ScriptedExecutor())
     result = _run(
         runner,
@@ -126,11 +126,11 @@ def test_a_prompt_row_without_a_distribution_fails_its_request_and_no_other() ->
     assert _ranks(result) == [[11, 12], [], []]
     assert result.token_counts.tolist() == [1, 0, 0]
     assert result.token_ids.tolist() == [3]
-    assert runner.tables.tokens.lengths[:2].tolist() == [4, 3]  # no token for who failed
+    assert runner.tables.tokens.lengths[:2].tolist() == [4, 3]  # no token for the failed row
 
 
 @pytest.mark.parametrize("max_samples", [1, 2, 64])
-def test_listed_ids_are_told_with_each_token_of_those_who_list_them(max_samples: int) -> None:
+def test_listed_ids_are_scored_with_each_token_of_requests_that_list_them(max_samples: int) -> None:
     executor = ScriptedExecutor()
     result = _run(
         _runner(executor, max_samples),
@@ -144,23 +144,24 @@ def test_listed_ids_are_told_with_each_token_of_those_who_list_them(max_samples:
         result.listed_logprobs, [[-9, -5, -9], [nan, nan, nan], [-7, nan, nan]]
     )
     assert result.scores is None
-    assert sum(len(batch.targets) for batch in executor.scored) == 2  # not for those who do not
+    # not for requests without listed ids
+    assert sum(len(batch.targets) for batch in executor.scored) == 2
 
 
-def test_steps_look_for_prompts_to_score_only_while_some_slot_wants_it() -> None:
+def test_steps_look_for_prompts_to_score_only_while_a_slot_needs_it() -> None:
     runner = _runner(ScriptedExecutor())
     _run(runner, [(0, 0, 2, True)], _admission(0, [1, 2], scores_from=None))
     assert runner.tables.num_scoring == 0
     _run(runner, [(1, 0, 2, True), (2, 0, 2, True)], _admission(1, [1, 2]), _admission(2, [1, 2]))
     assert runner.tables.num_scoring == 2
-    _run(runner, [(1, 0, 2, True)], _admission(1, [1, 2]))  # a slot taken anew counts once
+    _run(runner, [(1, 0, 2, True)], _admission(1, [1, 2]))  # a slot admitted again counts once
     assert runner.tables.num_scoring == 2
     ends = StepPlan(step=2, retired=np.array([0, 1, 2], np.int32))
     runner.collect(runner.submit(ends))
     assert runner.tables.num_scoring == 0
 
 
-def test_a_slot_given_back_forgets_what_was_asked_for() -> None:
+def test_a_released_slot_drops_its_scoring_parameters() -> None:
     runner = _runner(ScriptedExecutor())
     _run(runner, [(0, 0, 2, True)], _admission(0, [1, 2], logprob_token_ids=(9,)))
     result = _run(

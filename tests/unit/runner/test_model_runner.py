@@ -1,4 +1,4 @@
-"""ModelRunner: plans become batches, choices become results, in order and row by row."""
+"""ModelRunner: plans become batches, token choices become results, in order and row by row."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_mixed_step_becomes_one_flat_batch() -> None:
             assert array.flags.c_contiguous
 
 
-def test_rows_that_stay_ask_for_the_same_and_others_for_their_own() -> None:
+def test_rows_keep_their_own_parameters_from_step_to_step() -> None:
     executor = ScriptedExecutor()
     runner = runner_of(executor)
     both = [(0, 2, 1, True), (1, 2, 1, True)]
@@ -98,7 +98,7 @@ def test_a_row_of_one_token_stores_nothing_before_store_from() -> None:
     assert executor.batches[0].caches[0].kv_slots.tolist() == [-1, 17]
 
 
-def test_plans_of_only_changes_compute_nothing() -> None:
+def test_plans_without_rows_compute_nothing() -> None:
     executor = ScriptedExecutor()
     runner = runner_of(executor)
     result = runner.collect(
@@ -122,7 +122,7 @@ def test_a_chunk_that_samples_nothing_yields_no_token() -> None:
     assert executor.heads == []
 
 
-def test_the_head_runs_in_slices_and_alternatives_are_put_together() -> None:
+def test_the_head_runs_in_slices_and_alternatives_are_joined() -> None:
     executor = ScriptedExecutor()
     runner = runner_of(executor, max_samples=2)
     admissions = tuple(
@@ -256,7 +256,7 @@ def test_rows_with_penalties_bias_and_banned_ids_carry_theirs_only() -> None:
     assert second.banned is None
 
 
-def test_a_slot_given_back_keeps_nothing_of_its_request() -> None:
+def test_a_released_slot_keeps_nothing_of_its_request() -> None:
     runner = runner_of(ScriptedExecutor())
     asked = admission_of(
         1, [1, 2], repetition_penalty=1.5, logit_bias={1: 1.0}, min_tokens=9, stop_ids=(3,)
@@ -282,7 +282,7 @@ def test_a_slot_given_back_keeps_nothing_of_its_request() -> None:
     assert tables.blocks[2, 0] == 6
 
 
-def test_a_slot_forgets_what_its_last_request_asked_for() -> None:
+def test_a_slot_drops_the_parameters_of_its_last_request() -> None:
     executor = ScriptedExecutor()
     runner = runner_of(executor)
     greedy = admission_of(
@@ -297,7 +297,7 @@ def test_a_slot_forgets_what_its_last_request_asked_for() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_step_that_fails_is_told_when_collected_and_the_next_one_runs(overlap: bool) -> None:
+def test_a_failed_step_raises_when_collected_and_the_next_one_runs(overlap: bool) -> None:
     executor = ScriptedExecutor()
     runner = runner_of(executor, overlap=overlap)
     executor.fail_next_trunk = RuntimeError("no memory")
@@ -325,11 +325,11 @@ def test_with_overlap_submit_returns_at_once_and_plans_run_in_order() -> None:
     handles = [runner.submit(plan), runner.submit(plan_of(2, [(0, 2, 1, True)]))]
     may_run.set()
     assert [runner.collect(handle).step for handle in handles] == [1, 2]
-    assert executor.batches[1].token_ids.tolist() == [2]  # what step 1 sampled
+    assert executor.batches[1].token_ids.tolist() == [2]  # the token sampled in step 1
     runner.close()
 
 
-def test_rows_planned_behind_one_that_failed_lack_its_token_and_hold_nobody_up() -> None:
+def test_rows_planned_after_a_failed_one_lack_its_token_and_block_no_other() -> None:
     def choose(positions: NDArray[np.int32]) -> NDArray[np.int32]:
         return np.where(positions == 2, -1, next_ids(positions)).astype(np.int32)
 
@@ -356,7 +356,7 @@ def test_rows_planned_behind_one_that_failed_lack_its_token_and_hold_nobody_up()
 
 
 @pytest.mark.parametrize("most", [1, 11])
-def test_random_steps_agree_with_a_loop_over_rows(most: int) -> None:
+def test_random_steps_match_a_loop_over_rows(most: int) -> None:
     rng = np.random.default_rng(0)
     for _ in range(30):
         executor = ScriptedExecutor()
@@ -402,7 +402,7 @@ def _check(
     assert batch.sample_rows.tolist() == sample_rows
 
 
-def test_a_request_without_a_seed_is_our_mistake_and_is_told() -> None:
+def test_a_request_without_a_seed_raises_an_internal_error() -> None:
     runner = runner_of(ScriptedExecutor())
     plan = plan_of(1, [], admissions=(admission_of(0, [1], seed=None),))
     with pytest.raises(ValueError, match="planned without a seed"):

@@ -1,4 +1,4 @@
-"""Prefault: which blocks become memory ahead of use, and when that ends."""
+"""Prefault: which blocks are touched before use, and when that ends."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def _touch_all(ahead: Prefault, num_never_used: int) -> int:
     return calls
 
 
-def test_as_many_blocks_as_asked_for_are_touched_once_in_each_layer() -> None:
+def test_the_requested_number_of_blocks_is_touched_once_in_each_layer() -> None:
     executor = Touched(20)
     ahead = _ahead(executor, ahead_blocks=10)
     assert _touch_all(ahead, 20) == 3 * LAYERS  # pieces of 4, 4 and 2 blocks
@@ -45,7 +45,7 @@ def test_as_many_blocks_as_asked_for_are_touched_once_in_each_layer() -> None:
     assert not ahead.touch(20)
 
 
-def test_blocks_that_came_into_use_are_left_alone_and_others_follow() -> None:
+def test_used_blocks_are_skipped_and_others_follow() -> None:
     executor = Touched(20)
     ahead = _ahead(executor, ahead_blocks=5)
     _touch_all(ahead, 20)
@@ -53,15 +53,15 @@ def test_blocks_that_came_into_use_are_left_alone_and_others_follow() -> None:
     assert executor.times == [[1] * 5 + [0, 0] + [1] * 5 + [0] * 8] * LAYERS
 
 
-def test_what_comes_into_use_in_the_middle_of_a_piece_is_left_alone() -> None:
+def test_blocks_used_in_the_middle_of_a_piece_are_skipped() -> None:
     executor = Touched(8)
     ahead = _ahead(executor, ahead_blocks=8)
     assert ahead.touch(8)
-    _touch_all(ahead, 5)  # blocks 0 to 2 were handed out after the first layer
+    _touch_all(ahead, 5)  # blocks 0 to 2 were allocated after the first layer
     assert executor.times == [[1] * 8, [0] * 3 + [1] * 5, [0] * 3 + [1] * 5]
 
 
-def test_the_end_of_the_pool_is_the_end() -> None:
+def test_prefaulting_stops_at_the_end_of_the_pool() -> None:
     executor = Touched(6)
     ahead = _ahead(executor, ahead_blocks=100)
     _touch_all(ahead, 6)

@@ -1,4 +1,4 @@
-"""What few requests ask of token choice: from admissions to batches, and mirostat's mu between."""
+"""Rarely used sampling parameters: from admissions to batches, and mirostat's mu in between."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_each_of_them_makes_a_row_rare_until_it_retires(fields: dict[str, Any]) 
     assert left.truncation.typical_p.tolist() == [1.0, 0.5]
 
 
-def test_ragged_parts_belong_to_their_rows() -> None:
+def test_ragged_arrays_belong_to_their_rows() -> None:
     tables = RareParamsTables(3)
     tables.admit(_admission(0, rules=RULES, dry_multiplier=0.8))
     tables.admit(_admission(1, allowed_token_ids=(9, 3)))
@@ -101,7 +101,7 @@ def test_ragged_parts_belong_to_their_rows() -> None:
     assert tables.has_history.tolist() == [True, False, True]
 
 
-def test_mu_begins_at_twice_tau_or_where_the_request_left_it() -> None:
+def test_mu_begins_at_twice_tau_or_at_the_requests_last_value() -> None:
     tables = RareParamsTables(2)
     tables.admit(_admission(0, mirostat=2, mirostat_tau=3.0))
     tables.admit(_admission(1, mirostat=2, mu=-1.25))
@@ -109,7 +109,7 @@ def test_mu_begins_at_twice_tau_or_where_the_request_left_it() -> None:
 
 
 class Steering(ScriptedExecutor):
-    """Moves the mu of each row with mirostat by 1."""
+    """Move the mu of each row with mirostat by 1."""
 
     def sample(self, logits: NDArray[np.float32], batch: SampleBatch) -> TokenChoice:
         choice = super().sample(logits, batch)
@@ -134,7 +134,7 @@ def _step(runner: ModelRunner, number: int, start: int, **more: Any) -> StepResu
     return runner.collect(runner.submit(plan))
 
 
-def test_mu_is_kept_from_step_to_step_and_told_for_all_rows_of_all_slices() -> None:
+def test_mu_is_kept_between_steps_and_reported_for_all_rows_of_all_slices() -> None:
     executor = Steering()
     runner = ModelRunner(executor, num_slots=3, max_model_len=32, block_size=16, max_samples=2)
     admissions = (
@@ -169,7 +169,7 @@ def test_a_failed_row_moves_no_mu() -> None:
     assert runner.tables.rare.mirostat_mu.tolist() == [10.0, 11.0, 11.0]
 
 
-def test_rows_without_rare_parameters_lie_between_those_with_some() -> None:
+def test_rows_without_rare_parameters_mix_with_rows_with_some() -> None:
     tables = RareParamsTables(4)
     tables.admit(_admission(0))
     tables.admit(_admission(1, rules=RULES))

@@ -1,5 +1,7 @@
-"""Steps that do not fit into a device's memory: computed in parts, and a row that does not fit by
-itself fails alone. The allocator's failures are scripted."""
+"""Steps that exceed a device's memory are computed in parts; a row that never fits fails alone.
+
+The allocator's failures are scripted.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +21,27 @@ from tests.unit.runner.deferred_executor import DeferredExecutor
 from tests.unit.runner.plans import admission_of, plan_of, runner_of
 from tests.unit.runner.scripted_executor import FAILS, ScriptedExecutor
 
-TOO_MUCH = 13  # a token whose row fits nowhere
+TOO_MUCH = 13  # a token with a row that never fits
 
 
 @dataclass(frozen=True)
 class Room:
-    """For `most` rows of a trunk, `most_chosen` of a choice, and for no TOO_MUCH."""
+    """Memory for `max_rows` rows of a trunk, `max_chosen` of a choice, and for no TOO_MUCH."""
 
-    most: int
-    most_chosen: int = 99
+    max_rows: int
+    max_chosen: int = 99
 
     def check_trunk(self, batch: ForwardBatch) -> None:
-        if len(batch.seq_starts) - 1 > self.most or TOO_MUCH in batch.token_ids:
+        if len(batch.seq_starts) - 1 > self.max_rows or TOO_MUCH in batch.token_ids:
             raise StepMemoryError("tried to allocate 2 GiB")
 
     def check_choice(self, batch: SampleBatch) -> None:
-        if len(batch.positions) > self.most_chosen:
+        if len(batch.positions) > self.max_chosen:
             raise StepMemoryError("tried to allocate 1 GiB")
 
 
 class TightExecutor(ScriptedExecutor):
-    """Without more memory than `room`."""
+    """An executor without more memory than `room`."""
 
     def __init__(self, room: Room) -> None:
         super().__init__()
@@ -55,7 +57,7 @@ class TightExecutor(ScriptedExecutor):
 
 
 class TightDevice(DeferredExecutor):
-    """The same beside the host: memory is taken when the device is told."""
+    """The same as an asynchronous device: memory is allocated at submission."""
 
     def __init__(self, room: Room) -> None:
         super().__init__(ScriptedExecutor())
@@ -77,12 +79,12 @@ class TightDevice(DeferredExecutor):
 
 
 def tight(room: Room, *, overlap: bool) -> Any:
-    """One of them."""
+    """Return one of them."""
     return TightDevice(room) if overlap else TightExecutor(room)
 
 
 def _mixed(*, broken: bool = False) -> StepPlan:
-    """A step of six rows: all but one sample, one is scored, one lists ids, one is rare."""
+    """Return a step of six rows: all but one sample, one is scored, one lists ids, one is rare."""
     wishes: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"prompt_logprobs": 1},
@@ -119,13 +121,13 @@ def _same(one: StepResult, other: StepResult) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(("most", "most_chosen"), [(99, 1), (1, 99), (2, 1), (4, 2)])
-def test_a_step_in_parts_gives_what_it_gives_as_a_whole(
-    most: int, most_chosen: int, overlap: bool
+@pytest.mark.parametrize(("max_rows", "max_chosen"), [(99, 1), (1, 99), (2, 1), (4, 2)])
+def test_a_step_in_parts_gives_the_results_of_the_whole(
+    max_rows: int, max_chosen: int, overlap: bool
 ) -> None:
     roomy = runner_of(ScriptedExecutor())
     whole = roomy.collect(roomy.submit(_mixed()))
-    executor = tight(Room(most, most_chosen), overlap=overlap)
+    executor = tight(Room(max_rows, max_chosen), overlap=overlap)
     runner = runner_of(executor, overlap=overlap)
     _same(runner.collect(runner.submit(_mixed())), whole)
     assert len(executor.batches) > 1
@@ -134,7 +136,7 @@ def test_a_step_in_parts_gives_what_it_gives_as_a_whole(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_row_that_does_not_fit_by_itself_fails_alone(overlap: bool) -> None:
+def test_a_row_that_never_fits_fails_alone(overlap: bool) -> None:
     roomy = runner_of(ScriptedExecutor())
     whole = roomy.collect(roomy.submit(_mixed()))
     runner = runner_of(tight(Room(99), overlap=overlap), overlap=overlap)
@@ -149,7 +151,7 @@ def test_a_row_that_does_not_fit_by_itself_fails_alone(overlap: bool) -> None:
     assert runner.tables.tokens.lengths.tolist()[:5] == [6, 6, 6, 5, 6]
 
 
-def test_a_row_whose_scores_fail_and_one_without_memory_are_told_apart() -> None:
+def test_a_row_with_failing_scores_and_one_without_memory_are_distinguished() -> None:
     plan = _mixed(broken=True)
     scored = replace(plan.admissions[1], token_ids=np.array([1, FAILS, 22, 23, 31], np.int32))
     plan = replace(plan, admissions=(plan.admissions[0], scored, *plan.admissions[2:]))
@@ -160,7 +162,7 @@ def test_a_row_whose_scores_fail_and_one_without_memory_are_told_apart() -> None
     assert "does not fit" in messages[3]
 
 
-def test_the_step_behind_one_in_parts_goes_on_from_its_tokens() -> None:
+def test_the_step_after_one_in_parts_continues_from_its_tokens() -> None:
     device = TightDevice(Room(99))
     runner = runner_of(device, overlap=True)
     both = (admission_of(0, [1, 2]), admission_of(1, [5]))

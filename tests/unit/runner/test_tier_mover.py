@@ -1,4 +1,4 @@
-"""TierMover: what is handed in ends once, in an order that cannot mix blocks up, whatever fails."""
+"""TierMover: every copy ends once, in an order that cannot mix blocks up, whatever fails."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Store:
 
 
 class HostMemory(Store):
-    """A tier whose places are memory."""
+    """A tier with places in memory."""
 
     tier = Tier.HOST
 
@@ -97,11 +97,11 @@ class HostMemory(Store):
 
 
 class LatePool(Pool):
-    """Of a device beside the host, which copies blocks out when somebody waits for it."""
+    """An asynchronous device's pool, which exports blocks on a wait."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[Callable[[], None]] = []
+        self.submitted: list[Callable[[], None]] = []
         self.imports: list[list[int]] = []
         self.fails: Exception | None = None
 
@@ -127,7 +127,7 @@ class LatePool(Pool):
             for block, out in zip(blocks.tolist(), outs, strict=True):
                 out[:] = self.blocks[block]
 
-        self.told.append(copy)
+        self.submitted.append(copy)
         return self._do
 
     def import_blocks(self, blocks: NDArray[np.int32], raws: Sequence[NDArray[np.uint8]]) -> None:
@@ -136,16 +136,16 @@ class LatePool(Pool):
             self.blocks[block] = raw
 
     def overwrite(self, block: int) -> None:
-        """As a step told later does."""
-        self.told.append(lambda: self.blocks[block].fill(99))
+        """Overwrite blocks, as a later step does."""
+        self.submitted.append(lambda: self.blocks[block].fill(99))
 
     def _do(self) -> None:
-        while self.told:
-            self.told.pop(0)()
+        while self.submitted:
+            self.submitted.pop(0)()
 
 
 class Rig:
-    """A mover, what it reported, and a wait until it has nothing to do."""
+    """A mover, its reports, and a wait until it is idle."""
 
     def __init__(self, pool: Pool | None = None, store: Store | None = None) -> None:
         self.pool, self.store = pool or Pool(), store or Store()
@@ -167,7 +167,7 @@ class Rig:
         self.mover.begin(between(self.store.tier, places, Tier.POOL, blocks, _keys(places)))
 
     def ended(self, count: int) -> list[CopiesEnded]:
-        """All that ended, until so many copies have."""
+        """Return ended copies, once there are so many."""
         found: list[CopiesEnded] = []
         while sum(len(one.to_blocks) for one in found) < count:
             assert self.woken.wait(10)
@@ -186,7 +186,7 @@ def rig() -> Rig:
     return Rig()
 
 
-def test_a_saved_block_comes_back_as_it_was_when_it_was_handed_in(rig: Rig) -> None:
+def test_a_saved_block_comes_back_as_it_was_at_submission(rig: Rig) -> None:
     before = rig.pool.blocks[3].copy()
     rig.store.may_go_on.clear()
     rig.save((3, 5))
@@ -203,7 +203,7 @@ def test_a_saved_block_comes_back_as_it_was_when_it_was_handed_in(rig: Rig) -> N
     assert rig.store.is_closed
 
 
-def test_fetches_overtake_saves_but_not_those_of_their_own_place(rig: Rig) -> None:
+def test_loads_overtake_saves_except_those_of_their_own_place(rig: Rig) -> None:
     rig.save((1, 1))
     rig.ended(1)
     rig.store.may_go_on.clear()
@@ -219,7 +219,7 @@ def test_fetches_overtake_saves_but_not_those_of_their_own_place(rig: Rig) -> No
     rig.mover.close()
 
 
-def test_a_block_that_is_not_there_whole_is_told_and_never_reaches_the_pool(rig: Rig) -> None:
+def test_an_incomplete_block_is_reported_and_never_reaches_the_pool(rig: Rig) -> None:
     before = rig.pool.blocks.copy()
     rig.fetch((7, 2))
     (copies,) = rig.ended(1)
@@ -231,7 +231,7 @@ def test_a_block_that_is_not_there_whole_is_told_and_never_reaches_the_pool(rig:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
-def test_a_medium_that_fails_is_reported_once_and_not_asked_again(rig: Rig, number: int) -> None:
+def test_a_failing_medium_is_reported_once_and_not_used_again(rig: Rig, number: int) -> None:
     rig.save((1, 1))
     rig.ended(1)
     rig.store.fails = OSError(number, "the disk")
@@ -250,7 +250,7 @@ def test_a_medium_that_fails_is_reported_once_and_not_asked_again(rig: Rig, numb
     rig.mover.close()
 
 
-def test_plans_that_name_blocks_on_their_way_wait_for_them(rig: Rig) -> None:
+def test_plans_that_name_blocks_in_transfer_wait_for_them(rig: Rig) -> None:
     rig.save((1, 1))
     rig.ended(1)
     rig.store.may_go_on.clear()
@@ -271,7 +271,7 @@ def test_plans_that_name_blocks_on_their_way_wait_for_them(rig: Rig) -> None:
     rig.mover.close()
 
 
-def test_what_was_cleared_is_not_given_out(rig: Rig) -> None:
+def test_cleared_blocks_are_not_returned(rig: Rig) -> None:
     rig.save((1, 1))
     rig.ended(1)
     rig.mover.clear()
@@ -280,13 +280,13 @@ def test_what_was_cleared_is_not_given_out(rig: Rig) -> None:
     rig.mover.close()
 
 
-def test_saves_handed_in_are_finished_at_the_end(rig: Rig) -> None:
+def test_submitted_saves_are_finished_at_the_end(rig: Rig) -> None:
     rig.save(*((block, block) for block in range(10)))
     rig.mover.close()
     assert sorted(rig.store.kept) == list(range(10))
 
 
-def test_a_runner_without_a_tier_refuses_plans_that_need_one(rig: Rig) -> None:
+def test_a_runner_without_a_tier_rejects_plans_that_need_one(rig: Rig) -> None:
     runner = ModelRunner(
         ScriptedExecutor(), num_slots=2, max_model_len=16, block_size=4, max_samples=2
     )
@@ -303,13 +303,13 @@ def late(request: pytest.FixtureRequest) -> tuple[Rig, LatePool]:
     return Rig(pool, request.param()), pool
 
 
-def test_a_device_beside_the_host_is_told_and_not_waited_for(late: tuple[Rig, LatePool]) -> None:
+def test_an_asynchronous_device_is_not_waited_for(late: tuple[Rig, LatePool]) -> None:
     rig, pool = late
     before = pool.blocks[[3, 4]].copy()
     rig.store.may_go_on.clear()
-    rig.fetch((9, 1))  # so that the thread has something else to do
+    rig.fetch((9, 1))  # keeps the thread busy
     rig.save((3, 5), (4, 6))
-    assert len(pool.told) == 1
+    assert len(pool.submitted) == 1
     pool.overwrite(3)
     pool.overwrite(4)
     rig.store.may_go_on.set()
@@ -321,8 +321,8 @@ def test_a_device_beside_the_host_is_told_and_not_waited_for(late: tuple[Rig, La
     rig.mover.close()
 
 
-def test_nothing_comes_into_a_block_before_it_has_been_read(late: tuple[Rig, LatePool]) -> None:
-    """One plan saves a block and has another fetched into it; fetches overtake saves."""
+def test_a_block_is_read_before_it_is_overwritten(late: tuple[Rig, LatePool]) -> None:
+    """One plan saves a block and has another loaded into it; loads overtake saves."""
     rig, pool = late
     rig.save((1, 1))
     rig.ended(1)
@@ -344,7 +344,7 @@ def test_nothing_comes_into_a_block_before_it_has_been_read(late: tuple[Rig, Lat
     rig.mover.close()
 
 
-def test_what_is_told_together_comes_together_where_places_are_memory() -> None:
+def test_copies_submitted_together_arrive_together_if_places_are_memory() -> None:
     pool = LatePool()
     rig = Rig(pool, HostMemory())
     rig.save(*((block, block) for block in range(6)))
@@ -359,8 +359,8 @@ def test_what_is_told_together_comes_together_where_places_are_memory() -> None:
     rig.mover.close()
 
 
-def test_a_place_is_filled_anew_only_when_it_was_read() -> None:
-    """As it may be where plans are replayed faster than they were made."""
+def test_a_place_is_refilled_only_after_it_was_read() -> None:
+    """Possible if plans are replayed faster than they were made."""
     pool = LatePool()
     rig = Rig(pool, HostMemory())
     before = pool.blocks[1].copy()
@@ -384,7 +384,7 @@ def test_a_place_is_filled_anew_only_when_it_was_read() -> None:
     assert np.array_equal(pool.blocks[6], before)
 
 
-def test_a_device_that_fails_ends_its_copies_and_is_reported_once(
+def test_a_failing_device_ends_its_copies_and_is_reported_once(
     late: tuple[Rig, LatePool],
 ) -> None:
     rig, pool = late

@@ -1,4 +1,4 @@
-"""A tier without bytes: what FakeWorker's pool slots hold, by place; copies end when told to."""
+"""A tier without bytes: the content of FakeWorker's pool slots by place; copies end on request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.base.block_copies import BlockCopies, CopiesEnded, Tier
 
 
 class FakeTier:
-    """`size`: positions of a block. `wrong` collects what no tier could give."""
+    """`size`: positions of a block. `wrong` collects impossible requests."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -22,7 +22,7 @@ class FakeTier:
         self.num_saved = self.num_fetched = 0
 
     def begin(self, copies: BlockCopies, content: list[int]) -> None:
-        """Saves are read at once, before the plan writes anything."""
+        """Read saves at once, before the plan writes anything."""
         for at in range(len(copies)):
             digest = copies.digests[at].tobytes()
             source, target = int(copies.from_blocks[at]), int(copies.to_blocks[at])
@@ -35,11 +35,11 @@ class FakeTier:
                 self.under_way.append((Tier.POOL, target, digest, source))
 
     def end(self, random: Random, content: list[int], *, most: int = 1000) -> CopiesEnded | None:
-        """Some of those under way end, kv_loads before saves or after; some kv_loads are bad."""
+        """End some copies in progress, loads before saves or after; some loads fail."""
         ended: list[tuple[int, int, bool]] = []
         num_bad = fetched = saved = 0
         for _ in range(min(most, len(self.under_way))):
-            # KVLoads may overtake saves, and never one of the place they read from.
+            # Loads may overtake saves, except those of the place they read from.
             at = random.choice(range(len(self.under_way))) if random.random() < 0.5 else 0
             tier, target, digest, what = self.under_way[at]
             place = target if tier == Tier.DISK else what
@@ -81,6 +81,6 @@ class FakeTier:
 
 
 def _place(copy: tuple[int, int, bytes, list[int] | int]) -> object:
-    """The place of the tier that a copy is of."""
+    """Return the tier's place of a copy."""
     tier, target, _, what = copy
     return target if tier == Tier.DISK else what

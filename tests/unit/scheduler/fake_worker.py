@@ -1,9 +1,9 @@
-"""A worker without a model: it does what plans say and remembers what every pool slot holds.
+"""A worker without a model: it executes plans and remembers the content of every pool slot.
 
-Its "keys and values" of a token are a digest of the request's tokens up to it. A row reads the
+The "keys and values" of a token are a digest of the request's tokens up to it. A row reads the
 digests of all positions before it through its block table, so that a stale, wrong, unwritten or
-overwritten block is found at once. The next token is a function of that digest, the seed and
-the stream: `alone` computes the same without blocks, plans or neighbours. A prompt's score at a
+overwritten block is found at once. The next token is a function of that digest, the seed and the
+stream: `alone` computes the same without blocks, plans or other requests. A prompt's score at a
 position is a function of the digest there and the next token: `alone_scores`.
 """
 
@@ -37,24 +37,24 @@ Top = tuple[list[int], list[float], list[bool]]
 VOCAB = 11
 UNWRITTEN = 0
 GARBAGE = 1
-HALF_DONE = 2  # a position that has gone through some layers
+HALF_DONE = 2  # a position of which some layers have been computed
 _MASK = (1 << 64) - 1
 
 
 def mix(digest: int, number: int) -> int:
-    """The digest of one more token, never UNWRITTEN or GARBAGE in practice."""
+    """Return the digest extended by one token, never UNWRITTEN or GARBAGE in practice."""
     digest = (digest * 6364136223846793005 + number + 1442695040888963407) & _MASK
     digest ^= digest >> 29
     return (digest * 0xBF58476D1CE4E5B9) & _MASK
 
 
 def next_token(digest: int, sampling: SamplingParams, stream: int) -> int:
-    """The token after the history that `digest` stands for."""
+    """Return the token after the history that `digest` stands for."""
     return (mix(mix(digest, sampling.seed or 0), stream) >> 33) % VOCAB
 
 
 def alone(request: Request, limit: int) -> list[int]:
-    """The output of `request` when nothing else runs and nothing is ever shared or moved."""
+    """Return the output of `request` when nothing else runs and nothing is shared or moved."""
     digest = 7
     for token_id in request.prompt_ids.tolist():
         digest = mix(digest, token_id)
@@ -68,7 +68,7 @@ def alone(request: Request, limit: int) -> list[int]:
 
 
 def beam_logprobs(digest: int) -> list[float]:
-    """What stands for the log-probabilities of all tokens after such a history; all differ."""
+    """Return fake log-probabilities of all tokens after a history; all differ."""
     return [
         float(np.float32(-0.01 - (mix(digest, 1000 + token) >> 44) / 2**18))
         for token in range(VOCAB)
@@ -76,12 +76,12 @@ def beam_logprobs(digest: int) -> list[float]:
 
 
 def ends_beam(digest: int, token_id: int, sampling: SamplingParams) -> bool:
-    """Whether the text after such a history and this token has come to a stop string."""
+    """Return whether the text after a history and this token ends with a stop string."""
     return bool(sampling.stop) and mix(digest, 500 + token_id) % 6 == 0
 
 
 def ends_by_text(request: Request, output: Sequence[int]) -> bool:
-    """Whether the last of these tokens brought a beam to a stop string."""
+    """Return whether the last of these tokens completed a stop string of a beam."""
     if not request.sampling.use_beam_search or not output:
         return False
     digest = 7
@@ -91,7 +91,7 @@ def ends_by_text(request: Request, output: Sequence[int]) -> bool:
 
 
 def alone_beam(request: Request, limit: int) -> list[int] | None:
-    """The sequence that stream of a beam search is told; None for other requests."""
+    """Return the sequence of a stream of a beam search; None for other requests."""
     sampling, digest = request.sampling, 7
     if not sampling.use_beam_search:
         return None
@@ -119,12 +119,12 @@ def alone_beam(request: Request, limit: int) -> list[int] | None:
 
 
 def score(digest: int, token_id: int) -> int:
-    """What stands for the score of the prompt token that comes after such a history."""
+    """Return the fake score of the prompt token after a history."""
     return mix(digest, token_id) >> 34
 
 
 def alone_scores(request: Request) -> list[int]:
-    """The scores of all prompt tokens but the first."""
+    """Return the scores of all prompt tokens except the first."""
     digest, scores = 7, []
     for token_id, following in pairwise(request.prompt_ids.tolist()):
         digest = mix(digest, token_id)
@@ -134,16 +134,16 @@ def alone_scores(request: Request) -> list[int]:
 
 @dataclass
 class FakeWorker:
-    """Applies plans in order; `wrong` collects what a real worker would have computed wrongly."""
+    """Apply plans in order; `wrong` collects what a real worker would have computed wrongly."""
 
     num_slots: int
     max_tokens: int
     num_blocks: int
     block_size: int
-    copies_blocks: ClassVar[bool] = True  # False is a planted fault
+    copies_blocks: ClassVar[bool] = True  # False is an injected fault
     wrong: list[str] = field(default_factory=list)
     tier: FakeTier | None = None
-    window: int = 0  # positions a token sees; 0: all
+    window: int = 0  # visible positions of a token; 0: all
 
     def __post_init__(self) -> None:
         columns = -(-self.max_tokens // self.block_size)
@@ -151,12 +151,12 @@ class FakeWorker:
         self.tables = np.full((self.num_slots, columns), -1, np.int64)
         self.admitted: dict[int, Admission] = {}
         self.content: list[int] = [UNWRITTEN] * (self.num_blocks * self.block_size)
-        self.failed: set[int] = set()  # slots whose request lost a row
-        self.part: PartLayers | None = None  # whose layers were computed last
+        self.failed: set[int] = set()  # slots of requests with a failed row
+        self.part: PartLayers | None = None  # the layers computed last
         self.next_step = 1
 
     def run(self, plan: StepPlan, fail_rows: Collection[int] = ()) -> StepResult:
-        """The result of `plan`; rows in `fail_rows` fail after writing garbage."""
+        """Return the result of `plan`; rows in `fail_rows` fail after writing garbage."""
         assert plan.step == self.next_step, "plans must come in order without gaps"
         self.next_step += 1
         self._apply(plan)
@@ -188,14 +188,14 @@ class FakeWorker:
             step=plan.step,
             token_counts=np.array(token_counts, np.int32),
             token_ids=np.array(token_ids, np.int32),
-            **_told_of_beams(tops),
+            **_beam_candidates(tops),
             score_counts=np.array([len(of_row) for of_row in scores], np.int32),
             scores=_as_record([one for of_row in scores for one in of_row]),
             errors=tuple(errors),
         )
 
     def _scores(self, slot: int, start: int, count: int) -> list[int]:
-        """Of the prompt tokens that come after the row's positions, where they were asked for."""
+        """Return requested scores of the prompt tokens after the row's positions."""
         admission = self.admitted[slot]
         if admission.scores_from is None:
             return []
@@ -222,7 +222,7 @@ class FakeWorker:
             self.tokens.tokens[slot, self.tokens.lengths[slot] - 1] = token_id
         self.tables[plan.table_slots, plan.table_columns] = plan.table_blocks
         if plan.tier_copies is not None:
-            assert self.tier is not None, "copies to a tier there is not"
+            assert self.tier is not None, "copies to a missing tier"
             self.tier.begin(plan.tier_copies, self.content)
         if not self.copies_blocks:
             return
@@ -234,7 +234,7 @@ class FakeWorker:
     def _compute(
         self, plan: StepPlan, row: int, slot: int, start: int, count: int, *, failing: bool
     ) -> str | None:
-        """Store digests of the row's positions; an error message if the row fails."""
+        """Store digests of the row's positions; return an error message if the row fails."""
         if slot not in self.admitted:
             self.wrong.append(f"step {plan.step}: slot {slot} computes but is not admitted")
             return "no request"
@@ -266,7 +266,9 @@ class FakeWorker:
         return None
 
     def _compute_layers(self, step: int, layers: PartLayers, *, failing: bool) -> str | None:
-        """Leave positions half done until the last layer; an error message if the part fails."""
+        """Leave positions half done until the last layer; return an error message if the
+        chunk fails.
+        """
         slot, end = layers.slot, layers.start + layers.count
         where, last, self.part = f"step {step} slot {slot}", self.part, layers
         if slot not in self.admitted or end >= int(self.tokens.lengths[slot]):
@@ -326,8 +328,8 @@ def _top(digest: int, admission: Admission) -> Top:
     return best, [logprobs[token] for token in best], ends
 
 
-def _told_of_beams(tops: list[Top]) -> dict[str, Any]:
-    """Fields of a StepResult; the model's own log-probabilities are those that decide."""
+def _beam_candidates(tops: list[Top]) -> dict[str, Any]:
+    """Return fields of a StepResult; the search decides by the model's own log-probabilities."""
     width = max((len(ids) for ids, _, _ in tops), default=0)
     if not width:
         return {}
@@ -348,7 +350,7 @@ def _told_of_beams(tops: list[Top]) -> dict[str, Any]:
 
 
 def _as_record(ranks: list[int]) -> PromptScores | None:
-    """Scores as a worker tells them; the numbers are in the ranks."""
+    """Return scores in the worker's format; the values are in the ranks."""
     if not ranks:
         return None
     nothing = np.zeros((len(ranks), 2), np.float32)
@@ -380,7 +382,7 @@ def make_request(
     explain_cache: bool = False,
     **sampling: Any,
 ) -> Request:
-    """A request as the engine would make it."""
+    """Return a request as the engine would build it."""
     return Request(
         request_id=name,
         group_id=group or name,

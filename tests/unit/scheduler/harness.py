@@ -1,4 +1,4 @@
-"""Drives a scheduler against the fake worker and checks what must hold after each operation."""
+"""Drive a scheduler with the fake worker and check invariants after each operation."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ class Setup:
     max_short_prompts: int = 0
     part_layers: int = 0
     layered_part_tokens: int = 512
-    run_late: bool = False  # the worker computes only when its result is asked for
+    run_late: bool = False  # the worker computes only when its result is collected
     policy: Callable[[], Policy] = FirstCome
-    tier_places: int = 0  # of a tier that is used whenever it can be
+    tier_places: int = 0  # places of a tier that is used whenever possible
     tenants: tuple[TenantLimits, ...] = ()
-    window: int = 0  # positions a token sees; 0: all
+    window: int = 0  # visible positions of a token; 0: all
 
 
 class Harness:
-    """One scheduler, one worker; `step` is what the engine's loop does."""
+    """One scheduler, one worker; `step` does what the engine's loop does."""
 
     def __init__(self, setup: Setup, *, cost: CostModel | None = None) -> None:
         self.setup = setup
@@ -104,14 +104,14 @@ class Harness:
             window=setup.window,
         )
         self.out: deque[tuple[StepPlan, StepResult | None, Sequence[int]]] = deque()
-        self.named: deque[dict[int, set[str]]] = deque()  # block: owners, a plan that is out
+        self.named: deque[dict[int, set[str]]] = deque()  # block: owners, per plan in flight
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.scores: dict[str, list[int]] = {}
         self.ends: dict[str, RequestOutput] = {}
-        self.refusals: dict[str, OverloadedError] = {}  # what was said to those that expired
+        self.refusals: dict[str, OverloadedError] = {}  # errors of expired requests
         self.plans: list[StepPlan] = []
-        self.most_out = 0
+        self.max_in_flight = 0
         self.now_ms = 0.0
 
     def add(self, request: Request) -> None:
@@ -131,7 +131,7 @@ class Harness:
         self.check()
 
     def schedule(self, fail_rows: Sequence[int] = ()) -> bool:
-        """Make one plan and hand it to the worker; False if there was none."""
+        """Make one plan and submit it to the worker; False if there was none."""
         self.now_ms += 1.0
         for names, error in self.scheduler.expire(self.now_ms):
             for name in names:
@@ -147,12 +147,12 @@ class Harness:
         fails = [row for row in fail_rows if row < num_rows]
         result = None if self.setup.run_late else self.worker.run(plan, fails)
         self.out.append((plan, result, fails))
-        self.most_out = max(self.most_out, len(self.out))
+        self.max_in_flight = max(self.max_in_flight, len(self.out))
         self.check()
         return True
 
     def update(self) -> bool:
-        """Bring home the oldest plan; False if none is out."""
+        """Collect the oldest plan; False if none is in flight."""
         if not self.out:
             return False
         self.now_ms += 1.0
@@ -168,14 +168,14 @@ class Harness:
         return True
 
     def step(self) -> bool:
-        """What the engine's loop does in a turn; False when there was nothing to do."""
+        """Run one turn of the engine's loop; False if there was nothing to do."""
         moved = False
         while len(self.out) < self.setup.plans_in_flight and self.schedule():
             moved = True
         return self.update() or moved
 
     def arrive(self, random: Random, *, most: int = 1000) -> bool:
-        """Copies between tiers end; False if none did."""
+        """End copies between tiers; False if none did."""
         self.now_ms += 1.0
         copies = self.tier.end(random, self.worker.content, most=most)
         if copies is not None:
@@ -184,7 +184,7 @@ class Harness:
         return copies is not None
 
     def drain(self, max_steps: int = 5_000) -> None:
-        """Run until nothing is left; fails if it does not get on."""
+        """Run until nothing is left; fail if there is no progress."""
         for _ in range(max_steps):
             if not self.scheduler.has_work:
                 return
@@ -195,10 +195,10 @@ class Harness:
         raise AssertionError(f"still work after {max_steps} steps")
 
     def take(self, output: RequestOutput) -> None:
-        """Remember what a request was told."""
+        """Record the output of a request."""
         assert output.request_id not in self.ends, "an output after the last one"
         if output.scores is not None:
-            assert output.request_id not in self.scores, "scores are told once"
+            assert output.request_id not in self.scores, "scores are emitted once"
             assert not self.tokens[output.request_id], "scores come with the first token"
             width = self.requests[output.request_id].sampling.prompt_logprobs
             assert output.scores.top_ids.shape[1] in (0, width)
@@ -208,30 +208,30 @@ class Harness:
             self.ends[output.request_id] = output
 
     def limit(self, request: Request) -> int:
-        """The most tokens a request can have here."""
+        """Return the largest number of tokens a request can have here."""
         size = self.setup.block_size
         pool_tokens = self.setup.num_blocks * size
-        most_tokens = min(pool_tokens, self.scheduler._tenants.max_tokens(request))
-        limit = min(request.max_total_tokens, self.setup.max_model_len, most_tokens)
+        max_tokens = min(pool_tokens, self.scheduler._tenants.max_tokens(request))
+        limit = min(request.max_total_tokens, self.setup.max_model_len, max_tokens)
         if not request.sampling.use_beam_search:
             return limit
         width, shared = request.sampling.num_sequences, len(request.prompt_ids) // size
-        return min(limit, (shared + (most_tokens // size - shared - width + 1) // width) * size)
+        return min(limit, (shared + (max_tokens // size - shared - width + 1) // width) * size)
 
     def alone(self, request: Request) -> list[int]:
-        """The tokens of `request` when nothing else runs."""
+        """Return the tokens of `request` when nothing else runs."""
         limit = self.limit(request)
         return alone_beam(request, limit) or alone(request, limit)
 
     def check(self) -> None:
-        """What must hold at every moment."""
+        """Check the invariants that hold at every moment."""
         assert self.scheduler.check_integrity() == []
-        self.scheduler._batch.totals()  # kept from now on: the next check says if that was right
+        self.scheduler._batch.totals()  # cached from now on: the next check verifies it
         assert self.worker.wrong == [], self.worker.wrong
         assert self.tier.wrong == [], self.tier.wrong
 
     def check_plan(self, plan: StepPlan) -> None:
-        """What must hold for each plan, seen beside those that are out."""
+        """Check the invariants of each plan, together with those in flight."""
         setup = self.setup
         assert plan.num_tokens <= setup.max_num_batched_tokens
         assert len(plan.slots) <= setup.max_num_seqs
@@ -247,8 +247,8 @@ class Harness:
         assert (plan.store_from >= plan.starts).all()
         for block in self._written_blocks(plan):
             owners = self._owners(block)
-            assert len(owners) == 1, "a shared block is written"
-            assert not self.cache.pool.findable[block], "a registered block is written"
+            assert len(owners) == 1, "a shared block is written to"
+            assert not self.cache.pool.findable[block], "a registered block is written to"
             for named in self.named:
                 assert owners <= named.get(block, owners), "a block named in flight is reused"
         self.named.append({block: self._owners(block) for block in self._named_blocks(plan)})
@@ -257,7 +257,7 @@ class Harness:
         layers = plan.layers
         if layers is None:
             return
-        assert layers.slot not in plan.slots, "a part by layers beside a row of its own"
+        assert layers.slot not in plan.slots, "a layered chunk together with a row of its request"
         assert 0 <= layers.first_layer < layers.end_layer <= self.setup.part_layers
         assert 0 < layers.count <= self.setup.layered_part_tokens
         assert layers.store_from >= layers.start
@@ -274,7 +274,7 @@ class Harness:
         return written
 
     def _named_blocks(self, plan: StepPlan) -> set[int]:
-        """Those that a row sees, or writes."""
+        """Return the blocks that a row sees or writes."""
         window, size = self.setup.window, self.setup.block_size
         rows = []
         starts = list(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
@@ -283,7 +283,7 @@ class Harness:
         for slot, start in starts:
             seen_from = max(start - window + 1, 0) // size if window else 0
             rows.append(self.cache.tables.blocks[slot, seen_from : self.cache.tables.counts[slot]])
-            assert (rows[-1] >= 0).all(), "a row sees a block that was given back"
+            assert (rows[-1] >= 0).all(), "a row sees a freed block"
         return set(np.concatenate([plan.copy_from, plan.copy_to, *rows]).tolist())
 
     def _owners(self, block: int) -> set[str]:
@@ -291,7 +291,7 @@ class Harness:
         return {self.scheduler._batch.sequence(slot).request.request_id for slot in slots.tolist()}
 
     def check_scores(self) -> None:
-        """Scores are those alone; a group whose streams did not all fail was told them once."""
+        """Check that scores match those alone, once per group unless all of its streams failed."""
         for name, scores in self.scores.items():
             assert scores == alone_scores(self.requests[name]), name
         groups: dict[str, list[str]] = {}
@@ -307,7 +307,7 @@ class Harness:
         assert all(request in self.requests for request in self.scores)
 
     def check_end(self) -> None:
-        """What must hold when everything has ended: right tokens, right reasons, no leaks."""
+        """Check the end: right tokens, right reasons, no leaks."""
         assert self.ends.keys() == self.requests.keys()
         for name, request in self.requests.items():
             expected = self.alone(request)

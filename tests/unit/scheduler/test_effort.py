@@ -1,4 +1,4 @@
-"""Cost follows change: what a steady step touches does not grow with the number of requests."""
+"""Cost follows change: the work of a steady step does not grow with the number of requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def steady(
     policy: Policy | None = None,
     tenants: tuple[TenantLimits, ...] = (),
 ) -> Scheduler:
-    """`running` requests that decode, lengths staggered, and as many that wait for a slot."""
+    """Return `running` decoding requests of staggered lengths, and as many waiting for a slot."""
     scheduler = Scheduler(
         SchedulerLimits(max_num_seqs=running, max_num_batched_tokens=8192, max_model_len=256),
         CacheManager(running * 16, 16, prefix_caching=True),
@@ -55,7 +55,7 @@ def result_of(plan: StepPlan) -> StepResult:
 
 
 def calls_of_a_turn(scheduler: Scheduler) -> int:
-    """Calls, of Python and of C functions, in schedule and update."""
+    """Return calls of Python and C functions in schedule and update."""
     count = 0
 
     def tracer(frame: FrameType, event: str, argument: Any) -> None:
@@ -85,7 +85,7 @@ def test_a_steady_step_makes_equally_many_calls_for_16_and_for_512_requests() ->
     assert counts.pop() <= 120
 
 
-def test_tenants_with_limits_cost_a_steady_step_equally_many_calls_for_few_and_many() -> None:
+def test_a_steady_step_makes_equally_many_calls_for_few_and_many_limited_tenants() -> None:
     tenants = (
         TenantLimits(name="", shown="default", ceiling_blocks=100_000, max_running=600),
         TenantLimits(name="a", shown="a", floor_blocks=16),
@@ -96,18 +96,18 @@ def test_tenants_with_limits_cost_a_steady_step_equally_many_calls_for_few_and_m
     assert counts.pop() <= 160
 
 
-def test_a_tenant_that_waits_at_its_limit_costs_a_steady_step_nothing() -> None:
+def test_a_tenant_waiting_at_its_limit_adds_no_cost_to_a_steady_step() -> None:
     full = (TenantLimits(name="", shown="default", max_running=8),)
     assert calls_of_a_turn(steady(16, waiting=200, tenants=full)) == calls_of_a_turn(
         steady(16, waiting=20, tenants=full)
     )
 
 
-def test_a_blocked_queue_costs_a_steady_step_nothing() -> None:
+def test_a_blocked_queue_adds_no_cost_to_a_steady_step() -> None:
     assert calls_of_a_turn(steady(16, waiting=200)) == calls_of_a_turn(steady(16))
 
 
-def test_a_steady_step_touches_no_ticket_and_makes_no_output_object() -> None:
+def test_a_steady_step_touches_no_sequence_state_and_makes_no_output_object() -> None:
     scheduler = steady(64)
     batch = scheduler._batch
 
@@ -126,7 +126,7 @@ def test_a_steady_step_touches_no_ticket_and_makes_no_output_object() -> None:
     assert len(outputs.request_ids) == 64
 
 
-def test_names_are_gathered_again_only_after_somebody_came_or_went() -> None:
+def test_names_are_gathered_again_only_after_an_arrival_or_an_end() -> None:
     scheduler = steady(8)
     names = []
     for _ in range(3):
@@ -141,7 +141,7 @@ def test_names_are_gathered_again_only_after_somebody_came_or_went() -> None:
     assert outputs.request_ids == [name for name in names[0] if name != "r3"]
 
 
-def test_block_crossings_of_a_step_are_allocated_in_one_piece() -> None:
+def test_block_crossings_of_a_step_are_allocated_together() -> None:
     scheduler = steady(64)
     allocations = []
     allocate = scheduler._cache.allocate

@@ -1,4 +1,4 @@
-"""A plain request enters the core of the scheduler only: what is off does not run."""
+"""A plain request enters only the core of the scheduler: disabled features do not run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request that reports its progress gives an output for each chunk of its prompt but the last."""
+"""A request that reports its progress has an output for each prompt chunk except the last."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.scheduler.harness import Harness, Setup
 def reports(harness: Harness) -> Iterator[tuple[str, int]]:
     """Run to the end and yield (request id, prompt tokens computed) of each progress output."""
     update = harness.scheduler.update
-    told: list[tuple[str, int]] = []
+    reported: list[tuple[str, int]] = []
 
     def watched(*args: object) -> object:
         outputs = update(*args)  # type: ignore[arg-type]
@@ -23,13 +23,13 @@ def reports(harness: Harness) -> Iterator[tuple[str, int]]:
             if output.prompt_progress is not None:
                 assert output.token_ids == ()
                 assert output.finish_reason is None
-                told.append((output.request_id, output.prompt_progress))
+                reported.append((output.request_id, output.prompt_progress))
         return outputs
 
     harness.scheduler.update = watched  # type: ignore[method-assign,assignment]
     harness.drain()
     harness.check_end()
-    return iter(told)
+    return iter(reported)
 
 
 def asking(name: str, length: int) -> Request:
@@ -37,7 +37,7 @@ def asking(name: str, length: int) -> Request:
 
 
 @pytest.mark.parametrize("plans_in_flight", [1, 2])
-def test_each_chunk_but_the_last_is_reported_once(plans_in_flight: int) -> None:
+def test_each_chunk_except_the_last_is_reported_once(plans_in_flight: int) -> None:
     harness = Harness(Setup(max_num_batched_tokens=4, plans_in_flight=plans_in_flight))
     harness.add(asking("a", 11))
     assert list(reports(harness)) == [("a", 4), ("a", 8)]
@@ -47,9 +47,9 @@ def test_only_requests_that_ask_report() -> None:
     harness = Harness(Setup(max_num_batched_tokens=4))
     harness.add(make_request("quiet", range(50, 61), max_tokens=3))
     harness.add(asking("b", 9))
-    told = list(reports(harness))
-    assert {name for name, _ in told} == {"b"}
-    assert [computed for _, computed in told] == sorted({computed for _, computed in told})
+    reported = list(reports(harness))
+    assert {name for name, _ in reported} == {"b"}
+    assert [computed for _, computed in reported] == sorted({computed for _, computed in reported})
     harness.add(make_request("after", range(70, 81), max_tokens=3))
     assert list(reports(harness)) == []
 

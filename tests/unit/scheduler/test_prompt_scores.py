@@ -1,4 +1,4 @@
-"""Scores of prompts: computed without the prefix cache, told once, and enough by themselves."""
+"""Prompt scores: computed without the prefix cache, emitted once, and possible without output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.scheduler.harness import Harness, Setup
 
 
 def _run(harness: Harness, name: str, prompt: range, **parameters: Any) -> list[StepPlan]:
-    """The plans it takes from add to end."""
+    """Return the plans from add to end."""
     before = len(harness.plans)
     harness.add(make_request(name, prompt, **{"max_tokens": 2, **parameters}))
     harness.drain()
@@ -43,7 +43,7 @@ def test_a_scored_prompt_uses_no_prefix_and_leaves_one_for_others() -> None:
 
 
 @pytest.mark.parametrize("plans_in_flight", [1, 2, 3])
-def test_the_parts_of_a_prompt_computed_in_chunks_are_told_together(plans_in_flight: int) -> None:
+def test_the_scores_of_a_chunked_prompt_are_emitted_together(plans_in_flight: int) -> None:
     harness = Harness(Setup(max_num_batched_tokens=5, plans_in_flight=plans_in_flight))
     _run(harness, "a", range(23), prompt_logprobs=1)
     assert len(harness.scores["a"]) == 22
@@ -98,7 +98,7 @@ def test_the_prompt_of_a_request_without_output_may_fill_the_context() -> None:
         add(13, max_model_len=12)
 
 
-def test_room_for_nothing_is_refused_where_something_is_to_be_generated() -> None:
+def test_zero_output_tokens_are_rejected_if_something_is_to_be_generated() -> None:
     harness = Harness(Setup())
     request = make_request("a", range(4), max_tokens=0, prompt_logprobs=0)
     wrong = replace(request, sampling=SamplingParams(seed=0, prompt_logprobs=0, max_tokens=5))
@@ -106,7 +106,7 @@ def test_room_for_nothing_is_refused_where_something_is_to_be_generated() -> Non
         harness.scheduler.add(wrong)
 
 
-def test_a_group_is_told_by_its_leader_only() -> None:
+def test_only_the_leader_of_a_group_emits_scores() -> None:
     harness = Harness(Setup())
     for stream in range(3):
         request = make_request(
@@ -119,7 +119,7 @@ def test_a_group_is_told_by_its_leader_only() -> None:
     harness.check_end()
 
 
-def test_an_heir_scores_the_prompt_when_the_leader_is_gone_before() -> None:
+def test_the_next_stream_scores_the_prompt_if_the_leader_is_aborted_before() -> None:
     harness = Harness(Setup(max_num_batched_tokens=4))
     for stream in range(3):
         request = make_request(
@@ -133,7 +133,7 @@ def test_an_heir_scores_the_prompt_when_the_leader_is_gone_before() -> None:
     harness.check_end()
 
 
-def test_a_prompt_that_was_half_scored_goes_on_there_after_preemption() -> None:
+def test_a_half_scored_prompt_continues_after_preemption() -> None:
     harness = Harness(Setup(num_blocks=8, block_size=4, max_num_batched_tokens=6, max_num_seqs=2))
     harness.add(make_request("old", range(4), max_tokens=25))
     harness.step()
@@ -173,7 +173,7 @@ def _scored(plan: StepPlan, counts: list[int], width: int = 0, **changes: Any) -
 
 
 def _planned(*wanted: int | None) -> tuple[Scheduler, StepPlan]:
-    """Prompts of 4 tokens, each with so many alternatives."""
+    """Add prompts of 4 tokens, each with so many alternatives."""
     limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=32)
     engine = Scheduler(limits, CacheManager(32, 4, prefix_caching=True), FirstCome())
     for name, prompt_logprobs in zip("abcd", wanted, strict=False):
@@ -185,20 +185,22 @@ def _planned(*wanted: int | None) -> tuple[Scheduler, StepPlan]:
     return engine, plan
 
 
-def test_each_request_is_told_as_many_alternatives_as_it_asked_for() -> None:
+def test_each_request_gets_its_own_number_of_alternatives() -> None:
     engine, plan = _planned(2, None, 0, 5)
-    told = {
+    scores_by_id = {
         output.request_id: output.scores
         for output in engine.update(plan, _scored(plan, [3, 0, 3, 3], width=5), 0.0)
     }
-    assert told["b"] is None
-    shapes = {name: scores.top_ids.shape for name, scores in told.items() if scores is not None}
+    assert scores_by_id["b"] is None
+    shapes = {
+        name: scores.top_ids.shape for name, scores in scores_by_id.items() if scores is not None
+    }
     assert shapes == {"a": (3, 2), "c": (3, 0), "d": (3, 5)}
-    assert told["d"] is not None
-    assert told["d"].ranks.tolist() == [6, 7, 8]
+    assert scores_by_id["d"] is not None
+    assert scores_by_id["d"].ranks.tolist() == [6, 7, 8]
 
 
-def test_scores_of_rows_that_failed_or_left_reach_nobody() -> None:
+def test_scores_of_failed_or_aborted_rows_are_dropped() -> None:
     engine, plan = _planned(0, 0, 0)
     engine.abort("b")
     counts = plan.samples.astype(np.int32)
@@ -220,7 +222,7 @@ def test_scores_of_rows_that_failed_or_left_reach_nobody() -> None:
     ("counts", "words"),
     [([3], "counts of 1 rows"), ([3, 2, 1], "counts of 3 rows"), ([3, 2], "2 of 3 prompt tokens")],
 )
-def test_scores_that_do_not_fit_the_plan_end_the_engine(counts: list[int], words: str) -> None:
+def test_scores_that_do_not_match_the_plan_end_the_engine(counts: list[int], words: str) -> None:
     engine, plan = _planned(0, 0)
     with pytest.raises(WorkerError, match=words):
         engine.update(plan, _scored(plan, counts), 0.0)

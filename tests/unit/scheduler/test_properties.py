@@ -1,8 +1,8 @@
 """The property: whatever else runs, each request gets the tokens it gets alone.
 
 Cases are drawn: arrivals, shared prefixes, forks, aborts, failing rows, tiny pools, chunk sizes,
-one to three plans in flight. After each operation the books are audited; the fake worker finds
-any block that is read without holding what it should; at the end no block is missing.
+one to three plans in flight. After each operation the metadata is audited; the fake worker detects
+any block that is read without the right content; at the end no block is missing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.unit.scheduler.harness import Harness, Setup
 
 
 class LastCome(FirstCome):
-    """Everything the other way round: even so everybody finishes, with the same tokens."""
+    """Last come, first served: even so every request finishes with the same tokens."""
 
     def queue_key(self, sequence: SequenceState) -> tuple[float, ...]:
         return (-sequence.arrival,)
@@ -58,7 +58,7 @@ PARTS = (
     "beams",
     "moved",
 )
-POLICIES = (  # put a new policy here
+POLICIES = (  # add new policies here
     FirstCome,
     FirstCome,
     LastCome,
@@ -71,7 +71,7 @@ COST = LinearCost(fixed_ms=1.0, token_ms=0.5, position_ms=0.02)
 
 
 def draw_bounds(random: Random) -> dict[str, float]:
-    """How prompts are bounded; those of several tokens get few of them beside rows of one."""
+    """Draw limits of prompts, which get few tokens beside decoding rows."""
     if random.random() < 0.5:
         return {}
     return {
@@ -83,7 +83,7 @@ def draw_bounds(random: Random) -> dict[str, float]:
 
 
 def draw_setup(random: Random) -> Setup:
-    """Sizes at which things go short all the time."""
+    """Draw sizes at which resources are always short."""
     return Setup(
         num_blocks=random.choice([4, 6, 8, 10, 12, 24]),
         block_size=random.choice([1, 2, 4, 4]),
@@ -107,9 +107,11 @@ def run_case(
     flush_share: float = 0.0,
     hold_share: float = 0.0,
 ) -> Harness:
-    """Draw and carry out operations, then run until everything has ended. flush_share: of the
-    operations before which the prefix cache is flushed; hold_share: before which a request is held
-    or released."""
+    """Draw and run operations, then run until everything has ended.
+
+    flush_share: the share of operations preceded by a flush of the prefix cache; hold_share: by a
+    hold or release of a request.
+    """
     harness = Harness(setup, cost=COST if setup.step_budget_ms else None)
     prefixes = [[random.randrange(VOCAB) for _ in range(24)] for _ in range(2)]
     flushing = Random(f"flush {num_operations} {prefixes}")
@@ -141,7 +143,7 @@ def run_case(
 
 
 def add_group(random: Random, harness: Harness, name: str, prefix: list[int]) -> None:
-    """One to four streams of one prompt."""
+    """Add one to four streams of one prompt."""
     prompt = prefix[: random.randrange(1, 20)]
     prompt = prompt + [random.randrange(VOCAB) for _ in range(random.randrange(4))]
     scoring = Random(f"{name} {prompt}")
@@ -185,12 +187,12 @@ def add_group(random: Random, harness: Harness, name: str, prefix: list[int]) ->
         try:
             harness.add(request)
         except DeadlineMissed:
-            assert stream == 0, "only who computes the prompt is refused, before the others come"
+            assert stream == 0, "only the request that computes the prompt is rejected"
             return
 
 
 def draw_beams(random: Random, max_num_seqs: int) -> dict[str, Any]:
-    """Mostly none; the sampling fields of beams, and the stop ids all their streams have."""
+    """Draw beam fields, mostly none, and the stop ids of all streams."""
     if random.random() < 0.7:
         return {}
     n = random.choice([1, 2, 4])
@@ -233,7 +235,7 @@ def test_beams_that_resume_keep_the_blocks_of_those_that_have_not_begun() -> Non
     run_case(random, replace(draw_setup(random), window=5), 60)
 
 
-def test_blocks_behind_windows_are_given_back_in_most_cases_and_not_one_too_early(
+def test_blocks_behind_windows_are_freed_in_most_cases_and_never_too_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drop_behind, given_back = CacheManager.drop_behind, []
@@ -261,11 +263,11 @@ def test_blocks_behind_windows_are_given_back_in_most_cases_and_not_one_too_earl
             random = Random(seed)
             run_case(random, replace(draw_setup(random), window=9, prefix_caching=False), 60)
 
-    with pytest.raises(AssertionError, match=r"sees a block|has no block|read"):
+    with pytest.raises(AssertionError, match=r"sees a freed block|has no block|read"):
         run_all()
 
 
-def test_a_long_answer_holds_no_more_than_its_window_sees() -> None:
+def test_a_long_answer_holds_only_the_blocks_of_its_window() -> None:
     for window, most in ((8, 3), (0, 25)):
         harness = Harness(Setup(num_blocks=32, max_model_len=100, window=window))
         harness.add(make_request("a", [1, 2, 3], max_tokens=97))
@@ -277,7 +279,7 @@ def test_a_long_answer_holds_no_more_than_its_window_sees() -> None:
         harness.check_end()
 
 
-def test_flushes_in_between_change_no_token_and_leave_the_books_whole() -> None:
+def test_flushes_change_no_token_and_the_audit_passes() -> None:
     flushed = 0
     for seed in range(25):
         random = Random(seed)
@@ -287,8 +289,8 @@ def test_flushes_in_between_change_no_token_and_leave_the_books_whole() -> None:
     assert flushed >= 8  # prefixes are found all the same
 
 
-def test_drawn_cases_meet_what_they_are_meant_to_meet() -> None:
-    """The same cases from fixed seeds, with the shares that make the property worth something."""
+def test_drawn_cases_reach_their_coverage() -> None:
+    """The same cases from fixed seeds must reach the coverage that gives the property its value."""
     cases = 80
     met = dict.fromkeys(PARTS, 0)
     for seed in range(cases):
@@ -300,7 +302,7 @@ def test_drawn_cases_meet_what_they_are_meant_to_meet() -> None:
         met["chunk"] += any((~plan.samples).any() for plan in harness.plans)
         met["fork"] += any(len(plan.copy_from) for plan in harness.plans)
         met["error"] += stats.row_errors_total > 0
-        met["two_out"] += harness.most_out > 1
+        met["two_out"] += harness.max_in_flight > 1
         admissions = [one for plan in harness.plans for one in plan.admissions]
         met["score"] += any(one.scores_from == 0 for one in admissions)
         beams = [one.sampling.use_beam_search for one in harness.requests.values()]
@@ -321,8 +323,8 @@ def test_drawn_cases_meet_what_they_are_meant_to_meet() -> None:
     assert met["score_on"] >= 0.02 * cases  # rarer since admission learns from preemptions
 
 
-def test_prompts_are_scored_on_after_a_preemption_where_steps_and_blocks_are_few() -> None:
-    """Prompts that take several steps, and blocks for a few of them: what is rare above."""
+def test_prompt_scoring_continues_after_preemption_with_few_blocks() -> None:
+    """Prompts that take several steps, and blocks for few of them: rare in the cases above."""
     cases, scored_on = 16, 0
     short = {"num_blocks": 8, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 4}
     for seed in range(cases):
@@ -346,7 +348,7 @@ def test_prompts_are_scored_on_after_a_preemption_where_steps_and_blocks_are_few
         "keep_totals",
     ],
 )
-def test_each_planted_fault_turns_the_property_red(
+def test_each_injected_fault_fails_the_property(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(fault, monkeypatch)
@@ -356,11 +358,11 @@ def test_each_planted_fault_turns_the_property_red(
             run_case(random, replace(draw_setup(random), prefix_caching=True), 80)
         except AssertionError:
             return
-    pytest.fail("60 cases did not notice")
+    pytest.fail("not detected in 60 cases")
 
 
 def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Break one rule."""
+    """Inject one fault."""
     if fault == "forget_copies":
         monkeypatch.setattr(FakeWorker, "copies_blocks", False)
     elif fault == "store_cached":
@@ -370,7 +372,7 @@ def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
             "occupy",
             lambda self, sequence, start, stored: occupy(self, sequence, start, 0),
         )
-    elif fault == "score_again":  # a preempted request forgets how far it was scored
+    elif fault == "score_again":  # a preempted request loses how far it was scored
         preempt = Preemptor.preempt
 
         def forget(self: Preemptor, slot: int, why: PreemptionReason) -> None:
@@ -378,7 +380,7 @@ def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
             preempt(self, slot, why)
 
         monkeypatch.setattr(Preemptor, "preempt", forget)
-    elif fault == "branch_without_tokens":  # a beam goes on with what its seat's last one had
+    elif fault == "branch_without_tokens":  # a beam keeps the tokens of its slot's former beam
         monkeypatch.setattr(TokenTable, "branch", lambda self, sources, slots: None)
     elif fault == "plan_beams_ahead":  # a beam's next row does not wait for the decision
         hold_at = RunningBatch.hold_at
@@ -388,7 +390,7 @@ def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
             self.ceiling[slots] = self.longest[slots]
 
         monkeypatch.setattr(RunningBatch, "hold_at", lets_go)
-    elif fault == "keep_totals":  # what was summed up once is told for ever
+    elif fault == "keep_totals":  # totals are never recomputed
         schedule = RunningBatch.schedule
 
         def keeps(self, index, ends, goals):

@@ -1,4 +1,4 @@
-"""Scheduler: what a plan says, when requests end, and what is refused."""
+"""Scheduler: the content of plans, ends of requests, and rejections."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.scheduler.harness import Harness, Setup
 
 
 def answer(plan: StepPlan, *token_ids: int, errors: tuple[RowError, ...] = ()) -> StepResult:
-    """A result with these tokens, one for each row that samples and has no error."""
+    """Return a result with these tokens, one for each row that samples and has no error."""
     failed = [error.row for error in errors]
     counts = plan.samples.astype(np.int32)
     counts[failed] = 0
@@ -33,7 +33,7 @@ def answer(plan: StepPlan, *token_ids: int, errors: tuple[RowError, ...] = ()) -
 
 
 def scheduler(**sizes: int) -> Scheduler:
-    """A small one."""
+    """Return a small scheduler."""
     numbers = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 32} | sizes
     return Scheduler(
         SchedulerLimits(**numbers), CacheManager(32, 4, prefix_caching=True), FirstCome()
@@ -46,7 +46,7 @@ def plan_of(scheduler: Scheduler) -> StepPlan:
     return plan
 
 
-def test_a_prompt_is_computed_in_chunks_and_only_its_last_one_samples() -> None:
+def test_a_prompt_is_computed_in_chunks_and_only_the_last_samples() -> None:
     engine = scheduler(max_num_batched_tokens=4)
     engine.add(make_request("a", range(10), max_tokens=3))
     seen = []
@@ -67,7 +67,7 @@ def test_after_the_prompt_a_step_computes_the_token_just_sampled() -> None:
     assert plan.admissions == ()
 
 
-def test_running_requests_are_served_before_waiting_ones_and_in_order() -> None:
+def test_running_requests_come_before_waiting_ones_and_in_order() -> None:
     engine = scheduler(max_num_batched_tokens=6)
     engine.add(make_request("a", range(4), max_tokens=4))
     engine.add(make_request("b", range(50, 60), max_tokens=4))
@@ -93,7 +93,7 @@ def test_with_two_plans_in_flight_the_next_token_is_scheduled_before_it_is_known
     assert [o.token_ids for o in engine.update(second, answer(second, 9), 0.0)] == [(9,)]
 
 
-def test_no_plan_goes_beyond_the_last_token_a_request_may_have() -> None:
+def test_no_plan_exceeds_a_requests_token_limit() -> None:
     engine = scheduler(plans_in_flight=3)
     engine.add(make_request("a", range(5), max_tokens=2))
     plans = [plan_of(engine), plan_of(engine)]
@@ -104,7 +104,7 @@ def test_no_plan_goes_beyond_the_last_token_a_request_may_have() -> None:
     assert not engine.has_work
 
 
-def test_a_stop_id_ends_a_request_and_drops_what_was_computed_beyond_it() -> None:
+def test_a_stop_id_ends_a_request_and_drops_later_results() -> None:
     engine = scheduler(plans_in_flight=2)
     engine.add(make_request("a", range(5), max_tokens=9, stop_ids=(3, 6)))
     engine.add(make_request("b", range(20, 25), max_tokens=9, stop_ids=(8,)))
@@ -126,7 +126,7 @@ def test_a_stop_id_at_the_last_allowed_token_counts_as_stop() -> None:
     assert output.finish_reason is FinishReason.STOP
 
 
-def test_a_retired_slot_is_told_once_and_used_again_by_the_next_plan() -> None:
+def test_a_retired_slot_is_reported_once_and_reused_by_the_next_plan() -> None:
     engine = scheduler(max_num_seqs=1)
     engine.add(make_request("a", range(5), max_tokens=1))
     engine.add(make_request("b", range(6), max_tokens=2))
@@ -139,7 +139,7 @@ def test_a_retired_slot_is_told_once_and_used_again_by_the_next_plan() -> None:
     assert plan_of(engine).retired.tolist() == []
 
 
-def test_results_of_a_former_tenant_of_a_slot_are_dropped() -> None:
+def test_results_of_a_slots_former_request_are_dropped() -> None:
     engine = scheduler(max_num_seqs=1, plans_in_flight=2)
     engine.add(make_request("a", range(5), max_tokens=5))
     first = plan_of(engine)
@@ -173,7 +173,7 @@ def test_an_unknown_request_cannot_be_aborted() -> None:
     assert scheduler().abort("nobody") is None
 
 
-def test_a_failed_row_ends_its_request_alone() -> None:
+def test_a_failed_row_ends_only_its_request() -> None:
     engine = scheduler()
     for name in "abc":
         engine.add(make_request(name, [ord(name)] * 4, max_tokens=3))
@@ -189,7 +189,7 @@ def test_a_failed_row_ends_its_request_alone() -> None:
     assert len(plan_of(engine).slots) == 2
 
 
-def test_an_error_for_a_request_that_has_left_is_nobodys() -> None:
+def test_an_error_of_an_ended_request_is_dropped() -> None:
     engine = scheduler()
     engine.add(make_request("a", range(4), max_tokens=3))
     plan = plan_of(engine)
@@ -199,7 +199,7 @@ def test_an_error_for_a_request_that_has_left_is_nobodys() -> None:
     assert engine.stats().row_errors_total == 0
 
 
-def test_a_result_that_does_not_answer_the_plan_is_a_worker_error() -> None:
+def test_a_result_that_does_not_match_the_plan_is_a_worker_error() -> None:
     engine = scheduler(plans_in_flight=2)
     engine.add(make_request("a", range(4), max_tokens=3))
     plan, later = plan_of(engine), plan_of(engine)
@@ -216,7 +216,7 @@ def test_a_result_that_does_not_answer_the_plan_is_a_worker_error() -> None:
     assert len(engine.update(plan, good, 0.0)) == 1
 
 
-def test_what_can_never_fit_is_refused_with_both_numbers() -> None:
+def test_a_request_that_can_never_fit_is_rejected_with_both_numbers() -> None:
     engine = scheduler()
     with pytest.raises(ContextTooLong, match=r"32 tokens.*context length is 32"):
         engine.add(make_request("a", range(32), max_tokens=1))
@@ -230,7 +230,7 @@ def test_what_can_never_fit_is_refused_with_both_numbers() -> None:
     tiny.add(make_request("b", range(15), max_tokens=1))
 
 
-def test_faulty_requests_are_refused_by_name() -> None:
+def test_invalid_requests_are_rejected_by_name() -> None:
     engine = scheduler()
     with pytest.raises(InvalidParameter, match="no tokens"):
         engine.add(make_request("a", [], max_tokens=1))
@@ -241,7 +241,7 @@ def test_faulty_requests_are_refused_by_name() -> None:
         engine.add(make_request("a", range(4), max_tokens=1))
 
 
-def test_a_full_queue_refuses_and_says_how_full_it_is() -> None:
+def test_a_full_queue_rejects_with_its_length() -> None:
     engine = scheduler(max_queued_requests=2, max_num_seqs=1)
     for name in "abc":  # one can start at once
         engine.add(make_request(name, range(4), max_tokens=9))
@@ -254,7 +254,7 @@ def test_a_full_queue_refuses_and_says_how_full_it_is() -> None:
     engine.add(make_request("d", range(4), max_tokens=1))
 
 
-def test_requests_that_can_start_at_once_are_not_refused_and_do_not_count_as_waiting() -> None:
+def test_requests_that_can_start_at_once_are_accepted_and_not_counted_as_waiting() -> None:
     engine = scheduler(max_queued_requests=1, max_num_seqs=8)
     for number in range(9):
         engine.add(make_request(f"r{number}", range(4), max_tokens=1))
@@ -262,25 +262,25 @@ def test_requests_that_can_start_at_once_are_not_refused_and_do_not_count_as_wai
         engine.add(make_request("r9", range(4), max_tokens=1))
 
 
-def test_more_streams_than_can_ever_be_taken_are_the_callers_mistake_at_any_time() -> None:
+def test_more_streams_than_slots_are_always_a_client_error() -> None:
     engine = scheduler(max_queued_requests=1, max_num_seqs=2)
     sampling = SamplingParams(n=4, seed=0, max_tokens=1)
     four = replace(make_request("a", range(4), max_tokens=1), sampling=sampling)
     for name in "bcd":
-        with pytest.raises(InvalidParameter, match=r"n is 4; 2 may run and 1 may wait") as told:
+        with pytest.raises(InvalidParameter, match=r"n is 4; 2 may run and 1 may wait") as refused:
             engine.add(four)
-        assert told.value.param == "n"
+        assert refused.value.param == "n"
         engine.add(make_request(name, range(4), max_tokens=1))
 
 
-def test_limits_below_one_are_refused_by_name() -> None:
+def test_limits_below_one_are_rejected_by_name() -> None:
     with pytest.raises(InvalidParameter, match="max_num_seqs is 0"):
         scheduler(max_num_seqs=0)
     with pytest.raises(InvalidParameter, match="no cost model"):
         scheduler(step_budget_ms=5)
 
 
-def test_the_first_token_and_the_end_are_events_with_times_and_the_rest_are_rows() -> None:
+def test_first_token_and_end_are_events_with_times_and_the_rest_are_rows() -> None:
     engine = scheduler()
     engine.add(make_request("a", range(5), max_tokens=3, arrival_ms=1.0))
     records = []
@@ -300,7 +300,7 @@ def test_the_first_token_and_the_end_are_events_with_times_and_the_rest_are_rows
     assert (times.first_token_ms, times.last_token_ms) == (15.0, 35.0)
 
 
-def test_an_abort_tells_when_the_last_token_came() -> None:
+def test_an_abort_reports_the_time_of_the_last_token() -> None:
     engine = scheduler()
     engine.add(make_request("a", range(5), max_tokens=9))
     for now_ms in (10.0, 20.0):
@@ -336,14 +336,14 @@ def test_logprobs_stay_with_their_rows_when_others_are_dropped() -> None:
         outputs = {o.request_id: o for o in engine.update(plan, result, 0.0)}
         assert outputs.keys() == ({"a", "b", "c"} if turn == 0 else {"b", "c"})
         assert outputs["b"].logprobs == ()
-        (told,) = outputs["c"].logprobs
-        assert (told.token_id, told.logprob) == (3, -3.0)
-        assert told.top == ((30, -1.0), (31, -2.0))
+        (entry,) = outputs["c"].logprobs
+        assert (entry.token_id, entry.logprob) == (3, -3.0)
+        assert entry.top == ((30, -1.0), (31, -2.0))
         if turn == 0:
             assert outputs["a"].logprobs[0].top == ((10, -0.5),)
 
 
-def test_stats_count_what_happened() -> None:
+def test_stats_count_events() -> None:
     engine = scheduler(max_num_seqs=1)
     engine.add(make_request("a", range(5), max_tokens=2))
     engine.add(make_request("b", range(5), max_tokens=2))
@@ -385,8 +385,8 @@ def test_requests_beyond_a_small_token_budget_all_finish_with_their_own_tokens()
     assert harness.tokens["r3"] == alone(request, harness.limit(request))
 
 
-def test_the_time_between_steps_is_learned_but_not_the_time_without_work() -> None:
-    """A client waits for what the host does between two steps, too."""
+def test_host_time_between_steps_is_learned_and_idle_time_is_not() -> None:
+    """A client also waits for the host's work between two steps."""
     harness = Harness(Setup(max_model_len=64))
     noted: list[float] = []
     harness.scheduler.speed.note = lambda plan, heads, ms: noted.append(ms)  # type: ignore[method-assign]
@@ -409,7 +409,7 @@ def test_stats_count_free_reserved_and_allocated_blocks_and_busy_time() -> None:
     assert (stats.blocks_free, stats.blocks_reserved, stats.allocated_blocks_total) == (14, 1, 2)
     harness.update()
     assert harness.scheduler.stats().device_busy_ms_total == 1.0
-    harness.now_ms += 50.0  # no plan is out
+    harness.now_ms += 50.0  # no plan is in flight
     harness.drain()
     stats = harness.scheduler.stats()
     assert stats.device_busy_ms_total == stats.steps_total

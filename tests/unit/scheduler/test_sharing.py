@@ -1,4 +1,4 @@
-"""Prefix hits and forks: what is shared, what is computed again, and when it may be found."""
+"""Prefix hits and forks: what is shared, what is recomputed, and when it may be found."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from tests.unit.scheduler.harness import Harness, Setup
 
 
 def run_one(harness: Harness, name: str, prompt: range, **parameters: int) -> int:
-    """Run a request to its end; returns how many tokens its prompt took to compute."""
+    """Run a request to its end; return how many tokens of its prompt were computed."""
     before = len(harness.plans)
     harness.add(make_request(name, prompt, max_tokens=2, **parameters))
     harness.drain()
     return sum(plan.num_tokens for plan in harness.plans[before:]) - 1
 
 
-def test_a_second_prompt_computes_only_what_differs() -> None:
+def test_a_second_prompt_computes_only_the_difference() -> None:
     harness = Harness(Setup())
     assert run_one(harness, "a", range(11)) == 11
     assert run_one(harness, "b", range(14)) == 6
@@ -25,7 +25,7 @@ def test_a_second_prompt_computes_only_what_differs() -> None:
     harness.check_end()
 
 
-def test_a_fully_cached_prompt_computes_its_last_token_again_and_stores_nothing() -> None:
+def test_a_fully_cached_prompt_recomputes_its_last_token_without_storing_it() -> None:
     harness = Harness(Setup())
     run_one(harness, "a", range(8))
     assert run_one(harness, "b", range(8)) == 1
@@ -71,7 +71,7 @@ def test_nothing_is_found_across_salts_or_without_prefix_caching() -> None:
 
 
 @pytest.mark.parametrize("plans_in_flight", [1, 2])
-def test_what_an_aborted_step_may_not_have_written_is_not_found(plans_in_flight: int) -> None:
+def test_blocks_of_an_aborted_step_are_not_found(plans_in_flight: int) -> None:
     harness = Harness(Setup(max_num_batched_tokens=8, plans_in_flight=plans_in_flight))
     harness.add(make_request("a", range(24), max_tokens=2))
     harness.step()
@@ -84,7 +84,7 @@ def test_what_an_aborted_step_may_not_have_written_is_not_found(plans_in_flight:
     harness.check_end()
 
 
-def test_what_a_failed_row_computed_is_not_found() -> None:
+def test_blocks_of_a_failed_row_are_not_found() -> None:
     harness = Harness(Setup(max_num_batched_tokens=8))
     harness.add(make_request("a", range(20), max_tokens=2))
     harness.step()
@@ -128,7 +128,7 @@ def test_forks_wait_for_their_leader_and_compute_one_token_of_the_prompt(
     assert len({tuple(harness.tokens[f"g{stream}"]) for stream in range(3)}) > 1
 
 
-def test_a_fork_never_waits_for_a_leader_that_is_gone() -> None:
+def test_a_fork_never_waits_for_an_ended_leader() -> None:
     harness = Harness(Setup(max_num_batched_tokens=4))
     add_group(harness, range(10), 3)
     harness.step()
@@ -140,7 +140,7 @@ def test_a_fork_never_waits_for_a_leader_that_is_gone() -> None:
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_an_heir_leads_when_the_leader_is_gone_before_its_prompt_is_computed(
+def test_the_next_stream_leads_if_the_leader_ends_before_its_prompt_is_computed(
     prefix_caching: bool, steps: int
 ) -> None:
     harness = Harness(Setup(max_num_seqs=16, num_blocks=128, prefix_caching=prefix_caching))
@@ -149,17 +149,17 @@ def test_an_heir_leads_when_the_leader_is_gone_before_its_prompt_is_computed(
     for _ in range(min(steps, 2)):
         harness.step()
     harness.abort("g0")
-    if steps == 3:  # the heir goes, too
+    if steps == 3:  # the new leader is aborted, too
         harness.step()
         harness.abort("g1")
     before = len(harness.plans)
     harness.drain()
     rows = sum(plan.num_tokens for plan in harness.plans[before:])
-    assert rows <= 40 + 4 + 8 * 4  # one prompt, the other's, a row a fork and output token
+    assert rows <= 40 + 4 + 8 * 4  # one prompt, the other's, a row per fork and output token
     harness.check_end()
 
 
-def test_a_leader_that_ends_with_its_first_token_leaves_its_prompt_to_be_found() -> None:
+def test_a_leader_that_ends_with_its_first_token_leaves_its_prompt_findable() -> None:
     harness = Harness(Setup())
     add_group(harness, range(10), 2, max_tokens=1)
     harness.drain()

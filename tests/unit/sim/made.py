@@ -1,4 +1,4 @@
-"""Made-up machines and requests: small enough to follow by hand."""
+"""Synthetic machines and requests, small enough to follow by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULTS = RequestDefaults(max_tokens=64, max_model_len=512)
 
 
 def machine(*, loop_ms: float = 0.0) -> Machine:
-    """10 ms a step, and 1 ms more for each token beyond the first; depth costs nothing."""
+    """Return a machine of 10 ms a step, and 1 ms more per token after the first; depth is free."""
     points = ((1, 10.0), (257, 266.0))
     cost = MeasuredCost(
         chunk_ms=points, rows_ms=points, pair_ms=0.0, read_ms=((1, 0.0),), loop_ms=loop_ms
@@ -33,20 +33,20 @@ def machine(*, loop_ms: float = 0.0) -> Machine:
 
 
 def config(**settings: object) -> EngineConfig:
-    """An engine that runs four requests in 64 blocks."""
+    """Return an engine that runs four requests in 64 blocks."""
     given = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "kv_cache_memory": "1MiB"}
     return engine_config({**given, **settings})
 
 
 def request(arrival_ms: float, prompt: int, output: int, **more: object) -> TraceRequest:
-    """A request."""
+    """Return a request."""
     return TraceRequest(arrival_ms=arrival_ms, prompt_tokens=prompt, output_tokens=output, **more)  # type: ignore[arg-type]
 
 
 def drawn_requests(
     count: int, *, per_s: float, seed: int, shared: bool = False
 ) -> list[TraceRequest]:
-    """Jobs of mixed lengths, some of which share a 512-token block where asked for."""
+    """Draw jobs of mixed lengths, optionally with a shared 512-token block."""
     rng = np.random.default_rng(seed)
     arrivals = np.cumsum(rng.exponential(1e3 / per_s, count))
     return [
@@ -61,7 +61,7 @@ def drawn_requests(
 
 
 def plan_of(*rows: tuple[int, int]) -> StepPlan:
-    """A plan of (start, count) rows, each of which samples."""
+    """Return a plan of (start, count) rows, each of which samples."""
     starts, counts = np.array(rows, np.int32).reshape(-1, 2).T.copy()
     return StepPlan(
         step=1,

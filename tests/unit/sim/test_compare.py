@@ -1,4 +1,4 @@
-"""Comparisons: progress, and partial results of one that is stopped."""
+"""Comparisons: progress, and partial results of a stopped one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMPARISON = Comparison(
 
 
 def test_a_stopped_comparison_returns_the_runs_so_far() -> None:
-    told: list[Any] = []
+    seen: list[Any] = []
     polled = []
     whole = compare(COMPARISON, machine(), config(), should_stop=lambda: bool(polled.append(1)))
     assert (whole["complete"], len(whole["runs"])) == (True, 4)
@@ -34,10 +34,10 @@ def test_a_stopped_comparison_returns_the_runs_so_far() -> None:
         polled.append(1)
         return len(polled) > num_polls + num_polls // 3
 
-    outcome = compare(COMPARISON, machine(), config(), should_stop=stop, on_run=told.append)
+    outcome = compare(COMPARISON, machine(), config(), should_stop=stop, on_run=seen.append)
     assert not outcome["complete"]
     *complete, last = outcome["runs"]
-    assert complete == whole["runs"][: len(complete)] == told
+    assert complete == whole["runs"][: len(complete)] == seen
     assert not last["complete"]
     assert 0 < last["summary"]["num_requests"] < 40
     text = comparison_text(outcome)
@@ -60,7 +60,7 @@ def test_progress_names_the_run_and_counts_requests() -> None:
     assert "run 4 of 4: sjf at speed 2: " in shown
 
 
-def test_progress_without_a_terminal_is_a_line_now_and_then() -> None:
+def test_progress_without_a_terminal_is_an_occasional_line() -> None:
     now_s, lines = iter([0.0, 10.0, 30.0, 31.0, 61.0]), StringIO()
     progress = Progress(lines, every_s=30.0, clock_s=lambda: next(now_s))
     for word in ("first", "second", "third", "fourth"):

@@ -1,4 +1,4 @@
-"""What simulated steps cost: measured steps come out as they went in, a roofline as counted."""
+"""Costs of simulated steps: measured steps are reproduced, a roofline equals the counts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _measured() -> MeasuredCost:
     )
 
 
-def test_work_is_summed_apart_for_rows_of_one_token_and_of_more() -> None:
+def test_work_is_summed_separately_for_decode_rows_and_chunks() -> None:
     work = step_work(plan_of((7, 1), (100, 1), (32, 8), (0, 5)))
     assert (work.num_tokens, work.num_rows) == (15, 4)
     assert (work.single_positions, work.chunk_pairs) == (107, 256)
@@ -37,15 +37,15 @@ def test_work_is_summed_apart_for_rows_of_one_token_and_of_more() -> None:
     assert (steady.num_tokens, steady.single_positions, steady.chunk_pairs) == (2, 107, 0)
 
 
-def test_a_measured_step_costs_what_was_measured() -> None:
+def test_a_measured_step_costs_its_measurement() -> None:
     cost = _measured()
     assert cost.step_ms(plan_of((0, 1))) == pytest.approx(11.5)
     assert cost.step_ms(plan_of(*[(0, 1)] * 4)) == pytest.approx(20.5)
-    assert cost.step_ms(plan_of((0, 16))) == pytest.approx(25 + 1 + 0.5)  # one row goes on
+    assert cost.step_ms(plan_of((0, 16))) == pytest.approx(25 + 1 + 0.5)  # one decode row
     assert cost.step_ms(plan_of((0, 40))) == pytest.approx(73 + 1 + 0.5)  # halfway between
 
 
-def test_depth_costs_by_rows_of_one_token_and_by_chunks() -> None:
+def test_depth_costs_by_decode_rows_and_by_chunks() -> None:
     cost = _measured()
     shallow, deep = plan_of((0, 1), (0, 16)), plan_of((200, 1), (64, 16))
     added_ms = 200 * (0.02 - 0.01 / 7) + 64 * 16 * 0.001
@@ -64,7 +64,7 @@ def layers_of(start: int, count: int, share: tuple[int, int]) -> PartLayers:
     )
 
 
-def test_layers_cost_a_share_of_a_chunk_by_itself() -> None:
+def test_layers_cost_a_share_of_a_chunk() -> None:
     cost, rows = _measured(), plan_of((7, 1), (100, 1))
     beside = replace(rows, layers=layers_of(200, 40, (2, 8)))
     chunk_ms = 73 + 40 * 200 * 0.001
@@ -73,13 +73,13 @@ def test_layers_cost_a_share_of_a_chunk_by_itself() -> None:
     assert cost.step_ms(longer) - cost.step_ms(rows) == pytest.approx(2 * 123, rel=0.02)
 
 
-def test_beyond_what_was_measured_lines_go_on() -> None:
+def test_costs_extrapolate_linearly_beyond_measurements() -> None:
     found = interpolate(((1, 10.0), (3, 14.0)), 7)
     assert found.tolist() == pytest.approx([10, 10, 12, 14, 16, 18, 20])
     assert _measured().step_ms(plan_of((0, 130))) == pytest.approx(2 * (121 + 2 + 1.5), rel=0.02)
 
 
-def test_a_roofline_is_what_the_program_counts(tmp_path: Path) -> None:
+def test_a_roofline_matches_the_programs_counts(tmp_path: Path) -> None:
     spec = open_model(write_tiny_llama(tmp_path, seed=1))
     program = build_program(spec, dtype=DType.F32, max_positions=512)
     shape = StepShape((1, 1, 30), (3, 90, 40), num_samples=3)
@@ -103,7 +103,7 @@ def test_a_roofline_is_what_the_program_counts(tmp_path: Path) -> None:
 
 
 def test_a_described_machines_step_is_its_ridge_point() -> None:
-    # 10 ms of weights and fixed time; 0.05 ms of arithmetic a token: equal at 200 tokens.
+    # 10 ms of weights and fixed time; 0.05 ms of arithmetic per token: equal at 200 tokens.
     assert ridge_step_tokens(LinearCost(fixed_ms=10.0, token_ms=0.05, position_ms=0.0)) == 256
     assert ridge_step_tokens(LinearCost(fixed_ms=10.0, token_ms=0.01, position_ms=0.0)) == 1024
     assert ridge_step_tokens(LinearCost(fixed_ms=10.0, token_ms=10.0, position_ms=0.0)) == 64

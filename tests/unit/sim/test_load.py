@@ -1,4 +1,4 @@
-"""From traces to requests: how fast, how long, who shares what, and whose they are."""
+"""From traces to requests: speed, lengths, sharing and tenants."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def _trace(count: int) -> list[Arrival]:
     ]
 
 
-def test_a_trace_is_replayed_as_fast_as_asked_for() -> None:
+def test_a_trace_is_replayed_at_the_requested_speed() -> None:
     requests, left_out = trace_requests(_trace(4), speed=4, defaults=DEFAULTS)
     assert [one.arrival_ms for one in requests] == [0, 250, 500, 750]
     assert left_out == 0
 
 
-def test_answers_are_cut_to_what_is_asked_for_and_what_cannot_fit_is_left_out() -> None:
+def test_answers_are_cut_to_the_limit_and_impossible_requests_are_left_out() -> None:
     trace = [
         Arrival(arrival_s=0, prompt_tokens=500, output_tokens=13),
         Arrival(arrival_s=0, prompt_tokens=100, output_tokens=900),
@@ -38,7 +38,7 @@ def test_answers_are_cut_to_what_is_asked_for_and_what_cannot_fit_is_left_out() 
         trace_requests(trace, speed=0, defaults=DEFAULTS)
 
 
-def test_requests_ask_for_the_same_and_are_told_what_they_want_kept() -> None:
+def test_requests_have_the_defaults_and_their_own_objectives() -> None:
     defaults = RequestDefaults(
         max_tokens=64, max_model_len=100, ttft_slo_ms=500.0, tpot_slo_ms=50.0
     )
@@ -79,19 +79,19 @@ def test_equal_blocks_are_equal_tokens_and_nothing_else_is_shared(vocab_size: in
         assert all(prompt.min() > 0 and prompt.max() < vocab_size for prompt in prompts)
 
 
-def test_a_vocabulary_too_small_to_tell_contents_apart_is_refused() -> None:
+def test_a_vocabulary_too_small_for_distinct_contents_is_rejected() -> None:
     with pytest.raises(SettingError, match="pairs of them cannot encode"):
         RequestFactory([request(0, 4, 1)] * 30, DEFAULTS, vocab_size=6)
 
 
-def test_a_light_tenant_keeps_its_pace_while_the_others_flood() -> None:
+def test_a_light_tenant_keeps_its_pace_during_a_flood() -> None:
     requests, calm = with_flood(_trace(100), every=10, light_speed=2, speed=20, defaults=DEFAULTS)
     assert [one.arrival_ms for one in requests] == sorted(one.arrival_ms for one in requests)
     heavy = [one for one in requests if one.tenant == HEAVY]
     light = [one for one in requests if one.tenant == LIGHT]
     assert len(heavy) == 90
     assert light == calm
-    assert [one.arrival_ms for one in light] == [0]  # the flood is over before it asks again
+    assert [one.arrival_ms for one in light] == [0]  # the flood is over before its second request
     requests, calm = with_flood(_trace(100), every=10, light_speed=2, speed=1, defaults=DEFAULTS)
     assert [one.arrival_ms for one in calm] == [5000 * number for number in range(10)]
     with pytest.raises(SettingError, match="must leave some"):

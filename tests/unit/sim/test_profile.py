@@ -1,4 +1,4 @@
-"""Profiles of engines: measured once, kept as JSON, read again anywhere; and machines described."""
+"""Profiles of engines: measured once, stored as JSON, read anywhere; and described machines."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.unit.sim.made import DEFAULTS, config, drawn_requests, plan_of
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of a tiny model that is computed for it."""
+    """Measure the profile of a tiny model."""
     folder = write_tiny_llama(tmp_path_factory.mktemp("tiny"), seed=3)
     settings = {"max_num_seqs": 12, "max_num_batched_tokens": 48, "kv_cache_memory": "1MiB"}
     return measure_machine(engine_config({"model": str(folder), "threads": 1, **settings}))
 
 
-def test_a_profile_has_what_was_measured_and_is_a_machine(
+def test_a_profile_holds_the_measurements_and_makes_a_machine(
     profile: dict[str, Any], tmp_path: Path
 ) -> None:
     assert [tokens for tokens, _ in profile["chunk_ms"]] == [1, 2, 4, 8, 16, 24, 32, 48]
@@ -42,7 +42,7 @@ def test_a_profile_has_what_was_measured_and_is_a_machine(
     assert len(run.finished) == 10
 
 
-def test_what_is_no_profile_is_refused(profile: dict[str, Any], tmp_path: Path) -> None:
+def test_invalid_profiles_are_rejected(profile: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="cannot be read"):
         read_machine(tmp_path / "none.json")
     (tmp_path / "text.json").write_text("{")
@@ -71,7 +71,7 @@ def test_a_described_machine_needs_a_configuration_only(tmp_path: Path) -> None:
             )
 
 
-def test_a_cache_too_small_for_a_block_is_refused() -> None:
+def test_a_cache_too_small_for_a_block_is_rejected() -> None:
     machine = described_machine(engine_config({}), gb_per_s=1, gflop_per_s=1, fixed_ms=0)
     with pytest.raises(SettingError, match="less than one block"):
         machine.num_blocks(config(kv_cache_memory="1KiB"))

@@ -1,4 +1,4 @@
-"""Simulations: times that can be counted by hand, planned ends, refusals, and the same again."""
+"""Simulations: times counted by hand, planned ends, rejections, and reproducibility."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.sim.summary import summary_of
 from tests.unit.sim.made import DEFAULTS, config, drawn_requests, machine, request
 
 
-def test_a_lonely_request_takes_its_steps_one_after_another() -> None:
+def test_a_single_request_takes_its_steps_in_sequence() -> None:
     run = simulate([request(500.0, 33, 3)], DEFAULTS, machine(), config())
     [finished] = run.finished
     # 32 tokens of the prompt in 41 ms, the last in 10 ms, and two more tokens.
@@ -24,19 +24,19 @@ def test_a_lonely_request_takes_its_steps_one_after_another() -> None:
     assert run.end_ms == 571
 
 
-def test_what_the_engine_adds_to_a_step_counts() -> None:
+def test_engine_overhead_per_step_counts() -> None:
     run = simulate([request(0.0, 1, 3)], DEFAULTS, machine(loop_ms=2.0), config())
     assert run.finished[0].last_token_ms == 36
 
 
-def test_time_without_work_is_passed_over() -> None:
+def test_idle_time_is_skipped() -> None:
     requests = [request(0.0, 1, 1), request(3_600_000.0, 1, 1)]
     run = simulate(requests, DEFAULTS, machine(), config())
     assert [one.first_token_ms for one in run.finished] == [10, 3_600_010]
     assert run.stats.steps_total == 2
 
 
-def test_all_requests_end_where_it_is_planned_and_nobody_knows_before() -> None:
+def test_requests_end_as_planned_without_the_scheduler_knowing() -> None:
     requests = drawn_requests(60, per_s=20, seed=1)
     tokens = {"sum": 0}
 
@@ -67,11 +67,11 @@ def test_two_plans_in_flight_leave_no_gap_between_steps() -> None:
     requests = [request(0.0, 1, 9)]
     run = simulate(requests, DEFAULTS, machine(), config(plans_in_flight=2))
     assert run.finished[0].last_token_ms == 90
-    # The step that was out when the last token came is computed for nobody, and waited for.
+    # The step in flight when the last token arrived is computed in vain, and waited for.
     assert run.end_ms == run.busy_ms == 100
 
 
-def test_a_full_queue_refuses_and_it_is_counted() -> None:
+def test_a_full_queue_rejects_and_rejections_are_counted() -> None:
     requests = [request(0.0, 20, 30)] * 20
     run = simulate(requests, DEFAULTS, machine(), config(max_queued_requests=3))
     assert len(run.finished) == 7
@@ -81,7 +81,7 @@ def test_a_full_queue_refuses_and_it_is_counted() -> None:
     assert found["good_share"] == pytest.approx(7 / 20)
 
 
-def test_shared_blocks_meet_the_prefix_cache() -> None:
+def test_shared_blocks_hit_the_prefix_cache() -> None:
     defaults = RequestDefaults(max_tokens=8, max_model_len=1024)
     requests = [request(10_000.0 * n, 600, 4, block_ids=(n % 2,)) for n in range(6)]
     settings = config(kv_cache_memory="4MiB")
@@ -92,7 +92,7 @@ def test_shared_blocks_meet_the_prefix_cache() -> None:
     assert off.busy_ms > run.busy_ms
 
 
-def test_a_summary_tells_times_by_tenant() -> None:
+def test_a_summary_has_times_by_tenant() -> None:
     requests = [request(0.0, 1, 2, tenant="a"), request(1000.0, 33, 3, tenant="b")]
     run = simulate(requests, DEFAULTS, machine(), config())
     found = summary_of(run, requests, Goals(ttft_s=0.02, tpot_s=0.1))
@@ -104,7 +104,7 @@ def test_a_summary_tells_times_by_tenant() -> None:
     assert found["longest_wait_s"] == 0.0
 
 
-def test_deadlines_and_the_queues_limit_end_requests_as_they_do_in_service() -> None:
+def test_deadlines_and_queue_timeouts_end_requests_as_in_service() -> None:
     defaults = RequestDefaults(max_tokens=64, max_model_len=512, deadline_ms=100.0)
     run = simulate([request(0.0, 1, 30)], defaults, machine(), config())
     assert run.refusals == {"TimedOut": 1}

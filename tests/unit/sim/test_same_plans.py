@@ -1,8 +1,8 @@
-"""A simulation makes the plans that the engine makes: the model's answers do not matter to it.
+"""A simulation makes the plans of the engine: the content of answers does not matter.
 
-An engine computes a tiny model, samples, and stops where sampled tokens say so; its clock is made
-to show what the machine that is simulated would take. A simulation that knows only how long the
-answers were must then hand out the same plans, to the last block.
+An engine computes a tiny model, samples, and stops at sampled stop ids; its clock shows the times
+of the simulated machine. A simulation that only knows the lengths of the answers must produce the
+same plans, to the last block.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STOP_IDS = tuple(range(12))  # of 307: answers of about 25 tokens
 
 
 class _Timed:
-    """Computes with the engine's own runner; its time is virtual."""
+    """Compute with the engine's own runner in virtual time."""
 
     def __init__(self, runner: Runner, clock: VirtualClock, machine: Machine) -> None:
         self.runner = runner
@@ -64,7 +64,7 @@ class _Timed:
 
 
 class _Asking(RequestFactory):
-    """RequestFactory that are sampled and end by what the model says."""
+    """A RequestFactory of requests that are sampled and end by the model's output."""
 
     def make(self, number: int, request: TraceRequest) -> Request:
         return replace(
@@ -75,7 +75,7 @@ class _Asking(RequestFactory):
 
 
 def _engine_run(settings: EngineConfig, requests: list[TraceRequest]) -> tuple[Run, list[StepPlan]]:
-    """The engine of `settings`, with as many blocks as the simulation has."""
+    """Run the engine of `settings`, with as many blocks as the simulation."""
     engine = assemble(settings, clock=Clock(), report=_nothing)
     with closing(engine.core.runner):
         made = machine()
@@ -104,7 +104,7 @@ def _engine_run(settings: EngineConfig, requests: list[TraceRequest]) -> tuple[R
 
 
 def _count_tokens(core: EngineCore, lengths: dict[str, int]) -> None:
-    """Notes how many tokens each request gets."""
+    """Record how many tokens each request gets."""
     step: Callable[..., Any] = core.step
 
     def counted(now_ms: Callable[[], float]) -> Any:
@@ -131,12 +131,12 @@ def _count_tokens(core: EngineCore, lengths: dict[str, int]) -> None:
 def test_a_simulation_makes_the_plans_of_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(layered, "TILE_TOKENS", 1)  # prompts are short: layers are worth it
+    monkeypatch.setattr(layered, "TILE_TOKENS", 1)  # makes layers worthwhile for short prompts
     monkeypatch.setattr(layered, "WORTH", 0.0)
     monkeypatch.setattr(step_budget, "MIN_PROMPT_TOKENS", 2)
     folder = write_tiny_llama(tmp_path, seed=5, max_position_embeddings=256)
     base = {"model": str(folder), "executor": "reference", "max_model_len": 256, "threads": 1}
-    # The simulated machine has a kilobyte a token, the model less: the blocks are the former's.
+    # The simulated machine has a kilobyte per token, the model less: blocks are the former's.
     settings = config(**{**base, "kv_cache_memory": "300KiB", **more})
     requests = drawn_requests(24, per_s=6, seed=5, shared=True)
     real, real_plans = _engine_run(settings, requests)
@@ -145,7 +145,7 @@ def test_a_simulation_makes_the_plans_of_the_engine(
     by_layers = sum(plan.layers is not None for plan in plans)
     assert (by_layers > 0) == ("long_prompt_tokens" in more)
     assert len({request.output_tokens for request in requests}) > 8, (
-        "answers of many lengths, or it proves little"
+        "answers need many different lengths"
     )
     assert run.stats == real.stats
     assert run.stats.preemptions_total > 0
@@ -153,7 +153,7 @@ def test_a_simulation_makes_the_plans_of_the_engine(
     assert [_numbers(one) for one in run.finished] == [_numbers(one) for one in real.finished]
     assert len(plans) == len(real_plans)
     for plan, real_plan in zip(plans, real_plans, strict=True):
-        assert _told(plan) == _told(real_plan)
+        assert _comparable(plan) == _comparable(real_plan)
 
 
 def _numbers(one: Any) -> tuple[float, ...]:
@@ -167,8 +167,8 @@ def _numbers(one: Any) -> tuple[float, ...]:
     )
 
 
-def _told(plan: StepPlan) -> list[list[int]]:
-    """All of a plan but which tokens there are."""
+def _comparable(plan: StepPlan) -> list[list[int]]:
+    """Return everything of a plan except token ids."""
     arrays = (
         *(plan.retired, plan.table_slots, plan.table_columns, plan.table_blocks),
         *(plan.copy_from, plan.copy_to, plan.slots, plan.starts, plan.counts, plan.store_from),

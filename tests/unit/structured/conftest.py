@@ -1,4 +1,4 @@
-"""A compiler over the tokens of the model in the box, and ways to ask what its grammars allow."""
+"""A compiler over the tokens of the built-in model, and helpers that query its grammars."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from quire.text.tokenizer import Tokenizer
 
 BOX = Path(quire.__file__).parent / "models" / "box"
 EOS = 1
-# Each word of an answer makes the lexer build states: the whole text takes more than the budget of
-# one step.
+# Each word of an answer makes the lexer build states: the whole text exceeds the budget of one
+# step.
 DEAR = json_schema({"type": "string", "maxLength": 500, "pattern": r"^(?:\S+\s+){0,49}\S+$"})
 DEAR_TEXT = json.dumps(" ".join(f"word{number}" for number in range(49)))
 
@@ -52,15 +52,18 @@ Accepts = Callable[[Grammar, str], bool]
 
 @pytest.fixture(scope="session")
 def accepts(compiler: GrammarCompiler, tokenizer: Tokenizer) -> Accepts:
-    """Whether a text may be the whole answer: each token is in the mask before it, and the end
-    token is in the mask after the last, or nothing else may come."""
+    """Return whether a text may be the whole answer.
+
+    Each token must be in the mask before it, and the end token in the mask after the last, or
+    nothing else may follow.
+    """
 
     def accepts(grammar: Grammar, text: str) -> bool:
         matcher = compiler.matcher(grammar)
         for token_id in tokenizer.encode(text, add_special_tokens=False):
             try:
                 if not allows(matcher, token_id):
-                    # where text is certain its own tokens are; another way to cut it is not
+                    # forced text has its own tokens; another tokenization is not allowed
                     return _accepts_bytes(compiler.matcher(grammar), tokenizer, text)
                 matcher.take([token_id])
             except MatcherError:
@@ -71,7 +74,7 @@ def accepts(compiler: GrammarCompiler, tokenizer: Tokenizer) -> Accepts:
 
 
 def _accepts_bytes(matcher: Matcher, tokenizer: Tokenizer, text: str) -> bool:
-    """Token by token without looking at masks: what is taken at all."""
+    """Return whether all tokens are accepted, without looking at masks."""
     try:
         matcher.take(tokenizer.encode(text, add_special_tokens=False))
         return matcher.is_complete or allows(matcher, EOS)
@@ -80,10 +83,10 @@ def _accepts_bytes(matcher: Matcher, tokenizer: Tokenizer, text: str) -> bool:
 
 
 def allows(matcher: Matcher, token_id: int) -> bool:
-    """Whether a matcher's mask has a token."""
+    """Return whether a matcher's mask has a token."""
     return bool(int(matcher.mask()[token_id // 32]) >> (token_id % 32) & 1)
 
 
 def told(value: Any) -> str:
-    """JSON as answers have it."""
+    """Return JSON in the form of answers."""
     return json.dumps(value, ensure_ascii=False)

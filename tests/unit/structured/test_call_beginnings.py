@@ -1,4 +1,4 @@
-"""Whether JSON may begin as a call: each answer against what llguidance itself lets be written."""
+"""Whether JSON may begin as a call: each answer compared with llguidance."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ MAY: dict[str, Any] = {
     "a reference": {"$ref": "#/$defs/a", "$defs": {"a": BOTH}},
     "a name by a pattern": shape(name={"type": "string", "pattern": "^a"}, parameters={}),
 }
-# Left undecided, or decided by less than all there is to know.
+# Undecided, or decided from partial knowledge.
 TOO_CAREFUL = {"parts"}
 
 
 def writes(schema: Any, begin: str) -> bool:
-    """Whether llguidance lets a value of the schema begin so."""
+    """Return whether llguidance allows a value of the schema with this beginning."""
     rewritten = for_llguidance(schema)
     if rewritten is False:
         return False
@@ -79,13 +79,13 @@ def writes(schema: Any, begin: str) -> bool:
 
 
 @pytest.mark.parametrize("case", NEVER)
-def test_what_cannot_begin_so_is_seen(case: str) -> None:
+def test_impossible_beginnings_are_detected(case: str) -> None:
     assert not may_begin(NEVER[case], names=["add"], key="parameters")
     assert not writes(NEVER[case], '{"name": "add", "parameters": ')
 
 
 @pytest.mark.parametrize("case", MAY)
-def test_what_can_begin_so_is_never_denied(case: str) -> None:
+def test_possible_beginnings_are_never_denied(case: str) -> None:
     assert may_begin(MAY[case], names=["sub", "add"], key="parameters")
     if case not in TOO_CAREFUL:
         assert writes(MAY[case], '{"name": "add", "parameters": ')
@@ -111,7 +111,7 @@ def test_lists_of_anything_may_and_objects_may_not() -> None:
         assert not may_begin(schema, names=["add"], key="parameters", in_list=True)
 
 
-def test_references_that_multiply_or_turn_in_a_circle_end_in_a_yes() -> None:
+def test_exponential_or_circular_references_count_as_possible() -> None:
     circle = {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 2}}}
     assert may_begin(circle, names=["add"], key="parameters")
     assert may_begin({"$ref": "https://a.example/b"}, names=["add"], key="parameters")

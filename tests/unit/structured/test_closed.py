@@ -1,4 +1,4 @@
-"""Closing objects: fewer values, never none, and nothing where parts judge a value together."""
+"""Closing objects: fewer values, never none, and no change if parts validate a value together."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def test_an_object_that_lists_its_properties_has_no_others(schema: Any, expected
         "no schema",
     ],
 )
-def test_what_speaks_of_other_properties_stays_as_it_is(schema: Any) -> None:
+def test_schemas_on_other_properties_are_unchanged(schema: Any) -> None:
     assert closed(schema) == schema
 
 
-def test_the_schema_of_a_class_allows_what_the_class_has_and_nothing_else() -> None:
+def test_the_schema_of_a_class_allows_only_its_fields() -> None:
     schema = closed(Pet.model_json_schema())
     value: dict[str, Any] = {"owners": [{"name": "Ann"}], "home": None, "marks": {"x": 1}}
     jsonschema.validate(value, schema)

@@ -1,4 +1,4 @@
-"""The compiler: threads beside the caller, grammars kept by digest, limits, and who waits."""
+"""The compiler: background threads, grammars cached by digest, limits, and waiting."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BAD = json_schema({"uniqueItems": True}, param="response_format")
 
 
 def wait_for(compiler: GrammarCompiler, grammar: Grammar) -> None:
-    """Until it has settled; a minute at most."""
+    """Wait until it has settled; a minute at most."""
     for _ in range(6000):
         if compiler.is_settled(grammar):
             return
@@ -29,7 +29,9 @@ def wait_for(compiler: GrammarCompiler, grammar: Grammar) -> None:
     raise AssertionError("the grammar was not settled within a minute")
 
 
-def test_nobody_waits_and_each_grammar_is_compiled_once(vocabulary: Vocabulary) -> None:
+def test_submission_does_not_block_and_each_grammar_is_compiled_once(
+    vocabulary: Vocabulary,
+) -> None:
     told = threading.Event()
     compiler = GrammarCompiler(lambda: vocabulary, now_ms=lambda: 0.0, on_settled=told.set)
     grammar = regex("[0-9]+")
@@ -45,7 +47,7 @@ def test_nobody_waits_and_each_grammar_is_compiled_once(vocabulary: Vocabulary) 
     compiler.close()
 
 
-def test_a_grammar_that_fails_is_remembered_and_names_each_callers_own_field(
+def test_a_failed_grammar_is_remembered_and_names_each_requests_own_field(
     vocabulary: Vocabulary,
 ) -> None:
     compiler = GrammarCompiler(lambda: vocabulary, now_ms=lambda: 0.0)
@@ -63,7 +65,7 @@ def test_a_grammar_that_fails_is_remembered_and_names_each_callers_own_field(
         compiler.matcher(BAD)
 
 
-def test_what_is_kept_is_bounded_and_the_oldest_goes(vocabulary: Vocabulary) -> None:
+def test_the_cache_is_bounded_and_evicts_the_oldest(vocabulary: Vocabulary) -> None:
     compiler = GrammarCompiler(lambda: vocabulary, now_ms=lambda: 0.0, max_kept=3)
     grammars = [choice([f"answer {number}"]) for number in range(5)]
     for grammar in grammars:
@@ -126,7 +128,7 @@ def test_a_failed_lexer_is_dropped_and_replaced(
     assert compiler.num_compiled == 2  # the replacement is not counted: it is not kept
 
 
-def test_what_is_kept_is_bounded_in_bytes_and_a_failed_one_weighs_its_text(
+def test_the_cache_is_bounded_in_bytes_and_a_failed_grammar_weighs_its_text(
     vocabulary: Vocabulary,
 ) -> None:
     large = [regex("a" * 1000 + str(number)) for number in range(4)]  # some 274 KiB each, by rule
@@ -136,14 +138,14 @@ def test_what_is_kept_is_bounded_in_bytes_and_a_failed_one_weighs_its_text(
     compiler.matcher(large[2])
     compiler.matcher(large[1])
     assert compiler.num_compiled == 3
-    compiler.matcher(large[0])  # the first gave way to the third
+    compiler.matcher(large[0])  # the first was evicted for the third
     assert compiler.num_compiled == 4
     failing = [regex("(" + "b" * 1000 + str(number)) for number in range(3)]
     for grammar in failing:
         with pytest.raises(InvalidParameter):
             compiler.matcher(grammar)
     assert all(compiler.error(grammar) is not None for grammar in failing)
-    compiler.matcher(regex("c" * 4_000))  # larger than all that may be kept: kept alone
+    compiler.matcher(regex("c" * 4_000))  # larger than the whole cache: kept alone
     assert compiler.error(failing[2]) is None
     assert compiler.num_compiled == 5
     compiler.matcher(regex("c" * 4_000))
@@ -160,14 +162,14 @@ def test_what_is_kept_is_bounded_in_bytes_and_a_failed_one_weighs_its_text(
     ],
     ids=["choice", "schema"],
 )
-def test_as_many_choices_and_properties_as_are_promised_can_be_used(
+def test_the_promised_number_of_choices_and_properties_works(
     vocabulary: Vocabulary, grammar: Grammar
 ) -> None:
     matcher = compiled(grammar, LoadedVocabulary(vocabulary))
     assert matcher.mask().any()
 
 
-def test_more_optional_properties_are_refused_in_words_that_help_and_needed_ones_are_not(
+def test_more_optional_properties_are_rejected_with_advice_and_required_ones_are_not(
     vocabulary: Vocabulary,
 ) -> None:
     loaded = LoadedVocabulary(vocabulary)
@@ -178,7 +180,7 @@ def test_more_optional_properties_are_refused_in_words_that_help_and_needed_ones
     compiled(json_schema({**schema, "required": names}), loaded)
 
 
-def test_a_compilation_that_takes_too_long_is_given_up(
+def test_a_slow_compilation_is_given_up(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_ms, goes_on = [0.0], threading.Event()
@@ -194,17 +196,17 @@ def test_a_compilation_that_takes_too_long_is_given_up(
     compiler = GrammarCompiler(lambda: vocabulary, now_ms=lambda: now_ms[0], max_compile_ms=500)
     compiler.want(slow)
     other = regex("other")
-    wait_for(compiler, other)  # the other thread goes on
+    wait_for(compiler, other)  # the other thread continues
     assert not compiler.is_settled(slow)
     now_ms[0] = 501.0
     assert compiler.is_settled(slow)
     assert "not compiled within 0.5 s" in str(compiler.error(slow))
     goes_on.set()
     time.sleep(0.05)
-    assert not compiler.is_ready(slow)  # too late is too late
+    assert not compiler.is_ready(slow)  # too late
 
 
-def test_whatever_a_library_raises_fails_one_grammar(
+def test_any_library_exception_fails_one_grammar(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def breaks(*_: Any) -> str:

@@ -1,5 +1,7 @@
-"""Schemas that exclude each other, lists of values, arrays without repetition: as `jsonschema`
-judges them, over drawn schemas and many values."""
+"""Disjoint schemas, listed values and unique arrays, compared with `jsonschema`.
+
+Over drawn schemas and many values.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ _PATTERNS = st.sampled_from(PATTERNS)
 
 
 def keywords(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Schemas with up to four keywords, some with schemas in them."""
+    """Draw schemas with up to four keywords, some with subschemas."""
     named = st.dictionaries(st.sampled_from("ab"), inner, max_size=2)
     several = st.lists(inner, min_size=1, max_size=3)
     return st.fixed_dictionaries(
@@ -100,7 +102,7 @@ def _of_type(name: str, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[A
 
 _NAMES = st.lists(st.sampled_from("abc"), max_size=2, unique=True)
 _NAMED = st.dictionaries(st.sampled_from("ab"), LEAVES, max_size=2)
-# Two of one type mostly overlap, or do not, by the bounds that are drawn.
+# Whether two of one type overlap depends on the drawn bounds.
 TWO_OF_A_TYPE = st.one_of(
     [
         st.tuples(kind, kind)
@@ -127,21 +129,21 @@ DEFS = {"one": {"type": "string"}, "other": {"enum": [1, "a", [1]]}}
 
 
 def valid(schema: Any) -> list[Any]:
-    """The values that are valid, as jsonschema has it."""
+    """Return the values that jsonschema accepts."""
     judge = jsonschema.Draft202012Validator(schema)
     return [value for value in VALUES if judge.is_valid(value)]
 
 
 @settings(max_examples=600, deadline=None)
 @given(pair=TWO_OF_A_TYPE | st.tuples(SCHEMAS, SCHEMAS))
-def test_no_value_fits_two_schemas_that_exclude_each_other(pair: tuple[Any, Any]) -> None:
+def test_no_value_matches_two_disjoint_schemas(pair: tuple[Any, Any]) -> None:
     one, other = pair
     root = {"$defs": DEFS}
     if Disjoint(root).excludes(one, other):
         assert valid({**root, "allOf": [one, other]}) == []
 
 
-def test_patterns_exclude_each_other_by_the_letters_they_begin_with() -> None:
+def test_patterns_are_disjoint_by_their_first_letters() -> None:
     apart = []
     for pair in itertools.combinations(PATTERNS, 2):
         if Disjoint({}).excludes(*({"type": "string", "pattern": one} for one in pair)):
@@ -153,7 +155,7 @@ def test_patterns_exclude_each_other_by_the_letters_they_begin_with() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(schema=SCHEMAS)
-def test_listed_values_are_those_that_are_valid(schema: Any) -> None:
+def test_listed_values_are_the_valid_ones(schema: Any) -> None:
     listed = finite_values(schema, {"$defs": DEFS})
     if listed is not None:
         whole = {"$defs": DEFS, "allOf": [schema]}
@@ -302,7 +304,7 @@ DECIDED: dict[str, tuple[Any, list[Any], list[Any]]] = {
 
 
 @pytest.mark.parametrize("name", DECIDED)
-def test_what_can_be_decided_is_a_grammar(name: str, accepts: Accepts) -> None:
+def test_decidable_schemas_become_grammars(name: str, accepts: Accepts) -> None:
     schema, good, bad = DECIDED[name]
     judge = jsonschema.Draft202012Validator(schema)
     assert [judge.is_valid(value) for value in good + bad] == [True] * len(good) + [False] * len(
@@ -319,7 +321,7 @@ def test_what_can_be_decided_is_a_grammar(name: str, accepts: Accepts) -> None:
         ({"items": {"oneOf": [{"pattern": "^a"}, {"pattern": "b$"}]}}, "oneOf (at #/items/oneOf)"),
     ],
 )
-def test_what_cannot_be_decided_is_refused(
+def test_undecidable_schemas_are_rejected(
     schema: Any, said: str, compiler: GrammarCompiler
 ) -> None:
     with pytest.raises(InvalidParameter) as error:

@@ -1,4 +1,4 @@
-"""GBNF as Lark: what llguidance's own conversion makes, whatever order rules stand in."""
+"""GBNF as Lark: the result of llguidance's own conversion, for any order of rules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rules(lark: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_it_has_the_rules_of_llguidance_s_own_conversion(name: str) -> None:
+def test_it_has_the_rules_of_llguidances_own_conversion(name: str) -> None:
     text = GRAMMARS[name]
     assert rules(lark_of(text)) == rules(conversion.gbnf_to_lark(text))
     lines = text.split("\n")
@@ -37,14 +37,14 @@ def test_it_has_the_rules_of_llguidance_s_own_conversion(name: str) -> None:
 
 
 @pytest.mark.parametrize("text", ['root ::= a"', "root ::= missing", 'a ::= "x"', "root = 1"])
-def test_what_is_no_gbnf_is_refused_as_there(text: str) -> None:
+def test_invalid_gbnf_is_rejected_as_by_llguidance(text: str) -> None:
     with pytest.raises(Exception, match=r"\w") as ours:
         lark_of(text)
     with pytest.raises(type(ours.value)):
         conversion.gbnf_to_lark(text)
 
 
-def test_each_rule_is_looked_at_a_few_times_however_many_there_are(
+def test_each_rule_is_visited_a_few_times_however_many_there_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks = 0

@@ -1,7 +1,7 @@
-"""Grammars made to harm: each ends in an error that says why, or in a matcher that works, soon.
+"""Hostile grammars: each soon ends in an error with a reason, or in a working matcher.
 
-"Soon" is a minute on any machine: what these would take without bounds is hours. Nothing is
-fetched, nothing recurses without end, and the process lives.
+"Soon" is a minute on any machine: without limits these would take hours. Nothing is fetched, no
+recursion is unbounded, and the process survives.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ BOMBS: dict[str, Grammar] = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_bomb_is_refused_or_works_and_soon(
+def test_an_exponential_grammar_is_rejected_or_works_soon(
     name: str, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
     outcome: list[str] = []
@@ -106,7 +106,7 @@ def test_a_bomb_is_refused_or_works_and_soon(
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     thread.join(SOON_S)
-    assert outcome, "neither refused nor at work after a minute"
+    assert outcome, "neither rejected nor working after a minute"
     assert len(outcome[0]) < 1_000
 
 
@@ -130,7 +130,7 @@ def test_no_reference_is_ever_fetched(
 
 
 class socket_server:
-    """A port of this machine that notes whoever connects, from before sockets were watched."""
+    """A local port that records connections, opened before sockets were watched."""
 
     _socket = socket.socket
 
@@ -172,6 +172,6 @@ class socket_server:
         (lambda: regex("\ud800"), "surrogate"),
     ],
 )
-def test_what_is_wrong_on_its_face_is_refused_before_it_is_sent(make: Any, said: str) -> None:
+def test_obviously_invalid_grammars_are_rejected_before_they_are_sent(make: Any, said: str) -> None:
     with pytest.raises(InvalidParameter, match=said):
         make()

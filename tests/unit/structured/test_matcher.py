@@ -1,4 +1,4 @@
-"""Matchers: what each kind of grammar allows, token by token; what is certain; what is complete."""
+"""Matchers: what each kind of grammar allows, token by token; forced tokens; completeness."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ KINDS: dict[str, tuple[Grammar, list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_grammar_takes_what_it_says_and_nothing_else(kind: str, accepts: Accepts) -> None:
+def test_a_grammar_accepts_its_language_and_nothing_else(kind: str, accepts: Accepts) -> None:
     allowed, texts, others = KINDS[kind]
     assert [text for text in texts if not accepts(allowed, text)] == []
     assert [text for text in others if accepts(allowed, text)] == []
 
 
-def test_a_mask_has_the_end_only_where_the_answer_is_complete(
+def test_a_mask_has_the_end_only_if_the_answer_is_complete(
     compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
     matcher = compiler.matcher(regex("ab[0-9]*"))
@@ -102,7 +102,7 @@ def test_a_complete_answer_needs_no_end_token(
     assert matcher.is_complete
 
 
-def test_a_token_the_grammar_forbids_fails_that_matcher_alone(
+def test_a_forbidden_token_fails_that_matcher_alone(
     compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
     one, other = compiler.matcher(regex("[0-9]+")), compiler.matcher(regex("[0-9]+"))
@@ -114,7 +114,7 @@ def test_a_token_the_grammar_forbids_fails_that_matcher_alone(
     assert allows(other, EOS)
 
 
-def test_a_matcher_goes_back_and_a_copy_goes_its_own_way(
+def test_a_matcher_rolls_back_and_a_copy_is_independent(
     compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
     matcher = compiler.matcher(json_schema(PERSON))
@@ -134,12 +134,12 @@ def test_a_long_replay_on_a_fresh_grammar_renews_the_lexer_budget(
     matcher = compiler.matcher(DEAR)
     matcher.replay(token_ids)
     assert matcher.is_complete
-    compiler.matcher(DEAR).replay(token_ids)  # the lexer they share is intact
+    compiler.matcher(DEAR).replay(token_ids)  # the shared lexer is intact
 
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), kind=st.sampled_from(sorted(KINDS)))
-def test_what_is_forced_is_what_masks_leave_one_by_one(
+def test_forced_tokens_are_those_that_masks_leave_one_by_one(
     seed: int, kind: str, compiler: GrammarCompiler
 ) -> None:
     draw = np.random.default_rng(seed)
@@ -160,13 +160,13 @@ def test_what_is_forced_is_what_masks_leave_one_by_one(
             matcher.take([token_id])
 
 
-def test_of_an_object_most_is_certain(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+def test_most_of_an_object_is_forced(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     forced = compiler.matcher(json_schema(PERSON)).forced()
     assert tokenizer.decode(forced) == '{"name": "'
     assert len(compiler.matcher(json_schema(PERSON)).forced(most=2)) == 2
 
 
-def test_a_model_without_an_end_token_can_still_complete_an_answer(vocabulary: Vocabulary) -> None:
+def test_a_model_without_an_end_token_can_complete_an_answer(vocabulary: Vocabulary) -> None:
     endless = Vocabulary(
         token_bytes=vocabulary.token_bytes,
         special_ids=vocabulary.special_ids,
@@ -191,6 +191,6 @@ def test_a_special_token_is_named_and_is_no_text(
 
 
 def ids_of(matcher: Matcher) -> list[int]:
-    """The ids a matcher's mask allows."""
+    """Return the ids a matcher's mask allows."""
     bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
     return [int(id_) for id_ in bits.nonzero()[0]]

@@ -1,6 +1,6 @@
-"""Real schemas nobody here wrote: nearly all compile; instances are judged as they are labelled.
+"""External real schemas: nearly all compile; instances are judged as labelled.
 
-The labelled sample is outside data; a few schemas of our own, with instances, never skip.
+The labelled sample is external data; a few schemas of our own, with instances, never skip.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tests.data import outside
 from tests.unit.structured.conftest import Accepts, told
 
 SAMPLES = ("Github_easy", "Glaiveai2K", "Handwritten", "Synthesized")
-LEAST_SHARE = 0.95
-# Valid instances of the sample that are not taken; each has a reason.
+MIN_SHARE = 0.95
+# Valid instances of the sample that are rejected, each with a reason.
 NOT_TAKEN = {
     "Github_easy---o21053": "a pattern with two unbounded repeats is more states than are allowed",
 }
@@ -86,14 +86,14 @@ OWN: list[tuple[Any, list[Any], list[Any]]] = [
 
 
 @pytest.mark.parametrize("number", range(len(OWN)))
-def test_own_schemas_take_valid_instances_and_no_others(number: int, accepts: Accepts) -> None:
+def test_own_schemas_accept_only_valid_instances(number: int, accepts: Accepts) -> None:
     schema, valid, invalid = OWN[number]
     grammar = json_schema(schema)
     assert [value for value in valid if not accepts(grammar, told(value))] == []
     assert [value for value in invalid if accepts(grammar, told(value))] == []
 
 
-def test_the_sample_compiles_and_its_instances_are_told_apart(
+def test_the_sample_compiles_and_its_instances_are_distinguished(
     compiler: GrammarCompiler, accepts: Accepts, record_property: Callable[[str, object], None]
 ) -> None:
     refused: Counter[str] = Counter()
@@ -126,12 +126,13 @@ def test_the_sample_compiles_and_its_instances_are_told_apart(
         f"{num_invalid} invalid instances; refused: {dict(refused.most_common())}",
     )
     assert wrong == []
-    assert share >= LEAST_SHARE
+    assert share >= MIN_SHARE
 
 
 def as_written(schema: Any, value: Any) -> Any:
-    """The same value as an answer has it: properties in the order the schema names them, and a
-    number without a part behind the point as a whole one."""
+    """Return the value as an answer has it: properties in the order of the schema, integral numbers
+    without a fraction.
+    """
     return _ordered(schema, schema, value)
 
 
@@ -148,7 +149,7 @@ def _ordered(root: Any, schema: Any, value: Any) -> Any:
 
 
 def _named(root: Any, schema: Any, depth: int = 0) -> dict[str, Any]:
-    """What a schema says of properties by name, and of items, wherever it says it."""
+    """Yield the schemas of named properties and of items, at every level."""
     found: dict[str, Any] = {}
     if not isinstance(schema, dict) or depth > 8:
         return found

@@ -1,4 +1,4 @@
-"""Schemas in llguidance's words: what is rewritten allows the same values, as `jsonschema` says."""
+"""Schemas for llguidance: a rewritten schema allows the same values, according to `jsonschema`."""
 
 from __future__ import annotations
 
@@ -91,14 +91,14 @@ REWRITTEN: dict[str, Any] = {
 
 
 def judge_of(schema: Any) -> Any:
-    """jsonschema's validator of the last draft that has all the schema's keywords."""
+    """Return jsonschema's validator of the last draft with all the schema's keywords."""
     if "dependencies" in schema:
         return jsonschema.Draft7Validator(schema)
     return jsonschema.Draft201909Validator(schema)
 
 
 @pytest.mark.parametrize("name", REWRITTEN)
-def test_what_is_rewritten_allows_the_same_values(name: str, accepts: Accepts) -> None:
+def test_a_rewritten_schema_allows_the_same_values(name: str, accepts: Accepts) -> None:
     schema = REWRITTEN[name]
     judge = judge_of(schema)
     rewritten = jsonschema.Draft201909Validator(for_llguidance(schema))
@@ -110,7 +110,7 @@ def test_what_is_rewritten_allows_the_same_values(name: str, accepts: Accepts) -
     assert [value for value in VALUES if accepts(allowed, told(value))] == wanted
 
 
-def test_what_needs_no_help_is_left_as_it_is() -> None:
+def test_supported_schemas_are_unchanged() -> None:
     for schema in (
         {"type": "object", "properties": {"not": {"type": "string"}, "format": {"const": 1}}},
         {"type": "string", "format": "date-time", "minLength": 3},
@@ -122,7 +122,7 @@ def test_what_needs_no_help_is_left_as_it_is() -> None:
         assert for_llguidance(schema) == schema
 
 
-def test_a_format_nobody_defines_says_nothing_and_a_defined_one_is_kept() -> None:
+def test_an_undefined_format_is_ignored_and_a_defined_one_is_kept() -> None:
     assert for_llguidance({"type": "string", "format": "topic"}) == {"type": "string"}
     assert for_llguidance({"type": "string", "format": "iri"})["format"] == "iri"
 
@@ -150,7 +150,7 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("schema", "said"), REFUSED)
-def test_a_schema_that_cannot_be_used_is_refused_by_keyword_and_path(
+def test_an_unusable_schema_is_rejected_by_keyword_and_path(
     schema: Any, said: str, compiler: GrammarCompiler
 ) -> None:
     with pytest.raises(InvalidParameter) as error:
@@ -162,10 +162,10 @@ def test_a_schema_that_cannot_be_used_is_refused_by_keyword_and_path(
 
 
 @pytest.mark.parametrize(("schema", "said"), REFUSED[:-1])
-def test_a_schema_behind_reasoning_is_refused_by_keyword_and_path(
+def test_a_schema_after_reasoning_is_rejected_by_keyword_and_path(
     schema: Any, said: str, compiler: GrammarCompiler
 ) -> None:
-    """It stands in a Lark grammar then, of which the client knows nothing."""
+    """It is then inside a Lark grammar, which the client does not know."""
     options = {"lenient": False, "coerce_one_of": False}
     written = json.dumps({**for_llguidance(schema), "x-guidance": options})
     lark = f"start: thinking words\nthinking[lazy]: /(.|\\n)*<\\/think>/\nwords: %json {written}"
@@ -183,7 +183,7 @@ def test_the_path_is_that_of_a_keyword_not_of_a_property_of_its_name() -> None:
 
 
 @pytest.mark.parametrize("schema", [{"pattern": "a"}, {"items": {}}, {"multipleOf": 2}, 3])
-def test_what_is_not_plainly_negated_is_not_negated(schema: Any) -> None:
+def test_only_plain_negations_are_rewritten(schema: Any) -> None:
     assert negation(schema) is None
 
 
@@ -208,7 +208,7 @@ def test_the_evaluator_guesses_nothing() -> None:
         Evaluator(loop).allows(loop, 1)
 
 
-def test_values_are_equal_as_json_has_it() -> None:
+def test_values_are_compared_as_in_json() -> None:
     assert equal({"a": [1, 2.0]}, {"a": [1.0, 2]})
     assert not equal(True, 1)
     assert not equal([0], [False])
@@ -216,7 +216,7 @@ def test_values_are_equal_as_json_has_it() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(REWRITTEN))
-def test_the_evaluator_judges_as_jsonschema_does(name: str) -> None:
+def test_the_evaluator_agrees_with_jsonschema(name: str) -> None:
     schema = REWRITTEN[name]
     judge = judge_of(schema)
     for value in VALUES:

@@ -1,4 +1,4 @@
-"""Trials: what hangs, swells or crashes does so in a process that is ended; others go on."""
+"""Trials: grammars that hang, use much memory or crash do so in a separate process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.structured.vocabulary import Vocabulary
 from tests.unit.structured.test_compiler import wait_for
 
 NAMES = frozenset({"<|x|>"})
-NEVER = (sys.executable, "-c", "import sys; sys.stdin.buffer.read()")  # until it is killed
+NEVER = (sys.executable, "-c", "import sys; sys.stdin.buffer.read()")  # runs until it is killed
 LIMIT_MS = 60_000.0
 
 
@@ -43,7 +43,7 @@ def long_choice(name: str) -> Grammar:
     return choice([f"{name} {number:020d}" for number in range(400)])
 
 
-def test_only_what_is_long_or_can_be_dear_is_tried_out() -> None:
+def test_only_long_or_expensive_grammars_are_tried() -> None:
     assert not needs_trial(regex("a" * MAX_UNTRIED_CHARS))
     assert needs_trial(regex("a" * (MAX_UNTRIED_CHARS + 1)))
     assert needs_trial(json_schema({"type": "integer", "multipleOf": 3}))
@@ -52,18 +52,19 @@ def test_only_what_is_long_or_can_be_dear_is_tried_out() -> None:
     assert not needs_trial(regex("a&~b"))
 
 
-def test_what_ends_well_comes_back_in_llguidances_words_and_what_is_refused_does_too() -> None:
+def test_a_trial_returns_llguidances_grammar_or_error() -> None:
     with closing(Trial()) as trial:
         good = json_schema({"type": "integer", "multipleOf": 3})
         for tried in (good, grammar("start: <|x|>"), references(100)):
             told = trial.source(tried, NAMES, limit_ms=LIMIT_MS)
             assert told == llguidance_grammar(tried, NAMES)
         assert trial.source(grammar("start: nothing"), NAMES, limit_ms=LIMIT_MS)
-        assert not trial.source(json_schema(False), NAMES, limit_ms=LIMIT_MS)  # it has no words
+        # nothing was returned
+        assert not trial.source(json_schema(False), NAMES, limit_ms=LIMIT_MS)
 
 
 @pytest.mark.parametrize("deep", [rules(10_000), references(2_500)], ids=["rules", "references"])
-def test_what_would_overflow_the_stack_is_refused_and_the_next_is_tried_anew(deep: Grammar) -> None:
+def test_a_stack_overflow_is_rejected_and_the_next_trial_has_a_new_process(deep: Grammar) -> None:
     with closing(Trial()) as trial:
         with pytest.raises(InvalidParameter, match="nests too deeply") as told:
             trial.source(deep, NAMES, limit_ms=LIMIT_MS)
@@ -71,7 +72,7 @@ def test_what_would_overflow_the_stack_is_refused_and_the_next_is_tried_anew(dee
         assert trial.source(regex("a+"), NAMES, limit_ms=LIMIT_MS)
 
 
-def test_what_does_not_end_is_ended_with_its_process() -> None:
+def test_an_endless_trial_is_ended_with_its_process() -> None:
     trial = Trial(NEVER)
     with pytest.raises(InvalidParameter, match=r"not compiled within 0\.05 s"):
         trial.source(regex("a"), NAMES, limit_ms=50)
@@ -79,19 +80,19 @@ def test_what_does_not_end_is_ended_with_its_process() -> None:
 
 
 def test_a_divisor_that_takes_minutes_is_given_up(vocabulary: Vocabulary) -> None:
-    # llguidance's own limit may come first, on a quick machine.
+    # llguidance's own limit may apply first on a fast machine.
     refused = r"not compiled within 0\.3 s|fuel exhausted"
     made = GrammarCompiler(lambda: vocabulary, now_ms=lambda: 0.0, max_compile_ms=300)
     with closing(made) as compiler, pytest.raises(InvalidParameter, match=refused):
         compiler.matcher(json_schema({"type": "integer", "multipleOf": 999_999_937}))
 
 
-def test_where_no_process_can_be_started_the_grammar_fails_and_says_so() -> None:
+def test_without_a_process_the_grammar_fails_with_a_reason() -> None:
     with pytest.raises(WorkerError, match="process for trial compilations failed"):
         Trial((os.devnull,)).source(regex("a"), NAMES, limit_ms=LIMIT_MS)
 
 
-def test_ending_a_trial_ends_what_is_being_tried_and_starts_nothing_more() -> None:
+def test_closing_a_trial_ends_the_running_one_and_starts_no_more() -> None:
     trial, outcome = Trial(NEVER), []
 
     def attempt() -> None:
@@ -112,7 +113,7 @@ def test_ending_a_trial_ends_what_is_being_tried_and_starts_nothing_more() -> No
 
 
 class Gated(Trial):
-    """Tries nothing out until a gate opens; then all were too slow."""
+    """A trial that waits for a gate; then all were too slow."""
 
     def __init__(self, gate: threading.Event, inside: threading.Semaphore) -> None:
         super().__init__(NEVER)
@@ -124,7 +125,7 @@ class Gated(Trial):
         raise InvalidParameter("it took too long", param=grammar.param)
 
 
-def test_as_many_hostile_grammars_as_there_are_threads_keep_no_short_one_waiting(
+def test_hostile_grammars_in_all_threads_do_not_delay_a_short_one(
     vocabulary: Vocabulary,
 ) -> None:
     gate, inside = threading.Event(), threading.Semaphore(0)
@@ -135,7 +136,7 @@ def test_as_many_hostile_grammars_as_there_are_threads_keep_no_short_one_waiting
     for one in hostile:
         compiler.want(one)
     for _ in range(NUM_THREADS):
-        assert inside.acquire(timeout=60)  # all threads of that lane are held
+        assert inside.acquire(timeout=60)  # all threads of that lane are busy
     short = regex("[a-z]+")
     compiler.want(short)
     wait_for(compiler, short)
@@ -148,7 +149,7 @@ def test_as_many_hostile_grammars_as_there_are_threads_keep_no_short_one_waiting
     compiler.close()
 
 
-def test_a_long_grammar_that_ends_well_is_compiled(vocabulary: Vocabulary) -> None:
+def test_a_long_grammar_that_passes_its_trial_is_compiled(vocabulary: Vocabulary) -> None:
     compiler = GrammarCompiler(lambda: vocabulary, now_ms=lambda: 0.0)
     for one in (long_choice("a"), long_choice("b")):
         compiler.want(one)

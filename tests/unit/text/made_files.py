@@ -1,7 +1,7 @@
-"""Tokenizer files of the older formats, written here byte by byte, so that no test needs outside
-data: SentencePiece models (a protocol buffer), tiktoken ranks, vocab.json with merges.txt.
+"""Tokenizer files of the older formats, written byte by byte, so that tests need no external data.
 
-All hold a small vocabulary merged from a few lines, most common pair first, as such files are made.
+SentencePiece models (a protocol buffer), tiktoken ranks, vocab.json with merges.txt. All hold a
+small vocabulary merged from a few lines, most common pair first, as such files are made.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Piece = tuple[str, float, int]
 
 
 def merged(words: Sequence[str], alphabet: Iterable[str], size: int) -> list[str]:
-    """A vocabulary: the alphabet, then what merging the most common pair makes, again and again."""
+    """Return a vocabulary: the alphabet, then repeated merges of the most common pair."""
     tokens = list(alphabet)
     split = [list(word) for word in words]
     while len(tokens) < size:
@@ -46,13 +46,13 @@ def merged(words: Sequence[str], alphabet: Iterable[str], size: int) -> list[str
 
 @functools.cache
 def byte_tokens() -> tuple[str, ...]:
-    """A byte-level vocabulary, in GPT-2's stand-ins: 256 bytes and 60 merges of the lines."""
+    """Return a byte-level vocabulary in GPT-2's alphabet: 256 bytes and 60 merges of the lines."""
     words = [written(word.encode()) for line in (*LINES, "    \n\n\n aaaaaaaa") for word in [line]]
     return tuple(merged(words, stand_ins(), 316))
 
 
 def write_ranks(file: Path, tokens: Sequence[str] = ()) -> Path:
-    """A tiktoken file."""
+    """Write a tiktoken file."""
     byte_of = {character: byte for byte, character in enumerate(stand_ins())}
     lines = [
         f"{base64.b64encode(bytes(byte_of[character] for character in token)).decode()} {rank}\n"
@@ -63,7 +63,9 @@ def write_ranks(file: Path, tokens: Sequence[str] = ()) -> Path:
 
 
 def write_vocabulary(folder: Path) -> Path:
-    """vocab.json and merges.txt, with <|endoftext|> as the last token and two ids left out."""
+    """Write vocab.json and merges.txt, with <|endoftext|> as the last token and two ids
+    left out.
+    """
     tokens = byte_tokens()
     vocabulary = {token: place for place, token in enumerate(tokens)}
     vocabulary["<|endoftext|>"] = len(tokens) + 2
@@ -79,7 +81,7 @@ def write_vocabulary(folder: Path) -> Path:
 
 
 def bpe_pieces(*, byte_fallback: bool = True) -> list[Piece]:
-    """The pieces of a model like Llama 2's: bytes, words by score, letters last."""
+    """Return the pieces of a model like Llama 2's: bytes, words by score, letters last."""
     words = ["▁" + line.replace(" ", "▁") for line in (*LINES, "the the  them   a aaaaaa")]
     letters = sorted({letter for word in words for letter in word if ord(letter) < 0x3100})
     pieces: list[Piece] = [("<unk>", 0.0, UNKNOWN), ("<s>", 0.0, CONTROL), ("</s>", 0.0, CONTROL)]
@@ -102,7 +104,7 @@ def model_bytes(
     remove_extra_spaces: bool = False,
     suffix_spaces: bool = False,
 ) -> bytes:
-    """A SentencePiece model as its file holds it."""
+    """Return a SentencePiece model as its file holds it."""
     trainer = _number(3, model) + _number(35, byte_fallback) + _number(24, suffix_spaces)
     normalizer = _text(1, b"identity") + _number(3, add_dummy_prefix)
     normalizer += _number(4, remove_extra_spaces) + _number(5, True)
@@ -115,7 +117,7 @@ def model_bytes(
 
 @functools.cache
 def trained_model(kind: str) -> bytes:
-    """A model that the library itself trained on the lines, with its usual normalization."""
+    """Return a model trained by the library itself on the lines, with its usual normalization."""
     import sentencepiece
 
     content = io.BytesIO()

@@ -1,4 +1,4 @@
-"""GGUF files that hold a tokenizer and no tensors, made from tokenizers of other formats."""
+"""GGUF files with a tokenizer and no tensors, made from tokenizers of other formats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ Metadata = dict[str, Any]
 
 
 def of_pieces(pieces: Sequence[Piece], **changes: Any) -> Metadata:
-    """A SentencePiece model's entries; `changes` by key without the prefix, None drops one."""
+    """Return a SentencePiece model's entries; `changes` by key without the prefix, None
+    drops one.
+    """
     texts, scores, kinds = zip(*pieces, strict=True)
     named = {"<unk>": "unknown", "<s>": "bos", "</s>": "eos"}
     ids = {f"{role}_token_id": texts.index(text) for text, role in named.items() if text in texts}
@@ -34,7 +36,7 @@ def of_pieces(pieces: Sequence[Piece], **changes: Any) -> Metadata:
 
 
 def of_json(tokenizer_json: str, split: str, **changes: Any) -> Metadata:
-    """A byte-level tokenizer.json's entries; ids that no token has are padded."""
+    """Return a byte-level tokenizer.json's entries; unused ids are padded."""
     said = json.loads(tokenizer_json)
     vocabulary = dict(said["model"]["vocab"])
     kinds = dict.fromkeys(vocabulary.values(), NORMAL)
@@ -62,5 +64,5 @@ def _entries(content: Metadata, changes: Metadata) -> Metadata:
 
 
 def write(path: Path, metadata: Metadata) -> Path:
-    """A file with these entries and no tensors."""
+    """Write a file with these entries and no tensors."""
     return write_gguf(path, {"general.architecture": "llama", **metadata}, {})

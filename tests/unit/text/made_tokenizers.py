@@ -1,8 +1,8 @@
-"""Tokenizers made here, so that no test of text depends on outside data.
+"""Synthetic tokenizers, so that tests of text do not depend on external data.
 
 One is byte-level BPE trained on a few lines with emoji and Japanese, so that most characters
 outside of ASCII are split over tokens; one is like SentencePiece: metaspace, byte fallback, and a
-leading space that is dropped. Both know the special tokens <s> and </s> and one plain added token.
+leading space that is dropped. Both have the special tokens <s> and </s> and one plain added token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
 
 @functools.cache
 def byte_level_json() -> str:
-    """A tokenizer.json of 300 ids: 256 bytes, merges, two special tokens and <tool> (id 299)."""
+    """Return a tokenizer.json of 300 ids: 256 bytes, merges, two special tokens and <tool>
+    (id 299).
+    """
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -46,7 +48,9 @@ def byte_level_json() -> str:
 
 @functools.cache
 def metaspace_json() -> str:
-    """A tokenizer.json like a converted SentencePiece model: 259 byte tokens, letters, words."""
+    """Return a tokenizer.json like a converted SentencePiece model: 259 byte tokens,
+    letters, words.
+    """
     tokens = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
     tokens += ["▁", "▁the", "the", "a", "b", "▁a", "猫", "▁猫", "é", "▁▁", "▁▁▁", "<", ">"]
     backend = tokenizers.Tokenizer(
@@ -76,7 +80,7 @@ def metaspace_json() -> str:
 
 @functools.cache
 def word_piece_json() -> str:
-    """A tokenizer.json like BERT's: whole words, and parts of words that begin with ##."""
+    """Return a tokenizer.json like BERT's: whole words, and parts of words that begin with ##."""
     words = [
         "[UNK]",
         *SPECIAL,
@@ -103,7 +107,7 @@ def word_piece_json() -> str:
 
 
 def with_holes(tokenizer_json: str) -> str:
-    """The same tokenizer with ids left out: what was from 262 on is 40 higher."""
+    """Return the same tokenizer with unused ids: ids from 262 on are 40 higher."""
     content = json.loads(tokenizer_json)
     vocabulary = content["model"]["vocab"]
     content["model"]["vocab"] = {
@@ -117,7 +121,7 @@ def with_holes(tokenizer_json: str) -> str:
 
 
 def with_decoder(tokenizer_json: str, decoder: decoders.Decoder | None) -> str:
-    """The same tokenizer with another decoder."""
+    """Return the same tokenizer with another decoder."""
     content = json.loads(tokenizer_json)
     content["decoder"] = None if decoder is None else json.loads(decoder.__getstate__())
     return json.dumps(content)
@@ -126,18 +130,18 @@ def with_decoder(tokenizer_json: str, decoder: decoders.Decoder | None) -> str:
 def made(
     tokenizer_json: str, config: Mapping[str, Any] | None = None, *, vocab_size: int = 0
 ) -> Tokenizer:
-    """A Tokenizer of it."""
+    """Return a Tokenizer of it."""
     backend = tokenizers.Tokenizer.from_str(tokenizer_json)
     return Tokenizer(backend, config=NAMED if config is None else config, vocab_size=vocab_size)
 
 
 def reference(tokenizer_json: str) -> tokenizers.Tokenizer:
-    """The library's own."""
+    """Return the library's own tokenizer."""
     return tokenizers.Tokenizer.from_str(tokenizer_json)
 
 
 def write_folder(folder: Path, tokenizer_json: str, config: Mapping[str, Any] | None) -> Path:
-    """A model folder with just its tokenizer files."""
+    """Write a model directory with just its tokenizer files."""
     (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
     if config is not None:
         (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")

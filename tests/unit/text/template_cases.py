@@ -40,7 +40,7 @@ PUBLISHED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Talk:
-    """A conversation and what is given with it."""
+    """A conversation and its other template variables."""
 
     messages: list[dict[str, Any]]
     settings: dict[str, Any] = field(default_factory=dict)
@@ -199,7 +199,7 @@ TALKS: dict[str, Talk] = {
 
 
 def cases() -> list[tuple[str, bool | None]]:
-    """Names of talks, with and without an answer begun (None: the talk says)."""
+    """Yield names of talks, with and without a begun answer (None: as in the talk)."""
     return [
         (name, begun)
         for name, talk in TALKS.items()
@@ -208,17 +208,19 @@ def cases() -> list[tuple[str, bool | None]]:
 
 
 def key_of(name: str, begun: bool | None) -> str:
-    """How a case is called in the record."""
+    """Return the key of a case in the record."""
     return name if begun is None else f"{name}, {'begun' if begun else 'as it is'}"
 
 
 def digest(text: str) -> str:
-    """What stands for a text that is not ours to keep."""
+    """Return the digest of a text that may not be stored here."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 class Refused(Exception):
-    """A template or `transformers` refuses. `words`: the template's own, where it has any."""
+    """A template or `transformers` rejects the talk. `words`: the template's own message,
+    if any.
+    """
 
     def __init__(self, words: str | None) -> None:
         super().__init__(words)
@@ -232,7 +234,7 @@ class _Clock(datetime):
 
 
 def by_transformers(source: str, talk: Talk, begun: bool | None) -> str:
-    """The text `transformers` renders. Raises Refused."""
+    """Return the text `transformers` renders. Raises Refused."""
     import tokenizers
     import transformers
     from jinja2 import TemplateError
@@ -257,7 +259,7 @@ def by_transformers(source: str, talk: Talk, begun: bool | None) -> str:
 
 
 def expected(source: str, name: str, begun: bool | None) -> str:
-    """What a talk should be. Parts are joined for a template that refuses, prints or drops them.
+    """Return the expected rendering. Parts are joined for templates that do not support them.
 
     Raises Refused.
     """

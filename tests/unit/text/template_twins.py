@@ -1,7 +1,7 @@
-"""Templates of our own that use what chat templates use, each with the text it must render.
+"""Synthetic templates that use what chat templates use, each with the text it must render.
 
-The text is that of the talk "two calls at once" of template_cases.py with an answer begun, and
-was compared with `transformers`, as the live test still does for every other talk.
+The text is that of the talk "two calls at once" of template_cases.py with a begun answer, and was
+compared with `transformers`, as the live test still does for every other talk.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ TWINS: dict[str, tuple[str, str]] = {
     ),
 }  # fmt: skip
 
-# Templates that refuse every talk, with their own words (None: an error of theirs).
+# Templates that reject every talk, with their own message (None: an error of theirs).
 REFUSING: dict[str, tuple[str, str | None]] = {
     "on purpose": ("{{ raise_exception('After ' ~ messages[0].role ~ ': no.') }}", "After "),
     "no such value": ("{{ messages[0].nothing.at_all }}", None),

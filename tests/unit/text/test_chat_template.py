@@ -1,4 +1,4 @@
-"""ChatTemplate: where templates are found, how they render, who is blamed, what is bounded."""
+"""ChatTemplate: how templates are found and rendered, the party at fault, what is bounded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.text.template_sandbox import TemplateSandbox
 from quire.text.template_work import Limits
 from tests.unit.text.made_tokenizers import NAMED, byte_level_json, made, write_folder
 
-# A template that is chosen must read messages.
+# A selected template must read messages.
 READS = "{% if messages %}{% endif %}"
 PLAIN = [{"role": "user", "content": "Hi <b> & 'x' 🦙\n"}]
 SEVERAL = [
@@ -69,7 +69,7 @@ def test_a_template_renders_blocks_without_their_lines() -> None:
     )
 
 
-def test_variables_of_the_caller_count_over_the_models() -> None:
+def test_request_variables_override_the_models() -> None:
     template = _template("{{ bos_token }}{{ enable_thinking }}{{ tools }}", bos_token="<s>")
     assert template.render(PLAIN, enable_thinking=False) == "<s>FalseNone"
     assert template.render(PLAIN, bos_token="", enable_thinking=1, tools=[]) == "1[]"
@@ -81,11 +81,11 @@ def test_json_is_not_escaped_and_keeps_its_order() -> None:
     assert text == '{"role": "user", "content": "<é>"}|{\n "b": 1,\n "a": "é"\n}'
 
 
-def test_today_comes_from_the_clock_it_was_given() -> None:
+def test_the_date_comes_from_the_given_clock() -> None:
     assert _template("{{ strftime_now('%d %b %Y') }}").render(PLAIN) == "31 Jan 2026"
 
 
-def test_loop_controls_and_generation_blocks_are_known() -> None:
+def test_loop_controls_and_generation_blocks_are_supported() -> None:
     source = (
         "{% for i in range(9) %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{{ loop.last }}"
         "{% endfor %}{% generation %}said{% endgeneration %}"
@@ -93,7 +93,7 @@ def test_loop_controls_and_generation_blocks_are_known() -> None:
     assert _template(source).render(PLAIN) == "0False1False2Falsesaid"
 
 
-def test_loop_facts_and_recursion_survive_the_counting() -> None:
+def test_loop_variables_and_recursion_work_with_counting() -> None:
     source = (
         "{% for x in messages[0].tree recursive %}{{ loop.depth }}{{ loop.revindex }}"
         "{% if x is iterable %}({{ loop(x) }}){% else %}{{ x }}{% endif %}{% endfor %}"
@@ -118,7 +118,7 @@ def test_loop_facts_and_recursion_survive_the_counting() -> None:
         "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
     ],
 )
-def test_a_template_that_does_not_compile_is_kept_with_its_line_and_refuses(source: str) -> None:
+def test_a_template_that_does_not_compile_is_kept_with_its_line_and_raises(source: str) -> None:
     template = _template("a\nb\n" + source)
     assert "chat template 'default', line 3" in template.problems["default"]
     with pytest.raises(TokenizerError, match=r"'default', line 3: .*--chat-template"):
@@ -127,7 +127,7 @@ def test_a_template_that_does_not_compile_is_kept_with_its_line_and_refuses(sour
         _template("fine").with_source("a\nb\n" + source)
 
 
-def test_one_template_that_does_not_compile_leaves_the_others() -> None:
+def test_one_invalid_template_does_not_affect_the_others() -> None:
     template = ChatTemplate({"default": "fine", "rag": "{% if"}, variables={})
     assert template.render(PLAIN) == "fine"
     assert list(template.problems) == ["rag"]
@@ -135,7 +135,7 @@ def test_one_template_that_does_not_compile_leaves_the_others() -> None:
         template.render(PLAIN, chat_template="rag")
 
 
-def test_a_template_nested_without_end_is_refused() -> None:
+def test_an_endlessly_nested_template_is_rejected() -> None:
     for source in (
         "{{ " + "(" * 50_000,
         "{{ " + "not " * 50_000 + "1 }}",
@@ -150,7 +150,7 @@ def test_a_template_nested_without_end_is_refused() -> None:
     )
 
 
-def test_messages_a_template_refuses_are_the_callers_fault() -> None:
+def test_messages_rejected_by_a_template_are_a_client_error() -> None:
     with pytest.raises(InvalidParameter, match="refuses these messages: no role tool") as caught:
         _template(OWN, **NAMED).render([{"role": "tool", "content": "x"}])
     assert caught.value.param == "messages"
@@ -173,7 +173,7 @@ def test_other_failures_name_the_line_of_the_template(
         _template(source).render(messages)
 
 
-def test_deep_messages_do_not_break_the_process() -> None:
+def test_deep_messages_do_not_crash_the_process() -> None:
     deep: Any = "end"
     for _ in range(20_000):
         deep = [deep]
@@ -181,7 +181,7 @@ def test_deep_messages_do_not_break_the_process() -> None:
         _template("{{ messages | tojson }}").render([{"role": "user", "content": {"x": deep}}])
 
 
-def test_content_in_parts_is_joined_for_templates_that_know_no_parts() -> None:
+def test_content_parts_are_joined_for_templates_without_parts() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     template = _template("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert template.render([{"role": "user", "content": parts}]) == "one\ntwo"
@@ -189,7 +189,7 @@ def test_content_in_parts_is_joined_for_templates_that_know_no_parts() -> None:
         template.render([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}])
 
 
-def test_content_in_parts_is_left_to_templates_that_take_it() -> None:
+def test_content_parts_are_passed_to_templates_with_parts() -> None:
     template = _template(
         "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
         "{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %}{% endfor %}"
@@ -204,17 +204,17 @@ def _folder(path: Path, chat_template: object) -> ChatTemplate | None:
     return ChatTemplate.load(path, made(byte_level_json(), config))
 
 
-def test_no_template_is_none(tmp_path: Path) -> None:
+def test_a_missing_template_is_none(tmp_path: Path) -> None:
     assert _folder(tmp_path, None) is None
 
 
-def test_the_template_of_the_tokenizer_config_sees_its_tokens(tmp_path: Path) -> None:
+def test_the_template_of_the_tokenizer_config_has_its_tokens(tmp_path: Path) -> None:
     template = _folder(tmp_path, "{{ bos_token }}x")
     assert template is not None
     assert template.render(PLAIN) == "<s>x"
 
 
-def test_a_file_of_its_own_counts_over_the_tokenizer_config(tmp_path: Path) -> None:
+def test_a_template_file_overrides_the_tokenizer_config(tmp_path: Path) -> None:
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "json"}))
     template = _folder(tmp_path, "config")
     assert template is not None
@@ -225,7 +225,7 @@ def test_a_file_of_its_own_counts_over_the_tokenizer_config(tmp_path: Path) -> N
     assert template.render(PLAIN) == "jinja"
 
 
-def test_named_templates_are_chosen_by_default_tools_or_name(tmp_path: Path) -> None:
+def test_named_templates_are_selected_by_default_tools_or_name(tmp_path: Path) -> None:
     named = [
         {"name": "default", "template": "plain"},
         {"name": "tool_use", "template": "tools"},
@@ -253,14 +253,14 @@ def test_a_single_named_template_is_the_default_and_several_need_one(tmp_path: P
 
 
 @pytest.mark.parametrize("wrong", [3, ["text"], [{"name": "default"}], {"template": "x"}])
-def test_a_template_field_of_another_shape_is_refused(tmp_path: Path, wrong: object) -> None:
+def test_a_template_field_of_another_form_is_rejected(tmp_path: Path, wrong: object) -> None:
     template = _folder(tmp_path, wrong)
     assert template is not None
     with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: chat_template holds"):
         template.render(PLAIN)
 
 
-def test_a_file_or_a_name_is_chosen_in_place_of_the_default(tmp_path: Path) -> None:
+def test_a_file_or_a_name_replaces_the_default(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "rag", "template": "rag" + READS}]
     write_folder(tmp_path, byte_level_json(), {**NAMED, "chat_template": named})
     tokenizer = made(byte_level_json(), NAMED)
@@ -284,7 +284,7 @@ def test_a_file_or_a_name_is_chosen_in_place_of_the_default(tmp_path: Path) -> N
         ChatTemplate.load(tmp_path, tokenizer, chosen=str(file))
 
 
-def test_a_template_beside_a_broken_config_can_be_chosen(tmp_path: Path) -> None:
+def test_a_template_beside_a_broken_config_can_be_selected(tmp_path: Path) -> None:
     write_folder(tmp_path, byte_level_json(), {**NAMED, "chat_template": 3})
     file = tmp_path / "own.jinja"
     file.write_text("own" + READS)
@@ -293,7 +293,7 @@ def test_a_template_beside_a_broken_config_can_be_chosen(tmp_path: Path) -> None
     assert template.render(PLAIN) == "own"
 
 
-def test_variables_a_template_does_not_read_are_found() -> None:
+def test_unread_variables_are_detected() -> None:
     template = ChatTemplate(
         {
             "default": "{% set today = today or 'now' %}{{ mood }}{{ messages }}{{ bos_token }}",
@@ -321,7 +321,7 @@ def test_variables_a_template_does_not_read_are_found() -> None:
         ("{% macro say(what) %}{{ what }}{{ tone }}{% endmacro %}{{ say(1) }}", "tone"),
     ],
 )
-def test_only_what_can_change_the_text_counts_as_a_variable(source: str, told: str) -> None:
+def test_only_variables_that_can_change_the_text_count(source: str, told: str) -> None:
     template = _template(source)
     for name in ("loop", "m", "name", "say", "what"):
         with pytest.raises(InvalidParameter, match=f"it has: {told}$"):
@@ -330,7 +330,7 @@ def test_only_what_can_change_the_text_counts_as_a_variable(source: str, told: s
         template.check_variables([name])
 
 
-def test_tools_and_documents_are_found_to_have_no_place() -> None:
+def test_unused_tools_and_documents_are_detected() -> None:
     template = ChatTemplate(
         {"default": "{{ messages }}{{ documents }}", "tool_use": "{{ tools }}"}, variables={}
     )
@@ -355,7 +355,7 @@ def test_tools_and_documents_are_found_to_have_no_place() -> None:
         ("{{ raise_exception('no tools') }}", False, False),
     ],
 )
-def test_whether_arguments_should_be_objects_is_found_by_trying(
+def test_whether_arguments_should_be_objects_is_detected_by_trying(
     written: str, takes: bool, takes_text: bool
 ) -> None:
     source = (

@@ -1,4 +1,4 @@
-"""Detokenizer: pieces joined equal the whole decode of the library, for any ids and any cut."""
+"""Detokenizer: joined pieces equal the library's whole decode, for any ids and any division."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ FILES = (
 
 @functools.cache
 def _loaded(kind: str) -> Tokenizer:
-    """A tokenizer of files of each kind, as a server loads it; its model's table is larger."""
+    """Load a tokenizer of each kind of file, like a server; its model's table is larger."""
     if kind == "model in the box":
         return Tokenizer.load(box_path())
     if kind in ("llama3", "qwen", "llama2", "gpt2", "phi3"):
@@ -142,7 +142,7 @@ HARD = (
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_for_every_kind_of_file_any_ids_in_any_cut_give_the_whole_decode(kind: str) -> None:
+def test_every_kind_of_file_gives_the_whole_decode_for_any_ids_and_division(kind: str) -> None:
     tokenizer = _loaded(kind)
     library = tokenizer._backend
     texts = [tokenizer.encode(line) for line in HARD]
@@ -172,7 +172,7 @@ def test_for_every_kind_of_file_any_ids_in_any_cut_give_the_whole_decode(kind: s
 
 @pytest.mark.parametrize("kind", FILES)
 @pytest.mark.parametrize("line", HARD)
-def test_a_sound_text_one_token_at_a_time_never_shows_a_part_of_a_character(
+def test_valid_text_one_token_at_a_time_never_shows_part_of_a_character(
     kind: str, line: str
 ) -> None:
     tokenizer = _loaded(kind)
@@ -192,9 +192,9 @@ def _cuts(ids: list[int], at: list[int]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_joined_equal_the_whole_decode_for_any_ids_and_any_cut(kind: str) -> None:
+def test_joined_pieces_equal_the_whole_decode_for_any_ids_and_division(kind: str) -> None:
     tokenizer, library = _pair(kind)
-    num_ids = tokenizer.vocab_size  # holes included
+    num_ids = tokenizer.vocab_size  # unused ids included
     texts = [library.encode(line).ids for line in LINES]
     any_ids = st.lists(st.integers(0, num_ids - 1), max_size=RUN_LIMIT)
     bytes_only = st.lists(st.integers(3, min(258, num_ids - 1)), max_size=RUN_LIMIT - 1)
@@ -218,7 +218,7 @@ def test_pieces_joined_equal_the_whole_decode_for_any_ids_and_any_cut(kind: str)
 
 @pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
 @pytest.mark.parametrize("line", [*LINES, "🐫 犬 ŧ"])
-def test_no_piece_of_a_sound_text_holds_half_a_character(kind: str, line: str) -> None:
+def test_no_piece_of_valid_text_holds_half_a_character(kind: str, line: str) -> None:
     tokenizer, _ = _pair(kind)
     stream = Detokenizer(tokenizer)
     pieces = [stream.push([id_]) for id_ in tokenizer.encode(line)]
@@ -228,7 +228,7 @@ def test_no_piece_of_a_sound_text_holds_half_a_character(kind: str, line: str) -
         assert pieces[:3] == ["", "", "🐫"] or kind == "metaspace"
 
 
-def test_every_character_is_known_by_the_token_that_completed_it() -> None:
+def test_every_character_has_the_index_of_the_token_that_completed_it() -> None:
     tokenizer, _ = _pair("metaspace")
     ids = tokenizer.encode("a🦙\n\nb")
     stream = Detokenizer(tokenizer)
@@ -244,7 +244,7 @@ def test_every_character_is_known_by_the_token_that_completed_it() -> None:
     assert indexes[1] == ids.index(3 + 0x99)  # the last byte of the emoji
 
 
-def test_settled_tokens_are_those_whose_text_is_out() -> None:
+def test_settled_tokens_are_those_with_emitted_text() -> None:
     tokenizer, _ = _pair("byte-level")
     stream = Detokenizer(tokenizer)
     settled = []
@@ -256,7 +256,7 @@ def test_settled_tokens_are_those_whose_text_is_out() -> None:
     assert settled[-1] == len(settled)
 
 
-def test_a_long_run_of_byte_tokens_does_not_wait_for_its_end() -> None:
+def test_a_long_run_of_byte_tokens_is_not_held_to_its_end() -> None:
     tokenizer, _ = _pair("metaspace")
     stream = Detokenizer(tokenizer)
     longest_wait, waited, text = 0, 0, "ไทย" * 40
@@ -281,7 +281,7 @@ def test_a_broken_run_is_shown_without_waiting_for_its_end() -> None:
     assert stream.flush() == "A"
 
 
-def test_text_that_continues_keeps_its_leading_space() -> None:
+def test_continued_text_keeps_its_leading_space() -> None:
     for kind in ("metaspace", "metaspace step"):
         tokenizer, _ = _pair(kind)
         word = [tokenizer.token_id("▁the") or 0]
@@ -289,7 +289,7 @@ def test_text_that_continues_keeps_its_leading_space() -> None:
         assert Detokenizer(tokenizer, continues=True).push(word) == " the"
 
 
-def test_unknown_ids_are_refused_and_the_stream_goes_on() -> None:
+def test_unknown_ids_are_rejected_and_the_stream_continues() -> None:
     tokenizer, _ = _pair("byte-level")
     stream = Detokenizer(tokenizer)
     with pytest.raises(InvalidParameter, match="out of range"):
@@ -307,7 +307,7 @@ def test_unknown_ids_are_refused_and_the_stream_goes_on() -> None:
         decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
     ],
 )
-def test_a_decoder_that_cannot_be_streamed_is_refused_by_name(decoder: decoders.Decoder) -> None:
+def test_an_unstreamable_decoder_is_rejected_by_name(decoder: decoders.Decoder) -> None:
     with pytest.raises(TokenizerError, match=r"has a step \w+ that cannot be streamed.*supported"):
         made(with_decoder(metaspace_json(), decoder))
 

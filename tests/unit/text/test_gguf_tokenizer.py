@@ -1,4 +1,4 @@
-"""Tokenizers out of GGUF files: the ids of the tokenizers they were made from, or a refusal."""
+"""Tokenizers from GGUF files: the ids of the original tokenizers, or a rejection."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def refused(folder: Path, metadata: dict[str, Any]) -> str:
 
 
 def from_model(folder: Path, content: bytes, **config: Any) -> Tokenizer:
-    """The same model from its own file, with spaces after special tokens as llama.cpp has it."""
+    """Return the same model from its own file, with spaces after special tokens as in llama.cpp."""
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.model").write_bytes(content)
     (folder / "tokenizer_config.json").write_text(json.dumps({"legacy": True, **config}))
@@ -57,7 +57,7 @@ def from_model(folder: Path, content: bytes, **config: Any) -> Tokenizer:
 
 
 @pytest.mark.parametrize("prefixed", [True, False])
-def test_pieces_give_the_ids_of_the_model_they_come_from(
+def test_pieces_give_the_ids_of_the_original_model(
     prefixed: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("pieces")
@@ -96,7 +96,7 @@ def test_tokens_beside_the_pieces_are_found_in_texts(tmp_path: Path) -> None:
     assert found.decode([end + 3], skip_special_tokens=False) == ""
 
 
-def test_user_pieces_with_marks_are_found_as_the_library_finds_them(tmp_path: Path) -> None:
+def test_user_pieces_with_marks_are_found_as_by_the_library(tmp_path: Path) -> None:
     pieces = [*bpe_pieces(), ("▁▁", 0.0, USER_DEFINED), ("\n\n", 0.0, USER_DEFINED)]
     found = loaded(tmp_path, of_pieces(pieces, add_space_prefix=False))
     right = from_model(tmp_path / "model", model_bytes(pieces, add_dummy_prefix=False))
@@ -113,14 +113,14 @@ def test_user_pieces_with_marks_are_found_as_the_library_finds_them(tmp_path: Pa
         ({"bos_token_id": None}, (None, None)),
     ],
 )
-def test_bos_and_eos_are_added_as_the_file_says(
+def test_bos_and_eos_are_added_according_to_the_file(
     flags: dict[str, Any], ends: tuple[Any, Any], tmp_path: Path
 ) -> None:
     ids = loaded(tmp_path, of_pieces(bpe_pieces(), **flags)).encode("a")
     assert (ids[0] if ids[0] == 1 else None, ids[-1] if ids[-1] == 2 else None) == ends
 
 
-def test_phi_3s_tokens_take_the_space_behind_them_as_its_name_tells(tmp_path: Path) -> None:
+def test_phi_3s_tokens_strip_the_space_after_them_by_name(tmp_path: Path) -> None:
     pieces = [*bpe_pieces(), ("<|user|>", -1000.0, USER_DEFINED)]
     plain = loaded(tmp_path, of_pieces(pieces))
     named = loaded(tmp_path, {**of_pieces(pieces), "general.name": "Phi-3 mini"})
@@ -129,8 +129,8 @@ def test_phi_3s_tokens_take_the_space_behind_them_as_its_name_tells(tmp_path: Pa
     assert named.encode("<s> the") == plain.encode("<s> the")
 
 
-def test_rows_that_pad_a_table_may_be_of_the_unknown_kind(tmp_path: Path) -> None:
-    """Phi-3's file has 53 of them, and names the unknown token, which is of the control kind."""
+def test_padding_rows_may_be_of_the_unknown_kind(tmp_path: Path) -> None:
+    """Phi-3's file has 53 of them, and the unknown token, which is of the control kind."""
     pieces = [
         (text, score, CONTROL if kind == UNKNOWN else kind) for text, score, kind in bpe_pieces()
     ]
@@ -173,14 +173,14 @@ def _tied() -> list[Any]:
         ({"tokens": ["<unk>"] * len(bpe_pieces())}, "tokens 0 and 1 are both '<unk>'"),
     ],
 )  # fmt: skip
-def test_pieces_that_cannot_be_read_exactly_are_refused(
+def test_pieces_that_cannot_be_read_exactly_are_rejected(
     changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(TokenizerError, match=said):
         loaded(tmp_path, of_pieces(bpe_pieces(), **changes))
 
 
-def test_pieces_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
+def test_inconsistent_pieces_are_rejected(tmp_path: Path) -> None:
     pieces = bpe_pieces()
     two = of_pieces([*pieces, ("<two>", 0.0, UNKNOWN)], unknown_token_id=None)
     assert "unknown tokens" in refused(tmp_path, two)
@@ -194,7 +194,7 @@ def test_pieces_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
 # ---- byte-level BPE
 
 
-def test_merges_give_the_ids_of_the_tokenizer_they_come_from(
+def test_merges_give_the_ids_of_the_original_tokenizer(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     folder = tmp_path_factory.mktemp("merges")
@@ -216,7 +216,7 @@ def test_merges_give_the_ids_of_the_tokenizer_they_come_from(
 
 
 @pytest.mark.parametrize("pre", SPLITS)
-def test_every_way_to_split_brings_texts_back(pre: str, tmp_path: Path) -> None:
+def test_every_pre_tokenizer_round_trips_texts(pre: str, tmp_path: Path) -> None:
     tokenizer = loaded(tmp_path, of_json(byte_level_json(), pre, bos_token_id=0, eos_token_id=1))
     for text in (*LINES, "  HelloWorld 12345  it's\r\n\n x", "e\u0301"):
         ids = tokenizer.encode(text)
@@ -254,7 +254,9 @@ def test_every_way_to_split_brings_texts_back(pre: str, tmp_path: Path) -> None:
         ("deepseek-coder", "\u0531\u0561a", ["Ô±Õ¡a"]),
     ],
 )
-def test_texts_are_split_as_the_family_says(pre: str, text: str, words: list[str]) -> None:
+def test_texts_are_split_by_the_familys_pre_tokenizer(
+    pre: str, text: str, words: list[str]
+) -> None:
     found = SPLITS[pre].pre_tokenizer().pre_tokenize_str(text)
     assert [word for word, _ in found] == words
 
@@ -266,8 +268,8 @@ def test_a_gpt_neox_file_needs_no_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("byte", [0xC0, 0xF1, 0xFF, 0x03])
-def test_bytes_that_no_usual_text_has_may_lack_a_token(byte: int, tmp_path: Path) -> None:
-    """StarCoder's vocabulary lacks 14; its own tokenizer leaves such bytes out of the ids."""
+def test_unusual_bytes_may_lack_a_token(byte: int, tmp_path: Path) -> None:
+    """StarCoder's vocabulary lacks 14; its own tokenizer drops such bytes."""
     metadata = of_json(byte_level_json(), "starcoder")
     tokens = metadata["tokenizer.ggml.tokens"]
     at = tokens.index(stand_ins()[byte])
@@ -278,11 +280,11 @@ def test_bytes_that_no_usual_text_has_may_lack_a_token(byte: int, tmp_path: Path
     whole = loaded(tmp_path, metadata)
     for text in LINES:
         assert found.encode(text) == whole.encode(text)
-    assert not found.min_num_tokens("\x03" * 1000)  # no bound where bytes are left out
+    assert not found.min_num_tokens("\x03" * 1000)  # no bound if bytes are dropped
 
 
 @pytest.mark.parametrize("byte", [0x41, 0x0A, 0x80, 0xC3, 0xF0, 0xF3])
-def test_bytes_that_texts_have_need_a_token(byte: int, tmp_path: Path) -> None:
+def test_usual_bytes_need_a_token(byte: int, tmp_path: Path) -> None:
     metadata = of_json(byte_level_json(), "starcoder", merges=[])
     tokens = metadata["tokenizer.ggml.tokens"]
     tokens[tokens.index(stand_ins()[byte])] = "<gone>"
@@ -304,9 +306,7 @@ def test_bytes_that_texts_have_need_a_token(byte: int, tmp_path: Path) -> None:
         ({"tokens": ["a"], "token_type": [1], "merges": []}, "no token for 255 of the 256 bytes"),
     ],
 )
-def test_merges_that_cannot_be_read_are_refused(
-    changes: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+def test_unreadable_merges_are_rejected(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=said):
         loaded(tmp_path, of_json(byte_level_json(), "gpt-2", **changes))
 
@@ -337,13 +337,13 @@ def test_templates_are_those_of_the_file_by_name(tmp_path: Path) -> None:
 
 
 def published(name: str) -> dict[str, Any]:
-    """The entries a converter writes for a published tokenizer."""
+    """Return the entries a converter writes for a published tokenizer."""
     folder = outside(f"tokenizers/{name}")
     if name == "llama2":
         pieces = read_pieces(folder, (folder / "tokenizer.model").read_bytes())
         listed = zip(pieces.texts, pieces.scores, map(int, pieces.kinds), strict=True)
         return of_pieces(list(listed))
-    if name == "phi3":  # Llama 2's pieces, and tokens beside them
+    if name == "phi3":  # Llama 2's pieces, and further tokens
         said = json.loads((folder / "tokenizer.json").read_text())
         beside = {token["id"]: token for token in said["added_tokens"] if token["id"] > 2}
         llama2 = outside("tokenizers/llama2")

@@ -1,4 +1,4 @@
-"""Merges recovered from an order of priority merge as that order says."""
+"""Merges recovered from token priorities merge in that order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.unit.text.made_files import merged
 
 
 def _as_the_rule_says(text: str, rank: dict[str, int]) -> list[int]:
-    """tiktoken's and SentencePiece's rule read plainly: best neighbours, leftmost first."""
+    """Apply tiktoken's and SentencePiece's rule directly: best neighbours, leftmost first."""
     parts = list(text)
     while True:
         joined = [left + right for left, right in itertools.pairwise(parts)]
@@ -35,7 +35,7 @@ _REPEATED = st.builds(
 
 @given(words=_WORDS, size=st.integers(3, 40), text=st.text("abc", max_size=30) | _REPEATED)
 @settings(max_examples=400, deadline=None)
-def test_a_trained_vocabulary_merges_any_text_as_the_rule_says(
+def test_a_trained_vocabulary_merges_any_text_by_the_rule(
     words: list[str], size: int, text: str
 ) -> None:
     rank = {token: place for place, token in enumerate(merged([*words, "c" * 9], "abc", size))}
@@ -49,13 +49,13 @@ def test_a_trained_vocabulary_merges_any_text_as_the_rule_says(
     text=st.text("ab", max_size=24) | _REPEATED.map(lambda text: text.replace("c", "a")),
 )
 @settings(max_examples=400, deadline=None)
-def test_even_a_vocabulary_in_no_sensible_order_does(more: list[str], text: str) -> None:
+def test_a_vocabulary_in_random_order_does_too(more: list[str], text: str) -> None:
     rank = {token: place for place, token in enumerate(["a", "b", *more])}
     assert Tokenizer(models.BPE(rank, merges_of(rank, rank))).encode(text).ids == (
         _as_the_rule_says(text, rank)
     )
 
 
-def test_each_way_to_cut_a_token_is_a_merge_and_the_tokens_keep_their_order() -> None:
+def test_each_division_of_a_token_is_a_merge_and_tokens_keep_their_order() -> None:
     place = {token: at for at, token in enumerate(["a", "b", "ba", "ab", "aba"])}
     assert merges_of(place, place) == [("b", "a"), ("a", "b"), ("a", "ba"), ("ab", "a")]

@@ -34,7 +34,9 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def _as_tiktoken_does(text: str, pattern: str) -> list[int]:
-    """The rule read plainly: words by the pattern; in each the best pair, the leftmost, merges."""
+    """Apply the rule directly: words by the pattern; in each the best pair, the leftmost,
+    merges.
+    """
     rank = {token: place for place, token in enumerate(byte_tokens())}
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
     ids = []
@@ -56,20 +58,20 @@ def _as_tiktoken_does(text: str, pattern: str) -> list[int]:
 
 @given(text=st.text(max_size=40) | st.text(" \n\ta猫🦙é1x'", max_size=40))
 @settings(max_examples=200, deadline=None)
-def test_ids_are_those_of_tiktokens_rule_and_text_comes_back(qwen: Tokenizer, text: str) -> None:
+def test_ids_follow_tiktokens_rule_and_text_round_trips(qwen: Tokenizer, text: str) -> None:
     composed = unicodedata.normalize("NFC", text)
     assert QWEN.pattern is not None
     assert qwen.encode(text) == _as_tiktoken_does(composed, QWEN.pattern)
     assert qwen.decode(qwen.encode(text)) == composed
 
 
-def test_listed_tokens_have_their_ids_over_holes_and_stand_for_themselves(qwen: Tokenizer) -> None:
+def test_listed_tokens_have_their_ids_across_unused_ones(qwen: Tokenizer) -> None:
     assert qwen.encode("a<|im_start|><tool>") == [*qwen.encode("a"), 400, 402]
     assert qwen.decode([400, 402, 350]) == "<tool>"
     assert qwen.vocab_size == 403
 
 
-def test_digits_are_split_as_the_family_says() -> None:
+def test_digits_are_split_by_the_familys_rule() -> None:
     assert LLAMA_3.pattern is not None
     assert QWEN.pattern is not None
     for family, parts in ((LLAMA_3, ["123", "45"]), (QWEN, ["1", "2", "3", "4", "5"])):
@@ -77,7 +79,7 @@ def test_digits_are_split_as_the_family_says() -> None:
         assert [part for part, _ in split.pre_tokenize_str("12345")] == parts
 
 
-def test_a_full_file_of_llama_3_is_known_by_its_size_and_gets_its_special_tokens(
+def test_a_full_llama_3_file_is_recognized_by_its_size(
     tmp_path: Path,
 ) -> None:
     pairs = [first + second for first in stand_ins() for second in stand_ins()]
@@ -109,7 +111,7 @@ def test_a_full_file_of_llama_3_is_known_by_its_size_and_gets_its_special_tokens
     ids=lambda value: value.name if isinstance(value, Family) else None,
 )
 @pytest.mark.parametrize("config", [{}, {"tokenizer_class": "GPT2Tokenizer"}])
-def test_openais_files_are_known_by_their_sizes(
+def test_openais_files_are_recognized_by_their_sizes(
     family: Family,
     special: dict[str, int],
     words: list[str],
@@ -137,11 +139,11 @@ def test_openais_files_are_known_by_their_sizes(
     ids = tokenizer.encode("".join(words))
     found = [tokenizer.decode([id_]) for id_ in ids]
     assert "".join(found) == "".join(words)
-    # Whole words of more than two characters are tokens, and nothing runs over a word's end.
+    # Whole words of more than two characters are tokens, and nothing crosses a word's end.
     assert [word for word in found if len(word) > 2] == [word for word in words if len(word) > 2]
 
 
-def test_a_rank_in_the_place_of_a_special_token_is_refused(tmp_path: Path) -> None:
+def test_a_rank_in_place_of_a_special_token_is_rejected(tmp_path: Path) -> None:
     pairs = [first + second for first in stand_ins() for second in stand_ins()]
     write_ranks(tmp_path / "p50k.tiktoken", [*stand_ins(), *pairs][: P50K.num_ranks])
     with pytest.raises(TokenizerError, match="the rank 50256, which belongs to a special token"):
@@ -170,7 +172,7 @@ def test_a_rank_in_the_place_of_a_special_token_is_refused(tmp_path: Path) -> No
         ),
     ],
 )
-def test_ranks_that_do_not_say_enough_are_refused(
+def test_incomplete_ranks_are_rejected(
     tmp_path: Path, name: str, config: dict[str, object], why: str
 ) -> None:
     write_ranks(tmp_path / name)
@@ -204,7 +206,7 @@ def _line(number: int, becomes: bytes) -> Callable[[bytes], bytes]:
         (lambda content: b"", r"no token for 256 of the 256 bytes, the first 0x00"),
     ],
 )
-def test_a_broken_rank_file_is_told_with_its_line(
+def test_a_broken_rank_file_is_reported_with_its_line(
     tmp_path: Path, change: Callable[[bytes], bytes], why: str
 ) -> None:
     file = write_ranks(tmp_path / "qwen.tiktoken")
@@ -228,7 +230,7 @@ def test_vocabulary_and_merges_give_the_ids_of_the_library(tmp_path: Path, line:
     assert tokenizer.encode("a") == tokenizer.encode("a", add_special_tokens=False)
 
 
-def test_a_class_that_adds_bos_says_so_in_its_config(tmp_path: Path) -> None:
+def test_a_class_that_adds_bos_is_recognized_from_its_config(tmp_path: Path) -> None:
     write_vocabulary(tmp_path)
     config = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -264,7 +266,7 @@ def test_older_added_tokens_are_read(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_broken_vocabularies_and_merges_are_told(
+def test_broken_vocabularies_and_merges_are_reported(
     tmp_path: Path, file: str, content: str | bytes, why: str
 ) -> None:
     write_vocabulary(tmp_path)
@@ -273,7 +275,7 @@ def test_broken_vocabularies_and_merges_are_told(
         Tokenizer.load(tmp_path)
 
 
-def test_a_vocabulary_of_qwens_class_is_split_and_composed_as_qwen_does(tmp_path: Path) -> None:
+def test_a_vocabulary_of_qwens_class_is_split_and_composed_like_qwens(tmp_path: Path) -> None:
     write_vocabulary(tmp_path)
     as_gpt_2 = Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2TokenizerFast"}')

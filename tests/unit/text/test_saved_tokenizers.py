@@ -1,8 +1,8 @@
 """Tokenizers of every kind, saved by transformers, against its AutoTokenizer (`parity`).
 
-Trained here on a few lines; with added tokens that swallow spaces, stand alone or are found in
-normalized text; with and without tokens around a text. Ids of texts that break programs, and the
-texts of those ids and of random ones, with special tokens and without.
+Trained here on a few lines; with added tokens that strip spaces, match single words or match
+normalized text; with and without tokens around a text. Compared are ids of troublesome texts, and
+the texts of those ids and of random ones, with special tokens and without.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def byte_fallback(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 
 
 def prepended() -> tokenizers.Tokenizer:
-    """As Llama 2's file is: a normalizer puts the first space, and after each special token."""
+    """Like Llama 2's file: a normalizer adds the first space, and one after each special token."""
     model = models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     backend = tokenizers.Tokenizer(model)
     steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -95,7 +95,7 @@ def prepended() -> tokenizers.Tokenizer:
 
 
 def metaspace() -> tokenizers.Tokenizer:
-    """As newer files are: a first space once."""
+    """Like newer files: a first space once."""
     model = models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
@@ -124,7 +124,7 @@ def word_piece() -> tokenizers.Tokenizer:
 
 
 def whole_words() -> tokenizers.Tokenizer:
-    """Without a decoder."""
+    """Return a tokenizer without decoder."""
     backend = tokenizers.Tokenizer(models.WordLevel(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     trainer = trainers.WordLevelTrainer(vocab_size=300, special_tokens=SPECIAL, show_progress=False)
@@ -142,7 +142,7 @@ KINDS: tuple[Made, ...] = (
 
 
 def with_added(backend: tokenizers.Tokenizer, *, greedy: bool) -> None:
-    """Chat tokens, and three that are found in their own ways; greedy: they swallow spaces."""
+    """Add chat tokens, and three with other matching; greedy: they strip spaces."""
     backend.add_special_tokens(
         [AddedToken(text, normalized=False) for text in ("<|im_start|>", "<|im_end|>")]
     )
@@ -185,7 +185,7 @@ def agree(folder: Path, texts: Iterable[str], *, num_random: int = 0) -> None:
 
 @pytest.mark.parametrize("added", ["plain", "added", "greedy", "around"])
 @pytest.mark.parametrize("made", KINDS, ids=lambda made: made.__name__)
-def test_ids_and_texts_are_those_of_transformers(made: Made, added: str, tmp_path: Path) -> None:
+def test_ids_and_texts_match_transformers(made: Made, added: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     backend = made()
     if added != "plain":
@@ -198,7 +198,7 @@ def test_ids_and_texts_are_those_of_transformers(made: Made, added: str, tmp_pat
 
 
 @pytest.mark.parametrize("made", KINDS, ids=lambda made: made.__name__)
-def test_texts_that_break_programs_have_the_ids_of_transformers(made: Made, tmp_path: Path) -> None:
+def test_troublesome_texts_have_the_ids_of_transformers(made: Made, tmp_path: Path) -> None:
     texts = json.loads(outside("hostile/naughty-strings.json").read_text())
     transformers = pytest.importorskip("transformers")
     backend = made()
@@ -215,6 +215,6 @@ def test_published_files_give_the_ids_of_transformers(folder: str, tmp_path: Pat
     for file in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"):
         if (outside(folder) / file).is_file():
             shutil.copy(outside(folder) / file, tmp_path)
-    if (tmp_path / "vocab.json").is_file():  # AutoTokenizer asks for the class
+    if (tmp_path / "vocab.json").is_file():  # AutoTokenizer requires the class
         (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     agree(tmp_path, [*TEXTS, *texts], num_random=300)

@@ -58,7 +58,7 @@ def _with_user_pieces() -> list[Piece]:
 
 
 def _with_tied_runs() -> list[Piece]:
-    """As Llama 2 has them: runs of spaces, all merged last and of one score."""
+    """As in Llama 2: runs of spaces, all merged last and with equal scores."""
     kept = [piece for piece in bpe_pieces() if set(piece[0]) != {"▁"} or len(piece[0]) == 1]
     return [*kept, *(("▁" * length, -1e9, NORMAL) for length in (2, 4, 8, 5, 6, 3, 7))]
 
@@ -109,7 +109,7 @@ def test_these_kinds_need_no_package(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BY_LIBRARY)
-def test_the_other_kinds_say_why_the_package_is_needed(
+def test_the_other_kinds_state_why_the_package_is_needed(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     why = _why(_kind(name))
@@ -122,7 +122,7 @@ def test_the_other_kinds_say_why_the_package_is_needed(
 
 
 @pytest.mark.parametrize("name", [*CONVERTED, *BY_LIBRARY])
-def test_ids_are_those_of_the_library_for_any_text(
+def test_ids_match_the_library_for_any_text(
     name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     content = _kind(name)
@@ -138,9 +138,7 @@ def test_ids_are_those_of_the_library_for_any_text(
 
 
 @pytest.mark.parametrize("name", ["bpe", "tied runs", "user pieces"])
-def test_runs_of_one_character_of_any_length_have_the_librarys_ids(
-    name: str, tmp_path: Path
-) -> None:
+def test_runs_of_one_character_of_any_length_match_the_library(name: str, tmp_path: Path) -> None:
     tokenizer, library = _load(tmp_path, _kind(name)), _library(_kind(name))
     for length in range(40):
         for before, after in (("", ""), ("a", ""), ("", "the"), ("a", "\n"), (" a", "aa")):
@@ -150,7 +148,7 @@ def test_runs_of_one_character_of_any_length_have_the_librarys_ids(
 
 
 @pytest.mark.parametrize("name", ["bpe", "unigram", "trained unigram"])
-def test_special_tokens_in_a_text_are_found_and_legacy_says_what_follows_them(
+def test_special_tokens_in_a_text_are_found_and_legacy_determines_what_follows(
     name: str, tmp_path: Path
 ) -> None:
     content = _kind(name)
@@ -164,7 +162,7 @@ def test_special_tokens_in_a_text_are_found_and_legacy_says_what_follows_them(
 
 
 @pytest.mark.parametrize("name", ["bpe", "unigram"])
-def test_the_prefix_is_as_the_config_says(name: str, tmp_path: Path) -> None:
+def test_the_prefix_follows_the_config(name: str, tmp_path: Path) -> None:
     content = _kind(name)
     without = _library(content + b"\x1a\x02\x18\x00").encode("the a")
     tokenizer = _load(tmp_path, content, {"add_prefix_space": False})
@@ -172,7 +170,7 @@ def test_the_prefix_is_as_the_config_says(name: str, tmp_path: Path) -> None:
     assert tokenizer.decode(without) == "the a"
 
 
-def test_bos_and_eos_are_added_as_the_models_class_does(tmp_path: Path) -> None:
+def test_bos_and_eos_are_added_as_by_the_models_class(tmp_path: Path) -> None:
     for config, ends in (
         ({}, (1, None)),
         ({"tokenizer_class": "LlamaTokenizer", "add_bos_token": None}, (1, None)),
@@ -196,7 +194,7 @@ def test_special_and_byte_pieces_become_text_as_for_other_tokenizers(tmp_path: P
         assert tokenizer.decode(tokenizer.encode("犬", add_special_tokens=False)[:-1]) != "犬"
 
 
-def test_listed_tokens_follow_the_pieces_over_holes(tmp_path: Path) -> None:
+def test_listed_tokens_follow_the_pieces_across_unused_ids(tmp_path: Path) -> None:
     listed = {"900": {"content": "<|end|>", "special": True}, "950": {"content": "<tool>"}}
     for name in ("bpe", "unigram"):
         tokenizer = _load(tmp_path, _kind(name), {"added_tokens_decoder": listed})
@@ -253,7 +251,7 @@ def test_a_garbled_model_is_an_error_or_still_a_tokenizer(name: str, tmp_path: P
         (lambda pieces: b"", r"begins with b''"),
     ],
 )
-def test_a_broken_model_is_told_with_the_place(
+def test_a_broken_model_is_reported_with_the_position(
     tmp_path: Path, change: Callable[[list[Piece]], bytes], why: str
 ) -> None:
     with pytest.raises(TokenizerError, match=rf"tokenizer\.model.*({why})"):
@@ -269,7 +267,7 @@ def test_a_broken_model_is_told_with_the_place(
         ([piece for piece in bpe_pieces() if piece[0] != "<0x41>"], "bytes that are not pieces"),
     ],
 )
-def test_a_model_that_would_not_convert_exactly_is_not_converted(
+def test_a_model_without_an_exact_conversion_is_not_converted(
     pieces: list[Piece], why: str
 ) -> None:
     assert why in str(_why(model_bytes(pieces)))
@@ -283,7 +281,7 @@ def test_a_control_piece_is_no_part_of_a_merge(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["japanese-neko.txt", "tinyshakespeare.txt"])
-def test_llama_2_gives_the_librarys_ids_for_whole_books(name: str) -> None:
+def test_llama_2_matches_the_library_for_whole_books(name: str) -> None:
     folder = outside("tokenizers/llama2")
     tokenizer = Tokenizer.load(folder, vocab_size=32_000)
     library = _library((folder / "tokenizer.model").read_bytes())

@@ -1,4 +1,4 @@
-"""Which files make the tokenizer, in which order; and published tokenizers give published ids."""
+"""Which files define the tokenizer, in which order; published tokenizers give published ids."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_all_published_cases_have_their_published_ids(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_naughty_strings_and_a_japanese_book_come_back(name: str) -> None:
+def test_naughty_strings_and_a_japanese_book_round_trip(name: str) -> None:
     tokenizer = Tokenizer.load(outside(f"tokenizers/{name}"))
     strings = json.loads(outside("hostile/naughty-strings.json").read_text(encoding="utf-8"))
     book = outside("text/japanese-neko.txt").read_text(encoding="utf-8")
@@ -71,7 +71,7 @@ def test_bare_files_have_the_special_tokens_of_their_family(
 @pytest.mark.parametrize(
     "text", ["Hello  world, it's 12345!", "吾輩は猫である。", "🏳️‍🌈👩‍👩‍👧‍👦 🇯🇵 e\u0301", " \n\n\t x"]
 )
-def test_every_kind_of_file_brings_texts_back(tmp_path: Path, text: str) -> None:
+def test_every_kind_of_file_round_trips_texts(tmp_path: Path, text: str) -> None:
     writers: dict[str, Callable[[Path], object]] = {
         "tokenizer.json": lambda folder: write_folder(folder, byte_level_json(), NAMED),
         "tokenizer.model": lambda folder: (folder / "tokenizer.model").write_bytes(
@@ -95,7 +95,7 @@ def _write_qwen(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def test_the_first_source_in_the_order_counts(tmp_path: Path) -> None:
+def test_the_first_source_in_the_order_wins(tmp_path: Path) -> None:
     write_vocabulary(tmp_path)
     sizes = [Tokenizer.load(tmp_path).vocab_size]
     _write_qwen(tmp_path)
@@ -115,14 +115,14 @@ def test_a_broken_source_does_not_fall_through_to_the_next(tmp_path: Path) -> No
         Tokenizer.load(tmp_path)
 
 
-def test_two_rank_files_are_one_too_many(tmp_path: Path) -> None:
+def test_two_rank_files_are_rejected(tmp_path: Path) -> None:
     for name in ("a.tiktoken", "b.tiktoken"):
         write_ranks(tmp_path / name)
     with pytest.raises(TokenizerError, match=r"a\.tiktoken, b\.tiktoken; keep the one"):
         Tokenizer.load(tmp_path)
 
 
-def test_code_of_a_checkpoint_is_never_run_and_needed_only_without_files(tmp_path: Path) -> None:
+def test_code_of_a_checkpoint_is_never_run_and_only_missed_without_files(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}})
     )
@@ -135,7 +135,7 @@ def test_code_of_a_checkpoint_is_never_run_and_needed_only_without_files(tmp_pat
     assert Tokenizer.load(tmp_path).decode([97, 98]) == "ab"
 
 
-def test_a_tokenizer_with_more_words_than_the_model_has_rows_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_larger_than_the_models_table_is_rejected(tmp_path: Path) -> None:
     write_vocabulary(tmp_path)
     with pytest.raises(
         TokenizerError, match=r"token '.+' has the id 315, but the model has 300 ids \(vocab_size"
@@ -144,7 +144,7 @@ def test_a_tokenizer_with_more_words_than_the_model_has_rows_is_refused(tmp_path
     assert Tokenizer.load(tmp_path, vocab_size=400).decode([399]) == ""
 
 
-def test_an_added_token_without_a_row_of_the_model_is_refused_where_a_text_spells_it() -> None:
+def test_an_added_token_without_a_model_row_is_rejected_in_texts() -> None:
     listed = {"300": {"content": "<image>", "special": True}}
     tokenizer = made(byte_level_json(), {**NAMED, "added_tokens_decoder": listed}, vocab_size=300)
     assert tokenizer.vocab_size == 300
@@ -162,7 +162,7 @@ def test_an_added_token_without_a_row_of_the_model_is_refused_where_a_text_spell
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_a_vocabulary_with_holes_works(line: str) -> None:
+def test_a_vocabulary_with_unused_ids_works(line: str) -> None:
     content = json.loads(byte_level_json())
     vocabulary = content["model"]["vocab"]
     content["model"]["vocab"] = {

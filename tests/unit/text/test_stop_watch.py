@@ -1,4 +1,4 @@
-"""StopWatch: what it says of a next token is what the answer's reader sees once it is taken."""
+"""StopWatch: its verdict on a next token is what the output stream finds once it is appended."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def watch(kind: str, stops: list[str], armed_from: int = 0) -> StopWatch:
 
 
 def has_ended(kind: str, stops: list[str], ids: list[int], armed_from: int) -> bool:
-    """Told of all tokens anew, as whoever reads the answer is."""
+    """Push all tokens into a new output stream; return whether it has ended."""
     reader, seen = Detokenizer(tokenizer(kind)), StopStrings(stops)
     for text, token in reader.spans(ids):
         seen.push(text, armed=token >= armed_from)
@@ -42,7 +42,7 @@ def has_ended(kind: str, stops: list[str], ids: list[int], armed_from: int) -> b
     armed_from=st.integers(0, 3),
     draw=st.data(),
 )
-def test_a_token_ends_an_answer_where_its_reader_sees_a_stop_string(
+def test_a_token_ends_an_answer_where_the_stream_finds_a_stop_string(
     kind: str, stops: list[str], armed_from: int, draw: st.DataObject
 ) -> None:
     some = st.integers(0, tokenizer(kind).vocab_size - 1)
@@ -59,7 +59,7 @@ def test_a_token_ends_an_answer_where_its_reader_sees_a_stop_string(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_copy_goes_its_own_way_even_from_within_a_character(kind: str) -> None:
+def test_a_copy_is_independent_even_within_a_character(kind: str) -> None:
     parts = tokenizer(kind).encode("日", add_special_tokens=False)
     others = tokenizer(kind).encode("é", add_special_tokens=False)
     one = watch(kind, ["日"])

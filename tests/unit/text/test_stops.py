@@ -1,4 +1,4 @@
-"""StopStrings: the same result for any cut, and nothing held back that could not be a stop."""
+"""StopStrings: the same result for any division, and only possible stops are held back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WORDS = st.text(alphabet="ab\n", min_size=1, max_size=5)
 
 
 def _plain(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """The whole text at once: the match that ends first, the longest of those."""
+    """Search the whole text at once: the match that ends first, the longest of those."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -31,7 +31,7 @@ def _plain(text: str, stops: list[str], include: bool) -> tuple[str, str | None]
 @example(text="aaab", stops=["aab"], at=[1, 2, 3], include=False)
 @example(text="xabcd", stops=["abcd", "bc"], at=[], include=True)
 @settings(max_examples=600, deadline=None)
-def test_the_result_does_not_depend_on_the_cuts(
+def test_the_result_does_not_depend_on_the_division(
     text: str, stops: list[str], at: list[int], include: bool
 ) -> None:
     watcher = StopStrings(stops, include=include)
@@ -59,7 +59,7 @@ def test_without_stop_strings_text_passes_at_once() -> None:
     assert watcher.flush() == ""
 
 
-def test_nothing_comes_out_after_a_match() -> None:
+def test_nothing_is_emitted_after_a_match() -> None:
     watcher = StopStrings(["END"])
     assert watcher.push("so be it END and more") == "so be it "
     assert watcher.num_used_chars == len("so be it END")
@@ -83,7 +83,7 @@ def test_the_first_complete_match_wins_and_the_longest_of_those() -> None:
     assert watcher.matched == "ab"
 
 
-def test_long_stop_strings_cost_one_step_a_character() -> None:
+def test_long_stop_strings_cost_one_step_per_character() -> None:
     stop = "a" * 1023 + "b"
     watcher = StopStrings([stop])
     steps = []

@@ -1,8 +1,7 @@
-"""Templates that loop, allocate, hash, compare or reach for Python: each is stopped and blamed.
+"""Templates that loop, allocate, hash, compare or reach for Python are stopped as template errors.
 
-The corpus runs under small limits, so that an attack ends soon where it is stopped, and grows far
-beyond what this machine has where it is not. Time is told by a clock that goes forward when it
-is looked at.
+The attacks run under small limits, so that each ends soon if it is stopped, and grows far beyond
+the machine's resources if it is not. The clock advances on every read.
 """
 
 from __future__ import annotations
@@ -220,7 +219,7 @@ MUCH: dict[str, str] = {
 
 
 @pytest.mark.parametrize("name", MUCH)
-def test_work_and_size_are_bounded_and_the_template_is_blamed(name: str) -> None:
+def test_work_and_size_are_bounded_as_template_errors(name: str) -> None:
     template = ChatTemplate({"default": "\n" + MUCH[name]}, variables={}, limits=SMALL)
     assert not template.problems
     with pytest.raises(
@@ -268,7 +267,7 @@ MISSING = ("internals of a namespace", "an object that would change by dict")
 
 
 @pytest.mark.parametrize("name", REACHING)
-def test_what_reaches_for_python_is_the_templates_fault(name: str) -> None:
+def test_reaching_for_python_is_a_template_error(name: str) -> None:
     template = ChatTemplate({"default": "\n" + REACHING[name]}, variables={}, limits=SMALL)
     assert not template.problems
     if name in HARMLESS:
@@ -284,7 +283,7 @@ def test_what_reaches_for_python_is_the_templates_fault(name: str) -> None:
     assert PLAIN == [{"role": "user", "content": "Hi"}]
 
 
-def test_nothing_a_template_is_given_is_the_callers_own() -> None:
+def test_a_template_gets_copies_of_the_callers_values() -> None:
     given: list[dict[str, Any]] = [{"role": "user", "content": "Hi", "tags": ["a"]}]
     template = ChatTemplate({"default": "{{ messages[0].tags.append('b') }}"}, variables={})
     with pytest.raises(TokenizerError):
@@ -294,7 +293,7 @@ def test_nothing_a_template_is_given_is_the_callers_own() -> None:
         template.render([{"role": "user", "content": object()}])
 
 
-def test_time_is_bounded_by_a_clock_that_is_looked_at_with_every_charge() -> None:
+def test_time_is_bounded_by_a_clock_read_with_every_charge() -> None:
     ticks = itertools.count()
     source = "{% for i in range(100) %}{{ i }}{% endfor %}"
     limits = Limits(time_s=50)
@@ -308,22 +307,22 @@ def test_time_is_bounded_by_a_clock_that_is_looked_at_with_every_charge() -> Non
 
 
 @pytest.mark.parametrize(
-    ("source", "most_between"),
+    ("source", "max_between"),
     [
         ("{% for i in range(500) %}" + "{% if i.x %}{% endif %}" * 50 + "{% endfor %}", 1),
         ("{% for i in range(500) %}{% if i is upper %}{% endif %}{% endfor %}", 1),
         ("{% for i in range(500) %}{% set x = [i] %}{% endfor %}", 1),
     ],
 )  # fmt: skip
-def test_no_round_passes_without_a_look_at_the_clock(source: str, most_between: int) -> None:
+def test_no_iteration_passes_without_a_clock_read(source: str, max_between: int) -> None:
     looks = itertools.count()
     template = ChatTemplate({"default": source}, variables={}, clock_s=lambda: next(looks) * 0.0)
     before = next(looks)
     template.render(PLAIN)
-    assert next(looks) - before > 500 // most_between
+    assert next(looks) - before > 500 // max_between
 
 
-def test_a_long_conversation_is_told_to_be_shorter() -> None:
+def test_a_too_long_conversation_is_rejected_with_advice() -> None:
     source = "{% for m in messages %}{% for c in m.content %}{{ c }}{% endfor %}{% endfor %}"
     template = ChatTemplate({"default": source}, variables={}, limits=SMALL)
     long = [{"role": "user", "content": "x" * 300_000}]
@@ -334,7 +333,7 @@ def test_a_long_conversation_is_told_to_be_shorter() -> None:
     assert caught.value.param == "messages"
 
 
-def test_a_long_message_of_the_template_is_cut_in_the_error() -> None:
+def test_a_long_template_message_is_shortened_in_the_error() -> None:
     template = ChatTemplate({"default": "{{ raise_exception('x' * 100000) }}"}, variables={})
     with pytest.raises(InvalidParameter) as caught:
         template.render(PLAIN)
@@ -356,7 +355,7 @@ def test_conversations_of_4096_messages_and_of_megabytes_are_within_all_limits()
     assert len(template.render(large)) > 3_999_999
 
 
-def test_ordinary_arithmetic_and_formats_are_not_disturbed() -> None:
+def test_ordinary_arithmetic_and_formats_work() -> None:
     source = (
         "{{ 2 ** 10 }} {{ '-' * 3 }} {{ '%5.2f' % 2.5 }} {{ '%s-%s' | format('a', 'b') }} "
         "{{ '{:>4}|{}'.format('a', 7) }} {{ [[1], [2]] | sum(start=[]) }} {{ [1, 2.5] | sum }}"

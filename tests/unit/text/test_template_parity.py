@@ -1,7 +1,7 @@
-"""Templates render as `transformers` renders them: published ones, and twins made here.
+"""Templates render as in `transformers`: published ones, and synthetic counterparts.
 
-Three times: recorded (a digest of each rendering, where the published files are), live (marked
-`parity`), and with templates of our own whose text is written out here and needs nothing else.
+Three ways: recorded (a digest of each rendering, if the published files are available), live
+(marked `parity`), and with synthetic templates and their texts, which need nothing else.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _source(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_templates_render_what_was_recorded(name: str) -> None:
+def test_published_templates_render_as_recorded(name: str) -> None:
     source = _source(name)
     recorded = json.loads(RECORDED.read_text(encoding="utf-8"))[name]
     assert len(recorded) == len(cases())
@@ -67,7 +67,7 @@ def test_published_templates_render_what_was_recorded(name: str) -> None:
 
 @pytest.mark.parity
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_templates_render_as_transformers_renders_them(name: str) -> None:
+def test_published_templates_render_as_in_transformers(name: str) -> None:
     pytest.importorskip("transformers")
     _compare(_source(name))
 
@@ -84,7 +84,7 @@ def _compare(source: str) -> None:
 
 
 def _right(source: str, talk: str, begun: bool | None) -> tuple[str | None, str]:
-    """The text, or None and the words of a refusal."""
+    """Return the text, or None and the message of a rejection."""
     try:
         return expected(source, talk, begun), ""
     except Refused as refusal:
@@ -92,13 +92,13 @@ def _right(source: str, talk: str, begun: bool | None) -> tuple[str | None, str]
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_templates_of_our_own_render_the_text_written_beside_them(name: str) -> None:
+def test_synthetic_templates_render_their_texts(name: str) -> None:
     source, text = TWINS[name]
     assert _ours(source, TALKS["two calls at once"], begun=True) == text
 
 
 @pytest.mark.parametrize("name", REFUSING)
-def test_templates_of_our_own_that_refuse_do_so_in_their_own_words(name: str) -> None:
+def test_synthetic_templates_reject_with_their_own_message(name: str) -> None:
     source, words = REFUSING[name]
     with pytest.raises((InvalidParameter, TokenizerError)) as caught:
         _ours(source, TALKS["system"], begun=True)
@@ -110,12 +110,12 @@ def test_templates_of_our_own_that_refuse_do_so_in_their_own_words(name: str) ->
 
 @pytest.mark.parity
 @pytest.mark.parametrize("name", [*TWINS, *REFUSING])
-def test_templates_of_our_own_render_as_transformers_renders_them(name: str) -> None:
+def test_synthetic_templates_render_as_in_transformers(name: str) -> None:
     pytest.importorskip("transformers")
     _compare(TWINS[name][0] if name in TWINS else REFUSING[name][0])
 
 
-def test_continuing_ends_where_the_last_words_end() -> None:
+def test_continuing_ends_with_the_last_words() -> None:
     for twin, spaces in (
         ("all that is given", "\n Once upon \n"),
         ("space taken off", "Once upon"),

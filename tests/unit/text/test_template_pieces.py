@@ -1,4 +1,4 @@
-"""Templates put together from pieces at random: each renders, or says why not, and nothing else."""
+"""Randomly composed templates: each renders, or raises a template error, and nothing else."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def _tried(source: str) -> str:
 
 @settings(max_examples=300, deadline=None)
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=25))
-def test_whatever_a_template_is_made_of_it_renders_or_says_why_not(pieces: list[str]) -> None:
+def test_a_random_template_renders_or_raises_a_template_error(pieces: list[str]) -> None:
     said = _tried("".join(pieces))
     assert said.startswith(("rendered: ", "chat template 'default'", "the model's chat template"))
 
 
 @settings(max_examples=300, deadline=None)
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=12))
-def test_whatever_an_expression_is_made_of_it_renders_or_says_why_not(pieces: list[str]) -> None:
+def test_a_random_expression_renders_or_raises_a_template_error(pieces: list[str]) -> None:
     inner = "".join(pieces)
     said = _tried(
         "{% set ns = namespace(x=[1]) %}{% for x in messages %}{{ " + inner + " }}{% endfor %}"

@@ -1,4 +1,4 @@
-"""Tokenizer: files, special tokens around a text, ids of any kind, and what is refused."""
+"""Tokenizer: files, special tokens around a text, ids of any kind, and rejections."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _that_adds_bos(tokenizer_json: str) -> str:
 
 @pytest.mark.parametrize("tokenizer_json", [byte_level_json(), metaspace_json()])
 @pytest.mark.parametrize("line", [*LINES, "", " ", "\n", "a</s>b", "\0"])
-def test_ids_are_those_of_the_library_and_text_comes_back(tokenizer_json: str, line: str) -> None:
+def test_ids_match_the_library_and_text_round_trips(tokenizer_json: str, line: str) -> None:
     tokenizer, library = made(tokenizer_json), reference(tokenizer_json)
     ids = tokenizer.encode(line)
     assert ids == library.encode(line).ids
@@ -47,7 +47,7 @@ def test_ids_are_those_of_the_library_and_text_comes_back(tokenizer_json: str, l
 
 @pytest.mark.parametrize("json_adds", [False, True])
 @pytest.mark.parametrize("config_says", [None, False, True])
-def test_bos_is_added_once_or_not_at_all_as_the_config_says(
+def test_bos_is_added_once_or_never_according_to_the_config(
     json_adds: bool, config_says: bool | None
 ) -> None:
     text = _that_adds_bos(byte_level_json()) if json_adds else byte_level_json()
@@ -58,19 +58,19 @@ def test_bos_is_added_once_or_not_at_all_as_the_config_says(
     assert tokenizer.encode("") == ([0] if expected else [])
 
 
-def test_eos_is_added_where_the_config_says_so() -> None:
+def test_eos_is_added_if_configured() -> None:
     tokenizer = made(byte_level_json(), {**NAMED, "add_eos_token": True, "add_bos_token": True})
     ids = tokenizer.encode("hi")
     assert (ids[0], ids[-1]) == (tokenizer.bos_id, tokenizer.eos_id)
     assert ids[1:-1] == tokenizer.encode("hi", add_special_tokens=False)
 
 
-def test_a_bos_that_does_not_exist_cannot_be_added() -> None:
+def test_a_nonexistent_bos_cannot_be_added() -> None:
     with pytest.raises(TokenizerError, match=r"add_bos_token is true.*'<nope>'"):
         made(byte_level_json(), {"bos_token": "<nope>", "add_bos_token": True})
 
 
-def test_a_flag_that_is_no_flag_is_refused() -> None:
+def test_an_invalid_flag_is_rejected() -> None:
     with pytest.raises(TokenizerError, match="add_bos_token is 'yes'; true, false or null"):
         made(byte_level_json(), {**NAMED, "add_bos_token": "yes"})
 
@@ -125,7 +125,7 @@ def test_ids_past_the_tokenizer_but_within_the_model_have_no_text() -> None:
 
 
 @pytest.mark.parametrize("text", ["\ud83e", "ok \udc80", "\udd99\ud83e"])
-def test_lone_surrogates_are_refused_with_their_place(text: str) -> None:
+def test_lone_surrogates_are_rejected_with_their_position(text: str) -> None:
     with pytest.raises(InvalidParameter, match=r"lone surrogate U\+D[89A-F]"):
         made(byte_level_json()).encode(text)
 
@@ -150,7 +150,7 @@ def test_token_texts_and_bytes_joined_are_the_text() -> None:
     assert made(byte_level_json()).token_text(made(byte_level_json()).encode("🐫")[0]) == "\ufffd"
 
 
-def test_a_missing_tokenizer_says_what_is_there_and_what_to_do(tmp_path: Path) -> None:
+def test_a_missing_tokenizer_is_an_error_with_files_found_and_advice(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match="found nothing"):
         Tokenizer.load(tmp_path)
     (tmp_path / "config.json").write_text("{}")
@@ -170,7 +170,7 @@ def test_a_broken_tokenizer_json_is_an_error_of_the_model(tmp_path: Path, conten
         Tokenizer.load(tmp_path)
 
 
-def test_a_pointer_in_place_of_a_tokenizer_is_told(tmp_path: Path) -> None:
+def test_a_git_lfs_pointer_in_place_of_a_tokenizer_is_reported(tmp_path: Path) -> None:
     write_folder(tmp_path, "version https://git-lfs.github.com/spec/v1\nsize 5\n", None)
     with pytest.raises(TokenizerError, match=r"tokenizer.json: a pointer of Git LFS"):
         Tokenizer.load(tmp_path)
@@ -184,7 +184,7 @@ def test_a_broken_tokenizer_config_is_an_error_of_the_model(tmp_path: Path, cont
         Tokenizer.load(tmp_path)
 
 
-def test_special_tokens_map_is_read_and_the_config_counts_over_it(tmp_path: Path) -> None:
+def test_special_tokens_map_is_read_and_overridden_by_the_config(tmp_path: Path) -> None:
     write_folder(tmp_path, byte_level_json(), {"eos_token": "</s>"})
     (tmp_path / "special_tokens_map.json").write_text(
         json.dumps({"eos_token": "<tool>", "bos_token": "<s>"})
@@ -193,7 +193,7 @@ def test_special_tokens_map_is_read_and_the_config_counts_over_it(tmp_path: Path
 
 
 @pytest.mark.parametrize("folder", ["stories260K", "tokenizers/phi3"])
-def test_published_tokenizers_bring_texts_back(folder: str) -> None:
+def test_published_tokenizers_round_trip_texts(folder: str) -> None:
     tokenizer = Tokenizer.load(outside(folder))
     library = tokenizers.Tokenizer.from_file(str(outside(folder) / "tokenizer.json"))
     strings = json.loads(outside("hostile/naughty-strings.json").read_text(encoding="utf-8"))
@@ -214,7 +214,7 @@ def test_the_story_of_stories260k_decodes_as_published() -> None:
     assert tokenizer.encode("") == greedy["prompt_ids"]
 
 
-def test_a_long_text_has_the_ids_of_the_library_and_does_not_hold_the_interpreter() -> None:
+def test_a_long_text_matches_the_library_and_does_not_hold_the_interpreter() -> None:
     text = "".join(LINES) * 4000
     tokenizer, library = made(byte_level_json()), reference(byte_level_json())
     others, ended = 0, threading.Event()
@@ -234,7 +234,7 @@ def test_a_long_text_has_the_ids_of_the_library_and_does_not_hold_the_interprete
 
 @pytest.mark.parametrize("tokenizer_json", [byte_level_json(), metaspace_json()])
 @pytest.mark.parametrize("text", [*LINES, "</s>" * 50, " " * 700, "<tool>\n", "a" * 99, "\0"])
-def test_no_text_has_fewer_tokens_than_its_length_says(tokenizer_json: str, text: str) -> None:
+def test_the_minimal_token_count_of_a_text_is_a_lower_bound(tokenizer_json: str, text: str) -> None:
     tokenizer = made(tokenizer_json)
     assert (
         0 < tokenizer.min_num_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
@@ -255,13 +255,13 @@ def _with(**parts: object) -> str:
         (_with(pre_tokenizer=None), False),
     ],
 )
-def test_where_text_may_be_swallowed_its_length_says_nothing(
+def test_without_a_bound_on_dropped_text_there_is_no_minimum(
     tokenizer_json: str, bounded: bool
 ) -> None:
     assert bool(made(tokenizer_json).min_num_tokens("a" * 1000)) == bounded
 
 
-def test_a_panic_of_the_library_is_an_error_like_others(tmp_path: Path) -> None:
+def test_a_library_panic_is_an_ordinary_error(tmp_path: Path) -> None:
     broken = _with(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"})
     with pytest.raises(TokenizerError, match="cannot be read"):
         Tokenizer.load(write_folder(tmp_path, broken, None))
@@ -332,21 +332,21 @@ _CHARSMAP = {"type": "Precompiled", "precompiled_charsmap": "/////wAAAAA="}
         ),
     ],
 )
-def test_a_file_that_would_end_the_process_or_flood_it_is_refused(
+def test_a_file_that_would_crash_or_flood_the_process_is_rejected(
     tmp_path: Path, content: str, why: str
 ) -> None:
     with pytest.raises(TokenizerError, match=rf"tokenizer\.json: .*({why})"):
         Tokenizer.load(write_folder(tmp_path, content, None))
 
 
-def test_what_the_library_cannot_encode_is_the_texts_fault() -> None:
+def test_text_the_library_cannot_encode_is_a_client_error() -> None:
     model = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##"}
     words = _with(model={**model, "max_input_chars_per_word": 9, "vocab": {"a": 0}})
     with pytest.raises(InvalidParameter, match=r"fails on this text \(WordPiece error"):
         made(words, {}).encode("b")
 
 
-def test_the_same_text_has_the_same_ids_even_where_training_drew_lots() -> None:
+def test_the_same_text_has_the_same_ids_despite_random_training_options() -> None:
     content = json.loads(byte_level_json())
     content["model"]["dropout"] = 0.9
     assert made(json.dumps(content)).encode(LINES[0]) == made(byte_level_json()).encode(LINES[0])

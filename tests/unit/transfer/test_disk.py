@@ -1,4 +1,4 @@
-"""A disk tier: what was saved is found again, also after a restart; what is not whole is not."""
+"""A disk tier: saved blocks are found again, also after a restart; incomplete ones are not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PER_SEGMENT = 4
 
 
 def raw(number: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """A block's bytes, different for each number."""
+    """Return a block's bytes, different for each number."""
     return np.random.default_rng(number).integers(0, 256, BLOCK_BYTES, np.uint8)
 
 
@@ -47,7 +47,7 @@ def found(store: DiskStore, number: int, place: int) -> bool:
     out = np.zeros(BLOCK_BYTES, np.uint8)
     if not store.fetch(place, digest(number), out):
         return False
-    assert np.array_equal(out, raw(number)), "bytes that were not saved"
+    assert np.array_equal(out, raw(number)), "other bytes than were saved"
     return True
 
 
@@ -61,11 +61,11 @@ def flip(path: Path, at: int) -> None:
 
 
 def block_at(block: int) -> int:
-    """Where a block of a segment lies."""
+    """Return the offset of a block in a segment."""
     return segment_bytes(PER_SEGMENT, BLOCK_BYTES) - (PER_SEGMENT - block) * stride_of(BLOCK_BYTES)
 
 
-def test_what_was_saved_is_fetched_and_found_again_after_a_restart_oldest_first(
+def test_saved_blocks_are_loaded_and_found_after_a_restart_oldest_first(
     tmp_path: Path,
 ) -> None:
     store = opened(tmp_path)
@@ -88,7 +88,7 @@ def test_what_was_saved_is_fetched_and_found_again_after_a_restart_oldest_first(
     again.close()
 
 
-def test_a_digest_that_was_saved_twice_is_where_it_was_saved_last(tmp_path: Path) -> None:
+def test_a_digest_saved_twice_is_in_its_last_place(tmp_path: Path) -> None:
     store = opened(tmp_path)
     store.save(1, digest(5), raw(5))
     store.save(6, digest(5), raw(5))
@@ -99,7 +99,7 @@ def test_a_digest_that_was_saved_twice_is_where_it_was_saved_last(tmp_path: Path
 
 
 @pytest.mark.parametrize("at", [block_at(2), block_at(2) + BLOCK_BYTES - 1, PAGE + 2 * ENTRY_BYTES])
-def test_a_flipped_byte_is_noticed_and_the_block_forgotten(tmp_path: Path, at: int) -> None:
+def test_a_flipped_byte_is_detected_and_the_block_dropped(tmp_path: Path, at: int) -> None:
     store = opened(tmp_path)
     for place in range(4):
         store.save(place, digest(place), raw(place))
@@ -112,7 +112,7 @@ def test_a_flipped_byte_is_noticed_and_the_block_forgotten(tmp_path: Path, at: i
     again.close()
 
 
-def test_a_save_that_was_cut_off_leaves_nothing_to_be_found(
+def test_an_interrupted_save_leaves_nothing_to_find(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = opened(tmp_path)
@@ -139,7 +139,7 @@ def test_a_save_that_was_cut_off_leaves_nothing_to_be_found(
     again.close()
 
 
-def test_blocks_of_another_fingerprint_are_never_read_and_give_way(tmp_path: Path) -> None:
+def test_blocks_of_another_fingerprint_are_never_read_and_are_replaced(tmp_path: Path) -> None:
     store = opened(tmp_path, fingerprint=b"one")
     for place in range(12):
         store.save(place, digest(place), raw(place))
@@ -157,7 +157,7 @@ def test_blocks_of_another_fingerprint_are_never_read_and_give_way(tmp_path: Pat
     first.close()
 
 
-def test_a_smaller_tier_deletes_what_lies_beyond_it(tmp_path: Path) -> None:
+def test_a_smaller_tier_deletes_segments_beyond_it(tmp_path: Path) -> None:
     store = opened(tmp_path)
     for place in range(12):
         store.save(place, digest(place), raw(place))
@@ -168,7 +168,7 @@ def test_a_smaller_tier_deletes_what_lies_beyond_it(tmp_path: Path) -> None:
     small.close()
 
 
-def test_a_cut_file_or_one_others_may_write_to_is_not_used(tmp_path: Path) -> None:
+def test_a_truncated_file_or_one_writable_by_others_is_not_used(tmp_path: Path) -> None:
     for spoil in (lambda file: os.truncate(file, 6000), lambda file: file.chmod(0o666)):
         store = opened(tmp_path)
         store.clear()
@@ -182,7 +182,7 @@ def test_a_cut_file_or_one_others_may_write_to_is_not_used(tmp_path: Path) -> No
         again.close()
 
 
-def test_a_file_that_shrinks_under_it_is_an_error_and_not_the_end(tmp_path: Path) -> None:
+def test_a_file_that_shrinks_during_use_is_an_error_not_a_crash(tmp_path: Path) -> None:
     store = opened(tmp_path)
     store.save(2, digest(2), raw(2))
     os.truncate(tmp_path / "quire-tier-0000.kv", block_at(2) + 100)
@@ -191,7 +191,7 @@ def test_a_file_that_shrinks_under_it_is_an_error_and_not_the_end(tmp_path: Path
     store.close()
 
 
-def test_what_was_read_ahead_is_not_given_out_once_it_has_changed(tmp_path: Path) -> None:
+def test_read_ahead_blocks_are_not_returned_once_changed(tmp_path: Path) -> None:
     store = opened(tmp_path)
     for place in range(4):
         store.save(place, digest(place), raw(place))
@@ -208,8 +208,9 @@ def test_what_was_read_ahead_is_not_given_out_once_it_has_changed(tmp_path: Path
 def nothing_cached(
     monkeypatch: pytest.MonkeyPatch, *, direct_error: int | None = None
 ) -> Counter[bool]:
-    """No page is in the cache, and reading past it fails as told; counts plain (False) and direct
-    (True) reads of blocks."""
+    """Simulate an empty page cache and failing direct reads; count plain (False) and direct (True)
+    reads of blocks.
+    """
     preadv, reads = os.preadv, Counter[bool]()
 
     def asked(descriptor: int, buffers: list[memoryview], at: int, flags: int = 0) -> int:
@@ -225,14 +226,14 @@ def nothing_cached(
     return reads
 
 
-def test_what_is_not_in_the_page_cache_is_read_past_it(
+def test_blocks_outside_the_page_cache_are_read_directly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = opened(tmp_path)
     for place in range(4):
         store.save(place, digest(place), raw(place))
     if store._segments[0]._direct is None:
-        pytest.skip("this file system has no reads past the page cache")
+        pytest.skip("this file system has no direct reads")
     reads = nothing_cached(monkeypatch)
     store.expect([0, 1, 2])
     assert all(found(store, place, place) for place in range(4))
@@ -240,21 +241,21 @@ def test_what_is_not_in_the_page_cache_is_read_past_it(
     store.close()
 
 
-def test_a_file_system_that_asks_more_than_pages_of_such_reads_is_asked_once(
+def test_a_file_system_with_stricter_alignment_is_tried_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = opened(tmp_path)
     for place in range(3):
         store.save(place, digest(place), raw(place))
     if store._segments[0]._direct is None:
-        pytest.skip("this file system has no reads past the page cache")
+        pytest.skip("this file system has no direct reads")
     reads = nothing_cached(monkeypatch, direct_error=errno.EINVAL)
     assert all(found(store, place, place) for place in range(3))
     assert reads == {True: 1, False: 3}
     store.close()
 
 
-def test_a_file_system_without_such_reads_is_read_plainly(
+def test_a_file_system_without_direct_reads_is_read_plainly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_file = os.open
@@ -273,7 +274,7 @@ def test_a_file_system_without_such_reads_is_read_plainly(
     store.close()
 
 
-def test_a_disk_that_fails_in_a_read_ahead_is_an_error_of_the_fetch(
+def test_a_disk_error_in_a_read_ahead_is_an_error_of_the_fetch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = opened(tmp_path)
@@ -291,7 +292,7 @@ def test_a_disk_that_fails_in_a_read_ahead_is_an_error_of_the_fetch(
     store.close()
 
 
-def test_what_was_cleared_is_not_found_again(tmp_path: Path) -> None:
+def test_cleared_blocks_are_not_found_again(tmp_path: Path) -> None:
     store = opened(tmp_path)
     store.save(0, digest(0), raw(0))
     store.clear()
@@ -302,7 +303,7 @@ def test_what_was_cleared_is_not_found_again(tmp_path: Path) -> None:
     again.close()
 
 
-def test_a_second_process_on_a_folder_is_told_who_has_it(tmp_path: Path) -> None:
+def test_a_second_process_on_a_directory_gets_the_first_ones_id(tmp_path: Path) -> None:
     store = opened(tmp_path)
     with pytest.raises(SettingError, match=rf"in use by another engine \(process {os.getpid()}\)"):
         TierFolder(tmp_path)
@@ -319,7 +320,7 @@ def test_a_second_process_on_a_folder_is_told_who_has_it(tmp_path: Path) -> None
     TierFolder(tmp_path).close()
 
 
-def test_folders_that_cannot_be_a_tier_are_refused_in_words(
+def test_unusable_directories_are_rejected_with_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "file"
@@ -343,7 +344,7 @@ def test_folders_that_cannot_be_a_tier_are_refused_in_words(
         TierFolder(tmp_path / "fresh")
 
 
-def test_a_tier_too_small_for_a_block_says_what_a_block_takes(tmp_path: Path) -> None:
+def test_a_tier_too_small_for_a_block_reports_the_block_size(tmp_path: Path) -> None:
     folder = TierFolder(tmp_path)
     with pytest.raises(SettingError, match="a block takes 16384 bytes"):
         DiskStore(folder, max_bytes=5000, block_bytes=BLOCK_BYTES, fingerprint=b"one")
@@ -352,7 +353,7 @@ def test_a_tier_too_small_for_a_block_says_what_a_block_takes(tmp_path: Path) ->
     store.close()
 
 
-def test_a_full_disk_is_met_when_a_segment_is_made_and_leaves_nothing_behind(
+def test_a_full_disk_is_detected_when_a_segment_is_created(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = opened(tmp_path)
@@ -373,7 +374,7 @@ def test_a_full_disk_is_met_when_a_segment_is_made_and_leaves_nothing_behind(
     store.close()
 
 
-def test_the_key_is_secret_and_a_damaged_one_of_ours_is_made_anew(tmp_path: Path) -> None:
+def test_the_key_is_secret_and_a_damaged_one_is_replaced(tmp_path: Path) -> None:
     folder, file = TierFolder(tmp_path), tmp_path / "quire-tier.key"
     key = folder.hash_key
     assert len(key) == 16
@@ -386,14 +387,14 @@ def test_the_key_is_secret_and_a_damaged_one_of_ours_is_made_anew(tmp_path: Path
     assert len(second) == 16
     assert second != key
     folder.close()
-    file.chmod(0o644)  # it is no secret any more
+    file.chmod(0o644)  # no longer secret
     folder = TierFolder(tmp_path)
     assert folder.hash_key != second
     folder.close()
 
 
 @pytest.mark.parametrize("name", ["key", "lock", "notes.txt", "segment-0000.kv", "quire-tier.kv"])
-def test_a_folder_with_anybody_elses_files_is_refused_and_left_as_it_is(
+def test_a_directory_with_foreign_files_is_rejected_and_unchanged(
     tmp_path: Path, name: str
 ) -> None:
     TierFolder(tmp_path).close()
@@ -408,7 +409,7 @@ def test_a_folder_with_anybody_elses_files_is_refused_and_left_as_it_is(
 
 @pytest.mark.parametrize("name", ["quire-tier.key", "quire-tier.lock"])
 @pytest.mark.parametrize("content", ["mine", "0123456789abcdef", "12 and more"])
-def test_a_file_of_our_names_that_no_tier_wrote_is_left_as_it_is(
+def test_a_foreign_file_with_one_of_our_names_is_unchanged(
     tmp_path: Path, name: str, content: str
 ) -> None:
     (tmp_path / name).write_text(content)
@@ -416,15 +417,15 @@ def test_a_file_of_our_names_that_no_tier_wrote_is_left_as_it_is(
         TierFolder(tmp_path)
     assert (tmp_path / name).read_text() == content
     (tmp_path / name).unlink()
-    TierFolder(tmp_path).close()  # nothing is held by those that were refused
+    TierFolder(tmp_path).close()  # rejected stores hold nothing
 
 
-def test_the_top_of_the_file_system_is_no_folder_for_a_tier() -> None:
+def test_the_root_of_the_file_system_is_rejected() -> None:
     with pytest.raises(SettingError, match=r"/ (holds .* and \d+ more|.*another user)"):
         TierFolder(Path("/"))
 
 
-def test_a_disk_of_its_own_may_be_a_tier_and_one_that_others_see_is_told(tmp_path: Path) -> None:
+def test_a_dedicated_disk_is_accepted_and_exposure_is_reported(tmp_path: Path) -> None:
     (tmp_path / "lost+found").mkdir()
     tmp_path.chmod(0o755)
     folder = TierFolder(tmp_path)
@@ -436,7 +437,7 @@ def test_a_disk_of_its_own_may_be_a_tier_and_one_that_others_see_is_told(tmp_pat
     folder.close()
 
 
-def test_a_tier_larger_than_its_disk_is_refused_with_what_there_is(
+def test_a_tier_larger_than_its_disk_is_rejected_with_the_available_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = opened(tmp_path)
@@ -457,10 +458,10 @@ def test_a_tier_larger_than_its_disk_is_refused_with_what_there_is(
     folder.close()
 
 
-def test_a_tier_may_lie_on_another_file_system(tmp_path: Path) -> None:
+def test_a_tier_may_be_on_another_file_system(tmp_path: Path) -> None:
     other = Path("/dev/shm") / f"quire-test-{os.getpid()}"
     if not other.parent.is_dir() or other.parent.stat().st_dev == tmp_path.stat().st_dev:
-        pytest.skip("there is no other file system to write to")
+        pytest.skip("no other writable file system")
     try:
         store = opened(other)
         store.save(3, digest(3), raw(3))

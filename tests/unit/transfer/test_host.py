@@ -1,4 +1,4 @@
-"""HostStore: places in memory of the host, found by the digest they were saved under."""
+"""HostStore: places in host memory, found by the digest they were saved under."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ SIZE = 24
 
 
 def store_of(*places: int) -> HostStore:
-    """Pieces of so many places, and some bytes beyond."""
+    """Return a store with pieces of so many places, and some bytes beyond."""
     return HostStore([np.zeros(count * SIZE + 5, np.uint8) for count in places], SIZE)
 
 
-def test_every_place_is_memory_of_its_own() -> None:
+def test_every_place_has_its_own_memory() -> None:
     store = store_of(3, 0, 1, 4)
     assert store.num_blocks == 8
     for place in range(8):
@@ -42,11 +42,9 @@ def test_a_block_is_found_by_its_digest_only() -> None:
 @pytest.mark.parametrize(
     "max_bytes", [0, 1, 4095, 100 << 20, PIECE_BYTES, (PIECE_BYTES * 7) // 2, 3 * PIECE_BYTES + 9]
 )
-def test_pieces_are_powers_of_two_and_no_more_than_was_given(
-    max_bytes: int, block_bytes: int
-) -> None:
+def test_pieces_are_powers_of_two_within_the_given_memory(max_bytes: int, block_bytes: int) -> None:
     sizes = piece_sizes(max_bytes, block_bytes)
     assert sum(sizes) <= max_bytes
     assert all(size & (size - 1) == 0 and size >= block_bytes for size in sizes)
     left = max_bytes - sum(sizes)
-    assert left < 2 * block_bytes  # what is left would not hold another
+    assert left < 2 * block_bytes  # the rest would not hold another

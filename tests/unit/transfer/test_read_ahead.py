@@ -1,4 +1,4 @@
-"""ReadAhead: what is read before it is asked for, and what of it may be given out."""
+"""ReadAhead: blocks read before they are requested, and when they may be returned."""
 
 from __future__ import annotations
 
@@ -45,19 +45,17 @@ def ahead(disk: Disk) -> Iterator[ReadAhead]:
 
 
 def asked(ahead: ReadAhead, place: int) -> int | None:
-    """The number of what lies there."""
+    """Return the number at the place."""
     out = np.full(NUM_BYTES - 3, 255, np.uint8)
     digest = ahead.read(place, out)
     if digest is None:
-        assert (out == 255).all(), "what is not whole is not told"
+        assert (out == 255).all(), "an incomplete block is never returned"
         return None
     assert (out == digest[0]).all()
     return digest[0]
 
 
-def test_what_was_announced_is_read_once_and_what_was_not_when_it_is_asked_for(
-    disk: Disk, ahead: ReadAhead
-) -> None:
+def test_announced_blocks_are_read_once_and_others_on_request(disk: Disk, ahead: ReadAhead) -> None:
     ahead.expect([3, 4, 5])
     ahead.expect([20, 3])
     assert [asked(ahead, place) for place in (3, 4, 9, 5, 20)] == [3, 4, 9, 5, 20]
@@ -73,14 +71,16 @@ def test_no_more_is_read_than_there_are_buffers(disk: Disk, ahead: ReadAhead) ->
     assert disk.reads[:20] == [1] * 15 + [2] + [1] * 4
 
 
-def test_nothing_whole_is_told_as_such(disk: Disk, ahead: ReadAhead) -> None:
+def test_an_incomplete_block_is_reported_as_missing(disk: Disk, ahead: ReadAhead) -> None:
     disk.numbers[1] = -1
     ahead.expect([1])
     assert asked(ahead, 1) is None
     assert asked(ahead, 1) is None
 
 
-def test_a_failure_is_told_to_who_asks_and_costs_no_buffer(disk: Disk, ahead: ReadAhead) -> None:
+def test_a_failure_is_raised_to_the_caller_and_leaks_no_buffer(
+    disk: Disk, ahead: ReadAhead
+) -> None:
     disk.fails = True
     for _ in range(2 * BUFFERS):
         ahead.expect([1])
@@ -92,7 +92,7 @@ def test_a_failure_is_told_to_who_asks_and_costs_no_buffer(disk: Disk, ahead: Re
 
 
 @given(st.lists(st.tuples(st.sampled_from("eaacf"), st.lists(st.integers(0, 9), max_size=8))))
-def test_who_asks_gets_what_lies_there_now(drawn: list[tuple[str, list[int]]]) -> None:
+def test_a_request_returns_the_present_content(drawn: list[tuple[str, list[int]]]) -> None:
     disk = Disk(10)
     ahead = ReadAhead(disk.read, NUM_BYTES)
     for verb, places in drawn:

@@ -1,4 +1,4 @@
-"""Sources of weights: cut, transposed, under names without their first word; what is refused."""
+"""Sources of weights: parts, transposed tensors, names without a prefix; and rejections."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ EMBED, FUSED, POSITIONS = "core.embed.weight", "core.fused.weight", "core.positi
 
 
 def program(**changes: Any) -> Program:
-    """Learned positions after two unused rows; one product of a transposed tensor cut in three."""
+    """Learned positions after two unused rows; one product of a transposed tensor in three
+    parts.
+    """
     p = ProgramBuilder("Odd", dtype=DType.F32)
     p.cache(CacheSpec("paged", 1, 1, 4, DType.F32))
     embed = p.matrix("embed", [WeightPart("embed", EMBED, 9)], 8)
@@ -68,7 +70,7 @@ def refused(folder: Path, held: Tensors) -> str:
     return str(caught.value)
 
 
-def test_a_part_is_read_where_it_lies(tmp_path: Path) -> None:
+def test_a_part_is_read_in_place(tmp_path: Path) -> None:
     held = tensors()
     binding, weights = bound(tmp_path, held), program().weights
     found = [binding.read_f32(part) for part in weights["fused"].parts]
@@ -82,7 +84,7 @@ def test_a_part_is_read_where_it_lies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stored", ["f32", "f16", "bf16"])
-def test_both_executors_hold_the_rows_that_were_cut_and_digest_whole_tensors(
+def test_both_executors_hold_the_selected_rows_and_digest_whole_tensors(
     stored: str, tmp_path: Path
 ) -> None:
     write_safetensors(tmp_path / "model.safetensors", tensors(), dtype=stored)
@@ -105,7 +107,7 @@ def test_both_executors_hold_the_rows_that_were_cut_and_digest_whole_tensors(
     np.testing.assert_array_equal(fused, held[FUSED].T[[0, 1, 2, 3, 4, 5, 6, 10, 11]])
 
 
-def test_a_row_that_no_part_takes_is_digested_too(tmp_path: Path) -> None:
+def test_an_unused_row_is_digested_too(tmp_path: Path) -> None:
     digests = set()
     for index, column in enumerate((0, 9, 12)):  # the last two are in no part
         changed = tensors()
@@ -124,7 +126,7 @@ def test_a_row_that_no_part_takes_is_digested_too(tmp_path: Path) -> None:
     assert len(digests) == 3
 
 
-def test_names_without_the_first_word_of_all_sources_are_found(tmp_path: Path) -> None:
+def test_names_without_the_common_prefix_are_found(tmp_path: Path) -> None:
     bare = {name.removeprefix("core."): values for name, values in tensors().items()}
     binding = bound(tmp_path, bare)
     (part,) = program().weights["embed"].parts
@@ -132,7 +134,7 @@ def test_names_without_the_first_word_of_all_sources_are_found(tmp_path: Path) -
     np.testing.assert_array_equal(binding.read_f32(part), bare["embed.weight"])
 
 
-def test_problems_are_told_by_the_names_the_file_uses(tmp_path: Path) -> None:
+def test_problems_are_reported_by_the_files_names(tmp_path: Path) -> None:
     bare = {name.removeprefix("core."): values for name, values in tensors().items()}
     bare["norm.weight"] = bare["norm.weight"][:3]
     message = refused(tmp_path, bare)
@@ -140,13 +142,13 @@ def test_problems_are_told_by_the_names_the_file_uses(tmp_path: Path) -> None:
     assert "1 problem" in message
 
 
-def test_a_file_of_another_model_is_told_in_full_names(tmp_path: Path) -> None:
+def test_a_file_of_another_model_is_reported_in_full_names(tmp_path: Path) -> None:
     message = refused(tmp_path, {"other.weight": np.ones(3, np.float32)})
     assert f"{EMBED} is missing" in message
     assert "other.weight (shape [3]) is not part of Odd" in message
 
 
-def test_a_file_with_both_kinds_of_names_is_refused(tmp_path: Path) -> None:
+def test_a_file_with_both_kinds_of_names_is_rejected(tmp_path: Path) -> None:
     held = tensors()
     held["fused.weight"] = held.pop(FUSED)
     message = refused(tmp_path, held)
@@ -154,7 +156,7 @@ def test_a_file_with_both_kinds_of_names_is_refused(tmp_path: Path) -> None:
     assert "fused.weight (shape [8, 13]) is not part of Odd" in message
 
 
-def test_a_transposed_tensor_the_other_way_round_is_refused(tmp_path: Path) -> None:
+def test_an_unexpectedly_transposed_tensor_is_rejected(tmp_path: Path) -> None:
     held = tensors()
     held[FUSED] = np.ascontiguousarray(held[FUSED].T)
     message = refused(tmp_path, held)
@@ -170,7 +172,7 @@ def test_a_copy_of_the_tied_embedding_is_accepted_under_any_name_of_the_embeddin
     assert f"lm_head.weight differs from {EMBED}" in message
 
 
-def test_masks_that_old_files_carry_are_passed_over_whatever_their_type(tmp_path: Path) -> None:
+def test_masks_of_old_files_are_ignored_whatever_their_type(tmp_path: Path) -> None:
     held = tensors()
     masks = {
         "core.h.0.attn.bias": ("U8", (1, 1, 4, 4)),
@@ -183,7 +185,7 @@ def test_masks_that_old_files_carry_are_passed_over_whatever_their_type(tmp_path
         bind(program(), open_checkpoint(tmp_path))
 
 
-def test_a_weight_of_a_masks_type_is_refused(tmp_path: Path) -> None:
+def test_a_weight_of_a_masks_type_is_rejected(tmp_path: Path) -> None:
     held = tensors()
     del held["core.norm.weight"]
     _write_with_masks(tmp_path, held, {"core.norm.weight": ("U8", (9,))})
@@ -194,7 +196,7 @@ def test_a_weight_of_a_masks_type_is_refused(tmp_path: Path) -> None:
 def _write_with_masks(
     folder: Path, held: Tensors, masks: dict[str, tuple[str, tuple[int, ...]]]
 ) -> None:
-    """F32 tensors, then masks of ones of one byte each."""
+    """Write F32 tensors, then masks of ones of one byte each."""
     header: dict[str, Any] = {}
     body = b""
     for name, values in held.items():
@@ -217,12 +219,14 @@ def _write_with_masks(
         ({"of_rows": 0}, r"is \[8, 4\] here and \[8, 2\] elsewhere"),
     ],
 )
-def test_a_program_that_cuts_beyond_a_source_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_a_program_that_reads_beyond_a_source_is_rejected(
+    changes: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
         program(**changes)
 
 
-def test_a_program_whose_parts_disagree_about_a_source_is_refused() -> None:
+def test_a_program_with_contradictory_parts_is_rejected() -> None:
     right = program()
     other = Weight("other", WeightForm.TABLE, (WeightPart("x", FUSED, 13),), 8, DType.F32)
     with pytest.raises(ValueError, match=r"is \[8, 13\] here and \[13, 8\] elsewhere"):

@@ -1,4 +1,4 @@
-"""Folders of weights: shards, what is refused, and agreement with a program both ways."""
+"""Directories of weights: shards, rejections, and agreement with a program in both directions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def bind(folder: Path) -> Checkpoint:
 
 
 def with_tensors(folder: Path, change: Callable[[Tensors], Any], **changes: Any) -> Path:
-    """A tiny model whose tensors were changed after its config was written."""
+    """Write a tiny model with tensors changed after its config was written."""
     write_tiny_llama(folder, **changes)
     tensors = tiny_tensors(tiny_config(**changes), 0)
     change(tensors)
@@ -48,7 +48,7 @@ def refused(folder: Path) -> str:
 
 
 def change_index(folder: Path, change: Callable[[dict[str, Any]], Any]) -> str:
-    """Three shards with a changed weight_map; the message with which they are refused."""
+    """Write three shards with a changed weight_map; return the error message."""
     write_tiny_llama(folder, shards=3)
     index = json.loads((folder / INDEX).read_text())
     change(index["weight_map"])
@@ -97,13 +97,13 @@ def test_a_tensor_in_another_shard_than_the_index_says_is_named(tmp_path: Path) 
     assert "but it is in model-" in message
 
 
-def test_tensors_the_index_does_not_know_are_named(tmp_path: Path) -> None:
+def test_tensors_missing_in_the_index_are_named(tmp_path: Path) -> None:
     message = change_index(tmp_path, lambda weight_map: weight_map.pop("model.norm.weight"))
     assert "model.norm.weight is in model-" in message
     assert "not in the index" in message
 
 
-def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_in_two_shards_is_rejected(tmp_path: Path) -> None:
     write_tiny_llama(tmp_path, shards=2)
     files = sorted(tmp_path.glob("model-*.safetensors"))
     first, second = (open_checkpoint(file) for file in files)
@@ -133,7 +133,7 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
         "ä" * 130 + ".safetensors",
     ],
 )
-def test_an_index_that_leaves_the_folder_is_refused(file: Any, tmp_path: Path) -> None:
+def test_an_index_that_leaves_the_directory_is_rejected(file: Any, tmp_path: Path) -> None:
     message = change_index(tmp_path, lambda weight_map: weight_map.update(odd=file))
     assert f"odd: file is {show(file)}; a plain name" in message
 
@@ -141,7 +141,7 @@ def test_an_index_that_leaves_the_folder_is_refused(file: Any, tmp_path: Path) -
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": [1]}', '{"weight_map"', "\udcff"]
 )
-def test_an_index_without_a_weight_map_is_refused(text: str, tmp_path: Path) -> None:
+def test_an_index_without_a_weight_map_is_rejected(text: str, tmp_path: Path) -> None:
     write_tiny_llama(tmp_path, shards=2)
     (tmp_path / INDEX).write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(WeightsError, match=r"index\.json"):
@@ -149,7 +149,7 @@ def test_an_index_without_a_weight_map_is_refused(text: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
-def test_pickles_are_refused_with_the_reason_and_the_way_out(name: str, tmp_path: Path) -> None:
+def test_pickles_are_rejected_with_the_reason_and_an_alternative(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"\x80\x02}q\x00.")
     with pytest.raises(WeightsError) as caught:
         open_checkpoint(tmp_path)
@@ -159,19 +159,19 @@ def test_pickles_are_refused_with_the_reason_and_the_way_out(name: str, tmp_path
     assert "convert them to safetensors" in message
 
 
-def test_pickles_beside_safetensors_are_left_alone(tmp_path: Path) -> None:
+def test_pickles_beside_safetensors_are_ignored(tmp_path: Path) -> None:
     write_tiny_llama(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02}q\x00.")
     bind(tmp_path)
 
 
-def test_a_gguf_file_alone_in_a_folder_is_what_is_opened(tmp_path: Path) -> None:
+def test_a_single_gguf_file_in_a_directory_is_opened(tmp_path: Path) -> None:
     (tmp_path / "model-q4.gguf").write_bytes(b"GGUF")
     with pytest.raises(WeightsError, match=r"model-q4\.gguf: the file has 4 bytes"):
         open_checkpoint(tmp_path)
 
 
-def test_a_folder_without_weights_says_what_it_found(tmp_path: Path) -> None:
+def test_a_directory_without_weights_lists_what_it_found(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(WeightsError, match=r"neither model\.safetensors .* found notes\.txt"):
         open_checkpoint(tmp_path)
@@ -208,7 +208,7 @@ def test_missing_unexpected_and_wrongly_shaped_tensors_are_listed_together(tmp_p
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_a_config_that_disagrees_with_the_weights_is_refused(
+def test_a_config_that_contradicts_the_weights_is_rejected(
     changes: dict[str, Any], tmp_path: Path
 ) -> None:
     write_tiny_llama(tmp_path)
@@ -216,7 +216,7 @@ def test_a_config_that_disagrees_with_the_weights_is_refused(
     assert "weights and config.json disagree" in refused(tmp_path)
 
 
-def test_a_missing_head_says_what_the_config_should_say(tmp_path: Path) -> None:
+def test_a_missing_head_suggests_the_config_key(tmp_path: Path) -> None:
     message = refused(with_tensors(tmp_path, lambda tensors: tensors.pop("lm_head.weight")))
     assert "lm_head.weight is missing" in message
     assert "tie_word_embeddings true" in message
@@ -229,7 +229,7 @@ def test_a_copy_of_the_embedding_as_tied_head_is_accepted(tmp_path: Path) -> Non
     bind(with_tensors(tmp_path, copy, tie_word_embeddings=True))
 
 
-def test_another_head_than_the_embedding_is_refused_where_they_are_tied(tmp_path: Path) -> None:
+def test_a_tied_head_different_from_the_embedding_is_rejected(tmp_path: Path) -> None:
     def differ(tensors: Tensors) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
         tensors["lm_head.weight"][-1, -1] += 1
@@ -246,7 +246,7 @@ def test_rotary_buffers_of_old_checkpoints_are_accepted(tmp_path: Path) -> None:
     bind(with_tensors(tmp_path, add))
 
 
-def test_an_unknown_name_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_unknown_name_is_rejected_by_name(tmp_path: Path) -> None:
     checkpoint = bind(write_tiny_llama(tmp_path))
     with pytest.raises(WeightsError, match="no tensor named 'x'"):
         checkpoint.tensor("x")
@@ -254,9 +254,9 @@ def test_an_unknown_name_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_what_is_not_a_plain_file_is_refused_before_it_is_opened(
+def test_irregular_files_are_rejected_before_they_are_opened(
     tmp_path: Path, name: str, make: Callable[[Path], None]
 ) -> None:
-    make(tmp_path / name)  # opening a pipe would wait for ever
+    make(tmp_path / name)  # opening a pipe would block
     with pytest.raises(WeightsError, match="not a regular file"):
         open_checkpoint(tmp_path)

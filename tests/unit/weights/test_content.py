@@ -25,14 +25,14 @@ KEY = b"quire content--1"
 PIECE = 2**20
 
 
-def test_the_native_digest_is_what_its_definition_says() -> None:
+def test_the_native_digest_matches_its_definition() -> None:
     rng = np.random.default_rng(0)
     for size in (0, 1, 63, 64, 65, 1023, 1024, 1025, 5000, PIECE, PIECE + 77):
         content = rng.integers(0, 256, size, np.uint8)
         assert _native.content_digest(content) == _digest(content.tobytes()), size
 
 
-def test_any_byte_a_swap_and_a_length_change_it() -> None:
+def test_any_changed_byte_swap_or_length_changes_it() -> None:
     content = np.random.default_rng(1).integers(0, 256, PIECE + 3000, np.uint8)
     seen = {_native.content_digest(content), _native.content_digest(content[:-1])}
     for place in (0, 1, 63, 64, 1024, PIECE // 2 + 1, PIECE - 1, PIECE, len(content) - 1):
@@ -107,7 +107,7 @@ def _of_executor(folder: Path, make: type[NativeExecutor] | type[ReferenceExecut
 
 
 def _digest(content: bytes) -> tuple[int, int]:
-    """As native/include/quire/hash.h says, in plain integers."""
+    """Compute the definition in native/include/quire/hash.h in plain integers."""
     ends = [_piece(content[at : at + PIECE]) for at in range(0, len(content), PIECE)]
     words = [len(content), *(half for end in ends for half in end)]
     return siphash128(struct.pack(f"<{len(words)}Q", *words), KEY)

@@ -1,4 +1,4 @@
-"""Our bfloat16: rounding to nearest even, over borders and every bit pattern that matters."""
+"""bfloat16 conversion: rounding to nearest even, at boundaries and for special bit patterns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from quire.weights.dtypes import bf16_bits, from_bf16_bits, round_to_bf16
 
 
-def test_every_bfloat16_value_survives_the_way_there_and_back() -> None:
+def test_every_bfloat16_value_round_trips() -> None:
     bits = np.arange(2**16, dtype=np.uint16)
     values = from_bf16_bits(bits)
     numbers = ~np.isnan(values)

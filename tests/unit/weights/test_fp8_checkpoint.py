@@ -1,4 +1,4 @@
-"""Checkpoints in fp8: what they mean, element by element; what is refused; what is digested."""
+"""Checkpoints in fp8: values element by element; rejections; digests."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_rows_of_a_matrix_keep_their_scales(kind: str, plain: Path, tmp_path: Pa
     np.testing.assert_array_equal(VALUES[part.codes] * times, right[128:138])
 
 
-def test_fixed_scales_of_activations_belong_to_their_matrix(plain: Path, tmp_path: Path) -> None:
+def test_static_activation_scales_belong_to_their_matrix(plain: Path, tmp_path: Path) -> None:
     found = open_checkpoint(write_fp8_of(plain, tmp_path / "fp8", kind="tensor"))
     keys = found.fp8("model.layers.0.self_attn.k_proj.weight")
     assert keys is not None
@@ -76,13 +76,13 @@ def _refused(folder: Path) -> str:
     return str(told.value)
 
 
-def test_a_tensor_without_its_scales_is_told(plain: Path, tmp_path: Path) -> None:
+def test_a_tensor_without_its_scales_is_rejected(plain: Path, tmp_path: Path) -> None:
     drop = DOWN.replace("weight", "weight_scale_inv")
     said = _refused(write_fp8_of(plain, tmp_path / "fp8", kind="block", drop=drop))
     assert f"{DOWN} needs {DOWN}_scale or {DOWN}_scale_inv; it has neither" in said
 
 
-def test_scales_of_another_shape_are_told_with_those_that_are_read(tmp_path: Path) -> None:
+def test_scales_of_another_shape_are_rejected_with_the_supported_ones(tmp_path: Path) -> None:
     def write(*shape: int, name: str = "a.weight") -> Path:
         count = int(np.prod(shape))
         spans = [[0, 6], [6, 6 + 4 * count]]
@@ -108,7 +108,7 @@ def test_scales_of_another_shape_are_told_with_those_that_are_read(tmp_path: Pat
         ([np.inf], [], "a.input_scale is inf; a scale of activations is finite and above 0"),
     ],
 )
-def test_a_fixed_scale_that_is_none_is_told(
+def test_an_invalid_static_scale_is_rejected(
     numbers: list[float], shape: list[int], said: str, tmp_path: Path
 ) -> None:
     fixed = np.array(numbers, np.float32).tobytes()
@@ -122,7 +122,7 @@ def test_a_fixed_scale_that_is_none_is_told(
 
 
 @pytest.mark.parametrize("shape", [[0, 3], [3, 0]])
-def test_a_matrix_of_nothing_is_refused(shape: list[int], tmp_path: Path) -> None:
+def test_an_empty_matrix_is_rejected(shape: list[int], tmp_path: Path) -> None:
     header = {
         "a.weight": {"dtype": "F8_E4M3", "shape": shape, "data_offsets": [0, 0]},
         "a.weight_scale": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]},

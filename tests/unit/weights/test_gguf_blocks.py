@@ -20,7 +20,7 @@ def rows_of(kind: str, raw: bytes, num_rows: int) -> QuantizedRows:
     return QuantizedRows(type=block, blocks=blocks)
 
 
-def test_every_type_that_is_read_is_tested() -> None:
+def test_every_supported_type_is_covered() -> None:
     assert set(UNPACKERS) == set(BLOCKS)
     for known in TYPES.values():
         if known.name in BLOCKS:
@@ -33,7 +33,7 @@ def test_every_type_that_is_read_is_tested() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_of_random_bits_are_what_the_definition_says(kind: str) -> None:
+def test_blocks_of_random_bits_match_the_definition(kind: str) -> None:
     raw = drawn(kind, 12, np.random.default_rng(len(kind)))
     size = BLOCKS[kind].num_bytes
     right = [scalar_values(kind, raw[at : at + size]) for at in range(0, len(raw), size)]
@@ -44,7 +44,7 @@ def test_blocks_of_random_bits_are_what_the_definition_says(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_codes_scales_and_offsets_say_the_same_as_the_values(kind: str) -> None:
+def test_codes_scales_and_offsets_match_the_values(kind: str) -> None:
     raw = drawn(kind, 6, np.random.default_rng(5))
     rows = rows_of(kind, raw, 2)
     groups = rows.groups(slice(1, 2))
@@ -61,7 +61,7 @@ def test_codes_scales_and_offsets_say_the_same_as_the_values(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_quantized_comes_back_near(kind: str) -> None:
+def test_quantized_values_are_near_the_originals(kind: str) -> None:
     values = np.random.default_rng(8).standard_normal((5, 512)).astype(np.float32)
     found = rows_of(kind, quantized(values, kind), 5).to_f32()
     bits = int(kind[1])
@@ -69,7 +69,7 @@ def test_what_is_quantized_comes_back_near(kind: str) -> None:
     assert np.abs(found - values).mean() < 2.0 / 2**bits
 
 
-def test_a_slice_of_rows_and_a_matrix_of_many_chunks_are_the_same_numbers() -> None:
+def test_a_slice_of_rows_and_a_matrix_of_many_chunks_are_equal() -> None:
     num_rows = CHUNK_ELEMENTS // 4096 * 2 + 3
     raw = drawn("Q4_0", num_rows * 128, np.random.default_rng(0))
     rows = rows_of("Q4_0", raw, num_rows)
@@ -80,7 +80,7 @@ def test_a_slice_of_rows_and_a_matrix_of_many_chunks_are_the_same_numbers() -> N
     assert rows.to_f32(slice(5, 5)).shape == (0, 4096)
 
 
-def test_scales_that_are_no_numbers_give_what_arithmetic_gives(tmp_path: Path) -> None:
+def test_non_finite_scales_follow_arithmetic(tmp_path: Path) -> None:
     infinite = np.array([np.inf], np.float16).tobytes() + bytes([0x88] * 16)  # codes of 0
     with np.errstate(all="raise"):
         assert np.isnan(rows_of("Q4_0", infinite, 1).to_f32()).all()

@@ -1,4 +1,4 @@
-"""A GGUF model's tensors under the checkpoint's names: orders, types, blocks, refusals."""
+"""A GGUF model's tensors under the checkpoint's names: orders, types, blocks, rejections."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def by_definition(values: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
-    """What a reader must find after `values` were stored as `kind`."""
+    """Return what a reader must find after `values` were stored as `kind`."""
     raw, size = quantized(values, kind), BLOCKS[kind].num_bytes
     blocks = [scalar_values(kind, raw[at : at + size]) for at in range(0, len(raw), size)]
     return np.array(blocks, np.float32).reshape(values.shape)
@@ -59,7 +59,7 @@ def test_plain_tensors_are_the_bytes_of_the_checkpoint(
 
 
 @pytest.mark.parametrize("kind", sorted(BLOCKS))
-def test_quantized_tensors_are_what_the_definition_says_in_the_checkpoints_order(
+def test_quantized_tensors_match_the_definition_in_the_checkpoints_order(
     kind: str, wide: Path, tmp_path: Path
 ) -> None:
     found = open_checkpoint(write_gguf_of(wide, tmp_path / "m.gguf", kind=kind))
@@ -83,7 +83,7 @@ def test_quantized_tensors_are_what_the_definition_says_in_the_checkpoints_order
 
 
 @pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "Q4_0"])
-def test_gpt_2s_matrices_are_turned_back(kind: str, tmp_path: Path) -> None:
+def test_gpt_2s_matrices_are_transposed_back(kind: str, tmp_path: Path) -> None:
     stored = write_tiny(
         tmp_path / "ck", GPT2 | {"n_embd": 64}, seed=2, dtype="bf16" if kind == "BF16" else "f32"
     )
@@ -140,13 +140,13 @@ def test_metadata_is_in_the_digest_of_files(wide: Path, tmp_path: Path) -> None:
         for name in ("a", "b")
     }
     assert len(digests) == 2
-    assert files_digest(tmp_path) in digests  # the folder stands for the file
+    assert files_digest(tmp_path) in digests  # the directory stands for the file
 
 
-# ---- refusals
+# ---- rejections
 
 
-def test_types_that_are_not_read_are_refused_by_name_all_together(tmp_path: Path) -> None:
+def test_unsupported_types_are_rejected_by_name_together(tmp_path: Path) -> None:
     listed = [describe("output.weight", (1, 256), 23, 0), describe("x.weight", (4,), 26, 160)]
     content = b"GGUF" + (3).to_bytes(4, "little") + (2).to_bytes(8, "little")
     content += (1).to_bytes(8, "little") + entry("general.architecture", "llama")
@@ -160,7 +160,7 @@ def test_types_that_are_not_read_are_refused_by_name_all_together(tmp_path: Path
 
 
 @pytest.mark.parametrize("named", ["mamba", None, 3])
-def test_an_architecture_without_names_is_refused(named: Any, wide: Path, tmp_path: Path) -> None:
+def test_an_architecture_without_names_is_rejected(named: Any, wide: Path, tmp_path: Path) -> None:
     path = write_gguf_of(wide, tmp_path / "m.gguf", general__architecture=named)
     with pytest.raises(
         WeightsError, match=r"general\.architecture is .*; supported: llama, granite"
@@ -168,9 +168,7 @@ def test_an_architecture_without_names_is_refused(named: Any, wide: Path, tmp_pa
         open_checkpoint(path)
 
 
-def test_tensors_that_the_program_does_not_name_are_told_by_the_files_name(
-    wide: Path, tmp_path: Path
-) -> None:
+def test_unexpected_tensors_are_reported_by_the_files_name(wide: Path, tmp_path: Path) -> None:
     metadata, tensors = gguf_of(wide)
     typed = {name: (values, "F32") for name, values in tensors.items()}
     typed["blk.0.extra.weight"] = (np.ones((2, 2), np.float32), "F32")
@@ -189,13 +187,13 @@ def test_tensors_that_the_program_does_not_name_are_told_by_the_files_name(
 
 
 @pytest.mark.parametrize("heads", [0, 7, 3.5, "x", None])
-def test_rows_that_no_heads_divide_are_refused(heads: Any, wide: Path, tmp_path: Path) -> None:
+def test_rows_not_divisible_by_heads_are_rejected(heads: Any, wide: Path, tmp_path: Path) -> None:
     path = write_gguf_of(wide, tmp_path / "m.gguf", llama__attention__head_count=heads)
     with pytest.raises(WeightsError, match=r"attn_q\.weight is F32 \[256, 256\], and llama\.att"):
         open_checkpoint(path)
 
 
-def test_a_tensor_nobody_has_is_told(wide: Path, tmp_path: Path) -> None:
+def test_an_unknown_tensor_is_reported(wide: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_gguf_of(wide, tmp_path / "m.gguf"))
     with pytest.raises(WeightsError, match="no tensor named 'x'"):
         checkpoint.tensor("x")

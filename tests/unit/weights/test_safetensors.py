@@ -1,4 +1,4 @@
-"""The safetensors reader: values bit for bit, and every way in which a file can lie."""
+"""The safetensors reader: values bit for bit, and every kind of inconsistent file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FINE = {"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
 
 
 def refused(path: Path, header: Any, body: bytes = bytes(24), **lies: int) -> str:
-    """The message with which a file of this header is refused."""
+    """Return the error message for a file of this header."""
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     write_raw(path / "model.safetensors", raw, body, **lies)
     with pytest.raises(WeightsError) as caught:
@@ -36,7 +36,7 @@ def entry(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
-def test_values_come_back_as_they_were_stored(dtype: str, tmp_path: Path) -> None:
+def test_values_round_trip(dtype: str, tmp_path: Path) -> None:
     names = {"b.odd": VALUES[:3, :1], "a": VALUES, "scalar": VALUES[0, 0], "none": VALUES[:0]}
     tensors = {name: np.asarray(values) for name, values in names.items()}
     path = write_safetensors(tmp_path / "model.safetensors", tensors, dtype=dtype)
@@ -82,7 +82,7 @@ def test_tensors_cannot_be_written_through(tmp_path: Path) -> None:
         open_checkpoint(tmp_path).tensor("a").array[0, 0] = 1
 
 
-def test_a_pointer_in_place_of_the_file_is_told(tmp_path: Path) -> None:
+def test_a_git_lfs_pointer_is_reported(tmp_path: Path) -> None:
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 99\n"
     (tmp_path / "model.safetensors").write_bytes(pointer)
     with pytest.raises(WeightsError, match="a pointer of Git LFS, not the file itself; run git"):
@@ -90,67 +90,67 @@ def test_a_pointer_in_place_of_the_file_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 7])
-def test_a_file_too_short_for_a_length_is_refused(size: int, tmp_path: Path) -> None:
+def test_a_file_too_short_for_a_length_is_rejected(size: int, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(bytes(size))
     with pytest.raises(WeightsError, match=f"has {size} bytes, too short"):
         open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("length", [10_000, 2**31, 2**63, 2**64 - 1])
-def test_a_header_longer_than_the_file_is_refused(length: int, tmp_path: Path) -> None:
+def test_a_header_longer_than_the_file_is_rejected(length: int, tmp_path: Path) -> None:
     message = refused(tmp_path, FINE, said_length=length)
     assert f"says it has {length} bytes" in message
     assert "fetch it again" in message
 
 
-def test_a_header_that_is_cut_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_header_is_rejected(tmp_path: Path) -> None:
     assert "not JSON" in refused(tmp_path, FINE, said_length=20)
 
 
 @pytest.mark.parametrize(
     "header", [b"", b"[]", b"  {}", b"\x80\x02}q", b"null", b"{", b'{"a": \xff}', b"{" * 50_000]
 )
-def test_a_header_that_is_no_json_object_is_refused(header: bytes, tmp_path: Path) -> None:
+def test_a_header_that_is_no_json_object_is_rejected(header: bytes, tmp_path: Path) -> None:
     assert "header" in refused(tmp_path, header)
 
 
-def test_deeply_nested_headers_are_refused(tmp_path: Path) -> None:
+def test_deeply_nested_headers_are_rejected(tmp_path: Path) -> None:
     assert "nested too deeply" in refused(tmp_path, b'{"a":' * 100_000 + b"1" + b"}" * 100_000)
 
 
-def test_duplicate_names_are_refused(tmp_path: Path) -> None:
+def test_duplicate_names_are_rejected(tmp_path: Path) -> None:
     text = json.dumps(FINE["a"])
     assert '"a" is given twice' in refused(tmp_path, f'{{"a": {text}, "a": {text}}}'.encode())
 
 
 @pytest.mark.parametrize("dtype", ["I64", "F8_E5M2", "f32", "", 5, None, ["F32"]])
-def test_a_dtype_that_cannot_be_read_is_named(dtype: Any, tmp_path: Path) -> None:
+def test_an_unsupported_dtype_is_named(dtype: Any, tmp_path: Path) -> None:
     message = refused(tmp_path, entry(dtype=dtype))
     assert f"a: dtype is {dtype!r}; F32, F16, BF16 and F8_E4M3 can be read" in message
 
 
 @pytest.mark.parametrize("shape", [[2, -3], [2.0, 3], "23", None, [True, 6], [[6]], [1] * 9])
-def test_a_shape_of_anything_but_sizes_is_refused(shape: Any, tmp_path: Path) -> None:
+def test_an_invalid_shape_is_rejected(shape: Any, tmp_path: Path) -> None:
     assert "a: shape is" in refused(tmp_path, entry(shape=shape))
 
 
 @pytest.mark.parametrize("offsets", [[0], [24, 0], [-24, 0], [0, 24, 48], [0, 24.0], "0,24", None])
-def test_offsets_that_are_no_span_are_refused(offsets: Any, tmp_path: Path) -> None:
+def test_invalid_offsets_are_rejected(offsets: Any, tmp_path: Path) -> None:
     assert "a: data_offsets is" in refused(tmp_path, entry(data_offsets=offsets))
 
 
 @pytest.mark.parametrize("shape", [[2, 4], [1], [2**40, 2**40], [0], []])
-def test_a_shape_that_disagrees_with_its_bytes_is_refused(shape: list[int], tmp_path: Path) -> None:
+def test_a_shape_that_contradicts_its_bytes_is_rejected(shape: list[int], tmp_path: Path) -> None:
     message = refused(tmp_path, entry(shape=shape))
     assert f"F32 {shape} needs {4 * int(np.prod(shape, dtype=object))} bytes" in message
     assert "span 24" in message
 
 
-def test_data_cut_short_is_refused_with_the_bytes_that_lack(tmp_path: Path) -> None:
+def test_truncated_data_is_rejected_with_the_missing_bytes(tmp_path: Path) -> None:
     assert "ends 10 bytes after the end of the file" in refused(tmp_path, FINE, bytes(14))
 
 
-def test_data_beyond_the_last_tensor_is_refused(tmp_path: Path) -> None:
+def test_data_beyond_the_last_tensor_is_rejected(tmp_path: Path) -> None:
     assert "9 bytes after the last tensor" in refused(tmp_path, FINE, bytes(33))
 
 
@@ -177,14 +177,14 @@ def test_all_problems_are_listed_together(tmp_path: Path) -> None:
     assert all(f"- {name}: " in message for name in header)
 
 
-def test_a_long_list_of_problems_is_cut_and_counted(tmp_path: Path) -> None:
+def test_a_long_list_of_problems_is_shortened_and_counted(tmp_path: Path) -> None:
     message = refused(tmp_path, {f"t{i}": 0 for i in range(500)})
     assert "500 problems" in message
     assert "and 480 more" in message
 
 
 @pytest.mark.parametrize("metadata", [[], "x", {"format": 1}, {"a": {"b": "c"}}])
-def test_metadata_of_a_wrong_type_is_refused(metadata: Any, tmp_path: Path) -> None:
+def test_metadata_of_a_wrong_type_is_rejected(metadata: Any, tmp_path: Path) -> None:
     assert "__metadata__" in refused(tmp_path, FINE | {"__metadata__": metadata})
 
 
@@ -196,8 +196,8 @@ def test_metadata_is_no_tensor(tmp_path: Path) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_a_file_with_any_damage_is_read_right_or_refused(data: st.DataObject) -> None:
-    """Flips, cuts and insertions anywhere: an error of the tree or the shapes as written."""
+def test_a_damaged_file_is_read_correctly_or_rejected(data: st.DataObject) -> None:
+    """Flips, truncations and insertions anywhere: an error of the tree or the shapes as written."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -223,7 +223,7 @@ def test_a_file_with_any_damage_is_read_right_or_refused(data: st.DataObject) ->
             assert checkpoint.read_f32(name).shape == stored.shape
 
 
-def test_real_weights_are_read_as_the_safetensors_library_reads_them() -> None:
+def test_real_weights_match_the_safetensors_library() -> None:
     pytest.importorskip("safetensors")
     from safetensors.numpy import load_file
 

@@ -1,4 +1,4 @@
-"""The cache's routes, and the cached tokens that a response reports; without an engine."""
+"""The cache routes, and the cached tokens that a response reports; without an engine."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ DIFFERS = CacheUsage(
 
 
 def run(story: Any) -> Any:
-    async def told() -> Any:
+    async def cache_details() -> Any:
         return await story()
 
-    return asyncio.run(told())
+    return asyncio.run(cache_details())
 
 
-def told(body: dict[str, Any], *, use: CacheUsage | None = DIFFERS, **site: Any) -> Any:
-    """usage.prompt_tokens_details of a completion by the key k1, where keys are needed."""
+def cache_details(body: dict[str, Any], *, use: CacheUsage | None = DIFFERS, **site: Any) -> Any:
+    """Return usage.prompt_tokens_details of a completion with the key k1, where keys are
+    required.
+    """
 
     async def story() -> Reply:
         place = Site(**site)
@@ -43,8 +45,8 @@ def told(body: dict[str, Any], *, use: CacheUsage | None = DIFFERS, **site: Any)
     return reply.json["usage"]["prompt_tokens_details"]
 
 
-def test_who_asks_is_told_cached_tokens_by_tier_and_the_reason_of_a_miss() -> None:
-    assert told({"return_cached_tokens_details": True}) == {
+def test_cache_details_have_tokens_by_tier_and_the_miss_reason() -> None:
+    assert cache_details({"return_cached_tokens_details": True}) == {
         "cached_tokens": 2,
         "cached_tokens_details": {
             "pool": 16,
@@ -55,18 +57,18 @@ def test_who_asks_is_told_cached_tokens_by_tier_and_the_reason_of_a_miss() -> No
     }
 
 
-def test_each_prompt_has_its_own_miss_and_tokens_are_added_up() -> None:
+def test_each_prompt_has_its_own_miss_and_tokens_are_summed() -> None:
     found = replace(DIFFERS, miss=None)
-    told_of = told({"prompt": ["a", "b"], "return_cached_tokens_details": True}, use=found)
+    told_of = cache_details({"prompt": ["a", "b"], "return_cached_tokens_details": True}, use=found)
     details = told_of["cached_tokens_details"]
     assert details == {"pool": 32, "host": 16, "disk": 64, "misses": [None, None]}
 
 
-def test_where_the_engine_tells_nothing_there_are_no_details() -> None:
-    assert told({}, use=None) == {"cached_tokens": 2}
+def test_without_a_report_of_the_engine_there_are_no_details() -> None:
+    assert cache_details({}, use=None) == {"cached_tokens": 2}
 
 
-def test_the_question_reaches_the_engine_and_must_be_a_boolean() -> None:
+def test_the_field_reaches_the_engine_and_must_be_a_boolean() -> None:
     async def story() -> tuple[Site, Reply]:
         site = Site()
         await site.post(COMPLETIONS, {"prompt": "a", "return_cached_tokens_details": True})
@@ -101,26 +103,30 @@ def test_the_question_reaches_the_engine_and_must_be_a_boolean() -> None:
     ],
     ids=["one person", "one key", "two keys", "two keys share", "open to all", "a tenant shares"],
 )
-def test_where_strangers_share_prefixes_a_miss_tells_no_more_than_the_time_does(
+def test_with_shared_prefixes_a_miss_reveals_no_more_than_timing(
     settings: Any, is_exact: bool
 ) -> None:
     exact = {"reason": "first_difference", "token": 53}
     coarse = {"reason": "not_found", "token": 48}
     asked = {"return_cached_tokens_details": True}
-    misses = told(asked, **settings)["cached_tokens_details"]["misses"]
+    misses = cache_details(asked, **settings)["cached_tokens_details"]["misses"]
     assert misses == [exact if is_exact else coarse]
-    misses = told({**asked, "cache_salt": "ours"}, **settings)["cached_tokens_details"]["misses"]
+    misses = cache_details({**asked, "cache_salt": "ours"}, **settings)["cached_tokens_details"][
+        "misses"
+    ]
     assert misses == [exact]
 
 
-def test_a_tenant_with_a_cache_of_its_own_is_among_its_own() -> None:
+def test_a_tenant_with_an_isolated_cache_gets_details() -> None:
     mine = Tenant(name="mine", key_digests=(key_digest("k1"),), isolate_cache=True)
     settings: Any = {"api_key": ("root", "k2"), "tenants": (ONLY_TENANT, mine)}
-    details = told({"return_cached_tokens_details": True}, **settings)["cached_tokens_details"]
+    details = cache_details({"return_cached_tokens_details": True}, **settings)[
+        "cached_tokens_details"
+    ]
     assert details["misses"] == [{"reason": "first_difference", "token": 53}]
 
 
-def test_the_report_tells_sizes_states_and_rates_and_never_a_text() -> None:
+def test_the_report_has_sizes_states_and_rates_and_no_text() -> None:
     async def story() -> tuple[Site, Reply, Reply]:
         site = Site()
         empty = await site.get("/v1/cache")
@@ -167,7 +173,7 @@ def test_the_report_tells_sizes_states_and_rates_and_never_a_text() -> None:
 
 
 @pytest.mark.parametrize("query", [b"prefixes=-1", b"prefixes=1001", b"prefixes=x", b"top=3"])
-def test_what_the_report_does_not_know_is_refused(query: bytes) -> None:
+def test_unknown_parameters_of_the_report_are_rejected(query: bytes) -> None:
     async def story() -> Reply:
         return await Site().call("GET", "/v1/cache", b"", query=query)
 
@@ -176,7 +182,7 @@ def test_what_the_report_does_not_know_is_refused(query: bytes) -> None:
 
 
 @pytest.mark.parametrize("path", FLUSHES)
-def test_a_flush_has_three_names_takes_nothing_and_tells_how_much_went(path: str) -> None:
+def test_a_flush_has_three_paths_no_body_and_reports_its_count(path: str) -> None:
     async def story() -> tuple[Site, list[Reply]]:
         site = Site()
         replies = [await site.post(path, b""), await site.post(path, {})]
@@ -192,7 +198,7 @@ def test_a_flush_has_three_names_takes_nothing_and_tells_how_much_went(path: str
 
 
 @pytest.mark.parametrize("path", ["/v1/cache", *FLUSHES])
-def test_only_admins_may_look_and_flush(path: str) -> None:
+def test_only_admins_may_read_and_flush(path: str) -> None:
     async def story(key: str) -> tuple[int, int]:
         guest = Tenant(name="guest", key_digests=(key_digest("g"),))
         site = Site(tenants=(ONLY_TENANT, guest), api_key=("root",))

@@ -55,7 +55,7 @@ def asked(
     return asyncio.run(exchange())
 
 
-def test_without_keys_this_machine_is_the_admin_and_no_other() -> None:
+def test_without_keys_only_this_machine_is_admin() -> None:
     reply, site = asked("/admin/pause")
     assert (reply.status, site.server_state.lifecycle.paused) == (200, True)
     for client in (FAR, None):  # None: a Unix socket, which may have a proxy in front of it
@@ -65,25 +65,25 @@ def test_without_keys_this_machine_is_the_admin_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("header", ["Forwarded", "X-Forwarded-For", "X-Real-IP", "Via"])
-def test_what_a_proxy_passes_on_is_not_asked_by_this_machine(header: str) -> None:
+def test_proxied_requests_are_not_local(header: str) -> None:
     reply, _ = asked("/admin/drain", {header: "for=192.0.2.7"})
     assert (reply.status, reply.error["code"]) == (403, "not_admin")
 
 
 @pytest.mark.parametrize("path", [*ADMIN_PATHS, "/admin/drain", "/v1/cache/flush", "/admin/new"])
-def test_a_plain_key_is_an_admins_on_this_machine_only(path: str) -> None:
+def test_a_plain_key_is_an_admins_only_on_this_machine(path: str) -> None:
     assert asked(path, key("k"), client=FAR, api_key=("k",))[0].status == 403
     assert asked(path, key("k"), api_key=("k",))[0].status in (200, 404, 405)
     assert asked(path, api_key=("k",))[0].status == 401
 
 
-def test_a_tenant_that_is_an_admin_is_one_from_anywhere() -> None:
+def test_an_admin_tenant_is_one_from_anywhere() -> None:
     for name, status in (("o", 200), ("g", 403), ("k", 403)):
         reply, _ = asked("/admin/pause", key(name), client=FAR, tenants=TENANTS, api_key=("k",))
         assert reply.status == status
 
 
-def test_with_an_admin_key_file_its_keys_are_and_no_api_key(admin_keys: str) -> None:
+def test_with_an_admin_key_file_its_keys_are_admins_and_api_keys_are_not(admin_keys: str) -> None:
     for name, status in (("root", 200), ("second", 200), ("k", 403), ("nobody", 401)):
         for client in (FAR, ("127.0.0.1", 1)):
             reply, _ = asked(
@@ -96,32 +96,32 @@ def test_with_an_admin_key_file_its_keys_are_and_no_api_key(admin_keys: str) -> 
             assert reply.status == status
 
 
-def test_an_admin_key_alone_leaves_the_rest_open(admin_keys: str) -> None:
+def test_an_admin_key_alone_leaves_the_other_routes_open(admin_keys: str) -> None:
     body = b'{"prompt": "a"}'
     settings = {"admin_key_file": admin_keys}
     assert asked("/v1/completions", body=body, **settings)[0].status == 200
     assert asked("/metrics", method="GET", **settings)[0].status == 200
     assert asked("/admin/pause", **settings)[0].status == 401
     assert asked("/admin/pause", key("root"), client=FAR, **settings)[0].status == 200
-    # And pages stay out, as where there is no key at all.
+    # And pages stay rejected, as without any key.
     foreign = {"host": "localhost", "origin": "http://evil.example"}
     assert asked("/v1/completions", foreign, body=body, **settings)[0].status == 403
 
 
-def test_with_an_admin_key_alone_it_is_asked_by_any_name(admin_keys: str) -> None:
+def test_with_an_admin_key_alone_any_host_name_is_accepted(admin_keys: str) -> None:
     settings: dict[str, Any] = {"host": "0.0.0.0", "insecure": True, "admin_key_file": admin_keys}
     named = {"host": "models.example", **key("root")}
     assert asked("/admin/pause", named, client=FAR, **settings)[0].status == 200
 
 
-def test_an_admin_key_opens_everything(admin_keys: str) -> None:
+def test_an_admin_key_opens_every_route(admin_keys: str) -> None:
     settings: dict[str, Any] = {"api_key": ("k",), "admin_key_file": admin_keys}
     body = b'{"prompt": "a"}'
     assert asked("/v1/completions", key("root"), body=body, **settings)[0].status == 200
     assert asked("/metrics", key("root"), method="GET", **settings)[0].status == 200
 
 
-def test_metrics_are_counted_for_every_plain_key_wherever_it_is(admin_keys: str) -> None:
+def test_every_plain_key_may_read_metrics_from_anywhere(admin_keys: str) -> None:
     """A scraper is on another machine, and needs no right to drain this one."""
     for settings in ({}, {"admin_key_file": admin_keys}):
         reply, _ = asked("/metrics", key("k"), method="GET", client=FAR, api_key=("k",), **settings)
@@ -129,14 +129,14 @@ def test_metrics_are_counted_for_every_plain_key_wherever_it_is(admin_keys: str)
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n\n"])
-def test_a_file_without_a_key_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_without_a_key_is_rejected(tmp_path: Path, text: str) -> None:
     file = tmp_path / "keys"
     file.write_text(text)
     with pytest.raises(SettingError, match="has no key"):
         read_admin_keys(str(file))
 
 
-def test_a_file_that_cannot_be_read_is_refused_in_words(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_rejected_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="--admin-key-file"):
         read_admin_keys(str(tmp_path / "none"))
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
@@ -144,7 +144,7 @@ def test_a_file_that_cannot_be_read_is_refused_in_words(tmp_path: Path) -> None:
         read_admin_keys(str(tmp_path / "binary"))
 
 
-def test_a_key_may_stand_there_as_a_digest(tmp_path: Path) -> None:
+def test_a_key_may_be_given_as_a_digest(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(f"plain\nsha256:{key_digest('hashed').upper()}\n")
     assert read_admin_keys(str(file)) == (key_digest("plain"), key_digest("hashed"))
@@ -156,7 +156,7 @@ def test_a_key_may_stand_there_as_a_digest(tmp_path: Path) -> None:
         read_admin_keys(str(file))
 
 
-def test_an_admin_key_file_read_again_counts_from_then_on_if_it_is_one(admin_keys: str) -> None:
+def test_a_reloaded_admin_key_file_takes_effect_if_valid(admin_keys: str) -> None:
     async def statuses(site: Site) -> list[int]:
         names = ("root", "new")
         return [(await site.post("/admin/pause", {}, headers=key(name))).status for name in names]
@@ -185,7 +185,7 @@ def test_a_key_that_is_both_counts_as_the_admins() -> None:
         Keys((), None, (key_digest("k"),)).check("/admin", lambda: OPENAI.read_key([]))
 
 
-def test_with_an_admin_port_the_others_do_not_have_its_routes() -> None:
+def test_with_an_admin_port_other_listeners_lack_the_admin_routes() -> None:
     async def exchange() -> None:
         site = Site(admin_port=0)
         for method, path in (("POST", "/admin/pause"), ("GET", "/v1/cache"), ("GET", "/admin")):
@@ -195,14 +195,14 @@ def test_with_an_admin_port_the_others_do_not_have_its_routes() -> None:
         assert (await site.post("/v1/completions", {"prompt": "a"})).status == 404
         for path in ("/admin", "/v1/cache", "/health", "/metrics", "/version"):
             assert (await site.get(path)).status == 200
-        # Where it listens is where only this machine can ask, whatever was passed on.
+        # The admin port accepts only this machine, whatever was forwarded.
         assert (await site.call("POST", "/admin/pause", b"", client=FAR)).status == 200
         assert site.server_state.lifecycle.paused
 
     asyncio.run(exchange())
 
 
-def test_the_admins_listener_wants_the_keys_there_are(admin_keys: str) -> None:
+def test_the_admin_listener_requires_existing_keys(admin_keys: str) -> None:
     async def exchange(name: str, **settings: Any) -> int:
         site = Site(admin_port=0, **settings)
         site.app = build_admin_app(site.server_state)
@@ -227,8 +227,8 @@ def test_pages_of_other_sites_are_no_admins_at_any_listener() -> None:
     assert asyncio.run(exchange({"host": "e.example"})) == 403  # a name pointed at loopback
 
 
-def test_a_page_of_a_name_that_leads_to_loopback_is_no_admin_without_keys() -> None:
-    """Its owner points the name at 127.0.0.1, so that Origin and Host agree, and addresses do."""
+def test_a_dns_rebinding_page_is_no_admin_without_keys() -> None:
+    """The name's owner points it at 127.0.0.1, so Origin, Host and addresses agree."""
     headers = {"host": "rebound.example", "origin": "http://rebound.example"}
     for settings in ({"host": "0.0.0.0", "insecure": True}, {"cors_origin": ("*",)}):
         reply, site = asked("/admin/pause", headers, **settings)
@@ -236,7 +236,7 @@ def test_a_page_of_a_name_that_leads_to_loopback_is_no_admin_without_keys() -> N
         assert not site.server_state.lifecycle.paused
 
 
-def test_the_log_writes_from_the_level_on_that_it_is_told() -> None:
+def test_the_log_writes_from_the_configured_level_on() -> None:
     async def exchange() -> None:
         site = Site()
         for level in LEVELS:
@@ -248,8 +248,8 @@ def test_the_log_writes_from_the_level_on_that_it_is_told() -> None:
             site.server_state.log.warning("middle")
             site.server_state.log.error("high")
             words = ["lowest", "low ", "middle", "high"]
-            told = [word for word in words if word in site.log.getvalue().replace("\n", " ")]
-            assert told == words[LEVELS.index(level) :]
+            logged = [word for word in words if word in site.log.getvalue().replace("\n", " ")]
+            assert logged == words[LEVELS.index(level) :]
         assert (await site.get("/admin")).json["log_level"] == "error"
 
     asyncio.run(exchange())
@@ -259,7 +259,7 @@ def test_the_log_writes_from_the_level_on_that_it_is_told() -> None:
     "body", [b'{"level": "trace"}', b'{"level": 3}', b'{"level": []}', b"{}",
              b'{"level": "info", "more": 1}', b"", b"[]"],
 )  # fmt: skip
-def test_a_level_that_is_none_changes_nothing(body: bytes) -> None:
+def test_an_invalid_level_changes_nothing(body: bytes) -> None:
     reply, site = asked("/admin/log-level", method="PUT", body=body)
     assert reply.status == 400
     assert site.server_state.log.level == "info"
@@ -269,7 +269,7 @@ def test_a_level_that_is_none_changes_nothing(body: bytes) -> None:
     ("client", "here"),
     [(("127.0.0.1", 1), True), (("::1", 1), True), (FAR, False), (None, False)],
 )
-def test_here_is_a_loopback_address_without_a_proxys_word(client: Any, here: bool) -> None:
+def test_local_means_a_loopback_address_without_proxy_headers(client: Any, here: bool) -> None:
     assert is_here({"client": client, "headers": []}) is here
     assert not is_here({"client": client, "headers": [(b"x-forwarded-for", b"127.0.0.1")]})
 
@@ -291,7 +291,7 @@ def test_a_forwarding_header_makes_a_local_peer_a_proxy(header: str) -> None:
     assert not is_here({"client": ("127.0.0.1", 1), "headers": headers})
 
 
-def test_what_clients_send_themselves_does_not_make_them_proxies() -> None:
+def test_headers_sent_by_clients_do_not_make_them_proxies() -> None:
     names = ("host", "user-agent", "accept", "x-request-id", "traceparent", "x-stainless-os")
     headers = [(name.encode(), b"a") for name in names]
     assert is_here({"client": ("127.0.0.1", 1), "headers": headers})

@@ -1,4 +1,4 @@
-"""Answers: bodies, streams, errors in the middle, clients that disconnect."""
+"""Answers: bodies, streams, errors midway, clients that disconnect."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_chat_has_openais_shape() -> None:
     asyncio.run(exchange())
 
 
-def test_log_probabilities_of_a_completion_hold_the_best_and_the_chosen() -> None:
+def test_completion_logprobs_hold_the_best_and_the_chosen_token() -> None:
     async def exchange() -> None:
         body = {"prompt": "abc", "logprobs": 2}
         logprobs = (await Site().post(COMPLETIONS, body)).json["choices"][0]["logprobs"]
@@ -115,7 +115,7 @@ def test_a_streamed_completion_is_chunks_then_done() -> None:
     asyncio.run(exchange())
 
 
-def test_a_streamed_chat_begins_with_the_role_and_ends_with_the_reason() -> None:
+def test_a_streamed_chat_begins_with_the_role_and_ends_with_the_finish_reason() -> None:
     async def exchange() -> None:
         body = {"messages": MESSAGES, "stream": True, "stream_options": {"include_usage": True}}
         *chunks, usage, done = (await Site().post(CHAT, body)).events
@@ -165,7 +165,7 @@ def test_several_prompts_run_at_once() -> None:
     asyncio.run(exchange())
 
 
-def test_many_prompts_that_talk_more_than_is_read_are_all_answered() -> None:
+def test_many_prompts_with_more_output_than_is_read_are_all_answered() -> None:
     async def exchange() -> None:
         site = Site(FakeEngine(*("ab" for _ in range(40))))
         reply = await site.post(COMPLETIONS, {"prompt": ["x"] * 50})
@@ -185,7 +185,7 @@ def test_many_prompts_that_talk_more_than_is_read_are_all_answered() -> None:
         (ValueError("a bug"), 500),
     ],
 )
-def test_what_the_engine_refuses_at_first_is_a_status_streamed_or_not(
+def test_an_engine_error_before_output_is_a_status_streamed_or_not(
     error: Exception, status: int, prompt: Any, stream: bool
 ) -> None:
     async def exchange() -> None:
@@ -202,7 +202,7 @@ def test_what_the_engine_refuses_at_first_is_a_status_streamed_or_not(
     asyncio.run(exchange())
 
 
-def test_a_bug_is_logged_with_its_traceback_and_not_shown_to_the_caller() -> None:
+def test_a_bug_is_logged_with_its_traceback_and_not_shown_to_the_client() -> None:
     async def exchange() -> None:
         site = Site()
         site.engine.fails_with = ValueError("secret detail")
@@ -215,7 +215,7 @@ def test_a_bug_is_logged_with_its_traceback_and_not_shown_to_the_caller() -> Non
 
 
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
-def test_an_error_in_the_middle_of_a_stream_is_an_event_and_no_done(prompt: Any) -> None:
+def test_an_error_midway_is_an_event_without_done(prompt: Any) -> None:
     async def exchange() -> None:
         site = Site()
         site.engine.fails_with = WorkerError("the engine died")
@@ -244,7 +244,7 @@ def test_an_error_in_the_middle_of_a_stream_is_an_event_and_no_done(prompt: Any)
         ("the executor failed", {"structured_outputs": {"regex": "a"}}, 500),
     ],
 )
-def test_a_row_that_its_own_request_left_nothing_to_choose_is_the_callers_fault(
+def test_a_row_left_without_choices_by_its_request_is_a_client_error(
     why: str, fields: dict[str, Any], status: int
 ) -> None:
     async def exchange() -> None:
@@ -257,7 +257,7 @@ def test_a_row_that_its_own_request_left_nothing_to_choose_is_the_callers_fault(
     asyncio.run(exchange())
 
 
-def test_a_row_that_failed_is_an_error_of_its_request() -> None:
+def test_a_failed_row_is_an_error_of_its_request() -> None:
     async def exchange() -> None:
         site = Site()
         site.engine.last_reason = FinishReason.ERROR
@@ -269,7 +269,7 @@ def test_a_row_that_failed_is_an_error_of_its_request() -> None:
     asyncio.run(exchange())
 
 
-def test_a_request_the_engine_gave_up_is_an_error_not_a_short_answer() -> None:
+def test_an_aborted_request_is_an_error_not_a_short_answer() -> None:
     async def exchange() -> None:
         site = Site()
         site.engine.last_reason = FinishReason.ABORT
@@ -281,13 +281,11 @@ def test_a_request_the_engine_gave_up_is_an_error_not_a_short_answer() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
-def test_a_caller_who_leaves_closes_the_engines_generator_at_once(
-    prompt: Any, stream: bool
-) -> None:
+def test_a_disconnect_closes_the_engines_generator_at_once(prompt: Any, stream: bool) -> None:
     async def exchange() -> None:
         site = Site()
         gone = asyncio.Event()
-        site.engine.pause = asyncio.Event().wait  # never goes on by itself
+        site.engine.pause = asyncio.Event().wait  # never continues by itself
         body = {"prompt": prompt, "stream": stream}
         task = asyncio.ensure_future(site.post(COMPLETIONS, body, gone=gone))
         num = 1 if isinstance(prompt, str) else 2
@@ -303,7 +301,7 @@ def test_a_caller_who_leaves_closes_the_engines_generator_at_once(
     asyncio.run(exchange())
 
 
-def test_a_reader_who_does_not_read_holds_back_its_own_stream_only() -> None:
+def test_a_stalled_reader_delays_only_its_own_stream() -> None:
     async def exchange() -> None:
         site = Site(FakeEngine(*"abcdefghij"))
         reads = asyncio.Event()
@@ -316,7 +314,7 @@ def test_a_reader_who_does_not_read_holds_back_its_own_stream_only() -> None:
         await until(lambda: site.engine.num_deltas == 1)
         reply = await site.post(COMPLETIONS, body)
         assert reply.events[-1] == "[DONE]"
-        assert site.engine.num_deltas == 1 + 10  # nothing more was pulled for the slow reader
+        assert site.engine.num_deltas == 1 + 10  # no further deltas for the slow reader
         reads.set()
         assert len((await slow).events) == 11
 
@@ -339,7 +337,7 @@ def test_a_request_past_its_time_limit_ends_with_a_timeout(stream: bool) -> None
     asyncio.run(exchange())
 
 
-def test_when_grace_is_over_open_requests_get_an_error_even_if_they_do_not_read() -> None:
+def test_after_the_grace_period_open_requests_get_an_error_even_if_unread() -> None:
     async def exchange() -> None:
         site = Site()
         site.engine.pause = asyncio.Event().wait
@@ -365,8 +363,8 @@ def test_when_grace_is_over_open_requests_get_an_error_even_if_they_do_not_read(
     asyncio.run(exchange())
 
 
-def test_settings_that_change_answers_are_in_the_fingerprint_answers_and_models_carry() -> None:
-    async def told(**settings: Any) -> str:
+def test_settings_that_change_answers_are_in_the_fingerprint() -> None:
+    async def fingerprint_of(**settings: Any) -> str:
         site = Site(**settings)
         reply = await site.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
         model = (await site.get("/v1/models")).json["data"][0]
@@ -381,7 +379,7 @@ def test_settings_that_change_answers_are_in_the_fingerprint_answers_and_models_
             {"max_output_tokens": 1},
             {"max_output_tokens": 2},
         ]
-        return [await told(**settings) for settings in ways]
+        return [await fingerprint_of(**settings) for settings in ways]
 
     prints = asyncio.run(all_told())
     assert prints[0] == "fp_fake"

@@ -1,4 +1,4 @@
-"""The table of fields: honoured, accepted because they cannot matter, refused by name."""
+"""The field table: honoured, accepted without effect, rejected by name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FOREIGN = [*SYNONYMS, *NO_EFFECT, *UNSERVED, *ORDERS, *HINTS, *OTHER_NAMES]
 OF_KIND: dict[str, Any] = {"string": "any", "object": {}, "number": 3, "boolean": True}
 
 
-def test_no_foreign_field_is_in_two_places() -> None:
+def test_no_foreign_field_is_listed_twice() -> None:
     assert len(FOREIGN) == len(set(FOREIGN))
     # A field of chats that a completion accepts and does not need.
     assert set(FOREIGN) & (COMPLETIONS | CHAT) == {"include_reasoning"}
@@ -51,13 +51,13 @@ def test_the_documented_rows_are_those_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("name", [*sorted(CHAT | COMPLETIONS), *FOREIGN, "frobnicate"])
-def test_null_means_not_given_for_every_field(name: str) -> None:
+def test_null_means_absent_for_every_field(name: str) -> None:
     found, ignored = known_fields({name: None}, CHAT | COMPLETIONS, warn_unknown=False)
     assert (found, ignored) == ({}, ())
 
 
 @pytest.mark.parametrize("name", sorted(NO_EFFECT))
-def test_fields_that_cannot_change_the_answer_are_accepted_at_any_value(name: str) -> None:
+def test_fields_without_effect_are_accepted_at_any_value(name: str) -> None:
     assert given({name: OF_KIND[NO_EFFECT[name]]}) == {}
 
 
@@ -70,12 +70,12 @@ def test_fields_that_cannot_change_the_answer_are_accepted_at_any_value(name: st
         if name not in CHAT
     ],
 )
-def test_the_default_of_a_field_we_do_not_serve_is_accepted(name: str, value: Any) -> None:
+def test_the_default_of_an_unserved_field_is_accepted(name: str, value: Any) -> None:
     assert given({name: value}) == {}
 
 
 @pytest.mark.parametrize("name", sorted(UNSERVED.keys() - CHAT))
-def test_any_other_value_is_refused_naming_the_field_and_why(name: str) -> None:
+def test_any_other_value_is_rejected_with_field_and_reason(name: str) -> None:
     with pytest.raises(InvalidParameter) as caught:
         given({name: "something else"})
     assert caught.value.param == name
@@ -84,39 +84,39 @@ def test_any_other_value_is_refused_naming_the_field_and_why(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("store", 0), ("top_a", False), ("functions", " ")])
-def test_a_value_that_only_looks_like_the_default_is_refused(name: str, value: Any) -> None:
+def test_a_value_that_only_resembles_the_default_is_rejected(name: str, value: Any) -> None:
     with pytest.raises(InvalidParameter):
         given({name: value})
 
 
-def test_an_unknown_field_is_refused_with_the_nearest_name() -> None:
+def test_an_unknown_field_is_rejected_with_the_nearest_name() -> None:
     with pytest.raises(InvalidParameter, match='did you mean "temperature"') as caught:
         given({"temprature": 1})
     assert caught.value.param == "temprature"
 
 
-def test_a_field_of_the_other_route_is_unknown_here() -> None:
+def test_a_field_of_the_other_route_is_unknown() -> None:
     with pytest.raises(InvalidParameter):
         given({"prompt": "text"})
 
 
-def test_a_huge_name_is_cut_in_the_error() -> None:
+def test_a_huge_name_is_shortened_in_the_error() -> None:
     with pytest.raises(InvalidParameter) as caught:
         given({"x" * 1_000_000: 1})
     assert len(str(caught.value)) < 400
 
 
-def test_told_to_warn_unknown_fields_are_left_out_and_named() -> None:
+def test_in_warn_mode_unknown_fields_are_ignored_and_listed() -> None:
     found, ignored = known_fields({"seed": 1, "frobnicate": 2}, CHAT, warn_unknown=True)
     assert (found, ignored) == ({"seed": 1}, ("frobnicate",))
 
 
-def test_warning_does_not_loosen_fields_that_are_known_and_not_served() -> None:
+def test_warn_mode_does_not_affect_known_unserved_fields() -> None:
     with pytest.raises(InvalidParameter):
         known_fields({"functions": [{"name": "f"}]}, CHAT, warn_unknown=True)
 
 
-def test_a_header_of_odd_names_is_printable_ascii_and_bounded() -> None:
+def test_the_header_of_odd_names_is_printable_ascii_and_bounded() -> None:
     header = ignored_header(("a\r\nb", "ключ", "x" * 5_000, *("n" for _ in range(1_000))))
     assert header.isascii()
     assert header.isprintable()
@@ -144,7 +144,7 @@ def test_ignored_fields_are_in_a_header_and_in_the_log() -> None:
         ("cache_prompt", 1, "cache_prompt is 1; a boolean"),
     ],
 )
-def test_a_label_of_another_type_is_refused(name: str, value: Any, words: str) -> None:
+def test_a_label_of_another_type_is_rejected(name: str, value: Any, words: str) -> None:
     with pytest.raises(InvalidParameter, match=words) as caught:
         given({name: value})
     assert caught.value.param == name
@@ -152,7 +152,7 @@ def test_a_label_of_another_type_is_refused(name: str, value: Any, words: str) -
 
 
 @pytest.mark.parametrize("name", sorted(SYNONYMS))
-def test_a_synonym_is_read_as_the_field_it_stands_for(name: str) -> None:
+def test_a_synonym_is_read_as_its_field(name: str) -> None:
     field, *keys = SYNONYMS[name]
     tables = [table for table in (CHAT, COMPLETIONS, TOKENIZE, GENERATE) if field in table]
     assert tables
@@ -162,7 +162,7 @@ def test_a_synonym_is_read_as_the_field_it_stands_for(name: str) -> None:
         assert ignored == ()
 
 
-def test_a_synonym_may_stand_beside_its_field_where_both_say_the_same() -> None:
+def test_a_synonym_and_its_field_may_agree() -> None:
     assert given({"max_new_tokens": 5, "n_predict": 5, "max_tokens": 5}) == {"max_tokens": 5}
     assert given({"guided_json": True, "structured_outputs": {"json": True}}) == {
         "structured_outputs": {"json": True}
@@ -174,13 +174,13 @@ def test_a_synonym_may_stand_beside_its_field_where_both_say_the_same() -> None:
         given({"guided_regex": "b", "structured_outputs": {"regex": "a"}})
 
 
-def test_renaming_leaves_the_callers_body_as_it_was() -> None:
+def test_renaming_does_not_change_the_clients_body() -> None:
     body = {"structured_outputs": {"json": True}, "guided_whitespace_pattern": " "}
     assert given(body)["structured_outputs"] == {"json": True, "whitespace_pattern": " "}
     assert body["structured_outputs"] == {"json": True}
 
 
-def test_an_empty_grammar_asks_for_none() -> None:
+def test_an_empty_grammar_requests_none() -> None:
     body = {"grammar": "", "grammar_string": "", "guided_grammar": "", "guided_json_object": False}
     assert given(body) == {}
 
@@ -192,7 +192,7 @@ def test_a_hint_is_accepted_and_listed(name: str) -> None:
         assert known_fields({name: neutral}, CHAT, warn_unknown=False) == ({}, ())
 
 
-def test_a_second_neutral_value_counts_only_beside_the_field_that_gives_it_that_meaning() -> None:
+def test_a_second_neutral_value_needs_the_field_that_makes_it_neutral() -> None:
     assert given({"repeat_last_n": 0, "repetition_penalty_range": 0}) == {}
     with pytest.raises(InvalidParameter, match="repeat_last_n is 0"):
         given({"repeat_last_n": 0})

@@ -1,4 +1,4 @@
-"""response_format and structured_outputs: what they ask for, and what is refused by name."""
+"""response_format and structured_outputs: the grammars they request, and rejections by name."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def response_format(kind: str, **rest: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("given", [{}, response_format("text")])
-def test_any_text_will_do(given: dict[str, Any]) -> None:
+def test_a_text_format_requests_no_grammar(given: dict[str, Any]) -> None:
     assert grammar_asked_for(given) is None
 
 
 @pytest.mark.parametrize("strict", [{}, {"strict": True}, {"strict": False}, {"strict": None}])
-def test_a_schema_is_followed_in_its_own_order_however_strict_it_says_it_is(
+def test_a_schema_keeps_its_property_order_whatever_strict_is(
     strict: dict[str, Any],
 ) -> None:
     grammar = grammar_asked_for(
@@ -57,7 +57,7 @@ def test_each_form_of_structured_outputs_is_a_grammar(
     assert text is None or grammar.text == text
 
 
-def test_white_space_is_the_callers_choice() -> None:
+def test_white_space_is_configurable() -> None:
     def whitespace(**options: Any) -> str | None:
         grammar = grammar_asked_for({"structured_outputs": {"json": SCHEMA, **options}})
         assert grammar is not None
@@ -103,7 +103,7 @@ def test_white_space_is_the_callers_choice() -> None:
         ({**response_format("json_object"), "structured_outputs": {"regex": "a"}}, "both"),
     ],
 )
-def test_what_else_is_said_is_refused_by_name(given: dict[str, Any], said: str) -> None:
+def test_other_fields_are_rejected_by_name(given: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidParameter, match=said) as error:
         grammar_asked_for(given)
     assert error.value.param in ("response_format", "structured_outputs")

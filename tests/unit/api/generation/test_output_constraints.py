@@ -1,4 +1,4 @@
-"""What answers are held to: grammars of tools and of an answer's form, as the engine gets them."""
+"""Output constraints: grammars of tools and of response formats, as the engine receives them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PERSON = {
         },
     },
 }
-# An answer of this form may be what a call of "weather" is in Llama's.
+# An answer in this format may equal a call of "weather" in Llama's format.
 EITHER = {
     "type": "json_schema",
     "json_schema": {
@@ -98,7 +98,7 @@ def call(name: str = "weather", **arguments: Any) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
 
-def test_a_required_call_is_held_to_its_schema() -> None:
+def test_a_required_call_follows_its_schema() -> None:
     _, held = ask(tools=[tool(), tool("now", parameters=None)], tool_choice="required")
     assert allows(held, call(city="Oslo"))
     assert allows(held, f"{call(city='Oslo')}\n{call('now')}")
@@ -120,7 +120,7 @@ def test_a_named_function_is_called_once_and_no_other(choice: dict[str, Any]) ->
     assert not allows(held, call(city="a"))
 
 
-def test_allowed_tools_are_shown_all_and_called_some() -> None:
+def test_allowed_tools_are_all_shown_and_some_callable() -> None:
     for mode in ("auto", "required"):
         allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "now"}}]}
         choice = {"type": "allowed_tools", "allowed_tools": allowed}
@@ -138,7 +138,7 @@ def test_parallel_calls_can_be_forbidden() -> None:
         assert not allows(held, f"{call(city='a')}\n{call(city='a')}")
 
 
-def test_strict_functions_are_held_to_their_schemas_and_others_to_objects() -> None:
+def test_strict_functions_follow_their_schemas_and_others_any_object() -> None:
     _, held = ask(tools=[tool(strict=True), tool("now")])
     assert allows(held, "words")
     assert allows(held, call(city="Oslo"))
@@ -148,7 +148,7 @@ def test_strict_functions_are_held_to_their_schemas_and_others_to_objects() -> N
     assert held is None
 
 
-def test_reasoning_may_come_before_what_is_held() -> None:
+def test_reasoning_may_precede_the_constrained_part() -> None:
     _, held = ask(THINKS, tools=[tool()], tool_choice="required")
     assert allows(held, f"<think>so</think>\n\n{call(city='a')}")
     _, held = ask(OPENED, tools=[tool()], tool_choice="required")
@@ -163,7 +163,7 @@ def test_reasoning_may_come_before_what_is_held() -> None:
         assert not allows(held, "so</think>y")
 
 
-def test_an_answer_s_form_goes_with_tools() -> None:
+def test_a_response_format_combines_with_tools() -> None:
     _, held = ask(tools=[tool()], response_format=FORMAT)
     assert allows(held, '{"a": 1}')
     assert allows(held, call(city="a"))
@@ -175,7 +175,7 @@ def test_an_answer_s_form_goes_with_tools() -> None:
 
 @pytest.mark.parametrize("asked", [FORMAT, PERSON, {"type": "json_object"}])
 @pytest.mark.parametrize(("template", "made"), [(LLAMA, LLAMA_CALL), (BARE, BARE_CALL)])
-def test_an_answer_s_form_goes_with_calls_that_are_json_themselves(
+def test_a_response_format_combines_with_json_calls(
     template: str, made: str, asked: dict[str, Any]
 ) -> None:
     _, held = ask(template, tools=[tool()], response_format=asked)
@@ -195,7 +195,7 @@ def test_an_answer_s_form_goes_with_calls_that_are_json_themselves(
         assert not allows(held, answer)
 
 
-def test_any_object_goes_with_calls_but_one_that_begins_as_they_do() -> None:
+def test_any_object_combines_with_calls_unless_it_begins_like_one() -> None:
     two = {"tools": [tool(), tool("now")], "response_format": {"type": "json_object"}}
     _, held = ask(LLAMA, **two)
     for text in (
@@ -224,7 +224,7 @@ def test_any_object_goes_with_calls_but_one_that_begins_as_they_do() -> None:
     assert not allows(held, '{"name": "weather", "parameters": {"town": "Oslo"}}')
 
 
-def test_other_forms_go_with_calls_that_are_json_less_what_begins_as_one() -> None:
+def test_other_formats_exclude_texts_that_begin_like_json_calls() -> None:
     _, held = ask(LLAMA, tools=[tool()], structured_outputs={"regex": ".*"})
     for text in ("words", "", "{", '{"name": "weather", "p', LLAMA_CALL):
         assert allows(held, text)
@@ -256,7 +256,7 @@ SAID = (
 @pytest.mark.parametrize(("template", "script", "arguments"), SAID)
 @pytest.mark.parametrize("pieces", [1, 3, 1000])
 @pytest.mark.parametrize("stream", [False, True])
-def test_beside_a_form_an_answer_is_a_call_where_it_begins_as_one_and_content_else(
+def test_with_a_format_an_answer_that_begins_as_a_call_is_one(
     template: str, script: str, arguments: Any, pieces: int, *, stream: bool
 ) -> None:
     scripts = [script[at : at + pieces] for at in range(0, len(script), pieces)]
@@ -267,21 +267,21 @@ def test_beside_a_form_an_answer_is_a_call_where_it_begins_as_one_and_content_el
         content = "".join(delta.get("content") or "" for delta in deltas)
         parts = [part["function"] for delta in deltas for part in delta.get("tool_calls", [])]
         names = [part["name"] for part in parts if "name" in part]
-        told = "".join(part["arguments"] for part in parts)
+        streamed = "".join(part["arguments"] for part in parts)
         reason = reply.events[-2]["choices"][0]["finish_reason"]
     else:
         (choice,) = reply.json["choices"]
         content, reason = choice["message"]["content"] or "", choice["finish_reason"]
         made = [one["function"] for one in choice["message"].get("tool_calls", [])]
-        names, told = [one["name"] for one in made], "".join(one["arguments"] for one in made)
+        names, streamed = [one["name"] for one in made], "".join(one["arguments"] for one in made)
     if arguments is None:
         assert (content, names, reason) == (script, [], "stop")
     else:
         assert (content, names, reason) == ("", ["weather"], "tool_calls")
-        assert json.loads(told) == arguments
+        assert json.loads(streamed) == arguments
 
 
-def test_dialects_without_json_write_calls_that_must_come_in_json() -> None:
+def test_required_calls_of_dialects_without_json_are_written_in_json() -> None:
     text = call(city="Oslo")
     reply, held = ask(CODER, script=text, tools=[tool()], tool_choice="required")
     assert allows(held, text)
@@ -307,7 +307,7 @@ def test_dialects_without_json_write_calls_that_must_come_in_json() -> None:
          "tool_choice"),
     ],
 )  # fmt: skip
-def test_what_no_grammar_can_hold_is_refused_by_name(
+def test_unsupported_constraints_are_rejected_by_name(
     template: str, body: dict[str, Any], param: str
 ) -> None:
     reply, _ = ask(template, **{"tools": [tool()], **body})

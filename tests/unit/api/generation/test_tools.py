@@ -1,4 +1,4 @@
-"""Tools and reasoning through the chat route: what is asked and answered, streamed and whole."""
+"""Tools and reasoning through the chat route: requests and answers, streamed and whole."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def whole(reply: Reply, index: int = 0) -> dict[str, Any]:
 
 
 def streamed(reply: Reply, index: int = 0) -> dict[str, Any]:
-    """A choice put together from its chunks, as clients do it."""
+    """Return a choice joined from its chunks, as clients do."""
     assert reply.status == 200, reply.body
     assert reply.events[-1] == "[DONE]"
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
@@ -94,7 +94,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_
 
 
 @pytest.mark.parametrize("pieces", [1, 3, len(CALL)])
-def test_a_call_is_read_out_of_the_answer_streamed_or_whole(pieces: int) -> None:
+def test_a_call_is_parsed_from_the_answer_streamed_or_whole(pieces: int) -> None:
     size = -(-len(CALL) // pieces)
     script = [CALL[at : at + size] for at in range(0, len(CALL), size)]
     choice = whole(chat(engine(*script), tools=[tool()]))
@@ -108,7 +108,7 @@ def test_a_call_is_read_out_of_the_answer_streamed_or_whole(pieces: int) -> None
     assert stream["finish_reason"] == "tool_calls"
 
 
-def test_every_call_of_every_choice_has_an_id_of_its_own() -> None:
+def test_every_call_of_every_choice_has_its_own_id() -> None:
     reply = chat(engine(CALL, CALL), tools=[tool()], n=2)
     ids = [
         call["id"] for choice in reply.json["choices"] for call in choice["message"]["tool_calls"]
@@ -132,7 +132,7 @@ def test_every_call_of_every_choice_has_an_id_of_its_own() -> None:
          "{city}"),
     ],
 )  # fmt: skip
-def test_bad_arguments_are_told_as_they_are_and_the_finish_reason_says_if_they_are_whole(
+def test_invalid_arguments_pass_unchanged_and_the_finish_reason_shows_completeness(
     text: str, reason: str, finish: str, arguments: str
 ) -> None:
     for stream in (False, True):
@@ -143,7 +143,7 @@ def test_bad_arguments_are_told_as_they_are_and_the_finish_reason_says_if_they_a
         assert choice["finish_reason"] == finish
 
 
-def test_reasoning_has_fields_of_its_own_and_is_counted() -> None:
+def test_reasoning_has_its_own_fields_and_is_counted() -> None:
     script = ["<think>", "so ", "so", "</think>", "\n\n", "Yes", "."]
     reply = chat(engine(*script))
     message = whole(reply)["message"]
@@ -166,7 +166,7 @@ def test_reasoning_has_fields_of_its_own_and_is_counted() -> None:
         assert not choice["message"].get("reasoning_content")
 
 
-def test_reasoning_that_the_template_opened_needs_no_mark_in_the_answer() -> None:
+def test_reasoning_opened_by_the_template_needs_no_mark_in_the_answer() -> None:
     for script, reasoning, content in (
         (["so", "</think>", "Yes"], "so", "Yes"),
         (["so so"], "so so", ""),
@@ -175,7 +175,7 @@ def test_reasoning_that_the_template_opened_needs_no_mark_in_the_answer() -> Non
         assert (message.get("reasoning_content", ""), message["content"]) == (reasoning, content)
 
 
-def test_marks_that_are_special_tokens_are_shown_to_the_reader_and_to_nobody_else() -> None:
+def test_marks_that_are_special_tokens_are_seen_by_the_parser_only() -> None:
     answering = engine(CALL)
     answering.tokenizer = ByteTokenizer(marks=("<tool_call>", "</think>", "<other>"))
     chat(answering, tools=[tool()])
@@ -197,7 +197,7 @@ def test_without_tools_or_with_tool_choice_none_text_stays_text() -> None:
         assert b"[weather]" not in bytes(answering.asked[0].prompt_ids)
 
 
-def test_an_operator_names_another_reader_or_none() -> None:
+def test_an_operator_selects_another_parser_or_none() -> None:
     text = '{"name": "weather", "arguments": {}}'
     parsers = {"json": [("weather", "{}")], "none": [], "hermes": []}
     for name, expected in parsers.items():
@@ -209,16 +209,16 @@ def test_an_operator_names_another_reader_or_none() -> None:
     assert server_config.REASONING_PARSERS == REASONING_PARSERS
 
 
-def test_logprobs_of_tokens_that_say_nothing_yet_are_told_all_the_same() -> None:
+def test_logprobs_of_tokens_without_text_yet_are_returned() -> None:
     script = list(CALL)
     reply = chat(engine(*script), tools=[tool()], logprobs=True, stream=True)
-    told = [
+    texts = [
         token["token"]
         for event in reply.events[:-1]
         for choice in event["choices"]
         for token in (choice["logprobs"] or {}).get("content", [])
     ]
-    assert told == script
+    assert texts == script
     choice = whole(chat(engine(*script), tools=[tool()], logprobs=True))
     assert [token["token"] for token in choice["logprobs"]["content"]] == script
 
@@ -248,7 +248,7 @@ def test_a_conversation_with_calls_and_results_is_rendered() -> None:
     assert "tool:-3;" in prompt
 
 
-def test_reasoning_effort_is_given_to_templates_that_know_it() -> None:
+def test_reasoning_effort_is_passed_to_templates_that_use_it() -> None:
     def prompt(template: str, **more: Any) -> str:
         answering = engine("a", template=template)
         assert chat(answering, **more).status == 200
@@ -275,7 +275,7 @@ def test_reasoning_effort_is_given_to_templates_that_know_it() -> None:
         (EFFORT, {"reasoning_effort": "low", "verbosity": "medium"}, None),
     ],
 )  # fmt: skip
-def test_hints_cause_no_error_and_are_listed_where_they_are_not_followed(
+def test_unfollowed_hints_cause_no_error_and_are_listed(
     template: str, body: dict[str, Any], listed: str | None
 ) -> None:
     reply = chat(engine("a", template=template), **body)
@@ -315,16 +315,14 @@ def test_hints_cause_no_error_and_are_listed_where_they_are_not_followed(
             {"function": {"name": "a", "arguments": [1]}}]}]}, "messages", "arguments"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_tools_is_said_by_name(
-    body: dict[str, Any], param: str, words: str
-) -> None:
+def test_invalid_tools_are_rejected_by_name(body: dict[str, Any], param: str, words: str) -> None:
     reply = chat(**body)
     assert reply.status == 400, reply.body
     assert reply.error["param"] == param
     assert words in reply.error["message"].replace('"', "'")
 
 
-def test_a_template_without_a_place_for_tools_refuses_them() -> None:
+def test_a_template_without_tools_rejects_them() -> None:
     answering = engine(json.dumps({"name": "weather", "arguments": {}}), template="{{ messages }}")
     reply = chat(answering, tools=[tool()])
     assert reply.status == 400

@@ -1,4 +1,4 @@
-"""The access log: one line a request, the same fields in each form, and never what was said."""
+"""The access log: one line per request, equal fields in each format, and no content."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATH = "/v1/completions"
 
 
 def logged(form: str, path: str = PATH, **fields: Any) -> tuple[list[str], str]:
-    """The log's lines after one request, and the id its answer carries."""
+    """Return the log's lines after one request, and the id of its response."""
 
     async def exchange() -> tuple[list[str], str]:
         site = Site(tenants=(ONLY_TENANT, SEARCH), access_log=form)
@@ -36,7 +36,7 @@ def logged(form: str, path: str = PATH, **fields: Any) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_line_of_json_has_what_an_operator_asks_for(stream: bool) -> None:
+def test_a_json_line_has_the_operators_fields(stream: bool) -> None:
     lines, answer_id = logged("json", stream=stream)
     assert len(lines) == 1
     told = json.loads(lines[0])
@@ -63,7 +63,7 @@ def test_a_line_of_json_has_what_an_operator_asks_for(stream: bool) -> None:
     }
 
 
-def test_each_form_has_the_same_fields() -> None:
+def test_each_format_has_the_same_fields() -> None:
     told = json.loads(logged("json")[0][0])
     frame = {"time", "level", "component", "event"}
     text = logged("text")[0][0].split("request ", 1)[1]
@@ -73,7 +73,7 @@ def test_each_form_has_the_same_fields() -> None:
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_no_form_has_words_or_keys(form: str) -> None:
+def test_no_format_has_content_or_keys(form: str) -> None:
     for path in (PATH, "/private-path"):
         (line,) = logged(form, path)[0]
         assert "private" not in line
@@ -81,7 +81,7 @@ def test_no_form_has_words_or_keys(form: str) -> None:
         assert "Hello" not in line
 
 
-def test_off_writes_nothing_of_requests_and_goes_on_writing_what_fails() -> None:
+def test_off_logs_only_failures() -> None:
     async def exchange() -> str:
         site = Site(access_log="off")
         assert (await site.post(PATH, {"prompt": "a"})).status == 200
@@ -94,14 +94,14 @@ def test_off_writes_nothing_of_requests_and_goes_on_writing_what_fails() -> None
     assert "request failed" in asyncio.run(exchange())
 
 
-def test_a_request_that_was_refused_has_a_line_with_its_status() -> None:
+def test_a_rejected_request_has_a_line_with_its_status() -> None:
     (line,) = logged("json", top_p=7)[0]
     told = json.loads(line)
     assert (told["status"], told["route"]) == (400, PATH)
     assert "output_tokens" not in told
 
 
-def test_a_resumable_stream_has_its_line_when_it_ends_not_when_its_reader_leaves() -> None:
+def test_a_resumable_stream_has_its_line_at_its_end_not_at_a_disconnect() -> None:
     async def exchange() -> None:
         site = Site(access_log="json")
         gone, go_on = asyncio.Event(), asyncio.Event()
@@ -123,7 +123,7 @@ def test_a_resumable_stream_has_its_line_when_it_ends_not_when_its_reader_leaves
     asyncio.run(asyncio.wait_for(exchange(), 30))
 
 
-def test_a_stream_that_failed_on_its_way_tells_with_what() -> None:
+def test_a_stream_that_failed_midway_logs_the_error() -> None:
     async def exchange() -> None:
         site = Site(access_log="json")
         site.engine.fails_with, site.engine.fails_after = WorkerError("it died"), 1
@@ -135,7 +135,7 @@ def test_a_stream_that_failed_on_its_way_tells_with_what() -> None:
     asyncio.run(exchange())
 
 
-def test_a_caller_who_leaves_a_whole_answer_has_a_line_without_a_fault() -> None:
+def test_a_disconnect_from_a_whole_answer_is_logged_without_an_error() -> None:
     async def exchange() -> None:
         site = Site(access_log="json")
         gone = asyncio.Event()
@@ -153,7 +153,7 @@ def test_a_caller_who_leaves_a_whole_answer_has_a_line_without_a_fault() -> None
     asyncio.run(exchange())
 
 
-def test_what_is_polled_has_a_line_at_the_level_debug() -> None:
+def test_polled_routes_are_logged_at_level_debug() -> None:
     async def exchange() -> None:
         for form in ("text", "json"):
             site = Site(access_log=form)

@@ -18,12 +18,12 @@ def check(keys: Keys, path: str, authorization: bytes | None) -> Caller:
     return keys.check(path, lambda: OPENAI.read_key(headers))
 
 
-def test_without_keys_everything_is_open() -> None:
+def test_without_keys_every_request_is_accepted() -> None:
     check(Keys(()), PATH, None)
 
 
 @pytest.mark.parametrize("sent", [b"Bearer first", b"Bearer second", b"bearer  first "])
-def test_each_configured_key_opens(sent: bytes) -> None:
+def test_each_configured_key_is_accepted(sent: bytes) -> None:
     check(Keys(("first", "second")), PATH, sent)
 
 
@@ -32,7 +32,7 @@ def test_each_configured_key_opens(sent: bytes) -> None:
     [None, b"", b"first", b"Basic first", b"Bearer", b"Bearer ", b"Bearer firs", b"Bearer first2",
      b"Bearer \xff\xfe", b"Bearer first second"],
 )  # fmt: skip
-def test_anything_else_stays_out(sent: bytes | None) -> None:
+def test_anything_else_is_rejected(sent: bytes | None) -> None:
     with pytest.raises(NotAuthorized):
         check(Keys(("first", "second")), PATH, sent)
 
@@ -43,7 +43,7 @@ def test_paths_for_load_balancers_need_no_key(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/v1/models", "/health/", "//health", "/nowhere"])
-def test_all_other_paths_need_one(path: str) -> None:
+def test_all_other_paths_need_a_key(path: str) -> None:
     with pytest.raises(NotAuthorized):
         check(Keys(("k",)), path, None)
 

@@ -41,16 +41,16 @@ async def comes_in_parts() -> str:
     return "".join(told)
 
 
-def test_a_body_that_is_there_takes_no_task() -> None:
+def test_a_complete_body_needs_no_task() -> None:
     assert read(there()) == "body"
 
 
-def test_one_that_comes_in_parts_is_waited_for() -> None:
+def test_a_body_in_parts_is_waited_for() -> None:
     assert read(comes_in_parts()) == "ab"
 
 
 @pytest.mark.parametrize("waits_first", [False, True])
-def test_what_reading_raises_is_raised(waits_first: bool) -> None:
+def test_exceptions_of_reading_are_raised(waits_first: bool) -> None:
     async def breaks() -> str:
         if waits_first:
             await asyncio.sleep(0)
@@ -63,7 +63,7 @@ def test_what_reading_raises_is_raised(waits_first: bool) -> None:
 @pytest.mark.parametrize(
     ("limit_s", "leaves", "error"), [(0.0, False, TimedOut), (None, True, ShuttingDown)]
 )
-def test_one_that_never_comes_is_closed_at_the_end(
+def test_a_body_that_never_arrives_is_closed_at_the_end(
     limit_s: float | None, leaves: bool, error: type[Exception]
 ) -> None:
     ended: list[str] = []
@@ -84,7 +84,7 @@ def test_one_that_never_comes_is_closed_at_the_end(
 
 
 class Ends:
-    """What may end a request, each a future of the running loop."""
+    """The events that may end a request, each a future of the running loop."""
 
     def __init__(self) -> None:
         new = asyncio.get_running_loop().create_future
@@ -119,7 +119,7 @@ WHY = [("gone", ClientDisconnected), ("over", ShuttingDown), ("cut", RequestErro
 
 @pytest.mark.parametrize(("name", "error"), WHY)
 @pytest.mark.parametrize("before", [False, True])
-def test_work_ends_with_what_ends_it_and_its_task_goes_on(
+def test_work_ends_with_the_event_and_its_task_continues(
     name: str, error: type[Exception], *, before: bool
 ) -> None:
     async def run() -> None:
@@ -135,19 +135,19 @@ def test_work_ends_with_what_ends_it_and_its_task_goes_on(
         task = asyncio.current_task()
         assert task is not None
         assert task.cancelling() == 0
-        await asyncio.sleep(0)  # nothing is left to be cancelled by
+        await asyncio.sleep(0)  # nothing is left that could cancel it
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("name", ["gone", "over", "cut"])
-def test_what_comes_when_the_work_is_done_ends_nothing(name: str) -> None:
+def test_events_after_the_work_is_done_end_nothing(name: str) -> None:
     async def run() -> None:
         ends = Ends()
 
         async def last() -> str:
             await asyncio.sleep(0)
-            ends.set(name)  # its callbacks are called in the next turn of the loop
+            ends.set(name)  # its callbacks run in the next turn of the loop
             return "done"
 
         assert await ends.run(last()) == "done"
@@ -157,7 +157,7 @@ def test_what_comes_when_the_work_is_done_ends_nothing(name: str) -> None:
     asyncio.run(run())
 
 
-def test_whoever_cancels_the_task_itself_is_obeyed() -> None:
+def test_cancelling_the_task_itself_is_honoured() -> None:
     async def run(*, both: bool) -> None:
         ends = Ends()
         task = asyncio.ensure_future(ends.run(ends.never()))
@@ -173,7 +173,7 @@ def test_whoever_cancels_the_task_itself_is_obeyed() -> None:
         asyncio.run(run(both=both))
 
 
-def test_work_that_breaks_while_it_is_ended_says_why_it_was_ended() -> None:
+def test_work_that_fails_while_ending_reports_why_it_was_ended() -> None:
     async def run() -> None:
         ends = Ends()
 
@@ -190,7 +190,7 @@ def test_work_that_breaks_while_it_is_ended_says_why_it_was_ended() -> None:
     asyncio.run(run())
 
 
-def test_a_server_that_does_not_tell_of_callers_who_leave_is_asked() -> None:
+def test_a_server_without_disconnect_events_is_polled() -> None:
     async def run() -> None:
         left = asyncio.Event()
 

@@ -34,7 +34,7 @@ def allowed(reply: Reply) -> str | None:
     return reply.headers.get("access-control-allow-origin")
 
 
-def test_without_the_flag_no_answer_speaks_of_origins() -> None:
+def test_without_the_flag_no_response_has_cors_headers() -> None:
     keyed = {"origin": PAGE, "authorization": "Bearer k"}
     reply, _ = reply_to("POST", keyed, api_key=("k",))
     assert reply.status == 200
@@ -56,13 +56,13 @@ def test_a_preflight_is_answered_without_a_key(origins: tuple[str, ...], told: s
     assert site.metric('quire_http_responses_total{route="preflight",status="204"}') == 1
 
 
-def test_a_preflight_opens_nothing_the_request_itself_needs_a_key() -> None:
+def test_a_preflight_does_not_replace_the_key() -> None:
     reply, site = reply_to("POST", {"origin": PAGE}, api_key=("k",), cors_origin=(PAGE,))
-    assert (reply.status, allowed(reply)) == (401, PAGE)  # the page may read why
+    assert (reply.status, allowed(reply)) == (401, PAGE)  # the page may read the reason
     assert site.engine.asked == []
 
 
-def test_an_answer_names_the_origin_and_what_may_be_read() -> None:
+def test_a_response_names_the_origin_and_readable_headers() -> None:
     for body in (b'{"prompt": "a"}', b'{"prompt": "a", "stream": true}', b"{"):
 
         async def exchange(body: bytes = body) -> Reply:
@@ -75,7 +75,7 @@ def test_an_answer_names_the_origin_and_what_may_be_read() -> None:
         assert "x-request-id" in reply.headers["access-control-expose-headers"]
 
 
-def test_other_origins_get_no_leave_and_without_keys_no_answer() -> None:
+def test_other_origins_get_no_cors_headers_and_without_keys_no_answer() -> None:
     other = {"origin": "https://app.example.evil"}
     reply, site = reply_to("POST", other, cors_origin=(PAGE,))
     assert (reply.status, allowed(reply)) == (403, None)
@@ -86,7 +86,7 @@ def test_other_origins_get_no_leave_and_without_keys_no_answer() -> None:
     assert (programs.status, allowed(programs), programs.headers["vary"]) == (200, None, "origin")
 
 
-def test_an_origin_that_may_ask_needs_no_key_where_there_are_none() -> None:
+def test_an_allowed_origin_needs_no_key_without_keys() -> None:
     reply, _ = reply_to("POST", {"host": "localhost", "origin": PAGE}, cors_origin=(PAGE,))
     assert (reply.status, allowed(reply)) == (200, PAGE)
     foreign_name = {"host": "evil.example", "origin": PAGE}
@@ -95,7 +95,7 @@ def test_an_origin_that_may_ask_needs_no_key_where_there_are_none() -> None:
 
 @pytest.mark.parametrize("path", ["/admin/pause", "/admin", "/v1/cache", "/flush_cache"])
 @pytest.mark.parametrize("method", ["OPTIONS", "POST", "GET"])
-def test_no_page_of_another_origin_is_let_at_what_admins_may(path: str, method: str) -> None:
+def test_no_foreign_page_reaches_admin_routes(path: str, method: str) -> None:
     reply, site = reply_to(method, ASKS_FIRST, path=path, cors_origin=("*",))
     assert (reply.status, allowed(reply)) == (403, None)
     assert not site.server_state.lifecycle.paused
@@ -103,7 +103,7 @@ def test_no_page_of_another_origin_is_let_at_what_admins_may(path: str, method: 
 
 
 @pytest.mark.parametrize("names", ["", "a b", "x\r\ny: z", "a," * 4000 + "a"])
-def test_header_names_that_are_none_are_not_said_back(names: str) -> None:
+def test_invalid_header_names_are_not_echoed(names: str) -> None:
     asked = {**ASKS_FIRST, "access-control-request-headers": names}
     reply, _ = reply_to("OPTIONS", asked, cors_origin=("*",))
     assert reply.status == 204
@@ -118,7 +118,7 @@ def test_options_that_are_no_preflight_are_a_wrong_method() -> None:
     "origin", ["", "null", "app.example", "https://app.example/", "https://App.example", "**",
                "https://*.example", "https://app.example:"],
 )  # fmt: skip
-def test_an_origin_no_browser_sends_is_refused_with_how_one_is_written(origin: str) -> None:
+def test_an_invalid_origin_is_rejected_with_an_example(origin: str) -> None:
     with pytest.raises(SettingError, match=r"https://app\.example"):
         ServerConfig(cors_origin=(origin,))
 
@@ -126,5 +126,5 @@ def test_an_origin_no_browser_sends_is_refused_with_how_one_is_written(origin: s
 @pytest.mark.parametrize(
     "origin", ["*", "http://localhost:3000", "https://[::1]:8443", "chrome-extension://abc"]
 )
-def test_origins_as_browsers_send_them_are_taken(origin: str) -> None:
+def test_origins_as_sent_by_browsers_are_accepted(origin: str) -> None:
     assert ServerConfig(cors_origin=(origin,)).cors_origin == (origin,)

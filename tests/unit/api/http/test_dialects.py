@@ -193,7 +193,7 @@ def _ask(
 
 
 def _generation_route(route: Route) -> GenerationRoute | None:
-    """Return what the object that serves a route hands to `generate`."""
+    """Return what the object that serves a route passes to `generate`."""
     owner = getattr(route.endpoint, "__self__", None)
     held = [] if owner is None else vars(owner).values()
     return next((value for value in held if isinstance(value, GenerationRoute)), None)
@@ -217,7 +217,7 @@ def test_each_generation_route_has_the_dialect_of_its_path() -> None:
     assert all(of_route is of_path for of_route, of_path in found.values())
 
 
-def test_a_whole_answer_is_the_dialects(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_answer_has_the_dialects_form(monkeypatch: pytest.MonkeyPatch) -> None:
     reply = _ask(monkeypatch, {"text": "hi"})
     assert (reply.status, reply.json) == (200, {"said": "Hello", "tokens": 2})
 
@@ -252,7 +252,7 @@ def test_a_dialect_renders_and_parses_conversations_of_its_own_form(
     assert call["id"].startswith("call_")
 
 
-def test_an_error_in_a_stream_is_the_dialects(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_stream_has_the_dialects_form(monkeypatch: pytest.MonkeyPatch) -> None:
     reply = _ask(monkeypatch, {"text": "hi", "stream": True}, error=WorkerError("it died"))
     first, last = reply.body.splitlines()
     assert json.loads(first.removeprefix(b"text")) == {"type": "text", "more": "Hel"}
@@ -269,7 +269,7 @@ def test_an_error_in_a_stream_is_the_dialects(monkeypatch: pytest.MonkeyPatch) -
     ("body", "status", "fault", "at"),
     [({}, 400, "invalid_value", "text"), (b"{", 400, None, None)],
 )
-def test_refusals_have_the_dialects_body(
+def test_rejections_have_the_dialects_body(
     monkeypatch: pytest.MonkeyPatch, body: Any, status: int, fault: str | None, at: str | None
 ) -> None:
     reply = _ask(monkeypatch, body)
@@ -306,7 +306,7 @@ def test_each_dialect_reads_the_key_from_its_own_header(monkeypatch: pytest.Monk
     assert status({"x-line-key": "k"}, "/v1/completions", completion) == 401
 
 
-def test_a_refused_key_has_the_dialects_body(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rejected_key_has_the_dialects_body(monkeypatch: pytest.MonkeyPatch) -> None:
     reply = _ask(monkeypatch, {"text": "hi"}, api_key=("k",))
     assert reply.status == 401
     assert reply.json["fault"] == "invalid_api_key"

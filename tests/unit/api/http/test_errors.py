@@ -1,4 +1,4 @@
-"""Each error of the tree becomes one status, one type and one code."""
+"""Each error of the tree maps to one status, one type and one code."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ TREE = [
 
 
 @pytest.mark.parametrize("kind", TREE, ids=lambda kind: kind.__name__)
-def test_each_error_has_a_status_of_its_own_side(kind: type[QuireError]) -> None:
+def test_each_error_has_a_status_of_the_responsible_side(kind: type[QuireError]) -> None:
     status = shape_of(kind("words")).status
     # A tenant that reaches its own limit gets a status of the client's side.
     callers_fault = issubclass(kind, errors.RequestError | errors.TenantLimit)
     assert 400 <= status < 500 if callers_fault else 500 <= status < 600
 
 
-def test_every_class_a_caller_can_meet_has_its_own_row() -> None:
+def test_every_class_that_reaches_clients_has_its_own_row() -> None:
     told_apart = [kind for kind in TREE if not issubclass(kind, errors.ModelError)]
     assert set(told_apart) <= set(SHAPES)
 
@@ -59,17 +59,17 @@ def test_the_body_is_openais_with_the_field_named() -> None:
     }
 
 
-def test_a_response_says_when_to_try_again() -> None:
+def test_a_response_has_retry_after() -> None:
     response = error_response(OverloadedError("full", retry_after_s=1.2), OPENAI, request_id="r")
     assert response.status_code == 503
     assert response.headers["retry-after"] == "2"
     assert json.loads(bytes(response.body))["error"]["code"] == "overloaded"
 
 
-def test_leaving_is_told_apart_from_being_busy() -> None:
+def test_draining_and_busy_are_distinguished() -> None:
     assert shape_of(ShuttingDown("bye")).code == "shutting_down"
 
 
-def test_a_missing_key_is_asked_for() -> None:
+def test_a_missing_key_is_requested() -> None:
     response = error_response(NotAuthorized("no key"), OPENAI, request_id="r")
     assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")

@@ -1,4 +1,4 @@
-"""Counting before building: exact outside strings, and refused before anything is built."""
+"""Counting before parsing: exact outside strings, and rejection before anything is built."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLOODS = {
 
 
 @pytest.mark.parametrize("case", FLOODS)
-def test_a_flood_is_refused_before_anything_is_built(
+def test_a_flood_is_rejected_before_anything_is_built(
     monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     built: list[bytes] = []
@@ -37,7 +37,7 @@ def test_a_flood_is_refused_before_anything_is_built(
     assert not built
 
 
-def test_the_longest_prompts_are_not_refused() -> None:
+def test_the_longest_prompts_are_accepted() -> None:
     ids = json.dumps({"prompt": list(range(1_100_000))}).encode()
     assert len(parse(ids, limit_bytes=LIMIT)["prompt"]) == 1_100_000
     text = "[{,}] \\" * 900_000 + '"'
@@ -45,7 +45,7 @@ def test_the_longest_prompts_are_not_refused() -> None:
 
 
 def counted(document: Any) -> tuple[int, int, int]:
-    """(arrays and objects, strings, values and keys less the objects' own) of a document."""
+    """Return (arrays and objects, strings, values and keys less the objects' own) of a document."""
     containers = strings = commas = 0
     waiting = [document]
     while waiting:
@@ -61,7 +61,7 @@ def counted(document: Any) -> tuple[int, int, int]:
 
 
 def drawn(random_: random.Random, depth: int) -> Any:
-    """A document of strings full of quotes, backslashes, brackets and commas."""
+    """Draw a document with strings full of quotes, backslashes, brackets and commas."""
     if depth and random_.random() < 0.6:
         entries = [drawn(random_, depth - 1) for _ in range(random_.randrange(5))]
         if random_.random() < 0.5:
@@ -75,7 +75,7 @@ def drawn_text(random_: random.Random) -> str:
 
 
 @pytest.mark.parametrize("slice_bytes", [1, 2, 3, 7, 64 * 1024])
-def test_exactly_what_stands_outside_of_strings_is_counted(
+def test_only_what_is_outside_of_strings_is_counted(
     monkeypatch: pytest.MonkeyPatch, slice_bytes: int
 ) -> None:
     monkeypatch.setattr(json_strings, "SLICE_BYTES", slice_bytes)

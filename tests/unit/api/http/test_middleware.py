@@ -37,7 +37,7 @@ def test_health_is_200_only_while_ready() -> None:
     run(exchange)
 
 
-def test_while_the_model_loads_health_says_so_and_requests_are_told_to_wait() -> None:
+def test_while_the_model_loads_health_reports_it_and_requests_are_rejected() -> None:
     async def exchange() -> None:
         site = Site()
         site.server_state._engine = None
@@ -50,7 +50,7 @@ def test_while_the_model_loads_health_says_so_and_requests_are_told_to_wait() ->
     run(exchange)
 
 
-def test_draining_takes_nothing_new_and_says_so() -> None:
+def test_draining_rejects_new_requests_and_is_reported() -> None:
     async def exchange() -> None:
         site = Site()
         site.server_state.lifecycle.drain()
@@ -104,7 +104,7 @@ def test_version_and_the_front_page_tell_what_this_is() -> None:
         ("GET", "/v1/completions/", 405, "method_not_allowed"),
     ],
 )
-def test_unknown_paths_and_methods_get_errors_of_the_same_shape(
+def test_unknown_paths_and_methods_have_errors_of_the_same_form(
     method: str, path: str, status: int, code: str
 ) -> None:
     async def exchange() -> None:
@@ -114,7 +114,7 @@ def test_unknown_paths_and_methods_get_errors_of_the_same_shape(
     run(exchange)
 
 
-def test_a_key_opens_all_routes_and_its_lack_all_but_health() -> None:
+def test_a_key_opens_all_routes_and_without_one_only_health() -> None:
     async def exchange() -> None:
         site = Site(api_key=("secret",))
         for path in ("/health", "/version", "/"):
@@ -131,7 +131,7 @@ def test_a_key_opens_all_routes_and_its_lack_all_but_health() -> None:
     run(exchange)
 
 
-def test_a_request_is_one_log_line_without_its_words_or_its_key() -> None:
+def test_a_request_is_one_log_line_without_content_or_key() -> None:
     async def exchange() -> None:
         site = Site(api_key=("secret-key",))
         keyed = {"Authorization": "Bearer secret-key"}
@@ -190,7 +190,7 @@ def test_requests_move_the_metrics() -> None:
     run(exchange)
 
 
-def test_what_is_not_http_is_let_go() -> None:
+def test_non_http_scopes_pass_through() -> None:
     async def exchange() -> None:
         site = Site()
 
@@ -202,7 +202,7 @@ def test_what_is_not_http_is_let_go() -> None:
     run(exchange)
 
 
-def test_a_port_in_use_is_told_with_what_to_do() -> None:
+def test_a_port_in_use_is_reported_with_a_remedy() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -220,23 +220,23 @@ def test_a_taken_port_cannot_be_taken_by_a_second_server() -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.invalid", ""])
-def test_beyond_loopback_a_key_or_an_explicit_word_is_needed(host: str) -> None:
+def test_beyond_loopback_a_key_or_an_explicit_flag_is_required(host: str) -> None:
     with pytest.raises(SettingError, match="--api-key"):
         listen(ServerConfig(host=host, port=0))
 
 
 @pytest.mark.parametrize("settings", [{"api_key": ("k",)}, {"insecure": True}])
-def test_with_a_key_or_the_word_all_addresses_are_open(settings: dict[str, Any]) -> None:
+def test_with_a_key_or_the_flag_all_addresses_are_allowed(settings: dict[str, Any]) -> None:
     with listen(ServerConfig(host="0.0.0.0", port=0, **settings)) as listening:
         assert listening.getsockname()[0] == "0.0.0.0"
 
 
-def test_an_address_of_another_machine_is_refused_in_words() -> None:
+def test_an_address_of_another_machine_is_rejected_with_a_reason() -> None:
     with pytest.raises(SettingError, match="not an address of this machine"):
         listen(ServerConfig(host="192.0.2.1", port=0, insecure=True))
 
 
-def test_a_host_that_does_not_resolve_is_refused_in_words() -> None:
+def test_a_host_that_does_not_resolve_is_rejected_with_a_reason() -> None:
     with pytest.raises(SettingError, match="cannot be resolved"):
         listen(ServerConfig(host="no-such-host.invalid", port=0, insecure=True))
 
@@ -246,12 +246,12 @@ def test_a_host_that_does_not_resolve_is_refused_in_words() -> None:
     [("127.0.0.1", True), ("127.8.8.8", True), ("::1", True), ("localhost", True),
      ("0.0.0.0", False), ("10.0.0.1", False), ("localhost.evil.example", False)],
 )  # fmt: skip
-def test_loopback_is_what_only_this_machine_reaches(host: str, loopback: bool) -> None:
+def test_loopback_addresses_are_recognized(host: str, loopback: bool) -> None:
     assert is_loopback(host) is loopback
 
 
-def test_the_fake_engine_says_its_script() -> None:
-    """The twin that all of this stands on is itself checked once."""
+def test_the_fake_engine_follows_its_script() -> None:
+    """The fake engine of these tests is itself checked once."""
 
     async def exchange() -> None:
         site = Site(FakeEngine("x", "y", "z"))
@@ -261,7 +261,7 @@ def test_the_fake_engine_says_its_script() -> None:
     run(exchange)
 
 
-def test_what_ends_without_a_status_is_counted_as_a_fault() -> None:
+def test_an_exchange_without_a_status_is_counted_as_an_error() -> None:
     class Panic(BaseException):
         pass
 
@@ -293,7 +293,7 @@ def test_a_text_that_cannot_fit_is_not_tokenized() -> None:
     run(exchange)
 
 
-def test_who_is_refused_while_nothing_is_taken_is_told_why_and_when_to_come_again() -> None:
+def test_a_rejection_while_draining_has_reason_and_retry_after() -> None:
     async def exchange() -> None:
         site = Site(grace_s=40.0)
         site.server_state.lifecycle.refuse_new()

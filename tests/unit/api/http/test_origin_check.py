@@ -49,18 +49,18 @@ def test_programs_and_our_own_pages_are_answered(headers: dict[str, str]) -> Non
         {"origin": "http://evil.example"},
     ],
 )
-def test_foreign_pages_and_names_are_not(headers: dict[str, str]) -> None:
+def test_foreign_pages_and_names_are_rejected(headers: dict[str, str]) -> None:
     assert status(headers) == 403
 
 
-def test_a_key_or_another_address_lifts_what_they_make_needless() -> None:
+def test_a_key_or_another_address_disables_the_check() -> None:
     foreign = {"host": "a.example", "origin": "http://b.example"}
     assert status({**foreign, "authorization": "Bearer k"}, api_key=("k",)) == 200
     assert status({"host": "a.example"}, host="0.0.0.0", insecure=True) == 200
     assert status(foreign, host="0.0.0.0", insecure=True) == 403
 
 
-def test_a_wrong_method_is_told_which_are_right() -> None:
+def test_a_wrong_method_lists_the_allowed_ones() -> None:
     async def exchange() -> None:
         reply = await Site().get("/v1/completions")
         assert (reply.status, reply.headers["allow"]) == (405, "POST")

@@ -1,4 +1,4 @@
-"""Other spellings of paths are served; a path that is not served names what to use instead."""
+"""Other spellings of paths are served; an unserved path names its replacement."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_small_routes_too(path: str) -> None:
     assert get(path).status == 200
 
 
-def test_a_root_path_stands_before_the_other_spellings() -> None:
+def test_a_root_path_precedes_the_other_spellings() -> None:
     async def exchange() -> None:
         site = Site(root_path="/llm")
         assert (await site.get("/llm/models/")).status == 200
@@ -101,5 +101,5 @@ def test_a_wrong_method_names_the_path_and_the_method() -> None:
     assert reply.error["message"] == 'GET is not allowed at "/v1/completions"; use POST'
 
 
-def test_a_huge_path_is_cut_in_the_error() -> None:
+def test_a_huge_path_is_shortened_in_the_error() -> None:
     assert len(get("/" + "x" * 100_000).error["message"]) < 400

@@ -1,4 +1,4 @@
-"""Bodies: what is read, and what is refused with which words."""
+"""Bodies: what is accepted, and the errors of what is not."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_an_object_is_read() -> None:
         (b"\xef\xbb\xbf{}", ""),
     ],
 )
-def test_what_is_not_strict_json_is_refused_in_words(raw: bytes, words: str) -> None:
+def test_invalid_json_is_rejected_with_a_reason(raw: bytes, words: str) -> None:
     assert words in refused(raw)
 
 
@@ -68,7 +68,7 @@ def test_what_is_not_strict_json_is_refused_in_words(raw: bytes, words: str) -> 
         (rb'{"metadata": {"\ud800": 1}}', "metadata"),
     ],
 )
-def test_lone_surrogates_are_refused_naming_the_field(raw: bytes, param: str) -> None:
+def test_lone_surrogates_are_rejected_with_the_field(raw: bytes, param: str) -> None:
     with pytest.raises(RequestError, match="lone surrogate") as caught:
         parse(raw, limit_bytes=LIMIT)
     assert caught.value.param == param
@@ -82,7 +82,7 @@ def test_a_pair_of_surrogates_is_a_character() -> None:
     assert parse(rb'{"prompt": "\ud83c\udf0d"}', limit_bytes=LIMIT) == {"prompt": "🌍"}
 
 
-def test_a_body_beyond_the_limit_is_read_to_its_end_and_refused_with_both_numbers() -> None:
+def test_a_body_beyond_the_limit_is_read_to_its_end_and_rejected_with_both_numbers() -> None:
     async def exchange() -> None:
         site = Site(max_body_bytes=2048)
         raw = b'{"prompt": "' + b"x" * 10_000 + b'"}'
@@ -95,7 +95,7 @@ def test_a_body_beyond_the_limit_is_read_to_its_end_and_refused_with_both_number
     asyncio.run(exchange())
 
 
-def test_a_length_far_beyond_the_limit_is_refused_before_it_is_read() -> None:
+def test_a_length_far_beyond_the_limit_is_rejected_before_it_is_read() -> None:
     async def exchange() -> None:
         site = Site()
         headers = {"content-length": str(10**12)}
@@ -105,7 +105,7 @@ def test_a_length_far_beyond_the_limit_is_refused_before_it_is_read() -> None:
     asyncio.run(exchange())
 
 
-def test_a_body_in_many_parts_is_put_together() -> None:
+def test_a_body_in_many_parts_is_joined() -> None:
     async def exchange() -> None:
         site = Site()
         reply = await site.post("/v1/completions", {"prompt": "abc"}, part_bytes=1)
@@ -124,7 +124,7 @@ def test_a_large_body_is_read_too() -> None:
     asyncio.run(exchange())
 
 
-def test_a_caller_who_leaves_while_sending_is_nobodys_error() -> None:
+def test_a_disconnect_while_sending_is_no_error() -> None:
     async def exchange() -> None:
         site = Site()
         gone = asyncio.Event()
@@ -140,7 +140,7 @@ def test_a_caller_who_leaves_while_sending_is_nobodys_error() -> None:
 
 @pytest.mark.parametrize("depth", [62, 64, 300, 970, 980, 990])
 @pytest.mark.parametrize("padding", [0, 140_000])
-def test_values_nested_deeply_are_the_callers_fault_in_any_thread(depth: int, padding: int) -> None:
+def test_deeply_nested_values_are_a_client_error_in_any_thread(depth: int, padding: int) -> None:
     async def exchange() -> None:
         raw = b'{"prompt":"a","user":"' + b"x" * padding + b'","n":' + b"[" * depth + b"]" * depth
         reply = await Site().post("/v1/completions", raw + b"}")
@@ -150,7 +150,7 @@ def test_values_nested_deeply_are_the_callers_fault_in_any_thread(depth: int, pa
 
 
 @pytest.mark.parametrize("settings", [{"request_timeout_s": 0.01}, {}])
-def test_a_body_that_does_not_come_is_not_waited_for(
+def test_a_body_that_does_not_arrive_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, float]
 ) -> None:
     if not settings:
@@ -165,7 +165,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(
     asyncio.run(exchange())
 
 
-def test_a_body_still_on_its_way_does_not_hold_up_the_end() -> None:
+def test_an_unfinished_body_does_not_delay_shutdown() -> None:
     async def exchange() -> None:
         site = Site()
         waiting = asyncio.create_task(
@@ -180,7 +180,7 @@ def test_a_body_still_on_its_way_does_not_hold_up_the_end() -> None:
     asyncio.run(exchange())
 
 
-def test_the_time_limit_counts_what_is_done_before_the_engine_is_asked() -> None:
+def test_the_time_limit_includes_work_before_the_engine() -> None:
     async def exchange() -> None:
         site = Site(request_timeout_s=0.05)
         stuck = asyncio.Event()
@@ -200,7 +200,7 @@ def test_the_time_limit_counts_what_is_done_before_the_engine_is_asked() -> None
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "gzip, identity", "zstd"])
-def test_a_compressed_body_is_refused_and_nothing_is_unpacked(encoding: str) -> None:
+def test_a_compressed_body_is_rejected_without_decompression(encoding: str) -> None:
     async def exchange() -> None:
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/generate"):
             reply = await Site().post(path, {"prompt": "a"}, headers={"content-encoding": encoding})

@@ -26,7 +26,9 @@ def at(path: Path, *keys: str) -> socket.socket:
     return listen(ServerConfig(uds=str(path), api_key=keys))
 
 
-def test_a_unix_socket_takes_connections_and_its_file_goes_with_it(tmp_path: Path) -> None:
+def test_a_unix_socket_accepts_connections_and_its_file_is_removed_at_the_end(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "quire.sock"
     with at(path) as listening:
         file = SocketFile(listening)
@@ -38,7 +40,7 @@ def test_a_unix_socket_takes_connections_and_its_file_goes_with_it(tmp_path: Pat
         file.remove()
 
 
-def test_a_server_that_is_gone_leaves_its_place(tmp_path: Path) -> None:
+def test_the_path_of_a_dead_server_is_reused(tmp_path: Path) -> None:
     path = tmp_path / "quire.sock"
     at(path).close()
     assert path.exists()
@@ -46,7 +48,7 @@ def test_a_server_that_is_gone_leaves_its_place(tmp_path: Path) -> None:
         pass
 
 
-def test_a_place_that_is_taken_is_told_and_stays(tmp_path: Path) -> None:
+def test_a_path_in_use_is_reported_and_kept(tmp_path: Path) -> None:
     path = tmp_path / "quire.sock"
     with at(path), pytest.raises(SettingError, match=r"in use; .*--uds"):
         at(path)
@@ -62,18 +64,18 @@ def test_a_place_that_is_taken_is_told_and_stays(tmp_path: Path) -> None:
         at(link)
 
 
-def test_the_file_of_whoever_came_after_is_not_removed(tmp_path: Path) -> None:
+def test_the_socket_file_of_a_later_server_is_not_removed(tmp_path: Path) -> None:
     path = tmp_path / "quire.sock"
     with at(path) as first:
         file = SocketFile(first)
-        path.rename(tmp_path / "moved")  # so that the second gets another number
+        path.rename(tmp_path / "moved")  # so that the second gets another inode
         with at(path):
             file.remove()
             assert path.exists()
 
 
 @pytest.mark.usefixtures("usual_umask")
-def test_without_a_key_nobody_but_owner_and_group_may_connect(tmp_path: Path) -> None:
+def test_without_a_key_only_owner_and_group_may_connect(tmp_path: Path) -> None:
     os.umask(0)
     with at(tmp_path / "open"), at(tmp_path / "keyed", "k"):
         assert stat.S_IMODE((tmp_path / "open").stat().st_mode) == 0o770
@@ -85,12 +87,12 @@ def test_without_a_key_nobody_but_owner_and_group_may_connect(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["x" * 120, "no/such/folder.sock"])
-def test_a_path_no_socket_can_have_is_told(tmp_path: Path, name: str) -> None:
+def test_an_impossible_socket_path_is_reported(tmp_path: Path, name: str) -> None:
     with pytest.raises(SettingError, match="107 bytes"):
         at(tmp_path / name)
 
 
-def test_admins_are_listened_to_on_loopback_whatever_the_host_is() -> None:
+def test_the_admin_port_listens_on_loopback_whatever_the_host() -> None:
     assert listen_for_admins(ServerConfig()) is None
     listening = listen_for_admins(ServerConfig(host="0.0.0.0", insecure=True, admin_port=0))
     assert listening is not None
@@ -102,6 +104,6 @@ def test_admins_are_listened_to_on_loopback_whatever_the_host_is() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"uds": ""}, {"admin_port": 65536}, {"admin_port": -1}])
-def test_places_that_are_none_are_refused(settings: dict[str, object]) -> None:
+def test_invalid_paths_are_rejected(settings: dict[str, object]) -> None:
     with pytest.raises(SettingError, match=next(iter(settings))):
         ServerConfig(**settings)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize, /apply_template, and what goes with the messages of a chat."""
+"""/tokenize, /detokenize, /apply_template, and the fields beside the messages of a chat."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def refused(reply: Reply, param: str | None, *words: str, status: int = 400) -> 
         assert word in reply.error["message"]
 
 
-def test_a_prompt_is_tokenized_as_a_completion_is() -> None:
+def test_a_prompt_is_tokenized_like_a_completions() -> None:
     engine = FakeEngine()
     engine.tokenizer = ByteTokenizer(bos=1)
     assert ask("/tokenize", engine, prompt="ab").json == {
@@ -49,7 +49,7 @@ def test_a_prompt_is_tokenized_as_a_completion_is() -> None:
     assert engine.asked[0].prompt_ids == [1, 97, 98]
 
 
-def test_messages_are_tokenized_as_a_chat_is() -> None:
+def test_messages_are_tokenized_like_a_chats() -> None:
     engine = FakeEngine()
     engine.tokenizer = ByteTokenizer(bos=1)
     fields = {
@@ -68,12 +68,12 @@ def test_messages_are_tokenized_as_a_chat_is() -> None:
     assert ask("/apply-template", engine, **fields).status == 200
 
 
-def test_a_text_beyond_the_context_is_counted_and_not_refused() -> None:
+def test_a_text_beyond_the_context_is_counted_and_not_rejected() -> None:
     found = ask("/tokenize", prompt="x" * 10_000).json
     assert (found["count"], found["max_model_len"]) == (10_000, CARD.max_model_len)
 
 
-def test_ids_become_text_with_special_tokens_unless_they_are_skipped() -> None:
+def test_ids_become_text_with_special_tokens_unless_skipped() -> None:
     engine = FakeEngine()
     engine.tokenizer = ByteTokenizer(bos=1)
     assert ask("/detokenize", engine, tokens=[1, 97]).json == {"prompt": "\x01a"}
@@ -86,7 +86,7 @@ def test_ids_become_text_with_special_tokens_unless_they_are_skipped() -> None:
 
 
 @pytest.mark.parametrize("tokens", [None, "ab", [256], [-1], [True], [1.0], ["a"], [[1]], 3])
-def test_what_is_no_list_of_ids_is_refused(tokens: Any) -> None:
+def test_a_list_of_invalid_ids_is_rejected(tokens: Any) -> None:
     refused(ask("/detokenize", tokens=tokens), "tokens", "tokens")
 
 
@@ -116,14 +116,12 @@ def test_what_is_no_list_of_ids_is_refused(tokens: Any) -> None:
         ("/apply_template", {"messages": SAID, "model": 3}, "model"),
     ],
 )
-def test_a_field_that_does_not_fit_is_refused_by_name(
-    path: str, body: dict[str, Any], param: str
-) -> None:
+def test_an_invalid_field_is_rejected_by_name(path: str, body: dict[str, Any], param: str) -> None:
     refused(ask(path, **body), param)
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/apply_template"])
-def test_these_routes_keep_the_rules_of_all_routes(path: str) -> None:
+def test_these_routes_follow_the_rules_of_all_routes(path: str) -> None:
     async def exchange() -> None:
         site = Site(api_key=("key",), max_body_bytes=2000)
         assert (await site.post(path, {})).status == 401
@@ -140,7 +138,7 @@ def test_these_routes_keep_the_rules_of_all_routes(path: str) -> None:
     asyncio.run(exchange())
 
 
-def test_unknown_fields_are_left_out_and_named_where_the_server_was_told_so() -> None:
+def test_in_warn_mode_unknown_fields_are_ignored_and_listed() -> None:
     settings = {"unknown_fields": "warn"}
     reply = ask(
         "/apply_template",
@@ -157,7 +155,7 @@ def test_unknown_fields_are_left_out_and_named_where_the_server_was_told_so() ->
     assert chat.headers["x-quire-ignored-fields"] == "chat_template_kwargs.x"
 
 
-def test_a_variable_the_template_does_not_read_is_listed_and_its_own_are_refused() -> None:
+def test_an_unread_template_variable_is_listed_and_reserved_ones_are_rejected() -> None:
     reply = ask("/v1/chat/completions", messages=SAID, chat_template_kwargs={"moood": 1})
     assert reply.headers["x-quire-ignored-fields"] == "chat_template_kwargs.moood"
     for own in ("messages", "tools", "add_generation_prompt", "chat_template"):
@@ -179,14 +177,14 @@ def test_an_answer_is_begun_or_continued_but_not_both() -> None:
     refused(ask("/v1/chat/completions", **fields, **both), "continue_final_message")
 
 
-def test_a_template_that_changes_what_was_said_cannot_be_continued() -> None:
+def test_a_template_that_changes_the_last_message_cannot_be_continued() -> None:
     reply = ask(
         "/v1/chat/completions", messages=SAID, chat_template="loud", continue_final_message=True
     )
     refused(reply, "continue_final_message", "'loud'", "cannot be cut")
 
 
-def test_one_of_the_models_templates_is_named() -> None:
+def test_one_of_the_models_templates_is_selected_by_name() -> None:
     engine = FakeEngine()
     assert ask("/v1/chat/completions", engine, messages=SAID, chat_template="loud").status == 200
     assert bytes(engine.asked[0].prompt_ids) == b"HI!SO !"
@@ -194,7 +192,7 @@ def test_one_of_the_models_templates_is_named() -> None:
     refused(reply, "chat_template", "'quiet'", "broken, default, endless, loud")
 
 
-def test_the_text_of_a_template_is_refused_unless_the_server_trusts_its_callers() -> None:
+def test_template_text_is_rejected_unless_the_server_trusts_its_clients() -> None:
     own = {"messages": SAID, "chat_template": "{% for m in messages %}[{{ m.role }}]{% endfor %}"}
     refused(ask("/v1/chat/completions", **own), "chat_template", "--trust-request-chat-template")
     settings = {"trust_request_chat_template": True}
@@ -213,7 +211,7 @@ def test_the_text_of_a_template_is_refused_unless_the_server_trusts_its_callers(
         refused(reply, "chat_template", words)
 
 
-def test_a_template_that_is_broken_or_loops_is_the_models_fault_and_others_go_on() -> None:
+def test_a_broken_or_endless_template_is_the_models_error_and_others_continue() -> None:
     async def exchange() -> None:
         site = Site()
         for name, words in (("broken", "line 1"), ("endless", "exceeds a limit")):
@@ -228,7 +226,7 @@ def test_a_template_that_is_broken_or_loops_is_the_models_fault_and_others_go_on
     asyncio.run(exchange())
 
 
-def test_a_model_whose_only_template_is_broken_still_completes() -> None:
+def test_a_model_with_only_a_broken_template_still_completes() -> None:
     engine = FakeEngine()
     engine.template = ChatTemplate({"default": "a\n{% for %}"}, variables={})
     reply = ask("/v1/chat/completions", engine, messages=SAID)
@@ -246,7 +244,7 @@ def test_tools_are_rendered_and_a_chat_takes_them() -> None:
     assert ask("/v1/chat/completions", messages=SAID, tools=[], tool_choice="auto").status == 200
 
 
-def test_what_the_template_has_no_place_for_is_refused_or_left_out_and_named() -> None:
+def test_fields_unused_by_the_template_are_rejected_or_listed() -> None:
     given = {"documents": [{"text": "a"}], "tools": TOOLS}
     for name, value in given.items():
         fields = {"messages": SAID, "chat_template": "loud", name: value}
@@ -261,7 +259,7 @@ def test_what_the_template_has_no_place_for_is_refused_or_left_out_and_named() -
     refused(chat, "documents", "does not use")
 
 
-def test_arguments_of_earlier_calls_become_the_object_their_text_spells() -> None:
+def test_arguments_of_earlier_calls_are_parsed_to_objects() -> None:
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
@@ -294,7 +292,7 @@ def test_arguments_of_earlier_calls_become_the_object_their_text_spells() -> Non
         refused(reply, "messages", "messages[1].tool_calls[0].function.arguments")
 
 
-def test_whoever_fills_the_slow_lane_waits_for_himself_only() -> None:
+def test_a_client_that_fills_the_slow_lane_delays_only_itself() -> None:
     async def exchange() -> None:
         site = Site(max_body_bytes=1 << 20, trust_request_chat_template=True)
         going = threading.Event()
@@ -350,7 +348,7 @@ def test_a_long_text_is_tokenized_while_others_are_answered() -> None:
     asyncio.run(exchange())
 
 
-def test_what_programs_ask_of_a_tokenizer_is_told_by_its_texts() -> None:
+def test_tokenizer_info_has_the_tokens_by_their_texts() -> None:
     async def exchange(engine: FakeEngine) -> Any:
         return (await Site(engine).get("/tokenizer_info")).json
 
@@ -358,7 +356,7 @@ def test_what_programs_ask_of_a_tokenizer_is_told_by_its_texts() -> None:
     told = asyncio.run(exchange(engine))
     assert told == {
         "bos_token": None,
-        "eos_token": "\0",  # its configuration names none; the model's first end token's text
+        "eos_token": "\0",  # unset in its configuration; the text of the model's first end token
         "model_max_length": CARD.max_model_len,
         "chat_template": CHAT_TEMPLATES["default"],
     }

@@ -1,4 +1,4 @@
-"""Events of a stream: the same bytes however they are made, and what waits is writes together."""
+"""Events of a stream: equal bytes on every code path, and joined writes of waiting events."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _chat(n: int, *, usage: bool, echo: str, ids: bool = False) -> Writer:
 
 
 def _writes(engine: FakeEngine, writer: Writer, prompt: Prompt) -> list[tuple[list[bytes], bool]]:
-    """Return what `write` hands over, call by call; an error ends it."""
+    """Return what `write` passes on, call by call; an error ends it."""
     writes: list[tuple[list[bytes], bool]] = []
 
     async def put(events: list[bytes], is_last: bool) -> None:
@@ -72,7 +72,7 @@ def _writes(engine: FakeEngine, writer: Writer, prompt: Prompt) -> list[tuple[li
     ids=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_events_are_the_chunks_that_the_writer_makes_of_each_delta(
+def test_events_are_the_writers_chunks_of_each_delta(
     writer: Any, script: list[str], n: int, usage: bool, ids: bool
 ) -> None:
     twin, chunks = writer(n, usage=usage, echo="so ", ids=ids), []
@@ -96,7 +96,7 @@ def test_events_are_the_chunks_that_the_writer_makes_of_each_delta(
 
 
 class Backlogged(FakeEngine):
-    """Reports waiting deltas until `waits` have been read."""
+    """Report waiting deltas until `waits` have been read."""
 
     waits = 0
 
@@ -109,7 +109,7 @@ def _texts(handed: list[bytes]) -> str:
     return "".join(chunk["choices"][0]["text"] for chunk in chunks)
 
 
-def test_deltas_that_wait_are_told_together_and_the_end_with_the_last() -> None:
+def test_waiting_deltas_are_sent_together_and_the_end_with_the_last() -> None:
     engine = Backlogged(*"abcdef")
     engine.waits = 4
     writes = _writes(engine, _completions(1, usage=False), _prompt(1))
@@ -121,19 +121,19 @@ def test_deltas_that_wait_are_told_together_and_the_end_with_the_last() -> None:
     assert writes[-1][0][-1].endswith(b"data: [DONE]\n\n")
 
 
-def test_each_delta_is_told_at_once_where_nothing_waits() -> None:
+def test_each_delta_is_sent_at_once_if_none_waits() -> None:
     writes = _writes(FakeEngine(*"abc"), _completions(1, usage=False), _prompt(1))
     assert [_texts(handed) for handed, _ in writes] == ["a", "b", "c"]
 
 
-def test_a_long_backlog_is_told_in_parts() -> None:
+def test_a_long_backlog_is_sent_in_parts() -> None:
     engine = Backlogged(*"a" * 200)
     engine.waits = 200
     writes = _writes(engine, _completions(1, usage=False), _prompt(1))
     assert [len(_texts(handed)) for handed, _ in writes] == [64, 64, 64, 8]
 
 
-def test_what_came_before_an_error_is_told_before_it() -> None:
+def test_deltas_before_an_error_are_sent_before_it() -> None:
     engine = Backlogged(*"abcd")
     engine.waits, engine.fails_after, engine.fails_with = 9, 2, WorkerError("the engine is gone")
     writes = _writes(engine, _completions(1, usage=False), _prompt(1))
@@ -141,7 +141,7 @@ def test_what_came_before_an_error_is_told_before_it() -> None:
     assert writes[1:] == [([b"the engine is gone"], True)]
 
 
-def test_text_that_is_read_for_calls_or_told_with_logprobs_is_written_each_time_anew() -> None:
+def test_deltas_with_calls_or_logprobs_are_written_separately() -> None:
     def writer(*, num_top: int | None, ids: bool = False) -> completions.CompletionWriter:
         return completions.CompletionWriter(
             ENVELOPE,

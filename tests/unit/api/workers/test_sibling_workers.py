@@ -1,4 +1,4 @@
-"""What passes between API processes: an exchange as it comes, and the state that was set last."""
+"""Between API processes: a forwarded exchange arrives in pieces, and the latest state wins."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 def played(path: Path, answer: Answer, story: Callable[[Path], Awaitable[None]]) -> None:
-    """Play a story against a process that answers so."""
+    """Run a script against a process with the given answer."""
 
     async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await answer(reader, writer)
         writer.close()
-        with suppress(OSError):  # the other end has let go first
+        with suppress(OSError):  # the other end has closed first
             await writer.wait_closed()
         left.set()
 
@@ -44,7 +44,7 @@ async def ask(peer: Path, *, limit_s: float = LIMIT_S) -> Exchange:
     return await Exchange.open(peer, "GET", "/x", headers={"a": "b"}, limit_s=limit_s)
 
 
-def test_pieces_are_passed_on_as_they_come_and_slow_readers_are_felt(tmp_path: Path) -> None:
+def test_pieces_are_forwarded_as_they_arrive_with_backpressure(tmp_path: Path) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         assert b"\r\na: b\r\n" in await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\nX-Y: z\r\ntransfer-encoding: chunked\r\n\r\n")
@@ -76,7 +76,7 @@ def test_pieces_are_passed_on_as_they_come_and_slow_readers_are_felt(tmp_path: P
         b"no HTTP at all\r\n\r\n",
     ],
 )
-def test_an_answer_that_breaks_off_is_never_a_whole_one(tmp_path: Path, said: bytes) -> None:
+def test_a_truncated_answer_is_never_a_complete_one(tmp_path: Path, said: bytes) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(said)
@@ -95,7 +95,7 @@ def test_an_answer_that_breaks_off_is_never_a_whole_one(tmp_path: Path, said: by
     played(tmp_path, answer, story)
 
 
-def test_one_that_does_not_answer_counts_as_not_there(tmp_path: Path) -> None:
+def test_an_unresponsive_process_counts_as_absent(tmp_path: Path) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()  # until the other end closes
 
@@ -119,7 +119,7 @@ def state(version: tuple[int, int], *, paused: bool = False, draining: bool = Fa
     )
 
 
-def test_the_state_that_was_set_last_counts_whatever_the_order(tmp_path: Path) -> None:
+def test_the_latest_state_wins_in_any_order(tmp_path: Path) -> None:
     async def story() -> None:
         for order in ((1, 2, 3), (3, 2, 1), (2, 3, 1)):
             told = {
@@ -138,7 +138,7 @@ def test_the_state_that_was_set_last_counts_whatever_the_order(tmp_path: Path) -
     asyncio.run(story())
 
 
-def test_a_server_that_is_being_stopped_is_not_resumed_by_another(tmp_path: Path) -> None:
+def test_a_stopping_server_is_not_resumed_by_another(tmp_path: Path) -> None:
     async def story() -> None:
         server_state = ServerState(ServerConfig(), Metrics(), Log("test"))
         server_state.lifecycle.drain()

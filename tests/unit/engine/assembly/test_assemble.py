@@ -1,4 +1,4 @@
-"""What the wiring decides by itself: how many tokens a step computes where nobody says."""
+"""Defaults of the assembly: tokens per step if not configured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.engine.assembly.assemble import assemble
         ("portable", {"max_num_batched_tokens": 70}, 70),
     ],
 )
-def test_a_step_is_as_full_as_pays(
+def test_the_default_step_size_is_the_efficient_one(
     isa: str, settings: dict[str, Any], tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUIRE_ISA", isa)

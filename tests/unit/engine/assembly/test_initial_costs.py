@@ -1,4 +1,4 @@
-"""First prices of steps: each part has one, and they are in proportion."""
+"""Initial step costs: each part has one, in proportion."""
 
 from __future__ import annotations
 

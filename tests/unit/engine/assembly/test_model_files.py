@@ -1,4 +1,4 @@
-"""A model's place and name; and a GGUF file, its folder and its checkpoint give one answer."""
+"""A model's path and name; a GGUF file, its directory and its checkpoint give one answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MESSAGES = [{"role": "user", "content": "the and of 🦙"}]
 
 
 def answer(path: Path, **settings: Any) -> tuple[Any, ...]:
-    """What a model says, in all that must be the same from either kind of file."""
+    """Return a model's output with everything that must agree between both kinds of files."""
     with LLM(str(path), **settings) as llm:
         [said] = llm.generate("the cat", GREEDY)
         [chatted] = llm.chat(MESSAGES, GREEDY)
@@ -59,7 +59,7 @@ def test_a_quantized_file_answers(kind: str, tmp_path: Path) -> None:
     assert answer(path, dtype="f32", executor="reference")[1] == in_f32[1]
 
 
-def test_a_model_is_called_as_told_or_as_its_folder_or_file(tmp_path: Path) -> None:
+def test_a_model_is_named_as_configured_or_by_its_directory_or_file(tmp_path: Path) -> None:
     for name, called in (
         ("Some-Model.Q4_K_M.gguf", "Some-Model.Q4_K_M"),
         ("big-00001-of-00002.gguf", "big"),
@@ -74,14 +74,14 @@ def test_a_model_is_called_as_told_or_as_its_folder_or_file(tmp_path: Path) -> N
     assert model_name(ModelConfig(served_model_name=("mine", "other"))) == "mine"
 
 
-def test_a_corrupt_file_ends_the_start_with_the_reason(tmp_path: Path) -> None:
+def test_a_corrupt_file_fails_startup_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF" + bytes(60))
     with pytest.raises(ModelError, match=r"m\.gguf: this GGUF file is version 0"):
         LLM(str(tmp_path / "m.gguf"))
 
 
 def put(path: Path, kind: str) -> None:
-    """Put something that is no regular file where a model's file belongs."""
+    """Put something that is no regular file in place of a model's file."""
     path.unlink(missing_ok=True)
     path.parent.mkdir(exist_ok=True)
     if kind == "FIFO":
@@ -96,9 +96,7 @@ def put(path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     "name", [pattern.replace("*", "file") for pattern in FILES] + ["model.safetensors"]
 )
-def test_what_is_no_regular_file_is_named_and_not_read(
-    tmp_path: Path, name: str, kind: str
-) -> None:
+def test_irregular_files_are_named_and_not_read(tmp_path: Path, name: str, kind: str) -> None:
     folder = write_tiny_llama(tmp_path / "tiny")
     put(folder / name, kind)
     with pytest.raises(ModelError, match=rf"{name}.*(regular|plain) file"):
@@ -117,7 +115,7 @@ def test_older_tokenizer_formats_are_not_waited_for_either(tmp_path: Path, name:
         Tokenizer.load(folder)
 
 
-def test_the_index_and_its_shards_are_regular_files(tmp_path: Path) -> None:
+def test_the_index_and_its_shards_must_be_regular_files(tmp_path: Path) -> None:
     folder = write_tiny_llama(tmp_path / "tiny")
     (folder / "model.safetensors").unlink()
     index, shard = folder / "model.safetensors.index.json", folder / "a.safetensors"
@@ -130,13 +128,13 @@ def test_the_index_and_its_shards_are_regular_files(tmp_path: Path) -> None:
         open_checkpoint(folder)
 
 
-def test_a_gguf_file_is_a_regular_file(tmp_path: Path) -> None:
+def test_a_gguf_file_must_be_a_regular_file(tmp_path: Path) -> None:
     put(tmp_path / "model.gguf", "FIFO")
     with pytest.raises(ModelError, match=r"model\.gguf: .*it is a FIFO; a regular file"):
         open_model(tmp_path)
 
 
-def test_a_start_fails_with_the_reason(tmp_path: Path) -> None:
+def test_startup_fails_with_the_reason(tmp_path: Path) -> None:
     folder = write_tiny_llama(tmp_path / "tiny")
     put(folder / "generation_config.json", "FIFO")
     with pytest.raises(ModelError, match=r"generation_config\.json: .*it is a FIFO"):
@@ -144,7 +142,7 @@ def test_a_start_fails_with_the_reason(tmp_path: Path) -> None:
 
 
 def open_all(folder: Path) -> None:
-    """Read every file of a model that a start reads."""
+    """Read every file of a model that startup reads."""
     open_model(folder)
     ChatTemplate.load(folder, Tokenizer.load(folder), chosen=None)
     open_checkpoint(folder)

@@ -1,4 +1,4 @@
-"""--quantization from the setting to the answer: cards, fingerprints, mistakes, both executors."""
+"""--quantization from the setting to the answer: cards, fingerprints, errors, both executors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GREEDY = SamplingParams(seed=0, temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
 def answer(path: Path, **settings: Any) -> tuple[tuple[int, ...], str, str]:
-    """Tokens, the card's precision and its fingerprint."""
+    """Return tokens, the card's precision and its fingerprint."""
     with LLM(path, threads=1, **settings) as llm:
         (told,) = llm.generate([[0, 5, 9, 200, 31]], GREEDY)
         return tuple(told.token_ids), llm.card.quantization, llm.card.fingerprint
@@ -46,7 +46,7 @@ def test_both_executors_give_one_answer_in_every_precision(
     assert native[:2] == reference[:2]
 
 
-def test_card_and_fingerprint_tell_the_precision(folders: dict[str, Path]) -> None:
+def test_card_and_fingerprint_show_the_precision(folders: dict[str, Path]) -> None:
     made = [
         answer(folders["untied"], **settings)
         for settings in (
@@ -82,7 +82,7 @@ def test_card_and_fingerprint_tell_the_precision(folders: dict[str, Path]) -> No
         ),
     ],
 )
-def test_mistakes_are_told_before_anything_is_loaded(
+def test_errors_are_reported_before_anything_is_loaded(
     folders: dict[str, Path], settings: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(SettingError, match=words):
@@ -90,7 +90,7 @@ def test_mistakes_are_told_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "fp8-block"])
-def test_fp8_is_refused_by_the_native_executor_and_runs_in_the_reference(
+def test_fp8_is_rejected_by_the_native_executor_and_runs_in_the_reference(
     folders: dict[str, Path], scheme: str
 ) -> None:
     with pytest.raises(
@@ -102,9 +102,7 @@ def test_fp8_is_refused_by_the_native_executor_and_runs_in_the_reference(
     assert told.startswith(scheme)
 
 
-def test_a_file_that_is_quantized_already_is_refused_by_what_it_is(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_quantized_file_is_rejected_by_its_kind(folders: dict[str, Path], tmp_path: Path) -> None:
     plain = write_gguf_of(folders["untied"], tmp_path / "tiny.F32.gguf")
     as_checkpoint = answer(folders["untied"], quantization="int8")
     assert answer(plain, quantization="int8")[:2] == as_checkpoint[:2]
@@ -120,7 +118,7 @@ def test_a_file_that_is_quantized_already_is_refused_by_what_it_is(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_in_fp8_stays_so_or_is_multiplied_out(kind: str, tmp_path: Path) -> None:
+def test_an_fp8_checkpoint_stays_fp8_or_is_dequantized(kind: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     plain = write_tiny_llama(tmp_path / "plain", seed=1, dtype="bf16", **sizes, **heads)
@@ -149,7 +147,7 @@ def plain_even(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("style", ["fp8", "compressed"])
-def test_fixed_scales_of_activations_are_used_unless_fp8_is_asked_for(
+def test_static_activation_scales_are_used_unless_fp8_is_requested(
     style: str, plain_even: Path, tmp_path: Path
 ) -> None:
     folder = write_fp8_of(plain_even, tmp_path / "fp8", kind="tensor", style=style, is_static=True)
@@ -165,7 +163,7 @@ def test_fixed_scales_of_activations_are_used_unless_fp8_is_asked_for(
         LLM(folder, keep=["*.down=fp8-static"])
 
 
-def test_a_fixed_scale_that_is_missing_is_told(plain_even: Path, tmp_path: Path) -> None:
+def test_a_missing_static_scale_is_reported(plain_even: Path, tmp_path: Path) -> None:
     keys = "model.layers.0.self_attn.k_proj.input_scale"
     folder = write_fp8_of(plain_even, tmp_path / "fp8", kind="tensor", is_static=True, drop=keys)
     with pytest.raises(WeightsError) as told:
@@ -182,7 +180,7 @@ def test_a_fixed_scale_that_is_missing_is_told(plain_even: Path, tmp_path: Path)
         LLM(none, executor="reference")
 
 
-def test_who_only_counts_sees_fp8_where_weights_are_there(
+def test_counting_uses_fp8_if_weights_are_present(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_fp8_of(folders["untied"], tmp_path / "fp8", kind="channel")
@@ -197,7 +195,7 @@ def test_who_only_counts_sees_fp8_where_weights_are_there(
         weights_if_there(gguf)
 
 
-def test_parts_that_begin_inside_a_block_are_multiplied_out(tmp_path: Path) -> None:
+def test_parts_that_begin_inside_a_block_are_dequantized(tmp_path: Path) -> None:
     sizes = {"hidden_size": 160, "intermediate_size": 256, "head_dim": 40}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     plain = write_tiny_llama(tmp_path / "plain", seed=1, dtype="bf16", **sizes, **heads)
@@ -206,7 +204,7 @@ def test_parts_that_begin_inside_a_block_are_multiplied_out(tmp_path: Path) -> N
     assert told == "fp8-block (head and 2 more: none)"
 
 
-def test_the_settings_names_are_those_of_the_schemes() -> None:
+def test_the_settings_names_match_the_schemes() -> None:
     for name in ("auto", *scheme_names()):
         assert ModelConfig(quantization=name).quantization == name
     with pytest.raises(SettingError) as told:

@@ -1,4 +1,4 @@
-"""Limits of tenants: shares become blocks of this cache, and what cannot be is refused at start."""
+"""Tenant limits: shares become blocks of this cache; impossible limits fail startup."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def test_shares_become_whole_blocks_of_this_cache(tmp_path: Path) -> None:
     assert weights == {"": 1.0, "a": 3.0, "b": 1.0}
 
 
-def test_without_a_file_nobody_is_limited() -> None:
+def test_without_a_file_no_tenant_is_limited() -> None:
     assert read_limits(None, num_blocks=100) == ((), {})
 
 
-def test_a_floor_in_blocks_above_a_ceiling_that_is_a_share_is_refused(tmp_path: Path) -> None:
+def test_a_floor_in_blocks_above_a_ceiling_in_shares_is_rejected(tmp_path: Path) -> None:
     text = "[tenants.a]\nkv_floor_blocks = 51\nkv_ceiling_share = 0.5"
     with pytest.raises(SettingError, match="a has a floor of 51 KV blocks and a ceiling of 50"):
         read_limits(written(tmp_path, text), num_blocks=100)
 
 
-def test_programs_name_their_tenant_and_one_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_library_users_name_their_tenant_and_unknown_ones_are_rejected(tmp_path: Path) -> None:
     model = write_tiny_llama(tmp_path / "model")
     tenants = written(tmp_path, "[tenants.a]\nmax_running = 1")
     sampling = SamplingParams(max_tokens=2)

@@ -1,4 +1,4 @@
-"""The engine with a disk tier: found again after a restart, refused where it cannot be used."""
+"""The engine with a disk tier: blocks found after a restart; unusable tiers rejected."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ASK = RequestSpec(prompt_ids=PROMPT, output_tokens=6)
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model so small that computing is always cheaper: here blocks are moved all the same."""
+    """A model so small that recomputing is always cheaper: here blocks are loaded all the same."""
     monkeypatch.setattr(TransferCost, "fetch_pays", lambda *_: True)
     monkeypatch.setattr(TransferCost, "return_ms", lambda *_: (1.0, True))
     return write_tiny_llama(tmp_path / "model", seed=5)
@@ -41,7 +41,7 @@ def answered(
     done: Callable[[EngineStats], bool] = lambda stats: True,
     **more: Any,
 ) -> tuple[tuple[int, ...], EngineStats]:
-    """The tokens of one engine from its start to its end, and its counters when `done`."""
+    """Return the tokens of one engine from its start to its end, and its counters when `done`."""
     settings: dict[str, Any] = {"kv_cache_memory": "1MiB", "max_num_seqs": 2, **more}
     if folder is not None:
         settings |= {"kv_tier_path": str(folder), "kv_tier_size": "64MiB"}
@@ -64,7 +64,7 @@ def is_saved(stats: EngineStats) -> bool:
 
 
 @pytest.mark.parametrize("plans_in_flight", [1, 2])
-def test_a_restarted_engine_fetches_what_the_one_before_computed(
+def test_a_restarted_engine_loads_what_the_previous_one_computed(
     model: Path, tmp_path: Path, plans_in_flight: int
 ) -> None:
     folder, more = tmp_path / "tier", {"plans_in_flight": plans_in_flight}
@@ -76,7 +76,7 @@ def test_a_restarted_engine_fetches_what_the_one_before_computed(
     assert stats.tier_bad_blocks_total == 0
 
 
-def test_a_flipped_byte_costs_computing_and_is_counted(model: Path, tmp_path: Path) -> None:
+def test_a_flipped_byte_costs_recomputation_and_is_counted(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "tier"
     first, _ = answered(model, folder, is_saved)
     (segment,) = folder.glob("*.kv")
@@ -89,7 +89,7 @@ def test_a_flipped_byte_costs_computing_and_is_counted(model: Path, tmp_path: Pa
     assert stats.tier_bad_blocks_total == 1
 
 
-def test_a_disk_that_fills_up_puts_the_tier_out_of_use_and_nothing_else(
+def test_a_full_disk_disables_only_the_tier(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -111,7 +111,7 @@ def test_another_models_blocks_are_not_found(model: Path, tmp_path: Path) -> Non
     assert stats.tier_fetched_blocks_total == 0
 
 
-def test_blocks_are_found_where_only_what_makes_tokens_has_changed(
+def test_blocks_are_found_if_only_tokenizer_or_sampling_settings_changed(
     model: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "tier"
@@ -139,7 +139,9 @@ def test_blocks_of_another_precision_or_size_are_not_found(
     assert stats.tier_fetched_blocks_total == 0
 
 
-def test_a_folder_in_use_is_refused_before_anything_is_loaded(model: Path, tmp_path: Path) -> None:
+def test_a_directory_in_use_is_rejected_before_anything_is_loaded(
+    model: Path, tmp_path: Path
+) -> None:
     folder = TierFolder(tmp_path / "tier")
     with pytest.raises(SettingError, match="in use by another engine"):
         answered(model, tmp_path / "tier")
@@ -147,7 +149,7 @@ def test_a_folder_in_use_is_refused_before_anything_is_loaded(model: Path, tmp_p
     answered(model, tmp_path / "tier")
 
 
-def test_settings_of_a_tier_that_cannot_be_are_refused_in_words() -> None:
+def test_impossible_tier_settings_are_rejected_with_a_reason() -> None:
     with pytest.raises(SettingError, match="kv_tier_path is empty"):
         CacheConfig(kv_tier_path="")
     with pytest.raises(SettingError, match="needs enable_prefix_caching"):
@@ -163,14 +165,12 @@ def test_settings_of_a_tier_that_cannot_be_are_refused_in_words() -> None:
 
 
 @pytest.mark.parametrize("executor", ["native", "reference"])
-def test_a_tier_in_the_hosts_memory_is_refused_where_the_pool_lies_there(
-    model: Path, executor: str
-) -> None:
+def test_a_host_memory_tier_is_rejected_if_the_pool_is_there(model: Path, executor: str) -> None:
     with pytest.raises(SettingError, match="this engine computes on the CPU, where the KV cache"):
         answered(model, None, executor=executor, kv_tier_host_size="1MiB")
 
 
-def test_more_of_the_hosts_memory_than_there_is_is_refused() -> None:
+def test_more_host_memory_than_available_is_rejected() -> None:
     device = MachineMemory(available_bytes=1 << 40, limit="memory of a GPU", is_own=True)
     host = MachineMemory(available_bytes=8 << 30, limit="control group")
     check_host_tier(6 << 30, device, host)

@@ -1,4 +1,4 @@
-"""Warm-up and the measured cost: representative steps, within what the engine has."""
+"""Warm-up and measured costs: representative steps, within the engine's limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.unit.runner.scripted_executor import ScriptedExecutor
 
 
 class CountingClock(Clock):
-    """A millisecond passes between two looks."""
+    """A clock that advances a millisecond on each read."""
 
     def __init__(self) -> None:
         self._now_ms = 0.0
@@ -49,7 +49,7 @@ def test_warm_up_stays_within_the_limits_however_small(
         assert batch.positions.max() < max_model_len
 
 
-def test_two_steps_warm_every_kind_of_token_choice_and_several_rows() -> None:
+def test_two_steps_warm_every_kind_of_sampling_and_several_rows() -> None:
     executor = ScriptedExecutor()
     runner = ModelRunner(executor, num_slots=8, max_model_len=512, block_size=16, max_samples=64)
     warm_up(
@@ -63,7 +63,7 @@ def test_two_steps_warm_every_kind_of_token_choice_and_several_rows() -> None:
     assert any(batch.num_logprobs.max() > 0 for batch in executor.samples)
 
 
-def test_a_clock_that_ticks_evenly_gives_a_fixed_cost_only() -> None:
+def test_a_uniform_clock_gives_a_fixed_cost_only() -> None:
     runner = ModelRunner(
         ScriptedExecutor(), num_slots=2, max_model_len=512, block_size=16, max_samples=64
     )
@@ -73,7 +73,7 @@ def test_a_clock_that_ticks_evenly_gives_a_fixed_cost_only() -> None:
 
 
 class HeadClock(Clock):
-    """A millisecond for each row the head ran on."""
+    """A clock that advances a millisecond for each row of the head."""
 
     def __init__(self, executor: ScriptedExecutor) -> None:
         self._executor = executor
@@ -82,7 +82,7 @@ class HeadClock(Clock):
         return float(sum(count for _, count in self._executor.heads))
 
 
-def test_the_cost_of_a_score_is_what_the_head_takes() -> None:
+def test_the_cost_of_a_score_is_that_of_the_head() -> None:
     executor = ScriptedExecutor()
     runner = ModelRunner(executor, num_slots=2, max_model_len=512, block_size=16, max_samples=64)
     limits = SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=200, max_model_len=512)

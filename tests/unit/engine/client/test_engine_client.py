@@ -66,7 +66,7 @@ CARD = ModelCard(
 
 
 class ScriptedLink:
-    """Keeps what the client sends; the test says what the engine says."""
+    """Records the client's messages; the test sends the engine's."""
 
     def __init__(self) -> None:
         self.sent: list[ToEngine] = []
@@ -90,7 +90,7 @@ class ScriptedLink:
         self.num_closed += 1
 
     def stream_id(self, name: str) -> str:
-        """What the engine knows the stream "caller's id/stream" by, of the latest such request."""
+        """Return the engine's id of a client stream "id/stream", of the latest such request."""
         caller, _, stream = name.partition("/")
         submits = [message for message in self.sent if isinstance(message, Submit)]
         ids = [request.request_id for submit in submits for request in submit.requests]
@@ -99,15 +99,15 @@ class ScriptedLink:
         ]
 
     def aborted(self, name: str) -> list[ToEngine]:
-        """The one message that ends the stream."""
+        """Return the single message that ends the stream."""
         return [Abort(request_ids=(self.stream_id(name),))]
 
     def tokens(self, name: str, *token_ids: int, step: int = 0, **more: Any) -> None:
-        """Say that a stream got tokens."""
+        """Send tokens of a stream."""
         self.tokens_of(self.stream_id(name), *token_ids, step=step, **more)
 
     def tokens_of(self, stream_id: str, *token_ids: int, step: int = 0, **more: Any) -> None:
-        """Say it by the engine's own name of the stream."""
+        """Send tokens by the engine's own stream id."""
         output = RequestOutput(request_id=stream_id, token_ids=token_ids, **more)
         outputs = StepOutputs(step=step, request_ids=[], token_ids=NO_INTS, events=(output,))
         stats = EngineStats(steps_total=step, last_step_ms=100.0 * step)
@@ -133,7 +133,7 @@ class Rig:
 
 
 def run(model: Path, story: Callable[[Rig], Awaitable[None]], **settings: Any) -> None:
-    """Play a story on a client that is ready."""
+    """Run a script on a client that is ready."""
 
     async def play() -> None:
         rig = Rig(model, **settings)
@@ -155,7 +155,7 @@ async def _started(rig: Rig, deltas: AsyncIterator[TextDelta]) -> asyncio.Task[l
     return task
 
 
-def test_ready_brings_the_card_the_notes_and_the_text_side(model: Path) -> None:
+def test_ready_delivers_the_card_the_notes_and_the_tokenizer(model: Path) -> None:
     async def story(rig: Rig) -> None:
         assert rig.client.card == CARD
         assert rig.client.notes == ("a line",)
@@ -167,7 +167,7 @@ def test_ready_brings_the_card_the_notes_and_the_text_side(model: Path) -> None:
     run(model, story)
 
 
-def test_what_kept_the_engine_from_starting_is_raised_and_the_link_closed_once(
+def test_a_startup_error_is_raised_and_the_link_closed_once(
     model: Path,
 ) -> None:
     async def play() -> None:
@@ -187,7 +187,7 @@ def test_what_kept_the_engine_from_starting_is_raised_and_the_link_closed_once(
     asyncio.run(play())
 
 
-def test_an_engine_of_another_version_is_refused(model: Path) -> None:
+def test_an_engine_of_another_version_is_rejected(model: Path) -> None:
     async def play() -> None:
         rig = Rig(model)
         starting = asyncio.create_task(rig.client.ready())
@@ -199,7 +199,7 @@ def test_an_engine_of_another_version_is_refused(model: Path) -> None:
     asyncio.run(play())
 
 
-def test_a_process_that_ends_while_starting_is_told(model: Path) -> None:
+def test_a_process_that_ends_while_starting_is_reported(model: Path) -> None:
     async def play() -> None:
         rig = Rig(model)
         starting = asyncio.create_task(rig.client.ready())
@@ -244,7 +244,7 @@ def test_streams_are_interleaved_and_end_one_by_one(model: Path) -> None:
     run(model, story)
 
 
-def test_closing_a_generator_aborts_what_still_runs(model: Path) -> None:
+def test_closing_a_generator_aborts_its_running_streams(model: Path) -> None:
     async def story(rig: Rig) -> None:
         deltas = rig.ask(n=2)
         first = asyncio.ensure_future(anext(deltas))
@@ -254,7 +254,7 @@ def test_closing_a_generator_aborts_what_still_runs(model: Path) -> None:
         await deltas.aclose()  # type: ignore[attr-defined]
         assert rig.link.sent[1:] == rig.link.aborted("r/0")
         assert rig.client.health().pending == 0
-        rig.link.tokens("r/0", finish_reason=FinishReason.ABORT)  # late, and nobody minds
+        rig.link.tokens("r/0", finish_reason=FinishReason.ABORT)  # late, and ignored
 
     run(model, story)
 
@@ -271,7 +271,7 @@ def test_a_cancelled_consumer_aborts_too(model: Path) -> None:
     run(model, story)
 
 
-def test_a_stop_string_ends_the_stream_before_the_engine_knows(model: Path) -> None:
+def test_a_stop_string_ends_the_stream_before_the_engine_does(model: Path) -> None:
     async def story(rig: Rig) -> None:
         ids = rig.client.tokenizer.encode("one two three", add_special_tokens=False)
         task = await _started(rig, rig.ask(stop=("two",)))
@@ -285,7 +285,7 @@ def test_a_stop_string_ends_the_stream_before_the_engine_knows(model: Path) -> N
     run(model, story)
 
 
-def test_a_stream_that_ends_here_knows_when_its_last_token_came(model: Path) -> None:
+def test_a_stream_ended_by_the_client_has_the_time_of_its_last_token(model: Path) -> None:
     times = RequestTimes(
         arrival_ms=1.0, first_scheduled_ms=2.0, first_token_ms=100.0, last_token_ms=100.0
     )
@@ -304,7 +304,7 @@ def test_a_stream_that_ends_here_knows_when_its_last_token_came(model: Path) -> 
     run(model, story)
 
 
-def test_an_abort_by_id_ends_the_generator_with_the_engines_last_word(model: Path) -> None:
+def test_an_abort_by_id_ends_the_generator_with_the_engines_last_output(model: Path) -> None:
     async def story(rig: Rig) -> None:
         task = await _started(rig, rig.ask())
         await rig.client.abort("r")
@@ -316,7 +316,7 @@ def test_an_abort_by_id_ends_the_generator_with_the_engines_last_word(model: Pat
     run(model, story)
 
 
-def test_a_refusal_is_raised_as_what_it_is(model: Path) -> None:
+def test_a_rejection_is_raised_with_its_class(model: Path) -> None:
     async def story(rig: Rig) -> None:
         task = await _started(rig, rig.ask(n=3))
         ids = tuple(rig.link.stream_id(f"r/{stream}") for stream in range(3))
@@ -330,7 +330,7 @@ def test_a_refusal_is_raised_as_what_it_is(model: Path) -> None:
     run(model, story)
 
 
-def test_what_cannot_be_served_is_raised_at_the_first_step_and_never_sent(model: Path) -> None:
+def test_an_unservable_request_is_raised_at_once_and_never_sent(model: Path) -> None:
     async def story(rig: Rig) -> None:
         sampling = SamplingParams()
         with pytest.raises(ContextTooLong, match="the prompt has 70 tokens"):
@@ -342,7 +342,7 @@ def test_what_cannot_be_served_is_raised_at_the_first_step_and_never_sent(model:
     run(model, story)
 
 
-def test_a_message_that_cannot_be_sent_is_an_error_not_a_wait(model: Path) -> None:
+def test_an_unsendable_message_is_an_error_not_a_wait(model: Path) -> None:
     async def story(rig: Rig) -> None:
         rig.link.is_connected = False
         with pytest.raises(WorkerError, match="takes no messages"):
@@ -352,7 +352,7 @@ def test_a_message_that_cannot_be_sent_is_an_error_not_a_wait(model: Path) -> No
     run(model, story)
 
 
-def test_an_id_that_is_in_use_is_refused_and_free_again_afterwards(model: Path) -> None:
+def test_an_id_in_use_is_rejected_and_free_afterwards(model: Path) -> None:
     async def story(rig: Rig) -> None:
         task = await _started(rig, rig.ask())
         with pytest.raises(InvalidParameter, match="in use"):
@@ -366,7 +366,7 @@ def test_an_id_that_is_in_use_is_refused_and_free_again_afterwards(model: Path) 
     run(model, story)
 
 
-def test_what_comes_late_for_a_stream_that_ended_reaches_no_later_one_of_its_name(
+def test_late_output_of_an_ended_stream_reaches_no_later_one_of_its_name(
     model: Path,
 ) -> None:
     async def story(rig: Rig) -> None:
@@ -408,10 +408,10 @@ def test_a_dead_engine_raises_in_every_open_generate_and_in_later_ones(
     run(model, story)
 
 
-def test_health_says_no_when_work_is_pending_and_no_step_ends(model: Path) -> None:
+def test_health_fails_when_work_is_pending_and_no_step_ends(model: Path) -> None:
     async def story(rig: Rig) -> None:
         await asyncio.sleep(0.2)
-        assert rig.client.health().ok  # nothing is pending: quiet is fine
+        assert rig.client.health().ok  # nothing is pending: no progress is needed
         task = await _started(rig, rig.ask())
         assert rig.client.health().ok
         await asyncio.sleep(0.2)
@@ -427,7 +427,7 @@ def test_health_says_no_when_work_is_pending_and_no_step_ends(model: Path) -> No
     run(model, story, watchdog_s=0.1)
 
 
-def test_operations_done_within_a_long_step_are_progress(model: Path) -> None:
+def test_operations_completed_within_a_long_step_are_progress(model: Path) -> None:
     async def story(rig: Rig) -> None:
         task = await _started(rig, rig.ask())
         rig.link.say(Beat(ops_done=5))
@@ -442,7 +442,7 @@ def test_operations_done_within_a_long_step_are_progress(model: Path) -> None:
     run(model, story, watchdog_s=0.1)
 
 
-def test_what_nobody_has_read_yet_is_not_pending_once_the_engine_has_finished_it(
+def test_unread_output_of_a_finished_request_is_not_pending(
     model: Path,
 ) -> None:
     async def story(rig: Rig) -> None:
@@ -462,7 +462,7 @@ def test_what_nobody_has_read_yet_is_not_pending_once_the_engine_has_finished_it
     run(model, story, watchdog_s=0.1)
 
 
-def test_text_that_cannot_be_made_ends_its_stream_and_no_other(
+def test_a_detokenization_error_ends_only_its_stream(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def push(stream: OutputStream, output: RequestOutput, step_ms: float) -> TextDelta | None:
@@ -487,7 +487,7 @@ def test_text_that_cannot_be_made_ends_its_stream_and_no_other(
     run(model, story)
 
 
-def test_closing_ends_open_streams_and_does_not_count_as_death(model: Path) -> None:
+def test_closing_ends_open_streams_and_does_not_count_as_failure(model: Path) -> None:
     async def story(rig: Rig) -> None:
         task = await _started(rig, rig.ask())
         await rig.client.close()
@@ -500,7 +500,7 @@ def test_closing_ends_open_streams_and_does_not_count_as_death(model: Path) -> N
     run(model, story)
 
 
-def test_a_reader_that_stops_reading_does_not_hold_up_others(model: Path) -> None:
+def test_a_stalled_reader_does_not_delay_others(model: Path) -> None:
     async def story(rig: Rig) -> None:
         slow = rig.ask(request_id="slow")
         first = asyncio.ensure_future(anext(slow))
@@ -525,7 +525,7 @@ def test_stats_are_the_latest_known(model: Path) -> None:
 
 
 class _SetClock:
-    """A clock that stands where it is put."""
+    """A clock with a settable time."""
 
     def __init__(self) -> None:
         self.ms = 0.0
@@ -534,7 +534,7 @@ class _SetClock:
         return self.ms
 
 
-def test_a_request_whose_reader_does_not_keep_up_is_held_until_it_does(model: Path) -> None:
+def test_a_request_with_a_slow_reader_is_held_until_it_catches_up(model: Path) -> None:
     async def story(rig: Rig) -> None:
         slow = rig.ask(request_id="slow", n=2)
         first = asyncio.ensure_future(anext(slow))
@@ -554,7 +554,7 @@ def test_a_request_whose_reader_does_not_keep_up_is_held_until_it_does(model: Pa
     run(model, story)
 
 
-def test_what_is_told_with_each_token_counts_too(model: Path) -> None:
+def test_logprobs_count_as_unread_output_too(model: Path) -> None:
     async def story(rig: Rig) -> None:
         slow = rig.ask(logprob_token_ids=tuple(range(99)), logprobs=0)
         first = asyncio.ensure_future(anext(slow))
@@ -570,7 +570,7 @@ def test_what_is_told_with_each_token_counts_too(model: Path) -> None:
     run(model, story)
 
 
-def test_an_engine_that_waits_for_readers_only_is_healthy(model: Path) -> None:
+def test_an_engine_that_only_waits_for_readers_is_healthy(model: Path) -> None:
     async def story(rig: Rig) -> None:
         clock = rig.client._clock = _SetClock()  # type: ignore[assignment]
         slow = rig.ask(request_id="slow")
@@ -584,7 +584,7 @@ def test_an_engine_that_waits_for_readers_only_is_healthy(model: Path) -> None:
         await first
         while not isinstance(rig.link.sent[-1], Hold) or rig.link.sent[-1].is_held:
             await anext(slow)
-        clock.ms += 50_000.0  # it has had the watchdog's time from here on
+        clock.ms += 50_000.0  # the watchdog's time starts here
         assert rig.client.health().ok
         clock.ms += 20_000.0
         assert not rig.client.health().ok

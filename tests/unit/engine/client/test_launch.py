@@ -1,4 +1,4 @@
-"""What the engine's process is given: a folder whose sockets fit, and no keys."""
+"""Launching the engine process: a directory with short enough socket paths, and no keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from quire.engine.client.socket_directory import PREFIX, SocketDirectory
 
 
 class Started:
-    """A process that was never started, with what it would have got."""
+    """A process that was never started, with its arguments."""
 
     def __init__(self, command: list[str], **settings: Any) -> None:
         self.settings = settings
@@ -43,7 +43,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> tuple[EngineProcess, Started]:
     return EngineProcess.launch(EngineConfig()), started[0]
 
 
-def test_the_key_of_the_environment_stays_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_of_the_environment_is_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_API_KEY", "secret")
     monkeypatch.setenv("QUIRE_ISA", "avx2")
     process, started = launched(monkeypatch)
@@ -52,7 +52,7 @@ def test_the_key_of_the_environment_stays_here(monkeypatch: pytest.MonkeyPatch) 
     assert started.settings["env"]["QUIRE_ISA"] == "avx2"
 
 
-def test_sockets_do_not_lie_where_their_address_would_be_too_long(
+def test_sockets_are_not_created_where_their_path_would_be_too_long(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     long = tmp_path / ("d" * 120)
@@ -65,15 +65,13 @@ def test_sockets_do_not_lie_where_their_address_would_be_too_long(
     assert not list(long.iterdir())
 
 
-def test_a_folder_that_cannot_be_written_to_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_unwritable_directory_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     with pytest.raises(SettingError, match="/nowhere"):
         EngineProcess.launch(EngineConfig())
 
 
-def test_no_directory_at_all_is_an_error_that_names_the_variable(
+def test_no_usable_directory_is_an_error_that_names_the_variable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def none() -> str:
@@ -86,12 +84,12 @@ def test_no_directory_at_all_is_an_error_that_names_the_variable(
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """A directory whose path leaves room for a socket's name, as those of tmp_path may not."""
+    """Return a directory with a path short enough for sockets, unlike tmp_path."""
     with tempfile.TemporaryDirectory(prefix="q") as folder:
         yield Path(folder)
 
 
-def test_the_next_start_removes_what_a_killed_server_left(
+def test_the_next_start_removes_the_directory_of_a_killed_server(
     monkeypatch: pytest.MonkeyPatch, short_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(short_path))
@@ -127,7 +125,7 @@ def test_the_next_start_removes_what_a_killed_server_left(
     assert list(short_path.iterdir()) == [strangers]
 
 
-def test_a_directory_that_another_start_removed_is_made_again(
+def test_a_directory_removed_by_another_start_is_created_again(
     monkeypatch: pytest.MonkeyPatch, short_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(short_path))

@@ -9,27 +9,27 @@ import pytest
 from quire.engine.client.pending_queries import PendingQueries
 
 
-def test_answers_find_their_questions_in_any_order() -> None:
+def test_replies_match_their_queries_in_any_order() -> None:
     async def story() -> list[str]:
         asks: PendingQueries[str] = PendingQueries()
         (first, one), (second, two) = asks.open(), asks.open()
         asks.answered(second, "b")
         asks.answered(first, "a")
-        asks.answered(first, "again")  # nobody waits for it
+        asks.answered(first, "again")  # its caller has gone
         return [await one, await two]
 
     assert asyncio.run(story()) == ["a", "b"]
 
 
-def test_what_is_open_when_the_engine_ends_gets_its_error() -> None:
+def test_open_queries_get_the_error_when_the_engine_ends() -> None:
     async def story() -> None:
         asks: PendingQueries[str] = PendingQueries()
         number, gone = asks.open()
         gone.cancel()
         _, waiting = asks.open()
-        asks.fail(ValueError("it is gone"))
+        asks.fail(ValueError("the engine has ended"))
         asks.answered(number, "late")
-        with pytest.raises(ValueError, match="it is gone"):
+        with pytest.raises(ValueError, match="the engine has ended"):
             await waiting
 
     asyncio.run(story())

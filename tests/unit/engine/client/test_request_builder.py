@@ -1,4 +1,4 @@
-"""Requests: what the model cannot serve is refused with its numbers before it is sent."""
+"""Building requests: unservable ones are rejected with numbers before they are sent."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _made(prompt: Any, **settings: Any) -> Any:
     return make_requests(CARD, prompt, sampling, request_id="r", arrival_ms=5.0)
 
 
-def test_one_stream_each_with_one_seed() -> None:
+def test_streams_share_one_seed() -> None:
     requests = _made([5, 6], n=3)
     assert [request.request_id for request in requests] == ["r/0", "r/1", "r/2"]
     assert [request.stream for request in requests] == [0, 1, 2]
@@ -46,7 +46,7 @@ def test_one_stream_each_with_one_seed() -> None:
     assert requests[0].arrival_ms == 5.0
 
 
-def test_the_end_is_the_context_or_what_was_asked_for() -> None:
+def test_the_limit_is_the_context_or_the_requested_length() -> None:
     assert _made([5] * 30)[0].max_total_tokens == 32
     assert _made([5] * 30, max_tokens=1)[0].max_total_tokens == 31
 
@@ -55,7 +55,7 @@ def test_a_prompt_that_is_only_scored_may_fill_the_context() -> None:
     assert _made([5] * 32, max_tokens=0, prompt_logprobs=0)[0].max_total_tokens == 32
 
 
-def test_stop_ids_are_the_models_and_the_callers() -> None:
+def test_stop_ids_are_the_models_and_the_requests() -> None:
     assert _made([5], stop_token_ids=(9, 2))[0].stop_ids == (1, 2, 9)
     assert _made([5], stop_token_ids=(9,), ignore_eos=True)[0].stop_ids == (9,)
 
@@ -74,7 +74,7 @@ def test_stop_ids_are_the_models_and_the_callers() -> None:
         ([5] * 30, {"min_tokens": 3}, "min_tokens is 3 and the prompt has 30 tokens"),
     ],
 )
-def test_what_does_not_fit_the_context_is_refused_with_the_numbers(
+def test_requests_beyond_the_context_are_rejected_with_the_numbers(
     prompt: list[int], settings: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(ContextTooLong, match=told):
@@ -96,15 +96,13 @@ def test_what_does_not_fit_the_context_is_refused_with_the_numbers(
         ([5], {"logprob_token_ids": [5, 100]}, "logprob_token_ids"),
     ],
 )
-def test_ids_the_model_does_not_have_are_refused(
-    prompt: list[Any], settings: dict[str, Any], param: str
-) -> None:
+def test_unknown_ids_are_rejected(prompt: list[Any], settings: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidParameter) as told:
         _made(prompt, **settings)
     assert told.value.param == param
 
 
-def test_the_models_defaults_never_ask_for_more_than_there_is_room() -> None:
+def test_the_models_defaults_never_exceed_the_context() -> None:
     assert default_sampling(CARD).max_tokens is None
     assert default_sampling(CARD, num_prompt_tokens=4).max_tokens == 16
     assert default_sampling(CARD, num_prompt_tokens=30).max_tokens == 2
@@ -113,12 +111,12 @@ def test_the_models_defaults_never_ask_for_more_than_there_is_room() -> None:
     assert default_sampling(CARD).top_k == 20
 
 
-def test_a_stop_string_that_is_no_text_is_refused_by_name() -> None:
+def test_an_invalid_stop_string_is_rejected_by_name() -> None:
     with pytest.raises(InvalidParameter, match=r"'a\\ud800', with a lone surrogate"):
         SamplingParams(stop=("a\ud800",))
 
 
-def test_every_stream_is_served_on_the_terms_of_its_request() -> None:
+def test_every_stream_has_the_objectives_of_its_request() -> None:
     terms = SchedulingParams(
         tenant="a", priority=-3, deadline_ms=900.0, ttft_slo_ms=100.0, tpot_slo_ms=20.0
     )

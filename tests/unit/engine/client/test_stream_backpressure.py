@@ -1,4 +1,4 @@
-"""Unread: a reader that does not keep up is told of once, and once when it has caught up."""
+"""Unread output: a slow reader is reported once, and once more when it has caught up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from quire.engine.client.open_streams import UnreadQueue
 
 
-def test_too_much_is_told_once_and_few_again_once() -> None:
+def test_a_long_backlog_is_reported_once_and_a_short_one_again_once() -> None:
     async def exchange() -> None:
         told: list[tuple[bool, int]] = []
         unread: UnreadQueue[int] = UnreadQueue(
@@ -26,7 +26,7 @@ def test_too_much_is_told_once_and_few_again_once() -> None:
     asyncio.run(exchange())
 
 
-def test_a_reader_that_keeps_up_is_never_told_of() -> None:
+def test_a_fast_reader_is_never_reported() -> None:
     async def exchange() -> None:
         told: list[bool] = []
         unread: UnreadQueue[int] = UnreadQueue(2, told.append)
@@ -38,7 +38,7 @@ def test_a_reader_that_keeps_up_is_never_told_of() -> None:
     asyncio.run(exchange())
 
 
-def test_a_reader_that_waits_gets_what_comes() -> None:
+def test_a_waiting_reader_gets_new_output() -> None:
     async def exchange() -> None:
         unread: UnreadQueue[str] = UnreadQueue(2, lambda is_held: None)
         waiting = asyncio.ensure_future(unread.get())
@@ -49,7 +49,7 @@ def test_a_reader_that_waits_gets_what_comes() -> None:
     asyncio.run(exchange())
 
 
-def test_nothing_is_lost_where_a_reader_is_cancelled_before_or_after_it_was_woken() -> None:
+def test_nothing_is_lost_if_a_reader_is_cancelled_before_or_after_its_wake_up() -> None:
     async def exchange() -> None:
         unread: UnreadQueue[str] = UnreadQueue(9, lambda is_held: None)
         for comes_first in (False, True):
@@ -69,7 +69,7 @@ def test_nothing_is_lost_where_a_reader_is_cancelled_before_or_after_it_was_woke
     asyncio.run(exchange())
 
 
-def test_who_takes_what_is_there_lets_others_have_a_turn() -> None:
+def test_reading_available_output_yields_to_others() -> None:
     async def exchange() -> None:
         unread: UnreadQueue[int] = UnreadQueue(1000, lambda is_held: None)
         for number in range(100):

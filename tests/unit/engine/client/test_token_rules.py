@@ -1,4 +1,4 @@
-"""Words become token sequences where the tokenizer is; what cannot be chosen at all is refused."""
+"""Words become token sequences in the process with the tokenizer; impossible rules are rejected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.engine.client.test_request_builder import CARD
 
 
 class Words:
-    """A tokenizer of words: a space belongs to the word behind it; "" has no tokens."""
+    """A tokenizer of words: a space belongs to the word after it; "" has no tokens."""
 
     KNOWN = ("no", " no", "never", " never", "mind", " mind", "a", "\n", ":", "way", "-", " away")
 
@@ -36,18 +36,18 @@ def test_a_word_is_banned_without_and_with_a_space_before_it() -> None:
     assert rules == TokenRules(banned_sequences=((0,), (1,), (2, 5), (3, 5)))
 
 
-def test_a_space_that_is_a_token_of_its_own_makes_no_second_sequence() -> None:
+def test_a_space_with_its_own_token_makes_no_second_sequence() -> None:
     rules = token_rules(SamplingParams(bad_words=("way",)), Words())
     assert rules.banned_sequences == ((9,),)
 
 
-def test_a_word_is_banned_however_many_tokens_it_has_behind_a_space() -> None:
+def test_a_word_of_any_token_count_is_banned_after_a_space() -> None:
     rules = token_rules(SamplingParams(bad_words=("away",)), Words())
     assert rules.banned_sequences == ((11,), (6, 9))
 
 
 class Opening(Words):
-    """Sets a space before a text's first word, as SentencePiece does."""
+    """A tokenizer that adds a space before a text's first word, like SentencePiece."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         before = "" if text.startswith("\n") else " "
@@ -68,13 +68,13 @@ def test_words_of_a_real_tokenizer_are_banned_in_running_text(model: Path) -> No
             assert any(ids[-len(banned) :] == banned for banned in sequences), (word, text)
 
 
-def test_breakers_are_the_last_tokens_behind_a_letter_and_only_where_dry_is_used() -> None:
+def test_breakers_are_the_last_tokens_after_a_letter_and_only_used_by_dry() -> None:
     params = SamplingParams(dry_sequence_breakers=("\n", ":", "\n\n"), dry_multiplier=0.8)
     assert token_rules(params, Words()) == TokenRules(breaker_ids=(7, 8))
     assert token_rules(replace(params, dry_multiplier=0.0), None) is NO_RULES
 
 
-def test_a_model_s_own_sequences_come_first_and_need_no_tokenizer() -> None:
+def test_a_models_own_sequences_come_first_and_need_no_tokenizer() -> None:
     assert token_rules(SamplingParams(), None, ((4,),)).banned_sequences == ((4,),)
     rules = token_rules(SamplingParams(bad_words=("no",)), Words(), ((4,), (1,)))
     assert rules.banned_sequences == ((4,), (1,), (0,))
@@ -87,13 +87,13 @@ def test_a_model_s_own_sequences_come_first_and_need_no_tokenizer() -> None:
         (SamplingParams(dry_multiplier=1.0), "dry_sequence_breakers"),
     ],
 )
-def test_words_without_a_tokenizer_are_refused(params: SamplingParams, param: str) -> None:
+def test_words_without_a_tokenizer_are_rejected(params: SamplingParams, param: str) -> None:
     with pytest.raises(InvalidParameter, match="there is no tokenizer") as caught:
         token_rules(params, None)
     assert caught.value.param == param
 
 
-def test_a_word_without_tokens_is_refused() -> None:
+def test_a_word_without_tokens_is_rejected() -> None:
     with pytest.raises(InvalidParameter, match='no tokens of "-"'):
         token_rules(SamplingParams(bad_words=("-",)), Words())
 
@@ -104,14 +104,14 @@ def _made(sampling: SamplingParams, *, banned: tuple[tuple[int, ...], ...] = ())
     return request.rules
 
 
-def test_a_request_carries_its_rules_and_its_model_s() -> None:
+def test_a_request_carries_its_own_and_the_models_rules() -> None:
     assert _made(SamplingParams()) is NO_RULES
     assert _made(SamplingParams(bad_words=("no",)), banned=((3,),)) == TokenRules(
         banned_sequences=((3,), (0,), (1,))
     )
 
 
-def test_allowed_ids_that_are_all_banned_or_not_there_are_refused() -> None:
+def test_allowed_ids_that_are_all_banned_or_unknown_are_rejected() -> None:
     with pytest.raises(InvalidParameter, match="holds 2 ids, all banned") as caught:
         _made(SamplingParams(allowed_token_ids=(0, 1), bad_words=("no",)))
     assert caught.value.param == "allowed_token_ids"

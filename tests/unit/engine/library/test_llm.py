@@ -1,4 +1,4 @@
-"""LLM and AsyncLLM: the engine inside a program."""
+"""LLM and AsyncLLM: the engine as a library."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_native_and_reference_agree_on_a_tiny_model(model: Path, llm: LLM) -> No
     assert native.text == other.text
 
 
-def test_a_prompts_scores_are_what_generation_told(llm: LLM) -> None:
+def test_prompt_scores_equal_those_of_generation(llm: LLM) -> None:
     asked = replace(GREEDY, logprobs=3, logprob_token_ids=(7, 300, 7))
     (told,) = llm.generate("the sea and the camel", asked)
     ids = [*told.prompt_ids, *told.token_ids]
@@ -84,7 +84,7 @@ def test_a_prompts_scores_are_what_generation_told(llm: LLM) -> None:
     assert [token and token.top for token in other.prompt_logprobs] == [None, *[()] * len(ids[1:])]
 
 
-def test_scores_are_told_once_for_all_choices_and_do_not_change_them(llm: LLM) -> None:
+def test_scores_are_returned_once_for_all_choices_and_do_not_change_them(llm: LLM) -> None:
     params = SamplingParams(seed=3, n=3, max_tokens=5, ignore_eos=True)
     (plain,) = llm.generate("the sea and", params)
     assert plain.prompt_logprobs == ()
@@ -93,7 +93,7 @@ def test_scores_are_told_once_for_all_choices_and_do_not_change_them(llm: LLM) -
     assert len(scored.prompt_logprobs) == len(scored.prompt_ids)
 
 
-def test_a_scored_prompt_may_fill_the_context_and_not_more(llm: LLM) -> None:
+def test_a_scored_prompt_may_fill_the_context_and_not_exceed_it(llm: LLM) -> None:
     only = SamplingParams(prompt_logprobs=0, max_tokens=0)
     room = llm.card.max_model_len
     (answer,) = llm.generate([[5] * room], only)
@@ -112,7 +112,7 @@ def test_prompts_may_be_one_or_many_text_or_ids(llm: LLM) -> None:
     assert llm.generate([], GREEDY) == []
 
 
-def test_many_prompts_come_back_in_order_each_as_if_alone(llm: LLM) -> None:
+def test_many_prompts_return_in_order_each_as_if_alone(llm: LLM) -> None:
     prompts = [[0, *range(5, 6 + length)] for length in range(30)]
     params = [
         SamplingParams(seed=index, max_tokens=3 + index % 9, ignore_eos=True) for index in range(30)
@@ -133,7 +133,7 @@ def test_several_choices_differ_by_stream_and_share_a_seed(llm: LLM) -> None:
     assert llm.generate([[0, 9, 9]], params)[0].outputs == answer.outputs
 
 
-def test_without_a_seed_the_one_drawn_is_told_and_repeats_the_answer(llm: LLM) -> None:
+def test_a_drawn_seed_is_returned_and_reproduces_the_answer(llm: LLM) -> None:
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     (first,) = llm.generate([[0, 9]], params)
     seed = first.outputs[0].seed
@@ -152,7 +152,7 @@ def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
     assert cut.outputs[0].stop_reason == stop
 
 
-def test_bad_requests_are_raised_before_anything_runs(llm: LLM) -> None:
+def test_bad_requests_raise_before_anything_runs(llm: LLM) -> None:
     with pytest.raises(ContextTooLong, match="600 tokens"):
         llm.generate([[0, 1], [0] * 600], GREEDY)
     with pytest.raises(InvalidParameter, match="2 sampling_params for 1 prompts"):
@@ -168,7 +168,7 @@ def test_bad_requests_are_raised_before_anything_runs(llm: LLM) -> None:
     assert len(llm.generate("still here", GREEDY)) == 1
 
 
-def test_a_chat_takes_what_goes_with_messages_and_refuses_what_the_template_does_not_know(
+def test_a_chat_accepts_template_fields_and_rejects_unknown_ones(
     model: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "own.jinja"
@@ -206,15 +206,13 @@ def test_a_chat_takes_what_goes_with_messages_and_refuses_what_the_template_does
         ([{"role": "assistant", "tool_calls": ["x"]}], r"tool_calls is \[\"x\"\]; a list of obj"),
     ],
 )
-def test_messages_are_what_the_server_takes(llm: LLM, messages: Any, told: str) -> None:
+def test_messages_are_accepted_as_by_the_server(llm: LLM, messages: Any, told: str) -> None:
     with pytest.raises(InvalidParameter, match=told) as caught:
         llm.chat(messages, GREEDY)
     assert caught.value.param == "messages"
 
 
-def test_arguments_of_tool_calls_are_read_as_the_server_reads_them(
-    model: Path, tmp_path: Path
-) -> None:
+def test_arguments_of_tool_calls_are_read_as_by_the_server(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "calls.jinja"
     file.write_text(
         "{% for m in messages %}{% for c in m.tool_calls or [] %}"
@@ -226,7 +224,7 @@ def test_arguments_of_tool_calls_are_read_as_the_server_reads_them(
     assert answer.prompt == '{"at": [1]}'
 
 
-def test_a_chat_s_answers_are_read_as_the_server_reads_them(model: Path, tmp_path: Path) -> None:
+def test_a_chats_answers_are_parsed_as_by_the_server(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "hermes.jinja"
     file.write_text(
         "{% for t in tools or [] %}[{{ t }}]{% endfor %}{% for m in messages %}{{ m.content }}"
@@ -255,12 +253,12 @@ def test_a_chat_s_answers_are_read_as_the_server_reads_them(model: Path, tmp_pat
         assert answer.outputs[0].message is None
 
 
-def test_a_chat_template_that_is_neither_file_nor_name_is_a_wrong_setting(model: Path) -> None:
+def test_an_invalid_chat_template_is_a_setting_error(model: Path) -> None:
     with pytest.raises(SettingError, match="neither a file nor the name"):
         LLM(model, threads=1, chat_template="nowhere.jinja")
 
 
-def test_an_interrupted_call_leaves_the_engine_fit_for_the_next(llm: LLM) -> None:
+def test_an_interrupted_call_leaves_the_engine_usable(llm: LLM) -> None:
     class Interrupted(BaseException):
         pass
 
@@ -277,22 +275,20 @@ def test_an_interrupted_call_leaves_the_engine_fit_for_the_next(llm: LLM) -> Non
     assert llm.generate("Hello", GREEDY) == before
 
 
-def test_more_prompts_than_may_wait_are_handed_in_little_by_little(model: Path) -> None:
+def test_more_prompts_than_the_queue_holds_are_submitted_gradually(model: Path) -> None:
     with LLM(model, threads=1, max_num_seqs=2, max_queued_requests=2) as small:
         answers = small.generate([[0, 5, 6]] * 9, GREEDY)
     assert len({answer.token_ids for answer in answers}) == 1
 
 
-def test_several_choices_a_prompt_never_overfill_the_queue_by_themselves(model: Path) -> None:
+def test_several_choices_per_prompt_never_overfill_the_queue(model: Path) -> None:
     params = SamplingParams(n=5, seed=1, max_tokens=3, ignore_eos=True)
     with LLM(model, threads=1, max_num_seqs=2, max_queued_requests=3) as small:
         answers = small.generate([[0, 5, 6]] * 4, params)
     assert [len(answer.outputs) for answer in answers] == [5] * 4
 
 
-def test_a_progress_bar_is_drawn_where_it_is_asked_for(
-    llm: LLM, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_progress_bar_is_drawn_on_request(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(["a", "b"], GREEDY, progress=True)
     shown = capsys.readouterr()
     assert "generating" in shown.out + shown.err
@@ -302,13 +298,13 @@ def test_a_progress_bar_is_drawn_where_it_is_asked_for(
 
 
 @pytest.mark.parametrize("given", [5, None, ["a", 5], {"prompt": "a"}, b"a", [b"a"], [{"a": 1}]])
-def test_what_no_prompt_can_be_is_told_with_what_one_can(llm: LLM, given: Any) -> None:
+def test_an_invalid_prompt_is_rejected_with_the_valid_types(llm: LLM, given: Any) -> None:
     with pytest.raises(InvalidParameter, match="a text, a list of token ids, or a list") as caught:
         llm.generate(given, GREEDY)
     assert caught.value.param == "prompt"
 
 
-def test_arrays_are_lists_of_ids(llm: LLM) -> None:
+def test_arrays_are_accepted_as_lists_of_ids(llm: LLM) -> None:
     ids = np.array([5, 6])
     [one] = llm.generate(ids, GREEDY)
     assert [answer.prompt_ids for answer in llm.generate([ids, [7]], GREEDY)] == [(5, 6), (7,)]
@@ -322,7 +318,7 @@ def test_a_chat_is_a_prompt_in_the_models_template(llm: LLM) -> None:
     assert llm.chat([messages, messages], GREEDY)[1].token_ids == answer.token_ids
 
 
-def test_a_model_without_a_template_cannot_chat_but_can_continue(
+def test_a_model_without_a_template_cannot_chat_but_can_complete(
     model_without_template: Path,
 ) -> None:
     with LLM(model_without_template, threads=1) as bare:
@@ -331,7 +327,7 @@ def test_a_model_without_a_template_cannot_chat_but_can_continue(
         assert bare.generate("Hi", GREEDY)[0].finish_reason is FinishReason.LENGTH
 
 
-def test_the_card_and_the_memory_sum_are_told(llm: LLM) -> None:
+def test_the_card_and_the_memory_plan_are_available(llm: LLM) -> None:
     assert llm.card.max_model_len == 512
     assert llm.card.dtype == "f32"
     assert llm.card.fingerprint.startswith("fp_")
@@ -354,14 +350,14 @@ def test_a_step_budget_in_milliseconds_changes_no_token(model: Path, llm: LLM) -
         )
 
 
-def test_settings_that_are_not_known_or_do_not_fit_the_model_are_refused(model: Path) -> None:
+def test_unknown_or_unsuitable_settings_are_rejected(model: Path) -> None:
     with pytest.raises(SettingError, match="max_num_seqs"):
         LLM(model, max_num_seq=3)
     with pytest.raises(SettingError, match="--max-model-len is 4096; the model allows at most 512"):
         LLM(model, max_model_len=4096)
 
 
-def test_a_closed_llm_says_so(model: Path) -> None:
+def test_a_closed_llm_raises(model: Path) -> None:
     closed = LLM(model, threads=1)
     closed.close()
     closed.close()
@@ -369,7 +365,7 @@ def test_a_closed_llm_says_so(model: Path) -> None:
         closed.generate("Hello", GREEDY)
 
 
-def test_plans_are_recorded_where_it_is_asked_for(model: Path, tmp_path: Path) -> None:
+def test_plans_are_recorded_on_request(model: Path, tmp_path: Path) -> None:
     from quire.engine.record import read_records
 
     path = tmp_path / "plans"
@@ -380,7 +376,7 @@ def test_plans_are_recorded_where_it_is_asked_for(model: Path, tmp_path: Path) -
     assert tuple(ids) == answer.token_ids
 
 
-def test_a_record_that_cannot_be_written_is_a_wrong_setting_found_before_packing(
+def test_an_unwritable_record_is_a_setting_error_before_packing(
     model: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(SettingError, match=r"--record-plans .*no/plans cannot be written"):
@@ -392,7 +388,7 @@ def test_a_record_that_cannot_be_written_is_a_wrong_setting_found_before_packing
         LLM(tmp_path, record_plans=str(tmp_path))
 
 
-def test_an_instruction_set_this_machine_lacks_is_a_wrong_setting(
+def test_an_unavailable_instruction_set_is_a_setting_error(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUIRE_ISA", "abacus")
@@ -400,7 +396,7 @@ def test_an_instruction_set_this_machine_lacks_is_a_wrong_setting(
         LLM(model, threads=1)
 
 
-def test_the_async_engine_streams_the_same_and_can_be_left(model: Path, llm: LLM) -> None:
+def test_the_async_engine_streams_the_same_and_can_be_abandoned(model: Path, llm: LLM) -> None:
     (expected,) = llm.generate("Hello", GREEDY)
 
     async def play() -> None:
@@ -425,7 +421,7 @@ def test_the_async_engine_streams_the_same_and_can_be_left(model: Path, llm: LLM
     asyncio.run(play())
 
 
-def test_the_async_engine_tells_what_kept_it_from_starting(tmp_path: Path) -> None:
+def test_the_async_engine_raises_the_startup_error(tmp_path: Path) -> None:
     from quire.base.errors import ConfigError
 
     async def play() -> None:
@@ -436,7 +432,7 @@ def test_the_async_engine_tells_what_kept_it_from_starting(tmp_path: Path) -> No
     asyncio.run(play())
 
 
-def test_importing_quire_loads_neither_numpy_nor_anything_that_answers() -> None:
+def test_importing_quire_loads_neither_numpy_nor_the_engine() -> None:
     script = (
         "import sys, quire\n"
         "assert 'numpy' not in sys.modules and 'msgspec' not in sys.modules\n"
@@ -448,10 +444,10 @@ def test_importing_quire_loads_neither_numpy_nor_anything_that_answers() -> None
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_who_cannot_be_served_in_time_ends_with_an_error_and_the_others_are_answered(
+def test_a_timed_out_prompt_is_an_error_and_the_others_are_answered(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine says of the second prompt's streams that they waited too long."""
+    """The engine rejects the second prompt's streams because they waited too long."""
     next_message = llm._next_message
     told: list[str] = []
 

@@ -1,4 +1,4 @@
-"""AnswerReading: special tokens that mark reasoning or calls are kept where they are parsed."""
+"""The answer parser: special tokens that mark reasoning or calls are kept for parsing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOOLS = [{"type": "function", "function": {"name": "look"}}]
         (THINKS, TOOLS, ["<think>", "<tool_call>"]),
     ],
 )
-def test_marks_are_seen_where_they_are_read(source: str, tools: Any, shown: list[str]) -> None:
+def test_marks_are_visible_where_they_are_parsed(source: str, tools: Any, shown: list[str]) -> None:
     tokenizer: Any = ByteTokenizer(marks=("<think>", "<tool_call>", "<other>"))
     side = TokenizerSide(
         tokenizer=tokenizer, template=ChatTemplate({"default": source}, variables={})
@@ -35,7 +35,7 @@ def test_marks_are_seen_where_they_are_read(source: str, tools: Any, shown: list
     assert rules.shown_ids == {tokenizer.marks[mark] for mark in shown}
 
 
-def test_the_named_template_and_the_prompt_s_end_say_how_an_answer_is_read() -> None:
+def test_the_selected_template_and_the_prompts_end_select_the_parser() -> None:
     sources = {"default": TEMPLATE, "thinks": THINKS}
     side = TokenizerSide(tokenizer=ByteTokenizer(), template=ChatTemplate(sources, variables={}))  # type: ignore[arg-type]
     text = "so</think>four"

@@ -1,4 +1,4 @@
-"""best_of: the n best of all that were computed, told at the end, and on a real model."""
+"""best_of: the n best of all computed sequences, emitted at the end, and on a real model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def delta(
     )
 
 
-def test_the_highest_mean_is_the_best_and_nothing_is_told_before_all_have_ended() -> None:
+def test_the_highest_mean_is_the_best_and_nothing_is_emitted_before_all_have_ended() -> None:
     ranking = Ranking(SamplingParams(n=2, best_of=4), first_stream=8)
     assert ranking.take(delta(8, [-1.0, -3.0])) == []
     assert ranking.take(delta(9, [-0.5], reason=None)) == []
@@ -42,7 +42,7 @@ def test_the_highest_mean_is_the_best_and_nothing_is_told_before_all_have_ended(
     assert all(one.logprobs == () for one in best)
 
 
-def test_a_failed_sequence_comes_last_and_equal_ones_in_order() -> None:
+def test_a_failed_sequence_comes_last_and_ties_keep_their_order() -> None:
     ranking = Ranking(SamplingParams(n=2, best_of=3, logprobs=0), first_stream=0)
     ranking.take(delta(0, [-0.1], reason=FinishReason.ERROR))
     ranking.take(delta(2, [-2.0]))
@@ -60,7 +60,7 @@ def llm():
 PROMPT = "Once upon a time there was a little"
 
 
-def test_best_of_tells_the_best_of_the_answers_that_n_would_have_told(llm: LLM) -> None:
+def test_best_of_returns_the_best_of_the_answers_of_n(llm: LLM) -> None:
     every = llm.generate([PROMPT], SamplingParams(n=6, seed=5, max_tokens=9, logprobs=0))[0]
     best = llm.generate([PROMPT], SamplingParams(n=2, best_of=6, seed=5, max_tokens=9))[0]
     means = {
@@ -79,7 +79,7 @@ def test_128_answers_are_computed_though_few_run_at_once(llm: LLM) -> None:
     assert len({one.token_ids for one in answer.outputs}) > 10
 
 
-def test_beams_are_told_best_first_with_the_sums_they_are_ordered_by(llm: LLM) -> None:
+def test_beams_are_returned_best_first_with_their_scores(llm: LLM) -> None:
     sampling = SamplingParams(n=3, use_beam_search=True, temperature=0.0, max_tokens=12, logprobs=0)
     beams = llm.generate([PROMPT], sampling)[0].outputs
     scores = [one.score for one in beams]
@@ -94,7 +94,7 @@ def test_one_beam_is_greedy(llm: LLM) -> None:
     assert llm.generate([PROMPT], one)[0].text == llm.generate([PROMPT], greedy)[0].text
 
 
-def test_two_searches_and_answers_beside_them_are_what_each_is_alone(llm: LLM) -> None:
+def test_two_searches_and_other_requests_match_their_run_alone(llm: LLM) -> None:
     beams = SamplingParams(n=3, use_beam_search=True, temperature=0.0, max_tokens=12)
     drawn = SamplingParams(seed=3, max_tokens=12)
     prompts = [PROMPT, "The dog ran to the", PROMPT, "One day,"]

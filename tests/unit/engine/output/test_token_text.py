@@ -1,4 +1,4 @@
-"""PromptLogprobs: scores of a prompt as text, made when they are read; the delta they come in."""
+"""PromptLogprobs: prompt scores with text, detokenized on access; the delta that carries them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from tests.unit.text.made_tokenizers import byte_level_json, made, metaspace_jso
 
 
 def _scores(num_scored: int, width: int) -> PromptScores:
-    """Rank i + 1 and logprob -i / 2 at entry i; alternatives 5, 6, ..., the last one unused."""
+    """Return rank i + 1 and logprob -i / 2 at entry i; alternatives 5, 6, ..., the last one
+    unused.
+    """
     top_ids = np.tile(np.arange(5, 5 + width, dtype=np.int32), (num_scored, 1))
     top_logprobs = np.tile(np.arange(width, dtype=np.float32), (num_scored, 1)) * np.float32(-1)
     if num_scored and width:
@@ -39,7 +41,7 @@ def _texts(tokens: Sequence[TokenText | None]) -> list[TokenText]:
     return [token for token in tokens[1:] if token is not None]
 
 
-def test_each_token_but_the_first_has_its_text_its_rank_and_the_best() -> None:
+def test_each_token_except_the_first_has_text_rank_and_alternatives() -> None:
     tokenizer = made(byte_level_json())
     ids = tokenizer.encode("the sea 🐫")
     tokens = _texts(_of(tokenizer, ids))
@@ -55,7 +57,7 @@ def test_each_token_but_the_first_has_its_text_its_rank_and_the_best() -> None:
 
 @pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
 @pytest.mark.parametrize("text", ["the sea and the camel", "🐫 the", "日本 sea", ""])
-def test_a_token_knows_where_in_the_prompt_its_text_begins(kind: str, text: str) -> None:
+def test_a_token_has_the_offset_of_its_text_in_the_prompt(kind: str, text: str) -> None:
     tokenizer = made(byte_level_json() if kind == "byte-level" else metaspace_json())
     ids = [0, *tokenizer.encode(text, add_special_tokens=False)]
     starts = [0, *(token.start_chars for token in _texts(_of(tokenizer, ids)))]
@@ -63,12 +65,12 @@ def test_a_token_knows_where_in_the_prompt_its_text_begins(kind: str, text: str)
     whole = tokenizer.decode(ids)
     for at, start in enumerate(starts):
         shown = tokenizer.decode(ids[:at])
-        if whole.startswith(shown):  # no half character at its end
+        if whole.startswith(shown):  # without half a character at its end
             assert start == expected[at]
     assert starts == sorted(starts)
 
 
-def test_it_reads_like_a_sequence() -> None:
+def test_it_behaves_like_a_sequence() -> None:
     tokenizer = made(byte_level_json())
     ids = tokenizer.encode("the sea and")
     tokens = _of(tokenizer, ids)
@@ -104,7 +106,7 @@ def _said(delta: TextDelta | None) -> TextDelta:
     return delta
 
 
-def test_scores_come_in_the_first_delta_though_there_is_no_text_yet() -> None:
+def test_scores_come_in_the_first_delta_even_without_text() -> None:
     tokenizer = made(byte_level_json())
     prompt = tokenizer.encode("the sea")
     camel = tokenizer.encode("🐫")

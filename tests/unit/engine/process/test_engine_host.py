@@ -1,4 +1,4 @@
-"""run_engine: what goes wrong is told to the client, and the log keeps where it came from."""
+"""run_engine: errors are sent to the client, and the log keeps their origin."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.engine.process.messages import Failed, FromEngine
 
 
 def _failed(error: Exception, monkeypatch: pytest.MonkeyPatch) -> tuple[Failed, list[Any]]:
-    """What the client and the log are told where putting the engine together raises `error`."""
+    """Return what client and log receive if the assembly raises `error`."""
 
     def assemble(*_: object, **__: object) -> None:
         raise error
@@ -33,7 +33,7 @@ def _failed(error: Exception, monkeypatch: pytest.MonkeyPatch) -> tuple[Failed, 
     return last, reports
 
 
-def test_a_fault_nobody_expected_leaves_its_traceback_in_the_log(
+def test_an_unexpected_error_leaves_its_traceback_in_the_log(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     failed, reports = _failed(KeyError(7), monkeypatch)
@@ -44,7 +44,7 @@ def test_a_fault_nobody_expected_leaves_its_traceback_in_the_log(
     assert "test_engine_host.py" in fields["traceback"]
 
 
-def test_an_error_with_words_of_its_own_is_left_to_the_client(
+def test_an_expected_error_is_left_to_the_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     failed, reports = _failed(CapacityError("too small\n- by a lot"), monkeypatch)

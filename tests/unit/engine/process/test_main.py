@@ -1,4 +1,4 @@
-"""The engine process for real: it answers, dies loudly, and never outlives its parent."""
+"""The engine process: it answers, fails loudly, and never outlives its parent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATIENCE_S = 60.0
 
 
 def run(story: Callable[[EngineClient], Awaitable[None]], model: Path, **settings: Any) -> None:
-    """Play a story on an engine process, which has ended and left nothing when this returns."""
+    """Run a script on an engine process, which has ended without remains when this returns."""
 
     async def play() -> None:
         config = engine_config({"model": str(model), "threads": 1, **settings})
@@ -55,7 +55,7 @@ async def _answer(client: EngineClient, name: str, **settings: Any) -> tuple[lis
 
 
 @pytest.mark.parametrize("plans_in_flight", [1, 2])
-def test_many_at_once_get_what_each_gets_in_process(model: Path, plans_in_flight: int) -> None:
+def test_concurrent_requests_match_the_in_process_engine(model: Path, plans_in_flight: int) -> None:
     asked = [
         {"temperature": temperature, "seed": seed, "max_tokens": 20, "ignore_eos": True}
         for seed, temperature in enumerate((0.0, 0.7, 1.0, 1.3, 1.0, 0.0))
@@ -77,7 +77,7 @@ def test_many_at_once_get_what_each_gets_in_process(model: Path, plans_in_flight
     run(story, model, plans_in_flight=plans_in_flight)
 
 
-def test_a_caller_who_leaves_frees_its_blocks(model: Path) -> None:
+def test_a_disconnect_frees_its_blocks(model: Path) -> None:
     async def story(client: EngineClient) -> None:
         sampling = SamplingParams(max_tokens=400, ignore_eos=True)
         async with aclosing(client.generate([0, 5], sampling, request_id="r")) as deltas:
@@ -90,7 +90,7 @@ def test_a_caller_who_leaves_frees_its_blocks(model: Path) -> None:
     run(story, model)
 
 
-def test_a_killed_engine_is_told_to_all_who_wait(model: Path) -> None:
+def test_a_killed_engine_is_reported_to_all_waiting_clients(model: Path) -> None:
     async def story(client: EngineClient) -> None:
         tasks = [
             asyncio.create_task(_answer(client, f"r{i}", max_tokens=500, ignore_eos=True))
@@ -126,11 +126,11 @@ def test_an_idle_engine_does_not_wake_up(model: Path) -> None:
         assert _times_woken(_process_id(client)) - before <= 2
 
     if not Path("/proc/self/task").is_dir():
-        pytest.skip("no /proc here to count wake-ups in")
+        pytest.skip("counting wake-ups needs /proc")
     run(story, model)
 
 
-def test_a_client_that_binds_late_still_gets_the_reason_of_a_failed_start(model: Path) -> None:
+def test_a_client_that_binds_late_still_gets_the_startup_error(model: Path) -> None:
     """The engine waits a second for its socket's other end; a busy client may take longer."""
     config = engine_config({"model": str(model), "kv_cache_memory": "900TiB", "threads": 1})
     process = EngineProcess.launch(config)
@@ -153,7 +153,7 @@ def test_a_client_that_binds_late_still_gets_the_reason_of_a_failed_start(model:
         ("tokenizer.json", TokenizerError),
     ],
 )
-def test_a_model_that_cannot_be_loaded_is_told_as_what_it_is(
+def test_an_unloadable_model_is_reported_with_its_class(
     model: Path, tmp_path: Path, broken: str, error: type[Exception]
 ) -> None:
     for file in model.iterdir():
@@ -167,7 +167,7 @@ def test_a_model_that_cannot_be_loaded_is_told_as_what_it_is(
         run(story, tmp_path)
 
 
-def test_too_little_memory_is_told_with_what_to_lower(model: Path) -> None:
+def test_too_little_memory_is_reported_with_advice(model: Path) -> None:
     async def story(client: EngineClient) -> None:
         raise AssertionError("it must not become ready")
 
@@ -175,7 +175,7 @@ def test_too_little_memory_is_told_with_what_to_lower(model: Path) -> None:
         run(story, model, kv_cache_memory="900TiB")
 
 
-def test_closing_while_the_engine_still_starts_leaves_nothing_behind(model: Path) -> None:
+def test_closing_during_startup_leaves_nothing_behind(model: Path) -> None:
     async def play() -> None:
         config = engine_config({"model": str(model)})
         process = EngineProcess.launch(config)
@@ -191,7 +191,7 @@ def test_closing_while_the_engine_still_starts_leaves_nothing_behind(model: Path
     asyncio.run(play())
 
 
-def test_the_sockets_lie_where_only_their_owner_can_go(model: Path) -> None:
+def test_the_sockets_are_accessible_to_their_owner_only(model: Path) -> None:
     process = EngineProcess.launch(engine_config({"model": str(model)}))
     assert process.folder.stat().st_mode & 0o777 == 0o700
     process.end(0.0)
@@ -225,7 +225,7 @@ def test_an_engine_does_not_outlive_its_parent(model: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["queue", "numpy", "types", "quire"])
-def test_nothing_is_imported_from_the_current_folder(
+def test_nothing_is_imported_from_the_current_directory(
     model: Path, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / f"{name}.py").write_text(
@@ -257,7 +257,7 @@ def test_nothing_is_imported_from_the_current_folder(
     assert "poisoned" not in done.stderr
 
 
-def test_the_finish_reason_survives_the_border(model: Path) -> None:
+def test_the_finish_reason_survives_serialization(model: Path) -> None:
     async def story(client: EngineClient) -> None:
         sampling = SamplingParams(max_tokens=2, ignore_eos=True, logprobs=2, seed=4)
         deltas = [d async for d in client.generate([0, 7], sampling, request_id="r")]
@@ -290,7 +290,7 @@ def _is_alive(process_id: int) -> bool:
 
 
 def _times_woken(process_id: int) -> int:
-    """How often any thread of the process has given up the CPU to wait."""
+    """Return how often any thread of the process has yielded the CPU to wait."""
     total = 0
     for task in Path(f"/proc/{process_id}/task").iterdir():
         for line in (task / "status").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Messages: errors keep their class and words across the border; configs survive the way."""
+"""Messages: errors keep their class and text across processes; configs round-trip."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from quire.engine.process.messages import Fault, error_of, fault_of
         WorkerError("gone"),
     ],
 )
-def test_an_error_arrives_as_what_it_was(error: QuireError) -> None:
+def test_an_error_arrives_with_its_class(error: QuireError) -> None:
     back = error_of(fault_of(error))
     assert type(back) is type(error)
     assert str(back) == str(error)
     assert back.__dict__ == error.__dict__
 
 
-def test_every_class_of_the_tree_crosses_the_border() -> None:
+def test_every_class_of_the_tree_is_serializable() -> None:
     tree = [
         kind
         for kind in vars(errors).values()
@@ -49,7 +49,7 @@ def test_every_class_of_the_tree_crosses_the_border() -> None:
         assert type(error_of(fault_of(kind("words")))) is kind
 
 
-def test_what_is_not_of_the_tree_becomes_a_worker_error() -> None:
+def test_an_error_outside_the_tree_becomes_a_worker_error() -> None:
     back = error_of(fault_of(KeyError("x")))
     assert type(back) is WorkerError
     assert str(back) == "KeyError: 'x'"
@@ -57,7 +57,7 @@ def test_what_is_not_of_the_tree_becomes_a_worker_error() -> None:
     assert type(error_of(Fault(kind="annotations", message="no"))) is WorkerError
 
 
-def test_a_config_comes_back_equal_and_is_checked_again() -> None:
+def test_a_config_round_trips_and_is_checked_again() -> None:
     config = EngineConfig(
         model=ModelConfig(model="a b/ü", max_model_len=64), cache=CacheConfig(block_size=32)
     )

@@ -1,4 +1,4 @@
-"""Who of several clients is told what: each what is its own, all what is everybody's."""
+"""Routing to several clients: each gets its own outputs, and all get common messages."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_each_client_gets_its_rows_and_events_and_all_get_the_counters() -> None
     event = RequestOutput(request_id="7/c#1", token_ids=(5,), finish_reason=FinishReason.STOP)
     step = outputs(["1/a#1", "2/b#1", "1/a#2"], (event,))
     found = told(Outputs(outputs=step, stats=stats))
-    assert set(found) == {1, 2, 7}  # who started the engine asks for nothing
+    assert set(found) == {1, 2, 7}  # the client that started the engine has no requests
     for client, message in found.items():
         assert isinstance(message, Outputs)
         assert message.stats is stats
@@ -63,7 +63,7 @@ def test_each_client_gets_its_rows_and_events_and_all_get_the_counters() -> None
         assert message.outputs.step == 4
 
 
-def test_a_step_for_one_client_is_nothing_for_the_others() -> None:
+def test_a_step_for_one_client_is_not_sent_to_the_others() -> None:
     step = outputs(["2/a#1"])
     found = told(Outputs(outputs=step, stats=EngineStats()))
     assert {client: message.outputs for client, message in found.items()} == {  # type: ignore[union-attr]
@@ -73,18 +73,18 @@ def test_a_step_for_one_client_is_nothing_for_the_others() -> None:
     }
 
 
-def test_answers_and_refusals_go_to_who_asked() -> None:
+def test_replies_and_rejections_go_to_the_requesting_client() -> None:
     refused = Refused(request_ids=("2/a#1", "2/a#2"), fault=FAULT)
     assert told(refused) == {2: refused}
 
 
-def test_what_is_everybodys_is_told_to_all() -> None:
+def test_common_messages_are_sent_to_all() -> None:
     failed = Failed(fault=FAULT)
     assert told(failed) == dict.fromkeys(CLIENTS, failed)
     assert set(told(Beat(ops_done=3))) == {1, 2, 7}
 
 
-def test_questions_of_different_clients_have_different_numbers() -> None:
+def test_queries_of_different_clients_have_different_numbers() -> None:
     async def story() -> None:
         for client in (1, 2, 7):
             asks: PendingQueries[CacheReported] = PendingQueries(query_number_base(client))
@@ -96,7 +96,7 @@ def test_questions_of_different_clients_have_different_numbers() -> None:
     asyncio.run(story())
 
 
-def test_ids_of_different_clients_differ_though_their_callers_say_the_same() -> None:
+def test_equal_ids_of_different_clients_are_distinguished() -> None:
     ids = {OpenStreams[None](id_prefix(client)).fresh_id("same") for client in CLIENTS}
     assert len(ids) == len(CLIENTS)
     assert OpenStreams[None]().fresh_id("same") == "same#1"

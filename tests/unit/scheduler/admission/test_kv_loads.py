@@ -1,7 +1,7 @@
-"""Blocks that leave the pool for a tier and come back: everybody gets the tokens it gets alone.
+"""Blocks evicted to a tier and loaded back: every request gets the tokens it gets alone.
 
-Copies end in drawn orders, some kv_loads bring nothing, tiers break, clients vanish meanwhile. The
-tier of these tests finds a block that is saved before it is whole, or asked for where it is not.
+Copies end in random order, some loads fail, tiers break, requests are aborted meanwhile. The fake
+tier detects blocks that are saved before they are complete, or loaded from a place without them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MET = ("preempted", "moved", "saved", "fetched", "broken", "vanished")
 
 
 def run_case(random: Random) -> Harness:
-    """Drawn operations with a tier; then all has ended as it should."""
+    """Run drawn operations with a tier, and check the end."""
     setup = replace(
         draw_setup(random),
         prefix_caching=True,
@@ -55,16 +55,16 @@ def run_case(random: Random) -> Harness:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 2**32))
-def test_whatever_moves_each_request_gets_what_it_gets_alone(seed: int) -> None:
+def test_requests_match_their_run_alone_under_any_transfers(seed: int) -> None:
     run_case(Random(seed))
 
 
-def test_beams_take_the_blocks_that_are_kept_for_a_request_which_waits() -> None:
-    """Fetched blocks of a waiting request left too few for beams to take their seats."""
+def test_beams_take_blocks_reserved_for_a_waiting_request() -> None:
+    """Fetched blocks of a waiting request left too few blocks for beams to take their slots."""
     run_case(Random(23470032))
 
 
-def test_drawn_cases_meet_what_they_are_meant_to_meet() -> None:
+def test_drawn_cases_reach_their_coverage() -> None:
     cases, met = 60, dict.fromkeys(MET, 0)
     for seed in range(cases):
         harness = run_case(Random(seed))
@@ -85,7 +85,7 @@ def test_drawn_cases_meet_what_they_are_meant_to_meet() -> None:
 
 
 def prompt(number: int, length: int = 33) -> list[int]:
-    """A prompt of eight whole blocks of 4 and a token."""
+    """Return a prompt of eight whole blocks of 4 and a token."""
     random = Random(number)
     return [random.randrange(VOCAB) for _ in range(length)]
 
@@ -95,7 +95,7 @@ def ask(harness: Harness, name: str, number: int, **more: int) -> None:
 
 
 def until(harness: Harness, done) -> None:  # type: ignore[no-untyped-def]
-    """Steps and arrivals until that holds."""
+    """Run steps and transfers until the condition holds."""
     for turn in range(300):
         if done():
             return
@@ -104,12 +104,12 @@ def until(harness: Harness, done) -> None:  # type: ignore[no-untyped-def]
 
 
 def tiered(**more: int) -> Harness:
-    """A pool for one prompt and a half, a tier for many."""
+    """Return a pool for one and a half prompts, with a tier for many."""
     return Harness(Setup(**{"num_blocks": 13, "max_model_len": 40, "tier_places": 64, **more}))
 
 
 def saved_then_evicted(harness: Harness) -> None:
-    """Prompt 0 lies in the tier and no longer in the pool."""
+    """Save prompt 0 to the tier and evict it from the pool."""
     for name, number in (("first", 0), ("other", 1), ("third", 2)):
         ask(harness, name, number)
         harness.drain()
@@ -117,7 +117,7 @@ def saved_then_evicted(harness: Harness) -> None:
     harness.plans.clear()
 
 
-def test_a_prompt_that_left_the_pool_is_fetched_and_not_computed_again() -> None:
+def test_an_evicted_prompt_is_loaded_instead_of_recomputed() -> None:
     harness = tiered()
     saved_then_evicted(harness)
     ask(harness, "again", 0)
@@ -130,10 +130,10 @@ def test_a_prompt_that_left_the_pool_is_fetched_and_not_computed_again() -> None
     harness.check_end()
 
 
-def test_others_go_on_while_one_waits_for_its_blocks() -> None:
+def test_others_continue_while_one_waits_for_its_blocks() -> None:
     harness = tiered(max_num_seqs=2, num_blocks=24)
     saved_then_evicted(harness)
-    for number in range(5, 9):  # push everything out of the larger pool too
+    for number in range(5, 9):  # evict everything from the larger pool too
         ask(harness, f"push-{number}", number)
         harness.drain()
     ask(harness, "again", 0)
@@ -149,7 +149,7 @@ def test_others_go_on_while_one_waits_for_its_blocks() -> None:
 
 
 @pytest.mark.parametrize("arrives", [False, True])
-def test_a_client_that_vanishes_while_its_blocks_are_under_way_leaves_no_block_behind(
+def test_aborting_a_request_during_a_transfer_leaks_no_block(
     arrives: bool,
 ) -> None:
     harness = tiered()
@@ -166,7 +166,7 @@ def test_a_client_that_vanishes_while_its_blocks_are_under_way_leaves_no_block_b
     harness.check_end()
 
 
-def test_a_tier_that_breaks_while_somebody_waits_costs_computing_and_nothing_else() -> None:
+def test_a_broken_tier_only_costs_recomputation() -> None:
     harness = tiered()
     saved_then_evicted(harness)
     ask(harness, "again", 0)
@@ -182,7 +182,7 @@ def test_a_tier_that_breaks_while_somebody_waits_costs_computing_and_nothing_els
     harness.check_end()
 
 
-def test_what_was_fetched_for_who_waits_gives_way_to_who_runs() -> None:
+def test_blocks_loaded_for_a_waiting_request_yield_to_running_ones() -> None:
     harness = tiered(num_blocks=18, max_num_seqs=2, max_model_len=64)
     saved_then_evicted(harness)
     for number in (5, 6, 7):
@@ -198,7 +198,7 @@ def test_what_was_fetched_for_who_waits_gives_way_to_who_runs() -> None:
     harness.check_end()
 
 
-def test_after_a_flush_nothing_saved_before_is_fetched() -> None:
+def test_after_a_flush_nothing_saved_before_is_loaded() -> None:
     harness = tiered()
     saved_then_evicted(harness)
     harness.cache.flush()

@@ -1,4 +1,4 @@
-"""Prompts that begin alike and come at once: what they share is computed once."""
+"""Simultaneous prompts with a common prefix: the prefix is computed once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SHARED, OWN, REQUESTS, BLOCK = 1024, 32, 16, 16
 
 
 def sixteen(budget: int, in_flight: int, *, caching: bool = True) -> Harness:
-    """Sixteen requests at once with a shared prefix, to their ends."""
+    """Run sixteen simultaneous requests with a shared prefix to their ends."""
     harness = Harness(
         Setup(
             num_blocks=1200,
@@ -40,17 +40,17 @@ def test_a_prefix_shared_by_sixteen_is_computed_once(budget: int, in_flight: int
     assert computed <= REQUESTS * (SHARED + OWN) / 8
 
 
-def test_without_prefix_caching_each_computes_all_of_its_own() -> None:
+def test_without_prefix_caching_each_computes_its_whole_prompt() -> None:
     harness = sixteen(256, 1, caching=False)
     assert sum(plan.num_tokens for plan in harness.plans) == REQUESTS * (SHARED + OWN)
 
 
-def test_waiting_for_a_prefix_costs_one_step_where_a_step_has_room_for_all() -> None:
+def test_waiting_for_a_prefix_costs_one_step_if_a_step_fits_all() -> None:
     alone, shared = sixteen(20_000, 1, caching=False), sixteen(20_000, 1)
     assert len(shared.plans) == len(alone.plans) + 1
 
 
-def test_who_waits_lets_others_pass() -> None:
+def test_a_request_waiting_for_a_prefix_lets_others_pass() -> None:
     harness = Harness(Setup(max_num_batched_tokens=64))
     harness.add(make_request("first", range(20), max_tokens=3))
     harness.add(make_request("alike", range(20), max_tokens=3))
@@ -62,8 +62,8 @@ def test_who_waits_lets_others_pass() -> None:
     harness.check_end()
 
 
-def test_nobody_waits_for_a_block_that_is_not_scheduled() -> None:
-    """The first is cut by the budget; the second, under another salt for its start, has room."""
+def test_no_request_waits_for_an_unscheduled_block() -> None:
+    """The first is cut by the budget; the second, under another salt for its start, fits."""
     harness = Harness(Setup(max_num_batched_tokens=8))
     harness.add(make_request("first", range(20), max_tokens=3))
     harness.step()
@@ -74,7 +74,7 @@ def test_nobody_waits_for_a_block_that_is_not_scheduled() -> None:
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_who_waits_computes_it_itself_when_the_first_goes_away(in_flight: int) -> None:
+def test_a_waiting_request_computes_the_prefix_if_the_first_is_aborted(in_flight: int) -> None:
     harness = Harness(Setup(max_num_batched_tokens=64, plans_in_flight=in_flight, run_late=True))
     harness.add(make_request("first", range(20), max_tokens=3))
     harness.add(make_request("alike", range(20), max_tokens=3))
@@ -87,7 +87,7 @@ def test_who_waits_computes_it_itself_when_the_first_goes_away(in_flight: int) -
         assert [a.request_id for a in again.admissions] == ["alike"]
 
 
-def test_nobody_waits_where_less_than_half_of_what_it_could_compute_is_coming() -> None:
+def test_no_request_waits_for_less_than_half_of_what_it_could_compute() -> None:
     harness = Harness(Setup(max_num_batched_tokens=64))
     harness.add(make_request("first", range(20), max_tokens=3))
     harness.add(make_request("alike", [*range(4), *range(50, 62)], max_tokens=3))
@@ -99,7 +99,7 @@ def test_nobody_waits_where_less_than_half_of_what_it_could_compute_is_coming() 
     harness.check_end()
 
 
-def test_prompts_that_are_scored_wait_for_nobody() -> None:
+def test_scored_prompts_do_not_wait() -> None:
     harness = Harness(Setup(max_num_batched_tokens=64))
     harness.add(make_request("first", range(20), max_tokens=3))
     harness.add(make_request("scored", range(20), max_tokens=3, prompt_logprobs=1))

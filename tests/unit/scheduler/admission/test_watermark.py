@@ -1,11 +1,11 @@
-"""What admission leaves free follows preemptions, up and down."""
+"""The admission watermark follows preemptions, up and down."""
 
 from __future__ import annotations
 
 from quire.scheduler.admission.admitter import Watermark
 
 
-def test_nothing_is_left_free_where_nothing_runs() -> None:
+def test_the_watermark_is_zero_when_nothing_runs() -> None:
     mark = Watermark(1000)
     mark.preempted(1)
     assert mark.blocks(0, 1) == 0
@@ -17,7 +17,7 @@ def test_it_begins_at_half_a_block_a_request_or_a_hundredth_of_the_pool() -> Non
     assert mark.blocks(64, 0) == 32
 
 
-def test_preemptions_raise_it_and_steps_without_one_lower_it_again() -> None:
+def test_preemptions_raise_it_and_steps_without_one_lower_it() -> None:
     mark = Watermark(10_000)
     before = mark.blocks(300, 0)
     marks = []
@@ -29,7 +29,7 @@ def test_preemptions_raise_it_and_steps_without_one_lower_it_again() -> None:
     assert marks[3] > later[0] > later[1] > later[2] == before
 
 
-def test_it_never_keeps_more_than_a_quarter_of_the_pool_but_for_growth() -> None:
+def test_beyond_growth_it_never_exceeds_a_quarter_of_the_pool() -> None:
     mark = Watermark(100)
     for step in range(50):
         mark.preempted(step)

@@ -1,7 +1,7 @@
-"""Beam search the long way round: every continuation of every beam is made, sorted and judged.
+"""A naive beam search: every continuation of every beam is made, sorted and judged.
 
-Written from the description of `transformers`' search, to compare with. It knows nothing of
-blocks, plans or how few log-probabilities would do. A log-probability of -inf is a ban.
+Written from the description of `transformers`' search, for comparison. Independent of blocks, plans
+and the number of log-probabilities needed. A log-probability of -inf is a ban.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Wishes:
-    """What the search is asked for; transformers calls width num_beams. ends: whether an answer of
-    these tokens is over, by its grammar or its text."""
+    """Parameters of a search; transformers calls width num_beams.
+
+    ends: whether the answer of these tokens is complete, by its grammar or its text.
+    """
 
     width: int
     max_new: int
@@ -31,7 +33,7 @@ Sequence = tuple[float, tuple[int, ...]]
 def beams(
     logprobs_after: Callable[[tuple[int, ...]], list[float]], wishes: Wishes
 ) -> list[Sequence]:
-    """The finished sequences, (score, new tokens), best first."""
+    """Return the finished sequences, (score, new tokens), best first."""
     running: list[Sequence] = [(0.0, ())]
     finished: list[Sequence] = []
     for length in range(1, wishes.max_new + 1):
@@ -62,7 +64,7 @@ def _is_end(tokens: tuple[int, ...], wishes: Wishes) -> bool:
 
 
 def _looked_at(everything: list[Sequence], wishes: Wishes) -> list[Sequence]:
-    """Up to twice `width` of those that no token ends, and what stands before them."""
+    """Return up to twice `width` candidates that no token ends, and what precedes them."""
     others = 0
     for place, one in enumerate(everything):
         others += one[1][-1] not in wishes.stop_ids

@@ -1,4 +1,4 @@
-"""Beams on their slots: what they share, how they wait, leave and come back, and who is told."""
+"""Beams on their slots: sharing, waiting, preemption, aborts, and the outputs of streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.scheduler.harness import Harness, Setup
 def searches(
     name: str = "s", *, n: int = 4, prompt: int = 9, output: int = 12, **sampling: Any
 ) -> list[Request]:
-    """The streams of one beam search."""
+    """Return the streams of one beam search."""
     return [
         make_request(
             f"{name}.{stream}",
@@ -33,7 +33,7 @@ def searches(
 
 
 def draws(n: int, *, prompt: int, output: int) -> list[Request]:
-    """The streams of one request for n answers."""
+    """Return the streams of one request with n answers."""
     ids = [at % VOCAB for at in range(prompt)]
     return [
         make_request(f"d.{i}", ids, max_tokens=output, group="d", stream=i, n=n) for i in range(n)
@@ -41,7 +41,7 @@ def draws(n: int, *, prompt: int, output: int) -> list[Request]:
 
 
 def peaks(harness: Harness) -> tuple[int, int]:
-    """Run to the end; most blocks in use at once, and most that sequences named at once."""
+    """Run to the end; return the peak of used blocks, and of blocks named by sequences."""
     used = named = 0
     while harness.scheduler.has_work:
         assert harness.step()
@@ -62,9 +62,9 @@ def test_four_beams_of_100_and_50_tokens_take_300_tokens_of_memory_not_600(
         harness.add(request)
     used, named = peaks(harness)
     harness.check_end()
-    # Beyond it: a partial block each, and those that are copied from while a step runs.
+    # Additionally a partial block each, and copy sources while a step runs.
     assert used * block_size <= 100 + 4 * 50 + 2 * 4 * (block_size - 1)
-    assert named * block_size >= 590  # the last step's is not seen any more
+    assert named * block_size >= 590  # the last step is not observed
     assert sum(len(plan.copy_from) for plan in harness.plans) <= 3 * 50
     assert all(not len(plan.copy_from) for plan in harness.plans) == (block_size == 1)
 
@@ -78,12 +78,12 @@ def test_128_answers_share_their_prompt() -> None:
         harness.add(request)
     used, named = peaks(harness)
     harness.check_end()
-    assert used <= 16 + 2 * 128 + 1  # of the prompt, of each; and the block that forks copy
+    assert used <= 16 + 2 * 128 + 1  # the prompt, each sequence, and the block that forks copy
     assert named == 18 * 128
 
 
 @pytest.mark.parametrize("plans_in_flight", [1, 2, 3])
-def test_no_row_of_a_beam_is_planned_before_the_last_step_was_decided(
+def test_a_beams_row_is_planned_only_after_the_last_step_was_decided(
     plans_in_flight: int,
 ) -> None:
     harness = Harness(Setup(plans_in_flight=plans_in_flight, max_num_batched_tokens=3))
@@ -96,7 +96,7 @@ def test_no_row_of_a_beam_is_planned_before_the_last_step_was_decided(
     harness.check_end()
 
 
-def test_a_group_leaves_as_a_whole_and_comes_back_with_what_all_beams_share() -> None:
+def test_a_group_is_preempted_as_a_whole_and_resumes_with_the_common_prefix() -> None:
     setup = Setup(num_blocks=24, block_size=2, max_num_seqs=5, max_num_batched_tokens=64)
     harness = Harness(setup)
     harness.add(make_request("old", [at % VOCAB for at in range(20)], max_tokens=28))
@@ -112,7 +112,7 @@ def test_a_group_leaves_as_a_whole_and_comes_back_with_what_all_beams_share() ->
     assert harness.ends["old"].num_preemptions == 0
 
 
-def test_a_stream_may_leave_and_the_others_are_told_what_they_would_have_been() -> None:
+def test_aborting_a_stream_does_not_change_the_others() -> None:
     harness = Harness(Setup())
     for request in searches():
         harness.add(request)
@@ -126,7 +126,7 @@ def test_a_stream_may_leave_and_the_others_are_told_what_they_would_have_been() 
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-def test_the_last_stream_that_leaves_ends_the_search(steps: int) -> None:
+def test_aborting_the_last_stream_ends_the_search(steps: int) -> None:
     harness = Harness(Setup())
     for request in searches(n=2):
         harness.add(request)
@@ -140,7 +140,7 @@ def test_the_last_stream_that_leaves_ends_the_search(steps: int) -> None:
     assert harness.scheduler.stats().running == harness.scheduler.stats().waiting == 0
 
 
-def test_a_failed_row_ends_all_streams_of_its_search_and_nobody_elses() -> None:
+def test_a_failed_row_ends_only_the_streams_of_its_search() -> None:
     harness = Harness(Setup(max_num_seqs=6))
     harness.add(make_request("other", [1, 2, 3], max_tokens=9))
     for request in searches():
@@ -154,7 +154,7 @@ def test_a_failed_row_ends_all_streams_of_its_search_and_nobody_elses() -> None:
     assert harness.ends["other"].finish_reason is FinishReason.LENGTH
 
 
-def test_sequences_come_best_first_with_their_scores() -> None:
+def test_sequences_are_returned_best_first_with_their_scores() -> None:
     harness = Harness(Setup())
     for request in searches(best_of=4, n=3, logprobs=1):
         harness.add(request)
@@ -162,11 +162,11 @@ def test_sequences_come_best_first_with_their_scores() -> None:
     scores = [harness.ends[f"s.{i}"].score for i in range(3)]
     assert scores == sorted(scores, reverse=True)
     for i in range(3):
-        told = harness.ends[f"s.{i}"].logprobs
-        assert sum(one.logprob for one in told) / len(told) == pytest.approx(scores[i])
+        logprobs = harness.ends[f"s.{i}"].logprobs
+        assert sum(one.logprob for one in logprobs) / len(logprobs) == pytest.approx(scores[i])
 
 
-def test_fewer_sequences_than_asked_for_are_an_error_of_those_that_have_none() -> None:
+def test_missing_sequences_are_errors_of_their_streams() -> None:
     harness = Harness(Setup(max_num_seqs=16))
     for request in searches(n=16, output=1):  # one token, of which there are eleven
         harness.add(request)
@@ -176,14 +176,14 @@ def test_fewer_sequences_than_asked_for_are_an_error_of_those_that_have_none() -
     assert "11 sequences for 16 streams" in str(harness.ends["s.11"].error)
 
 
-def test_more_beams_than_may_run_are_refused_with_both_numbers() -> None:
+def test_more_beams_than_slots_are_rejected_with_both_numbers() -> None:
     harness = Harness(Setup(max_num_seqs=3))
     with pytest.raises(InvalidParameter, match=r"n is 4 beams.*3 requests may run") as error:
         harness.scheduler.add(searches()[0])
     assert error.value.param == "n"
 
 
-def test_beams_that_never_fit_beside_each_other_are_refused() -> None:
+def test_beams_that_never_fit_together_are_rejected() -> None:
     harness = Harness(Setup(num_blocks=8, block_size=4))
     with pytest.raises(ContextTooLong, match=r"4 beams need one more each.*32 tokens"):
         harness.scheduler.add(searches(prompt=20)[0])
@@ -191,7 +191,7 @@ def test_beams_that_never_fit_beside_each_other_are_refused() -> None:
     harness.drain()
 
 
-def test_a_search_longer_than_the_cache_allows_is_rejected_and_not_shortened() -> None:
+def test_a_search_longer_than_the_cache_allows_is_rejected() -> None:
     harness = Harness(Setup(num_blocks=13, block_size=2, max_num_seqs=4))
     expected = r"2 beams of up to 12 new tokens need 16 KV blocks.*13 are available.*at most 9,"
     with pytest.raises(InvalidParameter, match=expected) as error:
@@ -204,7 +204,7 @@ def test_a_search_longer_than_the_cache_allows_is_rejected_and_not_shortened() -
 
 
 @pytest.mark.parametrize(("width", "output"), [(2, 9), (3, 5), (4, 3)])
-def test_beams_as_long_as_the_cache_allows_get_to_their_end_alone(width: int, output: int) -> None:
+def test_beams_as_long_as_the_cache_allows_finish_alone(width: int, output: int) -> None:
     harness = Harness(Setup(num_blocks=13, block_size=2, max_num_seqs=4))
     with pytest.raises(InvalidParameter, match="max_tokens"):
         harness.scheduler.add(searches(n=width, prompt=3, output=output + 1)[0])

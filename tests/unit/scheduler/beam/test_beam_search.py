@@ -1,4 +1,4 @@
-"""The search alone: it finds what trying every continuation finds, from few log-probabilities."""
+"""The search alone: it equals an exhaustive search, from few log-probabilities."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def logprobs_after(salt: int, tokens: tuple[int, ...]) -> list[float]:
     return beam_logprobs(digest)
 
 
-def run(search: BeamSearch, wishes: Wishes, salt: int, *, told: int) -> BeamSearch:
-    """The search to its end, told the best `told` of each beam as a worker tells them."""
+def run(search: BeamSearch, wishes: Wishes, salt: int, *, num_best: int) -> BeamSearch:
+    """Run the search to its end with the `num_best` best candidates of each beam."""
     while not search.is_done:
         of_beams = []
         for tokens in search.tokens[:, len(PROMPT) :].tolist():
             logprobs = np.array(logprobs_after(salt, tuple(tokens)), np.float32)
             if len(tokens) < wishes.min_new:
                 logprobs[list(wishes.stop_ids)] = -np.inf
-            best = np.argsort(-logprobs, kind="stable")[:told].astype(np.int32)
+            best = np.argsort(-logprobs, kind="stable")[:num_best].astype(np.int32)
             best = best[logprobs[best] > -np.inf]
             ends = [wishes.ends((*tokens, id_)) for id_ in best.tolist()]
             of_beams.append(
@@ -84,7 +84,7 @@ def reported(ids: NDArray[np.int32], values: list[float]) -> BeamCandidates:
 
 
 def ends_often(salt: int, one_in: int) -> Callable[[tuple[int, ...]], bool]:
-    """Answers that are over by their text, about one in so many."""
+    """Return a predicate that ends about one answer in so many by its text."""
     return lambda tokens: mix(salt, hash(tokens)) % one_in == 0
 
 
@@ -100,7 +100,7 @@ def drawn(random: Random) -> Wishes:
 
 
 @pytest.mark.parametrize("by_text", [False, True])
-def test_it_finds_what_trying_every_continuation_finds(*, by_text: bool) -> None:
+def test_it_equals_an_exhaustive_search(*, by_text: bool) -> None:
     stopped = ended_early = 0
     for salt in range(300):
         random = Random(salt)
@@ -109,7 +109,7 @@ def test_it_finds_what_trying_every_continuation_finds(*, by_text: bool) -> None
             wishes = replace(wishes, ends=ends_often(salt, random.choice([2, 4, 12])))
         asked = request(wishes, stop=("the worker says where",) * by_text)
         search = BeamSearch(asked, len(PROMPT) + wishes.max_new)
-        run(search, wishes, salt, told=search.num_candidates)
+        run(search, wishes, salt, num_best=search.num_candidates)
         expected = beams(lambda tokens, salt=salt: logprobs_after(salt, tokens), wishes)
         assert [one.token_ids for one in search.finished] == [ids for _, ids in expected], wishes
         assert [one.score for one in search.finished] == pytest.approx(
@@ -121,16 +121,16 @@ def test_it_finds_what_trying_every_continuation_finds(*, by_text: bool) -> None
     assert ended_early > 50
 
 
-def test_where_all_that_is_looked_at_ends_the_search_is_over() -> None:
+def test_the_search_ends_if_all_candidates_end() -> None:
     wishes = Wishes(width=2, max_new=9, ends=lambda tokens: True)
-    search = run(BeamSearch(request(wishes, stop=("x",)), len(PROMPT) + 9), wishes, 3, told=4)
+    search = run(BeamSearch(request(wishes, stop=("x",)), len(PROMPT) + 9), wishes, 3, num_best=4)
     assert [len(one.token_ids) for one in search.finished] == [1, 1]
     assert [one.finish_reason for one in search.finished] == [FinishReason.STOP] * 2
     assert [one.stop_id for one in search.finished] == [None] * 2
 
 
-def test_of_twice_the_width_that_one_goes_on_is_enough_and_others_come_back() -> None:
-    """The first step's candidates end but the fourth: one beam, and then two again."""
+def test_one_surviving_beam_branches_to_the_full_width_again() -> None:
+    """All but the fourth candidate of the first step end: one beam, and then two again."""
     wishes = Wishes(width=2, max_new=9, early_stopping="never")
     search = BeamSearch(request(wishes, stop=("x",)), len(PROMPT) + 9)
     free = reported(np.arange(6, dtype=np.int32), [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0])
@@ -140,7 +140,7 @@ def test_of_twice_the_width_that_one_goes_on_is_enough_and_others_come_back() ->
     assert search.advance([free]) == [0, 0]
 
 
-def test_a_beam_that_nothing_may_follow_goes_on_no_more() -> None:
+def test_a_beam_without_continuations_ends() -> None:
     wishes = Wishes(width=2, max_new=9)
     search = BeamSearch(request(wishes), len(PROMPT) + 9)
     some = reported(np.arange(2, dtype=np.int32), [-1.0, -2.0])
@@ -152,7 +152,7 @@ def test_a_beam_that_nothing_may_follow_goes_on_no_more() -> None:
     assert search.finished == []
 
 
-def test_a_step_without_candidates_is_the_workers_fault() -> None:
+def test_a_step_without_candidates_is_a_worker_error() -> None:
     one = np.array([1], np.int32)
     result = StepResult(step=7, token_counts=one, token_ids=one)
     with pytest.raises(WorkerError, match="step 7 has no candidates"):
@@ -163,9 +163,9 @@ def test_a_step_without_candidates_is_the_workers_fault() -> None:
     assert (got.ids.tolist(), len(got.ends), got.top) == ([0, 0, 0], 0, ())
 
 
-def test_a_sequence_that_ends_has_its_stop_token_and_says_so() -> None:
+def test_an_ended_sequence_has_its_stop_token_and_reason() -> None:
     wishes = Wishes(width=3, max_new=6, stop_ids=(2, 5))
-    search = run(BeamSearch(request(wishes), len(PROMPT) + 6), wishes, 4, told=9)
+    search = run(BeamSearch(request(wishes), len(PROMPT) + 6), wishes, 4, num_best=9)
     for one in search.finished:
         is_stop = one.token_ids[-1] in wishes.stop_ids
         assert (one.finish_reason is FinishReason.STOP) == is_stop
@@ -173,22 +173,22 @@ def test_a_sequence_that_ends_has_its_stop_token_and_says_so() -> None:
         assert not any(token_id in wishes.stop_ids for token_id in one.token_ids[:-1])
 
 
-def test_scores_are_sums_of_what_decides_and_callers_are_told_the_models_own() -> None:
+def test_scores_are_sums_of_processed_values_and_logprobs_are_the_models() -> None:
     wishes = Wishes(width=3, max_new=5, length_penalty=0.0)
     search = BeamSearch(request(wishes, logprobs=2), len(PROMPT) + 5)
-    for one in run(search, wishes, 1, told=search.num_candidates).finished:
-        assert tuple(told.token_id for told in one.logprobs) == one.token_ids
-        assert sum(told.logprob for told in one.logprobs) == pytest.approx(2 * one.score)
-        assert all(len(told.top) == 2 for told in one.logprobs)
+    for one in run(search, wishes, 1, num_best=search.num_candidates).finished:
+        assert tuple(entry.token_id for entry in one.logprobs) == one.token_ids
+        assert sum(entry.logprob for entry in one.logprobs) == pytest.approx(2 * one.score)
+        assert all(len(entry.top) == 2 for entry in one.logprobs)
 
 
-def test_fewer_log_probabilities_than_asked_for_end_in_fewer_beams_not_in_wrong_ones() -> None:
+def test_missing_log_probabilities_give_fewer_beams_not_wrong_ones() -> None:
     wishes = Wishes(width=4, max_new=3)
-    search = run(BeamSearch(request(wishes), len(PROMPT) + 3), wishes, 0, told=1)
+    search = run(BeamSearch(request(wishes), len(PROMPT) + 3), wishes, 0, num_best=1)
     assert len(search.finished) == 1
 
 
-def test_what_all_beams_begin_with_is_counted_in_tokens() -> None:
+def test_the_common_prefix_of_beams_is_counted_in_tokens() -> None:
     search = BeamSearch(request(Wishes(width=3, max_new=9)), len(PROMPT) + 9)
     assert search.num_shared_tokens == len(PROMPT)
     one = np.array([7, 8, 9], np.int32)

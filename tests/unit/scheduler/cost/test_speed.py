@@ -1,4 +1,4 @@
-"""The speed estimate finds the prices of steps from their times, and keeps them."""
+"""The speed estimate learns the prices of steps from their times, and keeps them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def true_ms(plan: StepPlan, num_heads: int, cost: LinearCost = TRUE) -> float:
 
 
 def drawn_step(random: Random) -> tuple[StepPlan, int]:
-    """Some rows that decode, now and then with a prompt's chunk beside them."""
+    """Draw decoding rows, sometimes with a prompt chunk."""
     num_rows = random.randrange(1, 17)
     counts, starts = [1] * num_rows, [random.randrange(2000) for _ in range(num_rows)]
     if random.random() < 0.4:
@@ -49,7 +49,7 @@ def taught(estimate: SpeedEstimate, *, steps: int, noise: float = 0.0) -> SpeedE
     return estimate
 
 
-def test_the_prices_of_steps_are_found_from_their_times() -> None:
+def test_step_prices_are_learned_from_times() -> None:
     found = taught(SpeedEstimate(), steps=300).now
     assert found.fixed_ms == pytest.approx(TRUE.fixed_ms, rel=0.02)
     assert found.token_ms == pytest.approx(TRUE.token_ms, rel=0.02)
@@ -58,7 +58,7 @@ def test_the_prices_of_steps_are_found_from_their_times() -> None:
     assert found.read_ms == pytest.approx(TRUE.read_ms, rel=0.05)
 
 
-def test_noisy_times_give_predictions_that_are_right_on_the_whole() -> None:
+def test_predictions_from_noisy_times_are_right_on_average() -> None:
     estimate = taught(SpeedEstimate(), steps=300, noise=0.3)
     assert estimate.step_ms(8, 8 * 500) == pytest.approx(12 + 8 * 1.3 + 20, rel=0.1)
     assert estimate.span_ms(0, 1000) == pytest.approx(800 + 500, rel=0.15)
@@ -80,7 +80,7 @@ def test_one_stall_does_not_set_the_prices() -> None:
     assert estimate.step_ms(8, 8 * 501) < 15.0
 
 
-def test_a_step_predicted_to_take_no_time_does_not_outweigh_the_others() -> None:
+def test_a_step_predicted_to_take_no_time_does_not_dominate() -> None:
     estimate, plan = SpeedEstimate(), plan_of([1], [0])
     estimate.note(plan, 1, 1.0)
     assert estimate.now.fixed_ms > 0
@@ -91,17 +91,17 @@ def test_a_step_predicted_to_take_no_time_does_not_outweigh_the_others() -> None
     assert estimate.step_ms(1, 1) == pytest.approx(1.0)
 
 
-def test_one_step_sets_the_scale_of_a_prior_with_the_right_proportions() -> None:
+def test_one_step_scales_a_prior_with_the_right_proportions() -> None:
     slow = LinearCost(
         fixed_ms=1200.0, token_ms=80.0, position_ms=0.1, score_ms=50.0, read_ms=0.4
-    )  # a hundred times slower than what will be seen
+    )  # a hundred times slower than the observed steps
     estimate = SpeedEstimate(slow)
     plan = plan_of([1, 1, 1], [10, 20, 30])
     estimate.note(plan, 3, true_ms(plan, 3))
     assert estimate.span_ms(0, 1000) == pytest.approx(800 + 500, rel=0.02)
 
 
-def test_a_long_run_of_decode_steps_does_not_forget_what_prompts_cost() -> None:
+def test_a_long_run_of_decode_steps_does_not_lose_the_price_of_prompts() -> None:
     estimate = taught(SpeedEstimate(), steps=300)
     plan = plan_of([1] * 8, [500] * 8)
     for _ in range(5_000):
@@ -109,7 +109,7 @@ def test_a_long_run_of_decode_steps_does_not_forget_what_prompts_cost() -> None:
     assert estimate.span_ms(0, 1000) == pytest.approx(800 + 500, rel=0.05)
 
 
-def test_a_machine_that_turns_slower_is_followed() -> None:
+def test_a_machine_that_slows_down_is_followed() -> None:
     estimate = taught(SpeedEstimate(), steps=300)
     random = Random(2)
     for _ in range(1_000):
@@ -118,7 +118,7 @@ def test_a_machine_that_turns_slower_is_followed() -> None:
     assert estimate.span_ms(0, 1000) == pytest.approx(2 * (800 + 500), rel=0.05)
 
 
-def test_prices_are_never_negative_however_odd_the_times() -> None:
+def test_prices_are_never_negative() -> None:
     random = Random(3)
     estimate = SpeedEstimate()
     for _ in range(500):
@@ -129,7 +129,7 @@ def test_prices_are_never_negative_however_odd_the_times() -> None:
         assert estimate.step_ms(1, 1) > 0
 
 
-def test_times_that_cannot_be_tell_nothing() -> None:
+def test_impossible_times_are_ignored() -> None:
     estimate = SpeedEstimate()
     before = estimate.now
     for ms in (0.0, -1.0, float("nan"), float("inf")):
@@ -138,11 +138,11 @@ def test_times_that_cannot_be_tell_nothing() -> None:
     assert estimate.num_steps == 0
 
 
-def test_steps_are_fitted_when_somebody_asks_and_not_one_by_one() -> None:
+def test_steps_are_fitted_on_demand_and_not_one_by_one() -> None:
     estimate = SpeedEstimate()
     fits = []
     fit = estimate._fit
-    estimate._fit = lambda: fits.append(1) or fit()  # type: ignore[method-assign, func-returns-value]
+    estimate._fit = lambda: fits.append(1) or fit()  # type: ignore
     plan = plan_of([1, 1], [5, 6])
     for _ in range(640):
         estimate.note(plan, 2, 3.0)
@@ -151,7 +151,7 @@ def test_steps_are_fitted_when_somebody_asks_and_not_one_by_one() -> None:
     assert len(fits) == 10
 
 
-def test_layers_of_a_part_are_a_share_of_a_step_by_itself() -> None:
+def test_layers_of_a_chunk_are_a_share_of_a_step() -> None:
     estimate, random = SpeedEstimate(), Random(4)
     for _ in range(300):
         plan, num_heads = drawn_step(random)

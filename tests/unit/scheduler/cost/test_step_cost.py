@@ -1,4 +1,4 @@
-"""The step's budget: tokens, predicted milliseconds, and that somebody always gets on."""
+"""The step's budget: tokens, predicted milliseconds, and guaranteed progress."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_row_costs_its_tokens_and_the_positions_they_attend_to() -> None:
     st.floats(0.0, 1.0),
     st.floats(0.0, 0.01),
 )
-def test_the_most_tokens_within_a_budget_fit_and_one_more_does_not(
+def test_the_token_count_of_a_budget_fits_and_one_more_does_not(
     start: int, budget_ms: float, token_ms: float, position_ms: float
 ) -> None:
     cost = LinearCost(fixed_ms=0.0, token_ms=token_ms, position_ms=position_ms)
@@ -47,14 +47,14 @@ def test_without_budget_nothing_fits_and_without_cost_everything() -> None:
         assert almost_free.max_tokens(0, 1.0) > 10**9
 
 
-def test_tokens_are_handed_out_in_order_until_they_are_spent() -> None:
+def test_tokens_are_granted_in_order_until_they_are_spent() -> None:
     budget = StepBudget(10, 0.0, None)
     assert budget.allot(ints(0, 0, 0, 0), ints(1, 6, 6, 2)).tolist() == [1, 6, 3, 0]
     assert budget.spent
     assert budget.allot_one(0, 5) == 0
 
 
-def test_what_is_given_back_can_be_handed_out_again() -> None:
+def test_returned_tokens_can_be_granted_again() -> None:
     cost = LinearCost(fixed_ms=0.0, token_ms=1.0, position_ms=0.0)
     budget = StepBudget(10, 8.0, cost)
     budget.allot(ints(0, 0), ints(3, 4))
@@ -63,7 +63,7 @@ def test_what_is_given_back_can_be_handed_out_again() -> None:
     assert budget.allot_one(0, 9) == 5
 
 
-def test_time_cuts_the_row_that_crosses_it_and_leaves_the_rest_for_later() -> None:
+def test_time_cuts_the_row_that_crosses_it_and_excludes_the_rest() -> None:
     cost = LinearCost(fixed_ms=1.0, token_ms=1.0, position_ms=0.0)
     budget = StepBudget(100, 6.0, cost)
     assert budget.allot(ints(0, 0, 0), ints(2, 8, 1)).tolist() == [2, 3, 0]
@@ -71,7 +71,7 @@ def test_time_cuts_the_row_that_crosses_it_and_leaves_the_rest_for_later() -> No
 
 
 @pytest.mark.parametrize("ms", [0.5, 1.0, 1.5])
-def test_the_first_row_gets_a_token_however_little_time_there_is(ms: float) -> None:
+def test_the_first_row_gets_a_token_however_little_time_is_left(ms: float) -> None:
     cost = LinearCost(fixed_ms=1.0, token_ms=1.0, position_ms=0.0)
     assert StepBudget(100, ms, cost).allot(ints(0, 0, 0), ints(0, 8, 1)).tolist() == [0, 1, 0]
     budget = StepBudget(100, ms, cost)
@@ -81,7 +81,7 @@ def test_the_first_row_gets_a_token_however_little_time_there_is(ms: float) -> N
     assert StepBudget(100, ms, cost).allot(ints(0), ints(0)).tolist() == [0]
 
 
-def test_a_scored_token_costs_the_head_too() -> None:
+def test_a_scored_token_also_costs_the_head() -> None:
     cost = LinearCost(fixed_ms=0.0, token_ms=1.0, position_ms=0.0, score_ms=3.0)
     scored = np.array([False, True, True])
     assert cost.rows_ms(ints(0, 0, 9), ints(2, 2, 1), scored).tolist() == [2.0, 8.0, 4.0]
@@ -116,7 +116,7 @@ def test_a_step_budget_shortens_chunks_at_depth() -> None:
     harness.check_end()
 
 
-def test_one_row_costs_what_it_does_among_others() -> None:
+def test_a_row_costs_the_same_alone_and_in_a_batch() -> None:
     cost = LinearCost(fixed_ms=1.0, token_ms=0.3, position_ms=0.01, score_ms=0.7, read_ms=0.002)
     starts, counts = ints(0, 5, 9, 4000), ints(1, 7, 0, 300)
     for scored in (False, True):
@@ -126,7 +126,7 @@ def test_one_row_costs_what_it_does_among_others() -> None:
         assert ones == pytest.approx(rows.tolist(), rel=1e-14)
 
 
-def test_a_budget_of_time_without_tokens_left_hands_out_none() -> None:
+def test_a_time_budget_without_tokens_grants_none() -> None:
     cost = LinearCost(fixed_ms=0.0, token_ms=1.0, position_ms=0.0)
     budget = StepBudget(2, 10.0, cost)
     assert budget.allot(ints(0), ints(2)).tolist() == [2]

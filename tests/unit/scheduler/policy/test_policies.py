@@ -1,4 +1,4 @@
-"""The order of service and of preemption under each policy, and that every request is served."""
+"""The order of scheduling and of preemption under each policy, and that every request finishes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def harness_of(name: str, **settings: object) -> Harness:
 
 
 def order_of(harness: Harness) -> list[str]:
-    """Names by first admission."""
+    """Return names by first admission."""
     names = [one.request_id for plan in harness.plans for one in plan.admissions]
     return list(dict.fromkeys(names))
 
@@ -48,17 +48,17 @@ def ask(name: str, **fields: object) -> Request:
     return make_request(name, [1, 2, 3], **given)  # type: ignore[arg-type]
 
 
-def test_first_come_serves_by_arrival() -> None:
+def test_fcfs_serves_by_arrival() -> None:
     asked = (ask("a", priority=9), ask("b", priority=-9), ask("c", ttft_slo_ms=1.0))
     assert served(harness_of("fcfs"), *asked) == ["a", "b", "c"]
 
 
-def test_priority_serves_the_smallest_number_first_and_equals_by_arrival() -> None:
+def test_priority_serves_the_smallest_number_first_and_ties_by_arrival() -> None:
     asked = (ask("a"), ask("b", priority=1), ask("c", priority=-1), ask("d"))
     assert served(harness_of("priority"), *asked) == ["c", "a", "d", "b"]
 
 
-def test_ten_seconds_of_waiting_make_up_for_a_level_of_priority() -> None:
+def test_ten_seconds_of_waiting_offset_a_level_of_priority() -> None:
     late, later = ask("late", arrival_ms=9_000.0), ask("later", arrival_ms=11_000.0)
     asked = (ask("low", priority=1), late, later)
     assert served(harness_of("priority"), *asked) == ["late", "low", "later"]
@@ -79,7 +79,7 @@ def test_shortest_first_counts_prompt_and_output() -> None:
     assert order == ["short", "prompt", "output"]
 
 
-def test_shortest_first_learns_how_long_a_tenants_answers_are() -> None:
+def test_sjf_learns_a_tenants_output_lengths() -> None:
     harness = harness_of("sjf", max_model_len=64)
     brief = make_request("x", [1, 2], max_tokens=60, stop_ids=(900,), tenant="brief")
     wordy = make_request("x", [1, 2], max_tokens=60, stop_ids=(900,), tenant="wordy")
@@ -93,7 +93,7 @@ def test_shortest_first_learns_how_long_a_tenants_answers_are() -> None:
     assert served(harness, *asked) == ["brief", "nobody", "wordy"]
 
 
-def test_fair_share_serves_tenants_in_turn_however_many_requests_one_sends() -> None:
+def test_fair_share_serves_tenants_in_turn_whatever_their_request_counts() -> None:
     flood = [ask(f"flood-{number}", tenant="flood") for number in range(6)]
     light = [ask(f"light-{number}", tenant="light") for number in range(2)]
     order = served(harness_of("fair"), *flood, *light)
@@ -111,7 +111,7 @@ def test_fair_share_gives_a_tenant_of_weight_three_three_times_the_tokens() -> N
     assert 14 <= first.count("heavy") <= 16
 
 
-def test_fair_share_lets_nobody_save_up_while_away() -> None:
+def test_fair_share_accumulates_no_credit_while_idle() -> None:
     harness = harness_of("fair")
     for number in range(10):
         harness.add(ask(f"busy-{number}", tenant="busy"))
@@ -124,7 +124,7 @@ def test_fair_share_lets_nobody_save_up_while_away() -> None:
     assert after.count("busy") >= 3  # by turns from now on; "back" does not get six at once
 
 
-def test_fair_share_charges_what_is_computed_again_to_nobody() -> None:
+def test_fair_share_does_not_charge_recomputation() -> None:
     harness = harness_of("fair", num_blocks=8, max_num_seqs=2, max_num_batched_tokens=16)
     for name in "ab":
         harness.add(make_request(name, [1, 2, 3, 4, 5, 6], max_tokens=24, tenant=name))
@@ -135,7 +135,7 @@ def test_fair_share_charges_what_is_computed_again_to_nobody() -> None:
     assert policy._served["b"] == pytest.approx(6 + 2 * 24)
 
 
-def test_earliest_deadline_serves_by_what_was_promised() -> None:
+def test_earliest_deadline_serves_by_deadline() -> None:
     asked = (
         ask("nothing"),
         ask("soon", ttft_slo_ms=500.0),
@@ -146,8 +146,8 @@ def test_earliest_deadline_serves_by_what_was_promised() -> None:
 
 
 @pytest.mark.parametrize("name", ["priority", "fair"])
-def test_who_is_favoured_keeps_its_blocks(name: str) -> None:
-    """Two run in a pool for one; the one served later loses its blocks though it came first."""
+def test_the_request_ranked_first_keeps_its_blocks(name: str) -> None:
+    """Two run in a pool for one; the one ranked later loses its blocks though it came first."""
     harness = harness_of(name, num_blocks=8, max_num_seqs=2, max_num_batched_tokens=32)
     if name == "fair":  # the other tenant was served a lot
         harness.scheduler._policy._served["low"] = 1e6  # type: ignore[attr-defined]
@@ -163,12 +163,12 @@ def test_who_is_favoured_keeps_its_blocks(name: str) -> None:
     if name == "priority":
         assert lost["low"] > 0
         assert lost["high"] == 0
-    else:  # by arrival where blocks are short: only victims behind are chosen by tenant
+    else:  # by arrival if blocks are short: only later victims are chosen by tenant
         assert sum(lost.values()) > 0
     harness.check_end()
 
 
-def test_fair_share_preempts_the_tenant_that_was_served_most() -> None:
+def test_fair_share_preempts_the_tenant_served_most() -> None:
     harness = harness_of("fair", max_num_seqs=3, max_num_batched_tokens=64)
     for name in ("a", "b", "c"):
         harness.add(make_request(name, [1, 2, 3], max_tokens=40, tenant=name))
@@ -190,8 +190,8 @@ FAVOURED: dict[str, Callable[[str, float], Request]] = {
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", POLICY_NAMES)
-def test_every_request_finishes_under_a_stream_of_favoured_ones(name: str, seed: int) -> None:
-    """More favoured ones come than can be served; those that are not get on all the same."""
+def test_every_request_finishes_despite_a_stream_of_favoured_ones(name: str, seed: int) -> None:
+    """More favoured requests come than can be served; the others still progress."""
     random = Random(seed)
     harness = harness_of(
         name,
@@ -219,24 +219,24 @@ def test_every_request_finishes_under_a_stream_of_favoured_ones(name: str, seed:
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
-def test_each_name_makes_a_policy_that_serves(name: str) -> None:
+def test_each_name_makes_a_working_policy(name: str) -> None:
     asked = [ask(f"r{number}", tenant=f"t{number % 2}") for number in range(4)]
     assert sorted(served(harness_of(name), *asked)) == ["r0", "r1", "r2", "r3"]
 
 
-def test_the_flag_offers_the_policies_there_are() -> None:
+def test_the_flag_offers_all_policies() -> None:
     assert POLICIES == POLICY_NAMES
     assert get_args(get_type_hints(SchedulerConfig)["scheduling_policy"]) == POLICY_NAMES
     flag = SchedulerConfig.__dataclass_fields__["scheduling_policy"]
     assert set(POLICY_NAMES) <= set(re.findall(r"\w+", flag.metadata["help"]))
 
 
-def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
+def test_an_unknown_policy_is_rejected_with_the_known_ones() -> None:
     with pytest.raises(SettingError, match="allowed: fcfs, priority, sjf, fair, edf"):
         make_policy("lottery")
 
 
-def test_a_predicted_length_leans_on_what_is_known() -> None:
+def test_a_predicted_length_uses_known_bounds() -> None:
     lengths = LengthHistory()
     known = make_request("x", [1] * 100, max_tokens=500, stop_ids=(3,), tenant="a")
     first = lengths.predict(known, 600)
@@ -246,17 +246,17 @@ def test_a_predicted_length_leans_on_what_is_known() -> None:
     assert lengths.predict(known, 600) == pytest.approx(40, abs=5)
     other = make_request("y", [1] * 100, max_tokens=500, stop_ids=(3,), tenant="b")
     assert 40 < lengths.predict(other, 600) <= first
-    assert lengths.predict(known, 110) == 10  # never more than it may have
+    assert lengths.predict(known, 110) == 10  # never more than its limit
     endless = make_request("z", [1] * 100, max_tokens=500, tenant="a")
     assert lengths.predict(endless, 600) == 500  # nothing ends it earlier
 
 
 def test_a_steady_step_costs_the_same_under_each_policy() -> None:
-    """But for the two hooks of the extension that policies with preemption by rank have."""
+    """Except for the two hooks of the extension of policies with preemption by rank."""
 
-    def most_calls(policy: Policy) -> int:
+    def max_calls(policy: Policy) -> int:
         scheduler = steady(16, waiting=50, policy=policy)
         return max(calls_of_a_turn(scheduler) for _ in range(16))  # with blocks crossed, and not
 
-    counts = [most_calls(make_policy(name)) for name in POLICY_NAMES]
+    counts = [max_calls(make_policy(name)) for name in POLICY_NAMES]
     assert max(counts) - min(counts) <= 2

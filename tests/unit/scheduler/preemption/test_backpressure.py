@@ -1,4 +1,4 @@
-"""Held requests stand aside: they cost nobody, lose nothing, and go on where they were."""
+"""Held requests are paused: they cost other requests nothing, lose nothing, and resume in place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.scheduler.test_properties import draw_setup, run_case
 
 
 def begun(harness: Harness, *names: str, **fields: object) -> None:
-    """Requests that have made two tokens or more."""
+    """Return requests that have made two tokens or more."""
     for name in names:
         given = {"max_tokens": 20, **fields}
         harness.add(make_request(name, [1, 2, len(name)], **given))  # type: ignore[arg-type]
@@ -29,21 +29,21 @@ def test_a_held_request_makes_no_tokens_until_it_is_released(plans_in_flight: in
     begun(harness, "slow", "other")
     harness.scheduler.hold("slow", is_held=True)
     harness.check()
-    for _ in range(plans_in_flight):  # what was out when it was held
+    for _ in range(plans_in_flight):  # plans in flight when it was held
         harness.step()
     made = len(harness.tokens["slow"])
     while "other" not in harness.ends:
         harness.step()
     assert len(harness.tokens["slow"]) == made
     assert harness.ends["other"].finish_reason is FinishReason.LENGTH
-    assert not harness.step()  # nothing is left to do but to wait
+    assert not harness.step()  # only waiting is left
     assert harness.scheduler.has_work
     harness.scheduler.hold("slow", is_held=False)
     harness.drain()
     harness.check_end()
 
 
-def test_its_slot_and_its_blocks_are_there_for_others() -> None:
+def test_its_slot_and_its_blocks_are_available_to_others() -> None:
     harness = Harness(Setup(max_num_seqs=1, num_blocks=8, block_size=4))
     begun(harness, "slow")
     harness.scheduler.hold("slow", is_held=True)
@@ -53,14 +53,14 @@ def test_its_slot_and_its_blocks_are_there_for_others() -> None:
     stats = harness.scheduler.stats()
     assert (stats.held, stats.held_total, stats.running, stats.waiting) == (1, 1, 0, 0)
     assert stats.blocks_used == 0
-    assert stats.preemptions_total == 0  # nobody took anything from it
+    assert stats.preemptions_total == 0  # its blocks were not taken by preemption
     harness.scheduler.hold("slow", is_held=False)
     harness.drain()
     harness.check_end()
     assert harness.ends["slow"].num_preemptions == 0
 
 
-def test_who_goes_on_computes_only_what_was_taken_meanwhile() -> None:
+def test_a_released_request_computes_only_what_was_evicted() -> None:
     harness = Harness(Setup(num_blocks=64, block_size=4, max_num_batched_tokens=64))
     harness.add(make_request("slow", list(range(40)), max_tokens=20))
     while len(harness.tokens["slow"]) < 3:
@@ -76,7 +76,7 @@ def test_who_goes_on_computes_only_what_was_taken_meanwhile() -> None:
     harness.check_end()
 
 
-def test_a_request_that_waits_steps_aside_and_comes_back_to_its_place() -> None:
+def test_a_waiting_request_is_held_and_returns_to_its_position() -> None:
     harness = Harness(Setup(max_num_seqs=1))
     begun(harness, "first")
     for name in ("second", "third"):
@@ -95,7 +95,7 @@ def test_a_request_that_waits_steps_aside_and_comes_back_to_its_place() -> None:
     harness.check_end()
 
 
-def test_what_is_said_twice_or_of_nobody_changes_nothing() -> None:
+def test_repeated_holds_and_unknown_requests_change_nothing() -> None:
     harness = Harness(Setup())
     begun(harness, "one")
     scheduler = harness.scheduler
@@ -123,7 +123,7 @@ def test_a_held_request_can_be_aborted(plans_in_flight: int, steps_before: int) 
 
 
 def test_beams_are_not_held() -> None:
-    """They say nothing before their end, so nothing of theirs waits for a reader."""
+    """They emit nothing before their end, so no reader delays them."""
     harness = Harness(Setup())
     fields = {"n": 2, "best_of": 2, "use_beam_search": True, "temperature": 0.0}
     for stream in range(2):
@@ -138,14 +138,12 @@ def test_beams_are_not_held() -> None:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(random=st.randoms(use_true_random=False), num_operations=st.integers(0, 60))
-def test_holds_in_between_change_no_token_and_leave_the_books_whole(
-    random: Random, num_operations: int
-) -> None:
+def test_holds_change_no_token_and_the_audit_passes(random: Random, num_operations: int) -> None:
     run_case(random, draw_setup(random), num_operations, hold_share=0.3)
 
 
-def test_the_drawn_cases_hold_and_preempt_what_was_held() -> None:
-    """What the property stands on does happen."""
+def test_drawn_cases_hold_requests_and_preempt_held_ones() -> None:
+    """The property's precondition does occur."""
     held = preempted = 0
     for seed in range(60):
         random = Random(f"holding {seed}")

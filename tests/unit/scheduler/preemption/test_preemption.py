@@ -1,4 +1,4 @@
-"""When blocks run out: who gives way, what is kept, and that everybody finishes."""
+"""Preemption when blocks run out: the victim, what is kept, and that every request finishes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def fill(harness: Harness, number: int, *, max_tokens: int = 24) -> None:
         harness.add(make_request(name, prompt, max_tokens=max_tokens, seed=ord(name)))
 
 
-def test_the_last_admitted_gives_way_and_is_the_next_to_return() -> None:
+def test_the_last_admitted_is_preempted_and_readmitted_first() -> None:
     harness = Harness(Setup(num_blocks=8, max_num_seqs=2))
     fill(harness, 3)
     run_until_preempted(harness)
@@ -48,7 +48,7 @@ def test_a_readmission_carries_all_known_tokens_and_the_length_of_the_prompt() -
     harness.check_end()
 
 
-def test_a_preempted_request_finds_again_what_nobody_needed_meanwhile() -> None:
+def test_a_preempted_request_finds_its_blocks_that_were_not_reallocated() -> None:
     harness = Harness(Setup(num_blocks=8, max_num_seqs=2))
     fill(harness, 2, max_tokens=20)
     run_until_preempted(harness)
@@ -60,7 +60,7 @@ def test_a_preempted_request_finds_again_what_nobody_needed_meanwhile() -> None:
 
 
 @pytest.mark.parametrize("plans_in_flight", [2, 3])
-def test_a_victim_named_in_flight_is_preempted_only_after_its_results_landed(
+def test_a_victim_named_in_flight_is_preempted_only_after_its_results(
     plans_in_flight: int,
 ) -> None:
     harness = Harness(Setup(num_blocks=8, max_num_seqs=2, plans_in_flight=plans_in_flight))
@@ -126,7 +126,7 @@ def test_the_oldest_running_request_is_never_preempted() -> None:
     harness.check_end()
 
 
-def test_newcomers_wait_until_there_is_room_for_all_they_know_and_a_margin() -> None:
+def test_new_requests_wait_for_blocks_of_all_known_tokens_and_a_margin() -> None:
     harness = Harness(Setup(num_blocks=8, max_num_seqs=4, max_num_batched_tokens=64))
     harness.add(make_request("a", range(14), max_tokens=10))
     harness.add(make_request("b", range(20, 40), max_tokens=4))
@@ -138,7 +138,7 @@ def test_newcomers_wait_until_there_is_room_for_all_they_know_and_a_margin() -> 
     harness.check_end()
 
 
-def test_a_chunked_prompt_keeps_its_claim_on_blocks_it_has_not_taken_yet() -> None:
+def test_a_chunked_prompt_keeps_its_claim_on_unallocated_blocks() -> None:
     harness = Harness(Setup(num_blocks=8, max_num_seqs=4, max_num_batched_tokens=6))
     harness.add(make_request("a", range(24), max_tokens=2))
     harness.add(make_request("b", range(30, 42), max_tokens=2))
@@ -147,7 +147,7 @@ def test_a_chunked_prompt_keeps_its_claim_on_blocks_it_has_not_taken_yet() -> No
     harness.check_end()
 
 
-def test_first_come_offers_the_last_served_but_spares_the_nearly_finished() -> None:
+def test_fcfs_preempts_the_last_admitted_but_spares_the_nearly_finished() -> None:
     harness = Harness(Setup(num_blocks=64, max_num_seqs=3, max_num_batched_tokens=64))
     for name, max_tokens in (("a", 40), ("b", 10), ("c", 40)):
         harness.add(make_request(name, [1, 2, 3], max_tokens=max_tokens))

@@ -1,4 +1,4 @@
-"""Who stands back and who gives up its place, for whom, and that nobody stands still for it."""
+"""Paused rows and preemption by rank: which requests, for which, and that all still progress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def harness_of(policy: str, **settings: object) -> Harness:
 
 
 def flooded(harness: Harness, number: int = 8, **fields: object) -> None:
-    """`number` requests of one tenant run and have made a good many tokens."""
+    """Return a harness with `number` running requests of one tenant that have made many tokens."""
     for one in range(number):
         given = {"max_tokens": 50, "tenant": "flood", **fields}
         harness.add(make_request(f"flood-{one}", [1, 2, one], **given))  # type: ignore[arg-type]
@@ -30,13 +30,13 @@ def flooded(harness: Harness, number: int = 8, **fields: object) -> None:
 
 
 def names_in(harness: Harness, plan: StepPlan) -> list[str]:
-    """Whose rows `plan` has, by who is in the slot now."""
+    """Return the requests with rows in `plan`, by the present owner of the slot."""
     sequences = harness.scheduler._batch.sequences
     return [sequences[slot].request.request_id for slot in plan.slots.tolist() if sequences[slot]]
 
 
 def run_until_first_token(harness: Harness, name: str) -> list[list[str]]:
-    """Whose rows were in each step until `name` got its first token."""
+    """Return the requests with rows in each step until `name` got its first token."""
     found = []
     while not harness.tokens[name]:
         harness.schedule()
@@ -45,13 +45,13 @@ def run_until_first_token(harness: Harness, name: str) -> list[list[str]]:
     return found
 
 
-def test_a_floods_rows_stand_back_while_a_light_tenants_prompt_is_computed() -> None:
+def test_a_floods_rows_are_paused_while_a_light_tenants_prompt_is_computed() -> None:
     harness = harness_of("fair")
     flooded(harness, 7)
     harness.add(make_request("light", LONG_PROMPT, max_tokens=3, tenant="light"))
     steps = run_until_first_token(harness, "light")
     assert all("light" in step for step in steps)
-    assert [len(step) for step in steps] == [2] * len(steps)  # one of 7 goes on
+    assert [len(step) for step in steps] == [2] * len(steps)  # one of 7 continues
     assert len(steps) == 3  # 40 tokens at 15 a step
     going_on = [name for step in steps for name in step if name != "light"]
     assert len(set(going_on)) == 3  # each in its turn
@@ -61,8 +61,8 @@ def test_a_floods_rows_stand_back_while_a_light_tenants_prompt_is_computed() -> 
     harness.check_end()
 
 
-def test_nobody_of_a_flood_begins_in_a_step_with_a_light_tenants_prompt() -> None:
-    """The rest of such a step is left: the prompt's last part would wait for all that fills it."""
+def test_no_flood_request_begins_in_a_step_with_a_light_tenants_prompt() -> None:
+    """The rest of such a step stays unused: filling it would delay the prompt's last chunk."""
     harness = harness_of("fair", num_blocks=512, max_num_seqs=12, max_num_batched_tokens=64)
     flooded(harness, 7)
     harness.add(make_request("light", LONG_PROMPT, max_tokens=3, tenant="light"))
@@ -77,7 +77,7 @@ def test_nobody_of_a_flood_begins_in_a_step_with_a_light_tenants_prompt() -> Non
     harness.check_end()
 
 
-def test_nobody_stands_back_for_a_tenant_that_was_served_its_part() -> None:
+def test_no_row_is_paused_for_a_tenant_that_had_its_share() -> None:
     harness = harness_of("fair")
     flooded(harness, 4)
     for number in range(3):
@@ -91,7 +91,7 @@ def test_nobody_stands_back_for_a_tenant_that_was_served_its_part() -> None:
     harness.check_end()
 
 
-def test_nobody_stands_back_for_its_own_tenant_or_under_another_policy() -> None:
+def test_no_row_is_paused_for_its_own_tenant_or_under_another_policy() -> None:
     for policy, tenant in (("fair", "flood"), ("fcfs", "light"), ("sjf", "light")):
         harness = harness_of(policy)
         flooded(harness, 7)
@@ -101,8 +101,8 @@ def test_nobody_stands_back_for_its_own_tenant_or_under_another_policy() -> None
         harness.drain()
 
 
-def test_rows_do_not_stand_back_for_a_request_that_gets_nothing() -> None:
-    """It waits for its place: as many of its kind run as may."""
+def test_rows_are_not_paused_for_a_request_that_cannot_run() -> None:
+    """It waits for a slot: as many of its kind run as allowed."""
     harness = harness_of("fair", long_prompt_tokens=20, max_long_prompts=1)
     harness.add(make_request("slow", LONG_PROMPT, max_tokens=22, tenant="flood"))
     flooded(harness, 4)
@@ -115,7 +115,7 @@ def test_rows_do_not_stand_back_for_a_request_that_gets_nothing() -> None:
 
 
 @pytest.mark.parametrize("plans_in_flight", [1, 2])
-def test_a_light_tenant_takes_a_slot_of_a_flood_that_has_them_all(plans_in_flight: int) -> None:
+def test_a_light_tenant_takes_a_slot_of_a_flood_that_holds_all(plans_in_flight: int) -> None:
     harness = harness_of("fair", plans_in_flight=plans_in_flight)
     flooded(harness)
     harness.add(make_request("light", [5, 6, 7], max_tokens=3, tenant="light"))
@@ -126,7 +126,7 @@ def test_a_light_tenant_takes_a_slot_of_a_flood_that_has_them_all(plans_in_fligh
     harness.check_end()
 
 
-def test_a_light_tenant_takes_blocks_of_a_flood_that_has_them_all() -> None:
+def test_a_light_tenant_takes_blocks_of_a_flood_that_holds_all() -> None:
     harness = harness_of("fair", num_blocks=36, prefix_caching=True)
     flooded(harness, 6)
     harness.add(make_request("light", LONG_PROMPT, max_tokens=3, tenant="light"))
@@ -136,7 +136,7 @@ def test_a_light_tenant_takes_blocks_of_a_flood_that_has_them_all() -> None:
     harness.check_end()
 
 
-def test_a_level_of_priority_takes_a_slot_and_half_of_one_by_waiting_does_not() -> None:
+def test_a_priority_level_takes_a_slot_and_half_a_level_of_ageing_does_not() -> None:
     harness = harness_of("priority")
     flooded(harness, priority=1, arrival_ms=0.0)
     harness.add(make_request("equal", [5], max_tokens=3, priority=1, arrival_ms=0.0))
@@ -151,7 +151,7 @@ def test_a_level_of_priority_takes_a_slot_and_half_of_one_by_waiting_does_not() 
     harness.check_end()
 
 
-def test_who_was_preempted_twice_keeps_its_place() -> None:
+def test_a_request_preempted_twice_keeps_its_slot() -> None:
     harness = harness_of("priority", max_num_seqs=1)
     harness.add(make_request("low", [1, 2], max_tokens=50, priority=9, arrival_ms=0.0))
     for number in range(4):
@@ -165,9 +165,10 @@ def test_who_was_preempted_twice_keeps_its_place() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_stream_of_light_tenants_stops_nobody(seed: int) -> None:
-    """A new tenant comes in each step, with a prompt of several steps; the flood gets on, and
-    each request gets the tokens it gets alone."""
+def test_a_stream_of_light_tenants_starves_no_request(seed: int) -> None:
+    """A new tenant arrives in each step with a prompt of several steps; the flood progresses, and
+    each request gets the tokens it gets alone.
+    """
     random = Random(seed)
     harness = harness_of(
         "fair", max_num_seqs=random.choice([3, 8]), num_blocks=random.choice([40, 256])
@@ -183,7 +184,7 @@ def test_a_stream_of_light_tenants_stops_nobody(seed: int) -> None:
     harness.check_end()
 
 
-def test_a_tenant_alone_asks_none_of_those_that_run_for_their_place() -> None:
+def test_a_single_tenant_preempts_none_of_its_requests() -> None:
     harness = harness_of("fair")
     asked = []
     policy = harness.scheduler._policy

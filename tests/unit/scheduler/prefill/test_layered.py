@@ -1,7 +1,7 @@
-"""Parts of prompts that are computed some layers a step: when, how large, and what ends them.
+"""Prompt chunks computed some layers per step: when, how large, and what ends them.
 
 The property: with random pools, arrivals, aborts, failures and preemptions, each request gets the
-tokens it gets alone, and no position is seen between two layers.
+tokens it gets alone, and no position is visible between two layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quire.scheduler.sequence import NO_SLOT
 from tests.unit.scheduler.fake_worker import VOCAB, make_request
 from tests.unit.scheduler.harness import Harness, Setup
 
-# Reading is dear, so that parts of few tokens are.
+# Reading is expensive, which makes small chunks inefficient.
 COST = LinearCost(fixed_ms=10.0, token_ms=0.1, position_ms=0.0, read_ms=0.2)
 NUM_LAYERS = 8
 ROOMY: dict[str, Any] = {
@@ -42,13 +42,13 @@ def harness_of(**settings: Any) -> Harness:
     policy = partial(make_policy, settings.pop("policy", "fcfs"))
     harness = Harness(Setup(policy=policy, **{**ROOMY, **settings}))
     speed = harness.scheduler.speed
-    speed._linear = COST  # as if learned; the fake steps' times say nothing
+    speed._linear = COST  # as if learned; times of the fake steps carry no information
     speed.note = lambda *_: None  # type: ignore[method-assign]
     return harness
 
 
 def decoding(harness: Harness, number: int) -> None:
-    """`number` requests that make a token a step: 10 + number ms, and some for what they read."""
+    """Return `number` requests that decode: 10 + number ms a step, plus some for reading."""
     for place in range(number):
         harness.add(make_request(f"d{place}", [1, 2], max_tokens=400))
     while any(len(harness.tokens[f"d{place}"]) < 2 for place in range(number)):
@@ -56,7 +56,7 @@ def decoding(harness: Harness, number: int) -> None:
 
 
 def until_layers(harness: Harness) -> PartLayers:
-    """Steps up to the first that computes layers."""
+    """Run steps up to the first that computes layers."""
     for _ in range(100):
         harness.step()
         if (layers := harness.plans[-1].layers) is not None:
@@ -68,14 +68,14 @@ def slot_of(harness: Harness, name: str) -> int:
     return harness.scheduler._requests.sequences[name].slot
 
 
-def test_deep_parts_go_through_layers_and_shallow_ones_through_steps() -> None:
+def test_deep_chunks_are_layered_and_shallow_ones_are_not() -> None:
     harness = harness_of()
     decoding(harness, 6)
     harness.add(make_request("p", [3] * 500, max_tokens=4))
     while not harness.tokens["p"]:
         harness.step()
     found = [(plan, plan.layers) for plan in harness.plans if plan.layers is not None]
-    assert found, "a part of some tokens reads all before it for itself"
+    assert found, "a chunk of some tokens reads everything before it"
     assert min(layers.start for _, layers in found) >= 16
     for plan, layers in found:
         end = layers.start + layers.count
@@ -90,7 +90,7 @@ def test_deep_parts_go_through_layers_and_shallow_ones_through_steps() -> None:
     harness.check_end()
 
 
-def test_layers_follow_each_other_and_a_part_ends_with_the_last() -> None:
+def test_layers_are_consecutive_and_a_chunk_ends_with_the_last() -> None:
     harness = harness_of()
     decoding(harness, 6)
     harness.add(make_request("p", [3] * 500, max_tokens=4))
@@ -108,7 +108,7 @@ def test_layers_follow_each_other_and_a_part_ends_with_the_last() -> None:
     assert harness.scheduler._batch.computed[first.slot] == first.start + first.count
 
 
-def test_without_rows_that_make_tokens_nothing_is_computed_by_layers() -> None:
+def test_without_decoding_rows_nothing_is_layered() -> None:
     harness = harness_of()
     harness.add(make_request("p", [3] * 500, max_tokens=4))
     harness.drain()
@@ -116,7 +116,7 @@ def test_without_rows_that_make_tokens_nothing_is_computed_by_layers() -> None:
 
 
 @pytest.mark.parametrize("off", [{"part_layers": 0}, {"long_prompt_tokens": 0}])
-def test_where_nothing_bounds_a_prompt_or_nobody_can_there_are_no_layers(
+def test_without_a_bound_or_without_support_nothing_is_layered(
     off: dict[str, int],
 ) -> None:
     harness = harness_of(**off)
@@ -127,7 +127,7 @@ def test_where_nothing_bounds_a_prompt_or_nobody_can_there_are_no_layers(
     assert all(plan.layers is None for plan in harness.plans)
 
 
-def test_once_nobody_makes_tokens_the_rest_of_a_part_is_one_step() -> None:
+def test_when_decoding_ends_the_rest_of_a_chunk_is_one_step() -> None:
     harness = harness_of()
     decoding(harness, 6)
     harness.add(make_request("p", [3] * 500, max_tokens=4))
@@ -143,7 +143,7 @@ def test_once_nobody_makes_tokens_the_rest_of_a_part_is_one_step() -> None:
     harness.check_end()
 
 
-def test_an_abort_between_layers_ends_the_part_and_frees_its_blocks() -> None:
+def test_an_abort_between_layers_ends_the_chunk_and_frees_its_blocks() -> None:
     harness = harness_of()
     decoding(harness, 6)
     harness.add(make_request("p", [3] * 500, max_tokens=4))
@@ -156,12 +156,12 @@ def test_an_abort_between_layers_ends_the_part_and_frees_its_blocks() -> None:
     assert harness.ends[name].finish_reason is FinishReason.ABORT
 
 
-def test_a_part_that_fails_ends_its_request_and_no_other() -> None:
+def test_a_failed_chunk_ends_only_its_request() -> None:
     harness = harness_of()
     decoding(harness, 6)
     harness.add(make_request("p", [3] * 500, max_tokens=4))
     until_layers(harness)
-    harness.schedule(fail_rows=[6])  # of six rows, so it is the part
+    harness.schedule(fail_rows=[6])  # after six rows, so it is the chunk
     assert harness.plans[-1].layers is not None
     harness.update()
     assert harness.ends["p"].finish_reason is FinishReason.ERROR
@@ -171,18 +171,18 @@ def test_a_part_that_fails_ends_its_request_and_no_other() -> None:
     harness.check_end()
 
 
-def test_one_part_is_under_way_at_a_time() -> None:
+def test_one_chunk_is_in_progress_at_a_time() -> None:
     harness = harness_of()
     decoding(harness, 5)
     for name in ("p", "q"):
         harness.add(make_request(name, [3 + len(name)] * 400, max_tokens=4))
     harness.drain()
-    harness.check_end()  # the worker finds layers of two parts mixed
+    harness.check_end()  # the worker detects mixed layers of two chunks
     assert any(plan.layers for plan in harness.plans)
 
 
-def test_a_target_that_a_few_tokens_break_is_kept_by_layers() -> None:
-    """There are always sixteen tokens for a prompt, and here they take too long."""
+def test_layers_keep_a_target_that_few_tokens_would_exceed() -> None:
+    """Sixteen tokens are always granted to a prompt, which takes too long here."""
     harness = harness_of(tpot_target_ms=45.0, long_prompt_tokens=0)
     decoding(harness, 6)
     harness.add(make_request("p", [3] * 150, max_tokens=4))
@@ -206,7 +206,7 @@ def test_a_scored_prompt_and_its_last_token_are_ordinary_rows() -> None:
     assert all(plan.layers is None for plan in harness.plans)
 
 
-def test_who_comes_first_by_the_policy_does_not_wait_for_a_part_of_who_comes_later() -> None:
+def test_a_request_ranked_first_does_not_wait_for_a_later_ones_chunk() -> None:
     harness = harness_of(policy="priority", num_blocks=4096)
     decoding(harness, 5)
     harness.add(make_request("later", [3] * 700, max_tokens=4, priority=5))
@@ -224,11 +224,11 @@ def test_who_comes_first_by_the_policy_does_not_wait_for_a_part_of_who_comes_lat
     harness.check_end()
     later = [plan.layers for plan in harness.plans[begun:] if plan.layers is not None]
     assert later[0].slot == slot
-    assert later[0].first_layer == 0, "its part is begun anew"
+    assert later[0].first_layer == 0, "its chunk starts again"
 
 
-def test_a_part_that_took_anothers_place_is_not_taken_itself() -> None:
-    """So that a policy whose order changes from step to step cannot keep all from getting on."""
+def test_a_chunk_that_displaced_another_is_not_displaced() -> None:
+    """So a policy with an order that changes every step cannot prevent all progress."""
     harness = harness_of(policy="priority", num_blocks=4096)
     decoding(harness, 5)
     ranks = {"p": 1, "q": 2}
@@ -248,13 +248,13 @@ def test_a_part_that_took_anothers_place_is_not_taken_itself() -> None:
     harness.check_end()
 
 
-def test_a_part_of_who_went_on_by_ordinary_rows_keeps_nobody_waiting() -> None:
+def test_a_chunk_continued_by_ordinary_rows_blocks_no_request() -> None:
     harness = harness_of(num_blocks=4096)
     decoding(harness, 5)
     harness.add(make_request("p", [3] * 200, max_tokens=300))
     until_layers(harness)
     scheduler, p = harness.scheduler, harness.scheduler._requests.sequences["p"]
-    # As the step in which nobody else could go on does: strictly by key, p's prompt to its end.
+    # Like a step in which no other request can continue: strictly by key, p's prompt to its end.
     only_p = [slot for slot in scheduler._batch.active.tolist() if slot != p.slot]
     while harness.scheduler._batch.scheduled[p.slot] < 200:
         builder = PlanBuilder(scheduler._requests.in_flight.step + 1)
@@ -270,8 +270,8 @@ def test_a_part_of_who_went_on_by_ordinary_rows_keeps_nobody_waiting() -> None:
     harness.check_end()
 
 
-def test_layers_count_as_getting_on_for_those_who_stand_back() -> None:
-    """Else they go on in the same step, and it takes longer than any of them was promised."""
+def test_layers_count_as_progress_for_paused_rows() -> None:
+    """Otherwise paused rows resume in the same step, which exceeds the time promised to each."""
     harness = harness_of(policy="fair", num_blocks=4096, tpot_target_ms=70.0)
     for place in range(7):
         harness.add(make_request(f"d{place}", [1, 2], max_tokens=400, tenant="flood"))
@@ -281,7 +281,7 @@ def test_layers_count_as_getting_on_for_those_who_stand_back() -> None:
     until_layers(harness)
     while not harness.tokens["light"]:
         plan = harness.plans[-1]
-        assert plan.layers is None or len(plan.slots) == 1, "one of seven goes on"
+        assert plan.layers is None or len(plan.slots) == 1, "one of seven continues"
         harness.step()
     harness.drain()
     harness.check_end()
@@ -289,7 +289,7 @@ def test_layers_count_as_getting_on_for_those_who_stand_back() -> None:
 
 @pytest.fixture
 def tiny_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts of drawn cases are too short to be worth layers."""
+    """Enable layers for the short prompts of drawn cases."""
     monkeypatch.setattr(layered, "TILE_TOKENS", 1)
     monkeypatch.setattr(layered, "WORTH", 0.0)
     monkeypatch.setattr(step_budget, "MIN_PROMPT_TOKENS", 2)
@@ -309,7 +309,7 @@ def test_drawn_cases_give_each_request_the_tokens_it_gets_alone() -> None:
 
 
 def run_case(seed: int) -> set[str]:
-    """Operations in a small pool, then all to the end; what was met."""
+    """Run operations in a small pool, then everything to the end; return the coverage."""
     random, target_ms = Random(seed), Random(f"target {seed}").choice([0.0, 0.0, 30.0])
     setup = Setup(
         num_blocks=random.choice([20, 28, 40]),
@@ -365,13 +365,13 @@ def run_case(seed: int) -> set[str]:
         met.add("layers")
     if any(end.error == "the part failed as planned" for end in harness.ends.values()):
         met.add("failed")
-    if harness.most_out > 1 and any(plan.layers for plan in harness.plans):
+    if harness.max_in_flight > 1 and any(plan.layers for plan in harness.plans):
         met.add("two out")
     return met
 
 
 def under_way(harness: Harness) -> str | None:
-    """Who has a part between two layers."""
+    """Return the request with a chunk between two layers."""
     holder = harness.scheduler._layered._holder
     if holder is None or holder.part is None or not holder.part.layers_done:
         return None

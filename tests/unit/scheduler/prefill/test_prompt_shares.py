@@ -1,4 +1,4 @@
-"""Prompts beside rows that make tokens: who goes on, how far, and how many long ones at once."""
+"""Prompts beside decoding rows: order, chunk sizes, and the number of long ones at once."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def harness_of(policy: str = "fcfs", **settings: object) -> Harness:
     }
     harness = Harness(Setup(policy=partial(make_policy, policy), **setup))  # type: ignore[arg-type]
     speed = harness.scheduler.speed
-    speed._linear = COST  # as if learned; the fake steps' times say nothing
+    speed._linear = COST  # as if learned; times of the fake steps carry no information
     speed.note = lambda *_: None  # type: ignore[method-assign]
     return harness
 
 
 def decoding(harness: Harness, number: int, **fields: object) -> None:
-    """`number` requests that make a token a step."""
+    """Return `number` requests that decode."""
     for place in range(number):
         request = make_request(f"d{place}", [1, 2], max_tokens=400, **fields)  # type: ignore[arg-type]
         harness.add(request)
@@ -45,7 +45,7 @@ def decoding(harness: Harness, number: int, **fields: object) -> None:
 
 
 def parts(harness: Harness, name: str) -> list[int]:
-    """Tokens of `name`'s prompt in each step until it has its first token."""
+    """Return the tokens of `name`'s prompt in each step until it has its first token."""
     counts = []
     while not harness.tokens[name]:
         harness.step()
@@ -65,22 +65,22 @@ def test_a_prompt_alone_gets_whole_steps() -> None:
     assert parts(harness, "p") == [128, 128, 44]
 
 
-def test_beside_requests_that_make_tokens_a_prompt_keeps_within_the_target() -> None:
+def test_beside_decoding_requests_a_prompt_keeps_the_target() -> None:
     harness = harness_of(tpot_target_ms=50.0)
     decoding(harness, 4)
     harness.add(make_request("p", [1] * 100, max_tokens=4))
-    # 10 + 4 + 36 = 50, and of these 40 rows the last 8 would cost a tile of their own.
+    # 10 + 4 + 36 = 50, and the last 8 of these 40 rows would need another tile.
     assert parts(harness, "p") == [28, 28, 28, 16]
 
 
-def test_the_tightest_request_that_makes_tokens_sets_the_target() -> None:
+def test_the_tightest_decoding_request_sets_the_target() -> None:
     harness = harness_of(tpot_target_ms=100.0)
     decoding(harness, 2, tpot_slo_ms=40.0)
     harness.add(make_request("p", [1] * 60, max_tokens=4, tpot_slo_ms=1.0))
-    assert parts(harness, "p") == [28, 28, 4]  # 10 + 2 + 28 = 40; its own binds it only later
+    assert parts(harness, "p") == [28, 28, 4]  # 10 + 2 + 28 = 40; its own target applies only later
 
 
-def test_a_target_that_cannot_be_met_leaves_prompts_a_few_tokens_a_step() -> None:
+def test_an_unreachable_target_leaves_prompts_a_few_tokens_a_step() -> None:
     harness = harness_of(tpot_target_ms=1.0)
     decoding(harness, 4)
     for name in ("p", "q"):
@@ -91,7 +91,7 @@ def test_a_target_that_cannot_be_met_leaves_prompts_a_few_tokens_a_step() -> Non
     harness.check_end()
 
 
-def test_parts_of_a_long_prompt_take_less_than_the_rest_of_the_step() -> None:
+def test_chunks_of_a_long_prompt_take_less_than_the_rest_of_the_step() -> None:
     harness = harness_of(long_prompt_tokens=100, max_num_batched_tokens=512)
     decoding(harness, 6)
     harness.add(make_request("p", [1] * 120, max_tokens=4))
@@ -103,7 +103,7 @@ def test_parts_of_a_long_prompt_take_less_than_the_rest_of_the_step() -> None:
     assert parts(harness, "p") == [99]
 
 
-def test_a_short_prompt_is_not_kept_waiting_by_a_long_one_with_its_share_spent() -> None:
+def test_a_short_prompt_does_not_wait_for_a_long_one_with_its_share_spent() -> None:
     harness = harness_of(long_prompt_tokens=100)
     decoding(harness, 6)
     harness.add(make_request("long", [1] * LONG, max_tokens=4))
@@ -115,7 +115,7 @@ def test_a_short_prompt_is_not_kept_waiting_by_a_long_one_with_its_share_spent()
     harness.check_end()
 
 
-def test_a_favoured_newcomer_goes_before_a_long_prompt_that_is_half_computed() -> None:
+def test_a_favoured_request_precedes_a_long_prompt_half_computed() -> None:
     for policy, first in (("priority", "new"), ("fcfs", "old")):
         harness = harness_of(policy, max_num_batched_tokens=32)
         harness.add(make_request("old", [1] * 100, max_tokens=4, priority=1))
@@ -128,25 +128,25 @@ def test_a_favoured_newcomer_goes_before_a_long_prompt_that_is_half_computed() -
         harness.check_end()
 
 
-def test_no_more_long_prompts_run_at_once_than_may_and_short_ones_pass() -> None:
+def test_long_prompts_are_limited_and_short_ones_pass() -> None:
     harness = harness_of(long_prompt_tokens=20, max_long_prompts=1)
     for name in ("l0", "l1", "l2"):
         harness.add(make_request(name, [1] * 30, max_tokens=10))
     for name in ("s0", "s1"):
         harness.add(make_request(name, [1] * 3, max_tokens=10))
-    most_long, began = 0, []
+    max_long, began = 0, []
     while harness.scheduler.has_work:
         harness.step()
         batch = harness.scheduler._batch
         running = [batch.sequence(slot).request.request_id for slot in batch.active.tolist()]
-        most_long = max(most_long, sum(name[0] == "l" for name in running))
+        max_long = max(max_long, sum(name[0] == "l" for name in running))
         began += [name for name in running if name not in began]
-    assert most_long == 1
+    assert max_long == 1
     assert began == ["l0", "s0", "s1", "l1", "l2"]
     harness.check_end()
 
 
-def test_short_ones_have_a_limit_of_their_own() -> None:
+def test_short_prompts_have_their_own_limit() -> None:
     harness = harness_of(long_prompt_tokens=20, max_short_prompts=2)
     for name in ("s0", "s1", "s2"):
         harness.add(make_request(name, [1] * 3, max_tokens=10))
@@ -158,7 +158,7 @@ def test_short_ones_have_a_limit_of_their_own() -> None:
     harness.check_end()
 
 
-def test_who_waits_for_a_place_of_its_kind_costs_steady_steps_nothing() -> None:
+def test_waiting_for_a_slot_of_its_kind_adds_no_cost_to_steady_steps() -> None:
     harness = harness_of(long_prompt_tokens=20, max_long_prompts=1)
     for name in ("l0", "l1"):
         harness.add(make_request(name, [1] * 30, max_tokens=100))
@@ -169,7 +169,7 @@ def test_who_waits_for_a_place_of_its_kind_costs_steady_steps_nothing() -> None:
         harness.step()
 
 
-def test_a_few_short_ones_pass_a_long_one_that_lacks_blocks_and_no_more() -> None:
+def test_few_short_prompts_pass_a_long_one_without_blocks() -> None:
     harness = harness_of(long_prompt_tokens=100, num_blocks=64, max_num_seqs=4)
     harness.add(make_request("holder", [1] * 100, max_tokens=60))  # 25 to 40 of 64 blocks
     harness.step()

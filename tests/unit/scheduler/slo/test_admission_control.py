@@ -1,4 +1,4 @@
-"""Who is refused before anything is computed, what it is told, and whose time runs out later."""
+"""Requests rejected before any compute, their errors, and deadlines that expire later."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def harness_of(policy: str = "fcfs", *, knows: bool = True, **settings: object) 
     return harness
 
 
-def test_a_queue_that_holds_its_tokens_takes_no_more_and_says_when_to_come_again() -> None:
+def test_a_queue_at_its_token_limit_rejects_with_retry_after() -> None:
     harness = harness_of(max_queued_tokens=100, max_num_seqs=1)
     for name in ("a", "b", "c"):
         harness.add(make_request(name, [1] * 30, max_tokens=20))
     wanted = r"with 90 tokens are waiting.* has 30.* 100 may .* in about"
     with pytest.raises(OverloadedError, match=wanted) as refused:
         harness.add(make_request("d", [1] * 30, max_tokens=20))
-    # All three begin before it: three prompts and two answers of 20 tokens, 11 ms each, or so.
+    # All three begin before it: three prompts and two answers of 20 tokens, about 11 ms each.
     retry_after_s = refused.value.retry_after_s
     assert retry_after_s is not None
     assert 1.0 <= retry_after_s <= 3.0
@@ -51,32 +51,32 @@ def test_a_queue_that_holds_its_tokens_takes_no_more_and_says_when_to_come_again
     harness.check_end()
 
 
-def test_a_prompt_longer_than_the_queue_may_hold_is_taken_when_nothing_waits() -> None:
+def test_a_prompt_longer_than_the_queue_limit_is_accepted_by_an_empty_queue() -> None:
     harness = harness_of(max_queued_tokens=10)
     harness.add(make_request("a", [1] * 30, max_tokens=2))
     harness.drain()
     assert len(harness.tokens["a"]) == 2
 
 
-def test_a_request_that_would_miss_its_first_token_is_refused_with_both_times() -> None:
+def test_a_request_predicted_to_miss_its_ttft_is_rejected_with_both_times() -> None:
     harness = harness_of(max_num_seqs=1)
     for number in range(10):
         harness.add(make_request(f"r{number}", [1] * 50, max_tokens=20))
     before = harness.scheduler.stats().waiting
     with pytest.raises(DeadlineMissed) as refused:
         harness.add(make_request("late", [1] * 50, max_tokens=20, ttft_slo_ms=500.0))
-    told = re.search(r"predicted (\d+) ms .* within 500 ms: 10 requests", str(refused.value))
-    assert told is not None
-    # Ten prompts of 50 and ten answers of 20 tokens, 11 ms each: 2.8 s or so.
-    assert 2_000 <= int(told[1]) <= 4_000
-    assert refused.value.retry_after_s == pytest.approx((int(told[1]) - 500) / 1000, abs=0.01)
+    predicted = re.search(r"predicted (\d+) ms .* within 500 ms: 10 requests", str(refused.value))
+    assert predicted is not None
+    # Ten prompts of 50 and ten answers of 20 tokens, 11 ms each: about 2.8 s.
+    assert 2_000 <= int(predicted[1]) <= 4_000
+    assert refused.value.retry_after_s == pytest.approx((int(predicted[1]) - 500) / 1000, abs=0.01)
     assert harness.scheduler.stats().waiting == before
     harness.add(make_request("patient", [1] * 50, max_tokens=20, ttft_slo_ms=60_000.0))
     harness.drain()
     harness.check_end()
 
 
-def test_what_a_policy_serves_first_is_not_refused_for_those_it_passes() -> None:
+def test_a_request_ranked_first_is_not_rejected_for_those_it_passes() -> None:
     for policy, is_refused in (("fcfs", True), ("priority", False), ("edf", False)):
         harness = harness_of(policy, max_num_seqs=1)
         for number in range(10):
@@ -89,7 +89,7 @@ def test_what_a_policy_serves_first_is_not_refused_for_those_it_passes() -> None
             harness.add(request)
 
 
-def test_a_deadline_that_cannot_be_met_even_alone_says_to_allow_more_time() -> None:
+def test_a_deadline_unreachable_even_alone_suggests_more_time() -> None:
     harness = harness_of()
     request = make_request("long", [1] * 50, max_tokens=100, deadline_ms=300.0)
     with pytest.raises(DeadlineMissed, match=r"end of the answer.*allow more time") as refused:
@@ -98,7 +98,7 @@ def test_a_deadline_that_cannot_be_met_even_alone_says_to_allow_more_time() -> N
     harness.add(make_request("short", [1] * 50, max_tokens=10, deadline_ms=300.0))
 
 
-def test_tokens_found_in_the_cache_count_for_a_promise() -> None:
+def test_cached_tokens_count_in_the_prediction() -> None:
     harness = harness_of(prefix_caching=True)
     prompt = list(range(10)) * 30
     harness.add(make_request("first", prompt, max_tokens=2))
@@ -108,14 +108,14 @@ def test_tokens_found_in_the_cache_count_for_a_promise() -> None:
         harness.add(make_request("other", prompt[::-1], max_tokens=2, ttft_slo_ms=100.0))
 
 
-def test_nobody_is_refused_for_a_prediction_before_steps_were_timed() -> None:
+def test_no_request_is_rejected_by_prediction_before_steps_were_timed() -> None:
     harness = harness_of(knows=False)
     harness.add(make_request("a", [1] * 50, max_tokens=100, ttft_slo_ms=0.1, deadline_ms=1e6))
     harness.drain()
     assert len(harness.tokens["a"]) == 100
 
 
-def test_a_deadline_that_passes_while_waiting_ends_the_request_with_what_to_do() -> None:
+def test_a_deadline_missed_while_waiting_ends_the_request_with_advice() -> None:
     harness = harness_of(max_num_seqs=1, knows=False)
     harness.add(make_request("a", [1] * 5, max_tokens=40))
     harness.add(make_request("b", [1] * 5, max_tokens=4, deadline_ms=20.0))
@@ -128,7 +128,7 @@ def test_a_deadline_that_passes_while_waiting_ends_the_request_with_what_to_do()
     harness.check_end()
 
 
-def test_a_deadline_that_passes_while_running_ends_the_request_and_frees_its_blocks() -> None:
+def test_a_deadline_missed_while_running_ends_the_request_and_frees_its_blocks() -> None:
     harness = harness_of(knows=False)
     harness.add(make_request("a", [1] * 5, max_tokens=40, deadline_ms=20.0))
     harness.drain()
@@ -137,7 +137,7 @@ def test_a_deadline_that_passes_while_running_ends_the_request_and_frees_its_blo
     harness.check_end()
 
 
-def test_who_missed_its_first_tokens_time_stands_back_for_those_that_can_still_be_helped() -> None:
+def test_a_request_past_its_ttft_yields_to_those_that_can_still_meet_theirs() -> None:
     harness = harness_of("edf", max_num_seqs=1, knows=False)
     harness.add(make_request("busy", [1] * 5, max_tokens=30))
     harness.step()
@@ -153,7 +153,7 @@ def test_who_missed_its_first_tokens_time_stands_back_for_those_that_can_still_b
     harness.check_end()
 
 
-def test_absurd_deadlines_of_requests_that_ended_are_not_kept() -> None:
+def test_absurd_deadlines_of_ended_requests_are_not_kept() -> None:
     deadlines = Deadlines()
     for number in range(5_000):
         request = make_request(f"r{number}", [1], max_tokens=1, deadline_ms=1e12)
@@ -166,7 +166,7 @@ def test_absurd_deadlines_of_requests_that_ended_are_not_kept() -> None:
     assert deadlines.passed(1e13) == []
 
 
-def test_asking_for_passed_deadlines_looks_at_no_others() -> None:
+def test_looking_for_missed_deadlines_touches_no_others() -> None:
     deadlines = Deadlines()
     for number in range(10):
         request = make_request(f"r{number}", [1], max_tokens=1, ttft_slo_ms=100.0 * (number + 1))
@@ -178,7 +178,7 @@ def test_asking_for_passed_deadlines_looks_at_no_others() -> None:
     assert len(deadlines._moments) == 8
 
 
-def test_who_finds_no_room_before_any_step_was_timed_is_told_to_come_again_in_a_second() -> None:
+def test_a_rejection_before_any_timed_step_has_retry_after_of_a_second() -> None:
     harness = harness_of(max_num_seqs=1, max_queued_tokens=10, knows=False)
     harness.add(make_request("first", [1] * 8, max_tokens=2))
     with pytest.raises(OverloadedError, match=r"try again later$") as refused:

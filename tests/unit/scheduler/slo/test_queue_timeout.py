@@ -1,4 +1,4 @@
-"""Queue time: who waited too long is told so, with its whole group; who ran is left alone."""
+"""Queue timeout: a request that waited too long is ended with its group; running ones are not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def expired(found: Harness, now_ms: float) -> list[tuple[str, ...]]:
     return [ids for ids, _ in found.scheduler.expire(now_ms)]
 
 
-def test_who_waits_as_long_as_it_may_is_ended_and_told_so_with_both_numbers() -> None:
+def test_a_request_at_the_queue_timeout_is_ended_with_both_numbers() -> None:
     found = harness()
     add(found, "runs")
     found.step()
@@ -46,7 +46,7 @@ def test_who_waits_as_long_as_it_may_is_ended_and_told_so_with_both_numbers() ->
     assert found.scheduler.check_integrity() == []
 
 
-def test_who_runs_is_never_ended_however_long_it_takes_nor_is_one_that_was_preempted() -> None:
+def test_running_and_preempted_requests_are_never_ended() -> None:
     found = harness()
     add(found, "runs")
     found.step()
@@ -57,10 +57,10 @@ def test_who_runs_is_never_ended_however_long_it_takes_nor_is_one_that_was_preem
     found.check_end()
 
 
-def test_a_group_is_ended_as_one_before_any_of_it_ran_and_not_at_all_after() -> None:
+def test_a_group_is_ended_as_one_before_it_ran_and_never_after() -> None:
     found = harness()
     add(found, "first", streams=2)
-    found.step()  # its leader runs; the fork goes on waiting
+    found.step()  # its leader runs; the fork still waits
     add(found, "second", streams=3)
     assert expired(found, 200.0) == [("second.0", "second.1", "second.2")]
     for name in ("second.0", "second.1", "second.2"):
@@ -70,7 +70,7 @@ def test_a_group_is_ended_as_one_before_any_of_it_ran_and_not_at_all_after() -> 
 
 
 @pytest.mark.parametrize("abort_first", [True, False])
-def test_a_group_whose_leader_left_is_ended_all_the_same(abort_first: bool) -> None:
+def test_a_group_without_its_leader_is_ended_as_well(abort_first: bool) -> None:
     found = harness()
     add(found, "runs")
     found.step()
@@ -82,7 +82,7 @@ def test_a_group_whose_leader_left_is_ended_all_the_same(abort_first: bool) -> N
     assert found.scheduler.check_integrity() == []
 
 
-def test_without_a_limit_everybody_waits() -> None:
+def test_without_a_limit_all_requests_wait() -> None:
     found = harness(0.0)
     add(found, "runs")
     add(found, "waits")
@@ -91,7 +91,7 @@ def test_without_a_limit_everybody_waits() -> None:
     found.check_end()
 
 
-def test_a_fork_whose_leader_has_answered_is_not_ended() -> None:
+def test_a_fork_of_a_leader_that_has_answered_is_not_ended() -> None:
     found = harness()
     add(found, "group", streams=2)
     while "group.0" not in found.ends:

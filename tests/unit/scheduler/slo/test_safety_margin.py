@@ -1,4 +1,4 @@
-"""How much longer than prediction a first token may take: learned, forgotten, and by kind."""
+"""The safety margin of TTFT predictions: learned, decayed, and per kind."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def came(margin: SafetyMargin, prediction: Prediction, times: float) -> None:
     margin.came(prediction, prediction.at_ms + times * prediction.ms)
 
 
-def test_without_experience_a_forecast_is_taken_as_it_is() -> None:
+def test_without_experience_a_prediction_is_used_unchanged() -> None:
     assert SafetyMargin().times(WAIT) == 1.0
 
 
-def test_all_but_one_in_twenty_are_kept_whatever_the_forecasts_error() -> None:
+def test_95_percent_are_kept_whatever_the_predictions_error() -> None:
     for scale, spread in ((1.0, 0.1), (1.5, 0.5), (0.9, 1.0)):
         margin, rng = SafetyMargin(), np.random.default_rng(1)
         late = []
@@ -37,24 +37,24 @@ def test_all_but_one_in_twenty_are_kept_whatever_the_forecasts_error() -> None:
         assert np.mean(late[1000:]) == pytest.approx(1 - CONFIDENCE, abs=0.015)
 
 
-def test_forecasts_that_were_too_long_need_no_margin_and_get_none() -> None:
+def test_pessimistic_predictions_get_no_margin() -> None:
     margin = SafetyMargin()
     for _ in range(100):
         came(margin, WAIT, 0.5)
     assert margin.times(WAIT) == 1.0
 
 
-def test_those_who_begin_at_once_are_not_refused_for_what_a_queue_did() -> None:
+def test_immediate_starts_are_not_rejected_for_errors_of_queued_ones() -> None:
     margin = SafetyMargin()
     for _ in range(50):
         came(margin, WAIT, 100.0)
-    assert margin.times(WAIT) == pytest.approx(10.0)  # the most
+    assert margin.times(WAIT) == pytest.approx(10.0)  # the maximum
     assert margin.times(Prediction(at_ms=0.0, ms=100.0, waits=False)) == 1.0
     assert margin.times(Prediction(at_ms=0.0, ms=1000.0, waits=True)) == 1.0
     assert margin.times(Prediction(at_ms=0.0, ms=90.0, waits=True)) == pytest.approx(10.0)
 
 
-def test_a_margin_that_only_refuses_shrinks_until_somebody_is_let_in() -> None:
+def test_a_margin_that_only_rejects_shrinks_until_a_request_is_admitted() -> None:
     margin = SafetyMargin()
     for _ in range(50):
         came(margin, WAIT, 100.0)
@@ -65,15 +65,16 @@ def test_a_margin_that_only_refuses_shrinks_until_somebody_is_let_in() -> None:
     assert num_refused < 400
 
 
-def test_what_is_kept_does_not_grow_with_what_came() -> None:
+def test_memory_does_not_grow_with_the_number_of_requests() -> None:
     margin, rng = SafetyMargin(), np.random.default_rng(2)
     for ms in 1e7 * rng.random(5000):
         came(margin, Prediction(at_ms=0.0, ms=float(ms), waits=bool(ms > 1e5)), 2.0)
     assert len(margin._margins) < 60
-    came(margin, Prediction(at_ms=0.0, ms=0.0, waits=False), 1.0)  # nothing prediction is no fault
+    # a predicted time of zero is not counted
+    came(margin, Prediction(at_ms=0.0, ms=0.0, waits=False), 1.0)
 
 
-def test_a_margin_refuses_who_would_be_let_in_without_and_says_so() -> None:
+def test_a_rejection_caused_only_by_the_margin_is_recorded() -> None:
     harness = harness_of(max_num_seqs=1)
     for number in range(5):
         harness.add(make_request(f"r{number}", [1] * 30, max_tokens=20))
@@ -93,16 +94,16 @@ def test_a_margin_refuses_who_would_be_let_in_without_and_says_so() -> None:
     margin._margins.clear()
     harness.add(make_request("taken", [1] * 30, **defaults))  # type: ignore[arg-type]
     harness.drain()
-    assert len(margin._margins) == 1  # its first token has come
+    assert len(margin._margins) == 1  # its first token has arrived
     harness.check_end()
 
 
-def test_deadlines_are_held_against_the_margin_of_answers_that_ended() -> None:
+def test_deadlines_use_the_margin_of_completed_answers() -> None:
     harness = harness_of(max_num_seqs=1)
     defaults = {"max_tokens": 20, "deadline_ms": 5000.0}
     harness.add(make_request("slow", [1] * 30, **defaults))  # type: ignore[arg-type]
     harness.step()
-    harness.now_ms += 2000.0  # steps take far longer than the 11 ms that are predicted
+    harness.now_ms += 2000.0  # steps take far longer than the predicted 11 ms
     harness.drain()
     margin = harness.scheduler.predictor.margin
     predicted_ms = 10.0 + 30.0 + 19 * 11.0
@@ -117,7 +118,7 @@ def test_deadlines_are_held_against_the_margin_of_answers_that_ended() -> None:
     harness.add(make_request("taken", [1] * 30, **defaults))  # type: ignore[arg-type]
 
 
-def test_the_end_of_an_answer_has_at_least_the_margin_of_its_first_token() -> None:
+def test_the_margin_of_completion_is_at_least_that_of_the_first_token() -> None:
     harness = harness_of(max_num_seqs=1)
     margin = harness.scheduler.predictor.margin
     for _ in range(5):
@@ -126,7 +127,7 @@ def test_the_end_of_an_answer_has_at_least_the_margin_of_its_first_token() -> No
         harness.add(make_request("r", [1] * 30, max_tokens=20, deadline_ms=350.0))
 
 
-def test_an_answer_that_its_deadline_ended_widens_the_margin() -> None:
+def test_an_answer_ended_by_its_deadline_widens_the_margin() -> None:
     harness = harness_of(max_num_seqs=1)
     harness.add(make_request("late", [1] * 30, max_tokens=20, deadline_ms=300.0))
     harness.step()
@@ -137,14 +138,14 @@ def test_an_answer_that_its_deadline_ended_widens_the_margin() -> None:
 
 
 def reported(requests: list[TraceRequest], goal_ms: float) -> tuple[int, int, int]:
-    """How many met their goal, were late, and were refused."""
+    """Return how many met their goal, were late, and were rejected."""
     defaults = RequestDefaults(max_tokens=64, max_model_len=512, ttft_slo_ms=goal_ms)
     run = simulate(requests, defaults, machine(), config(kv_cache_memory="4MiB"))
     late = sum(one.first_token_ms - one.request.arrival_ms > goal_ms for one in run.finished)
     return len(run.finished) - late, late, len(run.refused)
 
 
-def test_beyond_saturation_few_are_taken_that_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beyond_saturation_few_accepted_requests_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = drawn_requests(600, per_s=12, seed=3)
     good, late, _ = reported(requests, 2000.0)
     with monkeypatch.context() as patched:
@@ -154,5 +155,5 @@ def test_beyond_saturation_few_are_taken_that_come_late(monkeypatch: pytest.Monk
     assert good > 1.5 * good_without
 
 
-def test_with_a_short_queue_nobody_is_refused() -> None:
+def test_with_a_short_queue_none_is_rejected() -> None:
     assert reported(drawn_requests(300, per_s=2, seed=4), 2000.0) == (300, 0, 0)

@@ -1,4 +1,4 @@
-"""What a request is prediction: beside others that stand back for it, and others that pass it."""
+"""The predicted TTFT of a request beside others that yield to it, and others that overtake it."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from tests.unit.scheduler.fake_worker import make_request
 from tests.unit.scheduler.slo.test_admission_control import harness_of
 
 
-def test_nobody_comes_before_one_that_no_handicap_puts_behind() -> None:
+def test_no_request_overtakes_one_without_handicap() -> None:
     passing = Overtaking()
     for number in range(20):
         passing.note(10.0 * number, 0.0, 5.0)
     assert passing.extended_ms(100.0, 0.0) == 100.0
 
 
-def test_those_that_pass_take_their_share_of_the_time_until_they_come_too_late() -> None:
+def test_overtaking_requests_take_their_share_of_the_time() -> None:
     passing = Overtaking()
     for number in range(21):  # one every 10 ms; each takes 5 of them
         passing.note(10.0 * number, 0.0, 5.0)
     passing.note(200.0, 1000.0, 0.0)
     share = 21 * 5.0 / 200.0
     assert passing.extended_ms(10.0, 500.0) == pytest.approx(10.0 / (1 - share))
-    # Who has 20 ms of handicap is passed only by those of the next 20 ms.
+    # A request with 20 ms of handicap is passed only by those of the next 20 ms.
     assert passing.extended_ms(100.0, 20.0) == pytest.approx(100.0 + 20.0 * share)
     assert passing.extended_ms(100.0, -20.0) == 100.0
 
 
-def test_a_wait_that_would_never_end_is_foretold_as_a_long_one() -> None:
+def test_an_endless_wait_is_predicted_as_a_long_one() -> None:
     passing = Overtaking()
     for number in range(20):
         passing.note(10.0 * number, float(number % 2), 50.0)
     assert passing.extended_ms(3.0, np.inf) == pytest.approx(300.0)
 
 
-def test_short_jobs_that_keep_coming_make_a_long_one_wait_by_forecast() -> None:
+def test_steadily_arriving_short_jobs_lengthen_a_long_ones_prediction() -> None:
     harness = harness_of("sjf", max_num_seqs=1)
     for number in range(40):
         request = make_request(f"s{number}", [1] * 10, max_tokens=5, arrival_ms=75.0 * number)
@@ -48,11 +48,11 @@ def test_short_jobs_that_keep_coming_make_a_long_one_wait_by_forecast() -> None:
     prediction = harness.scheduler.predict_ttft_ms("long")
     assert late is not None
     assert prediction is not None
-    # Behind the same 40 in the queue, and behind most of those to come.
+    # After the same 40 in the queue, and after most of those to come.
     assert prediction > 2 * late
 
 
-def test_a_light_tenant_is_foretold_that_a_flood_stands_back_and_gives_up_a_place() -> None:
+def test_the_prediction_of_a_light_tenant_includes_paused_and_preempted_rows() -> None:
     prediction = {}
     for policy in ("fcfs", "fair"):
         harness = harness_of(policy)
@@ -64,12 +64,12 @@ def test_a_light_tenant_is_foretold_that_a_flood_stands_back_and_gives_up_a_plac
         ms = harness.scheduler.predict_ttft_ms("light")
         assert ms is not None
         prediction[policy] = ms
-    # Two steps of 64 tokens at most beside one row that goes on; in turn, it waits for the flood.
+    # Two steps of at most 64 tokens with one continuing row; in turn it would wait for the flood.
     assert 80.0 <= prediction["fair"] <= 160.0
     assert prediction["fcfs"] > 2000.0
 
 
-def test_who_takes_the_place_of_others_is_not_refused_for_them() -> None:
+def test_a_request_that_preempts_others_is_not_rejected_for_them() -> None:
     harness = harness_of("priority")
     for number in range(12):
         harness.add(make_request(f"r{number}", [1] * 30, max_tokens=100, priority=5))
@@ -81,7 +81,7 @@ def test_who_takes_the_place_of_others_is_not_refused_for_them() -> None:
         harness.add(make_request("alike", [1] * 50, priority=5, **asks))  # type: ignore[arg-type]
 
 
-def test_lanes_of_a_kind_take_turns_and_who_is_flooded_is_before_all_others() -> None:
+def test_lanes_of_a_kind_take_turns_and_flooded_ones_come_first() -> None:
     harness = harness_of("fair", max_num_seqs=2)
     for number in range(8):
         harness.add(make_request(f"f{number}", [1] * 30, max_tokens=100, tenant="flood"))

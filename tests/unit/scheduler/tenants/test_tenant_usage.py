@@ -1,4 +1,4 @@
-"""Tenants: floors hold back, ceilings and numbers bound, and whatever they are everybody ends."""
+"""Tenants: floors reserve blocks, ceilings and request limits bound, and every request ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.scheduler.test_properties import LastCome, draw_setup
 
 
 def limits(**of_tenants: dict[str, Any]) -> tuple[TenantLimits, ...]:
-    """The default tenant without limits, and these."""
+    """Return limits: the default tenant without limits, and these."""
     named = [TenantLimits(name=name, shown=name, **of) for name, of in of_tenants.items()]
     return (TenantLimits(name="", shown="default"), *named)
 
@@ -34,15 +34,15 @@ def running(found: Harness) -> list[str]:
 
 
 def add(found: Harness, name: str, tokens: int, max_tokens: int = 4, **fields: Any) -> None:
-    """A request of the tenant its name begins with, before the dash."""
+    """Add a request of the tenant named before the dash."""
     prompt = [sum(map(ord, name)) * 31 % VOCAB, *range(tokens - 1)]
     found.add(make_request(name, prompt, max_tokens=max_tokens, tenant=name[:-2], **fields))
 
 
-# ---- numbers
+# ---- request limits
 
 
-def test_no_more_of_a_tenant_run_than_may_and_others_pass_it() -> None:
+def test_running_requests_of_a_tenant_are_limited_and_others_pass() -> None:
     found = harness(limits(a={"max_running": 2}))
     for name in ("a-1", "a-2", "a-3"):
         add(found, name, 3)
@@ -53,14 +53,14 @@ def test_no_more_of_a_tenant_run_than_may_and_others_pass_it() -> None:
     found.check_end()
 
 
-def test_a_tenant_whose_queue_is_full_is_refused_and_others_are_not() -> None:
+def test_a_full_tenant_queue_rejects_only_that_tenant() -> None:
     found = harness(limits(a={"max_running": 1, "max_queued": 2}, b={}))
     for number in range(3):  # one can start, two may wait
         add(found, f"a-{number}", 3)
     with pytest.raises(TenantLimit, match="3 requests of tenant a are waiting, at most 2"):
         add(found, "a-9", 3)
     add(found, "b-1", 3)
-    found.schedule()  # one runs now, and counts no more among those that wait
+    found.schedule()  # one runs now, and no longer counts as waiting
     with pytest.raises(TenantLimit, match="2 requests of tenant a"):
         add(found, "a-9", 3)
     found.abort("a-2")
@@ -69,7 +69,7 @@ def test_a_tenant_whose_queue_is_full_is_refused_and_others_are_not() -> None:
     found.check_end()
 
 
-def test_more_choices_than_may_ever_run_and_wait_are_refused_for_good() -> None:
+def test_more_choices_than_the_limits_are_rejected_permanently() -> None:
     found = harness(limits(a={"max_running": 1, "max_queued": 2}))
     request = make_request("r", [1], max_tokens=2, tenant="a")
     with pytest.raises(InvalidParameter, match="at most 3 are allowed") as caught:
@@ -77,14 +77,14 @@ def test_more_choices_than_may_ever_run_and_wait_are_refused_for_good() -> None:
     assert caught.value.param == "n"
 
 
-def test_a_tenant_that_is_not_in_the_file_is_refused_by_name() -> None:
+def test_an_unknown_tenant_is_rejected_by_name() -> None:
     found = harness(limits(a={}))
     with pytest.raises(InvalidParameter, match="tenant 'c' is not one of the 2") as caught:
         add(found, "c-1", 3)
     assert caught.value.param == "tenant"
 
 
-def test_without_tenants_any_name_will_do() -> None:
+def test_without_tenants_any_name_is_accepted() -> None:
     found = harness(())
     add(found, "anybody-1", 3)
     found.drain()
@@ -105,7 +105,7 @@ def test_a_tenant_at_its_ceiling_waits_while_others_pass() -> None:
     found.check_end()
 
 
-def test_the_large_request_of_a_tenant_at_its_ceiling_is_not_passed_by_its_own_small_ones() -> None:
+def test_a_large_request_at_its_ceiling_is_not_passed_by_its_own_tenants_small_ones() -> None:
     found = harness(limits(a={"ceiling_blocks": 4}), max_num_batched_tokens=64)
     add(found, "a-1", 8, max_tokens=2)
     add(found, "a-2", 12)
@@ -116,7 +116,7 @@ def test_the_large_request_of_a_tenant_at_its_ceiling_is_not_passed_by_its_own_s
     found.check_end()
 
 
-def test_who_grows_beyond_its_ceiling_loses_its_last_request_not_the_others() -> None:
+def test_growth_above_a_ceiling_preempts_the_tenants_last_request() -> None:
     found = harness(limits(a={"ceiling_blocks": 4}, b={}), max_num_batched_tokens=64)
     add(found, "b-1", 6, max_tokens=20)
     add(found, "a-1", 6, max_tokens=10)
@@ -127,9 +127,9 @@ def test_who_grows_beyond_its_ceiling_loses_its_last_request_not_the_others() ->
     assert found.ends["a-1"].num_preemptions == found.ends["b-1"].num_preemptions == 0
 
 
-def test_blocks_that_requests_of_a_tenant_share_count_once() -> None:
+def test_blocks_shared_by_requests_of_a_tenant_count_once() -> None:
     found = harness(limits(a={"ceiling_blocks": 6}), max_num_batched_tokens=64)
-    prompt = list(range(17))  # 4 blocks are shared, and each has one of its own
+    prompt = list(range(17))  # 4 shared blocks, and one own block each
     found.add(make_request("a-1", prompt, max_tokens=3, tenant="a"))
     found.step()
     found.add(make_request("a-2", prompt, max_tokens=3, tenant="a"))
@@ -139,12 +139,12 @@ def test_blocks_that_requests_of_a_tenant_share_count_once() -> None:
     found.check_end()
 
 
-def test_what_can_never_fit_below_a_ceiling_is_refused_with_both_numbers() -> None:
+def test_a_request_above_its_ceiling_is_rejected_with_both_numbers() -> None:
     found = harness(limits(a={"ceiling_blocks": 2}))
     with pytest.raises(ContextTooLong, match=r"has 8 tokens.*tenant a have 8 tokens") as caught:
         add(found, "a-1", 8)
     assert caught.value.param == "prompt"
-    add(found, "a-2", 7, max_tokens=5)  # ends where the ceiling is
+    add(found, "a-2", 7, max_tokens=5)  # ends at the ceiling
     found.drain()
     found.check_end()
     assert len(found.tokens["a-2"]) == 1
@@ -153,17 +153,17 @@ def test_what_can_never_fit_below_a_ceiling_is_refused_with_both_numbers() -> No
 # ---- floors
 
 
-def test_floors_beyond_the_pool_are_refused_with_both_numbers() -> None:
+def test_floors_beyond_the_pool_are_rejected_with_both_numbers() -> None:
     with pytest.raises(SettingError, match=r"are 17 KV blocks in all \(a 9, b 8\).* has 16"):
         harness(limits(a={"floor_blocks": 9}, b={"floor_blocks": 8}))
 
 
-def test_floors_that_leave_somebody_nothing_are_refused() -> None:
+def test_floors_that_leave_a_tenant_nothing_are_rejected() -> None:
     with pytest.raises(SettingError, match="leave tenant default none of the 16"):
         harness(limits(a={"floor_blocks": 9}, b={"floor_blocks": 7}))
 
 
-def test_what_others_floors_leave_is_all_a_request_can_have() -> None:
+def test_a_request_is_limited_to_what_others_floors_leave() -> None:
     found = harness(limits(a={"floor_blocks": 14}, b={}))
     with pytest.raises(ContextTooLong, match=r"has 20 tokens.*tenant b have 8 tokens"):
         add(found, "b-1", 20)
@@ -172,14 +172,14 @@ def test_what_others_floors_leave_is_all_a_request_can_have() -> None:
     found.check_end()
 
 
-def test_a_floor_is_kept_free_for_its_tenant_however_many_others_wait() -> None:
+def test_a_floor_stays_free_for_its_tenant_however_many_others_wait() -> None:
     found = harness(limits(a={"floor_blocks": 8}, b={}), max_num_batched_tokens=64)
     for number in range(8):
         add(found, f"b-{number}", 12)
     found.schedule()
     assert found.cache.num_free >= 8
     assert "b-0" in running(found)
-    add(found, "a-1", 20)  # behind all of them in the queue
+    add(found, "a-1", 20)  # after all of them in the queue
     found.update()
     found.schedule()
     assert "a-1" in running(found)
@@ -187,20 +187,20 @@ def test_a_floor_is_kept_free_for_its_tenant_however_many_others_wait() -> None:
     found.check_end()
 
 
-def test_who_has_no_more_than_its_floor_is_not_preempted_for_others() -> None:
+def test_a_request_within_its_floor_is_not_preempted_for_others() -> None:
     found = harness(
         limits(a={"floor_blocks": 6}, b={}), max_num_batched_tokens=64, prefix_caching=False
     )
     add(found, "b-1", 12, max_tokens=25)
     add(found, "b-2", 12, max_tokens=25)
-    add(found, "a-1", 12, max_tokens=10)  # the last, who would be the first to go
+    add(found, "a-1", 12, max_tokens=10)  # the last, otherwise the first victim
     found.drain()
     found.check_end()
     assert found.ends["a-1"].num_preemptions == 0
     assert found.ends["b-2"].num_preemptions > 0
 
 
-def test_a_prompt_that_let_others_go_first_takes_no_block_of_a_floor_when_it_goes_on() -> None:
+def test_an_overtaken_prompt_takes_no_block_of_a_floor_when_it_continues() -> None:
     """Its blocks were free when it began; those that passed it have grown into them since."""
     found = harness(
         limits(a={"floor_blocks": 1}),
@@ -221,17 +221,17 @@ def test_a_prompt_that_let_others_go_first_takes_no_block_of_a_floor_when_it_goe
         steps(num_steps)
     found.add(make_request("waits", [1] * 12, max_tokens=3))
     steps(1)
-    assert int(found.scheduler._batch.scheduled[0]) == 8  # it waits, and the others go on
+    assert int(found.scheduler._batch.scheduled[0]) == 8  # it waits, and the others continue
     assert sorted(found.plans[-1].slots.tolist()) == [1, 2]
     found.drain()
     found.check_end()
 
 
-# ---- whatever they are
+# ---- random tenants
 
 
 def draw_tenants(random: Random, num_blocks: int) -> tuple[TenantLimits, ...]:
-    """Three tenants; floors that leave at least a block or two."""
+    """Draw three tenants; floors that leave at least a block or two."""
     left = num_blocks - random.choice([1, 2, 3])
     found = []
     for name in ("", "a", "b"):
@@ -252,7 +252,7 @@ def draw_tenants(random: Random, num_blocks: int) -> tuple[TenantLimits, ...]:
 
 
 def check_limits(found: Harness, *, strictly: bool) -> None:
-    """No tenant has more than it may; strictly: what is held back is there."""
+    """Check that no tenant exceeds its limits; strict: that reserved blocks are free."""
     books = found.scheduler._tenants
     books.changed()
     charges = books._charges()
@@ -262,13 +262,13 @@ def check_limits(found: Harness, *, strictly: bool) -> None:
             assert charges[number] <= one.ceiling_blocks + 1e-6
     if strictly:
         held = np.maximum(np.array([one.floor_blocks for one in books.limits]) - charges, 0)
-        # What a request that was aborted has given back is free when the plan that names it lands.
+        # Blocks of an aborted request are free when the plan that names them ends.
         quarantined = sum(len(blocks) for _, blocks in found.cache.holds)
         assert found.cache.num_free + quarantined >= held.sum() - 1e-6
 
 
 def run_case(random: Random, setup: Setup, num_operations: int, *, strictly: bool) -> Harness:
-    """Operations as drawn, then run until all has ended."""
+    """Run drawn operations, then run until all has ended."""
     found = Harness(setup)
     prefixes = [[random.randrange(VOCAB) for _ in range(24)] for _ in range(2)]
     for number in range(num_operations):
@@ -288,7 +288,7 @@ def run_case(random: Random, setup: Setup, num_operations: int, *, strictly: boo
 
 
 def add_drawn(random: Random, found: Harness, name: str, prefix: list[int], *, alone: bool) -> None:
-    """A request or a group of some tenant. alone: no forks, no blocks shared with others."""
+    """Add a request or a group of some tenant. alone: no forks, no blocks shared with others."""
     tenant = random.choice(["", "a", "b"])
     prompt = prefix[: random.randrange(1, 20)]
     for stream in range(1 if alone else random.choice([1, 1, 3])):
@@ -310,7 +310,7 @@ def add_drawn(random: Random, found: Harness, name: str, prefix: list[int], *, a
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(random=st.randoms(use_true_random=False), num_operations=st.integers(0, 60))
-def test_with_any_floors_and_ceilings_everybody_ends_with_the_tokens_alone(
+def test_with_any_floors_and_ceilings_requests_end_with_the_tokens_alone(
     random: Random, num_operations: int
 ) -> None:
     setup = draw_setup(random)
@@ -328,8 +328,8 @@ def test_floors_stay_free_and_ceilings_stay_kept_after_every_plan(
     run_case(random, setup, num_operations, strictly=True)
 
 
-def test_drawn_cases_meet_tenants_that_wait_lose_and_are_spared() -> None:
-    """The same cases from fixed seeds: they would show nothing if limits were never reached."""
+def test_drawn_cases_reach_every_tenant_limit() -> None:
+    """The same cases from fixed seeds: they would prove nothing if limits were never reached."""
     preempted = refused = 0
     for seed in range(60):
         random = Random(seed)
@@ -342,10 +342,10 @@ def test_drawn_cases_meet_tenants_that_wait_lose_and_are_spared() -> None:
     assert refused >= 40
 
 
-# ---- what is told
+# ---- statistics
 
 
-def test_blocks_by_tenant_add_up_to_those_in_use_and_are_summed_up_seldom() -> None:
+def test_blocks_by_tenant_add_up_to_those_in_use_and_are_summed_rarely() -> None:
     found = harness(limits(a={}, b={}), max_num_batched_tokens=64)
     prompt = list(range(16))
     found.add(make_request("a-1", prompt, max_tokens=20, tenant="a"))
@@ -363,7 +363,7 @@ def test_blocks_by_tenant_add_up_to_those_in_use_and_are_summed_up_seldom() -> N
     found.drain()
 
 
-def test_tokens_that_wait_are_those_of_the_queue_preempted_ones_included() -> None:
+def test_waiting_tokens_are_those_of_the_queue_including_preempted_requests() -> None:
     found = harness((), max_num_seqs=1)
     add(found, "a-1", 3, max_tokens=10)
     add(found, "b-1", 5)
@@ -377,14 +377,14 @@ def test_tokens_that_wait_are_those_of_the_queue_preempted_ones_included() -> No
     assert found.scheduler.stats().waiting_tokens == 0
 
 
-def test_blocks_held_back_that_a_plan_in_flight_still_names_are_waited_for() -> None:
+def test_reserved_blocks_named_by_a_plan_in_flight_are_waited_for() -> None:
     found = harness(
         limits(a={"floor_blocks": 8}, b={}), max_num_batched_tokens=64, prefix_caching=False
     )
     add(found, "a-1", 24, max_tokens=2)  # 6 of its 8 blocks
     add(found, "b-1", 24, max_tokens=8)  # 6 of the other 8
     found.schedule()
-    found.abort("a-1")  # its blocks are free when the plan lands, not before
+    found.abort("a-1")  # its blocks are free when the plan ends, not before
     add(found, "a-2", 24, max_tokens=2)
     sequence = next(iter(found.scheduler._queue))
     books = found.scheduler._tenants

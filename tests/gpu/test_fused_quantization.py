@@ -1,5 +1,8 @@
-"""Norms and activations that make the bytes of the product after them: the bits of two launches,
-where they are taken together, how many launches that saves a layer."""
+"""Norms and activations fused with the quantization for the next product.
+
+The fused kernels give the bits of two launches; the tests count where they apply and the launches
+saved per layer.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ from quire.execute.gpu.products import ROW_FORMS
 from quire.program.ops import Activation, Linear, Norm, Op
 from quire.program.program import Program
 from quire.program.tensors import DType
-from tests.gpu.launched import launched
-from tests.gpu.opened import program_of, sequence_logits, torch_executor
+from tests.gpu.launch_log import launched
 from tests.gpu.tensors import Float32s, array, empty, normal, rounded, tensor, wide
+from tests.gpu.torch_models import program_of, sequence_logits, torch_executor
 from tests.models.case import Case
 from tests.models.cases import CASES
 
@@ -32,7 +35,7 @@ LLAMA = Case("llama", {"num_hidden_layers": 1}, seed=3, stored="bf16")
 
 
 def room(form: str, rows: int, columns: int) -> ByteRows:
-    """That held something else, and more of it; a tensor's scale is given."""
+    """Return an oversized buffer with old content; a per-tensor scale is given."""
     dtype, scaled = ROW_FORMS[form]
     made = ByteRows.empty(rows + 1, columns, "cpu", dtype=dtype, scaled=scaled)
     made.values.view(torch.uint8).fill_(77)
@@ -41,7 +44,7 @@ def room(form: str, rows: int, columns: int) -> ByteRows:
 
 
 def rows_of(columns: int, dtype: str) -> Float32s:
-    """Of all sizes, one of zeros, one that holds an infinity."""
+    """Return rows of all magnitudes, one of zeros and one with an infinity."""
     rng = np.random.default_rng(1)
     x = normal(rng, 4, columns) * np.exp(normal(rng, 4, columns) * 2)
     x[1], x[2, 3] = 0.0, np.inf
@@ -49,7 +52,7 @@ def rows_of(columns: int, dtype: str) -> Float32s:
 
 
 def assert_same_bytes(found: ByteRows, right: ByteRows, rows: int) -> None:
-    """Values, zeros past the end among them, and scales."""
+    """Compare values, zero padding and scales."""
     values = (made.values[:rows].view(torch.uint8) for made in (found, right))
     assert torch.equal(*values)
     kept = (made.first(rows).scales.contiguous().view(torch.int32) for made in (found, right))
@@ -59,7 +62,7 @@ def assert_same_bytes(found: ByteRows, right: ByteRows, rows: int) -> None:
 @pytest.mark.parametrize("form", list(ROW_FORMS))
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize(("columns", "norm_form"), [(8, "rms"), (300, "layer"), (1290, "rms")])
-def test_a_norm_makes_the_bytes_of_what_it_stores(
+def test_a_fused_norm_quantizes_what_it_stores(
     form: str, dtype: str, columns: int, norm_form: str
 ) -> None:
     rng = np.random.default_rng(2)
@@ -84,7 +87,7 @@ def test_a_norm_makes_the_bytes_of_what_it_stores(
 @pytest.mark.parametrize(
     ("columns", "curve"), [(8, "relu"), (300, "gelu_tanh"), (2200, "silu"), (8200, "gelu_tanh")]
 )
-def test_an_activation_makes_the_bytes_of_what_it_stores(
+def test_a_fused_activation_quantizes_what_it_stores(
     form: str, dtype: str, columns: int, curve: str
 ) -> None:
     gate = wide(rows_of(columns, dtype), dtype)
@@ -100,7 +103,7 @@ def test_an_activation_makes_the_bytes_of_what_it_stores(
             np.testing.assert_array_equal(array(kept), array(y))
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_wrong_shapes_are_rejected() -> None:
     x = torch.zeros(2, 256)
     with pytest.raises(ValueError, match="at least 2 rows of 256"):
         norm(x, x, eps=1e-5, out=ByteRows.empty(1, 256, "cpu"))
@@ -111,7 +114,9 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def _pairs(program: Program) -> list[tuple[Op, Op]]:
-    """Makers of whole rows, each with the product that takes its rows next."""
+    """Yield operations that produce whole rows, each with the product that consumes the
+    rows next.
+    """
     found = []
     for ops in program.segments.values():
         for maker, product in pairwise(ops):
@@ -124,7 +129,7 @@ def _pairs(program: Program) -> list[tuple[Op, Op]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_family_makes_bytes_wherever_a_product_of_few_bits_follows(
+def test_every_family_fuses_quantization_before_low_bit_products(
     case: Case, tmp_path: Path
 ) -> None:
     folder = case.write(tmp_path)
@@ -145,10 +150,10 @@ def test_every_family_makes_bytes_wherever_a_product_of_few_bits_follows(
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4-g32", "fp8", "fp8-block"])
-def test_three_launches_a_layer_fewer_and_the_same_bits(
+def test_fusion_saves_three_launches_a_layer_and_keeps_the_bits(
     precision: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Left is that of attention's rows, which many programs make."""
+    """Only the rows of attention, which many programs write, still need their own launch."""
     folder = LLAMA.write(tmp_path)
     program = program_of(folder, DType.BF16, precision)
     ids, layers = LLAMA.token_ids[:3], program.caches[0].layers
@@ -164,12 +169,12 @@ def test_three_launches_a_layer_fewer_and_the_same_bits(
     assert apart.count("_quantize") == 4 * layers + 1
     assert together.count("_quantize") == layers
     assert len(apart) - len(together) == 3 * layers + 1
-    # Nine of a layer in full precision; see test_fused.py, of these 6 too.
+    # Nine of a layer in full precision (see test_fused.py); six of these quantize.
     assert (len(together) - 6) / layers == 9 + 1
     assert np.array_equal(*logits)
 
 
-def test_rows_that_are_read_as_they_are_are_there(tmp_path: Path) -> None:
+def test_rows_that_are_also_read_unquantized_are_stored(tmp_path: Path) -> None:
     folder = LLAMA.write(tmp_path)
     program = program_of(folder, DType.BF16, "int8")
     (maker, _), *_ = _pairs(program)

@@ -1,4 +1,4 @@
-"""Choices and scores from logits on a device: the reference's, bit for bit, whatever rows ask."""
+"""Sampling and scores on a device match the reference bit for bit for all parameters."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ Float32s = NDArray[np.float32]
 
 
 def never(logits: Float32s, batch: SampleBatch) -> reference.TokenChoice:
-    """A host that must not be asked."""
+    """Fail: the host must not be called."""
     raise AssertionError("these rows are for the device")
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_everything_at_random(seed: int) -> None:
+def test_random_parameters_match_the_reference(seed: int) -> None:
     rng = np.random.default_rng(seed)
     vocabulary = int(rng.choice([33, 1100]))
     batch = random_batch(rng, 6, vocabulary, rarely=seed % 2 == 1)
@@ -43,7 +43,7 @@ def test_everything_at_random(seed: int) -> None:
     assert_same_choice(found, reference.choose(logits, batch))
 
 
-def test_penalties_bias_bans_and_masks_need_no_host() -> None:
+def test_penalties_bias_bans_and_masks_run_on_the_device() -> None:
     rng = np.random.default_rng(10)
     logits = rng.standard_normal((4, 1100)).astype(np.float32)
     masks = rng.integers(0, 2**32, (1, 35), dtype=np.uint32)
@@ -67,9 +67,11 @@ def test_penalties_bias_bans_and_masks_need_no_host() -> None:
 
 
 def late_batch(rng: np.random.Generator, vocabulary: int) -> tuple[SampleBatch, NDArray[np.int32]]:
-    """Rows that lack their last token but one of them, and the last token of each of ten slots: one
-    that the row has in its prompt, in its output, that is biased, banned, new, and of a failed
-    row; the longest history takes several looks."""
+    """Return rows that lack their last token, except one, and the last token of each of ten slots.
+
+    The last tokens are: in the row's prompt, in its output, biased, banned, new, and of a failed
+    row. The longest history takes several iterations.
+    """
     long = rng.integers(20, vocabulary, 3000).tolist()
     batch = make_batch(
         7,
@@ -90,11 +92,11 @@ def late_batch(rng: np.random.Generator, vocabulary: int) -> tuple[SampleBatch, 
     return replace(batch, history=replace(batch.history, late_slots=slots)), last
 
 
-def test_a_last_token_that_only_the_device_has_counts() -> None:
+def test_a_last_token_only_on_the_device_is_counted() -> None:
     rng, vocabulary = np.random.default_rng(14), 5000
     batch, last = late_batch(rng, vocabulary)
     logits = rng.standard_normal((7, vocabulary)).astype(np.float32)
-    # Of a greedy row the likeliest, but for the penalty of this last time.
+    # The most likely token of a greedy row, unless the penalty of this last token changes it.
     logits[0, last[9]] = np.float32(1.3) * (logits[0].max() + np.float32(0.1))
     known = batch.completed(last)
     assert known.history is not None
@@ -130,8 +132,8 @@ def test_a_last_token_that_only_the_device_has_counts() -> None:
     assert changed == [3, 2, 2, 4, 2, 1, len(set(history.ids[19:].tolist()))]
 
 
-def test_only_rows_that_ask_for_edits_cost_the_host_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is some microseconds, in every step."""
+def test_only_rows_with_logit_edits_call_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each host call takes microseconds in every step."""
     looked_at, look = [], edit_kernels._row_entries
     monkeypatch.setattr(
         edit_kernels,
@@ -151,7 +153,7 @@ def test_only_rows_that_ask_for_edits_cost_the_host_a_call(monkeypatch: pytest.M
     assert looked_at == [1, 2, 4]
 
 
-def test_a_history_that_lacks_its_last_token_is_not_chosen_from() -> None:
+def test_a_history_without_its_last_token_is_not_sampled_from() -> None:
     batch, _ = late_batch(np.random.default_rng(15), 4000)
     logits = np.zeros((7, 4000), np.float32)
     for choose in (
@@ -162,7 +164,7 @@ def test_a_history_that_lacks_its_last_token_is_not_chosen_from() -> None:
             choose(logits, batch)
 
 
-def test_only_the_rows_that_need_it_are_chosen_on_the_host() -> None:
+def test_only_rows_that_need_it_are_sampled_on_the_host() -> None:
     rng = np.random.default_rng(11)
     logits = rng.standard_normal((5, 40)).astype(np.float32)
     bias = [[], [(3, 1.0), (3, 2.0)], [], [(3, 1.0), (4, 2.0)], []]
@@ -181,7 +183,7 @@ def test_only_the_rows_that_need_it_are_chosen_on_the_host() -> None:
     assert (asked[0] == logits[[1, 2, 4]]).all()
 
 
-def test_rows_of_a_batch_keep_all_they_have() -> None:
+def test_rows_of_a_batch_keep_all_their_fields() -> None:
     rng = np.random.default_rng(12)
     batch, rows = random_batch(rng, 6, 50, rarely=True), np.array([4, 1])
     logits = random_logits(rng, 6, 50)
@@ -190,7 +192,7 @@ def test_rows_of_a_batch_keep_all_they_have() -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [7, 2100])
-def test_scores(vocabulary: int) -> None:
+def test_scores_match_the_reference(vocabulary: int) -> None:
     rng = np.random.default_rng(13)
     logits = rng.standard_normal((7, vocabulary)).astype(np.float32)
     logits[0] = np.round(logits[0])

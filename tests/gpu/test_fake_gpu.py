@@ -1,5 +1,7 @@
-"""Whole steps on a card that is made up: nothing there is computed, but where each operand lies,
-what waits for the device and what may be captured are as on a real one."""
+"""Whole steps on a fake GPU: operand devices, synchronizations and capturability.
+
+Nothing is computed, but the checks are those of a real GPU.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,15 @@ from quire.program.tensors import DType  # noqa: E402
 from quire.sampling.scoring import ScoreBatch  # noqa: E402
 from quire.weights.binding import bind  # noqa: E402
 from quire.weights.checkpoint import open_checkpoint  # noqa: E402
-from tests.gpu.made_up_card import CARD, Card, CardStream  # noqa: E402
-from tests.gpu.opened import BLOCK_SIZE, CPU, program_of  # noqa: E402
+from tests.gpu.fake_gpu import CARD, Card, CardStream  # noqa: E402
+from tests.gpu.torch_models import BLOCK_SIZE, CPU, program_of  # noqa: E402
 from tests.kernels.sampling_cases import make_batch  # noqa: E402
 from tests.tiny_models import write_tiny_llama  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 COLUMNS, MOST = 24, 8
-# Tokens of each sequence, and of those before: one each, chunks, both.
+# Tokens of each sequence, and cached positions: decode, chunks, both.
 STEPS = [([1], [0]), ([1, 1, 1], [5, 300, 17]), ([5], [0]), ([40, 1, 1], [0, 30, 2]), ([350], [9])]
 
 
@@ -51,7 +53,7 @@ def step(counts: list[int], starts: list[int]) -> ForwardBatch:
 
 
 def asked(executor: TorchExecutor, batch: ForwardBatch) -> None:
-    """All that the runner asks of one step."""
+    """Run everything that the runner calls in one step."""
     rows = len(batch.sample_rows)
     executor.run_trunk(batch, head_rows=rows)
     logits = executor.run_head(batch, 0, rows)
@@ -76,7 +78,7 @@ def asked(executor: TorchExecutor, batch: ForwardBatch) -> None:
     ("precision", "cache"),
     [("none", "auto"), ("fp8", "fp8"), ("fp8-block", "int8"), ("int8", "auto"), ("int4", "auto")],
 )
-def test_steps_keep_to_their_card_wait_for_nothing_and_can_be_captured(
+def test_steps_stay_on_their_device_without_waits_and_can_be_captured(
     precision: str,
     cache: str,
     exact: bool,
@@ -86,7 +88,7 @@ def test_steps_keep_to_their_card_wait_for_nothing_and_can_be_captured(
     folder = write_tiny_llama(tmp_path, seed=5, dtype="bf16", num_hidden_layers=1)
     program = program_of(folder, DType.BF16, precision, cache)
     loaded = load(program, bind(program, open_checkpoint(folder)), CPU, None, pack=pack_ints)
-    monkeypatch.setattr(library_fp8, "product_for", lambda *_, **__: None)  # it tries the card
+    monkeypatch.setattr(library_fp8, "product_for", lambda *_, **__: None)  # it would probe the GPU
     card = Card(monkeypatch)
     with card.open():
         executor = TorchExecutor(

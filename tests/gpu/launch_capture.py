@@ -1,8 +1,8 @@
-"""LaunchCapture: a capture as a GPU makes it, in Triton's interpreter.
+"""LaunchCapture: a CUDA graph capture emulated in Triton's interpreter.
 
-Kept are the launches with the arguments they had then (numbers as they were, tensors as places in
-memory); a replay is these launches, and nothing of the function that made them runs again. So what
-is a number of the host's, and what is computed beside kernels, is found as it would be on a card.
+It stores launches with their arguments at capture time (scalars by value, tensors by address). A
+replay repeats these launches and runs no other Python code. So a stale host scalar, or work outside
+kernels, fails here as it would on a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LAUNCH = GridExecutor.__call__
 
 
 class LaunchCapture:
-    """Counts what is captured and replayed, and the launches of the last capture."""
+    """Count captures and replays, and store the launches of the last capture."""
 
     def __init__(self) -> None:
         self.captured = self.replayed = self.launches = 0
@@ -43,10 +43,10 @@ class LaunchCapture:
 
 
 class _OnlyViews(TorchDispatchMode):
-    """Nothing is computed by PyTorch: on CPU tensors that would not be kept."""
+    """Reject computation by PyTorch, which a capture on CPU tensors would not record."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        assert func.is_view, f"{func} is computed while a step is captured"
+        assert func.is_view, f"{func} is computed by PyTorch during capture"
         return func(*args, **(kwargs or {}))

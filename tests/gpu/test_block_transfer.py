@@ -1,5 +1,7 @@
-"""Blocks on their way between a device's pool and the host: on a device that does nothing before it
-is waited for, in each of its orders of work by itself."""
+"""Block transfers between a device pool and the host, on a lazy device, for each of its streams.
+
+The device does nothing until it is waited for.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from numpy.typing import NDArray  # noqa: E402
 from quire.base.errors import CapacityError  # noqa: E402
 from quire.execute.gpu.executor import TorchExecutor  # noqa: E402
 from quire.program.tensors import DType  # noqa: E402
-from tests.gpu.opened import program_of, torch_executor  # noqa: E402
-from tests.gpu.slow_stream import SlowStream  # noqa: E402
+from tests.gpu.lazy_stream import LazyStream  # noqa: E402
+from tests.gpu.torch_models import program_of, torch_executor  # noqa: E402
 from tests.tiny_models import write_tiny_llama  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -28,10 +30,10 @@ CACHES = {"f32": DType.F32, "bf16": DType.BF16, "int8": DType.BF16, "fp8": DType
 
 
 class World:
-    """An executor whose pool holds random bytes, and what these are by now, said and done."""
+    """An executor with random bytes in its pool, and the bytes expected there."""
 
     def __init__(self, folder: Path, cache: str = "bf16", *, rows: int) -> None:
-        self.stream = SlowStream()
+        self.stream = LazyStream()
         program = program_of(folder, CACHES[cache], "none", cache)
         self.executor: TorchExecutor = torch_executor(
             folder, program, blocks=NUM_BLOCKS, stream=self.stream
@@ -44,16 +46,16 @@ class World:
         self.stream.waits.clear()
 
     def memory(self, count: int) -> list[Bytes]:
-        """Rooms on the host."""
+        """Return host buffers."""
         return [*self.executor.host_memory(count * self.size).reshape(count, self.size)]
 
     def take_out(self, blocks: list[int]) -> tuple[Callable[[], None], list[Bytes]]:
-        """Told; what is returned first waits for it."""
-        rooms = self.memory(len(blocks))
-        return self.executor.export_blocks(np.array(blocks, np.int32), rooms), rooms
+        """Submit an export; the returned function waits for it."""
+        buffers = self.memory(len(blocks))
+        return self.executor.export_blocks(np.array(blocks, np.int32), buffers), buffers
 
     def overwrite(self, source: int, targets: list[int]) -> None:
-        """As a step told later does."""
+        """Overwrite blocks, as a later step does."""
         pairs = np.array([(source, target) for target in targets], np.int32)
         self.executor.copy_blocks(pairs[:, 0], pairs[:, 1])
 
@@ -63,8 +65,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("port") / "odd", seed=5, num_hidden_layers=2)
 
 
-def test_rows_are_used_when_what_was_told_before_there_were_any_is_done(folder: Path) -> None:
-    """Their memory may be what a step before gave back, in the device's own order."""
+def test_new_row_buffers_wait_for_work_submitted_before_them(folder: Path) -> None:
+    """Row buffers may reuse memory that an earlier step freed in the device's own stream order."""
     world, done = World(folder, rows=2), []
     world.stream.do(lambda: done.append("before"))
     world.executor.begin_moving(2)
@@ -73,60 +75,59 @@ def test_rows_are_used_when_what_was_told_before_there_were_any_is_done(folder: 
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_blocks_leave_as_they_were_when_that_was_told_and_come_back(
-    cache: str, folder: Path
-) -> None:
+def test_exports_hold_the_bytes_at_submission_and_import_back(cache: str, folder: Path) -> None:
     world = World(folder, cache, rows=4)
-    wait, rooms = world.take_out([3, 9, 0])
+    wait, buffers = world.take_out([3, 9, 0])
     world.overwrite(5, [3, 9, 0])
     assert not world.stream.waits
     wait()
-    assert np.array_equal(rooms, world.blocks[[3, 9, 0]])
+    assert np.array_equal(buffers, world.blocks[[3, 9, 0]])
     world.executor.mark()()
-    world.executor.import_blocks(np.array([1, 11, 9], np.int32), rooms)
+    world.executor.import_blocks(np.array([1, 11, 9], np.int32), buffers)
     wait, again = world.take_out([1, 11, 9, 3])
     wait()
-    assert np.array_equal(again, [*rooms, world.blocks[5]])
+    assert np.array_equal(again, [*buffers, world.blocks[5]])
 
 
 @pytest.mark.parametrize("steps_first", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8])
-def test_rows_are_written_again_only_when_they_were_read(
+def test_row_buffers_are_reused_only_after_they_were_read(
     rows: int, steps_first: bool, folder: Path
 ) -> None:
-    """More blocks than rows, again and again, and nothing waits for what was told before; whether
-    the device comes to its steps first or to the copies beside them."""
+    """Copy more blocks than rows, repeatedly, without waiting in between; the device runs its steps
+    first, or the copies first.
+    """
     world = World(folder, rows=rows)
-    told = []
+    exports = []
     for blocks in ([4, 5, 6, 7, 8], [9], [0, 1, 2, 3], [4, 10]):
-        told.append((blocks, *world.take_out(blocks)))
+        exports.append((blocks, *world.take_out(blocks)))
     world.overwrite(11, list(range(11)))
     assert not world.stream.waits
     if steps_first:
         world.executor.mark()()
-    for blocks, wait, rooms in told:
+    for blocks, wait, buffers in exports:
         wait()
-        assert np.array_equal(rooms, world.blocks[blocks]), blocks
+        assert np.array_equal(buffers, world.blocks[blocks]), blocks
     world.executor.mark()()
     listed = [7, 6, 5, 4, 3, 2]
     world.executor.import_blocks(np.array(listed, np.int32), [*world.blocks[listed]])
-    wait, rooms = world.take_out(list(range(NUM_BLOCKS)))
+    wait, buffers = world.take_out(list(range(NUM_BLOCKS)))
     wait()
     wanted = np.repeat(world.blocks[11:], NUM_BLOCKS, axis=0)
     wanted[listed] = world.blocks[listed]
-    assert np.array_equal(rooms, wanted)
+    assert np.array_equal(buffers, wanted)
 
 
-def test_nothing_is_on_the_host_before_it_is_waited_for(folder: Path) -> None:
+def test_no_bytes_reach_the_host_before_a_wait(folder: Path) -> None:
     world = World(folder, rows=4)
-    wait, rooms = world.take_out([1, 2])
-    before = np.array(rooms)
+    wait, buffers = world.take_out([1, 2])
+    before = np.array(buffers)
     assert (before == 0xEE).all()
     wait()
-    assert not np.array_equal(rooms, before)
+    assert not np.array_equal(buffers, before)
 
 
-def test_a_cache_made_anew_takes_no_room_that_was_for_another(folder: Path) -> None:
+def test_a_recreated_cache_reuses_no_buffer_of_another(folder: Path) -> None:
     world = World(folder, rows=4)
     world.executor.allocate_cache(4, 32)
     raw = np.ones(world.executor.block_bytes, np.uint8)
@@ -135,13 +136,13 @@ def test_a_cache_made_anew_takes_no_room_that_was_for_another(folder: Path) -> N
     assert not raw.any()
 
 
-def test_memory_that_cannot_be_kept_in_place_is_refused_in_words(
+def test_memory_that_cannot_be_pinned_is_rejected_with_a_reason(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def none(_: SlowStream, num_bytes: int) -> None:
+    def none(_: LazyStream, num_bytes: int) -> None:
         raise RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA")
 
     world = World(folder, rows=1)
-    monkeypatch.setattr(SlowStream, "host_memory", none)
+    monkeypatch.setattr(LazyStream, "host_memory", none)
     with pytest.raises(CapacityError, match=r"no 3\.0 MiB of memory .*error: out of memory$"):
         world.executor.host_memory(3 << 20)

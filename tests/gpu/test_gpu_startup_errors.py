@@ -1,5 +1,7 @@
-"""What a caller of `quire serve` is told where a GPU cannot be used, and what happens where one is
-lost or full while it serves: real servers, whose engine is shown a machine that is not there."""
+"""`quire serve` on machines without a usable GPU, and with a GPU that fails while serving.
+
+Real servers run; their engine sees an emulated machine.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from tests.tiny_models import write_tiny_llama
 pytestmark = pytest.mark.gpu
 
 COMPLETIONS = "/v1/completions"
-# Loaded by Python itself at its start; acts when the engine is about to import what it names.
+# Imported by Python at startup (sitecustomize); acts when the engine imports the named module.
 BEFORE = """
 import sys
 from importlib.abc import MetaPathFinder
@@ -36,7 +38,7 @@ def pose():
 
 sys.meta_path.insert(0, Before())
 """
-# PyTorch as it is where there is a card, and Triton as if it saw it.
+# PyTorch as on a machine with a GPU, and Triton as if it detected one.
 H200 = """
     torch.version.cuda, torch.version.hip = "13.0", None
     card = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=140 << 30)
@@ -66,7 +68,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def posing(folder: Path, body: str) -> dict[str, str]:
-    """An environment in which the engine finds what `body` says."""
+    """Return an environment in which the engine imports `body`."""
     (folder / "sitecustomize.py").write_text(BEFORE.replace("{body}", body.strip()))
     paths = [str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": ":".join(filter(None, paths))}
@@ -141,7 +143,7 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_was_found_and_what_to_do_is_told_once_and_the_exit_is_2(
+def test_an_unusable_gpu_is_reported_once_with_a_remedy_and_exit_code_2(
     name: str, tiny: Path, tmp_path: Path
 ) -> None:
     body, device, words = CASES[name]
@@ -167,7 +169,9 @@ def served(folder: Path, tiny: Path, body: str, device: str) -> RunningServer:
     return RunningServer(tiny, *flags, environment=posing(folder, body))
 
 
-def test_without_a_driver_auto_computes_on_the_cpu_and_says_why(tiny: Path, tmp_path: Path) -> None:
+def test_auto_falls_back_to_the_cpu_without_a_driver_and_reports_it(
+    tiny: Path, tmp_path: Path
+) -> None:
     with served(tmp_path, tiny, NO_DRIVER, "auto") as server:
         line = re.search("engine: computing on .*", server.stderr())
         assert line is not None
@@ -178,7 +182,7 @@ def test_without_a_driver_auto_computes_on_the_cpu_and_says_why(tiny: Path, tmp_
     assert answer["usage"]["completion_tokens"] <= 3
 
 
-# On CPU tensors that pose as a card with memory of its own.
+# CPU tensors that pose as a GPU with its own memory.
 OWN_MEMORY = """
     from quire.config.machine import MachineMemory
     from quire.execute.gpu import kv_pool, memory
@@ -190,23 +194,25 @@ OWN_MEMORY = """
 """
 
 
-def test_the_sum_is_told_before_loading_and_what_is_left_after(tiny: Path, tmp_path: Path) -> None:
+def test_the_memory_plan_is_logged_before_loading_and_the_rest_after(
+    tiny: Path, tmp_path: Path
+) -> None:
     with served(tmp_path, tiny, OWN_MEMORY.replace("{left}", "900"), "cpu") as server:
-        told = server.stderr()
+        log = server.stderr()
         printed = server.stdout()
     blocks = re.search(r"KV cache \((\d+) blocks of 16 tokens\)", printed)
     assert blocks is not None
     places = [
-        told.index("computing on device=cpu"),
-        told.index("1024.0 MiB; weights -371.5 KiB; "),
-        told.index("cuda:0: 900.0 MiB left beside weights, buffers and KV cache"),
-        told.index("engine: ready"),
+        log.index("computing on device=cpu"),
+        log.index("1024.0 MiB; weights -371.5 KiB; "),
+        log.index("cuda:0: 900.0 MiB left beside weights, buffers and KV cache"),
+        log.index("engine: ready"),
     ]
     assert places == sorted(places)
-    assert blocks[0] in told[places[1] : places[2]]
+    assert blocks[0] in log[places[1] : places[2]]
 
 
-def test_memory_that_is_gone_after_loading_ends_the_start(tiny: Path, tmp_path: Path) -> None:
+def test_too_little_memory_after_loading_fails_startup(tiny: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "quire", "serve", str(tiny), "--port", "0"]
     command += ["--executor", "torch", "--device", "cpu"]
     body = OWN_MEMORY.replace("{left}", "100")
@@ -219,7 +225,7 @@ def test_memory_that_is_gone_after_loading_ends_the_start(tiny: Path, tmp_path: 
     assert "lower --kv-cache-memory" in ended.stderr
 
 
-# On CPU tensors; what a launch says is what a card says, once a file is there.
+# CPU tensors; launches report a GPU error once a file exists.
 FAILING = """
     from pathlib import Path
     from quire.execute.gpu.executor import TorchExecutor
@@ -242,7 +248,7 @@ def failing(file: Path, error: str, *, least: int = 1) -> str:
     )
 
 
-def test_a_lost_device_is_an_error_event_in_each_stream_and_a_failed_exit(
+def test_a_lost_device_sends_an_error_event_per_stream_and_exits_nonzero(
     tiny: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "lost"
@@ -265,7 +271,7 @@ def test_a_lost_device_is_an_error_event_in_each_stream_and_a_failed_exit(
         assert "the device is lost" in server.stderr()
 
 
-def test_who_does_not_fit_into_memory_fails_alone(tiny: Path, tmp_path: Path) -> None:
+def test_a_request_that_does_not_fit_into_memory_fails_alone(tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "full"
     said = 'torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")'
     body: dict[str, Any] = {"prompt": "the sea", "max_tokens": 200, "ignore_eos": True, "seed": 1}

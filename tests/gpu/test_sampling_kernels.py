@@ -1,4 +1,4 @@
-"""Token choice on the device: the tokens of quire.sampling.reference.choose."""
+"""Sampling on the device chooses the tokens of quire.sampling.reference.choose."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ VOCABULARY = 2500
 
 
 def chosen(logits: NDArray[np.float32], batch: SampleBatch) -> list[int]:
-    """By the kernels."""
+    """Sample by the kernels."""
     token_ids = torch.full((len(logits),), -7, dtype=torch.int32)
     choose_tokens(torch.from_numpy(logits), DeviceSamplingParams.of(batch), token_ids)
     return token_ids.tolist()
 
 
 def drawn_logits(rng: np.random.Generator, rows: int, vocabulary: int) -> NDArray[np.float32]:
-    """Normal, coarse so that some are equal, some -inf."""
+    """Return normal logits, coarse so that some are equal, some -inf."""
     logits = rng.standard_normal((rows, vocabulary)).astype(np.float32) * 3
     coarse = np.round(logits * 4) / 4
     logits[::2] = coarse[::2]
@@ -50,7 +50,7 @@ FILTERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("given", FILTERS, ids=str)
-def test_tokens_are_the_references(given: dict[str, Any]) -> None:
+def test_tokens_match_the_reference(given: dict[str, Any]) -> None:
     rng = np.random.default_rng(1)
     logits = drawn_logits(rng, 7, VOCABULARY)
     seeds, places = rng.integers(-(2**63), 2**63 - 1, 7), rng.integers(0, 2**31 - 1, (2, 7))
@@ -61,7 +61,7 @@ def test_tokens_are_the_references(given: dict[str, Any]) -> None:
 
 
 def test_ties_go_to_the_lowest_ids() -> None:
-    """All logits equal: what is kept are the first ids, over several blocks."""
+    """With all logits equal, the first ids are kept, across several blocks."""
     logits = np.zeros((6, 2100), np.float32)
     batch = make_batch(6, temperature=1.0, top_k=1030, seeds=np.arange(6))
     tokens = chosen(logits, batch)
@@ -72,7 +72,7 @@ def test_ties_go_to_the_lowest_ids() -> None:
     assert chosen(logits[:2], make_batch(2)) == [0, 0]
 
 
-def test_rows_that_cannot_be_chosen_from_fail_alone() -> None:
+def test_rows_without_a_valid_token_fail_alone() -> None:
     rng = np.random.default_rng(2)
     logits = rng.standard_normal((6, 1100)).astype(np.float32)
     logits[1, 1050], logits[2, 3], logits[3], logits[4, 9] = np.nan, np.inf, -np.inf, 3e38
@@ -93,7 +93,7 @@ def test_vocabularies_of_all_sizes(vocabulary: int) -> None:
 
 
 @pytest.mark.parametrize("given", FILTERS, ids=str)
-def test_a_row_is_chosen_alone_as_among_others(given: dict[str, Any]) -> None:
+def test_a_row_is_sampled_alone_as_in_a_batch(given: dict[str, Any]) -> None:
     rng = np.random.default_rng(4)
     logits = drawn_logits(rng, 7, VOCABULARY)
     params = {"temperature": 1.0, "seeds": rng.integers(-(2**63), 2**63 - 1, 7)} | given

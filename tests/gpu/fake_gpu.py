@@ -1,8 +1,8 @@
-"""A GPU that is made up of PyTorch's tensors without memory: shapes and types on their own device.
+"""A fake GPU made of PyTorch tensors without memory: shapes and types on their own device.
 
-Nothing is computed. What a real card would refuse, or wait for, is an error here: an operand that
-lies on the host, a kernel that is launched where another card is current, a value that is read by
-the host; and while a step is captured any copy and any memory that is taken.
+Nothing is computed. What a real GPU would reject or synchronize on is an error here: an operand in
+host memory, a kernel launched while another device is current, a value read by the host; and during
+graph capture any copy and any allocation.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ NUMPY_TYPES = {
     torch.uint8: np.uint8,
 }
 TORCH_TYPES = {np.dtype(theirs): ours for ours, theirs in NUMPY_TYPES.items()}
-GRID_MOST = 65_535  # of the second and third axis
+MAX_GRID = 65_535  # limit of the second and third grid axis
 
 
 class Card:
-    """launched: kernels so far, by name; allocated: what PyTorch was asked for while capturing."""
+    """launched: kernel names so far; allocated: PyTorch operations that allocate during capture."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launched: list[str] = []
@@ -54,11 +54,11 @@ class Card:
         monkeypatch.setattr(GridExecutor, "__call__", launch)
 
     def open(self) -> AbstractContextManager[object]:
-        """Where what PyTorch is asked for is seen."""
+        """Observe PyTorch operations while open."""
         return _Watch(self)
 
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:
-        """A Capture: replays launch nothing."""
+        """Return a Capture with empty replays."""
         self.is_capturing = True
         try:
             body()
@@ -67,28 +67,28 @@ class Card:
         return lambda: None
 
     def weights(self, loaded: Loaded) -> Loaded:
-        """The same on this card."""
+        """Move weights to this device."""
         few = {name: _moved(weight) for name, weight in loaded.few.items()}
         return Loaded({name: there(held) for name, held in loaded.plain.items()}, few)
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Where kernels that are launched come here."""
+        """Make this the current device of launched kernels."""
         before, self._is_current = self._is_current, True
         yield
         self._is_current = before
 
     def _launch(self, name: str, grid: Any, arguments: list[Any]) -> None:
-        assert self._is_current, f"{name} goes to whatever card is current"
+        assert self._is_current, f"{name} is launched while another device is current"
         for place, value in enumerate(arguments):
             if isinstance(value, torch.Tensor):
                 assert value.device == CARD, f"{name}: operand {place} is on {value.device}"
-        assert all(size <= GRID_MOST for size in grid[1:]), f"{name}: {grid} programs"
+        assert all(size <= MAX_GRID for size in grid[1:]), f"{name}: {grid} programs"
         self.launched.append(name)
 
 
 def there(held: torch.Tensor) -> torch.Tensor:
-    """One like it on the card."""
+    """Return an equal tensor on the device."""
     return torch.empty(tuple(held.shape), dtype=held.dtype, device=CARD)
 
 
@@ -99,8 +99,9 @@ def _moved(weight: Any) -> Any:
 
 
 class _Watch(TorchDispatchMode):
-    """Sees what PyTorch is asked for while a step is captured: views, and products into what is
-    there."""
+    """Check PyTorch operations during capture: only views, and products into existing buffers, are
+    allowed.
+    """
 
     def __init__(self, card: Card) -> None:
         super().__init__()
@@ -117,7 +118,7 @@ class _Watch(TorchDispatchMode):
 
 
 class HostMemory:
-    """Pinned: an array where PyTorch would have a tensor."""
+    """Pinned host memory: an array where PyTorch would have a tensor."""
 
     def __init__(self, values: NDArray[Any]) -> None:
         self._values = values
@@ -140,7 +141,7 @@ class HostMemory:
 
 
 class CardStream:
-    """Its order of work: copies are checked, and none is made."""
+    """A stream of the device: copies are checked but not made."""
 
     is_beside = True
 

@@ -1,4 +1,4 @@
-"""Opens the torch executor on CPU tensors for a tiny model, beside what it is compared with."""
+"""Open the torch executor on CPU tensors for a tiny model, and the executor to compare it with."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ CPU = torch.device("cpu")
 def program_of(
     folder: Path, dtype: DType, precision: str = "none", kv_cache_dtype: str = "auto"
 ) -> Program:
-    """The program of a checkpoint, as settings ask for it."""
+    """Return the program of a checkpoint under the given settings."""
     spec = open_model(folder)
     plain = build_program(spec, dtype=dtype, max_positions=spec.max_positions)
     return with_kv_cache_dtype(quantize(plain, precision), kv_cache_dtype)
 
 
 def packed_for(kernels: bool) -> Pack:
-    """How integer weights are held."""
+    """Return the packing of integer weights."""
     if not kernels:
         return IntWeight.of
     from quire.execute.gpu.products import pack_ints
@@ -57,7 +57,9 @@ def torch_executor(
     capture: Capture | None = None,
     stream: Stream | None = None,
 ) -> TorchExecutor:
-    """With NaN in all buffers before each run, and cache for the model's whole length."""
+    """Create the executor, with NaN in all buffers before each run and KV cache for
+    max_model_len.
+    """
     executor = TorchExecutor(
         program,
         load(program, bind(program, open_checkpoint(folder)), CPU, None, pack=packed_for(kernels)),
@@ -74,7 +76,7 @@ def torch_executor(
 def reference_executor(
     folder: Path, program: Program, *, max_tokens: int = 128
 ) -> ReferenceExecutor:
-    """The yardstick."""
+    """Create the reference executor."""
     executor = ReferenceExecutor(
         program,
         open_checkpoint(folder),
@@ -87,14 +89,14 @@ def reference_executor(
 
 
 def made(device: torch.device = CPU, *, exact: bool = True) -> TorchExecutorClass:
-    """The class as the engine is given it."""
+    """Return the executor class that the engine receives."""
     return TorchExecutorClass(device, exact)
 
 
 def sequence_logits(
     executor: TorchExecutor, ids: list[int], *, max_positions: int, chunk: int = 128
 ) -> NDArray[np.float32]:
-    """As tests.models.generate.logits_of; the head's rows are asked for with the trunk."""
+    """Return logits as tests.models.generate.logits_of does; head and trunk run together."""
     rows = []
     for start in range(0, len(ids), chunk):
         batch = sequence_batch(ids[start : start + chunk], start, max_positions)

@@ -1,7 +1,7 @@
-"""A paged cache on CPU tensors, sequences in it, and attention over it in plain float64.
+"""A paged KV cache on CPU tensors, sequences in it, and float64 attention to compare with.
 
-Blocks lie in a shuffled order. Slots that hold nothing hold NaN, table columns that name nothing
-name a block that is not there. Letters: T rows, S sequences, D head_dim, P positions.
+Blocks are shuffled. Slots without content hold NaN, and unused table columns name a block that does
+not exist. Letters: T rows, S sequences, D head_dim, P positions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NOWHERE = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What an attention operation is told."""
+    """Parameters of an attention operation."""
 
     precision: str = "bf16"
     query: str = "bf16"
@@ -44,7 +44,7 @@ class Shape:
 
 @dataclass
 class World:
-    """`lengths` positions of each sequence are filled; queries are for each of them."""
+    """`lengths` cached positions of each sequence, with a query for each position."""
 
     shape: Shape
     lengths: Sequence[int]
@@ -79,7 +79,7 @@ class World:
                 self.fill(sequence, position, draw)
 
     def poison(self) -> None:
-        """What nobody wrote."""
+        """Fill a cache tensor with NaN, which marks memory that was never written."""
         if self.pool.scales is not None:
             self.pool.scales.fill_(np.nan)
             self.pool.values.copy_(torch.full(self.pool.values.shape, 77.0))
@@ -87,12 +87,12 @@ class World:
             self.pool.values.fill_(np.nan)
 
     def at(self, sequence: int, position: int) -> tuple[int, int]:
-        """The block and the place in it."""
+        """Return the block and the offset in it of a position."""
         size = self.shape.block_size
         return int(self.tables[sequence, position // size]), position % size
 
     def fill(self, sequence: int, position: int, draw: np.random.Generator) -> None:
-        """Random keys and values at a position of all KV heads."""
+        """Write random keys and values at a position of all KV heads."""
         block, place = self.at(sequence, position)
         shape = self.shape
         rows = draw.standard_normal((2, shape.kv_heads, shape.head_dim))
@@ -107,7 +107,7 @@ class World:
         )
 
     def held(self, sequence: int, positions: np.ndarray) -> np.ndarray:
-        """Keys and values as they are in the cache [2, P, kv_heads, D], in float64."""
+        """Return keys and values as the cache holds them, [2, P, kv_heads, D] in float64."""
         found = []
         for position in positions:
             block, place = self.at(sequence, int(position))
@@ -118,7 +118,7 @@ class World:
         return np.stack(found, axis=1)
 
     def expected(self, sequence: int, position: int) -> np.ndarray:
-        """One row [heads, D], softmax over all it sees at once."""
+        """Return one row [heads, D]: plain softmax over all visible positions."""
         shape = self.shape
         first = max(0, position - shape.window + 1) if shape.window else 0
         held = self.held(sequence, np.arange(first, position + 1))
@@ -143,9 +143,9 @@ class World:
         max_partials: int = 1_000,
         idle: int = 0,
     ) -> torch.Tensor:
-        """Rows [T, heads, D] of spans (sequence, first position, end position) in one launch.
+        """Run rows [T, heads, D] of spans (sequence, first position, end position) in one launch.
 
-        programs > 0 cuts tiles into items; idle adds items and merges that do nothing.
+        programs > 0 splits tiles into work items; idle adds work items and merges without work.
         """
         shape = self.shape
         seq_starts = np.cumsum([0, *(end - first for _, first, end in spans)]).astype(np.int32)
@@ -175,7 +175,7 @@ class World:
             partials.sums.fill_(np.nan)
         positions = np.concatenate([np.arange(first, end) for _, first, end in spans])
         width = shape.heads * shape.head_dim
-        # Queries and results are columns of wider buffers, whose other columns are poison.
+        # Queries and results are columns of wider buffers; the other columns hold NaN.
         buffer = torch.full((len(positions), width + 24), np.nan, dtype=shape.dtype)
         q = buffer[:, 8 : 8 + width]
         q.copy_(torch.cat([self.queries[s][first:end] for s, first, end in spans]))

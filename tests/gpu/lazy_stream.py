@@ -1,8 +1,8 @@
-"""SlowStream: a device beside the host, of CPU tensors, that does nothing before it is waited for.
+"""LazyStream: an asynchronous device on CPU tensors, which does nothing until it is waited for.
 
-Then it does only what was said before that place in that order of work, and in others only what
-was said to come before. So whoever reads too early, writes too early, or counts on an order between
-streams that was not said, finds what he should not.
+A wait runs only what precedes the awaited mark in its stream, and in other streams only what those
+marks depend on. So code that reads or writes too early, or relies on an order between streams that
+was not enforced, gets wrong results.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from torch import Tensor
 
 from quire.execute.gpu.stream import Mark, Stream
 
-UNREAD = -7777  # what numbers are on the other side until they have come there
+UNREAD = -7777  # the value of host copies that have not been made yet
 
 
-class SlowStream:
-    """waits: what was still to be done when a mark was waited for that the device had not come to.
-    waiters: the threads that did. A test that waits in several threads may, as on a device."""
+class LazyStream:
+    """waits: what was pending when a mark was waited for before the device had reached it. waiters:
+    the threads that waited. Tests may wait in several threads, as on a device.
+    """
 
     is_beside = True
 
@@ -67,14 +68,14 @@ class SlowStream:
         return Place(self, self._said)
 
     def beside(self) -> Stream:
-        return SlowStream(self._lock)
+        return LazyStream(self._lock)
 
     def behind(self, mark: Mark) -> None:
         assert isinstance(mark, Place)
         self.do(mark.come)
 
     def come_to(self, place: int) -> bool:
-        """Whether anything was left to be done."""
+        """Run up to the mark, and return whether anything was pending."""
         with self._lock:
             was_there = self._done >= place
             while self._done < place:
@@ -92,12 +93,12 @@ class SlowStream:
 class Place:
     """A Mark."""
 
-    def __init__(self, stream: SlowStream, place: int) -> None:
+    def __init__(self, stream: LazyStream, place: int) -> None:
         self._stream, self._place = stream, place
 
     def wait(self) -> None:
         self._stream.waited_for(self._place)
 
     def come(self) -> None:
-        """By the device itself, which waits for another order of its work."""
+        """Reach the mark from another stream of the device."""
         self._stream.come_to(self._place)

@@ -1,4 +1,4 @@
-"""Sees which kernels are launched, in Triton's interpreter."""
+"""Record which kernels are launched in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from triton.runtime.interpreter import GridExecutor
 
 @contextmanager
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The names of kernels, as they are launched while it is open."""
+    """Record the names of launched kernels while open."""
     names: list[str] = []
     launch = GridExecutor.__call__
 
