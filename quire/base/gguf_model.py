@@ -62,7 +62,7 @@ def find_gguf(path: Path) -> Path | None:
     if not path.is_dir() or any(path.glob("*.safetensors")):
         return None
     found = sorted(
-        {_first_part(file) for file in path.glob(f"*{SUFFIX}") if not file.name.startswith(_BESIDE)}
+        {_first_part(file) for file in path.glob(f"*{SUFFIX}") if not is_beside(file.name)}
     )
     if len(found) > 1:
         names = ", ".join(file.name for file in found[:_SHOWN_FILES])
@@ -79,11 +79,28 @@ def model_name_of(path: Path) -> str:
     return part["stem"] if part else path.stem
 
 
-def _first_part(path: Path) -> Path:
-    part = _PART.fullmatch(path.name)
+def is_beside(file_name: str) -> bool:
+    """Return whether a GGUF file holds the part of a model that sees pictures."""
+    return file_name.startswith(_BESIDE)
+
+
+def first_part_of(path: str) -> str:
+    """Return the path of a split model's first file, from any of its files; else the path."""
+    part = _PART.fullmatch(path)
+    return f"{part['stem']}-00001-of-{part['count']}{SUFFIX}" if part else path
+
+
+def parts_of(path: str) -> list[str]:
+    """Return the paths of all files of a split model, from any of them; else the path itself."""
+    part = _PART.fullmatch(path)
     if part is None:
-        return path
-    return path.with_name(f"{part['stem']}-00001-of-{part['count']}{SUFFIX}")
+        return [path]
+    numbers = range(1, max(int(part["count"]), 1) + 1)
+    return [f"{part['stem']}-{number:05d}-of-{part['count']}{SUFFIX}" for number in numbers]
+
+
+def _first_part(path: Path) -> Path:
+    return path.with_name(first_part_of(path.name))
 
 
 def _open_parts(path: Path) -> list[GgufFile]:
