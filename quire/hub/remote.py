@@ -157,8 +157,8 @@ def _reason(name: HubName, error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
         return f"{name}: cannot write {error.filename}: {error.strerror}; make room, or set HF_HOME"
     return (
-        f"{name}: {hub} cannot be reached ({_short(chain[-1])}); check the network, HTTPS_PROXY "
-        "and HF_ENDPOINT, then repeat the command: files that are complete are kept"
+        f"{name}: the download from {hub} failed ({_short(chain[-1])}); check the network, "
+        "HTTPS_PROXY and HF_ENDPOINT, then repeat the command: files that are complete are kept"
     )
 
 
