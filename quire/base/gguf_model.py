@@ -7,7 +7,6 @@ lies in one of them. Reads the container only (gguf_file.py).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,9 @@ from typing import Any
 from quire.base.errors import ConfigError, WeightsError
 from quire.base.gguf_file import GgufFile, GgufTensor
 from quire.base.gguf_open import open_gguf
+from quire.base.gguf_parts import PART, SUFFIX, first_part_of, is_beside
 
-SUFFIX = ".gguf"
 NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
-_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-# The part of a model that sees pictures lies in a file of its own beside the one that writes.
-_BESIDE = "mmproj"
 _SHOWN_FILES = 8
 
 
@@ -75,28 +71,8 @@ def find_gguf(path: Path) -> Path | None:
 
 def model_name_of(path: Path) -> str:
     """What a GGUF file's name says the model is called."""
-    part = _PART.fullmatch(path.name)
+    part = PART.fullmatch(path.name)
     return part["stem"] if part else path.stem
-
-
-def is_beside(file_name: str) -> bool:
-    """Return whether a GGUF file holds the part of a model that sees pictures."""
-    return file_name.startswith(_BESIDE)
-
-
-def first_part_of(path: str) -> str:
-    """Return the path of a split model's first file, from any of its files; else the path."""
-    part = _PART.fullmatch(path)
-    return f"{part['stem']}-00001-of-{part['count']}{SUFFIX}" if part else path
-
-
-def parts_of(path: str) -> list[str]:
-    """Return the paths of all files of a split model, from any of them; else the path itself."""
-    part = _PART.fullmatch(path)
-    if part is None:
-        return [path]
-    numbers = range(1, max(int(part["count"]), 1) + 1)
-    return [f"{part['stem']}-{number:05d}-of-{part['count']}{SUFFIX}" for number in numbers]
 
 
 def _first_part(path: Path) -> Path:
@@ -105,7 +81,7 @@ def _first_part(path: Path) -> Path:
 
 def _open_parts(path: Path) -> list[GgufFile]:
     first = open_gguf(path)
-    part = _PART.fullmatch(path.name)
+    part = PART.fullmatch(path.name)
     said = max(1, _whole(first, COUNT, 1))
     named = int(part["count"]) if part else 1
     if said != named:

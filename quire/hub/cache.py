@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 
 from quire.base.errors import ConfigError, WeightsError
-from quire.base.gguf_model import SUFFIX, parts_of
+from quire.base.gguf_parts import SUFFIX, parts_of
 from quire.base.regular_file import is_present, read_regular
 from quire.base.show import show
 from quire.config.groups import EngineConfig

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from quire.base.errors import ModelError
-from quire.base.gguf_model import parts_of
+from quire.base.gguf_parts import parts_of
 from quire.hub.gguf_choice import TEMPLATES, chosen_gguf, gguf_models, size_text
 from quire.hub.names import HubName, is_safe_path
 from quire.weights.checkpoint import INDEX_FILE, MAX_INDEX_BYTES, PICKLE_SUFFIXES, SINGLE_FILE

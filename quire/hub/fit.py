@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.base.errors import SettingError
-from quire.base.gguf_model import SUFFIX
 from quire.config.machine import MachineMemory
 from quire.config.memory import RESERVE_BYTES
 from quire.hub.gguf_choice import size_text
@@ -20,13 +19,16 @@ from quire.program.quantize import quantize
 
 CONTEXT = 8192
 _SMALLER = ("int8", "int4")
+# Usual bits of a weight in files of types that become 8 bits.
+_GGUF_BITS = {"Q2_K": 3.2, "Q3_K": 3.9, "Q4_1": 5.0, "Q4_K": 4.8, "Q5_": 5.7, "Q6_K": 6.6}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
     """Bytes of weights, and of KV for `num_tokens` tokens.
 
-    smaller: weights' bytes by --quantization. architecture: "" if only a GGUF file will say.
+    smaller: weights' bytes by --quantization. architecture: "" if only the GGUF file knows it; then
+    kv_bytes is 0.
     """
 
     architecture: str
@@ -42,10 +44,11 @@ class Fit:
 
     def text(self, memory: MachineMemory) -> str:
         """Compare with a machine's memory, in one line."""
-        weights = f"{size_text(self.weights_bytes)} weights"
-        kv = f", {size_text(self.kv_bytes)} KV for {self.num_tokens} tokens"
+        kv = f"{size_text(self.kv_bytes)} KV for {self.num_tokens} tokens"
+        parts = f"{size_text(self.weights_bytes)} weights, {kv if self.kv_bytes else 'without KV'}"
         available = f"{size_text(memory.available_bytes)} available ({memory.limit})"
-        needs = f"{size_text(self.needed_bytes)} needed ({weights}{kv if self.kv_bytes else ''})"
+        about = "" if self.architecture else "about "
+        needs = f"{about}{size_text(self.needed_bytes)} needed ({parts})"
         if self.needed_bytes <= memory.available_bytes:
             return f"{needs}, {available}: it fits"
         for scheme, num_bytes in self.smaller.items():
@@ -58,16 +61,16 @@ class Fit:
         return f"{needs}, {available}: it does not fit here"
 
 
-def fit_of(path: Path, weights_bytes: int) -> Fit:
-    """Estimate from a directory's config.json, or a GGUF file. Raises ModelError if unsupported.
+def fit_of_directory(path: Path, weights_bytes: int) -> Fit:
+    """Estimate from a directory's config.json. Raises ModelError if it is not supported.
 
-    weights_bytes: bytes of the weights' files, which may still be missing in a directory.
+    weights_bytes: bytes of the weights' files, which need not be there.
     """
     spec = open_model(path)
     program = build_program(spec, dtype=compute_dtype(spec), max_positions=spec.max_positions)
-    is_gguf, num_tokens = path.suffix == SUFFIX, min(CONTEXT, spec.max_positions)
-    # Quantized weights keep about the bytes of their file; f16 is computed in f32, and needs more.
-    is_as_stored = is_gguf or spec.dtype == "bf16"
+    num_tokens = min(CONTEXT, spec.max_positions)
+    # Weights in fp8 keep the bytes of their files; those in f16 are computed in f32.
+    is_as_stored = spec.dtype == "bf16"
     return Fit(
         architecture=spec.architecture,
         weights_bytes=min(weights_bytes, program.weight_bytes)
@@ -75,12 +78,17 @@ def fit_of(path: Path, weights_bytes: int) -> Fit:
         else program.weight_bytes,
         kv_bytes=num_tokens * sum(cache.token_bytes for cache in program.caches),
         num_tokens=num_tokens,
-        smaller={} if is_gguf else _smaller(program),
+        smaller=_smaller(program),
     )
 
 
-def fit_of_size(weights_bytes: int) -> Fit:
-    """Estimate from the size of a GGUF file that is not there yet: its weights alone."""
+def fit_of_gguf(file_name: str, num_bytes: int) -> Fit:
+    """Estimate the weights of a GGUF file from its name and size; its metadata is in the file.
+
+    Types of fewer than 8 bits become 8 bits in memory, except Q4_0 (docs/gguf.md).
+    """
+    found = [bits for kind, bits in _GGUF_BITS.items() if kind in file_name.upper()]
+    weights_bytes = int(num_bytes * 8 / found[0]) if found else num_bytes
     return Fit(architecture="", weights_bytes=weights_bytes, kv_bytes=0, num_tokens=0, smaller={})
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from quire.base.errors import ModelError
-from quire.base.gguf_model import SUFFIX, first_part_of, is_beside
+from quire.base.gguf_parts import SUFFIX, first_part_of, is_beside
 from quire.hub.names import HubName
 
 TEMPLATES = "additional_chat_templates"

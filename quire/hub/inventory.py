@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import ModelError
-from quire.base.gguf_model import SUFFIX, parts_of
+from quire.base.gguf_parts import SUFFIX, parts_of
 from quire.base.regular_file import open_regular
 from quire.hub.cache import COMMIT, cache_dir, gguf_sizes, missing_files
 from quire.hub.gguf_choice import gguf_models

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Protocol
 
 from quire.base.errors import CapacityError, ConfigError, ModelError
-from quire.base.gguf_model import SUFFIX
+from quire.base.gguf_parts import SUFFIX
 from quire.base.regular_file import is_present, open_regular
 from quire.config.machine import machine_memory
 from quire.hub.cache import COMMIT, is_cached, missing_files, repo_dir
 from quire.hub.files import CONFIGURATION, RemoteFile, first_files, shards
-from quire.hub.fit import fit_of, fit_of_size
+from quire.hub.fit import Fit, fit_of_directory, fit_of_gguf
 from quire.hub.gguf_choice import size_text
 from quire.hub.names import HubName
 from quire.hub.remote import Revision, download, read_revision
@@ -77,12 +77,14 @@ class _Pull:
         first = first_files(listing, self._name)
         if first[0].path.endswith(SUFFIX):
             path = self._snapshot / first[0].path
-            self._fetch_all(first, weights=first, fit_path=None)
+            size = sum(file.num_bytes for file in first)
+            self._fetch_all(first, fit_of_gguf(path.name, size))
         else:
             path = self._snapshot
             self._fetch_configuration(first)
             weights = self._weights()
-            self._fetch_all([*first, *weights], weights=weights, fit_path=path)
+            size = sum(file.num_bytes for file in weights)
+            self._fetch_all([*first, *weights], fit_of_directory(path, size))
         if missing := missing_files(path):
             raise ModelError(f"{path}: {', '.join(missing[:4])} disappeared; pull again")
         self._point_revision()
@@ -101,12 +103,8 @@ class _Pull:
             return [listing[SINGLE_FILE]]
         return shards(listing, self._name, read_weight_map(self._snapshot / INDEX_FILE))
 
-    def _fetch_all(
-        self, files: Sequence[RemoteFile], *, weights: Sequence[RemoteFile], fit_path: Path | None
-    ) -> None:
-        """Report what the download needs, check the disk, and download."""
-        weights_bytes = sum(file.num_bytes for file in weights)
-        fit = fit_of_size(weights_bytes) if fit_path is None else fit_of(fit_path, weights_bytes)
+    def _fetch_all(self, files: Sequence[RemoteFile], fit: Fit) -> None:
+        """Report what the download and the model need, check the disk, and download."""
         left = [file for file in files if not self._is_there(file)]
         left_bytes = sum(self._bytes_left(file) for file in left)
         kind = f", {fit.architecture}" if fit.architecture else ""

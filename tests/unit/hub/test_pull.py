@@ -9,8 +9,10 @@ import pytest
 from huggingface_hub import constants
 
 from quire.base.errors import CapacityError, ModelError
+from quire.config.machine import MachineMemory
 from quire.hub import cache
 from quire.hub import pull as pull_module
+from quire.hub.fit import fit_of_directory, fit_of_gguf
 from quire.hub.names import required_name
 from quire.hub.pull import pull
 from tests.fake_hub import TOKEN, FakeHub
@@ -368,3 +370,25 @@ def test_no_network_and_offline_mode_are_told_apart(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "check the network, HTTPS_PROXY and HF_ENDPOINT" in refused("acme/tiny")
+
+
+def test_memory_of_a_gguf_file_is_estimated_by_its_type() -> None:
+    gib = 2**30
+    assert fit_of_gguf("a-Q8_0.gguf", gib).weights_bytes == gib
+    assert fit_of_gguf("a-Q4_0.gguf", gib).weights_bytes == gib
+    assert fit_of_gguf("a-q4_k_m.gguf", 3 * gib).weights_bytes == 5 * gib
+
+
+def test_memory_is_compared_with_what_is_available(sharded: Path) -> None:
+    fit = fit_of_directory(sharded, 10**9)
+    assert fit.architecture == "LlamaForCausalLM"
+    assert fit.num_tokens == 512
+    assert fit.kv_bytes == 512 * 2 * 2 * 16 * 4  # layers, K and V, one head of 16, f32
+    sizes = {"fits": fit.needed_bytes, "needs int8": fit.needed_bytes - 1, "too small": 10**6}
+    verdicts = {
+        name: fit.text(MachineMemory(available_bytes=size, limit="free memory")).partition(": ")[2]
+        for name, size in sizes.items()
+    }
+    assert verdicts["fits"] == "it fits"
+    assert verdicts["needs int8"].startswith("it fits with --quantization int8 only")
+    assert verdicts["too small"] == "it does not fit here"
