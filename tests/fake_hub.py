@@ -94,13 +94,8 @@ class FakeHub:
         return [rest.partition("/")[2] for kind, (_, has, rest) in marked if has and kind == method]
 
     def __enter__(self) -> FakeHub:
-        hub = self
-
-        class Handler(_Handler):
-            pass
-
-        Handler.hub = hub
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        connection = type("HubConnection", (_HubConnection,), {"hub": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), connection)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
@@ -118,7 +113,7 @@ class FakeHub:
         self._thread.join()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _HubConnection(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: FakeHub
 
@@ -141,7 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
             found = [repo for repo in self.hub.repositories if _is_near(repo, url.query)]
             self._send_json([{"id": repo, "modelId": repo, "tags": []} for repo in found])
         elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
-            self._info(match[1], match[2] or "main")
+            self._send_listing(match[1], match[2] or "main")
         elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             self._file(match[1], match[2], match[3])
         else:
@@ -156,7 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         return found
 
-    def _info(self, repo: str, revision: str) -> None:
+    def _send_listing(self, repo: str, revision: str) -> None:
         found = self._repository(repo)
         if found is None:
             return

@@ -1,4 +1,7 @@
-"""Show a download's progress: one updated line on a terminal, one line at its end elsewhere."""
+"""Show a download's progress.
+
+On a terminal one line is updated; elsewhere, as in a log, one line is written at the end.
+"""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ def check_listing(name: HubName, files: Iterable[RemoteFile]) -> dict[str, Remot
     for file in files:
         if not is_safe_path(file.path):
             raise ModelError(
-                f"{name.repo}: the repository lists a file {file.path[:80]!r}, whose path leaves "
-                "the model's directory or is not portable; nothing was downloaded"
+                f"{name.repo}: the repository lists a file {file.path[:80]!r}; a relative path "
+                "without .. is needed; nothing was downloaded"
             )
         listing[file.path] = file
         if len(listing) > MAX_LISTED_FILES:

@@ -5,7 +5,7 @@
 The configuration comes first, so that an architecture that is not supported, a disk that is too
 small and a memory that is too small are reported before gigabytes are fetched. Complete files are
 never fetched again; a broken connection is resumed where it broke. Invariants: all files are those
-of one commit, even if the repository changes meanwhile; a file whose size or digest differs from
+of one commit, even if the repository changes meanwhile; a file of another size or digest than in
 the hub's list is removed; the revision points to the commit only once all files are there.
 """
 

@@ -38,11 +38,11 @@ class Revision:
 def read_revision(name: HubName) -> Revision:
     """Ask the hub for the files of a revision. Raises ModelError with what to do."""
     with _explained(name):
-        info = HfApi().model_info(name.repo, revision=name.revision, files_metadata=True)
-    commit = info.sha or ""
+        found = HfApi().model_info(name.repo, revision=name.revision, files_metadata=True)
+    commit = found.sha or ""
     if not COMMIT.fullmatch(commit):
-        raise ModelError(f"{name}: {constants.ENDPOINT} names no commit but {show(info.sha)}")
-    files = [_remote_file(name, sibling) for sibling in info.siblings or ()]
+        raise ModelError(f"{name}: {constants.ENDPOINT} names no commit but {show(found.sha)}")
+    files = [_remote_file(name, sibling) for sibling in found.siblings or ()]
     return Revision(commit=commit, files=check_listing(name, files))
 
 

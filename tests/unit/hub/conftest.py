@@ -14,7 +14,7 @@ from tests.tiny_models import write_tiny_llama
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """The hub; the cache is `tmp_path`/home/hub."""
+    """The hub; the cache is `hub` in a home directory under `tmp_path`."""
     with FakeHub() as server:
         home = tmp_path / "home"
         for name, value in server.environment(home).items():
