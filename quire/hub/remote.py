@@ -8,6 +8,7 @@ is never run.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from quire.hub.cache import COMMIT
 from quire.hub.files import Listing, RemoteFile, check_listing
 from quire.hub.names import HubName
 
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
 _MAX_NEAR = 5
 _MAX_REASON_CHARS = 300
 # Of the HTTP client that huggingface_hub uses: connections, timeouts, proxies, broken transfers.
@@ -132,6 +134,11 @@ def _reason(name: HubName, error: BaseException) -> str:
     hub, page = constants.ENDPOINT, f"{constants.ENDPOINT}/{name.repo}"
     chain = _causes(error)
     for cause in chain:
+        if isinstance(cause, OSError) and cause.errno in _DISK_ERRORS:
+            return (
+                f"{name}: the cache {constants.HF_HUB_CACHE} cannot be written ({cause.strerror}); "
+                "make room, or set HF_HOME to a directory that you may write to"
+            )
         if isinstance(cause, errors.OfflineModeIsEnabled):
             return (
                 f"{name}: HF_HUB_OFFLINE is set, so nothing can be downloaded; unset it, or copy "
@@ -154,8 +161,6 @@ def _reason(name: HubName, error: BaseException) -> str:
             )
         if status is not None:
             return f"{name}: {hub} answered with HTTP {status} ({_short(cause)}); try again later"
-    if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
-        return f"{name}: cannot write {error.filename}: {error.strerror}; make room, or set HF_HOME"
     return (
         f"{name}: the download from {hub} failed ({_short(chain[-1])}); check the network, "
         "HTTPS_PROXY and HF_ENDPOINT, then repeat the command: files that are complete are kept"

@@ -11,7 +11,7 @@ import pytest
 from quire.base.errors import ConfigError, ModelError, SettingError
 from quire.config.flags import engine_config
 from quire.engine.library.llm import LLM
-from quire.hub.cache import find, local_model, repo_dir, required_local, with_local_model
+from quire.hub.cache import cache_dir, find, local_model, repo_dir, required_local, with_local_model
 from quire.hub.names import HubName, hub_name, parsed_name, required_name
 from tests.fake_hub import FakeHub
 
@@ -154,6 +154,16 @@ def test_a_cache_on_another_disk_may_be_linked(hub: FakeHub, tiny: Path, tmp_pat
     home.rename(tmp_path / "elsewhere")
     home.symlink_to(tmp_path / "elsewhere")
     assert find(HubName(repo="acme/tiny")) == home / "snapshots" / COMMIT
+
+
+def test_a_blob_in_the_store_that_repositories_share_is_inside(hub: FakeHub, tiny: Path) -> None:
+    snapshot = cached("acme/tiny", tiny)
+    blob = (snapshot / "model.safetensors").resolve()
+    shared = cache_dir() / "blobs" / "ab" / "abcd"
+    shared.parent.mkdir(parents=True)
+    blob.rename(shared)
+    blob.symlink_to("../../blobs/ab/abcd")
+    assert find(HubName(repo="acme/tiny")) == snapshot
 
 
 def test_several_gguf_files_in_the_cache_are_listed(hub: FakeHub, tmp_path: Path) -> None:

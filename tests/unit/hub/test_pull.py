@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from huggingface_hub import constants
 
 from quire.base.errors import CapacityError, ModelError
 from quire.config.machine import MachineMemory
-from quire.hub import cache
+from quire.hub import cache, remote
 from quire.hub import pull as pull_module
 from quire.hub.fit import fit_of_directory, fit_of_gguf
 from quire.hub.names import required_name
@@ -242,6 +244,20 @@ def test_a_full_disk_is_refused_with_both_numbers(
     assert "(20000 bytes) free" in told
     assert "HF_HOME" in told
     assert "model.safetensors" not in hub.fetched("HEAD")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_a_disk_that_cannot_be_written_is_told(
+    hub: FakeHub, tiny: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    hub.add("acme/tiny", tiny)
+
+    def fails(*arguments: object, **settings: object) -> str:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(remote, "hf_hub_download", fails)
+    told = refused("acme/tiny")
+    assert f"cannot be written ({os.strerror(number)}); make room, or set HF_HOME" in told
 
 
 def test_an_unsupported_architecture_is_refused_before_its_weights(
