@@ -7,7 +7,6 @@ lies in one of them. Reads the container only (gguf_file.py).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,9 @@ from typing import Any
 from quire.base.errors import ConfigError, WeightsError
 from quire.base.gguf_file import GgufFile, GgufTensor
 from quire.base.gguf_open import open_gguf
+from quire.base.gguf_parts import PART, SUFFIX, first_part_of, is_beside
 
-SUFFIX = ".gguf"
 NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
-_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-# The part of a model that sees pictures lies in a file of its own beside the one that writes.
-_BESIDE = "mmproj"
 _SHOWN_FILES = 8
 
 
@@ -62,7 +58,7 @@ def find_gguf(path: Path) -> Path | None:
     if not path.is_dir() or any(path.glob("*.safetensors")):
         return None
     found = sorted(
-        {_first_part(file) for file in path.glob(f"*{SUFFIX}") if not file.name.startswith(_BESIDE)}
+        {_first_part(file) for file in path.glob(f"*{SUFFIX}") if not is_beside(file.name)}
     )
     if len(found) > 1:
         names = ", ".join(file.name for file in found[:_SHOWN_FILES])
@@ -75,20 +71,17 @@ def find_gguf(path: Path) -> Path | None:
 
 def model_name_of(path: Path) -> str:
     """What a GGUF file's name says the model is called."""
-    part = _PART.fullmatch(path.name)
+    part = PART.fullmatch(path.name)
     return part["stem"] if part else path.stem
 
 
 def _first_part(path: Path) -> Path:
-    part = _PART.fullmatch(path.name)
-    if part is None:
-        return path
-    return path.with_name(f"{part['stem']}-00001-of-{part['count']}{SUFFIX}")
+    return path.with_name(first_part_of(path.name))
 
 
 def _open_parts(path: Path) -> list[GgufFile]:
     first = open_gguf(path)
-    part = _PART.fullmatch(path.name)
+    part = PART.fullmatch(path.name)
     said = max(1, _whole(first, COUNT, 1))
     named = int(part["count"]) if part else 1
     if said != named:

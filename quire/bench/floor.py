@@ -16,6 +16,7 @@ from quire.bench.limits import READ, peak_gflops
 from quire.config.flags import engine_config
 from quire.engine.assembly.model_files import model_folder
 from quire.engine.assembly.programs import engine_program
+from quire.hub.cache import with_local_model
 from quire.models.registry import open_model
 from quire.program.cost import Cost, StepShape
 from quire.program.ops import Linear, Op
@@ -30,7 +31,7 @@ def program_of(model: str, settings: Mapping[str, Any] = MappingProxyType({})) -
 
     Precisions of weights, head and cache are those the engine would use.
     """
-    config = engine_config({"model": model, **settings})
+    config = with_local_model(engine_config({"model": model, **settings}))
     folder = model_folder(config.model)
     return engine_program(config, open_model(folder), open_checkpoint(folder))
 

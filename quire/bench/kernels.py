@@ -41,6 +41,7 @@ from quire.config.machine import num_usable_cores
 from quire.execute.executor import Executor, ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
+from quire.hub.cache import with_local_model
 from quire.obs.report import Progress, table
 from quire.program.batch import ForwardBatch
 from quire.program.cost import StepShape
@@ -100,7 +101,7 @@ def measure_kernels(
 ) -> dict[str, object]:
     """Return the result. Raises SettingError, ModelError, and WorkerError for a wrong result."""
     progress = progress or Progress()
-    config = engine_config({"model": model, **settings})
+    config = with_local_model(engine_config({"model": model, **settings}))
     threads = config.executor.num_threads or num_usable_cores()
     program = program_of(model, {**settings, "quantization": "none"})
     progress.say("measuring the machine")

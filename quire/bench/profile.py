@@ -33,6 +33,7 @@ from quire.config.machine import num_usable_cores
 from quire.engine.assembly.assemble import assemble
 from quire.engine.assembly.warm_up import made_up_plan
 from quire.execute.native import SEGMENTS, NativeExecutor
+from quire.hub.cache import with_local_model
 from quire.obs.report import Progress, table
 from quire.program.cost import Cost, StepShape
 from quire.program.ops import Linear, Op
@@ -85,7 +86,7 @@ def measure_profile(
     ModelError, CapacityError.
     """
     progress = progress or Progress()
-    config = engine_config({"model": model, **settings})
+    config = with_local_model(engine_config({"model": model, **settings}))
     if config.executor.executor != "native":
         raise SettingError("executor is not native; only the native executor takes times")
     progress.say("packing the weights")

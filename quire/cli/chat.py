@@ -23,6 +23,7 @@ from quire.cli.options import (
     engine_settings,
     given_sampling,
 )
+from quire.cli.pull import add_pull_flag, pull_if_asked
 
 _EXIT_REFUSED = 2
 # The engine settings that are useful for a single conversation.
@@ -57,6 +58,7 @@ Ctrl-C         stop the answer"""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments."""
     add_engine_arguments(parser, only=_SETTINGS)
+    add_pull_flag(parser)
     parser.add_argument("--system", default="", metavar="TEXT", help="the system text")
     parser.add_argument(
         "--url",
@@ -91,6 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _backend(arguments: argparse.Namespace) -> ChatBackend:
     settings, sampling = engine_settings(arguments), given_sampling(arguments)
     if not arguments.url:
+        pull_if_asked(arguments)
         return LocalBackend(arguments.model, settings, sampling)
     if settings:
         flag = "--" + next(iter(settings)).replace("_", "-")

@@ -21,6 +21,7 @@ from quire.cli.options import (
     engine_settings,
     given_sampling,
 )
+from quire.cli.pull import add_pull_flag, pull_if_asked
 
 if TYPE_CHECKING:
     from quire.base.sampling_params import SamplingParams
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object with ids, logprobs and times"
     )
+    add_pull_flag(parser)
     add_sampling_arguments(parser)
     parser.add_argument(
         "--logprobs",
@@ -54,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidParameter("--logprobs is shown with --json only; add --json", param="logprobs")
     if arguments.echo and arguments.json:
         raise InvalidParameter("--json always holds the prompt; leave out --echo", param="echo")
+    pull_if_asked(arguments)
     prompt = arguments.prompt
     if prompt is None:
         if sys.stdin.isatty():

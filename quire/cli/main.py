@@ -22,6 +22,8 @@ SUBCOMMANDS = {
     "serve": "start an OpenAI-compatible HTTP server",
     "chat": "chat with a model in the terminal",
     "complete": "continue one prompt",
+    "pull": "download a model from the Hugging Face Hub",
+    "models": "list the models, packed weights and KV tiers on this machine, or remove some",
     "bench": "measure speed on this machine",
     "simulate": "compare scheduling policies on a trace, in virtual time",
     "profile": "print the time of each operation of a step, and the machine's limits",

@@ -58,7 +58,8 @@ def add_engine_arguments(
         nargs="?",
         default="",
         metavar="MODEL",
-        help="directory, or a GGUF file; default: the built-in model",
+        help="directory, a GGUF file, or ORG/NAME[:FILE.gguf] of a model in the Hugging Face "
+        "cache; default: the built-in model",
     )
     names = {name for group in _ENGINE_GROUPS for name in group.__dataclass_fields__}
     left_out = skip | {"model"} | (names - only if only else set())

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from quire.base.errors import InvalidParameter
 from quire.config.groups import DTYPE_NAMES
 from quire.engine.assembly.precision import weights_if_there, with_precision
+from quire.hub.cache import local_model
 from quire.models.registry import box_path, build_program, compute_dtype, open_model
 from quire.program.cost import StepShape
 from quire.program.kv_cache import KV_CACHE_DTYPES, with_kv_cache_dtype
@@ -27,9 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         nargs="?",
-        type=Path,
         metavar="MODEL",
-        help="directory with config.json, or a GGUF file (default: the built-in model)",
+        help="directory with config.json, a GGUF file, or ORG/NAME of a model in the Hugging Face "
+        "cache (default: the built-in model)",
     )
     parser.add_argument(
         "--tokens", type=int, default=1, help="token rows of each sequence (default 1)"
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table. Raises ConfigError, SettingError or InvalidParameter."""
-    path = args.model or box_path()
+    path = box_path() if args.model is None else local_model(args.model)
     spec = open_model(path)
     limit = spec.max_positions
     for name, value, low in (("tokens", args.tokens, 1), ("sequences", args.sequences, 1)):

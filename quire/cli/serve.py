@@ -25,6 +25,7 @@ from quire.base.log import Log
 from quire.base.log_process import start_logging
 from quire.base.log_sink import can_write
 from quire.cli.output import discard_output
+from quire.cli.pull import add_pull_flag, pull_if_asked
 from quire.config.admin_keys import read_admin_keys
 from quire.config.flags import add_flags, config_from_flags
 from quire.config.groups import (
@@ -36,6 +37,7 @@ from quire.config.groups import (
 )
 from quire.config.server_config import ServerConfig
 from quire.config.tenants import Tenant, read_tenants_of_server
+from quire.hub.cache import with_local_model
 
 if TYPE_CHECKING:
     from quire.engine.client.engine_client import EngineClient
@@ -53,8 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default="",
         metavar="MODEL",
-        help="directory of the model, or a GGUF file; default: the built-in model",
+        help="directory of the model, a GGUF file, or ORG/NAME[:FILE.gguf] of a model in the "
+        "Hugging Face cache; default: the built-in model",
     )
+    add_pull_flag(parser)
     add_flags(
         parser,
         ServerConfig,
@@ -85,6 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
         scheduler=config_from_flags(SchedulerConfig, arguments),
         executor=config_from_flags(ExecutorConfig, arguments),
     )
+    pull_if_asked(arguments)
+    engine = with_local_model(engine)
     path = engine.scheduler.tenants
     tenants = None if path is None else _tenants_of(path, server)
     check_tls(server)

@@ -123,6 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Simulate, print, and pass on the simulation's errors."""
     from quire.base.errors import SettingError
     from quire.config.flags import engine_config
+    from quire.hub.cache import with_local_model
     from quire.obs.pictures import check_plots
     from quire.obs.report import show
     from quire.obs.timing import Goals
@@ -134,7 +135,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.png:
         check_plots()
-    config = engine_config({"model": arguments.model, **engine_settings(arguments)})
+    settings = {"model": arguments.model, **engine_settings(arguments)}
+    config = with_local_model(engine_config(settings))
     for policy in arguments.policy:
         with_policy(config, policy)  # reject a wrong name before measuring
     goals = Goals(ttft_s=arguments.ttft_goal, tpot_s=arguments.tpot_goal)

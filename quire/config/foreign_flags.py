@@ -11,8 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from types import MappingProxyType
 
-_MODEL = "the model's directory is given without a flag: quire serve DIRECTORY"
-_DOWNLOAD = "models are not downloaded: give the directory of one that is on this machine"
+_MODEL = "the model is given without a flag: quire serve MODEL"
+_REVISION = "a revision is part of the model's name: quire serve ORG/NAME@REVISION"
+_HF_REPO = "a model is given by its name: quire serve ORG/NAME, or ORG/NAME:FILE.gguf"
+_URL = "models are downloaded from the Hugging Face Hub only: quire pull ORG/NAME"
 _TOKENIZER = "the tokenizer is the one in the model's directory; leave it out"
 _CODE = (
     "code that comes with a model is never run, for security. Known architectures load without "
@@ -62,10 +64,10 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--tokenizer": _TOKENIZER,
         "--tokenizer-mode": _TOKENIZER,
         "--trust-remote-code": _CODE,
-        "--revision": _DOWNLOAD,
-        "--tokenizer-revision": _DOWNLOAD,
-        "--download-dir": _DOWNLOAD,
-        "--hf-token": _DOWNLOAD,
+        "--revision": _REVISION,
+        "--tokenizer-revision": _TOKENIZER,
+        "--download-dir": "the cache of downloaded models is set by HF_HOME or HF_HUB_CACHE",
+        "--hf-token": "a token is read from HF_TOKEN, or stored by hf auth login",
         "--load-format": "safetensors and GGUF are recognised; leave it out",
         "--hf-overrides": "edit the model's config.json",
         "--max-seq-len": _CONTEXT,
@@ -151,9 +153,11 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--random-seed": "the seed is a field of a request; leave it out",
         # llama.cpp
         "-m": _MODEL,
-        "--hf-repo": _DOWNLOAD,
-        "--model-url": _DOWNLOAD,
-        "-mu": _DOWNLOAD,
+        "--hf-repo": _HF_REPO,
+        "--hf-file": _HF_REPO,
+        "--model-url": _URL,
+        "-mu": _URL,
+        "--offline": "nothing is downloaded without --pull; leave it out",
         "--alias": "the model's name in the API is --served-model-name",
         "-a": "the model's name in the API is --served-model-name",
         "--ctx-size": _CONTEXT,
@@ -239,24 +243,25 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
 )
 
 _NO_STORE = (
-    "models are not stored by name: quire serve DIRECTORY serves a directory of safetensors files "
-    "or a GGUF file"
+    "models are files of the Hugging Face cache, which quire models lists; quire serve MODEL "
+    "serves one, or a directory or GGUF file of yours"
 )
-_SERVE = "quire serve DIRECTORY starts the server"
-_CHAT = "quire chat DIRECTORY is a conversation in the terminal"
+_LIST = "quire models lists the models on this machine"
+_SERVE = "quire serve MODEL starts the server"
+_CHAT = "quire chat MODEL is a conversation in the terminal"
 
 # Subcommands of Ollama, vLLM, SGLang and llama.cpp.
 FOREIGN_SUBCOMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "run": _CHAT,
-        "pull": _NO_STORE,
         "push": _NO_STORE,
-        "list": _NO_STORE,
-        "ls": _NO_STORE,
-        "rm": _NO_STORE,
+        "download": "quire pull ORG/NAME downloads a model",
+        "list": _LIST,
+        "ls": _LIST,
+        "rm": "quire models rm NAME removes a model",
         "cp": _NO_STORE,
         "create": _NO_STORE,
-        "show": "quire program DIRECTORY prints what the engine runs for a model",
+        "show": "quire program MODEL prints what the engine runs for a model",
         "ps": "GET /v1/models and GET /metrics show what a server runs",
         "stop": "end the server with Ctrl-C or SIGTERM",
         "start": _SERVE,
@@ -264,7 +269,7 @@ FOREIGN_SUBCOMMANDS: Mapping[str, str] = MappingProxyType(
         "launch_server": _SERVE,
         "launch-server": _SERVE,
         "cli": _CHAT,
-        "generate": "quire complete DIRECTORY continues one prompt",
+        "generate": "quire complete MODEL continues one prompt",
         "run-batch": "quire bench offline measures a batch; send a file's requests to quire serve",
         "bench_serving": "quire bench measures speed on this machine",
         "collect-env": "quire --version prints the version; quire profile measures the machine",

@@ -32,7 +32,11 @@ QUANTIZATIONS = (
 class ModelConfig:
     """Model and precision."""
 
-    model: str = setting("", "directory of the model, or a GGUF file; empty: the built-in model")
+    model: str = setting(
+        "",
+        "directory of the model, a GGUF file, or ORG/NAME of a model in the Hugging Face cache; "
+        "empty: the built-in model",
+    )
     dtype: Literal["auto", "f32", "bf16", "float32", "bfloat16"] = setting(
         "auto", "dtype of weights and activations; auto: as the checkpoint (f16 becomes f32)"
     )

@@ -138,7 +138,7 @@ def _check_folder(folder: Path) -> None:
     if not folder.exists():
         raise ConfigError(
             f"{folder}: no such folder; give a folder with config.json and *.safetensors, "
-            "or a GGUF file (nothing is downloaded: fetch the model first)"
+            "or a GGUF file, or ORG/NAME of a model that `quire pull` has downloaded"
         )
     if not folder.is_dir():
         raise ConfigError(f"{folder}: this is a file; give the folder that holds config.json")

@@ -87,6 +87,14 @@ def segment_files(folder: Path) -> dict[Path, int]:
     return {file: int(found[file]) for file in sorted(found) if found[file].isdigit()}
 
 
+def tier_files(folder: Path) -> list[Path]:
+    """Return the files of the tier in a directory; empty if it has none, or foreign files too."""
+    if not (folder / KEY).is_file():
+        return []
+    files = [file for file in sorted(folder.iterdir()) if file.name not in _OF_THE_DISK]
+    return files if all(_OURS.fullmatch(file.name) for file in files) else []
+
+
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:,.1f} GiB"
 

@@ -136,7 +136,7 @@ def _with_fp8(checkpoint: SafetensorsCheckpoint) -> Checkpoint:
 
 
 def _open_shards(folder: Path) -> Checkpoint:
-    weight_map = _read_weight_map(folder / INDEX_FILE)
+    weight_map = read_weight_map(folder / INDEX_FILE)
     problems: list[str] = []
     files: dict[str, SafetensorsFile] = {}
     for file_name in sorted(set(weight_map.values())):
@@ -167,7 +167,11 @@ def _names(files: dict[str, SafetensorsFile], file_name: str) -> tuple[str, ...]
     return files[file_name].names if file_name in files else ()
 
 
-def _read_weight_map(path: Path) -> dict[str, str]:
+def read_weight_map(path: Path) -> dict[str, str]:
+    """Return the shard of each tensor, as an index file names it; shards are plain file names.
+
+    Raises WeightsError.
+    """
     try:
         index = parse_object(
             read_regular(path, limit_bytes=MAX_INDEX_BYTES), limit_bytes=MAX_INDEX_BYTES

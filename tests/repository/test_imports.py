@@ -30,6 +30,7 @@ LATE_IMPORTS: Mapping[str, tuple[str, str]] = {
         "pyzmq for a process, the executors for a thread",
     ),
     "quire.execute.gpu": ("quire.execute.gpu quire.sampling quire._native", _GPU),
+    "quire.hub.cache": ("quire.weights", "NumPy, before the engine process is started"),
     "quire.structured.compiler": ("quire.structured", _ON_DEMAND),
     "quire.text.sources": ("quire.text", _FORMATS),
     "quire.text.template_files": ("quire.text", _FORMATS),

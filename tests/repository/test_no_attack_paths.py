@@ -50,6 +50,15 @@ def test_the_check_finds_injected_code() -> None:
     assert CODE_FROM_BYTES & set(_imported(ast.parse("from pickle import loads")))
 
 
+def test_only_the_package_for_it_imports_the_hub_s_client() -> None:
+    found = {
+        name_of(file).rpartition("/")[0]
+        for file in SOURCES
+        if any(name.startswith("huggingface_hub") for name in _imported(tree_of(file)))
+    }
+    assert found == {"quire/hub"}
+
+
 def test_no_package_that_handles_requests_opens_connections() -> None:
     found = [
         name_of(file)

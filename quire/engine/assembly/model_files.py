@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quire.base.gguf_model import SUFFIX, model_name_of
+from quire.base.gguf_model import model_name_of
+from quire.base.gguf_parts import SUFFIX
 from quire.config.groups import ModelConfig
 from quire.models.registry import box_path
 

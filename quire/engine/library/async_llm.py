@@ -26,6 +26,7 @@ from quire.engine.client.tokenizer_side import TokenizerSide, rendered
 from quire.engine.library.prompts import Message, Prompt, listed
 from quire.engine.output.answer_parser import answer_reading_of
 from quire.engine.output.output_stream import PLAIN_TEXT, TextDelta, TextRules
+from quire.hub.cache import with_local_model
 
 
 class AsyncLLM:
@@ -36,7 +37,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | os.PathLike[str] = "", **settings: Any) -> None:
-        config = engine_config({"model": os.fspath(model), **settings})
+        config = with_local_model(engine_config({"model": os.fspath(model), **settings}))
         self._client = EngineClient.in_process(config)
         self._is_ready = False
 

@@ -120,7 +120,7 @@ def test_rows_with_penalties_wait_if_two_tokens_are_unknown() -> None:
     world.result(first)
     assert world.new_log() == ["wait"]
     assert world.result(third).token_ids.tolist() == [24]
-    assert world.told() == ["wait", "head", "choose", "wait"]
+    assert world.new_log() == ["wait", "head", "choose", "wait"]
     history = world.scripted.samples[-1].history
     assert history is not None
     assert history.tokens.ids.tolist() == [1, 2, 22, 23]

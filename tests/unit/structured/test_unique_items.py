@@ -57,7 +57,7 @@ def unfiltered(matcher: Matcher) -> list[int]:
 
 
 def drawn(matcher: Matcher, random: np.random.Generator, most: int) -> tuple[bytes, bool]:
-    """A text whose tokens the masks allow, and whether it is a whole answer."""
+    """Return a text of tokens that the masks allow, and True if it is a whole answer."""
     text = b""
     for _ in range(most):
         if matcher.is_complete:
@@ -73,7 +73,7 @@ def drawn(matcher: Matcher, random: np.random.Generator, most: int) -> tuple[byt
 
 
 def listed(items: list[bytes], lengths: range) -> list[bytes]:
-    """The texts of all arrays of distinct items, whose texts these are."""
+    """Return the texts of all arrays of distinct items, given the texts of the items."""
     return [
         b"[" + b", ".join(chosen) + b"]"
         for length in lengths

@@ -1,0 +1,410 @@
+"""Pull from a fake hub: which files are requested, resumption, verification, and every refusal."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from quire.base.errors import CapacityError, ModelError
+from quire.config.machine import MachineMemory
+from quire.hub import cache, remote
+from quire.hub import pull as pull_module
+from quire.hub.fit import fit_of_directory, fit_of_gguf
+from quire.hub.names import required_name
+from quire.hub.pull import pull
+from tests.fake_hub import TOKEN, FakeHub
+
+SHARDS = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
+SMALL = ["tokenizer_config.json", "tokenizer.json"]
+
+UNUSED = [
+    *("README.md", "pytorch_model.bin", "model.onnx", "onnx/model.onnx", "original/a.pth"),
+    *("original/model-00001-of-00003.safetensors", "consolidated.safetensors", "vocab.json"),
+    *("merges.txt", "tokenizer.model", "a-Q4_0.gguf", "modeling_own.py", "tf_model.h5"),
+]
+
+
+class Shown:
+    """Records what a user is shown."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.received = 0
+
+    def begin(self, file: str, done_bytes: int, total_bytes: int) -> None:
+        self.lines.append(file)
+
+    def advance(self, num_bytes: int) -> None:
+        self.received += num_bytes
+
+    def end(self) -> None: ...
+
+
+def pulled(text: str, revision: str | None = None) -> tuple[Path, Shown]:
+    """Pull and return the path, and what was shown."""
+    shown = Shown()
+    name = required_name(text, revision)
+    return pull(name, report=shown.lines.append, progress=shown), shown
+
+
+def refused(text: str, kind: type[Exception] = ModelError) -> str:
+    """Return the error of a pull."""
+    with pytest.raises(kind) as caught:
+        pulled(text)
+    return str(caught.value)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Return a directory's files."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_only_the_files_that_are_read_are_requested(hub: FakeHub, sharded: Path) -> None:
+    junk = dict.fromkeys(UNUSED, b"junk")
+    commit = hub.add("acme/tiny", files_of(sharded) | junk)
+    path, shown = pulled("acme/tiny")
+    first = ["config.json", "generation_config.json", "model.safetensors.index.json"]
+    assert hub.fetched() == [*first, *SMALL, *SHARDS]
+    assert files_of(path) == files_of(sharded)
+    assert (path.parents[1] / "refs" / "main").read_text() == commit
+    assert cache.required_local(required_name("acme/tiny")) == path
+    sizes = sum((sharded / name).stat().st_size for name in (*SMALL, *SHARDS))
+    assert shown.received == sizes
+    assert [line.split()[0] for line in shown.lines[:4]] == [
+        "model", "download", "disk", "memory",
+    ]  # fmt: skip
+    assert "in 5 of 8 files" in shown.lines[1]
+    assert "it fits" in shown.lines[3]
+
+
+def test_a_second_pull_requests_no_file(hub: FakeHub, tiny: Path) -> None:
+    hub.add("acme/tiny", tiny)
+    path, _ = pulled("acme/tiny")
+    hub.requests.clear()
+    assert pulled("acme/tiny")[0] == path
+    assert [path for _, path, _ in hub.requests] == ["/api/models/acme/tiny/revision/main"]
+
+
+def test_a_new_commit_fetches_what_changed_only(hub: FakeHub, sharded: Path) -> None:
+    files = files_of(sharded)
+    hub.add("acme/tiny", files)
+    old, _ = pulled("acme/tiny")
+    changed = json.loads(files["generation_config.json"]) | {"temperature": 0.5}
+    hub.add("acme/tiny", files | {"generation_config.json": json.dumps(changed).encode()})
+    hub.requests.clear()
+    new, shown = pulled("acme/tiny")
+    assert hub.fetched() == ["generation_config.json"]
+    assert shown.received == 0
+    assert new != old
+    assert cache.required_local(required_name("acme/tiny")) == new
+
+
+def test_a_cut_connection_is_resumed_where_it_broke(
+    hub: FakeHub, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 10_000)  # it keeps whole chunks
+    hub.add("acme/tiny", tiny)
+    hub.cut["model.safetensors"] = [100_000]
+    path, shown = pulled("acme/tiny")
+    ranges = [kept for kind, file, kept in hub.requests if "safetensors" in file and kind == "GET"]
+    assert ranges == [None, "bytes=100000-"]
+    assert files_of(path) == files_of(tiny)
+    assert shown.received == sum((tiny / n).stat().st_size for n in (*SMALL, "model.safetensors"))
+
+
+def test_a_pull_that_failed_goes_on_with_the_next_shard(hub: FakeHub, sharded: Path) -> None:
+    hub.add("acme/tiny", sharded)
+
+    def lock(path: str) -> None:
+        hub.repositories["acme/tiny"].gated |= path == SHARDS[0]
+
+    hub.before_get = lock
+    assert "is gated" in refused("acme/tiny")
+    assert cache.find(required_name("acme/tiny")) is None  # no revision points to half a model
+    hub.repositories["acme/tiny"].gated, hub.before_get = False, lambda path: None
+    hub.requests.clear()
+    path, _ = pulled("acme/tiny")
+    assert hub.fetched() == SHARDS[1:]
+    assert files_of(path) == files_of(sharded)
+
+
+def test_all_files_are_of_one_commit_while_the_repository_changes(
+    hub: FakeHub, sharded: Path
+) -> None:
+    files = files_of(sharded)
+    first = hub.add("acme/tiny", files)
+
+    def push(path: str) -> None:
+        if path == SHARDS[0]:
+            hub.add("acme/tiny", {name: b"new" + content for name, content in files.items()})
+
+    hub.before_get = push
+    path, _ = pulled("acme/tiny")
+    assert path.name == first
+    assert files_of(path) == files
+
+
+def test_other_bytes_than_listed_are_removed(hub: FakeHub, tiny: Path) -> None:
+    hub.add("acme/tiny", tiny)
+    content = bytearray((tiny / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    hub.sent["model.safetensors"] = bytes(content)
+    assert "model.safetensors was received with the digest" in refused("acme/tiny")
+    assert cache.find(required_name("acme/tiny")) is None
+    hub.sent.clear()
+    hub.sent["tokenizer.json"] = b"{}" + (tiny / "tokenizer.json").read_bytes()[2:]
+    hub.requests.clear()
+    path, _ = pulled("acme/tiny")  # the tokenizer was complete before
+    assert hub.fetched() == ["model.safetensors"]
+    assert files_of(path) == files_of(tiny)
+
+
+def test_small_files_are_verified_too(hub: FakeHub, tiny: Path) -> None:
+    hub.add("acme/tiny", tiny)
+    hub.sent["config.json"] = (tiny / "config.json").read_bytes()[:-1] + b" "
+    assert "config.json was received with the digest" in refused("acme/tiny")
+
+
+def test_a_shorter_file_than_listed_is_refused(hub: FakeHub, tiny: Path) -> None:
+    hub.add("acme/tiny", tiny)
+    hub.sent["model.safetensors"] = b"short"
+    told = refused("acme/tiny")
+    assert "should be of size" in told
+    assert "repeat the command" in told
+
+
+def test_a_damaged_blob_is_fetched_again(hub: FakeHub, tiny: Path) -> None:
+    hub.add("acme/tiny", tiny)
+    path, _ = pulled("acme/tiny")
+    (path / "model.safetensors").resolve().write_bytes(b"cut")
+    hub.requests.clear()
+    pulled("acme/tiny")
+    assert hub.fetched() == ["model.safetensors"]
+    assert files_of(path) == files_of(tiny)
+
+
+@pytest.mark.parametrize("path", ["../evil.json", "a/../../evil", "/etc/passwd", "a\\b", "a//b"])
+def test_paths_that_leave_the_directory_are_refused(hub: FakeHub, tiny: Path, path: str) -> None:
+    hub.add("acme/tiny", files_of(tiny) | {path: b"x"})
+    assert "nothing was downloaded" in refused("acme/tiny")
+    assert hub.fetched("HEAD") == []
+
+
+@pytest.mark.parametrize(
+    ("shard", "said"),
+    [
+        ("../../model.safetensors", "a plain name ending in .safetensors"),
+        ("model-{}.safetensors", "names 5000 shards, of which 5000 are not in the repository"),
+    ],
+)
+def test_an_index_of_impossible_shards_is_refused(
+    hub: FakeHub, sharded: Path, shard: str, said: str
+) -> None:
+    weight_map = {f"tensor.{number}": shard.format(number) for number in range(5000)}
+    index = json.dumps({"weight_map": weight_map}).encode()
+    hub.add("acme/tiny", files_of(sharded) | {"model.safetensors.index.json": index})
+    told = refused("acme/tiny")
+    assert said in told
+    assert len(told) < 5000
+    assert not set(SHARDS) & set(hub.fetched("HEAD"))
+
+
+@pytest.mark.parametrize("change", [{"size": -1}, {"size": None}, {"blobId": "../../x"}])
+def test_a_listing_without_sizes_or_digests_is_refused(
+    hub: FakeHub, tiny: Path, change: dict[str, object]
+) -> None:
+    hub.add("acme/tiny", tiny)
+    hub.listed = lambda files: [file if "lfs" in file else file | change for file in files]
+    assert "a size and a digest" in refused("acme/tiny")
+
+
+def test_a_huge_index_is_refused_by_its_size(hub: FakeHub, sharded: Path) -> None:
+    hub.add("acme/tiny", sharded)
+    hub.listed = lambda files: [
+        file | {"size": 10**9} if file["rfilename"].endswith("index.json") else file
+        for file in files
+    ]
+    assert "model.safetensors.index.json has 954 MiB; at most" in refused("acme/tiny")
+    assert hub.fetched("HEAD") == []
+
+
+def test_a_full_disk_is_refused_with_both_numbers(
+    hub: FakeHub, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("acme/tiny", tiny)
+    monkeypatch.setattr(pull_module, "free_bytes", lambda path: 20_000)
+    told = refused("acme/tiny", CapacityError)
+    left = sum((tiny / name).stat().st_size for name in (*SMALL, "model.safetensors"))
+    assert f"({left} bytes) are to be downloaded" in told
+    assert "(20000 bytes) free" in told
+    assert "HF_HOME" in told
+    assert "model.safetensors" not in hub.fetched("HEAD")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_a_disk_that_cannot_be_written_is_told(
+    hub: FakeHub, tiny: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    hub.add("acme/tiny", tiny)
+
+    def fails(*arguments: object, **settings: object) -> str:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(remote, "hf_hub_download", fails)
+    told = refused("acme/tiny")
+    assert f"cannot be written ({os.strerror(number)}); make room, or set HF_HOME" in told
+
+
+def test_an_unsupported_architecture_is_refused_before_its_weights(
+    hub: FakeHub, tiny: Path
+) -> None:
+    config = json.loads((tiny / "config.json").read_text()) | {
+        "architectures": ["MambaForCausalLM"]
+    }
+    hub.add("acme/tiny", files_of(tiny) | {"config.json": json.dumps(config).encode()})
+    assert "MambaForCausalLM" in refused("acme/tiny")
+    assert "model.safetensors" not in hub.fetched("HEAD")
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"config.json": b"{}", "pytorch_model.bin": b"x"}, "pickles only (pytorch_model.bin)"),
+        ({"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}, "it is an adapter"),
+        ({"model_index.json": b"{}"}, "makes pictures"),
+        ({}, "the repository is empty"),
+        ({"README.md": b"x"}, "but README.md"),
+    ],
+)
+def test_a_repository_without_a_model_is_refused(
+    hub: FakeHub, files: dict[str, bytes], said: str
+) -> None:
+    hub.add("acme/other", files)
+    assert said in refused("acme/other")
+
+
+GGUFS = {
+    "tiny-Q4_K_M.gguf": b"4" * 40_000,
+    "tiny-Q8_0.gguf": b"8" * 80_000,
+    "tiny-F16-00001-of-00002.gguf": b"a" * 90_000,
+    "tiny-F16-00002-of-00002.gguf": b"b" * 90_000,
+    "mmproj-tiny-F16.gguf": b"c" * 90_000,
+    "README.md": b"x",
+}
+
+
+def test_several_gguf_files_are_listed_with_sizes(hub: FakeHub) -> None:
+    hub.add("acme/tiny-GGUF", GGUFS)
+    told = refused("acme/tiny-GGUF")
+    assert told.splitlines()[1:] == [
+        "    39.1 KiB  acme/tiny-GGUF:tiny-Q4_K_M.gguf",
+        "    78.1 KiB  acme/tiny-GGUF:tiny-Q8_0.gguf",
+        "     176 KiB  acme/tiny-GGUF:tiny-F16-00001-of-00002.gguf",
+    ]
+    assert hub.fetched("HEAD") == []
+    assert "there is no GGUF file Q2_K" in refused("acme/tiny-GGUF:Q2_K")
+
+
+@pytest.mark.parametrize(
+    ("file", "wanted"),
+    [
+        ("tiny-Q8_0.gguf", ["tiny-Q8_0.gguf"]),
+        ("q4_k_m", ["tiny-Q4_K_M.gguf"]),
+        ("F16", ["tiny-F16-00001-of-00002.gguf", "tiny-F16-00002-of-00002.gguf"]),
+    ],
+)
+def test_one_gguf_model_is_fetched_by_file_or_quantization(
+    hub: FakeHub, file: str, wanted: list[str]
+) -> None:
+    hub.add("acme/tiny-GGUF", GGUFS)
+    path, _ = pulled(f"acme/tiny-GGUF:{file}")
+    assert hub.fetched() == wanted
+    assert path.name == wanted[0]
+    assert cache.find(required_name(f"acme/tiny-GGUF:{file}")) == path
+    assert cache.find(required_name("acme/tiny-GGUF")) == path  # the only one in the cache
+
+
+def test_a_split_model_without_a_part_is_refused(hub: FakeHub) -> None:
+    hub.add("acme/x", {"a-00001-of-00002.gguf": b"x"})
+    assert "a-00002-of-00002.gguf is not in the repository" in refused("acme/x")
+
+
+def test_a_revision_is_found_by_its_name_afterwards(hub: FakeHub, tiny: Path) -> None:
+    commit = hub.add("acme/tiny", tiny, ref="v1.0")
+    hub.add("acme/tiny", {"README.md": b"x"})
+    path, _ = pulled("acme/tiny", revision="v1.0")
+    assert path.name == commit
+    assert cache.find(required_name("acme/tiny@v1.0")) == path
+    assert cache.find(required_name(f"acme/tiny@{commit}")) == path
+    assert cache.find(required_name("acme/tiny")) is None
+    assert "(there are acme/tiny@v1.0)" in cache.why_not_found(required_name("acme/tiny"))
+    assert f"has no revision v2; {hub.url}/acme/tiny/commits" in refused("acme/tiny@v2")
+
+
+def test_a_gated_model_names_the_licence_page_and_the_token(
+    hub: FakeHub, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("acme/tiny", tiny)
+    hub.repositories["acme/tiny"].gated = True
+    told = refused("acme/tiny")
+    assert f"accept its licence at {hub.url}/acme/tiny" in told
+    assert "`hf auth login`, or set HF_TOKEN" in told
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    assert "the present one may not read it" in refused("acme/tiny")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert pulled("acme/tiny")[0].is_dir()
+
+
+def test_a_private_or_missing_model_names_both_reasons_and_near_names(
+    hub: FakeHub, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("acme/tiny-llama", tiny)
+    told = refused("acme/tiny-lama")
+    assert f"there is no model acme/tiny-lama at {hub.url}, or it is private" in told
+    assert "(similar: acme/tiny-llama)" in told
+    hub.repositories["acme/tiny-llama"].private = True
+    assert "or it is private" in refused("acme/tiny-llama")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert pulled("acme/tiny-llama")[0].is_dir()
+
+
+def test_no_network_and_offline_mode_are_told_apart(
+    hub: FakeHub, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("acme/tiny", tiny)
+    hub.status = 503
+    assert "HTTP 503" in refused("acme/tiny")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.requests.clear()
+    assert "HF_HUB_OFFLINE is set" in refused("acme/tiny")
+    assert hub.requests == []
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert "check the network, HTTPS_PROXY and HF_ENDPOINT" in refused("acme/tiny")
+
+
+def test_memory_of_a_gguf_file_is_estimated_by_its_type() -> None:
+    gib = 2**30
+    assert fit_of_gguf("a-Q8_0.gguf", gib).weights_bytes == gib
+    assert fit_of_gguf("a-Q4_0.gguf", gib).weights_bytes == gib
+    assert fit_of_gguf("a-q4_k_m.gguf", 3 * gib).weights_bytes == 5 * gib
+
+
+def test_memory_is_compared_with_what_is_available(sharded: Path) -> None:
+    fit = fit_of_directory(sharded, 10**9)
+    assert fit.architecture == "LlamaForCausalLM"
+    assert fit.num_tokens == 512
+    assert fit.kv_bytes == 512 * 2 * 2 * 16 * 4  # layers, K and V, one head of 16, f32
+    sizes = {"fits": fit.needed_bytes, "needs int8": fit.needed_bytes - 1, "too small": 10**6}
+    verdicts = {
+        name: fit.text(MachineMemory(available_bytes=size, limit="free memory")).partition(": ")[2]
+        for name, size in sizes.items()
+    }
+    assert verdicts["fits"] == "it fits"
+    assert verdicts["needs int8"].startswith("it fits with --quantization int8 only")
+    assert verdicts["too small"] == "it does not fit here"
