@@ -65,8 +65,8 @@ class Grammar:
     def digest(self) -> bytes:
         """Equal for equal languages, whatever field they came from."""
         parts = (self.kind.value, self.text, "" if self.whitespace is None else self.whitespace)
-        told = json.dumps((*parts, self.whitespace is None))
-        return hashlib.blake2b(told.encode(), digest_size=16).digest()
+        content = json.dumps((*parts, self.whitespace is None))
+        return hashlib.blake2b(content.encode(), digest_size=16).digest()
 
 
 def json_schema(

@@ -93,11 +93,11 @@ async def served_model(target: Target) -> ServedModel:
                 body += line + b"\n"
         listed = {str(one["id"]): one for one in json.loads(body)["data"]}
         name = target.model or next(iter(listed))
-        told = listed.get(name, {})
+        entry = listed.get(name, {})
         return ServedModel(
             name=name,
-            max_model_len=_count(told.get("max_model_len")),
-            vocab_size=_count(told.get("vocab_size")),
+            max_model_len=_count(entry.get("max_model_len")),
+            vocab_size=_count(entry.get("vocab_size")),
         )
     except StopIteration:
         raise WorkerError(f"{target.url} lists no models; name one with --model") from None

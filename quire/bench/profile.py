@@ -64,11 +64,11 @@ class Step:
     @property
     def text(self) -> str:
         """Return a description."""
-        told = []
+        shown = []
         for (count, start), number in Counter(zip(self.counts, self.starts, strict=True)).items():
             rows = f"{number} row{'s' * (number > 1)}" if count == 1 else f"{count} tokens"
-            told.append(f"{rows} at depth {start}")
-        return f"{self.name}: {' + '.join(told)}"
+            shown.append(f"{rows} at depth {start}")
+        return f"{self.name}: {' + '.join(shown)}"
 
 
 def measure_profile(
@@ -221,14 +221,14 @@ def _advice(outcome: Mapping[str, Any]) -> list[str]:
     threads, floors = outcome["threads"], outcome["decode_floors_s"]
     lines = []
     if outcome["quantization"] == "none" and "none" in floors:
-        told = ", ".join(
+        at = ", ".join(
             f"{1e3 * floors[scheme]:.2f} ms with --quantization {scheme}"
             for scheme in ("int8", "int4-g32")
             if scheme in floors and floors[scheme] < (1 - _WORTH_TELLING) * floors["none"]
         )
-        if told:
+        if at:
             lines.append(
-                f"fewer bits: the floor of the decode step is {1e3 * floors['none']:.2f} ms, {told}"
+                f"fewer bits: the floor of the decode step is {1e3 * floors['none']:.2f} ms, {at}"
             )
     if threads < outcome["usable_cores"]:
         lines.append(

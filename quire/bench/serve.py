@@ -130,22 +130,24 @@ def serving_text(outcome: Mapping[str, Any]) -> str:
         *("good", "goodput", "errors"),
     )
     found = outcome["knee"]
-    told = "no rate served 90 % of its requests well"
+    verdict = "no rate served 90 % of its requests well"
     if found is not None:
         at = (
             f"{found['offered_per_s']:.2f} requests/s offered, "
             f"{found['goodput_per_s']:.2f}/s served well"
         )
-        told = f"knee: {at}"
+        verdict = f"knee: {at}"
         if not outcome["knee_reached"]:
-            told = f"knee not reached: the highest rate was served well ({at}); try higher --rates"
+            verdict = (
+                f"knee not reached: the highest rate was served well ({at}); try higher --rates"
+            )
     problems = sorted({error for one in outcome["rates"] for error in one["errors"]})
     return "\n".join(
         [
             f"{outcome['settings']['model']}; good: first token within {goals['ttft_s']:g} s, "
             f"{1e3 * goals['tpot_s']:g} ms for each after it",
             table(headings, rows),
-            told,
+            verdict,
             *(f"error: {problem}" for problem in problems),
         ]
     )

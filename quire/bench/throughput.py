@@ -54,15 +54,15 @@ def measure_throughput(
                 # Each mode gets different tokens, so that no prefix is cached.
                 for mode in modes if number % 2 == 0 else modes[::-1]:
                     progress.say(f"{mode} batching, repetition {number + 1} of {repeats}")
-                    asks = workload.draw(engine.vocab_size, rng)
+                    requests = workload.draw(engine.vocab_size, rng)
                     static = workload.max_running if mode == "static" else 0
                     began_s, computed_ns = time.perf_counter(), _native.compute_ns()
-                    answered = await engine.run(asks, static_batch=static)
+                    answered = await engine.run(requests, static_batch=static)
                     wall_s = time.perf_counter() - began_s
                     python_s = max(wall_s - 1e-9 * (_native.compute_ns() - computed_ns), 0.0)
                     samples[mode].append({**_sample(answered), "python_share": python_s / wall_s})
                     if number == 0:
-                        [alone] = await engine.run(asks[:1])
+                        [alone] = await engine.run(requests[:1])
                         _check_same(alone, answered[0])
             progress.clear()
             return engine.description

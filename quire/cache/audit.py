@@ -99,9 +99,9 @@ def _named(wrong: NDArray[np.bool_], what: str, names: NDArray[Any] | None = Non
     if not np.count_nonzero(wrong):
         return []
     blocks = np.flatnonzero(wrong)
-    told = f"{len(blocks)} {what}: {_shown(blocks.tolist())}"
+    finding = f"{len(blocks)} {what}: {_shown(blocks.tolist())}"
     holders = [] if names is None else dict.fromkeys(filter(None, names[blocks].tolist()))
-    return [f"{told}; last held by {_shown(list(holders))}" if holders else told]
+    return [f"{finding}; last held by {_shown(list(holders))}" if holders else finding]
 
 
 def _shown(some: Sequence[object]) -> str:

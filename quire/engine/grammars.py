@@ -56,9 +56,9 @@ class Grammars:
 
     def refused(self) -> list[RefusedFor]:
         """Return requests that cannot be served; each is returned once."""
-        told = self._refused_unread() if self._reading else []
+        refused = self._refused_unread() if self._reading else []
         if not self._waiting:
-            return told
+            return refused
         by_error: dict[int, tuple[list[str], QuireError]] = {}
         for request_id, grammar in list(self._waiting.items()):
             if not self.compiler.is_settled(grammar):
@@ -67,7 +67,7 @@ class Grammars:
             error = self.compiler.error(grammar)
             if error is not None:
                 by_error.setdefault(id(error), ([], error))[0].append(request_id)
-        return told + [(tuple(ids), error) for ids, error in by_error.values()]
+        return refused + [(tuple(ids), error) for ids, error in by_error.values()]
 
     def close(self) -> None:
         """Begin to compile nothing more; its threads end."""

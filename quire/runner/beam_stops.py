@@ -104,7 +104,7 @@ class BeamStops:
         for slot, row in zip(slots.tolist(), copies, strict=True):
             self._rows[slot] = row
 
-    def told(
+    def mark_ends(
         self, slots: Index, positions: Int32s, candidates: Candidates | None
     ) -> tuple[Candidates | None, dict[int, str]]:
         """Return `candidates` of rows in `slots` [R], at `positions` [R], with what ends their

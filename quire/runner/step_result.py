@@ -84,7 +84,7 @@ def step_result(
         follow = tables.grammars.follow(sampled.slots, positions, ids)
         unsure = follow.failed
     if choice.candidates is not None:
-        candidates, unjudged = tables.ends.told(sampled.slots, positions, choice.candidates)
+        candidates, unjudged = tables.ends.mark_ends(sampled.slots, positions, choice.candidates)
         choice, unsure = replace(choice, candidates=candidates), {**unsure, **unjudged}
     for place in unsure:
         choice.token_ids[place] = -1

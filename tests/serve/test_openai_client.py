@@ -55,17 +55,17 @@ def test_a_streamed_completion_equals_the_whole_completion(client: openai.OpenAI
 
 
 def test_equal_seeds_give_equal_texts_and_other_seeds_others(client: openai.OpenAI) -> None:
-    def told(seed: int) -> list[str]:
+    def story(seed: int) -> list[str]:
         answer = client.completions.create(
             model=MODEL, prompt="the sea", seed=seed, n=3, max_tokens=24, temperature=1.0
         )
         assert {choice.model_extra["seed"] for choice in answer.choices} == {seed}
         return [choice.text for choice in answer.choices]
 
-    first = told(11)
-    assert told(11) == first
+    first = story(11)
+    assert story(11) == first
     assert len(set(first)) == 3
-    assert told(12) != first
+    assert story(12) != first
 
 
 def test_a_request_without_a_seed_returns_one_that_repeats_it(client: openai.OpenAI) -> None:
@@ -155,7 +155,7 @@ def test_errors_are_the_clients_own_classes(client: openai.OpenAI) -> None:
 def test_concurrent_async_streams_equal_their_runs_alone(server: RunningServer) -> None:
     prompts = [f"story number {number} " * (number % 5 + 1) for number in range(24)]
 
-    async def told(client: openai.AsyncOpenAI, prompt: str) -> str:
+    async def story(client: openai.AsyncOpenAI, prompt: str) -> str:
         stream = await client.completions.create(
             model=MODEL, prompt=prompt, seed=9, max_tokens=20, stream=True
         )
@@ -164,9 +164,9 @@ def test_concurrent_async_streams_equal_their_runs_alone(server: RunningServer) 
     async def exchange() -> None:
         url = f"{server.url}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            together = await asyncio.gather(*(told(client, prompt) for prompt in prompts))
+            together = await asyncio.gather(*(story(client, prompt) for prompt in prompts))
             for prompt, text in zip(prompts[::6], together[::6], strict=True):
-                assert await told(client, prompt) == text
+                assert await story(client, prompt) == text
 
     asyncio.run(exchange())
 

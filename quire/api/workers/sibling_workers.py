@@ -125,10 +125,10 @@ class SiblingWorkers:
         return [path for path in self._folder.glob(f"{SOCKET_PREFIX}*") if path != self._own]
 
     async def _all_states(self, method: str, body: bytes = b"") -> list[WorkerState]:
-        asks: list[Coroutine[Any, Any, WorkerState]] = [
+        queries: list[Coroutine[Any, Any, WorkerState]] = [
             _state_of(sibling, method, body) for sibling in self._others()
         ]
-        states = await asyncio.gather(*asks, return_exceptions=True)
+        states = await asyncio.gather(*queries, return_exceptions=True)
         for failure in states:
             if isinstance(failure, BaseException) and not isinstance(failure, SiblingGone):
                 raise failure

@@ -332,8 +332,8 @@ def _memory(
     )
     plan = plan_memory(needs, memory)
     if memory.is_own:  # a device's, which loading may find smaller: what was counted on is known
-        told = "; ".join(f"{line.what} {mib(line.num_bytes)}" for line in plan.lines)
-        Log("engine").event("memory is planned, weights are loaded", sum=told)
+        parts = "; ".join(f"{line.what} {mib(line.num_bytes)}" for line in plan.lines)
+        Log("engine").event("memory is planned, weights are loaded", sum=parts)
     return plan
 
 

@@ -36,7 +36,7 @@ class Ranking:
     def _best(self) -> list[TextDelta]:
         """Return the n best, failed last; the first has the number of tokens of the others."""
         ranked = sorted(self._deltas.values(), key=lambda said: -_mean_logprob(said))
-        told = [_joined(said) for said in ranked[: self._sampling.n]]
+        best = [_joined(said) for said in ranked[: self._sampling.n]]
         unseen = sum(said[-1].num_output_tokens for said in ranked[self._sampling.n :])
         prompt_logprobs = next(
             (d.prompt_logprobs for said in ranked for d in said if d.prompt_logprobs), ()
@@ -50,7 +50,7 @@ class Ranking:
                 prompt_logprobs=() if place else prompt_logprobs,
                 num_unseen_tokens=0 if place else unseen,
             )
-            for place, delta in enumerate(told)
+            for place, delta in enumerate(best)
         ]
 
 

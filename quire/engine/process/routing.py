@@ -33,9 +33,9 @@ def query_number_base(client: int) -> int:
 def parts(message: FromEngine, clients: Iterable[int]) -> list[tuple[int, FromEngine]]:
     """Return the part of a message for each client."""
     if isinstance(message, Outputs):
-        told = _outputs_by_client(message.outputs)
+        by_client = _outputs_by_client(message.outputs)
         return [
-            (client, Outputs(outputs=told.get(client), stats=message.stats))
+            (client, Outputs(outputs=by_client.get(client), stats=message.stats))
             for client in clients
             if client != STARTER
         ]

@@ -47,12 +47,12 @@ def test_json_has_every_run_with_its_settings(trace: str) -> None:
     done = quire_main(
         "simulate", "--json", "--trace", trace, *MACHINE, "--max-requests", "40", "--tell-goals"
     )
-    told = json.loads(done.stdout)
-    assert told["bench"] == "simulate"
-    assert told["settings"]["num_requests"] == 40
-    assert told["settings"]["goals_are_told"] is True
-    assert told["settings"]["machine_gb_per_s"] == 0.5
-    [run] = told["runs"]
+    printed = json.loads(done.stdout)
+    assert printed["bench"] == "simulate"
+    assert printed["settings"]["num_requests"] == 40
+    assert printed["settings"]["goals_are_told"] is True
+    assert printed["settings"]["machine_gb_per_s"] == 0.5
+    [run] = printed["runs"]
     assert run["summary"]["num_requests"] == 40
     assert run["light"] is None
 
@@ -75,7 +75,7 @@ def test_a_measured_machine_is_stored_and_reused(trace: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "printed"),
     [
         (("--policy", "best"), "allowed: "),
         (("--speed", "0"), "is not a list of speeds"),
@@ -86,10 +86,12 @@ def test_a_measured_machine_is_stored_and_reused(trace: str, tmp_path: Path) -> 
         (("--max-tokens", "x"), "is not a whole number"),
     ],
 )
-def test_impossible_arguments_are_rejected(trace: str, words: tuple[str, ...], told: str) -> None:
+def test_impossible_arguments_are_rejected(
+    trace: str, words: tuple[str, ...], printed: str
+) -> None:
     done = quire_main("simulate", "--trace", trace, *MACHINE, *words)
     assert done.returncode == 2
-    assert told in done.stderr
+    assert printed in done.stderr
     assert done.stdout == ""
 
 

@@ -247,7 +247,7 @@ def test_a_full_disk_is_refused_with_both_numbers(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
-def test_a_disk_that_cannot_be_written_is_told(
+def test_a_disk_that_cannot_be_written_is_reported(
     hub: FakeHub, tiny: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     hub.add("acme/tiny", tiny)

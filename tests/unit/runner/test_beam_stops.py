@@ -82,7 +82,7 @@ class Beams:
         ids = np.tile(np.array([5, 6, 7, -1], np.int32), (len(slots), 1))
         scores = ids.astype(np.float32)
         of = np.array(slots, np.int32)
-        candidates, failed = self.ends.told(
+        candidates, failed = self.ends.mark_ends(
             of, self.tokens.lengths[of], Candidates(ids=ids, scores=scores, logprobs=scores)
         )
         assert candidates is not None
@@ -130,7 +130,7 @@ def test_rows_without_watches_are_skipped() -> None:
     assert beams.verdicts(0, 1)[0] == [[False] * 4, [True, False, False, False]]
     beams.ends.retire(1)
     assert beams.verdicts(0, 1) == ([], {})
-    assert beams.ends.told(ints(0), ints(4), None) == (None, {})
+    assert beams.ends.mark_ends(ints(0), ints(4), None) == (None, {})
 
 
 @pytest.mark.parametrize("max_samples", [1, 8])
@@ -176,5 +176,5 @@ def test_a_beam_that_needs_a_watch_without_a_source_fails_by_name() -> None:
     ends.admit(one)
     table = np.zeros((1, 1), np.float32)
     candidates = Candidates(ids=table.astype(np.int32), scores=table, logprobs=table)
-    _, failed = ends.told(ints(0), ints(4), candidates)
+    _, failed = ends.mark_ends(ints(0), ints(4), candidates)
     assert failed == {0: "nothing here watches for stop strings"}

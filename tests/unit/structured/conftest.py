@@ -87,6 +87,6 @@ def allows(matcher: Matcher, token_id: int) -> bool:
     return bool(int(matcher.mask()[token_id // 32]) >> (token_id % 32) & 1)
 
 
-def told(value: Any) -> str:
+def json_text(value: Any) -> str:
     """Return JSON in the form of answers."""
     return json.dumps(value, ensure_ascii=False)

@@ -19,7 +19,7 @@ from quire.structured.compiler import GrammarCompiler
 from quire.structured.disjoint import Disjoint, finite_values
 from quire.structured.evaluate import equal
 from quire.structured.schema import for_llguidance
-from tests.unit.structured.conftest import Accepts, told
+from tests.unit.structured.conftest import Accepts, json_text
 
 SCALARS: list[Any] = [None, True, False, 0, 1, 2, 3, 1.5, -1, "", "a", "b", "ab", "http://x", "./x"]
 VALUES: list[Any] = [
@@ -311,8 +311,8 @@ def test_decidable_schemas_become_grammars(name: str, accepts: Accepts) -> None:
         bad
     )
     allowed = json_schema(schema)
-    assert [value for value in good if not accepts(allowed, told(value))] == []
-    assert [value for value in bad if accepts(allowed, told(value))] == []
+    assert [value for value in good if not accepts(allowed, json_text(value))] == []
+    assert [value for value in bad if accepts(allowed, json_text(value))] == []
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from quire.base.grammar import json_schema
 from quire.structured.negation import MAX_LETTERS, MAX_NUMBERS, negation
-from tests.unit.structured.conftest import Accepts, told
+from tests.unit.structured.conftest import Accepts, json_text
 from tests.unit.structured.test_disjoint import DEFS, SCALARS, SCHEMAS, VALUES
 
 _LETTERS = st.text("ab.é]^-$", max_size=3)
@@ -81,8 +81,8 @@ def test_what_can_be_negated_is_a_grammar(name: str, accepts: Accepts) -> None:
     judge = jsonschema.Draft202012Validator(schema)
     assert [judge.is_valid(one) for one in good + bad] == [True] * len(good) + [False] * len(bad)
     allowed = json_schema(schema)
-    assert [value for value in good if not accepts(allowed, told(value))] == []
-    assert [value for value in bad if accepts(allowed, told(value))] == []
+    assert [value for value in good if not accepts(allowed, json_text(value))] == []
+    assert [value for value in bad if accepts(allowed, json_text(value))] == []
 
 
 def test_long_lists_and_what_json_escapes_are_not_negated() -> None:

@@ -20,7 +20,7 @@ from quire.structured.compiler import GrammarCompiler
 from quire.structured.evaluate import Undecided, resolved
 from tests.conftest import SHOWN
 from tests.data import outside
-from tests.unit.structured.conftest import Accepts, told
+from tests.unit.structured.conftest import Accepts, json_text
 
 SAMPLES = ("Github_easy", "Glaiveai2K", "Handwritten", "Synthesized")
 MIN_SHARE = 0.95
@@ -89,8 +89,8 @@ OWN: list[tuple[Any, list[Any], list[Any]]] = [
 def test_own_schemas_accept_only_valid_instances(number: int, accepts: Accepts) -> None:
     schema, valid, invalid = OWN[number]
     grammar = json_schema(schema)
-    assert [value for value in valid if not accepts(grammar, told(value))] == []
-    assert [value for value in invalid if accepts(grammar, told(value))] == []
+    assert [value for value in valid if not accepts(grammar, json_text(value))] == []
+    assert [value for value in invalid if accepts(grammar, json_text(value))] == []
 
 
 def test_the_sample_compiles_and_its_instances_are_distinguished(
@@ -113,12 +113,12 @@ def test_the_sample_compiles_and_its_instances_are_distinguished(
                 for test in case["tests"]:
                     num_valid += test["valid"]
                     num_invalid += not test["valid"]
-                    is_taken = accepts(grammar, told(test["data"]))
+                    is_taken = accepts(grammar, json_text(test["data"]))
                     if test["valid"] and not is_taken:
                         written = as_written(case["schema"], test["data"])
-                        is_taken = accepts(grammar, told(written))
+                        is_taken = accepts(grammar, json_text(written))
                     if is_taken != test["valid"] and case["name"] not in NOT_TAKEN:
-                        wrong.append(f"{case['name']}: {told(test['data'])[:200]}")
+                        wrong.append(f"{case['name']}: {json_text(test['data'])[:200]}")
     share = 1 - refused.total() / num_schemas
     record_property(
         SHOWN,

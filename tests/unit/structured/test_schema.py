@@ -13,7 +13,7 @@ from quire.base.grammar import grammar, json_schema
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.evaluate import Evaluator, Undecided, equal
 from quire.structured.schema import for_llguidance, negation, path_of
-from tests.unit.structured.conftest import Accepts, told
+from tests.unit.structured.conftest import Accepts, json_text
 
 VALUES: list[Any] = [
     *(None, True, False, 0, 1, -1, 2.5, 7, "", "a", "ab", "abc", [], [1], [1, 2], ["a", "a"]),
@@ -107,7 +107,7 @@ def test_a_rewritten_schema_allows_the_same_values(name: str, accepts: Accepts) 
     assert len(wanted) < len(VALUES)
     assert [value for value in VALUES if rewritten.is_valid(value)] == wanted
     allowed = json_schema(schema)
-    assert [value for value in VALUES if accepts(allowed, told(value))] == wanted
+    assert [value for value in VALUES if accepts(allowed, json_text(value))] == wanted
 
 
 def test_supported_schemas_are_unchanged() -> None:

@@ -22,7 +22,7 @@ from quire.structured.matcher import Matcher, MatcherError
 from quire.structured.unique_plan import planned
 from quire.structured.vocabulary import Vocabulary
 from quire.text.tokenizer import Tokenizer
-from tests.unit.structured.conftest import Accepts, told
+from tests.unit.structured.conftest import Accepts, json_text
 from tests.unit.structured.test_matcher import ids_of
 
 # Single bytes, and tokens that end an item and go on, or hold whole arrays.
@@ -380,8 +380,8 @@ def test_valid_answers_are_taken_and_repeated_items_are_not(name: str, accepts: 
     judge = jsonschema.Draft202012Validator(schema)
     assert [judge.is_valid(one) for one in good + bad] == [True] * len(good) + [False] * len(bad)
     allowed = json_schema(schema)
-    assert [value for value in good if not accepts(allowed, told(value))] == []
-    assert [value for value in bad if accepts(allowed, told(value))] == []
+    assert [value for value in good if not accepts(allowed, json_text(value))] == []
+    assert [value for value in bad if accepts(allowed, json_text(value))] == []
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

@@ -110,9 +110,9 @@ def padded(plan: TileItems, *, items: int, merges: int) -> TileItems:
         )
     idle = np.zeros((items, ITEM_FIELDS), np.int32)
     idle[: len(plan.items)] = plan.items
-    nobody = np.full((merges, MERGE_FIELDS), -1, np.int32)
-    nobody[: len(plan.merges)] = plan.merges
-    return TileItems(rows=plan.rows, items=idle, merges=nobody, num_partials=plan.num_partials)
+    padded = np.full((merges, MERGE_FIELDS), -1, np.int32)
+    padded[: len(plan.merges)] = plan.merges
+    return TileItems(rows=plan.rows, items=idle, merges=padded, num_partials=plan.num_partials)
 
 
 def _runs(counts: Int64s) -> tuple[Int64s, Int64s]:

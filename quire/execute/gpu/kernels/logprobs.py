@@ -133,8 +133,8 @@ def _rows(
             token = tl.min(tl.where(best == value, ids, NO_ID), axis=0)
             is_real = value > NOTHING
             tl.store(top_ids + row * TOP + number, tl.where(is_real, token, -1))
-            told = tl.where(is_real, (value - most) + minus, nan)
-            tl.store(top_logprobs + row * TOP + number, told)
+            logprob = tl.where(is_real, (value - most) + minus, nan)
+            tl.store(top_logprobs + row * TOP + number, logprob)
             # The block it came from gives its next one.
             block = tl.minimum(token, V - 1) // BLOCK
             others = block * BLOCK + tl.arange(0, BLOCK)

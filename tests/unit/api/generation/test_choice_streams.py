@@ -371,7 +371,7 @@ def test_settings_that_change_answers_are_in_the_fingerprint() -> None:
         assert reply.json["system_fingerprint"] == model["system_fingerprint"]
         return str(model["system_fingerprint"])
 
-    async def all_told() -> list[str]:
+    async def all_fingerprints() -> list[str]:
         ways: list[dict[str, Any]] = [
             {},
             {"tool_call_parser": "none"},
@@ -381,7 +381,7 @@ def test_settings_that_change_answers_are_in_the_fingerprint() -> None:
         ]
         return [await fingerprint_of(**settings) for settings in ways]
 
-    prints = asyncio.run(all_told())
+    prints = asyncio.run(all_fingerprints())
     assert prints[0] == "fp_fake"
     assert len(set(prints)) == len(prints)
     assert all(len(one) == 19 for one in prints[1:])

@@ -29,7 +29,7 @@ REPORT = CacheReport(
 FAULT = Fault(kind="WorkerError", message="so it is")
 
 
-def told(message: FromEngine) -> dict[int, FromEngine]:
+def by_client(message: FromEngine) -> dict[int, FromEngine]:
     found = parts(message, CLIENTS)
     assert len({client for client, _ in found}) == len(found)
     return dict(found)
@@ -52,7 +52,7 @@ def test_each_client_gets_its_rows_and_events_and_all_get_the_counters() -> None
     stats = EngineStats(steps_total=9)
     event = RequestOutput(request_id="7/c#1", token_ids=(5,), finish_reason=FinishReason.STOP)
     step = outputs(["1/a#1", "2/b#1", "1/a#2"], (event,))
-    found = told(Outputs(outputs=step, stats=stats))
+    found = by_client(Outputs(outputs=step, stats=stats))
     assert set(found) == {1, 2, 7}  # the client that started the engine has no requests
     for client, message in found.items():
         assert isinstance(message, Outputs)
@@ -65,7 +65,7 @@ def test_each_client_gets_its_rows_and_events_and_all_get_the_counters() -> None
 
 def test_a_step_for_one_client_is_not_sent_to_the_others() -> None:
     step = outputs(["2/a#1"])
-    found = told(Outputs(outputs=step, stats=EngineStats()))
+    found = by_client(Outputs(outputs=step, stats=EngineStats()))
     assert {client: message.outputs for client, message in found.items()} == {  # type: ignore[union-attr]
         1: None,
         2: step,
@@ -75,13 +75,13 @@ def test_a_step_for_one_client_is_not_sent_to_the_others() -> None:
 
 def test_replies_and_rejections_go_to_the_requesting_client() -> None:
     refused = Refused(request_ids=("2/a#1", "2/a#2"), fault=FAULT)
-    assert told(refused) == {2: refused}
+    assert by_client(refused) == {2: refused}
 
 
 def test_common_messages_are_sent_to_all() -> None:
     failed = Failed(fault=FAULT)
-    assert told(failed) == dict.fromkeys(CLIENTS, failed)
-    assert set(told(Beat(ops_done=3))) == {1, 2, 7}
+    assert by_client(failed) == dict.fromkeys(CLIENTS, failed)
+    assert set(by_client(Beat(ops_done=3))) == {1, 2, 7}
 
 
 def test_queries_of_different_clients_have_different_numbers() -> None:
@@ -91,7 +91,7 @@ def test_queries_of_different_clients_have_different_numbers() -> None:
             for _ in range(3):
                 number, _ = asks.open()
                 message = CacheReported(ask_id=number, report=REPORT, flushed_blocks=0)
-                assert told(message) == {client: message}
+                assert by_client(message) == {client: message}
 
     asyncio.run(story())
 
