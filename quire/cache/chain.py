@@ -7,7 +7,7 @@ common exactly where the same tokens stand before it under the same salt, model 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,8 @@ from quire.cache.table import Int32s
 NO_DIGESTS: Uint64s = np.empty((0, 2), np.uint64)
 
 
-class Chain(NamedTuple):
+@dataclass(slots=True)
+class Chain:
     """The digests of a request's full blocks, so that they are computed once while it waits."""
 
     owner: Owner
@@ -41,7 +42,8 @@ class Chain(NamedTuple):
         return np.concatenate((self.end(first)[None], self.digests[first : last - 1]))
 
 
-class PrefixMatch(NamedTuple):
+@dataclass(slots=True)
+class PrefixMatch:
     """Blocks found for a chain, in order. Valid until the next allocation."""
 
     chain: Chain

@@ -121,7 +121,9 @@ class Outcomes:
             sequence, computed = self._batch.sequence(slot), int(self._batch.computed[slot])
             is_first = math.isnan(sequence.times.first_token_ms)
             if computed < sequence.num_prompt_tokens and is_first:
-                outputs.append(sequence.output(prompt_progress=computed))
+                output = sequence.output()
+                output.prompt_progress = computed
+                outputs.append(output)
         return outputs
 
     def _note_length(self, sequence: SequenceState, num_tokens: int) -> None:
@@ -175,8 +177,7 @@ class Outcomes:
                 reason = FinishReason.LENGTH
             if reason is not None:
                 finished.append(sequence)
-            output = sequence.output(token_ids, reason)
-            output.stop_id = stop_id
+            output = sequence.output(token_ids, reason, stop_id)
             if len(result.logprobs):
                 output.logprobs = _run_logprobs(result, entry, len(token_ids))
             if sequence.asks_scores:
