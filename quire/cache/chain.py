@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from quire._native import hash_chains, siphash128
+from quire._native import hash_chains
 from quire.cache.digest import FIXED_KEY, Uint64s, keys_of, seed_of
 from quire.cache.owners import Owner
 from quire.cache.table import Int32s
@@ -92,7 +92,7 @@ class ChainHasher:
 
     def seed(self, salt: str) -> Uint64s:
         """Return the digest before the first block."""
-        return seed_of(salt, self._key, siphash128, fingerprint=self._fingerprint)
+        return seed_of(salt, self._key, fingerprint=self._fingerprint)
 
     def chain(self, token_ids: Int32s, owner: Owner) -> Chain:
         """Return the chain of all full blocks of `token_ids`."""
