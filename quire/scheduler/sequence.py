@@ -164,10 +164,6 @@ class SequenceState:
         """Slots it takes when it is admitted: a group takes one for each member."""
         return 1 if self.group is None else len(self.group.members)
 
-    def num_tail_blocks(self, cache: CacheManager) -> int:
-        """Return the blocks for what it knows beside token_ids: the tails of other beams."""
-        return 0 if self.group is None else self.group.num_tail_blocks(cache)
-
     @property
     def scores_prompt(self) -> bool:
         """Whether it reports the scores of its prompt; a fork leaves that to its leader."""

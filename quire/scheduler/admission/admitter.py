@@ -200,7 +200,7 @@ class Admitter:
             count = budget.allot_one(
                 source.start,
                 len(sequence.token_ids) - source.start,
-                scored=sequence.has_positions_to_score,
+                scored=sequence.asks_scores and sequence.has_positions_to_score,
                 is_long=sequence.is_long,
             )
             if count >= 1:
@@ -212,7 +212,8 @@ class Admitter:
             walk.try_again = True
             if not sequence.is_long:
                 break
-            walk.skips_long, walk.is_plain = True, False  # the share of long prompts is spent, not the step
+            # The share of long prompts is spent, not the step.
+            walk.skips_long, walk.is_plain = True, False
         if walk.rows:
             queue.remove_all(walk.admitted)
             batch.activate(walk.started)
@@ -245,10 +246,7 @@ class Admitter:
             max_margin=self._rules.watermark.max_blocks(len(batch.sequences)),
             blocked=floors_only,
             is_plain=not (
-                floors_only
-                or self._extensions
-                or self._rules.gates
-                or self._shares.limits_running
+                floors_only or self._extensions or self._rules.gates or self._shares.limits_running
             ),
         )
 

@@ -55,12 +55,19 @@ def find_kv_source(
 ) -> KVSource:
     """Return the cheapest way to admit `sequence` now. match: of its chain, if it is known."""
     known = len(sequence.token_ids)
-    total_blocks = cache.blocks_for(known) + sequence.num_tail_blocks(cache)
+    total_blocks = cache.blocks_for(known)
+    if sequence.group is not None:
+        total_blocks += sequence.group.num_tail_blocks(cache)
     leader = sequence.leader
-    if leader is not None and not sequence.was_admitted and leader.slot != NO_SLOT:
-        if batch.has_prompt(leader) and cache.can_fork(leader.slot, known):
-            copied = int(known % cache.block_size > 0)
-            return KVSource(known - 1, known, copied, leader_slot=leader.slot)
+    if (
+        leader is not None
+        and not sequence.was_admitted
+        and leader.slot != NO_SLOT
+        and batch.has_prompt(leader)
+        and cache.can_fork(leader.slot, known)
+    ):
+        copied = int(known % cache.block_size > 0)
+        return KVSource(known - 1, known, copied, leader_slot=leader.slot)
     if sequence.chain is None:
         request = sequence.request
         sequence.chain = cache.chain(sequence.token_ids, request.cache_salt, request.tenant)
@@ -114,7 +121,8 @@ class SlotAllocator:
         returned = sequence.was_admitted
         if sequence.kv.had_computed:
             self._returns.returned(sequence, source.start)
-        self._count_prefix(sequence, source)
+        if source.match is not None and not sequence.has_positions_to_score:  # so it was looked up
+            self._count_prefix(sequence, source.stored)
         if sequence.request.explain_cache and not returned and source.leader_slot is None:
             sequence.kv.cache_use = self._cache_use(sequence, source)
         if not returned:
@@ -168,13 +176,13 @@ class SlotAllocator:
             miss=miss,
         )
 
-    def _count_prefix(self, sequence: SequenceState, source: KVSource) -> None:
-        if source.match is None or sequence.has_positions_to_score:  # not looked up
-            return
+    def _count_prefix(self, sequence: SequenceState, num_found: int) -> None:
         self.queried_tokens_total += len(sequence.token_ids)
-        self.hit_tokens_total += source.stored
+        if not num_found:
+            return
+        self.hit_tokens_total += num_found
         if sequence.kv.num_fetched_blocks:
             fetched_tokens = sequence.kv.num_fetched_blocks * self._cache.block_size
-            self.tier_hit_tokens_total[self._tier] += min(fetched_tokens, source.stored)
+            self.tier_hit_tokens_total[self._tier] += min(fetched_tokens, num_found)
         if not sequence.was_admitted:
-            sequence.kv.cached_tokens = source.stored
+            sequence.kv.cached_tokens = num_found
