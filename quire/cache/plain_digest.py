@@ -40,7 +40,7 @@ def siphash128(message: bytes, key: bytes) -> tuple[int, int]:
 def hash_chains(
     token_ids: list[Int32s], seeds: list[Uint64s], block_size: int, key: bytes
 ) -> Uint64s:
-    """See HashChains; the Python twin."""
+    """See HashChains."""
     digests: list[tuple[int, int]] = []
     for tokens, seed in zip(token_ids, seeds, strict=True):
         chain = (int(seed[0]), int(seed[1]))

@@ -281,7 +281,7 @@ def test_an_engine_at_work_looks_for_leaks_now_and_then_but_not_in_its_first_ste
     rig = Rig()
     looks: list[bool] = []
     rig.core.scheduler.check_integrity = (  # type: ignore[method-assign]
-        lambda *, repair=False, quick=False: looks.append(quick) or []  # type: ignore[func-returns-value]
+        lambda *, repair=False, quick=False: looks.append(quick) or []
     )
     rig.core.add([request("a", output=8)])
     rig.core.step(rig.now_ms)
