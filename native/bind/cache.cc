@@ -1,6 +1,6 @@
-// Bindings for digests of token blocks (quire/cache/digest.py is the reference of hash_chains) and
-// of contents. Shapes and bounds are checked here, so that native/src can trust its pointers. No
-// state is kept between calls.
+// Bindings for digests of token blocks (quire/cache/plain_digest.py is the reference of
+// hash_chains) and of contents. Shapes and bounds are checked here, so that native/src can trust
+// its pointers. No state is kept between calls.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>

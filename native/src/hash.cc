@@ -1,6 +1,6 @@
 // SipHash-2-4 with 128 bits of output; chained digests of token blocks; digests of contents. Words
-// are read as little-endian on every machine, so the reference in quire/cache/digest.py gives the
-// same digests everywhere.
+// are read as little-endian on every machine, so the reference in quire/cache/plain_digest.py gives
+// the same digests everywhere.
 
 #include "quire/hash.h"
 

@@ -13,9 +13,10 @@ from typing import Protocol
 import numpy as np
 
 from quire.cache.chain import NO_DIGESTS, SlotChains
-from quire.cache.digest import HashChains, Uint64s, hash_chains
+from quire.cache.digest import HashChains, Uint64s
 from quire.cache.ghosts import PlainGhosts
 from quire.cache.lineage import Lineage
+from quire.cache.plain_digest import hash_chains
 from quire.cache.pool import BlockPool
 from quire.cache.prefix_index import PrefixIndex
 from quire.cache.table import BlockTable, Index, Int32s

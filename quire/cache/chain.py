@@ -7,12 +7,12 @@ common exactly where the same tokens stand before it under the same salt, model 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire._native import hash_chains, siphash128
+from quire._native import hash_chains
 from quire.cache.digest import FIXED_KEY, Uint64s, keys_of, seed_of
 from quire.cache.owners import Owner
 from quire.cache.table import Int32s
@@ -20,7 +20,8 @@ from quire.cache.table import Int32s
 NO_DIGESTS: Uint64s = np.empty((0, 2), np.uint64)
 
 
-class Chain(NamedTuple):
+@dataclass(slots=True)
+class Chain:
     """The digests of a request's full blocks, so that they are computed once while it waits."""
 
     owner: Owner
@@ -41,7 +42,8 @@ class Chain(NamedTuple):
         return np.concatenate((self.end(first)[None], self.digests[first : last - 1]))
 
 
-class PrefixMatch(NamedTuple):
+@dataclass(slots=True)
+class PrefixMatch:
     """Blocks found for a chain, in order. Valid until the next allocation."""
 
     chain: Chain
@@ -90,7 +92,7 @@ class ChainHasher:
 
     def seed(self, salt: str) -> Uint64s:
         """Return the digest before the first block."""
-        return seed_of(salt, self._key, siphash128, fingerprint=self._fingerprint)
+        return seed_of(salt, self._key, fingerprint=self._fingerprint)
 
     def chain(self, token_ids: Int32s, owner: Owner) -> Chain:
         """Return the chain of all full blocks of `token_ids`."""

@@ -128,7 +128,8 @@ class EngineCore:
         self.steps = StepCounts()
         self._flight: deque[tuple[StepPlan, Handle]] = deque()
         self._failed_steps = 0
-        self._look_at_ms = 0.0  # when to look for leaks though there is work
+        # When to look for leaks though there is work; None before the first step.
+        self._look_at_ms: float | None = None
 
     @property
     def has_work(self) -> bool:
@@ -178,7 +179,9 @@ class EngineCore:
         outputs = self.scheduler.update(plan, result, ended_ms)
         if self.grammars is not None and self.grammars.live:
             self.grammars.forget_ended(outputs.events)
-        if ended_ms >= self._look_at_ms:
+        if self._look_at_ms is None:
+            self._look_at_ms = ended_ms + QUICK_AUDIT_EVERY_MS
+        elif ended_ms >= self._look_at_ms:
             self._look_at_ms = ended_ms + QUICK_AUDIT_EVERY_MS
             self.audit(quick=True)
         return outputs

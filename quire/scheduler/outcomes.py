@@ -102,14 +102,15 @@ class Outcomes:
 
     def _finish(self, sequences: list[SequenceState], now_ms: float) -> None:
         """End requests that have their last token, and learn from them."""
-        lengths = self._batch.tokens.lengths
+        if not sequences:
+            return
+        known, ended = self._batch.tokens.lengths.item, self._lengths.ended
         for sequence in sequences:
-            num_tokens = int(lengths[sequence.slot]) - sequence.num_prompt_tokens
-            self._note_length(sequence, num_tokens)
+            ended.append((sequence.request, known(sequence.slot) - sequence.num_prompt_tokens))
             if sequence.end_prediction is not None:
                 self._margin.came(sequence.end_prediction, now_ms)
-        if sequences:
-            self._requests.finish(sequences)
+        self._learn_lengths()
+        self._requests.finish(sequences)
 
     def _progress(self, outcome: PlanOutcome) -> list[RequestOutput]:
         """Return an output for each request that reports its progress and still has prompt left."""
@@ -121,13 +122,13 @@ class Outcomes:
             sequence, computed = self._batch.sequence(slot), int(self._batch.computed[slot])
             is_first = math.isnan(sequence.times.first_token_ms)
             if computed < sequence.num_prompt_tokens and is_first:
-                outputs.append(sequence.output(prompt_progress=computed))
+                output = sequence.output()
+                output.prompt_progress = computed
+                outputs.append(output)
         return outputs
 
-    def _note_length(self, sequence: SequenceState, num_tokens: int) -> None:
-        ended = self._lengths.ended
-        ended.append((sequence.request, num_tokens))
-        if len(ended) >= MAX_NOTED_LENGTHS:
+    def _learn_lengths(self) -> None:
+        if len(self._lengths.ended) >= MAX_NOTED_LENGTHS:
             self._lengths.learn()
 
     def _events(
@@ -165,7 +166,7 @@ class Outcomes:
             reason, token_ids, stop_id = None, (token_id,), None
             if stops_here:
                 reason, stop_id = FinishReason.STOP, token_id
-            elif row in tails:
+            elif tails and row in tails:
                 more, stop_id, is_over = tails[row].within(sequence, length)
                 batch.extend(slot, more)
                 token_ids = (token_id, *more)
@@ -175,8 +176,7 @@ class Outcomes:
                 reason = FinishReason.LENGTH
             if reason is not None:
                 finished.append(sequence)
-            output = sequence.output(token_ids, reason)
-            output.stop_id = stop_id
+            output = sequence.output(token_ids, reason, stop_id)
             if len(result.logprobs):
                 output.logprobs = _run_logprobs(result, entry, len(token_ids))
             if sequence.asks_scores:
@@ -211,7 +211,8 @@ class Outcomes:
         """End a search that is done; return the outputs of its streams."""
         outputs = self._groups.outputs(group, now_ms)
         for stream, output in zip(group.streams, outputs, strict=True):
-            self._note_length(stream, len(output.token_ids))
+            self._lengths.ended.append((stream.request, len(output.token_ids)))
+        self._learn_lengths()
         self._requests.end_group(group)
         return outputs
 

@@ -149,8 +149,9 @@ class RequestTable:
     def release(self, slots: list[int]) -> None:
         """Empty `slots`: their requests end or are preempted."""
         batch, index = self._batch, np.array(slots, np.intp)
-        for slot in slots:
-            self._policy.released(batch.sequence(slot))
+        if self._policy.counts_running:
+            for slot in slots:
+                self._policy.released(batch.sequence(slot))
         self._cache.register(index, batch.computed[index], batch.tokens.tokens)
         self._cache.free(index, self.last_steps(index))
         self._shares.stopped(slots)

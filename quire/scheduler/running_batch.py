@@ -120,7 +120,7 @@ class RunningBatch:
         if request.report_progress:
             self._reports[slot] = True
             self.num_reporting += 1
-        if sequence.has_positions_to_score:
+        if sequence.asks_scores and sequence.has_positions_to_score:
             self._scored_until[slot] = num_prompt_tokens - 1
             self._num_scored += 1
         if known > num_prompt_tokens:
@@ -130,7 +130,14 @@ class RunningBatch:
         if request.tpot_slo_ms is not None:
             self.tpot_slo_ms[slot] = request.tpot_slo_ms
         self.num_long += sequence.is_long
-        self._watch_stops(slot, request.stop_ids)
+        stop_ids, uses = request.stop_ids, self._stop_set_uses
+        if stop_ids in uses:
+            uses[stop_ids] += 1
+        else:
+            uses[stop_ids] = 1
+            self._mark_stops(stop_ids)
+        if self._stop_ids_of[slot] != stop_ids:  # most requests have the same
+            self._hold_stops(slot, stop_ids)
         self._request_ids[slot] = request.request_id
         self.sequences[slot] = sequence
         sequence.slot = slot
@@ -231,13 +238,18 @@ class RunningBatch:
     def release(self, slots: Sequence[int]) -> None:
         """Free `slots` (distinct); their sequences keep what they need to return."""
         index = np.array(slots, np.intp)
+        sequences, uses = self.sequences, self._stop_set_uses
         for slot, last_token_ms in zip(slots, self.last_token_ms[index].tolist(), strict=True):
-            sequence = self.sequence(slot)
+            sequence = sequences[slot]
+            if sequence is None:
+                raise RuntimeError(f"slot {slot} is empty; it cannot be released")
             sequence.times.last_token_ms = last_token_ms
             sequence.slot, sequence.part = NO_SLOT, None
             self.num_long -= sequence.is_long
-            self.sequences[slot] = None
-            self._unwatch_stops(sequence.request.stop_ids)
+            sequences[slot] = None
+            uses[sequence.request.stop_ids] -= 1
+            if not uses[sequence.request.stop_ids]:
+                self._unwatch_stops(sequence.request.stop_ids)
         self.free_slots.extend(slots)
         self.last_token_ms[index] = np.nan
         self.mirostat_mus[index] = 0.0
@@ -285,22 +297,14 @@ class RunningBatch:
         self.active, self.active_slots = active, active.astype(np.int32)
         self._named = self._totals = None
 
-    def _watch_stops(self, slot: int, stop_ids: tuple[int, ...]) -> None:
-        """Watch for the stop ids of the request in `slot`; most requests have the same."""
-        uses = self._stop_set_uses.get(stop_ids, 0)
-        self._stop_set_uses[stop_ids] = uses + 1
-        if not uses:
-            self._mark_stops(stop_ids)
-        if self._stop_ids_of[slot] != stop_ids:
-            self._stop_ids_of[slot] = stop_ids
-            self._stop_ids[slot] = -1
-            self._stop_ids[slot, : len(stop_ids)] = stop_ids
+    def _hold_stops(self, slot: int, stop_ids: tuple[int, ...]) -> None:
+        """Let the row of `slot` hold `stop_ids`."""
+        self._stop_ids_of[slot] = stop_ids
+        self._stop_ids[slot] = -1
+        self._stop_ids[slot, : len(stop_ids)] = stop_ids
 
     def _unwatch_stops(self, stop_ids: tuple[int, ...]) -> None:
-        uses = self._stop_set_uses[stop_ids] - 1
-        if uses:
-            self._stop_set_uses[stop_ids] = uses
-            return
+        """Forget a set of stop ids that no running request has any more."""
         del self._stop_set_uses[stop_ids]
         for token_id in stop_ids:
             self._stop_uses[token_id] -= 1

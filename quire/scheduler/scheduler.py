@@ -120,12 +120,8 @@ class Scheduler:
             num_free = len(self._batch.free_slots)
             check_queue_room(limits, self.predictor, self._queue, num_free, request)
         self._tenants.check_queue(request, self.predictor.retry_after_s)
-        sequence = SequenceState(
-            request=request,
-            arrival=self._num_arrivals,
-            limit=limit,
-            token_ids=np.ascontiguousarray(request.prompt_ids, np.int32),
-        )
+        token_ids = np.ascontiguousarray(request.prompt_ids, np.int32)
+        sequence = SequenceState(request, self._num_arrivals, limit, token_ids)
         self._num_arrivals += 1
         waiting = requests.add(sequence)
         has_objective = request.deadline_ms is not None or request.ttft_slo_ms is not None

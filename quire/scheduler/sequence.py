@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from quire.base.records import (
     Request,
     RequestOutput,
     RequestTimes,
+    TokenLogprobs,
 )
 from quire.cache.chain import Chain
 from quire.cache.manager import CacheManager
@@ -102,7 +103,7 @@ class SequenceGroup(Protocol):
         """Keep what is needed to go on from other slots."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
 class SequenceState:
     """A live request.
 
@@ -163,10 +164,6 @@ class SequenceState:
         """Slots it takes when it is admitted: a group takes one for each member."""
         return 1 if self.group is None else len(self.group.members)
 
-    def num_tail_blocks(self, cache: CacheManager) -> int:
-        """Return the blocks for what it knows beside token_ids: the tails of other beams."""
-        return 0 if self.group is None else self.group.num_tail_blocks(cache)
-
     @property
     def scores_prompt(self) -> bool:
         """Whether it reports the scores of its prompt; a fork leaves that to its leader."""
@@ -213,44 +210,49 @@ class SequenceState:
         """Return what the worker needs to know of a request that has taken its slot."""
         request = self.request
         return Admission(
-            slot=self.slot,
-            request_id=request.request_id,
-            stream=request.stream,
-            token_ids=self.token_ids,
-            num_prompt_tokens=self.num_prompt_tokens,
-            stop_ids=request.stop_ids,
-            sampling=request.sampling,
-            scores_from=self.num_scored if self.has_positions_to_score else None,
-            rules=request.rules,
-            mirostat_mu=self.mirostat_mu,
-            num_candidates=0 if self.group is None else self.group.num_candidates,
+            self.slot,
+            request.request_id,
+            request.stream,
+            self.token_ids,
+            self.num_prompt_tokens,
+            request.stop_ids,
+            request.sampling,
+            self.num_scored if self.asks_scores and self.has_positions_to_score else None,
+            request.rules,
+            self.mirostat_mu,
+            0 if self.group is None else self.group.num_candidates,
         )
 
     def output(
         self,
         token_ids: tuple[int, ...] = (),
         finish_reason: FinishReason | None = None,
-        **fields: Any,
+        stop_id: int | None = None,
+        *,
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        scores: PromptScores | None = None,
+        error: str | None = None,
     ) -> RequestOutput:
         """Return an output with the given fields, and with all that is known by now."""
-        times, kv = self.times, self.kv
-        output = RequestOutput(
-            request_id=self.request.request_id,
-            token_ids=token_ids,
-            finish_reason=finish_reason,
-            cached_tokens=kv.cached_tokens,
-            cache_use=kv.cache_use,
-            num_preemptions=self.num_preemptions,
-            times=RequestTimes(
-                arrival_ms=self.request.arrival_ms,
-                first_scheduled_ms=times.first_scheduled_ms,
-                first_token_ms=times.first_token_ms,
-                last_token_ms=times.last_token_ms,
+        request, times, kv = self.request, self.times, self.kv
+        return RequestOutput(
+            request.request_id,
+            token_ids,
+            logprobs,
+            scores,
+            finish_reason,
+            stop_id,
+            error,
+            kv.cached_tokens,
+            kv.cache_use,
+            self.num_preemptions,
+            RequestTimes(
+                request.arrival_ms,
+                times.first_scheduled_ms,
+                times.first_token_ms,
+                times.last_token_ms,
             ),
         )
-        for name, value in fields.items():
-            setattr(output, name, value)
-        return output
 
 
 class PromptScoreParts:

@@ -113,7 +113,7 @@ class StepBudget:
         is_long: the row is a chunk of a long prompt.
         """
         count = min(wanted, self.tokens)
-        if wanted > 1 and self._prompt_cost is not None:
+        if wanted > 1 and self._prompt_cost is not None and (is_long or self._prompt_ms < math.inf):
             count = self._bounded(self._prompt_cost, start, count, scored=scored, is_long=is_long)
         if self._cost is not None and count > 0:
             most = self._cost.max_tokens(start, self.ms, scored=scored)
@@ -248,7 +248,7 @@ class BlockShares:
     Also counts waiting and running requests, by tenant where there are several.
     """
 
-    has_floors = has_ceilings = False
+    has_floors = has_ceilings = limits_running = False
 
     def __init__(self, cache: CacheManager, num_slots: int) -> None:
         self._cache = cache

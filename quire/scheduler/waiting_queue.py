@@ -44,7 +44,12 @@ class Order:
 
 
 class Lanes:
-    """Groups of the queue that take turns, such as tenants. Default: one lane."""
+    """Groups of the queue that take turns, such as tenants. Default: one lane.
+
+    counts_running: whether `admitted` and `released` must be called.
+    """
+
+    counts_running = False
 
     def lane(self, sequence: SequenceState) -> str:
         """Return the lane in which a request waits."""

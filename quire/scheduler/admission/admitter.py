@@ -96,7 +96,8 @@ class _Walk:
     blocked: a request lacks blocks, so that only tenants with a floor left go on. started: slots of
     `rows`, and of beams without a row yet; admitted: the requests of rows. held: tenants with a
     request that waits though it was its turn. overtaken: a long request that lacks blocks and may
-    still be overtaken. matches: prefixes looked up ahead, by arrival.
+    still be overtaken. matches: prefixes looked up ahead, by arrival. is_plain: nothing but slots,
+    budget and blocks keeps a request without leader and group waiting.
     """
 
     step: Step
@@ -104,6 +105,7 @@ class _Walk:
     reserved_blocks: int
     max_margin: int
     blocked: bool
+    is_plain: bool
     try_again: bool = False
     rows: list[Row] = field(default_factory=list)
     started: list[int] = field(default_factory=list)
@@ -136,6 +138,7 @@ class Admitter:
         self._loads = loads
         self._rules = rules
         self._groups = groups
+        self._extensions = [one for one in rules.extensions if _may_refuse(one)]
         self._fork_gate = ForkGate()
         self._pending = PendingPrefixes(cache.block_size)
         # Newly admitted prompts, with blocks found and end, and their first digests: entered into
@@ -170,37 +173,47 @@ class Admitter:
             if budget.spent or (before is not None and self._policy.rank(sequence) >= before):
                 walk.try_again = True
                 break
-            if self._ends_walk(walk, sequence):
+            if not batch.free_slots:
                 break
-            if not self._extensions_allow(walk, sequence):
-                walk.try_again = True
-                break
-            if self._is_held(walk, sequence):
-                continue
+            if not walk.is_plain or sequence.leader is not None or sequence.group is not None:
+                if self._ends_walk(walk, sequence):
+                    break
+                if not self._extensions_allow(walk, sequence):
+                    walk.try_again = True
+                    break
+                if self._is_held(walk, sequence):
+                    continue
             match = walk.matches.get(sequence.arrival)
             source = find_kv_source(sequence, self._cache, batch, match)
-            if self._is_pending(walk, sequence, source):
+            first_digest = _first_digest(sequence)
+            may_wait = self._pending.under_way or first_digest in self._first_digests
+            if may_wait and self._is_pending(walk, sequence, source):
                 walk.try_again = True
                 continue
             if not self._has_room(walk, sequence, source):
+                walk.is_plain = False
                 continue
-            if len(source.places) and self._loads.begin(sequence, source, step.now_ms):
+            if source.places is not None and self._loads.begin(sequence, source, step.now_ms):
                 walk.reserved_blocks += source.num_new_blocks - len(source.places)
                 walk.matches.clear()  # the blocks just taken may be among those found before
                 continue
             count = budget.allot_one(
                 source.start,
                 len(sequence.token_ids) - source.start,
-                scored=sequence.has_positions_to_score,
+                scored=sequence.asks_scores and sequence.has_positions_to_score,
                 is_long=sequence.is_long,
             )
             if count >= 1:
+                if source.match is not None:
+                    self._fresh.append((sequence, len(source.match.blocks), source.start + count))
+                    self._first_digests.add(first_digest)
                 self._start(walk, sequence, source, count)
                 continue
             walk.try_again = True
             if not sequence.is_long:
                 break
-            walk.skips_long = True  # the share of long prompts is spent, not the step
+            # The share of long prompts is spent, not the step.
+            walk.skips_long, walk.is_plain = True, False
         if walk.rows:
             queue.remove_all(walk.admitted)
             batch.activate(walk.started)
@@ -214,7 +227,12 @@ class Admitter:
         if self._pending.under_way:
             self._pending.begin_step(batch)
         if self._fresh:
-            self._fresh = [one for one in self._fresh if self._is_under_way(one[0])]
+            computed = batch.computed.item
+            self._fresh = [
+                one
+                for one in self._fresh
+                if (slot := one[0].slot) != NO_SLOT and computed(slot) < len(one[0].token_ids)
+            ]
             self._first_digests = {_first_digest(one[0]) for one in self._fresh}
         active = batch.active
         reserved_blocks = 0
@@ -227,11 +245,10 @@ class Admitter:
             reserved_blocks=reserved_blocks,
             max_margin=self._rules.watermark.max_blocks(len(batch.sequences)),
             blocked=floors_only,
+            is_plain=not (
+                floors_only or self._extensions or self._rules.gates or self._shares.limits_running
+            ),
         )
-
-    def _is_under_way(self, sequence: SequenceState) -> bool:
-        slot = sequence.slot
-        return slot != NO_SLOT and self._batch.computed.item(slot) < len(sequence.token_ids)
 
     def _upcoming(self, walk: _Walk, queue: WaitingQueue) -> Iterator[SequenceState]:
         """Yield the waiting requests in order; prefixes are looked up for several at a time.
@@ -245,18 +262,20 @@ class Admitter:
 
     def _look_up(self, walk: _Walk, sequences: list[SequenceState]) -> None:
         """Find the prefixes of `sequences`, except of forks."""
-        sequences = [one for one in sequences if one.leader is None]
-        fresh = [one for one in sequences if one.chain is None]
+        fresh = [one for one in sequences if one.chain is None and one.leader is None]
         if fresh:
             chains = self._cache.chains(
                 [(one.token_ids, one.request.cache_salt, one.request.tenant) for one in fresh]
             )
             for one, chain in zip(fresh, chains, strict=True):
                 one.chain = chain
-        chained = [one for one in sequences if one.chain is not None]
-        if chained:
-            matches = self._cache.match_all([one.chain for one in chained if one.chain is not None])
-            walk.matches = {one.arrival: match for one, match in zip(chained, matches, strict=True)}
+        chains_of = {
+            one.arrival: one.chain
+            for one in sequences
+            if one.chain is not None and one.leader is None
+        }
+        matches = self._cache.match_all([*chains_of.values()])
+        walk.matches = dict(zip(chains_of, matches, strict=True))
 
     def _ends_walk(self, walk: _Walk, sequence: SequenceState) -> bool:
         """Return whether neither `sequence` nor any request behind it can begin."""
@@ -267,7 +286,7 @@ class Admitter:
         return walk.blocked and not self._shares.any_floor_left()
 
     def _extensions_allow(self, walk: _Walk, sequence: SequenceState) -> bool:
-        for extension in self._rules.extensions:
+        for extension in self._extensions:
             if extension.is_active and not extension.allows_admission(walk.step, sequence):
                 return False
         return True
@@ -293,11 +312,7 @@ class Admitter:
 
     def _is_pending(self, walk: _Walk, sequence: SequenceState, source: KVSource) -> bool:
         """Return whether steps in flight compute so much of its prefix that it waits for them."""
-        if source.match is None or not (
-            self._pending.under_way or _first_digest(sequence) in self._first_digests
-        ):
-            return False
-        if sequence.has_positions_to_score:
+        if source.match is None or sequence.has_positions_to_score:
             return False
         for one in self._fresh:
             self._pending.expect(*one)
@@ -339,24 +354,21 @@ class Admitter:
 
     def _start(self, walk: _Walk, sequence: SequenceState, source: KVSource, count: int) -> None:
         """Give `sequence` a slot and `count` tokens; it leaves the queue after the walk."""
-        cache, start, builder = self._cache, source.start, walk.step.builder
+        cache, builder = self._cache, walk.step.builder
         walk.admitted.append(sequence)
         if walk.overtaken is not None:
             walk.overtaken.num_overtakes += 1
         self._shares.dequeued(sequence)
         slot = self._slots.allocate_slot(builder, sequence, source, walk.step.now_ms)
-        if source.match is not None:
-            self._fresh.append((sequence, len(source.match.blocks), start + count))
-            self._first_digests.add(_first_digest(sequence))
-        if source.leader_slot is not None:
-            walk.matches.clear()
-        row = (slot, start, count)
+        row = (slot, source.start, count)
         walk.rows.append(row)
         walk.started.append(slot)
         # Blocks are allocated at the end of the walk, except those of forks, and where tenants'
         # floors are counted by the blocks that requests hold.
         if source.leader_slot is None:
             walk.reserved_blocks += source.num_new_blocks
+        else:
+            walk.matches.clear()
         if self._shares.has_floors:
             before = cache.num_free
             self._slots.allocate([row])
@@ -364,6 +376,11 @@ class Admitter:
             walk.matches.clear()
         if sequence.group is not None:
             walk.started += self._groups.allocate_slots(sequence, builder)
+
+
+def _may_refuse(extension: StepExtension) -> bool:
+    """Return whether `extension` has a say in admissions."""
+    return type(extension).allows_admission is not StepExtension.allows_admission
 
 
 def _first_digest(sequence: SequenceState) -> int:

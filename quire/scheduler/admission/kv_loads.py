@@ -54,16 +54,16 @@ class KVLoads:
 
         Returns whether it is. There must be room for source.num_new_blocks.
         """
-        tiers, match = self._cache.tiers, source.match
-        if tiers is None or self.cost is None or match is None or not len(source.places):
+        tiers, match, places = self._cache.tiers, source.match, source.places
+        if tiers is None or self.cost is None or match is None or places is None:
             return False
         if self._num_fetches.get(sequence, 0) >= MAX_LOADS:
             return False
-        if not self.cost.fetch_pays(source.stored, len(source.places), tiers.num_fetching):
+        if not self.cost.fetch_pays(source.stored, len(places), tiers.num_fetching):
             return False
         self.any_used = True
         self.drop(sequence)  # what it was kept before is found, and counted again
-        fetch = self._cache.swap_in(match, source.places, sequence.token_ids)
+        fetch = self._cache.swap_in(match, places, sequence.token_ids)
         self._waiting[sequence] = fetch
         self._waiter_of[fetch] = sequence
         self._began_ms[sequence] = now_ms

@@ -8,13 +8,13 @@ its first row stores, and references to what it found.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
 from quire.base.block_copies import Tier
 from quire.base.cache_usage import CacheUsage, Miss, MissReason
-from quire.base.records import NO_INTS, Int32s
+from quire.base.records import Int32s
 from quire.cache.chain import PrefixMatch
 from quire.cache.explain import miss_of
 from quire.cache.manager import CacheManager
@@ -28,21 +28,22 @@ from quire.scheduler.waiting_queue import QueuePolicy
 Row = tuple[int, int, int]  # slot, start, count
 
 
-class KVSource(NamedTuple):
+@dataclass(slots=True)
+class KVSource:
     """Where the keys and values of a request can come from when it is admitted.
 
     start: first position to compute. stored: positions before it lie in shared blocks. start is
     stored, except where all known tokens are there: then the last one is computed again, without
     storing, because its logits are needed. num_new_blocks: blocks to allocate until all its known
     tokens are computed, those of its beams included. places: where a tier continues its chain after
-    `match`; these could be loaded first.
+    `match`; these could be loaded first. None: it does not.
     """
 
     start: int
     stored: int
     num_new_blocks: int
     match: PrefixMatch | None = None
-    places: Int32s = NO_INTS
+    places: Int32s | None = None
     leader_slot: int | None = None
 
 
@@ -54,33 +55,33 @@ def find_kv_source(
 ) -> KVSource:
     """Return the cheapest way to admit `sequence` now. match: of its chain, if it is known."""
     known = len(sequence.token_ids)
-    total_blocks = cache.blocks_for(known) + sequence.num_tail_blocks(cache)
+    total_blocks = cache.blocks_for(known)
+    if sequence.group is not None:
+        total_blocks += sequence.group.num_tail_blocks(cache)
     leader = sequence.leader
-    may_fork = (
+    if (
         leader is not None
         and not sequence.was_admitted
         and leader.slot != NO_SLOT
         and batch.has_prompt(leader)
-    )
-    if leader is not None and may_fork and cache.can_fork(leader.slot, known):
+        and cache.can_fork(leader.slot, known)
+    ):
         copied = int(known % cache.block_size > 0)
-        return KVSource(
-            start=known - 1, stored=known, num_new_blocks=copied, leader_slot=leader.slot
-        )
+        return KVSource(known - 1, known, copied, leader_slot=leader.slot)
     if sequence.chain is None:
-        sequence.chain = cache.chain(
-            sequence.token_ids, sequence.request.cache_salt, sequence.request.tenant
-        )
-    if sequence.chain is None:
-        return KVSource(start=0, stored=0, num_new_blocks=total_blocks)
+        request = sequence.request
+        sequence.chain = cache.chain(sequence.token_ids, request.cache_salt, request.tenant)
+        if sequence.chain is None:
+            return KVSource(0, 0, total_blocks)
     if match is None:
         match = cache.match(sequence.chain)
-    places = NO_INTS
+    places = None
     if sequence.has_positions_to_score:  # what the index holds has no logits
         blocks = match.blocks[: sequence.num_scored // cache.block_size]
         match = PrefixMatch(match.chain, blocks)
     elif cache.tiers is not None:
-        places = cache.tiers.run(match.rest)
+        found = cache.tiers.run(match.rest)
+        places = found if len(found) else None
     num_found = len(match.blocks)
     stored = num_found * cache.block_size
     return KVSource(min(stored, known - 1), stored, total_blocks - num_found, match, places)
@@ -120,7 +121,8 @@ class SlotAllocator:
         returned = sequence.was_admitted
         if sequence.kv.had_computed:
             self._returns.returned(sequence, source.start)
-        self._count_prefix(sequence, source)
+        if source.match is not None and not sequence.has_positions_to_score:  # so it was looked up
+            self._count_prefix(sequence, source.stored)
         if sequence.request.explain_cache and not returned and source.leader_slot is None:
             sequence.kv.cache_use = self._cache_use(sequence, source)
         if not returned:
@@ -128,7 +130,8 @@ class SlotAllocator:
         slot = self._batch.occupy(sequence, source.start, source.stored)
         cache.name_slot(slot, sequence.request.request_id)
         self._shares.started(sequence)
-        self._policy.admitted(sequence, len(sequence.token_ids) - source.start)
+        if self._policy.counts_running:
+            self._policy.admitted(sequence, len(sequence.token_ids) - source.start)
         if source.leader_slot is not None:
             copy_from, copy_to = cache.fork(source.leader_slot, slot, source.stored)
             cache.hold(copy_from, builder.step)
@@ -143,13 +146,13 @@ class SlotAllocator:
 
     def allocate(self, rows: list[Row]) -> None:
         """Give the slots of `rows` the blocks they lack."""
-        slots, starts, counts = np.array(rows, np.int32).T
+        slots, starts, counts = np.array([*zip(*rows, strict=True)], np.int32)
         self._cache.extend_all(slots.astype(np.intp), starts + counts)
 
     def add_rows(self, builder: PlanBuilder, rows: list[Row]) -> None:
         """Schedule the first rows of newly admitted requests, with blocks for what they store."""
         batch = self._batch
-        slots, starts, counts = np.array(rows, np.int32).T.copy()
+        slots, starts, counts = np.array([*zip(*rows, strict=True)], np.int32)
         index, ends = slots.astype(np.intp), starts + counts
         self._cache.extend_all(index, ends)
         builder.add_deltas(self._cache.entries_of(index))
@@ -173,13 +176,13 @@ class SlotAllocator:
             miss=miss,
         )
 
-    def _count_prefix(self, sequence: SequenceState, source: KVSource) -> None:
-        if source.match is None or sequence.has_positions_to_score:  # not looked up
-            return
+    def _count_prefix(self, sequence: SequenceState, num_found: int) -> None:
         self.queried_tokens_total += len(sequence.token_ids)
-        self.hit_tokens_total += source.stored
+        if not num_found:
+            return
+        self.hit_tokens_total += num_found
         if sequence.kv.num_fetched_blocks:
             fetched_tokens = sequence.kv.num_fetched_blocks * self._cache.block_size
-            self.tier_hit_tokens_total[self._tier] += min(fetched_tokens, source.stored)
+            self.tier_hit_tokens_total[self._tier] += min(fetched_tokens, num_found)
         if not sequence.was_admitted:
-            sequence.kv.cached_tokens = source.stored
+            sequence.kv.cached_tokens = num_found

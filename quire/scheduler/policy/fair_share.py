@@ -42,7 +42,7 @@ _MAX_TENANTS = 16_384
 class FairShare(FirstCome):
     """weights: of tenants by name; 1 for all others."""
 
-    preempts_by_rank = True
+    preempts_by_rank = counts_running = True
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights

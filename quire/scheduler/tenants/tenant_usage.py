@@ -77,6 +77,7 @@ class TenantUsage(BlockShares):
             [math.inf if one.ceiling_blocks is None else one.ceiling_blocks for one in self.limits]
         )
         self.has_floors = bool(self._floors.any())
+        self.limits_running = any(one.max_running is not None for one in self.limits)
         self.has_ceilings = bool(np.isfinite(self._ceilings).any())
         self._sum_floors = int(self._floors.sum())
         self._max_blocks = self._check_floors()

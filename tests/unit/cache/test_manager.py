@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.base.errors import CapacityError
-from quire.cache import digest
+from quire.cache import plain_digest
 from quire.cache.block_operations import PlainBlockOperations
 from quire.cache.manager import CacheManager
 
@@ -229,7 +229,7 @@ def test_blocks_are_digested_once() -> None:
 
     def counting(*arguments: object) -> np.ndarray:
         calls.append(len(arguments[0][0]) // 2)  # type: ignore[index]
-        return digest.hash_chains(*arguments)  # type: ignore[arg-type]
+        return plain_digest.hash_chains(*arguments)  # type: ignore[arg-type]
 
     def operations(*parts: Any) -> PlainBlockOperations:
         return PlainBlockOperations(*parts, hash_blocks=counting)

@@ -13,7 +13,14 @@ from quire.base.errors import DeviceLost, OverloadedError, WorkerError
 from quire.base.records import FinishReason, Request, RequestOutput
 from quire.base.sampling_params import SamplingParams
 from quire.cache.manager import CacheManager
-from quire.engine.core import AUDIT_AFTER_S, MAX_FAILED_STEPS, RETRY_AFTER_S, EngineCore, serve
+from quire.engine.core import (
+    AUDIT_AFTER_S,
+    MAX_FAILED_STEPS,
+    QUICK_AUDIT_EVERY_MS,
+    RETRY_AFTER_S,
+    EngineCore,
+    serve,
+)
 from quire.engine.process.messages import (
     Abort,
     FromEngine,
@@ -268,6 +275,22 @@ def test_the_loop_does_not_wait_while_busy_and_audits_once_afterwards() -> None:
     assert inbox.waits == [None, 0.0, AUDIT_AFTER_S, None, None]
     assert rig.reports == ["audit of the KV books a block too few False"]
     assert [type(message) for message in sent] == [Outputs, Outputs]
+
+
+def test_an_engine_at_work_looks_for_leaks_now_and_then_but_not_in_its_first_step() -> None:
+    rig = Rig()
+    looks: list[bool] = []
+    rig.core.scheduler.check_integrity = (  # type: ignore[method-assign]
+        lambda *, repair=False, quick=False: looks.append(quick) or []
+    )
+    rig.core.add([request("a", output=8)])
+    rig.core.step(rig.now_ms)
+    rig.core.step(rig.now_ms)
+    assert looks == []
+    rig.clock_ms = QUICK_AUDIT_EVERY_MS
+    rig.core.step(rig.now_ms)
+    rig.core.step(rig.now_ms)
+    assert looks == [True]
 
 
 def test_a_leaked_block_is_freed_by_the_audit_and_reported_once() -> None:

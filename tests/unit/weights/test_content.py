@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quire import _native
-from quire.cache.digest import siphash128
+from quire.cache.plain_digest import siphash128
 from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
