@@ -25,7 +25,7 @@ from quire.api.generation.fields import (
     TOKENIZE,
 )
 from quire.api.generation.foreign_fields import HINTS, NO_EFFECT, SYNONYMS, UNSERVED
-from quire.api.http.auth import OPEN_PATHS
+from quire.api.http.auth import is_open
 from quire.api.http.origins import is_guarded
 from quire.api.openapi.document import document, served
 from quire.api.openapi.field_schemas import Known
@@ -146,8 +146,8 @@ def test_with_keys_protected_paths_need_one_and_the_model_is_not_shown() -> None
     found = shown(api_key=("sk-one",))
     for path, methods in found["paths"].items():
         for operation in methods.values():
-            assert ("security" in operation) == (path not in OPEN_PATHS), path
-            assert ("401" in operation["responses"]) == (path not in OPEN_PATHS), path
+            assert ("security" in operation) == (not is_open(path)), path
+            assert ("401" in operation["responses"]) == (not is_open(path)), path
     assert CARD.name not in json.dumps(found)
     assert CARD.name not in shown("/docs", api_key=("sk-one",))
     tenant = Tenant(name="one", key_digests=(key_digest("sk-two"),))
