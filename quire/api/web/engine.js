@@ -47,7 +47,7 @@ export class EngineView {
     this.timer = 0;
     this.tiles = new Map(TILES.map(([name, title]) => {
       const value = h("span", { class: "value" }, "–"), note = h("span", { class: "under" }), curve = h("canvas", { "aria-hidden": "true" });
-      $("tiles").append(h("section", { class: "tile", "aria-label": title }, h("h2", {}, title), h("p", {}, value, note), curve));
+      $("tiles").append(h("section", { class: "tile", "aria-label": title }, h("h2", {}, title), h("p", {}, value), note, curve));
       return [name, { value, note, curve }];
     }));
     document.addEventListener("visibilitychange", () => this.#schedule(0));
@@ -135,10 +135,10 @@ export class EngineView {
     const values = {
       running: [count(gauge("quire_running_requests")), slots ? `of ${slots} slots` : ""],
       waiting: [count(gauge("quire_waiting_requests")), gauge("quire_held_requests") ? `${gauge("quire_held_requests")} held` : `${count(gauge("quire_waiting_tokens"))} tokens`],
-      speed: [speed === null ? "–" : count(speed), `${count(gauge("quire_generated_tokens_total"))} in all`],
+      speed: [speed === null ? "–" : count(speed), `${count(gauge("quire_generated_tokens_total"))} since start`],
       kv: [percent(share(gauge("quire_kv_blocks_used"), gauge("quire_kv_blocks"))), `${count(gauge("quire_kv_blocks_used"))} of ${count(gauge("quire_kv_blocks"))}`],
       hits: [percent(minute ? hits : everHits), `${percent(everHits)} since start`],
-      busy: [percent(gauge("quire_device_busy_share")), "of the last minute"],
+      busy: [percent(gauge("quire_device_busy_share")), "last minute"],
     };
     for (const [name, , read] of TILES) {
       const tile = this.tiles.get(name);
@@ -162,10 +162,10 @@ export class EngineView {
     const pairs = [
       ["Answers that met their objectives", ended ? `${percent(Math.min(good / ended, 1))} of ${ended} in the last minute` : "none ended in the last minute"],
       ["Tokens of such answers", `${count(rate(this.readings.at(-1), minute, "quire_goodput_tokens_total") ?? 0)} per second`],
-      ["Objectives missed", count(gauge("quire_missed_objectives_total"))],
-      ["Refused, timed out, failed", [gauge("quire_refused_requests_total"), gauge("quire_timeouts_total"), gauge("quire_errors_total")].map(count).join(", ")],
-      ["Preemptions", count(gauge("quire_preemptions_total"))],
-      ["Rows, tokens in a step, mean", [mean(samples, minute, "quire_batch_rows"), mean(samples, minute, "quire_batch_tokens")].join(", ")],
+      ["Objectives missed since start", count(gauge("quire_missed_objectives_total"))],
+      ["Refused, timed out, failed since start", [gauge("quire_refused_requests_total"), gauge("quire_timeouts_total"), gauge("quire_errors_total")].map(count).join(", ")],
+      ["Preemptions since start", count(gauge("quire_preemptions_total"))],
+      ["Mean rows and tokens of a step", [mean(samples, minute, "quire_batch_rows"), mean(samples, minute, "quire_batch_tokens")].join(", ")],
     ];
     $("goodput").replaceChildren(...pairs.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
   }
@@ -209,8 +209,7 @@ export class EngineView {
     const isRunning = use === "running";
     if (!byTenant && !isRunning) return cssColour(use === "protected" ? "--cell-protected" : "--cell-cached");
     const number = byTenant ? hash(`${tenant}/${salt ?? ""}`) : request;
-    const [saturation, lightness] = cssColour(isRunning ? "--cell-run" : "--cell-dim").split(" ");
-    return `hsl(${(number * 137.508 + 205) % 360} ${saturation} ${lightness})`;
+    return `hsl(${(number * 137.508 + 205) % 360} ${cssValue(isRunning ? "--cell-run" : "--cell-dim")})`;
   }
 
   #drawMap() {
@@ -218,14 +217,14 @@ export class EngineView {
     const width = canvas.parentElement.clientWidth - 2 * parseFloat(getComputedStyle(canvas.parentElement).paddingLeft);
     if (!blocks || width < 50) return;
     const cells = blocks.run_lengths.reduce((sum, length) => sum + length, 0);
-    const size = Math.max(5, Math.min(14, Math.floor(Math.sqrt(width * 300 / cells)))), gap = size > 7 ? 2 : 1;
+    const size = Math.max(5, Math.min(20, Math.floor(Math.sqrt(width * 300 / cells)))), gap = size > 7 ? 2 : 1;
     const columns = Math.floor((width + gap) / size), rows = Math.ceil(cells / columns);
     this.grid = { size, columns, cells };
-    const draw = prepared(canvas, width, rows * size);
+    const draw = prepared(canvas, width, rows * size), colours = blocks.owners.map((owner) => this.#colour(owner));
     let at = 0;
     blocks.run_lengths.forEach((length, index) => {
       const owner = blocks.owners[blocks.run_owners[index]];
-      draw.fillStyle = this.#colour(owner);
+      draw.fillStyle = colours[blocks.run_owners[index]];
       draw.globalAlpha = this.pinned === null || owner.request === this.pinned ? 1 : 0.25;
       for (const end = at + length; at < end; at++) draw.fillRect((at % columns) * size, Math.floor(at / columns) * size, size - gap, size - gap);
     });
@@ -275,7 +274,16 @@ function hash(text) {
   return value;
 }
 
-function cssColour(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
+/** Return a colour of the style sheet as the theme has it: a canvas knows no light-dark(). */
+function cssColour(name) {
+  const probe = $("legend");
+  probe.style.color = `var(${name})`;
+  const { color } = getComputedStyle(probe);
+  probe.style.color = "";
+  return color;
+}
+
+const cssValue = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 function progress(value) {
   const bar = h("span", { class: "fill" });

@@ -302,7 +302,9 @@ def test_the_page_has_all_routes_and_fields_without_external_resources() -> None
     assert missing == []
     plain = text.replace("<wbr>", "")
     assert not [op for op in OPERATIONS if f"<code>{op.partition(' ')[2]}</code>" not in plain]
-    assert not page.tags & {"script", "img", "link", "iframe", "object", "form"}
+    assert not page.tags & {"img", "link", "iframe", "object", "form"}
+    assert text.count("<script") == 1
+    assert '<script type="module" src="/web/try.js"></script>' in text
     assert not [link for link in page.links if OUTSIDE.match(link)]
     assert "url(" not in text
     assert "@import" not in text
@@ -311,11 +313,22 @@ def test_the_page_has_all_routes_and_fields_without_external_resources() -> None
     assert anchors <= set(page.ids)
 
 
-def test_the_page_forbids_scripts_and_other_hosts_and_shows_its_own_address() -> None:
+def test_without_the_web_page_there_is_no_script_and_no_script_is_allowed() -> None:
+    async def exchange() -> None:
+        reply = await Site(web_page=False).get("/docs")
+        assert b"<script" not in reply.body
+        assert "script-src" not in reply.headers["content-security-policy"]
+
+    asyncio.run(exchange())
+
+
+def test_the_page_forbids_foreign_scripts_and_shows_its_own_address() -> None:
     async def exchange() -> None:
         reply = await Site().get("/docs", headers={"host": "localhost:8123"})
         policy = reply.headers["content-security-policy"]
         assert policy.startswith("default-src 'none'; style-src 'sha256-")
+        assert "script-src 'self'; connect-src 'self';" in policy
+        assert "unsafe" not in policy
         assert "http://localhost:8123/v1/chat/completions" in reply.body.decode()
 
     asyncio.run(exchange())
