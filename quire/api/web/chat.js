@@ -11,9 +11,11 @@ const SAVE_EVERY_MS = 1500;
 const NEAR_END_PX = 80;
 
 export class Chat {
-  /** needsKey: called with an error after which the user should enter a key. */
-  constructor(needsKey) {
+  /** needsKey: called with an error after which the user should enter a key. closePanels: called
+   *  after a choice in the list. */
+  constructor(needsKey, closePanels) {
     this.needsKey = needsKey;
+    this.closePanels = closePanels;
     this.runs = new Map(); // by conversation id: { controller, message, conversation }
     this.views = new Map(); // by message
     this.follows = true;
@@ -32,7 +34,7 @@ export class Chat {
     });
     prompt.addEventListener("input", () => this.#fit());
     $("stop").addEventListener("click", () => this.stop());
-    $("new").addEventListener("click", () => { this.open(store.newConversation()); prompt.focus(); document.body.classList.remove("show-list"); });
+    $("new").addEventListener("click", () => { this.open(store.newConversation()); this.closePanels(); prompt.focus(); });
     store.onListChanged(() => this.#showList());
     addEventListener("pagehide", () => { for (const run of this.runs.values()) store.saveConversation(run.conversation); });
     const latest = store.conversations()[0];
@@ -187,7 +189,7 @@ export class Chat {
     const open = (id) => {
       const conversation = store.loadConversation(id);
       if (conversation) this.open(conversation);
-      document.body.classList.remove("show-list");
+      this.closePanels();
     };
     const remove = (id, button) => {
       if (button.dataset.sure !== "yes") {

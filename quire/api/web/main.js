@@ -10,7 +10,7 @@ const NARROW = matchMedia("(max-width: 56rem)");
 const THEMES = ["system", "light", "dark"];
 
 const engine = new EngineView();
-const chat = new Chat(askKey);
+const chat = new Chat(askKey, () => closePanels());
 let hasChat = true; // not at the port for admins
 
 // ---- views
@@ -31,20 +31,23 @@ addEventListener("hashchange", showView);
 
 // ---- panels: beside the messages, above them on a narrow page
 
-function panel(button, name, hides) {
-  const set = (shown) => {
-    document.body.classList.toggle(name, shown);
-    $(button).setAttribute("aria-expanded", String(shown));
-  };
-  $(button).addEventListener("click", () => {
-    if (NARROW.matches) document.body.classList.remove(hides);
-    set(!document.body.classList.contains(name));
-  });
-  set(name === "show-list" && !NARROW.matches);
+const PANELS = { "open-list": "show-list", "open-settings": "show-settings" };
+function setPanel(button, shown) {
+  document.body.classList.toggle(PANELS[button], shown);
+  $(button).setAttribute("aria-expanded", String(shown));
 }
-panel("open-list", "show-list", "show-settings");
-panel("open-settings", "show-settings", "show-list");
-const closePanels = () => document.body.classList.remove("show-list", "show-settings");
+function closePanels() {
+  if (NARROW.matches) for (const button of Object.keys(PANELS)) setPanel(button, false);
+}
+for (const [button, name] of Object.entries(PANELS)) {
+  $(button).addEventListener("click", () => {
+    const shown = !document.body.classList.contains(name);
+    closePanels();
+    setPanel(button, shown);
+  });
+}
+setPanel("open-list", !NARROW.matches);
+NARROW.addEventListener("change", closePanels);
 $("scrim").addEventListener("click", closePanels);
 addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || $("key-dialog").open) return;

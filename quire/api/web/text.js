@@ -28,6 +28,7 @@ const HEADING = /^(#{1,6}) +(.*)$/;
 const RULE = /^ {0,3}([-*_])( *\1){2,} *$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)]) +(.*)$/;
+const MAX_DEPTH = 6;
 const DIVIDER = /^[ |:-]*-[ |:-]*$/;
 
 /** Return the blocks of a text: { kind, lines, ... }. */
@@ -117,16 +118,24 @@ export async function copy(text, button) {
 }
 
 function listOf(lines) {
-  const ordered = /^ *\d/.test(lines[0]);
-  const list = h(ordered ? "ol" : "ul", { start: ordered ? String(parseInt(lines[0], 10)) : null });
   const items = [];
   for (const line of lines) {
     const item = ITEM.exec(line);
-    if (item) items.push({ depth: Math.min(item[1].length >> 1, 4), text: item[3] });
+    if (item) items.push({ indent: item[1].length, mark: item[2], text: item[3] });
     else items.at(-1).text += `\n${line.trim()}`;
   }
-  for (const { depth, text } of items) list.append(withInline(h("li", { class: `depth${depth}`, dir: "auto" }), text));
-  return list;
+  const open = []; // the lists from the outermost to the innermost
+  for (const { indent, mark, text } of items) {
+    while (open.length > 1 && indent < open.at(-1).indent) open.pop();
+    if (!open.length || (indent > open.at(-1).indent + 1 && open.length < MAX_DEPTH)) {
+      const start = /^\d/.test(mark) ? String(parseInt(mark, 10)) : null;
+      const list = h(start ? "ol" : "ul", { start });
+      open.at(-1)?.list.lastChild.append(list);
+      open.push({ indent, list });
+    }
+    open.at(-1).list.append(withInline(h("li", { dir: "auto" }), text));
+  }
+  return open[0].list;
 }
 
 function tableOf(lines) {
