@@ -50,6 +50,13 @@ class Page:
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
 
+    def throttle(self, bytes_per_s: int) -> None:
+        """Let responses arrive so slowly, so that answers last on any machine; -1 for no limit."""
+        self.driver.execute_cdp_cmd("Network.enable", {})
+        limits = {"offline": False, "latency": 0, "uploadThroughput": -1}
+        limits["downloadThroughput"] = bytes_per_s
+        self.driver.execute_cdp_cmd("Network.emulateNetworkConditions", limits)
+
     def open(self, path: str = "/") -> None:
         """Load a path of the server."""
         self.driver.get(self.url + path)
