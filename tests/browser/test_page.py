@@ -122,6 +122,41 @@ def test_regenerate_adds_an_answer_and_both_can_be_shown(page: Page) -> None:
     assert page.text(f"{ASSISTANT} .place") == "1/2"
 
 
+def test_an_edited_message_replaces_what_follows_when_it_is_sent(page: Page) -> None:
+    page.open()
+    page.script_answers(chunk(content="An answer."), chunk(finish="stop"))
+    for text in ("First", "Second"):
+        page.say(text)
+        page.until_answered()
+    page.click(".message.user .actions button:last-child")
+    assert len(page.all(".message.replaced")) == 4
+    page.one("#prompt").send_keys(Keys.ESCAPE)
+    assert page.all(".message.replaced") == []
+    page.click(".message.user .actions button:last-child")
+    page.say(" again")
+    page.until_answered()
+    assert [each.text for each in page.all(".message.user .body")] == ["First again"]
+    assert len(page.all(ASSISTANT)) == 1
+
+
+def test_a_conversation_that_is_deleted_while_it_runs_stays_deleted(page: Page) -> None:
+    page.open()
+    page.throttle(4000)
+    page.say("Tell me a story.")
+    page.until(lambda: page.text(TEXT), "text")
+    for _ in range(2):  # the second confirms
+        page.press("#conversations .delete")
+    page.throttle(-1)
+    page.until(lambda: page.all(".welcome"), "a new conversation")
+    page.script_answers(chunk(content="Yes."), chunk(finish="stop"))
+    page.say("Another")
+    page.until_answered()
+    assert [each.text for each in page.all("#conversations .title")] == ["Another"]
+    assert (
+        page.run("return Object.keys(localStorage).filter((key) => /:chat:/.test(key)).length") == 1
+    )
+
+
 def test_tokens_show_their_alternatives_on_hover_and_by_keyboard(page: Page) -> None:
     page.open()
     page.click("#open-settings")

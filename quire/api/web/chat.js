@@ -47,6 +47,7 @@ export class Chat {
   open(conversation) {
     this.conversation = this.runs.get(conversation.id)?.conversation ?? conversation;
     this.settings.system.value = this.conversation.system;
+    this.edited = null;
     this.views.clear();
     $("messages").replaceChildren();
     this.follows = true;
@@ -55,7 +56,13 @@ export class Chat {
   }
 
   /** End the running request of the shown conversation; what was generated stays. */
-  stop() { this.run?.controller.abort(); }
+  stop() {
+    this.run?.controller.abort();
+    if (!this.edited) return;
+    this.edited = null;
+    $("prompt").value = "";
+    this.#show();
+  }
 
   #fit() { // for browsers without field-sizing
     const prompt = $("prompt");
@@ -66,17 +73,21 @@ export class Chat {
 
   #submit() {
     const prompt = $("prompt"), text = prompt.value;
-    if (!text.trim() || this.run) return;
-    if (this.#ask([{ role: "user", text }])) { prompt.value = ""; this.#fit(); }
+    if (!text.trim() || this.run || !this.#fields()) return;
+    const { messages } = this.conversation;
+    if (messages.includes(this.edited)) messages.splice(messages.indexOf(this.edited));
+    this.edited = null;
+    prompt.value = "";
+    this.#fit();
+    this.#ask([{ role: "user", text }]);
   }
 
-  /** Add messages and let the model answer. Returns whether a request was sent. */
+  /** Add messages and let the model answer. */
   #ask(added) {
     const fields = this.#fields();
-    if (!fields) return false;
+    if (!fields) return;
     this.conversation.messages.push(...added, { role: "assistant", answers: [], shown: 0 });
     this.#answer(fields);
-    return true;
   }
 
   #regenerate(message) {
@@ -85,15 +96,14 @@ export class Chat {
     this.#answer(fields);
   }
 
+  /** Let the user change a message. It and what follows are replaced when it is sent. */
   #edit(message) {
     if (this.run) return;
-    const { messages } = this.conversation, prompt = $("prompt");
-    prompt.value = message.text;
-    messages.splice(messages.indexOf(message));
-    this.#save();
+    this.edited = message;
+    $("prompt").value = message.text;
     this.#show();
     this.#fit();
-    prompt.focus();
+    $("prompt").focus();
   }
 
   #fields() {
@@ -135,6 +145,7 @@ export class Chat {
       if (error.status === 401) this.needsKey(error);
     }
     cancelAnimationFrame(frame);
+    if (this.runs.get(conversation.id) !== run) return; // the conversation was deleted
     this.runs.delete(conversation.id);
     store.saveConversation(conversation);
     if (this.conversation === conversation) this.#show();
@@ -167,6 +178,8 @@ export class Chat {
         this.views.set(message, view);
         container.append(view.element);
       }
+      const edited = messages.indexOf(this.edited);
+      this.views.get(message).element.classList.toggle("replaced", edited >= 0 && messages.indexOf(message) >= edited);
       this.views.get(message).update({ isRunning: this.run?.message === message, isLast: message === messages.at(-1) });
     }
     $("send").hidden = !!this.run;
@@ -199,6 +212,7 @@ export class Chat {
         return;
       }
       this.runs.get(id)?.controller.abort();
+      this.runs.delete(id);
       store.deleteConversation(id);
       if (this.conversation.id === id) this.open(store.newConversation());
       else this.#showList();

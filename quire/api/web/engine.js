@@ -175,6 +175,7 @@ export class EngineView {
     const cards = document.querySelectorAll("[aria-labelledby=h-blocks], [aria-labelledby=h-running], [aria-labelledby=h-waiting]");
     for (const card of cards) card.hidden = !snapshot;
     if (!snapshot) return;
+    if (!snapshot.running.some((one) => one.request === this.pinned)) this.pinned = null;
     this.#drawMap();
     const tenants = [...snapshot.running, ...snapshot.waiting].some((one) => one.tenant);
     const named = (one, ...cells) => [`#${one.request}`, ...(tenants ? [tenantName(one.tenant)] : []), ...cells];

@@ -8,6 +8,7 @@ server only, neither inline scripts and styles nor frames; a name outside FILES 
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 from collections.abc import Mapping
 from functools import cache
@@ -65,25 +66,24 @@ class WebPageRoutes:
 
     async def front(self, request: Request) -> Response:
         """Return the page to a client that accepts HTML by name, else the overview."""
-        vary = {"vary": "accept"}
-        if not (self._is_on and accepts_html(request.headers.get("accept", ""))):
-            return PlainTextResponse(self._overview, headers=vary)
+        if not (self._is_on and accepts(request.headers.get("accept", ""), "text/html")):
+            return PlainTextResponse(self._overview, headers={"vary": "accept"})
         content = _content(_PAGE).replace(_ROOT, self._root_path.encode())
-        return _file(request, content, _HTML, vary)
+        return _file(request, content, _HTML)
 
     async def file(self, request: Request) -> Response:
         """Return a file of the page."""
         name = request.path_params["file"]
         if name not in FILES:
             raise UnknownRoute(f"the web page has no file {show(name)}")
-        return _file(request, _content(name), FILES[name], {})
+        return _file(request, _content(name), FILES[name])
 
 
-def accepts_html(accept: str) -> bool:
-    """Return whether an Accept header lists text/html by name, with a quality above 0."""
-    for each in accept.lower().split(","):
-        media, *parameters = (part.strip() for part in each.split(";"))
-        if media == "text/html":
+def accepts(header: str, name: str) -> bool:
+    """Return whether an Accept header lists this name itself, with a quality above 0."""
+    for each in header.lower().split(","):
+        listed, *parameters = (part.strip() for part in each.split(";"))
+        if listed == name:
             return not any(_is_zero(parameter) for parameter in parameters)
     return False
 
@@ -98,9 +98,17 @@ def _content(name: str) -> bytes:
     return Path(__file__).with_name(name).read_bytes()
 
 
-def _file(request: Request, content: bytes, media: str, more: Mapping[str, str]) -> Response:
-    etag = f'"{hashlib.sha256(content).hexdigest()[:20]}"'
-    headers = {**HEADERS, **more, "etag": etag}
+@cache
+def _packed(content: bytes) -> bytes:
+    return gzip.compress(content, mtime=0)
+
+
+def _file(request: Request, content: bytes, media: str) -> Response:
+    headers = {**HEADERS, "vary": "accept, accept-encoding"}
+    if accepts(request.headers.get("accept-encoding", ""), "gzip"):
+        content = _packed(content)
+        headers["content-encoding"] = "gzip"
+    etag = headers["etag"] = f'"{hashlib.sha256(content).hexdigest()[:20]}"'
     if request.headers.get("if-none-match") == etag:
         return Response(status_code=304, headers=headers)
     return Response(content, headers={**headers, "content-type": media})
