@@ -156,7 +156,7 @@ export class EngineView {
       const values = minute ? [0.5, 0.9, 0.99].map((at) => shown(lately.at(at))) : ["–", "–", "–"];
       return [title, ...values, shown(ever.at(0.5)), shown(ever.at(0.99))];
     });
-    fillTable($("latency"), ["Last minute", "p50", "p90", "p99", "p50 ever", "p99 ever"], rows);
+    fillTable($("latency"), ["Last minute", "p50", "p90", "p99", "p50 overall", "p99 overall"], rows);
     const good = minute ? grown(this.readings.at(-1), minute, "quire_goodput_requests_total") : 0;
     const ended = minute ? histogram(samples, "quire_request_seconds", minute.samples).count : 0;
     const pairs = [
