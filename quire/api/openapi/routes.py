@@ -43,7 +43,7 @@ class DocumentRoutes:
 
         origin = escape(_origin(request) + self._server_state.config.root_path).encode()
         content = self._content(request, written).replace(ORIGIN.encode(), origin)
-        return Response(content, headers=headers(has_script=self._serving.config.web_page))
+        return Response(content, headers=headers(has_script=self._server_state.config.web_page))
 
     def _content(self, request: Request, write: Any) -> bytes:
         """Return the content, written once for each state: it changes when the model has loaded."""

@@ -1,4 +1,4 @@
-"""GET /v1/engine: its form, for whom it is, and that nothing is computed unless it is requested."""
+"""GET /v1/engine: its form, its access, and that only a request for it computes anything."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def test_it_takes_no_parameters_and_is_answered_while_draining_and_not_while_loa
     async def story() -> None:
         site = Site()
         assert (await site.get(PATH, query=b"n=1")).error["code"] == "invalid_value"
-        site.serving.refuse_new()
+        site.server_state.lifecycle.refuse_new()
         assert (await site.get(PATH)).status == 200
         site = Site()
-        site.serving._engine = None
+        site.server_state._engine = None
         assert (await site.get(PATH)).error["code"] == "overloaded"
 
     run(story)

@@ -1,4 +1,4 @@
-"""The web page's routes: who gets the page, its headers, and what the files may not contain."""
+"""The web page's routes: HTML or text, the headers, and what the files may not contain."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_the_port_for_admins_has_the_page_too() -> None:
     async def story() -> None:
         site = Site(admin_port=0)
         assert (await site.get("/v1/engine")).status == 404
-        site.app = build_admin_app(site.serving)
+        site.app = build_admin_app(site.server_state)
         assert (await site.get("/", headers=BROWSER)).body.startswith(b"<!doctype html>")
         assert b"routes for admins" in (await site.get("/")).body
         assert (await site.get("/v1/engine")).status == 200
