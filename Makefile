@@ -9,7 +9,7 @@ comma   := ,
 STAMP   = $(VENV)/.quire
 NATIVE  = CMakeLists.txt pyproject.toml $(shell find native -name '*.cc' -o -name '*.h')
 
-.PHONY: demo test lint parity gpu fuzz clients clients-installed bench clean help
+.PHONY: demo test lint parity gpu fuzz browser clients clients-installed bench clean help
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | sort
@@ -35,6 +35,9 @@ gpu: $(STAMP)-gpu  ## the GPU's kernels and executor, without a GPU (installs Py
 
 fuzz: $(STAMP)-fuzz  ## requests made of the API's own document, against a live server
 	@$(BIN)/python -m pytest -m fuzz tests/fuzz
+
+browser: $(STAMP)-browser  ## the web page in a headless Chromium (needs chromium, chromedriver)
+	@$(BIN)/python -m pytest -W ignore -m browser tests/browser
 
 clients:  ## openai, langchain, instructor, litellm and lm-eval against live servers (own environment)
 	@$(MAKE) --no-print-directory VENV=$(VENV)-clients clients-installed
@@ -70,6 +73,8 @@ $(STAMP)-gpu: $(BIN)/python $(NATIVE)
 	$(call install,[test$(comma)gpu])
 $(STAMP)-fuzz: $(BIN)/python $(NATIVE)
 	$(call install,[test$(comma)fuzz])
+$(STAMP)-browser: $(BIN)/python $(NATIVE)
+	$(call install,[test$(comma)browser])
 clients-installed: $(STAMP)-clients
 $(STAMP)-clients: $(BIN)/python $(NATIVE)
 	$(call install,[clients])

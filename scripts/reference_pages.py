@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire.api.generation.foreign_fields import documented
-from quire.api.http.auth import OPEN_PATHS
+from quire.api.http.auth import is_open
 from quire.api.http.errors import HEAD_TOO_LARGE, SHAPES
 from quire.api.http.origins import is_guarded
 from quire.api.http.paths import FOREIGN_PATHS
@@ -90,7 +90,7 @@ def openapi() -> dict[str, Any]:
 
     keys = [key.split() for key in OPERATIONS]
     routes = [Route(path, unused, methods=[method]) for method, path in keys]
-    return document(routes, Known(), lambda path: path not in OPEN_PATHS)
+    return document(routes, Known(), lambda path: not is_open(path))
 
 
 def routes() -> str:
@@ -98,7 +98,7 @@ def routes() -> str:
     tagged: dict[str, list[tuple[str, str, str]]] = {}
     for path, methods in openapi()["paths"].items():
         for method, operation in methods.items():
-            access = "admin" if is_guarded(path) else "open" if path in OPEN_PATHS else "key"
+            access = "admin" if is_guarded(path) else "open" if is_open(path) else "key"
             row = (f"`{method.upper()} {path}`", access, _cell(operation["summary"]))
             tagged.setdefault(operation["tags"][0], []).append(row)
     return "\n\n".join(

@@ -13,9 +13,10 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.api.admin.cache import CacheRoutes
+from quire.api.admin.engine import EngineRoutes
 from quire.api.admin.health import HealthRoutes
 from quire.api.admin.routes import AdminRoutes
-from quire.api.admin.version import Pointer, show_version
+from quire.api.admin.version import ADMIN_OVERVIEW, OVERVIEW, show_version
 from quire.api.http.dialect import Dialect
 from quire.api.http.errors import UnknownRoute
 from quire.api.http.middleware import RequestMiddleware
@@ -29,6 +30,7 @@ from quire.api.openai.dialect import OPENAI
 from quire.api.openai.models import ModelsRoutes
 from quire.api.openapi.routes import DocumentRoutes
 from quire.api.server_state import ServerState
+from quire.api.web.routes import WebPageRoutes
 from quire.api.workers.sibling_workers import SiblingWorkers
 from quire.base.show import show
 
@@ -50,7 +52,6 @@ def routes_of(server_state: ServerState, siblings: SiblingWorkers | None = None)
     token_generate = TokenGenerateRoute(server_state, DEFAULT_DIALECT)
     requests = RequestRoutes(server_state, None if siblings is None else siblings.forward)
     tokenize, models = TokenizeRoutes(server_state), ModelsRoutes(server_state)
-    pointer = Pointer(server_state.config.root_path)
     routes = [
         Route("/v1/completions", completions.post, methods=["POST"]),
         Route("/v1/chat/completions", chat.post, methods=["POST"]),
@@ -64,7 +65,7 @@ def routes_of(server_state: ServerState, siblings: SiblingWorkers | None = None)
         Route("/v1/models/{name:path}", models.one, methods=["GET"]),
         *requests.routes(),
         *_status_routes(server_state),
-        Route("/", pointer.show, methods=["GET"]),
+        *_page_routes(server_state, OVERVIEW),
     ]
     if server_state.config.admin_port is None:
         routes += _admin_routes(server_state, siblings)
@@ -73,7 +74,8 @@ def routes_of(server_state: ServerState, siblings: SiblingWorkers | None = None)
 
 def build_admin_app(server_state: ServerState, siblings: SiblingWorkers | None = None) -> ASGIApp:
     """Return the application of --admin-port."""
-    router = _router([*_admin_routes(server_state, siblings), *_status_routes(server_state)])
+    routes = [*_admin_routes(server_state, siblings), *_status_routes(server_state)]
+    router = _router([*routes, *_page_routes(server_state, ADMIN_OVERVIEW)])
     return RequestMiddleware(router, server_state, DEFAULT_DIALECT, for_admins=True)
 
 
@@ -89,10 +91,19 @@ def _status_routes(server_state: ServerState) -> list[Route]:
     ]
 
 
+def _page_routes(server_state: ServerState, overview: str) -> list[Route]:
+    """Return the routes of the web page. overview: for programs, and without the page."""
+    config = server_state.config
+    page = WebPageRoutes(overview, root_path=config.root_path, is_on=config.web_page)
+    files = [Route("/web/{file}", page.file, methods=["GET"])] if config.web_page else []
+    return [Route("/", page.front, methods=["GET"]), *files]
+
+
 def _admin_routes(server_state: ServerState, siblings: SiblingWorkers | None) -> list[Route]:
     """Return the routes of origins.ADMIN_PATHS."""
     cache, admin = CacheRoutes(server_state), AdminRoutes(server_state, siblings)
     return [
+        Route("/v1/engine", EngineRoutes(server_state).get, methods=["GET"]),
         Route("/v1/cache", cache.get, methods=["GET"]),
         Route("/v1/cache/flush", cache.flush, methods=["POST"]),
         Route("/reset_prefix_cache", cache.flush, methods=["POST"]),

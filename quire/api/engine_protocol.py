@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from quire.base.cache_usage import CacheReport
+from quire.base.engine_snapshot import EngineSnapshot
 from quire.base.records import EngineStats
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
@@ -50,6 +51,8 @@ class Engine(Protocol):
     async def cache_report(self, *, num_prefixes: int = 0) -> CacheReport: ...
 
     async def flush_cache(self) -> int: ...
+
+    async def engine_snapshot(self) -> EngineSnapshot: ...
 
     def health(self) -> Health: ...
 

@@ -21,7 +21,7 @@ from quire.cache.table import Int32s
 
 # Other salts of a tenant that are looked at, the latest.
 MAX_OTHER_SALTS = 16
-_OTHERS = "(others)"
+OTHERS = "(others)"
 
 NO_HITS: Mapping[Tier, int] = MappingProxyType({})
 
@@ -109,8 +109,8 @@ def _prefixes(cache: CacheManager, count: int) -> tuple[PrefixUsage, ...]:
                 digest=key.hex(),
                 tokens=int(lineage.depths[block]) * cache.block_size,
                 hits=int(lineage.hits[block]),
-                tenant=owner.tenant if owner else _OTHERS,
-                salt=_salt_name(owner) if owner else _OTHERS,
+                tenant=owner.tenant if owner else OTHERS,
+                salt=salt_name(owner) if owner else OTHERS,
                 protected=bool(cache.pool.protected[block]),
             )
         )
@@ -123,16 +123,16 @@ def _owners(cache: CacheManager) -> tuple[OwnerUsage, ...]:
     counts = np.bincount(numbers, minlength=1)
     owners = cache.owners.by_number()
     held = [
-        OwnerUsage(tenant=owner.tenant, salt=_salt_name(owner), blocks=int(counts[number]))
+        OwnerUsage(tenant=owner.tenant, salt=salt_name(owner), blocks=int(counts[number]))
         for number, owner in owners.items()
         if number < len(counts) and counts[number]
     ]
     if counts[OTHER_OWNERS]:
         blocks = int(counts[OTHER_OWNERS])
-        held.append(OwnerUsage(tenant=_OTHERS, salt=_OTHERS, blocks=blocks))
+        held.append(OwnerUsage(tenant=OTHERS, salt=OTHERS, blocks=blocks))
     return tuple(sorted(held, key=lambda use: -use.blocks))
 
 
-def _salt_name(owner: Owner) -> str:
+def salt_name(owner: Owner) -> str:
     """Return a name for a salt: its digest, because a salt is like a key to what it covers."""
     return owner.seed.tobytes().hex() if owner.salt else ""

@@ -48,6 +48,7 @@ class ServerConfig:
     uds: str | None = setting(
         None, "listen on a Unix socket at this path, instead of an address and a port"
     )
+    web_page: bool = setting(True, "serve the web page at / to browsers (chat, engine view)")
     root_path: str = setting("", "path prefix under which a proxy serves this server, as in /llm")
     cors_origin: tuple[str, ...] = setting(
         (),

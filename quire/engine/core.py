@@ -37,7 +37,9 @@ from quire.engine.process.messages import (
     Leave,
     Outputs,
     QueryCache,
+    QuerySnapshot,
     Refused,
+    SnapshotReported,
     Stop,
     Submit,
     ToEngine,
@@ -273,7 +275,7 @@ def serve(
         for message in messages:
             if isinstance(message, Stop):
                 return
-            _handle(core, message, emit)
+            _handle(core, message, emit, now_ms)
         expired = core.expire(now_ms())
         for refused in expired:
             emit(refused)
@@ -294,7 +296,12 @@ def serve(
             audited = True
 
 
-def _handle(core: EngineCore, message: ToEngine, emit: Callable[[FromEngine], None]) -> None:
+def _handle(
+    core: EngineCore,
+    message: ToEngine,
+    emit: Callable[[FromEngine], None],
+    now_ms: Callable[[], float],
+) -> None:
     if isinstance(message, Abort):
         ended = core.abort(message.request_ids)
         emit(Outputs(outputs=_events(ended), stats=core.stats()))
@@ -306,6 +313,9 @@ def _handle(core: EngineCore, message: ToEngine, emit: Callable[[FromEngine], No
         emit(Outputs(outputs=None, stats=core.stats()))
     elif isinstance(message, QueryCache):
         emit(core.ask_cache(message))
+    elif isinstance(message, QuerySnapshot):
+        snapshot = core.scheduler.snapshot(now_ms())
+        emit(SnapshotReported(ask_id=message.ask_id, snapshot=snapshot))
     elif isinstance(message, Submit):
         try:
             core.add(message.requests)

@@ -19,6 +19,7 @@ import numpy as np
 
 from quire.base.block_copies import CopiesEnded, Tier
 from quire.base.cache_usage import CacheReport
+from quire.base.engine_snapshot import EngineSnapshot
 from quire.base.errors import InvalidParameter
 from quire.base.records import (
     EngineStats,
@@ -35,6 +36,7 @@ from quire.scheduler.interfaces import Gate
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.plan_builder import PlanBuilder, Step
 from quire.scheduler.sequence import NO_SLOT, SequenceState
+from quire.scheduler.snapshot import engine_snapshot
 from quire.scheduler.step_budget import CostModel, StepBudget
 from quire.scheduler.wiring import (
     Expired,
@@ -302,6 +304,17 @@ class Scheduler:
             hit_tokens_total=self._slot_allocator.hit_tokens_total,
             tier_hit_tokens_total=self._slot_allocator.tier_hit_tokens_total,
             num_prefixes=num_prefixes,
+        )
+
+    def snapshot(self, now_ms: float) -> EngineSnapshot:
+        """Return the queue, the running batch and the KV blocks as of now."""
+        return engine_snapshot(
+            self._batch,
+            self._requests,
+            self._cache,
+            steps_total=self._steps_ended,
+            held_total=self._backpressure.num_held if self._backpressure.is_active else 0,
+            now_ms=now_ms,
         )
 
     def flush_cache(self) -> int:

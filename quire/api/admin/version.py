@@ -1,6 +1,6 @@
-"""GET /version, and / for browsers.
+"""GET /version, and the overviews of the routes at /.
 
-Knows no model and no engine: both routes answer while the model loads, and need no key.
+Knows no model and no engine: the route answers while the model loads, and needs no key.
 """
 
 from __future__ import annotations
@@ -9,12 +9,19 @@ from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
-_POINTER = """Quire serves a language model here, with OpenAI's API.
+OVERVIEW = """Quire serves a language model here, with OpenAI's API.
 
 POST /v1/chat/completions, /v1/completions, /generate, /tokenize, /detokenize, /apply_template
 GET  /v1/models, /tokenizer_info, /v1/requests/ID, /health, /metrics, /version
+     /docs: a page of all of them; /openapi.json
+"""
+ADMIN_OVERVIEW = """Quire's routes for admins are here; its API is at another port.
+
+GET  /v1/engine, /v1/cache, /admin, /metrics, /health, /version
+POST /v1/cache/flush, /admin/pause, /admin/drain, /admin/resume
+PUT  /admin/log-level
      /docs: a page of all of them; /openapi.json
 """
 
@@ -31,14 +38,3 @@ async def show_version(request: Request) -> Response:
     """Return the version of this server."""
     content = msgspec.json.encode({"name": "quire", "version": installed_version()})
     return Response(content, media_type="application/json")
-
-
-class Pointer:
-    """The overview of the routes. root_path: the prefix of all paths."""
-
-    def __init__(self, root_path: str) -> None:
-        self._text = _POINTER.replace(" /", f" {root_path}/")
-
-    async def show(self, request: Request) -> Response:
-        """Return the overview."""
-        return PlainTextResponse(self._text)

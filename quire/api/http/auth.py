@@ -1,9 +1,10 @@
 """Authentication: API keys, compared in constant time, and what their owners may do.
 
 With keys configured every path needs one except OPEN_PATHS, which load balancers poll and which
-show no traffic. /metrics needs a key, because it shows what is requested; Prometheus sends one with
-`authorization: {credentials: KEY}`. Without keys everything is open, and the server listens on
-loopback only, unless started with --insecure. How a request carries its key is its dialect's.
+show no traffic, and the files of the web page. /metrics needs a key, because it shows what is
+requested; Prometheus sends one with `authorization: {credentials: KEY}`. Without keys everything is
+open, and the server listens on loopback only, unless started with --insecure. How a request carries
+its key is its dialect's.
 
 A key of --api-key belongs to the default tenant; a key of the tenants file to its tenant.
 ADMIN_PATHS need a key of the admin key file or of a tenant that is an admin; without an admin key
@@ -28,6 +29,8 @@ from quire.base.errors import NotAuthorized
 from quire.config.tenants import ONLY_TENANT, Tenant, key_digest
 
 OPEN_PATHS = frozenset({"/", "/health", "/version", "/docs", "/openapi.json"})
+# The files of the web page, which are the same for every client.
+_OPEN_TOP = "/web/"
 # Paths that count the requests of all tenants: only the keys of admins and of --api-key open them.
 COUNTING_PATHS = ("/metrics",)
 
@@ -94,7 +97,7 @@ class Keys:
 
     def needed(self, path: str) -> bool:
         """Return whether requests to `path` need a key."""
-        if path in OPEN_PATHS:
+        if is_open(path):
             return False
         return self._has_callers or (is_guarded(path) and self._has_admins)
 
@@ -110,7 +113,7 @@ class Keys:
         read_key: returns the key of the request, or raises NotAuthorized. is_here: returns whether
         the request comes from this machine, or to a listener that only this machine reaches.
         """
-        if path in OPEN_PATHS:
+        if is_open(path):
             return self._keyless
         caller = self._caller_of(read_key()) if self.needed(path) else self._keyless
         if is_guarded(path):
@@ -139,6 +142,11 @@ def _scoped(caller: Caller, isolates: bool) -> Caller:
     is_own = not tenant.is_default or caller.key.hex() in tenant.key_digests
     scope = tenant.name if is_own else f"key:{caller.key.hex()}"  # no tenant's name has a colon
     return replace(caller, tenant=replace(tenant, cache_scope=scope))
+
+
+def is_open(path: str) -> bool:
+    """Return whether a path never needs a key."""
+    return path in OPEN_PATHS or path.startswith(_OPEN_TOP)
 
 
 def _check_admin(caller: Caller, is_here: Callable[[], bool]) -> None:

@@ -18,8 +18,8 @@ from quire.api.http.errors import ForeignPage
 from quire.base.show import show
 from quire.config.server_config import ServerConfig
 
-# Paths that change the server for all tenants, or show the prompts of all tenants.
-ADMIN_PATHS = ("/admin", "/v1/cache", "/reset_prefix_cache", "/flush_cache")
+# Paths that change the server for all tenants, or show the prompts or requests of all tenants.
+ADMIN_PATHS = ("/admin", "/v1/cache", "/v1/engine", "/reset_prefix_cache", "/flush_cache")
 _SCHEMES = ("http://", "https://")
 _MAX_HOST_CHARS = 255
 

@@ -14,6 +14,7 @@ from quire.api.http.errors import HEAD_TOO_LARGE, SHAPES
 from quire.api.openai.dialect import error_type
 from quire.api.openapi.field_schemas import FLAG, TEXT, Schema, list_of, object_of, or_null
 from quire.base.cache_usage import Miss, MissReason, OwnerUsage, PrefixUsage
+from quire.base.engine_snapshot import BlockOwner, RequestSnapshot, TierSnapshot
 from quire.base.log import LEVELS
 from quire.base.records import FinishReason
 from quire.engine.model_card import Health
@@ -282,6 +283,7 @@ def _route_answers() -> dict[str, Schema]:
         "Flushed": _whole(flushed_blocks=COUNT),
         "Version": _whole(name={"const": "quire"}, version=TEXT),
         "Cache": _cache(),
+        "Engine": _engine(),
         "Document": {"type": "object"},
     }
 
@@ -343,9 +345,31 @@ def _cache() -> Schema:
     )
 
 
+def _engine() -> Schema:
+    counts = ("steps_total", "steps_in_flight", "slots_total")
+    totals = ("running_total", "waiting_total", "held_total")
+    blocks = _whole(
+        size=COUNT,
+        total=COUNT,
+        per_cell=COUNT,
+        owners=list_of(_ref("BlockOwner")),
+        run_lengths=list_of(COUNT),
+        run_owners=list_of(COUNT),
+    )
+    return _whole(
+        object={"const": "engine"},
+        **dict.fromkeys((*counts, *totals), COUNT),
+        running=list_of(_ref("RequestSnapshot")),
+        waiting=list_of(_ref("RequestSnapshot")),
+        blocks=blocks,
+        tiers=list_of(_ref("TierSnapshot")),
+    )
+
+
 def _records() -> dict[str, Schema]:
     """Return the schemas of records that are returned unchanged."""
-    records = (Health, Speeds, Timings, Miss, PrefixUsage, OwnerUsage)
+    usage = (Miss, PrefixUsage, OwnerUsage, BlockOwner, RequestSnapshot, TierSnapshot)
+    records = (Health, Speeds, Timings, *usage)
     _, found = msgspec.json.schema_components(
         [*records, MissReason], ref_template="#/components/schemas/{name}"
     )

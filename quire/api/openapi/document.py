@@ -127,7 +127,8 @@ def _content_of(operation: Operation) -> Schema:
             "schema": {"type": "string"},
             "x-quire-event": _ref(operation.event),
         }
-    return content or {operation.media.partition(";")[0]: {"schema": {"type": "string"}}}
+    media = (operation.media.partition(";")[0], *operation.also)
+    return content or {each: {"schema": {"type": "string"}} for each in media}
 
 
 def _by_status(shapes: Iterable[ErrorShape]) -> Mapping[int, list[str]]:

@@ -26,6 +26,7 @@ from quire.api.http.errors import (
     ReaderGone,
     ResumeGone,
     UnknownRequest,
+    UnknownRoute,
     UnsupportedEncoding,
 )
 from quire.api.openapi.field_schemas import TEXT, Schema, object_of
@@ -81,7 +82,8 @@ class Operation:
     answer: the schema of status 200, by name; "" if it is a text of `media`. event: of a chunk, if
     the route can stream; without an answer it only streams. body: the fields of the request, None
     without a body; plain: the schema of a body outside the table of fields. needed: required
-    fields. unhealthy: 503 has the same answer. others: further parameters.
+    fields. unhealthy: 503 has the same answer. others: further parameters. also: other media of a
+    text, by the request.
     """
 
     says: str
@@ -97,6 +99,7 @@ class Operation:
     errors: Errors = ()
     others: tuple[Schema, ...] = ()
     unhealthy: bool = False
+    also: tuple[str, ...] = ()
 
 
 _APPLY = Operation(
@@ -253,6 +256,12 @@ OPERATIONS: Mapping[str, Operation] = {
     "POST /v1/cache/flush": _FLUSH,
     "POST /reset_prefix_cache": replace(_FLUSH, says="The same under another server's name."),
     "POST /flush_cache": replace(_FLUSH, says="The same under another server's name."),
+    "GET /v1/engine": Operation(
+        says="The queue, the running batch and the KV blocks by owner, without ids and texts.",
+        tag="For admins",
+        answer="Engine",
+        errors=(InvalidParameter, NotAdmin, *_ENGINE),
+    ),
     "GET /admin": replace(
         _ADMIN, says="Whether requests are accepted, and how many are open and held."
     ),
@@ -280,9 +289,17 @@ OPERATIONS: Mapping[str, Operation] = {
         says="This document as a page.", tag="Server", media="text/html; charset=utf-8"
     ),
     "GET /": Operation(
-        says="An overview of the routes, for browsers.",
+        says="The web page for browsers (Accept: text/html), an overview of the routes for others.",
         tag="Server",
         media="text/plain; charset=utf-8",
+        also=("text/html",),
+    ),
+    "GET /web/{file}": Operation(
+        says="A file of the web page.",
+        tag="Server",
+        media="text/javascript",
+        also=("text/css", "image/svg+xml"),
+        errors=(UnknownRoute,),
     ),
 }
 
@@ -290,4 +307,5 @@ OPERATIONS: Mapping[str, Operation] = {
 PATH_WORDS: Mapping[str, tuple[str, Schema]] = {
     "id": ("The answer's id, or the x-request-id of the request.", TEXT),
     "name": ("The model's name.", TEXT),
+    "file": ("The name of a file.", TEXT),
 }

@@ -1,8 +1,9 @@
 """/docs: the OpenAPI document as an HTML page.
 
-Plain HTML with an inlined style sheet (page.css): no script and no resource of another host; the
-page's policy forbids both. Knows the document and the groups of its fields, not the server. Always
-holds: every text of the document is escaped.
+Plain HTML with an inlined style sheet (page.css), complete without scripts. Where the server has
+the web page, its script try.js adds a form to each operation; the page's policy allows no other
+script and no resource of another host. Knows the document and the groups of its fields, not the
+server. Always holds: every text of the document is escaped.
 """
 
 from __future__ import annotations
@@ -22,17 +23,26 @@ Schema = Mapping[str, Any]
 
 _STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 _STYLE_DIGEST = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
-HEADERS = {
-    "content-type": "text/html; charset=utf-8",
-    "cache-control": "no-cache",
-    "content-security-policy": (
-        f"default-src 'none'; style-src 'sha256-{_STYLE_DIGEST}'; base-uri 'none'; "
-        "form-action 'none'; frame-ancestors 'none'"
-    ),
-    "x-content-type-options": "nosniff",
-}
+_SCRIPTS = "script-src 'self'; connect-src 'self'; "
+_FILES = "/web/{file}"
+_PAGES = frozenset({"/", "/docs", _FILES})
 # Stands for the address of the request, which replaces it in each response.
 ORIGIN = "\0origin\0"
+
+
+def headers(*, has_script: bool) -> dict[str, str]:
+    """Return the headers of the page. has_script: the server has the web page's files."""
+    return {
+        "content-type": "text/html; charset=utf-8",
+        "cache-control": "no-cache",
+        "content-security-policy": (
+            f"default-src 'none'; style-src 'sha256-{_STYLE_DIGEST}'; "
+            f"{_SCRIPTS if has_script else ''}base-uri 'none'; "
+            "form-action 'none'; frame-ancestors 'none'"
+        ),
+        "referrer-policy": "same-origin",
+        "x-content-type-options": "nosniff",
+    }
 
 
 def written(document: Schema) -> bytes:
@@ -51,7 +61,7 @@ def written(document: Schema) -> bytes:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        f"<title>Quire: the API</title><style>{_STYLE}</style></head><body>"
+        f"<title>Quire: the API</title><style>{_STYLE}</style>{_script(document)}</head><body>"
         f"{_contents(groups)}<main>{_opening(document)}{main}{_errors(document)}</main></body></html>"
     )
     return page.encode()
@@ -113,8 +123,10 @@ def _title(document: Schema) -> str:
         if _has_keys(document)
         else ""
     )
+    keys = ' data-keys="true"' if _has_keys(document) else ""
     return (
-        f'<header id="top"><h1>Quire <small>{escape(document["info"]["version"])}</small></h1>'
+        f'<header id="top"{keys}><h1>Quire '
+        f"<small>{escape(document['info']['version'])}</small></h1>"
         f"<p>A language model behind OpenAI's API.{served}</p>"
         f"<p>{escape(document['info']['description'])}</p>{needs}"
         '<p class="links"><a href="openapi.json">openapi.json</a> '
@@ -135,13 +147,30 @@ def _operation(document: Schema, method: str, path: str, operation: Schema) -> s
         example = json.dumps(content["example"])
     needs_key = "security" in operation
     return (
-        f'<article id="{_anchor(operation)}"><h3>{_method(method)} <code>{_breakable(path)}</code>'
+        f'<article id="{_anchor(operation)}"{_for_script(method, path, example)}>'
+        f"<h3>{_method(method)} <code>{_breakable(path)}</code>"
         f"{'' if needs_key or not _has_keys(document) else ' <small>needs no key</small>'}</h3>"
         f"<p>{escape(operation['summary'])}</p>"
         f"{_parameters(operation)}{_fields(document, operation)}"
         f"{_responses(operation)}{_pre(_curl(method, path, example, needs_key=needs_key))}"
         "</article>"
     )
+
+
+def _script(document: Schema) -> str:
+    """Return the element of the script that adds forms, if the server has it."""
+    if _FILES not in document["paths"]:
+        return ""
+    root_path = document.get("servers", [{"url": ""}])[0]["url"]
+    return f'<script type="module" src="{escape(root_path)}/web/try.js"></script>'
+
+
+def _for_script(method: str, path: str, example: str | None) -> str:
+    """Return what the script needs to know of an operation; nothing for pages."""
+    if path in _PAGES:
+        return ""
+    pretty = "" if example is None else json.dumps(json.loads(example), indent=2)
+    return f' data-method="{method}" data-path="{escape(path)}" data-example="{escape(pretty)}"'
 
 
 def _parameters(operation: Schema) -> str:

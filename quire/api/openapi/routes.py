@@ -39,11 +39,11 @@ class DocumentRoutes:
 
     async def page(self, request: Request) -> Response:
         """Return the document as a page."""
-        from quire.api.openapi.page import HEADERS, ORIGIN, written
+        from quire.api.openapi.page import ORIGIN, headers, written
 
         origin = escape(_origin(request) + self._server_state.config.root_path).encode()
         content = self._content(request, written).replace(ORIGIN.encode(), origin)
-        return Response(content, headers=HEADERS)
+        return Response(content, headers=headers(has_script=self._server_state.config.web_page))
 
     def _content(self, request: Request, write: Any) -> bytes:
         """Return the content, written once for each state: it changes when the model has loaded."""

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from quire.base.cache_usage import CacheReport
 from quire.base.clock import Clock
+from quire.base.engine_snapshot import EngineSnapshot
 from quire.base.errors import InvalidParameter, QuireError, WorkerError
 from quire.base.records import EngineStats, Request
 from quire.base.sampling_params import SamplingParams
@@ -45,8 +46,10 @@ from quire.engine.process.messages import (
     Loading,
     Outputs,
     QueryCache,
+    QuerySnapshot,
     Ready,
     Refused,
+    SnapshotReported,
     Submit,
     ToEngine,
     error_of,
@@ -115,6 +118,7 @@ class EngineClient:
         self._callers: dict[str, tuple[str, ...]] = {}  # stream ids by the caller's id
         self._unread: dict[str, _Unread] = {}  # what waits, by the caller's id
         self._asks: PendingQueries[CacheReported] = PendingQueries(query_number_base(number))
+        self._snapshots: PendingQueries[EngineSnapshot] = PendingQueries(query_number_base(number))
         self._progress_ms = 0.0
         self._ops_done = -1
         self._defaults: SamplingParams | None = None  # made once, by the card
@@ -235,7 +239,7 @@ class EngineClient:
         ranking = Ranking(sampling, first_stream) if sampling.is_ranked else None
         try:
             if not self._link.send(Submit(requests=requests)):
-                raise WorkerError("the engine takes no messages; it is gone, or about to be")
+                raise _not_sent()
             num_open = len(requests)
             while num_open:
                 said = await unread.get()
@@ -268,6 +272,14 @@ class EngineClient:
     async def flush_cache(self) -> int:
         """Nothing computed until now is found again; how many blocks were findable."""
         return (await self._ask_cache(flush=True)).flushed_blocks
+
+    async def engine_snapshot(self) -> EngineSnapshot:
+        """Return the queue, the running batch and the KV blocks as of now."""
+        self._check_answers()
+        ask_id, answer = self._snapshots.open()
+        if not self._link.send(QuerySnapshot(ask_id=ask_id)):
+            self._snapshots.fail(_not_sent())
+        return await answer
 
     def health(self) -> Health:
         """Progress: ok only in state ready, and if something is computed while work is pending."""
@@ -319,6 +331,8 @@ class EngineClient:
                 unread.put(message.fault)
         elif isinstance(message, CacheReported):
             self._asks.answered(message.ask_id, message)
+        elif isinstance(message, SnapshotReported):
+            self._snapshots.answered(message.ask_id, message.snapshot)
         elif isinstance(message, Failed):
             self._die(message.fault)
         elif isinstance(message, Ready):
@@ -355,12 +369,13 @@ class EngineClient:
         for unread in self._streams.end():
             unread.put(fault)
         self._asks.fail(error_of(fault))
+        self._snapshots.fail(error_of(fault))
 
     async def _ask_cache(self, *, num_prefixes: int = 0, flush: bool = False) -> CacheReported:
         self._check_answers()
         ask_id, answer = self._asks.open()
         if not self._link.send(QueryCache(ask_id=ask_id, num_prefixes=num_prefixes, flush=flush)):
-            self._asks.fail(WorkerError("the engine takes no messages; it is gone, or about to be"))
+            self._asks.fail(_not_sent())
         return await answer
 
     # ---- open streams
@@ -417,3 +432,7 @@ class EngineClient:
     def _send_abort(self, stream_ids: tuple[str, ...]) -> None:
         if stream_ids and self._state != "dead":
             self._link.send(Abort(request_ids=stream_ids))
+
+
+def _not_sent() -> WorkerError:
+    return WorkerError("the engine takes no messages; it is gone, or about to be")

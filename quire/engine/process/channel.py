@@ -30,8 +30,10 @@ from quire.engine.process.messages import (
     Loading,
     Outputs,
     QueryCache,
+    QuerySnapshot,
     Ready,
     Refused,
+    SnapshotReported,
     Stop,
     Submit,
     ToEngine,
@@ -44,12 +46,14 @@ _RECONNECT_MS = 5
 
 def to_engine_wire() -> Wire:
     """What a client may say."""
-    return Wire(Submit, Abort, Hold, QueryCache, Join, Leave, Stop)
+    return Wire(Submit, Abort, Hold, QueryCache, QuerySnapshot, Join, Leave, Stop)
 
 
 def from_engine_wire() -> Wire:
     """What an engine may say."""
-    return Wire(Hello, Loading, Ready, Outputs, Beat, Refused, CacheReported, Failed)
+    return Wire(
+        *(Hello, Loading, Ready, Outputs, Beat, Refused, CacheReported, SnapshotReported, Failed)
+    )
 
 
 class EngineSide:

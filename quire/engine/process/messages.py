@@ -1,9 +1,9 @@
 """What client and engine say to each other, whatever carries it.
 
-Frozen records. Client to engine: Submit, Abort, Hold, QueryCache, Stop; where the engine has
-several clients (routing.py), the process that started it also sends Join and Leave. Engine to
-client: Hello first, Loading while it starts, then Ready or Failed; after Ready, Outputs, Refused,
-CacheReported, Beat while a step is long, and Failed at the end.
+Frozen records. Client to engine: Submit, Abort, Hold, QueryCache, QuerySnapshot, Stop; where the
+engine has several clients (routing.py), the process that started it also sends Join and Leave.
+Engine to client: Hello first, Loading while it starts, then Ready or Failed; after Ready, Outputs,
+Refused, CacheReported, SnapshotReported, Beat while a step is long, and Failed at the end.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 from quire.base import errors
 from quire.base.cache_usage import CacheReport
+from quire.base.engine_snapshot import EngineSnapshot
 from quire.base.errors import OverloadedError, QuireError, RequestError, WorkerError
 from quire.base.records import EngineStats, Request, StepOutputs
 from quire.engine.model_card import ModelCard
 
 # Raised when a message changes; both sides must agree.
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,13 @@ class QueryCache:
     ask_id: int
     num_prefixes: int = 0
     flush: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuerySnapshot:
+    """Report the queue, the running batch and the KV blocks. ask_id comes back with the answer."""
+
+    ask_id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,14 +151,24 @@ class CacheReported:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotReported:
+    """The answer to QuerySnapshot."""
+
+    ask_id: int
+    snapshot: EngineSnapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
     """The engine cannot start or go on; nothing follows."""
 
     fault: Fault
 
 
-ToEngine = Submit | Abort | Hold | QueryCache | Join | Leave | Stop
-FromEngine = Hello | Loading | Ready | Outputs | Beat | Refused | CacheReported | Failed
+ToEngine = Submit | Abort | Hold | QueryCache | QuerySnapshot | Join | Leave | Stop
+FromEngine = (
+    Hello | Loading | Ready | Outputs | Beat | Refused | CacheReported | SnapshotReported | Failed
+)
 
 
 def fault_of(error: BaseException) -> Fault:

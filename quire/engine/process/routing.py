@@ -14,7 +14,14 @@ from typing import Any
 import numpy as np
 
 from quire.base.records import RequestOutput, StepOutputs
-from quire.engine.process.messages import Beat, CacheReported, FromEngine, Outputs, Refused
+from quire.engine.process.messages import (
+    Beat,
+    CacheReported,
+    FromEngine,
+    Outputs,
+    Refused,
+    SnapshotReported,
+)
 
 STARTER = 0
 _ASKS_BITS = 32
@@ -41,7 +48,7 @@ def parts(message: FromEngine, clients: Iterable[int]) -> list[tuple[int, FromEn
         ]
     if isinstance(message, Refused):
         return [(_owner(message.request_ids[0]), message)]
-    if isinstance(message, CacheReported):
+    if isinstance(message, CacheReported | SnapshotReported):
         return [(message.ask_id >> _ASKS_BITS, message)]
     if isinstance(message, Beat):
         return [(client, message) for client in clients if client != STARTER]

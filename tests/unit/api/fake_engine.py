@@ -13,11 +13,19 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from msgspec import structs
 
 from quire.api.app import build_app
 from quire.api.server_state import ServerState
 from quire.base.cache_usage import CacheReport, CacheUsage
+from quire.base.engine_snapshot import (
+    BlockOwner,
+    BlockUse,
+    EngineSnapshot,
+    RequestSnapshot,
+    TierSnapshot,
+)
 from quire.base.log import Log
 from quire.base.records import EngineStats, FinishReason, RequestTimes
 from quire.base.sampling_params import SamplingParams
@@ -49,6 +57,41 @@ CARD = ModelCard(
     created_s=1_700_000_000,
 )
 TIMES = RequestTimes(arrival_ms=0.0, first_scheduled_ms=1.0, first_token_ms=2.0, last_token_ms=10.0)
+
+
+SNAPSHOT = EngineSnapshot(
+    steps_total=40,
+    steps_in_flight=1,
+    slots_total=8,
+    running_total=1,
+    waiting_total=0,
+    held_total=0,
+    running=(
+        RequestSnapshot(
+            request=3,
+            tenant="",
+            age_ms=12.5,
+            prompt_tokens=20,
+            known_tokens=24,
+            computed_tokens=23,
+            cached_tokens=16,
+            max_tokens=64,
+            blocks=2,
+            preemptions=0,
+        ),
+    ),
+    waiting=(),
+    block_size=16,
+    blocks_total=9,
+    blocks_per_cell=1,
+    owners=(
+        BlockOwner(use=BlockUse.FREE, blocks=7),
+        BlockOwner(use=BlockUse.RUNNING, blocks=2, request=3),
+    ),
+    run_lengths=np.array([2, 7], np.int32),
+    run_owners=np.array([1, 0], np.int32),
+    tiers=(TierSnapshot(tier="disk", blocks_total=9, blocks_used=1, fetching=0, failed=False),),
+)
 
 
 class ByteTokenizer:
@@ -149,10 +192,16 @@ class FakeEngine:
         self.cache_use: CacheUsage | None = None
         self.num_prefixes_asked: list[int] = []
         self.num_flushes = 0
+        self.snapshot = SNAPSHOT
+        self.num_snapshots = 0
 
     async def cache_report(self, *, num_prefixes: int = 0) -> CacheReport:
         self.num_prefixes_asked.append(num_prefixes)
         return self.cache
+
+    async def engine_snapshot(self) -> EngineSnapshot:
+        self.num_snapshots += 1
+        return self.snapshot
 
     async def flush_cache(self) -> int:
         self.num_flushes += 1

@@ -15,7 +15,7 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from starlette.routing import Route
 
-from quire.api.http.auth import OPEN_PATHS
+from quire.api.http.auth import is_open
 from quire.api.http.middleware import served_path
 from quire.api.openapi.document import document
 from quire.api.openapi.field_schemas import Known
@@ -64,12 +64,14 @@ def full_document() -> dict[str, Any]:
     for operation in OPERATIONS:
         method, _, path = operation.partition(" ")
         routes.append(Route(path, full_document, methods=[method]))
-    return document(routes, Known(), lambda path: path not in OPEN_PATHS)
+    return document(routes, Known(), lambda path: not is_open(path))
 
 
 def check_said(method: str, path: str, reply: Reply) -> None:
     """Fail if the document does not describe this response."""
     if method == "OPTIONS" and reply.status == 204:  # a preflight
+        return
+    if reply.status == 304:  # a file of the web page that the browser has
         return
     responses = _responses(method, served_path(path))
     if responses is None or _is_not_served(reply):

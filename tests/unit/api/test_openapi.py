@@ -25,7 +25,7 @@ from quire.api.generation.fields import (
     TOKENIZE,
 )
 from quire.api.generation.foreign_fields import HINTS, NO_EFFECT, SYNONYMS, UNSERVED
-from quire.api.http.auth import OPEN_PATHS
+from quire.api.http.auth import is_open
 from quire.api.http.origins import is_guarded
 from quire.api.openapi.document import document, served
 from quire.api.openapi.field_schemas import Known
@@ -146,8 +146,8 @@ def test_with_keys_protected_paths_need_one_and_the_model_is_not_shown() -> None
     found = shown(api_key=("sk-one",))
     for path, methods in found["paths"].items():
         for operation in methods.values():
-            assert ("security" in operation) == (path not in OPEN_PATHS), path
-            assert ("401" in operation["responses"]) == (path not in OPEN_PATHS), path
+            assert ("security" in operation) == (not is_open(path)), path
+            assert ("401" in operation["responses"]) == (not is_open(path)), path
     assert CARD.name not in json.dumps(found)
     assert CARD.name not in shown("/docs", api_key=("sk-one",))
     tenant = Tenant(name="one", key_digests=(key_digest("sk-two"),))
@@ -302,7 +302,9 @@ def test_the_page_has_all_routes_and_fields_without_external_resources() -> None
     assert missing == []
     plain = text.replace("<wbr>", "")
     assert not [op for op in OPERATIONS if f"<code>{op.partition(' ')[2]}</code>" not in plain]
-    assert not page.tags & {"script", "img", "link", "iframe", "object", "form"}
+    assert not page.tags & {"img", "link", "iframe", "object", "form"}
+    assert text.count("<script") == 1
+    assert '<script type="module" src="/web/try.js"></script>' in text
     assert not [link for link in page.links if OUTSIDE.match(link)]
     assert "url(" not in text
     assert "@import" not in text
@@ -311,11 +313,22 @@ def test_the_page_has_all_routes_and_fields_without_external_resources() -> None
     assert anchors <= set(page.ids)
 
 
-def test_the_page_forbids_scripts_and_other_hosts_and_shows_its_own_address() -> None:
+def test_without_the_web_page_there_is_no_script_and_no_script_is_allowed() -> None:
+    async def exchange() -> None:
+        reply = await Site(web_page=False).get("/docs")
+        assert b"<script" not in reply.body
+        assert "script-src" not in reply.headers["content-security-policy"]
+
+    asyncio.run(exchange())
+
+
+def test_the_page_forbids_foreign_scripts_and_shows_its_own_address() -> None:
     async def exchange() -> None:
         reply = await Site().get("/docs", headers={"host": "localhost:8123"})
         policy = reply.headers["content-security-policy"]
         assert policy.startswith("default-src 'none'; style-src 'sha256-")
+        assert "script-src 'self'; connect-src 'self';" in policy
+        assert "unsafe" not in policy
         assert "http://localhost:8123/v1/chat/completions" in reply.body.decode()
 
     asyncio.run(exchange())
