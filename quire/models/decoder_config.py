@@ -28,7 +28,7 @@ from quire.models.spec import (
     NormSpec,
     RotarySpec,
 )
-from quire.program.ops import ActivationForm
+from quire.program.forms import ActivationForm
 
 MAX_POSITIONS = 2**27
 MIN_POSITIONS = 2  # a token of the prompt and one of the answer

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from quire.program.ops import ActivationForm, NormForm
+from quire.program.forms import ActivationForm, NormForm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

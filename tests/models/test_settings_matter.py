@@ -10,7 +10,7 @@ import pytest
 
 from quire.models.registry import open_model
 from quire.models.spec import ModelSpec, RopeSettings
-from quire.program.ops import ActivationForm
+from quire.program.forms import ActivationForm
 from tests.models import cases_gemma, cases_phi3
 from tests.models.generate import executor_of, logits_of
 from tests.models.record import relative_error
