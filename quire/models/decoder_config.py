@@ -21,6 +21,7 @@ from quire.models.rope_reader import check_rotated_columns, read_rope
 from quire.models.spec import (
     AttentionSpec,
     EmbeddingSpec,
+    ExpertsSpec,
     GenerationSpec,
     HeadSpec,
     MlpSpec,
@@ -78,6 +79,7 @@ def read_decoder(
     norm: Fields = NO_FIELDS,
     embedding: Fields = NO_FIELDS,
     head: Fields = NO_FIELDS,
+    experts: ExpertsSpec | None = None,
     residual_scale: float = 1.0,
     rotary: RotarySpec | Shared | None = Shared.ROTARY,
 ) -> ModelSpec:
@@ -138,6 +140,7 @@ def read_decoder(
         embedding=EmbeddingSpec(**embedding),
         head=HeadSpec(is_tied=is_tied, **head),
         generation=generation,
+        experts=experts,
         residual_scale=residual_scale,
         static_activations=static_activations,
     )
