@@ -39,3 +39,4 @@ CASES: tuple[Case, ...] = (
     *cases_stablelm.CASES,
     *cases_experts.CASES,
 )
+DENSE = tuple(case for case in CASES if not case.has_experts)

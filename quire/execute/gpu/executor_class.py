@@ -57,7 +57,7 @@ class TorchExecutorClass:
         if any(weight.experts for weight in program.weights.values()):
             problems.append(
                 "it is a mixture of experts, which this executor has no operations for "
-                "(--executor native runs it on CPUs)"
+                "(--executor native runs it, on CPUs)"
             )
         if not self.has_fp8 and _uses_fp8(program):
             problems.append(
