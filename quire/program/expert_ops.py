@@ -12,6 +12,7 @@ Letters: R rows, E experts, H hidden width, I inner width of an expert.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quire.program.cost import Cost, StepShape
@@ -147,6 +148,21 @@ def expected_experts(rows: int, top_k: int, experts: int) -> float:
     """Return how many distinct experts `rows` rows are expected to choose, each `top_k` of
     `experts` with equal probability."""
     return experts * (1.0 - (1.0 - top_k / experts) ** rows)
+
+
+def expert_reads(program: Declarations, ops: Iterable[object]) -> list[tuple[int, float]]:
+    """Return (bytes of all experts, share of them that a row leaves out) by shape, over `ops`.
+
+    R rows are expected to read the sum of bytes * (1 - share ** R). Bytes of weights that
+    other operations read do not depend on R.
+    """
+    found: dict[float, int] = {}
+    for op in ops:
+        if isinstance(op, Experts):
+            left_out = 1.0 - op.top_k / op.routing.width
+            num_bytes = sum(program.weights[name].num_bytes for name in op.weights)
+            found[left_out] = found.get(left_out, 0) + num_bytes
+    return [(num_bytes, left_out) for left_out, num_bytes in found.items()]
 
 
 def _expert_bytes(weight: Weight) -> int:
