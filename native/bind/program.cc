@@ -411,7 +411,7 @@ void bind_interpreter(nb::module_& module) {
                      "Pieces of the cache that attention read: 256 positions of a KV head each, "
                      "however many rows were computed with them.")
         .def_prop_ro("experts_read", &quire::Program::experts_read,
-                     "Experts whose weights were read; for many rows at once one counts once.")
+                     "Reads of an expert's weights so far; for many rows at once it is one.")
         .def("set_timed", &quire::Program::set_timed, "timed"_a,
              "Take the time of each unit from now on, beginning at zero; or no longer.")
         .def("units",

@@ -1,6 +1,6 @@
-// route and sum_experts: the row-wise kernels of a mixture of experts. A row's choice depends on its
-// own logits only: sums go over the experts in order, one number at a time, and a tie goes to the
-// lower id. exp is a fixed polynomial of ours (vec.h).
+// route and sum_experts: the row-wise kernels of a mixture of experts. A row's choice depends on
+// its own logits only: sums go over the experts in order, one number at a time, and a tie goes to
+// the lower id. exp is a fixed polynomial of ours (vec.h).
 
 #include "quire/rows.h"
 

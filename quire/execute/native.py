@@ -244,8 +244,8 @@ class NativeExecutor:
 
     @property
     def experts_read(self) -> int:
-        """Experts whose weights were read so far; one that many rows of a step share counts once
-        or, where these are over a thousand, twice."""
+        """Reads of an expert's weights so far; one that many rows of a step share is one read
+        or, where these are over a thousand, two."""
         return self._native.experts_read
 
     def abort(self) -> None:

@@ -15,7 +15,7 @@ from quire.program.forms import RoutingForm
 
 MAX_EXPERTS = 2**16
 MAX_SIZE = 2**22
-COUNTS = ("num_experts", "num_local_experts")
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Losses and noise of training, and whether the router's logits are returned as well.
 TRAINING = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
 

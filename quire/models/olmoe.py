@@ -1,4 +1,4 @@
-"""OLMoE: a Llama with experts, whose queries and keys are normed over all heads together.
+"""OLMoE: a Llama with experts, and with queries and keys normed over all heads together.
 
 Read `build_olmoe` as a forward pass.
 """

@@ -34,7 +34,7 @@ _SEES_ALL = (
 )
 _HAS_EXPERTS = (
     "it is a mixture of experts ({found}) of a family that does not run yet; Mixtral, Qwen 2 and 3 "
-    "with experts, and OLMoE do"
+    "with experts, dots.llm1 and OLMoE do"
 )
 _RECURS = "it has state-space or recurrent layers ({found}), which are not supported"
 _PAINTS = "it makes pictures ({found}); only models that continue text run"

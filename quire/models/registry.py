@@ -19,6 +19,7 @@ from quire.base.errors import ConfigError
 from quire.base.gguf_model import find_gguf
 from quire.base.regular_file import is_present
 from quire.models.config_reader import ConfigReader, load_config
+from quire.models.dots1 import read_dots1
 from quire.models.foreign_folders import what_else
 from quire.models.gemma import read_gemma
 from quire.models.gemma2 import build_gemma2, read_gemma2
@@ -70,6 +71,7 @@ FAMILIES = MappingProxyType(
         "Qwen3MoeForCausalLM": Family(
             model_type="qwen3_moe", read=read_qwen3_moe, build=build_llama
         ),
+        "Dots1ForCausalLM": Family(model_type="dots1", read=read_dots1, build=build_llama),
         "OlmoeForCausalLM": Family(model_type="olmoe", read=read_olmoe, build=build_olmoe),
         "SmolLM3ForCausalLM": Family(model_type="smollm3", read=read_smollm3, build=build_llama),
         "Phi3ForCausalLM": Family(model_type="phi3", read=read_phi3, build=build_phi3),

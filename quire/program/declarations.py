@@ -50,8 +50,8 @@ class Weight:
     """An entry of the parameter table: what a checkpoint must hold and where it goes.
 
     Shape is [rows, columns] (columns 0 for a vector); rows is the sum of the parts'. experts: the
-    number of experts of a matrix with an expert axis, [experts, expert_rows, columns], whose parts
-    are in the order of the experts; 0 for a weight without.
+    number of experts of a matrix with an expert axis, [experts, expert_rows, columns]; its
+    parts are in the order of the experts; 0 for a weight without.
     `shard` names the axis that parallelism cuts: "rows", "columns", "experts" or "" for none.
     `offset` is added to each element while loading (norms that store weight - 1). `scheme` names
     the quantization of a matrix (quire.quant.scheme); "" keeps it in `dtype`.

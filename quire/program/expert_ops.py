@@ -27,9 +27,9 @@ class Route(Operation):
     """y[R, E] = routing weights by the router's logits x[R, E]: of `top_k` experts, 0 elsewhere.
 
     Scores are softmax(x) or sigmoid(x). The experts with the largest score + bias are chosen; where
-    `groups` > 0, only among the `top_groups` groups of consecutive experts whose two largest such
-    sums add up to most (DeepSeek-V3). A chosen expert's weight is its score, divided by the sum of
-    the chosen scores (in the order of ids) where `form` says so, times `scale`.
+    `groups` > 0, only among the `top_groups` groups of consecutive experts in which the two largest
+    such sums add up to most (DeepSeek-V3). A chosen expert's weight is its score, divided by the
+    sum of the chosen scores (in the order of ids) where `form` says so, times `scale`.
     """
 
     kind = "route"

@@ -7,6 +7,7 @@ holds: the time of a step depends on the step alone.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -220,7 +221,10 @@ def _experts(program: Program) -> list[tuple[int, float]]:
 
 def _read_experts(experts: list[tuple[int, float]], num_tokens: float) -> float:
     """Return the bytes of experts that a step's tokens are expected to read."""
-    return sum(num_bytes * (1.0 - left_out**num_tokens) for num_bytes, left_out in experts)
+    read = 0.0
+    for num_bytes, left_out in experts:
+        read += num_bytes * (1.0 - math.pow(left_out, num_tokens))
+    return read
 
 
 def _without_experts(program: Program, step: StepShape) -> Cost:

@@ -62,6 +62,22 @@ OLMOE = SIZES | {
     "norm_topk_prob": False,
     "clip_qkv": None,
 }
+DOTS1 = SIZES | {
+    "architectures": ["Dots1ForCausalLM"],
+    "model_type": "dots1",
+    "num_hidden_layers": 3,
+    "intermediate_size": 97,
+    "moe_intermediate_size": 35,
+    "n_routed_experts": 24,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "n_group": 6,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "sliding_window": None,
+}
 CASES = (
     Case("mixtral", length=60, seed=301, base=MIXTRAL),
     Case("mixtral_window", {"sliding_window": 13}, length=60, seed=302, base=MIXTRAL),
@@ -93,5 +109,20 @@ CASES = (
         seed=332,
         base=OLMOE,
     ),
+    Case("dots1_groups", length=60, seed=341, base=DOTS1),
+    Case(
+        "dots1_windows",
+        {
+            "n_group": 1,
+            "topk_group": 1,
+            "sliding_window": 13,
+            "max_window_layers": 1,
+            "norm_topk_prob": False,
+        },
+        length=60,
+        seed=342,
+        base=DOTS1,
+    ),
+    Case("dots1_bf16", length=100, seed=345, stored="bf16", base=DOTS1),
     Case("olmoe_bf16", length=100, seed=333, stored="bf16", base=OLMOE),
 )

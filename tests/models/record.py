@@ -38,7 +38,7 @@ CONTINUED = (
     "qwen3_moe",
 )
 
-# Of rows whose most likely token must not change, in a mixture of experts in bf16.
+# Share of rows that must keep their most likely token, in a mixture of experts in bf16.
 MIN_SAME_SHARE = 0.9
 
 

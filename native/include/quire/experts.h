@@ -1,5 +1,6 @@
-// Experts of a layer: rows are grouped by the expert they chose, each group goes through the product
-// kernels that dense layers use, and a row's outputs are summed in the order of the experts' ids.
+// Experts of a layer: rows are grouped by the expert they chose, each group goes through the
+// product kernels that dense layers use, and a row's outputs are summed in the order of the
+// experts' ids.
 // Knows no instruction set: kernels come from the pool's table. Always holds: memory is taken by
 // reserve() only, never during run(); a row's bits do not depend on which rows share an expert.
 #pragma once
@@ -43,7 +44,7 @@ class ExpertRunner {
     // Fills the scratch memory with NaN (for tests).
     void poison();
     void run(const ExpertsArgs& args);
-    // Experts whose weights were read so far; one that is read for many rows at once counts once.
+    // Reads of an expert's weights so far; for many rows at once it is one.
     int64_t experts_read() const { return experts_read_; }
 
   private:

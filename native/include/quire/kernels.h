@@ -172,8 +172,8 @@ struct RouteArgs {
     Pool* pool;
 };
 
-// y[r] += weights[r, j] * parts[places[r, j] - first], for each j in order whose place is one of
-// first .. end; y begins at zero where `first` is 0. All f32.
+// y[r] += weights[r, j] * parts[places[r, j] - first], for each j in order where the place is one
+// of first .. end; y begins at zero where `first` is 0. All f32.
 struct SumExpertsArgs {
     Rows parts, y;
     int64_t rows, top_k;

@@ -84,7 +84,7 @@ class Program {
     // Returns the pieces of the cache that attention has read: 256 positions of a KV head each,
     // however many rows were computed with them.
     int64_t pieces_read() const { return pieces_read_; }
-    // Experts whose weights were read so far, see ExpertRunner.
+    // Reads of an expert's weights so far, see ExpertRunner.
     int64_t experts_read() const { return experts_.experts_read(); }
 
     // Starts recording the time of each unit, from zero; or stops.

@@ -144,6 +144,39 @@ OLMOE_1B_7B: dict[str, Any] = {
 }
 NORMALIZED = RoutingForm.NORMALIZED
 
+# As transformers' class writes it, with the numbers of dots.llm1.
+DOTS_LLM1: dict[str, Any] = {
+    "architectures": ["Dots1ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": 151645,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 10944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 62,
+    "model_type": "dots1",
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 2,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000000,
+    "routed_scaling_factor": 2.5,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 152064,
+}
+
 
 def _program(folder: Path, config: dict[str, Any], **changes: Any) -> Program:
     spec = opened(folder, config, **changes)
@@ -207,6 +240,15 @@ def test_the_form_of_transformers_5_is_the_same_model(tmp_path: Path) -> None:
     assert found == opened(tmp_path, QWEN3_30B)
 
 
+def test_a_choice_by_sigmoid_has_its_bias_groups_and_factor(tmp_path: Path) -> None:
+    program = _program(tmp_path, DOTS_LLM1, num_hidden_layers=2, n_group=8, topk_group=4)
+    (route,) = (op for op in program.segments["trunk"] if isinstance(op, Route))
+    assert (route.score, route.form, route.scale) == (RouterScore.SIGMOID, NORMALIZED, 2.5)
+    assert (route.bias, route.groups, route.top_groups) == ("layers.1.router.bias", 8, 4)
+    assert program.weights["layers.1.shared.down"].columns == 2 * 1408
+    assert "layers.0.down" in program.weights
+
+
 def test_dense_layers_stay_between_those_with_experts(tmp_path: Path) -> None:
     program = _program(
         tmp_path, QWEN15_MOE, num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3]
@@ -244,6 +286,11 @@ def test_a_shared_expert_is_a_layer_of_one_behind_a_sigmoid(tmp_path: Path) -> N
         (QWEN3_30B, {"n_shared_experts": 1}, "unknown key 'n_shared_experts'"),
         (QWEN15_MOE, {"shared_expert_intermediate_size": None}, "is missing"),
         (OLMOE_1B_7B, {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        (DOTS_LLM1, {"n_group": 7}, "groups of equal size that hold enough experts are needed"),
+        (DOTS_LLM1, {"n_group": 64}, "6 of 128 experts in 1 of 64 groups"),
+        (DOTS_LLM1, {"scoring_func": "softmax"}, "scores are sigmoids"),
+        (DOTS_LLM1, {"moe_layer_freq": 2}, "all layers after the first ones have experts"),
+        (DOTS_LLM1, {"n_shared_experts": None}, "n_shared_experts is missing"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(
