@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from quire import _native
 from quire.base.errors import ModelError
+from quire.base.log import Log
 from quire.execute.executor import PART_TOKENS, ExecutorOptions, StepLimits
 from quire.execute.layout import lay_out
 from quire.execute.native import NativeExecutor, _expert_bytes
@@ -21,6 +23,7 @@ from quire.program.quantize import quantize
 from quire.program.tensors import DType
 from quire.weights.binding import Binding, bind
 from quire.weights.checkpoint import open_checkpoint
+from quire.weights.pack_cache import PackCache
 from tests.gguf_convert import write_gguf_of
 from tests.models.case import Case
 from tests.models.cases_experts import QWEN3_MOE
@@ -104,3 +107,19 @@ def test_executors_agree_on_quantized_experts(scheme: str, tmp_path: Path) -> No
         found.append(executor.run_head(batch, 0, 40).copy())
     error = np.abs(found[0] - found[1]).max(axis=1) / np.abs(found[1]).max(axis=1)
     assert np.median(error) < 1e-4
+
+
+@pytest.mark.parametrize("scheme", ["none", "int4-g32"])
+def test_packed_experts_are_mapped_from_a_file_as_they_were(scheme: str, tmp_path: Path) -> None:
+    folder = CASE.write(tmp_path / "checkpoint")
+    program, said = quantize(_opened(folder)[0], scheme), io.StringIO()
+    cache = PackCache(tmp_path / "packed", Log("engine", said))
+    batch, found = sequence_batch(CASE.token_ids[:8], 0, 64), []
+    for _ in range(2):
+        options = ExecutorOptions(limits=replace(ROWS, max_samples=8), pack_cache=cache)
+        executor = NativeExecutor(program, open_checkpoint(folder), options)
+        executor.allocate_cache(5, 16)
+        executor.run_trunk(batch)
+        found.append(executor.run_head(batch, 0, 8).copy())
+    assert "packed weights are mapped" in said.getvalue()
+    assert np.array_equal(found[0], found[1])
