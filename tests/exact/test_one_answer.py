@@ -146,7 +146,7 @@ def test_prompt_scores_match_the_reference_executor(
 
 
 def _comparable(models: list[Model]) -> list[tuple[int, Model]]:
-    """Models whose logits are near those of the reference executor in every row."""
+    """Return the models with logits near those of the reference executor in every row."""
     return [(index, model) for index, model in enumerate(models) if model.is_comparable]
 
 
