@@ -74,6 +74,25 @@ SHAPES: dict[str, dict[str, object]] = {
         "rms_norm_eps": 1e-6,
         "rope_theta": 1_000_000.0,
     },
+    # Layers of Qwen3-30B-A3B: eight experts of 128 a token.
+    "qwen3-moe-2-layers": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 32_768,
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+    },
     "llama-3.2-1b": {
         "hidden_size": 2048,
         "intermediate_size": 8192,
@@ -168,12 +187,19 @@ def tensor_shapes(config: dict[str, object]) -> Iterator[tuple[str, tuple[int, .
         yield at + "self_attn.k_proj.weight", (kv_rows, hidden)
         yield at + "self_attn.v_proj.weight", (kv_rows, hidden)
         yield at + "self_attn.o_proj.weight", (hidden, q_rows)
-        if config["model_type"] == "qwen3":
+        if str(config["model_type"]).startswith("qwen3"):
             yield at + "self_attn.q_norm.weight", (head_dim,)
             yield at + "self_attn.k_norm.weight", (head_dim,)
-        yield at + "mlp.gate_proj.weight", (inter, hidden)
-        yield at + "mlp.up_proj.weight", (inter, hidden)
-        yield at + "mlp.down_proj.weight", (hidden, inter)
+        blocks = {at + "mlp.": inter}
+        if "num_experts" in config:
+            yield at + "mlp.gate.weight", (number("num_experts"), hidden)
+            experts = range(number("num_experts"))
+            size = number("moe_intermediate_size")
+            blocks = {f"{at}mlp.experts.{expert}.": size for expert in experts}
+        for block, size in blocks.items():
+            yield block + "gate_proj.weight", (size, hidden)
+            yield block + "up_proj.weight", (size, hidden)
+            yield block + "down_proj.weight", (hidden, size)
 
 
 def _write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], seed: int) -> None:

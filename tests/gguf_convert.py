@@ -26,7 +26,7 @@ ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma": "gemma",
     "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3", "granite": "granite",
     "smollm3": "smollm3", "olmo2": "olmo2", "olmo3": "olmo2", "gpt2": "gpt2",
-    "starcoder2": "starcoder2",
+    "starcoder2": "starcoder2", "mixtral": "llama", "qwen3_moe": "qwen3moe", "olmoe": "olmoe",
 }  # fmt: skip
 NORMAL, CONTROL = 1, 3
 # Configurations with rows of whole blocks of 256.
@@ -97,7 +97,7 @@ def _own(config: Json) -> dict[str, Any]:
     if config.get("head_dim") or config["model_type"] == "qwen3":
         head_dim = config.get("head_dim") or 128
         values |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
-    if config["model_type"] in ("llama", "mistral", "smollm3", "granite"):
+    if config["model_type"] in ("llama", "mistral", "mixtral", "smollm3", "granite"):
         values |= {"vocab_size": config["vocab_size"], "rope.dimension_count": head_dim}
     return values | _rope(config, head_dim) | _of_family(config)
 
@@ -145,6 +145,11 @@ def _of_family(config: Json) -> dict[str, Any]:
             ("logit_scale", "logits_scaling"),
         ):
             values[key] = float(config[name])
+    if "num_experts_per_tok" in config:
+        values["expert_count"] = config.get("num_experts") or config["num_local_experts"]
+        values["expert_used_count"] = config["num_experts_per_tok"]
+    if kind == "qwen3_moe":
+        values["expert_feed_forward_length"] = config["moe_intermediate_size"]
     if kind in ("gemma2", "gemma3_text", "olmo3"):
         values["attention.sliding_window"] = config["sliding_window"]
     if kind in ("gemma2", "gemma3_text"):

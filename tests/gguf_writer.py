@@ -140,8 +140,13 @@ _LAYER = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
     "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
     "ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
+    "attn.c_proj": "attn_output", "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps", "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.experts.w1": "ffn_gate_exps", "block_sparse_moe.experts.w3": "ffn_up_exps",
+    "block_sparse_moe.experts.w2": "ffn_down_exps",
 }  # fmt: skip
+_OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 _PAIRED = ("llama", "granite", "smollm3")
 _NORMED_BEHIND = ("gemma2", "gemma3", "olmo2")
 _TURNED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -172,12 +177,26 @@ def paired(rows: Float32s, num_heads: int) -> Float32s:
     return rows[order]
 
 
+def stacked(tensors: Mapping[str, Float32s]) -> dict[str, Float32s]:
+    """The tensors of a layer's experts as one [experts, rows, columns], others as they are."""
+    others = {name: values for name, values in tensors.items() if not _OF_EXPERT.fullmatch(name)}
+    experts: dict[str, dict[int, Float32s]] = {}
+    for name in tensors.keys() - others.keys():
+        found = _OF_EXPERT.fullmatch(name)
+        assert found
+        experts.setdefault(f"{found[1]}.{found[3]}", {})[int(found[2])] = tensors[name]
+    return others | {
+        name: np.stack([matrices[expert] for expert in sorted(matrices)])
+        for name, matrices in sorted(experts.items())
+    }
+
+
 def converted(
     tensors: Mapping[str, Float32s], architecture: str, *, heads: int, kv_heads: int
 ) -> dict[str, Float32s]:
     """Return a checkpoint's tensors as the converter writes them, by their new names."""
     found: dict[str, Float32s] = {}
-    for source, values in tensors.items():
+    for source, values in stacked(tensors).items():
         if architecture in _PAIRED and ".q_proj." in source:
             values = paired(values, heads)
         if architecture in _PAIRED and ".k_proj." in source:

@@ -410,6 +410,8 @@ void bind_interpreter(nb::module_& module) {
         .def_prop_ro("pieces_read", &quire::Program::pieces_read,
                      "Pieces of the cache that attention read: 256 positions of a KV head each, "
                      "however many rows were computed with them.")
+        .def_prop_ro("experts_read", &quire::Program::experts_read,
+                     "Reads of an expert's weights so far; for many rows at once it is one.")
         .def("set_timed", &quire::Program::set_timed, "timed"_a,
              "Take the time of each unit from now on, beginning at zero; or no longer.")
         .def("units",
@@ -446,5 +448,16 @@ void bind_program(nb::module_& module) {
     bind_weight(module);
     bind_interpreter(module);
     module.attr("OPERATIONS") = operation_table();
+    module.attr("MAX_EXPERTS") = quire::kMaxExperts;
+    module.def(
+        "expert_bytes",
+        [](int64_t rows, int64_t experts, int64_t top_k, int64_t hidden, int64_t inner,
+           const std::string& dtype, int64_t num_threads) {
+            const quire::ExpertShape shape{rows, experts, top_k, hidden, inner, type_named(dtype)};
+            return quire::shared_expert_bytes(shape) +
+                   num_threads * quire::expert_thread_bytes(shape);
+        },
+        "rows"_a, nb::kw_only(), "experts"_a, "top_k"_a, "hidden"_a, "inner"_a, "dtype"_a,
+        "num_threads"_a, "Bytes of scratch memory of an operation with experts.");
     nb::exception<quire::Aborted>(module, "Aborted", PyExc_RuntimeError);
 }

@@ -63,6 +63,7 @@ void Program::add_segment(std::vector<Operation> ops) {
     }
     for (const Operation& op : ops) {
         check_op(op);
+        reserve_experts(op);
         segment.uses_samples |= std::holds_alternative<GatherRowsOp>(op);
         segment.uses_cache |= std::holds_alternative<AttentionOp>(op) ||
                               std::holds_alternative<StoreKVOp>(op);
@@ -80,6 +81,17 @@ void Program::add_segment(std::vector<Operation> ops) {
     }
     segment.ops = std::move(ops);
     segments_.push_back(std::move(segment));
+}
+
+// Takes the scratch memory of an operation with experts, for the largest step of either arena.
+void Program::reserve_experts(const Operation& operation) {
+    const auto* op = std::get_if<ExpertsOp>(&operation);
+    if (op == nullptr) return;
+    int64_t rows = arena_.at(op->x.buffer).max_rows;
+    if (apart_.num_buffers() > 0) rows = std::max(rows, apart_.at(op->x.buffer).max_rows);
+    experts_.reserve({rows, op->routing.width, op->top_k, op->x.width, op->down->columns(),
+                      arena_.at(op->x.buffer).type},
+                     *pool_);
 }
 
 std::vector<Program::Unit> Program::fuse(const std::vector<Operation>& ops) const {
@@ -189,6 +201,7 @@ void Program::poison(const Segment& segment) {
         const BufferSpec& buffer = buffer_at(index);
         std::memset(now_->data(buffer), 0xff, static_cast<size_t>(bytes_of(buffer)));
     }
+    experts_.poison();
 }
 
 const Program::Segment& Program::segment_at(int64_t index) const {
@@ -305,6 +318,10 @@ void Program::run_op(const Operation& operation, const StepInputs& inputs) {
                 kernels.gather_rows({rows(op.x), rows(op.y), count_of(op.y, inputs),
                                      inputs.sample_rows, pool});
             },
+            [&](const ExpertsOp& op) {
+                experts_.run({rows(op.x), rows(op.routing), rows(op.y), count_of(op.x, inputs),
+                              *op.gate_up, *op.down, op.form, op.top_k, pool});
+            },
             [](const auto& op) {
                 throw std::invalid_argument(std::string(op.kind) + " is row-wise");
             },
@@ -361,6 +378,11 @@ void Program::run_rows(const Operation& operation, const StepInputs& inputs, int
                 kernels.soft_cap({at(op.x), count, static_cast<float>(op.cap), pool});
             },
             [&](const CopyOp& op) { kernels.copy({at(op.x), at(op.y), count, pool}); },
+            [&](const RouteOp& op) {
+                kernels.route({at(op.x), at(op.y), count, op.score, op.form, op.top_k,
+                               vector_of(op.bias), op.groups, op.top_groups,
+                               static_cast<float>(op.scale), pool});
+            },
             [](const auto& op) {
                 throw std::invalid_argument(std::string(op.kind) + " is not row-wise");
             },

@@ -18,6 +18,40 @@ void check_width(const char* kind, const ViewSpec& one, const ViewSpec& other) {
     if (one.width != other.width) refuse(kind, "views differ in width");
 }
 
+void check_route(const RouteOp& op, Type x, Type y) {
+    const int64_t experts = op.x.width;
+    check_width(op.kind, op.x, op.y);
+    if (x != Type::f32 || y != Type::f32) refuse(op.kind, "views must be f32");
+    if (experts > kMaxExperts) refuse(op.kind, "too many experts");
+    if (op.top_k < 1 || op.top_k > experts) refuse(op.kind, "top_k is out of range");
+    if (op.bias && (*op.bias)->rows() != experts) refuse(op.kind, "the bias has another length");
+    if (op.groups == 0) return;
+    if (op.groups < 0 || experts % op.groups != 0 || op.top_groups < 1 ||
+        op.top_groups > op.groups || op.top_k > op.top_groups * (experts / op.groups)) {
+        refuse(op.kind, "groups do not fit the experts");
+    }
+}
+
+void check_experts(const ExpertsOp& op, Type x) {
+    const Weight &gate_up = *op.gate_up, &down = *op.down;
+    const int64_t experts = op.routing.width;
+    const auto check = [&](const Weight& weight, int64_t rows) {
+        if (weight.form() != Form::matrix) refuse(op.kind, "a weight is not a matrix");
+        if (weight.rows() != experts * round_up(rows, kPanel)) {
+            refuse(op.kind, "a weight has not the experts' rows, filled up to panels");
+        }
+        if (!weight.has_ints() && x != weight.type()) {
+            refuse(op.kind, "the input's dtype is not the weight's");
+        }
+    };
+    check(gate_up, 2 * down.columns());
+    check(down, op.y.width);
+    if (gate_up.columns() != op.x.width || op.y.width != op.x.width) {
+        refuse(op.kind, "views and weights differ in width");
+    }
+    if (op.top_k < 1 || op.top_k > experts) refuse(op.kind, "top_k is out of range");
+}
+
 }  // namespace
 
 void check_range(const char* name, const int32_t* values, int64_t count, int64_t low,
@@ -98,6 +132,13 @@ void Program::check_op(const Operation& operation) const {
             [&](const GatherRowsOp& op) {
                 check_width(op.kind, op.x, op.y);
                 if (type_of(op.x) != type_of(op.y)) refuse(op.kind, "views differ in dtype");
+            },
+            [&](const RouteOp& op) { check_route(op, type_of(op.x), type_of(op.y)); },
+            [&](const ExpertsOp& op) {
+                check_experts(op, type_of(op.x));
+                if (type_of(op.routing) != Type::f32 || type_of(op.y) != Type::f32) {
+                    refuse(op.kind, "routing weights and output must be f32");
+                }
             },
             // Their geometry is the cache's, which check_step uses.
             [](const StoreKVOp&) {},

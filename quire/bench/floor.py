@@ -19,6 +19,7 @@ from quire.engine.assembly.programs import engine_program
 from quire.hub.cache import with_local_model
 from quire.models.registry import open_model
 from quire.program.cost import Cost, StepShape
+from quire.program.expert_ops import Experts
 from quire.program.ops import Linear, Op
 from quire.program.program import Program
 from quire.weights.checkpoint import open_checkpoint
@@ -59,8 +60,8 @@ def op_floor_s(program: Program, op: Op, cost: Cost, limits: Mapping[str, float]
 def arithmetic_s(program: Program, op: Op, cost: Cost, limits: Mapping[str, float]) -> float:
     """Return the least seconds an operation's arithmetic can take."""
     products = str(program.caches[0].dtype)
-    if isinstance(op, Linear):
-        weight = program.weights[op.weight]
+    if isinstance(op, Linear | Experts):
+        weight = program.weights[op.weight if isinstance(op, Linear) else op.down]
         products = (weight.scheme or str(weight.dtype)).partition("-")[0]
     computed_s = 0.0
     for operations, precision in (

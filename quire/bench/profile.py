@@ -36,6 +36,7 @@ from quire.execute.native import SEGMENTS, NativeExecutor
 from quire.hub.cache import with_local_model
 from quire.obs.report import Progress, table
 from quire.program.cost import Cost, StepShape
+from quire.program.expert_ops import Experts
 from quire.program.ops import Linear, Op
 from quire.program.program import Program
 from quire.program.quantize import quantize
@@ -440,6 +441,10 @@ def _join(parts: dict[str, dict[str, Any]], part: Mapping[str, Any]) -> None:
 
 
 def _name(program: Program, op: Op) -> str:
+    if isinstance(op, Experts):
+        down = program.weights[op.down]
+        shape = f"{down.expert_rows} -> {down.columns} {down.scheme or down.dtype}"
+        return f"experts {op.top_k} of {down.experts}: {shape}"
     if not isinstance(op, Linear):
         return op.kind
     weight = program.weights[op.weight]

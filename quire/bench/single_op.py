@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from quire.execute.executor import Executor
 from quire.program.batch import CacheRows, ForwardBatch
 from quire.program.declarations import Weight, WeightForm, WeightPart
-from quire.program.ops import Attention, Copy, Embed, IdSource, Linear, Op, StoreKV
+from quire.program.forms import IdSource
+from quire.program.ops import Attention, Copy, Embed, Linear, Op, StoreKV
 from quire.program.program import Program
 from quire.program.tensors import Buffer, DType, Rows, View
 from quire.weights.safetensors import StoredTensor

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from quire import _native
 from quire.base.errors import CapacityError, ModelError, SettingError, WorkerError
-from quire.config.machine import MachineMemory, machine_memory
+from quire.config.machine import MachineMemory, machine_memory, num_usable_cores
 from quire.execute.executor import (
     HEAD_ROWS,
     PART_LIMITS,
@@ -32,6 +32,7 @@ from quire.execute.packing import load
 from quire.execute.rope_table import RopeTable, rope_bytes
 from quire.program.batch import ForwardBatch
 from quire.program.declarations import FP8_CACHE
+from quire.program.expert_ops import Experts
 from quire.program.ops import Linear, Op
 from quire.program.program import Program
 from quire.program.tensors import Rows
@@ -241,6 +242,12 @@ class NativeExecutor:
         that is read for many rows at once counts once."""
         return self._native.pieces_read
 
+    @property
+    def experts_read(self) -> int:
+        """Reads of an expert's weights so far; one that many rows of a step share is one read
+        or, where these are over a thousand, two."""
+        return self._native.experts_read
+
     def abort(self) -> None:
         """Make the run in progress raise WorkerError before its next operation. Any thread."""
         self._native.abort()
@@ -259,6 +266,7 @@ class NativeExecutor:
             *_cache_problems(program),
             *_rope_problems(program),
             *_weight_problems(program),
+            *_expert_problems(program),
         ]
         if problems:
             raise ModelError(
@@ -274,7 +282,8 @@ class NativeExecutor:
             step_bytes=lay_out(program, limits).arena_bytes
             + lay_out(program, PART_LIMITS).arena_bytes
             + rope_bytes(program)
-            + _int_row_bytes(program, limits),
+            + _int_row_bytes(program, limits)
+            + _expert_bytes(program, limits),
             token_bytes=sum(cache.token_bytes for cache in program.caches),
         )
 
@@ -344,6 +353,33 @@ def _int_row_bytes(program: Program, limits: StepLimits) -> int:
         if isinstance(op, Linear) and (weight := program.weights[op.weight]).ints is not None
     ]
     return max(sizes, default=0)
+
+
+def _expert_bytes(program: Program, limits: StepLimits) -> int:
+    """Scratch memory of the largest operation with experts, for as many threads as there are CPUs:
+    native/include/quire/experts.h."""
+    most = replace(limits, max_tokens=max(limits.max_tokens, PART_TOKENS))
+    sizes = [
+        _native.expert_bytes(
+            most.rows(op.x.buffer.rows),
+            experts=op.routing.width,
+            top_k=op.top_k,
+            hidden=op.x.width,
+            inner=program.weights[op.down].columns,
+            dtype=str(op.x.dtype),
+            num_threads=num_usable_cores(),
+        )
+        for ops in program.segments.values()
+        for op in ops
+        if isinstance(op, Experts)
+    ]
+    return max(sizes, default=0)
+
+
+def _expert_problems(program: Program) -> Iterator[str]:
+    most = max((weight.experts for weight in program.weights.values()), default=0)
+    if most > _native.MAX_EXPERTS:
+        yield f"its layers have {most} experts; at most {_native.MAX_EXPERTS} are held"
 
 
 def _cache_problems(program: Program) -> Iterator[str]:

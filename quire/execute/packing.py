@@ -33,6 +33,8 @@ from quire.weights.pack_cache import (
     stamp_of,
 )
 
+PANEL_ROWS = 32  # of a packed matrix (native/include/quire/kernels.h)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
@@ -195,14 +197,14 @@ def pack(
     total, done = program.weight_bytes, 0
     for name, weight in program.weights.items():
         packed[name] = native = _empty_weight(weight)
-        first = 0
-        for part in _joined(weight.parts):
+        rows_before = 0
+        for part in _joined(weight):
             stored = binding.content(part)
             is_new, makers = not digest.holds(stored), list(binding.pieces(part))
             for piece in _made_ahead(makers, pool.num_threads):
                 content = native.fill(
                     pool,
-                    first,
+                    _packed_row(weight, rows_before),
                     piece.rows,
                     piece.raw,
                     piece.dtype,
@@ -214,7 +216,7 @@ def pack(
                 )
                 if content is not None:
                     digest.add(stored, content)
-                first += piece.rows
+                rows_before += piece.rows
                 done += piece.rows * weight.row_bytes
                 if progress is not None:
                     progress(done, total)
@@ -242,27 +244,46 @@ def _made_ahead(makers: Sequence[Callable[[], Piece]], num_threads: int) -> Iter
             yield ahead.popleft().result()
 
 
-def _joined(parts: Sequence[WeightPart]) -> list[WeightPart]:
-    """The same rows in fewer parts: those that follow each other in one source too are one."""
+def _joined(weight: Weight) -> list[WeightPart]:
+    """The same rows in fewer parts: those that follow each other in one source, and in what is
+    packed, are one."""
     joined: list[WeightPart] = []
-    for part in parts:
+    rows_before = 0
+    for part in weight.parts:
         last = joined[-1] if joined else None
         if (
             last is not None
             and last.source == part.source
             and last.first_row + last.rows == part.first_row
+            and (not weight.experts or rows_before % weight.expert_rows)
         ):
             joined[-1] = replace(last, rows=last.rows + part.rows)
         else:
             joined.append(part)
+        rows_before += part.rows
     return joined
+
+
+def _packed_rows(weight: Weight) -> int:
+    """Rows of the packed weight: each expert is filled up to whole panels."""
+    if not weight.experts:
+        return weight.rows
+    return weight.experts * (-(-weight.expert_rows // PANEL_ROWS) * PANEL_ROWS)
+
+
+def _packed_row(weight: Weight, row: int) -> int:
+    """Where a row of the weight is in the packed one."""
+    if not weight.experts:
+        return row
+    expert, inside = divmod(row, weight.expert_rows)
+    return expert * (_packed_rows(weight) // weight.experts) + inside
 
 
 def _shape(weight: Weight) -> tuple[str, str, int, int, str]:
     return (
         str(weight.form),
         str(weight.dtype),
-        weight.rows,
+        _packed_rows(weight),
         max(weight.columns, 1),
         weight.scheme,
     )

@@ -29,9 +29,12 @@ from quire.execute.executor import (
 )
 from quire.execute.quantized_weights import quantize_weight, read_f32
 from quire.execute.reference_attention import PagedRows, attention
+from quire.execute.reference_experts import experts, route
 from quire.execute.rope_table import RopeTable, rope_bytes
 from quire.program.batch import ForwardBatch
-from quire.program.declarations import CacheSpec
+from quire.program.declarations import CacheSpec, Weight
+from quire.program.expert_ops import Experts, Route
+from quire.program.forms import IdSource
 from quire.program.ops import (
     Activation,
     Add,
@@ -39,7 +42,6 @@ from quire.program.ops import (
     Copy,
     Embed,
     GatherRows,
-    IdSource,
     Linear,
     Norm,
     Op,
@@ -99,7 +101,9 @@ class ReferenceExecutor:
         self._limits = options.limits
         digest = WeightsDigest()
         coarse: dict[str, int] = {}
-        self._weights, self._few = _load(program, binding, digest, coarse, options.progress)
+        self._weights, self._few, self._experts = _load(
+            program, binding, digest, coarse, options.progress
+        )
         self.coarse_rows: Mapping[str, int] = coarse
         self.weights_digest = digest.hexdigest()
         self._ropes = [RopeTable(spec) for spec in program.ropes]
@@ -205,7 +209,8 @@ class ReferenceExecutor:
     def close(self) -> None:
         """Let go of weights, buffers and cache."""
         self._is_closed = True
-        self._weights, self._few, self._buffers, self._apart = {}, {}, [], []
+        self._weights, self._few, self._experts = {}, {}, {}
+        self._buffers, self._apart = [], []
         self._caches, self._num_blocks = [], 0
 
     @staticmethod
@@ -315,6 +320,10 @@ class ReferenceExecutor:
                 self._copy(op)
             case GatherRows():
                 self._gather_rows(op)
+            case Route():
+                self._write(op.y, route(op, self._read(op.x), self._weight(op.bias)))
+            case Experts():
+                self._run_experts(op)
             case _:
                 assert_never(op)
 
@@ -353,13 +362,19 @@ class ReferenceExecutor:
         self._write(op.y, y)
 
     def _linear(self, op: Linear) -> None:
-        x, bias = self._read(op.x), self._weight(op.bias)
-        weight = self._few.get(op.weight)
-        if isinstance(weight, Fp8Matrix):
-            return self._write(op.y, ops.fp8_linear(x, weight, bias))
-        if weight is not None:
-            return self._write(op.y, ops.int_linear(x, weight, bias))
-        self._write(op.y, ops.linear(x, self._weights[op.weight], bias))
+        weight = self._few[op.weight] if op.weight in self._few else self._weights[op.weight]
+        self._write(op.y, ops.product(self._read(op.x), weight, self._weight(op.bias)))
+
+    def _run_experts(self, op: Experts) -> None:
+        y = experts(
+            op,
+            self._read(op.x),
+            self._read(op.routing),
+            self._experts[op.gate_up],
+            self._experts[op.down],
+            round_inner=round_to_bf16 if op.x.dtype is DType.BF16 else ops.copy,
+        )
+        self._write(op.y, y)
 
     def _rope(self, op: Rope, batch: ForwardBatch) -> None:
         table = self._ropes[op.rope]
@@ -426,19 +441,21 @@ def _load(
     digest: WeightsDigest,
     coarse: dict[str, int],
     progress: Progress | None,
-) -> tuple[dict[str, Float32s], dict[str, IntMatrix | Fp8Matrix]]:
-    """Weights in float32, [rows, columns] or [rows] of a vector; and those in few bits."""
+) -> tuple[dict[str, Float32s], dict[str, IntMatrix | Fp8Matrix], dict[str, list[ops.Matrix]]]:
+    """Weights in float32, [rows, columns] or [rows] of a vector; those in few bits; and those with
+    an expert axis, a matrix per expert."""
     loaded: dict[str, Float32s] = {}
     few: dict[str, IntMatrix | Fp8Matrix] = {}
+    of_experts: dict[str, list[ops.Matrix]] = {}
     total, done = program.weight_bytes, 0
     for name, weight in program.weights.items():
-        if weight.quantized is None:
-            values = read_f32(weight, binding)
-            loaded[name] = round_to_bf16(values) if weight.dtype is DType.BF16 else values
+        matrices = [_matrix(one, binding, coarse, name) for one in (weight.by_expert() or [weight])]
+        if weight.experts:
+            of_experts[name] = matrices
+        elif isinstance(matrices[0], np.ndarray):
+            loaded[name] = matrices[0]
         else:
-            few[name], count = quantize_weight(weight, binding)
-            if count:
-                coarse[name] = count
+            few[name] = matrices[0]
         for part in weight.parts:
             if not digest.holds(stored := binding.content(part)):
                 digest.add(stored)
@@ -446,4 +463,15 @@ def _load(
         done += weight.num_bytes
         if progress is not None:
             progress(done, total)
-    return loaded, few
+    return loaded, few, of_experts
+
+
+def _matrix(weight: Weight, binding: Binding, coarse: dict[str, int], name: str) -> ops.Matrix:
+    """A weight as it is kept; the rows that 8 bits are too coarse for are counted under `name`."""
+    if weight.quantized is None:
+        values = read_f32(weight, binding)
+        return round_to_bf16(values) if weight.dtype is DType.BF16 else values
+    matrix, count = quantize_weight(weight, binding)
+    if count:
+        coarse[name] = coarse.get(name, 0) + count
+    return matrix

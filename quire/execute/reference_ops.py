@@ -19,6 +19,7 @@ from quire.quant.scheme import ACTIVATION_GROUP
 
 Float32s = NDArray[np.float32]
 Int32s = NDArray[np.int32]
+Matrix = Float32s | IntMatrix | Fp8Matrix  # a weight [N, K] in its dtype, or in few bits
 
 ONE = np.float32(1)
 HALF = np.float32(0.5)
@@ -59,6 +60,15 @@ def linear(x: Float32s, weight: Float32s, bias: Float32s | None) -> Float32s:
     for row in range(len(x)):
         y[row] = weight @ np.ascontiguousarray(x[row])
     return y if bias is None else y + bias
+
+
+def product(x: Float32s, weight: Matrix, bias: Float32s | None) -> Float32s:
+    """x [R, K] by a weight [N, K] as it is kept (+ bias [N]): [R, N]."""
+    if isinstance(weight, Fp8Matrix):
+        return fp8_linear(x, weight, bias)
+    if isinstance(weight, IntMatrix):
+        return int_linear(x, weight, bias)
+    return linear(x, weight, bias)
 
 
 def int_linear(x: Float32s, weight: IntMatrix, bias: Float32s | None) -> Float32s:

@@ -21,6 +21,7 @@ from quire.models.rope_reader import check_rotated_columns, read_rope
 from quire.models.spec import (
     AttentionSpec,
     EmbeddingSpec,
+    ExpertsSpec,
     GenerationSpec,
     HeadSpec,
     MlpSpec,
@@ -28,7 +29,7 @@ from quire.models.spec import (
     NormSpec,
     RotarySpec,
 )
-from quire.program.ops import ActivationForm
+from quire.program.forms import ActivationForm
 
 MAX_POSITIONS = 2**27
 MIN_POSITIONS = 2  # a token of the prompt and one of the answer
@@ -78,6 +79,7 @@ def read_decoder(
     norm: Fields = NO_FIELDS,
     embedding: Fields = NO_FIELDS,
     head: Fields = NO_FIELDS,
+    experts: ExpertsSpec | None = None,
     residual_scale: float = 1.0,
     rotary: RotarySpec | Shared | None = Shared.ROTARY,
 ) -> ModelSpec:
@@ -138,6 +140,7 @@ def read_decoder(
         embedding=EmbeddingSpec(**embedding),
         head=HeadSpec(is_tied=is_tied, **head),
         generation=generation,
+        experts=experts,
         residual_scale=residual_scale,
         static_activations=static_activations,
     )

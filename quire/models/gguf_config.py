@@ -31,7 +31,7 @@ from quire.models.gguf_rope import (
     read_scaling,
 )
 from quire.models.gguf_values import plain_values
-from quire.models.spec import ModelSpec
+from quire.models.spec import ExpertsSpec, ModelSpec
 
 Json = dict[str, Any]
 ReadFamily = Callable[[Json, str], ModelSpec]  # config.json, and what errors call it
@@ -48,6 +48,10 @@ SWITCHED_OFF: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "pooling_type": (0,),
         "use_parallel_residual": (False,),
     }
+)
+# Of a mixture of experts, and what config.json calls them.
+EXPERT_COUNTS: Mapping[str, str] = MappingProxyType(
+    {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 )
 PASSED_OVER = ("tensor_data_layout",)
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
@@ -84,6 +88,8 @@ def read_gguf(path: Path, read_family: ReadFamily) -> ModelSpec:
         values["rope_scaling"] = llama3_scaling(divisors, values["rope_theta"], values["head_dim"])
     _read_tokens(config, model, values)
     for key, allowed in SWITCHED_OFF.items():
+        if key in EXPERT_COUNTS and EXPERT_COUNTS[key] in values:
+            continue
         config.require(key, allowed, f"only {show(allowed[0])} is supported")
     config.pass_over(PASSED_OVER)
     config.finish()
@@ -104,8 +110,16 @@ def read_gguf(path: Path, read_family: ReadFamily) -> ModelSpec:
             output_bias="blk.0.attn_output.bias" in tensors,
         ),
         mlp=replace(spec.mlp, bias="blk.0.ffn_down.bias" in tensors),
+        experts=_stacked(spec.experts),
         generation=replace(spec.generation, defaults=read_sampling(model.metadata, str(path))),
     )
+
+
+def _stacked(experts: ExpertsSpec | None) -> ExpertsSpec | None:
+    """The converter stacks a layer's experts."""
+    if experts is None:
+        return None
+    return replace(experts, tensors=replace(experts.tensors, stacked=True))
 
 
 def _read_shape(config: ConfigReader, model: GgufModel, meaning: Meaning) -> Json:
@@ -200,6 +214,31 @@ def _read_divisors(config: ConfigReader, model: GgufModel, values: Json) -> Any:
         config.note(f"tensor {FREQUENCY_DIVISORS} is there beside other angles; one must count")
         return None
     return read_divisors(config, model, FREQUENCY_DIVISORS, values["head_dim"] // 2)
+
+
+def _read_experts(config: ConfigReader, values: Json) -> None:
+    for key, name in EXPERT_COUNTS.items():
+        values[name] = config.whole(key, 1, 2**16)
+
+
+def _read_llama(config: ConfigReader, model: GgufModel, values: Json) -> None:
+    """A Llama, or with experts a Mixtral."""
+    _read_rotation(config, model, values)
+    if config.take("expert_count"):
+        _read_experts(config, values)
+        values["architectures"] = ["MixtralForCausalLM"]
+
+
+def _read_qwen3_moe(config: ConfigReader, model: GgufModel, values: Json) -> None:
+    _read_rotation(config, model, values)
+    _read_experts(config, values)
+    values["moe_intermediate_size"] = config.whole("expert_feed_forward_length", 1, 2**22)
+    values["norm_topk_prob"] = True  # of all that were published
+
+
+def _read_olmoe(config: ConfigReader, model: GgufModel, values: Json) -> None:
+    _read_rotation(config, model, values)
+    _read_experts(config, values)
 
 
 def _read_granite(config: ConfigReader, model: GgufModel, values: Json) -> None:
@@ -327,9 +366,11 @@ def _read_starcoder2(config: ConfigReader, model: GgufModel, values: Json) -> No
 LAYER_NORM_EPS = "attention.layer_norm_epsilon"
 MEANINGS: Mapping[str, Meaning] = MappingProxyType(
     {
-        "llama": Meaning(architecture="LlamaForCausalLM", read=_read_rotation),
+        "llama": Meaning(architecture="LlamaForCausalLM", read=_read_llama),
         "qwen2": Meaning(architecture="Qwen2ForCausalLM", read=_read_rotation),
         "qwen3": Meaning(architecture="Qwen3ForCausalLM", read=_read_rotation),
+        "qwen3moe": Meaning(architecture="Qwen3MoeForCausalLM", read=_read_qwen3_moe),
+        "olmoe": Meaning(architecture="OlmoeForCausalLM", read=_read_olmoe),
         "gemma": Meaning(architecture="GemmaForCausalLM", read=_read_rotation),
         "gemma2": Meaning(architecture="Gemma2ForCausalLM", read=_read_gemma2),
         "gemma3": Meaning(architecture="Gemma3ForCausalLM", read=_read_gemma3),

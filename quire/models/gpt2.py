@@ -15,7 +15,7 @@ from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import ACTIVATIONS, read_decoder
 from quire.models.spec import ModelSpec
 from quire.program.builder import ProgramBuilder
-from quire.program.ops import NormForm
+from quire.program.forms import NormForm
 from quire.program.program import Program
 from quire.program.tensors import DType, View
 

@@ -19,7 +19,7 @@ from quire.models.rope import rope_spec
 from quire.models.spec import ModelSpec
 from quire.program.builder import ProgramBuilder
 from quire.program.declarations import CacheSpec, WeightPart
-from quire.program.ops import IdSource
+from quire.program.forms import IdSource
 from quire.program.program import Program
 from quire.program.tensors import DType, View
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from quire.models import layers
 from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import read_decoder
+from quire.models.expert_layers import feed_forward
 from quire.models.layers import Ropes
 from quire.models.spec import ModelSpec
 from quire.program.builder import ProgramBuilder
@@ -37,7 +38,7 @@ def _layer(
     h = layers.norm(p, spec, x, f"{source}input_layernorm", delta)
     delta = layers.self_attention(p, spec, layers.qkv(p, spec, h, layer), layer, ropes)
     h = layers.norm(p, spec, x, f"{source}post_attention_layernorm", delta)
-    return layers.gated_mlp(p, spec, h, layer)
+    return feed_forward(p, spec, h, layer)
 
 
 def build_llama(spec: ModelSpec, *, dtype: DType, max_positions: int) -> Program:

@@ -32,7 +32,10 @@ _SEES_ALL = (
     "it is an encoder or a classifier ({found}), which writes no text; take a checkpoint that "
     "was trained to continue text"
 )
-_HAS_EXPERTS = "it is a mixture of experts ({found}), which is not supported yet"
+_HAS_EXPERTS = (
+    "it is a mixture of experts ({found}) of a family that does not run yet; Mixtral, Qwen 2 and 3 "
+    "with experts, dots.llm1 and OLMoE do"
+)
 _RECURS = "it has state-space or recurrent layers ({found}), which are not supported"
 _PAINTS = "it makes pictures ({found}); only models that continue text run"
 _HEADLESS = (

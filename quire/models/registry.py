@@ -19,6 +19,7 @@ from quire.base.errors import ConfigError
 from quire.base.gguf_model import find_gguf
 from quire.base.regular_file import is_present
 from quire.models.config_reader import ConfigReader, load_config
+from quire.models.dots1 import read_dots1
 from quire.models.foreign_folders import what_else
 from quire.models.gemma import read_gemma
 from quire.models.gemma2 import build_gemma2, read_gemma2
@@ -29,10 +30,13 @@ from quire.models.gpt2 import build_gpt2, read_gpt2
 from quire.models.granite import read_granite
 from quire.models.llama import build_llama, read_llama
 from quire.models.mistral import read_ministral, read_mistral
+from quire.models.mixtral import read_mixtral
 from quire.models.olmo import build_olmo, read_olmo2, read_olmo3
+from quire.models.olmoe import build_olmoe, read_olmoe
 from quire.models.opt import build_opt, read_opt
 from quire.models.phi3 import build_phi3, read_phi3
 from quire.models.qwen import read_qwen2, read_qwen3
+from quire.models.qwen_moe import read_qwen2_moe, read_qwen3_moe
 from quire.models.refusals import other_kind, refusal
 from quire.models.smollm3 import read_smollm3
 from quire.models.spec import ModelSpec
@@ -60,6 +64,15 @@ FAMILIES = MappingProxyType(
         ),
         "Qwen2ForCausalLM": Family(model_type="qwen2", read=read_qwen2, build=build_llama),
         "Qwen3ForCausalLM": Family(model_type="qwen3", read=read_qwen3, build=build_llama),
+        "MixtralForCausalLM": Family(model_type="mixtral", read=read_mixtral, build=build_llama),
+        "Qwen2MoeForCausalLM": Family(
+            model_type="qwen2_moe", read=read_qwen2_moe, build=build_llama
+        ),
+        "Qwen3MoeForCausalLM": Family(
+            model_type="qwen3_moe", read=read_qwen3_moe, build=build_llama
+        ),
+        "Dots1ForCausalLM": Family(model_type="dots1", read=read_dots1, build=build_llama),
+        "OlmoeForCausalLM": Family(model_type="olmoe", read=read_olmoe, build=build_olmoe),
         "SmolLM3ForCausalLM": Family(model_type="smollm3", read=read_smollm3, build=build_llama),
         "Phi3ForCausalLM": Family(model_type="phi3", read=read_phi3, build=build_phi3),
         "GemmaForCausalLM": Family(model_type="gemma", read=read_gemma, build=build_llama),

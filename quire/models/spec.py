@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from quire.program.ops import ActivationForm, NormForm
+from quire.program.forms import ActivationForm, NormForm, RouterScore, RoutingForm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +92,48 @@ class MlpSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertTensors:
+    """Names of the tensors of a layer's experts, after "model.layers.N.".
+
+    block: what the router and the experts are in. gate, up, down: the products of an expert.
+    stacked: each of them is one tensor [experts, rows, columns], not one per expert.
+    """
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    stacked: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """A mixture of experts in place of the feed-forward half, where `layers` says so.
+
+    size: inner width of an expert; top_k of num_experts are chosen per token. score, form: see
+    Route in quire/program/expert_ops.py. has_selection_bias, groups, top_groups, scale: as
+    DeepSeek-V3 chooses. shared_size: inner width of the expert that every token passes, 0 for none;
+    has_shared_gate: its output is multiplied by the sigmoid of a gate. shared: the name of its
+    tensors.
+    """
+
+    layers: frozenset[int]
+    num_experts: int
+    top_k: int
+    size: int
+    score: RouterScore = RouterScore.SOFTMAX
+    form: RoutingForm = RoutingForm.SCORES
+    scale: float = 1.0
+    has_selection_bias: bool = False
+    groups: int = 0
+    top_groups: int = 0
+    shared_size: int = 0
+    has_shared_gate: bool = False
+    shared: str = "shared_expert"
+    tensors: ExpertTensors = ExpertTensors()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RotarySpec:
     """Rotary angles by layer. windowed: of layers with a window, None where they have those of all
     layers. unrotated_layers: layers without rotary angles."""
@@ -158,9 +200,9 @@ class ModelSpec:
     """A model's shape and defaults.
 
     dtype: of the checkpoint's weights ("f32", "f16", "bf16"; "f32" where it does not say).
-    rotary: None where positions are learned. residual_scale multiplies what each half of a layer
-    adds to the stream. static_activations: the checkpoint is in fp8 and fixes the scales of
-    activations.
+    rotary: None where positions are learned. experts: None for a dense model. residual_scale
+    multiplies what each half of a layer adds to the stream. static_activations: the checkpoint is
+    in fp8 and fixes the scales of activations.
     """
 
     architecture: str
@@ -176,5 +218,6 @@ class ModelSpec:
     head: HeadSpec
     generation: GenerationSpec
     embedding: EmbeddingSpec = EmbeddingSpec()
+    experts: ExpertsSpec | None = None
     residual_scale: float = 1.0
     static_activations: bool = False

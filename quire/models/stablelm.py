@@ -10,7 +10,7 @@ from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import MAX_POSITIONS, MIN_POSITIONS, read_decoder
 from quire.models.rope_reader import read_rope
 from quire.models.spec import ModelSpec, RotarySpec
-from quire.program.ops import NormForm
+from quire.program.forms import NormForm
 
 ROTARY_SHARE = 0.25  # where a configuration does not say
 

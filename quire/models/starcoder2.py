@@ -12,7 +12,7 @@ from quire.models.decoder_config import MAX_POSITIONS, MIN_POSITIONS, read_decod
 from quire.models.layers import Ropes
 from quire.models.spec import ModelSpec
 from quire.program.builder import ProgramBuilder
-from quire.program.ops import NormForm
+from quire.program.forms import NormForm
 from quire.program.program import Program
 from quire.program.tensors import DType, View
 

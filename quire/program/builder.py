@@ -10,18 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.program.declarations import CacheSpec, RopeSpec, Weight, WeightForm, WeightPart
+from quire.program.expert_ops import Experts, Route
+from quire.program.forms import ActivationForm, IdSource, NormForm, RouterScore, RoutingForm
 from quire.program.ops import (
     Activation,
-    ActivationForm,
     Add,
     Attention,
     Copy,
     Embed,
     GatherRows,
-    IdSource,
     Linear,
     Norm,
-    NormForm,
     Op,
     Rope,
     Scale,
@@ -55,6 +54,21 @@ class ProgramBuilder:
         """Declare a [sum of parts' rows, columns] product weight; returns its name."""
         return self._declare(
             Weight(name, WeightForm.MATRIX, tuple(parts), columns, self.dtype, shard)
+        )
+
+    def expert_matrix(
+        self,
+        name: str,
+        experts: int,
+        parts: Sequence[WeightPart],
+        columns: int,
+        *,
+        shard: str = "experts",
+    ) -> str:
+        """Declare a weight [experts, rows, columns], its parts in the order of the experts."""
+        form = WeightForm.MATRIX
+        return self._declare(
+            Weight(name, form, tuple(parts), columns, self.dtype, shard, experts=experts)
         )
 
     def table(self, name: str, part: WeightPart, columns: int) -> str:
@@ -186,6 +200,52 @@ class ProgramBuilder:
         """form(gate) * up, or form(gate) alone."""
         y = self._new("activated", gate.width, self.dtype)
         self._ops.append(Activation(gate=gate, up=up, y=y, form=form))
+        return y
+
+    def route(
+        self,
+        x: View,
+        *,
+        top_k: int,
+        score: RouterScore = RouterScore.SOFTMAX,
+        form: RoutingForm = RoutingForm.SCORES,
+        bias: str | None = None,
+        groups: int = 0,
+        top_groups: int = 0,
+        scale: float = 1.0,
+    ) -> View:
+        """Routing weights by a router's logits x [R, E], f32: 0 for each expert not chosen."""
+        y = self._new("routing", x.width, DType.F32)
+        self._ops.append(
+            Route(
+                x=x,
+                y=y,
+                score=score,
+                form=form,
+                top_k=top_k,
+                bias=bias,
+                groups=groups,
+                top_groups=top_groups,
+                scale=scale,
+            )
+        )
+        return y
+
+    def experts(
+        self,
+        x: View,
+        routing: View,
+        gate_up: str,
+        down: str,
+        *,
+        top_k: int,
+        form: ActivationForm = ActivationForm.SILU,
+    ) -> View:
+        """Sum of the chosen experts' outputs by their routing weights, f32."""
+        y = self._new("experts", self._weights[down].expert_rows, DType.F32)
+        self._ops.append(
+            Experts(x=x, routing=routing, y=y, gate_up=gate_up, down=down, form=form, top_k=top_k)
+        )
         return y
 
     def add(self, x: View, y: View) -> View:

@@ -6,7 +6,7 @@ Knows no operation and no model family. Always holds: records are frozen and com
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -32,7 +32,8 @@ class WeightPart:
 
     They are rows first_row .. first_row + rows - 1 of a tensor of `of_rows` rows, or all of it
     where of_rows is 0. transposed: the tensor is stored [columns, rows], as GPT-2 stores its
-    products. A vector's rows are its elements.
+    products. stacked: the tensor holds so many experts, [stacked, of_rows / stacked, columns], and
+    rows are counted through all of them; 0 for a matrix. A vector's rows are its elements.
     """
 
     name: str  # as in "q"
@@ -41,14 +42,17 @@ class WeightPart:
     first_row: int = 0
     of_rows: int = 0
     transposed: bool = False
+    stacked: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
     """An entry of the parameter table: what a checkpoint must hold and where it goes.
 
-    Shape is [rows, columns] (columns 0 for a vector); rows is the sum of the parts'.
-    `shard` names the axis that tensor parallelism cuts: "rows", "columns" or "" for none.
+    Shape is [rows, columns] (columns 0 for a vector); rows is the sum of the parts'. experts: the
+    number of experts of a matrix with an expert axis, [experts, expert_rows, columns]; its
+    parts are in the order of the experts; 0 for a weight without.
+    `shard` names the axis that parallelism cuts: "rows", "columns", "experts" or "" for none.
     `offset` is added to each element while loading (norms that store weight - 1). `scheme` names
     the quantization of a matrix (quire.quant.scheme); "" keeps it in `dtype`.
     """
@@ -61,11 +65,28 @@ class Weight:
     shard: str = ""
     offset: float = 0.0
     scheme: str = ""
+    experts: int = 0
 
     @property
     def rows(self) -> int:
-        """Output features (N)."""
+        """Output features (N), of all experts where there are some."""
         return sum(part.rows for part in self.parts)
+
+    @property
+    def expert_rows(self) -> int:
+        """Output features of one expert."""
+        return self.rows // max(self.experts, 1)
+
+    def by_expert(self) -> list[Weight]:
+        """Return each expert's matrix as a weight of its own."""
+        weights, parts = [], iter(self.parts)
+        for expert in range(self.experts):
+            own: list[WeightPart] = []
+            while sum(part.rows for part in own) < self.expert_rows:
+                own.append(next(parts))
+            name = f"{self.name}.{expert}"
+            weights.append(replace(self, name=name, parts=tuple(own), experts=0))
+        return weights
 
     @property
     def size(self) -> int:
@@ -100,10 +121,14 @@ class Weight:
         rows = part.of_rows or part.rows
         if self.form is WeightForm.VECTOR:
             return (rows,)
+        if part.stacked:
+            return (part.stacked, rows // part.stacked, self.columns)
         return (self.columns, rows) if part.transposed else (rows, self.columns)
 
     def __str__(self) -> str:
-        size = f"{self.rows}" if not self.columns else f"{self.rows} x {self.columns}"
+        size = f"{self.rows}" if not self.columns else f"{self.expert_rows} x {self.columns}"
+        if self.experts:
+            size = f"{self.experts} x {size}"
         return f"{self.name} [{size}] {self.scheme or self.dtype}"
 
 

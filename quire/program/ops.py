@@ -8,6 +8,8 @@ buffer's dtype, and nowhere else. The one exception is named by the numerics ver
 rounds its probabilities to the cache's dtype before the product with V (and where the cache holds
 int8 or fp8, multiplies each by its value's scale before).
 
+Route and Experts, the operations of a mixture of experts, are in expert_ops.py.
+
 The fields of an operation (`schema` in operation.py) are also its encoding for the native executor:
 native/include/quire/operations.h declares the same fields by name, and
 quire/execute/native_ops.py compares both tables when it is imported.
@@ -17,40 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from types import MappingProxyType
 from typing import get_args
 
 from quire.program.cost import Cost, StepShape
 from quire.program.declarations import CacheSpec, Declarations, WeightForm
+from quire.program.expert_ops import Experts, Route
+from quire.program.forms import QUANTIZING_OPS, ActivationForm, IdSource, NormForm
 from quire.program.operation import Operation, WeightName, check_width
 from quire.program.tensors import Rows, View
-
-# Arithmetic per element of a row that is quantized: magnitude, product, rounding, sum.
-QUANTIZING_OPS = 4
-
-
-class NormForm(StrEnum):
-    """RMS norm, or layer norm (which subtracts the mean)."""
-
-    RMS = "rms"
-    LAYER = "layer"
-
-
-class ActivationForm(StrEnum):
-    """Functions of the feed-forward half."""
-
-    SILU = "silu"
-    GELU = "gelu"
-    GELU_TANH = "gelu_tanh"
-    RELU = "relu"
-
-
-class IdSource(StrEnum):
-    """What an embedding is looked up by: token ids, or rope positions (learned positions)."""
-
-    TOKENS = "tokens"
-    POSITIONS = "positions"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +137,8 @@ class Linear(Operation):
         weight = declared.weights[self.weight]
         if weight.form is not WeightForm.MATRIX:
             raise ValueError(f"{weight.name} is a {weight.form}, not a matrix")
+        if weight.experts:
+            raise ValueError(f"{weight.name} has {weight.experts} experts; a linear takes none")
         check_width("x", self.x, weight.columns)
         check_width("y", self.y, weight.rows)
         if self.bias is not None and declared.weights[self.bias].rows != weight.rows:
@@ -441,6 +420,8 @@ Op = (
     | SoftCap
     | Copy
     | GatherRows
+    | Route
+    | Experts
 )
 OPERATIONS: Mapping[str, type[Op]] = MappingProxyType({op.kind: op for op in get_args(Op)})
 

@@ -97,11 +97,14 @@ class Program:
                 raise ValueError(
                     f"{self.name}: weight {weight.name}: a {weight.form} cannot be {weight.scheme}"
                 )
+            _check_experts(self.name, weight)
             for part in weight.parts:
                 where = f"{self.name}: weight {weight.name}: part {part.name}"
                 end, total = part.first_row + part.rows, part.of_rows or part.rows
                 if part.rows < 1 or part.first_row < 0 or end > total:
                     raise ValueError(f"{where}: rows {part.first_row} to {end} of {total}")
+                if part.stacked and (part.transposed or total % part.stacked):
+                    raise ValueError(f"{where}: {total} rows of {part.stacked} stacked experts")
                 if part.transposed and weight.form is WeightForm.VECTOR:
                     raise ValueError(f"{where}: a vector cannot be transposed")
                 if weight.source_shape(part) != shapes[part.source]:
@@ -109,3 +112,20 @@ class Program:
                         f"{where}: {part.source} is {list(weight.source_shape(part))} here and "
                         f"{list(shapes[part.source])} elsewhere"
                     )
+
+
+def _check_experts(program: str, weight: Weight) -> None:
+    """Raise ValueError unless a weight's parts divide evenly over its experts."""
+    if not weight.experts:
+        return
+    ends, end = set(), 0
+    for part in weight.parts:
+        end += part.rows
+        ends.add(end)
+    size, left = divmod(weight.rows, weight.experts)
+    fits = not left and all(size * (expert + 1) in ends for expert in range(weight.experts))
+    if weight.form is not WeightForm.MATRIX or not fits:
+        raise ValueError(
+            f"{program}: weight {weight.name}: a {weight.form} of {len(weight.parts)} parts, "
+            f"{weight.rows} rows, is not {weight.experts} experts of equal size"
+        )

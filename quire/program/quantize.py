@@ -2,11 +2,12 @@
 
     quantize(program, "int4-g64", head="int8", keep=["layers.0.*=none"])
 
-Every matrix gets the scheme; the head gets its own (by default int8 where the rest is int4, since
-its errors go straight into the logits, and fp8 where it is fp8-block); rules then say otherwise for
-weights by name. Tables that are only gathered from, vectors and the KV cache (kv_cache.py) stay as
-they are. Executors quantize while they load. Always holds: a rule that matches nothing is an error,
-and of several the last one counts.
+Every matrix gets the scheme, experts each by itself; the head gets its own (by default int8 where
+the rest is int4, since its errors go straight into the logits, and fp8 where it is fp8-block). A
+router stays in its dtype: it is small, and its errors change which experts are chosen. Rules then
+say otherwise for weights by name. Tables that are only gathered from, vectors and the KV cache
+(kv_cache.py) stay as they are. Executors quantize while they load. Always holds: a rule that
+matches nothing is an error, and of several the last one counts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from types import MappingProxyType
 
 from quire.base.errors import SettingError
 from quire.program.declarations import Weight, WeightForm
+from quire.program.expert_ops import Route
 from quire.program.ops import Linear
 from quire.program.program import Program
 from quire.quant.scheme import PLAIN, SCHEMES, Rule, canonical, parse_rule
@@ -50,11 +52,11 @@ def quantize(
         head_rest = dict.fromkeys(program.weights, _head_default(same))
     if head != AUTO:
         head_rest = dict.fromkeys(program.weights, _precision(program, head, "head_precision"))
-    heads = _heads(program)
+    rest = rest | dict.fromkeys(_routers(program), "")
+    rest = rest | {name: head_rest[name] for name in _heads(program)}
     rules = [_rule(program, text) for text in keep]
     weights = {
-        name: _with_scheme(weight, (head_rest if name in heads else rest)[name], rules)
-        for name, weight in program.weights.items()
+        name: _with_scheme(weight, rest[name], rules) for name, weight in program.weights.items()
     }
     return replace(program, weights=weights)
 
@@ -97,6 +99,13 @@ def _heads(program: Program) -> set[str]:
         and logits is not None
         and op.y.buffer.index == logits.buffer.index
     }
+
+
+def _routers(program: Program) -> set[str]:
+    """Names of the weights of the products that give a router's logits."""
+    ops = [op for ops in program.segments.values() for op in ops]
+    logits = {op.x.buffer.index for op in ops if isinstance(op, Route)}
+    return {op.weight for op in ops if isinstance(op, Linear) and op.y.buffer.index in logits}
 
 
 def _head_default(rest: str) -> str:

@@ -128,19 +128,23 @@ def _view_from_plain(plain: list[int], buffers: tuple[Buffer, ...]) -> View:
 
 
 def _weight_to_plain(weight: Weight) -> Plain:
-    return {
+    plain: Plain = {
         "name": weight.name,
         "form": weight.form.value,
-        "parts": [
-            [part.name, part.source, part.rows, part.first_row, part.of_rows, part.transposed]
-            for part in weight.parts
-        ],
+        "parts": [_part_to_plain(part) for part in weight.parts],
         "columns": weight.columns,
         "dtype": weight.dtype.value,
         "shard": weight.shard,
         "offset": weight.offset,
         "scheme": weight.scheme,
     }
+    # Left out of a weight without experts, so that digests of other programs stay what they are.
+    return plain | {"experts": weight.experts} if weight.experts else plain
+
+
+def _part_to_plain(part: WeightPart) -> list[Any]:
+    fields = [part.name, part.source, part.rows, part.first_row, part.of_rows, part.transposed]
+    return [*fields, part.stacked] if part.stacked else fields
 
 
 def _weight_from_plain(plain: Mapping[str, Any]) -> Weight:
@@ -153,4 +157,5 @@ def _weight_from_plain(plain: Mapping[str, Any]) -> Weight:
         plain["shard"],
         plain["offset"],
         plain["scheme"],
+        plain.get("experts", 0),
     )

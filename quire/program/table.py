@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from quire.program.cost import Cost, StepShape
 from quire.program.declarations import WeightForm
+from quire.program.operation import schema
 from quire.program.ops import Op
 from quire.program.program import Program
 from quire.program.tensors import Rows, View
@@ -133,12 +134,12 @@ def _aligned_line(line: tuple[str, ...], widths: Sequence[int]) -> str:
 def _signature(program: Program, op: Op) -> tuple[object, ...]:
     """Return a value that is equal for operations that differ only in layer and weight names."""
     weights = [program.weights[name] for name in op.weights]
-    skipped = {"weight", "bias", "layer"}
+    skipped = {"layer"} | {n for n, kind in schema(type(op)).items() if kind.name == "weight"}
     return (
         op.kind,
         tuple((v.buffer.rows, v.offset, v.width, v.dtype) for v in (*op.inputs, *op.outputs)),
         tuple((name, value) for name, value in op.parameters.items() if name not in skipped),
-        tuple((w.form, w.rows, w.columns, w.dtype, w.scheme) for w in weights),
+        tuple((w.form, w.rows, w.columns, w.dtype, w.scheme, w.experts) for w in weights),
     )
 
 

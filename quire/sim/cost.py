@@ -7,9 +7,10 @@ holds: the time of a step depends on the step alone.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +18,9 @@ from numpy.typing import NDArray
 
 from quire.base.records import PartLayers, StepPlan
 from quire.program.cost import Cost, StepShape
+from quire.program.expert_ops import expert_reads
 from quire.program.program import Program
+from quire.program.tensors import Rows
 from quire.scheduler.cost.step_cost import LinearCost
 
 Points = tuple[tuple[int, float], ...]  # (rows or tokens, milliseconds), ascending
@@ -134,6 +137,7 @@ class RooflineCost:
         self._per_op_ms = 1e3 / (gflop_per_s * 1e9)
         self._fixed_ms = fixed_ms
         self._prices = _prices(program)
+        self._experts = _experts(program)
         # Milliseconds of weights, products, keys and values, and attention, by feature.
         self._times_ms = np.array(
             [
@@ -163,13 +167,16 @@ class RooflineCost:
 
     def _ms(self, features: tuple[float, ...]) -> float:
         weights_ms, products_ms, kv_ms, attention_ms = (self._times_ms @ features).tolist()
+        weights_ms += self._per_byte_ms * _read_experts(self._experts, features[1])
         return float(max(weights_ms, products_ms) + max(kv_ms, attention_ms))
 
     def linear(self) -> LinearCost:
-        """Return the cost model of a step budget: weights as fixed time, arithmetic by token."""
+        """Return the cost model of a step budget: weights as fixed time (of experts those of one
+        row), arithmetic by token."""
         ops, attended = self._prices["product_ops"], self._prices["attention_ops"]
+        weight_bytes = self._prices["weight_bytes"][0] + _read_experts(self._experts, 1.0)
         return LinearCost(
-            fixed_ms=self._fixed_ms + self._prices["weight_bytes"][0] * self._per_byte_ms,
+            fixed_ms=self._fixed_ms + weight_bytes * self._per_byte_ms,
             token_ms=ops[1] * self._per_op_ms,
             position_ms=attended[3] * self._per_op_ms,
             score_ms=ops[2] * self._per_op_ms,
@@ -180,7 +187,7 @@ def _prices(program: Program) -> Mapping[str, tuple[float, ...]]:
     """Return each field of Cost per step, token, sampled row, attended pair and position read.
 
     All are linear in these (attention windows are ignored), so a few steps that differ in one of
-    them determine the coefficients.
+    them determine the coefficients. Bytes of experts are not, and are left out.
     """
     # Six steps that vary rows, samples, depth of one row, and a chunk at depth.
     shapes = (
@@ -199,10 +206,28 @@ def _prices(program: Program) -> Mapping[str, tuple[float, ...]]:
         ],
         np.float64,
     )
-    costs = [program.step_cost(step) for step in steps]
+    costs = [_without_experts(program, step) for step in steps]
     prices = {}
     for field in fields(Cost):
         values = np.array([getattr(cost, field.name) for cost in costs], np.float64)
         found, *_ = np.linalg.lstsq(features, values, rcond=None)
         prices[field.name] = tuple(found.tolist())
     return prices
+
+
+def _experts(program: Program) -> list[tuple[int, float]]:
+    return expert_reads(program, [op for ops in program.segments.values() for op in ops])
+
+
+def _read_experts(experts: list[tuple[int, float]], num_tokens: float) -> float:
+    """Return the bytes of experts that a step's tokens are expected to read."""
+    read = 0.0
+    for num_bytes, left_out in experts:
+        read += num_bytes * (1.0 - math.pow(left_out, num_tokens))
+    return read
+
+
+def _without_experts(program: Program, step: StepShape) -> Cost:
+    cost = program.step_cost(step)
+    read = _read_experts(_experts(program), step.rows(Rows.TOKENS))
+    return replace(cost, weight_bytes=cost.weight_bytes - round(read))

@@ -104,6 +104,11 @@ class Binding:
         name, rows = self._names[part.source], slice(part.first_row, part.first_row + part.rows)
         if part.transposed:
             return np.ascontiguousarray(self.checkpoint.read_f32(name)[:, rows].T)
+        if part.stacked and self.checkpoint.quantized_rows(name, transposed=False) is None:
+            # Rows are counted through all experts; the tensor's first axis is the experts'.
+            expert, first = divmod(part.first_row, part.of_rows // part.stacked)
+            matrix = self.checkpoint.read_f32(name, slice(expert, expert + 1))[0]
+            return np.ascontiguousarray(matrix[first : first + part.rows])
         return self.checkpoint.read_f32(name, rows)
 
     def fp8(self, part: WeightPart) -> Fp8Stored | None:

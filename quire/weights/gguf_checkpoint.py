@@ -106,12 +106,11 @@ class GgufCheckpoint:
         return StoredTensor(name=name, dtype=kind, shape=held.shape, raw=raw)
 
     def quantized_rows(self, name: str, *, transposed: bool) -> QuantizedRows | None:
-        """Return the rows of a quantized matrix; see Checkpoint."""
+        """Return the rows of a quantized matrix, or of stacked ones; see Checkpoint."""
         held = self._known(name)
         is_transposed = held.placed.order is Order.TRANSPOSED
-        return (
-            self.quantized(name) if len(held.shape) == 2 and is_transposed == transposed else None
-        )
+        is_matrix = len(held.shape) > 1 and is_transposed == transposed
+        return self.quantized(name) if is_matrix else None
 
     def fp8(self, name: str) -> None:
         """Return None: no block type is fp8."""

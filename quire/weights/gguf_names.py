@@ -67,6 +67,18 @@ _ATTENTION = {
     "attn_k_norm": "self_attn.k_norm",
 }
 _GATED = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.w2",
+}
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _POST_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
@@ -74,6 +86,7 @@ _POST_NORMS = {
 }
 
 _PLAIN = Names(whole=_WHOLE_NAMES, layer={**_ATTENTION, **_GATED, **_NORMS})
+_WITH_EXPERTS = Names(whole=_WHOLE_NAMES, layer={**_PLAIN.layer, **_EXPERTS})
 _NEIGHBOURS = Names(whole=_WHOLE_NAMES, layer=_PLAIN.layer, pairs_neighbours=True)
 _SANDWICH_NORMS = Names(
     whole=_WHOLE_NAMES,
@@ -88,11 +101,15 @@ _SANDWICH_NORMS = Names(
 
 NAMES: Mapping[str, Names] = MappingProxyType(
     {
-        "llama": _NEIGHBOURS,
+        "llama": Names(
+            whole=_WHOLE_NAMES, layer={**_PLAIN.layer, **_MIXTRAL}, pairs_neighbours=True
+        ),
         "granite": _NEIGHBOURS,
         "smollm3": _NEIGHBOURS,
         "qwen2": _PLAIN,
         "qwen3": _PLAIN,
+        "qwen3moe": _WITH_EXPERTS,
+        "olmoe": _WITH_EXPERTS,
         "gemma": _PLAIN,
         "gemma2": _SANDWICH_NORMS,
         "gemma3": _SANDWICH_NORMS,

@@ -1,7 +1,8 @@
 """Models of the exact tests: two tiny Llamas in both dtypes, and families with other attention.
 
 The families are Mistral (sliding windows), Gemma 3 (windows by layer, two rope bases, head norms)
-and Qwen3. Some run again with int8 and int4 weights, and with a KV cache of another precision.
+and Qwen3, and two mixtures of experts: Qwen2-MoE (with a shared expert) and Mixtral. Some run again
+with int8 and int4 weights, and with a KV cache of another precision.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from quire.scheduler import step_budget
 from quire.scheduler.prefill import layered
 from tests.exact.rig import AloneRuns, Model
 from tests.exact.workload import VOCAB_SIZE
+from tests.models.cases_experts import MIXTRAL, QWEN2_MOE
 from tests.models.cases_gemma import GEMMA3
 from tests.models.cases_mistral import MISTRAL
 from tests.models.cases_qwen import QWEN3
@@ -67,6 +69,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
         dtype="bf16",
     )
     qwen = write_tiny(root / "qwen", QWEN3 | size | {"num_hidden_layers": 2}, seed=9)
+    qwen_moe = write_tiny(root / "qwen_moe", QWEN2_MOE | size, seed=10)
+    mixtral = write_tiny(root / "mixtral", MIXTRAL | size, seed=11)
     llamas = [(folder, dtype) for folder in (odd, scaled) for dtype in (DType.F32, DType.BF16)]
     families = [
         (mistral, DType.F32),
@@ -84,6 +88,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
         Model(scaled, DType.BF16, "int8", "int8"),
         Model(gemma, DType.BF16, kv_cache_dtype="int8"),
         Model(odd, DType.F32, kv_cache_dtype="bf16"),
+        Model(qwen_moe, DType.F32),
+        Model(mixtral, DType.BF16),
+        Model(mixtral, DType.F32, "int4-g32"),
     ]
     yield made
     for model in made:

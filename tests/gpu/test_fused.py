@@ -23,12 +23,12 @@ from quire.program.tensors import DType  # noqa: E402
 from tests.gpu.launch_log import launched  # noqa: E402
 from tests.gpu.torch_models import program_of, sequence_logits, torch_executor  # noqa: E402
 from tests.models.case import Case  # noqa: E402
-from tests.models.cases import CASES  # noqa: E402
+from tests.models.cases import DENSE  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 LLAMA = Case("llama", {"num_hidden_layers": 1}, seed=3, stored="bf16")
-QWEN3 = next(case for case in CASES if case.name.startswith("qwen3"))
+QWEN3 = next(case for case in DENSE if case.name.startswith("qwen3"))
 TOLERANCE = 0.01  # as a share of the largest logit, in bf16: the fused norm adds in another order
 
 
@@ -46,7 +46,7 @@ def _kinds(program: Program) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", DENSE, ids=lambda case: case.name)
 def test_every_family_with_rope_has_one_launch_for_its_heads(case: Case, tmp_path: Path) -> None:
     program = program_of(case.write(tmp_path), DType.BF16)
     trunk = program.segments["trunk"]

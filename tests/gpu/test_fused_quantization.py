@@ -27,7 +27,7 @@ from tests.gpu.launch_log import launched
 from tests.gpu.tensors import Float32s, array, empty, normal, rounded, tensor, wide
 from tests.gpu.torch_models import program_of, sequence_logits, torch_executor
 from tests.models.case import Case
-from tests.models.cases import CASES
+from tests.models.cases import DENSE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
@@ -128,7 +128,7 @@ def _pairs(program: Program) -> list[tuple[Op, Op]]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", DENSE, ids=lambda case: case.name)
 def test_every_family_fuses_quantization_before_low_bit_products(
     case: Case, tmp_path: Path
 ) -> None:

@@ -27,7 +27,7 @@ from tests.gpu.torch_models import (  # noqa: E402
 )
 from tests.kernels.sampling_cases import assert_same_choice, make_batch  # noqa: E402
 from tests.models.case import Case  # noqa: E402
-from tests.models.cases import CASES  # noqa: E402
+from tests.models.cases import DENSE  # noqa: E402
 from tests.models.generate import logits_of  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -40,7 +40,7 @@ LLAMA = Case("llama", {"num_hidden_layers": 1}, seed=3, stored="bf16")
 # Families that use different kernels: soft caps; head norms, windows by layer; layer norms with
 # biases, learned positions.
 NAMES = ("gemma2", "gemma3", "gpt2")
-FAMILIES = [next(case for case in CASES if case.name.startswith(name)) for name in NAMES]
+FAMILIES = [next(case for case in DENSE if case.name.startswith(name)) for name in NAMES]
 
 
 def _logits(

@@ -19,7 +19,7 @@ from quire.weights.checkpoint import open_checkpoint  # noqa: E402
 from tests.fp8_checkpoints import KINDS, write_fp8_of  # noqa: E402
 from tests.gpu.torch_models import program_of, reference_executor, torch_executor  # noqa: E402
 from tests.models.case import Case  # noqa: E402
-from tests.models.cases import CASES  # noqa: E402
+from tests.models.cases import DENSE  # noqa: E402
 from tests.models.generate import logits_of  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -47,13 +47,13 @@ def _assert_agree(
     assert _differ(found, right) <= tolerance
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", DENSE, ids=lambda case: case.name)
 def test_every_family_matches_the_reference_in_f32(case: Case, tmp_path: Path) -> None:
     _assert_agree(case.write(tmp_path), case, DType.F32, TOLERANCES[DType.F32])
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if case.stored == "bf16"], ids=lambda case: case.name
+    "case", [case for case in DENSE if case.stored == "bf16"], ids=lambda case: case.name
 )
 def test_families_match_the_reference_in_bf16(case: Case, tmp_path: Path) -> None:
     _assert_agree(case.write(tmp_path), case, DType.BF16, TOLERANCES[DType.BF16])

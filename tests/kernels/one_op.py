@@ -23,8 +23,18 @@ Float32s = NDArray[np.float32]
 NO_INTS = np.empty(0, np.int32)
 # The order of operands, if it is not x, y.
 OPERANDS: Mapping[str, Sequence[str]] = MappingProxyType(
-    {"embed": ("y",), "norm": ("x", "y", "delta"), "activation": ("gate", "y", "up")}
+    {
+        "embed": ("y",),
+        "norm": ("x", "y", "delta"),
+        "activation": ("gate", "y", "up"),
+        "experts": ("x", "routing", "y"),
+    }
 )
+# The order of weights, where it is not weight, bias.
+WEIGHTS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {"route": ("bias",), "experts": ("gate_up", "down")}
+)
+PANEL_ROWS = 32
 SHIFT = 3  # columns before an operand
 BEYOND = 5  # columns after it
 
@@ -103,7 +113,8 @@ class OneOp:
 
     def _fields(self, pool: _native.Pool) -> dict[str, Any]:
         """The operation's fields: operands and weights by order, None where there are fewer."""
-        operands, weight_names = OPERANDS.get(self.kind, ("x", "y")), ("weight", "bias")
+        operands = OPERANDS.get(self.kind, ("x", "y"))
+        weight_names = WEIGHTS.get(self.kind, ("weight", "bias"))
         views = [(i, self.shift, operand.width) for i, operand in enumerate(self.operands)]
         weights = [packed(pool, *weight) for weight in self.weights]
         fields: dict[str, Any] = dict(self.values)
@@ -131,12 +142,19 @@ class OneOp:
 
 
 def packed(pool: _native.Pool, form: str, dtype: str, values: Float32s) -> _native.Weight:
-    """A native weight of `values` ([rows, columns], or [rows] for a vector); dtype may be a scheme
-    of integers."""
-    columns = values.shape[1] if values.ndim == 2 else 1
+    """A native weight of `values` ([rows, columns], [rows] for a vector, or [experts, rows,
+    columns]); dtype may be a scheme of integers."""
+    columns = values.shape[-1] if values.ndim > 1 else 1
     scheme = dtype if dtype.startswith("int") else ""
-    weight = _native.Weight(form, "f32" if scheme else dtype, len(values), columns, scheme)
-    weight.fill(pool, 0, len(values), np.ascontiguousarray(values).view(np.uint8).ravel(), "f32")
+    experts = values if values.ndim == 3 else [values]
+    count = len(experts[0])
+    stride = -(-count // PANEL_ROWS) * PANEL_ROWS if values.ndim == 3 else count
+    weight = _native.Weight(
+        form, "f32" if scheme else dtype, stride * len(experts), columns, scheme
+    )
+    for index, of_expert in enumerate(experts):
+        raw = np.ascontiguousarray(of_expert).view(np.uint8).ravel()
+        weight.fill(pool, index * stride, count, raw, "f32")
     return weight
 
 

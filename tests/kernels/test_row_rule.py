@@ -162,6 +162,44 @@ def _plain(kind: str, *dtypes: str, output: int = 0, **values: Any) -> Case:
     )
 
 
+def _route(score: str, experts: int, *, groups: int = 0) -> Case:
+    rng = np.random.default_rng(8)
+    values = {"score": score, "form": "normalized", "top_k": 3, "scale": 1.5}
+    return Case(
+        kind="route",
+        operands=[Operand(experts), Operand(experts)],
+        inputs={0: draw(rng, NUM_ROWS, experts)},
+        output=1,
+        settings={
+            "values": values | {"groups": groups, "top_groups": min(groups, 2)},
+            "weights": [("vector", "f32", draw(rng, experts))] if groups else [],
+        },
+    )
+
+
+def _experts(dtype: str, scheme: str, hidden: int, inner: int) -> Case:
+    """Some rows have fewer experts than top_k, one has none; one expert is chosen by most rows."""
+    rng, experts, top_k = np.random.default_rng(9), 7, 3
+    routing = np.zeros((NUM_ROWS, experts), np.float32)
+    for row in range(NUM_ROWS):
+        ids = rng.choice(experts, rng.integers(0, top_k + 1), replace=False)
+        routing[row, ids] = rng.standard_normal(len(ids))
+        routing[row, 2] = row % 5 and routing[row, 2]
+    return Case(
+        kind="experts",
+        operands=[Operand(hidden, dtype), Operand(experts), Operand(hidden)],
+        inputs={0: draw(rng, NUM_ROWS, hidden, dtype=dtype), 1: routing},
+        output=2,
+        settings={
+            "values": {"form": "silu", "top_k": top_k},
+            "weights": [
+                ("matrix", scheme, draw(rng, experts, 2 * inner, hidden, dtype=dtype)),
+                ("matrix", scheme, draw(rng, experts, hidden, inner, dtype=dtype)),
+            ],
+        },
+    )
+
+
 CASES = {
     "linear f32": _linear("f32", "f32", 67, 100),
     "linear f32 to bf16": _linear("f32", "bf16", 32, 33),
@@ -197,6 +235,12 @@ CASES = {
     "copy": _plain("copy", "f32", "bf16", output=1),
     "copy bf16": _plain("copy", "bf16", "f32", output=1),
     "gather_rows": _plain("gather_rows", "f32", "f32", output=1),
+    "route by softmax": _route("softmax", 37),
+    "route by sigmoid in groups": _route("sigmoid", 40, groups=5),
+    "experts f32": _experts("f32", "f32", 33, 19),
+    "experts bf16": _experts("bf16", "bf16", 67, 40),
+    "experts int8": _experts("bf16", "int8", 70, 33),
+    "experts int4 in groups of 32": _experts("bf16", "int4-g32", 130, 35),
     "gather_rows bf16": _plain("gather_rows", "bf16", "bf16", output=1),
 }
 
@@ -205,12 +249,7 @@ def _each(names: Iterable[str]) -> list[tuple[str, str]]:
     """Yield cases by instruction set: integer products on all, others only on sets with own
     kernels.
     """
-    return [
-        (isa, name)
-        for name in names
-        for isa in EVERY_ISA
-        if isa in ISAS or name.startswith("linear int")
-    ]
+    return [(isa, name) for name in names for isa in EVERY_ISA if isa in ISAS or " int" in name]
 
 
 @pytest.mark.parametrize(("isa", "name"), _each(CASES))

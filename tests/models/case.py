@@ -47,6 +47,11 @@ class Case:
         return sizes | dict(self.base or {}) | self.changes
 
     @property
+    def has_experts(self) -> bool:
+        """Whether it is a mixture of experts."""
+        return "num_experts_per_tok" in self.config
+
+    @property
     def max_positions(self) -> int:
         """Return the model's number of positions; for dynamic rope, the length of the prompt."""
         positions: int = self.config["max_position_embeddings"] or self.config["n_positions"]

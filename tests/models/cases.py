@@ -6,6 +6,7 @@ A family is a file cases_NAME.py with its cases, and a line here.
 from __future__ import annotations
 
 from tests.models import (
+    cases_experts,
     cases_gemma,
     cases_gpt2,
     cases_granite,
@@ -36,4 +37,6 @@ CASES: tuple[Case, ...] = (
     *cases_olmo.CASES,
     *cases_starcoder2.CASES,
     *cases_stablelm.CASES,
+    *cases_experts.CASES,
 )
+DENSE = tuple(case for case in CASES if not case.has_experts)

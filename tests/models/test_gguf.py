@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from quire.models.registry import open_model
+from quire.models.spec import ExpertsSpec
 from quire.program.tensors import DType
 from tests.gguf_convert import ARCHITECTURES, write_gguf_of
 from tests.models.case import Case
@@ -43,7 +44,8 @@ AS_THEY_ARE = (
     "phi3_partial_tied", "phi3_bf16", "gemma_mqa_tied", "gemma_bf16", "gemma3_linear_wide_heads",
     "gpt2_to_the_last_position", "gpt2_bf16", "gpt2_bf16_untied", "granite_gqa_tied",
     "granite_biases_untied", "granite_bf16", "olmo2_gqa", "olmo2_biases_tied", "olmo2_bf16",
-    "olmo3_every_fourth", "olmo3_bf16",
+    "olmo3_every_fourth", "olmo3_bf16", "mixtral", "mixtral_bf16", "qwen3_moe", "qwen3_moe_bf16",
+    "olmoe", "olmoe_bf16",
 )  # fmt: skip
 SAID = [case for case in CASES if case.name in {*AS_THEY_ARE, *CHANGES}]
 KIND = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
@@ -67,6 +69,10 @@ def test_the_cases_cover_every_supported_architecture() -> None:
     assert len(SAID) == len({*AS_THEY_ARE, *CHANGES})
 
 
+def _stacked(experts: ExpertsSpec) -> ExpertsSpec:
+    return replace(experts, tensors=replace(experts.tensors, stacked=True))
+
+
 @pytest.mark.parametrize("case", SAID, ids=lambda case: case.name)
 def test_the_spec_is_that_of_the_checkpoint(case: Case, tmp_path: Path) -> None:
     checkpoint, path = both(case, tmp_path)
@@ -76,6 +82,7 @@ def test_the_spec_is_that_of_the_checkpoint(case: Case, tmp_path: Path) -> None:
         norm=replace(right.norm, offset=0.0),
         # A Mistral without a window equals a Llama.
         architecture="LlamaForCausalLM" if "mistral" in case.name else right.architecture,
+        experts=None if right.experts is None else _stacked(right.experts),
     )
 
 

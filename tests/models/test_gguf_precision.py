@@ -23,6 +23,7 @@ from quire.weights.gguf_blocks import unpack
 from tests.gguf_convert import GPT2, WIDE, gguf_of
 from tests.gguf_quantizers import BLOCKS, quantized
 from tests.gguf_writer import write_gguf
+from tests.models.cases_experts import QWEN3_MOE
 from tests.models.generate import BLOCK_SIZE, logits_of
 from tests.tiny_models import write_tiny, write_tiny_llama
 
@@ -71,6 +72,21 @@ def test_logits_stay_near_those_of_the_dequantized_file(
 ) -> None:
     path = write_mixed(wide, tmp_path / "m.gguf", {}, kind)
     assert error(logits(path, "auto"), logits(path, "none")) < ALLOWED
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K"])
+def test_stacked_experts_keep_the_precision_of_their_types(kind: str, tmp_path: Path) -> None:
+    sizes = {
+        "max_position_embeddings": 64,
+        "moe_intermediate_size": 256,
+        "num_experts": 4,
+        "num_experts_per_tok": 4,
+    }
+    folder = write_tiny(tmp_path / "checkpoint", QWEN3_MOE | WIDE | sizes, seed=3)
+    path = write_mixed(folder, tmp_path / "m.gguf", {"ffn_gate_inp.weight": "F32"}, kind)
+    found = logits(path, "auto")
+    assert error(found, logits(path, "none")) < ALLOWED
+    assert error(found, logits(path, "auto", "reference")) < 0.01
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q6_K"])

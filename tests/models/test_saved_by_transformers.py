@@ -51,6 +51,8 @@ OPT_SIZES = {
 PHI3_SIZES = {key: SIZES[key] for key in SIZES if key != "head_dim"} | {
     "original_max_position_embeddings": 256
 }
+EXPERT_SIZES = SIZES | {"num_experts_per_tok": 2, "num_experts": 6, "moe_intermediate_size": 20}
+QWEN2_MOE_SIZES = {key: EXPERT_SIZES[key] for key in EXPERT_SIZES if key != "head_dim"}
 CLASSES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "LlamaForCausalLM": ("LlamaConfig", SIZES),
     "MistralForCausalLM": ("MistralConfig", SIZES),
@@ -72,6 +74,24 @@ CLASSES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {key: SIZES[key] for key in SIZES if key != "head_dim"} | {"hidden_size": 64},
     ),
     "Starcoder2ForCausalLM": ("Starcoder2Config", SIZES),
+    "MixtralForCausalLM": (
+        "MixtralConfig",
+        SIZES | {"num_experts_per_tok": 2, "num_local_experts": 6},
+    ),
+    "Qwen2MoeForCausalLM": (
+        "Qwen2MoeConfig",
+        QWEN2_MOE_SIZES | {"shared_expert_intermediate_size": 28},
+    ),
+    "Dots1ForCausalLM": (
+        "Dots1Config",
+        {key: value for key, value in EXPERT_SIZES.items() if key != "num_experts"}
+        | {"n_routed_experts": 6, "n_shared_experts": 1, "n_group": 2, "topk_group": 1},
+    ),
+    "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", EXPERT_SIZES),
+    "OlmoeForCausalLM": (
+        "OlmoeConfig",
+        {key: QWEN2_MOE_SIZES[key] for key in QWEN2_MOE_SIZES if key != "moe_intermediate_size"},
+    ),
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -257,7 +277,8 @@ def test_shards_saved_by_transformers_compute_the_same(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
 
 
-@pytest.mark.parametrize("architecture", CLASSES)
+# Of Dots1Config the number of experts is None by default.
+@pytest.mark.parametrize("architecture", [name for name in CLASSES if name != "Dots1ForCausalLM"])
 def test_the_defaults_of_a_configuration_class_load(architecture: str, tmp_path: Path) -> None:
     """With sizes of billions: no weights are created."""
     transformers = pytest.importorskip("transformers")

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quire.models.registry import open_model
 from quire.models.spec import ModelSpec, RopeSettings
-from quire.program.ops import ActivationForm
-from tests.models import cases_gemma, cases_phi3
+from quire.program.forms import ActivationForm, RouterScore, RoutingForm
+from tests.models import cases_experts, cases_gemma, cases_phi3
 from tests.models.generate import executor_of, logits_of
 from tests.models.record import relative_error
 
 ALLOWED = 1e-4  # the tolerance of parity
-CASES = {case.name: case for case in (*cases_gemma.CASES, *cases_phi3.CASES)}
+FAMILIES = (cases_gemma, cases_phi3, cases_experts)
+CASES = {case.name: case for family in FAMILIES for case in family.CASES}
 
 
 def _windows(spec: ModelSpec, windows: tuple[int, ...]) -> ModelSpec:
@@ -92,6 +94,34 @@ def other_activation(spec: ModelSpec) -> ModelSpec:
     return replace(spec, mlp=replace(spec.mlp, activation=ActivationForm.RELU))
 
 
+def _experts(spec: ModelSpec, **changes: Any) -> ModelSpec:
+    assert spec.experts is not None
+    return replace(spec, experts=replace(spec.experts, **changes))
+
+
+def other_weights_of_experts(spec: ModelSpec) -> ModelSpec:
+    assert spec.experts is not None
+    is_plain = spec.experts.form is RoutingForm.SCORES
+    return _experts(spec, form=RoutingForm.NORMALIZED if is_plain else RoutingForm.SCORES)
+
+
+def fewer_experts(spec: ModelSpec) -> ModelSpec:
+    assert spec.experts is not None
+    return _experts(spec, top_k=spec.experts.top_k - 1)
+
+
+def scores_by_softmax(spec: ModelSpec) -> ModelSpec:
+    return _experts(spec, score=RouterScore.SOFTMAX)
+
+
+def all_groups(spec: ModelSpec) -> ModelSpec:
+    return _experts(spec, groups=0, top_groups=0)
+
+
+def experts_unscaled(spec: ModelSpec) -> ModelSpec:
+    return _experts(spec, scale=1.0)
+
+
 Change = Callable[[ModelSpec], ModelSpec]
 TURNED_OFF: dict[str, tuple[Change, ...]] = {
     "gemma_mqa_tied": (norms_as_stored, embeddings_unscaled),
@@ -111,6 +141,11 @@ TURNED_OFF: dict[str, tuple[Change, ...]] = {
     "phi3_longrope_long": (plain_angles, swapped_lists, cosines_unscaled),
     "phi3_longrope_short": (plain_angles, swapped_lists, cosines_unscaled),
     "phi3_partial_tied": (plain_angles, swapped_lists, cosines_unscaled),
+    "mixtral": (other_weights_of_experts, fewer_experts, other_activation),
+    "qwen2_moe": (other_weights_of_experts, fewer_experts),
+    "dots1_groups": (
+        other_weights_of_experts, fewer_experts, scores_by_softmax, all_groups, experts_unscaled,
+    ),
     "phi3_rope_parameters": (longer_windows, swapped_lists, cosines_unscaled),
 }  # fmt: skip
 

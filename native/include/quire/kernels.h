@@ -156,6 +156,33 @@ struct GatherRowsArgs {  // y[r] = x[index[r]]; same type
     Pool* pool;
 };
 
+// Routing weights y[r, e] by a router's logits x[r, e], both f32 (quire/program/expert_ops.py).
+enum class RouterScore : int32_t { softmax = 0, sigmoid = 1 };
+enum class RoutingForm : int32_t { scores = 0, normalized = 1 };
+constexpr int64_t kMaxExperts = 1024;
+struct RouteArgs {
+    Rows x, y;
+    int64_t rows;
+    RouterScore score;
+    RoutingForm form;
+    int64_t top_k;
+    const float* bias;  // [experts], or null
+    int64_t groups, top_groups;  // groups 0: none
+    float scale;
+    Pool* pool;
+};
+
+// y[r] += weights[r, j] * parts[places[r, j] - first], for each j in order where the place is one
+// of first .. end; y begins at zero where `first` is 0. All f32.
+struct SumExpertsArgs {
+    Rows parts, y;
+    int64_t rows, top_k;
+    const int32_t* places;  // [rows, top_k]; -1: none
+    const float* weights;   // [rows, top_k]
+    int64_t first, end;
+    Pool* pool;
+};
+
 // Geometry of a paged cache. One layer is [block][kv_head]{ K part | V part }, its base 64-byte
 // aligned; the inside of a part belongs to store_kv.cc and attention.cc. Keys lie in groups of
 // 16 positions, so that the stride of a product does not grow with the block:
@@ -256,6 +283,8 @@ struct ScoreArgs;   // scores of known tokens: quire/sampling_score.h
     KERNEL(soft_cap, SoftCapArgs)           \
     KERNEL(copy, CopyArgs)                  \
     KERNEL(gather_rows, GatherRowsArgs)     \
+    KERNEL(route, RouteArgs)                \
+    KERNEL(sum_experts, SumExpertsArgs)     \
     KERNEL(store_kv, StoreKvArgs)           \
     KERNEL(attention, AttentionArgs)        \
     KERNEL(limit, LimitArgs)                \

@@ -39,6 +39,15 @@ struct Names<Activation> {
     static constexpr const char* all[] = {"silu", "gelu", "gelu_tanh", "relu"};
 };
 
+template <>
+struct Names<RouterScore> {
+    static constexpr const char* all[] = {"softmax", "sigmoid"};
+};
+template <>
+struct Names<RoutingForm> {
+    static constexpr const char* all[] = {"scores", "normalized"};
+};
+
 // is_row_wise: the operation may run a few rows at a time, fused with its neighbours
 // (Program::fuse). False where all rows are computed in one call, such as a product.
 
@@ -190,8 +199,42 @@ struct GatherRowsOp {
     }
 };
 
+struct RouteOp {
+    static constexpr const char* kind = "route";
+    static constexpr bool is_row_wise = true;
+    ViewSpec x, y;
+    RouterScore score;
+    RoutingForm form;
+    int64_t top_k;
+    std::optional<WeightRef> bias;
+    int64_t groups, top_groups;
+    double scale;
+    template <class Self, class Visit>
+    static void fields(Self& op, Visit&& visit) {
+        visit("x", op.x), visit("y", op.y), visit("score", op.score), visit("form", op.form);
+        visit("top_k", op.top_k), visit("bias", op.bias), visit("groups", op.groups);
+        visit("top_groups", op.top_groups), visit("scale", op.scale);
+    }
+};
+
+struct ExpertsOp {
+    static constexpr const char* kind = "experts";
+    static constexpr bool is_row_wise = false;
+    ViewSpec x, routing, y;
+    WeightRef gate_up, down;
+    Activation form;
+    int64_t top_k;
+    template <class Self, class Visit>
+    static void fields(Self& op, Visit&& visit) {
+        visit("x", op.x), visit("routing", op.routing), visit("y", op.y);
+        visit("gate_up", op.gate_up), visit("down", op.down), visit("form", op.form);
+        visit("top_k", op.top_k);
+    }
+};
+
 using Operation = std::variant<EmbedOp, NormOp, LinearOp, RopeOp, StoreKVOp, AttentionOp,
-                               ActivationOp, AddOp, ScaleOp, SoftCapOp, CopyOp, GatherRowsOp>;
+                               ActivationOp, AddOp, ScaleOp, SoftCapOp, CopyOp, GatherRowsOp,
+                               RouteOp, ExpertsOp>;
 
 // Calls visit(name, field) for each field of an operation.
 template <class Visit>

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "quire/arena.h"
+#include "quire/experts.h"
 #include "quire/kernels.h"
 #include "quire/operations.h"
 #include "quire/weight.h"
@@ -83,6 +84,8 @@ class Program {
     // Returns the pieces of the cache that attention has read: 256 positions of a KV head each,
     // however many rows were computed with them.
     int64_t pieces_read() const { return pieces_read_; }
+    // Reads of an expert's weights so far, see ExpertRunner.
+    int64_t experts_read() const { return experts_.experts_read(); }
 
     // Starts recording the time of each unit, from zero; or stops.
     void set_timed(bool timed);
@@ -113,6 +116,7 @@ class Program {
 
     const BufferSpec& buffer_at(int64_t index) const { return now_->at(index); }
     const Segment& segment_at(int64_t index) const;
+    void reserve_experts(const Operation& op);
     std::vector<Unit> fuse(const std::vector<Operation>& ops) const;
     int64_t count_of(const ViewSpec& view, const StepInputs& inputs) const;
     // Defined in program_check.cc; each throws std::invalid_argument.
@@ -133,6 +137,7 @@ class Program {
     Pool alone_;
     Arena arena_, apart_;
     const Arena* now_ = &arena_;  // the arena that operations use
+    ExpertRunner experts_;
     Memory cache_;
     std::vector<Segment> segments_;
     std::vector<Rope> ropes_;

@@ -54,6 +54,11 @@ class TorchExecutorClass:
                 "its embedding is also the head and kept in 4 bits or in blocks, which rows are "
                 "not gathered from on a GPU (--head-precision int8, fp8 or none)"
             )
+        if any(weight.experts for weight in program.weights.values()):
+            problems.append(
+                "it is a mixture of experts, which this executor has no operations for "
+                "(--executor native runs it, on CPUs)"
+            )
         if not self.has_fp8 and _uses_fp8(program):
             problems.append(
                 f"its weights, or keys and values, are kept in fp8, which {self.device} cannot "

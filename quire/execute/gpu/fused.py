@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from quire.program.ops import Activation, Linear, Norm, NormForm, Op, Rope, StoreKV
+from quire.program.forms import NormForm
+from quire.program.ops import Activation, Linear, Norm, Op, Rope, StoreKV
 from quire.program.program import Program
 from quire.program.tensors import View
 

@@ -20,6 +20,8 @@ from quire.execute.gpu import plain, plain_attention
 from quire.execute.gpu.kernels.cache_layout import CachePool
 from quire.execute.gpu.load import TORCH_TYPES, Fp8Weight, IntWeight, Loaded
 from quire.execute.gpu.step_buffers import Counts, StepBuffers
+from quire.program.expert_ops import Experts, Route
+from quire.program.forms import IdSource
 from quire.program.ops import (
     Activation,
     Add,
@@ -27,7 +29,6 @@ from quire.program.ops import (
     Copy,
     Embed,
     GatherRows,
-    IdSource,
     Linear,
     Norm,
     Op,
@@ -106,6 +107,8 @@ def _bound(op: Op, place: Place) -> Call:
             return partial(_copy, op, place)
         case GatherRows():
             return partial(_gather_rows, op, place)
+        case Route() | Experts():
+            raise AssertionError(f"{op.kind}: check_program rejects programs with experts")
         case _:
             assert_never(op)
 

@@ -78,7 +78,7 @@ def test_a_number_that_was_no_float32_is_unchanged(number: float) -> None:
         ({"llama__rope__scaling__type": "longrope"}, "no tensor rope_factors_long.weight"),
         ({"llama__rope__scaling__type": "yarn"}, "original_context_length is missing"),
         ({"llama__rope__scaling__yarn_attn_factor": 2.0}, "'rope.scaling.yarn_attn_factor'"),
-        ({"llama__expert_count": 8}, "expert_count is 8: only 0 is supported"),
+        ({"llama__expert_count": 8}, "expert_used_count is missing"),
         ({"llama__attention__sliding_window": 64}, "unknown key 'attention.sliding_window'"),
         ({"llama__attention__causal": False}, "attention.causal is false"),
         ({"llama__logit_scale": 2.0}, "unknown key 'logit_scale' (value 2.0): it might change"),

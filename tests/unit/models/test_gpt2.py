@@ -11,7 +11,8 @@ import pytest
 from quire.base.errors import ConfigError
 from quire.models.registry import build_program, open_model
 from quire.models.spec import AttentionSpec, GenerationSpec, HeadSpec, MlpSpec, ModelSpec, NormSpec
-from quire.program.ops import Attention, NormForm
+from quire.program.forms import NormForm
+from quire.program.ops import Attention
 from quire.program.tensors import DType
 from tests.tiny_models import write_tiny
 from tests.unit.models.config_folder import opened, refused

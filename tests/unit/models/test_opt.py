@@ -9,7 +9,8 @@ import pytest
 
 from quire.models.registry import build_program
 from quire.models.spec import AttentionSpec, GenerationSpec, HeadSpec, MlpSpec, ModelSpec, NormSpec
-from quire.program.ops import Copy, GatherRows, Linear, Norm, NormForm
+from quire.program.forms import NormForm
+from quire.program.ops import Copy, GatherRows, Linear, Norm
 from quire.program.tensors import DType
 from tests.unit.models.config_folder import opened, refused
 

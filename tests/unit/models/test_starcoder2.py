@@ -17,7 +17,7 @@ from quire.models.spec import (
     RopeSettings,
     RotarySpec,
 )
-from quire.program.ops import NormForm
+from quire.program.forms import NormForm
 from tests.unit.models.config_folder import opened, refused
 
 # As published on the model hub.

@@ -15,7 +15,8 @@ from quire.program.tensors import DType
 from quire.scheduler.cost.step_cost import LinearCost
 from quire.sim.cost import MeasuredCost, RooflineCost, interpolate, step_work
 from quire.sim.machine import described_machine, ridge_step_tokens
-from tests.tiny_models import write_tiny_llama
+from tests.models.cases_experts import QWEN3_MOE
+from tests.tiny_models import write_tiny, write_tiny_llama
 from tests.unit.sim.made import plan_of
 
 
@@ -119,3 +120,14 @@ def test_more_arithmetic_for_the_same_memory_means_larger_steps() -> None:
     ]
     assert steps[1] == 4 * steps[0]
     assert steps[2] == 4 * steps[1]
+
+
+def test_a_roofline_reads_the_experts_that_a_steps_rows_choose(tmp_path: Path) -> None:
+    size = {"vocab_size": 131, "max_position_embeddings": 512}
+    spec = open_model(write_tiny(tmp_path, QWEN3_MOE | size, seed=1))
+    program = build_program(spec, dtype=DType.F32, max_positions=512)
+    for rows in (1, 2, 7, 60):
+        plan = plan_of(*[(row, 1) for row in range(rows)])
+        counted = program.step_cost(StepShape([1] * rows, range(rows), num_samples=rows))
+        cost = RooflineCost(program, gb_per_s=1, gflop_per_s=1e12, fixed_ms=0.0)
+        assert cost.step_ms(plan) == pytest.approx(counted.memory_bytes / 1e6, rel=1e-4)

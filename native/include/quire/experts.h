@@ -1,0 +1,79 @@
+// Experts of a layer: rows are grouped by the expert they chose, each group goes through the
+// product kernels that dense layers use, and a row's outputs are summed in the order of the
+// experts' ids.
+// Knows no instruction set: kernels come from the pool's table. Always holds: memory is taken by
+// reserve() only, never during run(); a row's bits do not depend on which rows share an expert.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "quire/kernels.h"
+#include "quire/memory.h"
+#include "quire/weight.h"
+
+namespace quire {
+
+// Sizes of a layer. rows: of the largest step.
+struct ExpertShape {
+    int64_t rows, experts, top_k, hidden, inner;
+    Type type;  // of x
+};
+
+// Bytes of scratch memory that all threads share, and of a thread's own.
+int64_t shared_expert_bytes(const ExpertShape& shape);
+int64_t expert_thread_bytes(const ExpertShape& shape);
+
+// Weights [experts, rows, columns] are packed expert by expert, each filled up to whole panels:
+// gate_up has 2 * inner rows an expert, down as many as y has columns.
+struct ExpertsArgs {
+    Rows x, routing, y;  // routing [rows, experts] and y are f32
+    int64_t rows;
+    const Weight& gate_up;
+    const Weight& down;
+    Activation form;
+    int64_t top_k;
+    Pool* pool;
+};
+
+class ExpertRunner {
+  public:
+    // Takes what layers of this shape need, for all threads of the pool. Throws std::bad_alloc.
+    void reserve(const ExpertShape& shape, Pool& pool);
+    // Fills the scratch memory with NaN (for tests).
+    void poison();
+    void run(const ExpertsArgs& args);
+    // Reads of an expert's weights so far; for many rows at once it is one.
+    int64_t experts_read() const { return experts_read_; }
+
+  private:
+    // Rows of one expert: pairs first .. end of all.
+    struct Piece {
+        int64_t expert, first, end;
+    };
+    // Pairs (row, expert) in the order of the experts, and by row in the order of ids.
+    struct Pairs {
+        int32_t* row;     // [pairs] the row of each
+        int32_t* place;   // [rows, top_k] where a row's j-th expert is among the pairs; or -1
+        float* weight;    // [rows, top_k] its routing weight
+        int32_t* expert;  // [rows, top_k] its id
+        int32_t* start;   // [experts + 1] where an expert's pairs begin
+        Piece* pieces;    // [experts] of the batch in progress
+        char* gathered;   // rows of x, one a pair of the batch
+        char* inner;      // gate and up
+        char* out;        // down's output in f32
+    };
+    Pairs place(const ExpertShape& shape) const;
+    int64_t sort(const ExpertsArgs& args, const Pairs& pairs) const;
+    void run_batch(const ExpertsArgs& args, const ExpertShape& shape, const Pairs& pairs,
+                   int64_t first, int64_t end);
+    void products(const ExpertsArgs& args, const Weight& weight, int64_t n, const Rows& x,
+                  const Rows& y, const Piece* pieces, int64_t count, int64_t first);
+
+    Memory memory_;
+    std::vector<std::unique_ptr<Pool>> alone_;  // one a thread, which computes by itself
+    int64_t experts_read_ = 0;
+};
+
+}  // namespace quire
