@@ -87,7 +87,7 @@ def measured(executor: NativeExecutor, program: Program, rows: int, steps: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--shape", default="qwen3-moe-2-layers")
     parser.add_argument("--precision", nargs="+", default=["none", "int8", "int4-g32"])
     parser.add_argument("--threads", type=int, default=num_usable_cores())

@@ -85,6 +85,7 @@ class FakeHub:
             "no_proxy": "127.0.0.1",
             "HF_TOKEN": "",
             "HF_HUB_OFFLINE": "",
+            "TRANSFORMERS_OFFLINE": "",
             **more,
         }
 

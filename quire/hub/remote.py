@@ -141,8 +141,8 @@ def _reason(name: HubName, error: BaseException) -> str:
             )
         if isinstance(cause, errors.OfflineModeIsEnabled):
             return (
-                f"{name}: HF_HUB_OFFLINE is set, so nothing can be downloaded; unset it, or copy "
-                "the model into the cache"
+                f"{name}: HF_HUB_OFFLINE is set (TRANSFORMERS_OFFLINE counts too), so nothing can "
+                "be downloaded; unset it, or copy the model into the cache"
             )
         if isinstance(cause, errors.GatedRepoError):
             return f"{name} is gated: accept its licence at {page}; then {_how_to_sign_in()}"

@@ -87,7 +87,7 @@ def test_a_stream_equals_the_whole_answer(box: RunningServer) -> None:
 def test_an_uncompilable_grammar_is_a_client_error_before_anything_is_sent(
     box: RunningServer, stream: bool
 ) -> None:
-    entries = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    entries = {"type": "array", "items": {"type": "object"}, "uniqueItems": True}
     schema = {"properties": {"a": entries}}
     status, answer = box.post("/v1/chat/completions", body(schema, stream=stream))
     assert status == 400

@@ -59,7 +59,7 @@ def test_two_steps_warm_every_kind_of_sampling_and_several_rows() -> None:
     )
     assert [len(batch.seq_starts) - 1 for batch in executor.batches] == [3, 1]
     assert [len(batch.token_ids) for batch in executor.batches] == [30, 1]
-    assert any(len(batch.history) for batch in executor.samples)
+    assert any(batch.history is not None for batch in executor.samples)
     assert any(batch.num_logprobs.max() > 0 for batch in executor.samples)
 
 
