@@ -17,6 +17,7 @@ from quire.execute.gpu.device import lacks_memory
 from quire.execute.gpu.device_buffers import step_sizes
 from quire.execute.gpu.executor import LaunchOptions, TorchExecutor
 from quire.execute.gpu.graphs import capture_of
+from quire.execute.gpu.limits import FULL_STEP_TOKENS
 from quire.execute.gpu.load import IntWeight, Pack, load
 from quire.execute.gpu.memory import device_memory
 from quire.execute.gpu.step_buffers import StepBuffers
@@ -27,8 +28,6 @@ from quire.program.ops import Embed
 from quire.program.program import Program
 from quire.weights.binding import bind
 from quire.weights.checkpoint import Checkpoint
-
-FULL_STEP_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
