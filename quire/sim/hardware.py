@@ -33,13 +33,17 @@ class Device:
     gb_per_s: float
     peak_gflops: Mapping[str, float]
     is_gpu: bool = True
+    is_measured: bool = False
     isa: str = ""
     has_fp8: bool = False
 
+    def peak_precision(self, precision: str) -> str:
+        """Return the precision of peak_gflops at whose rate products in `precision` compute."""
+        return next(name for name in (precision, "bf16", "f32") if name in self.peak_gflops)
+
     def gflop_per_s(self, precision: str) -> float:
-        """Return the peak of products in a precision."""
-        peaks = self.peak_gflops
-        return next(peaks[name] for name in (precision, "bf16", "f32") if name in peaks)
+        """Return the peak rate of products in a precision."""
+        return self.peak_gflops[self.peak_precision(precision)]
 
 
 def find_device(name: str) -> Device:

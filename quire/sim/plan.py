@@ -192,6 +192,13 @@ class Planner:
             )
 
 
+def check_model(settings: Mapping[str, Any]) -> None:
+    """Raise ModelError or SettingError where the model or a setting is wrong; measures nothing."""
+    config = engine_config(settings)
+    folder = model_folder(config.model)
+    engine_program(config, open_model(folder), weights_if_there(folder))
+
+
 def device_memory(device: Device, memory_bytes: int | None) -> MachineMemory:
     """Return what an engine may take of a device's memory. Raises SettingError if not known."""
     if device.name == THIS and memory_bytes is None:
