@@ -6,7 +6,7 @@ the same functions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from textwrap import fill
 from typing import Any
 
@@ -165,23 +165,35 @@ def _changes(planner: Planner) -> Iterator[dict[str, Any]]:
         is_wanted = smaller == (True, True) if len(change) > 1 else any(smaller)
         if is_wanted:
             yield _change(planner, change, sized)
-    shorter = _shorter_context(planner)
-    if shorter:
-        yield _change(planner, {"max_model_len": shorter}, planner.size(max_model_len=shorter))
-    if planner.concurrency is not None and planner.context and asked.plan is not None:
-        fewer = asked.requests_at_once(planner.context)
-        if 0 < fewer < planner.concurrency:
-            yield _change(planner, {"max_num_seqs": fewer}, planner.size(max_num_seqs=fewer))
+    for change in _smaller_demands(planner):
+        yield _change(planner, change, planner.size(**change))
 
 
-def _shorter_context(planner: Planner) -> int:
-    """Return the longest context that fits with the asked concurrency; 0 where none does."""
-    free = planner.size(max_model_len=None)
-    if planner.context is None or free.plan is None:
-        return 0
-    size = free.needs.block_size
-    tokens = free.plan.num_blocks // (planner.concurrency or 1) * size
-    return tokens if 2 <= tokens < planner.context else 0
+def _smaller_demands(planner: Planner) -> Iterator[dict[str, int]]:
+    """Yield the longest context that fits at the asked concurrency, and the reverse."""
+    if planner.context is None:
+        return
+    size = planner.size(max_model_len=None).needs.block_size
+    blocks = largest(
+        lambda count: not planner.size(max_model_len=count * size).problem,
+        num_blocks_of(planner.context, size) - 1,
+    )
+    if blocks:
+        yield {"max_model_len": blocks * size}
+    requests = largest(
+        lambda count: not planner.size(max_num_seqs=count).problem, (planner.concurrency or 1) - 1
+    )
+    if requests:
+        yield {"max_num_seqs": requests}
+
+
+def largest(fits: Callable[[int], bool], high: int) -> int:
+    """Return the largest number from 1 to `high` that fits, where all smaller ones do; else 0."""
+    low = 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
 
 
 def _change(planner: Planner, change: Mapping[str, Any], sized: SizedModel) -> dict[str, Any]:
