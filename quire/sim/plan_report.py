@@ -28,7 +28,7 @@ COMPARED_TOKENS = 1024
 MAX_COLUMNS = 100
 NO_PARALLEL = "Quire computes on one device; there is no --tensor-parallel-size yet."
 # Settings that may be changed when the model does not fit, from the smallest loss on.
-CHANGES: tuple[Mapping[str, str], ...] = (
+CHANGES: tuple[Mapping[str, Any], ...] = (
     {"dtype": "bf16"},
     {"kv_cache_dtype": "int8"},
     {"quantization": "int8"},
@@ -165,8 +165,8 @@ def _changes(planner: Planner) -> Iterator[dict[str, Any]]:
         is_wanted = smaller == (True, True) if len(change) > 1 else any(smaller)
         if is_wanted:
             yield _change(planner, change, sized)
-    for change in _smaller_demands(planner):
-        yield _change(planner, change, planner.size(**change))
+    for demand in _smaller_demands(planner):
+        yield _change(planner, demand, planner.size(**demand))
 
 
 def _smaller_demands(planner: Planner) -> Iterator[dict[str, int]]:
