@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from quire.base.errors import SettingError
 from quire.cli.options import add_engine_arguments, engine_settings, positive_int
-from quire.config.flags import parse_bytes
+from quire.config.flags import engine_config, parse_bytes
 
 if TYPE_CHECKING:
     from quire.sim.hardware import Device
@@ -66,12 +66,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan and print. Raises ModelError or SettingError as an engine would."""
+    from quire.hub.cache import with_local_model
     from quire.obs.report import show
     from quire.sim.hardware import THIS, find_device
     from quire.sim.plan import Planner, check_model
     from quire.sim.plan_report import plan_outcome, plan_text
 
     settings = {"model": arguments.model, **engine_settings(arguments)}
+    model = with_local_model(engine_config(settings)).model
+    settings |= {"model": model.model, "served_model_name": model.served_model_name}
     if arguments.device_name.lower() == THIS:
         check_model(settings)  # a wrong model or flag is reported before measuring
         device = _this_machine(settings.get("num_threads"))
