@@ -24,12 +24,13 @@ from quire.engine.assembly.sizing import memory_needs, step_limits
 from quire.execute.executor import HEAD_ROWS, ExecutorMemory, StepLimits
 from quire.execute.gpu.limits import FULL_STEP_TOKENS as GPU_STEP_TOKENS
 from quire.execute.gpu.limits import GPU_RESERVE_BYTES
+from quire.execute.gpu.support import unsupported
 from quire.execute.layout import lay_out
 from quire.execute.native import FEWEST_FULL_TOKENS, FULL_STEP_TOKENS, NativeExecutor
 from quire.execute.rope_table import rope_bytes
 from quire.models.registry import open_model
 from quire.program.cost import StepShape
-from quire.program.declarations import FP8_CACHE, WeightForm
+from quire.program.declarations import WeightForm
 from quire.program.program import Program
 from quire.sim.cost import roofline_ms
 from quire.sim.hardware import THIS, Device
@@ -180,15 +181,11 @@ class Planner:
         if not self.device.is_gpu:
             NativeExecutor.check_program(program)
             return
-        schemes = [weight.quantized for weight in program.weights.values()]
-        uses_fp8 = any(scheme is not None and scheme.is_float for scheme in schemes)
-        if not self.device.has_fp8 and (
-            uses_fp8 or any(cache.scheme == FP8_CACHE for cache in program.caches)
-        ):
+        problems = unsupported(program, self.device.about, is_gpu=True, has_fp8=self.device.has_fp8)
+        if problems:
             raise ModelError(
-                f"{program.name}: its weights, or keys and values, are kept in fp8, which "
-                f"{self.device.about} cannot compute with; --quantization int8 and "
-                "--kv-cache-dtype int8 take as much memory"
+                f"{program.name}: the torch executor cannot hold this model:"
+                + "".join(f"\n  - {problem}" for problem in problems)
             )
 
 

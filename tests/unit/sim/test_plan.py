@@ -235,6 +235,9 @@ def test_what_a_device_cannot_compute_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="A100 SXM, 80 GB cannot compute with"):
         _planner(tmp_path, LLAMA_3_70B, "a100-80gb", quantization="fp8").size()
     assert _planner(tmp_path, LLAMA_3_70B, "h100", quantization="fp8").size().plan is not None
+    tied = LLAMA_3_70B | {"tie_word_embeddings": True}
+    with pytest.raises(ModelError, match="not gathered from on a GPU"):
+        _planner(tmp_path, tied, "h100", quantization="int4", head_precision="int4").size()
     with pytest.raises(SettingError, match=r"xeon-8480 .* give --memory"):
         _planner(tmp_path, LLAMA_3_70B, "xeon-8480")
 
