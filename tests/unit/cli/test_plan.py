@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_hub import FakeHub
-from tests.tiny_models import tiny_config, write_tiny_llama
+from tests.tiny_models import tiny_config
 from tests.unit.cli.command import quire_main
-from tests.unit.hub.test_cache import cached
 from tests.unit.sim.llama_configs import LLAMA_3_70B, config_folder
 
 H100 = ("--device", "h100")
@@ -99,17 +97,6 @@ def test_models_that_cannot_be_read_are_rejected_before_measuring(
         done = quire_main("plan", model)
         assert done.returncode == 2
         assert said in done.stderr
-
-
-def test_a_name_is_looked_up_in_the_cache(hub: FakeHub, tmp_path: Path) -> None:
-    (tmp_path / "m").mkdir()
-    cached("some/tiny", write_tiny_llama(tmp_path / "m"))
-    done = quire_main("plan", "some/tiny", *H100)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("some/tiny on NVIDIA H100")
-    missing = quire_main("plan", "some/other", *H100)
-    assert missing.returncode == 2
-    assert "quire pull some/other" in missing.stderr
 
 
 def test_a_device_without_room_for_anything_is_no_error_of_the_command() -> None:
