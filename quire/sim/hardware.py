@@ -38,7 +38,7 @@ class Device:
     has_fp8: bool = False
 
     def peak_precision(self, precision: str) -> str:
-        """Return the precision of peak_gflops at whose rate products in `precision` compute."""
+        """Return the precision of peak_gflops that is the rate of products in `precision`."""
         return next(name for name in (precision, "bf16", "f32") if name in self.peak_gflops)
 
     def gflop_per_s(self, precision: str) -> float:
