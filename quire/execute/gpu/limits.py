@@ -1,4 +1,7 @@
-"""Constants that size an engine on a GPU. Import no PyTorch, so that plans need none."""
+"""Constants that size an engine on a GPU.
+
+Imports no PyTorch, so that plans can be made on machines without it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What the torch executor does not support of a program. Imports no PyTorch: plans use it too."""
+"""What the torch executor does not support of a program.
+
+Asked by the executor before loading, and by plans. Imports no PyTorch, so that plans can be made on
+machines without it.
+"""
 
 from __future__ import annotations
 
