@@ -27,6 +27,7 @@ SUBCOMMANDS = {
     "bench": "measure speed on this machine",
     "simulate": "compare scheduling policies on a trace, in virtual time",
     "profile": "print the time of each operation of a step, and the machine's limits",
+    "plan": "predict whether a model fits a device, and how fast it is",
     "program": "print the operations of a model's step, with bytes and arithmetic",
     "completion": "print a shell completion script",
 }

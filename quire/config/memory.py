@@ -127,6 +127,11 @@ def plan_memory(needs: MemoryNeeds, memory: MachineMemory) -> MemoryPlan:
     )
 
 
+def num_blocks_of(num_tokens: int, block_size: int) -> int:
+    """Return the KV blocks of one request with so many tokens."""
+    return -(-num_tokens // block_size)
+
+
 def mib(num_bytes: int) -> str:
     """Format bytes: KiB below one MiB, else MiB with one decimal."""
     if abs(num_bytes) < 2**20:
@@ -162,4 +167,4 @@ def _context(needs: MemoryNeeds, num_blocks: int) -> tuple[int, tuple[str, ...]]
 
 
 def _blocks(num_tokens: int, needs: MemoryNeeds) -> int:
-    return -(-num_tokens // needs.block_size)
+    return num_blocks_of(num_tokens, needs.block_size)

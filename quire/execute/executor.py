@@ -76,11 +76,8 @@ class ExecutorMemory:
     token_bytes: int
 
 
-class ExecutorClass(Protocol):
-    """A class of executors: checks and sizes a program before loading, and makes an executor."""
-
-    def check_program(self, program: Program) -> None:
-        """Raise ModelError listing what executors of this class do not support."""
+class ExecutorSizing(Protocol):
+    """Sizes a program before loading."""
 
     def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
         """The memory an executor takes for steps within `limits`."""
@@ -88,12 +85,19 @@ class ExecutorClass(Protocol):
     def head_rows(self, max_sequences: int) -> int:
         """Rows of one slice of the head; logits of more rows are never in memory at once."""
 
-    def available_memory(self) -> MachineMemory:
-        """Memory of the device, and the share that a KV cache takes by default."""
-
     def full_step_tokens(self) -> int:
         """Rows from which larger steps compute no more rows per second. Raises SettingError where
         the machine lacks the requested instruction set."""
+
+
+class ExecutorClass(ExecutorSizing, Protocol):
+    """A class of executors: checks and sizes a program before loading, and makes an executor."""
+
+    def check_program(self, program: Program) -> None:
+        """Raise ModelError listing what executors of this class do not support."""
+
+    def available_memory(self) -> MachineMemory:
+        """Memory of the device, and the share that a KV cache takes by default."""
 
     def plans_in_flight(self) -> int:
         """The best number of plans in flight."""

@@ -123,6 +123,18 @@ def interpolate(points: Points, length: int) -> NDArray[np.float64]:
     return found
 
 
+def roofline_ms(
+    cost: Cost, *, gb_per_s: float, product_gflop_per_s: float, attention_gflop_per_s: float
+) -> float:
+    """Return the least milliseconds of a step's cost, as RooflineCost counts them."""
+    per_byte_ms = 1e3 / (gb_per_s * 1e9)
+    products_ms = cost.product_ops * 1e3 / (product_gflop_per_s * 1e9)
+    attention_ms = cost.attention_ops * 1e3 / (attention_gflop_per_s * 1e9)
+    return max(cost.weight_bytes * per_byte_ms, products_ms) + max(
+        cost.kv_bytes * per_byte_ms, attention_ms
+    )
+
+
 class RooflineCost:
     """The program's operations and bytes over the machine's rates.
 

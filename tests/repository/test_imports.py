@@ -24,6 +24,10 @@ LATE_IMPORTS: Mapping[str, tuple[str, str]] = {
         "quire.engine.assembly quire.execute quire.transfer",
         "one executor is loaded, and the tier only where one is configured",
     ),
+    "quire.engine.assembly.sizing": (
+        "quire.engine.assembly",
+        "the tier only where one is configured",
+    ),
     "quire.engine.assembly.vocabulary": ("quire.text", "the tokenizers library is slow to import"),
     "quire.engine.client.engine_client": (
         "quire.engine.client",

@@ -22,12 +22,13 @@ from quire.base.log import Log
 from quire.base.report import Report
 from quire.config.groups import EngineConfig, ExecutorConfig
 from quire.config.machine import machine_memory, num_usable_cores
-from quire.config.memory import MemoryNeeds, MemoryPlan, mib, plan_memory
+from quire.config.memory import MemoryPlan, mib, plan_memory
 from quire.engine.assembly.initial_costs import initial_step_costs
 from quire.engine.assembly.model_files import model_folder, model_name
 from quire.engine.assembly.precision import warn_of_coarse
 from quire.engine.assembly.programs import engine_program
 from quire.engine.assembly.scheduler_factory import make_scheduler, scheduler_limits
+from quire.engine.assembly.sizing import memory_needs, step_limits
 from quire.engine.assembly.vocabulary import model_tokenizer, model_vocabulary
 from quire.engine.assembly.warm_up import measure_cost, warm_up
 from quire.engine.core import EngineCore
@@ -213,19 +214,15 @@ def _sized_model(config: EngineConfig) -> _SizedModel:
         check_host_tier(
             config.cache.kv_tier_host_bytes, executor_class.available_memory(), machine_memory()
         )
-    step_limits = StepLimits(
-        max_tokens=_step_tokens(config, executor_class),
-        max_samples=executor_class.head_rows(config.scheduler.max_num_seqs),
-        max_sequences=config.scheduler.max_num_seqs,
-    )
-    memory = _memory(config, spec, longest, executor_class, step_limits)
+    limits = step_limits(config, executor_class)
+    memory = _memory(config, spec, longest, executor_class, limits)
     return _SizedModel(
         folder=folder,
         spec=spec,
         checkpoint=checkpoint,
         program=replace(longest, max_positions=memory.max_model_len),
         executor_class=executor_class,
-        step_limits=step_limits,
+        step_limits=limits,
         memory=memory,
     )
 
@@ -296,39 +293,21 @@ def _prefault(config: EngineConfig, model: _SizedModel, executor: Executor) -> P
     )
 
 
-def _step_tokens(config: EngineConfig, make: ExecutorClass) -> int:
-    """Return the configured token limit of a step, or a default.
-
-    The default fills the executor and has room for two tokens a request: one of its answer and
-    one of a prompt. A larger step would only raise the latency between tokens.
-    """
-    given = config.scheduler.max_num_batched_tokens
-    return given or max(make.full_step_tokens(), 2 * config.scheduler.max_num_seqs)
-
-
 def _memory(
     config: EngineConfig,
     spec: ModelSpec,
     program: Program,
     make: ExecutorClass,
-    step_limits: StepLimits,
+    limits: StepLimits,
 ) -> MemoryPlan:
-    held = make.memory_for(program, step_limits)
-    memory, block_bytes = make.available_memory(), held.token_bytes * config.cache.block_size
-    buffer_bytes = 0
-    if config.cache.has_tier:
-        from quire.engine.assembly.tier import moving_bytes
-
-        buffer_bytes = moving_bytes(block_bytes, config.cache, beside_host=memory.is_own)
-    needs = MemoryNeeds(
-        weights_bytes=held.weights_bytes,
-        step_bytes=held.step_bytes + buffer_bytes,
-        token_bytes=held.token_bytes,
-        block_size=config.cache.block_size,
-        max_num_seqs=config.scheduler.max_num_seqs,
+    memory = make.available_memory()
+    needs = memory_needs(
+        config,
+        program,
+        make,
+        limits,
         model_max_len=spec.max_positions,
-        max_model_len=config.model.max_model_len,
-        kv_cache_memory_bytes=config.cache.kv_cache_memory_bytes,
+        device_is_own=memory.is_own,
     )
     plan = plan_memory(needs, memory)
     if memory.is_own:  # a device's, which loading may find smaller: what was counted on is known

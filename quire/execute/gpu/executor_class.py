@@ -5,7 +5,6 @@ Knows a device and a mode; no steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,18 +16,16 @@ from quire.execute.gpu.device import lacks_memory
 from quire.execute.gpu.device_buffers import step_sizes
 from quire.execute.gpu.executor import LaunchOptions, TorchExecutor
 from quire.execute.gpu.graphs import capture_of
+from quire.execute.gpu.limits import FULL_STEP_TOKENS
 from quire.execute.gpu.load import IntWeight, Pack, load
 from quire.execute.gpu.memory import device_memory
 from quire.execute.gpu.step_buffers import StepBuffers
+from quire.execute.gpu.support import unsupported
 from quire.execute.layout import lay_out
 from quire.execute.rope_table import rope_bytes
-from quire.program.declarations import FP8_CACHE
-from quire.program.ops import Embed
 from quire.program.program import Program
 from quire.weights.binding import bind
 from quire.weights.checkpoint import Checkpoint
-
-FULL_STEP_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +43,12 @@ class TorchExecutorClass:
 
     def check_program(self, program: Program) -> None:
         """Raise ModelError listing what cannot be held, before anything is loaded."""
-        problems = []
-        if len(program.caches) != 1:
-            problems.append(f"it has {len(program.caches)} KV caches; one is held")
-        if self.device.type != "cpu" and any(_is_gathered_in_groups(program)):
-            problems.append(
-                "its embedding is also the head and kept in 4 bits or in blocks, which rows are "
-                "not gathered from on a GPU (--head-precision int8, fp8 or none)"
-            )
-        if any(weight.experts for weight in program.weights.values()):
-            problems.append(
-                "it is a mixture of experts, which this executor has no operations for "
-                "(--executor native runs it, on CPUs)"
-            )
-        if not self.has_fp8 and _uses_fp8(program):
-            problems.append(
-                f"its weights, or keys and values, are kept in fp8, which {self.device} cannot "
-                "compute with: compute capability 8.9 and newer can (Ada, Hopper); --quantization "
-                "int8 and --kv-cache-dtype int8 take as much memory"
-            )
+        problems = unsupported(
+            program,
+            str(self.device),
+            is_gpu=self.device.type != "cpu",
+            has_fp8=self.has_fp8,
+        )
         if problems:
             raise ModelError(
                 f"{program.name}: the torch executor cannot hold this model "
@@ -158,18 +142,3 @@ def _pack(*, runs_kernels: bool) -> Pack:
     from quire.execute.gpu.products import pack_ints
 
     return pack_ints
-
-
-def _is_gathered_in_groups(program: Program) -> Iterator[bool]:
-    for ops in program.segments.values():
-        for op in ops:
-            if isinstance(op, Embed):
-                scheme = program.weights[op.weight].quantized
-                yield scheme is not None and scheme.group != 0
-
-
-def _uses_fp8(program: Program) -> bool:
-    schemes = [weight.quantized for weight in program.weights.values()]
-    return any(scheme is not None and scheme.is_float for scheme in schemes) or any(
-        cache.scheme == FP8_CACHE for cache in program.caches
-    )

@@ -15,10 +15,7 @@ from quire.base.errors import CapacityError, SettingError
 from quire.config.machine import MachineMemory, machine_memory
 from quire.config.memory import mib
 from quire.execute.gpu.device import first_line
-
-# Of a GPU's free memory this is left alone: kernels and graphs as they are loaded, the libraries'
-# workspaces, and what the allocator loses by its grain.
-GPU_RESERVE_BYTES = 1536 * 1024 * 1024
+from quire.execute.gpu.limits import GPU_RESERVE_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,119 @@
+"""`quire plan MODEL`: whether a model fits a device, and the speed to expect; loads no weights.
+
+Arguments and printing only; quire/sim/plan.py computes, and is imported when the subcommand runs.
+Exit code 0 if the model fits, 1 if it does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from quire.base.errors import SettingError
+from quire.cli.options import add_engine_arguments, engine_settings, positive_int
+from quire.config.flags import engine_config, parse_bytes
+
+if TYPE_CHECKING:
+    from quire.sim.hardware import Device
+
+_EXIT_DOES_NOT_FIT = 1
+_MEASURING_ROUNDS = 3
+# Fields of the engine that decide sizes; context and concurrency have their own names here.
+_SIZING = frozenset(
+    {
+        *("dtype", "quantization", "head_precision", "keep"),
+        *("block_size", "kv_cache_memory_bytes", "kv_cache_dtype"),
+        *("max_num_batched_tokens", "num_threads"),
+    }
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the model must fit, then the engine's flags that decide sizes."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object, no tables")
+    parser.add_argument(
+        "--device",
+        dest="device_name",
+        default="this",
+        metavar="NAME",
+        help="a device of the table, as in h100, or this: this machine, measured (default this)",
+    )
+    parser.add_argument(
+        "--memory",
+        type=_size,
+        metavar="SIZE",
+        help="memory to plan for, as in 80GB; default: the device's, or what is free here",
+    )
+    parser.add_argument(
+        *("--context", "--max-model-len"),
+        dest="max_model_len",
+        type=positive_int,
+        default=argparse.SUPPRESS,
+        metavar="NUM",
+        help="tokens of prompt and output of one request (default: the longest that fits)",
+    )
+    parser.add_argument(
+        *("--concurrency", "--max-num-seqs"),
+        dest="max_num_seqs",
+        type=positive_int,
+        default=argparse.SUPPRESS,
+        metavar="NUM",
+        help="requests at once; with --context, so many of that length must fit (default 64, as "
+        "far as they fit)",
+    )
+    add_engine_arguments(parser, only=_SIZING)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan and print. Raises ModelError or SettingError as an engine would."""
+    from quire.hub.cache import with_local_model
+    from quire.obs.report import show
+    from quire.sim.hardware import THIS, find_device
+    from quire.sim.plan import Planner, check_model
+    from quire.sim.plan_report import plan_outcome, plan_text
+
+    settings = {"model": arguments.model, **engine_settings(arguments)}
+    model = with_local_model(engine_config(settings)).model
+    settings |= {"model": model.model, "served_model_name": model.served_model_name}
+    if arguments.device_name.lower() == THIS:
+        check_model(settings)  # a wrong model or flag is reported before measuring
+        device = _this_machine(settings.get("num_threads"))
+    else:
+        device = find_device(arguments.device_name)
+    planner = Planner(settings, device, memory_bytes=arguments.memory)
+    outcome = plan_outcome(planner)
+    show(outcome, plan_text(outcome), as_json=arguments.json)
+    return 0 if outcome["fits"] else _EXIT_DOES_NOT_FIT
+
+
+def _this_machine(num_threads: int | None) -> Device:
+    """Measure bandwidth and arithmetic rates, which takes about a second."""
+    from quire import _native
+    from quire.bench.limits import LOOPS, READ, machine_limits, peak_gflops
+    from quire.bench.machine import machine_card, machine_text
+    from quire.config.machine import num_usable_cores
+    from quire.sim.hardware import THIS, Device
+
+    limits = machine_limits(num_threads or num_usable_cores(), rounds=_MEASURING_ROUNDS)
+    peaks = {name: peak_gflops(limits, name) for name in LOOPS}
+    return Device(
+        name=THIS,
+        about=f"this machine: {machine_text(machine_card(), with_load=False)}",
+        memory_bytes=None,
+        gb_per_s=limits[READ],
+        peak_gflops={name: peak for name, peak in peaks.items() if peak is not None},
+        is_gpu=False,
+        is_measured=True,
+        isa=_native.isa(),
+    )
+
+
+def _size(text: str) -> int:
+    """Parse an argument as a number of bytes of at least 1."""
+    try:
+        size = parse_bytes(text)
+    except SettingError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if size < 1:
+        raise argparse.ArgumentTypeError("a memory of 0 bytes holds nothing; write it like 80GB")
+    return size

@@ -1,0 +1,59 @@
+"""The largest step and the memory needs of an engine, from its settings and its executor class.
+
+The engine sizes its KV cache with these before it loads a byte, and `quire plan` prints them; both
+call the same functions, so they agree.
+"""
+
+from __future__ import annotations
+
+from quire.config.groups import EngineConfig
+from quire.config.memory import MemoryNeeds
+from quire.execute.executor import ExecutorSizing, StepLimits
+from quire.program.program import Program
+
+
+def step_limits(config: EngineConfig, sizing: ExecutorSizing) -> StepLimits:
+    """Return the largest step.
+
+    The default token limit fills the executor and has room for two tokens a request: one of its
+    answer and one of a prompt. A larger step would only raise the latency between tokens.
+    """
+    max_num_seqs = config.scheduler.max_num_seqs
+    given = config.scheduler.max_num_batched_tokens
+    return StepLimits(
+        max_tokens=given or max(sizing.full_step_tokens(), 2 * max_num_seqs),
+        max_samples=sizing.head_rows(max_num_seqs),
+        max_sequences=max_num_seqs,
+    )
+
+
+def memory_needs(
+    config: EngineConfig,
+    program: Program,
+    sizing: ExecutorSizing,
+    limits: StepLimits,
+    *,
+    model_max_len: int,
+    device_is_own: bool,
+) -> MemoryNeeds:
+    """Return what `program` needs in memory, as plan_memory takes it.
+
+    device_is_own: the device's memory is not the host's.
+    """
+    needed = sizing.memory_for(program, limits)
+    buffer_bytes = 0
+    if config.cache.has_tier:
+        from quire.engine.assembly.tier import moving_bytes  # only where a tier is used
+
+        block_bytes = needed.token_bytes * config.cache.block_size
+        buffer_bytes = moving_bytes(block_bytes, config.cache, beside_host=device_is_own)
+    return MemoryNeeds(
+        weights_bytes=needed.weights_bytes,
+        step_bytes=needed.step_bytes + buffer_bytes,
+        token_bytes=needed.token_bytes,
+        block_size=config.cache.block_size,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        model_max_len=model_max_len,
+        max_model_len=config.model.max_model_len,
+        kv_cache_memory_bytes=config.cache.kv_cache_memory_bytes,
+    )

@@ -1,0 +1,265 @@
+"""Plan a model on a device: memory, context, concurrency and predicted speed, without weights.
+
+The sizes are those the engine computes at its start (quire/engine/assembly/sizing.py and
+quire/config/memory.py); the speeds come from the program's cost model over the device's rates, so
+they are upper bounds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quire.base.errors import CapacityError, ModelError, SettingError
+from quire.config.flags import engine_config
+from quire.config.groups import EngineConfig
+from quire.config.machine import MachineMemory, machine_memory
+from quire.config.memory import MemoryNeeds, MemoryPlan, mib, num_blocks_of, plan_memory
+from quire.engine.assembly.model_files import model_folder
+from quire.engine.assembly.precision import weights_if_there
+from quire.engine.assembly.programs import engine_program
+from quire.engine.assembly.sizing import memory_needs, step_limits
+from quire.execute.executor import HEAD_ROWS, ExecutorMemory, StepLimits
+from quire.execute.gpu.limits import FULL_STEP_TOKENS as GPU_STEP_TOKENS
+from quire.execute.gpu.limits import GPU_RESERVE_BYTES
+from quire.execute.gpu.support import unsupported
+from quire.execute.layout import lay_out
+from quire.execute.native import FEWEST_FULL_TOKENS, FULL_STEP_TOKENS, NativeExecutor
+from quire.execute.rope_table import rope_bytes
+from quire.models.registry import open_model
+from quire.program.cost import StepShape
+from quire.program.declarations import WeightForm
+from quire.program.program import Program
+from quire.sim.cost import roofline_ms
+from quire.sim.hardware import THIS, Device
+
+PARALLEL_DEGREES = (2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSizing:
+    """An ExecutorSizing (quire/execute/executor.py) for a device that need not be here.
+
+    On a GPU the scratch of single kernels is not counted: it belongs to the reserve.
+    """
+
+    device: Device
+
+    def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
+        """See ExecutorSizing."""
+        if not self.device.is_gpu:
+            return NativeExecutor.memory_for(program, limits)
+        return ExecutorMemory(
+            weights_bytes=program.weight_bytes,
+            step_bytes=lay_out(program, limits).arena_bytes + rope_bytes(program),
+            token_bytes=sum(cache.token_bytes for cache in program.caches),
+        )
+
+    def head_rows(self, max_sequences: int) -> int:
+        """See ExecutorSizing."""
+        return max(HEAD_ROWS, max_sequences) if self.device.is_gpu else HEAD_ROWS
+
+    def full_step_tokens(self) -> int:
+        """See ExecutorSizing."""
+        if self.device.is_gpu:
+            return GPU_STEP_TOKENS
+        return FULL_STEP_TOKENS.get(self.device.isa, FEWEST_FULL_TOKENS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizedModel:
+    """A model with its settings on a device. plan: None where it does not fit; see problem."""
+
+    config: EngineConfig
+    program: Program
+    needs: MemoryNeeds
+    step_tokens: int
+    plan: MemoryPlan | None
+    problem: str
+
+    @property
+    def max_context(self) -> int:
+        """The longest request, 0 where not even the weights fit."""
+        return 0 if self.plan is None else self.plan.max_model_len
+
+    def requests_at_once(self, num_tokens: int) -> int:
+        """Return how many requests of so many tokens the cache and the batch hold at once."""
+        if self.plan is None:
+            return 0
+        blocks = num_blocks_of(num_tokens, self.needs.block_size)
+        return min(self.plan.num_blocks // blocks, self.needs.max_num_seqs)
+
+
+class Planner:
+    """Sizes one model on one device, with the settings given and with changes to them.
+
+    settings: of an engine, by field name. memory_bytes: instead of the device's. Raises
+    ModelError where the model cannot be read, and SettingError where the memory is not known.
+    """
+
+    def __init__(
+        self, settings: Mapping[str, Any], device: Device, *, memory_bytes: int | None = None
+    ) -> None:
+        self.device, self._settings = device, dict(settings)
+        self.memory = device_memory(device, memory_bytes)
+        config = engine_config(self._settings)
+        folder = model_folder(config.model)
+        self.spec = open_model(folder)
+        self._checkpoint = weights_if_there(folder)
+        self._sizing = DeviceSizing(device)
+        # What must fit: None where it was not asked for.
+        self.context: int | None = config.model.max_model_len
+        self.concurrency: int | None = self._settings.get("max_num_seqs")
+
+    def size(self, **changes: Any) -> SizedModel:
+        """Size the model with changed settings; a value of None leaves the setting out.
+
+        Raises SettingError or ModelError where an engine would, other than for lack of memory.
+        """
+        merged = {**self._settings, **changes}
+        config = engine_config({name: value for name, value in merged.items() if value is not None})
+        program = engine_program(config, self.spec, self._checkpoint)
+        self._check(program)
+        limits = step_limits(config, self._sizing)
+        needs = memory_needs(
+            config,
+            program,
+            self._sizing,
+            limits,
+            model_max_len=self.spec.max_positions,
+            device_is_own=self.memory.is_own,
+        )
+        plan, problem = fitted(needs, self.memory, concurrency=merged.get("max_num_seqs"))
+        return SizedModel(
+            config=config,
+            program=program,
+            needs=needs,
+            step_tokens=limits.max_tokens,
+            plan=plan,
+            problem=problem,
+        )
+
+    def step_s(self, program: Program, counts: list[int], starts: list[int]) -> float:
+        """Return the least seconds of a step with these rows."""
+        device = self.device
+        ms = roofline_ms(
+            program.step_cost(StepShape(counts, starts)),
+            gb_per_s=device.gb_per_s,
+            product_gflop_per_s=device.gflop_per_s(product_precision(program)),
+            attention_gflop_per_s=device.gflop_per_s(str(program.caches[0].dtype)),
+        )
+        return ms / 1e3
+
+    def prefill_s(self, sized: SizedModel, num_tokens: int) -> float:
+        """Return the least seconds to compute a prompt alone, in steps of the largest size."""
+        starts = range(0, num_tokens, sized.step_tokens)
+        return sum(
+            self.step_s(sized.program, [min(sized.step_tokens, num_tokens - start)], [start])
+            for start in starts
+        )
+
+    def decode_tokens_per_s(self, sized: SizedModel, num_tokens: int, requests: int = 1) -> float:
+        """Return the most tokens per second of so many requests, all at a depth of num_tokens."""
+        starts = [num_tokens - 1] * requests
+        return requests / self.step_s(sized.program, [1] * requests, starts)
+
+    def parallel_degree(self, sized: SizedModel) -> tuple[int, MemoryNeeds] | None:
+        """Return the fewest equal devices that the model fits on when its tensors are split.
+
+        Also the needs of each. None where not even the largest of PARALLEL_DEGREES is enough.
+        """
+        for degree in PARALLEL_DEGREES:
+            needs = sharded_needs(sized, degree)
+            if not fitted(needs, self.memory, concurrency=self.concurrency)[1]:
+                return degree, needs
+        return None
+
+    def _check(self, program: Program) -> None:
+        """Raise ModelError where the device's executor cannot compute the program."""
+        if not self.device.is_gpu:
+            NativeExecutor.check_program(program)
+            return
+        problems = unsupported(program, self.device.about, is_gpu=True, has_fp8=self.device.has_fp8)
+        if problems:
+            raise ModelError(
+                f"{program.name}: the torch executor cannot hold this model:"
+                + "".join(f"\n  - {problem}" for problem in problems)
+            )
+
+
+def check_model(settings: Mapping[str, Any]) -> None:
+    """Raise ModelError or SettingError where the model or a setting is wrong; measures nothing."""
+    config = engine_config(settings)
+    folder = model_folder(config.model)
+    engine_program(config, open_model(folder), weights_if_there(folder))
+
+
+def device_memory(device: Device, memory_bytes: int | None) -> MachineMemory:
+    """Return what an engine may take of a device's memory. Raises SettingError if not known."""
+    if device.name == THIS and memory_bytes is None:
+        return machine_memory()
+    total = device.memory_bytes if memory_bytes is None else memory_bytes
+    if total is None:
+        raise SettingError(
+            f"{device.name} ({device.about}) has no memory size of its own; give --memory, as in "
+            "--memory 256GiB"
+        )
+    given = device.about if memory_bytes is None else "--memory"
+    if not device.is_gpu:
+        return MachineMemory(available_bytes=total, limit=given)
+    return MachineMemory(
+        available_bytes=max(total - GPU_RESERVE_BYTES, 0),
+        limit=f"{given}, without {mib(GPU_RESERVE_BYTES)} for libraries and graphs",
+        is_own=True,
+    )
+
+
+def fitted(
+    needs: MemoryNeeds, memory: MachineMemory, *, concurrency: int | None
+) -> tuple[MemoryPlan | None, str]:
+    """Return the engine's memory plan, and what does not fit ("" where all does).
+
+    Where both concurrency and max_model_len are given, so many requests must fit at once.
+    """
+    try:
+        plan = plan_memory(needs, memory)
+    except CapacityError as error:
+        return None, str(error)
+    if concurrency is None or needs.max_model_len is None:
+        return plan, ""
+    blocks = num_blocks_of(needs.max_model_len, needs.block_size)
+    if concurrency * blocks <= plan.num_blocks:
+        return plan, ""
+    return plan, (
+        f"{concurrency} requests of {needs.max_model_len} tokens need {concurrency * blocks} KV "
+        f"blocks ({mib(concurrency * blocks * needs.block_size * needs.token_bytes)}); there are "
+        f"{plan.num_blocks} ({mib(plan.kv_bytes)}), enough for {plan.num_blocks // blocks}"
+    )
+
+
+def sharded_needs(sized: SizedModel, degree: int) -> MemoryNeeds:
+    """Return the needs of each of `degree` devices: sharded weights and KV heads are divided.
+
+    Vectors, unsharded tables and the step's buffers are counted in full on each.
+    """
+    weights = sized.program.weights.values()
+    sharded = sum(weight.num_bytes for weight in weights if weight.shard)
+    caches = sized.program.caches
+    return replace(
+        sized.needs,
+        weights_bytes=sized.needs.weights_bytes - sharded + -(-sharded // degree),
+        token_bytes=sum(
+            cache.token_bytes * -(-cache.kv_heads // degree) // cache.kv_heads for cache in caches
+        ),
+    )
+
+
+def product_precision(program: Program) -> str:
+    """Return the precision that most weights of products have: "bf16", "int8", ..."""
+    sizes: Counter[str] = Counter()
+    for weight in program.weights.values():
+        if weight.form is WeightForm.MATRIX:
+            sizes[(weight.scheme or str(weight.dtype)).partition("-")[0]] += weight.size
+    return sizes.most_common(1)[0][0]

@@ -1,0 +1,106 @@
+"""`quire plan`: its tables and JSON, its exit codes, and the input it rejects."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_models import tiny_config
+from tests.unit.cli.command import quire_main
+from tests.unit.sim.llama_configs import LLAMA_3_70B, config_folder
+
+H100 = ("--device", "h100")
+
+
+def test_a_model_that_fits_is_shown_by_length() -> None:
+    done = quire_main("plan", *H100, "--context", "200", "--concurrency", "5")
+    assert (done.returncode, done.stderr) == (0, "")
+    for said in ("It fits.", "NVIDIA H100 SXM", "KV cache per token", "2,560 B", "of 16 tokens"):
+        assert said in done.stdout
+    assert "Change" not in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("128 ", "200 "))]
+    assert [row[:3] for row in rows] == [["128", "8", "5"], ["200", "13", "5"]]
+
+
+def test_a_model_that_does_not_fit_ends_with_1_and_names_flags(tmp_path: Path) -> None:
+    model = config_folder(tmp_path / "m", LLAMA_3_70B)
+    done = quire_main("plan", model, *H100)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "It does not fit: 135330.0 MiB are needed" in done.stdout
+    assert "--quantization int8 --kv-cache-dtype int8   yes" in done.stdout
+    assert "tensor parallelism over 2 such devices" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 110
+
+
+def test_the_json_object_has_the_numbers_of_the_tables(tmp_path: Path) -> None:
+    model = config_folder(tmp_path / "m", LLAMA_3_70B)
+    words = (*H100, "--quantization", "int8", "--kv-cache-memory", "8GB", "--json")
+    outcome = json.loads(quire_main("plan", model, *words).stdout)
+    assert outcome["fits"]
+    assert outcome["settings"]["quantization"] == "int8"
+    assert (outcome["kv_bytes_per_token"], outcome["num_blocks"]) == (327_680, 1525)
+    assert outcome["max_context"] == 24_400
+    by_length = {row["tokens"]: row for row in outcome["lengths"]}
+    assert (by_length[1024]["requests"], by_length[8192]["requests"]) == (23, 2)
+    assert sum(line["bytes"] for line in outcome["memory"][1:-1]) == (
+        outcome["memory"][-1]["bytes"] - outcome["memory"][0]["bytes"]
+    )
+
+
+def test_this_machine_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
+    words = ("--memory", "2GiB", "--threads", "1", "--json")
+    outcome = json.loads(quire_main("plan", str(tmp_path), *words).stdout)
+    device = outcome["device"]
+    assert (device["name"], device["rates"]) == ("this", "measured now")
+    assert device["gb_per_s"] > 0
+    assert device["gflop_per_s"] > 0
+    assert outcome["available_bytes"] == 2 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--device", "h10"), "there is no device 'h10' in the table; did you mean h100"),
+        (("--memory", "lots", *H100), "'lots' is not a size in bytes; write it like 512MiB"),
+        (("--memory", "0", *H100), "a memory of 0 bytes holds nothing"),
+        (("--memory", "-3GB", *H100), "expected one argument"),
+        (("--context", "0", *H100), "'0' is not a whole number of at least 1"),
+        (("--context", "1", *H100), "--max-model-len is 1; at least 2 is needed"),
+        (("--context", "513", *H100), "--max-model-len is 513; the model allows at most 512"),
+        (("--concurrency", "many", *H100), "'many' is not a whole number"),
+        (("--device", "epyc-9654"), "epyc-9654 (AMD EPYC 9654, one socket) has no memory size"),
+        (("--device", "epyc-9654", "--memory", "1GB", "--quantization", "fp8"), "fp8"),
+        (("--quantization", "int3", *H100), "quantization is 'int3'; allowed: auto, none, int8"),
+        (("--tensor-parallel-size", "2", *H100), "one process on one device serves a model here"),
+    ],
+)
+def test_wrong_input_is_rejected_with_what_is_allowed(words: tuple[str, ...], said: str) -> None:
+    done = quire_main("plan", *words)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stdout == ""
+
+
+def test_models_that_cannot_be_read_are_rejected_before_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(*_: object, **__: object) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr("quire.bench.limits.machine_limits", measured)
+    config = tiny_config(architectures=["FalconForCausalLM"], model_type="falcon")
+    unsupported = config_folder(tmp_path / "m", config)
+    for model, said in ((unsupported, "FalconForCausalLM"), (str(tmp_path / "none"), "none")):
+        done = quire_main("plan", model)
+        assert done.returncode == 2
+        assert said in done.stderr
+
+
+def test_a_device_without_room_for_anything_is_no_error_of_the_command() -> None:
+    done = quire_main("plan", *H100, "--memory", "1GB")
+    assert done.returncode == 1
+    assert "0.0 KiB are available (--memory, without 1536.0 MiB" in done.stdout
+    assert "Not even 32 such devices" in done.stdout
