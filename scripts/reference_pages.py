@@ -30,7 +30,9 @@ from quire.api.openapi.field_schemas import Known
 from quire.api.openapi.field_words import GROUPS
 from quire.api.openapi.operations import OPERATIONS
 from quire.cli.serve import add_arguments
+from quire.config.environment import FILE_VARIABLE
 from quire.config.foreign_flags import FOREIGN_SUBCOMMANDS, INSTEAD
+from quire.config.sources import SETTINGS
 from quire.obs.metrics import Metrics
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -67,9 +69,11 @@ def flags() -> str:
         actions = [action for action in group._group_actions if action.option_strings]
         if actions:
             rows = [
-                (_flag(action), _cell((action.help or "") % vars(action))) for action in actions
+                (_flag(action), *_key(action), _cell((action.help or "") % vars(action)))
+                for action in actions
             ]
-            parts.append(f"### {group.title}\n\n" + table(("Flag", "Meaning"), rows))
+            head = ("Flag", "Key in the file", "Variable", "Meaning")
+            parts.append(f"### {group.title}\n\n" + table(head, rows))
     return "\n\n".join(parts)
 
 
@@ -80,6 +84,14 @@ def _flag(action: argparse.Action) -> str:
         shown = [*choices[:_MAX_CHOICES], *(["..."] if len(choices) > _MAX_CHOICES else [])]
         return names + " " + " ".join(f"`{choice}`" for choice in shown)
     return names if action.nargs == 0 else f"{names} {action.metavar or ''}".strip()
+
+
+def _key(action: argparse.Action) -> tuple[str, str]:
+    """Return the key in a configuration file and the environment variable of a flag."""
+    setting = SETTINGS.get(action.dest)
+    if setting is not None:
+        return f"`{setting.key}`", f"`{setting.variable}`"
+    return "", f"`{FILE_VARIABLE}`" if action.dest == "config" else ""
 
 
 def openapi() -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -28,6 +29,7 @@ SUBCOMMANDS = {
     "simulate": "compare scheduling policies on a trace, in virtual time",
     "profile": "print the time of each operation of a step, and the machine's limits",
     "plan": "predict whether a model fits a device, and how fast it is",
+    "config": "print the settings with their sources, or check a configuration file",
     "program": "print the operations of a model's step, with bytes and arithmetic",
     "completion": "print a shell completion script",
 }
@@ -70,11 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _EXIT_REFUSED
     _tolerate_any_encoding()
     try:
+        if "settings_taken" in arguments:
+            _apply_sources(arguments)
         code = subcommand(arguments.subcommand).run(arguments)
         sys.stdout.flush()
         return code
     except QuireError as error:
-        message = _in_flags(str(error)) if isinstance(error, SettingError) else str(error)
+        is_setting = isinstance(error, SettingError)
+        message = _in_flags(str(error), arguments) if is_setting else str(error)
         _print_error(f"quire {arguments.subcommand}", message)
         return _EXIT_FAILED if isinstance(error, WorkerError) else _EXIT_REFUSED
     except KeyboardInterrupt:
@@ -150,10 +155,28 @@ def _instead_of(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
     return hint + "".join(f"; {flag} is a flag of quire serve" for flag in of_serve)
 
 
-def _in_flags(text: str) -> str:
-    from quire.config.flags import in_flags  # slow import
+def _apply_sources(arguments: argparse.Namespace) -> None:
+    """Add the settings of the configuration file and the environment, and print warnings."""
+    from quire.base import log  # slow imports
+    from quire.cli.options import apply_sources
 
-    return in_flags(text)
+    warnings = apply_sources(arguments, os.environ)
+    given = vars(arguments)
+    if arguments.subcommand == "serve" and (
+        given.get("log_format") == "json"
+        or (given.get("access_log") == "json" and "log_format" not in given)
+    ):
+        log.process_form = "json"
+    for warning in warnings:
+        _print_error(f"quire {arguments.subcommand}", f"warning: {warning}")
+
+
+def _in_flags(text: str, arguments: argparse.Namespace) -> str:
+    """Name flags in place of settings, each with the line or the variable that set it."""
+    from quire.config.flags import in_flags  # slow imports
+    from quire.config.sources import with_sources
+
+    return with_sources(in_flags(text), vars(arguments).get("sources", {}))
 
 
 def _version() -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from quire.base.errors import InvalidParameter
 from quire.base.grammar import Grammar, grammar_of
 from quire.config.flags import add_flags
 from quire.config.groups import CacheConfig, ExecutorConfig, ModelConfig, SchedulerConfig
+from quire.config.server_config import ServerConfig
 
 _ENGINE_GROUPS = (ModelConfig, CacheConfig, SchedulerConfig, ExecutorConfig)
 _SAMPLING: tuple[tuple[str, type, str], ...] = (
@@ -53,6 +54,20 @@ def add_engine_arguments(
 
     skip: fields to leave out. only: if not empty, the fields to add.
     """
+    _add_model_and_file(parser)
+    names = {name for group in _ENGINE_GROUPS for name in group.__dataclass_fields__}
+    left_out = skip | {"model"} | (names - only if only else set())
+    add_flags(parser, *_ENGINE_GROUPS, skip=left_out)
+
+
+def add_all_settings(parser: argparse.ArgumentParser) -> None:
+    """Add MODEL and the flags of all config groups, those of the server included."""
+    _add_model_and_file(parser)
+    add_flags(parser, ServerConfig, *_ENGINE_GROUPS, skip=frozenset({"model"}))
+
+
+def _add_model_and_file(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(settings_taken=frozenset({"model"}))
     parser.add_argument(
         "model",
         nargs="?",
@@ -61,9 +76,44 @@ def add_engine_arguments(
         help="directory, a GGUF file, or ORG/NAME[:FILE.gguf] of a model in the Hugging Face "
         "cache; default: the built-in model",
     )
-    names = {name for group in _ENGINE_GROUPS for name in group.__dataclass_fields__}
-    left_out = skip | {"model"} | (names - only if only else set())
-    add_flags(parser, *_ENGINE_GROUPS, skip=left_out)
+    parser.add_argument(
+        "--config",
+        default="",
+        metavar="FILE",
+        help="TOML file of settings with the names of flags, as in max-num-seqs = 64; environment "
+        "variables and flags override it; default: the file of QUIRE_CONFIG, if any",
+    )
+
+
+def apply_sources(arguments: argparse.Namespace, environment: Mapping[str, str]) -> list[str]:
+    """Set what a configuration file and the environment give and the flags do not.
+
+    Records each with its source in `arguments.sources`. Returns warnings. Does nothing if `--url`
+    names a server in place of an engine.
+    """
+    from quire.config.config_file import read_config_file  # slow imports
+    from quire.config.environment import FILE_VARIABLE, read_environment
+    from quire.config.sources import merged
+
+    taken = arguments.settings_taken
+    if vars(arguments).get("url"):
+        if arguments.config:
+            raise InvalidParameter(
+                "--config configures an engine in this process, but --url names a server; leave "
+                "one out"
+            )
+        return []
+    path = arguments.config or environment.get(FILE_VARIABLE, "")
+    of_file, warnings = read_config_file(path) if path else ({}, [])
+    of_environment, more = read_environment(environment)
+    given = {name: value for name, value in vars(arguments).items() if name in taken}
+    if not given["model"]:
+        del given["model"]
+    arguments.sources = merged(given, of_environment, of_file)
+    for name, sourced in arguments.sources.items():
+        if name in taken:
+            setattr(arguments, name, sourced.value)
+    return warnings + more
 
 
 def engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -24,17 +24,12 @@ from quire.base.errors import SettingError
 from quire.base.log import Log
 from quire.base.log_process import start_logging
 from quire.base.log_sink import can_write
+from quire.cli.options import add_all_settings
 from quire.cli.output import discard_output
 from quire.cli.pull import add_pull_flag, pull_if_asked
-from quire.config.admin_keys import read_admin_keys
-from quire.config.flags import add_flags, config_from_flags
-from quire.config.groups import (
-    CacheConfig,
-    EngineConfig,
-    ExecutorConfig,
-    ModelConfig,
-    SchedulerConfig,
-)
+from quire.config.admin_keys import read_admin_keys, read_api_keys
+from quire.config.flags import config_from_flags, engine_from_flags
+from quire.config.groups import EngineConfig
 from quire.config.server_config import ServerConfig
 from quire.config.tenants import Tenant, read_tenants_of_server
 from quire.hub.cache import with_local_model
@@ -50,24 +45,8 @@ _PROGRESS_S = 0.2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the model and the flags of all config groups."""
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default="",
-        metavar="MODEL",
-        help="directory of the model, a GGUF file, or ORG/NAME[:FILE.gguf] of a model in the "
-        "Hugging Face cache; default: the built-in model",
-    )
     add_pull_flag(parser)
-    add_flags(
-        parser,
-        ServerConfig,
-        ModelConfig,
-        CacheConfig,
-        SchedulerConfig,
-        ExecutorConfig,
-        skip=frozenset({"model"}),
-    )
+    add_all_settings(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -81,14 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
     # A reload (SIGHUP) during start-up is ignored; run_server installs its handler later.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     _refuse_both(arguments)
-    server = _with_key_of_environment(config_from_flags(ServerConfig, arguments))
+    server = _with_keys_of_file(config_from_flags(ServerConfig, arguments))
     start_logging("server", server.logging)
-    engine = EngineConfig(
-        model=config_from_flags(ModelConfig, arguments),
-        cache=config_from_flags(CacheConfig, arguments),
-        scheduler=config_from_flags(SchedulerConfig, arguments),
-        executor=config_from_flags(ExecutorConfig, arguments),
-    )
+    engine = engine_from_flags(arguments)
     pull_if_asked(arguments)
     engine = with_local_model(engine)
     path = engine.scheduler.tenants
@@ -112,10 +86,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_both(arguments: argparse.Namespace) -> None:
-    """Raise SettingError if both a Unix socket and an address are given."""
+    """Raise SettingError if both a Unix socket and an address are given.
+
+    A file may repeat the default address, as that of `quire config show --toml` does.
+    """
     given = vars(arguments)
+    sources = given.get("sources", {})
     for name in ("host", "port"):
-        if given.get("uds") is not None and name in given:
+        if given.get("uds") is None or name not in given:
+            continue
+        is_flag = name not in sources or sources[name].source.kind == "flag"
+        if is_flag or given[name] != getattr(ServerConfig(), name):
             raise SettingError(f"--uds and --{name} are both given; give one of them")
 
 
@@ -123,10 +104,8 @@ def _tenants_of(path: str, server: ServerConfig) -> tuple[Tenant, ...]:
     return read_tenants_of_server(path, has_keys=bool(server.api_key))
 
 
-def _with_key_of_environment(server: ServerConfig) -> ServerConfig:
-    """Use QUIRE_API_KEY if no --api-key is given: other users can see command lines."""
-    key = os.environ.get("QUIRE_API_KEY", "")
-    return replace(server, api_key=(key,)) if key and not server.api_key else server
+def _with_keys_of_file(server: ServerConfig) -> ServerConfig:
+    return replace(server, api_key=(*server.api_key, *read_api_keys(server.api_key_file)))
 
 
 def _serve(

@@ -63,7 +63,14 @@ def in_flags(text: str) -> str:
 def add_flags(
     parser: argparse.ArgumentParser, *groups: type[Any], skip: frozenset[str] = frozenset()
 ) -> None:
-    """Add a flag for each field of `groups` except those named in `skip`."""
+    """Add a flag for each field of `groups` except those named in `skip`.
+
+    The parsed arguments list the fields in `settings_taken`, which a configuration file and the
+    environment may set too (sources.py).
+    """
+    before: frozenset[str] = parser.get_default("settings_taken") or frozenset()
+    added = frozenset(setting.name for group in groups for setting in fields(group)) - skip
+    parser.set_defaults(settings_taken=before | added)
     for group in groups:
         hints = get_type_hints(group)
         section = parser.add_argument_group(str(group.__doc__).splitlines()[0].rstrip("."))
@@ -77,6 +84,12 @@ def config_from_flags(group: type[Group], arguments: argparse.Namespace) -> Grou
     given = vars(arguments)
     names = [setting.name for setting in fields(group)]  # type: ignore[arg-type]
     return group(**{name: given[name] for name in names if name in given})
+
+
+def engine_from_flags(arguments: argparse.Namespace) -> EngineConfig:
+    """Build an EngineConfig from parsed arguments. Raises SettingError for an invalid value."""
+    groups = get_type_hints(EngineConfig)
+    return EngineConfig(**{name: config_from_flags(groups[name], arguments) for name in groups})
 
 
 def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
@@ -100,7 +113,7 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
                         raise SettingError(
                             f"{setting.name} and {name} are the same setting; give one of them"
                         )
-                    values[setting.name] = _checked(setting, hints[setting.name], left.pop(name))
+                    values[setting.name] = checked(setting, hints[setting.name], left.pop(name))
         parts[part.name] = group(**values)
     if left:
         name = next(iter(left))
@@ -127,7 +140,7 @@ def _add_flag(section: Any, setting: Field[Any], hint: Any) -> None:
             "%", "%%"
         ),
     }
-    kind = _kind(hint)
+    kind = kind_of(hint)
     if kind is bool:
         section.add_argument(flag, action=argparse.BooleanOptionalAction, **shared)
     elif get_origin(kind) is Literal:
@@ -136,7 +149,9 @@ def _add_flag(section: Any, setting: Field[Any], hint: Any) -> None:
         action = _AppendToTuple
         section.add_argument(flag, action=action, metavar=_metavar(setting), **shared)
     else:
-        section.add_argument(flag, type=_reader(setting, kind), metavar=_metavar(setting), **shared)
+        section.add_argument(
+            flag, type=reader_of(setting, kind), metavar=_metavar(setting), **shared
+        )
 
 
 class _AppendToTuple(argparse.Action):
@@ -146,7 +161,8 @@ class _AppendToTuple(argparse.Action):
         setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), values))
 
 
-def _reader(setting: Field[Any], kind: Any) -> Any:
+def reader_of(setting: Field[Any], kind: Any) -> Any:
+    """Return the function that parses the text of a flag with one value."""
     if not setting.name.endswith("_bytes"):
         return kind
 
@@ -167,24 +183,27 @@ def _metavar(setting: Field[Any]) -> str:
 
 def _default_text(setting: Field[Any]) -> str:
     value: Any = setting.default
-    if not setting.name.endswith("_bytes"):
-        return str(value)
+    return bytes_text(value) if setting.name.endswith("_bytes") else str(value)
+
+
+def bytes_text(value: int) -> str:
+    """Return a size in the largest binary unit that divides it."""
     for suffix, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value % factor == 0:
+        if value and value % factor == 0:
             return f"{value // factor}{suffix}"
     return str(value)
 
 
-def _kind(hint: Any) -> Any:
+def kind_of(hint: Any) -> Any:
     """Return the annotation without `| None`."""
     if get_origin(hint) in (Union, types.UnionType):
         return next(part for part in get_args(hint) if part is not type(None))
     return hint
 
 
-def _checked(setting: Field[Any], hint: Any, value: Any) -> Any:
+def checked(setting: Field[Any], hint: Any, value: Any) -> Any:
     """Convert `value` to the annotation; sizes may be text, tuples a list or one string."""
-    kind = _kind(hint)
+    kind = kind_of(hint)
     if value is None and kind is not hint:
         return None
     if setting.name.endswith("_bytes") and isinstance(value, str):

@@ -226,7 +226,6 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--no-slots": _SLOTS,
         "--props": _SLOTS,
         "--slot-save-path": "KV blocks on disk are set by --kv-tier-path",
-        "--api-key-file": "keys with limits of their own are in the file of --tenants",
         "--ssl-key-file": _TLS_KEY,
         "--ssl-cert-file": _TLS_CERT,
         "--timeout": "the time limit of a request is --request-timeout",

@@ -34,7 +34,13 @@ class ServerConfig:
     )
     port: int = setting(8000, "port to listen on; 0 takes a free one and prints it")
     api_key: tuple[str, ...] = setting(
-        (), "API key; may be repeated; default: QUIRE_API_KEY of the environment"
+        (),
+        "API key; may be repeated; other users can see command lines: prefer QUIRE_API_KEY or "
+        "--api-key-file",
+        secret=True,
+    )
+    api_key_file: str | None = setting(
+        None, "file of API keys, one per line; they are accepted beside those of --api-key"
     )
     api_processes: int = setting(
         1, "API processes (HTTP, chat templates, tokenization) of the one engine: 1 to 64"

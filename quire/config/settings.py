@@ -12,10 +12,13 @@ from typing import Any
 from quire.base.errors import SettingError
 
 
-def setting(default: Any, text: str, *, flag: str | None = None) -> Any:
-    """Return a field with a default, the help text of its flag, and the flag if not its name."""
-    metadata = {"help": text} if flag is None else {"help": text, "flag": flag}
-    return field(default=default, metadata=metadata)
+def setting(default: Any, text: str, *, flag: str | None = None, secret: bool = False) -> Any:
+    """Return a field with a default, the help text of its flag, and the flag if not its name.
+
+    secret: the value is never printed.
+    """
+    metadata: dict[str, Any] = {"help": text, "secret": secret}
+    return field(default=default, metadata=metadata if flag is None else metadata | {"flag": flag})
 
 
 def at_least(name: str, value: float, low: float) -> None:

@@ -33,8 +33,8 @@ def listen(config: ServerConfig, *, has_tenants: bool = False) -> socket.socket:
     if not has_keys and not config.insecure and not is_loopback(config.host):
         raise SettingError(
             f"host {config.host} is reachable from other machines and no key is set; give one "
-            "with --api-key or a file of --tenants, or --insecure to accept every request, or "
-            "listen on 127.0.0.1"
+            "with --api-key, --api-key-file or a file of --tenants, or --insecure to accept every "
+            "request, or listen on 127.0.0.1"
         )
     return _listen_at(config.host, config.port, flag="--port")
 

@@ -210,6 +210,6 @@ def test_a_setting_given_under_both_names_is_rejected() -> None:
 @pytest.mark.parametrize("value", ["a", ["a"], ("a",)])
 def test_a_setting_of_several_texts_accepts_one_or_a_list(value: Any) -> None:
     setting = next(field for field in fields(ServerConfig) if field.name == "api_key")
-    assert flags._checked(setting, tuple[str, ...], value) == ("a",)
+    assert flags.checked(setting, tuple[str, ...], value) == ("a",)
     with pytest.raises(SettingError, match="list of strings"):
-        flags._checked(setting, tuple[str, ...], [1])
+        flags.checked(setting, tuple[str, ...], [1])
