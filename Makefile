@@ -55,7 +55,7 @@ $(BIN)/python:
 
 # $(1): extras. Built once for the package, then only what is missing is added.
 define install
-	@echo "[2/3] installing quire$(1) (compiles the kernels; a minute or two)"
+	@echo "[2/3] installing quire-llm$(1) (compiles the kernels; a minute or two)"
 	@$(BIN)/python -m pip install --quiet --editable ".$(1)"
 	@touch $@
 endef
