@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from quire.base import version as versions
 from quire.base.version import DISTRIBUTION, UNKNOWN, installed_version
 from tests.repository.source_files import ROOT, code_files, name_of, text_files
 
-_PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+_PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+_PROJECT = _PYPROJECT["project"]
 _OTHER_PROJECT = re.compile(r"""(?:version|distribution|metadata|requires)\(\s*["']quire["']""")
 _EXTRA = re.compile(r"quire-llm\[([\w,-]+)\]")
 
@@ -69,3 +71,26 @@ def test_the_command_prints_the_version() -> None:
     command = [sys.executable, "-m", "quire", "--version"]
     said = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
     assert said == f"quire {_PROJECT['version']}\n"
+
+
+def test_one_wheel_serves_every_processor_of_an_architecture() -> None:
+    """Instruction sets are chosen at run time, so only their own object files may use them."""
+    cmake = (ROOT / "CMakeLists.txt").read_text("utf-8")
+    assert not re.search(r"-march=|-mcpu=|-mtune=native", cmake)
+    of_all = re.search(r"set\(quire_flags([^)]*)\)", cmake)
+    assert of_all is not None
+    assert "-m" not in of_all[1].split("-fvisibility")[0].replace("-fno-trapping-math", "")
+    assert 'set(quire_isa_flags_portable "")' in cmake
+
+
+def test_wheels_are_built_for_every_python_that_is_supported() -> None:
+    settings = _PYPROJECT["tool"]["cibuildwheel"]
+    assert settings["build"] == ["cp311-*", "cp312-*", "cp313-*", "cp314-*"]
+    assert _PROJECT["requires-python"] == ">=3.11"
+    assert settings["linux"]["archs"] == ["x86_64", "aarch64"]
+    assert settings["macos"]["archs"] == ["arm64"]
+
+
+def test_ci_builds_and_uses_the_wheel() -> None:
+    assert ".ci/wheel" in (ROOT / ".ci" / "run").read_text("utf-8").splitlines()
+    assert os.access(ROOT / ".ci" / "wheel", os.X_OK)
