@@ -7,6 +7,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 BIN     = $(VENV)/bin
 comma   := ,
 STAMP   = $(VENV)/.quire
+# The compiler that CMake would take: $CXX, else the first of the common names.
+COMPILER = $(shell for c in $${CXX:-c++ g++ clang++}; do command -v $$c && break; done 2>/dev/null)
 NATIVE  = CMakeLists.txt pyproject.toml $(shell find native -name '*.cc' -o -name '*.h')
 
 .PHONY: demo test lint parity gpu fuzz browser clients clients-installed bench clean help
@@ -49,14 +51,14 @@ clean:  ## remove the environment and everything built
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Quire needs Python 3.11 or newer; none was found on PATH."; exit 1; }
+	@test -n "$(COMPILER)" || { cat native/compiler-missing.txt; exit 1; }
 	@echo "[1/3] environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --upgrade pip
 
 # $(1): extras. Built once for the package, then only what is missing is added.
 define install
-	@echo "[2/3] installing quire$(1) (compiles the kernels; a minute or two)"
-	@$(BIN)/python -m pip install --quiet --editable ".$(1)"
+	@$(BIN)/python scripts/install.py $(BIN)/python "$(1)"
 	@touch $@
 endef
 

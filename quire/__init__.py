@@ -36,9 +36,9 @@ def __getattr__(name: str) -> Any:
 
         return AsyncLLM
     if name == "__version__":
-        from importlib.metadata import version
+        from quire.base.version import installed_version
 
-        return version("quire")
+        return installed_version()
     raise AttributeError(f"module 'quire' has no attribute {name!r}; it has {', '.join(__all__)}")
 
 

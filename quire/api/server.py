@@ -36,6 +36,7 @@ from quire.api.http.connection import Connection
 from quire.api.http.sockets import tls_context
 from quire.api.http.tls import TlsListener
 from quire.api.server_state import ServerState
+from quire.api.service_manager import READY, STOPPING, notify, send_watchdog
 from quire.api.workers.private_app import build_private_app
 from quire.api.workers.sibling_workers import SiblingWorkers
 from quire.base.log import Log
@@ -180,7 +181,9 @@ class ServerProcess:
         stopped = asyncio.ensure_future(self._stop.wait())
         starting = asyncio.ensure_future(self._engine.ready())
         died = asyncio.ensure_future(self._engine.dead.wait())
-        tasks = (stopped, starting, died)
+        is_main = self._worker is None  # else its supervisor is the service's process
+        watchdog = asyncio.ensure_future(send_watchdog({} if not is_main else os.environ))
+        tasks = (stopped, starting, died, watchdog)
         try:
             await _first(stopped, starting, http)
             if not starting.done():
@@ -192,6 +195,8 @@ class ServerProcess:
             server_state.start(self._engine)
             self._opened.set()
             self._announce()
+            if is_main:
+                notify(READY)
             ends: set[asyncio.Future[Any]] = {stopped, died, http}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if died.done():
@@ -208,6 +213,8 @@ class ServerProcess:
     async def _drain(self, server_state: ServerState, died: asyncio.Future[Any]) -> int:
         """Let open requests finish within the grace time, then end them."""
         server_state.lifecycle.drain()
+        if self._worker is None:
+            notify(STOPPING)
         self._log.event("draining", grace_s=self._config.grace_s)
         idle = asyncio.ensure_future(server_state.idle.wait())
         await _first(idle, died, timeout_s=self._config.grace_s)

@@ -180,12 +180,9 @@ def _in_flags(text: str, arguments: argparse.Namespace) -> str:
 
 
 def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version  # slow import
+    from quire.base.version import installed_version  # slow import
 
-    try:
-        return version("quire")
-    except PackageNotFoundError:
-        return "(not installed)"
+    return installed_version()
 
 
 def _tolerate_any_encoding() -> None:

@@ -22,7 +22,7 @@ def check_plots() -> None:
         import_module("matplotlib")
     except ImportError as error:
         raise SettingError(
-            "a picture needs matplotlib: pip install 'matplotlib>=3.8', or leave --png out"
+            "a picture needs matplotlib: pip install 'quire-llm[bench]', or leave --png out"
         ) from error
 
 

@@ -128,7 +128,8 @@ def encoded_by_library(
     except ImportError:
         raise TokenizerError(
             f"{file}: this SentencePiece model {why_not_converted(pieces, config)}, which only the "
-            "sentencepiece package reads exactly; install it: pip install 'sentencepiece>=0.2'"
+            "sentencepiece package reads exactly; install it: "
+            "pip install 'quire-llm[sentencepiece]'"
         ) from None
     vocabulary = {text: id_ for id_, text in enumerate(pieces.texts)}
     put_listed(vocabulary, config, file)

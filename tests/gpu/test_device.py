@@ -205,7 +205,7 @@ def test_an_unusable_triton_is_reported_with_its_requirements(
 ) -> None:
     said = _said("cuda", replace(MACHINE, triton_trouble="Failed to find C compiler."))
     assert "Failed to find C compiler" in said
-    assert "pip install 'triton>=3.4'" in said
+    assert "pip install 'quire-llm[gpu]'" in said
     assert "python3-dev" in said
     assert bool(devices._triton_trouble()) != torch.cuda.is_available()  # Triton supports no CPU
     monkeypatch.setattr(devices, "find_spec", lambda name: None)

@@ -101,12 +101,12 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "no Triton": (
         H200[: H200.index("    import triton")] + '    sys.modules["triton"] = None\n',
         "auto",
-        ("written in Triton", "it is not installed", "pip install 'triton>=3.4'"),
+        ("written in Triton", "it is not installed", "pip install 'quire-llm[gpu]'"),
     ),
     "too old a Triton": (
         H200 + '    triton.__version__ = "3.2.0"\n',
         "auto",
-        ("it is 3.2.0, and 3.4 or newer is needed", "pip install 'triton>=3.4'"),
+        ("it is 3.2.0, and 3.4 or newer is needed", "pip install 'quire-llm[gpu]'"),
     ),
     "no C compiler": (
         H200[: H200.index("    driver.set_active")]

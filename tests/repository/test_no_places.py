@@ -16,7 +16,7 @@ _REGISTRY = re.compile(
 )
 _OUTSIDE = re.compile(r"\bshared" + r"[/\"' ,]{1,5}(data|design|anchors)\b")
 _NUMBERED = re.compile(r"\bissue" + r" #?\d+\b", re.I)
-_BY_NAME = re.compile(r"pip install [^`]{0,40}(?<![\w/.-])quire(?![\w/.-])")
+_BY_NAME = re.compile(r"pip install [^`]{0,40}(?<![\w/.-])quire(?![\w/-])")
 _KNOW_THE_DATA = ("tests/data.py", "bench/data.py", "models/tiny/")
 
 
@@ -38,7 +38,9 @@ def test_the_patterns_match_examples() -> None:
     assert _REGISTRY.search("https://" + "artifactory.example.org/simple")
     assert _NUMBERED.search("see issue" + " 12")
     assert _BY_NAME.search("pip install" + " 'quire[gpu]'")
-    assert not _BY_NAME.search("pip install" + " ./quire-0.1.0.whl")
+    assert _BY_NAME.search("pip install" + " --upgrade quire")
+    assert not _BY_NAME.search("pip install" + " 'quire-llm[gpu]'")
+    assert not _BY_NAME.search("pip install" + " ./quire_llm-0.1.0.whl")
 
 
 def test_no_path_of_a_machine_is_kept() -> None:
@@ -57,6 +59,6 @@ def test_no_issue_is_named_by_number() -> None:
     assert not _found(_NUMBERED)
 
 
-def test_no_page_installs_quire_from_an_index() -> None:
-    """On the public index that name is another project's."""
+def test_no_page_installs_the_distribution_of_another_project() -> None:
+    """Require `quire-llm`: on the package index, `quire` is another project."""
     assert not _found(_BY_NAME)

@@ -5,11 +5,11 @@ Knows no model and no engine: the route answers while the model loads, and needs
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+
+from quire.base.version import installed_version
 
 OVERVIEW = """Quire serves a language model here, with OpenAI's API.
 
@@ -24,14 +24,6 @@ POST /v1/cache/flush, /admin/pause, /admin/drain, /admin/resume
 PUT  /admin/log-level
      /docs: a page of all of them; /openapi.json
 """
-
-
-def installed_version() -> str:
-    """Return the version of this package."""
-    try:
-        return version("quire")
-    except PackageNotFoundError:
-        return "unknown"  # run from a checkout that was never installed
 
 
 async def show_version(request: Request) -> Response:

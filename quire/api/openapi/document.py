@@ -12,12 +12,12 @@ from typing import Any
 
 from starlette.routing import BaseRoute, Route
 
-from quire.api.admin.version import installed_version
 from quire.api.http.errors import HEAD_TOO_LARGE, SHAPES, ErrorShape, ForeignPage
 from quire.api.openapi.answer_schemas import answer_schemas
 from quire.api.openapi.field_schemas import Known, Schema, body_schema
 from quire.api.openapi.operations import EVENTS, JSON, OPERATIONS, PATH_WORDS, Operation
 from quire.base.errors import NotAuthorized, QuireError, RequestError
+from quire.base.version import installed_version
 
 _PATH_NAME = re.compile(r"\{(\w+)(?::\w+)?\}")
 _ABOUT = (

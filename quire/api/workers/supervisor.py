@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from quire.api.service_manager import READY, STOPPING, notify, send_watchdog
 from quire.api.workers.worker_job import (
     ENGINE_ENDED,
     FAILED,
@@ -163,6 +164,7 @@ class _Supervisor:
             for event in (self._stopped, self._died, self._unable)
         ]
         stopped, died, unable = ends
+        watchdog = asyncio.ensure_future(send_watchdog())
         try:
             await asyncio.wait({server_state, *ends}, return_when=asyncio.FIRST_COMPLETED)
             if server_state.done() and not (died.done() or unable.done()):
@@ -170,6 +172,7 @@ class _Supervisor:
                 assert self._ready is not None, "the processes serve only then"
                 self._announced = True
                 announce(self._ready, problems)
+                notify(READY)
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 if unable.done():
                     raise self._reason
@@ -182,9 +185,9 @@ class _Supervisor:
                 await self._drain(died) if stopped.done() else await self._end_after_engine_death()
             )
         finally:
-            for task in (server_state, *ends):
+            for task in (server_state, watchdog, *ends):
                 task.cancel()
-            await asyncio.gather(server_state, *ends, return_exceptions=True)
+            await asyncio.gather(server_state, watchdog, *ends, return_exceptions=True)
 
     async def _all_serve(self) -> list[str]:
         """Wait until all first processes serve; return the problems of the templates."""
@@ -193,6 +196,7 @@ class _Supervisor:
 
     async def _drain(self, died: asyncio.Task[Literal[True]]) -> int:
         """Let each process drain and end; the remaining ones accept connections meanwhile."""
+        notify(STOPPING)
         self._log.event("draining", grace_s=self._server.grace_s, api_processes=self._num)
         if self._for_admins is not None:
             self._for_admins.close()  # its process is about to end

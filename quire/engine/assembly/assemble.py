@@ -342,7 +342,7 @@ def _torch_class(settings: ExecutorConfig) -> ExecutorClass:
     except ModuleNotFoundError as error:
         raise SettingError(
             f"executor is torch and {error.name} is not installed; install it: "
-            "pip install 'torch>=2.6' 'triton>=3.4'"
+            "pip install 'quire-llm[gpu]'"
         ) from error
     except (ImportError, OSError) as error:  # a library that it was built with is not there
         raise SettingError(

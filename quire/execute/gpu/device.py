@@ -244,7 +244,7 @@ def _check_card(device: str, card: Card, machine: Machine) -> None:
     if machine.triton_trouble:
         raise SettingError(
             f"{device}: the kernels are written in Triton, and it cannot be used: "
-            f"{machine.triton_trouble}. Install it (pip install 'triton>=3.4'); a C compiler "
+            f"{machine.triton_trouble}. Install it (pip install 'quire-llm[gpu]'); a C compiler "
             "(gcc, clang, or CC=...) and Python's headers (python3-dev), with which Triton builds "
             "a part of itself; and let it write its cache (TRITON_CACHE_DIR)"
         )

@@ -141,5 +141,5 @@ def test_without_matplotlib_a_picture_is_rejected_before_anything_runs(
         raise ImportError(name)
 
     monkeypatch.setattr(pictures, "import_module", absent)
-    with pytest.raises(SettingError, match=r"pip install .matplotlib>=3\.8"):
+    with pytest.raises(SettingError, match=r"pip install .quire-llm\[bench\]"):
         pictures.check_plots()

@@ -116,7 +116,7 @@ def test_the_other_kinds_state_why_the_package_is_needed(
     assert why is not None
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(
-        TokenizerError, match=rf"model {why[:20]}.*pip install 'sentencepiece>=0.2'"
+        TokenizerError, match=rf"model {why[:20]}.*pip install 'quire-llm.sentencepiece.'"
     ):
         _load(tmp_path, _kind(name))
 
