@@ -164,7 +164,7 @@ def test_steps_are_captured_on_a_gpu_unless_disabled(
             open_checkpoint(folder),
             ExecutorOptions(limits=StepLimits(max_tokens=8, max_samples=2, max_sequences=2)),
         )
-    assert [named["capture"] for named in given] == ["graphs of cuda:0", None]
+    assert [named["launch"].capture for named in given] == ["graphs of cuda:0", None]
     assert capture_of(torch.device("cpu")) is None
 
 

@@ -21,8 +21,8 @@ from quire.program.tensors import DType  # noqa: E402
 from quire.sampling import reference  # noqa: E402
 from quire.sampling.batch import SampleBatch  # noqa: E402
 from quire.sampling.parts import LogitBias, NoiseKeys, RaggedIds, Truncation  # noqa: E402
-from tests.gpu.opened import BLOCK_SIZE, program_of, torch_executor  # noqa: E402
-from tests.gpu.recorded import LaunchCapture  # noqa: E402
+from tests.gpu.launch_capture import LaunchCapture  # noqa: E402
+from tests.gpu.torch_models import BLOCK_SIZE, program_of, torch_executor  # noqa: E402
 from tests.models.case import Case  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
