@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 # digits: a number can be written in endless ways (1.0, 1.00).
 MAX_SEARCHED = 20_000
 MAX_DIGITS = 24
-MAX_REMEMBERED = 16_384  # beginnings
+MAX_REMEMBERED = 2_048  # beginnings
 # Distinct items counted for minItems, and lengths up to which they are searched.
-MAX_COUNTED = 4_096
+# Each finished item keeps a set of those before it for rollback, so memory grows with the square.
+MAX_DISTINCT = 1_024  # items of an array with uniqueItems; a full one closes
 _LENGTHS = (8, 16, 32, 64, 128, 512)
 _NOT_FREE_STRING = frozenset({"maxLength", "pattern", "format", "enum", "const"})
 _NOT_FREE_NUMBER = frozenset(
@@ -147,6 +148,8 @@ class Items:
 
     def is_open(self, start: bytes, used: Used) -> bool:
         """Return whether an item that is not used begins with `start`, which some item does."""
+        if len(used.keys) >= MAX_DISTINCT:
+            return False
         if not used.keys or self._is_free(start, used):
             return True
         known = used.known.get(start)
@@ -159,8 +162,8 @@ class Items:
         return self._grammar.after(text)[1]
 
     def has_more_than(self, num: int) -> bool:
-        """Return whether there are more distinct items for certain, by the schema's keywords."""
-        return self._is_unbounded or self._num_known > num
+        """Return whether an array may have more items, by the schema's keywords, for certain."""
+        return num < MAX_DISTINCT and (self._is_unbounded or self._num_known > num)
 
     def takes_digits(self, start: bytes) -> bool:
         """Return whether any digits but zeros first, after `start`, begin an unused number."""
@@ -172,7 +175,7 @@ class Items:
         """Return whether arrays can have `min_items` distinct items."""
         if self.min_items <= 1 or self.has_more_than(self.min_items):
             return True
-        return self.min_items <= MAX_COUNTED and any(map(self._has_within, _LENGTHS))
+        return self.min_items <= MAX_DISTINCT and any(map(self._has_within, _LENGTHS))
 
     def _has_within(self, length: int) -> bool:
         """Return whether enough items are found among those of a length."""

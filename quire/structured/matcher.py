@@ -6,7 +6,8 @@ grammar and the tokens taken; a failed matcher raises each time it is used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -28,6 +29,15 @@ class MatcherError(Exception):
 
 class DeadEnd(MatcherError):
     """The tokens taken so far are no prefix of an answer."""
+
+
+@contextmanager
+def _failing_alone() -> Iterator[None]:
+    """Turn what a tracker raises into a MatcherError, which fails one row of a step only."""
+    try:
+        yield
+    except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as e:
+        raise MatcherError(f"uniqueItems could not be followed: {type(e).__name__}: {e}") from e
 
 
 class Tracker(Protocol):
@@ -84,8 +94,11 @@ class Matcher:
         self._mask = None
         if not self._matcher.consume_tokens(list(token_ids)):
             raise MatcherError(f"the grammar does not allow the tokens chosen: {self._why()}")
-        if self._tracker is not None and not self._tracker.take(token_ids):
-            raise MatcherError("the tokens chosen repeat an item of an array with uniqueItems")
+        if self._tracker is not None:
+            with _failing_alone():
+                is_allowed = self._tracker.take(token_ids)
+            if not is_allowed:
+                raise MatcherError("the tokens chosen repeat an item of an array with uniqueItems")
 
     def replay(self, token_ids: Sequence[int]) -> None:
         """Advance by tokens that were chosen earlier, on another matcher of the same grammar.
@@ -111,7 +124,8 @@ class Matcher:
         if self._mask is None:
             words = self._grammar_mask()
             if self._tracker is not None:
-                words = self._tracker.without_repeats(words)
+                with _failing_alone():
+                    words = self._tracker.without_repeats(words)
             if not words.any():
                 raise DeadEnd("the grammar leaves no token to go on with, and no end")
             words.setflags(write=False)

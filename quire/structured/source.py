@@ -67,6 +67,7 @@ def _with_plan(grammar: Grammar, schema: Any) -> Any:
     """Replace uniqueItems by the plan to enforce it, under a keyword that llguidance ignores."""
     if not isinstance(schema, dict):
         return schema
+    schema = {name: value for name, value in schema.items() if name != _PLAN}  # a client's own
     try:
         stripped, plan = planned(schema)
     except NotTrackable as error:
@@ -79,8 +80,7 @@ def _with_plan(grammar: Grammar, schema: Any) -> Any:
         ) from None
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
         return schema  # malformed: llguidance explains it
-    rest = {name: value for name, value in stripped.items() if name != _PLAN}
-    return rest if plan is None else {**rest, _PLAN: plan}
+    return stripped if plan is None else {**stripped, _PLAN: plan}
 
 
 def rejection(grammar: Grammar, complaint: str) -> InvalidParameter:

@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 
 from quire.base.errors import InvalidParameter
 from quire.base.grammar import json_schema
+from quire.structured import item_values
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.item_values import NONE_USED, Items, Used, key_of, settled
 from quire.structured.matcher import Matcher, MatcherError
 from quire.structured.unique_plan import planned
+from quire.structured.unique_tracker import UniqueTracker
 from quire.structured.vocabulary import Vocabulary
 from quire.text.tokenizer import Tokenizer
 from tests.unit.structured.conftest import Accepts, json_text
@@ -451,6 +453,31 @@ def test_a_property_of_that_name_is_no_keyword(accepts: Accepts) -> None:
 def test_a_plan_in_a_schema_of_the_client_is_ignored(accepts: Accepts) -> None:
     schema = {"type": "array", "items": {"type": "string"}, "x-quire-unique-items": {"places": 3}}
     assert accepts(json_schema(schema), '["a", "a"]')
+
+
+def test_a_full_array_closes(accepts: Accepts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(item_values, "MAX_DISTINCT", 3)
+    for kind, values in (("string", ["a", "b", "c", "d"]), ("integer", [1, 2, 3, 4])):
+        allowed = json_schema({**ARRAY, "items": {"type": kind}})
+        assert accepts(allowed, json_text(values[:3]))
+        assert not accepts(allowed, json_text(values))
+
+
+def test_an_error_of_the_tracker_fails_the_matcher_only(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matcher = compiler.matcher(json_schema({**ARRAY, "items": {"type": "string"}}))
+    matcher.take(tokenizer.encode('["', add_special_tokens=False))
+
+    def broken(*_: object) -> None:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(UniqueTracker, "without_repeats", broken)
+    with pytest.raises(MatcherError, match="planted"):
+        matcher.copy().mask()
+    monkeypatch.setattr(UniqueTracker, "take", broken)
+    with pytest.raises(MatcherError, match="planted"):
+        matcher.copy().take(tokenizer.encode("a", add_special_tokens=False))
 
 
 def test_a_grammar_without_uniqueitems_has_no_tracker(compiler: GrammarCompiler) -> None:
