@@ -90,6 +90,10 @@ class Unescaped:
             if isinstance(level, dict):
                 if any(key in self._strings for key in level):
                     items = [(self._strings.get(key, key), value) for key, value in level.items()]
+                    if len(dict(items)) < len(items):
+                        keys = [key for key, _ in items]
+                        twice = next(key for key in keys if keys.count(key) > 1)
+                        raise ValueError(f"key {show(twice)} is given twice; keep one")
                     level.clear()
                     level.update(items)
                 places: Any = level

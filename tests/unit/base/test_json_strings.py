@@ -69,6 +69,7 @@ def test_what_the_parser_rejects_is_rejected(raw: str) -> None:
     ("raw", "said"),
     [
         (rb'{"a\n": 1, "a\u000a": 2}', r'key "a\\n" is given twice'),
+        (rb'{"a": 1, "\u0061": 2}', 'key "a" is given twice'),
         (rb'{"a": "\n\x"}', r"Invalid \\escape"),
         (rb'{"a": "\n', "the string that begins at byte 6 does not end"),
         (b'{"a": "\\n\n"}', "Invalid control character"),
