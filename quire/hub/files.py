@@ -20,7 +20,7 @@ MAX_LISTED_FILES = 100_000
 _MAX_NAMED = 12
 # All that models, weights and text read in a directory, besides weights.
 CONFIG = "config.json"
-# What says whether the model can be loaded, and from which files.
+# Files that describe the model: whether it can be loaded, and from which files.
 CONFIGURATION = (CONFIG, "generation_config.json", INDEX_FILE)
 _SMALL = (CONFIG, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
           "added_tokens.json", "chat_template.json", "chat_template.jinja")  # fmt: skip

@@ -62,7 +62,10 @@ def models() -> list[Entry]:
         repo = folder.name.removeprefix("models--").replace("--", "/", 1)
         names = _revisions(folder)
         for snapshot in sorted(folder.glob("snapshots/*")):
-            if snapshot.is_dir() and COMMIT.fullmatch(snapshot.name):
+            # A linked directory is not the cache's: its files would be listed and removed.
+            if snapshot.is_symlink() or not snapshot.is_dir():
+                continue
+            if COMMIT.fullmatch(snapshot.name):
                 revision = names.get(snapshot.name, snapshot.name)
                 found += _in_snapshot(HubName(repo=repo, revision=revision), snapshot)
     return sorted(found, key=lambda entry: entry.name)

@@ -88,8 +88,9 @@ def is_safe_path(path: str) -> bool:
     """Whether a path of a repository stays inside a directory it is joined to."""
     parts = path.split("/")
     return (
-        0 < len(path.encode(errors="surrogatepass")) <= 1024
-        and not any(character in path for character in "\\\0\n\r")
+        path.isprintable()  # no control characters or lone surrogates; names are shown to users
+        and 0 < len(path.encode()) <= 1024
+        and "\\" not in path
         and not any(part in ("", ".", "..") or len(part.encode()) > 255 for part in parts)
     )
 

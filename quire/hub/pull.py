@@ -91,7 +91,7 @@ class _Pull:
         return path
 
     def _fetch_configuration(self, files: Sequence[RemoteFile]) -> None:
-        """Download what says whether and how the model can be loaded: a few kilobytes."""
+        """Download the files that describe the model: a few kilobytes."""
         described = [file for file in files if file.path in CONFIGURATION]
         self._check_disk(described)
         for file in described:

@@ -45,18 +45,24 @@ def selected(entries: Sequence[Entry], names: Sequence[str]) -> list[Entry]:
 
 def freed_bytes(entries: Sequence[Entry]) -> int:
     """Return the bytes that removing entries frees."""
-    models = [entry for entry in entries if entry.kind == MODEL]
+    models = _paths([entry for entry in entries if entry.kind == MODEL])
     others = sum(entry.num_bytes for entry in entries if entry.kind != MODEL)
-    return others + sum(blob.stat().st_size for blob in _unused_blobs(_paths(models)))
+    copies = sum(path.stat().st_size for path in models if path.is_file() and not path.is_symlink())
+    return others + copies + sum(blob.stat().st_size for blob in _unused_blobs(models))
 
 
 def remove(entries: Sequence[Entry]) -> None:
-    """Remove entries. Raises SettingError for a KV tier in use, before anything is removed."""
+    """Remove entries.
+
+    Raises SettingError for a KV tier in use, and for a file of a directory outside the cache,
+    before anything is removed.
+    """
     with ExitStack() as locks:
         for entry in entries:
             if entry.kind == TIER:
                 locks.callback(TierFolder(entry.path).close)
         models = _paths([entry for entry in entries if entry.kind == MODEL])
+        _check_inside(models)
         blobs = _unused_blobs(models)
         # Links first: an interruption leaves blobs without links, never links without blobs.
         for path in models:
@@ -72,6 +78,17 @@ def remove(entries: Sequence[Entry]) -> None:
 
 def _paths(models: Sequence[Entry]) -> list[Path]:
     return [path for entry in models for path in entry.files]
+
+
+def _check_inside(models: Sequence[Path]) -> None:
+    for path in models:
+        if not Path(os.path.realpath(path.parent)).is_relative_to(
+            os.path.realpath(_repository(path))
+        ):
+            raise SettingError(
+                f"{path.parent} leads outside the Hugging Face cache through a link; nothing was "
+                "removed. Delete the link yourself if it should go"
+            )
 
 
 def _repository(path: Path) -> Path:

@@ -51,6 +51,7 @@ def test_names_are_parsed_and_printed_alike(text: str, name: HubName) -> None:
     [
         "", "gpt2", "/a/b", "./a", "../a", "~/a", "a/b/c", "a/b@", "a/b:", "a/b:../c", "a/b@../c",
         "a/b@x/../..", "a/..", "-a/b", "a--b/c", "a/b\n", "a/b:/etc/passwd", "a/b:c\0", "a b/c",
+        "a/b:\x1b[2J.gguf", "a/b:\udcff.gguf",
         "https://huggingface.co/a/b", "a/" + "b" * 100,
     ],
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,39 @@ def test_removal_is_shown_and_needs_a_yes(hub: FakeHub, tiny: Path) -> None:
     assert "freed" in done.stdout
     assert models() == []
     assert "no models in the Hugging Face cache" in quire_main("models").stdout
+
+
+def test_a_snapshot_that_is_a_link_is_not_listed_and_its_files_stay(
+    hub: FakeHub, tiny: Path, tmp_path: Path
+) -> None:
+    snapshots = cached("acme/tiny", tiny).parent
+    (snapshots / OTHER).symlink_to(tiny)
+    (snapshots / COMMIT / "more").symlink_to(tiny)
+    assert [entry.path for entry in models()] == [snapshots / COMMIT]
+    before = sorted(tiny.iterdir())
+    remove(models())
+    assert sorted(tiny.iterdir()) == before
+
+
+def test_a_file_behind_a_linked_directory_is_not_removed(
+    hub: FakeHub, tiny: Path, tmp_path: Path
+) -> None:
+    [entry] = [cached("acme/tiny", tiny)] and models()
+    (entry.path / "sub").symlink_to(tiny)
+    outside = replace(entry, files=(*entry.files, entry.path / "sub" / "config.json"))
+    with pytest.raises(SettingError, match="outside the Hugging Face cache"):
+        remove([outside])
+    assert (tiny / "config.json").exists()
+    assert (entry.path / "config.json").exists()
+
+
+def test_copied_files_count_as_freed(hub: FakeHub, tiny: Path) -> None:
+    snapshot = cached("acme/tiny", tiny)
+    for link in [path for path in snapshot.iterdir() if path.is_symlink()]:
+        content = link.read_bytes()
+        link.unlink()
+        link.write_bytes(content)
+    assert freed_bytes(models()) == sum(path.stat().st_size for path in snapshot.iterdir())
 
 
 def test_an_unknown_name_lists_what_there_is(hub: FakeHub, tiny: Path) -> None:

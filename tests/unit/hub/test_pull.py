@@ -188,7 +188,9 @@ def test_a_damaged_blob_is_fetched_again(hub: FakeHub, tiny: Path) -> None:
     assert files_of(path) == files_of(tiny)
 
 
-@pytest.mark.parametrize("path", ["../evil.json", "a/../../evil", "/etc/passwd", "a\\b", "a//b"])
+@pytest.mark.parametrize(
+    "path", ["../evil.json", "a/../../evil", "/etc/passwd", "a\\b", "a//b", "a\x1b[2Jb"]
+)
 def test_paths_that_leave_the_directory_are_refused(hub: FakeHub, tiny: Path, path: str) -> None:
     hub.add("acme/tiny", files_of(tiny) | {path: b"x"})
     assert "nothing was downloaded" in refused("acme/tiny")
