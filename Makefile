@@ -53,7 +53,7 @@ $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Quire needs Python 3.11 or newer; none was found on PATH."; exit 1; }
 	@test -n "$(COMPILER)" || { cat native/compiler-missing.txt; exit 1; }
 	@echo "[1/3] environment in $(VENV)"
-	@$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); cat native/venv-missing.txt; exit 1; }
 	@$(BIN)/python -m pip install --quiet --upgrade pip
 
 # $(1): extras. Built once for the package, then only what is missing is added.

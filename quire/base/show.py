@@ -1,4 +1,4 @@
-"""A value as an error message shows it: in JSON's words, cut short, whatever its size.
+"""Show a value in an error message: as JSON, cut short, whatever its size.
 
 Nothing huge is written out before it is cut: of a list, an object or a text only the beginning is
 looked at. Knows the values JSON has; anything else is shown as Python writes it.

@@ -91,9 +91,9 @@ def test_cmake_without_a_compiler_names_the_package(tmp_path: Path) -> None:
 def test_make_without_a_compiler_names_the_package_before_pip_runs(tmp_path: Path) -> None:
     venv = tmp_path / "venv"
     done = subprocess.run(
-        ["make", "demo", f"VENV={venv}", f"PYTHON={sys.executable}"],
+        ["make", "--no-print-directory", "demo", f"VENV={venv}", f"PYTHON={sys.executable}"],
         cwd=ROOT,
-        env={**os.environ, "CXX": "no-such-compiler"},
+        env={**os.environ, "CXX": "no-such-compiler", "MAKEFLAGS": "", "MAKELEVEL": ""},
         capture_output=True,
         text=True,
     )

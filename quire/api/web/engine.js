@@ -255,9 +255,9 @@ export class EngineView {
     const index = cell < cells ? blocks.run_lengths.findIndex((length) => (end += length) > cell) : -1;
     const owner = blocks.owners[blocks.run_owners[index]];
     if (!owner) return;
-    const whose = owner.request !== null ? `request #${owner.request}` : USES[owner.use];
+    const label = owner.request !== null ? `request #${owner.request}` : USES[owner.use];
     const tenant = ["running", "cached", "protected"].includes(owner.use) ? `, ${tenantName(owner.tenant)}${owner.salt ? `, salt ${owner.salt.slice(0, 8)}` : ""}` : "";
-    setText($("map-tip"), `Block ${count(cell * blocks.per_cell)}: ${whose}${tenant}, ${count(owner.blocks)} blocks`);
+    setText($("map-tip"), `Block ${count(cell * blocks.per_cell)}: ${label}${tenant}, ${count(owner.blocks)} blocks`);
   }
 }
 
