@@ -1,7 +1,8 @@
 """Devices to plan for: memory, bandwidth and peak arithmetic rates, with their sources.
 
 Rates are the manufacturers' peaks, dense (without sparsity), so predictions from them are upper
-bounds of speed. Memory of GPUs is the total that the driver reports (nvidia-smi), which differs a
+bounds of speed; but those of CPUs are at base clock and without integer products, so a CPU may be
+faster in prefill. Memory of GPUs is the total that the driver reports (nvidia-smi), which differs a
 little from the nominal size. The memory of a CPU depends on the machine and must be given.
 """
 

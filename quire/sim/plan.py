@@ -2,7 +2,7 @@
 
 The sizes are those the engine computes at its start (quire/engine/assembly/sizing.py and
 quire/config/memory.py); the speeds come from the program's cost model over the device's rates, so
-they are upper bounds.
+they are upper bounds where the rates are peaks (hardware.py).
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ def _notes(planner: Planner, sized: SizedModel) -> Iterator[str]:
     if planner.device.is_gpu:
         yield "A GPU needs --executor torch; scratch of single kernels is part of its reserve."
     yield (
-        "Speeds are upper bounds: the bytes and operations of a step over the device's rates. "
+        "Speeds are those of the device's rates: the bytes and operations of a step over them. "
         "Prefill: one prompt alone. Decode: at that depth, for one request and for all at once."
     )
 
