@@ -40,7 +40,7 @@ void walk(const DigestTable& table, const Digests& digests, Each each) {
 }
 
 template <class T>
-Vector<T> told(std::unique_ptr<T[]> values, size_t count) {
+Vector<T> owned_array(std::unique_ptr<T[]> values, size_t count) {
     T* owned = values.release();
     nb::capsule owner(owned, [](void* p) noexcept { delete[] static_cast<T*>(p); });
     return Vector<T>(owned, {count}, owner);
@@ -58,7 +58,7 @@ Vector<int32_t> find(const DigestTable& table, const Digests& digests) {
         found[i] = table.find(digest);
         return true;
     });
-    return told(std::move(found), digests.shape(0));
+    return owned_array(std::move(found), digests.shape(0));
 }
 
 Vector<int32_t> longest_run(const DigestTable& table, const Digests& digests) {
@@ -70,7 +70,7 @@ Vector<int32_t> longest_run(const DigestTable& table, const Digests& digests) {
         ++length;
         return true;
     });
-    return told(std::move(found), length);
+    return owned_array(std::move(found), length);
 }
 
 nb::list longest_runs(const DigestTable& table, const nb::list& chains) {
@@ -82,7 +82,7 @@ nb::list longest_runs(const DigestTable& table, const nb::list& chains) {
             runs.append(longest_run(table, digests));
             continue;
         }
-        if (!none.is_valid()) none = nb::cast(told(std::make_unique<int32_t[]>(1), 0));
+        if (!none.is_valid()) none = nb::cast(owned_array(std::make_unique<int32_t[]>(1), 0));
         runs.append(none);
     }
     return runs;
@@ -99,7 +99,7 @@ Vector<int64_t> put(DigestTable& table, const Digests& digests, const Numbers& n
         if (table.put(digest, numbers(i))) fresh[count++] = static_cast<int64_t>(i);
         return true;
     });
-    return told(std::move(fresh), count);
+    return owned_array(std::move(fresh), count);
 }
 
 Vector<int32_t> take(DigestTable& table, const Digests& digests) {
@@ -108,7 +108,7 @@ Vector<int32_t> take(DigestTable& table, const Digests& digests) {
         taken[i] = table.take(digest);
         return true;
     });
-    return told(std::move(taken), digests.shape(0));
+    return owned_array(std::move(taken), digests.shape(0));
 }
 
 int64_t take_pairs(DigestTable& table, const Digests& digests, const Numbers& numbers) {

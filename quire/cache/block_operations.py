@@ -149,7 +149,7 @@ class PlainBlockOperations:
     def extend(self, slots: Index, num_tokens: Int32s) -> None:
         """See BlockOperations."""
         self._evicted = (NO_DIGESTS, _NO_BLOCKS)
-        short = self._blocks_short(slots, num_tokens)
+        short = self._tables.blocks_short(slots, num_tokens)
         lacks = short.nonzero()[0]
         if len(lacks):
             self.allocate(slots[lacks], short[lacks])
@@ -165,7 +165,7 @@ class PlainBlockOperations:
 
     def blocks_lacking(self, slots: Index, num_tokens: Int32s) -> int:
         """See BlockOperations."""
-        return int(np.add.reduce(self._blocks_short(slots, num_tokens)))
+        return int(np.add.reduce(self._tables.blocks_short(slots, num_tokens)))
 
     def num_unreferenced(self, blocks: Int32s) -> int:
         """See BlockOperations."""
@@ -235,11 +235,6 @@ class PlainBlockOperations:
     def last_inserted(self) -> tuple[Uint64s, Int32s]:
         """See BlockOperations."""
         return self._inserted
-
-    def _blocks_short(self, slots: Index, num_tokens: Int32s) -> Int32s:
-        over = num_tokens - self._tables.capacities[slots]
-        short: Int32s = np.maximum(-(-over // np.int32(self._tables.block_size)), np.int32(0))
-        return short
 
     def _digests(self, slot: int, first: int, last: int, tokens: Int32s) -> Uint64s:
         size = self._tables.block_size

@@ -158,10 +158,7 @@ class CacheManager:
 
     def blocks_short(self, slots: Index, num_tokens: Int32s) -> Int32s:
         """Return the blocks that slots[i] lacks to hold num_tokens[i] tokens."""
-        # Rounded up by rounding down what is left over; -(-x // y) as in blocks_for.
-        left = (self.tables.capacities[slots] - num_tokens) // self._size
-        short: Int32s = -np.minimum(left, _ZERO)
-        return short
+        return self.tables.blocks_short(slots, num_tokens)
 
     def allocate(self, slots: Index, added: Int32s) -> TableDeltas:
         """Give slots[i] (distinct) added[i] >= 1 further blocks.

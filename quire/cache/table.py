@@ -18,6 +18,9 @@ Int64s = NDArray[np.int64]
 Index = NDArray[np.intp]
 
 
+_ZERO = np.int32(0)
+
+
 class BlockTable:
     """`blocks` int32 [num_slots, num_columns]; `firsts`, `counts` and `capacities` [num_slots]."""
 
@@ -106,6 +109,13 @@ class BlockTable:
         self.counts[slots] = counts
         self.capacities[slots] = counts * np.int32(self.block_size)
         return rows, columns
+
+    def blocks_short(self, slots: Index, num_tokens: Int32s) -> Int32s:
+        """Return the blocks that slots[i] lacks to hold num_tokens[i] tokens."""
+        # Rounded up by rounding down what is left over; -(-x // y) as in blocks_for.
+        left = (self.capacities[slots] - num_tokens) // np.int32(self.block_size)
+        short: Int32s = -np.minimum(left, _ZERO)
+        return short
 
     def take(self, slots: Index) -> Int32s:
         """Empty `slots` (distinct); return their blocks, last column first within a slot."""
