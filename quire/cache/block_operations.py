@@ -1,6 +1,6 @@
 """Operations on many blocks at once: allocate, share, release, and make findable.
 
-The state lies in arrays of the parts of the cache. `BlockOperations` says what the native class
+The state lies in arrays of the parts of the cache. `BlockOperations` defines what the native class
 (native/src/block_operations.cc) and its plain twin do alike; both leave the same state, bit for
 bit. The serving path uses the native class: one call for a step's arrivals or completions costs
 what a single NumPy call does.

@@ -90,7 +90,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        # The escapes of JSON are those of TOML, but for DEL, which TOML wants escaped.
+        # The escapes of JSON are those of TOML, but for DEL, which TOML requires escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"

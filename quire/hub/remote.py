@@ -115,7 +115,7 @@ def _byte_counter(on_bytes: Callable[[int], None]) -> type:
 
 @contextmanager
 def _explained(name: HubName) -> Iterator[None]:
-    """Turn errors of huggingface_hub into a ModelError that says what to do."""
+    """Turn errors of huggingface_hub into a ModelError that names the action."""
     try:
         yield
     except (

@@ -198,7 +198,7 @@ class GrammarRows:
         assert row.matcher is not None, "the caller has checked"
         self._go_back(row, position)
         if row.matcher.ends_with(token_id):
-            return True  # the token that ends the answer: the scheduler knows it
+            return True  # the token that ends the answer is known to the scheduler
         try:
             row.matcher.take([token_id])
         except MatcherError as error:

@@ -106,7 +106,7 @@ def is_loopback(host: str) -> bool:
 
 @lru_cache(maxsize=64)
 def _is_loopback(host: str) -> bool:
-    # Cached: each request asks twice, mostly for the same few addresses.
+    # Cached: each request is checked twice, mostly for the same few addresses.
     if host == "localhost":
         return True
     try:

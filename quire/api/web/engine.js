@@ -275,7 +275,7 @@ function hash(text) {
   return value;
 }
 
-/** Return a colour of the style sheet as the theme has it: a canvas knows no light-dark(). */
+/** Return a colour of the style sheet as the theme has it: a canvas does not support light-dark(). */
 function cssColour(name) {
   const probe = $("legend");
   probe.style.color = `var(${name})`;
