@@ -260,7 +260,8 @@ def _conversation_rows() -> dict[str, Schema]:
         "tools": list_of(_tool(), most=MAX_TOOLS),
         "tool_choice": _tool_choice(),
         "parallel_tool_calls": FLAG,
-        "reasoning_effort": {"enum": list(EFFORTS)},
+        # A hint: other degrees are ignored and named in a warning header.
+        "reasoning_effort": {"type": "string", "examples": list(EFFORTS)},
         "include_reasoning": FLAG,
         "add_generation_prompt": FLAG,
         "continue_final_message": FLAG,
