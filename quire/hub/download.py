@@ -29,7 +29,7 @@ from quire.hub.names import HubName
 from quire.hub.remote import Revision, receive
 
 _PART_BYTES = 4 << 20
-_PATIENCE_S = 0.1  # before the user is told that another process downloads the file
+_PATIENCE_S = 0.1  # before it is reported that another process downloads the file
 # A file system without symbolic links.
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 

@@ -3,7 +3,7 @@
     with outline(required_name("ORG/NAME"), report=print) as path:
         ...  # open_model(path) and open_checkpoint(path) read what they would read of the model
 
-Of a GGUF file, and of safetensors whose config.json says that they are quantized, only the headers
+Of a GGUF file, and of safetensors that are quantized as their config.json says, only the headers
 are requested, by ranges of bytes; they begin sparse files of the true sizes in a temporary
 directory, which is removed afterwards. Of other models config.json is enough. It is kept in the
 cache, so that the model can be planned again without a connection.
@@ -97,7 +97,7 @@ def _configuration(
 
 
 def _gguf(name: HubName, revision: Revision, file: RemoteFile, folder: Path) -> Path:
-    """Write the header of a GGUF file, whose length shows only while it is parsed."""
+    """Write the header of a GGUF file. Its length shows only while it is parsed."""
     path = folder / file.path.rpartition("/")[2]
     read = partial(read_range, name, revision, file)
     start, limit = 0, min(file.num_bytes, _MAX_GGUF_HEADER_BYTES)

@@ -136,7 +136,7 @@ class _Pull:
 
 
 def weight_files(name: HubName, revision: Revision, snapshot: Path) -> list[RemoteFile]:
-    """Return the safetensors files of a model whose index, if it has one, is in the snapshot."""
+    """Return the safetensors files of a model. Its index, if any, is in the snapshot."""
     if SINGLE_FILE in revision.files:
         return [revision.files[SINGLE_FILE]]
     return shards(revision.files, name, read_weight_map(snapshot / INDEX_FILE))
