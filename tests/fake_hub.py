@@ -53,7 +53,9 @@ class FakeHub:
 
     cut: bytes of a body after which its connection is closed, by path; each cut happens once.
     sent: replaces a file's bytes as they are sent, not as they are listed. listed: changes the
-    listing. before_get: called with a file's path before its body is sent.
+    listing. before_get: called with a file's path before its body is sent. status: of all answers
+    if not None; those of a redirection lead back to where they come from. has_ranges: whether
+    ranges are honoured.
     """
 
     def __init__(self) -> None:
@@ -65,6 +67,7 @@ class FakeHub:
         self.listed: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = lambda files: files
         self.before_get: Callable[[str], None] = lambda path: None
         self.status: int | None = None
+        self.has_ranges = True
 
     def add(self, repo: str, folder: Path | dict[str, bytes], ref: str = "main") -> str:
         """Add a commit with the files of a directory; return it."""
@@ -132,7 +135,7 @@ class _HubConnection(BaseHTTPRequestHandler):
         self.hub.requests.append((self.command, path, self.headers.get("Range")))
         self.hub.tokens.add(self.headers.get("Authorization"))
         if self.hub.status is not None:
-            self._send(self.hub.status, b"the hub is down")
+            self._send(self.hub.status, b"the hub is down", {"Location": self.path})
         elif path == "/api/models":
             found = [repo for repo in self.hub.repositories if _is_near(repo, url.query)]
             self._send_json([{"id": repo, "modelId": repo, "tags": []} for repo in found])
@@ -186,9 +189,13 @@ class _HubConnection(BaseHTTPRequestHandler):
         if self.command == "GET":
             self.hub.before_get(path)
         status, start = 200, 0
-        asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
-        if asked:
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+        if asked and self.hub.has_ranges:
             status, start = 206, int(asked[1])
+            if start >= len(content):
+                self._send(416, b"", {"Content-Range": f"bytes */{len(content)}"})
+                return
+            content = content[: int(asked[2] or len(content)) + 1]
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         cuts = self.hub.cut.get(path, []) if self.command == "GET" else []
         if cuts:

@@ -1,5 +1,6 @@
 """`quire plan MODEL`: whether a model fits a device, and the speed to expect; loads no weights.
 
+A model that is not on this machine is described by the hub (quire/hub/outline.py).
 Arguments and printing only; quire/sim/plan.py computes, and is imported when the subcommand runs.
 Exit code 0 if the model fits, 1 if it does not.
 """
@@ -7,11 +8,14 @@ Exit code 0 if the model fits, 1 if it does not.
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from quire.base.errors import SettingError
 from quire.cli.options import add_engine_arguments, engine_settings, positive_int
-from quire.config.flags import engine_config, parse_bytes
+from quire.config.flags import parse_bytes
 
 if TYPE_CHECKING:
     from quire.sim.hardware import Device
@@ -66,24 +70,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan and print. Raises ModelError or SettingError as an engine would."""
-    from quire.hub.cache import with_local_model
     from quire.obs.report import show
     from quire.sim.hardware import THIS, find_device
     from quire.sim.plan import Planner, check_model
     from quire.sim.plan_report import plan_outcome, plan_text
 
-    settings = {"model": arguments.model, **engine_settings(arguments)}
-    model = with_local_model(engine_config(settings)).model
-    settings |= {"model": model.model, "served_model_name": model.served_model_name}
-    if arguments.device_name.lower() == THIS:
-        check_model(settings)  # a wrong model or flag is reported before measuring
-        device = _this_machine(settings.get("num_threads"))
-    else:
-        device = find_device(arguments.device_name)
-    planner = Planner(settings, device, memory_bytes=arguments.memory)
-    outcome = plan_outcome(planner)
+    device = None if arguments.device_name.lower() == THIS else find_device(arguments.device_name)
+    with _described(arguments.model) as settings:
+        settings |= engine_settings(arguments)
+        if device is None:
+            check_model(settings)  # a wrong model or flag is reported before measuring
+            device = _this_machine(settings.get("num_threads"))
+        planner = Planner(settings, device, memory_bytes=arguments.memory)
+        outcome = plan_outcome(planner)
     show(outcome, plan_text(outcome), as_json=arguments.json)
     return 0 if outcome["fits"] else _EXIT_DOES_NOT_FIT
+
+
+@contextmanager
+def _described(model: str) -> Iterator[dict[str, Any]]:
+    """Yield the settings that select a model: a path, a model in the cache, or one on the hub.
+
+    Of the hub's models only the configuration and headers are downloaded.
+    """
+    from quire.hub.cache import find
+    from quire.hub.names import hub_name
+
+    name = hub_name(model)
+    if name is None:
+        yield {"model": model}
+    elif (path := find(name)) is not None:
+        yield {"model": str(path), "served_model_name": (model,)}
+    else:
+        from quire.hub.outline import outline  # imports huggingface_hub
+
+        with outline(name, report=_report) as path:
+            yield {"model": str(path), "served_model_name": (model,)}
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def _this_machine(num_threads: int | None) -> Device:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import ModelError
-from quire.base.gguf_parts import SUFFIX, parts_of
+from quire.base.gguf_parts import parts_of
 from quire.base.regular_file import open_regular
 from quire.hub.cache import COMMIT, cache_dir, gguf_sizes, missing_files
 from quire.hub.gguf_choice import gguf_models
@@ -32,7 +32,8 @@ class Entry:
     """Something on disk. name: what `quire models rm` takes.
 
     kind: MODEL, PACK or TIER. architecture: "" if it cannot be loaded. problem: why it cannot.
-    files: what is removed; for a model, paths in its snapshots.
+    files: what is removed; for a model, paths in its snapshots. shared: files that models of the
+    snapshot share, removed with the last of them: what describes GGUF models, and their mmproj.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class Entry:
     num_bytes: int
     path: Path
     files: tuple[Path, ...]
+    shared: tuple[Path, ...] = ()
     architecture: str = ""
     problem: str = ""
 
@@ -113,20 +115,34 @@ def _revisions(folder: Path) -> dict[str, str]:
 def _in_snapshot(name: HubName, snapshot: Path) -> list[Entry]:
     files = [path for path in sorted(snapshot.rglob("*")) if not path.is_dir()]
     ggufs = gguf_models(gguf_sizes(snapshot))
+    parts_by_first = {
+        snapshot / first: tuple(
+            part for name in parts_of(first) if (part := snapshot / name) in files
+        )
+        for first in ggufs
+    }
+    owned = {part for parts in parts_by_first.values() for part in parts}
+    rest = tuple(path for path in files if path not in owned)
+    has_config = snapshot / "config.json" in rest
+    is_directory = has_config and any(path.match("*.safetensors*") for path in rest)
+    shared = () if is_directory else rest
     entries = []
     for first, size in ggufs.items():
         path = snapshot / first
-        parts = tuple(path.with_name(part) for part in parts_of(path.name))
         of_file = HubName(repo=name.repo, revision=name.revision, file=first)
-        entries.append(_model(of_file, path, tuple(p for p in parts if p in files), size))
-    rest = tuple(path for path in files if path.suffix != SUFFIX)
-    if any(path.name == "config.json" for path in rest) or not entries:
-        size = sum(_size(path) for path in rest)
-        entries.append(_model(name, snapshot, rest, size))
+        entries.append(_model(of_file, path, parts_by_first[path], size, shared))
+    if is_directory or not entries:
+        entries.append(_model(name, snapshot, rest, sum(_size(path) for path in rest)))
     return entries
 
 
-def _model(name: HubName, path: Path, files: tuple[Path, ...], num_bytes: int) -> Entry:
+def _model(
+    name: HubName,
+    path: Path,
+    files: tuple[Path, ...],
+    num_bytes: int,
+    shared: tuple[Path, ...] = (),
+) -> Entry:
     architecture, problem = "", ""
     try:
         architecture = open_model(path).architecture
@@ -140,6 +156,7 @@ def _model(name: HubName, path: Path, files: tuple[Path, ...], num_bytes: int) -
         num_bytes=num_bytes,
         path=path,
         files=files,
+        shared=shared,
         architecture="" if problem else architecture,
         problem=problem,
     )

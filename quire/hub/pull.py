@@ -4,35 +4,32 @@
 
 The configuration comes first, so that an architecture that is not supported, a disk that is too
 small and a memory that is too small are reported before gigabytes are fetched. Complete files are
-never fetched again; a broken connection is resumed where it broke. Invariants: all files are those
-of one commit, even if the repository changes meanwhile; a file of another size or digest than in
-the hub's list is removed; the revision points to the commit only once all files are there.
+never fetched again; a partial file is resumed where it ends (quire/hub/download.py). Invariants:
+all files are those of one commit, even if the repository changes meanwhile; a file of another size
+or digest than in the hub's list is removed; the revision points to the commit only once all files
+are there.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 from quire.base.errors import CapacityError, ConfigError, ModelError
 from quire.base.gguf_parts import SUFFIX
-from quire.base.regular_file import is_present, open_regular
 from quire.config.machine import machine_memory
-from quire.hub.cache import COMMIT, is_cached, missing_files, repo_dir
+from quire.hub.cache import COMMIT, missing_files, repo_dir
+from quire.hub.download import Downloads
 from quire.hub.files import CONFIGURATION, RemoteFile, first_files, shards
 from quire.hub.fit import Fit, fit_of_directory, fit_of_gguf
 from quire.hub.gguf_choice import size_text
 from quire.hub.names import HubName
-from quire.hub.remote import Revision, download, read_revision
+from quire.hub.remote import Revision, read_revision
 from quire.weights.checkpoint import INDEX_FILE, SINGLE_FILE, read_weight_map
-
-_PART_BYTES = 4 << 20
 
 
 class Progress(Protocol):
@@ -69,7 +66,8 @@ class _Pull:
     ) -> None:
         self._name, self._revision = name, revision
         self._report, self._progress = report, progress
-        self._snapshot = repo_dir(name.repo) / "snapshots" / revision.commit
+        self._downloads = Downloads(name, revision, report)
+        self._snapshot = self._downloads.snapshot
 
     def run(self) -> Path:
         """Download, verify, and point the revision to the commit."""
@@ -82,12 +80,12 @@ class _Pull:
         else:
             path = self._snapshot
             self._fetch_configuration(first)
-            weights = self._weights()
+            weights = weight_files(self._name, self._revision, path)
             size = sum(file.num_bytes for file in weights)
             self._fetch_all([*first, *weights], fit_of_directory(path, size))
         if missing := missing_files(path):
             raise ModelError(f"{path}: {', '.join(missing[:4])} disappeared; pull again")
-        self._point_revision()
+        point_revision(self._name, self._revision)
         return path
 
     def _fetch_configuration(self, files: Sequence[RemoteFile]) -> None:
@@ -95,18 +93,13 @@ class _Pull:
         described = [file for file in files if file.path in CONFIGURATION]
         self._check_disk(described)
         for file in described:
-            self._fetch_one(file, _ignore)
-
-    def _weights(self) -> list[RemoteFile]:
-        listing = self._revision.files
-        if SINGLE_FILE in listing:
-            return [listing[SINGLE_FILE]]
-        return shards(listing, self._name, read_weight_map(self._snapshot / INDEX_FILE))
+            if not self._downloads.is_there(file):
+                self._downloads.fetch(file, _ignore)
 
     def _fetch_all(self, files: Sequence[RemoteFile], fit: Fit) -> None:
         """Report what the download and the model need, check the disk, and download."""
-        left = [file for file in files if not self._is_there(file)]
-        left_bytes = sum(self._bytes_left(file) for file in left)
+        left = [file for file in files if not self._downloads.is_there(file)]
+        left_bytes = sum(self._downloads.bytes_left(file) for file in left)
         kind = f", {fit.architecture}" if fit.architecture else ""
         self._report(f"model     {self._name} (commit {self._revision.commit[:12]}{kind})")
         self._report(
@@ -120,7 +113,7 @@ class _Pull:
 
     def _check_disk(self, files: Sequence[RemoteFile]) -> None:
         """Raise CapacityError where the disk has less free space than the download needs."""
-        needed = sum(self._bytes_left(file) for file in files)
+        needed = sum(self._downloads.bytes_left(file) for file in files)
         free = free_bytes(self._snapshot)
         if needed > free:
             raise CapacityError(
@@ -131,75 +124,36 @@ class _Pull:
             )
 
     def _fetch(self, files: Sequence[RemoteFile]) -> None:
-        total_bytes = sum(self._bytes_left(file) for file in files)
+        total_bytes = sum(self._downloads.bytes_left(file) for file in files)
         done_bytes = 0
         try:
             for file in files:
                 self._progress.begin(file.path, done_bytes, total_bytes)
-                done_bytes += self._bytes_left(file)
-                self._fetch_one(file, self._progress.advance)
+                done_bytes += self._downloads.bytes_left(file)
+                self._downloads.fetch(file, self._progress.advance)
         finally:
             self._progress.end()
 
-    def _fetch_one(self, file: RemoteFile, on_bytes: Callable[[int], None]) -> None:
-        if not self._is_there(file):
-            self._remove_damaged(file)
-            download(self._name, self._revision, file, on_bytes)
-            self._verify(file)
 
-    def _is_there(self, file: RemoteFile) -> bool:
-        path = self._snapshot / file.path
-        return is_present(path) and is_cached(path) and path.stat().st_size == file.num_bytes
+def weight_files(name: HubName, revision: Revision, snapshot: Path) -> list[RemoteFile]:
+    """Return the safetensors files of a model. Its index, if any, is in the snapshot."""
+    if SINGLE_FILE in revision.files:
+        return [revision.files[SINGLE_FILE]]
+    return shards(revision.files, name, read_weight_map(snapshot / INDEX_FILE))
 
-    def _bytes_left(self, file: RemoteFile) -> int:
-        """Return the bytes to download; 0 if another revision has the same file already."""
-        has_blob = _size(self._blob(file)) == file.num_bytes
-        return 0 if has_blob or self._is_there(file) else file.num_bytes
 
-    def _blob(self, file: RemoteFile) -> Path:
-        return repo_dir(self._name.repo) / "blobs" / file.digest
-
-    def _remove_damaged(self, file: RemoteFile) -> None:
-        """Remove a link or a blob of another size, which would be taken for the file."""
-        path, blob = self._snapshot / file.path, self._blob(file)
-        if is_present(path):
-            path.unlink()
-        if is_present(blob) and _size(blob) != file.num_bytes:
-            blob.unlink()
-
-    def _verify(self, file: RemoteFile) -> None:
-        """Compare a downloaded file with the hub's list; remove it if it differs."""
-        path = self._snapshot / file.path
-        if not is_cached(path):
-            raise ModelError(f"{path} disappeared while it was downloaded; pull again")
-        found = path.stat().st_size
-        problem = f"{found} bytes, not {file.num_bytes}" if found != file.num_bytes else ""
-        if not problem and (digest := _digest(path, file)) != file.digest:
-            problem = f"the digest {digest[:16]}..., not {file.digest[:16]}..."
-        if not problem:
-            return
-        blob = Path(os.path.realpath(path))
-        for wrong in (path, self._blob(file), blob):
-            with suppress(OSError):
-                wrong.unlink()
-        raise ModelError(
-            f"{self._name}: {file.path} was received with {problem} as the hub lists it; it was "
-            "removed. Pull again; if it happens again, a proxy or HF_ENDPOINT changes the files"
-        )
-
-    def _point_revision(self) -> None:
-        """Write the commit into the revision's ref, as other programs that use the cache do."""
-        revision = self._name.revision
-        if COMMIT.fullmatch(revision):
-            return
-        ref = repo_dir(self._name.repo) / "refs" / revision
-        partial = ref.with_name(f"{ref.name}.{secrets.token_hex(4)}.tmp")
-        try:
-            ref.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(self._revision.commit)
-            os.replace(partial, ref)
-        except OSError as error:
-            raise ConfigError(f"{ref}: cannot be written: {error.strerror}") from error
+def point_revision(name: HubName, revision: Revision) -> None:
+    """Write the commit into the revision's ref, as other programs that use the cache do."""
+    if COMMIT.fullmatch(name.revision):
+        return
+    ref = repo_dir(name.repo) / "refs" / name.revision
+    partial = ref.with_name(f"{ref.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(revision.commit)
+        os.replace(partial, ref)
+    except OSError as error:
+        raise ConfigError(f"{ref}: cannot be written: {error.strerror}") from error
 
 
 def free_bytes(path: Path) -> int:
@@ -211,23 +165,3 @@ def free_bytes(path: Path) -> int:
 
 def _ignore(num_bytes: int) -> None:
     """Show no progress."""
-
-
-def _size(path: Path) -> int:
-    """Return a file's bytes, -1 if there is none."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return -1
-
-
-def _digest(path: Path, file: RemoteFile) -> str:
-    """Return the digest that the hub would list for a file's content."""
-    hasher = hashlib.sha256()
-    if not file.is_large:  # git's name of a blob, which is no protection but against accidents
-        hasher = hashlib.sha1(usedforsecurity=False)
-        hasher.update(b"blob %d\0" % file.num_bytes)
-    with open_regular(path) as content:
-        while part := content.read(_PART_BYTES):
-            hasher.update(part)
-    return hasher.hexdigest()

@@ -12,9 +12,17 @@ import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
-from huggingface_hub import HfApi, constants, errors, get_token, hf_hub_download
+from huggingface_hub import HfApi, constants, errors, get_token, hf_hub_download, hf_hub_url
+from huggingface_hub.file_download import http_get
+from huggingface_hub.utils import (  # type: ignore[attr-defined]
+    build_hf_headers,
+    hf_raise_for_status,
+    http_stream_backoff,
+)
 
 from quire.base.errors import ModelError
 from quire.base.show import show
@@ -22,7 +30,14 @@ from quire.hub.cache import COMMIT
 from quire.hub.files import Listing, RemoteFile, check_listing
 from quire.hub.names import HubName
 
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
+_DISK_ERRORS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG),
+)
+_NOT_SATISFIABLE = 416  # a range behind the end
+_PARTIAL_CONTENT, _TOO_MANY = 206, 429
+_TOO_MANY_REDIRECTS = "TooManyRedirects"  # of the HTTP client, by name: it is not imported here
+MAX_HTTP_BYTES = constants.MAX_HTTP_DOWNLOAD_SIZE
 _MAX_NEAR = 5
 _MAX_REASON_CHARS = 300
 # Of the HTTP client that huggingface_hub uses: connections, timeouts, proxies, broken transfers.
@@ -48,21 +63,78 @@ def read_revision(name: HubName) -> Revision:
     return Revision(commit=commit, files=check_listing(name, files))
 
 
-def download(
-    name: HubName, revision: Revision, file: RemoteFile, on_bytes: Callable[[int], None]
+def receive(
+    name: HubName,
+    revision: Revision,
+    file: RemoteFile,
+    partial: Path,
+    on_bytes: Callable[[int], None],
 ) -> None:
-    """Download a file into the cache. A broken connection is resumed where it broke.
+    """Receive the bytes of a file that `partial` lacks, and append them.
 
-    on_bytes: called with the number of bytes of each part received; negative where some are
-    received again. Raises ModelError.
+    A broken connection is resumed where it broke. on_bytes: called with the number of bytes of each
+    part received; negative where some are received again. Raises ModelError; what was received is
+    kept where it can be resumed.
     """
+    start = partial.stat().st_size if partial.exists() else 0
+    counter = cast(Any, _byte_counter(on_bytes, start))
     with _explained(name):
-        hf_hub_download(
-            name.repo,
-            file.path,
-            revision=revision.commit,
-            tqdm_class=cast(Any, _byte_counter(on_bytes)),
+        if file.num_bytes > MAX_HTTP_BYTES:
+            # The hub sends files as large only by its own protocol, which does not resume.
+            _receive_whole(name, revision, file, partial, counter)
+            return
+        try:
+            with partial.open("ab") as content:
+                http_get(
+                    hf_hub_url(name.repo, file.path, revision=revision.commit),
+                    content,
+                    resume_size=start,
+                    # Offsets are those of the file, not of a compressed transfer.
+                    headers={**build_hf_headers(), "Accept-Encoding": "identity"},
+                    expected_size=file.num_bytes,
+                    tqdm_class=counter,
+                )
+        except errors.HfHubHTTPError as error:
+            if error.response is not None and error.response.status_code == _NOT_SATISFIABLE:
+                partial.unlink()  # the hub has less than it listed when the file began
+            raise
+        except OSError as error:
+            if error.errno is None and not isinstance(error, _TransportError):
+                partial.unlink()  # complete, but not of the listed size
+            raise
+
+
+def read_range(name: HubName, revision: Revision, file: RemoteFile, start: int, end: int) -> bytes:
+    """Return the bytes of a file from `start` to `end`, fewer where it ends. Raises ModelError."""
+    url = hf_hub_url(name.repo, file.path, revision=revision.commit)
+    range_of = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+    content = bytearray()
+    with (
+        _explained(name),
+        http_stream_backoff(
+            "GET",
+            url,
+            headers={**build_hf_headers(), **range_of},
+            timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+        ) as response,
+    ):
+        hf_raise_for_status(response)
+        skipped = 0 if response.status_code == _PARTIAL_CONTENT else start
+        for part in response.iter_bytes():
+            content += part
+            if len(content) >= skipped + end - start:
+                break
+    return bytes(content[skipped : skipped + end - start])
+
+
+def _receive_whole(
+    name: HubName, revision: Revision, file: RemoteFile, partial: Path, counter: Any
+) -> None:
+    with TemporaryDirectory(dir=partial.parent, suffix=".incomplete") as folder:
+        got = hf_hub_download(
+            name.repo, file.path, revision=revision.commit, local_dir=folder, tqdm_class=counter
         )
+        Path(got).replace(partial)
 
 
 def _remote_file(name: HubName, sibling: Any) -> RemoteFile:
@@ -81,12 +153,17 @@ def _remote_file(name: HubName, sibling: Any) -> RemoteFile:
     )
 
 
-def _byte_counter(on_bytes: Callable[[int], None]) -> type:
-    """Return what huggingface_hub uses as a progress bar; it shows nothing."""
+def _byte_counter(on_bytes: Callable[[int], None], resumed_bytes: int) -> type:
+    """Return what huggingface_hub uses as a progress bar; it shows nothing.
+
+    resumed_bytes: not counted, unless they are received again.
+    """
 
     class ByteCounter:
         def __init__(self, **settings: Any) -> None:
             self.n, self.total = 0, settings.get("total")
+            if repeated := resumed_bytes - int(settings.get("initial") or 0):
+                on_bytes(-repeated)
 
         def update(self, num_bytes: float | None = 1) -> None:
             on_bytes(int(num_bytes or 0))
@@ -159,11 +236,26 @@ def _reason(name: HubName, error: BaseException) -> str:
                 f"{name}: access is denied (HTTP {status}); {_how_to_sign_in()}, with a token that "
                 f"may read {page}"
             )
+        if status == _TOO_MANY:
+            return (
+                f"{name}: {hub} answered with HTTP 429: too many requests; wait some minutes, or "
+                "sign in with `hf auth login` for a higher limit; what was received is kept"
+            )
+        if status is not None and status >= 500:
+            return (
+                f"{name}: {hub} answered with HTTP {status} (a fault of the hub); repeat the "
+                "command later: what was received is kept"
+            )
         if status is not None:
             return f"{name}: {hub} answered with HTTP {status} ({_short(cause)}); try again later"
+        if type(cause).__name__ == _TOO_MANY_REDIRECTS:
+            return (
+                f"{name}: {hub} answers with redirects that never end; check HF_ENDPOINT and "
+                "HTTPS_PROXY"
+            )
     return (
         f"{name}: the download from {hub} failed ({_short(chain[-1])}); check the network, "
-        "HTTPS_PROXY and HF_ENDPOINT, then repeat the command: files that are complete are kept"
+        "HTTPS_PROXY and HF_ENDPOINT, then repeat the command: what was received is kept"
     )
 
 

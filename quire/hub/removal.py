@@ -1,21 +1,24 @@
 """Remove models, packed weights and KV tiers that quire.hub.inventory lists.
 
 A file of a model is removed from its snapshot; its blob only if no other snapshot of the repository
-links to it. A KV tier in use, which its engine has locked, is not removed.
+links to it and no download has locked it. A KV tier in use, which its engine has locked, is not
+removed.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from quire.base.errors import SettingError
+from quire.hub.blob_lock import Timeout, blob_lock
 from quire.hub.cache import cache_dir
 from quire.hub.inventory import MODEL, TIER, Entry
 from quire.transfer.folder import TierFolder
+
+_PATIENCE_S = 0.1  # for a blob that a download has locked
 
 
 def selected(entries: Sequence[Entry], names: Sequence[str]) -> list[Entry]:
@@ -70,14 +73,25 @@ def remove(entries: Sequence[Entry]) -> None:
         for blob in blobs:
             _remove_blob(blob)
         for folder in {_repository(path) for path in models}:
-            _remove_empty(folder)
+            _remove_rest(folder)
         for entry in entries:
             for file in entry.files if entry.kind != MODEL else ():
                 file.unlink(missing_ok=True)
 
 
 def _paths(models: Sequence[Entry]) -> list[Path]:
-    return [path for entry in models for path in entry.files]
+    """Return the models' files, and those that they share with no model that stays."""
+    own = {path: None for entry in models for path in entry.files}
+    shared = {path: None for entry in models for path in entry.shared}
+    by_snapshot: dict[Path, list[Path]] = {}
+    for path in shared:
+        by_snapshot.setdefault(_snapshot(path), []).append(path)
+    found = list(own)
+    for snapshot, files in by_snapshot.items():
+        going = own.keys() | files
+        if all(path in going for path in snapshot.rglob("*") if not path.is_dir()):
+            found += files
+    return found
 
 
 def _check_inside(models: Sequence[Path]) -> None:
@@ -91,8 +105,13 @@ def _check_inside(models: Sequence[Path]) -> None:
             )
 
 
+def _snapshot(path: Path) -> Path:
+    folders = (path, *path.parents)
+    return next(folder for folder in folders if folder.parent.name == "snapshots")
+
+
 def _repository(path: Path) -> Path:
-    return next(parent.parent for parent in path.parents if parent.name == "snapshots")
+    return _snapshot(path).parents[1]
 
 
 def _unused_blobs(paths: Sequence[Path]) -> set[Path]:
@@ -114,10 +133,18 @@ def _blob(path: Path) -> Path | None:
 
 
 def _remove_blob(blob: Path) -> None:
-    """Remove a blob, and what it links to in the cache's store of blobs that repositories share.
+    """Remove a blob that no snapshot links to, unless a download has locked it.
 
-    A shared file stays as long as another repository links to it.
+    Also what it links to in the cache's store of blobs that repositories share, which stays as long
+    as another repository links to it.
     """
+    with suppress(Timeout), blob_lock(blob, timeout_s=_PATIENCE_S):
+        folder = blob.parents[1]
+        if not any(_blob(path) == blob for path in folder.glob("snapshots/**/*")):
+            _unlink_blob(blob)
+
+
+def _unlink_blob(blob: Path) -> None:
     shared = Path(os.path.realpath(blob))
     is_shared = blob.is_symlink() and shared.is_relative_to(os.path.realpath(cache_dir() / "blobs"))
     blob.unlink(missing_ok=True)
@@ -131,18 +158,33 @@ def _is_linked(shared: Path) -> bool:
     return any(blob.is_symlink() and Path(os.path.realpath(blob)) == shared for blob in blobs)
 
 
-def _remove_empty(folder: Path) -> None:
-    """Remove snapshots without files with their refs; the whole repository after the last one."""
+def _remove_rest(folder: Path) -> None:
+    """Remove snapshots without files with their refs; the whole repository after the last one.
+
+    What another process downloads meanwhile stays: blobs that it has locked, files that it has
+    added since, and the directories of both.
+    """
     left = []
     for snapshot in folder.glob("snapshots/*"):
-        if any(not path.is_dir() for path in snapshot.rglob("*")):
+        _remove_empty(snapshot)
+        if snapshot.is_dir() and not snapshot.is_symlink():
             left.append(snapshot.name)
-        else:
-            shutil.rmtree(snapshot, ignore_errors=True)
-    if not left:
-        shutil.rmtree(folder, ignore_errors=True)
-        return
     for ref in [path for path in (folder / "refs").rglob("*") if path.is_file()]:
         with suppress(OSError):
             if ref.read_text(errors="replace").strip() not in left:
                 ref.unlink()
+    if not left:
+        for blob in folder.glob("blobs/*"):
+            _remove_blob(blob)
+        for marker in folder.glob(".no_exist/**/*"):  # files that huggingface_hub asked for in vain
+            if not marker.is_dir():
+                marker.unlink(missing_ok=True)
+        _remove_empty(folder)
+
+
+def _remove_empty(folder: Path) -> None:
+    """Remove a directory with its directories, as far as they are empty, and links to others."""
+    found = [path for path in folder.rglob("*") if path.is_dir()] if folder.is_dir() else []
+    for path in [*sorted(found, reverse=True), folder]:
+        with suppress(OSError):
+            path.unlink() if path.is_symlink() else path.rmdir()

@@ -178,6 +178,37 @@ def test_tokens_show_their_alternatives_on_hover_and_by_keyboard(page: Page) -> 
     assert page.one(TEXT).is_displayed()
 
 
+def test_log_probabilities_are_there_after_a_reload(page: Page) -> None:
+    page.open()
+    page.click("#open-settings")
+    page.click("#set-logprobs")
+    page.fill("#set-max_tokens", "6")
+    page.say("Tell me a story.")
+    page.until_answered()
+
+    def tip() -> str:
+        page.until(lambda: len(page.all(f"{ASSISTANT} .token")) == 6, "the tokens")
+        ActionChains(page.driver).move_to_element(page.all(f"{ASSISTANT} .token")[2]).perform()
+        page.until(lambda: page.one("#tip").is_displayed(), "the tip")
+        return page.text("#tip")
+
+    shown = tip()
+    page.open("/docs")
+    page.open()
+    assert tip() == shown
+    # Without room for tokens the conversation is stored without them.
+    page.run(
+        "const real = Storage.prototype.setItem; Storage.prototype.setItem = function (name, text) "
+        "{ if (text.includes('\"tokens\"')) throw new Error('full'); real.call(this, name, text) }"
+    )
+    page.driver.find_element("xpath", "//button[.='Regenerate']").click()
+    page.until(lambda: "2/2" in page.text(f"{ASSISTANT} .place"), "another answer")
+    page.until_answered()
+    page.open()
+    page.until(lambda: page.text(f"{ASSISTANT} .place") == "2/2", "the conversation")
+    assert page.all(f"{ASSISTANT} .token") == []
+
+
 def test_a_tool_call_is_shown_and_its_result_goes_back(page: Page) -> None:
     page.open()
     page.fill("#set-tools", json.dumps([TOOL]))
@@ -361,6 +392,20 @@ def test_docs_sends_a_request(page: Page) -> None:
     page.press(f"{article} .try button")
     page.until(lambda: "text_completion" in page.text(f"{article} .try pre"), "the answer")
     assert page.text(f"{article} [role=status]").startswith("200")
+
+
+def test_docs_shows_the_beginning_of_a_long_answer(page: Page) -> None:
+    page.open("/docs")
+    article = "article[data-path='/v1/models']"
+    page.run(
+        "window.fetch = () => Promise.resolve(new Response(JSON.stringify(['x'.repeat(500_000)]), "
+        "{ headers: { 'content-type': 'application/json' } }))"
+    )
+    page.run("for (const each of arguments[0]) each.open = true", page.all(f"{article} > details"))
+    page.press(f"{article} .try button")
+    page.until(lambda: "characters" in page.text(f"{article} [role=status]"), "the answer")
+    assert page.text(f"{article} [role=status]").startswith("200")
+    assert page.text(f"{article} .try pre").startswith('["xxx')
 
 
 def test_the_page_of_several_api_processes_shows_the_one_engine(

@@ -6,6 +6,10 @@ import { visible } from "./text.js";
 
 const MAX_SHOWN = 200_000;
 
+function indented(text) {
+  try { return JSON.stringify(JSON.parse(text), null, 2); } catch { return text; }
+}
+
 function build(article) {
   const { method, path, example } = article.dataset;
   const inputs = [...path.matchAll(/\{(\w+)\}/g)].map(([, name]) => [name, h("input", { id: `${article.id}-${name}`, spellcheck: "false", required: true })]);
@@ -30,9 +34,10 @@ function build(article) {
         text += part.value;
         output.textContent = visible(text);
       }
-      if (text.length >= MAX_SHOWN) controller.abort();
-      if (response.headers.get("content-type")?.startsWith("application/json")) output.textContent = visible(JSON.stringify(JSON.parse(text), null, 2));
-      state.textContent = `${response.status}, ${Math.round(performance.now() - started)} ms`;
+      const isCut = text.length >= MAX_SHOWN, type = response.headers.get("content-type") ?? "";
+      if (isCut) controller.abort();
+      else if (type.startsWith("application/json")) output.textContent = visible(indented(text));
+      state.textContent = `${response.status}, ${Math.round(performance.now() - started)} ms${isCut ? `; only the first ${text.length.toLocaleString("en")} characters are shown` : ""}`;
       if (response.status === 401) key?.focus();
     } catch (error) {
       state.textContent = error.name === "AbortError" ? "Stopped" : `Failed: ${error.message}`;

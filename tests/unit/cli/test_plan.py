@@ -71,7 +71,7 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
         (("--context", "1", *H100), "--max-model-len is 1; at least 2 is needed"),
         (("--context", "513", *H100), "--max-model-len is 513; the model allows at most 512"),
         (("--concurrency", "many", *H100), "'many' is not a whole number"),
-        (("--device", "epyc-9654"), "epyc-9654 (AMD EPYC 9654, one socket) has no memory size"),
+        (("--device", "epyc-9654"), "96 cores at 2.4 GHz) has no memory size of its own"),
         (("--device", "epyc-9654", "--memory", "1GB", "--quantization", "fp8"), "fp8"),
         (("--quantization", "int3", *H100), "quantization is 'int3'; allowed: auto, none, int8"),
         (("--tensor-parallel-size", "2", *H100), "one process on one device serves a model here"),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from quire.base.errors import SettingError
+from quire.hub.blob_lock import blob_lock
 from quire.hub.cache import cache_dir, repo_dir
 from quire.hub.inventory import entries, models, packs, tiers
 from quire.hub.removal import freed_bytes, remove, selected
@@ -94,6 +95,51 @@ def test_one_gguf_file_of_several_is_removed(hub: FakeHub, tmp_path: Path) -> No
     assert [file.name for file in snapshot.iterdir()] == ["a-Q8_0.gguf"]
     assert len(list((repo_dir("acme/a") / "blobs").iterdir())) == 1
     assert len(selected(models(), ["acme/a"])) == 1  # the repository's name selects all of it
+
+
+def gguf_repository(tmp_path: Path, *more: str) -> Path:
+    """Put two GGUF models with the files of their repository into the cache."""
+    folder = tmp_path / "ggufs"
+    folder.mkdir()
+    beside = ("mmproj-a-F16.gguf", "config.json", "README.md")
+    for name in ("a-Q4_0.gguf", "a-Q8_0.gguf", *beside, *more):
+        (folder / name).write_bytes(name.encode())
+    return cached("acme/a", folder)
+
+
+def test_what_gguf_models_share_is_removed_with_the_last(hub: FakeHub, tmp_path: Path) -> None:
+    snapshot = gguf_repository(tmp_path)
+    assert [entry.name for entry in models()] == ["acme/a:a-Q4_0.gguf", "acme/a:a-Q8_0.gguf"]
+    remove(selected(models(), ["acme/a:a-Q4_0.gguf"]))
+    assert sorted(file.name for file in snapshot.iterdir()) == [
+        "README.md", "a-Q8_0.gguf", "config.json", "mmproj-a-F16.gguf",
+    ]  # fmt: skip
+    left = sum(file.stat().st_size for file in snapshot.iterdir())
+    last = selected(models(), ["acme/a:a-Q8_0.gguf"])
+    assert freed_bytes(last) == left
+    remove(last)
+    assert not repo_dir("acme/a").exists()
+
+
+def test_a_directory_beside_gguf_files_stays_without_them(hub: FakeHub, tmp_path: Path) -> None:
+    snapshot = gguf_repository(tmp_path, "model.safetensors")
+    remove(selected(models(), ["acme/a:a-Q4_0.gguf", "acme/a:a-Q8_0.gguf"]))
+    assert len(list(snapshot.iterdir())) == 4
+    remove(models())
+    assert not repo_dir("acme/a").exists()
+
+
+def test_what_is_downloaded_meanwhile_stays(hub: FakeHub, tiny: Path) -> None:
+    snapshot = cached("acme/tiny", tiny)
+    blobs = snapshot.parents[1] / "blobs"
+    partial, stale = blobs / "abcd.incomplete", blobs / "ef01.incomplete"
+    for file in (partial, stale):
+        file.write_bytes(b"x")
+    config = (snapshot / "config.json").resolve()
+    with blob_lock(partial), blob_lock(config):
+        remove(models())
+        assert sorted(blobs.iterdir()) == sorted([config, partial])
+        assert not snapshot.exists()
 
 
 def test_a_blob_shared_by_repositories_is_removed_with_the_last(

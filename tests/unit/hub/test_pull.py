@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
+import resource
+import time
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, hf_hub_download
 
 from quire.base.errors import CapacityError, ModelError
 from quire.config.machine import MachineMemory
@@ -21,6 +25,7 @@ from tests.fake_hub import TOKEN, FakeHub
 
 SHARDS = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
 SMALL = ["tokenizer_config.json", "tokenizer.json"]
+LARGE = [*SMALL, "model.safetensors"]
 
 UNUSED = [
     *("README.md", "pytorch_model.bin", "model.onnx", "onnx/model.onnx", "original/a.pth"),
@@ -36,6 +41,9 @@ class Shown:
         self.lines: list[str] = []
         self.received = 0
 
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
     def begin(self, file: str, done_bytes: int, total_bytes: int) -> None:
         self.lines.append(file)
 
@@ -49,7 +57,7 @@ def pulled(text: str, revision: str | None = None) -> tuple[Path, Shown]:
     """Pull and return the path, and what was shown."""
     shown = Shown()
     name = required_name(text, revision)
-    return pull(name, report=shown.lines.append, progress=shown), shown
+    return pull(name, report=shown.line, progress=shown), shown
 
 
 def refused(text: str, kind: type[Exception] = ModelError) -> str:
@@ -57,6 +65,17 @@ def refused(text: str, kind: type[Exception] = ModelError) -> str:
     with pytest.raises(kind) as caught:
         pulled(text)
     return str(caught.value)
+
+
+def partial_of(content: bytes) -> Path:
+    """Return where a pull of acme/tiny keeps what it received of a large file."""
+    digest = hashlib.sha256(content).hexdigest()
+    return cache.repo_dir("acme/tiny") / "blobs" / f"{digest}.incomplete"
+
+
+def ranges_of(hub: FakeHub, file: str) -> list[str | None]:
+    """Return the ranges that were requested of a file."""
+    return [kept for kind, path, kept in hub.requests if kind == "GET" and path.endswith(file)]
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -107,14 +126,143 @@ def test_a_new_commit_fetches_what_changed_only(hub: FakeHub, sharded: Path) -> 
 def test_a_cut_connection_is_resumed_where_it_broke(
     hub: FakeHub, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # before it resumes
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 10_000)  # it keeps whole chunks
     hub.add("acme/tiny", tiny)
     hub.cut["model.safetensors"] = [100_000]
     path, shown = pulled("acme/tiny")
-    ranges = [kept for kind, file, kept in hub.requests if "safetensors" in file and kind == "GET"]
-    assert ranges == [None, "bytes=100000-"]
+    assert ranges_of(hub, "model.safetensors") == [None, "bytes=100000-"]
     assert files_of(path) == files_of(tiny)
     assert shown.received == sum((tiny / n).stat().st_size for n in (*SMALL, "model.safetensors"))
+
+
+def test_a_partial_file_is_resumed_by_the_next_pull(hub: FakeHub, tiny: Path) -> None:
+    hub.add("acme/tiny", tiny)
+    content = (tiny / "model.safetensors").read_bytes()
+    partial = partial_of(content)
+    partial.parent.mkdir(parents=True)
+    partial.write_bytes(content[:100_000])  # as a killed pull leaves it
+    path, shown = pulled("acme/tiny")
+    assert ranges_of(hub, "model.safetensors") == ["bytes=100000-"]
+    assert files_of(path) == files_of(tiny)
+    assert shown.received == sum(len(files_of(tiny)[name]) for name in LARGE) - 100_000
+    assert not partial.exists()
+    # Other programs find the files where they expect them.
+    assert sorted(blob.name for blob in partial.parent.iterdir()) == sorted(
+        os.path.basename(os.readlink(file)) for file in path.iterdir()
+    )
+    assert Path(hf_hub_download("acme/tiny", "config.json")).parent == path
+
+
+def test_a_partial_file_of_other_bytes_is_removed_then_fetched_anew(
+    hub: FakeHub, tiny: Path
+) -> None:
+    hub.add("acme/tiny", tiny)
+    partial = partial_of((tiny / "model.safetensors").read_bytes())
+    partial.parent.mkdir(parents=True)
+    partial.write_bytes(b"x" * 100_000)
+    assert "model.safetensors was received with the digest" in refused("acme/tiny")
+    assert not partial.exists()
+    partial.write_bytes(b"x" * 10_000_000)  # more than the file has
+    assert files_of(pulled("acme/tiny")[0]) == files_of(tiny)
+
+
+def test_a_hub_without_ranges_sends_the_file_again(hub: FakeHub, tiny: Path) -> None:
+    hub.add("acme/tiny", tiny)
+    content = (tiny / "model.safetensors").read_bytes()
+    partial = partial_of(content)
+    partial.parent.mkdir(parents=True)
+    partial.write_bytes(content[:100_000])
+    hub.has_ranges = False
+    path, shown = pulled("acme/tiny")
+    assert files_of(path) == files_of(tiny)
+    assert shown.received == sum(len(files_of(tiny)[name]) for name in LARGE) - 100_000
+
+
+def test_a_second_pull_waits_for_the_first(
+    hub: FakeHub, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("acme/tiny", tiny)
+    others: list[tuple[Path, Shown]] = []
+    second = Thread(target=lambda: others.append(pulled("acme/tiny")))
+    is_waiting = Event()
+    report = Shown.line
+
+    def line(shown: Shown, text: str) -> None:
+        report(shown, text)
+        if text.startswith("waiting"):
+            is_waiting.set()
+
+    def start(path: str) -> None:
+        if path == "model.safetensors" and not second.ident:
+            second.start()
+            assert is_waiting.wait(30)
+
+    monkeypatch.setattr(Shown, "line", line)
+    hub.before_get = start
+    path, _ = pulled("acme/tiny")
+    second.join()
+    [(same, shown)] = others
+    assert same == path
+    assert "waiting   another process downloads model.safetensors" in shown.lines
+    assert len(hub.fetched()) == len(set(hub.fetched())) == len(files_of(tiny))
+
+
+def test_a_disk_that_becomes_full_keeps_what_was_received(hub: FakeHub, tiny: Path) -> None:
+    hub.add("acme/tiny", tiny)
+    content = (tiny / "model.safetensors").read_bytes()
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(path: str) -> None:
+        limit = 150_000 if path == "model.safetensors" else old[0]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
+
+    hub.before_get = fill
+    try:
+        told = refused("acme/tiny")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert "cannot be written (File too large); make room, or set HF_HOME" in told
+    assert partial_of(content).read_bytes() == content[:150_000]
+    hub.before_get = lambda path: None
+    hub.requests.clear()
+    assert files_of(pulled("acme/tiny")[0]) == files_of(tiny)
+    assert ranges_of(hub, "model.safetensors") == ["bytes=150000-"]
+
+
+def test_a_file_too_large_for_plain_http_is_left_to_the_hubs_own_protocol(
+    hub: FakeHub, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("acme/tiny", tiny)
+    monkeypatch.setattr(remote, "MAX_HTTP_BYTES", 50_000)
+    path, _ = pulled("acme/tiny")
+    assert hub.fetched("HEAD") == ["model.safetensors"]  # a request of hf_hub_download
+    assert files_of(path) == files_of(tiny)
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (500, "HTTP 500 (a fault of the hub); repeat the command later"),
+        (429, "HTTP 429: too many requests; wait some minutes, or sign in"),
+        (302, "redirects that never end; check HF_ENDPOINT and HTTPS_PROXY"),
+    ],
+)
+def test_a_hub_that_fails_in_the_middle_keeps_what_was_received(
+    hub: FakeHub, tiny: Path, monkeypatch: pytest.MonkeyPatch, status: int, said: str
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between attempts
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 10_000)
+    hub.add("acme/tiny", tiny)
+    hub.cut["model.safetensors"] = [100_000]
+
+    def fail(path: str) -> None:
+        hub.status = status if path == "model.safetensors" else None
+
+    hub.before_get = fail
+    told = refused("acme/tiny")
+    assert said in told
+    assert partial_of((tiny / "model.safetensors").read_bytes()).stat().st_size == 100_000
 
 
 def test_a_pull_that_failed_goes_on_with_the_next_shard(hub: FakeHub, sharded: Path) -> None:
@@ -194,7 +342,7 @@ def test_a_damaged_blob_is_fetched_again(hub: FakeHub, tiny: Path) -> None:
 def test_paths_that_leave_the_directory_are_refused(hub: FakeHub, tiny: Path, path: str) -> None:
     hub.add("acme/tiny", files_of(tiny) | {path: b"x"})
     assert "nothing was downloaded" in refused("acme/tiny")
-    assert hub.fetched("HEAD") == []
+    assert hub.fetched() == []
 
 
 @pytest.mark.parametrize(
@@ -213,7 +361,7 @@ def test_an_index_of_impossible_shards_is_refused(
     told = refused("acme/tiny")
     assert said in told
     assert len(told) < 5000
-    assert not set(SHARDS) & set(hub.fetched("HEAD"))
+    assert not set(SHARDS) & set(hub.fetched())
 
 
 @pytest.mark.parametrize("change", [{"size": -1}, {"size": None}, {"blobId": "../../x"}])
@@ -232,7 +380,7 @@ def test_a_huge_index_is_refused_by_its_size(hub: FakeHub, sharded: Path) -> Non
         for file in files
     ]
     assert "model.safetensors.index.json has 954 MiB; at most" in refused("acme/tiny")
-    assert hub.fetched("HEAD") == []
+    assert hub.fetched() == []
 
 
 def test_a_full_disk_is_refused_with_both_numbers(
@@ -245,7 +393,7 @@ def test_a_full_disk_is_refused_with_both_numbers(
     assert f"({left} bytes) are to be downloaded" in told
     assert "(20000 bytes) free" in told
     assert "HF_HOME" in told
-    assert "model.safetensors" not in hub.fetched("HEAD")
+    assert "model.safetensors" not in hub.fetched()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
@@ -254,10 +402,10 @@ def test_a_disk_that_cannot_be_written_is_reported(
 ) -> None:
     hub.add("acme/tiny", tiny)
 
-    def fails(*arguments: object, **settings: object) -> str:
+    def fails(*arguments: object, **settings: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(remote, "hf_hub_download", fails)
+    monkeypatch.setattr(remote, "http_get", fails)
     told = refused("acme/tiny")
     assert f"cannot be written ({os.strerror(number)}); make room, or set HF_HOME" in told
 
@@ -270,7 +418,7 @@ def test_an_unsupported_architecture_is_refused_before_its_weights(
     }
     hub.add("acme/tiny", files_of(tiny) | {"config.json": json.dumps(config).encode()})
     assert "MambaForCausalLM" in refused("acme/tiny")
-    assert "model.safetensors" not in hub.fetched("HEAD")
+    assert "model.safetensors" not in hub.fetched()
 
 
 @pytest.mark.parametrize(
@@ -308,7 +456,7 @@ def test_several_gguf_files_are_listed_with_sizes(hub: FakeHub) -> None:
         "    78.1 KiB  acme/tiny-GGUF:tiny-Q8_0.gguf",
         "     176 KiB  acme/tiny-GGUF:tiny-F16-00001-of-00002.gguf",
     ]
-    assert hub.fetched("HEAD") == []
+    assert hub.fetched() == []
     assert "there is no GGUF file Q2_K" in refused("acme/tiny-GGUF:Q2_K")
 
 

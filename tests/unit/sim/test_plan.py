@@ -224,6 +224,14 @@ def test_a_gguf_file_is_planned_from_its_header(tmp_path: Path) -> None:
     assert needs[0] == needs[1]
 
 
+def test_products_of_a_cpu_are_counted_in_their_own_precision() -> None:
+    xeon = find_device("xeon-8480")
+    assert xeon.about == "Intel Xeon Platinum 8480+, one socket, 56 cores at 2 GHz"
+    assert xeon.gflop_per_s("int8") == 2 * xeon.gflop_per_s("bf16") == 56 * 2.0 * 2048
+    milan = find_device("epyc-7763")
+    assert milan.gflop_per_s("int4") == milan.gflop_per_s("int8") == 2 * milan.gflop_per_s("f32")
+
+
 def test_float16_is_said_to_be_computed_in_float32(tmp_path: Path) -> None:
     notes = plan_outcome(_planner(tmp_path, LLAMA_2_7B))["notes"]
     assert any("--dtype bfloat16 halves" in note for note in notes)
@@ -251,6 +259,20 @@ def test_what_a_device_cannot_compute_is_an_error(tmp_path: Path) -> None:
         ("nvidia GeForce RTX-3090", "rtx-3090"),
         ("4090", "rtx-4090"),
         ("A100 80GB", "a100-80gb"),
+        ("a100 40 GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("h100-sxm", "h100"),
+        ("H100 80GB", "h100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("h100_sxm5", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("rtx4090", "rtx-4090"),
+        ("RTX 4090 24GB", "rtx-4090"),
+        ("L40S-48GB", "l40s"),
+        ("NVIDIA L4 Tensor Core GPU", "l4"),
+        ("Xeon Platinum 8480+", "xeon-8480"),
+        ("AMD EPYC 9654", "epyc-9654"),
+        ("epyc7763", "epyc-7763"),
     ],
 )
 def test_devices_are_found_by_their_usual_names(name: str, found: str) -> None:
@@ -258,7 +280,16 @@ def test_devices_are_found_by_their_usual_names(name: str, found: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("h10", "h100"), ("a100", "a100-80gb"), ("rtx-4080", "rtx-4090")]
+    ("name", "near"),
+    [
+        ("h10", "h100"),
+        ("a100", "a100-40gb or a100-80gb"),
+        ("A100 PCIe", "a100-40gb or a100-80gb"),
+        ("h100 96GB", "h100"),
+        ("H100 PCIe", "h100"),
+        ("rtx-4080", "rtx-4090"),
+        ("rtx 4090 laptop", "rtx-4090"),
+    ],
 )
 def test_unknown_devices_name_the_nearest_and_all(name: str, near: str) -> None:
     with pytest.raises(SettingError, match=f"did you mean [^?]*{near}[^?]*\\?.*epyc-7763"):
