@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+from pathlib import Path
+from types import ModuleType
 
 from tests.repository.source_files import ROOT
 
@@ -36,3 +39,33 @@ def test_nested_lists_are_indented_for_every_renderer() -> None:
             for line in re.findall(r"^ {1,3}(?:[*-]|\d+\.) .*", text, re.M)
         ]
     assert not flat
+
+
+def _check() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check", ROOT / "scripts" / "site" / "check.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_check_of_the_site_finds_what_other_hosts_serve(tmp_path: Path) -> None:
+    host = "//cdn.example"
+    (tmp_path / "index.html").write_text(
+        f'<script src="https:{host}/a.js"></script><link rel="stylesheet" href="{host}/b.css">'
+        f'<p style="background: url({host}/c.png)"><a href="https:{host}/">link</a>'
+        '<img src="own.png"></p>'
+    )
+    (tmp_path / "own.css").write_text(f'@import "{host}/d.css"; a {{ src: url(own.woff) }}')
+    found = [line for line in _check().problems(tmp_path) if "loads" in line]
+    names = [line.rpartition("/")[2] for line in found]
+    assert names == ["d.css", "a.js", "b.css", "c.png"]
+
+
+def test_the_check_of_the_site_finds_a_list_that_became_a_paragraph(tmp_path: Path) -> None:
+    source = ROOT / "docs" / "security.md"
+    built = tmp_path / "index.html"
+    built.write_text("<article><h1>Security: known attacks</h1><p>* no list</p></article>")
+    found = list(_check()._differences(source, built))
+    assert any("<table> in the site" in line for line in found)
