@@ -76,7 +76,8 @@ def flags() -> str:
                 for action in actions
             ]
             head = ("Flag", "Key in the file", "Variable", "Meaning")
-            parts.append(f"### {group.title}\n\n" + table(head, rows))
+            title = "General" if group.title == "options" else group.title
+            parts.append(f"### {title}\n\n" + table(head, rows))
     return "\n\n".join(parts)
 
 
@@ -128,13 +129,12 @@ def errors() -> str:
         (
             str(row.status),
             "none" if row.code is None else f"`{row.code}`",
-            f"`{row.type}`",
             _cell(row.meaning),
             _cell(row.advice),
         )
         for row in error_rows()
     ]
-    return table(("Status", "`code`", "`type`", "Meaning", "What to do"), rows)
+    return table(("Status", "`code`", "Meaning", "What to do"), rows)
 
 
 def exit_codes() -> str:

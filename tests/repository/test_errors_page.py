@@ -22,8 +22,8 @@ def _page() -> str:
 
 
 def _calls(name: str) -> Iterator[str]:
-    """Yield the files of the package that call a class, once for each call."""
-    for file in code_files("quire"):
+    """Yield the files of the API that call a class, once for each call."""
+    for file in code_files("quire/api"):
         if file.suffix == ".py":
             for node in ast.walk(tree_of(file)):
                 if isinstance(node, ast.Call) and getattr(node.func, "id", "") == name:

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from types import ModuleType
 
+from markdown_it import MarkdownIt
+
 from tests.repository.source_files import ROOT
 
 TOP_PAGES = {"README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "EXPERIMENTS.md"}
@@ -29,16 +31,15 @@ def test_the_navigation_lists_every_page_once() -> None:
     assert len(listed) == len(set(listed))
 
 
-def test_nested_lists_are_indented_for_every_renderer() -> None:
-    """Require four spaces: with two or three the site shows one flat list."""
-    flat = []
-    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
-        text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-        flat += [
-            f"{page.name}: {line[:60]}"
-            for line in re.findall(r"^ {1,3}(?:[*-]|\d+\.) .*", text, re.M)
-        ]
-    assert not flat
+def test_code_blocks_are_fenced() -> None:
+    """Require fences: the tests of commands and flags read no indented code."""
+    indented = [
+        f"{page.name}: {token.content[:60]}"
+        for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+        for token in MarkdownIt().parse(page.read_text(encoding="utf-8"))
+        if token.type == "code_block"
+    ]
+    assert not indented
 
 
 def _check() -> ModuleType:

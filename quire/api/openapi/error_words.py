@@ -26,7 +26,6 @@ from quire.api.http.errors import (
     UnknownRoute,
     UnsupportedEncoding,
 )
-from quire.api.openai.dialect import error_type
 from quire.base import errors
 from quire.base.errors import QuireError
 
@@ -111,7 +110,6 @@ class ErrorRow:
 
     status: int
     code: str | None
-    type: str
     meaning: str
     advice: str
 
@@ -127,7 +125,6 @@ def _row(shape: ErrorShape, meaning: str, advice: str) -> ErrorRow:
     return ErrorRow(
         status=shape.status,
         code=shape.code,
-        type=error_type(shape.status),
         meaning=meaning,
         advice=advice,
     )
