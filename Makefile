@@ -11,7 +11,7 @@ STAMP   = $(VENV)/.quire
 COMPILER = $(shell for c in $${CXX:-c++ g++ clang++}; do command -v $$c && break; done 2>/dev/null)
 NATIVE  = CMakeLists.txt pyproject.toml $(shell find native -name '*.cc' -o -name '*.h')
 
-.PHONY: demo test lint parity gpu fuzz browser clients clients-installed bench clean help
+.PHONY: demo test lint docs parity gpu fuzz browser clients clients-installed bench clean help
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | sort
@@ -28,6 +28,11 @@ lint: $(STAMP)-lint  ## formatter, linter, types, import contracts, prose
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python scripts/prose_lint.py
+
+docs: $(STAMP)-docs  ## the documentation site in build/site, and the commands on its pages
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@$(BIN)/python scripts/site/check.py build/site
+	@$(BIN)/python -m pytest -m docs tests/serve/test_recipes.py
 
 parity: $(STAMP)-parity  ## live comparison with transformers (installs PyTorch)
 	@$(BIN)/python -m pytest -m parity tests
@@ -69,6 +74,8 @@ $(STAMP)-test: $(BIN)/python $(NATIVE)
 $(STAMP)-lint: $(BIN)/python pyproject.toml
 	@$(BIN)/python -m pip install --quiet "ruff>=0.8" "mypy>=1.13" "import-linter>=2.1"
 	$(call install,[lint])
+$(STAMP)-docs: $(BIN)/python $(NATIVE)
+	$(call install,[test$(comma)docs])
 $(STAMP)-parity: $(BIN)/python $(NATIVE)
 	$(call install,[test$(comma)parity])
 $(STAMP)-gpu: $(BIN)/python $(NATIVE)

@@ -1,17 +1,19 @@
-"""Write the generated parts of docs/: flags, routes, request fields, error codes, metrics, and
-the tables of docs/compatibility.md.
+"""Write the generated parts of docs/: flags, routes, request fields, errors, metrics, and the
+tables of docs/compatibility.md and docs/coming-from-*.md.
 
 The flags come from argparse, fields, routes and errors from the OpenAPI document, metrics from the
-registry. Each part stands between two marker comments; the text around it is written by hand.
-`python scripts/reference_pages.py` rewrites the parts, `--check` exits 1 where a page is not
-current.
+registry; foreign_names.toml lists names of other servers. Each part stands between two marker
+comments; the text around it is written by hand. `python scripts/reference_pages.py` rewrites the
+parts, `--check` exits 1 where a page is not current.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,14 @@ from starlette.routing import Route
 
 from quire.api.generation.foreign_fields import documented
 from quire.api.http.auth import is_open
-from quire.api.http.errors import HEAD_TOO_LARGE, SHAPES
 from quire.api.http.origins import is_guarded
 from quire.api.http.paths import FOREIGN_PATHS
 from quire.api.openapi.document import document
+from quire.api.openapi.error_words import error_rows
 from quire.api.openapi.field_schemas import Known
 from quire.api.openapi.field_words import GROUPS
 from quire.api.openapi.operations import OPERATIONS
+from quire.cli.exit_codes import EXIT_CODES, SIGNALLED
 from quire.cli.serve import add_arguments
 from quire.config.environment import FILE_VARIABLE
 from quire.config.foreign_flags import FOREIGN_SUBCOMMANDS, INSTEAD
@@ -73,7 +76,8 @@ def flags() -> str:
                 for action in actions
             ]
             head = ("Flag", "Key in the file", "Variable", "Meaning")
-            parts.append(f"### {group.title}\n\n" + table(head, rows))
+            title = "General" if group.title == "options" else group.title
+            parts.append(f"### {title}\n\n" + table(head, rows))
     return "\n\n".join(parts)
 
 
@@ -120,19 +124,24 @@ def routes() -> str:
 
 
 def errors() -> str:
-    """Return the statuses and codes an error may have."""
-    found: dict[tuple[int, str], str] = {}
-    for kind, shape in SHAPES.items():
-        code = "none" if shape.code is None else f"`{shape.code}`"
-        found.setdefault((shape.status, code), _first_sentence(kind.__doc__))
-    head = (HEAD_TOO_LARGE.status, f"`{HEAD_TOO_LARGE.code}`")
-    found[head] = "The request's head is over 64 KiB or has over 128 headers."
-    rows = [(str(status), code, _cell(text)) for (status, code), text in sorted(found.items())]
-    return table(("Status", "`code`", "Meaning"), rows)
+    """Return a table of the errors that the server can send."""
+    rows = [
+        (
+            str(row.status),
+            "none" if row.code is None else f"`{row.code}`",
+            _cell(row.meaning),
+            _cell(row.advice),
+        )
+        for row in error_rows()
+    ]
+    return table(("Status", "`code`", "Meaning", "What to do"), rows)
 
 
-def _first_sentence(text: str | None) -> str:
-    return " ".join((text or "").split("\n\n")[0].split())
+def exit_codes() -> str:
+    """Return a table of the exit codes of the command."""
+    rows = [(str(code), *map(_cell, words)) for code, words in EXIT_CODES.items()]
+    rows.append(("128 + n", *map(_cell, SIGNALLED)))
+    return table(("Exit code", "Meaning", "What to do"), rows)
 
 
 def fields() -> str:
@@ -233,9 +242,75 @@ def _named(texts: Mapping[str, str]) -> list[tuple[str, str]]:
     return [(f"`{name}`", text) for name, text in texts.items()]
 
 
+def foreign_names() -> dict[str, dict[str, Any]]:
+    """Return the names of other servers by server."""
+    path = Path(__file__).with_name("foreign_names.toml")
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def coming_flags(names: Mapping[str, Any]) -> str:
+    """Return a table of another server's flags: those that have the same name here come first."""
+    served = _served_flags()
+    rows = []
+    for synonyms, note in names.get("same", {}).items():
+        unknown = set(synonyms.split()) - served
+        if unknown:
+            raise KeyError(f"{unknown} are no flags of quire serve")
+        rows.append((_codes(synonyms), f"the same; {note}" if note else "the same"))
+    for synonyms in names["flags"]:
+        here = dict.fromkeys(INSTEAD[flag] for flag in synonyms.split() if flag not in served)
+        rows.append((_codes(synonyms), _cell("; ".join(here))))
+    return table(("There", "Here"), rows)
+
+
+def coming_fields(names: Mapping[str, Any]) -> str:
+    """Return the fields with the same name and meaning, and a table of the others."""
+    properties = openapi()["components"]["schemas"]
+    served = {
+        name
+        for body in BODIES
+        for name in properties[body]["properties"]
+        if _is_served(properties[body], name)
+    }
+    treated = {name.strip("`"): text for name, text in documented()}
+    same = [name for name in names["fields"] if name in served]
+    others = [(f"`{name}`", treated[name]) for name in names["fields"] if name not in served]
+    return f"The same: {_codes(' '.join(same))}.\n\n" + foreign("Others", others)
+
+
+def coming_paths(names: Mapping[str, Any]) -> str:
+    """Return a table of paths and subcommands."""
+    paths = [(f"`{path}`", _cell(FOREIGN_PATHS[path])) for path in names["paths"]]
+    commands = [(f"`{name}`", FOREIGN_SUBCOMMANDS[name]) for name in names["subcommands"]]
+    return table(("There", "Here"), [*paths, *commands])
+
+
+def _served_flags() -> set[str]:
+    """Return the flags of `quire serve`."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    add_arguments(parser)
+    return set(parser._option_string_actions)
+
+
+def _codes(names: str) -> str:
+    return ", ".join(f"`{name}`" for name in names.split())
+
+
+def _coming() -> dict[str, tuple[tuple[str, Callable[[], str]], ...]]:
+    pages = {}
+    for names in foreign_names().values():
+        pages[names["page"]] = (
+            ("flags", partial(coming_flags, names)),
+            ("fields", partial(coming_fields, names)),
+            ("paths", partial(coming_paths, names)),
+        )
+    return pages
+
+
 PARTS: Mapping[str, tuple[tuple[str, Callable[[], str]], ...]] = {
     "flags.md": (("flags", flags),),
-    "routes.md": (("routes", routes), ("errors", errors)),
+    "routes.md": (("routes", routes),),
+    "errors.md": (("errors", errors), ("exit codes", exit_codes)),
     "request-fields.md": (("fields", fields), ("other fields", other_fields)),
     "metrics.md": (("metrics", metrics),),
     "compatibility.md": (
@@ -244,6 +319,7 @@ PARTS: Mapping[str, tuple[tuple[str, Callable[[], str]], ...]] = {
         ("foreign flags", lambda: foreign("Flag", _named(INSTEAD))),
         ("foreign subcommands", lambda: foreign("Subcommand", _named(FOREIGN_SUBCOMMANDS))),
     ),
+    **_coming(),
 }
 
 

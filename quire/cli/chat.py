@@ -17,6 +17,7 @@ from typing import TextIO
 
 from quire.base.errors import InvalidParameter, QuireError, StepRowError, WorkerError
 from quire.cli.chat_backends import ChatBackend, LocalBackend, RemoteBackend
+from quire.cli.exit_codes import REFUSED, SUCCESS
 from quire.cli.options import (
     add_engine_arguments,
     add_sampling_arguments,
@@ -25,7 +26,6 @@ from quire.cli.options import (
 )
 from quire.cli.pull import add_pull_flag, pull_if_asked
 
-_EXIT_REFUSED = 2
 # The engine settings that are useful for a single conversation.
 _SETTINGS = frozenset(
     {
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         talk.run(lines)
     finally:
         backend.close()
-    return _EXIT_REFUSED if talk.num_refused and not interactive else 0
+    return REFUSED if talk.num_refused and not interactive else SUCCESS
 
 
 def _backend(arguments: argparse.Namespace) -> ChatBackend:

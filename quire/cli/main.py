@@ -1,8 +1,7 @@
 """The `quire` command: run a subcommand, and report errors as messages and exit codes.
 
 Each subcommand is a module of this package with `add_arguments(parser)` and `run(arguments) ->
-int`, imported only when used, to keep start-up fast. Exit codes: 0 success, 1 the engine or a
-server failed, 2 the request is invalid, 130 stopped by Ctrl-C.
+int`, imported only when used, to keep start-up fast. Exit codes are those of exit_codes.py.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from io import TextIOWrapper
 from typing import Any, NoReturn, Protocol, cast
 
 from quire.base.errors import QuireError, SettingError, WorkerError
+from quire.cli.exit_codes import FAILED, INTERRUPTED, PIPE_CLOSED, REFUSED, SUCCESS
 from quire.cli.output import discard_output
 
 SUBCOMMANDS = {
@@ -33,10 +33,6 @@ SUBCOMMANDS = {
     "program": "print the operations of a model's step, with bytes and arithmetic",
     "completion": "print a shell completion script",
 }
-_EXIT_FAILED = 1
-_EXIT_REFUSED = 2
-_EXIT_INTERRUPTED = 130
-_EXIT_PIPE_CLOSED = 141
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -59,17 +55,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser([name] if name in SUBCOMMANDS else [])
     if name is not None and name not in SUBCOMMANDS:
         parser.error(_no_subcommand(name))
-    arguments, unknown = parser.parse_known_args(words)
-    if unknown:
+    # argparse would read llama.cpp's -hf as -h with the value f.
+    like_help = [word for word in words if word.startswith("-h") and word != "-h"]
+    arguments, unknown = parser.parse_known_args([w for w in words if w not in like_help])
+    if unknown := [*like_help, *unknown]:
         of_subcommand = getattr(arguments, "parser", parser)
         hint = _instead_of(unknown, of_subcommand)
         of_subcommand.error(f"unknown arguments: {' '.join(unknown)}{hint}")
     if arguments.version:
         print(f"quire {_version()}")
-        return 0
+        return SUCCESS
     if arguments.subcommand is None:
         parser.print_help()
-        return _EXIT_REFUSED
+        return REFUSED
     _tolerate_any_encoding()
     try:
         if "settings_taken" in arguments:
@@ -81,12 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         is_setting = isinstance(error, SettingError)
         message = _in_flags(str(error), arguments) if is_setting else str(error)
         _print_error(f"quire {arguments.subcommand}", message)
-        return _EXIT_FAILED if isinstance(error, WorkerError) else _EXIT_REFUSED
+        return FAILED if isinstance(error, WorkerError) else REFUSED
     except KeyboardInterrupt:
-        return _EXIT_INTERRUPTED
+        return INTERRUPTED
     except BrokenPipeError:  # the reader of standard output is gone: stay silent, also at exit
         discard_output()
-        return _EXIT_PIPE_CLOSED
+        return PIPE_CLOSED
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
@@ -95,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"quire {arguments.subcommand}",
             f"cannot write: {error.strerror}; make room, or write elsewhere",
         )
-        return _EXIT_FAILED
+        return FAILED
 
 
 class _Parser(argparse.ArgumentParser):
@@ -106,7 +104,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         _print_error(self.prog, f"{message}\nusage: {self.prog} --help lists its flags")
-        self.exit(_EXIT_REFUSED)
+        self.exit(REFUSED)
 
 
 def command_parser(with_arguments: Sequence[str]) -> argparse.ArgumentParser:

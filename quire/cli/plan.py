@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from quire.base.errors import SettingError
+from quire.cli.exit_codes import FAILED, SUCCESS
 from quire.cli.options import add_engine_arguments, engine_settings, positive_int
 from quire.config.flags import parse_bytes
 
 if TYPE_CHECKING:
     from quire.sim.hardware import Device
 
-_EXIT_DOES_NOT_FIT = 1
 _MEASURING_ROUNDS = 3
 # Fields of the engine that decide sizes; context and concurrency have their own names here.
 _SIZING = frozenset(
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         planner = Planner(settings, device, memory_bytes=arguments.memory)
         outcome = plan_outcome(planner)
     show(outcome, plan_text(outcome), as_json=arguments.json)
-    return 0 if outcome["fits"] else _EXIT_DOES_NOT_FIT
+    return SUCCESS if outcome["fits"] else FAILED
 
 
 @contextmanager

@@ -15,13 +15,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from quire.cli.exit_codes import INTERRUPTED, SUCCESS
 from quire.cli.options import add_engine_arguments, engine_settings, positive_floats, positive_int
 
 if TYPE_CHECKING:
     from quire.config.groups import EngineConfig
     from quire.sim.machine import Machine
 
-_EXIT_INTERRUPTED = 130
 _NOT_HERE = frozenset({"chat_template", "record_plans", "scheduling_policy"})
 
 
@@ -168,7 +168,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.png:
         plot_policies(outcome, Path(arguments.png))
     show(outcome, comparison_text(outcome), as_json=arguments.json)
-    return 0 if outcome["complete"] else _EXIT_INTERRUPTED
+    return SUCCESS if outcome["complete"] else INTERRUPTED
 
 
 @contextmanager

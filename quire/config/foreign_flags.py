@@ -24,7 +24,7 @@ _CONTEXT = "the maximum length of prompt and output together is --max-model-len"
 _MEMORY = "the KV cache's size is --kv-cache-memory, as in 2GiB"
 _KV = "keys and values have one precision: --kv-cache-dtype auto, f32, bf16, int8 or fp8"
 _HOST = "host memory for KV blocks evicted from a GPU is --kv-tier-host-size"
-_WEIGHTS = "the weights' precision is --quantization, that of activations --dtype"
+_DISK = "KV blocks that leave the cache are kept on disk with --kv-tier-path"
 _EAGER = "CUDA graphs are turned off by --enforce-eager"
 _THREADS = "threads are set by --threads N"
 _SEQS = "the maximum number of running requests is --max-num-seqs"
@@ -39,7 +39,10 @@ _CHUNKS = "chunked prefill is always on; leave it out"
 _TOOLS = "tool calls are parsed in every answer to a request with tools; leave it out"
 _REASONING = "the format of reasoning is set by --reasoning-parser"
 _TEMPLATE = "a chat is always rendered by the model's template, or by --chat-template; leave it out"
+_KWARGS = "chat_template_kwargs is a field of a request; leave it out"
+_EFFORT = "reasoning_effort is a field of a request; leave it out"
 _TEXT_ONLY = "the model reads and writes text only; leave it out"
+_GRAMMAR = "a grammar or schema is a field of a request, structured_outputs; leave it out"
 _GRAMMARS = "grammars are compiled by one library; leave it out"
 _SAMPLING = (
     "sampling parameters are fields of a request; their defaults are in the model's "
@@ -55,6 +58,13 @@ _TLS_KEY = "the TLS key is --tls-key"
 _TLS_CERT = "the TLS certificate is --tls-cert"
 _WORKERS = "the number of API processes is --api-processes"
 _MMAP = "how weights are held in memory is not a choice, except --pack-cache; leave it out"
+_PAGE = "the web page is turned off by --no-web-page"
+_ONE_MODEL = "a server serves one model; start one for each, at different ports"
+_PROMPT_CACHE = "prompts are cached unless --no-enable-prefix-caching is given; leave it out"
+_EXPERTS = "a mixture of experts is computed on CPUs as a whole; leave it out"
+_USAGE = "usage always has the cached tokens; leave it out"
+_PLUGIN = "no code is loaded from files; leave it out"
+_LEVEL = "the severity of log lines is --log-level"
 _SLOTS = "a request is found by GET /v1/requests/ID; leave it out"
 
 INSTEAD: Mapping[str, str] = MappingProxyType(
@@ -99,7 +109,18 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--no-async-scheduling": _OVERLAP,
         "--enable-auto-tool-choice": _TOOLS,
         "--enable-reasoning": _REASONING,
+        "--tool-parser-plugin": _PLUGIN,
+        "--middleware": _PLUGIN,
         "--chat-template-content-format": _TEMPLATE,
+        "--default-chat-template-kwargs": _KWARGS,
+        "--response-role": "answers have the role assistant; leave it out",
+        "--enable-prompt-tokens-details": _USAGE,
+        "--enable-force-include-usage": (
+            "a stream has usage if the request sets stream_options.include_usage; leave it out"
+        ),
+        "--enable-request-id-headers": "responses always have x-request-id; leave it out",
+        "--enable-tokenizer-info-endpoint": "GET /tokenizer_info is always served; leave it out",
+        "--disable-fastapi-docs": "GET /docs is always served; leave it out",
         "--guided-decoding-backend": _GRAMMARS,
         "--structured-outputs-config": _GRAMMARS,
         "--compilation-config": _EAGER,
@@ -108,14 +129,19 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--override-generation-config": _SAMPLING,
         "--max-logprobs": "the bound of logprobs is fixed; leave it out",
         "--limit-mm-per-prompt": _TEXT_ONLY,
+        "--runner": "the model generates text; leave it out",
+        "--task": "the model generates text; leave it out",
         "--seed": "the seed is a field of a request; leave it out",
         "--allowed-origins": _CORS,
+        "--allow-credentials": "requests of pages never carry cookies; leave it out",
         "--ssl-keyfile": _TLS_KEY,
         "--ssl-certfile": _TLS_CERT,
+        "--ssl-ca-certs": "clients are identified by keys, not certificates; leave it out",
         "--enable-log-requests": _LOGS,
         "--disable-log-requests": _LOGS,
         "--disable-log-stats": _METRICS,
         "--uvicorn-log-level": _LOGS,
+        "--disable-uvicorn-access-log": _LOGS,
         "--api-server-count": _WORKERS,
         # SGLang
         "--model-path": _MODEL,
@@ -153,6 +179,9 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--random-seed": "the seed is a field of a request; leave it out",
         # llama.cpp
         "-m": _MODEL,
+        "-hf": _HF_REPO,
+        "-hff": _HF_REPO,
+        "-hft": "a token is read from HF_TOKEN, or stored by hf auth login",
         "--hf-repo": _HF_REPO,
         "--hf-file": _HF_REPO,
         "--model-url": _URL,
@@ -181,6 +210,12 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--n-gpu-layers": _LAYERS,
         "--gpu-layers": _LAYERS,
         "-ngl": _LAYERS,
+        "-cmoe": _EXPERTS,
+        "--cpu-moe": _EXPERTS,
+        "-ncmoe": _EXPERTS,
+        "--n-cpu-moe": _EXPERTS,
+        "-ot": _LAYERS,
+        "--override-tensor": _LAYERS,
         "--split-mode": _ONE_DEVICE,
         "-sm": _ONE_DEVICE,
         "--tensor-split": _ONE_DEVICE,
@@ -194,33 +229,57 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--cache-type-v": _KV,
         "-ctv": _KV,
         "--cache-reuse": "prefixes are reused from the first token on; leave it out",
+        "--cache-prompt": _PROMPT_CACHE,
+        "--no-cache-prompt": _PREFIX,
+        "-cram": _DISK,
+        "--cache-ram": _DISK,
+        "-kvu": "all requests share one KV cache; leave it out",
+        "--kv-unified": "all requests share one KV cache; leave it out",
         "--mlock": _MMAP,
         "--no-mmap": _MMAP,
+        "-lm": _MMAP,
+        "--load-mode": _MMAP,
         "--numa": _THREADS,
         "--context-shift": "an answer ends where the context is full; leave it out",
+        "--no-context-shift": "an answer ends where the context is full; leave it out",
         "--rope-scaling": _ROPE,
         "--rope-freq-base": _ROPE,
         "--yarn-orig-ctx": _ROPE,
         "--temp": _SAMPLING,
+        "--temperature": _SAMPLING,
         "--top-k": _SAMPLING,
         "--top-p": _SAMPLING,
         "--min-p": _SAMPLING,
         "--repeat-penalty": _SAMPLING,
-        "--grammar": "a grammar is a field of a request, structured_outputs; leave it out",
+        "-s": "the seed is a field of a request; leave it out",
+        "--grammar": _GRAMMAR,
+        "--grammar-file": _GRAMMAR,
+        "-j": _GRAMMAR,
+        "--json-schema": _GRAMMAR,
+        "-jf": _GRAMMAR,
+        "--json-schema-file": _GRAMMAR,
         "--jinja": _TEMPLATE,
         "--no-jinja": _TEMPLATE,
         "--chat-template-file": "a template's file is given by --chat-template",
-        "--chat-template-kwargs": "chat_template_kwargs is a field of a request; leave it out",
+        "--chat-template-kwargs": _KWARGS,
         "--reasoning-format": _REASONING,
-        "--reasoning-budget": "reasoning_effort is a field of a request; leave it out",
+        "--reasoning-budget": _EFFORT,
+        "-rea": _EFFORT,
+        "--reasoning": _EFFORT,
+        "--reasoning-effort": _EFFORT,
         "--model-draft": _DRAFT,
         "-md": _DRAFT,
         "--draft-max": _DRAFT,
         "--lora": _LORA,
+        "--lora-scaled": _LORA,
         "--mmproj": _TEXT_ONLY,
         "--embedding": _TEXT_ONLY,
         "--embeddings": _TEXT_ONLY,
         "--reranking": _TEXT_ONLY,
+        "--rerank": _TEXT_ONLY,
+        "--models-dir": _ONE_MODEL,
+        "--models-preset": _ONE_MODEL,
+        "--models-max": _ONE_MODEL,
         "--metrics": _METRICS,
         "--slots": _SLOTS,
         "--no-slots": _SLOTS,
@@ -232,12 +291,21 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "-to": "the time limit of a request is --request-timeout",
         "--verbose": _LOGS,
         "-v": _LOGS,
+        "-lv": _LEVEL,
+        "--verbosity": _LEVEL,
+        "--log-verbosity": _LEVEL,
+        "--log-file": "the log is written to standard error; redirect it, as in 2>FILE",
+        "--log-jsonl": "the log is written as JSON with --log-format json",
         "--log-disable": _LOGS,
-        "--no-webui": "there is no web interface; leave it out",
+        "--no-webui": _PAGE,
+        "--no-ui": _PAGE,
+        "--cors-origins": _CORS,
+        "--api-prefix": "the path prefix of a proxy is --root-path, as in /llm",
+        "--sse-ping-interval": "the interval of comments in idle streams is --heartbeat-seconds",
         "--no-warmup": "the model is warmed up before requests are accepted; leave it out",
         # Ollama
         "--keepalive": "the model stays loaded until the server stops; leave it out",
-        "--think": "reasoning_effort is a field of a request; leave it out",
+        "--think": _EFFORT,
     }
 )
 
@@ -262,6 +330,7 @@ FOREIGN_SUBCOMMANDS: Mapping[str, str] = MappingProxyType(
         "create": _NO_STORE,
         "show": "quire program MODEL prints what the engine runs for a model",
         "ps": "GET /v1/models and GET /metrics show what a server runs",
+        "launch": _SERVE,
         "stop": "end the server with Ctrl-C or SIGTERM",
         "start": _SERVE,
         "server": _SERVE,

@@ -16,6 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from quire.api.openapi.error_words import error_rows
 from quire.api.openapi.field_words import GROUPS
 from quire.api.openapi.schema_words import default_of, words_of
 
@@ -263,15 +264,18 @@ def _schema_link(name: str) -> str:
 
 
 def _errors(document: Schema) -> str:
-    found: dict[tuple[str, str], None] = {}
-    for methods in document["paths"].values():
-        for operation in methods.values():
-            for status, response in operation["responses"].items():
-                for code in response.get("x-quire-codes", ()):
-                    found.setdefault((status, code))
+    sent = {
+        (status, code)
+        for methods in document["paths"].values()
+        for operation in methods.values()
+        for status, response in operation["responses"].items()
+        for code in response.get("x-quire-codes", ())
+    }
     rows = "".join(
-        f"<tr><th>{status}</th><td><code>{escape(code)}</code></td></tr>"
-        for status, code in sorted(found)
+        f"<tr><th>{row.status}</th><td><code>{row.code or 'null'}</code></td>"
+        f"<td>{escape(row.meaning)} {_marked(row.advice)}</td></tr>"
+        for row in error_rows()
+        if (str(row.status), row.code or "null") in sent
     )
     shape = (
         '{"error": {"message": "what was found, what is allowed, what to do",\n'
@@ -288,9 +292,15 @@ def _errors(document: Schema) -> str:
     return (
         '<section id="errors"><h2>Errors</h2>'
         "<p>Every error has this form, inside a stream as one event. <code>param</code> names the "
-        f"field at fault, where one is.</p>{_pre(shape)}{_table(('Status', 'code'), rows)}"
+        f"field at fault, where one is.</p>{_pre(shape)}{_table(('Status', 'code', ''), rows)}"
         f"</section><section><h2>Answers</h2><p>As JSON Schema.</p>{answers}</section>"
     )
+
+
+def _marked(text: str) -> str:
+    """Return text in which backticks mark code."""
+    parts = escape(text, quote=False).split("`")
+    return "".join(f"<code>{part}</code>" if at % 2 else part for at, part in enumerate(parts))
 
 
 def _table(head: tuple[str, ...], rows: str) -> str:

@@ -193,14 +193,25 @@ def test_a_wrong_value_is_reported_with_its_flag(
     assert capsys.readouterr().err == f"quire serve: {told}\n"
 
 
-@pytest.mark.parametrize("flag", INSTEAD)
 def test_flags_of_other_engines_are_rejected_with_the_alternative(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [word for flag in INSTEAD if not flag.startswith("-h") for word in (flag, "x")]
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", *words])
+    assert caught.value.code == 2
+    shown = capsys.readouterr().err
+    assert not [text for text in INSTEAD.values() if text not in shown]
+
+
+@pytest.mark.parametrize("flag", [flag for flag in INSTEAD if flag.startswith("-h")])
+def test_a_foreign_flag_that_begins_like_help_is_rejected_as_others(
     flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["serve", flag, "x"])
+        main(["serve", flag, "ORG/NAME"])
     assert caught.value.code == 2
-    assert INSTEAD[flag] in capsys.readouterr().err
+    assert f"unknown arguments: {flag}; {INSTEAD[flag]}" in capsys.readouterr().err
 
 
 def test_alternatives_to_foreign_flags_exist() -> None:

@@ -1,0 +1,43 @@
+"""The exit codes of the `quire` command: one table, from which docs/errors.md is generated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+SUCCESS = 0
+FAILED = 1
+REFUSED = 2
+INTERRUPTED = 130
+PIPE_CLOSED = 141
+
+# (meaning, what to do)
+EXIT_CODES: Mapping[int, tuple[str, str]] = {
+    SUCCESS: (
+        "Success; `quire serve` was stopped by SIGTERM or SIGINT and drained.",
+        "",
+    ),
+    FAILED: (
+        "The engine, the GPU or the HTTP server failed, or the output could not be written. "
+        "`quire plan`: the model does not fit.",
+        "Read the last lines of standard error; a service manager may restart the server.",
+    ),
+    REFUSED: (
+        "Nothing was started: a wrong flag or file, a port in use, no key beyond loopback, a "
+        "model that is broken, not supported, not downloaded or too large. `quire chat` from a "
+        "pipe: the model answered an input with an error.",
+        "Correct what the message names; a restart alone does not help.",
+    ),
+    INTERRUPTED: (
+        "Stopped by Ctrl-C; `quire simulate` has printed the results so far.",
+        "",
+    ),
+    PIPE_CLOSED: (
+        "The program that read standard output ended, as in `quire models | head -1`.",
+        "",
+    ),
+}
+SIGNALLED = (
+    "A second SIGTERM or SIGINT ended `quire serve` at once: 128 plus the signal's number, as "
+    "143 and 130. Requests were cut.",
+    "Wait for `--grace-seconds`, or lower it.",
+)

@@ -1,0 +1,99 @@
+"""Build the site from the repository's own pages (hooks of MkDocs, named in mkdocs.yml).
+
+Pages keep the links of the repository view. While building, top-level pages such as README.md join
+those of docs/, a link to a file of the repository becomes a link inside the site, and a link to
+anything that the site does not have becomes plain text.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[2]
+TOP_PAGES = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "EXPERIMENTS.md")
+ICON = "quire/api/web/icon.svg"
+_IMAGES = (".png", ".svg")
+_CODE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2|`+[^`]*`+", re.M | re.S)
+_LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Make the anchors of headings those of the repository view."""
+    config.mdx_configs.setdefault("toc", {})["slugify"] = slug
+    return config
+
+
+def slug(heading: str, separator: str) -> str:
+    """Return the anchor of a heading as repository hosts make it."""
+    kept = re.sub(r"[^\w -]", "", heading.lower()).strip()
+    return kept.replace(" ", separator)
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Add the top-level pages, and images outside docs/ that pages show."""
+    for name in TOP_PAGES:
+        files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
+    files.append(File.generated(config, "web/icon.svg", abs_src_path=str(ROOT / ICON)))
+    for path in sorted({path for file in files for path in _images_of(file)}):
+        files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Return a page with the links of the site."""
+    here = page.file.src_uri
+
+    def link(match: re.Match[str]) -> str:
+        bang, text, target = match.groups()
+        path, hash_sign, anchor = target.partition("#")
+        if not path or re.match(r"[a-z]+:", path):
+            return match[0]
+        kept = source_of(_in_repository(here, path))
+        if files.get_file_from_path(kept) is None:
+            if not (ROOT / _in_repository(here, path)).exists():
+                return match[0]  # MkDocs reports it
+            return text
+        relative = posixpath.relpath(kept, posixpath.dirname(here) or ".")
+        return f"{bang}[{text}]({relative}{hash_sign}{anchor})"
+
+    return outside_code(markdown, lambda text: _LINK.sub(link, text))
+
+
+def outside_code(markdown: str, change) -> str:
+    """Return Markdown with its text changed, and its code as it was."""
+    codes: list[str] = []
+
+    def hide(match: re.Match[str]) -> str:
+        codes.append(match[0])
+        return f"\0{len(codes) - 1}\0"
+
+    changed = change(_CODE.sub(hide, markdown))
+    return re.sub(r"\0(\d+)\0", lambda match: codes[int(match[1])], changed)
+
+
+def source_of(path: str) -> str:
+    """Return the name in the site of a file of the repository."""
+    return path.removeprefix("docs/")
+
+
+def _in_repository(here: str, path: str) -> str:
+    """Return the path in the repository of a link's target on the page `here` of the site."""
+    folder = "" if here in TOP_PAGES else posixpath.join("docs", posixpath.dirname(here))
+    return posixpath.normpath(posixpath.join(folder, path))
+
+
+def _images_of(file: File) -> Iterator[str]:
+    """Yield the images outside docs/ that a page shows or links to."""
+    if not file.is_documentation_page():
+        return
+    for _, _, target in _LINK.findall(file.content_string):
+        path = _in_repository(file.src_uri, target)
+        if path.endswith(_IMAGES) and not path.startswith("docs/") and (ROOT / path).is_file():
+            yield path
