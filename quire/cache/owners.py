@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.digest import Uint64s
+Uint64s = NDArray[np.uint64]
 
 MAX_OWNERS = 1024
 OTHER_OWNERS = 0

@@ -9,7 +9,8 @@ import struct
 
 import numpy as np
 
-from quire.cache.digest import Int32s, Uint64s
+from quire.cache.chain import Uint64s
+from quire.cache.table import Int32s
 
 _MASK = (1 << 64) - 1
 

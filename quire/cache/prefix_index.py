@@ -1,6 +1,6 @@
 """PrefixIndex: from the digest of a chain of full blocks to the block that holds its last one.
 
-Knows digests (made by quire.cache.digest) and block numbers; neither tokens nor requests. It evicts
+Knows digests (made by quire.cache.chain) and block numbers; neither tokens nor requests. It evicts
 nothing by itself: the pool allocates the oldest free block and the manager makes the index forget
 it. Always holds: one block per digest, one digest per block.
 """
@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from quire._native import DigestTable
 from quire.cache.age_queue import Index
-from quire.cache.digest import Int32s, Uint64s
+from quire.cache.chain import Uint64s
+from quire.cache.table import Int32s
 
 
 class PrefixIndex:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from quire.base.records import EngineStats, RequestTimes
+from quire.base.engine_stats import EngineStats
+from quire.base.records import RequestTimes
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, OBJECTIVES, SchedulingParams
 from quire.obs.engine_metrics import EngineCollector, TenantCollector
 from quire.obs.series import Series, restarts_counter

@@ -143,9 +143,9 @@ class KeptSampleBatch:
             and batch.logit_bias is None
             and batch.rare is None
             and batch.masks is None
+            and batch.banned is None  # no row is before its min_tokens, nor will be
         )
-        stays = is_plain and not tables.stops_from[slots].any()
-        self._last = (tables.changes, rows, batch) if stays else None
+        self._last = (tables.changes, rows, batch) if is_plain else None
         return batch
 
 
@@ -163,7 +163,6 @@ def sample_batch(
     token of a row may be on the device only. Without is_late a token can be missing from the table
     only if its request failed or ended; the result of such a row is discarded.
     """
-    uses_rare = tables.rare.uses[slots].any()
     num_logprobs = tables.num_logprobs[slots]
     num_candidates = tables.num_candidates[slots] if tables.num_beams else NO_INTS
     return SampleBatch(
@@ -176,7 +175,7 @@ def sample_batch(
         logit_bias=_logit_bias(slots, tables),
         banned=_banned(slots, positions, tables),
         masks=TokenMasks(rows=masks.rows, words=masks.words) if len(masks.rows) else None,
-        rare=tables.rare.parameters(slots) if uses_rare else None,
+        rare=tables.rare.parameters(slots),
         num_logprobs=num_logprobs if (num_logprobs >= 0).any() else None,
         num_candidates=num_candidates if num_candidates.any() else None,
     )

@@ -81,7 +81,7 @@ class ModelRunner:
             jump_ahead=not overlap if jump_ahead is None else jump_ahead,
         )
         self.mover = mover
-        self._means = RunnerResources(
+        self._resources = RunnerResources(
             executor=executor,
             tables=self.tables,
             rows=KeptRows(self.tables),
@@ -92,7 +92,7 @@ class ModelRunner:
         self._overlap: AsyncSteps | None = None
         self._thread: WorkerThread | None = None
         if overlap and isinstance(executor, AsyncExecutor):
-            self._overlap = AsyncSteps(self._means, self._apply)
+            self._overlap = AsyncSteps(self._resources, self._apply)
         elif overlap:
             self._thread = WorkerThread("quire-runner")
 
@@ -136,7 +136,7 @@ class ModelRunner:
     def _rows_result(self, plan: StepPlan) -> StepResult:
         if len(plan.slots) == 0:
             return no_rows(plan)
-        run = StepRun(plan, self._means)
+        run = StepRun(plan, self._resources)
         return step_result(plan, self.tables, self._computed(plan, run), run.rows)
 
     def _computed(self, plan: StepPlan, run: StepRun) -> Computed:
@@ -145,7 +145,7 @@ class ModelRunner:
             run.choose()
             return run.computed()
         except StepMemoryError:
-            return computed_by_halves(plan, self._means)
+            return computed_by_halves(plan, self._resources)
 
     def _apply(self, plan: StepPlan) -> None:
         """Take the plan over, up to its rows."""

@@ -20,9 +20,9 @@ import numpy as np
 from quire.base.block_copies import CopiesEnded, Tier
 from quire.base.cache_usage import CacheReport
 from quire.base.engine_snapshot import EngineSnapshot
+from quire.base.engine_stats import EngineStats
 from quire.base.errors import InvalidParameter
 from quire.base.records import (
-    EngineStats,
     FinishReason,
     Request,
     RequestOutput,
@@ -271,7 +271,7 @@ class Scheduler:
             blocks_cached=cache.num_free_findable,
             blocks_free=cache.num_free,
             blocks_reserved=self._reserved_blocks(),
-            allocated_blocks_total=cache.pool.allocated_blocks_total,
+            allocated_blocks_total=cache.allocated_blocks_total,
             block_allocation_ms_total=cache.allocation_ns_total / 1e6,
             steps_total=self._steps_ended,
             device_busy_ms_total=self._busy_ms,
@@ -359,8 +359,7 @@ class Scheduler:
         counted_ms, num_blocks = self._reserved
         if self._last_step_ms >= counted_ms + RESERVED_EVERY_MS or not len(self._batch.active):
             active = self._batch.active
-            short = self._cache.blocks_short(active, self._batch.goal[active])
-            num_blocks = int(np.add.reduce(short))
+            num_blocks = self._cache.blocks_lacking(active, self._batch.goal[active])
             self._reserved = (self._last_step_ms, num_blocks)
         return num_blocks
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from quire._native import hash_chains as native_hash_chains
 from quire._native import siphash128 as native_siphash128
 from quire.cache import digest, plain_digest
-from quire.cache.digest import FIXED_KEY
+from quire.cache.chain import FIXED_KEY
 
 # The first lines of vectors_sip128 in the authors' reference code: key 00..0f, message 00..n-1.
 VECTORS = (

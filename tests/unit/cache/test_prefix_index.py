@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.cache.digest import digests_of
+from quire.cache.chain import digests_of
 from quire.cache.prefix_index import PrefixIndex
 
 KEYS = digests_of([bytes([number]) * 16 for number in range(6)])

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 
 from quire.sampling.batch import SampleBatch
+from quire.sampling.batch_check import MIROSTAT
 from quire.sampling.parts import RareParameters
 from quire.sampling.rare import SMALLEST_SHARE
-from quire.sampling.reference import MIROSTAT
 
 WORDS = 8  # 32-bit numbers a row
 # Takes an array to where the logits are.
