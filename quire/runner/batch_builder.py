@@ -175,7 +175,7 @@ def sample_batch(
         logit_bias=_logit_bias(slots, tables),
         banned=_banned(slots, positions, tables),
         masks=TokenMasks(rows=masks.rows, words=masks.words) if len(masks.rows) else None,
-        rare=tables.rare.parameters(slots),
+        rare=tables.rare.parameters(slots) if tables.rare.uses[slots].any() else None,
         num_logprobs=num_logprobs if (num_logprobs >= 0).any() else None,
         num_candidates=num_candidates if num_candidates.any() else None,
     )

@@ -94,11 +94,9 @@ class RareParamsTables:
             or bool((lengths > 1).any())
         )
 
-    def parameters(self, slots: Index) -> RareParameters | None:
-        """Return the parameters of the rows in `slots`; None if no row uses any."""
+    def parameters(self, slots: Index) -> RareParameters:
+        """Return the parameters of the rows in `slots`, of which at least one uses some."""
         rows = self.uses[slots].nonzero()[0]
-        if not len(rows):
-            return None
         of_rows = slots[rows]
         ngram_size = self._counts["no_repeat_ngram_size"][slots]
         return RareParameters(
