@@ -22,6 +22,8 @@ from quire.cache.chain import (
     FIXED_KEY,
     Chain,
     ChainHasher,
+    Owner,
+    Owners,
     PrefixMatch,
     SlotChains,
     digests_of,
@@ -29,7 +31,6 @@ from quire.cache.chain import (
 )
 from quire.cache.forks import ALL_COLUMNS, Forks
 from quire.cache.lineage import Lineage
-from quire.cache.owners import Owner, Owners
 from quire.cache.pool import BlockPool
 from quire.cache.prefix_index import PrefixIndex
 from quire.cache.table import BlockTable, Index, Int32s
@@ -218,11 +219,11 @@ class CacheManager:
 
     def match(self, chain: Chain) -> PrefixMatch:
         """Return the longest run of a chain's first blocks that the pool still holds."""
-        return PrefixMatch(chain, self.index.longest_match(chain.digests))
+        return PrefixMatch(chain, self.index.table.longest_run(chain.digests))
 
     def match_all(self, chains: Sequence[Chain]) -> list[PrefixMatch]:
         """Return the match of each of `chains`, looked up together."""
-        found = self.index.longest_matches([chain.digests for chain in chains])
+        found = self.index.table.longest_runs([chain.digests for chain in chains])
         return [PrefixMatch(chain, blocks) for chain, blocks in zip(chains, found, strict=True)]
 
     def num_takeable(self, match: PrefixMatch | None) -> int:

@@ -19,8 +19,15 @@ from numpy.typing import NDArray
 
 from quire.base.records import NO_INTS, Candidates
 from quire.sampling import rare as rarely
-from quire.sampling.batch import SampleBatch, TokenChoice
-from quire.sampling.batch_check import MIROSTAT, check_known, check_shapes, has_mirostat, max_top
+from quire.sampling.batch import (
+    MIROSTAT,
+    SampleBatch,
+    TokenChoice,
+    check_known,
+    check_shapes,
+    has_mirostat,
+    max_top,
+)
 from quire.sampling.noise import gumbel, mass, minus_log
 from quire.sampling.parts import Float32s, Int32s, Penalties, RareParameters
 

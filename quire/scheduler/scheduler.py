@@ -258,7 +258,8 @@ class Scheduler:
     def stats(self) -> EngineStats:
         """Return counters and gauges."""
         last, cache, slots = self._last_plan, self._cache, self._slot_allocator
-        num_running, in_flight = len(self._batch.active), self._requests.in_flight
+        num_running, num_free = len(self._batch.active), cache.num_free
+        in_flight = self._requests.in_flight
         return EngineStats(
             running=num_running,
             waiting=len(self._queue),
@@ -267,9 +268,9 @@ class Scheduler:
             tenant_waiting=tuple(self._tenants.waiting),
             tenant_blocks=self._tenants.reported_blocks(self._last_step_ms),
             blocks_total=cache.num_blocks,
-            blocks_used=cache.num_blocks - cache.num_free,
+            blocks_used=cache.num_blocks - num_free,
             blocks_cached=cache.num_free_findable,
-            blocks_free=cache.num_free,
+            blocks_free=num_free,
             blocks_reserved=self._reserved_blocks(),
             allocated_blocks_total=cache.allocated_blocks_total,
             block_allocation_ms_total=cache.allocation_ns_total / 1e6,

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,10 +22,11 @@ from quire.api.generation.answer_json import (
     usage_json,
 )
 from quire.api.generation.chat_output import ChatOutputParser, ChoiceOutputParser
-from quire.api.generation.choice_streams import Choice, Prompt, PromptState
+from quire.api.generation.choice_streams import Choice, Prompt
 from quire.api.generation.conversation import conversation_fields, parsing_of, rendered
 from quire.api.generation.fields import CHAT, flag, sampling_of
 from quire.api.generation.generate import (
+    ChunkWriter,
     Envelope,
     GenerationJob,
     GenerationRequest,
@@ -116,7 +116,7 @@ class ReturnedFields:
     prompt_ids: Sequence[int] | None = None
 
 
-class ChatWriter:
+class ChatWriter(ChunkWriter):
     """Write one answer as a `chat.completion` or as `chat.completion.chunk` objects.
 
     parser: None if answers have neither reasoning nor calls.
@@ -129,17 +129,17 @@ class ChatWriter:
         returned: ReturnedFields,
         options: StreamOptions,
     ) -> None:
+        super().__init__(envelope.frame("chat.completion.chunk"), options)
         self._envelope = envelope
         self._parser = parser
         self._returned = returned
-        self._options = options
         self._begun: dict[int, ChoiceOutputParser | None] = {}
 
     def whole(self, choices: Sequence[Sequence[Choice]], usage: Usage) -> dict[str, Any]:
         """Return the body of a response that is not streamed."""
         written = [self._choice(index, choice) for index, choice in enumerate(choices[0])]
         return {
-            **self._frame("chat.completion"),
+            **self._envelope.frame("chat.completion"),
             "choices": written,
             "usage": self._usage(usage),
             **speeds_json(usage),
@@ -183,24 +183,6 @@ class ChatWriter:
             return None
         return self._chunk(index, {"content": text})
 
-    def of_progress(self, progress: PromptState) -> dict[str, Any]:
-        """Return a chunk of prompt progress."""
-        frame = self._frame("chat.completion.chunk")
-        return {**frame, "choices": [], "prompt_progress": msgspec.to_builtins(progress)}
-
-    def so_far(self, usage: Usage) -> dict[str, Any]:
-        """Return the usage and timings that every chunk has."""
-        included = {"usage": self._usage(usage)} if self._options.continuous_usage else {}
-        return {**included, **(speeds_json(usage) if self._options.continuous_timings else {})}
-
-    def of_usage(self, usage: Usage) -> dict[str, Any] | None:
-        """Return the last chunk, with usage and timings if they were requested."""
-        if not self._options.include_usage and usage.speeds is None:
-            return None
-        included = {"usage": self._usage(usage)} if self._options.include_usage else {}
-        more = {**included, **speeds_json(usage)}
-        return {**self._frame("chat.completion.chunk"), "choices": [], **more}
-
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
         reason: str | None = choice.finish_reason
@@ -241,20 +223,10 @@ class ChatWriter:
             "finish_reason": finish_reason,
             **more,
         }
-        chunk = {**self._frame("chat.completion.chunk"), "choices": [choice]}
+        chunk = {**self._frame, "choices": [choice]}
         if self._options.include_usage:
             chunk["usage"] = None
         return chunk
-
-    def _frame(self, kind: str) -> dict[str, Any]:
-        envelope = self._envelope
-        return {
-            "id": envelope.id,
-            "object": kind,
-            "created": envelope.created_s,
-            "model": envelope.model,
-            "system_fingerprint": envelope.fingerprint,
-        }
 
     def _prompt_fields(self, tokens: Sequence[TokenText | None], *, begins: bool) -> dict[str, Any]:
         """Return the requested fields of the prompt, which an answer has once.

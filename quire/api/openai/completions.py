@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -25,7 +24,7 @@ from quire.api.generation.answer_json import (
     speeds_json,
     usage_json,
 )
-from quire.api.generation.choice_streams import Choice, Prompt, PromptState
+from quire.api.generation.choice_streams import Choice, Prompt
 from quire.api.generation.fields import (
     COMPLETION_TOKENS,
     COMPLETIONS,
@@ -34,6 +33,7 @@ from quire.api.generation.fields import (
     sampling_of,
 )
 from quire.api.generation.generate import (
+    ChunkWriter,
     Envelope,
     GenerationJob,
     GenerationRequest,
@@ -122,7 +122,7 @@ async def read_job(asked: GenerationRequest) -> GenerationJob:
     return GenerationJob(prompts=prompts, writer=writer)
 
 
-class CompletionWriter:
+class CompletionWriter(ChunkWriter):
     """Write one answer as a `text_completion` object, or as chunks."""
 
     def __init__(
@@ -136,6 +136,7 @@ class CompletionWriter:
         returns_ids: bool,
         options: StreamOptions,
     ) -> None:
+        super().__init__(envelope.frame("text_completion"), options)
         self._returns_ids = returns_ids
         self._special_ids = special_ids
         self._prompts = prompts
@@ -145,15 +146,7 @@ class CompletionWriter:
         # By prompt, written once and added to each of its choices.
         self._echoed: dict[int, dict[str, Any]] = {}
         self._scored: dict[int, dict[str, Any]] = {}
-        self._options = options
         self._begun: set[tuple[int, int]] = set()
-        self._frame: dict[str, Any] = {
-            "id": envelope.id,
-            "object": "text_completion",
-            "created": envelope.created_s,
-            "model": envelope.model,
-            "system_fingerprint": envelope.fingerprint,
-        }
 
     def whole(self, choices: Sequence[Sequence[Choice]], usage: Usage) -> dict[str, Any]:
         """Return the body of a response that is not streamed."""
@@ -206,27 +199,6 @@ class CompletionWriter:
         return self._chunk(
             [{"index": place, "text": text, "logprobs": None, "finish_reason": None}]
         )
-
-    def of_usage(self, usage: Usage) -> dict[str, Any] | None:
-        """Return the last chunk, with usage and timings if they were requested."""
-        if not self._options.include_usage and usage.speeds is None:
-            return None
-        included = {"usage": usage_json(usage)} if self._options.include_usage else {}
-        more = {**included, **speeds_json(usage)}
-        return {**self._frame, "choices": [], **more}
-
-    def of_progress(self, progress: PromptState) -> dict[str, Any]:
-        """Return a chunk of prompt progress."""
-        return {
-            **self._frame,
-            "choices": [],
-            "prompt_progress": msgspec.to_builtins(progress),
-        }
-
-    def so_far(self, usage: Usage) -> dict[str, Any]:
-        """Return the usage and timings that every chunk has."""
-        included = {"usage": usage_json(usage)} if self._options.continuous_usage else {}
-        return {**included, **(speeds_json(usage) if self._options.continuous_timings else {})}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self._frame, "choices": choices}

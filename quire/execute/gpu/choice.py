@@ -22,8 +22,14 @@ from quire.execute.gpu.kernels.edit_logits import Edits, add_late_tokens, edit_l
 from quire.execute.gpu.kernels.logprobs import score_listed, score_rows
 from quire.execute.gpu.stream import CpuStream, Mark, Stream
 from quire.sampling import scoring
-from quire.sampling.batch import SampleBatch, TokenChoice
-from quire.sampling.batch_check import check_known, check_shapes, has_mirostat, max_top
+from quire.sampling.batch import (
+    SampleBatch,
+    TokenChoice,
+    check_known,
+    check_shapes,
+    has_mirostat,
+    max_top,
+)
 from quire.sampling.scoring import ScoreBatch, Scores
 
 Keep = Callable[[torch.Tensor], None]

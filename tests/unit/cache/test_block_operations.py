@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from quire._native import BlockOperations, Ghosts
 from quire.base.errors import CapacityError
 from quire.cache.block_operations import PlainBlockOperations
-from quire.cache.chain import FIXED_KEY, ChainHasher, SlotChains
+from quire.cache.chain import FIXED_KEY, ChainHasher, Owner, SlotChains
 from quire.cache.ghosts import PlainGhosts
 from quire.cache.lineage import Lineage
 from quire.cache.manager import CacheManager
-from quire.cache.owners import Owner
 from quire.cache.pool import BlockPool
 from quire.cache.prefix_index import PrefixIndex
 from quire.cache.table import BlockTable
@@ -59,7 +58,7 @@ class Parts:
         token_ids = np.arange(NUM_COLUMNS * SIZE, dtype=np.int32) // (content + 1)
         owner = Owner(content, "", "", self.hasher.seed(""))
         chain = self.hasher.chain(token_ids[: content * SIZE], owner)
-        found = self.index.longest_match(chain.digests)
+        found = self.index.table.longest_run(chain.digests)
         self.tokens[slot] = token_ids
         self.tables.name(slot, f"{slot} {content}")
         self.operations.attach(slot, chain.digests, found, owner.seed, content, returned)
@@ -110,7 +109,7 @@ class Parts:
             *(tables.blocks, tables.firsts, tables.counts, tables.capacities),
             *(tables.holders_by_block, self.chains.registered, self.chains.ends),
             *(self.chains.seeds, self.chains.owners, self.chains.returned),
-            *(self.index.digests, self.index.known, self.index.find(self.index.digests)),
+            *(self.index.digests, self.index.known, self.index.table.find(self.index.digests)),
             *(lineage.parents, lineage.tokens, lineage.depths, lineage.owners, lineage.hits),
         )
         return [

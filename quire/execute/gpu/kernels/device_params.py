@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.sampling.batch import SampleBatch
-from quire.sampling.batch_check import MIROSTAT
+from quire.sampling.batch import MIROSTAT, SampleBatch
 from quire.sampling.parts import RareParameters
 from quire.sampling.rare import SMALLEST_SHARE
 
