@@ -1,4 +1,7 @@
-"""EngineStats: counters and gauges of one engine, for metrics and reports."""
+"""EngineStats: counters and gauges of one engine, for metrics and reports.
+
+Numbers only. Always holds: counters (`_total`) only grow while the engine lives.
+"""
 
 from __future__ import annotations
 

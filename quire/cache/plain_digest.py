@@ -1,6 +1,6 @@
 """Plain twins of the native calls that digest chains of blocks; tests compare the two.
 
-What a digest is: digest.py.
+What a digest is: chain.py.
 """
 
 from __future__ import annotations
