@@ -19,12 +19,11 @@ from quire.base.errors import WorkerError
 from quire.base.records import StepPlan, StepResult
 from quire.execute.executor import AsyncExecutor, Executor, StepMemoryError
 from quire.runner.async_steps import AsyncSteps
-from quire.runner.batch_builder import KeptSampleBatch
+from quire.runner.batch_builder import KeptRows, KeptSampleBatch
 from quire.runner.beam_stops import WatchSource
 from quire.runner.grammar_rows import MatcherSource
 from quire.runner.handle import Handle
 from quire.runner.layered_prefill import LayeredPrefillLost, LayeredPrefillRun
-from quire.runner.sampled_rows import KeptRows
 from quire.runner.slot_tables import SlotTables
 from quire.runner.split_step import computed_by_halves
 from quire.runner.step_result import Computed, no_rows, step_result, without_part

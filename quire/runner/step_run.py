@@ -18,10 +18,16 @@ from numpy.typing import NDArray
 
 from quire.base.records import StepPlan
 from quire.execute.executor import AsyncExecutor, Executor
-from quire.runner.batch_builder import KeptSampleBatch, forward_batch, num_unknown
+from quire.runner.batch_builder import (
+    Index,
+    Int32s,
+    KeptRows,
+    KeptSampleBatch,
+    forward_batch,
+    num_unknown,
+)
 from quire.runner.grammar_rows import NO_MASK, Masks
 from quire.runner.logprobs import ScoredRows, listed_logprobs, score_prompts, scores_some, stacked
-from quire.runner.sampled_rows import Index, Int32s, KeptRows
 from quire.runner.slot_tables import SlotTables
 from quire.runner.step_result import NO_MESSAGES, Computed, joined_choices, no_table
 from quire.sampling.batch import TokenChoice

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from quire.base.errors import WorkerError
 from quire.base.grammar import Grammar, GrammarKind
 from quire.base.token_table import TokenTable
+from quire.runner.batch_builder import sampled_rows
 from quire.runner.grammar_rows import Follow, GrammarRows
-from quire.runner.sampled_rows import sampled_rows
 from quire.runner.slot_tables import SlotTables
 from quire.runner.step_result import ROW_FAILED
 from quire.runner.token_runs import TokenRuns, cut_runs
