@@ -1,4 +1,4 @@
-"""The records that pass between the layers: StepPlan goes down, StepResult comes up, RequestOutput out.
+"""The records that pass between layers: StepPlan goes down, StepResult up, RequestOutput out.
 
 All are frozen, self-contained, and hold numbers and arrays of numbers only, so they can be
 sent, recorded and replayed. This file knows no policy, no tensor library and no clock.

@@ -1,4 +1,4 @@
-"""Chains: the digests of a request's full blocks, whose they are, and the hasher that makes them.
+"""Chains: the digests of a request's full blocks, their owners, and the hasher that makes them.
 
 The digest of a block is SipHash-2-4 with 128 bits of output (Aumasson and Bernstein, 2012, and the
 authors' reference code for the wide output) over the digest of the block before it followed by the

@@ -1,8 +1,8 @@
 // Operations on many KV blocks at once: allocate, share, release, and make findable. The state lies
 // in arrays that Python owns (quire/cache/pool.py, table.py, prefix_index.py, lineage.py and
 // chain.py). The plain twin in quire/cache/block_operations.py leaves the same state bit for bit.
-// Callers ensure that slots, columns and blocks are within the arrays, that the slots of one call are
-// distinct, that shared blocks are referenced or findable, and released ones referenced.
+// Callers ensure that slots, columns and blocks are within the arrays, that the slots of one call
+// are distinct, that shared blocks are referenced or findable, and released ones referenced.
 #pragma once
 
 #include <cstddef>
