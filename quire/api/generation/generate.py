@@ -168,7 +168,7 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
     terms, cache_salt = scheduling_params_of(given, tenant), cache_salt_of(given, tenant)
     stream = flag(given, "stream")
     options = _stream_options(given, stream=stream)
-    asked = GenerationRequest(
+    generation_request = GenerationRequest(
         context=context,
         given=given,
         engine=engine,
@@ -196,7 +196,7 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
         if not server_state.lifecycle.accepting.is_set():
             await server_state.lifecycle.wait_while_paused()
             server_state.engine()  # it may have died meanwhile
-        job = await route.read(asked)
+        job = await route.read(generation_request)
         answers = ChoiceStreams(
             engine,
             server_state.metrics,

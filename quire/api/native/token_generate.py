@@ -60,9 +60,9 @@ class TokenGenerateRoute:
         return await generate(self._server_state, request, self._route)
 
 
-async def read_job(asked: GenerationRequest) -> GenerationJob:
+async def read_job(request: GenerationRequest) -> GenerationJob:
     """Check all fields. Raises InvalidParameter and ContextTooLong naming the field."""
-    given, engine = asked.given, asked.engine
+    given, engine = request.given, request.engine
     tokens = given.get("tokens")
     if not isinstance(tokens, list):
         raise InvalidParameter(
@@ -85,12 +85,12 @@ async def read_job(asked: GenerationRequest) -> GenerationJob:
         check_prompt_numbers(
             len(token_ids) * (1 + sampling.prompt_logprobs), param="prompt_logprobs"
         )
-    chosen = asked.limited(sampling, len(token_ids), default_tokens=COMPLETION_TOKENS)
+    chosen = request.limited(sampling, len(token_ids), default_tokens=COMPLETION_TOKENS)
     writer = TokenGenerateWriter(
-        asked.envelope,
+        request.envelope,
         wants_logprobs=chosen.logprobs is not None,
         num_prompt_top=chosen.prompt_logprobs,
-        options=asked.stream_options,
+        options=request.stream_options,
     )
     return GenerationJob(prompts=[Prompt(token_ids=token_ids, sampling=chosen)], writer=writer)
 

@@ -64,9 +64,9 @@ class ChatRoute:
         return await generate(self._server_state, request, self._route)
 
 
-async def read_job(asked: GenerationRequest) -> GenerationJob:
+async def read_job(request: GenerationRequest) -> GenerationJob:
     """Check all fields. Raises RequestError naming the field."""
-    given, engine = asked.given, asked.engine
+    given, engine = request.given, request.engine
     wants_logprobs = flag(given, "logprobs") if "logprobs" in given else False
     num_top = _num_top(given, wants_logprobs=wants_logprobs)
     fields = {**given, **_max_tokens(given)} if "max_completion_tokens" in given else given
@@ -74,16 +74,16 @@ async def read_job(asked: GenerationRequest) -> GenerationJob:
         fields, engine.default_sampling(), logprobs=num_top, tokenizer=engine.tokenizer
     )
     offer = None if TOOL_FIELDS.isdisjoint(given) else offer_of(given)
-    conversation = await rendered(asked.context, conversation_fields(asked.context, offer))
+    conversation = await rendered(request.context, conversation_fields(request.context, offer))
     sampling, parser = parsing_of(
-        asked.context,
+        request.context,
         offer,
         conversation,
         sampling,
         includes_reasoning=flag(given, "include_reasoning", default=True),
     )
     token_ids = await encode(
-        asked.context,
+        request.context,
         conversation.text,
         add_special_tokens=flag(given, "add_special_tokens"),
         min_output=int(sampling.max_tokens != 0),
@@ -94,7 +94,7 @@ async def read_job(asked: GenerationRequest) -> GenerationJob:
         num_numbers = len(token_ids) * (1 + sampling.prompt_logprobs)
         check_prompt_numbers(num_numbers, param="prompt_logprobs")
     default = default_sampling(engine.card, num_prompt_tokens=len(token_ids)).max_tokens
-    sampling = asked.limited(sampling, len(token_ids), default_tokens=default)
+    sampling = request.limited(sampling, len(token_ids), default_tokens=default)
     returned = ReturnedFields(
         logprobs=wants_logprobs,
         num_prompt_top=sampling.prompt_logprobs,
@@ -102,7 +102,7 @@ async def read_job(asked: GenerationRequest) -> GenerationJob:
     )
     text_rules = PLAIN_TEXT if parser is None else parser.text_rules(engine.tokenizer)
     prompt = Prompt(token_ids=token_ids, sampling=sampling, text_rules=text_rules)
-    writer = ChatWriter(asked.envelope, parser, returned, asked.stream_options)
+    writer = ChatWriter(request.envelope, parser, returned, request.stream_options)
     return GenerationJob(prompts=[prompt], writer=writer)
 
 
