@@ -183,7 +183,12 @@ class Ghosts:
     def clear(self) -> None: ...
 
 class BlockOperations:
-    allocation_ns_total: int
+    @property
+    def allocation_ns_total(self) -> int: ...
+    @property
+    def allocated_blocks_total(self) -> int: ...
+    @property
+    def num_never_used(self) -> int: ...
     def __init__(
         self,
         pool: object,
@@ -193,6 +198,7 @@ class BlockOperations:
         ghosts: Ghosts,
         lineage: object,
         key: bytes,
+        timed: bool = False,
     ) -> None: ...
     @property
     def num_free(self) -> int: ...

@@ -1,7 +1,7 @@
 // Binds operations on many KV blocks at once and the digests of evicted blocks (their plain twins:
 // quire/cache/block_operations.py and ghosts.py). The state lies in arrays of Python objects, which
-// are kept alive here. Slots, columns, blocks and counts are checked here, so that native/src can
-// trust them; nothing is changed by a call that is refused.
+// are kept alive here. Slots, columns, blocks, counts and references are checked here, so that
+// native/src can trust them; nothing is changed by a call that is refused.
 
 #include "quire/block_operations.h"
 
@@ -9,6 +9,7 @@
 #include <nanobind/ndarray.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
@@ -48,13 +49,33 @@ nb::object digests_of(const std::vector<Digest>& digests) {
         nb::ndarray<nb::numpy, uint64_t, nb::shape<-1, 2>>(data, {digests.size(), 2}, owner));
 }
 
+// Adds the time until its destruction to `total_ns`, unless that is null.
+class Timer {
+  public:
+    explicit Timer(int64_t* total_ns) : total_ns_(total_ns) {
+        if (total_ns_) began_ = Clock::now();
+    }
+    ~Timer() {
+        if (!total_ns_) return;
+        const auto took = Clock::now() - began_;
+        *total_ns_ += std::chrono::duration_cast<std::chrono::nanoseconds>(took).count();
+    }
+    Timer(const Timer&) = delete;
+    Timer& operator=(const Timer&) = delete;
+
+  private:
+    using Clock = std::chrono::steady_clock;
+    int64_t* total_ns_;
+    Clock::time_point began_;
+};
+
 class Operations : private quire::BlockOperations {
   public:
-    int64_t allocation_ns_total = 0;  // counted by a subclass that reads a clock
+    int64_t allocation_ns_total = 0;
 
     Operations(nb::object pool, nb::object tables, nb::object chains, nb::object index,
-               nb::object ghosts, nb::object lineage, nb::bytes hash_key)
-        : pool_(pool) {
+               nb::object ghosts, nb::object lineage, nb::bytes hash_key, bool timed)
+        : pool_(pool), timed_ns_(timed ? &allocation_ns_total : nullptr) {
         if (hash_key.size() != 16) throw std::invalid_argument("the hash key must have 16 bytes");
         std::memcpy(key, hash_key.c_str(), 16);
         bind_pool(pool);
@@ -65,6 +86,7 @@ class Operations : private quire::BlockOperations {
         this->chains.owners = data<int32_t>(chains, "owners");
         this->chains.returned = data<bool>(chains, "returned");
         this->chains.known.resize(static_cast<size_t>(this->tables.num_slots));
+        seen_.resize(static_cast<size_t>(this->tables.num_slots));
         findable.digests = data<uint64_t>(index, "digests");
         findable.known = data<bool>(index, "known");
         findable.table = nb::cast<quire::DigestTable*>(keep(index.attr("table")));
@@ -78,12 +100,16 @@ class Operations : private quire::BlockOperations {
     }
 
     nb::object take(int64_t count) {
+        const Timer timer(timed_ns_);
+        if (count < 0) throw std::out_of_range("the number of blocks is negative");
         allocate_blocks(count);
         return blocks_as_int32();
     }
 
     nb::tuple allocate(const Slots& slots, const Int32s& added) {
+        const Timer timer(timed_ns_);
         same_length(slots.size(), added.size());
+        check_slots(slots);
         int64_t total = 0;
         for (size_t i = 0; i < slots.size(); ++i) {
             check_room(slots(i), added(i));
@@ -99,10 +125,11 @@ class Operations : private quire::BlockOperations {
     }
 
     void extend(const Slots& slots, const Int32s& num_tokens) {
+        const Timer timer(timed_ns_);
         same_length(slots.size(), num_tokens.size());
+        check_slots(slots);
         int64_t total = 0;
         for (size_t i = 0; i < slots.size(); ++i) {
-            check_slot(slots(i));
             const int64_t short_of = lacking(slots(i), num_tokens(i));
             check_room(slots(i), short_of);
             total += short_of;
@@ -141,6 +168,8 @@ class Operations : private quire::BlockOperations {
     }
 
     int64_t num_free() const { return pool.num_free(); }
+    int64_t num_never_used() const { return pool.counts[quire::BlockPool::kMinStack]; }
+    int64_t num_allocated() const { return pool.counts[quire::BlockPool::kAllocated]; }
     int64_t num_free_findable() const { return pool.once.size() + pool.again.size(); }
 
     int64_t num_unreferenced(const Int32s& blocks) const {
@@ -150,12 +179,12 @@ class Operations : private quire::BlockOperations {
     }
 
     void share(const Int32s& blocks) {
-        check_blocks(blocks);
+        check_shareable(blocks);
         pool.share(blocks.data(), static_cast<int64_t>(blocks.size()));
     }
 
     int64_t release(const Int32s& blocks) {
-        check_blocks(blocks);
+        check_releasable(blocks);
         return pool.release(blocks.data(), static_cast<int64_t>(blocks.size()));
     }
 
@@ -173,7 +202,7 @@ class Operations : private quire::BlockOperations {
                 int32_t owner, bool returned) {
         const int64_t count = static_cast<int64_t>(blocks.size());
         check_room(slot, count);
-        check_blocks(blocks);
+        check_shareable(blocks);
         if (digests.shape(0) < blocks.size()) throw std::invalid_argument("a block has no digest");
         const Digest* first = reinterpret_cast<const Digest*>(digests.data());
         chains.known[static_cast<size_t>(slot)].assign(first, first + digests.shape(0));
@@ -191,10 +220,10 @@ class Operations : private quire::BlockOperations {
 
     int64_t register_blocks(const Slots& slots, const Int32s& computed, const TokenRows& tokens) {
         same_length(slots.size(), computed.size());
+        check_slots(slots);
         const int64_t size = tables.block_size, width = static_cast<int64_t>(tokens.shape(1));
         for (size_t i = 0; i < slots.size(); ++i) {
             const int64_t slot = slots(i), last = computed(i) / size;
-            check_slot(slot);
             const int64_t first = chains.registered[slot];
             if (last <= first) continue;
             if (first < tables.firsts[slot] || last > tables.counts[slot] ||
@@ -212,7 +241,10 @@ class Operations : private quire::BlockOperations {
 
   private:
     nb::object pool_;
+    int64_t* timed_ns_;
     std::vector<nb::object> kept_;
+    std::vector<uint64_t> seen_;  // by slot: the last call that checked it
+    uint64_t num_checks_ = 0;
     std::vector<int64_t> taken_;
     std::vector<int32_t> rows_, columns_, blocks_;
 
@@ -268,7 +300,7 @@ class Operations : private quire::BlockOperations {
 
     // Empty `slots`; their blocks are in blocks_ then.
     void empty(const Slots& slots) {
-        for (size_t i = 0; i < slots.size(); ++i) check_slot(slots(i));
+        check_slots(slots);
         blocks_.clear();
         for (size_t i = 0; i < slots.size(); ++i) {
             tables.take(slots(i), blocks_);
@@ -279,6 +311,16 @@ class Operations : private quire::BlockOperations {
 
     void check_slot(int64_t slot) const {
         if (slot < 0 || slot >= tables.num_slots) throw std::out_of_range("no such slot");
+    }
+
+    void check_slots(const Slots& slots) {
+        ++num_checks_;
+        for (size_t i = 0; i < slots.size(); ++i) {
+            check_slot(slots(i));
+            uint64_t& seen = seen_[static_cast<size_t>(slots(i))];
+            if (seen == num_checks_) throw std::invalid_argument("a slot is given twice");
+            seen = num_checks_;
+        }
     }
 
     void check_room(int64_t slot, int64_t added) const {
@@ -294,6 +336,26 @@ class Operations : private quire::BlockOperations {
                 throw std::out_of_range("no such block");
             }
         }
+    }
+
+    void check_shareable(const Int32s& blocks) const {
+        check_blocks(blocks);
+        for (size_t i = 0; i < blocks.size(); ++i) {
+            if (pool.references[blocks(i)] == 0 && !pool.findable[blocks(i)]) {
+                throw std::invalid_argument("a free block without content cannot be shared");
+            }
+        }
+    }
+
+    // A block may be given more than once, up to its number of references.
+    void check_releasable(const Int32s& blocks) const {
+        check_blocks(blocks);
+        size_t taken = 0;
+        while (taken < blocks.size() && pool.references[blocks(taken)] > 0) {
+            --pool.references[blocks(taken++)];
+        }
+        for (size_t i = 0; i < taken; ++i) ++pool.references[blocks(i)];
+        if (taken < blocks.size()) throw std::invalid_argument("a free block was released");
     }
 
     int64_t lacking(int64_t slot, int64_t num_tokens) const {
@@ -367,12 +429,15 @@ void bind_block_operations(nb::module_& module) {
     nb::class_<Operations>(module, "BlockOperations",
                            "See quire.cache.block_operations.BlockOperations.")
         .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
-                      nb::bytes>(),
+                      nb::bytes, bool>(),
              nb::arg("pool"), nb::arg("tables"), nb::arg("chains"), nb::arg("index"),
-             nb::arg("ghosts"), nb::arg("lineage"), nb::arg("key"))
+             nb::arg("ghosts"), nb::arg("lineage"), nb::arg("key"),
+             nb::arg("timed") = false)
         .def_prop_ro("num_free", &Operations::num_free)
         .def_prop_ro("num_free_findable", &Operations::num_free_findable)
-        .def_rw("allocation_ns_total", &Operations::allocation_ns_total)
+        .def_prop_ro("num_never_used", &Operations::num_never_used)
+        .def_prop_ro("allocated_blocks_total", &Operations::num_allocated)
+        .def_ro("allocation_ns_total", &Operations::allocation_ns_total)
         .def("take", &Operations::take, nb::arg("count"))
         .def("allocate", &Operations::allocate, nb::arg("slots"), nb::arg("added"))
         .def("extend", &Operations::extend, nb::arg("slots"), nb::arg("num_tokens"))

@@ -87,7 +87,7 @@ void bind_cache(nb::module_& module) {
                "SipHash-2-4 with 128-bit output: (low, high).");
     module.def("hash_chains", &hash_chains, nb::arg("token_ids"), nb::arg("seeds"),
                nb::arg("block_size"), nb::arg("key"),
-               "Chained digests of token blocks; see quire.cache.digest.HashChains.");
+               "Chained digests of token blocks; see quire.cache.chain.HashChains.");
     module.def("content_digest", &content_digest, nb::arg("content"),
                nb::arg("pool").none() = nb::none(),
                "128 bits over every byte of uint8 [n]: (low, high), as Weight.fill returns.");

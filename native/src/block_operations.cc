@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
 
 namespace quire {
 
@@ -27,6 +28,9 @@ void AgeQueue::push(const int64_t* blocks, int64_t count) {
 
 void AgeQueue::pop(int64_t count, int64_t* out) {
     for (int64_t found = 0; found < count; ++state[kHead]) {
+        if (state[kHead] == state[kTail]) {
+            throw std::logic_error("a queue of free blocks holds fewer than it counts");
+        }
         const int64_t block = entries[state[kHead]];
         if (stamps[block] != entry_stamps[state[kHead]]) continue;
         stamps[block] = 0;

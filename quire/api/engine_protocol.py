@@ -12,7 +12,7 @@ from typing import Protocol
 
 from quire.base.cache_usage import CacheReport
 from quire.base.engine_snapshot import EngineSnapshot
-from quire.base.records import EngineStats
+from quire.base.engine_stats import EngineStats
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from quire.engine.model_card import Health, ModelCard

@@ -29,7 +29,7 @@ class Tier(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCopies:
-    """C copies. digests [C, 2]: of the chain that ends in the block (quire.cache.digest); the tier
+    """C copies. digests [C, 2]: of the chain that ends in the block (quire.cache.chain); the tier
     keeps it with the bytes, and gives no other bytes out for it."""
 
     from_tiers: Int32s

@@ -1,4 +1,4 @@
-"""The records that cross the house: StepPlan goes down, StepResult comes up, RequestOutput out.
+"""The records that pass between layers: StepPlan goes down, StepResult up, RequestOutput out.
 
 All are frozen, self-contained, and hold numbers and arrays of numbers only, so they can be
 sent, recorded and replayed. This file knows no policy, no tensor library and no clock.
@@ -423,57 +423,3 @@ def token_logprobs(
         token_id=int(token_ids[row]), logprob=float(logprobs[row]), top=top, listed=listed
     )
     return (chosen,)
-
-
-# Upper ends of the histogram of what preemptions cost.
-PREEMPTION_COSTS_MS = (
-    *(1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1_000.0, 3_000.0, 10_000.0, 30_000.0, 100_000.0),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """Counters and gauges of one engine. Counters (`_total`) only grow."""
-
-    running: int = 0
-    waiting: int = 0
-    waiting_tokens: int = 0  # that they know: prompts, and what preempted ones have generated
-    held: int = 0  # that stand aside because their reader does not keep up
-    held_total: int = 0  # how often one was held
-    # By tenant, the default one first, then as their file has them.
-    tenant_running: tuple[int, ...] = ()
-    tenant_waiting: tuple[int, ...] = ()
-    tenant_blocks: tuple[int, ...] = ()  # of running requests, shared ones divided
-    blocks_total: int = 0
-    blocks_used: int = 0  # named by a live request
-    blocks_cached: int = 0  # free to take, but still findable by prefix
-    blocks_free: int = 0  # free to take, those that a prefix may find included
-    blocks_reserved: int = 0  # of those: that running requests will take for tokens they know
-    allocated_blocks_total: int = 0
-    block_allocation_ms_total: float = 0.0  # 0 where no clock is read (simulation)
-    steps_total: int = 0
-    device_busy_ms_total: float = 0.0  # during which at least one step was in flight
-    step_rows: int = 0  # requests in the last step
-    step_tokens: int = 0  # token rows in the last step; of a part by layers as large a share
-    layered_tokens_total: int = 0  # prompt tokens that were computed by layers
-    prefix_queried_tokens_total: int = 0
-    prefix_hit_tokens_total: int = 0
-    prefix_hit_host_tokens_total: int = 0  # of those: fetched from a tier in the host's memory
-    prefix_hit_disk_tokens_total: int = 0  # of those: fetched from a tier on disk
-    preemptions_total: int = 0
-    preemptions_moved_total: int = 0  # of those: their blocks went to the tier
-    preemptions_for_prompts_total: int = 0  # of those: a prompt lacked blocks, not an answer
-    preemptions_for_turns_total: int = 0  # of those: for a request long overdue
-    preemptions_for_ceilings_total: int = 0  # of those: the tenant had more than it may
-    preemption_cost_counts: tuple[int, ...] = ()  # by PREEMPTION_COSTS_MS, and one for beyond
-    preemption_cost_ms_total: float = 0.0
-    watermark_blocks: int = 0  # what admission leaves free now
-    tier_blocks_total: int = 0  # places of the tier, 0 without one or where it failed
-    tier_blocks_used: int = 0
-    tier_saved_blocks_total: int = 0
-    tier_fetched_blocks_total: int = 0
-    tier_unsaved_blocks_total: int = 0  # taken out of the pool while too many were being saved
-    tier_bad_blocks_total: int = 0  # read back with other bytes than saved: recomputed
-    tier_failures_total: int = 0  # 1 where the tier is out of use
-    row_errors_total: int = 0
-    last_step_ms: float = 0.0  # engine clock when the last step ended

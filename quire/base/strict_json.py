@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from typing import Any
 
-from quire.base.json_strings import Unescaped, has_many_escapes
+from quire.base import json_strings
 from quire.base.show import show
 
 MAX_DIGITS = 40
@@ -27,7 +27,10 @@ def parse_object(raw: bytes, *, limit_bytes: int, yields: bool = False) -> dict[
     """
     if len(raw) > limit_bytes:
         raise ValueError(f"it has {len(raw)} bytes; at most {limit_bytes} are allowed")
-    strings = Unescaped(raw) if yields and has_many_escapes(raw) else None
+    strings = None
+    # A shorter text cannot have so many escapes.
+    if yields and len(raw) > json_strings.MAX_ESCAPES and json_strings.has_many_escapes(raw):
+        strings = json_strings.Unescaped(raw)
     try:
         text = (raw if strings is None else strings.text).decode("utf-8")
         if text.startswith("\ufeff"):

@@ -16,8 +16,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from quire.base.engine_stats import EngineStats
 from quire.base.errors import WorkerError
-from quire.base.records import EngineStats
 from quire.base.sampling_params import SamplingParams
 from quire.bench.cpu_use import rss_bytes
 from quire.bench.workloads import RequestSpec, batches

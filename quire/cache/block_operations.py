@@ -12,8 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from quire.cache.chain import NO_DIGESTS, SlotChains
-from quire.cache.digest import HashChains, Uint64s
+from quire.cache.chain import NO_DIGESTS, HashChains, SlotChains, Uint64s
 from quire.cache.ghosts import PlainGhosts
 from quire.cache.lineage import Lineage
 from quire.cache.plain_digest import hash_chains
@@ -27,13 +26,24 @@ _NO_BLOCKS: Int32s = np.empty(0, np.int32)
 
 
 class BlockOperations(Protocol):
-    """Of one cache. allocation_ns_total: of `take`, `allocate` and `extend`, where it is timed.
+    """The operations of one cache.
 
-    Slots are distinct, and slots, columns and blocks exist. Where too few blocks are free,
-    CapacityError is raised and nothing changes.
+    Slots are distinct, slots, columns and blocks exist, and shared blocks are referenced or
+    findable, released ones referenced; the native class raises an error where that is not so. Where
+    too few blocks are free, CapacityError is raised. A call that raises changes nothing.
     """
 
-    allocation_ns_total: int
+    @property
+    def allocation_ns_total(self) -> int:
+        """Time in `take`, `allocate` and `extend`; only the native class measures it, if asked."""
+
+    @property
+    def allocated_blocks_total(self) -> int:
+        """Blocks allocated in all."""
+
+    @property
+    def num_never_used(self) -> int:
+        """How many of the pool's last blocks were never allocated."""
 
     @property
     def num_free(self) -> int:
@@ -120,7 +130,21 @@ class PlainBlockOperations:
         self._key, self._hash_blocks = key, hash_blocks
         self._known = [NO_DIGESTS] * len(tables.counts)
         self._evicted = self._inserted = (NO_DIGESTS, _NO_BLOCKS)
-        self.allocation_ns_total = 0
+
+    @property
+    def allocation_ns_total(self) -> int:
+        """See BlockOperations."""
+        return 0
+
+    @property
+    def allocated_blocks_total(self) -> int:
+        """See BlockOperations."""
+        return self._pool.allocated_blocks_total
+
+    @property
+    def num_never_used(self) -> int:
+        """See BlockOperations."""
+        return self._pool.num_never_used
 
     @property
     def num_free(self) -> int:

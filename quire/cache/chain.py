@@ -1,23 +1,134 @@
-"""Chains: the digests of a request's full blocks, and the hasher that makes them.
+"""Chains: the digests of a request's full blocks, their owners, and the hasher that makes them.
+
+The digest of a block is SipHash-2-4 with 128 bits of output (Aumasson and Bernstein, 2012, and the
+authors' reference code for the wide output) over the digest of the block before it followed by the
+block's token ids as little-endian int32. The digest before the first block is that of what makes
+the keys and values (the model's fingerprint) and of the cache salt. The key is secret and drawn per
+process, so that colliding prompts cannot be crafted; the fixed key is for tests.
 
 Knows tokens, salts and the key; no blocks of the pool. Always holds: two chains have a digest in
-common exactly where the same tokens stand before it under the same salt, model and key.
+common exactly where the same tokens stand before it under the same salt, model and key. Owner
+number 0 stands for all owners without a number of their own because there are too many; others keep
+theirs while a block is theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire._native import hash_chains
-from quire.cache.digest import FIXED_KEY, Uint64s, keys_of, seed_of
-from quire.cache.owners import Owner
+from quire._native import hash_chains, siphash128
 from quire.cache.table import Int32s
 
+Uint64s = NDArray[np.uint64]
+
+DIGEST_BYTES = 16
+FIXED_KEY = bytes(range(16))
 NO_DIGESTS: Uint64s = np.empty((0, 2), np.uint64)
+MAX_OWNERS = 1024
+OTHER_OWNERS = 0
+
+
+class HashChains(Protocol):
+    """The call that digests many chains at once; quire._native and plain_digest.py have it."""
+
+    def __call__(
+        self, token_ids: list[Int32s], seeds: list[Uint64s], block_size: int, key: bytes
+    ) -> Uint64s:
+        """Return digests of the full blocks of token_ids[i], a chain that starts at seeds[i].
+
+        uint64 [number of blocks of all, 2], one chain after another.
+        """
+
+
+def seed_of(salt: str, key: bytes, *, fingerprint: str = "") -> Uint64s:
+    """Return the digest before the first block, uint64 [2].
+
+    Chains of different salts, and those of different models, never meet.
+    """
+    message = f"{fingerprint}\0{salt}".encode("utf-8", "surrogatepass")
+    return np.array(siphash128(message, key), np.uint64)
+
+
+def keys_of(digests: Uint64s) -> tuple[bytes, ...]:
+    """Return the digests [N, 2] as dictionary keys."""
+    return struct.unpack(f"{DIGEST_BYTES}s" * len(digests), np.ascontiguousarray(digests).tobytes())
+
+
+def digests_of(keys: Sequence[bytes]) -> Uint64s:
+    """Return the digests that keys_of made keys of."""
+    return np.frombuffer(b"".join(keys), np.uint64).reshape(-1, 2)
+
+
+class Owner(NamedTuple):
+    """One tenant's use of one salt."""
+
+    number: int
+    tenant: str
+    salt: str
+    seed: Uint64s  # [2]
+
+
+class Owners:
+    """A small number for each pair of tenant and salt that has blocks in the cache.
+
+    seed_of: returns the digest before the first block, for a salt.
+    """
+
+    def __init__(self, seed_of: Callable[[str], Uint64s], limit: int = MAX_OWNERS) -> None:
+        self._seed_of = seed_of
+        self._limit = limit
+        self._by_name: dict[tuple[str, str], Owner] = {}
+        self._free = list(range(limit, OTHER_OWNERS, -1))
+        self._since_cleared = 0
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def owner(self, tenant: str, salt: str) -> Owner | None:
+        """Return the owner of that name, None for one without a number (yet); see `add`."""
+        return self._by_name.get((tenant, salt))
+
+    def add(self, tenant: str, salt: str, used: Callable[[], NDArray[np.int32]]) -> Owner:
+        """Add a new owner.
+
+        used: returns the numbers in use; called where all are given out.
+        """
+        if not self._free and self._since_cleared <= 0:
+            self._clear(used())
+        number = self._free.pop() if self._free else OTHER_OWNERS
+        owner = Owner(number, tenant, salt, self._seed_of(salt))
+        if number == OTHER_OWNERS:
+            self._since_cleared -= 1
+        else:
+            self._by_name[tenant, salt] = owner
+        return owner
+
+    def number_now(self, owner: Owner) -> int:
+        """Return the current number of an owner, which may have lost it."""
+        now = self._by_name.get((owner.tenant, owner.salt))
+        return OTHER_OWNERS if now is None else now.number
+
+    def of_tenant(self, tenant: str) -> list[Owner]:
+        """Return all owners of one tenant, the latest first."""
+        return [owner for owner in reversed(self._by_name.values()) if owner.tenant == tenant]
+
+    def by_number(self) -> dict[int, Owner]:
+        """Return all owners that have a number."""
+        return {owner.number: owner for owner in self._by_name.values()}
+
+    def _clear(self, used: NDArray[np.int32]) -> None:
+        """Take back unused numbers; not again until as many owners were added in vain."""
+        kept = set(used.tolist())
+        gone = [name for name, owner in self._by_name.items() if owner.number not in kept]
+        for name in gone:
+            self._free.append(self._by_name.pop(name).number)
+        self._since_cleared = self._limit
 
 
 @dataclass(slots=True)
@@ -64,7 +175,7 @@ class SlotChains:
     """How far the chain of the request in each slot is registered.
 
     registered: leading blocks that were offered to the prefix index; ends: the digest there; seeds:
-    the digest before the first block; owners: numbers (owners.py). returned: requests that were
+    the digest before the first block; owners: their numbers. returned: requests that were
     preempted: that one needs its own blocks twice is no reuse.
     """
 

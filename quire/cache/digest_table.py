@@ -1,6 +1,6 @@
 """From digests to numbers, many at a time: what the native table does, and its plain twin.
 
-Knows digests (uint64 [n, 2], made by quire.cache.digest) and numbers from 0 on; not what the
+Knows digests (uint64 [n, 2], made by quire.cache.chain) and numbers from 0 on; not what the
 numbers stand for. The native table (native/src/digest_table.cc) is what serves: a dictionary of
 16-byte keys costs half a microsecond an access once it outgrows the processor's caches.
 """
@@ -12,7 +12,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.digest import Int32s, Uint64s, keys_of
+from quire.cache.chain import Uint64s, keys_of
+from quire.cache.table import Int32s
 
 NONE = -1
 

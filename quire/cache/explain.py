@@ -14,9 +14,8 @@ import numpy as np
 
 from quire.base.block_copies import Tier
 from quire.base.cache_usage import CacheReport, Miss, MissReason, OwnerUsage, PrefixUsage
-from quire.cache.chain import Chain
+from quire.cache.chain import OTHER_OWNERS, Chain, Owner
 from quire.cache.manager import CacheManager
-from quire.cache.owners import OTHER_OWNERS, Owner
 from quire.cache.table import Int32s
 
 # Other salts of a tenant that are looked at, the latest.

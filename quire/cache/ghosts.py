@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.digest import Uint64s, keys_of
+from quire.cache.chain import Uint64s, keys_of
 
 
 class PlainGhosts:

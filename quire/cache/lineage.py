@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.digest import Uint64s
+from quire.cache.chain import Uint64s
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]

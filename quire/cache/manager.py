@@ -18,22 +18,28 @@ from numpy.typing import NDArray
 from quire._native import BlockOperations, Ghosts
 from quire.base.errors import CapacityError
 from quire.cache import audit, block_operations
-from quire.cache.chain import NO_DIGESTS, Chain, ChainHasher, PrefixMatch, SlotChains
-from quire.cache.digest import FIXED_KEY, digests_of, keys_of
+from quire.cache.chain import (
+    FIXED_KEY,
+    Chain,
+    ChainHasher,
+    Owner,
+    Owners,
+    PrefixMatch,
+    SlotChains,
+    digests_of,
+    keys_of,
+)
+from quire.cache.forks import ALL_COLUMNS, Forks
 from quire.cache.lineage import Lineage
-from quire.cache.owners import Owner, Owners
 from quire.cache.pool import BlockPool
 from quire.cache.prefix_index import PrefixIndex
 from quire.cache.table import BlockTable, Index, Int32s
 from quire.cache.tier_map import TierMap
 from quire.cache.tier_transfers import Fetch, TierTransfers
 
-# Columns of a slot that count as offered to the index where nothing of it may be found.
-_ALL_COLUMNS = np.iinfo(np.int32).max
 # Digests of evicted blocks that are remembered, for each block of the pool.
 GHOSTS_PER_BLOCK = 4
 _ZERO = np.int32(0)
-NO_BLOCKS: Int32s = np.empty(0, np.int32)
 
 
 class TableDeltas(NamedTuple):
@@ -103,6 +109,9 @@ class CacheManager:
             self.lineage,
             self._hash_key,
         )
+        self._forks = Forks(
+            self.tables, self._chains, self.index, self._operations, self._take_blocks
+        )
 
     @property
     def num_blocks(self) -> int:
@@ -117,7 +126,7 @@ class CacheManager:
     @property
     def num_never_used(self) -> int:
         """How many of the pool's last blocks were never allocated."""
-        return self.pool.num_never_used
+        return self._operations.num_never_used
 
     @property
     def num_free(self) -> int:
@@ -141,6 +150,11 @@ class CacheManager:
     def blocks_for(self, num_tokens: int) -> int:
         """Return the blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
+
+    @property
+    def allocated_blocks_total(self) -> int:
+        """Blocks allocated in all."""
+        return self._operations.allocated_blocks_total
 
     @property
     def evicted_blocks_total(self) -> int:
@@ -205,11 +219,11 @@ class CacheManager:
 
     def match(self, chain: Chain) -> PrefixMatch:
         """Return the longest run of a chain's first blocks that the pool still holds."""
-        return PrefixMatch(chain, self.index.longest_match(chain.digests))
+        return PrefixMatch(chain, self.index.table.longest_run(chain.digests))
 
     def match_all(self, chains: Sequence[Chain]) -> list[PrefixMatch]:
         """Return the match of each of `chains`, looked up together."""
-        found = self.index.longest_matches([chain.digests for chain in chains])
+        found = self.index.table.longest_runs([chain.digests for chain in chains])
         return [PrefixMatch(chain, blocks) for chain, blocks in zip(chains, found, strict=True)]
 
     def num_takeable(self, match: PrefixMatch | None) -> int:
@@ -231,21 +245,8 @@ class CacheManager:
             self.lineage.found(blocks)
 
     def fork(self, source: int, slot: int, num_tokens: int) -> tuple[Int32s, Int32s]:
-        """Make an empty slot begin with the first `num_tokens` tokens of `source`.
-
-        Full blocks are shared. A partial last block is copied at once, because the fork's next
-        token goes into it. Returns (copy_from, copy_to), each of one block or none. The block
-        copied from must stay as it is until the step that copies has ended: hold() it.
-        """
-        full, end = num_tokens // self.block_size, self.blocks_for(num_tokens)
-        first, row = int(self.tables.firsts[source]), self.tables.blocks[source]
-        shared, partial = row[first:full].copy(), row[full:end].copy()
-        self._inherit_chain(slot, source, shared, full)
-        self._operations.share(shared)
-        own = self._take_blocks(len(partial))
-        self.tables.begin(slot, first)
-        self.tables.append(slot, np.concatenate((shared, own)))
-        return partial, own
+        """Make an empty slot begin with the first `num_tokens` tokens of `source`; see Forks."""
+        return self._forks.fork(source, slot, num_tokens)
 
     def can_fork(self, source: int, num_tokens: int) -> bool:
         """Return whether `source` still has all that a fork of `num_tokens` tokens sees."""
@@ -255,29 +256,13 @@ class CacheManager:
     def branch(
         self, sources: Sequence[int], slots: Sequence[int], num_tokens: int, step: int
     ) -> tuple[Int32s, Int32s]:
-        """Make each of `slots` (distinct) begin with the first `num_tokens` tokens of its source.
+        """Make each of `slots` begin with the first `num_tokens` tokens of its source; see Forks.
 
-        Whatever a slot held before is given back, but only after all have what they need: a slot
-        may be a source at once. No plan in flight may name any of them. Shares and copies as
-        fork() does; what is copied from is held until `step` has ended.
+        What is copied from is held until `step` has ended.
         """
-        full, end = num_tokens // self.block_size, self.blocks_for(num_tokens)
-        firsts = self.tables.firsts[list(sources)].tolist()
-        rows = [self.tables.blocks[source, :end].copy() for source in sources]
-        for first, row in zip(firsts, rows, strict=True):
-            self._operations.share(row[first:full])
-        copy_from = np.concatenate([NO_BLOCKS, *(row[full:] for row in rows)])
-        self.hold(np.unique(copy_from), step)
-        index = np.array(slots, np.intp)
-        self._operations.release(self.tables.take(index))
-        copy_to = self._take_blocks(len(copy_from))
-        for at, (source, slot, row) in enumerate(zip(sources, slots, rows, strict=True)):
-            shared = row[firsts[at] : full]
-            self._inherit_chain(slot, source, shared, full)
-            own = copy_to[at : at + 1] if end > full else copy_to[:0]
-            self.tables.begin(slot, firsts[at])
-            self.tables.append(slot, np.concatenate((shared, own)))
-        return copy_from, copy_to
+        return self._forks.branch(
+            sources, slots, num_tokens, hold=lambda blocks: self.hold(blocks, step)
+        )
 
     def hold(self, blocks: Int32s, step: int) -> None:
         """Keep `blocks` from being handed out until `step` has ended."""
@@ -361,7 +346,7 @@ class CacheManager:
 
         What runs keeps its blocks and goes on, and is not found either.
         """
-        self._chains.registered[:] = _ALL_COLUMNS
+        self._chains.registered[:] = ALL_COLUMNS
         self.ghosts.clear()
         self.pool.forget_all()
         if self.tiers is not None:
@@ -428,24 +413,3 @@ class CacheManager:
     def _findable_end(self, slot: int) -> int:
         """Return the column of `slot` before which all were offered to the index."""
         return min(int(self._chains.registered[slot]), int(self.tables.counts[slot]))
-
-    def _inherit_chain(self, slot: int, source: int, shared: Int32s, num_blocks: int) -> None:
-        """Continue the chain of `source` in `slot`, behind the `shared` blocks.
-
-        They need no second digest where the index knows the last of them, number num_blocks of the
-        chain.
-        """
-        chains = self._chains
-        seed, owner = chains.seeds[source], int(chains.owners[source])
-        was_flushed = chains.registered[source] == _ALL_COLUMNS  # it may be `slot` itself
-        self._operations.attach(slot, NO_DIGESTS, NO_BLOCKS, seed, owner, False)
-        if was_flushed:
-            chains.registered[slot] = _ALL_COLUMNS
-            return
-        key = self.index.key_of(int(shared[-1])) if len(shared) else None
-        if key is None:
-            # From the first block on, unless that was given back: then nothing of it is offered.
-            chains.registered[slot] = 0 if len(shared) == num_blocks else _ALL_COLUMNS
-            return
-        chains.registered[slot] = num_blocks
-        chains.ends[slot] = np.frombuffer(key, np.uint64)

@@ -1,6 +1,6 @@
 """Plain twins of the native calls that digest chains of blocks; tests compare the two.
 
-What a digest is: digest.py.
+What a digest is: chain.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import struct
 
 import numpy as np
 
-from quire.cache.digest import Int32s, Uint64s
+from quire.cache.chain import Uint64s
+from quire.cache.table import Int32s
 
 _MASK = (1 << 64) - 1
 

@@ -1,6 +1,6 @@
 """PrefixIndex: from the digest of a chain of full blocks to the block that holds its last one.
 
-Knows digests (made by quire.cache.digest) and block numbers; neither tokens nor requests. It evicts
+Knows digests (made by quire.cache.chain) and block numbers; neither tokens nor requests. It evicts
 nothing by itself: the pool allocates the oldest free block and the manager makes the index forget
 it. Always holds: one block per digest, one digest per block.
 """
@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 
 from quire._native import DigestTable
 from quire.cache.age_queue import Index
-from quire.cache.digest import Int32s, Uint64s
+from quire.cache.chain import Uint64s
+from quire.cache.table import Int32s
 
 
 class PrefixIndex:
-    """An index over `num_blocks` blocks, empty at first."""
+    """An index over `num_blocks` blocks, empty at first. table: finds blocks by digest."""
 
     def __init__(self, num_blocks: int) -> None:
         self.table = DigestTable()
@@ -25,18 +26,6 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         return len(self.table)
-
-    def longest_match(self, digests: Uint64s) -> Int32s:
-        """Return blocks of the longest run of known digests from the first on."""
-        return self.table.longest_run(digests)
-
-    def longest_matches(self, chains: list[Uint64s]) -> list[Int32s]:
-        """Return the longest match of each of `chains`."""
-        return self.table.longest_runs(chains)
-
-    def find(self, digests: Uint64s) -> Int32s:
-        """Return the block of each digest, -1 where it is not known."""
-        return self.table.find(digests)
 
     def insert(self, digests: Uint64s, blocks: Int32s) -> NDArray[np.int64]:
         """Make blocks[i] (distinct) findable under digests[i]; returns the i that are new here.

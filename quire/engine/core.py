@@ -16,10 +16,10 @@ from typing import Protocol
 import numpy as np
 
 from quire.base.block_copies import CopiesEnded
+from quire.base.engine_stats import EngineStats
 from quire.base.errors import DeviceLost, QuireError, WorkerError
 from quire.base.records import (
     NO_INTS,
-    EngineStats,
     Request,
     RequestOutput,
     RowError,

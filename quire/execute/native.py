@@ -7,8 +7,7 @@ GIL. Knows nothing of requests; adds no arithmetic of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -17,23 +16,21 @@ from numpy.typing import NDArray
 
 from quire import _native
 from quire.base.errors import CapacityError, ModelError, SettingError, WorkerError
-from quire.config.machine import MachineMemory, machine_memory, num_usable_cores
+from quire.config.machine import MachineMemory, machine_memory
 from quire.execute.executor import (
     HEAD_ROWS,
     PART_LIMITS,
-    PART_TOKENS,
     ExecutorMemory,
     ExecutorOptions,
     StepLimits,
 )
 from quire.execute.layout import lay_out
+from quire.execute.native_limits import full_step_tokens, memory_of, problems_of
 from quire.execute.native_ops import encode, encode_view
 from quire.execute.packing import load
-from quire.execute.rope_table import RopeTable, rope_bytes
+from quire.execute.rope_table import RopeTable
 from quire.program.batch import ForwardBatch
-from quire.program.declarations import FP8_CACHE
-from quire.program.expert_ops import Experts
-from quire.program.ops import Linear, Op
+from quire.program.ops import Op
 from quire.program.program import Program
 from quire.program.tensors import Rows
 from quire.sampling.batch import SampleBatch, TokenChoice
@@ -51,10 +48,6 @@ _NO_POOL: NDArray[np.uint8] = np.empty((0, 0, 0), np.uint8)
 _PAGE_BYTES = 4096
 SEGMENTS = ("trunk", "head")
 TRUNK, HEAD, NONE = 0, 1, -1  # places in these
-MAX_ROPES = 256
-# Where products reach their peak: later on the matrix unit, which takes rows in blocks of 32.
-FEWEST_FULL_TOKENS = 128
-FULL_STEP_TOKENS: Mapping[str, int] = MappingProxyType({"amx": 256})
 ROW_CODES: Mapping[Rows, int] = MappingProxyType(
     {Rows.TOKENS: 0, Rows.SAMPLES: 1, Rows.SEQUENCES: 2}
 )
@@ -89,6 +82,7 @@ class NativeExecutor:
         self.recipe: str = self.pool.isa
         self._program = program
         self._ropes = [RopeTable(spec) for spec in program.ropes]
+        self._num_angles = 0  # positions that all of them cover
         try:
             self._native = _place_buffers(program, options.limits, self.pool)
             packed = load(program, binding, self.pool, options.progress, options.pack_cache)
@@ -262,12 +256,7 @@ class NativeExecutor:
     @staticmethod
     def check_program(program: Program) -> None:
         """Raise ModelError listing what the kernels cannot hold, before anything is packed."""
-        problems = [
-            *_cache_problems(program),
-            *_rope_problems(program),
-            *_weight_problems(program),
-            *_expert_problems(program),
-        ]
+        problems = problems_of(program)
         if problems:
             raise ModelError(
                 f"{program.name}: the native executor cannot hold this model "
@@ -276,16 +265,8 @@ class NativeExecutor:
 
     @staticmethod
     def memory_for(program: Program, limits: StepLimits) -> ExecutorMemory:
-        """Weights and cache as the program says; buffers share one arena."""
-        return ExecutorMemory(
-            weights_bytes=program.weight_bytes,
-            step_bytes=lay_out(program, limits).arena_bytes
-            + lay_out(program, PART_LIMITS).arena_bytes
-            + rope_bytes(program)
-            + _int_row_bytes(program, limits)
-            + _expert_bytes(program, limits),
-            token_bytes=sum(cache.token_bytes for cache in program.caches),
-        )
+        """See ExecutorClass."""
+        return memory_of(program, limits)
 
     @staticmethod
     def head_rows(max_sequences: int) -> int:
@@ -306,7 +287,7 @@ class NativeExecutor:
     def full_step_tokens() -> int:
         """See ExecutorClass."""
         try:
-            return FULL_STEP_TOKENS.get(_native.isa(), FEWEST_FULL_TOKENS)
+            return full_step_tokens(_native.isa())
         except RuntimeError as error:  # its words name the instruction sets
             raise SettingError(str(error)) from error
 
@@ -322,10 +303,12 @@ class NativeExecutor:
 
     def _reserve_angles(self, batch: ForwardBatch) -> None:
         num_positions = int(np.maximum.reduce(batch.rope_positions, initial=-1)) + 1
+        if num_positions <= self._num_angles or not self._ropes:
+            return
         for index, table in enumerate(self._ropes):
-            if table.num_positions < num_positions:
-                table.reserve(num_positions)
-                self._native.set_rope(index, table.cos, table.sin)
+            table.reserve(num_positions)
+            self._native.set_rope(index, table.cos, table.sin)
+        self._num_angles = self._ropes[0].num_positions
 
 
 def _arrays(batch: ForwardBatch, sample_rows: Int32s) -> dict[str, NDArray[np.int32]]:
@@ -340,81 +323,6 @@ def _arrays(batch: ForwardBatch, sample_rows: Int32s) -> dict[str, NDArray[np.in
         "block_tables": cache.block_tables,
         "sample_rows": sample_rows,
     }
-
-
-def _int_row_bytes(program: Program, limits: StepLimits) -> int:
-    """What rows of a step, or of a part by layers, take as integers, at most:
-    native/include/quire/int_rows.h."""
-    most = replace(limits, max_tokens=max(limits.max_tokens, PART_TOKENS))
-    sizes = [
-        most.rows(op.x.buffer.rows) * (-(-weight.columns // 64) * 136 + 64)
-        for ops in program.segments.values()
-        for op in ops
-        if isinstance(op, Linear) and (weight := program.weights[op.weight]).ints is not None
-    ]
-    return max(sizes, default=0)
-
-
-def _expert_bytes(program: Program, limits: StepLimits) -> int:
-    """Scratch memory of the largest operation with experts, for as many threads as there are CPUs:
-    native/include/quire/experts.h."""
-    most = replace(limits, max_tokens=max(limits.max_tokens, PART_TOKENS))
-    sizes = [
-        _native.expert_bytes(
-            most.rows(op.x.buffer.rows),
-            experts=op.routing.width,
-            top_k=op.top_k,
-            hidden=op.x.width,
-            inner=program.weights[op.down].columns,
-            dtype=str(op.x.dtype),
-            num_threads=num_usable_cores(),
-        )
-        for ops in program.segments.values()
-        for op in ops
-        if isinstance(op, Experts)
-    ]
-    return max(sizes, default=0)
-
-
-def _expert_problems(program: Program) -> Iterator[str]:
-    most = max((weight.experts for weight in program.weights.values()), default=0)
-    if most > _native.MAX_EXPERTS:
-        yield f"its layers have {most} experts; at most {_native.MAX_EXPERTS} are held"
-
-
-def _cache_problems(program: Program) -> Iterator[str]:
-    if len(program.caches) != 1:
-        yield f"it has {len(program.caches)} KV caches; one is held"
-    for cache in program.caches:
-        if cache.head_dim > _native.MAX_HEAD_DIM:
-            yield (
-                f"its heads have {cache.head_dim} columns (head_dim); at most "
-                f"{_native.MAX_HEAD_DIM} are held"
-            )
-        if cache.scheme == FP8_CACHE:
-            yield (
-                "its keys and values are kept in fp8, which --executor torch holds; f32, bf16 and "
-                "int8 are held here: --kv-cache-dtype int8 takes as much memory"
-            )
-
-
-def _rope_problems(program: Program) -> Iterator[str]:
-    if len(program.ropes) > MAX_ROPES:
-        yield f"it has {len(program.ropes)} tables of angles; at most {MAX_ROPES} are held"
-
-
-def _weight_problems(program: Program) -> Iterator[str]:
-    names = [
-        weight.name
-        for weight in program.weights.values()
-        if weight.quantized is not None and weight.quantized.is_float
-    ]
-    if names:
-        yield (
-            f"{len(names)} of its weights are kept in fp8 ({names[0]} and so on), which CPUs have "
-            "no instructions for and --executor torch multiplies; --quantization none brings them "
-            "to --dtype, and int8, where the checkpoint itself is not in fp8, takes as much memory"
-        )
 
 
 def _place_buffers(program: Program, limits: StepLimits, pool: _native.Pool) -> _native.Program:

@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import (
 )
 
 from quire.base.clock import Clock
-from quire.base.records import PREEMPTION_COSTS_MS, EngineStats
+from quire.base.engine_stats import PREEMPTION_COSTS_MS, EngineStats
 
 # The device's busy share is of so much time before a scrape, from samples so far apart.
 BUSY_WINDOW_MS, BUSY_SAMPLE_MS = 60_000.0, 1_000.0

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from quire.base.records import EngineStats, RequestTimes
+from quire.base.engine_stats import EngineStats
+from quire.base.records import RequestTimes
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, OBJECTIVES, SchedulingParams
 from quire.obs.engine_metrics import EngineCollector, TenantCollector
 from quire.obs.series import Series, restarts_counter
@@ -150,16 +151,16 @@ def missed_objectives(
     terms: SchedulingParams, times: RequestTimes | None, output_tokens: int, finish_reason: str
 ) -> list[str]:
     """Which of its objectives a choice that ended has not met: all, where it was not completed."""
-    asked = [name for name in OBJECTIVES if getattr(terms, name) is not None]
-    if not asked or times is None or finish_reason not in _COMPLETED:
-        return asked
+    objectives = [name for name in OBJECTIVES if getattr(terms, name) is not None]
+    if not objectives or times is None or finish_reason not in _COMPLETED:
+        return objectives
     took_ms = {
         "deadline_ms": times.last_token_ms - times.arrival_ms,
         "ttft_slo_ms": times.first_token_ms - times.arrival_ms,
         "tpot_slo_ms": (times.last_token_ms - times.first_token_ms) / max(output_tokens - 1, 1),
     }
     # What never happened is NaN, and meets nothing.
-    return [name for name in asked if not took_ms[name] <= getattr(terms, name)]
+    return [name for name in objectives if not took_ms[name] <= getattr(terms, name)]
 
 
 def _observe_ms(histogram: Histogram, duration_ms: float) -> None:

@@ -31,8 +31,8 @@ from quire.runner.step_run import RunnerResources, StepRun
 class AsyncSteps:
     """Steps of one runner. apply: takes a plan over into the tables, before its rows are read."""
 
-    def __init__(self, means: RunnerResources, apply: Callable[[StepPlan], None]) -> None:
-        self._means, self._apply = means, apply
+    def __init__(self, resources: RunnerResources, apply: Callable[[StepPlan], None]) -> None:
+        self._resources, self._apply = resources, apply
         self._out: deque[_Out] = deque()  # not finished, oldest first
 
     def submit(self, plan: StepPlan) -> _Out:
@@ -43,7 +43,7 @@ class AsyncSteps:
             self._apply(plan)
             if len(plan.slots):
                 knows = not self._out
-                out.run = StepRun(plan, self._means, knows_tokens=knows, is_late=True)
+                out.run = StepRun(plan, self._resources, knows_tokens=knows, is_late=True)
                 out.run.begin()
         except Exception as error:  # noqa: BLE001  raised by the outcome
             out.fail(error)
@@ -55,7 +55,7 @@ class AsyncSteps:
     def finish(self, last: _Out) -> None:
         """Wait for all steps up to this one, in order; then choose for the next, if it waited."""
         while not last.is_over:
-            self._out.popleft().end(self._means)
+            self._out.popleft().end(self._resources)
             if self._out:
                 self._out[0].choose()
 
@@ -115,7 +115,7 @@ class _Out:
         except Exception as error:  # noqa: BLE001  raised by the outcome
             self.fail(error)
 
-    def end(self, means: RunnerResources) -> None:
+    def end(self, resources: RunnerResources) -> None:
         """Wait for it; all steps before it are finished."""
         self.is_over = True
         if self._error is not None:
@@ -124,11 +124,11 @@ class _Out:
             self._result = no_rows(self._plan)
             return
         try:
-            self._result = self._ended(self.run, means)
+            self._result = self._ended(self.run, resources)
         except Exception as error:  # noqa: BLE001  raised by the outcome
             self._error = error
 
-    def _ended(self, run: StepRun, means: RunnerResources) -> StepResult:
+    def _ended(self, run: StepRun, resources: RunnerResources) -> StepResult:
         computed = None
         if not self._lacks_memory:
             try:
@@ -138,5 +138,5 @@ class _Out:
             except StepMemoryError:
                 pass  # a part at a time
         if computed is None:
-            computed = computed_by_halves(self._plan, means)
-        return step_result(self._plan, means.tables, computed, run.rows)
+            computed = computed_by_halves(self._plan, resources)
+        return step_result(self._plan, resources.tables, computed, run.rows)

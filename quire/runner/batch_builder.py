@@ -1,24 +1,24 @@
 """From a StepPlan and the slot tables to the arrays executors read: ForwardBatch, SampleBatch.
 
-Vector operations only: a step of many rows costs no Python loop but over those that carry
-penalties, bias, banned ids or rare parameters. Between two steps a model's weights have driven all
-else out of the caches, so that each array made anew costs microseconds: what rows ask of token
-choice is kept while they stay the same. Letters: N rows of the plan, T token rows, R rows that
-sample.
+Both depend on the sampled positions of a plan (SampledRows). Most steps have the rows of the step
+before, one position further: KeptRows and KeptSampleBatch keep then what was made of them, because
+between two steps a model's weights have driven all else out of the caches, so that each array made
+anew costs microseconds. Vector operations only: a step of many rows costs no Python loop but over
+those that carry penalties, bias, banned ids or rare parameters. Letters: N rows of the plan, T
+token rows, R sampled positions.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.base.records import NO_INTS, StepPlan
+from quire.base.records import NO_INTS, Bools, StepPlan
 from quire.program.batch import NO_SLOTS, CacheRows, ForwardBatch
 from quire.runner.grammar_rows import NO_MASK, Masks
-from quire.runner.sampled_rows import SampledRows
 from quire.runner.slot_tables import SlotTables
 from quire.sampling.batch import SampleBatch
 from quire.sampling.parts import (
@@ -34,6 +34,107 @@ from quire.sampling.parts import (
 
 Int32s = NDArray[np.int32]
 Index = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledRows:
+    """The R sampled positions of a plan, in the order of its rows.
+
+    rows: their rows in the plan. offsets: the position of the sampled token less the first position
+    of its row. tenancy and changes: of the slots and of the tables, when the plan was applied.
+    slot_range: the slots, if they follow each other. is_decode: each row of the plan computes one
+    position and samples it. needs_host: a row needs logits or a state on the host.
+    """
+
+    rows: Index  # [R]
+    slots: Index  # [R]
+    offsets: Int32s  # [R]
+    tenancy: NDArray[np.int64]  # [R]
+    changes: int
+    slot_range: slice | None
+    is_decode: bool
+    has_grammar: bool
+    has_penalty: bool
+    needs_host: bool
+
+    def __len__(self) -> int:
+        """Return R."""
+        return len(self.slots)
+
+    def positions(self, plan: StepPlan) -> Int32s:
+        """Return the positions of the sampled tokens [R]."""
+        if self.is_decode:
+            return plan.starts + self.offsets
+        return plan.starts[self.rows] + self.offsets
+
+    def token_rows(self, seq_starts: Int32s) -> Int32s:
+        """Return the token rows to sample [R], given the first token row of each row [N + 1]."""
+        return seq_starts[self.rows] + self.offsets - np.int32(1)
+
+    def firsts(self) -> Index:
+        """Return for each sampled position the first one of its row [R]."""
+        return np.searchsorted(self.rows, self.rows)
+
+    def stays(self, tables: SlotTables) -> Bools | None:
+        """Return which slots still have the request of the plan [R]; None: all."""
+        if tables.changes == self.changes:
+            return None
+        stays: Bools = tables.tenancy[self.slots] == self.tenancy
+        return stays
+
+
+def sampled_rows(plan: StepPlan, tables: SlotTables) -> SampledRows:
+    """Return the sampled positions of a plan that was applied to `tables`."""
+    counts, sample_counts = plan.counts, plan.sample_counts
+    num_rows = len(plan.slots)
+    rows = np.repeat(np.arange(num_rows), sample_counts)
+    slots = plan.slots[rows].astype(np.intp)
+    # Of its row's sampled positions, which one each is.
+    places = np.arange(len(rows)) - (np.cumsum(sample_counts) - sample_counts)[rows]
+    offsets = (counts - sample_counts + 1)[rows] + places
+    return SampledRows(
+        rows=rows,
+        slots=slots,
+        offsets=offsets.astype(np.int32),
+        tenancy=tables.tenancy[slots],
+        changes=tables.changes,
+        slot_range=_as_range(slots),
+        is_decode=bool((counts == 1).all() and (sample_counts == 1).all()),
+        has_grammar=bool(tables.grammars.has[slots].any()),
+        has_penalty=bool(tables.has_penalty[slots].any()),
+        needs_host=bool(
+            tables.has_listed[slots].any()
+            or tables.rare.uses[slots].any()
+            or tables.num_candidates[slots].any()
+        ),
+    )
+
+
+def _as_range(slots: Index) -> slice | None:
+    if not len(slots) or (np.diff(slots) != 1).any():
+        return None
+    return slice(int(slots[0]), int(slots[-1]) + 1)
+
+
+class KeptRows:
+    """sampled_rows, made anew only where the rows or the tables changed."""
+
+    def __init__(self, tables: SlotTables) -> None:
+        self._tables = tables
+        self._key: tuple[int, bytes, bytes, bytes] | None = None
+        self._rows: SampledRows | None = None
+
+    def of(self, plan: StepPlan) -> SampledRows:
+        """See sampled_rows."""
+        key = (
+            self._tables.changes,
+            plan.slots.tobytes(),
+            plan.counts.tobytes(),
+            plan.sample_counts.tobytes(),
+        )
+        if self._rows is None or key != self._key:
+            self._key, self._rows = key, sampled_rows(plan, self._tables)
+        return self._rows
 
 
 def forward_batch(
@@ -143,9 +244,9 @@ class KeptSampleBatch:
             and batch.logit_bias is None
             and batch.rare is None
             and batch.masks is None
+            and batch.banned is None  # no row is before its min_tokens, nor will be
         )
-        stays = is_plain and not tables.stops_from[slots].any()
-        self._last = (tables.changes, rows, batch) if stays else None
+        self._last = (tables.changes, rows, batch) if is_plain else None
         return batch
 
 
@@ -163,7 +264,6 @@ def sample_batch(
     token of a row may be on the device only. Without is_late a token can be missing from the table
     only if its request failed or ended; the result of such a row is discarded.
     """
-    uses_rare = tables.rare.uses[slots].any()
     num_logprobs = tables.num_logprobs[slots]
     num_candidates = tables.num_candidates[slots] if tables.num_beams else NO_INTS
     return SampleBatch(
@@ -176,7 +276,7 @@ def sample_batch(
         logit_bias=_logit_bias(slots, tables),
         banned=_banned(slots, positions, tables),
         masks=TokenMasks(rows=masks.rows, words=masks.words) if len(masks.rows) else None,
-        rare=tables.rare.parameters(slots) if uses_rare else None,
+        rare=tables.rare.parameters(slots) if tables.rare.uses[slots].any() else None,
         num_logprobs=num_logprobs if (num_logprobs >= 0).any() else None,
         num_candidates=num_candidates if num_candidates.any() else None,
     )

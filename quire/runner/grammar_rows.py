@@ -21,7 +21,7 @@ from quire.base.records import NO_INTS, Admission
 from quire.base.sampling_params import SamplingParams
 from quire.base.token_table import TokenTable
 from quire.sampling.parts import NO_MASKS, Words
-from quire.structured.matcher import DeadEnd, Matcher, MatcherError, without
+from quire.structured.matcher import DeadEnd, Matcher, MatcherError, TrackerError, without
 
 Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
@@ -201,6 +201,8 @@ class GrammarRows:
             return True  # the token that ends the answer is known to the scheduler
         try:
             row.matcher.take([token_id])
+        except TrackerError:
+            raise  # the lexer is not the cause
         except MatcherError as error:
             self._replace(row, [*row.taken, token_id], error)
         matcher = row.matcher
@@ -267,8 +269,8 @@ class GrammarRows:
                 self._catch_up(row.matcher, row.taken, known)
                 row.taken = known
             return row.matcher.mask()
-        except DeadEnd:
-            raise
+        except (DeadEnd, TrackerError):
+            raise  # the lexer is not the cause
         except MatcherError as error:
             self._replace(row, known, error)
             row.taken = known

@@ -14,8 +14,7 @@ from quire.base.errors import WorkerError
 from quire.base.records import PartLayers, StepPlan
 from quire.execute.executor import Executor, LayeredExecutor
 from quire.program.batch import ForwardBatch
-from quire.runner.batch_builder import forward_batch
-from quire.runner.sampled_rows import sampled_rows
+from quire.runner.batch_builder import forward_batch, sampled_rows
 from quire.runner.slot_tables import SlotTables
 
 

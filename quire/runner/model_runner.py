@@ -19,12 +19,11 @@ from quire.base.errors import WorkerError
 from quire.base.records import StepPlan, StepResult
 from quire.execute.executor import AsyncExecutor, Executor, StepMemoryError
 from quire.runner.async_steps import AsyncSteps
-from quire.runner.batch_builder import KeptSampleBatch
+from quire.runner.batch_builder import KeptRows, KeptSampleBatch
 from quire.runner.beam_stops import WatchSource
 from quire.runner.grammar_rows import MatcherSource
 from quire.runner.handle import Handle
 from quire.runner.layered_prefill import LayeredPrefillLost, LayeredPrefillRun
-from quire.runner.sampled_rows import KeptRows
 from quire.runner.slot_tables import SlotTables
 from quire.runner.split_step import computed_by_halves
 from quire.runner.step_result import Computed, no_rows, step_result, without_part
@@ -81,7 +80,7 @@ class ModelRunner:
             jump_ahead=not overlap if jump_ahead is None else jump_ahead,
         )
         self.mover = mover
-        self._means = RunnerResources(
+        self._resources = RunnerResources(
             executor=executor,
             tables=self.tables,
             rows=KeptRows(self.tables),
@@ -92,7 +91,7 @@ class ModelRunner:
         self._overlap: AsyncSteps | None = None
         self._thread: WorkerThread | None = None
         if overlap and isinstance(executor, AsyncExecutor):
-            self._overlap = AsyncSteps(self._means, self._apply)
+            self._overlap = AsyncSteps(self._resources, self._apply)
         elif overlap:
             self._thread = WorkerThread("quire-runner")
 
@@ -136,7 +135,7 @@ class ModelRunner:
     def _rows_result(self, plan: StepPlan) -> StepResult:
         if len(plan.slots) == 0:
             return no_rows(plan)
-        run = StepRun(plan, self._means)
+        run = StepRun(plan, self._resources)
         return step_result(plan, self.tables, self._computed(plan, run), run.rows)
 
     def _computed(self, plan: StepPlan, run: StepRun) -> Computed:
@@ -145,7 +144,7 @@ class ModelRunner:
             run.choose()
             return run.computed()
         except StepMemoryError:
-            return computed_by_halves(plan, self._means)
+            return computed_by_halves(plan, self._resources)
 
     def _apply(self, plan: StepPlan) -> None:
         """Take the plan over, up to its rows."""

@@ -65,7 +65,7 @@ class RareParamsTables:
 
     def retire(self, slot: int) -> None:
         """Keep nothing of a request that is over."""
-        self._settle(slot, _OFF)
+        self._set_parameters(slot, _OFF)
         self.uses[slot] = self.has_history[slot] = self._has_truncation[slot] = False
         self.mirostat_mu[slot] = 0.0
         self._breakers[slot] = self._allowed[slot] = NO_INTS
@@ -74,7 +74,7 @@ class RareParamsTables:
     def admit(self, admission: Admission) -> None:
         """Take over what the request asks for."""
         slot, sampling, rules = admission.slot, admission.sampling, admission.rules
-        self._settle(slot, sampling)
+        self._set_parameters(slot, sampling)
         begins = admission.mirostat_mu is None
         self.mirostat_mu[slot] = 2 * sampling.mirostat_tau if begins else admission.mirostat_mu
         self._breakers[slot] = np.array(rules.breaker_ids, np.int32)
@@ -94,11 +94,9 @@ class RareParamsTables:
             or bool((lengths > 1).any())
         )
 
-    def parameters(self, slots: Index) -> RareParameters | None:
-        """Return the parameters of the rows in `slots`; None if no row uses any."""
+    def parameters(self, slots: Index) -> RareParameters:
+        """Return the parameters of the rows in `slots`, of which at least one uses some."""
         rows = self.uses[slots].nonzero()[0]
-        if not len(rows):
-            return None
         of_rows = slots[rows]
         ngram_size = self._counts["no_repeat_ngram_size"][slots]
         return RareParameters(
@@ -153,7 +151,7 @@ class RareParamsTables:
         starts = np.concatenate((NO_START, np.cumsum(lengths.ids, dtype=np.int32)))
         return BannedSequences(rows=lengths.starts, tokens=RaggedIds(starts, ids))
 
-    def _settle(self, slot: int, sampling: SamplingParams) -> None:
+    def _set_parameters(self, slot: int, sampling: SamplingParams) -> None:
         for arrays in (self._floats, self._counts):
             for name, array in arrays.items():
                 array[slot] = getattr(sampling, name)

@@ -15,24 +15,24 @@ from quire.runner.step_result import Computed, failed_row, joined_rows
 from quire.runner.step_run import RunnerResources, StepRun
 
 
-def computed_by_halves(plan: StepPlan, means: RunnerResources) -> Computed:
+def computed_by_halves(plan: StepPlan, resources: RunnerResources) -> Computed:
     """What comes of the rows of a plan that did not fit as a whole."""
     half = len(plan.slots) // 2
     halves = [_rows(plan, 0, half), _rows(plan, half, len(plan.slots))]
     parts = [part for part in halves if len(part.slots)]
-    return joined_rows(parts, [_computed(part, means) for part in parts])
+    return joined_rows(parts, [_computed(part, resources) for part in parts])
 
 
-def _computed(plan: StepPlan, means: RunnerResources) -> Computed:
+def _computed(plan: StepPlan, resources: RunnerResources) -> Computed:
     try:
-        run = StepRun(plan, means)
+        run = StepRun(plan, resources)
         run.begin()
         run.choose()
         return run.computed()
     except StepMemoryError as error:
         if len(plan.slots) == 1:
             return failed_row(plan, f"this request alone does not fit: {error}")
-    return computed_by_halves(plan, means)
+    return computed_by_halves(plan, resources)
 
 
 def _rows(plan: StepPlan, first: int, end: int) -> StepPlan:

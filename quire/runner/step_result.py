@@ -27,9 +27,9 @@ from quire.base.records import (
     StepResult,
     no_candidates,
 )
+from quire.runner.batch_builder import SampledRows
 from quire.runner.grammar_rows import NO_FOLLOW
 from quire.runner.logprobs import ScoredRows, joined_scores, stacked
-from quire.runner.sampled_rows import SampledRows
 from quire.runner.slot_tables import SlotTables
 from quire.runner.token_runs import TokenRuns, cut_runs, first_messages
 from quire.sampling.batch import TokenChoice

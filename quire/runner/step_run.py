@@ -18,10 +18,16 @@ from numpy.typing import NDArray
 
 from quire.base.records import StepPlan
 from quire.execute.executor import AsyncExecutor, Executor
-from quire.runner.batch_builder import KeptSampleBatch, forward_batch, num_unknown
+from quire.runner.batch_builder import (
+    Index,
+    Int32s,
+    KeptRows,
+    KeptSampleBatch,
+    forward_batch,
+    num_unknown,
+)
 from quire.runner.grammar_rows import NO_MASK, Masks
 from quire.runner.logprobs import ScoredRows, listed_logprobs, score_prompts, scores_some, stacked
-from quire.runner.sampled_rows import Index, Int32s, KeptRows
 from quire.runner.slot_tables import SlotTables
 from quire.runner.step_result import NO_MESSAGES, Computed, joined_choices, no_table
 from quire.sampling.batch import TokenChoice
@@ -50,15 +56,15 @@ class StepRun:
     def __init__(
         self,
         plan: StepPlan,
-        means: RunnerResources,
+        resources: RunnerResources,
         *,
         knows_tokens: bool = True,
         is_late: bool = False,
     ) -> None:
-        tables = means.tables
-        self.rows = rows = means.rows.of(plan)
+        tables = resources.tables
+        self.rows = rows = resources.rows.of(plan)
         self.positions = rows.positions(plan)  # [R]
-        self._plan, self._means = plan, means
+        self._plan, self._resources = plan, resources
         self._scores = tables.num_scoring > 0 and scores_some(plan, tables)
         self.is_on_host = is_late and (self._scores or rows.needs_host)
         # Rows that depend on tokens that are not on the host yet, in more than what the
@@ -78,12 +84,12 @@ class StepRun:
 
     def begin(self) -> None:
         """Run the trunk; beside it masks are made, if the tokens before them are known."""
-        means, rows = self._means, self.rows
+        resources, rows = self._resources, self.rows
         if rows.has_grammar and self._knows_tokens:
-            self._masks = means.tables.grammars.begin(rows.slots, self.positions)
+            self._masks = resources.tables.grammars.begin(rows.slots, self.positions)
         try:
-            at_once = not self._scores and len(rows) <= means.max_samples
-            means.executor.run_trunk(self._batch, head_rows=len(rows) if at_once else 0)
+            at_once = not self._scores and len(rows) <= resources.max_samples
+            resources.executor.run_trunk(self._batch, head_rows=len(rows) if at_once else 0)
         finally:
             if self._masks is not None:
                 self._masks.exception()  # it reads the tables: they change only when it is done
@@ -91,12 +97,12 @@ class StepRun:
     def choose(self) -> None:
         """Score prompts; run the head and choose tokens, at most max_samples rows at a time. What
         reads tokens is chosen when all steps before are finished."""
-        means, rows, most = self._means, self.rows, self._means.max_samples
+        resources, rows, most = self._resources, self.rows, self._resources.max_samples
         if rows.has_grammar and not self._knows_tokens:
-            self._masks = means.tables.grammars.begin(rows.slots, self.positions)
+            self._masks = resources.tables.grammars.begin(rows.slots, self.positions)
         if self._scores:
             self._scored = score_prompts(
-                self._plan, self._batch, means.tables, means.executor, max_samples=most
+                self._plan, self._batch, resources.tables, resources.executor, max_samples=most
             )
         if self._masks is not None:
             self._made = self._masks.result()
@@ -109,7 +115,7 @@ class StepRun:
                 masks = replace(self._made, rows=self._made.rows[part])
                 self._choose_slice(first, rows.slots[part], self.positions[part], masks)
         if self._is_late and not self._parts:
-            self._wait = cast(AsyncExecutor, means.executor).mark()
+            self._wait = cast(AsyncExecutor, resources.executor).mark()
 
     def computed(self) -> Computed:
         """Return what came of the rows; wait until it is there."""
@@ -129,16 +135,16 @@ class StepRun:
 
     def _choose_slice(self, first: int, slots: Index, positions: Int32s, masks: Masks) -> None:
         """Choose the tokens of the sampled positions from `first` on."""
-        means = self._means
-        logits = means.executor.run_head(self._batch, first, len(slots))
-        sampling = means.sampling.of(slots, positions, masks, is_late=self._is_late)
+        resources = self._resources
+        logits = resources.executor.run_head(self._batch, first, len(slots))
+        sampling = resources.sampling.of(slots, positions, masks, is_late=self._is_late)
         if self._is_late:
-            later = cast(AsyncExecutor, means.executor)
+            later = cast(AsyncExecutor, resources.executor)
             choice = later.sample_later(logits, sampling, slots.astype(np.int32))
             self._parts.append((choice, no_table(len(slots))))
             return
         listed = no_table(len(slots))
-        if means.tables.num_listed:
-            listed = listed_logprobs(logits, slots, means.tables, means.executor)
-        chosen = means.executor.sample(logits, sampling)
+        if resources.tables.num_listed:
+            listed = listed_logprobs(logits, slots, resources.tables, resources.executor)
+        chosen = resources.executor.sample(logits, sampling)
         self._parts.append((lambda: chosen, listed))

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.records import NO_BOOLS, Bools, Candidates
+from quire.runner.batch_builder import SampledRows
 from quire.runner.grammar_rows import Follow
-from quire.runner.sampled_rows import SampledRows
 from quire.sampling.batch import TokenChoice
 
 Index = NDArray[np.intp]

@@ -15,8 +15,14 @@ from numpy.typing import NDArray
 
 from quire import _native
 from quire.base.records import Candidates
-from quire.sampling.batch import SampleBatch, TokenChoice
-from quire.sampling.reference import check_known, check_shapes, has_mirostat, max_top
+from quire.sampling.batch import (
+    SampleBatch,
+    TokenChoice,
+    check_known,
+    check_shapes,
+    has_mirostat,
+    max_top,
+)
 
 # Outputs that no row of a batch has: the kernels take writable arrays.
 _NO_FLOATS = np.empty(0, np.float32)

@@ -22,10 +22,11 @@ from quire.scheduler.sequence import Prediction, SequenceGroup, SequenceState
 class StepExtension:
     """A feature that takes part in steps; hooks do nothing by default.
 
-    is_active: whether the hooks are called. The extension itself sets it.
+    is_active: whether the hooks are called. The extension itself sets it. limits_admission:
+    whether `allows_admission` must be called.
     """
 
-    is_active = False
+    is_active = limits_admission = False
 
     def begin_step(self, step: Step) -> None:
         """Pause slots, preempt, or add to the plan before running requests advance."""

@@ -27,7 +27,7 @@ from quire.base.records import (
 )
 from quire.scheduler.in_flight import PlanOutcome
 from quire.scheduler.interfaces import OutputLengths, PredictionMargin, SlotGroups
-from quire.scheduler.prompt_scores import keep_scores
+from quire.scheduler.prompt_scores import keep_scores, take_scores
 from quire.scheduler.request_table import RequestTable
 from quire.scheduler.running_batch import Bools, Index, Int32s, RunningBatch
 from quire.scheduler.sequence import SequenceGroup, SequenceState
@@ -107,8 +107,8 @@ class Outcomes:
         known, ended = self._batch.tokens.lengths.item, self._lengths.ended
         for sequence in sequences:
             ended.append((sequence.request, known(sequence.slot) - sequence.num_prompt_tokens))
-            if sequence.end_prediction is not None:
-                self._margin.came(sequence.end_prediction, now_ms)
+            if sequence.objectives.end is not None:
+                self._margin.came(sequence.objectives.end, now_ms)
         self._learn_lengths()
         self._requests.finish(sequences)
 
@@ -158,9 +158,9 @@ class Outcomes:
             times = sequence.times
             if times.first_token_ms != times.first_token_ms:  # NaN: this is the first
                 times.first_token_ms = now_ms
-                if sequence.prediction is not None:
-                    self._margin.came(sequence.prediction, now_ms)
-                    sequence.prediction = None
+                if sequence.objectives.first_token is not None:
+                    self._margin.came(sequence.objectives.first_token, now_ms)
+                    sequence.objectives.first_token = None
             times.last_token_ms = now_ms
             next_event[slot] = sequence.limit
             reason, token_ids, stop_id = None, (token_id,), None
@@ -179,8 +179,8 @@ class Outcomes:
             output = sequence.output(token_ids, reason, stop_id)
             if len(result.logprobs):
                 output.logprobs = _run_logprobs(result, entry, len(token_ids))
-            if sequence.asks_scores:
-                output.scores = sequence.take_scores()
+            if sequence.scores is not None:
+                output.scores = take_scores(sequence)
             outputs.append(output)
         return outputs, finished
 
@@ -203,7 +203,7 @@ class Outcomes:
         for sequence in sequences:
             sequence.times.last_token_ms = now_ms
         return [
-            one.output(scores=one.take_scores(), finish_reason=FinishReason.LENGTH)
+            one.output(scores=take_scores(one), finish_reason=FinishReason.LENGTH)
             for one in sequences
         ]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from quire.base.errors import WorkerError
-from quire.base.records import PromptScores, StepPlan, StepResult
+from quire.base.records import NO_FLOATS, NO_INTS, PromptScores, StepPlan, StepResult
 from quire.scheduler.running_batch import Index
 from quire.scheduler.sequence import SequenceState
 
@@ -41,7 +41,13 @@ def keep_scores(
         sequence = sequence_in(int(plan.slots[row]))
         part = slice(int(firsts[row]), int(firsts[row] + counts[row]))
         width = sequence.request.sampling.prompt_logprobs
-        sequence.keep_scores(
+        kept = sequence.scores
+        if kept is None:
+            raise WorkerError(
+                f"request {sequence.request.request_id} was scored; it asks for no scores of its "
+                "prompt, and the worker must not score it"
+            )
+        kept.parts.append(
             PromptScores(  # copies: a view would keep the scores of other rows alive
                 logprobs=scores.logprobs[part].copy(),
                 ranks=scores.ranks[part].copy(),
@@ -49,3 +55,32 @@ def keep_scores(
                 top_logprobs=scores.top_logprobs[part, :width].copy(),
             )
         )
+        kept.num_scored += int(counts[row])
+
+
+def take_scores(sequence: SequenceState) -> PromptScores | None:
+    """Return all scores of a prompt, once; None later, or where none were asked for.
+
+    Raises WorkerError where positions are missing.
+    """
+    kept = sequence.scores
+    if kept is None or not sequence.scores_prompt or kept.were_taken:
+        return None
+    if kept.num_scored != sequence.num_prompt_tokens - 1:
+        raise WorkerError(
+            f"request {sequence.request.request_id}: {kept.num_scored} of "
+            f"{sequence.num_prompt_tokens - 1} prompt tokens were scored; the worker must score "
+            "each once"
+        )
+    parts, kept.parts, kept.were_taken = kept.parts, [], True
+    if not parts:
+        none = NO_INTS.reshape(0, 0), NO_FLOATS.reshape(0, 0)
+        return PromptScores(
+            logprobs=NO_FLOATS, ranks=NO_INTS, top_ids=none[0], top_logprobs=none[1]
+        )
+    return PromptScores(
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+        ranks=np.concatenate([part.ranks for part in parts]),
+        top_ids=np.concatenate([part.top_ids for part in parts]),
+        top_logprobs=np.concatenate([part.top_logprobs for part in parts]),
+    )

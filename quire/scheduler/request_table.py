@@ -98,9 +98,9 @@ class RequestTable:
         if sequence.is_held:
             return
         long_tokens = self._limits.long_prompt_tokens
-        sequence.is_long = 0 < long_tokens <= len(sequence.token_ids)
+        sequence.entry.is_long = 0 < long_tokens <= len(sequence.token_ids)
         if self.predicts_lengths:
-            sequence.likely_tokens = self._likely_tokens(sequence)
+            sequence.entry.likely_tokens = self._likely_tokens(sequence)
         self.queue.add(sequence)
         self._shares.enqueued(sequence)
         self.admission_is_due = True

@@ -120,16 +120,16 @@ class RunningBatch:
         if request.report_progress:
             self._reports[slot] = True
             self.num_reporting += 1
-        if sequence.asks_scores and sequence.has_positions_to_score:
+        if sequence.scores is not None and sequence.has_positions_to_score:
             self._scored_until[slot] = num_prompt_tokens - 1
             self._num_scored += 1
         if known > num_prompt_tokens:
             self.last_token_ms[slot] = sequence.times.last_token_ms
-        if sequence.mirostat_mu:
-            self.mirostat_mus[slot] = sequence.mirostat_mu
+        if sequence.preemption.mirostat_mu:
+            self.mirostat_mus[slot] = sequence.preemption.mirostat_mu
         if request.tpot_slo_ms is not None:
             self.tpot_slo_ms[slot] = request.tpot_slo_ms
-        self.num_long += sequence.is_long
+        self.num_long += sequence.entry.is_long
         stop_ids, uses = request.stop_ids, self._stop_set_uses
         if stop_ids in uses:
             uses[stop_ids] += 1
@@ -245,7 +245,7 @@ class RunningBatch:
                 raise RuntimeError(f"slot {slot} is empty; it cannot be released")
             sequence.times.last_token_ms = last_token_ms
             sequence.slot, sequence.part = NO_SLOT, None
-            self.num_long -= sequence.is_long
+            self.num_long -= sequence.entry.is_long
             sequences[slot] = None
             uses[sequence.request.stop_ids] -= 1
             if not uses[sequence.request.stop_ids]:

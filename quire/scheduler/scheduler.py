@@ -20,9 +20,9 @@ import numpy as np
 from quire.base.block_copies import CopiesEnded, Tier
 from quire.base.cache_usage import CacheReport
 from quire.base.engine_snapshot import EngineSnapshot
+from quire.base.engine_stats import EngineStats
 from quire.base.errors import InvalidParameter
 from quire.base.records import (
-    EngineStats,
     FinishReason,
     Request,
     RequestOutput,
@@ -258,7 +258,8 @@ class Scheduler:
     def stats(self) -> EngineStats:
         """Return counters and gauges."""
         last, cache, slots = self._last_plan, self._cache, self._slot_allocator
-        num_running, in_flight = len(self._batch.active), self._requests.in_flight
+        num_running, num_free = len(self._batch.active), cache.num_free
+        in_flight = self._requests.in_flight
         return EngineStats(
             running=num_running,
             waiting=len(self._queue),
@@ -267,11 +268,11 @@ class Scheduler:
             tenant_waiting=tuple(self._tenants.waiting),
             tenant_blocks=self._tenants.reported_blocks(self._last_step_ms),
             blocks_total=cache.num_blocks,
-            blocks_used=cache.num_blocks - cache.num_free,
+            blocks_used=cache.num_blocks - num_free,
             blocks_cached=cache.num_free_findable,
-            blocks_free=cache.num_free,
+            blocks_free=num_free,
             blocks_reserved=self._reserved_blocks(),
-            allocated_blocks_total=cache.pool.allocated_blocks_total,
+            allocated_blocks_total=cache.allocated_blocks_total,
             block_allocation_ms_total=cache.allocation_ns_total / 1e6,
             steps_total=self._steps_ended,
             device_busy_ms_total=self._busy_ms,
@@ -359,8 +360,7 @@ class Scheduler:
         counted_ms, num_blocks = self._reserved
         if self._last_step_ms >= counted_ms + RESERVED_EVERY_MS or not len(self._batch.active):
             active = self._batch.active
-            short = self._cache.blocks_short(active, self._batch.goal[active])
-            num_blocks = int(np.add.reduce(short))
+            num_blocks = self._cache.blocks_lacking(active, self._batch.goal[active])
             self._reserved = (self._last_step_ms, num_blocks)
         return num_blocks
 

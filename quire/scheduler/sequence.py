@@ -14,10 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.cache_usage import CacheUsage
-from quire.base.errors import WorkerError
 from quire.base.records import (
-    NO_FLOATS,
-    NO_INTS,
     Admission,
     FinishReason,
     PromptScores,
@@ -69,14 +66,66 @@ class KVHistory:
 
     cached_tokens, cache_use: found in the prefix cache at its first admission, and why no more.
     num_fetched_blocks: loaded from a tier since it entered the queue, for which it waited
-    waited_ms. had_computed: tokens it lost when it was preempted; 0 once it runs again.
+    waited_ms.
     """
 
     cached_tokens: int = 0
     cache_use: CacheUsage | None = None
     num_fetched_blocks: int = 0
     waited_ms: float = 0.0
+
+
+@dataclass(slots=True)
+class PromptScoreParts:
+    """Scores of a prompt, in as many parts as it was computed in (prompt_scores.py).
+
+    num_scored: positions so far. were_taken: whether all were reported.
+    """
+
+    parts: list[PromptScores] = field(default_factory=list)
+    num_scored: int = 0
+    were_taken: bool = False
+
+
+@dataclass(slots=True)
+class QueueEntry:
+    """What orders a request in the queue, set when it enters.
+
+    key: given by the policy. is_long: whether it has many tokens. num_overtakes: how many requests
+    overtook it while blocks were short. likely_tokens: predicted output tokens still to come, where
+    that is needed.
+    """
+
+    key: tuple[float, ...] = ()
+    is_long: bool = False
+    num_overtakes: int = 0
+    likely_tokens: float = 1.0
+
+
+@dataclass(slots=True)
+class ObjectiveState:
+    """What was predicted for the latency objectives of a request.
+
+    first_token: the prediction that it was accepted by, until its first token has come; end: that
+    of its end. missed_first_token: whether it has waited for longer than its objective.
+    """
+
+    first_token: Prediction | None = None
+    end: Prediction | None = None
+    missed_first_token: bool = False
+
+
+@dataclass(slots=True)
+class PreemptionState:
+    """How often a request was preempted, and what it resumes with.
+
+    had_computed: tokens it lost with its slot; 0 once it runs again. mirostat_mu: the state of
+    mirostat then.
+    """
+
+    count: int = 0
     had_computed: int = 0
+    mirostat_mu: float | None = None
 
 
 class SequenceGroup(Protocol):
@@ -107,19 +156,12 @@ class SequenceGroup(Protocol):
 class SequenceState:
     """A live request.
 
-    arrival: 0, 1, 2, ... in order of arrival. limit: the most tokens it may have. asks_scores:
-    whether its request wants the scores of the prompt. token_ids: all tokens known when it last
-    entered the queue; chain: digests of their blocks, made once while it waits.
-
-    key: given by the policy when it entered the queue. is_long: whether it then had many tokens.
-    num_overtakes: how many requests overtook it while blocks were short. likely_tokens: predicted
-    output tokens still to come, where that is needed.
-
-    leader: of a fork, the request that computes the prompt they share; forks: of a leader. group:
-    the beams it belongs to, or is a stream of. slot: NO_SLOT while it waits. is_held: paused by
-    backpressure. mirostat_mu: the state of mirostat when it was preempted. part: a chunk under way
-    by layers, which is lost with the slot. prediction, end_prediction: by which its objectives were
-    accepted, of its first token (until that has come) and of its end.
+    arrival: 0, 1, 2, ... in order of arrival. limit: the most tokens it may have. token_ids: all
+    tokens known when it last entered the queue; chain: digests of their blocks, made once while it
+    waits. leader: of a fork, the request that computes the prompt they share; forks: of a leader.
+    group: the beams it belongs to, or is a stream of. slot: NO_SLOT while it waits. is_held: paused
+    by backpressure. part: a chunk under way by layers, which is lost with the slot. scores: of the
+    prompt; None where the request wants none.
     """
 
     request: Request
@@ -127,13 +169,7 @@ class SequenceState:
     limit: int
     token_ids: NDArray[np.int32]
     num_prompt_tokens: int = field(init=False)
-    asks_scores: bool = field(init=False)
     chain: Chain | None = None
-    key: tuple[float, ...] = ()
-    is_long: bool = False
-    num_overtakes: int = 0
-    likely_tokens: float = 1.0
-    missed_first_token: bool = False
     leader: SequenceState | None = None
     forks: list[SequenceState] = field(default_factory=list)
     group: SequenceGroup | None = None
@@ -141,18 +177,18 @@ class SequenceState:
     alive: bool = True
     is_held: bool = False
     was_admitted: bool = False
-    num_preemptions: int = 0
-    mirostat_mu: float | None = None
     part: LayeredPart | None = None
+    entry: QueueEntry = field(default_factory=QueueEntry)
+    objectives: ObjectiveState = field(default_factory=ObjectiveState)
+    preemption: PreemptionState = field(default_factory=PreemptionState)
     times: SequenceTimes = field(default_factory=SequenceTimes)
     kv: KVHistory = field(default_factory=KVHistory)
     scores: PromptScoreParts | None = None
-    prediction: Prediction | None = None
-    end_prediction: Prediction | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.request.prompt_ids)
-        self.asks_scores = self.request.sampling.prompt_logprobs is not None
+        if self.request.sampling.prompt_logprobs is not None:
+            self.scores = PromptScoreParts()
 
     @property
     def layers_done(self) -> int:
@@ -167,7 +203,7 @@ class SequenceState:
     @property
     def scores_prompt(self) -> bool:
         """Whether it reports the scores of its prompt; a fork leaves that to its leader."""
-        return self.asks_scores and self.leader is None
+        return self.scores is not None and self.leader is None
 
     @property
     def num_scored(self) -> int:
@@ -177,34 +213,7 @@ class SequenceState:
     @property
     def has_positions_to_score(self) -> bool:
         """Whether rows of its prompt must still be computed for their logits."""
-        if not self.asks_scores:
-            return False
         return self.scores_prompt and self.num_scored < self.num_prompt_tokens - 1
-
-    def keep_scores(self, part: PromptScores) -> None:
-        """Keep the scores of the next positions."""
-        if self.scores is None:
-            self.scores = PromptScoreParts()
-        self.scores.add(part)
-
-    def take_scores(self) -> PromptScores | None:
-        """Return all scores of the prompt, once; None later, or where none were asked for.
-
-        Raises WorkerError where positions are missing.
-        """
-        if not self.scores_prompt:
-            return None
-        if self.scores is None:
-            self.scores = PromptScoreParts()
-        if self.scores.were_taken:
-            return None
-        if self.num_scored != self.num_prompt_tokens - 1:
-            raise WorkerError(
-                f"request {self.request.request_id}: {self.num_scored} of "
-                f"{self.num_prompt_tokens - 1} prompt tokens were scored; the worker must score "
-                "each once"
-            )
-        return self.scores.take()
 
     def admission(self) -> Admission:
         """Return what the worker needs to know of a request that has taken its slot."""
@@ -217,9 +226,9 @@ class SequenceState:
             self.num_prompt_tokens,
             request.stop_ids,
             request.sampling,
-            self.num_scored if self.asks_scores and self.has_positions_to_score else None,
+            self.num_scored if self.scores is not None and self.has_positions_to_score else None,
             request.rules,
-            self.mirostat_mu,
+            self.preemption.mirostat_mu,
             0 if self.group is None else self.group.num_candidates,
         )
 
@@ -245,40 +254,11 @@ class SequenceState:
             error,
             kv.cached_tokens,
             kv.cache_use,
-            self.num_preemptions,
+            self.preemption.count,
             RequestTimes(
                 request.arrival_ms,
                 times.first_scheduled_ms,
                 times.first_token_ms,
                 times.last_token_ms,
             ),
-        )
-
-
-class PromptScoreParts:
-    """Scores of a prompt, in as many parts as it was computed in. num_scored: positions so far."""
-
-    def __init__(self) -> None:
-        self.num_scored = 0
-        self.were_taken = False
-        self._parts: list[PromptScores] = []
-
-    def add(self, part: PromptScores) -> None:
-        """Keep the scores of the next positions."""
-        self._parts.append(part)
-        self.num_scored += len(part.logprobs)
-
-    def take(self) -> PromptScores:
-        """Return all parts as one, and drop them."""
-        parts, self._parts, self.were_taken = self._parts, [], True
-        if not parts:
-            none = NO_INTS.reshape(0, 0), NO_FLOATS.reshape(0, 0)
-            return PromptScores(
-                logprobs=NO_FLOATS, ranks=NO_INTS, top_ids=none[0], top_logprobs=none[1]
-            )
-        return PromptScores(
-            logprobs=np.concatenate([part.logprobs for part in parts]),
-            ranks=np.concatenate([part.ranks for part in parts]),
-            top_ids=np.concatenate([part.top_ids for part in parts]),
-            top_logprobs=np.concatenate([part.top_logprobs for part in parts]),
         )

@@ -152,7 +152,7 @@ def _request(
         cached_tokens=sequence.kv.cached_tokens,
         max_tokens=sequence.limit,
         blocks=blocks,
-        preemptions=sequence.num_preemptions,
+        preemptions=sequence.preemption.count,
     )
 
 

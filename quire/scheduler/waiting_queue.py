@@ -40,7 +40,7 @@ class Order:
 
     def rank(self, sequence: SequenceState) -> tuple[float, ...]:
         """Return the current rank by which prompts, running or waiting, get tokens."""
-        return sequence.key
+        return sequence.entry.key
 
 
 class Lanes:
@@ -84,12 +84,12 @@ class _Lane:
         self.sequences: dict[_Key, SequenceState] = {}
 
     def add(self, sequence: SequenceState) -> None:
-        key = (sequence.key, sequence.arrival)
+        key = (sequence.entry.key, sequence.arrival)
         insort(self.keys, key)
         self.sequences[key] = sequence
 
     def remove(self, sequence: SequenceState) -> None:
-        key = (sequence.key, sequence.arrival)
+        key = (sequence.entry.key, sequence.arrival)
         del self.sequences[key]
         del self.keys[bisect_left(self.keys, key)]
 
@@ -149,7 +149,7 @@ class WaitingQueue:
         if lane is None:
             self._policy.lane_opens(name, self._lanes.keys())
             lane = self._lanes[name] = _Lane()
-        sequence.key = self._policy.queue_key(sequence)
+        sequence.entry.key = self._policy.queue_key(sequence)
         lane.add(sequence)
         self._count(sequence, 1)
 
@@ -165,7 +165,7 @@ class WaitingQueue:
     def remove_all(self, sequences: Sequence[SequenceState]) -> None:
         """Remove several sequences; those at the head of the only lane in one operation."""
         (lane,) = self._lanes.values() if len(self._lanes) == 1 else (None,)
-        keys = [(sequence.key, sequence.arrival) for sequence in sequences]
+        keys = [(sequence.entry.key, sequence.arrival) for sequence in sequences]
         if lane is None or lane.keys[: len(keys)] != keys:
             for sequence in sequences:
                 self.remove(sequence)
@@ -178,7 +178,7 @@ class WaitingQueue:
         self._num_sequences -= len(sequences)
         for sequence in sequences:
             self.num_tokens -= len(sequence.token_ids)
-            self.likely_tokens -= sequence.likely_tokens
+            self.likely_tokens -= sequence.entry.likely_tokens
         if not self._num_sequences:
             self.likely_tokens = 0.0  # removes rounding errors
 
@@ -189,7 +189,7 @@ class WaitingQueue:
         as served one after the other.
         """
         own = self._policy.lane(sequence)
-        place = bisect_left(self._lanes[own].keys, (sequence.key, sequence.arrival))
+        place = bisect_left(self._lanes[own].keys, (sequence.entry.key, sequence.arrival))
         if len(self._lanes) == 1:
             return place
         names = list(self._lanes)
@@ -201,13 +201,13 @@ class WaitingQueue:
 
     def set_likely_tokens(self, sequence: SequenceState, likely_tokens: float) -> None:
         """Note the predicted output length of a waiting request."""
-        self.likely_tokens += likely_tokens - sequence.likely_tokens
-        sequence.likely_tokens = likely_tokens
+        self.likely_tokens += likely_tokens - sequence.entry.likely_tokens
+        sequence.entry.likely_tokens = likely_tokens
 
     def _count(self, sequence: SequenceState, number: int) -> None:
         self._num_sequences += number
         self.num_tokens += number * len(sequence.token_ids)
-        self.likely_tokens += number * sequence.likely_tokens
+        self.likely_tokens += number * sequence.entry.likely_tokens
         if not self._num_sequences:
             self.likely_tokens = 0.0  # removes rounding errors
 

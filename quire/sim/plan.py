@@ -26,7 +26,8 @@ from quire.execute.gpu.limits import FULL_STEP_TOKENS as GPU_STEP_TOKENS
 from quire.execute.gpu.limits import GPU_RESERVE_BYTES
 from quire.execute.gpu.support import unsupported
 from quire.execute.layout import lay_out
-from quire.execute.native import FEWEST_FULL_TOKENS, FULL_STEP_TOKENS, NativeExecutor
+from quire.execute.native import NativeExecutor
+from quire.execute.native_limits import full_step_tokens
 from quire.execute.rope_table import rope_bytes
 from quire.models.registry import open_model
 from quire.program.cost import StepShape
@@ -65,7 +66,7 @@ class DeviceSizing:
         """See ExecutorSizing."""
         if self.device.is_gpu:
             return GPU_STEP_TOKENS
-        return FULL_STEP_TOKENS.get(self.device.isa, FEWEST_FULL_TOKENS)
+        return full_step_tokens(self.device.isa)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+from quire.base.engine_stats import EngineStats
 from quire.base.errors import QuireError, WorkerError
-from quire.base.records import EngineStats, RequestOutput, StepPlan
+from quire.base.records import RequestOutput, StepPlan
 from quire.base.report import Field
-from quire.cache.digest import FIXED_KEY
+from quire.cache.chain import FIXED_KEY
 from quire.config.groups import EngineConfig
 from quire.engine.assembly.scheduler_factory import make_scheduler, scheduler_limits
 from quire.engine.core import RETRY_AFTER_S, EngineCore

@@ -65,8 +65,10 @@ class _Entry:
         """Return the approximate memory; of one not compiled yet, an estimate."""
         if self.error is not None:
             return _MIN_BYTES + len(self.grammar.text)
-        written = 0 if self.root is None else self.root.num_source_chars
-        return _MIN_BYTES + max(len(self.grammar.text), written) * _BYTES_A_CHAR
+        written = remembered = 0
+        if self.root is not None:
+            written, remembered = self.root.num_source_chars, self.root.num_tracker_bytes
+        return _MIN_BYTES + max(len(self.grammar.text), written) * _BYTES_A_CHAR + remembered
 
 
 class GrammarCompiler:
@@ -327,7 +329,7 @@ def _tracker(plan: Mapping[str, Any], vocabulary: LoadedVocabulary) -> UniqueTra
                 f"an array with uniqueItems needs {items.min_items} items (minItems), and so many "
                 "distinct ones are not known to exist"
             )
-    return UniqueTracker(place, vocabulary.index())
+    return UniqueTracker(place, tracked, vocabulary.index())
 
 
 def _try_out(root: Matcher) -> None:

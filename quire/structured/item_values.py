@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 MAX_SEARCHED = 20_000
 MAX_DIGITS = 24
 MAX_REMEMBERED = 2_048  # beginnings
+_BYTES_AN_ENTRY = 256  # objects of a remembered beginning, besides its bytes
 # Distinct items counted for minItems, and lengths up to which they are searched.
 # Each finished item keeps a set of those before it for rollback, so memory grows with the square.
 MAX_DISTINCT = 1_024  # items of an array with uniqueItems; a full one closes
@@ -145,6 +146,11 @@ class Items:
         self._is_unbounded = any(_free_types(schema))
         self._num_known = _num_known(schema)
         self._grammar = _ItemGrammar(schema)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the approximate memory of the beginnings that are remembered."""
+        return self._grammar.num_bytes
 
     def is_open(self, start: bytes, used: Used) -> bool:
         """Return whether an item that is not used begins with `start`, which some item does."""
@@ -296,6 +302,7 @@ class _ItemGrammar:
         self._cursor: LLMatcher | None = None
         self._at = b""  # what the cursor has taken
         self._known: dict[bytes, tuple[bytes, bool]] = {}
+        self.num_bytes = 0  # of _known, approximately
 
     def after(self, start: bytes) -> tuple[bytes, bool]:
         """Return the bytes that may follow a beginning, and whether it is an item."""
@@ -304,7 +311,9 @@ class _ItemGrammar:
             if known is None:
                 if len(self._known) >= MAX_REMEMBERED:
                     self._known.clear()
+                    self.num_bytes = 0
                 known = self._known[start] = self._computed(start)
+                self.num_bytes += len(start) + len(known[0]) + _BYTES_AN_ENTRY
             return known
 
     def _computed(self, start: bytes) -> tuple[bytes, bool]:

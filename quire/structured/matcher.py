@@ -31,17 +31,24 @@ class DeadEnd(MatcherError):
     """The tokens taken so far are no prefix of an answer."""
 
 
+class TrackerError(MatcherError):
+    """The tracker refuses the tokens or fails; that of any matcher of the grammar would, too."""
+
+
 @contextmanager
 def _failing_alone() -> Iterator[None]:
-    """Turn what a tracker raises into a MatcherError, which fails one row of a step only."""
+    """Turn what a tracker raises into a TrackerError, which fails one row of a step only."""
     try:
         yield
     except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as e:
-        raise MatcherError(f"uniqueItems could not be followed: {type(e).__name__}: {e}") from e
+        raise TrackerError(f"uniqueItems could not be followed: {type(e).__name__}: {e}") from e
 
 
 class Tracker(Protocol):
     """Follows an answer beside llguidance; quire.structured.unique_tracker.UniqueTracker is one."""
+
+    @property
+    def num_bytes(self) -> int: ...
 
     def copy(self) -> Tracker: ...
 
@@ -85,6 +92,11 @@ class Matcher:
         return twin
 
     @property
+    def num_tracker_bytes(self) -> int:
+        """Return the approximate memory of what the tracker remembers for all answers."""
+        return 0 if self._tracker is None else self._tracker.num_bytes
+
+    @property
     def root(self) -> Matcher:
         """The compiled grammar this was copied from, however often."""
         return self._root or self
@@ -98,7 +110,7 @@ class Matcher:
             with _failing_alone():
                 is_allowed = self._tracker.take(token_ids)
             if not is_allowed:
-                raise MatcherError("the tokens chosen repeat an item of an array with uniqueItems")
+                raise TrackerError("the tokens chosen repeat an item of an array with uniqueItems")
 
     def replay(self, token_ids: Sequence[int]) -> None:
         """Advance by tokens that were chosen earlier, on another matcher of the same grammar.

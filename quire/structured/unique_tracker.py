@@ -11,24 +11,32 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from quire.structured.item_values import settled
+from quire.structured.item_values import Items, settled
 from quire.structured.matcher import Words, without
 from quire.structured.token_index import Ids, TokenIndex
 from quire.structured.unique_state import Mode, Place, Position, beginning
 
 
 class UniqueTracker:
-    """The position of one answer. place: the schema's first (unique_state.places_of)."""
+    """The position of one answer. place: the schema's first, items: of all its arrays
+    (unique_state.places_of)."""
 
-    def __init__(self, place: Place, index: TokenIndex) -> None:
+    def __init__(self, place: Place, items: Sequence[Items], index: TokenIndex) -> None:
         self._index = index
+        self._items = items
         self._positions = [beginning(place)]
 
     def copy(self) -> UniqueTracker:
         """Return an independent copy."""
         twin = UniqueTracker.__new__(UniqueTracker)
-        twin._index, twin._positions = self._index, self._positions.copy()
+        twin._index, twin._items = self._index, self._items
+        twin._positions = self._positions.copy()
         return twin
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the approximate memory of what the items remember, shared by all copies."""
+        return sum(items.num_bytes for items in self._items)
 
     def take(self, token_ids: Sequence[int]) -> bool:
         """Advance by these tokens; return whether no item is repeated."""

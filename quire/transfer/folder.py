@@ -2,7 +2,7 @@
 
     quire-tier.lock     locked by the process that uses the directory; contains its process id
     quire-tier.key      MAGIC and 16 secret bytes, the key of all block digests
-                        (quire.cache.digest): with another key no block is found again
+                        (quire.cache.chain): with another key no block is found again
     quire-tier-0000.kv  KV blocks (disk.py)
 
 Knows no blocks. Always holds: nothing is written into a directory that contains files of other

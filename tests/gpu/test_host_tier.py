@@ -18,8 +18,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from quire.base.engine_stats import EngineStats  # noqa: E402
 from quire.base.errors import SettingError  # noqa: E402
-from quire.base.records import EngineStats, Request, StepPlan  # noqa: E402
+from quire.base.records import Request, StepPlan  # noqa: E402
 from quire.base.sampling_params import SamplingParams  # noqa: E402
 from quire.bench.local import LocalEngine  # noqa: E402
 from quire.bench.workloads import RequestSpec  # noqa: E402

@@ -166,10 +166,10 @@ def test_a_request_is_found_and_aborted_by_id_and_name_through_the_other_process
         assert stream.getheader("x-request-id") == name
         _, event = next_event(stream)
         asked = name if asked_by != "id" else event["id"]
-        status, told = second.ask("GET", f"/v1/requests/{asked}")
-        assert (status, told["id"], told["state"]) == (200, event["id"], "running")
-        status, told = second.ask("POST", f"/v1/requests/{asked}/abort")
-        assert (status, told["aborted"]) == (200, True)
+        status, reply = second.ask("GET", f"/v1/requests/{asked}")
+        assert (status, reply["id"], reply["state"]) == (200, event["id"], "running")
+        status, reply = second.ask("POST", f"/v1/requests/{asked}/abort")
+        assert (status, reply["aborted"]) == (200, True)
         assert events_of(stream)[-1]["error"]["code"] == "aborted"
         assert second.ask("GET", f"/v1/requests/{asked}")[1]["error"] == "aborted"
 
@@ -182,8 +182,8 @@ def test_a_request_is_unknown_with_another_key_at_the_other_process(
     _, event = next_event(stream)
     for asked in ("mine", event["id"], "nobodys", "%00%0d%0a", "x" * 500):
         for method, path in (("GET", ""), ("POST", "/abort"), ("GET", "/stream")):
-            status, told = stranger.ask(method, f"/v1/requests/{asked}{path}")
-            assert (status, told["error"]["code"]) == (404, "unknown_request")
+            status, reply = stranger.ask(method, f"/v1/requests/{asked}{path}")
+            assert (status, reply["error"]["code"]) == (404, "unknown_request")
     assert next_event(stream)[1]["choices"]
 
 
@@ -210,8 +210,8 @@ def test_a_broken_stream_resumes_at_the_other_process_and_back(
     again = caller_at(both, 1)
     again.send("GET", path)
     assert events_of(again.answer()) == events
-    status, told = caller.ask("GET", path, **{"last-event-id": f"{events[0]['id']}:9999999"})
-    assert (status, told["error"]["code"]) == (410, "resume_gone")
+    status, reply = caller.ask("GET", path, **{"last-event-id": f"{events[0]['id']}:9999999"})
+    assert (status, reply["error"]["code"]) == (410, "resume_gone")
 
 
 def test_each_process_reports_the_counts_of_all(
@@ -250,8 +250,8 @@ def test_an_admin_setting_of_one_process_holds_for_all(first: Caller, second: Ca
 
 def test_drain_and_resume_at_different_processes(first: Caller, second: Caller) -> None:
     assert first.ask("POST", "/admin/drain")[1]["draining"]
-    status, told = second.ask("POST", COMPLETIONS, {"prompt": "a"})
-    assert (status, told["error"]["code"]) == (503, "shutting_down")
+    status, reply = second.ask("POST", COMPLETIONS, {"prompt": "a"})
+    assert (status, reply["error"]["code"]) == (503, "shutting_down")
     assert second.ask("POST", "/admin/resume")[1]["draining"] is False
     assert first.ask("POST", COMPLETIONS, {"prompt": "a", "max_tokens": 2})[0] == 200
     assert first.ask("PUT", "/admin/log-level", {"level": "warning"})[0] == 200
@@ -305,9 +305,9 @@ def test_a_replacement_process_is_paused_like_the_others(tiny: Path, caller_at: 
             # Connections go first to the killed process's listener, then to its replacement.
             http_ = http.client.HTTPConnection("127.0.0.1", int(admin[1]), timeout=GIVE_UP_S)
             http_.request(method, path, headers={"authorization": f"Bearer {KEY}"})
-            told = json.loads(http_.getresponse().read())
+            reply = json.loads(http_.getresponse().read())
             http_.close()
-            return told
+            return reply
 
         assert at_admin_port("POST", "/admin/pause")["paused"]
         kill(pid_of(server, 1))
@@ -408,12 +408,12 @@ def test_changed_keys_are_read_by_all_processes(
             )
 
 
-@pytest.mark.parametrize(("given", "told"), [("0", "1 to 64"), ("1000", "1 to 64"), ("x", "x")])
-def test_impossible_process_counts_are_rejected(tiny: Path, given: str, told: str) -> None:
+@pytest.mark.parametrize(("given", "expected"), [("0", "1 to 64"), ("1000", "1 to 64"), ("x", "x")])
+def test_impossible_process_counts_are_rejected(tiny: Path, given: str, expected: str) -> None:
     ended = serve(str(tiny), "--api-processes", given)
     assert ended.returncode == 2
     assert "--api-processes" in ended.stderr
-    assert told in ended.stderr
+    assert expected in ended.stderr
 
 
 def test_a_port_used_by_another_multi_process_server_is_rejected(

@@ -102,12 +102,12 @@ def test_another_salt_sees_no_hit_and_no_miss_reason(server: RunningServer) -> N
     unknown = [ids[(11 * at + 5) % 26] for at in range(48)]
     asked = {"max_tokens": 1, "temperature": 0, "return_cached_tokens_details": True}
     server.post(COMPLETIONS, {"prompt": secret, "cache_salt": "victim", **asked})
-    told = [
+    usages = [
         server.post(COMPLETIONS, {"prompt": prompt, "cache_salt": salt, **asked})[1]["usage"]
         for prompt, salt in ((secret, "one"), (unknown, "two"))
     ]
-    assert told[0] == told[1]
-    details = told[0]["prompt_tokens_details"]
+    assert usages[0] == usages[1]
+    details = usages[0]["prompt_tokens_details"]
     assert details["cached_tokens"] == 0
     assert details["cached_tokens_details"]["misses"] == [{"reason": "not_seen", "token": 0}]
 

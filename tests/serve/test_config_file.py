@@ -32,9 +32,9 @@ def test_a_server_takes_settings_from_the_file_the_environment_and_flags(
         assert (status, headers["x-quire-ignored-fields"]) == (200, "temprature")
         assert b'"of-file"' in raw
         assert b'"completion_tokens":5' in raw.replace(b" ", b"")
-        told = server.stderr()
-        assert "did you mean QUIRE_SERVED_MODEL_NAME?" in told
-        assert "from-file" not in told
+        stderr = server.stderr()
+        assert "did you mean QUIRE_SERVED_MODEL_NAME?" in stderr
+        assert "from-file" not in stderr
 
 
 def test_a_server_takes_its_model_from_the_file_and_logs_errors_in_its_format(

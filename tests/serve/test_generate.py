@@ -55,11 +55,11 @@ def test_ids_returned_with_texts_equal_those_of_generate(server: RunningServer) 
 def test_a_prompt_of_ids_is_scored_as_in_a_completion(server: RunningServer) -> None:
     scored = {"prompt_logprobs": 2, "max_tokens": 0}
     tokens = ASKED["tokens"]
-    told = server.post("/generate", {**scored, "tokens": tokens})[1]["prompt_logprobs"]
+    scores = server.post("/generate", {**scored, "tokens": tokens})[1]["prompt_logprobs"]
     completion = server.post("/v1/completions", {**scored, "prompt": tokens})[1]
-    assert told == completion["choices"][0]["prompt_logprobs"]
+    assert scores == completion["choices"][0]["prompt_logprobs"]
     last = server.post("/generate", {**scored, "tokens": tokens, "truncate_prompt_tokens": 2})[1]
-    assert len(told) == 3
+    assert len(scores) == 3
     assert len(last["prompt_logprobs"]) == last["usage"]["prompt_tokens"] == 2
 
 

@@ -30,10 +30,10 @@ def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_startup_block_prints_model_memory_and_address(tiny: Path) -> None:
     with RunningServer(tiny, "--served-model-name", "my-model") as server:
-        told = server.stdout()
-        assert re.search(r"my-model \(f32, \w+\), context 32768 tokens", told)
-        assert "KV cache" in told
-        assert server.url in told
+        printed = server.stdout()
+        assert re.search(r"my-model \(f32, \w+\), context 32768 tokens", printed)
+        assert "KV cache" in printed
+        assert server.url in printed
         assert server.get("/v1/models")[1]["data"][0]["id"] == "my-model"
 
 
@@ -41,10 +41,10 @@ def test_a_long_prompt_reports_progress_per_chunk(tiny: Path) -> None:
     with RunningServer(tiny, "--max-num-batched-tokens", "64") as server:
         asked = {"prompt": list(range(1, 201)), "max_tokens": 2, "seed": 1, "return_progress": True}
         with server.stream(COMPLETIONS, asked) as reader:
-            told = [reader.next()["prompt_progress"] for _ in range(4)]
-    assert [one["processed"] for one in told] == [64, 128, 192, 200]
-    assert [one["total"] for one in told] == [200] * 4
-    times_ms = [one["time_ms"] for one in told]
+            progress = [reader.next()["prompt_progress"] for _ in range(4)]
+    assert [one["processed"] for one in progress] == [64, 128, 192, 200]
+    assert [one["total"] for one in progress] == [200] * 4
+    times_ms = [one["time_ms"] for one in progress]
     assert times_ms == sorted(times_ms)
 
 

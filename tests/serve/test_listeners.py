@@ -111,5 +111,5 @@ def test_a_reload_ends_no_server_and_reads_changed_files(
         file.write_text("two")
         server.process.send_signal(signal.SIGHUP)
         said = "admin key file was reloaded" if has_file else "nothing to reload"
-        server.until(lambda: said in server.stderr(), "the reload is told")
+        server.until(lambda: said in server.stderr(), "the reload is reported")
         assert server.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200

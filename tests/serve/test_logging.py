@@ -214,5 +214,5 @@ def test_lines_below_the_level_are_left_out(tiny: Path) -> None:
     while not process.stdout.readline().startswith(b"ready in"):
         assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    _, told = process.communicate(timeout=GIVE_UP_S)
-    assert told == b""
+    _, stderr = process.communicate(timeout=GIVE_UP_S)
+    assert stderr == b""

@@ -145,11 +145,11 @@ def test_the_official_client_reads_prompt_scores_of_a_chat(server: RunningServer
         )
     assert answer.usage is not None
     assert answer.model_extra is not None
-    told = answer.model_extra["prompt_logprobs"]
-    assert len(told) == answer.usage.prompt_tokens
-    assert told[0] is None
-    assert all(2 <= len(entry) <= 3 for entry in told[1:])
-    assert {1, 2} <= {token["rank"] for token in told[1].values()}
+    scores = answer.model_extra["prompt_logprobs"]
+    assert len(scores) == answer.usage.prompt_tokens
+    assert scores[0] is None
+    assert all(2 <= len(entry) <= 3 for entry in scores[1:])
+    assert {1, 2} <= {token["rank"] for token in scores[1].values()}
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.content is not None

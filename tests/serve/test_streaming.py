@@ -118,8 +118,8 @@ def test_events_are_numbered_and_each_choice_ends_once_with_its_tokens(
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     ended = [choice["index"] for choice in choices if choice["finish_reason"]]
     assert sorted(ended) == list(range(n))
-    told = sum(len(choice["logprobs"]["tokens"]) for choice in choices)
-    assert chunks[-1]["usage"]["completion_tokens"] == told == n * len(WORDS)
+    num_tokens = sum(len(choice["logprobs"]["tokens"]) for choice in choices)
+    assert chunks[-1]["usage"]["completion_tokens"] == num_tokens == n * len(WORDS)
 
 
 def test_heartbeat_comments_are_sent_before_the_first_token_too() -> None:
@@ -180,10 +180,10 @@ def test_a_resumable_stream_without_a_reader_is_ended() -> None:
         request_id = ids_of([caller.event()])[0].rpartition(":")[0]
         caller.close()
         path = f"/v1/requests/{request_id}"
-        told: Any = {}
-        while told.get("state") != "failed":
-            told = Caller(server.url, "GET", path).json()
-        assert told["error"] == "reader_gone"
+        state: Any = {}
+        while state.get("state") != "failed":
+            state = Caller(server.url, "GET", path).json()
+        assert state["error"] == "reader_gone"
         assert server.engine.closed_early == [request_id]
 
 
@@ -223,17 +223,21 @@ def test_a_request_is_found_and_aborted_by_its_client_given_name(
     caller = Caller(scripted.url, "POST", COMPLETIONS, body, X_Request_ID="my-1")
     assert caller.response.headers["x-request-id"] == "my-1"
     caller.event()
-    told = Caller(scripted.url, "GET", "/v1/requests/my-1").json()
-    assert (told["state"], told["name"], told["finish_reasons"]) == ("running", "my-1", ["open"])
-    assert told["usage"]["completion_tokens"] == 1
+    request = Caller(scripted.url, "GET", "/v1/requests/my-1").json()
+    assert (request["state"], request["name"], request["finish_reasons"]) == (
+        "running",
+        "my-1",
+        ["open"],
+    )
+    assert request["usage"]["completion_tokens"] == 1
     aborted = Caller(scripted.url, "DELETE", "/v1/requests/my-1").json()
-    assert aborted == {"id": told["id"], "object": "request", "aborted": True}
+    assert aborted == {"id": request["id"], "object": "request", "aborted": True}
     events = caller.events()
     assert b'"code":"aborted"' in events[-1]
     assert b"[DONE]" not in b"".join(events)
-    told = Caller(scripted.url, "GET", "/v1/requests/my-1").json()
-    assert (told["state"], told["error"]) == ("failed", "aborted")
-    assert scripted.engine.closed_early == [told["id"]]
+    request = Caller(scripted.url, "GET", "/v1/requests/my-1").json()
+    assert (request["state"], request["error"]) == ("failed", "aborted")
+    assert scripted.engine.closed_early == [request["id"]]
     again = Caller(scripted.url, "POST", "/v1/requests/my-1/abort").json()
     assert again["aborted"] is False
 
@@ -242,18 +246,18 @@ def test_a_client_waiting_for_a_whole_answer_gets_the_abort(
     scripted: ScriptedServer,
 ) -> None:
     Gate(scripted)
-    told: list[int] = []
+    statuses: list[int] = []
 
     def ask() -> None:
         reply = Caller(scripted.url, "POST", COMPLETIONS, {"prompt": "a"}, X_Request_ID="w")
-        told.append(reply.response.status)
+        statuses.append(reply.response.status)
 
     thread = threading.Thread(target=ask)
     thread.start()
     while Caller(scripted.url, "DELETE", "/v1/requests/w").response.status == 404:
         pass
     thread.join(GIVE_UP_S)
-    assert told == [409]
+    assert statuses == [409]
 
 
 @pytest.mark.parametrize("name", ["a b", "x" * 129, "ä", '"', "a;b"])
@@ -285,11 +289,11 @@ def test_a_stalled_reader_is_cut_with_a_reason_and_its_blocks_are_freed(tiny: Pa
 def test_paused_requests_wait_and_are_answered_and_drained_ones_are_rejected(
     scripted: ScriptedServer,
 ) -> None:
-    url, told = scripted.url, []
+    url, statuses = scripted.url, []
 
     def ask() -> None:
         reply = Caller(url, "POST", COMPLETIONS, {"prompt": "a"})
-        told.append(reply.response.status)
+        statuses.append(reply.response.status)
 
     assert Caller(url, "POST", "/admin/pause").json()["paused"] is True
     assert Caller(url, "GET", "/health").json()["state"] == "paused"
@@ -300,20 +304,20 @@ def test_paused_requests_wait_and_are_answered_and_drained_ones_are_rejected(
     assert not scripted.engine.asked
     Caller(url, "POST", "/admin/resume")
     thread.join(GIVE_UP_S)
-    assert told == [200]
+    assert statuses == [200]
     assert Caller(url, "POST", "/admin/drain").json()["draining"] is True
     ask()
-    assert told == [200, 503]
+    assert statuses == [200, 503]
     Caller(url, "POST", "/admin/resume")
     ask()
-    assert told == [200, 503, 200]
+    assert statuses == [200, 503, 200]
 
 
 def test_a_held_request_is_rejected_when_a_drain_begins(scripted: ScriptedServer) -> None:
-    url, told = scripted.url, []
+    url, statuses = scripted.url, []
     Caller(url, "POST", "/admin/pause")
     thread = threading.Thread(
-        target=lambda: told.append(
+        target=lambda: statuses.append(
             Caller(url, "POST", COMPLETIONS, {"prompt": "a"}).response.status
         )
     )
@@ -322,4 +326,4 @@ def test_a_held_request_is_rejected_when_a_drain_begins(scripted: ScriptedServer
         pass
     Caller(url, "POST", "/admin/drain")
     thread.join(GIVE_UP_S)
-    assert told == [503]
+    assert statuses == [503]

@@ -121,9 +121,9 @@ def test_concurrent_requests_change_no_answer(box: RunningServer) -> None:
     ]
 
     def answer(one: dict[str, Any]) -> str:
-        status, told = box.post("/v1/chat/completions", one)
-        assert status == 200, told
-        return str(told["choices"][0]["message"]["content"])
+        status, reply = box.post("/v1/chat/completions", one)
+        assert status == 200, reply
+        return str(reply["choices"][0]["message"]["content"])
 
     alone = [answer(one) for one in asked]
     with ThreadPoolExecutor(18) as crowd:

@@ -70,17 +70,20 @@ def test_a_call_is_read_whole_and_streamed_by_the_clients_helper(size: int) -> N
         ) as stream:
             events = list(stream)
             final = stream.get_final_completion()
-        told = final.choices[0].message
-        assert told.content == message.content
-        assert [call.function.name for call in told.tool_calls] == ["weather", "weather"]
-        assert [call.function.arguments for call in told.tool_calls] == [
+        parsed = final.choices[0].message
+        assert parsed.content == message.content
+        assert [call.function.name for call in parsed.tool_calls] == [
+            "weather",
+            "weather",
+        ]
+        assert [call.function.arguments for call in parsed.tool_calls] == [
             call.function.arguments for call in message.tool_calls
         ]
         assert final.choices[0].finish_reason == "tool_calls"
         assert final.usage == whole.usage
         done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
         assert [event.index for event in done] == [0, 1]
-        assert len({call.id for call in [*told.tool_calls, *message.tool_calls]}) == 4
+        assert len({call.id for call in [*parsed.tool_calls, *message.tool_calls]}) == 4
 
 
 def test_a_loop_of_calls_and_results_ends_in_an_answer() -> None:

@@ -1,7 +1,8 @@
 // Operations on many KV blocks at once: allocate, share, release, and make findable. The state lies
 // in arrays that Python owns (quire/cache/pool.py, table.py, prefix_index.py, lineage.py and
 // chain.py). The plain twin in quire/cache/block_operations.py leaves the same state bit for bit.
-// Callers ensure that slots, columns and blocks are within the arrays.
+// Callers ensure that slots, columns and blocks are within the arrays, that the slots of one call
+// are distinct, that shared blocks are referenced or findable, and released ones referenced.
 #pragma once
 
 #include <cstddef>
@@ -23,6 +24,8 @@ struct AgeQueue {
 
     int64_t size() const { return state[kSize]; }
     void push(const int64_t* blocks, int64_t count);
+    // Write the `count` oldest blocks, at most size(), to `out`. Throws std::logic_error where the
+    // entries hold fewer: then the state is inconsistent.
     void pop(int64_t count, int64_t* out);
     void take(int64_t block) { stamps[block] = 0, --state[kSize]; }
 

@@ -1,6 +1,6 @@
 """Exclude content that begins like a tool call from the grammar of constrained content.
 
-    words = content_beside_calls(asked, written, form, names, options=...)
+    words = content_beside_calls(requested, written, form, names, options=...)
 
 Llama writes a call as a JSON object, and constrained content may be one too. Text that begins like
 a call is parsed as one (quire/output_parsers/calls_or_content.py), so content may not begin so.
@@ -26,7 +26,7 @@ _TEXT = r'/"([^"\\\x00-\x1f\x7f]|\\(["\\\/bfnrt]|u[0-9a-fA-F]{4}))*"/'
 
 
 def content_beside_calls(
-    asked: Grammar,
+    requested: Grammar,
     written: str,
     form: CallSyntax,
     names: Sequence[str],
@@ -39,35 +39,35 @@ def content_beside_calls(
     JSON. Raises InvalidParameter.
     """
     begins = form.begins(names)
-    if asked.kind is GrammarKind.REGEX:
+    if requested.kind is GrammarKind.REGEX:
         calls = "|".join(map(_pattern, begins))
         return AnswerRule(f"NO_CALL\nNO_CALL: {written} & ~/({calls})(.|\\n)*/")
-    if asked.kind is GrammarKind.CHOICE:
-        for text in json.loads(asked.text):
+    if requested.kind is GrammarKind.CHOICE:
+        for text in json.loads(requested.text):
             if text.startswith(begins):
-                raise _refusal(asked, f"the choice has {show(text)}, which begins")
+                raise _refusal(requested, f"the choice has {show(text)}, which begins")
         return AnswerRule(written)
     key = form.bare_key
-    if key is None or asked.whitespace == "":  # no JSON begins like a call
+    if key is None or requested.whitespace == "":  # no JSON begins like a call
         return AnswerRule(written, is_json=True)
-    schema, in_list = json.loads(asked.text), bool(form.first)
+    schema, in_list = json.loads(requested.text), bool(form.first)
     if not may_begin(schema, names=names, key=key, in_list=in_list):
         return AnswerRule(written, is_json=True)
-    if schema == {"type": "object"} and asked.whitespace is None:
+    if schema == {"type": "object"} and requested.whitespace is None:
         return AnswerRule(_other_objects(names, key, options), is_json=True)
-    raise _refusal(asked, "the schema allows an answer that begins")
+    raise _refusal(requested, "the schema allows an answer that begins")
 
 
 def _pattern(text: str) -> str:
     return re.escape(text).replace("/", r"\/").replace("\n", "n")
 
 
-def _refusal(asked: Grammar, what: str) -> InvalidParameter:
+def _refusal(requested: Grammar, what: str) -> InvalidParameter:
     return InvalidParameter(
-        f"{asked.param}: {what} as this model's calls of the request's tools do, so that the two "
-        "cannot be distinguished; have it begin with a required property that calls do not have, "
-        "rename the tools, or leave one of both out",
-        param=asked.param,
+        f"{requested.param}: {what} as this model's calls of the request's tools do, so that the "
+        "two cannot be distinguished; have it begin with a required property that calls do not "
+        "have, rename the tools, or leave one of both out",
+        param=requested.param,
     )
 
 

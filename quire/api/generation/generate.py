@@ -20,7 +20,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.api.engine_protocol import Engine
-from quire.api.generation.choice_streams import Choice, ChoiceStreams, Prompt
+from quire.api.generation.answer_json import speeds_json, usage_json
+from quire.api.generation.choice_streams import Choice, ChoiceStreams, Prompt, PromptState
 from quire.api.generation.fields import SCHEDULING, flag, limited
 from quire.api.generation.request_context import RequestContext, open_request
 from quire.api.generation.usage import Usage, UsageOptions
@@ -51,6 +52,16 @@ class Envelope:
     model: str
     fingerprint: str
 
+    def frame(self, kind: str) -> dict[str, Any]:
+        """Return the first fields of an object of this kind."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created_s,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamOptions:
@@ -61,6 +72,41 @@ class StreamOptions:
     continuous_usage: bool = False
     continuous_timings: bool = False
     resumable: bool = False
+
+
+class ChunkWriter:
+    """The part of a Writer that is the same for all routes: progress and usage of a stream.
+
+    frame: the fields that every chunk begins with.
+    """
+
+    def __init__(self, frame: dict[str, Any], options: StreamOptions) -> None:
+        self._frame = frame
+        self._options = options
+
+    def of_progress(self, progress: PromptState) -> dict[str, Any]:
+        """Return a chunk of prompt progress."""
+        return {
+            **self._frame,
+            "choices": [],
+            "prompt_progress": msgspec.to_builtins(progress),
+        }
+
+    def so_far(self, usage: Usage) -> dict[str, Any]:
+        """Return the usage and timings that every chunk has."""
+        included = {"usage": self._usage(usage)} if self._options.continuous_usage else {}
+        return {**included, **(speeds_json(usage) if self._options.continuous_timings else {})}
+
+    def of_usage(self, usage: Usage) -> dict[str, Any] | None:
+        """Return the last chunk, with usage and timings; None if neither was requested."""
+        if not self._options.include_usage and usage.speeds is None:
+            return None
+        included = {"usage": self._usage(usage)} if self._options.include_usage else {}
+        return {**self._frame, "choices": [], **included, **speeds_json(usage)}
+
+    def _usage(self, usage: Usage) -> dict[str, Any]:
+        """Return the object of `usage`."""
+        return usage_json(usage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +168,7 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
     terms, cache_salt = scheduling_params_of(given, tenant), cache_salt_of(given, tenant)
     stream = flag(given, "stream")
     options = _stream_options(given, stream=stream)
-    asked = GenerationRequest(
+    generation_request = GenerationRequest(
         context=context,
         given=given,
         engine=engine,
@@ -150,7 +196,7 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
         if not server_state.lifecycle.accepting.is_set():
             await server_state.lifecycle.wait_while_paused()
             server_state.engine()  # it may have died meanwhile
-        job = await route.read(asked)
+        job = await route.read(generation_request)
         answers = ChoiceStreams(
             engine,
             server_state.metrics,

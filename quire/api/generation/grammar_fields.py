@@ -26,8 +26,8 @@ def grammar_asked_for(given: Mapping[str, Any]) -> Grammar | None:
 
     Raises InvalidParameter naming the field.
     """
-    asked, options = given.get(_FORMAT), given.get("structured_outputs")
-    of_format = None if asked is None else _of_response_format(asked)
+    requested, options = given.get(_FORMAT), given.get("structured_outputs")
+    of_format = None if requested is None else _of_response_format(requested)
     if options is None:
         return of_format
     if of_format is not None:
@@ -38,17 +38,17 @@ def grammar_asked_for(given: Mapping[str, Any]) -> Grammar | None:
     return grammar_of(options)
 
 
-def _of_response_format(asked: Any) -> Grammar | None:
-    kind = asked.get("type") if isinstance(asked, dict) else None
+def _of_response_format(requested: Any) -> Grammar | None:
+    kind = requested.get("type") if isinstance(requested, dict) else None
     if kind not in FORMAT_TYPES:
         raise InvalidParameter(
-            f"{_FORMAT} is {show(asked)}; an object with a type is allowed, one of "
+            f"{_FORMAT} is {show(requested)}; an object with a type is allowed, one of "
             f"{', '.join(FORMAT_TYPES)}",
             param=_FORMAT,
         )
     if kind == "structural_tag":
-        return structural_tag(asked, param=_FORMAT)
-    extra = asked.keys() - {"type", *(("json_schema",) if kind == "json_schema" else ())}
+        return structural_tag(requested, param=_FORMAT)
+    extra = requested.keys() - {"type", *(("json_schema",) if kind == "json_schema" else ())}
     if extra:
         raise InvalidParameter(
             f"{_FORMAT} of type {kind} has {show(min(extra))}, which it does not take; leave it "
@@ -57,11 +57,11 @@ def _of_response_format(asked: Any) -> Grammar | None:
         )
     if kind == "text":
         return None
-    return json_object(param=_FORMAT) if kind == "json_object" else _of_json_schema(asked)
+    return json_object(param=_FORMAT) if kind == "json_object" else _of_json_schema(requested)
 
 
-def _of_json_schema(asked: Mapping[str, Any]) -> Grammar:
-    named = asked.get("json_schema")
+def _of_json_schema(requested: Mapping[str, Any]) -> Grammar:
+    named = requested.get("json_schema")
     if not isinstance(named, dict) or not isinstance(named.get("schema"), dict | bool):
         raise InvalidParameter(
             f"{_FORMAT}.json_schema is {show(named)}; an object with a schema (an object) is "

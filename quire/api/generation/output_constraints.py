@@ -40,7 +40,7 @@ _INSTEAD = {"qwen3_coder": "hermes", "glm": "hermes", "pythonic": "json"}
 
 
 def output_grammar(
-    asked: Grammar | None,
+    requested: Grammar | None,
     offer: ToolOffer | None,
     reading: ParserSelection,
     conversation: Conversation,
@@ -48,7 +48,7 @@ def output_grammar(
 ) -> tuple[Grammar | None, ParserSelection]:
     """Return the grammar of the answer, None if it is unconstrained, and the reading it needs.
 
-    asked: of response_format or structured_outputs. Raises InvalidParameter.
+    requested: of response_format or structured_outputs. Raises InvalidParameter.
     """
     ids = {mark: tokenizer.token_id(mark) for mark in reading.marks}
     special = {
@@ -58,23 +58,23 @@ def output_grammar(
         offer = None
     if offer is not None and offer.is_bound:
         reading = _in_json(offer, reading)
-        return _calls(asked, offer, reading, conversation, special)
-    if asked is None:
+        return _calls(requested, offer, reading, conversation, special)
+    if requested is None:
         return None, reading
     if offer is not None and reading.tools is not None:
         if call_syntax(reading.tools.name, conversation.template) is None:
             raise InvalidParameter(
-                f"{asked.param} and tools are both given, and this model's calls "
+                f"{requested.param} and tools are both given, and this model's calls "
                 f"({reading.tools.name}) are not written in JSON, so no grammar enforces them; "
                 "leave one out",
-                param=asked.param,
+                param=requested.param,
             )
-        return _calls(asked, offer, reading, conversation, special)
-    return _behind_reasoning(asked, reading, conversation, special), reading
+        return _calls(requested, offer, reading, conversation, special)
+    return _behind_reasoning(requested, reading, conversation, special), reading
 
 
 def _calls(
-    asked: Grammar | None,
+    requested: Grammar | None,
     offer: ToolOffer,
     reading: ParserSelection,
     conversation: Conversation,
@@ -85,7 +85,7 @@ def _calls(
     form = call_syntax(reading.tools.name, conversation.template)
     assert form is not None, "a dialect without a form was replaced by one with a form"
     must = offer.mode == "required"
-    words = None if must or asked is None else _words(asked, form, offer, reading)
+    words = None if must or requested is None else _words(requested, form, offer, reading)
     if words is not None and reading.reasoning != HARMONY:
         begins = form.begins(offer.callable)
         reading = replace(reading, tools=calls_or_content(reading.tools, begins))
@@ -99,17 +99,17 @@ def _calls(
         special=special,
         answer=words,
     )
-    return grammar(text, param=offer.param if asked is None else asked.param), reading
+    return grammar(text, param=offer.param if requested is None else requested.param), reading
 
 
 def _words(
-    asked: Grammar, form: CallSyntax, offer: ToolOffer, reading: ParserSelection
+    requested: Grammar, form: CallSyntax, offer: ToolOffer, reading: ParserSelection
 ) -> AnswerRule:
     """Return the requested content as an alternative to calls. Harmony's channels separate them."""
-    lark = _lark(asked)
+    lark = _lark(requested)
     if reading.reasoning == HARMONY:
         return AnswerRule(lark)
-    return content_beside_calls(asked, lark, form, offer.callable, options=_options(asked))
+    return content_beside_calls(requested, lark, form, offer.callable, options=_options(requested))
 
 
 def _in_json(offer: ToolOffer, reading: ParserSelection) -> ParserSelection:
@@ -147,45 +147,50 @@ def _arguments(offer: ToolOffer, name: str) -> dict[str, Any]:
 
 
 def _behind_reasoning(
-    asked: Grammar, reading: ParserSelection, conversation: Conversation, special: Mapping[str, int]
+    requested: Grammar,
+    reading: ParserSelection,
+    conversation: Conversation,
+    special: Mapping[str, int],
 ) -> Grammar:
     """Return the requested grammar, preceded by reasoning if the model may reason."""
     marks = reading.reasoning
     if marks is None:
-        return asked
+        return requested
     opened = marks == HARMONY or (
         isinstance(marks, ReasoningMarks) and is_open(conversation.text, marks)
     )
-    if not opened and asked.kind in (GrammarKind.GRAMMAR, GrammarKind.STRUCTURAL_TAG):
-        return asked  # the grammar holds from the first token, without reasoning
-    text = answer_grammar(_lark(asked), reading=reading, prompt=conversation.text, special=special)
-    return grammar(text, param=asked.param)
+    if not opened and requested.kind in (GrammarKind.GRAMMAR, GrammarKind.STRUCTURAL_TAG):
+        return requested  # the grammar holds from the first token, without reasoning
+    text = answer_grammar(
+        _lark(requested), reading=reading, prompt=conversation.text, special=special
+    )
+    return grammar(text, param=requested.param)
 
 
-def _lark(asked: Grammar) -> str:
+def _lark(requested: Grammar) -> str:
     """Return the requested grammar as the body of a Lark rule."""
-    match asked.kind:
+    match requested.kind:
         case GrammarKind.JSON_SCHEMA:
-            schema = for_llguidance(json.loads(asked.text))
+            schema = for_llguidance(json.loads(requested.text))
             if isinstance(schema, bool):
                 schema = {} if schema else {"not": {}}
-            return f"%json {embedded({**schema, 'x-guidance': _options(asked)})}"
+            return f"%json {embedded({**schema, 'x-guidance': _options(requested)})}"
         case GrammarKind.REGEX:
-            return f"/{_SLASHES.sub(_escaped, asked.text)}/"
+            return f"/{_SLASHES.sub(_escaped, requested.text)}/"
         case GrammarKind.CHOICE:
-            texts = dict.fromkeys(json.loads(asked.text))
+            texts = dict.fromkeys(json.loads(requested.text))
             return " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
     raise InvalidParameter(
-        f"{asked.param} is a {asked.kind.value}, which does not go with tools or with reasoning "
-        "that the template opens: leave tools out, or switch reasoning off (reasoning_effort: "
-        '"none")',
-        param=asked.param,
+        f"{requested.param} is a {requested.kind.value}, which does not go with tools or with "
+        "reasoning that the template opens: leave tools out, or switch reasoning off "
+        '(reasoning_effort: "none")',
+        param=requested.param,
     )
 
 
-def _options(asked: Grammar) -> dict[str, Any]:
+def _options(requested: Grammar) -> dict[str, Any]:
     """Return llguidance's options for the requested JSON."""
-    return {**_separators(asked.whitespace), "lenient": False, "coerce_one_of": False}
+    return {**_separators(requested.whitespace), "lenient": False, "coerce_one_of": False}
 
 
 def _escaped(found: re.Match[str]) -> str:

@@ -225,7 +225,8 @@ def parse(raw: bytes, *, limit_bytes: int) -> dict[str, Any]:
         body = parse_object(raw, limit_bytes=limit_bytes, yields=True)
     except ValueError as error:
         raise RequestError(f"the request body cannot be used: {error}") from error
-    if any(map(_SURROGATE_ESCAPE.search, overlapping(raw))):
+    pieces = [raw] if len(raw) <= _SMALL_BYTES else overlapping(raw)
+    if any(map(_SURROGATE_ESCAPE.search, pieces)):
         _check_strings(body)
     return body
 

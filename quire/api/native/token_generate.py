@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,7 +20,7 @@ from quire.api.generation.answer_json import (
     speeds_json,
     usage_json,
 )
-from quire.api.generation.choice_streams import Choice, Prompt, PromptState
+from quire.api.generation.choice_streams import Choice, Prompt
 from quire.api.generation.fields import (
     COMPLETION_TOKENS,
     GENERATE,
@@ -29,6 +28,7 @@ from quire.api.generation.fields import (
     sampling_of,
 )
 from quire.api.generation.generate import (
+    ChunkWriter,
     Envelope,
     GenerationJob,
     GenerationRequest,
@@ -60,9 +60,9 @@ class TokenGenerateRoute:
         return await generate(self._server_state, request, self._route)
 
 
-async def read_job(asked: GenerationRequest) -> GenerationJob:
+async def read_job(request: GenerationRequest) -> GenerationJob:
     """Check all fields. Raises InvalidParameter and ContextTooLong naming the field."""
-    given, engine = asked.given, asked.engine
+    given, engine = request.given, request.engine
     tokens = given.get("tokens")
     if not isinstance(tokens, list):
         raise InvalidParameter(
@@ -85,17 +85,17 @@ async def read_job(asked: GenerationRequest) -> GenerationJob:
         check_prompt_numbers(
             len(token_ids) * (1 + sampling.prompt_logprobs), param="prompt_logprobs"
         )
-    chosen = asked.limited(sampling, len(token_ids), default_tokens=COMPLETION_TOKENS)
+    chosen = request.limited(sampling, len(token_ids), default_tokens=COMPLETION_TOKENS)
     writer = TokenGenerateWriter(
-        asked.envelope,
+        request.envelope,
         wants_logprobs=chosen.logprobs is not None,
         num_prompt_top=chosen.prompt_logprobs,
-        options=asked.stream_options,
+        options=request.stream_options,
     )
     return GenerationJob(prompts=[Prompt(token_ids=token_ids, sampling=chosen)], writer=writer)
 
 
-class TokenGenerateWriter:
+class TokenGenerateWriter(ChunkWriter):
     """Write one answer as a `generation` object, or as chunks."""
 
     def __init__(
@@ -106,16 +106,9 @@ class TokenGenerateWriter:
         num_prompt_top: int | None,
         options: StreamOptions,
     ) -> None:
+        super().__init__(envelope.frame("generation"), options)
         self._wants_logprobs = wants_logprobs
         self._num_prompt_top = num_prompt_top
-        self._options = options
-        self._frame = {
-            "id": envelope.id,
-            "object": "generation",
-            "created": envelope.created_s,
-            "model": envelope.model,
-            "system_fingerprint": envelope.fingerprint,
-        }
 
     def whole(self, choices: Sequence[Sequence[Choice]], usage: Usage) -> dict[str, Any]:
         """Return the body of a response that is not streamed."""
@@ -152,27 +145,6 @@ class TokenGenerateWriter:
 
     def of_text(self, prompt: int, index: int, text: str) -> None:
         """Return None: chunks have ids, not text."""
-
-    def of_usage(self, usage: Usage) -> dict[str, Any] | None:
-        """Return the last chunk, with usage and timings if they were requested."""
-        if not self._options.include_usage and usage.speeds is None:
-            return None
-        included = {"usage": usage_json(usage)} if self._options.include_usage else {}
-        more = {**included, **speeds_json(usage)}
-        return {**self._frame, "choices": [], **more}
-
-    def of_progress(self, progress: PromptState) -> dict[str, Any]:
-        """Return a chunk of prompt progress."""
-        return {
-            **self._frame,
-            "choices": [],
-            "prompt_progress": msgspec.to_builtins(progress),
-        }
-
-    def so_far(self, usage: Usage) -> dict[str, Any]:
-        """Return the usage and timings that every chunk has."""
-        included = {"usage": usage_json(usage)} if self._options.continuous_usage else {}
-        return {**included, **(speeds_json(usage) if self._options.continuous_timings else {})}
 
     def _scored(self, tokens: Sequence[TokenText | None]) -> dict[str, Any]:
         """Return the log-probabilities of the prompt, which an answer has once, if requested."""

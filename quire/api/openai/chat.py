@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,10 +22,11 @@ from quire.api.generation.answer_json import (
     usage_json,
 )
 from quire.api.generation.chat_output import ChatOutputParser, ChoiceOutputParser
-from quire.api.generation.choice_streams import Choice, Prompt, PromptState
+from quire.api.generation.choice_streams import Choice, Prompt
 from quire.api.generation.conversation import conversation_fields, parsing_of, rendered
 from quire.api.generation.fields import CHAT, flag, sampling_of
 from quire.api.generation.generate import (
+    ChunkWriter,
     Envelope,
     GenerationJob,
     GenerationRequest,
@@ -64,9 +64,9 @@ class ChatRoute:
         return await generate(self._server_state, request, self._route)
 
 
-async def read_job(asked: GenerationRequest) -> GenerationJob:
+async def read_job(request: GenerationRequest) -> GenerationJob:
     """Check all fields. Raises RequestError naming the field."""
-    given, engine = asked.given, asked.engine
+    given, engine = request.given, request.engine
     wants_logprobs = flag(given, "logprobs") if "logprobs" in given else False
     num_top = _num_top(given, wants_logprobs=wants_logprobs)
     fields = {**given, **_max_tokens(given)} if "max_completion_tokens" in given else given
@@ -74,16 +74,16 @@ async def read_job(asked: GenerationRequest) -> GenerationJob:
         fields, engine.default_sampling(), logprobs=num_top, tokenizer=engine.tokenizer
     )
     offer = None if TOOL_FIELDS.isdisjoint(given) else offer_of(given)
-    conversation = await rendered(asked.context, conversation_fields(asked.context, offer))
+    conversation = await rendered(request.context, conversation_fields(request.context, offer))
     sampling, parser = parsing_of(
-        asked.context,
+        request.context,
         offer,
         conversation,
         sampling,
         includes_reasoning=flag(given, "include_reasoning", default=True),
     )
     token_ids = await encode(
-        asked.context,
+        request.context,
         conversation.text,
         add_special_tokens=flag(given, "add_special_tokens"),
         min_output=int(sampling.max_tokens != 0),
@@ -94,7 +94,7 @@ async def read_job(asked: GenerationRequest) -> GenerationJob:
         num_numbers = len(token_ids) * (1 + sampling.prompt_logprobs)
         check_prompt_numbers(num_numbers, param="prompt_logprobs")
     default = default_sampling(engine.card, num_prompt_tokens=len(token_ids)).max_tokens
-    sampling = asked.limited(sampling, len(token_ids), default_tokens=default)
+    sampling = request.limited(sampling, len(token_ids), default_tokens=default)
     returned = ReturnedFields(
         logprobs=wants_logprobs,
         num_prompt_top=sampling.prompt_logprobs,
@@ -102,7 +102,7 @@ async def read_job(asked: GenerationRequest) -> GenerationJob:
     )
     text_rules = PLAIN_TEXT if parser is None else parser.text_rules(engine.tokenizer)
     prompt = Prompt(token_ids=token_ids, sampling=sampling, text_rules=text_rules)
-    writer = ChatWriter(asked.envelope, parser, returned, asked.stream_options)
+    writer = ChatWriter(request.envelope, parser, returned, request.stream_options)
     return GenerationJob(prompts=[prompt], writer=writer)
 
 
@@ -116,7 +116,7 @@ class ReturnedFields:
     prompt_ids: Sequence[int] | None = None
 
 
-class ChatWriter:
+class ChatWriter(ChunkWriter):
     """Write one answer as a `chat.completion` or as `chat.completion.chunk` objects.
 
     parser: None if answers have neither reasoning nor calls.
@@ -129,17 +129,17 @@ class ChatWriter:
         returned: ReturnedFields,
         options: StreamOptions,
     ) -> None:
+        super().__init__(envelope.frame("chat.completion.chunk"), options)
         self._envelope = envelope
         self._parser = parser
         self._returned = returned
-        self._options = options
         self._begun: dict[int, ChoiceOutputParser | None] = {}
 
     def whole(self, choices: Sequence[Sequence[Choice]], usage: Usage) -> dict[str, Any]:
         """Return the body of a response that is not streamed."""
         written = [self._choice(index, choice) for index, choice in enumerate(choices[0])]
         return {
-            **self._frame("chat.completion"),
+            **self._envelope.frame("chat.completion"),
             "choices": written,
             "usage": self._usage(usage),
             **speeds_json(usage),
@@ -183,24 +183,6 @@ class ChatWriter:
             return None
         return self._chunk(index, {"content": text})
 
-    def of_progress(self, progress: PromptState) -> dict[str, Any]:
-        """Return a chunk of prompt progress."""
-        frame = self._frame("chat.completion.chunk")
-        return {**frame, "choices": [], "prompt_progress": msgspec.to_builtins(progress)}
-
-    def so_far(self, usage: Usage) -> dict[str, Any]:
-        """Return the usage and timings that every chunk has."""
-        included = {"usage": self._usage(usage)} if self._options.continuous_usage else {}
-        return {**included, **(speeds_json(usage) if self._options.continuous_timings else {})}
-
-    def of_usage(self, usage: Usage) -> dict[str, Any] | None:
-        """Return the last chunk, with usage and timings if they were requested."""
-        if not self._options.include_usage and usage.speeds is None:
-            return None
-        included = {"usage": self._usage(usage)} if self._options.include_usage else {}
-        more = {**included, **speeds_json(usage)}
-        return {**self._frame("chat.completion.chunk"), "choices": [], **more}
-
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
         reason: str | None = choice.finish_reason
@@ -241,20 +223,10 @@ class ChatWriter:
             "finish_reason": finish_reason,
             **more,
         }
-        chunk = {**self._frame("chat.completion.chunk"), "choices": [choice]}
+        chunk = {**self._frame, "choices": [choice]}
         if self._options.include_usage:
             chunk["usage"] = None
         return chunk
-
-    def _frame(self, kind: str) -> dict[str, Any]:
-        envelope = self._envelope
-        return {
-            "id": envelope.id,
-            "object": kind,
-            "created": envelope.created_s,
-            "model": envelope.model,
-            "system_fingerprint": envelope.fingerprint,
-        }
 
     def _prompt_fields(self, tokens: Sequence[TokenText | None], *, begins: bool) -> dict[str, Any]:
         """Return the requested fields of the prompt, which an answer has once.

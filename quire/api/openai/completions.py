@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -25,7 +24,7 @@ from quire.api.generation.answer_json import (
     speeds_json,
     usage_json,
 )
-from quire.api.generation.choice_streams import Choice, Prompt, PromptState
+from quire.api.generation.choice_streams import Choice, Prompt
 from quire.api.generation.fields import (
     COMPLETION_TOKENS,
     COMPLETIONS,
@@ -34,6 +33,7 @@ from quire.api.generation.fields import (
     sampling_of,
 )
 from quire.api.generation.generate import (
+    ChunkWriter,
     Envelope,
     GenerationJob,
     GenerationRequest,
@@ -75,12 +75,12 @@ class CompletionsRoute:
         return await generate(self._server_state, request, self._route)
 
 
-async def read_job(asked: GenerationRequest) -> GenerationJob:
+async def read_job(request: GenerationRequest) -> GenerationJob:
     """Check all fields. Raises InvalidParameter and ContextTooLong naming the field."""
-    given, engine = asked.given, asked.engine
+    given, engine = request.given, request.engine
     num_top = given.get("logprobs")
     echo = flag(given, "echo")
-    sampling = _sampling(asked, echo=echo)
+    sampling = _sampling(request, echo=echo)
     adds_special = flag(given, "add_special_tokens", default=True)
     texts = _filling_in(engine, given, _prompts(given))
     keep_tokens = num_kept_tokens(given, engine, completion_tokens(sampling))
@@ -100,9 +100,13 @@ async def read_job(asked: GenerationRequest) -> GenerationJob:
                 0
             )  # a thousand short prompts take long together: let other requests continue
         token_ids = await _ids(
-            asked.context, text, sampling, add_special_tokens=adds_special, keep_tokens=keep_tokens
+            request.context,
+            text,
+            sampling,
+            add_special_tokens=adds_special,
+            keep_tokens=keep_tokens,
         )
-        chosen = asked.limited(sampling, len(token_ids), default_tokens=COMPLETION_TOKENS)
+        chosen = request.limited(sampling, len(token_ids), default_tokens=COMPLETION_TOKENS)
         shown = _shown(engine, text, sampling) if echo else ""
         first = _first(engine, token_ids) if echo and num_top is not None else None
         prompts.append(Prompt(token_ids=token_ids, sampling=chosen, echo=shown, first=first))
@@ -111,18 +115,18 @@ async def read_job(asked: GenerationRequest) -> GenerationJob:
     if len(prompts) > 1:
         await asyncio.to_thread(_check_all, engine, prompts)
     writer = CompletionWriter(
-        asked.envelope,
+        request.envelope,
         prompts,
         num_top=num_top,
         num_prompt_top=given.get("prompt_logprobs"),
         special_ids=engine.tokenizer.special_ids,
         returns_ids=returns_ids,
-        options=asked.stream_options,
+        options=request.stream_options,
     )
     return GenerationJob(prompts=prompts, writer=writer)
 
 
-class CompletionWriter:
+class CompletionWriter(ChunkWriter):
     """Write one answer as a `text_completion` object, or as chunks."""
 
     def __init__(
@@ -136,6 +140,7 @@ class CompletionWriter:
         returns_ids: bool,
         options: StreamOptions,
     ) -> None:
+        super().__init__(envelope.frame("text_completion"), options)
         self._returns_ids = returns_ids
         self._special_ids = special_ids
         self._prompts = prompts
@@ -145,15 +150,7 @@ class CompletionWriter:
         # By prompt, written once and added to each of its choices.
         self._echoed: dict[int, dict[str, Any]] = {}
         self._scored: dict[int, dict[str, Any]] = {}
-        self._options = options
         self._begun: set[tuple[int, int]] = set()
-        self._frame: dict[str, Any] = {
-            "id": envelope.id,
-            "object": "text_completion",
-            "created": envelope.created_s,
-            "model": envelope.model,
-            "system_fingerprint": envelope.fingerprint,
-        }
 
     def whole(self, choices: Sequence[Sequence[Choice]], usage: Usage) -> dict[str, Any]:
         """Return the body of a response that is not streamed."""
@@ -207,27 +204,6 @@ class CompletionWriter:
             [{"index": place, "text": text, "logprobs": None, "finish_reason": None}]
         )
 
-    def of_usage(self, usage: Usage) -> dict[str, Any] | None:
-        """Return the last chunk, with usage and timings if they were requested."""
-        if not self._options.include_usage and usage.speeds is None:
-            return None
-        included = {"usage": usage_json(usage)} if self._options.include_usage else {}
-        more = {**included, **speeds_json(usage)}
-        return {**self._frame, "choices": [], **more}
-
-    def of_progress(self, progress: PromptState) -> dict[str, Any]:
-        """Return a chunk of prompt progress."""
-        return {
-            **self._frame,
-            "choices": [],
-            "prompt_progress": msgspec.to_builtins(progress),
-        }
-
-    def so_far(self, usage: Usage) -> dict[str, Any]:
-        """Return the usage and timings that every chunk has."""
-        included = {"usage": usage_json(usage)} if self._options.continuous_usage else {}
-        return {**included, **(speeds_json(usage) if self._options.continuous_timings else {})}
-
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self._frame, "choices": choices}
         if self._options.include_usage:
@@ -274,16 +250,16 @@ class CompletionWriter:
         return joined(self._echoed[at], written) if begins and at in self._echoed else written
 
 
-def _sampling(asked: GenerationRequest, *, echo: bool) -> SamplingParams:
+def _sampling(request: GenerationRequest, *, echo: bool) -> SamplingParams:
     """Return the parameters; an echo with log-probabilities needs those of the prompt too."""
-    given, num_top = dict(asked.given), asked.given.get("logprobs")
+    given, num_top = dict(request.given), request.given.get("logprobs")
     if echo and num_top is not None:
         given.setdefault("prompt_logprobs", num_top)
     sampling = sampling_of(
         given,
-        asked.engine.default_sampling(),
+        request.engine.default_sampling(),
         logprobs=num_top,
-        tokenizer=asked.engine.tokenizer,
+        tokenizer=request.engine.tokenizer,
     )
     if not echo or sampling.logprobs is None or sampling.prompt_logprobs is None:
         return sampling
@@ -292,8 +268,8 @@ def _sampling(asked: GenerationRequest, *, echo: bool) -> SamplingParams:
 
 def _numbers_per_token(given: Mapping[str, Any], *, echo: bool) -> int:
     """Return the log-probabilities that a choice has of each prompt token."""
-    asked = (given.get("prompt_logprobs"), given.get("logprobs") if echo else None)
-    return sum(1 + num_top for num_top in asked if num_top is not None)
+    nums_top = (given.get("prompt_logprobs"), given.get("logprobs") if echo else None)
+    return sum(1 + num_top for num_top in nums_top if num_top is not None)
 
 
 def _numbers_param(given: Mapping[str, Any], *, echo: bool) -> str:

@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from quire._native import BlockOperations
 from quire.base.clock import Clock
 from quire.base.errors import SettingError
 from quire.base.gguf_open import gguf_read_once
@@ -36,7 +38,6 @@ from quire.engine.grammars import Grammars
 from quire.engine.model_card import ModelCard
 from quire.engine.record import RecordingRunner, open_record
 from quire.engine.stop_texts import StopTexts
-from quire.engine.timed_operations import TimedBlockOperations
 from quire.execute.executor import (
     Executor,
     ExecutorClass,
@@ -175,7 +176,7 @@ def _assembled(
         prices=initial_step_costs(program),
         tier=None if tier is None else tier.tier,
         window=program.caches[0].window,
-        operations=TimedBlockOperations,
+        operations=partial(BlockOperations, timed=True),
     )
     core = EngineCore(
         scheduler,

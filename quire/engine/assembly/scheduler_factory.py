@@ -6,6 +6,8 @@ the executor and the clock. Reads the config, and the file of tenants it names.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from quire._native import BlockOperations
 from quire.cache.manager import CacheManager
 from quire.cache.tier_map import TierMap
@@ -64,7 +66,7 @@ def make_scheduler(
     tier: TierMap | None = None,
     prices: LinearCost | None = None,
     window: int = 0,
-    operations: type[BlockOperations] = BlockOperations,
+    operations: Callable[..., BlockOperations] = BlockOperations,
 ) -> Scheduler:
     """Return a scheduler over a fresh cache of `num_blocks`.
 

@@ -20,8 +20,9 @@ from typing import Any, Protocol
 from quire.base.cache_usage import CacheReport
 from quire.base.clock import Clock
 from quire.base.engine_snapshot import EngineSnapshot
+from quire.base.engine_stats import EngineStats
 from quire.base.errors import InvalidParameter, QuireError, WorkerError
-from quire.base.records import EngineStats, Request
+from quire.base.records import Request
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from quire.config.groups import EngineConfig

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from quire.base import errors
 from quire.base.cache_usage import CacheReport
 from quire.base.engine_snapshot import EngineSnapshot
+from quire.base.engine_stats import EngineStats
 from quire.base.errors import OverloadedError, QuireError, RequestError, WorkerError
-from quire.base.records import EngineStats, Request, StepOutputs
+from quire.base.records import Request, StepOutputs
 from quire.engine.model_card import ModelCard
 
 # Raised when a message changes; both sides must agree.

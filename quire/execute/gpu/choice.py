@@ -21,8 +21,15 @@ from quire.execute.gpu.kernels.device_params import DeviceSamplingParams, rows_f
 from quire.execute.gpu.kernels.edit_logits import Edits, add_late_tokens, edit_logits
 from quire.execute.gpu.kernels.logprobs import score_listed, score_rows
 from quire.execute.gpu.stream import CpuStream, Mark, Stream
-from quire.sampling import reference, scoring
-from quire.sampling.batch import SampleBatch, TokenChoice
+from quire.sampling import scoring
+from quire.sampling.batch import (
+    SampleBatch,
+    TokenChoice,
+    check_known,
+    check_shapes,
+    has_mirostat,
+    max_top,
+)
 from quire.sampling.scoring import ScoreBatch, Scores
 
 Keep = Callable[[torch.Tensor], None]
@@ -44,7 +51,7 @@ class Chosen:
         """Until it is there."""
         self.mark.wait()
         batch, num_logprobs = self.batch, self.batch.num_logprobs
-        mus = np.zeros(len(self.ids) if reference.has_mirostat(batch) else 0, np.float32)
+        mus = np.zeros(len(self.ids) if has_mirostat(batch) else 0, np.float32)
         candidates = _no_candidates(batch)
         if num_logprobs is None or self.scores is None:
             return TokenChoice(token_ids=self.ids.numpy(), mus=mus, candidates=candidates)
@@ -84,14 +91,14 @@ def choose_later(
 ) -> Chosen:
     """As `choose`, by kernels alone: rows that are for the host get any token. last: of each slot,
     where histories lack theirs. keep: called with the device's tokens."""
-    reference.check_shapes(np.broadcast_to(np.float32(0), tuple(logits.shape)), batch)
+    check_shapes(np.broadcast_to(np.float32(0), tuple(logits.shape)), batch)
     token_ids = torch.empty((len(logits),), dtype=torch.int32, device=logits.device)
     edits, edited = Edits.of(batch, stream.to_device), None
     if edits is not None:
         if last is not None:
             add_late_tokens(edits, last)
         else:
-            reference.check_known(batch)
+            check_known(batch)
         edited = logits.clone()
         edit_logits(edited, edits)
     choose_tokens(
@@ -102,7 +109,7 @@ def choose_later(
     scores = None
     if batch.num_logprobs is not None:
         wanted = stream.to_device(np.maximum(batch.num_logprobs, 0))
-        num_top = reference.max_top(batch.num_logprobs)
+        num_top = max_top(batch.num_logprobs)
         found = score_rows(logits, token_ids, wanted, max_top=num_top, needs_target=True)
         parts = found.logprobs, found.top_ids, found.top_logprobs
         scores = tuple(stream.to_host(part) for part in parts)

@@ -138,13 +138,13 @@ class Admitter:
         self._loads = loads
         self._rules = rules
         self._groups = groups
-        self._extensions = [one for one in rules.extensions if _may_refuse(one)]
+        self._extensions = [one for one in rules.extensions if one.limits_admission]
         self._fork_gate = ForkGate()
         self._pending = PendingPrefixes(cache.block_size)
         # Newly admitted prompts, with blocks found and end, and their first digests: entered into
         # the pending prefixes once a request begins like one of them.
         self._fresh: list[tuple[SequenceState, int, int]] = []
-        self._first_digests: set[int] = set()
+        self._first_digests: set[int | None] = set()
 
     def add_gate(self, gate: Gate) -> None:
         """Add a reason for requests to wait; no effect if it is there."""
@@ -200,17 +200,17 @@ class Admitter:
             count = budget.allot_one(
                 source.start,
                 len(sequence.token_ids) - source.start,
-                scored=sequence.asks_scores and sequence.has_positions_to_score,
-                is_long=sequence.is_long,
+                scored=sequence.scores is not None and sequence.has_positions_to_score,
+                is_long=sequence.entry.is_long,
             )
             if count >= 1:
-                if source.match is not None:
+                if source.match is not None and first_digest is not None:
                     self._fresh.append((sequence, len(source.match.blocks), source.start + count))
                     self._first_digests.add(first_digest)
                 self._start(walk, sequence, source, count)
                 continue
             walk.try_again = True
-            if not sequence.is_long:
+            if not sequence.entry.is_long:
                 break
             # The share of long prompts is spent, not the step.
             walk.skips_long, walk.is_plain = True, False
@@ -281,7 +281,7 @@ class Admitter:
         """Return whether neither `sequence` nor any request behind it can begin."""
         if len(self._batch.free_slots) < sequence.num_slots:
             return True
-        if walk.overtaken is not None and walk.overtaken.num_overtakes >= MAX_OVERTAKES:
+        if walk.overtaken is not None and walk.overtaken.entry.num_overtakes >= MAX_OVERTAKES:
             walk.blocked = True
         return walk.blocked and not self._shares.any_floor_left()
 
@@ -296,7 +296,7 @@ class Admitter:
         shares = self._shares
         if sequence.request.tenant in walk.held or shares.is_full(sequence):
             return True
-        if (walk.skips_long and sequence.is_long) or (
+        if (walk.skips_long and sequence.entry.is_long) or (
             walk.blocked and not shares.has_floor_left(sequence)
         ):
             return True
@@ -345,7 +345,7 @@ class Admitter:
         # Blocks kept for other requests are released; there may be room in the next step.
         if self._loads.any_used:
             walk.try_again = self._loads.release_kept(sequence) or walk.try_again
-        if sequence.is_long and not walk.blocked:
+        if sequence.entry.is_long and not walk.blocked:
             walk.overtaken, walk.skips_long = sequence, True
         else:
             walk.blocked = True
@@ -357,7 +357,7 @@ class Admitter:
         cache, builder = self._cache, walk.step.builder
         walk.admitted.append(sequence)
         if walk.overtaken is not None:
-            walk.overtaken.num_overtakes += 1
+            walk.overtaken.entry.num_overtakes += 1
         self._shares.dequeued(sequence)
         slot = self._slots.allocate_slot(builder, sequence, source, walk.step.now_ms)
         row = (slot, source.start, count)
@@ -378,12 +378,7 @@ class Admitter:
             walk.started += self._groups.allocate_slots(sequence, builder)
 
 
-def _may_refuse(extension: StepExtension) -> bool:
-    """Return whether `extension` has a say in admissions."""
-    return type(extension).allows_admission is not StepExtension.allows_admission
-
-
-def _first_digest(sequence: SequenceState) -> int:
-    """Return half of the digest of its first block; 0 for a prompt shorter than a block."""
+def _first_digest(sequence: SequenceState) -> int | None:
+    """Return half of the digest of its first block; None for a prompt shorter than a block."""
     chain = sequence.chain
-    return chain.digests.item(0) if chain is not None and len(chain.digests) else 0
+    return chain.digests.item(0) if chain is not None and len(chain.digests) else None

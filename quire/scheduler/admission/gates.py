@@ -40,7 +40,7 @@ class LengthGate:
 
     def holds(self, sequence: SequenceState, batch: RunningBatch, now_ms: float) -> bool:
         """Return whether as many of its kind run as may."""
-        if sequence.is_long:
+        if sequence.entry.is_long:
             return 0 < self._max_long <= batch.num_long
         num_short = len(batch.sequences) - len(batch.free_slots) - batch.num_long
         return 0 < self._max_short <= num_short

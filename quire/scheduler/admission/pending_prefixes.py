@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from quire._native import DigestTable
-from quire.cache.digest import Uint64s
+from quire.cache.chain import Uint64s
 from quire.scheduler.running_batch import RunningBatch
 from quire.scheduler.sequence import NO_SLOT, SequenceState
 

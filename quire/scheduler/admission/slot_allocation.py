@@ -119,7 +119,7 @@ class SlotAllocator:
         """
         cache = self._cache
         returned = sequence.was_admitted
-        if sequence.kv.had_computed:
+        if sequence.preemption.had_computed:
             self._returns.returned(sequence, source.start)
         if source.match is not None and not sequence.has_positions_to_score:  # so it was looked up
             self._count_prefix(sequence, source.stored)

@@ -34,6 +34,7 @@ from quire.scheduler.beam.beam_search import BeamCandidates, BeamSearch, beam_ca
 from quire.scheduler.in_flight import InFlightPlans
 from quire.scheduler.interfaces import StepExtension
 from quire.scheduler.plan_builder import Branches, PlanBuilder, Step
+from quire.scheduler.prompt_scores import take_scores
 from quire.scheduler.running_batch import Bools, Index, Int32s, RunningBatch
 from quire.scheduler.sequence import NO_SLOT, SequenceGroup, SequenceState
 from quire.scheduler.step_budget import BlockShares
@@ -245,7 +246,7 @@ class BeamGroups(StepExtension):
         self.running.append(group)
         self.is_active = True
         for member in group.members[1:]:
-            member.key = first.key
+            member.entry.key = first.entry.key
             slot = batch.occupy(member, 0, 0)
             self._cache.name_slot(slot, member.request.request_id)
             self._policy.admitted(member, 0)
@@ -388,14 +389,14 @@ class BeamGroups(StepExtension):
         """Return the outputs of a search that is done, the best sequence for the first stream."""
         first = group.members[0]
         found = self._group_of(first).search.finished
-        scores = first.take_scores()
+        scores = take_scores(first)
         told = []
         for sequence in group.streams:
             sequence.kv.cached_tokens, sequence.kv.cache_use = (
                 first.kv.cached_tokens,
                 first.kv.cache_use,
             )
-            sequence.num_preemptions = first.num_preemptions
+            sequence.preemption.count = first.preemption.count
             sequence.times.first_scheduled_ms = first.times.first_scheduled_ms
             sequence.times.first_token_ms = first.times.first_token_ms
             sequence.times.last_token_ms = now_ms

@@ -35,10 +35,10 @@ class EarliestDeadline(Policy):
         """Return the time it has."""
         request, within_ms = sequence.request, math.inf
         if request.ttft_slo_ms is not None:
-            missed_ms = self._patience_ms if sequence.missed_first_token else 0.0
+            missed_ms = self._patience_ms if sequence.objectives.missed_first_token else 0.0
             within_ms = request.ttft_slo_ms + missed_ms
         if request.deadline_ms is not None:
-            tokens = sequence.likely_tokens
+            tokens = sequence.entry.likely_tokens
             depth = sequence.num_prompt_tokens + tokens / 2
             step_ms = self._speed.step_ms(SHARED_BY, SHARED_BY * depth)
             within_ms = min(within_ms, request.deadline_ms - tokens * step_ms)

@@ -85,7 +85,7 @@ class FairShare(FirstCome):
         """Return whether its tenant is flooded, its counter, then its arrival."""
         tenant = sequence.request.tenant
         is_flooded = self._is_flooded(tenant, self._max_recent_tokens())
-        return (not is_flooded, self._settled(tenant), *sequence.key)
+        return (not is_flooded, self._settled(tenant), *sequence.entry.key)
 
     def admitted(self, sequence: SequenceState, num_tokens: int) -> None:
         """Charge the prompt at once, so that no request is admitted on credit."""
@@ -94,7 +94,7 @@ class FairShare(FirstCome):
             self.urgent.append(sequence)
         self._running[tenant] += 1
         self._charged[sequence.slot] = len(sequence.token_ids)
-        if not sequence.num_preemptions:
+        if not sequence.preemption.count:
             self._charge(tenant, PROMPT_WEIGHT * num_tokens)
         self._last = self._settled(tenant)
 

@@ -41,4 +41,4 @@ class PriorityFirst(Policy):
     def preempts(self, running: SequenceState, sequence: SequenceState) -> bool:
         """Return whether `sequence` precedes `running` by a whole level."""
         level = 1.0 if math.isinf(self._level_ms) else self._level_ms
-        return running.key[0] - sequence.key[0] >= level
+        return running.entry.key[0] - sequence.entry.key[0] >= level

@@ -42,7 +42,7 @@ class ShortestFirst(Policy):
     def work_ms(self, sequence: SequenceState) -> float:
         """Return the predicted device milliseconds, less what is generated already."""
         prompt, known = sequence.num_prompt_tokens, len(sequence.token_ids)
-        left = sequence.likely_tokens
+        left = sequence.entry.likely_tokens
         speed = self._speed
         each_ms = speed.step_ms(SHARED_BY, SHARED_BY * (known + left / 2)) / SHARED_BY
         return speed.span_ms(0, prompt) + left * each_ms

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from enum import StrEnum
 from typing import Any
 
-from quire.base.records import PREEMPTION_COSTS_MS
+from quire.base.engine_stats import PREEMPTION_COSTS_MS
 from quire.scheduler.cost.speed import SpeedEstimate
 from quire.scheduler.sequence import SequenceState
 
@@ -46,9 +46,9 @@ class PreemptionStats:
 
     def returned(self, sequence: SequenceState, start: int) -> None:
         """Count a preempted request that runs again and computes from position `start` on."""
-        kv = sequence.kv
-        cost_ms = kv.waited_ms + self._speed.span_ms(start, max(kv.had_computed, start))
-        kv.had_computed, kv.waited_ms = 0, 0.0
+        lost = sequence.preemption.had_computed
+        cost_ms = sequence.kv.waited_ms + self._speed.span_ms(start, max(lost, start))
+        sequence.preemption.had_computed, sequence.kv.waited_ms = 0, 0.0
         self._costs_ms += cost_ms
         self._counts[bisect_left(PREEMPTION_COSTS_MS, cost_ms)] += 1
         self.fields = self._fields()

@@ -48,7 +48,7 @@ class Preemptor:
     def in_order(self, index: Index) -> Index:
         """Return the places in `index`, slots of running requests, in the order of service."""
         sequences = [self._batch.sequence(slot) for slot in index.tolist()]
-        keys = [(sequence.key, sequence.arrival) for sequence in sequences]
+        keys = [(sequence.entry.key, sequence.arrival) for sequence in sequences]
         return np.array(sorted(range(len(keys)), key=keys.__getitem__), np.intp)
 
     def make_room(self, index: Index, over: Index, needs: Int32s) -> Bools:
@@ -107,8 +107,8 @@ class Preemptor:
         moved = self._pack(slot, sequence)
         self.stats.preempted(why, moved=moved)
         self.watermark.preempted(self._requests.in_flight.step)
-        sequence.kv.had_computed = int(self._batch.computed[slot])
-        sequence.num_preemptions += 1
+        sequence.preemption.had_computed = int(self._batch.computed[slot])
+        sequence.preemption.count += 1
         self._requests.release([slot])
         self._requests.enqueue(sequence)
 
@@ -133,7 +133,7 @@ class Preemptor:
             sequence.request.sampling.mirostat
             and len(sequence.token_ids) > sequence.num_prompt_tokens
         ):
-            sequence.mirostat_mu = float(batch.mirostat_mus[slot])
+            sequence.preemption.mirostat_mu = float(batch.mirostat_mus[slot])
         return moved
 
     def _preempt_group(self, group: SequenceGroup, why: PreemptionReason) -> None:
@@ -141,9 +141,9 @@ class Preemptor:
         slots, first = group.slots, group.members[0]
         self.stats.preempted(why, moved=False)
         self.watermark.preempted(self._requests.in_flight.step)
-        first.kv.had_computed = int(self._batch.computed[first.slot])
+        first.preemption.had_computed = int(self._batch.computed[first.slot])
         group.pack()
-        first.num_preemptions += 1
+        first.preemption.count += 1
         self._requests.release(slots)
         self._beams.release(group)
         self._requests.enqueue(first)

@@ -57,7 +57,9 @@ class PausedRows:
     def others(self, batch: RunningBatch) -> list[int]:
         """Return running slots that are not, or no longer, of the paused rows."""
         slots = {
-            sequence.slot for sequence, times in self.sequences if sequence.num_preemptions == times
+            sequence.slot
+            for sequence, times in self.sequences
+            if sequence.preemption.count == times
         }
         return [slot for slot in batch.active.tolist() if slot not in slots]
 
@@ -86,7 +88,7 @@ class PriorityPreemption(StepExtension):
     is_pending: whether a request in flight is to be preempted in the next step.
     """
 
-    is_active = True
+    is_active = limits_admission = True
 
     def __init__(
         self,
@@ -177,7 +179,7 @@ class PriorityPreemption(StepExtension):
             sequence=sequence,
             scheduled=-1 if sequence.slot == NO_SLOT else int(batch.scheduled[sequence.slot]),
             layers_done=sequence.layers_done,
-            sequences=[(one, one.num_preemptions) for one in standing],
+            sequences=[(one, one.preemption.count) for one in standing],
         )
 
     def _preempt_for(self, sequence: SequenceState) -> list[int]:
@@ -197,7 +199,7 @@ class PriorityPreemption(StepExtension):
         source = find_kv_source(sequence, cache, batch)
         active = batch.active
         room = cache.num_takeable(source.match) - self._tenants.reserved_for_others(sequence)
-        room -= int(np.add.reduce(cache.blocks_short(active, batch.goal[active])))
+        room -= cache.blocks_lacking(active, batch.goal[active])
         room -= self._preemptor.watermark.blocks(len(active), self._requests.in_flight.step + 1)
         lacking = source.num_new_blocks - room
         if batch.free_slots and lacking <= 0:
@@ -228,7 +230,7 @@ class PriorityPreemption(StepExtension):
             running.slot != NO_SLOT
             and running.group is None
             and left > NEARLY_FINISHED_TOKENS
-            and running.num_preemptions < MAX_PREEMPTIONS
+            and running.preemption.count < MAX_PREEMPTIONS
             and self._policy.preempts(running, sequence)
             and self._tenants.may_lose_for(slot, sequence)
         )

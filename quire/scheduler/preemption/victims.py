@@ -69,7 +69,7 @@ class Victims:
         return (
             left <= NEARLY_FINISHED_TOKENS,
             -sequence.request.priority,
-            sequence.num_preemptions // MAX_PREEMPTIONS,
+            sequence.preemption.count // MAX_PREEMPTIONS,
             is_costly,
         )
 

@@ -62,7 +62,7 @@ class LayeredChunks(StepExtension):
         if part is None:
             if scored or sequence.group is not None or self._is_sent or self._is_busy():
                 return None
-            part = self._new_part(budget, start, wanted, is_long=sequence.is_long)
+            part = self._new_part(budget, start, wanted, is_long=sequence.entry.is_long)
             if part is None:
                 return None
             self._begin(sequence, part)
@@ -71,7 +71,7 @@ class LayeredChunks(StepExtension):
             return 0
         left = self._num_layers - part.layers_done
         num = budget.allot_layers(
-            part.start, part.count, left, self._num_layers, is_long=sequence.is_long
+            part.start, part.count, left, self._num_layers, is_long=sequence.entry.is_long
         )
         if not num:
             return 0

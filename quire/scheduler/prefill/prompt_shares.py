@@ -86,7 +86,7 @@ class PromptShares:
         count = self._layered.allot(budget, sequence, start, wanted, scored=is_scored)
         if count is not None:
             return count
-        return budget.allot_one(start, wanted, scored=is_scored, is_long=sequence.is_long)
+        return budget.allot_one(start, wanted, scored=is_scored, is_long=sequence.entry.is_long)
 
     def advance_yielding(self, step: Step, cache: CacheManager, shares: BlockShares) -> None:
         """Schedule the prompts in step.yielding, while budget and blocks last."""

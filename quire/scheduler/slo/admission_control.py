@@ -126,8 +126,8 @@ def check_objectives(
     if found.missed is not None and (cached := find_kv_source(sequence, cache, batch).start):
         found = _predict(sequence, predictor, num_ahead, now_ms, cached)
     if found.missed is None:
-        sequence.prediction = found.first
-        sequence.end_prediction = found.end if request.deadline_ms is not None else None
+        sequence.objectives.first_token = found.first
+        sequence.objectives.end = found.end if request.deadline_ms is not None else None
         return None
     missed, alone = found.missed, predictor.first_token(sequence, 0, now_ms, cached)
     if found.would_do_without_margin:

@@ -44,8 +44,8 @@ class Expiry:
         for sequence, is_whole in self._deadlines.passed(now_ms):
             if is_whole:
                 error = deadline_passed(sequence, self._predictor)
-                if sequence.end_prediction is not None:
-                    self._predictor.margin.came(sequence.end_prediction, now_ms)
+                if sequence.objectives.end is not None:
+                    self._predictor.margin.came(sequence.objectives.end, now_ms)
                 self._requests.abort(sequence)
                 expired.append(((sequence.request.request_id,), error))
             elif (
@@ -53,7 +53,7 @@ class Expiry:
                 and sequence.slot == NO_SLOT
                 and math.isnan(sequence.times.first_token_ms)
             ):
-                sequence.missed_first_token = True
+                sequence.objectives.missed_first_token = True
                 self._requests.requeue(sequence)
         for sequence in self._queue_time.overdue(now_ms):
             if sequence.alive:  # it may have gone with its group

@@ -84,8 +84,8 @@ class TTFTPredictor:
         self._requests.predict_lengths()
         speed, prompt = self._speed, len(sequence.token_ids)
         rows = max(len(self._batch.active), 1)
-        each_ms = speed.step_ms(rows, rows * (prompt + sequence.likely_tokens / 2)) / rows
-        work_ms = sequence.likely_tokens * each_ms
+        each_ms = speed.step_ms(rows, rows * (prompt + sequence.entry.likely_tokens / 2)) / rows
+        work_ms = sequence.entry.likely_tokens * each_ms
         if sequence.leader is None:
             work_ms += speed.span_ms(0, prompt)
         self._overtaking.note(sequence.request.arrival_ms, delay_ms, work_ms)
@@ -123,16 +123,16 @@ class TTFTPredictor:
             num_cached,
             len(sequence.token_ids),
             preemptible_share.rows,
-            is_long=sequence.is_long,
+            is_long=sequence.entry.is_long,
         )
         return Prediction(at_ms=at_ms, ms=begin_ms, waits=waits)
 
     def rest_ms(self, sequence: SequenceState) -> float:
         """Return the time from the first token of `sequence` to its end."""
         load = self._load()
-        depth = len(sequence.token_ids) + sequence.likely_tokens / 2
+        depth = len(sequence.token_ids) + sequence.entry.likely_tokens / 2
         step_ms = self._speed.step_ms(load.rows, (load.rows - 1) * load.depth + depth)
-        return (sequence.likely_tokens - 1) * step_ms
+        return (sequence.entry.likely_tokens - 1) * step_ms
 
     def _load(self) -> _Load:
         self._requests.predict_lengths()

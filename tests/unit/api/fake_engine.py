@@ -26,8 +26,9 @@ from quire.base.engine_snapshot import (
     RequestSnapshot,
     TierSnapshot,
 )
+from quire.base.engine_stats import EngineStats
 from quire.base.log import Log
-from quire.base.records import EngineStats, FinishReason, RequestTimes
+from quire.base.records import FinishReason, RequestTimes
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from quire.config.server_config import ServerConfig

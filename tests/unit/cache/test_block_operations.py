@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,11 +13,10 @@ from hypothesis import strategies as st
 from quire._native import BlockOperations, Ghosts
 from quire.base.errors import CapacityError
 from quire.cache.block_operations import PlainBlockOperations
-from quire.cache.chain import ChainHasher, SlotChains
-from quire.cache.digest import FIXED_KEY
+from quire.cache.chain import FIXED_KEY, ChainHasher, Owner, SlotChains
 from quire.cache.ghosts import PlainGhosts
 from quire.cache.lineage import Lineage
-from quire.cache.owners import Owner
+from quire.cache.manager import CacheManager
 from quire.cache.pool import BlockPool
 from quire.cache.prefix_index import PrefixIndex
 from quire.cache.table import BlockTable
@@ -58,7 +58,7 @@ class Parts:
         token_ids = np.arange(NUM_COLUMNS * SIZE, dtype=np.int32) // (content + 1)
         owner = Owner(content, "", "", self.hasher.seed(""))
         chain = self.hasher.chain(token_ids[: content * SIZE], owner)
-        found = self.index.longest_match(chain.digests)
+        found = self.index.table.longest_run(chain.digests)
         self.tokens[slot] = token_ids
         self.tables.name(slot, f"{slot} {content}")
         self.operations.attach(slot, chain.digests, found, owner.seed, content, returned)
@@ -96,7 +96,8 @@ class Parts:
             number = operations.register(slots, computed, self.tokens)
             return number, plain(operations.last_inserted())
         every = self.tables.blocks[slot, : self.tables.counts[slot]]
-        return operations.num_unreferenced(every), plain(operations.entries(slots))
+        counts = operations.num_free, operations.num_never_used, operations.allocated_blocks_total
+        return counts, operations.num_unreferenced(every), plain(operations.entries(slots))
 
     def state(self) -> list[object]:
         """All state, as plain values."""
@@ -108,7 +109,7 @@ class Parts:
             *(tables.blocks, tables.firsts, tables.counts, tables.capacities),
             *(tables.holders_by_block, self.chains.registered, self.chains.ends),
             *(self.chains.seeds, self.chains.owners, self.chains.returned),
-            *(self.index.digests, self.index.known, self.index.find(self.index.digests)),
+            *(self.index.digests, self.index.known, self.index.table.find(self.index.digests)),
             *(lineage.parents, lineage.tokens, lineage.depths, lineage.owners, lineage.hits),
         )
         return [
@@ -182,6 +183,45 @@ def test_refused_calls_change_nothing() -> None:
         operations.register(index(0), ints(SIZE), parts.tokens)
     with pytest.raises(ValueError, match="differ in length"):
         operations.allocate(index(0, 1), ints(1))
+    with pytest.raises(ValueError, match="a slot is given twice"):
+        operations.allocate(index(0, 0), ints(4, 4))
+    with pytest.raises(ValueError, match="a slot is given twice"):
+        operations.extend(index(1, 0, 1), ints(SIZE, SIZE, SIZE))
+    with pytest.raises(ValueError, match="a free block was released"):
+        operations.release(ints(3))
+    with pytest.raises(ValueError, match="a free block without content cannot be shared"):
+        operations.share(ints(3))
     with pytest.raises(CapacityError, match="13 KV blocks were asked for and 12 of 12 are free"):
         operations.take(NUM_BLOCKS + 1)
     assert parts.state() == before
+
+
+def test_a_block_is_released_at_most_once_a_reference() -> None:
+    parts = Parts(is_native=True)
+    operations = parts.operations
+    (block,) = operations.take(1)
+    operations.share(ints(block))
+    before = parts.state()
+    with pytest.raises(ValueError, match="a free block was released"):
+        operations.release(ints(block, block, block))
+    assert parts.state() == before
+    assert operations.release(ints(block, block)) == 1
+
+
+def test_a_queue_that_counts_more_blocks_than_it_holds_is_an_error() -> None:
+    parts = Parts(is_native=True)
+    parts.pool.counts[0] = 0  # no plain block is free
+    parts.pool.once.state[3] = 1
+    with pytest.raises(RuntimeError, match="holds fewer than it counts"):
+        parts.operations.take(1)
+
+
+def test_allocations_are_timed_only_where_asked() -> None:
+    cache = CacheManager(8, SIZE, prefix_caching=False)
+    timed = CacheManager(
+        8, SIZE, prefix_caching=False, operations=partial(BlockOperations, timed=True)
+    )
+    for manager in (cache, timed):
+        manager.extend(0, SIZE)
+    assert cache.allocation_ns_total == 0
+    assert timed.allocation_ns_total > 0

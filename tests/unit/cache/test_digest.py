@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from quire._native import hash_chains as native_hash_chains
 from quire._native import siphash128 as native_siphash128
-from quire.cache import digest, plain_digest
-from quire.cache.digest import FIXED_KEY
+from quire.cache import plain_digest
+from quire.cache.chain import FIXED_KEY, keys_of, seed_of
 
 # The first lines of vectors_sip128 in the authors' reference code: key 00..0f, message 00..n-1.
 VECTORS = (
@@ -57,7 +57,7 @@ def test_native_chains_match_the_reference(data: st.DataObject) -> None:
 
 def test_a_digest_depends_on_all_tokens_before_it_and_on_none_after() -> None:
     tokens = np.arange(12, dtype=np.int32)
-    seed = digest.seed_of("", FIXED_KEY)
+    seed = seed_of("", FIXED_KEY)
     before = native_hash_chains([tokens], [seed], 4, FIXED_KEY)
     tokens[5] += 1
     after = native_hash_chains([tokens], [seed], 4, FIXED_KEY)
@@ -68,8 +68,8 @@ def test_salts_and_keys_change_the_digests_of_the_same_tokens() -> None:
     tokens = np.arange(4, dtype=np.int32)
     found = set()
     for salt, key in (("", FIXED_KEY), ("tenant", FIXED_KEY), ("", b"another key 1234")):
-        seed = digest.seed_of(salt, key)
-        found.update(digest.keys_of(native_hash_chains([tokens], [seed], 4, key)))
+        seed = seed_of(salt, key)
+        found.update(keys_of(native_hash_chains([tokens], [seed], 4, key)))
     assert len(found) == 3
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire._native import DigestTable
-from quire.cache.digest import digests_of, keys_of
+from quire.cache.chain import digests_of, keys_of
 from quire.cache.digest_table import PlainDigestTable
 
 VERBS = ("find", "longest_run", "put", "take", "take_pairs", "clear")

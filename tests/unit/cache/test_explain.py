@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from quire.base.cache_usage import Miss, MissReason
+from quire.cache.chain import Owners
 from quire.cache.explain import miss_of, report_of
 from quire.cache.manager import CacheManager
-from quire.cache.owners import Owners
 
 
 def ints(*values: int) -> np.ndarray:

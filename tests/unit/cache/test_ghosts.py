@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire._native import Ghosts
-from quire.cache.digest import digests_of
+from quire.cache.chain import digests_of
 from quire.cache.ghosts import PlainGhosts
 
 Kind = type[Ghosts] | type[PlainGhosts]

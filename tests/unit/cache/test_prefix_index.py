@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.cache.digest import digests_of
+from quire.cache.chain import digests_of
 from quire.cache.prefix_index import PrefixIndex
 
 KEYS = digests_of([bytes([number]) * 16 for number in range(6)])
@@ -18,17 +18,17 @@ def ints(*values: int) -> np.ndarray:
 def test_a_match_ends_at_the_first_unknown_key() -> None:
     index = PrefixIndex(8)
     index.insert(KEYS[[0, 1, 3]], ints(5, 2, 7))
-    assert index.longest_match(KEYS).tolist() == [5, 2]
-    assert index.longest_match(KEYS[1:]).tolist() == [2]
-    assert index.longest_match(KEYS[2:3]).tolist() == []
-    assert index.longest_match(KEYS[:0]).tolist() == []
+    assert index.table.longest_run(KEYS).tolist() == [5, 2]
+    assert index.table.longest_run(KEYS[1:]).tolist() == [2]
+    assert index.table.longest_run(KEYS[2:3]).tolist() == []
+    assert index.table.longest_run(KEYS[:0]).tolist() == []
 
 
 def test_the_first_block_under_a_key_stays() -> None:
     index = PrefixIndex(8)
     assert index.insert(KEYS[0:1], ints(5)).tolist() == [0]
     assert index.insert(KEYS[:2], ints(6, 7)).tolist() == [1]
-    assert index.longest_match(KEYS).tolist() == [5, 7]
+    assert index.table.longest_run(KEYS).tolist() == [5, 7]
     assert index.key_of(6) is None
 
 
@@ -44,10 +44,10 @@ def test_a_removed_block_is_not_found_and_its_key_is_reusable() -> None:
     index = PrefixIndex(8)
     index.insert(KEYS[:3], ints(0, 1, 2))
     assert index.forget(ints(1)).tolist() == KEYS[1:2].tolist()
-    assert index.longest_match(KEYS).tolist() == [0]
+    assert index.table.longest_run(KEYS).tolist() == [0]
     assert len(index) == 2
     assert index.insert(KEYS[1:2], ints(4)).tolist() == [0]
-    assert index.longest_match(KEYS).tolist() == [0, 4, 2]
+    assert index.table.longest_run(KEYS).tolist() == [0, 4, 2]
 
 
 def test_a_cleared_index_is_empty_and_accepts_everything() -> None:
@@ -55,7 +55,7 @@ def test_a_cleared_index_is_empty_and_accepts_everything() -> None:
     index.insert(KEYS[:3], ints(0, 1, 2))
     assert index.clear() == 3
     assert len(index) == 0
-    assert index.longest_match(KEYS).tolist() == []
+    assert index.table.longest_run(KEYS).tolist() == []
     assert index.insert(KEYS[:3], ints(2, 1, 0)).tolist() == [0, 1, 2]
     assert index.problems() == []
 
@@ -72,7 +72,7 @@ def test_known_keys_and_keyed_blocks_are_skipped_in_bulk() -> None:
     new = index.insert(KEYS[[2, 0, 4, 4, 3]], ints(1, 2, 3, 4, 5))
     assert new.tolist() == [2, 4]
     assert np.flatnonzero(index.known).tolist() == [0, 1, 3, 5]
-    assert index.longest_match(KEYS[[0, 1, 4, 3, 2]]).tolist() == [0, 1, 3, 5]
+    assert index.table.longest_run(KEYS[[0, 1, 4, 3, 2]]).tolist() == [0, 1, 3, 5]
     assert index.problems() == []
 
 

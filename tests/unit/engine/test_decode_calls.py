@@ -25,9 +25,8 @@ from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.tensors import DType
-from quire.runner.batch_builder import forward_batch
+from quire.runner.batch_builder import KeptRows, forward_batch
 from quire.runner.model_runner import ModelRunner
-from quire.runner.sampled_rows import KeptRows
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy.first_come import FirstCome
 from quire.scheduler.scheduler import Scheduler

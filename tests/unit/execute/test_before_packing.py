@@ -11,7 +11,8 @@ import pytest
 from quire import _native
 from quire.base.errors import ModelError, SettingError
 from quire.execute.executor import PART_LIMITS, PART_TOKENS, ExecutorOptions, StepLimits
-from quire.execute.native import NativeExecutor, _int_row_bytes
+from quire.execute.native import NativeExecutor
+from quire.execute.native_limits import int_row_bytes
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.program import Program
@@ -92,7 +93,7 @@ def test_integer_rows_of_a_layered_chunk_are_counted_if_steps_are_smaller(
 ) -> None:
     int8 = quantize(_program(tmp_path), "int8")
     whole = [
-        _int_row_bytes(int8, replace(ROWS, max_tokens=num))
+        int_row_bytes(int8, replace(ROWS, max_tokens=num))
         for num in (8, PART_TOKENS, 2 * PART_TOKENS)
     ]
     assert whole == [whole[1], whole[1], 2 * whole[1]]

@@ -14,7 +14,8 @@ from quire.base.errors import ModelError
 from quire.base.log import Log
 from quire.execute.executor import PART_TOKENS, ExecutorOptions, StepLimits
 from quire.execute.layout import lay_out
-from quire.execute.native import NativeExecutor, _expert_bytes
+from quire.execute.native import NativeExecutor
+from quire.execute.native_limits import expert_bytes
 from quire.execute.packing import PANEL_ROWS, pack
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
@@ -64,14 +65,14 @@ def test_each_expert_begins_at_a_panel_and_has_its_own_rows(
 def test_scratch_memory_is_counted_for_the_largest_step_and_part(tmp_path: Path) -> None:
     program, _ = _opened(CASE.write(tmp_path))
     small, part, large = (
-        _expert_bytes(program, replace(ROWS, max_tokens=count))
+        expert_bytes(program, replace(ROWS, max_tokens=count))
         for count in (8, PART_TOKENS, 4 * PART_TOKENS)
     )
     assert 0 < small == part < large
     arena = lay_out(program, ROWS).arena_bytes
     assert NativeExecutor.memory_for(program, ROWS).step_bytes > arena + small
     dense, _ = _opened(Case("dense", {"mlp_only_layers": [0, 1]}, base=QWEN3_MOE).write(tmp_path))
-    assert _expert_bytes(dense, ROWS) == 0
+    assert expert_bytes(dense, ROWS) == 0
 
 
 def test_an_expert_of_a_step_is_read_once(tmp_path: Path) -> None:

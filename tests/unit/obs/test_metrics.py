@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.base.records import PREEMPTION_COSTS_MS, EngineStats, RequestTimes
+from quire.base.engine_stats import PREEMPTION_COSTS_MS, EngineStats
+from quire.base.records import RequestTimes
 from quire.base.scheduling_params import SchedulingParams
 from quire.obs.engine_metrics import BusyShare
 from quire.obs.metrics import Metrics

@@ -16,7 +16,7 @@ from pathlib import Path
 from quire.obs.shared import forget_process, share_counts
 folder = Path(sys.argv[1])
 share_counts(folder)
-from quire.base.records import EngineStats
+from quire.base.engine_stats import EngineStats
 from quire.obs.metrics import Metrics
 from quire.obs.series import restarts_counter
 metrics = Metrics(("a",), shared=folder, sees_steps=sys.argv[2] == "first")

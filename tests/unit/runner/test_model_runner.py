@@ -256,6 +256,18 @@ def test_rows_with_penalties_bias_and_banned_ids_carry_theirs_only() -> None:
     assert second.banned is None
 
 
+def test_a_sample_batch_is_reused_once_min_tokens_are_reached() -> None:
+    executor = ScriptedExecutor()
+    runner = runner_of(executor)
+    asked = (admission_of(0, [1, 2], min_tokens=2, stop_ids=(3,)),)
+    runner.submit(plan_of(1, [(0, 0, 2, 1)], admissions=asked))
+    for step in range(2, 6):
+        runner.submit(plan_of(step, [(0, step, 1, 1)]))
+    assert [batch.banned is not None for batch in executor.samples] == [True, True] + [False] * 3
+    prepared = [id(batch.prepared) for batch in executor.samples]
+    assert len(set(prepared)) == 3
+
+
 def test_a_released_slot_keeps_nothing_of_its_request() -> None:
     runner = runner_of(ScriptedExecutor())
     asked = admission_of(

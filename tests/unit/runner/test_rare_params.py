@@ -43,10 +43,10 @@ def _ints(*values: int) -> NDArray[np.int32]:
 def test_plain_rows_have_no_rare_parameters() -> None:
     tables = RareParamsTables(4)
     tables.admit(_admission(2, temperature=0.5, top_k=3, logit_bias={1: 2.0}))
-    assert tables.parameters(_ints(2, 1)) is None
+    assert not tables.uses[_ints(2, 1)].any()
     tables.admit(_admission(1, typical_p=0.5))
-    assert tables.parameters(_ints(2)) is None
-    assert tables.parameters(_ints(2, 1)) is not None
+    assert not tables.uses[2]
+    assert tables.uses[_ints(2, 1)].tolist() == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from quire.base.errors import WorkerError
 from quire.base.grammar import Grammar, GrammarKind
 from quire.base.token_table import TokenTable
+from quire.runner.batch_builder import sampled_rows
 from quire.runner.grammar_rows import Follow, GrammarRows
-from quire.runner.sampled_rows import sampled_rows
 from quire.runner.slot_tables import SlotTables
 from quire.runner.step_result import ROW_FAILED
 from quire.runner.token_runs import TokenRuns, cut_runs
 from quire.sampling.batch import TokenChoice
-from quire.structured.matcher import MatcherError
+from quire.structured.matcher import MatcherError, TrackerError
 from tests.unit.runner.plans import BLOCK_SIZE, admission_of, ints, plan_of, runner_of
 from tests.unit.runner.scripted_executor import ScriptedExecutor, next_ids
 
@@ -182,3 +182,18 @@ def test_a_matcher_follows_a_run_whatever_its_masks_were_made_with(
     assert follow.complete == complete
     assert list(follow.failed) == ([0] if token_ids[0] == 9 else [])
     rows.close()
+
+
+def test_what_the_tracker_refuses_compiles_no_other_matcher() -> None:
+    class Refusing(CountingMatcher):
+        def take(self, token_ids: list[int]) -> None:
+            raise TrackerError("an item is repeated")
+
+    tokens, source = TokenTable(4, 32), OneMatcher()
+    source.made, rows = Refusing(), GrammarRows(4, tokens, source)
+    grammar = Grammar(kind=GrammarKind.REGEX, text="x")
+    admission = admission_of(2, [1, 1, 6], num_prompt_tokens=3, structured_outputs=grammar)
+    tokens.admit(2, admission.token_ids, 3)
+    rows.admit(admission)
+    follow = rows.follow(np.array([2]), ints(3), ints(7))
+    assert follow.failed == {0: "an item is repeated"}

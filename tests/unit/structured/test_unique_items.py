@@ -480,6 +480,20 @@ def test_an_error_of_the_tracker_fails_the_matcher_only(
         matcher.copy().take(tokenizer.encode("a", add_special_tokens=False))
 
 
+def test_what_items_remember_counts_as_memory_of_the_grammar(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    schema = json_schema({**ARRAY, "items": {"pattern": "^[a-c]{4}$", "type": "string"}})
+    matcher = compiler.matcher(schema)
+    entry = compiler._entries[schema.digest]
+    remembered, num_bytes = matcher.root.num_tracker_bytes, entry.num_bytes
+    matcher.take(tokenizer.encode('["aaaa", "', add_special_tokens=False))
+    matcher.mask()
+    grown = matcher.root.num_tracker_bytes - remembered
+    assert grown > 0
+    assert entry.num_bytes - num_bytes == grown
+
+
 def test_a_grammar_without_uniqueitems_has_no_tracker(compiler: GrammarCompiler) -> None:
     assert compiler.matcher(json_schema({"type": "array"}))._tracker is None
     assert compiler.matcher(json_schema(STRINGS))._tracker is not None

@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.sampling.batch import SampleBatch
+from quire.sampling.batch import MIROSTAT, SampleBatch
 from quire.sampling.parts import RareParameters
 from quire.sampling.rare import SMALLEST_SHARE
-from quire.sampling.reference import MIROSTAT
 
 WORDS = 8  # 32-bit numbers a row
 # Takes an array to where the logits are.

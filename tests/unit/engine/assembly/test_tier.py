@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from quire.base.engine_stats import EngineStats
 from quire.base.errors import SettingError
-from quire.base.records import EngineStats
 from quire.bench.local import LocalEngine
 from quire.bench.workloads import RequestSpec
 from quire.config.groups import CacheConfig

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from quire.base.engine_stats import EngineStats
 from quire.base.errors import (
     CapacityError,
     ContextTooLong,
@@ -19,7 +20,6 @@ from quire.base.errors import (
 )
 from quire.base.records import (
     NO_INTS,
-    EngineStats,
     FinishReason,
     RequestOutput,
     RequestTimes,

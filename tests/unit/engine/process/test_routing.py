@@ -8,7 +8,8 @@ from dataclasses import MISSING, fields
 import numpy as np
 
 from quire.base.cache_usage import CacheReport
-from quire.base.records import EngineStats, FinishReason, RequestOutput, StepOutputs
+from quire.base.engine_stats import EngineStats
+from quire.base.records import FinishReason, RequestOutput, StepOutputs
 from quire.engine.client.open_streams import OpenStreams
 from quire.engine.client.pending_queries import PendingQueries
 from quire.engine.process.messages import (

@@ -119,10 +119,10 @@ def test_the_oldest_running_request_is_never_preempted() -> None:
     while harness.scheduler.has_work:
         active = harness.scheduler._batch.active
         oldest = harness.scheduler._batch.sequence(int(active[0])) if len(active) else None
-        count = oldest.num_preemptions if oldest else 0
+        count = oldest.preemption.count if oldest else 0
         harness.step()
         if oldest is not None:
-            assert oldest.num_preemptions == count
+            assert oldest.preemption.count == count
     harness.check_end()
 
 

@@ -3,7 +3,7 @@ rows are sampled."""
 
 import numpy as np
 
-from quire.runner.sampled_rows import KeptRows, sampled_rows
+from quire.runner.batch_builder import KeptRows, sampled_rows
 from quire.runner.slot_tables import SlotTables
 from tests.unit.runner.plans import BLOCK_SIZE, admission_of, plan_of
 
