@@ -8,15 +8,29 @@ text)`, which works from other processes as well.
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 SHOWN = "shown in the summary"
+MARKED_FOLDERS = ("browser", "fuzz", "gpu")  # all tests of each have its name as their marker
+# Files of these folders share models, syntax trees or tokenizers within a process.
+SHARED_FOLDERS = ("tests/exact/", "tests/repository/", "tests/unit/text/")
+LONGEST_UNITS = (
+    "tests/exact/",
+    "tests/unit/text/",
+    "tests/serve/test_life.py",
+    "tests/kernels/test_attention_rows.py",
+    "tests/repository/",
+    "tests/unit/structured/test_sample.py",
+    "tests/serve/test_api_processes.py",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,6 +46,49 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(folder)
     sys.dont_write_bytecode = False
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import tests that the marker expression leaves out: it costs seconds a process."""
+    folder = collection_path.name
+    is_left_out = folder in MARKED_FOLDERS and f"not {folder}" in config.getoption("markexpr")
+    return True if is_left_out else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the longest units first, so that no process runs one alone at the end."""
+    places = {unit: place for place, unit in enumerate(LONGEST_UNITS)}
+    items.sort(key=lambda item: places.get(_unit_of(item.nodeid), len(places)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Run a unit in one process, in the order of collection (for `--dist loadfile`)."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class UnitScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _unit_of(nodeid)
+
+    config.option.loadscopereorder = False  # would start the units with most tests first
+    return UnitScheduling(config, log)
+
+
+def _unit_of(nodeid: str) -> str:
+    """Return the file of a test, or its folder if the files of that share costly fixtures."""
+    shared = next((folder for folder in SHARED_FOLDERS if nodeid.startswith(folder)), None)
+    return shared or nodeid.partition("::")[0]
+
+
+def pytest_collection_finish() -> None:
+    """Exempt modules and collected tests from garbage collection: they live to the end.
+
+    Otherwise each full collection traverses the objects of all tests.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

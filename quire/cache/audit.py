@@ -9,7 +9,6 @@ raises for a contradiction.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,14 +31,14 @@ def check(
     With `repair`, reference counts and free blocks are derived anew from tables and holds, and the
     marks of findable blocks from the index: leaked blocks return, nothing is lost.
     """
-    due, names = _references_due(pool.num_blocks, tables, holds), tables.last_holders()
-    keyed = index.known
+    held, keyed = tables.held(), index.known
+    due = _references_due(pool.num_blocks, tables.blocks[held], holds)
     found = [
-        *_table_problems(tables),
-        *_named(pool.references > due, "blocks leaked (more references than holders)", names),
-        *_named(pool.references < due, "blocks with fewer references than holders", names),
+        *_table_problems(tables, held),
+        *_named(pool.references > due, "blocks leaked (more references than holders)", tables),
+        *_named(pool.references < due, "blocks with fewer references than holders", tables),
         *_named(pool.findable != keyed, "blocks where findable mark and index entry disagree"),
-        *_free_problems(pool, names),
+        *_free_problems(pool, tables),
         *index.problems(),
     ]
     if found and repair:
@@ -50,36 +49,36 @@ def check(
 
 def has_leaks(pool: BlockPool, tables: BlockTable, holds: Sequence[tuple[int, Int32s]]) -> bool:
     """Return whether references and holders disagree, as a bug of the scheduler would cause."""
-    due = _references_due(pool.num_blocks, tables, holds)
+    due = _references_due(pool.num_blocks, tables.blocks[tables.held()], holds)
     return bool((pool.references != due).any())
 
 
 def _references_due(
-    num_blocks: int, tables: BlockTable, holds: Sequence[tuple[int, Int32s]]
+    num_blocks: int, entries: Int32s, holds: Sequence[tuple[int, Int32s]]
 ) -> Int32s:
-    entries = tables.blocks[tables.held()]
+    """Return the references of each block by table entries and holds."""
     named = np.concatenate((entries, *(blocks for _, blocks in holds)))
     inside = named[(named >= 0) & (named < num_blocks)]
     return np.bincount(inside, minlength=num_blocks).astype(np.int32)
 
 
-def _table_problems(tables: BlockTable) -> list[str]:
+def _table_problems(tables: BlockTable, held: NDArray[np.bool_]) -> list[str]:
     found = []
-    if ((tables.blocks >= 0) != tables.held()).any():
+    if ((tables.blocks >= 0) != held).any():
         found.append("tables: entries and counts disagree")
     if (tables.capacities != tables.counts * tables.block_size).any():
         found.append("tables: capacities and counts disagree")
     return found
 
 
-def _free_problems(pool: BlockPool, names: NDArray[Any]) -> list[str]:
+def _free_problems(pool: BlockPool, tables: BlockTable) -> list[str]:
     plain, findable = pool.free_blocks()
     times_free = np.bincount(np.concatenate((plain, findable)), minlength=pool.num_blocks)
     found = [
-        *_named(times_free > 1, "blocks free more than once", names),
-        *_named((times_free > 0) & (pool.references > 0), "blocks free and in use at once", names),
+        *_named(times_free > 1, "blocks free more than once", tables),
+        *_named((times_free > 0) & (pool.references > 0), "blocks free and in use at once", tables),
         *_named(
-            (times_free == 0) & (pool.references == 0), "blocks neither free nor in use", names
+            (times_free == 0) & (pool.references == 0), "blocks neither free nor in use", tables
         ),
     ]
     again = pool.protected_blocks()
@@ -94,13 +93,14 @@ def _free_problems(pool: BlockPool, names: NDArray[Any]) -> list[str]:
     return found
 
 
-def _named(wrong: NDArray[np.bool_], what: str, names: NDArray[Any] | None = None) -> list[str]:
-    """Which blocks, and the requests that last had them."""
+def _named(wrong: NDArray[np.bool_], what: str, tables: BlockTable | None = None) -> list[str]:
+    """Return a line that names the blocks, and the requests that had them last."""
     if not np.count_nonzero(wrong):
         return []
     blocks = np.flatnonzero(wrong)
     finding = f"{len(blocks)} {what}: {_shown(blocks.tolist())}"
-    holders = [] if names is None else dict.fromkeys(filter(None, names[blocks].tolist()))
+    names = [] if tables is None else tables.last_holders()[blocks].tolist()
+    holders = dict.fromkeys(filter(None, names))
     return [f"{finding}; last held by {_shown(list(holders))}" if holders else finding]
 
 

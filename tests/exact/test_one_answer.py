@@ -23,9 +23,9 @@ from tests.exact.conftest import VOCAB_SIZE
 from tests.exact.rig import AloneRuns, Model, Outcome, differences, run_case
 from tests.exact.workload import draw_case
 
-NUM_CASES = int(os.environ.get("QUIRE_EXACT_CASES", "300"))
+NUM_CASES = int(os.environ.get("QUIRE_EXACT_CASES", "220"))
 FIRST_CASE = int(os.environ.get("QUIRE_EXACT_FIRST", "0"))
-ENOUGH_FOR_COVERAGE = 300
+ENOUGH_FOR_COVERAGE = 220
 GOALS = {
     "preempted": 0.48,  # beams, paused streams and small prompt chunks leave less to preempt
     "prefix_hit": 0.5,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,8 @@ from quire.weights.dtypes import bf16_bits, round_to_bf16
 
 Floats = NDArray[np.float32]
 TOKENS = 0  # the row count of a buffer
+BF16_NAN = bf16_bits(np.full((1, 1), np.nan, np.float32))[0, 0]
+Batch = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]
 
 
 class Kept(StrEnum):
@@ -78,27 +81,32 @@ class Rows:
     count: int
 
 
+@lru_cache(maxsize=8)  # drawn again for each instruction set, dtype and window otherwise
+def _drawn(
+    seed: int, shape: tuple[int, int], heads: int, kv_heads: int, head_dim: int
+) -> tuple[Floats, ...]:
+    """Draw q, k, v. Callers copy them."""
+    draw = np.random.default_rng(seed)
+    return tuple(
+        (draw.standard_normal((*shape, num_heads, head_dim)) * spread).astype(np.float32)
+        for num_heads, spread in ((heads, 2.0), (kv_heads, 1.0), (kv_heads, 1.0))
+    )
+
+
 class Tokens:
     """Random q, k, v [sequences, positions, heads, head_dim], rounded to the cache's dtype."""
 
     def __init__(
         self, geometry: Geometry, *, sequences: int, positions: int, seed: int = 0
     ) -> None:
-        draw = np.random.default_rng(seed)
         self.geometry = geometry
-        shape = (sequences, positions)
-        self.q, self.k, self.v = (
-            self._rounded(draw.standard_normal((*shape, heads, geometry.head_dim)) * spread)
-            for heads, spread in (
-                (geometry.heads, 2.0),
-                (geometry.kv_heads, 1.0),
-                (geometry.kv_heads, 1.0),
-            )
+        drawn = _drawn(
+            seed, (sequences, positions), geometry.heads, geometry.kv_heads, geometry.head_dim
         )
-
-    def _rounded(self, values: NDArray[np.float64]) -> Floats:
-        values32 = values.astype(np.float32)
-        return round_to_bf16(values32) if self.geometry.dtype is DType.BF16 else values32
+        is_bf16 = geometry.dtype is DType.BF16
+        self.q, self.k, self.v = (
+            round_to_bf16(values) if is_bf16 else values.copy() for values in drawn
+        )
 
 
 class PagedCache:
@@ -173,16 +181,16 @@ class PagedCache:
 
     def store(self, calls: Sequence[Rows]) -> None:
         """Write keys and values of these rows."""
-        positions, _, _ = self._batch(calls)
         self._write(1, np.concatenate([self._take(self.tokens.k, call) for call in calls]))
         self._write(2, np.concatenate([self._take(self.tokens.v, call) for call in calls]))
-        self._run(0, calls, positions, self._slots(calls))
+        self._run(0, self._batch(calls), self._slots(calls))
 
     def attend(self, calls: Sequence[Rows]) -> Floats:
         """Attention of these rows in one call: [rows, heads, head_dim]."""
-        positions, _, _ = self._batch(calls)
+        batch = self._batch(calls)
+        positions, _, _ = batch
         self._write(0, np.concatenate([self._take(self.tokens.q, call) for call in calls]))
-        self._run(1, calls, positions, np.full(len(positions), -1, np.int32))
+        self._run(1, batch, np.full(len(positions), -1, np.int32))
         y = self._program.array(self._views[3], len(positions)).copy()
         return y.reshape(len(positions), self.geometry.heads, self.geometry.head_dim)
 
@@ -230,22 +238,20 @@ class PagedCache:
 
     # ---- private
 
-    def _batch(
-        self, calls: Sequence[Rows]
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+    def _batch(self, calls: Sequence[Rows]) -> Batch:
+        """Return positions, the first row of each call and block tables."""
         positions = np.concatenate([np.arange(c.first, c.first + c.count) for c in calls])
         starts = np.cumsum([0, *(call.count for call in calls)])
         tables = self.tables[[call.sequence for call in calls]]
         return positions.astype(np.int32), starts.astype(np.int32), tables
 
     def _slots(self, calls: Sequence[Rows]) -> NDArray[np.int32]:
-        slots = [
-            self.tables[call.sequence, position // self.block_size] * self.block_size
-            + position % self.block_size
-            for call in calls
-            for position in range(call.first, call.first + call.count)
-        ]
-        return np.array(slots, np.int32)
+        slots = []
+        for call in calls:
+            positions = np.arange(call.first, call.first + call.count)
+            blocks = self.tables[call.sequence, positions // self.block_size]
+            slots.append(blocks * self.block_size + positions % self.block_size)
+        return np.concatenate(slots).astype(np.int32)
 
     def _take(self, values: Floats, call: Rows) -> Floats:
         rows = values[call.sequence, call.first : call.first + call.count]
@@ -255,18 +261,17 @@ class PagedCache:
         """Put rows into a buffer surrounded by NaN."""
         whole = self._program.array((buffer, 0, self._stride), len(values))
         bits = self.geometry.dtype is DType.BF16
-        whole[:] = bf16_bits(np.full((1, 1), np.nan, np.float32))[0, 0] if bits else np.nan
+        whole[:] = BF16_NAN if bits else np.nan
         _, offset, width = self._views[buffer]
         whole[:, offset : offset + width] = bf16_bits(values) if bits else values
 
     def _run(
         self,
         segment: int,
-        calls: Sequence[Rows],
-        positions: NDArray[np.int32],
+        batch: Batch,
         slots: NDArray[np.int32],
     ) -> None:
-        _, starts, tables = self._batch(calls)
+        positions, starts, tables = batch
         self._program.run(
             segment,
             token_ids=np.zeros(len(positions), np.int32),

@@ -6,7 +6,7 @@ They are found by walking the source directories, so that a copy without git is 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import os
 from functools import cache
 from pathlib import Path
 
@@ -18,14 +18,16 @@ _NOT_OURS = ("__pycache__", "checkpoints", "results", "recorded", "box", "box_dr
 
 
 def code_files(*folders: str) -> list[Path]:
-    """Yield Python and C++ sources, in all directories or in the given ones."""
-    return [file for file in _walk(folders or _FOLDERS) if file.suffix in _CODE]
+    """Return Python and C++ sources, in all directories or in the given ones."""
+    return [
+        file for folder in folders or _FOLDERS for file in _kept(folder) if file.suffix in _CODE
+    ]
 
 
 def text_files() -> list[Path]:
-    """Yield all kept text files, those of the top directory included."""
+    """Return all kept text files, those of the top directory included."""
     top = [file for file in sorted(ROOT.iterdir()) if file.is_file() and file.name != "LICENSE"]
-    found = [*top, *_walk(_FOLDERS)]
+    found = [*top, *(file for folder in _FOLDERS for file in _kept(folder))]
     return [file for file in found if file.suffix in _TEXT and not file.name.startswith(".git")]
 
 
@@ -35,14 +37,22 @@ def tree_of(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
 
 
+@cache
+def nodes_of(file: Path) -> tuple[ast.AST, ...]:
+    """Return all nodes of the syntax tree of a Python file."""
+    return tuple(ast.walk(tree_of(file)))
+
+
 def name_of(file: Path) -> str:
     """Return the path relative to the root."""
     return file.relative_to(ROOT).as_posix()
 
 
-def _walk(folders: tuple[str, ...]) -> Iterator[Path]:
-    for folder in folders:
-        for file in sorted((ROOT / folder).rglob("*")):
-            inner = file.relative_to(ROOT).parts[:-1]
-            if file.is_file() and not any(part in _NOT_OURS for part in inner):
-                yield file
+@cache
+def _kept(folder: str) -> tuple[Path, ...]:
+    """Return the kept files of a folder, sorted."""
+    found = []
+    for at, folders, names in os.walk(ROOT / folder):
+        folders[:] = [name for name in folders if name not in _NOT_OURS]
+        found += [Path(at, name) for name in names]
+    return tuple(sorted(found))

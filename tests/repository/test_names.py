@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.repository.source_files import code_files, name_of, tree_of
+from tests.repository.source_files import code_files, name_of, nodes_of
 
 EMPTY_WORDS = frozenset(
     {"helper", "helpers", "util", "utils", "utility", "utilities", "common", "misc", "mixin"}
@@ -32,7 +32,7 @@ def _is_empty(name: str, *, may_be_vague: bool = False) -> bool:
 
 def _python_names(file: Path) -> Iterator[tuple[str, int]]:
     """Yield names defined in the file, not those of libraries that it uses."""
-    for node in ast.walk(tree_of(file)):
+    for node in nodes_of(file):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if not node.name.startswith("test_"):  # a sentence, not a name
                 yield node.name, node.lineno
@@ -72,7 +72,7 @@ def test_no_class_is_a_mere_base_class() -> None:
         f"{name_of(file)}:{node.lineno} {node.name}"
         for file in code_files("quire", "bench", "models")
         if file.suffix == ".py"
-        for node in ast.walk(tree_of(file))
+        for node in nodes_of(file)
         if isinstance(node, ast.ClassDef) and _words(node.name) & {"base", "mixin", "abstract"}
     ]
     assert not found

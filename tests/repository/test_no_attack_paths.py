@@ -7,9 +7,9 @@ See docs/security.md.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from tests.repository.source_files import code_files, name_of, tree_of
+from tests.repository.source_files import code_files, name_of, nodes_of
 
 CODE_FROM_BYTES = frozenset({"pickle", "cPickle", "dill", "marshal", "shelve", "cloudpickle"})
 CONNECTIONS = frozenset({"urllib.request", "http.client", "requests", "httpx", "aiohttp", "ftplib"})
@@ -18,8 +18,8 @@ CLIENTS = ("quire/cli/", "quire/bench/")
 SOURCES = [file for file in code_files("quire") if file.suffix == ".py"]
 
 
-def _imported(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -27,10 +27,10 @@ def _imported(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{name.name}" for name in node.names)
 
 
-def _called(tree: ast.AST) -> set[str]:
+def _called(nodes: Iterable[ast.AST]) -> set[str]:
     return {
         node.func.id
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
 
@@ -39,22 +39,22 @@ def test_no_bytes_or_text_run_as_code() -> None:
     found = [
         name_of(file)
         for file in SOURCES
-        for tree in (tree_of(file),)
-        if CODE_FROM_BYTES & set(_imported(tree)) or {"eval", "exec"} & _called(tree)
+        for nodes in (nodes_of(file),)
+        if CODE_FROM_BYTES & set(_imported(nodes)) or {"eval", "exec"} & _called(nodes)
     ]
     assert not found
 
 
 def test_the_check_finds_injected_code() -> None:
-    assert _called(ast.parse("eval('1')")) == {"eval"}
-    assert CODE_FROM_BYTES & set(_imported(ast.parse("from pickle import loads")))
+    assert _called(ast.walk(ast.parse("eval('1')"))) == {"eval"}
+    assert CODE_FROM_BYTES & set(_imported(ast.walk(ast.parse("from pickle import loads"))))
 
 
 def test_only_the_package_for_it_imports_the_hub_s_client() -> None:
     found = {
         name_of(file).rpartition("/")[0]
         for file in SOURCES
-        if any(name.startswith("huggingface_hub") for name in _imported(tree_of(file)))
+        if any(name.startswith("huggingface_hub") for name in _imported(nodes_of(file)))
     }
     assert found == {"quire/hub"}
 
@@ -63,6 +63,6 @@ def test_no_package_that_handles_requests_opens_connections() -> None:
     found = [
         name_of(file)
         for file in SOURCES
-        if not name_of(file).startswith(CLIENTS) and CONNECTIONS & set(_imported(tree_of(file)))
+        if not name_of(file).startswith(CLIENTS) and CONNECTIONS & set(_imported(nodes_of(file)))
     ]
     assert not found

@@ -8,7 +8,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from tests.repository.source_files import ROOT, code_files, name_of, text_files, tree_of
+from tests.repository.source_files import ROOT, code_files, name_of, nodes_of, text_files
 
 # Pages about the past, which may name removed files.
 HISTORY = frozenset({"CHANGELOG.md", "EXPERIMENTS.md"})
@@ -29,7 +29,7 @@ def _known_names() -> frozenset[str]:
         if file.suffix != ".py":
             names |= set(re.findall(r"\w+", file.read_text(encoding="utf-8")))
             continue
-        for node in ast.walk(tree_of(file)):
+        for node in nodes_of(file):
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
                 names.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -74,7 +74,7 @@ def test_files_named_by_docstrings_exist() -> None:
         if file.suffix != ".py":
             continue
         documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        nodes = [node for node in ast.walk(tree_of(file)) if isinstance(node, documented)]
+        nodes = [node for node in nodes_of(file) if isinstance(node, documented)]
         text = "\n".join(ast.get_docstring(node) or "" for node in nodes)
         unknown = set(_FILE.findall(text)) - FOREIGN_FILES - _suffixes()
         if unknown:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.conftest import SHOWN
-from tests.repository.source_files import code_files, name_of, tree_of
+from tests.repository.source_files import code_files, name_of, nodes_of
 
 MAX_FILE_LINES = 700
 NUM_SHOWN = 12
@@ -18,10 +18,9 @@ def _num_lines(file: Path) -> int:
 
 
 def _functions(file: Path) -> list[tuple[int, str]]:
-    tree = tree_of(file)
     return [
         ((node.end_lineno or node.lineno) - node.lineno + 1, f"{name_of(file)}:{node.name}")
-        for node in ast.walk(tree)
+        for node in nodes_of(file)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
 

@@ -15,7 +15,7 @@ COMPLETIONS = "/v1/completions"
 HEALTHY = {
     "prompt": "the sea and the stone",
     "seed": 4,
-    "max_tokens": 400,
+    "max_tokens": 100,
     "ignore_eos": True,
     "logprobs": 1,
 }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -41,6 +42,7 @@ HALF_DONE = 2  # a position of which some layers have been computed
 _MASK = (1 << 64) - 1
 
 
+@lru_cache(maxsize=1 << 18)  # every step computes the digests of the same histories
 def mix(digest: int, number: int) -> int:
     """Return the digest extended by one token, never UNWRITTEN or GARBAGE in practice."""
     digest = (digest * 6364136223846793005 + number + 1442695040888963407) & _MASK
@@ -246,12 +248,18 @@ class FakeWorker:
         store_from = int(plan.store_from[row])
         digest = 7
         seen_from = max(start - self.window + 1, 0) if self.window else 0
-        for position in range(start + count):
-            digest = mix(digest, int(self.tokens.tokens[slot, position]))
+        known_until = max(start, store_from)
+        blocks, size, content = self.tables[slot].tolist(), self.block_size, self.content
+        tokens = self.tokens.tokens[slot, : start + count].tolist()
+        for position, token_id in enumerate(tokens):
+            digest = mix(digest, token_id)
             if position < seen_from:
                 continue
-            if position < start or position < store_from:
-                held = self._read(slot, position)
+            block = blocks[position // size]
+            assert block >= 0, f"slot {slot} has no block for position {position}"
+            place = block * size + position % size
+            if position < known_until:
+                held = content[place]
                 if held != digest:
                     self.wrong.append(
                         f"step {plan.step} slot {slot}: position {position} read {held:x}, "
@@ -259,7 +267,7 @@ class FakeWorker:
                     )
                     return "read a wrong block"
                 continue
-            self._write(slot, position, GARBAGE if failing else digest)
+            content[place] = GARBAGE if failing else digest
         if failing:
             self.failed.add(slot)
             return "the row failed as planned"
@@ -285,8 +293,8 @@ class FakeWorker:
             self.wrong.append(f"{where}: {layers} does not follow {last}")
         digest, held = 7, HALF_DONE if layers.first_layer else None
         seen_from = max(layers.start - self.window + 1, 0) if self.window else 0
-        for position in range(end):
-            digest = mix(digest, int(self.tokens.tokens[slot, position]))
+        for position, token_id in enumerate(self.tokens.tokens[slot, :end].tolist()):
+            digest = mix(digest, token_id)
             if position < seen_from:
                 continue
             if position < layers.store_from:

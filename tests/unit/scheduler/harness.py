@@ -245,13 +245,15 @@ class Harness:
         self._check_layers(plan)
         assert (plan.counts > 0).all()
         assert (plan.store_from >= plan.starts).all()
+        owners_of = self._owners_of_blocks()
         for block in self._written_blocks(plan):
-            owners = self._owners(block)
+            owners = owners_of.get(block, set())
             assert len(owners) == 1, "a shared block is written to"
             assert not self.cache.pool.findable[block], "a registered block is written to"
             for named in self.named:
                 assert owners <= named.get(block, owners), "a block named in flight is reused"
-        self.named.append({block: self._owners(block) for block in self._named_blocks(plan)})
+        named = self._named_blocks(plan)
+        self.named.append({block: owners_of.get(block, set()) for block in named})
 
     def _check_layers(self, plan: StepPlan) -> None:
         layers = plan.layers
@@ -286,9 +288,16 @@ class Harness:
             assert (rows[-1] >= 0).all(), "a row sees a freed block"
         return set(np.concatenate([plan.copy_from, plan.copy_to, *rows]).tolist())
 
-    def _owners(self, block: int) -> set[str]:
-        slots = np.flatnonzero((self.cache.tables.blocks == block).any(axis=1))
-        return {self.scheduler._batch.sequence(slot).request.request_id for slot in slots.tolist()}
+    def _owners_of_blocks(self) -> dict[int, set[str]]:
+        """Return the requests that have each block in their tables."""
+        found: dict[int, set[str]] = {}
+        for slot, row in enumerate(self.cache.tables.blocks.tolist()):
+            blocks = [block for block in row if block >= 0]
+            if blocks:
+                name = self.scheduler._batch.sequence(slot).request.request_id
+                for block in blocks:
+                    found.setdefault(block, set()).add(name)
+        return found
 
     def check_scores(self) -> None:
         """Check that scores match those alone, once per group unless all of its streams failed."""

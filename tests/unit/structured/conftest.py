@@ -73,6 +73,15 @@ def accepts(compiler: GrammarCompiler, tokenizer: Tokenizer) -> Accepts:
     return accepts
 
 
+@pytest.fixture(scope="session")
+def consumes(compiler: GrammarCompiler, tokenizer: Tokenizer) -> Accepts:
+    """Return whether a text may be the whole answer, without computing the masks before it.
+
+    This is the result of `accepts`: a text outside the masks is judged by its bytes as well.
+    """
+    return lambda grammar, text: _accepts_bytes(compiler.matcher(grammar), tokenizer, text)
+
+
 def _accepts_bytes(matcher: Matcher, tokenizer: Tokenizer, text: str) -> bool:
     """Return whether all tokens are accepted, without looking at masks."""
     try:

@@ -38,6 +38,7 @@ from tests.unit.text.made_tokenizers import (
     with_holes,
     word_piece_json,
 )
+from tests.unit.text.published import published_tokenizer
 
 
 @functools.cache
@@ -119,7 +120,7 @@ def _loaded(kind: str) -> Tokenizer:
     if kind == "model in the box":
         return Tokenizer.load(box_path())
     if kind in ("llama3", "qwen", "llama2", "gpt2", "phi3"):
-        return Tokenizer.load(outside(f"tokenizers/{kind}"))
+        return published_tokenizer(kind)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if kind == "ranks":

@@ -29,6 +29,7 @@ from tests.unit.text.made_files import (
 )
 from tests.unit.text.made_gguf import of_json, of_pieces, write
 from tests.unit.text.made_tokenizers import LINES, byte_level_json
+from tests.unit.text.published import published_tokenizer
 
 TEXTS = st.text(st.sampled_from("the a▁ \n🦙é犬<s>/0129'\t")) | st.text(max_size=20)
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -354,7 +355,7 @@ def published(name: str) -> dict[str, Any]:
             assert id_ == len(listed)
             listed.append((beside[id_]["content"], -1000.0, kind))
         return of_pieces(listed)
-    backend = Tokenizer.load(folder)._backend
+    backend = published_tokenizer(name)._backend
     return of_json(backend.to_str(), {"llama3": "llama-bpe", "qwen": "qwen2"}.get(name, "gpt-2"))
 
 

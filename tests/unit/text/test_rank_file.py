@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import itertools
 import json
 import unicodedata
@@ -93,6 +94,25 @@ def test_a_full_llama_3_file_is_recognized_by_its_size(
     assert tokenizer.encode("<|reserved_special_token_247|>")[1] == 128_255
 
 
+@functools.cache
+def _ranks_of(num_ranks: int, special: frozenset[tuple[str, int]], *words: str) -> str:
+    """Return a file of `num_ranks` tokens, in which the long ones of `words` are tokens."""
+    pairs = [first + second for first in stand_ins() for second in stand_ins()]
+    triples = [stand_ins()[byte] + pair for byte in (0xFD, 0xFE, 0xFF) for pair in pairs]
+    whole = [written(word.encode()) for word in words if len(word) > 2]
+    made = dict.fromkeys([*stand_ins(), *whole, *pairs, *triples])
+    reserved = dict(special)
+    tokens = [token for token in made if token not in reserved][:num_ranks]
+    byte_of = {character: byte for byte, character in enumerate(stand_ins())}
+    lines, rank = [], 0
+    for token in tokens:
+        rank += rank in reserved.values()  # p50k_base's file leaves one out
+        raw = bytes(byte_of[character] for character in token)
+        lines.append(f"{base64.b64encode(raw).decode()} {rank}\n")
+        rank += 1
+    return "".join(lines)
+
+
 @pytest.mark.parametrize(
     ("family", "special", "words"),
     [
@@ -118,19 +138,9 @@ def test_openais_files_are_recognized_by_their_sizes(
     config: dict[str, str],
     tmp_path: Path,
 ) -> None:
-    pairs = [first + second for first in stand_ins() for second in stand_ins()]
-    triples = [stand_ins()[byte] + pair for byte in (0xFD, 0xFE, 0xFF) for pair in pairs]
-    whole = [written(word.encode()) for word in words if len(word) > 2]
-    made = dict.fromkeys([*stand_ins(), *whole, *pairs, *triples])
-    tokens = [token for token in made if token not in special][: family.num_ranks]
-    lines, rank = [], 0
-    for token in tokens:
-        rank += rank in special.values()  # p50k_base's file leaves one out
-        byte_of = {character: byte for byte, character in enumerate(stand_ins())}
-        raw = bytes(byte_of[character] for character in token)
-        lines.append(f"{base64.b64encode(raw).decode()} {rank}\n")
-        rank += 1
-    (tmp_path / "ranks.tiktoken").write_text("".join(lines))
+    (tmp_path / "ranks.tiktoken").write_text(
+        _ranks_of(family.num_ranks, frozenset(special.items()), *words)
+    )
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer.load(tmp_path)
     for token, id_ in special.items():

@@ -14,6 +14,7 @@ from quire.text.tokenizer import Tokenizer
 from tests.data import outside
 from tests.unit.text.made_files import bpe_pieces, model_bytes, write_ranks, write_vocabulary
 from tests.unit.text.made_tokenizers import LINES, NAMED, byte_level_json, made, write_folder
+from tests.unit.text.published import published_tokenizer
 
 PUBLISHED = {
     "llama3": "llama-bpe",
@@ -26,7 +27,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_all_published_cases_have_their_published_ids(name: str) -> None:
-    tokenizer = Tokenizer.load(outside(f"tokenizers/{name}"))
+    tokenizer = published_tokenizer(name)
     cases = outside("tokenizers/cases") / PUBLISHED[name]
     texts = cases.with_suffix(".inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
     lines = cases.with_suffix(".out").read_text().split("\n")
@@ -39,7 +40,7 @@ def test_all_published_cases_have_their_published_ids(name: str) -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_naughty_strings_and_a_japanese_book_round_trip(name: str) -> None:
-    tokenizer = Tokenizer.load(outside(f"tokenizers/{name}"))
+    tokenizer = published_tokenizer(name)
     strings = json.loads(outside("hostile/naughty-strings.json").read_text(encoding="utf-8"))
     book = outside("text/japanese-neko.txt").read_text(encoding="utf-8")
     for text in [*strings, *book.splitlines()[:100], book[:60_000]]:
@@ -60,7 +61,7 @@ def test_naughty_strings_and_a_japanese_book_round_trip(name: str) -> None:
 def test_bare_files_have_the_special_tokens_of_their_family(
     name: str, opens: list[int], bos: int | None, eos: int, vocab_size: int
 ) -> None:
-    tokenizer = Tokenizer.load(outside(f"tokenizers/{name}"))
+    tokenizer = published_tokenizer(name)
     assert tokenizer.encode("") == opens
     assert (tokenizer.bos_id, tokenizer.eos_id) == (bos, eos)
     assert tokenizer.vocab_size == vocab_size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,6 @@ import pytest
 from quire.base.errors import WeightsError
 from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
-from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.tensors import DType
 from quire.runner.fingerprint import files_digest
@@ -26,9 +27,18 @@ from tests.tiny_models import write_tiny, write_tiny_llama
 Q, K = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
 
 
+EACH_FIFTH = slice(None, None, 5)  # rows of every head, in both halves of each
+
+
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("wide"), **WIDE)
+
+
+@pytest.fixture(scope="module")
+def file_of(wide: Path) -> Callable[[str], Path]:
+    """Return the wide model as a file of a type; each type is quantized once."""
+    return functools.cache(lambda kind: write_gguf_of(wide, wide / f"{kind}.gguf", kind=kind))
 
 
 def by_definition(values: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
@@ -36,6 +46,11 @@ def by_definition(values: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, An
     raw, size = quantized(values, kind), BLOCKS[kind].num_bytes
     blocks = [scalar_values(kind, raw[at : at + size]) for at in range(0, len(raw), size)]
     return np.array(blocks, np.float32).reshape(values.shape)
+
+
+def raw_rows(values: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
+    """Return the bytes of each row stored as `kind`."""
+    return np.frombuffer(quantized(values, kind), np.uint8).reshape(len(values), -1)
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
@@ -60,26 +75,27 @@ def test_plain_tensors_are_the_bytes_of_the_checkpoint(
 
 @pytest.mark.parametrize("kind", sorted(BLOCKS))
 def test_quantized_tensors_match_the_definition_in_the_checkpoints_order(
-    kind: str, wide: Path, tmp_path: Path
+    kind: str, wide: Path, file_of: Callable[[str], Path]
 ) -> None:
-    found = open_checkpoint(write_gguf_of(wide, tmp_path / "m.gguf", kind=kind))
+    found = open_checkpoint(file_of(kind))
     assert isinstance(found, GgufCheckpoint)
     right = open_checkpoint(wide)
     for name, heads in ((Q, 8), (K, 2), ("model.layers.1.mlp.down_proj.weight", 0)):
-        values = right.read_f32(name)[:64] if not heads else right.read_f32(name)
-        expected = by_definition(values, kind)
+        values = right.read_f32(name)
         if heads:  # rows move, and a row's blocks with them
-            moved = by_definition(paired(values, heads), kind)
-            np.testing.assert_array_equal(paired(expected, heads), moved)
-        np.testing.assert_array_equal(found.read_f32(name)[: len(expected)], expected)
+            moved = raw_rows(paired(values, heads), kind)
+            np.testing.assert_array_equal(paired(raw_rows(values, kind), heads), moved)
+        expected = by_definition(values[EACH_FIFTH], kind)
+        whole = found.read_f32(name)
+        np.testing.assert_array_equal(whole[EACH_FIFTH], expected)
         assert found.tensor(name).dtype == "f32"
         rows = found.quantized(name)
         assert rows is not None
         assert rows.type.name == kind
-        np.testing.assert_array_equal(rows.to_f32(slice(0, len(expected))), expected)
-        np.testing.assert_array_equal(found.read_f32(name, slice(3, 5)), expected[3:5])
+        np.testing.assert_array_equal(rows.to_f32(slice(0, len(values))), whole)
+        np.testing.assert_array_equal(found.read_f32(name, slice(3, 6)), whole[3:6])
         found.release(name)
-        np.testing.assert_array_equal(found.read_f32(name)[: len(expected)], expected)
+        np.testing.assert_array_equal(found.read_f32(name), whole)
 
 
 @pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "Q4_0"])
@@ -99,27 +115,22 @@ def test_gpt_2s_matrices_are_transposed_back(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_K", "Q6_K", "Q2_K"])
 @pytest.mark.parametrize("dtype", [DType.F32, DType.BF16])
 def test_executors_compute_with_the_dequantized_values_and_digest_them(
-    kind: str, dtype: DType, wide: Path, tmp_path: Path
+    kind: str, dtype: DType, file_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    path = write_gguf_of(wide, tmp_path / "m.gguf", kind=kind)
+    path = file_of(kind)
     ids = [3, 1, 4, 1, 5, 9, 2, 6]
-    found = [
-        logits_of(open_executor(path, kind=executor, dtype=dtype), ids, max_positions=512)
-        for executor in ("native", "reference")
+    executors = [
+        open_executor(path, kind=executor, dtype=dtype) for executor in ("native", "reference")
     ]
+    found = [logits_of(executor, ids, max_positions=512) for executor in executors]
     error = 1e-3 if dtype is DType.F32 else 0.2
     np.testing.assert_allclose(found[0], found[1], atol=error, rtol=error)
-    program = build_program(open_model(path), dtype=dtype, max_positions=512)
-    options = ExecutorOptions(limits=StepLimits(max_tokens=8, max_samples=8, max_sequences=1))
-    digests = {
-        make(program, open_checkpoint(path), options).weights_digest
-        for make in (NativeExecutor, ReferenceExecutor)
-    }
+    digests = {executor.weights_digest for executor in executors}
     assert len(digests) == 1
     content = bytearray(path.read_bytes())
     content[-500] ^= 4  # in the head
-    path.write_bytes(content)
-    changed = NativeExecutor(program, open_checkpoint(path), options).weights_digest
+    (tmp_path / "m.gguf").write_bytes(content)
+    changed = open_executor(tmp_path / "m.gguf", kind="native", dtype=dtype).weights_digest
     assert changed not in digests
 
 
