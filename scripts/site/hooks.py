@@ -24,6 +24,8 @@ _BOOST = {"flags.md": 4.0, "request-fields.md": 2.0, "errors.md": 2.0, "metrics.
 _INTERNALS = ("packages/", "EXPERIMENTS", "CHANGELOG", "gpu-kernels", "glossary", "reading")
 _IMAGES = (".png", ".svg")
 _CODE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2|`+[^`]*`+", re.M | re.S)
+_CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.S)
+_WORD = re.compile(r"<code>([^<\s]{1,32})</code>")
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 
@@ -69,6 +71,12 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         return f"{bang}[{text}]({relative}{hash_sign}{anchor})"
 
     return outside_code(markdown, lambda text: _LINK.sub(link, text))
+
+
+def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Write pipes in cells as the repository view does, and mark short code to stay in one line."""
+    html = _CELL.sub(lambda cell: cell[0].replace(r"\|", "|"), html)
+    return _WORD.sub(r'<code class="word">\1</code>', html)
 
 
 def outside_code(markdown: str, change: Callable[[str], str]) -> str:
