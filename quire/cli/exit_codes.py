@@ -1,4 +1,8 @@
-"""The exit codes of the `quire` command: one table, from which docs/errors.md is generated."""
+"""The exit codes of the `quire` command, and what each means.
+
+The table of docs/errors.md is generated from EXIT_CODES. Invariant: subcommands return only these
+codes; a server that is ended by a second signal exits with 128 plus its number.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -19,8 +19,13 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[2]
 TOP_PAGES = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "EXPERIMENTS.md")
 ICON = "quire/api/web/icon.svg"
+# Searches find reference tables first, and the code's own pages last.
+_BOOST = {"flags.md": 4.0, "request-fields.md": 2.0, "errors.md": 2.0, "metrics.md": 2.0}
+_INTERNALS = ("packages/", "EXPERIMENTS", "CHANGELOG", "gpu-kernels", "glossary", "reading")
 _IMAGES = (".png", ".svg")
 _CODE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2|`+[^`]*`+", re.M | re.S)
+_CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.S)
+_WORD = re.compile(r"<code>([^<\s]{1,32})</code>")
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 
@@ -49,6 +54,8 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Return a page with the links of the site."""
     here = page.file.src_uri
+    boost = 0.5 if here.startswith(_INTERNALS) else _BOOST.get(here, 1.0)
+    page.meta["search"] = {"boost": boost}
 
     def link(match: re.Match[str]) -> str:
         bang, text, target = match.groups()
@@ -66,7 +73,13 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     return outside_code(markdown, lambda text: _LINK.sub(link, text))
 
 
-def outside_code(markdown: str, change) -> str:
+def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Write pipes in cells as the repository view does, and mark short code to stay in one line."""
+    html = _CELL.sub(lambda cell: cell[0].replace(r"\|", "|"), html)
+    return _WORD.sub(r'<code class="word">\1</code>', html)
+
+
+def outside_code(markdown: str, change: Callable[[str], str]) -> str:
     """Return Markdown with its text changed, and its code as it was."""
     codes: list[str] = []
 

@@ -5,6 +5,7 @@ A code block is preceded by an HTML comment that says what becomes of it:
     <!-- server -->          a `quire serve` command: started, and stopped at the end of the page
     <!-- run -->             shell or Python: must succeed
     <!-- output -->          what the block before it printed; `...` stands for any text
+    <!-- output: numbers differ -->  the same, with any numbers and widths of columns
     <!-- file: NAME -->      written to a file
     <!-- not run: REASON --> shown only
 
@@ -116,7 +117,7 @@ class PageRun:
         elif block.kind == "server":
             self._start(code)
         elif block.kind == "output":
-            if not _matches(block.code, self._printed):
+            if not _matches(block.code, self._printed, any_numbers=bool(block.argument)):
                 raise self._error(block, f"shows another output than:\n{self._printed}")
         elif block.language == "python":
             self._printed = self._python(block, code)
@@ -165,10 +166,16 @@ class PageRun:
         return PageError(f"{self._name}:{block.line}: the block {words}")
 
 
-def _matches(shown: str, printed: str) -> bool:
+def _matches(shown: str, printed: str, *, any_numbers: bool = False) -> bool:
     """Return whether a text was printed as shown, with any text in place of `...`."""
+    if any_numbers:
+        shown, printed = _without_numbers(shown), _without_numbers(printed)
     pattern = re.escape(shown.strip()).replace(r"\.\.\.", ".*")
     return re.fullmatch(pattern, printed.strip(), re.S) is not None
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(" +", " ", re.sub(r"[+-]?\b\d[\d.,]*", "0", text))
 
 
 def command_environment(folder: Path) -> dict[str, str]:

@@ -26,7 +26,7 @@ from tests.serve.running_server import RunningServer
 RECIPES = ROOT / "docs" / "recipes"
 # Pages for developers of this repository; their commands belong to other checks.
 FOR_DEVELOPERS = "add-a-"
-OTHER_PAGES = ("start.md", "tools.md", "structured-output.md")
+OTHER_PAGES = ("start.md", "errors.md", "structured-output.md", "tools.md")
 
 pytestmark = [
     pytest.mark.docs,

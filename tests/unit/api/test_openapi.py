@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 from typing import Any
 
@@ -28,6 +29,7 @@ from quire.api.generation.foreign_fields import HINTS, NO_EFFECT, SYNONYMS, UNSE
 from quire.api.http.auth import is_open
 from quire.api.http.origins import is_guarded
 from quire.api.openapi.document import document, served
+from quire.api.openapi.error_words import error_rows
 from quire.api.openapi.field_schemas import Known
 from quire.api.openapi.field_words import OF_CHATS, OF_TEXTS, WORDS
 from quire.api.openapi.operations import OPERATIONS
@@ -311,6 +313,23 @@ def test_the_page_has_all_routes_and_fields_without_external_resources() -> None
     assert len(page.ids) == len(set(page.ids))
     anchors = {link.removeprefix("#") for link in page.links if link.startswith("#")}
     assert anchors <= set(page.ids)
+
+
+def test_the_page_says_what_to_do_about_each_error_that_a_route_sends() -> None:
+    sent = {
+        code
+        for methods in shown()["paths"].values()
+        for operation in methods.values()
+        for response in operation["responses"].values()
+        for code in response.get("x-quire-codes", ())
+    }
+    text = shown("/docs")
+    for row in error_rows():
+        code = row.code or "null"
+        cell = re.search(f"<td><code>{code}</code></td><td>(.*?)</td>", text)
+        assert (cell is not None) == (code in sent)
+        advice = re.sub("<.*?>", "`", cell[1]) if cell else ""
+        assert row.advice in unescape(advice) or code not in sent
 
 
 def test_without_the_web_page_there_is_no_script_and_no_script_is_allowed() -> None:
