@@ -109,6 +109,7 @@ class ServerState:
         """Accept requests: the engine is ready."""
         self._engine = engine
         engine.on_stats = self.metrics.see
+        self.metrics.see(engine.stats)  # /metrics shows the KV blocks before the first step
 
     @property
     def loaded_engine(self) -> Engine | None:
