@@ -28,7 +28,7 @@ from quire.config.flags import bytes_text
 from quire.config.sources import SECRET, SETTINGS, Sourced
 from quire.hub.names import hub_name
 
-# Text settings whose values are names of formats and devices, not of places.
+# Text settings with values that name formats and devices, not places.
 _PLAIN_TEXTS = frozenset(
     {"quantization", "head_precision", "tool_call_parser", "reasoning_parser", "device"}
 )

@@ -25,7 +25,7 @@ def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     file.write_text('api-key-file = "~/keys-of-ada"\nmax-num-seqs = 8\nroot-path = "/sk-file"\n')
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("HF_TOKEN", "hf_token")
-    monkeypatch.setenv("HTTPS_PROXY", "http://me:proxy-password@internal.example")
+    monkeypatch.setenv("HTTPS_PROXY", "http://internal.example/?proxy-password")
     monkeypatch.setenv("QUIRE_ADMIN_KEY_FILE", "/sk-variable")
     flags = (
         *("--config", str(file), "--api-key", "sk-flag", "--host", "internal.example"),
