@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -32,12 +32,10 @@ from quire.api.http.request_io import (
 )
 from quire.api.server_state import ServerState
 from quire.api.workers.relay import Exchange, SiblingGone
+from quire.api.workers.sibling_workers import SiblingWorkers
 from quire.base.errors import InvalidParameter, OverloadedError, ShuttingDown
 from quire.base.show import show
 from quire.obs.recording import VERSION, RecordingHeader, encode_line
-
-if TYPE_CHECKING:
-    from quire.api.workers.sibling_workers import SiblingWorkers
 
 MEDIA_TYPE = "application/x-ndjson"
 MAX_RECORDERS = 4
