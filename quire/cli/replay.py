@@ -12,9 +12,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from quire.cli.exit_codes import FAILED, SUCCESS
 from quire.cli.options import add_engine_arguments, engine_settings, positive_int
 
-_EXIT_DIFFERENT = 1
 _NOT_HERE = frozenset({"chat_template", "record_plans"})
 
 
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         outcome = asyncio.run(_local(arguments, recording))
     show(outcome, replay_text(outcome), as_json=arguments.json)
-    return 0 if is_equal(outcome) else _EXIT_DIFFERENT
+    return SUCCESS if is_equal(outcome) else FAILED
 
 
 async def _local(arguments: argparse.Namespace, recording: Any) -> dict[str, Any]:
