@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from quire.api.admin.cache import CacheRoutes
 from quire.api.admin.engine import EngineRoutes
 from quire.api.admin.health import HealthRoutes
+from quire.api.admin.record import RecordRoutes
 from quire.api.admin.routes import AdminRoutes
 from quire.api.admin.version import ADMIN_OVERVIEW, OVERVIEW, show_version
 from quire.api.http.dialect import Dialect
@@ -113,6 +114,7 @@ def _admin_routes(server_state: ServerState, siblings: SiblingWorkers | None) ->
         Route("/admin/drain", admin.drain, methods=["POST"]),
         Route("/admin/resume", admin.resume, methods=["POST"]),
         Route("/admin/log-level", admin.log_level, methods=["PUT"]),
+        Route("/admin/record", RecordRoutes(server_state, siblings).get, methods=["GET"]),
     ]
 
 

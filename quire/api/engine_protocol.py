@@ -27,6 +27,7 @@ class Engine(Protocol):
     card: ModelCard
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    stats: EngineStats
     on_stats: Callable[[EngineStats], None] | None
     dead: asyncio.Event
 

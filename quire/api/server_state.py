@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from quire.api.engine_protocol import Engine
 from quire.api.http.auth import Keys
@@ -38,6 +38,9 @@ from quire.config.server_config import ServerConfig
 from quire.config.tenants import Tenant
 from quire.engine.model_card import Health, ModelCard
 from quire.obs.metrics import Metrics
+
+if TYPE_CHECKING:
+    from quire.api.generation.recorder import Recorder
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -73,7 +76,9 @@ class ServerState:
         self.lifecycle = Lifecycle(config.grace_s)
         self.idle = asyncio.Event()
         self.idle.set()
+        self.recorders: set[Recorder] = set()
         self._engine: Engine | None = None
+        self._served: Engine | None = None
         self._num_open = 0
         self._counted = _Counted(self._request_opened, self._request_closed)
 
@@ -107,8 +112,13 @@ class ServerState:
 
     def start(self, engine: Engine) -> None:
         """Accept requests: the engine is ready."""
-        self._engine = engine
+        self._engine = self._served = engine
         engine.on_stats = self.metrics.see
+        self.metrics.see(engine.stats)  # /metrics shows the KV blocks before the first step
+
+    def serve_through(self, engine: Engine | None) -> None:
+        """Send requests that arrive from now on through `engine`; None: to the engine itself."""
+        self._served = engine or self._engine
 
     @property
     def loaded_engine(self) -> Engine | None:
@@ -119,11 +129,11 @@ class ServerState:
         """Return the engine if requests are accepted. Raises OverloadedError or WorkerError."""
         if self.lifecycle.draining:
             raise self.lifecycle.refusal()
-        if self._engine is None:
+        if self._engine is None or self._served is None:
             raise OverloadedError("the model is still loading; try again", retry_after_s=1.0)
         if self._engine.dead.is_set():
             raise WorkerError(f"the engine is gone: {self._engine.health().reason}")
-        return self._engine
+        return self._served
 
     def health(self) -> Health:
         """Return the engine's health, or the server's while it is starting or draining."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from quire.base.errors import SettingError
 from quire.bench.workloads import Lengths, RequestSpec, draw_ids
-from quire.obs.trace import MOONCAKE_BLOCK_TOKENS, Arrival
+from quire.obs.trace import Arrival
 
 
 def poisson(
@@ -69,7 +69,7 @@ def replay(
         ids: list[int] = []
         for block_id in one.block_ids:
             if block_id not in blocks:
-                drawn = draw_ids(MOONCAKE_BLOCK_TOKENS, vocab_size, rng)
+                drawn = draw_ids(one.block_tokens, vocab_size, rng)
                 blocks[block_id] = tuple(drawn.tolist())
             ids += blocks[block_id]
         if len(ids) < one.prompt_tokens:

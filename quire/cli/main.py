@@ -30,6 +30,9 @@ SUBCOMMANDS = {
     "profile": "print the time of each operation of a step, and the machine's limits",
     "plan": "predict whether a model fits a device, and how fast it is",
     "config": "print the settings with their sources, or check a configuration file",
+    "record": "record the requests of a running server, with their arrival times, in a file",
+    "replay": "send the requests of a recording again, and compare times and tokens",
+    "env": "print a report of this installation and machine for bug reports",
     "program": "print the operations of a model's step, with bytes and arithmetic",
     "completion": "print a shell completion script",
 }

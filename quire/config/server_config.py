@@ -102,6 +102,11 @@ class ServerConfig:
         "format of reasoning: auto, by the chat template; none, reasoning stays text; "
         "think, mistral, seed, kimi, harmony",
     )
+    record_content: bool = setting(
+        False,
+        "let admins record token ids of prompts and answers (quire record --content), which show "
+        "what users sent",
+    )
     trust_request_chat_template: bool = setting(
         False, "run chat templates from requests, which are programs from untrusted clients"
     )

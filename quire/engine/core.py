@@ -34,6 +34,7 @@ from quire.engine.process.messages import (
     CacheReported,
     FromEngine,
     Hold,
+    Join,
     Leave,
     Outputs,
     QueryCache,
@@ -308,6 +309,8 @@ def _handle(
     elif isinstance(message, Hold):
         for request_id in message.request_ids:
             core.scheduler.hold(request_id, is_held=message.is_held)
+    elif isinstance(message, Join):
+        emit(Outputs(outputs=None, stats=core.stats()))
     elif isinstance(message, Leave):
         core.abort(core.scheduler.ids_that_begin(id_prefix(message.client)))
         emit(Outputs(outputs=None, stats=core.stats()))

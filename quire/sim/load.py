@@ -30,6 +30,7 @@ class TraceRequest:
     prompt_tokens: int
     output_tokens: int
     block_ids: tuple[int, ...] = ()
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS
     tenant: str = ""
 
 
@@ -62,6 +63,7 @@ def trace_requests(
             prompt_tokens=one.prompt_tokens,
             output_tokens=min(one.output_tokens, defaults.max_tokens),
             block_ids=one.block_ids,
+            block_tokens=one.block_tokens,
             tenant=tenant,
         )
         for one in trace
@@ -163,7 +165,7 @@ class RequestFactory:
         prompt = np.full(request.prompt_tokens, own, np.int32)
         if request.block_ids:
             named = np.array(request.block_ids, np.int32) + self._first_block
-            shared = np.repeat(named, MOONCAKE_BLOCK_TOKENS)[: request.prompt_tokens]
+            shared = np.repeat(named, request.block_tokens)[: request.prompt_tokens]
             prompt[: len(shared)] = shared
         if self._base is None:
             return prompt

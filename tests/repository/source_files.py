@@ -11,9 +11,15 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-_FOLDERS = ("quire", "native", "bench", "tests", "models", "docs", "examples", "scripts", ".ci")
+_FOLDERS = (
+    *("quire", "native", "bench", "tests", "models", "docs", "examples", "scripts", "deploy"),
+    ".ci",
+)
 _CODE = (".py", ".cc", ".h")
-_TEXT = (*_CODE, ".md", ".toml", ".txt", ".sh", ".cfg", ".ini", ".yml", ".yaml", ".cmake", "")
+_TEXT = (
+    *(*_CODE, ".md", ".toml", ".txt", ".sh", ".cfg", ".ini", ".yml", ".yaml", ".cmake", ""),
+    *(".conf", ".service"),
+)
 _NOT_OURS = ("__pycache__", "checkpoints", "results", "recorded", "box", "box_draft")
 
 

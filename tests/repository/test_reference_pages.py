@@ -17,7 +17,7 @@ from tests.repository.source_files import ROOT
 
 PAGES = (
     *("start", "serving", "flags", "routes", "request-fields", "metrics", "scheduling", "tenants"),
-    *("prefix-cache", "errors"),
+    *("prefix-cache", "errors", "operations"),
 )
 
 

@@ -31,7 +31,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def shared_server(tiny: Path) -> Iterator[RunningServer]:
     # Slow readers are not disconnected here, however slow the machine is.
-    flags = ("--max-num-seqs", "8", "--threads", "1", "--stall-seconds", "600")
+    flags = ("--max-num-seqs", "8", "--threads", "1", "--stall-seconds", "600", "--record-content")
     with RunningServer(tiny, *flags) as server:
         yield server
 

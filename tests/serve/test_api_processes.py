@@ -461,3 +461,21 @@ def test_concurrent_clients_of_all_processes_get_what_each_gets_alone(both: Runn
     for thread in threads:
         thread.join(GIVE_UP_S)
     assert [together[at] for at in range(len(asked))] == alone
+
+
+def test_a_recording_has_the_requests_of_all_processes(
+    both: RunningServer, caller_at: CallerAt
+) -> None:
+    """Equal prompts have equal block ids, whichever process they reached."""
+    reader, first, second = caller_at(both, 1), caller_at(both, 1), caller_at(both, 2)
+    reader.send("GET", "/admin/record")
+    response = reader.answer()
+    assert json.loads(response.readline())["quire_recording"] == 1
+    asked = {"prompt": list(range(1, 41)), "max_tokens": 2, "cache_salt": "same"}
+    lines = []
+    for caller in (first, second):
+        assert caller.ask("POST", COMPLETIONS, asked)[0] == 200
+        lines.append(json.loads(response.readline()))
+    assert [line["prompt_tokens"] for line in lines] == [40, 40]
+    assert lines[0]["block_ids"] == lines[1]["block_ids"] != []
+    assert lines[0]["arrival_ms"] < lines[1]["arrival_ms"]

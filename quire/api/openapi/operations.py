@@ -281,6 +281,26 @@ OPERATIONS: Mapping[str, Operation] = {
         example={"level": "info"},
         errors=(*_OBJECT, NotAdmin),
     ),
+    "GET /admin/record": Operation(
+        says="Record the requests of the server while this is read: lines of JSON.",
+        tag="For admins",
+        media="application/x-ndjson",
+        errors=(InvalidParameter, NotAdmin, *_ENGINE),
+        others=(
+            {
+                "name": "content",
+                "in": "query",
+                "description": "Also record token ids; needs --record-content.",
+                "schema": {"enum": ["true", "false"], "default": "false"},
+            },
+            {
+                "name": "seconds",
+                "in": "query",
+                "description": "End after so many seconds, and the requests open then.",
+                "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": 604_800},
+            },
+        ),
+    ),
     "GET /version": Operation(says="The server's version.", tag="Server", answer="Version"),
     "GET /openapi.json": Operation(
         says="This document.", tag="Server", answer="Document", errors=()

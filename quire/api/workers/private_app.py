@@ -15,11 +15,18 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.api.admin.record import RecordRoutes
 from quire.api.http.dialect import Dialect, error_response
 from quire.api.http.request_io import ClientDisconnected
 from quire.api.native.requests import RequestRoutes
 from quire.api.server_state import ServerState
-from quire.api.workers.sibling_workers import KEY_HEADER, STATE_PATH, SiblingWorkers, WorkerState
+from quire.api.workers.sibling_workers import (
+    KEY_HEADER,
+    RECORD_PATH,
+    STATE_PATH,
+    SiblingWorkers,
+    WorkerState,
+)
 from quire.base.errors import QuireError
 
 
@@ -32,6 +39,7 @@ def build_private_app(
         *requests.routes(),
         Route(STATE_PATH, shared.get, methods=["GET"]),
         Route(STATE_PATH, shared.put, methods=["PUT"]),
+        Route(RECORD_PATH, RecordRoutes(server_state).get_own, methods=["GET"]),
     ]
     return _PrivateMiddleware(Router(routes, redirect_slashes=False), dialect)
 

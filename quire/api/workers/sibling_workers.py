@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -28,6 +28,7 @@ from quire.api.workers.worker_job import SOCKET_PREFIX, socket_path
 
 KEY_HEADER = "x-quire-key"
 STATE_PATH = "/state"
+RECORD_PATH = "/record"
 _BACKLOG = 128
 _ANSWER_S = 5.0
 _MAX_ID_CHARS = 128
@@ -120,6 +121,17 @@ class SiblingWorkers:
                 return _Relayed(exchange)
             exchange.close()
         return None
+
+    async def record(self, options: Mapping[str, str]) -> list[Exchange]:
+        """Return an exchange with each other process; its body is lines of a recording."""
+        opened = await asyncio.gather(
+            *(
+                Exchange.open(sibling, "GET", RECORD_PATH, headers=options, limit_s=_ANSWER_S)
+                for sibling in self._others()
+            ),
+            return_exceptions=True,
+        )
+        return [one for one in opened if isinstance(one, Exchange)]
 
     def _others(self) -> list[Path]:
         return [path for path in self._folder.glob(f"{SOCKET_PREFIX}*") if path != self._own]

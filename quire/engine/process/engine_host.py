@@ -24,6 +24,7 @@ from quire.engine.process.messages import (
     FromEngine,
     Hello,
     Loading,
+    Outputs,
     Ready,
     fault_of,
 )
@@ -51,6 +52,7 @@ def run_engine(
             beat=lambda ops_done: emit(Beat(ops_done=ops_done)),
         )
         ending.callback(heartbeat.close)
+        emit(Outputs(outputs=None, stats=core.stats()))  # gauges are right before the first step
         emit(Ready(card=engine.card, notes=engine.notes))
         serve(core, inbox, emit, clock.now_ms)
         return True

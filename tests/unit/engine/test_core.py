@@ -25,6 +25,7 @@ from quire.engine.process.messages import (
     Abort,
     FromEngine,
     Hold,
+    Join,
     Outputs,
     Refused,
     Stop,
@@ -261,6 +262,13 @@ def test_the_loop_waits_without_timeout_when_idle() -> None:
     inbox = Inbox()
     assert _served(Rig(), inbox) == []
     assert inbox.waits == [None]
+
+
+def test_a_new_client_gets_the_counters_at_once() -> None:
+    sent = _served(Rig(), Inbox([Join(client=3)]))
+    assert [type(message) for message in sent] == [Outputs]
+    assert isinstance(sent[0], Outputs)
+    assert sent[0].stats.blocks_total > 0
 
 
 def test_the_loop_does_not_wait_while_busy_and_audits_once_afterwards() -> None:

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from quire.base.records import EngineStats
 from quire.config.tenants import Tenant, key_digest
-from tests.unit.api.fake_engine import Site
+from tests.unit.api.fake_engine import FakeEngine, Site
 
 PATH = "/v1/engine"
 
@@ -82,3 +83,12 @@ def test_it_takes_no_parameters_and_is_answered_while_draining_and_not_while_loa
         assert (await site.get(PATH)).error["code"] == "overloaded"
 
     run(story)
+
+
+def test_metrics_show_the_counters_that_came_before_requests_are_accepted() -> None:
+    async def story() -> float:
+        engine = FakeEngine()
+        engine.stats = EngineStats(blocks_total=6)
+        return Site(engine).metric("quire_kv_blocks")
+
+    assert run(story) == 6

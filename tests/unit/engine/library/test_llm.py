@@ -49,6 +49,15 @@ def test_stories260k_greedy_is_the_published_text(executor: str) -> None:
     assert answer.text == expected["text"]
 
 
+def test_kv_blocks_are_counted_before_the_first_step(model: Path) -> None:
+    async def story() -> None:
+        async with AsyncLLM(model, executor="reference") as waiting:
+            stats = waiting.client.stats
+            assert stats.blocks_total == stats.blocks_free == waiting.client.card.num_blocks > 0
+
+    asyncio.run(story())
+
+
 def test_native_and_reference_agree_on_a_tiny_model(model: Path, llm: LLM) -> None:
     (native,) = llm.generate("Hello", GREEDY)
     with LLM(model, executor="reference") as reference:

@@ -1,0 +1,215 @@
+"""GET /admin/record: the requests of this server as lines of a recording, while it is read.
+
+The client decides where they are stored, so the server writes no file and waits for no disk; one
+that reads slowly loses requests, which are counted. Token ids are sent only if the server was
+started with --record-content. With several API processes the one that is asked records its own
+requests and relays the lines of the others. Always holds: the response ends when its client
+disconnects, when `seconds` are over and the requests of that time have ended, or when the server
+stops; reading it delays no shutdown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager, suppress
+from typing import cast
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.api.engine_protocol import Engine
+from quire.api.generation.interleaving import interleaved
+from quire.api.generation.recorder import Recorder, RecordingEngine
+from quire.api.http.request_io import (
+    ClientDisconnected,
+    Deadline,
+    disconnect_of,
+    run_until_disconnect,
+)
+from quire.api.server_state import ServerState
+from quire.api.workers.relay import Exchange, SiblingGone
+from quire.api.workers.sibling_workers import SiblingWorkers
+from quire.base.errors import InvalidParameter, OverloadedError, ShuttingDown
+from quire.base.show import show
+from quire.obs.recording import VERSION, RecordingHeader, encode_line
+
+MEDIA_TYPE = "application/x-ndjson"
+MAX_RECORDERS = 4
+MAX_SECONDS = 7 * 24 * 3600.0
+_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+_KEY_HEADER, _CONTENT_HEADER, _SECONDS_HEADER = (
+    "x-record-key",
+    "x-record-content",
+    "x-record-seconds",
+)
+_KEY_BYTES = 32
+_MIN_BLOCK_TOKENS = 16
+_FLAGS = {"true": True, "false": False}
+
+
+class RecordRoutes:
+    """The routes. siblings: the other API processes."""
+
+    def __init__(self, server_state: ServerState, siblings: SiblingWorkers | None = None) -> None:
+        self._server_state = server_state
+        self._siblings = siblings
+
+    async def get(self, request: Request) -> Response:
+        """Record requests until the client disconnects. Raises InvalidParameter."""
+        content, seconds = _options(request.query_params)
+        if content and not self._server_state.config.record_content:
+            raise InvalidParameter(
+                "content is true, and this server records no token ids: start it with "
+                "--record-content, or record lengths and times only",
+                param="content",
+            )
+        card = self._server_state.engine().card
+        key = secrets.token_bytes(_KEY_BYTES)
+        recorder = self._recorder(key, content=content)
+        header = RecordingHeader(
+            quire_recording=VERSION,
+            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            model=card.name,
+            fingerprint=self._server_state.fingerprint(card),
+            block_tokens=recorder.block_tokens,
+            content=content,
+        )
+        exchanges: list[Exchange] = []
+        if self._siblings is not None:
+            options = {
+                _KEY_HEADER: key.hex(),
+                _CONTENT_HEADER: str(content).lower(),
+                _SECONDS_HEADER: str(seconds),
+            }
+            exchanges = await self._siblings.record(options)
+        self._server_state.log.event("requests are recorded", content=content)
+        first = encode_line(header)
+        return _RecordingResponse(self._server_state, recorder, exchanges, first, seconds)
+
+    async def get_own(self, request: Request) -> Response:
+        """Record the requests of this process for another one, on the private socket."""
+        key = bytes.fromhex(request.headers[_KEY_HEADER])
+        recorder = self._recorder(key, content=_FLAGS[request.headers[_CONTENT_HEADER]])
+        seconds = float(request.headers[_SECONDS_HEADER])
+        return _RecordingResponse(self._server_state, recorder, [], b"", seconds)
+
+    def _recorder(self, key: bytes, *, content: bool) -> Recorder:
+        if len(self._server_state.recorders) >= MAX_RECORDERS:
+            raise OverloadedError(
+                f"{MAX_RECORDERS} recordings of this server are active; end one first",
+                retry_after_s=10.0,
+            )
+        block_tokens = max(self._server_state.engine().card.block_size, _MIN_BLOCK_TOKENS)
+        return Recorder(key=key, block_tokens=block_tokens, content=content)
+
+
+def _options(query: Mapping[str, str]) -> tuple[bool, float]:
+    """Return whether to record content, and for how many seconds. Raises InvalidParameter."""
+    for name in query:
+        if name not in ("content", "seconds"):
+            raise InvalidParameter(
+                f"{show(name)} is no parameter of this route; content and seconds are",
+                param=name[:64],
+            )
+    content, seconds = query.get("content", "false"), query.get("seconds", str(MAX_SECONDS))
+    if content not in _FLAGS:
+        raise InvalidParameter(
+            f"content is {show(content)}; true or false is allowed", param="content"
+        )
+    try:
+        limit_s = float(seconds)
+    except ValueError:
+        limit_s = -1.0
+    if not 0 < limit_s <= MAX_SECONDS:
+        raise InvalidParameter(
+            f"seconds is {show(seconds)}; a number above 0 and up to {MAX_SECONDS:g} is allowed",
+            param="seconds",
+        )
+    return _FLAGS[content], limit_s
+
+
+class _RecordingResponse(Response):
+    """Streams the lines of a recorder, and of the other processes."""
+
+    media_type = MEDIA_TYPE
+
+    def __init__(
+        self,
+        server_state: ServerState,
+        recorder: Recorder,
+        exchanges: Sequence[Exchange],
+        first: bytes,
+        seconds: float,
+    ) -> None:
+        super().__init__(headers=_HEADERS, media_type=MEDIA_TYPE)
+        del self.headers["content-length"]
+        self._server_state = server_state
+        self._recorder = recorder
+        self._exchanges = exchanges
+        self._first = first
+        self._seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        recorder, lifecycle = self._recorder, self._server_state.lifecycle
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        timer = asyncio.get_running_loop().call_later(self._seconds, recorder.stop)
+        lifecycle.stopping.add_done_callback(lambda _: recorder.stop())
+        try:
+            # Clients that leave and servers that stop are how recordings end.
+            with (
+                suppress(ClientDisconnected, ShuttingDown),
+                _attached(self._server_state, recorder),
+            ):
+                await run_until_disconnect(
+                    self._write(send),
+                    disconnect_of(scope, receive),
+                    over=lifecycle.grace_over,
+                    deadline=Deadline(None),
+                )
+        finally:
+            timer.cancel()
+            recorder.stop()
+            for exchange in self._exchanges:
+                exchange.close()
+
+    async def _write(self, send: Send) -> None:
+        async def write(body: bytes, *, more: bool) -> None:
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        await write(self._first, more=True)
+        runs = [self._recorder.lines(self._server_state.config.heartbeat_s or None)]
+        runs += [_whole_lines(exchange) for exchange in self._exchanges]
+        async with aclosing(runs[0] if len(runs) == 1 else interleaved(runs)) as lines:
+            async for together in lines:
+                await write(together or b"\n", more=True)  # an empty line keeps proxies waiting
+        await write(b"", more=False)
+
+
+@contextmanager
+def _attached(server_state: ServerState, recorder: Recorder) -> Iterator[None]:
+    """Let the recorder see requests that arrive meanwhile."""
+    recorders = server_state.recorders
+    if not recorders:
+        recording = RecordingEngine(server_state.engine(), recorders)
+        server_state.serve_through(cast(Engine, recording))
+    recorders.add(recorder)
+    try:
+        yield
+    finally:
+        recorders.remove(recorder)
+        if not recorders:
+            server_state.serve_through(None)
+
+
+async def _whole_lines(exchange: Exchange) -> AsyncGenerator[bytes, None]:
+    """Yield the whole lines of another process; none after it has ended."""
+    rest = b""
+    with suppress(SiblingGone):
+        async for piece in exchange.pieces():
+            whole, newline, rest = (rest + piece).rpartition(b"\n")
+            if newline:
+                yield whole + newline

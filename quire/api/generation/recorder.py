@@ -1,0 +1,212 @@
+"""Record the requests of this process while `GET /admin/record` is read.
+
+`RecordingEngine` takes the engine's place while there is a Recorder, so that requests pay nothing
+at other times. Always holds: a recorder keeps at most MAX_PENDING_BYTES; a request that has no room
+there is counted as dropped, and waits for nothing. Without `content` a recorder keeps no token id,
+text or grammar; block ids are digests under a key of this recording only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, cast
+
+import numpy as np
+
+from quire.api.engine_protocol import Engine
+from quire.base.clock import Clock
+from quire.base.errors import RequestError
+from quire.base.records import RequestTimes
+from quire.base.sampling_params import SamplingParams
+from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
+from quire.engine.output.output_stream import PLAIN_TEXT, TextDelta, TextRules
+from quire.obs.recording import DroppedRequests, Line, RecordedRequest, encode_line
+from quire.obs.request_fields import sampling_fields, scheduling_fields
+
+MAX_PENDING_BYTES = 32 << 20
+_DIGEST_BYTES = 8
+# Block ids are numbers that every JSON reader keeps exactly.
+_ID_BITS = 53
+
+
+class Recorder:
+    """The lines of one recording in this process. Created and used in the event loop's thread.
+
+    key: of the digests; shared by the processes of one recording. stop: takes no new requests.
+    """
+
+    def __init__(self, *, key: bytes, block_tokens: int, content: bool) -> None:
+        self._key = key
+        self.block_tokens = block_tokens
+        self.content = content
+        self._lines: deque[bytes] = deque()
+        self._pending_bytes = 0
+        self._num_dropped = 0
+        self._num_open = 0
+        self._is_stopped = False
+        self._changed = asyncio.Event()
+
+    def begin(self) -> bool:
+        """Return whether a request that arrives now is recorded; `end` must follow then."""
+        if not self._is_stopped:
+            self._num_open += 1
+        return not self._is_stopped
+
+    def end(self, line: Line | None) -> None:
+        """Add the line of a request that ended, or None for one that was refused."""
+        self._num_open -= 1
+        if line is not None:
+            encoded = encode_line(line)
+            if self._pending_bytes + len(encoded) <= MAX_PENDING_BYTES:
+                self._pending_bytes += len(encoded)
+                self._lines.append(encoded)
+            else:
+                self._num_dropped += 1
+        self._changed.set()
+
+    def stop(self) -> None:
+        """Record no further requests; `lines` ends when those that are open have ended."""
+        self._is_stopped = True
+        self._changed.set()
+
+    async def lines(self, wait_s: float | None = None) -> AsyncGenerator[bytes, None]:
+        """Yield lines as requests end, several at once; b"" after `wait_s` without any."""
+        while True:
+            self._changed.clear()
+            if self._num_dropped:
+                dropped, self._num_dropped = self._num_dropped, 0
+                self._lines.append(encode_line(DroppedRequests(dropped=dropped)))
+            if self._lines:
+                together = b"".join(self._lines)
+                self._lines.clear()
+                self._pending_bytes = 0
+                yield together
+                continue
+            if self._is_stopped and not self._num_open:
+                return
+            try:
+                await asyncio.wait_for(self._changed.wait(), wait_s)
+            except TimeoutError:
+                yield b""
+
+    def block_ids(self, prompt_ids: Sequence[int], salt: str) -> tuple[int, ...]:
+        """Return a digest for each full block of a prompt, chained from its beginning."""
+        tokens = np.asarray(prompt_ids, np.int32).tobytes()
+        size = self.block_tokens * np.dtype(np.int32).itemsize
+        digest, found = salt.encode("utf-8", "surrogatepass"), []
+        for at in range(0, len(tokens) - size + 1, size):
+            chained = digest + tokens[at : at + size]
+            digest = hashlib.blake2b(chained, key=self._key, digest_size=_DIGEST_BYTES).digest()
+            found.append(int.from_bytes(digest, "little") >> (8 * _DIGEST_BYTES - _ID_BITS))
+        return tuple(found)
+
+
+class RecordingEngine:
+    """An Engine that records the requests to the engine it stands for; all else is that one's."""
+
+    def __init__(self, engine: Engine, recorders: set[Recorder]) -> None:
+        self._engine = engine
+        self._recorders = recorders
+        self._clock = Clock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        first_stream: int = 0,
+        cache_salt: str = "",
+        terms: SchedulingParams = DEFAULT_SCHEDULING,
+        text_rules: TextRules = PLAIN_TEXT,
+    ) -> AsyncGenerator[TextDelta, None]:
+        """As the engine's; the request is recorded when it ends, however it does."""
+        arrival_ms = self._clock.now_ms()
+        recorders = [one for one in self._recorders if one.begin()]
+        outcome = _Outcome(sampling.n, first_stream, terms)
+        stream = self._engine.generate(
+            prompt_ids,
+            sampling,
+            request_id=request_id,
+            first_stream=first_stream,
+            cache_salt=cache_salt,
+            terms=terms,
+            text_rules=text_rules,
+        )
+        was_refused = False
+        try:
+            async with aclosing(cast(AsyncGenerator[TextDelta, None], stream)) as deltas:
+                async for delta in deltas:
+                    outcome.add(delta)
+                    yield delta
+        except RequestError:
+            was_refused = True
+            raise
+        finally:
+            for recorder in recorders:
+                recorder.end(
+                    None
+                    if was_refused
+                    else outcome.line(
+                        recorder, prompt_ids, sampling, arrival_ms=arrival_ms, salt=cache_salt
+                    )
+                )
+
+
+class _Outcome:
+    """What came of one request so far."""
+
+    def __init__(self, num_choices: int, first_stream: int, terms: SchedulingParams) -> None:
+        self._first_stream = first_stream
+        self._terms = terms
+        self._output_ids: list[list[int]] = [[] for _ in range(num_choices)]
+        self._reasons = ["abort"] * num_choices
+        self._times: list[RequestTimes] = []
+
+    def add(self, delta: TextDelta) -> None:
+        at = delta.index - self._first_stream
+        self._output_ids[at] += delta.token_ids
+        if delta.finish_reason is not None:
+            self._reasons[at] = delta.finish_reason.value
+            if delta.times is not None:
+                self._times.append(delta.times)
+
+    def line(
+        self,
+        recorder: Recorder,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        arrival_ms: float,
+        salt: str,
+    ) -> RecordedRequest:
+        content = recorder.content
+        begin_ms = min((times.arrival_ms for times in self._times), default=0.0)
+        first_ms = min((times.first_token_ms for times in self._times), default=math.nan)
+        last_ms = max((times.last_token_ms for times in self._times), default=math.nan)
+        return RecordedRequest(
+            arrival_ms=arrival_ms,
+            prompt_tokens=len(prompt_ids),
+            output_tokens=tuple(map(len, self._output_ids)),
+            finish_reasons=tuple(self._reasons),
+            block_ids=recorder.block_ids(prompt_ids, salt),
+            ttft_ms=_positive(first_ms - begin_ms),
+            total_ms=_positive(last_ms - begin_ms),
+            sampling=sampling_fields(sampling, content=content),
+            scheduling=scheduling_fields(self._terms),
+            first_stream=self._first_stream,
+            prompt_ids=tuple(prompt_ids) if content else None,
+            output_ids=tuple(map(tuple, self._output_ids)) if content else None,
+        )
+
+
+def _positive(duration_ms: float) -> float | None:
+    return None if math.isnan(duration_ms) else round(max(duration_ms, 0.0), 3)

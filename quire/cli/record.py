@@ -1,0 +1,126 @@
+"""`quire record URL FILE`: store the requests of a running server, with their arrival times.
+
+The server sends lines (GET /admin/record) and this process writes them, so a full disk ends the
+recording and nothing else. Ends with --seconds, at the file's largest size, with the server, or by
+Ctrl-C. Exit code: 0 where something was recorded, 1 where the server failed or the disk is full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from quire.base.errors import SettingError, WorkerError
+
+MAX_FILE_BYTES = 8 << 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the server, the file and what is recorded."""
+    parser.add_argument("url", metavar="URL", help="the server, as in http://127.0.0.1:8000")
+    parser.add_argument("file", metavar="FILE", help="a new file for the recording")
+    parser.add_argument(
+        "--content",
+        action="store_true",
+        help="also record the token ids of prompts and answers, so that a replay can compare "
+        "them; the server needs --record-content (default: lengths, times and parameters)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        metavar="NUM",
+        help="record requests that arrive in this time (default: until Ctrl-C)",
+    )
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("QUIRE_API_KEY", ""),
+        metavar="KEY",
+        help="an admin's key (default: $QUIRE_API_KEY)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Record until the end; print what is in the file."""
+    if arguments.seconds is not None and not 0 < arguments.seconds < float("inf"):
+        raise SettingError(f"--seconds is {arguments.seconds}; a number above 0 is allowed")
+    path = Path(arguments.file)
+    written = _Written()
+    with _new_file(path) as file:
+        try:
+            asyncio.run(_record(arguments, file, written))
+        finally:
+            if written.num_lines:
+                dropped = f"; {written.num_dropped} were dropped" if written.num_dropped else ""
+                print(f"{written.num_lines - 1} requests are in {path}{dropped}", file=sys.stderr)
+            else:
+                path.unlink(missing_ok=True)
+    return 0
+
+
+class _Written:
+    """Counts of a file. num_lines: its header included, lines about dropped requests not."""
+
+    def __init__(self) -> None:
+        self.num_lines = self.num_bytes = self.num_dropped = 0
+
+    def add(self, line: bytes) -> None:
+        from quire.obs.recording import num_dropped_of
+
+        num_dropped = num_dropped_of(line)
+        self.num_dropped += num_dropped
+        self.num_lines += not num_dropped
+        self.num_bytes += len(line) + 1
+
+
+def _new_file(path: Path) -> BinaryIO:
+    """Open a file that only its owner may read: it may hold what users sent."""
+    try:
+        return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", 0)
+    except FileExistsError as error:
+        raise SettingError(f"{path} exists; name a new file") from error
+    except OSError as error:
+        raise SettingError(
+            f"{path} cannot be written: {error.strerror}; name a file in a directory that exists"
+        ) from error
+
+
+async def _record(arguments: argparse.Namespace, file: BinaryIO, written: _Written) -> None:
+    """Write the lines of the server until it ends, the file is full, or Ctrl-C."""
+    task = asyncio.current_task()
+    assert task is not None, "coroutines run in tasks"
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
+    with suppress(asyncio.CancelledError):  # by Ctrl-C: the file ends with a whole line
+        async with aclosing(_received(arguments)) as lines:
+            async for line in lines:
+                if not written.num_lines:
+                    print(f"recording {arguments.url}; Ctrl-C ends it", file=sys.stderr)
+                file.write(line + b"\n")
+                written.add(line)
+                if written.num_bytes >= MAX_FILE_BYTES:
+                    print(f"{MAX_FILE_BYTES >> 30} GiB are recorded, the limit", file=sys.stderr)
+                    return
+
+
+async def _received(arguments: argparse.Namespace) -> AsyncGenerator[bytes, None]:
+    """Yield the lines of the server. Raises WorkerError if it refuses or breaks off."""
+    from quire.bench.http_load import Refused, address_of, exchange
+
+    path = f"/admin/record?content={str(arguments.content).lower()}"
+    if arguments.seconds is not None:
+        path += f"&seconds={arguments.seconds:g}"
+    lines = exchange(address_of(arguments.url), "GET", path, None, api_key=arguments.api_key)
+    try:
+        async for line in lines:
+            if line.strip():  # empty ones keep the connection open
+                yield line
+    except Refused as error:
+        raise WorkerError(f"{arguments.url} does not record: {error}") from error
+    except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+        raise WorkerError(f"{arguments.url}: the connection failed: {error}") from error

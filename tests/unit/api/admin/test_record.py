@@ -1,0 +1,227 @@
+"""GET /admin/record: what is recorded, what is not, and that requests notice nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from quire.api.generation import recorder
+from quire.api.generation.recorder import Recorder, RecordingEngine
+from quire.obs.recording import VERSION
+from tests.unit.api.fake_engine import FakeEngine, Reply, Site
+
+COMPLETIONS = "/v1/completions"
+PROMPT = list(range(1, 41))
+ASKED = {"prompt": PROMPT, "max_tokens": 4, "seed": 5, "stop": ["SECRET"]}
+
+
+class Recording:
+    """A recording of a site that was started; its lines so far, read by `end`."""
+
+    def __init__(self, site: Site, query: bytes = b"") -> None:
+        self._gone = asyncio.Event()
+        self._begun = asyncio.Event()
+        self._reply = asyncio.ensure_future(
+            site.call(
+                "GET", "/admin/record", b"", query=query, gone=self._gone, on_part=self._on_part
+            )
+        )
+
+    async def _on_part(self, part: bytes) -> None:
+        self._begun.set()
+
+    async def begun(self) -> Recording:
+        waiting = asyncio.ensure_future(self._begun.wait())
+        await asyncio.wait({waiting, self._reply}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.sleep(0)
+        return self
+
+    async def end(self, *, leave: bool = True) -> list[dict[str, Any]]:
+        await asyncio.sleep(0)
+        if leave:
+            self._gone.set()
+        reply = await self._reply
+        assert reply.status == 200
+        return [json.loads(line) for line in reply.body.splitlines() if line]
+
+
+def run(story: Callable[[Site], Awaitable[Any]], **settings: Any) -> Any:
+    async def play() -> Any:
+        return await asyncio.wait_for(story(Site(FakeEngine(), **settings)), 30)
+
+    return asyncio.run(play())
+
+
+def test_lengths_times_and_parameters_are_recorded_and_no_text() -> None:
+    async def story(site: Site) -> list[dict[str, Any]]:
+        recording = await Recording(site).begun()
+        await site.post(COMPLETIONS, ASKED)
+        await site.post(COMPLETIONS, {**ASKED, "prompt": [*PROMPT[:16], *PROMPT], "n": 2})
+        return await recording.end()
+
+    header, first, second = run(story)
+    assert header["quire_recording"] == VERSION
+    assert (header["model"], header["content"], header["block_tokens"]) == ("fake", False, 16)
+    assert first["prompt_tokens"] == 40
+    assert first["output_tokens"] == [2]
+    assert first["finish_reasons"] == ["stop"]
+    assert (first["ttft_ms"], first["total_ms"]) == (2.0, 10.0)
+    assert first["sampling"] == {"seed": 5, "max_tokens": 4}
+    assert not {"prompt_ids", "output_ids"} & first.keys()
+    assert second["arrival_ms"] >= first["arrival_ms"]
+    assert second["output_tokens"] == [2, 2]
+    assert len(first["block_ids"]) == 2
+    assert len(second["block_ids"]) == 3
+    assert first["block_ids"][0] == second["block_ids"][0]
+    assert first["block_ids"][1] != second["block_ids"][1]
+
+
+def test_digests_differ_by_recording_and_by_salt() -> None:
+    async def story(site: Site) -> list[Any]:
+        ids = []
+        for salt in ("", "", "pepper"):
+            recording = await Recording(site).begun()
+            await site.post(COMPLETIONS, {**ASKED, "cache_salt": salt})
+            ids.append((await recording.end())[1]["block_ids"])
+        return ids
+
+    first, again, _ = run(story)
+    assert first != again
+    one = Recorder(key=b"k", block_tokens=16, content=False)
+    assert one.block_ids(PROMPT, "") != one.block_ids(PROMPT, "pepper")
+    assert one.block_ids(PROMPT, "") == one.block_ids(PROMPT[:33], "")
+
+
+def test_content_is_recorded_only_where_the_operator_allows_it() -> None:
+    async def story(site: Site) -> Any:
+        recording = await Recording(site, b"content=true").begun()
+        await site.post(COMPLETIONS, ASKED)
+        return await recording.end()
+
+    header, request = run(story, record_content=True)
+    assert header["content"] is True
+    assert request["prompt_ids"] == PROMPT
+    assert request["output_ids"] == [[0, 1]]
+    assert request["sampling"]["stop"] == ["SECRET"]
+
+    async def refused(site: Site) -> Reply:
+        return await site.get("/admin/record", query=b"content=true")
+
+    reply = run(refused)
+    assert reply.status == 400
+    assert "--record-content" in reply.error["message"]
+
+
+@pytest.mark.parametrize(
+    "query", [b"content=yes", b"seconds=0", b"seconds=nan", b"seconds=x", b"more=1"]
+)
+def test_wrong_options_are_refused(query: bytes) -> None:
+    async def story(site: Site) -> Reply:
+        return await site.get("/admin/record", query=query)
+
+    assert run(story).status == 400
+
+
+def test_a_disconnected_request_is_recorded_with_what_its_client_received() -> None:
+    async def story(site: Site) -> list[dict[str, Any]]:
+        recording = await Recording(site).begun()
+        gone = asyncio.Event()
+        asked = {**ASKED, "stream": True}
+
+        async def leave(_: bytes) -> None:
+            gone.set()
+
+        site.engine.pause = asyncio.Event().wait
+        await site.post(COMPLETIONS, asked, gone=gone, on_part=leave)
+        return await recording.end()
+
+    _, request = run(story)
+    assert request["finish_reasons"] == ["abort"]
+    assert request["output_tokens"] == [1]
+
+
+def test_requests_pay_nothing_when_nothing_is_recorded() -> None:
+    async def story(site: Site) -> None:
+        state = site.server_state
+        assert state.engine() is site.engine
+        recordings = [await Recording(site).begun() for _ in range(2)]
+        assert isinstance(state.engine(), RecordingEngine)
+        assert state.loaded_engine is site.engine
+        assert len(await recordings[0].end()) == 1
+        assert isinstance(state.engine(), RecordingEngine)
+        await recordings[1].end()
+        assert state.engine() is site.engine
+
+    run(story)
+
+
+def test_a_refused_request_is_not_recorded_and_its_error_stays() -> None:
+    async def story(site: Site) -> Any:
+        recording = await Recording(site).begun()
+        reply = await site.post(COMPLETIONS, {**ASKED, "temperature": -1})
+        return reply.status, await recording.end()
+
+    status, lines = run(story)
+    assert (status, len(lines)) == (400, 1)
+
+
+def test_a_recording_of_some_seconds_waits_for_the_requests_of_that_time() -> None:
+    def stopped(site: Site) -> bool:
+        return all(one._is_stopped for one in site.server_state.recorders)
+
+    async def story(site: Site) -> Any:
+        recording = await Recording(site, b"seconds=0.01").begun()
+        more = asyncio.Event()
+        site.engine.pause = more.wait
+        answer = asyncio.ensure_future(site.post(COMPLETIONS, ASKED))
+        while not stopped(site):
+            await asyncio.sleep(0.001)
+        late = asyncio.ensure_future(site.post(COMPLETIONS, {**ASKED, "prompt": [1]}))
+        await asyncio.sleep(0)
+        more.set()
+        await asyncio.gather(answer, late)
+        return await recording.end(leave=False)
+
+    lines = run(story)
+    assert [line.get("prompt_tokens") for line in lines] == [None, 40]
+
+
+def test_a_slow_reader_loses_requests_and_delays_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "MAX_PENDING_BYTES", 300)
+
+    async def story(site: Site) -> Any:
+        one = Recorder(key=b"k", block_tokens=16, content=False)
+        site.server_state.recorders.add(one)
+        site.server_state.serve_through(RecordingEngine(site.engine, {one}))  # type: ignore[arg-type]
+        for _ in range(4):
+            assert (await site.post(COMPLETIONS, ASKED)).status == 200
+        one.stop()
+        return [json.loads(line) async for part in one.lines() for line in part.splitlines()]
+
+    lines = run(story)
+    assert lines[-1] == {"dropped": 3}
+    assert len(lines) == 2
+
+
+def test_the_number_of_recordings_is_limited() -> None:
+    async def story(site: Site) -> int:
+        recordings = [await Recording(site).begun() for _ in range(4)]
+        status = (await site.get("/admin/record")).status
+        for recording in recordings:
+            await recording.end()
+        return status
+
+    assert run(story) == 503
+
+
+def test_a_stopping_server_ends_its_recordings() -> None:
+    async def story(site: Site) -> list[dict[str, Any]]:
+        recording = await Recording(site).begun()
+        site.server_state.lifecycle.drain()
+        return await recording.end(leave=False)
+
+    assert len(run(story)) == 1
