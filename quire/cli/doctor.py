@@ -10,6 +10,7 @@ import argparse
 import os
 import shutil
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,7 +113,7 @@ def _server(arguments: argparse.Namespace) -> int:
     )
     key = given.get("api_key", os.environ.get("QUIRE_API_KEY"))
     reader = ServerReader(arguments.url, api_key=key)
-    exam = examine_server(reader, seconds=given.get("seconds", _SECONDS), goals=goals)
+    exam = examine_server(reader, seconds=given.get("seconds", _SECONDS), goals=goals, wait=_wait)
     about = exam.about
     model = f", model {about['model']}" if about["model"] else ""
     title = (
@@ -120,6 +121,16 @@ def _server(arguments: argparse.Namespace) -> int:
         f"{about['seconds']:.3g} s between the readings"
     )
     return _print(title, exam.findings, about, as_json=arguments.json)
+
+
+def _wait(seconds: float) -> None:
+    """Wait, and say so on a terminal."""
+    from quire.obs.report import Progress
+
+    progress = Progress()
+    progress.say(f"reading the metrics again in {seconds:g} s")
+    time.sleep(seconds)
+    progress.clear()
 
 
 def _print(

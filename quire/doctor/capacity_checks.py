@@ -35,7 +35,7 @@ DEVICE_IDLE = 0.5
 def check_throughput(situation: Situation) -> Finding:
     """Find out why a server with waiting requests computes less than it could."""
     rate = situation.window.count("quire_generated_tokens_total") / situation.window.seconds
-    found = f"{rate:.4g} tokens/s"
+    found = f"{rate:,.0f} tokens/s"
     if situation.steps < MIN_STEPS or not situation.pending:
         return ok("throughput", f"{found}; no request was pending at both readings")
     evidence = {
@@ -157,6 +157,8 @@ def check_cost(situation: Situation) -> Finding:
     if situation.finished < MIN_FINISHED or situation.steps < MIN_STEPS:
         return ok("cost", f"{found}; too little traffic to judge")
     evidence = {"quire_device_busy_seconds_total": f"{100 * share:.0f} % of the time"}
+    if situation.misses_goals:
+        return ok("cost", f"{found}; goals are missed already", **evidence)
     if share >= DEVICE_IDLE or situation.pending:
         return ok("cost", found, **evidence)
     return Finding(

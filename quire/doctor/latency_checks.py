@@ -30,6 +30,8 @@ BLOCKS_SHORT = 0.9
 DEVICE_BUSY = 0.8
 # Share of prompt tokens in steps from which on prefill disturbs decoding.
 PREFILL_SHARE = 0.5
+# Share of steps with large batches from which on slots are full at times.
+LARGE_BATCH_SHARE = 0.1
 # Preemptions per request that are too many.
 PREEMPTION_SHARE = 0.05
 # A batch of so many rows can be made smaller to make its steps shorter.
@@ -106,6 +108,13 @@ def _queueing(situation: Situation, begin: str, evidence: dict[str, str]) -> Fin
         evidence["quire_device_busy_seconds_total"] = f"{100 * situation.busy_share:.0f} %"
         levers = chosen(larger_steps(situation), replica(situation))
         action = "this is more load than the device computes: add a server"
+    elif situation.large_batch_share >= LARGE_BATCH_SHARE and engine is not None:
+        cause = f"in bursts, for one of the {engine.slots} slots"
+        evidence["quire_batch_rows"] = (
+            f"large batches in {100 * situation.large_batch_share:.0f} % of steps"
+        )
+        levers = chosen(*(more_slots(situation, by) for by in (2, 4)), replica(situation))
+        action = "let more requests run at once, or spread arrivals"
     else:
         cause = "although slots, KV blocks and the device are free: admission holds them back"
         evidence["quire_device_busy_seconds_total"] = f"{100 * situation.busy_share:.0f} %"

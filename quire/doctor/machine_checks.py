@@ -51,6 +51,8 @@ def check_python(facts: MachineFacts) -> Finding:
 
 def check_native(facts: MachineFacts) -> Finding:
     """Check that the compiled module loads."""
+    if facts.native.error and facts.asked_isa:
+        return problem("native module", facts.native.error, "unset QUIRE_ISA")
     if facts.native.error:
         return problem(
             "native module",

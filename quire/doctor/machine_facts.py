@@ -135,7 +135,7 @@ def read_native() -> NativeModule:
         from quire import _native
 
         return NativeModule(isa=_native.isa(), available=tuple(_native.available_isas()))
-    except (ImportError, ValueError) as error:  # ValueError: of an unknown QUIRE_ISA
+    except (ImportError, RuntimeError) as error:  # RuntimeError: of an unknown QUIRE_ISA
         return NativeModule(error=str(error))
 
 

@@ -17,6 +17,8 @@ from quire.obs.timing import Goals
 
 # An improvement by less than this share is none.
 MIN_IMPROVEMENT = 0.1
+# A simulated metric this many times the measured one, or the reverse, is pointed out.
+MAX_DEVIATION = 2.0
 # Multiples of the load that are tried to find a server's capacity.
 LOAD_FACTORS = (1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
 _SATURATED = "output_tokens_per_s"
@@ -36,10 +38,38 @@ def with_predictions(findings: list[Finding], situation: Situation) -> list[Find
             known[key] = scenario_metrics(scenario, saturated=saturated)
         return known[key]
 
+    measured = measured_metrics(situation)
     return [
-        _predicted(one, scenario, situation.goals, simulated) if _open(one) else one
+        _compared(_predicted(one, scenario, situation.goals, simulated), measured)
+        if _open(one)
+        else one
         for one in findings
     ]
+
+
+def measured_metrics(situation: Situation) -> dict[str, float]:
+    """Return the metrics of a simulation as far as the readings have them."""
+    found = {
+        f"{name}_p{share}_ms": 1e3 * times.quantile(share / 100)
+        for name, times in (("ttft", situation.ttft), ("tpot", situation.tpot))
+        for share in (50, 95, 99)
+        if times.num
+    }
+    return found | {"preemptions_per_100": 100.0 * situation.preemption_share}
+
+
+def _compared(finding: Finding, measured: Metrics) -> Finding:
+    """Add a note where the simulated load is unlike the measured one."""
+    if not finding.effects or not measured.get(finding.metric):
+        return finding
+    ratio = finding.effects[0].before[finding.metric] / measured[finding.metric]
+    if 1.0 / MAX_DEVIATION <= ratio <= MAX_DEVIATION:
+        return finding
+    note = (
+        f"the synthetic load gives {ratio:.2g} times the measured value, as real arrivals or "
+        "lengths are less or more even: trust the direction more than the numbers"
+    )
+    return replace(finding, note=note)
 
 
 Simulated = Callable[[Scenario, bool], Metrics]

@@ -17,7 +17,7 @@ MIN_WIDTH, MAX_WIDTH = 60, 100
 _COLORS = {Verdict.OK: "32", Verdict.WARNING: "33", Verdict.PROBLEM: "1;31"}
 _WORDS = {Verdict.OK: "ok", Verdict.WARNING: "warning", Verdict.PROBLEM: "PROBLEM"}
 _WORD_WIDTH = 9
-_MAX_SHOWN_EFFECTS = 3
+_MAX_SHOWN_EFFECTS = 2
 _NAMES = {
     "ttft_p95_ms": "TTFT p95",
     "tpot_p95_ms": "TPOT p95",

@@ -25,7 +25,7 @@ from quire.sim.run import FinishedRequest, Run, simulate
 
 _SEED = 0
 # Requests of a simulation, at most so many that they have so many output tokens together.
-_MIN_REQUESTS, _MAX_REQUESTS, _MAX_OUTPUT_TOKENS = 60, 600, 30_000
+_MIN_REQUESTS, _MAX_REQUESTS, _MAX_OUTPUT_TOKENS = 100, 300, 12_000
 _MAX_BACKLOG = 256
 # Lengths: prompts are spread evenly around their mean, outputs exponentially up to a limit.
 _PROMPT_SPREAD, _MAX_OUTPUT_TIMES = 0.5, 4.0

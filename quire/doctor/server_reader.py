@@ -76,8 +76,8 @@ class ServerReader:
             assert connection.sock is not None
             with _cut_off(connection.sock, self._limit_s):
                 connection.request("GET", self._path + path, headers=self._headers)
-                response = connection.getresponse()
-                return Reply(response.status, self._body(response, path))
+                with connection.getresponse() as response:
+                    return Reply(response.status, self._body(response, path))
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise WorkerError(self._why(error, path)) from error
         finally:

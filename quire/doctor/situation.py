@@ -19,6 +19,8 @@ from quire.scheduler.cost.step_cost import LinearCost
 DEFAULT_GOALS = Goals(ttft_s=0.2, tpot_s=0.05)
 # Fewer choices that ended say nothing about percentiles, and fewer steps nothing about steps.
 MIN_FINISHED, MIN_STEPS = 10, 20
+# Mean requests per step, as a share of the slots, from which on the slots count as full.
+FULL_SLOTS = 0.9
 # Steps from which the engine's learned prices are used.
 MIN_STEPS_TIMED = 50
 
@@ -203,8 +205,23 @@ class Situation:
             return False
         if self.window.most("quire_running_requests") >= self.engine.slots:
             return True
+        return self.rows.mean >= FULL_SLOTS * self.engine.slots
+
+    @property
+    def large_batch_share(self) -> float:
+        """Return the share of steps with a batch in the bucket of the largest possible one."""
         rows = self.rows
-        return bool(rows.num) and rows.mean >= 0.9 * self.engine.slots
+        if self.engine is None or not rows.num:
+            return 0.0
+        slots = self.engine.slots
+        full = [n for bound, n in zip(rows.bounds, rows.counts, strict=True) if bound >= slots]
+        return sum(full) / rows.num
+
+    @property
+    def misses_goals(self) -> bool:
+        """Return whether a 95th percentile misses its goal."""
+        ttft_s, tpot_s = self.ttft.quantile(0.95), self.tpot.quantile(0.95)
+        return ttft_s > self.goals.ttft_s or tpot_s > self.goals.tpot_s
 
     def _mean(self, name: str) -> float:
         return self.window.count(name) / self.finished if self.finished else 0.0
