@@ -5,7 +5,6 @@ For commands that talk to a server; imports the standard library and the error t
 
 from __future__ import annotations
 
-import http.client
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -21,11 +20,6 @@ class ServerUrl:
     port: int | None
     path: str
     shown: str
-
-    def connection(self, *, timeout_s: float) -> http.client.HTTPConnection:
-        """Return a connection that is not opened yet."""
-        kind = http.client.HTTPSConnection if self.is_secure else http.client.HTTPConnection
-        return kind(self.host, self.port, timeout=timeout_s)
 
 
 def server_url(url: str) -> ServerUrl:

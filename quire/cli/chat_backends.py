@@ -141,7 +141,9 @@ class RemoteBackend:
                 ) from error
 
     def _connection(self) -> http.client.HTTPConnection:
-        return self._address.connection(timeout_s=_TIMEOUT_S)
+        address = self._address
+        kind = http.client.HTTPSConnection if address.is_secure else http.client.HTTPConnection
+        return kind(address.host, address.port, timeout=_TIMEOUT_S)
 
     def _response(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: object

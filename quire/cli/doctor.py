@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.base.errors import InvalidParameter
+from quire.cli.exit_codes import FAILED, SUCCESS
 
 if TYPE_CHECKING:
     from quire.doctor.finding import Finding
 
-_EXIT_PROBLEM = 1
 _SECONDS = 10.0
 _MAX_SECONDS = 3600.0
 # Flags of one form that the other would ignore.
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _machine(arguments: argparse.Namespace) -> int:
-    from quire.doctor.examine import examine_machine
+    from quire.doctor.machine_exam import examine_machine
 
     facts, findings = examine_machine(
         places=_directories(), asked_isa=os.environ.get("QUIRE_ISA", ""), quick=arguments.quick
@@ -101,7 +101,7 @@ def _machine(arguments: argparse.Namespace) -> int:
 
 
 def _server(arguments: argparse.Namespace) -> int:
-    from quire.doctor.examine import examine_server
+    from quire.doctor.server_exam import examine_server
     from quire.doctor.server_reader import ServerReader
     from quire.doctor.situation import DEFAULT_GOALS
     from quire.obs.timing import Goals
@@ -147,7 +147,7 @@ def _print(
         color=sys.stdout.isatty() and not os.environ.get("NO_COLOR"),
     )
     show(outcome_of(findings, about), text, as_json=as_json)
-    return _EXIT_PROBLEM if worst(findings) is Verdict.PROBLEM else 0
+    return FAILED if worst(findings) is Verdict.PROBLEM else SUCCESS
 
 
 def _directories() -> dict[str, Path]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from quire.api.http.connection import max_connections_of
 from quire.doctor.finding import Finding, ok, problem, warning
 from quire.doctor.machine_facts import MachineFacts, Place
 
@@ -208,8 +209,6 @@ def check_load(facts: MachineFacts) -> Finding:
 
 def check_open_files(facts: MachineFacts) -> Finding:
     """Check how many connections the limit on open files allows."""
-    from quire.api.http.connection import max_connections_of
-
     soft, hard = facts.open_files
     if soft is None:
         return ok("open files", "no limit")
@@ -252,7 +251,7 @@ def check_gpu(facts: MachineFacts) -> Finding:
     found = ", ".join(facts.gpus)
     missing = [name for name in ("torch", "triton") if name not in facts.libraries]
     if missing:
-        action = "pip install 'quire-llm[gpu]', then quire serve --executor torch"
+        action = "install PyTorch and Triton: pip install 'quire-llm[gpu]'"
         return warning("GPU", f"{found}; not installed: {', '.join(missing)}", action)
     return ok("GPU", f"{found}; use it with --executor torch", driver=facts.gpu_driver)
 

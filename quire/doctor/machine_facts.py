@@ -1,8 +1,8 @@
 """MachineFacts: what the system says of this machine, read once.
 
 Reads /proc, /sys and limits of this process; `root` lets tests simulate a machine. What cannot be
-read is None or empty. Opens no connection and loads no model; the compiled module and
-`huggingface_hub` are imported only where they can be, since a broken installation is a finding.
+read is None or empty. Opens no connection and loads no model; the compiled module is
+imported in a function, since a broken one is a finding.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from quire.config.machine import MachineMemory, machine_memory, num_usable_cores
+from quire.hub.cache import cache_dir, token_file
 
 _CPUS = Path("sys/devices/system/cpu")
 
@@ -94,8 +95,8 @@ def read_machine(
     fields = _cpuinfo(root)
     has_affinity = hasattr(os, "sched_getaffinity")
     affinity = os.sched_getaffinity(0) if has_affinity else range(os.cpu_count() or 1)
-    cache, token_file = _hub_paths()
-    named = {"model cache": cache, **(places or {})}
+    named = {"model cache": cache_dir(), **(places or {})}
+    token = token_file()
     return MachineFacts(
         python=sys.version_info[:3],
         native=read_native(),
@@ -124,8 +125,8 @@ def read_machine(
         gpus=_gpus(root),
         gpu_driver=_text(root / "proc/driver/nvidia/version").partition("\n")[0],
         libraries=frozenset(name for name in ("torch", "triton") if find_spec(name) is not None),
-        token_file=token_file,
-        token_mode=_mode(token_file),
+        token_file=token,
+        token_mode=_mode(token),
     )
 
 
@@ -137,15 +138,6 @@ def read_native() -> NativeModule:
         return NativeModule(isa=_native.isa(), available=tuple(_native.available_isas()))
     except (ImportError, RuntimeError) as error:  # RuntimeError: of an unknown QUIRE_ISA
         return NativeModule(error=str(error))
-
-
-def _hub_paths() -> tuple[Path, Path]:
-    """Return the model cache and the token file, as `huggingface_hub` reads the environment."""
-    from huggingface_hub import constants  # slow import
-
-    from quire.hub.cache import cache_dir
-
-    return cache_dir(), Path(constants.HF_TOKEN_PATH)
 
 
 def _place(name: str, path: Path) -> Place:

@@ -23,7 +23,7 @@ _SETTINGS: Mapping[str, Any] = {
 }
 # Slower memory than one channel of DDR4 has.
 SLOW_GB_PER_S = 5.0
-_MOST_BYTES, _LEAST_BYTES = 2**29, 2**26
+_MAX_READ_BYTES, _MIN_READ_BYTES = 2**29, 2**26
 
 
 def self_test(num_threads: int, *, executor: str = "native") -> Finding:
@@ -73,7 +73,7 @@ def bandwidth(num_threads: int, available_bytes: int) -> Finding:
     """Measure the memory's reading speed, which bounds the speed of decoding."""
     from quire.bench.reading import ReadProbe
 
-    num_bytes = min(_MOST_BYTES, max(available_bytes // 4, _LEAST_BYTES))
+    num_bytes = min(_MAX_READ_BYTES, max(available_bytes // 4, _MIN_READ_BYTES))
     with ReadProbe(num_threads, num_bytes=num_bytes) as probe:
         return judged_bandwidth(probe.gb_per_s(), num_threads)
 

@@ -70,7 +70,9 @@ class ServerReader:
 
     def get(self, path: str) -> Reply:
         """Return the response to a GET. Raises WorkerError where none is complete."""
-        connection = self._address.connection(timeout_s=self._limit_s)
+        address = self._address
+        kind = http.client.HTTPSConnection if address.is_secure else http.client.HTTPConnection
+        connection = kind(address.host, address.port, timeout=self._limit_s)
         try:
             connection.connect()
             assert connection.sock is not None

@@ -1,11 +1,14 @@
-"""Checks of a server's service: health, traffic, errors, refusals, and parts that failed."""
+"""Checks of a server's service: health, traffic, errors, refusals, and parts that failed.
+
+Pure functions of a Situation. docs/doctor.md has the thresholds and the reasons for them.
+"""
 
 from __future__ import annotations
 
 from quire.doctor.finding import Finding, ok, problem, warning
 from quire.doctor.situation import MIN_FINISHED, MIN_STEPS, Situation
 
-# Share of requests that may end in errors of any kind, or whose client disconnects.
+# Shares of requests that may end in an error, or in a disconnect of the client.
 ERROR_SHARE, DISCONNECT_SHARE = 0.01, 0.1
 # Errors of the server itself, not of a request.
 _SERVER_ERRORS = ("WorkerError", "StepRowError", "DeviceLost", "QuireError")

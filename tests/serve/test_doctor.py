@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from quire.doctor import scenario
-from quire.doctor.examine import ServerExam, examine_server
 from quire.doctor.finding import Finding, Verdict
+from quire.doctor.server_exam import ServerExam, examine_server
 from quire.doctor.server_reader import ServerReader
 from quire.obs.timing import Goals
 from tests.serve.running_server import RunningServer

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from quire.doctor import examine
+from quire.doctor import machine_exam
 from quire.doctor.finding import Effect, Finding, Lever, Verdict, ok, problem, warning, worst
 from quire.doctor.report import report_text
-from tests.unit.cli.command import quire_main
+from tests.unit.cli.command import LIMIT_S, environment, quire_main
 
 
 def test_this_machine_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -29,6 +31,24 @@ def test_this_machine_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert done.returncode == (1 if outcome["verdict"] == "problem" else 0)
 
 
+def test_a_broken_native_module_is_a_problem_and_no_traceback() -> None:
+    code = (
+        "import sys; sys.modules['quire._native'] = None; from quire.cli.main import main; "
+        "sys.exit(main(['doctor']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=environment(),
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "native module" in done.stdout
+    assert "cannot be loaded" in done.stdout
+    assert "self-test" not in done.stdout
+
+
 @pytest.mark.parametrize(
     ("finding", "code"),
     [
@@ -40,7 +60,7 @@ def test_this_machine_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_only_a_problem_ends_with_1(
     monkeypatch: pytest.MonkeyPatch, finding: Finding, code: int
 ) -> None:
-    monkeypatch.setattr(examine, "machine_findings", lambda facts: [finding])
+    monkeypatch.setattr(machine_exam, "machine_findings", lambda facts: [finding])
     done = quire_main("doctor", "--quick")
     assert done.returncode == code
     assert finding.found in done.stdout

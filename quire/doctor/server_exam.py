@@ -1,7 +1,6 @@
-"""Examine this machine or a server: read, check, predict. The only module with both sides.
+"""Examine a server: read it twice, check what happened between, and predict effects of levers.
 
-`server_findings` waits between its two readings by the function it is given, so that tests need
-not wait.
+The time between the readings passes in a function that is given, so that tests need not wait.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from quire.doctor.capacity_checks import (
@@ -20,8 +18,6 @@ from quire.doctor.capacity_checks import (
 )
 from quire.doctor.finding import Finding
 from quire.doctor.latency_checks import check_tails, check_tpot, check_ttft
-from quire.doctor.machine_checks import machine_findings
-from quire.doctor.machine_facts import MachineFacts, read_machine
 from quire.doctor.prediction import with_predictions
 from quire.doctor.readings import Reading, Window, read_metrics
 from quire.doctor.server_reader import ServerReader
@@ -39,20 +35,6 @@ SERVER_CHECKS: tuple[Callable[[Situation], Finding], ...] = (
     *(check_health, check_traffic, check_ttft, check_tpot, check_tails, check_throughput),
     *(check_memory, check_prefixes, check_cost, check_errors, check_refusals, check_parts),
 )
-
-
-def examine_machine(
-    *, places: Mapping[str, Path], asked_isa: str, quick: bool
-) -> tuple[MachineFacts, list[Finding]]:
-    """Return the facts and findings of this machine. quick: without the probes that compute."""
-    facts = read_machine(places=places, asked_isa=asked_isa)
-    findings = machine_findings(facts)
-    if not quick and not facts.native.error:
-        from quire.doctor.probes import bandwidth, self_test
-
-        findings.append(bandwidth(facts.num_cores, facts.memory.available_bytes))
-        findings.append(self_test(facts.num_cores))
-    return facts, findings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
