@@ -6,6 +6,7 @@ token or a client's id: requests are named by their number of arrival, salts by 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -73,9 +74,28 @@ class TierSnapshot:
     failed: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPrices:
+    """Milliseconds of a step's parts, learned from the steps that this engine has timed.
+
+    fixed_ms: of each step; token_ms: of each token row; score_ms: of each row through the head;
+    position_ms: of each pair of a token and a position it attends to; read_ms: of each position
+    read. steps_timed: the number of steps they were learned from; 0: proportions only.
+    """
+
+    steps_timed: int
+    fixed_ms: float
+    token_ms: float
+    score_ms: float
+    position_ms: float
+    read_ms: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EngineSnapshot:
     """The state of one engine between two steps.
+
+    limits: of the scheduler, by name (quire/scheduler/limits.py); 0 where there is none.
 
     running and waiting list the first requests only, in their order; the totals count all. The map
     has one cell for each `blocks_per_cell` blocks and shows the first of them: run_lengths[i] cells
@@ -97,3 +117,5 @@ class EngineSnapshot:
     run_lengths: Int32s
     run_owners: Int32s
     tiers: tuple[TierSnapshot, ...]
+    limits: Mapping[str, float]
+    step_prices: StepPrices

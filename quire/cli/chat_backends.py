@@ -12,10 +12,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import urlsplit
 
 from quire.base.errors import (
-    InvalidParameter,
     OverloadedError,
     QuireError,
     RequestError,
@@ -24,6 +22,7 @@ from quire.base.errors import (
     UnknownModel,
     WorkerError,
 )
+from quire.base.server_url import key_headers, server_url
 
 if TYPE_CHECKING:
     from quire.engine.library.async_llm import AsyncLLM
@@ -101,27 +100,14 @@ class RemoteBackend:
     def __init__(
         self, url: str, *, model: str, api_key: str | None, sampling: Mapping[str, Any]
     ) -> None:
-        try:
-            parts = urlsplit(url if "//" in url else f"http://{url}")
-            host, port = parts.hostname, parts.port
-        except ValueError as error:
-            raise InvalidParameter(f"{url!r} is not an address: {error}", param="url") from error
-        if parts.scheme not in ("http", "https") or not host:
-            raise InvalidParameter(f"{url!r} is not an http:// or https:// address", param="url")
-        self._secure = parts.scheme == "https"
-        self._host, self._port = host, port
-        path = parts.path.rstrip("/")
-        self._path = path if path.endswith("/v1") else path + "/v1"
-        self._shown_url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
-        self._headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
-        if api_key:
-            if not api_key.isascii() or not api_key.isprintable():  # not shown in the message
-                raise InvalidParameter(
-                    "the API key has characters that no HTTP header can hold; give it without "
-                    "line breaks and in ASCII",
-                    param="api_key",
-                )
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        address = self._address = server_url(url)
+        self._path = address.path if address.path.endswith("/v1") else address.path + "/v1"
+        self._shown_url = address.shown
+        self._headers = {
+            "Content-Type": "application/json",
+            "Accept": "text/event-stream",
+            **key_headers(api_key),
+        }
         self._sampling = dict(sampling)
         self.name = model or self._first_model()
 
@@ -155,8 +141,9 @@ class RemoteBackend:
                 ) from error
 
     def _connection(self) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        return kind(self._host, self._port, timeout=_TIMEOUT_S)
+        address = self._address
+        kind = http.client.HTTPSConnection if address.is_secure else http.client.HTTPConnection
+        return kind(address.host, address.port, timeout=_TIMEOUT_S)
 
     def _response(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: object

@@ -22,7 +22,7 @@ class ModelCard:
     seconds since 1970, when the engine became ready. banned_sequences: ids that its
     generation_config.json keeps out of every answer (TokenRules). quantization: how the weights
     of products are kept ("none": in dtype). kv_cache_dtype: how keys and values are: "f32", "bf16",
-    "int8" or "fp8". aliases: further names that requests may give.
+    "int8" or "fp8". aliases: further names that requests may give. block_bytes: of one KV block.
     """
 
     name: str
@@ -42,6 +42,7 @@ class ModelCard:
     quantization: str = "none"
     kv_cache_dtype: str = "f32"
     aliases: tuple[str, ...] = ()
+    block_bytes: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -103,6 +103,13 @@ def cache_dir() -> Path:
     return Path(constants.HF_HUB_CACHE)
 
 
+def token_file() -> Path:
+    """Return the file of the user's token, as `huggingface_hub` reads it from the environment."""
+    from huggingface_hub import constants  # slow import
+
+    return Path(constants.HF_TOKEN_PATH)
+
+
 def repo_dir(repo: str) -> Path:
     """Return the directory of a repository in the cache, whether or not it exists."""
     return cache_dir() / f"models--{repo.replace('/', '--')}"

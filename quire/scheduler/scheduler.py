@@ -313,6 +313,8 @@ class Scheduler:
             self._batch,
             self._requests,
             self._cache,
+            limits=self._limits,
+            speed=self.speed,
             steps_total=self._steps_ended,
             held_total=self._backpressure.num_held if self._backpressure.is_active else 0,
             now_ms=now_ms,

@@ -6,6 +6,7 @@ operations over all blocks.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from itertools import islice
 
 import numpy as np
@@ -17,10 +18,13 @@ from quire.base.engine_snapshot import (
     EngineSnapshot,
     Int32s,
     RequestSnapshot,
+    StepPrices,
     TierSnapshot,
 )
 from quire.cache.explain import OTHERS, salt_name
 from quire.cache.manager import CacheManager
+from quire.scheduler.cost.speed import SpeedEstimate
+from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.request_table import RequestTable
 from quire.scheduler.running_batch import RunningBatch
 from quire.scheduler.sequence import NO_SLOT, SequenceState
@@ -38,6 +42,8 @@ def engine_snapshot(
     requests: RequestTable,
     cache: CacheManager,
     *,
+    limits: SchedulerLimits,
+    speed: SpeedEstimate,
     steps_total: int,
     held_total: int,
     now_ms: float,
@@ -69,6 +75,8 @@ def engine_snapshot(
         run_lengths=run_lengths,
         run_owners=run_owners,
         tiers=_tiers(cache),
+        limits=asdict(limits),
+        step_prices=StepPrices(steps_timed=speed.num_steps, **asdict(speed.now)),
     )
 
 

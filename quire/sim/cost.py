@@ -1,8 +1,9 @@
 """Predict the time of a step on the simulated machine: from measured steps or a roofline.
 
-`MeasuredCost` combines timed steps (quire/sim/profile.py). `RooflineCost` counts what the program
-computes (quire/program/cost.py) and divides by the machine's rates. Neither reads a clock. Always
-holds: the time of a step depends on the step alone.
+`MeasuredCost` combines timed steps (quire/sim/profile.py). `LearnedCost` has the prices that a
+running engine learned from its steps. `RooflineCost` counts what the program computes
+(quire/program/cost.py) and divides by the machine's rates. None reads a clock. Always holds: the
+time of a step depends on the step alone.
 """
 
 from __future__ import annotations
@@ -106,6 +107,38 @@ class MeasuredCost:
         tokens = min(layers.count, last)
         chunk_ms = (self._trunk_ms[tokens] - self._loop_ms) * layers.count / tokens
         return layers.share * (chunk_ms + layers.count * layers.start * self._pair_ms)
+
+
+class LearnedCost:
+    """Step times from the prices that a running engine has learned (quire/scheduler/cost)."""
+
+    def __init__(self, prices: LinearCost) -> None:
+        self._prices = prices
+
+    def step_ms(self, plan: StepPlan) -> float:
+        """See StepCost."""
+        counts = plan.counts.astype(np.float64)
+        tokens = float(np.add.reduce(counts))
+        pairs = float(np.dot(counts, plan.starts + 0.5 * (counts + 1.0)))
+        reads = tokens + float(np.add.reduce(plan.starts, dtype=np.float64))
+        heads = float(np.add.reduce(plan.sample_counts))
+        cost_ms = self._ms(1.0, tokens, heads, pairs, reads)
+        layers = plan.layers
+        if layers is None:
+            return cost_ms
+        count, end = float(layers.count), float(layers.start + layers.count)
+        pairs = count * (layers.start + 0.5 * (count + 1.0))
+        return cost_ms + layers.share * self._ms(1.0, count, 0.0, pairs, end)
+
+    def _ms(self, steps: float, tokens: float, heads: float, pairs: float, reads: float) -> float:
+        prices = self._prices
+        return (
+            steps * prices.fixed_ms
+            + tokens * prices.token_ms
+            + heads * prices.score_ms
+            + pairs * prices.position_ms
+            + reads * prices.read_ms
+        )
 
 
 def interpolate(points: Points, length: int) -> NDArray[np.float64]:

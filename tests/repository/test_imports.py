@@ -15,11 +15,15 @@ from tests.repository.source_files import code_files, name_of, tree_of
 _GPU = "PyTorch and Triton are optional and slow to import"
 _FORMATS = "readers of a file format, loaded for models that come in it"
 _ON_DEMAND = "loaded only where the setting or request that needs it is given"
+_NATIVE = "a compiled module that cannot be loaded is a finding"
 LATE_IMPORTS: Mapping[str, tuple[str, str]] = {
     "quire": ("quire.base quire.engine", "the library's names load the engine on first use"),
     "quire.api.openapi.routes": ("quire.api.openapi", _ON_DEMAND),
     "quire.api.workers.supervisor": ("quire.obs", "prometheus_client: not in the supervisor alone"),
     "quire.bench.serve": ("quire.obs", _ON_DEMAND),
+    "quire.doctor.machine_exam": ("quire.doctor", _NATIVE),
+    "quire.doctor.machine_facts": ("quire._native", _NATIVE),
+    "quire.doctor.probes": ("quire.base quire.bench quire.engine", _ON_DEMAND),
     "quire.engine.assembly.assemble": (
         "quire.engine.assembly quire.execute quire.transfer",
         "one executor is loaded, and the tier only where one is configured",

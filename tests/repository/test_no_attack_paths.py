@@ -14,7 +14,7 @@ from tests.repository.source_files import code_files, name_of, nodes_of
 CODE_FROM_BYTES = frozenset({"pickle", "cPickle", "dill", "marshal", "shelve", "cloudpickle"})
 CONNECTIONS = frozenset({"urllib.request", "http.client", "requests", "httpx", "aiohttp", "ftplib"})
 # These connect to a server as clients, because their user asked for that.
-CLIENTS = ("quire/cli/", "quire/bench/")
+CLIENTS = ("quire/cli/", "quire/bench/", "quire/doctor/")
 SOURCES = [file for file in code_files("quire") if file.suffix == ".py"]
 
 

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from quire.api.server_state import ServerState
 from quire.base.engine_snapshot import EngineSnapshot
 from quire.base.errors import InvalidParameter
+from quire.engine.model_card import ModelCard
 
 
 class EngineRoutes:
@@ -30,7 +31,7 @@ class EngineRoutes:
         if request.query_params:
             raise InvalidParameter("this was sent with parameters; it takes none: leave them out")
         engine = self._server_state.loaded_engine or self._server_state.engine()
-        content = snapshot_json(await engine.engine_snapshot())
+        content = snapshot_json(await engine.engine_snapshot(), engine.card)
         return Response(
             msgspec.json.encode(content, enc_hook=_as_list),
             headers={"cache-control": "no-store"},
@@ -38,7 +39,7 @@ class EngineRoutes:
         )
 
 
-def snapshot_json(shot: EngineSnapshot) -> dict[str, Any]:
+def snapshot_json(shot: EngineSnapshot, card: ModelCard) -> dict[str, Any]:
     """Return the snapshot as JSON, with records and arrays that msgspec still has to encode."""
     return {
         "object": "engine",
@@ -52,6 +53,7 @@ def snapshot_json(shot: EngineSnapshot) -> dict[str, Any]:
         "waiting": shot.waiting,
         "blocks": {
             "size": shot.block_size,
+            "bytes_each": card.block_bytes,
             "total": shot.blocks_total,
             "per_cell": shot.blocks_per_cell,
             "owners": shot.owners,
@@ -59,6 +61,8 @@ def snapshot_json(shot: EngineSnapshot) -> dict[str, Any]:
             "run_owners": shot.run_owners,
         },
         "tiers": shot.tiers,
+        "limits": shot.limits,
+        "step_prices": shot.step_prices,
     }
 
 

@@ -59,7 +59,12 @@ class Evictable(Protocol):
 def max_connections() -> int:
     """Return how many connections the limit on open files leaves room for."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return sys.maxsize if limit == resource.RLIM_INFINITY else max(limit - _SPARE_FILES, 1)
+    return sys.maxsize if limit == resource.RLIM_INFINITY else max_connections_of(limit)
+
+
+def max_connections_of(open_files: int) -> int:
+    """Return how many connections a limit on open files leaves room for."""
+    return max(open_files - _SPARE_FILES, 1)
 
 
 class ConnectionTable:

@@ -14,7 +14,7 @@ from quire.api.http.errors import HEAD_TOO_LARGE, SHAPES
 from quire.api.openai.dialect import error_type
 from quire.api.openapi.field_schemas import FLAG, TEXT, Schema, list_of, object_of, or_null
 from quire.base.cache_usage import Miss, MissReason, OwnerUsage, PrefixUsage
-from quire.base.engine_snapshot import BlockOwner, RequestSnapshot, TierSnapshot
+from quire.base.engine_snapshot import BlockOwner, RequestSnapshot, StepPrices, TierSnapshot
 from quire.base.log import LEVELS
 from quire.base.records import FinishReason
 from quire.engine.model_card import Health
@@ -350,6 +350,7 @@ def _engine() -> Schema:
     totals = ("running_total", "waiting_total", "held_total")
     blocks = _whole(
         size=COUNT,
+        bytes_each=COUNT,
         total=COUNT,
         per_cell=COUNT,
         owners=list_of(_ref("BlockOwner")),
@@ -363,12 +364,14 @@ def _engine() -> Schema:
         waiting=list_of(_ref("RequestSnapshot")),
         blocks=blocks,
         tiers=list_of(_ref("TierSnapshot")),
+        limits={"type": "object", "additionalProperties": {"type": "number"}},
+        step_prices=_ref("StepPrices"),
     )
 
 
 def _records() -> dict[str, Schema]:
     """Return the schemas of records that are returned unchanged."""
-    usage = (Miss, PrefixUsage, OwnerUsage, BlockOwner, RequestSnapshot, TierSnapshot)
+    usage = (Miss, PrefixUsage, OwnerUsage, BlockOwner, RequestSnapshot, StepPrices, TierSnapshot)
     records = (Health, Speeds, Timings, *usage)
     _, found = msgspec.json.schema_components(
         [*records, MissReason], ref_template="#/components/schemas/{name}"

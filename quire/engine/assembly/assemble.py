@@ -395,6 +395,7 @@ def _card(
         recipe=executor.recipe,
         num_blocks=memory.num_blocks,
         block_size=config.cache.block_size,
+        block_bytes=executor.block_bytes,
         max_num_seqs=max_num_seqs,
         created_s=int(time.time()),
     )

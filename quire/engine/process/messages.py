@@ -19,7 +19,7 @@ from quire.base.records import Request, StepOutputs
 from quire.engine.model_card import ModelCard
 
 # Raised when a message changes; both sides must agree.
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from quire.base.engine_snapshot import (
     BlockUse,
     EngineSnapshot,
     RequestSnapshot,
+    StepPrices,
     TierSnapshot,
 )
 from quire.base.engine_stats import EngineStats
@@ -54,6 +55,7 @@ CARD = ModelCard(
     recipe="script",
     num_blocks=16,
     block_size=16,
+    block_bytes=2048,
     max_num_seqs=8,
     created_s=1_700_000_000,
 )
@@ -92,6 +94,10 @@ SNAPSHOT = EngineSnapshot(
     run_lengths=np.array([2, 7], np.int32),
     run_owners=np.array([1, 0], np.int32),
     tiers=(TierSnapshot(tier="disk", blocks_total=9, blocks_used=1, fetching=0, failed=False),),
+    limits={"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 96},
+    step_prices=StepPrices(
+        steps_timed=40, fixed_ms=2.0, token_ms=0.1, score_ms=0.1, position_ms=0.0, read_ms=0.001
+    ),
 )
 
 

@@ -88,6 +88,18 @@ def test_large_pools_and_long_lists_are_shortened_and_totals_are_not(
     harness.drain()
 
 
+def test_a_snapshot_has_the_limits_and_what_steps_were_learned_to_cost() -> None:
+    harness = Harness(Setup(num_blocks=64, max_num_seqs=3))
+    before = harness.scheduler.snapshot(0.0).step_prices
+    assert before.steps_timed == 0
+    harness.add(make_request("a", range(9), max_tokens=9))
+    harness.drain()
+    shot = harness.scheduler.snapshot(9.0)
+    assert shot.limits["max_num_seqs"] == 3
+    assert shot.step_prices.steps_timed == harness.scheduler.speed.num_steps > 0
+    assert shot.step_prices.fixed_ms == harness.scheduler.speed.fixed_ms != before.fixed_ms
+
+
 def test_a_snapshot_names_no_request_and_no_salt() -> None:
     harness = Harness(Setup(num_blocks=64))
     for name in ("client-secret-1", "client-secret-2"):

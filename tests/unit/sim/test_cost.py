@@ -13,7 +13,7 @@ from quire.models.registry import build_program, open_model
 from quire.program.cost import StepShape
 from quire.program.tensors import DType
 from quire.scheduler.cost.step_cost import LinearCost
-from quire.sim.cost import MeasuredCost, RooflineCost, interpolate, step_work
+from quire.sim.cost import LearnedCost, MeasuredCost, RooflineCost, interpolate, step_work
 from quire.sim.machine import described_machine, ridge_step_tokens
 from tests.models.cases_experts import QWEN3_MOE
 from tests.tiny_models import write_tiny, write_tiny_llama
@@ -28,6 +28,24 @@ def _measured() -> MeasuredCost:
         read_ms=((1, 0.02), (8, 0.01)),
         loop_ms=0.5,
     )
+
+
+def test_learned_prices_count_tokens_scores_positions_reads_and_layers() -> None:
+    prices = LinearCost(
+        fixed_ms=1000.0, token_ms=100.0, score_ms=10.0, position_ms=1.0, read_ms=0.01
+    )
+    plan = plan_of((7, 1), (4, 2))
+    assert plan.sample_counts.sum() == 2
+    # rows attend to 8, and to 5 + 6 positions, and read 8 and 6
+    expected = 1000.0 + 3 * 100.0 + 2 * 10.0 + (8 + 5 + 6) + 0.01 * (8 + 6)
+    assert LearnedCost(prices).step_ms(plan) == pytest.approx(expected)
+    layers = PartLayers(
+        slot=0, start=4, count=2, store_from=4, first_layer=0, end_layer=1, num_layers=2
+    )
+    more = 0.5 * (1000.0 + 2 * 100.0 + (5 + 6) + 0.01 * 6)
+    assert layers.share == 0.5
+    with_part = LearnedCost(prices).step_ms(replace(plan, layers=layers))
+    assert with_part == pytest.approx(expected + more)
 
 
 def test_work_is_summed_separately_for_decode_rows_and_chunks() -> None:

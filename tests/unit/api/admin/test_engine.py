@@ -39,6 +39,10 @@ def test_the_snapshot_is_told_as_it_is() -> None:
     assert told["blocks"]["run_owners"] == [1, 0]
     assert [owner["use"] for owner in told["blocks"]["owners"]] == ["free", "running"]
     assert told["tiers"][0]["tier"] == "disk"
+    assert told["blocks"]["bytes_each"] == 2048
+    assert told["limits"]["max_num_batched_tokens"] == 64
+    assert told["step_prices"]["steps_timed"] == 40
+    assert told["step_prices"]["fixed_ms"] == 2.0
 
 
 def test_only_admins_get_it() -> None:
