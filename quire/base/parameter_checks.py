@@ -20,13 +20,18 @@ MAX_TOKEN_ID = 2**31 - 1
 
 
 def listed(
-    name: str, value: Any, *, most: int | None = None, what: str = "entries"
+    name: str,
+    value: Any,
+    *,
+    most: int | None = None,
+    what: str = "entries",
+    allowed: str = "a list",
 ) -> tuple[Any, ...]:
     """Any iterable but a text or a mapping, as a tuple of at most `most`."""
     if type(value) is not tuple and (
         isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable)
     ):
-        raise InvalidParameter(f"{name} is {show(value)}; a list is allowed", param=name)
+        raise InvalidParameter(f"{name} is {show(value)}; {allowed} is allowed", param=name)
     entries = tuple(value)
     if most is not None and len(entries) > most:
         raise InvalidParameter(
@@ -79,7 +84,8 @@ def token_ids(name: str, value: Any, *, most: int) -> tuple[int, ...]:
 
 def texts(name: str, value: Any, *, most: int, max_chars: int) -> tuple[str, ...]:
     """At most `most` texts of 1 to `max_chars` characters; one text alone is a list of one."""
-    entries = listed(name, (value,) if isinstance(value, str) else value, most=most, what="strings")
+    texts_of = (value,) if isinstance(value, str) else value
+    entries = listed(name, texts_of, most=most, what="strings", allowed="a string or a list")
     for text in entries:
         if not isinstance(text, str) or not 0 < len(text) <= max_chars:
             raise InvalidParameter(

@@ -154,7 +154,8 @@ class RemoteBackend:
             response = connection.getresponse()
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise WorkerError(
-                f"no server answers at {self._shown_url} ({error}); start one with `quire serve`"
+                f"no server answers at {self._shown_url} ({error}); start one with "
+                "`quire serve`, or check the address, as in http://127.0.0.1:8000"
             ) from error
         if response.status != 200:
             raise self._refusal(response)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -100,6 +101,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
 
 
+# argparse's message for a value that is no number.
+_NO_NUMBER = re.compile(r"invalid (int|float) value: (.*)", re.DOTALL)
+_KINDS = {"int": "a whole number", "float": "a number"}
+
+
 class _Parser(argparse.ArgumentParser):
     """Accept unabbreviated flags only; report an error in one line, without the list of flags."""
 
@@ -107,6 +113,7 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**settings, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
+        message = _NO_NUMBER.sub(lambda found: f"{found[2]} is not {_KINDS[found[1]]}", message)
         _print_error(self.prog, f"{message}\nusage: {self.prog} --help lists its flags")
         self.exit(REFUSED)
 

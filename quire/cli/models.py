@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quire.base.errors import SettingError
+from quire.base.user_path import user_path
 from quire.hub.cache import cache_dir
 from quire.hub.gguf_choice import size_text
 from quire.hub.inventory import Entry, entries
@@ -51,7 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """List or remove. Raises SettingError for an unknown name, or a removal not confirmed."""
-    found = entries(_paths(arguments.pack_cache), _paths(arguments.kv_tier_path))
+    found = entries(
+        _paths(arguments.pack_cache, "--pack-cache"),
+        _paths(arguments.kv_tier_path, "--kv-tier-path"),
+    )
     if arguments.action == "rm":
         return _remove(selected(found, arguments.names), is_confirmed=arguments.yes)
     if arguments.json:
@@ -101,9 +105,10 @@ def _nothing() -> str:
     )
 
 
-def _paths(folders: Sequence[str]) -> list[Path]:
-    paths = [Path(folder).expanduser() for folder in folders]
+def _paths(folders: Sequence[str], flag: str) -> list[Path]:
+    paths = [user_path(folder) for folder in folders]
     for path in paths:
         if not path.is_dir():
-            raise SettingError(f"{path}: no such directory")
+            found = "is not a directory" if path.exists() else "does not exist"
+            raise SettingError(f"{flag} {path} {found}; give the directory that quire serve uses")
     return paths

@@ -8,9 +8,9 @@ file has at least one key, and only digests of admin keys are returned.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from quire.base.errors import SettingError
+from quire.base.user_path import user_path
 from quire.config.tenants import key_digest
 
 _HASHED = "sha256:"
@@ -47,10 +47,11 @@ def read_api_keys(path: str | None) -> tuple[str, ...]:
 
 def _lines_with_keys(path: str, what: str, flag: str) -> list[tuple[int, str]]:
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = user_path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise SettingError(
-            f"the {what} {path} cannot be read ({error}); give a text file with one key per line "
+            f"the {what} {path} cannot be read ({reason}); give a text file with one key per line "
             f"({flag})"
         ) from error
     stripped = [(number, line.strip()) for number, line in enumerate(lines, 1)]

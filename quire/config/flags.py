@@ -20,6 +20,7 @@ from quire.config.foreign_flags import instead_of_setting
 from quire.config.groups import EngineConfig
 from quire.config.server_config import ServerConfig
 
+TYPE_NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 Group = TypeVar("Group")
 
 _SUFFIXES = {"": 1, "b": 1}
@@ -222,6 +223,5 @@ def checked(setting: Field[Any], hint: Any, value: Any) -> Any:
     wanted = (str,) if get_origin(kind) is Literal else (kind,)
     fits = isinstance(value, wanted) and (kind is bool or not isinstance(value, bool))
     if not fits:
-        name = "a string" if wanted == (str,) else kind.__name__
-        raise SettingError(f"{setting.name} is {value!r}; {name} is expected")
+        raise SettingError(f"{setting.name} is {value!r}; {TYPE_NAMES[wanted[0]]} is expected")
     return value

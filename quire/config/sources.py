@@ -13,13 +13,12 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from quire.base.errors import SettingError
-from quire.config.flags import checked, flag_of, kind_of
+from quire.config.flags import TYPE_NAMES, checked, flag_of, kind_of
 from quire.config.groups import EngineConfig
 from quire.config.server_config import ServerConfig
 
 # Shown in place of a secret.
 SECRET = "(set)"
-_TYPE_NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +63,7 @@ class Setting:
             return f"one of {', '.join(map(str, get_args(self.kind)))}"
         if get_origin(self.kind) is tuple:
             return "a string or a list of strings"
-        return _TYPE_NAMES[self.kind]
+        return TYPE_NAMES[self.kind]
 
     def shown(self, value: object) -> str:
         """Return a value as an error message shows it."""

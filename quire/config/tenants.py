@@ -22,6 +22,7 @@ from quire.base.parameter_checks import listed, number, texts, whole
 from quire.base.scheduling_params import MAX_PRIORITY, MAX_TENANT_CHARS
 from quire.base.show import show
 from quire.base.strict_json import parse_object
+from quire.base.user_path import user_path
 
 # The tenant of requests if there are no tenants, or with a key of --api-key.
 DEFAULT_TENANT = "default"
@@ -91,12 +92,15 @@ def key_digest(key: str | bytes) -> str:
 
 def read_tenants(path: str) -> tuple[Tenant, ...]:
     """Read the tenants of a file, the default one first. Raises SettingError if it is invalid."""
-    file = Path(path).expanduser()
+    file = user_path(path)
     try:
         size = file.stat().st_size
         raw = file.read_bytes() if size <= MAX_FILE_BYTES else b""
     except OSError as error:
-        raise SettingError(f"the tenants file {path} cannot be read: {error.strerror}") from error
+        raise SettingError(
+            f"the tenants file {path} cannot be read: {error.strerror}; give a TOML "
+            "file with a table [tenants.NAME] for each tenant"
+        ) from error
     if size > MAX_FILE_BYTES:
         raise SettingError(
             f"the tenants file {path} has {size} bytes; at most {MAX_FILE_BYTES} are allowed"

@@ -24,6 +24,7 @@ from quire.base.errors import ConfigError, WeightsError
 from quire.base.gguf_parts import SUFFIX, parts_of
 from quire.base.regular_file import is_present, read_regular
 from quire.base.show import show
+from quire.base.user_path import user_path
 from quire.config.groups import EngineConfig
 from quire.hub.gguf_choice import TEMPLATES, chosen_gguf, gguf_models, matching_gguf
 from quire.hub.names import HubName, hub_name
@@ -53,7 +54,7 @@ def with_local_model(config: EngineConfig) -> EngineConfig:
 def local_model(text: str) -> Path:
     """Return the path of a model: a path as it is, a name's in the cache. Raises ConfigError."""
     name = hub_name(text)
-    return Path(text).expanduser() if name is None else required_local(name)
+    return user_path(text) if name is None else required_local(name)
 
 
 def required_local(name: HubName) -> Path:

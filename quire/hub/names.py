@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from quire.base.errors import SettingError
 from quire.base.show import show
+from quire.base.user_path import user_path
 
 DEFAULT_REVISION = "main"
 MAX_NAME_CHARS = 96  # of ORG/NAME, as the hub limits it
@@ -60,6 +60,11 @@ def required_name(text: str, revision: str | None = None) -> HubName:
     revision: the value of --revision, if given.
     """
     name = parsed_name(text)
+    if name is None and text and _exists(text):
+        raise SettingError(
+            f"{show(text)} is a path on this machine, so there is nothing to download; run it "
+            "with quire serve, or give ORG/NAME of a model on the Hugging Face Hub"
+        )
     if name is None:
         raise SettingError(
             f"{show(text)} is not a model's name on the Hugging Face Hub; write ORG/NAME, as in "
@@ -106,6 +111,6 @@ def _is_repo(repo: str) -> bool:
 
 def _exists(text: str) -> bool:
     try:
-        return Path(text).expanduser().exists()
+        return user_path(text).exists()
     except (OSError, RuntimeError, ValueError):
         return False

@@ -13,6 +13,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from quire.base.errors import SettingError
+from quire.base.user_path import user_path
 from quire.hub.blob_lock import Timeout, blob_lock
 from quire.hub.cache import cache_dir
 from quire.hub.inventory import MODEL, TIER, Entry
@@ -28,7 +29,7 @@ def selected(entries: Sequence[Entry], names: Sequence[str]) -> list[Entry]:
     """
     found: list[Entry] = []
     for name in names:
-        path = str(Path(name).expanduser().absolute())
+        path = str(user_path(name).absolute())
         matching = [
             entry
             for entry in entries

@@ -34,7 +34,9 @@ def load_config(path: Path) -> dict[str, Any]:
     try:
         return parse_object(raw, limit_bytes=MAX_CONFIG_BYTES)
     except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(
+            f"{path}: {error}; the file is damaged: copy or download it again"
+        ) from error
 
 
 class ConfigReader:

@@ -32,7 +32,10 @@ def what_else(folder: Path) -> str:
         listed = ", ".join(str(model) for model in models[:_MAX_LISTED])
         more = ", ..." if len(models) > _MAX_LISTED else ""
         return f"give the folder that has one: {listed}{more}"
-    return "give the folder of a model"
+    found = sorted(path.name for path in folder.iterdir())
+    more = f" and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
+    there = f"there are {', '.join(found[:_MAX_LISTED])}{more}" if found else "it is empty"
+    return f"{there}; give the directory of a model, with config.json and model*.safetensors"
 
 
 def _adapter(file: Path) -> str:

@@ -9,6 +9,7 @@ family is a line in FAMILIES.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,9 @@ from quire.models.stablelm import read_stablelm
 from quire.models.starcoder2 import build_starcoder2, read_starcoder2
 from quire.program.program import Program
 from quire.program.tensors import DType
+
+# As a Path has it, with one slash of two.
+_ADDRESS = re.compile(r"(?:https?|hf):/+(?:[^/]*\.[^/]*/+)?(?P<name>[^/]+/[^/?#]+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +153,11 @@ def box_path() -> Path:
 
 def _check_folder(folder: Path) -> None:
     if not folder.exists():
+        if (address := _ADDRESS.match(str(folder))) is not None:
+            raise ConfigError(
+                f"{folder}: this is an address; give the model's name: "
+                f"{address['name'] or 'ORG/NAME'}"
+            )
         raise ConfigError(
             f"{folder}: no such folder; give a folder with config.json and *.safetensors, "
             "or a GGUF file, or ORG/NAME of a model that `quire pull` has downloaded"

@@ -67,7 +67,8 @@ def read_trace(path: Path, *, max_requests: int | None = None) -> list[Arrival]:
                 rows = enumerate(table, start=2)
                 found = [_azure(path, number, row) for number, row in islice(rows, max_requests)]
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(f"{path}: the trace cannot be read: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise SettingError(f"{path}: the trace cannot be read: {reason}; {_FORMATS}") from error
     if not found:
         raise SettingError(f"{path}: the trace has no requests")
     start_s = min(one.arrival_s for one in found)

@@ -26,6 +26,7 @@ _IN_SCHEMA = re.compile(
     r"at (\d+)\(\d+\): failed to compile JSON schema: (.*?)(?:\n +\d+ \| .*)?\Z", re.DOTALL
 )
 _PLAN = "x-quire-unique-items"
+_TYPE = re.compile(r"Invalid type: (.*)")
 _FORMAT = re.compile(r"Unknown format: (.*)")
 
 
@@ -166,6 +167,12 @@ def _of_schema(schema: Any, message: str) -> str:
             "the schema has too many alternatives at one place, such as an object with more than "
             "about 1,600 optional properties; make them required, which fixes their order, or "
             "distribute them among several objects"
+        )
+    if (found := _TYPE.search(message)) is not None:
+        place = path_of(schema, "type", found[1].strip())
+        return (
+            f"the schema has the type {show(found[1].strip())}{f' (at {place})' if place else ''}; "
+            "array, boolean, integer, null, number, object and string are allowed"
         )
     return f"the schema cannot be used: {_cut(message)}"
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from quire.base.errors import SettingError, TokenizerError
 from quire.base.gguf_model import find_gguf
 from quire.base.regular_file import is_present
+from quire.base.user_path import user_path
 from quire.text.added_tokens import read_json
 from quire.text.tokenizer_files import read_file
 
@@ -66,7 +67,7 @@ def named_source(chosen: str, sources: Mapping[str, str]) -> str:
     """Return the template of this name, or the text of a file. Raises SettingError for neither."""
     if chosen in sources:
         return sources[chosen]
-    file = Path(chosen).expanduser()
+    file = user_path(chosen)
     if file.is_file():
         try:
             return read_source(file)

@@ -214,4 +214,7 @@ def _why_nothing(folder: Path) -> str:
             "files of the same model"
         )
     found = ", ".join(files[:8]) or "nothing"
-    return f"{folder}: there is neither {SINGLE_FILE} nor {INDEX_FILE}; found {found}"
+    return (
+        f"{folder}: there is neither {SINGLE_FILE} nor {INDEX_FILE}; found {found}. Copy the "
+        "model's weights there, or download all of it with quire pull"
+    )

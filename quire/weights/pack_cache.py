@@ -111,7 +111,8 @@ class PackCache:
             found = folder.stat()
         except OSError as error:
             raise SettingError(
-                f"pack_cache: {folder} cannot be used as a folder: {error.strerror}"
+                f"pack_cache: {folder} cannot be used as a folder: {error.strerror}; "
+                "name a directory that you may write to, or one to be created"
             ) from error
         if why := danger(found):
             raise SettingError(

@@ -68,7 +68,9 @@ def test_non_http_bytes_get_a_json_error(server: RunningServer) -> None:
         connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")
         head, _, body = answer(connection).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400")
-    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    error = json.loads(body)["error"]
+    assert error["type"] == "invalid_request_error"
+    assert "the address begins with http://" in error["message"]
 
 
 def test_consecutive_requests_on_a_connection_are_answered(

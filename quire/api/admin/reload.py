@@ -11,12 +11,12 @@ import asyncio
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from quire.api.http.sockets import check_tls
 from quire.api.server_state import ServerState
 from quire.base.errors import SettingError
 from quire.base.log import Log
+from quire.base.user_path import user_path
 from quire.config.admin_keys import read_admin_keys
 from quire.config.tenants import Tenant, needs_restart
 
@@ -147,7 +147,7 @@ async def reload_certificate(server_state: ServerState, contexts: Sequence[ssl.S
 def _mark_of(file: str) -> tuple[int, ...] | None:
     """Return what changes with a file; None if it is missing (it may be being replaced)."""
     try:
-        found = Path(file).expanduser().stat()
+        found = user_path(file).stat()
     except OSError:
         return None
     return found.st_mtime_ns, found.st_size, found.st_ino

@@ -22,13 +22,15 @@ MAX_BIAS_TEXT_CHARS = 256
 
 def one_or_listed(name: str, value: Any) -> tuple[Any, ...]:
     """Return a list of texts; one text alone is a list of one."""
-    return (value,) if isinstance(value, str) else listed(name, value)
+    if isinstance(value, str):
+        return (value,)
+    return listed(name, value, allowed="a string or a list of strings")
 
 
-def listed(name: str, value: Any) -> tuple[Any, ...]:
+def listed(name: str, value: Any, *, allowed: str = "a list") -> tuple[Any, ...]:
     """Return a list of JSON. Raises InvalidParameter."""
     if not isinstance(value, list):
-        raise InvalidParameter(f"{name} is {show(value)}; a list is allowed", param=name)
+        raise InvalidParameter(f"{name} is {show(value)}; {allowed} is allowed", param=name)
     return tuple(value)
 
 

@@ -260,7 +260,12 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse malformed HTTP with an error body of the dialect."""
-        self._refuse(b"400 Bad Request", msg, code=None)
+        self._refuse(
+            b"400 Bad Request",
+            f"{msg} It is not HTTP/1.1 that can be read: check its first line, headers and "
+            f"content-length, and that the address begins with {self.scheme}://",
+            code=None,
+        )
 
     @property
     def _is_answering(self) -> bool:

@@ -68,6 +68,8 @@ FOREIGN_PATHS: Mapping[str, str] = {
     "/v1/audio/speech": "the model reads and writes text only",
     "/v1/images/generations": "the model reads and writes text only",
     "/v1/moderations": "nothing is moderated here",
+    "/v1/load_lora_adapter": "adapters are not supported; merge one into its model with peft",
+    "/v1/unload_lora_adapter": "adapters are not supported; merge one into its model with peft",
     "/v1/files": "files are not stored",
     "/v1/batches": "batches are not stored; send the requests at once, with a low priority",
 }

@@ -224,7 +224,9 @@ def parse(raw: bytes, *, limit_bytes: int) -> dict[str, Any]:
     try:
         body = parse_object(raw, limit_bytes=limit_bytes, yields=True)
     except ValueError as error:
-        raise RequestError(f"the request body cannot be used: {error}") from error
+        is_no_object = str(error).startswith(("it is not ", "it is ["))
+        action = "; send one JSON object in UTF-8" if is_no_object else ""
+        raise RequestError(f"the request body cannot be used: {error}{action}") from error
     pieces = [raw] if len(raw) <= _SMALL_BYTES else overlapping(raw)
     if any(map(_SURROGATE_ESCAPE.search, pieces)):
         _check_strings(body)

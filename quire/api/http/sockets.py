@@ -17,6 +17,7 @@ from pathlib import Path
 
 from quire.api.http.origins import is_loopback
 from quire.base.errors import SettingError
+from quire.base.user_path import user_path
 from quire.config.server_config import ServerConfig
 
 _BACKLOG = 2048
@@ -29,7 +30,7 @@ def listen(config: ServerConfig, *, has_tenants: bool = False) -> socket.socket:
     """
     has_keys = bool(config.api_key) or has_tenants
     if config.uds is not None:
-        return _listen_at_path(Path(config.uds).expanduser(), has_keys=has_keys)
+        return _listen_at_path(user_path(config.uds), has_keys=has_keys)
     if not has_keys and not config.insecure and not is_loopback(config.host):
         raise SettingError(
             f"host {config.host} is reachable from other machines and no key is set; give one "
@@ -159,8 +160,9 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext:
     try:
         context.load_cert_chain(config.tls_cert, config.tls_key, password=_no_password)
     except (OSError, ValueError) as error:  # SSLError is an OSError
+        reason = error.strerror if isinstance(error, FileNotFoundError) else error
         raise SettingError(
-            f"the certificate {config.tls_cert} cannot be used ({error}); give PEM files that "
+            f"the certificate {config.tls_cert} cannot be used ({reason}); give PEM files that "
             "belong together, the key without a password (--tls-cert, --tls-key)"
         ) from error
     return context

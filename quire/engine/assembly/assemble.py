@@ -22,6 +22,7 @@ from quire.base.errors import SettingError
 from quire.base.gguf_open import gguf_read_once
 from quire.base.log import Log
 from quire.base.report import Report
+from quire.base.user_path import user_path
 from quire.config.groups import EngineConfig, ExecutorConfig
 from quire.config.machine import machine_memory, num_usable_cores
 from quire.config.memory import MemoryPlan, mib, plan_memory
@@ -95,7 +96,7 @@ def assemble(
         if config.cache.kv_tier_path is not None:  # likewise
             from quire.transfer.folder import TierFolder  # only where it is wanted, as executors
 
-            tier_folder = TierFolder(Path(config.cache.kv_tier_path).expanduser())
+            tier_folder = TierFolder(user_path(config.cache.kv_tier_path))
             undo.callback(tier_folder.close)
             tier_folder.check_room(config.cache.kv_tier_bytes)
         engine = _assembled(
@@ -320,7 +321,7 @@ def _memory(
 def _pack_cache(settings: ExecutorConfig) -> PackCache | None:
     if settings.pack_cache is None:
         return None
-    return PackCache(Path(settings.pack_cache).expanduser(), Log("engine"))
+    return PackCache(user_path(settings.pack_cache), Log("engine"))
 
 
 def _executor_class(settings: ExecutorConfig) -> ExecutorClass:

@@ -9,13 +9,14 @@ from pathlib import Path
 
 from quire.base.gguf_model import model_name_of
 from quire.base.gguf_parts import SUFFIX
+from quire.base.user_path import user_path
 from quire.config.groups import ModelConfig
 from quire.models.registry import box_path
 
 
 def model_folder(config: ModelConfig) -> Path:
     """The model's folder, or its GGUF file; the built-in model where none is named."""
-    return Path(config.model).expanduser() if config.model else box_path()
+    return user_path(config.model) if config.model else box_path()
 
 
 def model_name(config: ModelConfig) -> str:
@@ -24,5 +25,5 @@ def model_name(config: ModelConfig) -> str:
         return config.served_model_name[0]
     if not config.model:
         return "box"
-    path = Path(config.model).expanduser()
+    path = user_path(config.model)
     return model_name_of(path) if path.suffix == SUFFIX and path.is_file() else path.resolve().name

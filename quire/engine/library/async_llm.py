@@ -37,7 +37,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | os.PathLike[str] = "", **settings: Any) -> None:
-        config = with_local_model(engine_config({"model": os.fspath(model), **settings}))
+        config = with_local_model(engine_config({"model": model, **settings}))
         self._client = EngineClient.in_process(config)
         self._is_ready = False
 

@@ -59,7 +59,7 @@ class LLM:
     """
 
     def __init__(self, model: str | os.PathLike[str] = "", **settings: Any) -> None:
-        config = with_local_model(engine_config({"model": os.fspath(model), **settings}))
+        config = with_local_model(engine_config({"model": model, **settings}))
         self._clock = Clock()
         self._inbox: queue.SimpleQueue[FromEngine] = queue.SimpleQueue()
         self._engine = EngineThread(_with_room_for_any_request(config), self._inbox.put)

@@ -73,7 +73,10 @@ def test_a_hub_cache_and_a_directory_of_models_list_the_usable_paths(tmp_path: P
 
 
 def test_an_empty_directory_is_reported(tmp_path: Path) -> None:
-    assert refused(tmp_path) == f"{tmp_path}: there is no config.json; give the folder of a model"
+    assert refused(tmp_path) == (
+        f"{tmp_path}: there is no config.json; it is empty; give the directory of a model, with "
+        "config.json and model*.safetensors"
+    )
 
 
 def test_a_git_lfs_pointer_is_reported(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"items": {"format": "iri"}}, '"iri" (at #/items/format)'),
     ({"$ref": "https://example.com/schema.json"}, "does not fetch"),
     ({"$ref": "#/definitions/absent"}, "does not exist"),
-    ({"type": "thing"}, "Invalid type: thing"),
+    ({"type": "thing"}, 'the schema has the type "thing"'),
     ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
     ({"type": "string", "minLength": 5, "maxLength": 3}, "minLength (5) is greater"),
     ({"enum": [1, 2], "not": {"type": "integer"}}, "Unsatisfiable"),
