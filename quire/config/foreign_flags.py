@@ -340,7 +340,7 @@ FOREIGN_SUBCOMMANDS: Mapping[str, str] = MappingProxyType(
         "generate": "quire complete MODEL continues one prompt",
         "run-batch": "quire bench offline measures a batch; send a file's requests to quire serve",
         "bench_serving": "quire bench measures speed on this machine",
-        "collect-env": "quire --version prints the version; quire profile measures the machine",
+        "collect-env": "quire env prints a report of the installation and the machine",
         "version": "quire --version prints the version",
         "help": "quire --help lists the subcommands",
     }
