@@ -22,8 +22,8 @@ EXIT_CODES: Mapping[int, tuple[str, str]] = {
     ),
     FAILED: (
         "The engine, the GPU or the HTTP server failed, or the output could not be written. "
-        "`quire plan`: the model does not fit. `quire doctor`: a problem was found. `quire replay`: a "
-        "request failed, or a token differs.",
+        "`quire plan`: the model does not fit. `quire doctor`: a problem was found. "
+        "`quire replay`: a request failed, or a token differs.",
         "Read the last lines of standard error; a service manager may restart the server.",
     ),
     REFUSED: (
