@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from quire.base.records import EngineStats
+from quire.base.engine_stats import EngineStats
 from quire.config.tenants import Tenant, key_digest
 from tests.unit.api.fake_engine import FakeEngine, Site
 
