@@ -47,7 +47,7 @@ def check_throughput(situation: Situation) -> Finding:
             check="throughput",
             verdict=Verdict.WARNING,
             found=f"{found}; the device waits for the host, although requests are pending",
-            action="leave the engine a core of its own: lower --threads by one, stop other load",
+            action="leave the engine a core of its own: stop other load, or lower --threads",
             evidence=evidence,
             levers=chosen(overlap(situation)),
             metric="output_tokens_per_s",

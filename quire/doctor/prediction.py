@@ -38,6 +38,7 @@ def with_predictions(findings: list[Finding], situation: Situation) -> list[Find
             known[key] = scenario_metrics(scenario, saturated=saturated)
         return known[key]
 
+    scenario = _calibrated(scenario, situation, simulated)
     measured = measured_metrics(situation)
     return [
         _compared(_predicted(one, scenario, situation.goals, simulated), measured)
@@ -45,6 +46,20 @@ def with_predictions(findings: list[Finding], situation: Situation) -> list[Find
         else one
         for one in findings
     ]
+
+
+def _calibrated(scenario: Scenario, situation: Situation, simulated: Simulated) -> Scenario:
+    """Slow the steps down to the measured throughput where requests waited at both readings.
+
+    That throughput is then all that the server could do. Steps are never made faster: at the end of
+    a simulation batches are smaller than in service.
+    """
+    if not situation.waiting:
+        return scenario
+    tokens = situation.window.count("quire_generated_tokens_total")
+    simulated_per_s = simulated(scenario, True).get(_SATURATED, 0.0)
+    factor = simulated_per_s * situation.window.seconds / tokens if tokens else 1.0
+    return scenario.changed({"calibration": min(max(factor, 1.0), MAX_DEVIATION)})
 
 
 def measured_metrics(situation: Situation) -> dict[str, float]:

@@ -26,6 +26,8 @@ _NAMES = {
     "output_tokens_per_s": "tokens/s",
     "preemptions_per_100": "preemptions per 100 requests",
 }
+# Simulated with all requests at once, so that latencies mean nothing.
+_THROUGHPUT = "output_tokens_per_s"
 # What an effect shows beside the metric it is for.
 _ALSO = ("ttft_p95_ms", "tpot_p95_ms")
 
@@ -84,7 +86,7 @@ def _hanging(text: str, mark: str, margin: str, width: int, *, end: str = "") ->
 
 def _effect_text(effect: Effect, metric: str) -> str:
     """Return metrics without and with a lever: the one it is for, then the others."""
-    names = dict.fromkeys((metric, *_ALSO))
+    names = dict.fromkeys((metric, *(() if metric == _THROUGHPUT else _ALSO)))
     shown = [
         f"{_NAMES[name]} {_value(name, effect.before)} -> {_value(name, effect.after)}"
         for name in names
@@ -95,7 +97,9 @@ def _effect_text(effect: Effect, metric: str) -> str:
 
 def _value(name: str, metrics: Mapping[str, float]) -> str:
     value = metrics[name]
-    return time_text(value / 1e3) if name.endswith("_ms") else f"{value:.3g}"
+    if name.endswith("_ms"):
+        return time_text(value / 1e3)
+    return f"{value:,.0f}" if name == _THROUGHPUT else f"{value:.3g}"
 
 
 def _counted(count: int, verdict: Verdict) -> str:

@@ -50,7 +50,8 @@ class Scenario:
     """A server's limits, the prices of its steps, and its load.
 
     load, price, fixed_price: factors of the arrival rate, of the time of a step, and of its fixed
-    part. Other fields are named as in EngineView; a Lever changes them by name.
+    part. calibration: how much slower the server is than its prices say, as its throughput under a
+    queue shows. Other fields are named as in EngineView; a Lever changes them by name.
     """
 
     traffic: Load
@@ -69,6 +70,7 @@ class Scenario:
     load: float = 1.0
     price: float = 1.0
     fixed_price: float = 1.0
+    calibration: float = 1.0
 
     def changed(self, change: Mapping[str, float]) -> Scenario:
         """Return a copy with other values. Raises KeyError for a name that is no field."""
@@ -154,7 +156,9 @@ def _config(scenario: Scenario) -> EngineConfig:
 def _machine(scenario: Scenario) -> Machine:
     each = {field.name: getattr(scenario.prices, field.name) for field in fields(LinearCost)}
     each["fixed_ms"] *= scenario.fixed_price
-    prices = LinearCost(**{name: scenario.price * ms for name, ms in each.items()})
+    prices = LinearCost(
+        **{name: scenario.calibration * scenario.price * ms for name, ms in each.items()}
+    )
     return Machine(
         name="server",
         cost=LearnedCost(prices),

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from quire.base.records import EngineStats, RequestTimes
+from quire.base.engine_stats import EngineStats
+from quire.base.records import RequestTimes
 from quire.doctor.readings import Reading, Window, read_metrics
 from quire.doctor.situation import DEFAULT_GOALS, EngineView, Situation
 from quire.obs.metrics import Metrics

@@ -111,6 +111,21 @@ def test_a_simulated_value_unlike_the_measured_one_is_pointed_out() -> None:
     assert ("trust the direction" in predicted.note) is not (0.5 <= ratio <= 2.0)
 
 
+def test_steps_are_slowed_down_to_the_throughput_under_a_queue() -> None:
+    scenario = made_scenario(situation(engine=ONE_SLOT))
+    capacity = scenario_metrics(scenario, saturated=True)["output_tokens_per_s"]
+    slow = scenario.changed({"calibration": 1.5})
+    assert scenario_metrics(slow, saturated=True)["output_tokens_per_s"] == pytest.approx(
+        capacity / 1.5
+    )
+    # 100 choices of 21 tokens in 10 s are 210 tokens/s, more than one slot of 8.2 ms computes
+    for seconds, slows in ((10.0, False), (25.0, True)):
+        queued = situation(**OVERLOADED, engine=ONE_SLOT, seconds=seconds, busy_s=seconds)
+        [predicted] = with_predictions([check_ttft(queued)], queued)
+        plain = scenario_metrics(made_scenario(queued))["ttft_p95_ms"]
+        assert (predicted.effects[0].before["ttft_p95_ms"] > plain) is slows
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
