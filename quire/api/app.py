@@ -23,6 +23,7 @@ from quire.api.http.errors import UnknownRoute
 from quire.api.http.middleware import RequestMiddleware
 from quire.api.http.paths import hint_for
 from quire.api.native.requests import RequestRoutes
+from quire.api.native.timelines import TimelineRoutes
 from quire.api.native.token_generate import TokenGenerateRoute
 from quire.api.native.tokenize import TokenizeRoutes
 from quire.api.openai.chat import ChatRoute
@@ -65,6 +66,7 @@ def routes_of(server_state: ServerState, siblings: SiblingWorkers | None = None)
         Route("/v1/models", models.list, methods=["GET"]),
         Route("/v1/models/{name:path}", models.one, methods=["GET"]),
         *requests.routes(),
+        *TimelineRoutes(server_state, None if siblings is None else siblings.forward).routes(),
         *_status_routes(server_state),
         *_page_routes(server_state, OVERVIEW),
     ]

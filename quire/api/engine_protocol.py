@@ -17,6 +17,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from quire.engine.model_card import Health, ModelCard
 from quire.engine.output.output_stream import PLAIN_TEXT, TextDelta, TextRules
+from quire.engine.process.messages import TimelinesReported
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
@@ -54,6 +55,8 @@ class Engine(Protocol):
     async def flush_cache(self) -> int: ...
 
     async def engine_snapshot(self) -> EngineSnapshot: ...
+
+    async def timelines(self, request_id: str) -> TimelinesReported: ...
 
     def health(self) -> Health: ...
 

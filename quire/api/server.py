@@ -35,6 +35,7 @@ from quire.api.engine_protocol import StartingEngine
 from quire.api.http.connection import Connection
 from quire.api.http.sockets import tls_context
 from quire.api.http.tls import TlsListener
+from quire.api.request_spans import open_spans
 from quire.api.server_state import ServerState
 from quire.api.service_manager import READY, STOPPING, notify, send_watchdog
 from quire.api.workers.private_app import build_private_app
@@ -126,6 +127,9 @@ class ServerProcess:
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(_NUM_THREADS, "quire-edge"))
         server_state = self._new_state()
+        spans = open_spans(server_state, self._config, self._log, os.environ)
+        if spans is not None:
+            server_state.on_begin, server_state.requests.on_end = spans.begin, spans.ended
         siblings = None if self._worker is None else self._worker.siblings
 
         servers: list[tuple[_Server, socket.socket]] = [
@@ -150,6 +154,8 @@ class ServerProcess:
             self._opened.set()
             await asyncio.wait({http}, timeout=_LAST_EVENTS_S)
             server_state.thread_pools.close()
+            if spans is not None:
+                await spans.close()
             await self._engine.close()
             http.cancel()
 

@@ -11,12 +11,14 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from starlette.requests import Request
 
 from quire.api.engine_protocol import Engine
 from quire.api.http.auth import Keys
@@ -33,6 +35,7 @@ from quire.base.errors import (
 from quire.base.log import Log
 from quire.base.log_process import dropped_lines
 from quire.base.show import show
+from quire.base.timeline import MAX_HISTORIES
 from quire.config.admin_keys import read_admin_keys
 from quire.config.server_config import ServerConfig
 from quire.config.tenants import Tenant
@@ -74,6 +77,7 @@ class ServerState:
         self.requests = RequestRegistry()
         self.resumable_streams = ResumableStreams(config.resume_memory_bytes)
         self.lifecycle = Lifecycle(config.grace_s)
+        self.on_begin: Callable[[OpenRequest, Request], None] | None = None
         self.idle = asyncio.Event()
         self.idle.set()
         self.recorders: set[Recorder] = set()
@@ -273,12 +277,17 @@ class OpenRequest:
 
 
 class RequestRegistry:
-    """Requests of one server by id, and by their `x-request-id`: open ones and recently ended."""
+    """Requests of one server by id, and by their `x-request-id`: open ones and recently ended.
+
+    on_end: called with each request that has ended.
+    """
 
     def __init__(self) -> None:
         self._open: dict[str, OpenRequest] = {}
         self._ended: OrderedDict[str, OpenRequest] = OrderedDict()
         self._names: dict[Requester, OpenRequest] = {}
+        self._past: OrderedDict[str, Requester] = OrderedDict()  # ended before those
+        self.on_end: Callable[[OpenRequest], None] | None = None
 
     @property
     def num_open(self) -> int:
@@ -304,6 +313,8 @@ class RequestRegistry:
         on_end, request.on_end = request.on_end, None
         if on_end is not None:
             on_end()
+        if self.on_end is not None:
+            self.on_end(request)
 
     def find(self, id_or_name: str, key: bytes) -> OpenRequest:
         """Return the request with that id or `x-request-id`. Raises UnknownRequest."""
@@ -317,6 +328,16 @@ class RequestRegistry:
                 f"or ended more than {ENDED_S:g} s ago"
             )
         return request
+
+    def senders(self) -> Iterator[tuple[str, Requester]]:
+        """Yield the ids of all known requests with their senders, those that ended long ago first.
+
+        Requests are known here longer than `find` has them.
+        """
+        self._forget_expired()
+        yield from self._past.items()
+        for one in (*self._ended.values(), *self._open.values()):
+            yield one.id, one.requester
 
     def abort(self, request: OpenRequest) -> bool:
         """End a request; return whether it was still open."""
@@ -332,5 +353,8 @@ class RequestRegistry:
             if len(self._ended) <= MAX_ENDED and (first.ended_s or 0.0) > oldest_s:
                 return
             del self._ended[first.id]
+            self._past[first.id] = first.requester
+            if len(self._past) > MAX_HISTORIES:
+                self._past.popitem(last=False)
             if self._names.get(first.requester) is first:
                 del self._names[first.requester]

@@ -14,7 +14,7 @@ import numpy as np
 
 from quire.base.block_copies import Tier
 from quire.base.cache_usage import CacheReport, Miss, MissReason, OwnerUsage, PrefixUsage
-from quire.cache.chain import OTHER_OWNERS, Chain, Owner
+from quire.cache.chain import OTHER_OWNERS, Chain, Owner, Uint64s
 from quire.cache.manager import CacheManager
 from quire.cache.table import Int32s
 
@@ -46,6 +46,36 @@ def miss_of(
     if agreed is None:
         return Miss(reason=MissReason.NOT_SEEN, token=begin)
     return Miss(reason=MissReason.FIRST_DIFFERENCE, token=begin + agreed)
+
+
+def miss_at(
+    cache: CacheManager,
+    token: int,
+    *,
+    parent: Uint64s,
+    digest: Uint64s,
+    was_evicted: bool,
+    block: Int32s,
+    owner: Owner,
+) -> Miss:
+    """Return why a block was not found, judged by what the cache holds now.
+
+    parent, digest: of the chain before the block and with it. was_evicted: at that time. The block
+    itself may be found by now and counts as no other.
+    """
+    if was_evicted:
+        return Miss(reason=MissReason.EVICTED, token=token)
+    if token == 0 and _is_under_another_salt(cache, owner, block):
+        return Miss(reason=MissReason.OTHER_SALT, token=0)
+    findable = cache.pool.findable
+    own = int(cache.index.table.find(digest[None])[0])
+    if own >= 0:
+        findable = findable.copy()
+        findable[own] = False
+    agreed = cache.lineage.agreement(parent, block, findable)
+    if agreed is None:
+        return Miss(reason=MissReason.NOT_SEEN, token=token)
+    return Miss(reason=MissReason.FIRST_DIFFERENCE, token=token + agreed)
 
 
 def report_of(

@@ -23,7 +23,7 @@ EXIT_CODES: Mapping[int, tuple[str, str]] = {
     FAILED: (
         "The engine, the GPU or the HTTP server failed, or the output could not be written. "
         "`quire plan`: the model does not fit. `quire doctor`: a problem was found. "
-        "`quire replay`: a request failed, or a token differs.",
+        "`quire replay`: a request failed, or a token differs. `quire why`: there is no timeline.",
         "Read the last lines of standard error; a service manager may restart the server.",
     ),
     REFUSED: (

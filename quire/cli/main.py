@@ -31,6 +31,7 @@ SUBCOMMANDS = {
     "profile": "print the time of each operation of a step, and the machine's limits",
     "plan": "predict whether a model fits a device, and how fast it is",
     "doctor": "check this machine, or diagnose a running server",
+    "why": "show where the time of a request went, from a running server",
     "config": "print the settings with their sources, or check a configuration file",
     "record": "record the requests of a running server, with their arrival times, in a file",
     "replay": "send the requests of a recording again, and compare times and tokens",

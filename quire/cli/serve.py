@@ -68,6 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
     path = engine.scheduler.tenants
     tenants = None if path is None else _tenants_of(path, server)
     check_tls(server)
+    if server.otlp_endpoint is not None:
+        from quire.api.request_spans import check_spans  # slow import
+
+        check_spans(server)
     read_admin_keys(server.admin_key_file)  # fail early if it is invalid
     for_admins = listen_for_admins(server)
     listening = listen(server, has_tenants=tenants is not None)

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from quire.config.groups import EngineConfig
     from quire.sim.machine import Machine
 
-_NOT_HERE = frozenset({"chat_template", "record_plans", "scheduling_policy"})
+_NOT_HERE = frozenset(
+    {"chat_template", "record_plans", "trace_file", "timeline_steps", "scheduling_policy"}
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -230,10 +230,15 @@ class SchedulerConfig:
         0, "maximum number of running requests with long prompts; 0: no limit"
     )
     max_short_prompts: int = setting(0, "maximum number of other running requests; 0: no limit")
+    timeline_steps: int = setting(
+        65_536,
+        "number of last steps for which timelines of requests are kept (quire why), some 50 bytes "
+        "per step and more with prompts; 0: no timelines",
+    )
 
     def __post_init__(self) -> None:
         for name in (
-            *("tpot_target_ms", "max_queued_tokens"),
+            *("tpot_target_ms", "max_queued_tokens", "timeline_steps"),
             *("long_prompt_tokens", "max_long_prompts", "max_short_prompts"),
         ):
             at_least(name, getattr(self, name), 0)
@@ -292,6 +297,12 @@ class ExecutorConfig:
     record_plans: str | None = setting(
         None, "record every step's plan and result in this file, for replay"
     )
+    trace_file: str | None = setting(
+        None,
+        "write a trace of steps, requests and KV tiers to this file, for Perfetto and "
+        "chrome://tracing",
+        flag="trace",
+    )
 
     def __post_init__(self) -> None:
         one_of("executor", self.executor, ("native", "reference", "torch"))
@@ -300,6 +311,8 @@ class ExecutorConfig:
             at_least("num_threads", self.num_threads, 1)
             if self.num_threads > 1024:
                 raise SettingError(f"num_threads is {self.num_threads}; at most 1024 are allowed")
+        if self.trace_file == "":
+            raise SettingError("trace_file is empty; give a file, or leave it out")
         if self.pack_cache == "":
             raise SettingError("pack_cache is empty; give a directory, or leave it out")
 
@@ -326,3 +339,10 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
+
+    def __post_init__(self) -> None:
+        if self.executor.trace_file is not None and not self.scheduler.timeline_steps:
+            raise SettingError(
+                "trace_file is written from the steps kept for timelines, and timeline_steps is 0; "
+                "leave one of them out"
+            )

@@ -84,6 +84,11 @@ class ServerConfig:
     tls_key: str | None = setting(
         None, "PEM file with the certificate's private key; default: the file of --tls-cert"
     )
+    otlp_endpoint: str | None = setting(
+        None,
+        "send an OpenTelemetry span of each request to this OTLP/HTTP collector, as in "
+        "http://localhost:4318; needs quire-llm[otel]; default: OTEL_EXPORTER_OTLP_ENDPOINT",
+    )
     max_output_tokens: int | None = setting(
         None,
         "maximum output tokens a request may ask for; also limits requests without max_tokens",
@@ -183,6 +188,11 @@ class ServerConfig:
             )
         if self.tls_key is not None and self.tls_cert is None:
             raise SettingError("tls_key is given without tls_cert; give the certificate too")
+        if self.otlp_endpoint is not None and not _HTTP_URL.fullmatch(self.otlp_endpoint):
+            raise SettingError(
+                f"otlp_endpoint is {self.otlp_endpoint!r}; give the http:// or https:// address of "
+                "a collector, as in http://localhost:4318"
+            )
         if self.max_output_tokens is not None:
             at_least("max_output_tokens", self.max_output_tokens, 1)
         one_of("unknown_fields", self.unknown_fields, ("refuse", "warn"))
@@ -206,6 +216,7 @@ class ServerConfig:
         return LogSettings(level=self.log_level, form=form)
 
 
+_HTTP_URL = re.compile(r"https?://[^\s/?#@]+(/[^\s?#]*)?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(:[0-9]{1,5})?")
 _PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 

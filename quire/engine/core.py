@@ -39,6 +39,7 @@ from quire.engine.process.messages import (
     Outputs,
     QueryCache,
     QuerySnapshot,
+    QueryTimelines,
     Refused,
     SnapshotReported,
     Stop,
@@ -47,6 +48,7 @@ from quire.engine.process.messages import (
     fault_of,
 )
 from quire.engine.process.routing import id_prefix
+from quire.engine.timelines import timelines_of
 from quire.runner.handle import Handle
 from quire.runner.prefault import Prefault
 from quire.scheduler.scheduler import Scheduler
@@ -308,7 +310,7 @@ def _handle(
         emit(Outputs(outputs=_events(ended), stats=core.stats()))
     elif isinstance(message, Hold):
         for request_id in message.request_ids:
-            core.scheduler.hold(request_id, is_held=message.is_held)
+            core.scheduler.hold(request_id, is_held=message.is_held, now_ms=now_ms())
     elif isinstance(message, Join):
         emit(Outputs(outputs=None, stats=core.stats()))
     elif isinstance(message, Leave):
@@ -319,6 +321,8 @@ def _handle(
     elif isinstance(message, QuerySnapshot):
         snapshot = core.scheduler.snapshot(now_ms())
         emit(SnapshotReported(ask_id=message.ask_id, snapshot=snapshot))
+    elif isinstance(message, QueryTimelines):
+        emit(timelines_of(core.scheduler, message, now_ms()))
     elif isinstance(message, Submit):
         try:
             core.add(message.requests)

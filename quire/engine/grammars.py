@@ -13,6 +13,7 @@ from quire.base.errors import QuireError
 from quire.base.grammar import Grammar
 from quire.base.records import Request, RequestOutput
 from quire.base.sampling_params import SamplingParams
+from quire.base.timeline import WaitReason
 from quire.engine.stop_texts import StopTexts
 from quire.scheduler.running_batch import RunningBatch
 from quire.scheduler.sequence import SequenceState
@@ -96,6 +97,7 @@ class GrammarGate:
     """A request waits until its grammar is compiled and its text can be read, or never will be."""
 
     until_event = False
+    reason = WaitReason.GRAMMAR
 
     def __init__(self, compiler: GrammarCompiler, texts: StopTexts) -> None:
         self._compiler = compiler

@@ -7,7 +7,7 @@ branching; a failed matcher fails its own row only; steps without such rows cost
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -61,6 +61,11 @@ NO_MASK = Masks(rows=NO_INTS, words=NO_MASKS, failed={})
 NO_FOLLOW = Follow()
 
 
+def wait_for_masks(masks: Future[Masks]) -> None:
+    """Wait until the masks are made, or have failed."""
+    masks.exception()
+
+
 @dataclass(slots=True)
 class _Row:
     """One slot's matcher. taken: the answer's tokens it has; error: why it has none.
@@ -98,6 +103,8 @@ class GrammarRows:
         self._source = source
         self._jump_ahead = jump_ahead
         self._thread: ThreadPoolExecutor | None = None
+        # Waits for masks that were begun; a caller that measures the waits replaces it.
+        self.wait: Callable[[Future[Masks]], None] = wait_for_masks
 
     def admit(self, admission: Admission) -> None:
         """A request takes a slot; its matcher catches up when the slot is first asked for."""

@@ -92,7 +92,8 @@ class StepRun:
             resources.executor.run_trunk(self._batch, head_rows=len(rows) if at_once else 0)
         finally:
             if self._masks is not None:
-                self._masks.exception()  # it reads the tables: they change only when it is done
+                # The masks read the tables, which change only when they are done.
+                resources.tables.grammars.wait(self._masks)
 
     def choose(self) -> None:
         """Score prompts; run the head and choose tokens, at most max_samples rows at a time. What
@@ -105,6 +106,7 @@ class StepRun:
                 self._plan, self._batch, resources.tables, resources.executor, max_samples=most
             )
         if self._masks is not None:
+            resources.tables.grammars.wait(self._masks)
             self._made = self._masks.result()
         num_rows = len(rows)
         if 0 < num_rows <= most:

@@ -13,10 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.records import Request, RequestOutput, StepResult
+from quire.base.timeline import WaitReason
 from quire.scheduler.in_flight import InFlightPlans
 from quire.scheduler.plan_builder import PlanBuilder, Step
 from quire.scheduler.running_batch import Bools, Index, Int32s, RunningBatch
-from quire.scheduler.sequence import Prediction, SequenceGroup, SequenceState
+from quire.scheduler.sequence import SequenceGroup, SequenceState
+from quire.scheduler.sequence_parts import Prediction
 
 
 class StepExtension:
@@ -43,10 +45,12 @@ class Gate(Protocol):
     """A reason for a waiting request to be passed over, though it is its turn.
 
     It is asked again in the next step, or after the next event where until_event is set, because
-    nothing but a request that leaves can end the wait. A request loses no place.
+    nothing but a request that leaves can end the wait. A request loses no place. reason: what
+    timelines call the wait.
     """
 
     until_event: bool
+    reason: WaitReason
 
     def holds(self, sequence: SequenceState, batch: RunningBatch, now_ms: float) -> bool:
         """Return whether `sequence` must wait. Must become False once nothing else runs."""

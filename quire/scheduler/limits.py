@@ -25,6 +25,7 @@ class SchedulerLimits:
     known tokens on a request counts as long. max_long_prompts, max_short_prompts: how many long
     ones, and others, may run at once. part_layers: into how many groups of layers a prompt chunk
     may be cut, to be computed one per step; layered_part_tokens: the most tokens of such a chunk.
+    timeline_steps: steps kept for timelines; 0 keeps no timelines.
 
     Raises InvalidParameter, which names the field.
     """
@@ -43,6 +44,7 @@ class SchedulerLimits:
     max_short_prompts: int = 0
     part_layers: int = 0
     layered_part_tokens: int = 0
+    timeline_steps: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -22,6 +22,7 @@ from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.running_batch import Index, RunningBatch
 from quire.scheduler.sequence import NO_SLOT, SequenceGroup, SequenceState
 from quire.scheduler.step_budget import BlockShares
+from quire.scheduler.step_history import StepHistory
 from quire.scheduler.waiting_queue import QueuePolicy, WaitingQueue
 
 
@@ -29,7 +30,8 @@ class RequestTable:
     """sequences: by request id. retired: slots given back since the last plan was sent.
 
     admission_is_due: whether an admission may succeed. Events set it, so that a blocked queue costs
-    nothing. predicts_lengths: whether waiting requests need a predicted output length.
+    nothing. predicts_lengths: whether waiting requests need a predicted output length. history: of
+    steps and ended requests. now_ms: when the last schedule or update began.
     """
 
     def __init__(
@@ -43,7 +45,10 @@ class RequestTable:
         groups: SlotGroups,
         loads: BlockLoads,
         lengths: OutputLengths,
+        history: StepHistory,
     ) -> None:
+        self.history = history
+        self.now_ms = 0.0
         self._limits = limits
         self._batch = batch
         self._cache = cache
@@ -128,6 +133,8 @@ class RequestTable:
         """End a waiting request."""
         if not sequence.is_held:
             self._dequeue(sequence)
+        history, num_known = sequence.history, len(sequence.token_ids)
+        history.num_output_tokens = num_known - sequence.num_prompt_tokens
         self._forget(sequence)
 
     def abort(self, sequence: SequenceState) -> None:
@@ -141,6 +148,10 @@ class RequestTable:
 
     def finish(self, sequences: list[SequenceState]) -> None:
         """End running requests."""
+        known = self._batch.tokens.lengths.item
+        for sequence in sequences:
+            num_output_tokens = known(sequence.slot) - sequence.num_prompt_tokens
+            sequence.history.num_output_tokens = num_output_tokens
         if sequences:
             self.release([sequence.slot for sequence in sequences])
         for sequence in sequences:
@@ -183,6 +194,8 @@ class RequestTable:
         else:
             self._dequeue(group.members[0])
         for stream in group.streams:
+            stream.history.events = group.members[0].history.events
+            self._end_history(stream)
             stream.alive = False
             del self.sequences[stream.request.request_id]
         self.admission_is_due = True
@@ -194,6 +207,7 @@ class RequestTable:
         group.streams.remove(stream)
         if not group.streams:
             self.end_group(group)
+        self._end_history(stream)
         stream.alive = False
         del self.sequences[stream.request.request_id]
 
@@ -207,11 +221,17 @@ class RequestTable:
         self._shares.dequeued(sequence)
         self.admission_is_due = True
 
+    def _end_history(self, sequence: SequenceState) -> None:
+        history = sequence.history
+        history.ended_ms = self.now_ms
+        self.history.ended.append(history)
+
     def _forget(self, sequence: SequenceState) -> None:
         """End a request that is in no slot and not in the queue."""
         sequence.alive = False
         if self._loads.any_used:
             self._loads.forget(sequence)
+        self._end_history(sequence)
         request = sequence.request
         del self.sequences[request.request_id]
         if self._leaders.get(request.group_id) is sequence:

@@ -30,6 +30,7 @@ from quire.base.records import (
     StepPlan,
     StepResult,
 )
+from quire.base.timeline import TimelineReport
 from quire.cache.explain import report_of
 from quire.cache.manager import CacheManager
 from quire.scheduler.interfaces import Gate
@@ -38,6 +39,8 @@ from quire.scheduler.plan_builder import PlanBuilder, Step
 from quire.scheduler.sequence import NO_SLOT, SequenceState
 from quire.scheduler.snapshot import engine_snapshot
 from quire.scheduler.step_budget import CostModel, StepBudget
+from quire.scheduler.step_history import PACK_STEPS
+from quire.scheduler.timeline import timelines
 from quire.scheduler.wiring import (
     Expired,
     Policy,
@@ -79,6 +82,7 @@ class Scheduler:
         self._limits, self._cache, self._policy, self._cost = limits, cache, policy, cost
         self._batch, self._tenants = parts.batch, parts.shares
         self._requests, self._queue = parts.requests, parts.requests.queue
+        self.history = parts.requests.history
         self._advance, self._prompts, self._layered = parts.advance, parts.prompts, parts.layered
         self._admitter, self._slot_allocator = parts.admitter, parts.slot_allocator
         self._outcomes, self._expiry = parts.outcomes, parts.expiry
@@ -172,14 +176,16 @@ class Scheduler:
         """Add a further reason for requests to wait; no effect if it is there."""
         self._admitter.add_gate(gate)
 
-    def hold(self, request_id: str, *, is_held: bool) -> None:
+    def hold(self, request_id: str, *, is_held: bool, now_ms: float | None = None) -> None:
         """Pause a request because its client reads too slowly, or let it go on.
 
-        Ids that are not live are ignored.
+        Ids that are not live are ignored. now_ms: None: the time of the last step.
         """
         sequence = self._requests.sequences.get(request_id)
         if sequence is None:
             return
+        if now_ms is not None:
+            self._requests.now_ms = now_ms
         if is_held:
             self._backpressure.hold(sequence)
         else:
@@ -196,7 +202,7 @@ class Scheduler:
     def schedule(self, now_ms: float) -> StepPlan | None:
         """Return the next plan; None if there is nothing to compute, or not before an update."""
         requests, batch, tiers = self._requests, self._batch, self._cache.tiers
-        in_flight = requests.in_flight
+        in_flight, requests.now_ms = requests.in_flight, now_ms
         if len(in_flight) >= self._limits.plans_in_flight:
             return None
         builder = PlanBuilder(in_flight.step + 1)
@@ -235,6 +241,11 @@ class Scheduler:
         """
         requests = self._requests
         outcome, began_ms = requests.in_flight.land(plan, result)
+        requests.now_ms = now_ms
+        noted = (plan.slots, plan.starts, plan.counts, plan.sample_counts, plan.layers)
+        self.history.recent.append((plan.step, began_ms, now_ms, *noted))
+        if not plan.step % PACK_STEPS:
+            self.history.pack()
         self._busy_ms += max(now_ms - max(began_ms, self._last_step_ms), 0.0)
         if not result.errors and plan.slots.size:
             num_scores = len(result.scores.ranks) if result.scores is not None else 0
@@ -319,6 +330,11 @@ class Scheduler:
             held_total=self._backpressure.num_held if self._backpressure.is_active else 0,
             now_ms=now_ms,
         )
+
+    def timelines(self, prefixes: Sequence[str], now_ms: float) -> tuple[TimelineReport, ...]:
+        """Return the timelines of requests, live or ended, with ids that begin with a prefix."""
+        parts = (self._requests, self._batch, self._cache, self.speed.now)
+        return timelines(*parts, prefixes, now_ms)
 
     def flush_cache(self) -> int:
         """Make nothing computed until now findable; return how many blocks were."""

@@ -6,14 +6,12 @@ needs lies in arrays (running_batch.py). Knows no policy and no blocks.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.base.cache_usage import CacheUsage
 from quire.base.records import (
     Admission,
     FinishReason,
@@ -25,107 +23,16 @@ from quire.base.records import (
 )
 from quire.cache.chain import Chain
 from quire.cache.manager import CacheManager
+from quire.scheduler.request_history import KVHistory, RequestHistory, SequenceTimes
+from quire.scheduler.sequence_parts import (
+    LayeredPart,
+    ObjectiveState,
+    PreemptionState,
+    PromptScoreParts,
+    QueueEntry,
+)
 
 NO_SLOT = -1
-
-
-@dataclass(slots=True, kw_only=True)
-class LayeredPart:
-    """A chunk of a prompt that is computed some layers per step (prefill/layered.py)."""
-
-    start: int
-    count: int
-    layers_done: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """A first token predicted `ms` after at_ms, or the end of the answer where is_end is set.
-
-    waits: other requests, or a lack of blocks, keep it from a slot.
-    """
-
-    at_ms: float
-    ms: float
-    waits: bool
-    is_end: bool = False
-
-
-@dataclass(slots=True)
-class SequenceTimes:
-    """When things happened, in milliseconds of the engine's clock; NaN before."""
-
-    first_scheduled_ms: float = math.nan
-    first_token_ms: float = math.nan
-    last_token_ms: float = math.nan
-
-
-@dataclass(slots=True)
-class KVHistory:
-    """What became of a request's keys and values.
-
-    cached_tokens, cache_use: found in the prefix cache at its first admission, and why no more.
-    num_fetched_blocks: loaded from a tier since it entered the queue, for which it waited
-    waited_ms.
-    """
-
-    cached_tokens: int = 0
-    cache_use: CacheUsage | None = None
-    num_fetched_blocks: int = 0
-    waited_ms: float = 0.0
-
-
-@dataclass(slots=True)
-class PromptScoreParts:
-    """Scores of a prompt, in as many parts as it was computed in (prompt_scores.py).
-
-    num_scored: positions so far. were_taken: whether all were reported.
-    """
-
-    parts: list[PromptScores] = field(default_factory=list)
-    num_scored: int = 0
-    were_taken: bool = False
-
-
-@dataclass(slots=True)
-class QueueEntry:
-    """What orders a request in the queue, set when it enters.
-
-    key: given by the policy. is_long: whether it has many tokens. num_overtakes: how many requests
-    overtook it while blocks were short. likely_tokens: predicted output tokens still to come, where
-    that is needed.
-    """
-
-    key: tuple[float, ...] = ()
-    is_long: bool = False
-    num_overtakes: int = 0
-    likely_tokens: float = 1.0
-
-
-@dataclass(slots=True)
-class ObjectiveState:
-    """What was predicted for the latency objectives of a request.
-
-    first_token: the prediction that it was accepted by, until its first token has come; end: that
-    of its end. missed_first_token: whether it has waited for longer than its objective.
-    """
-
-    first_token: Prediction | None = None
-    end: Prediction | None = None
-    missed_first_token: bool = False
-
-
-@dataclass(slots=True)
-class PreemptionState:
-    """How often a request was preempted, and what it resumes with.
-
-    had_computed: tokens it lost with its slot; 0 once it runs again. mirostat_mu: the state of
-    mirostat then.
-    """
-
-    count: int = 0
-    had_computed: int = 0
-    mirostat_mu: float | None = None
 
 
 class SequenceGroup(Protocol):
@@ -184,10 +91,14 @@ class SequenceState:
     times: SequenceTimes = field(default_factory=SequenceTimes)
     kv: KVHistory = field(default_factory=KVHistory)
     scores: PromptScoreParts | None = None
+    history: RequestHistory = field(init=False)
 
     def __post_init__(self) -> None:
-        self.num_prompt_tokens = len(self.request.prompt_ids)
-        if self.request.sampling.prompt_logprobs is not None:
+        request = self.request
+        self.num_prompt_tokens = len(request.prompt_ids)
+        numbers = (self.arrival, request.arrival_ms, self.num_prompt_tokens)
+        self.history = RequestHistory(request.request_id, *numbers, self.times, self.kv)
+        if request.sampling.prompt_logprobs is not None:
             self.scores = PromptScoreParts()
 
     @property
@@ -244,6 +155,8 @@ class SequenceState:
     ) -> RequestOutput:
         """Return an output with the given fields, and with all that is known by now."""
         request, times, kv = self.request, self.times, self.kv
+        if finish_reason is not None:
+            self.history.finish_reason = finish_reason
         return RequestOutput(
             request.request_id,
             token_ids,

@@ -41,6 +41,7 @@ from quire.scheduler.slo.expiry import Expired, Expiry
 from quire.scheduler.slo.length_history import LengthHistory
 from quire.scheduler.slo.ttft_prediction import TTFTPredictor
 from quire.scheduler.step_budget import BlockShares, CostModel
+from quire.scheduler.step_history import StepHistory
 from quire.scheduler.tenants.tenant_ceilings import TenantCeilings
 from quire.scheduler.tenants.tenant_usage import TenantLimits, TenantUsage
 
@@ -106,7 +107,15 @@ def wire(
     loads = KVLoads(cache, transfer)
     beams = BeamGroups(batch, cache, policy, shares)
     requests = RequestTable(
-        limits, batch, cache, policy, shares, groups=beams, loads=loads, lengths=lengths
+        limits,
+        batch,
+        cache,
+        policy,
+        shares,
+        groups=beams,
+        loads=loads,
+        lengths=lengths,
+        history=StepHistory(limits.timeline_steps),
     )
     watermark, stats = Watermark(cache.num_blocks), PreemptionStats(speed)
     victims = Victims(policy, batch, cache, speed, transfer)
@@ -138,7 +147,10 @@ def wire(
     gates: list[Gate] = [loads] if cache.tiers is not None else []
     gates += _length_gates(limits)
     slots = SlotAllocator(batch, cache, policy, shares, loads, stats)
-    rules = AdmissionRules(gates=gates, extensions=extensions, watermark=watermark)
+    obstacles = requests.history.obstacles
+    rules = AdmissionRules(
+        gates=gates, extensions=extensions, watermark=watermark, obstacles=obstacles
+    )
     predictor = TTFTPredictor(limits, batch, cache, speed, lengths, requests, policy, by_priority)
     return Parts(
         batch=batch,

@@ -187,6 +187,23 @@ def test_a_request_is_unknown_with_another_key_at_the_other_process(
     assert next_event(stream)[1]["choices"]
 
 
+def test_a_timeline_is_read_through_the_other_process_with_its_own_key_or_an_admins(
+    both: RunningServer, first: Caller, caller_at: CallerAt
+) -> None:
+    asked = {"prompt": "Once upon a time there was a dog", "max_tokens": 6, "seed": 1}
+    first.send("POST", COMPLETIONS, asked, **{"x-request-id": "timed"})
+    id_ = json.loads(first.answer().read())["id"]
+    second = caller_at(both, 2)
+    for name in ("timed", id_):
+        status, told = second.ask("GET", f"/v1/requests/{name}/timeline")
+        assert (status, told["id"], told["state"]) == (200, id_, "done")
+        assert len(told["streams"][0]["gaps"]) == told["streams"][0]["completion_tokens"] - 1
+    stranger = caller_at(both, 2, OTHER_KEY)
+    status, told = stranger.ask("GET", f"/v1/requests/{id_}/timeline")
+    assert (status, told["error"]["code"]) == (404, "unknown_request")
+    assert "--timeline-steps" in told["error"]["message"]
+
+
 def test_a_broken_stream_resumes_at_the_other_process_and_back(
     both: RunningServer, caller_at: CallerAt
 ) -> None:

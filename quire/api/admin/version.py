@@ -14,7 +14,8 @@ from quire.base.version import installed_version
 OVERVIEW = """Quire serves a language model here, with OpenAI's API.
 
 POST /v1/chat/completions, /v1/completions, /generate, /tokenize, /detokenize, /apply_template
-GET  /v1/models, /tokenizer_info, /v1/requests/ID, /health, /metrics, /version
+GET  /v1/models, /tokenizer_info, /v1/requests/ID, /v1/requests/ID/timeline,
+     /health, /metrics, /version
      /docs: a page of all of them; /openapi.json
 """
 ADMIN_OVERVIEW = """Quire's routes for admins are here; its API is at another port.

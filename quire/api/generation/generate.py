@@ -190,6 +190,8 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
     open_ = OpenRequest(context.request_id, requester, request.scope["route"].path, stream)
     server_state.requests.begin(open_)
     request.state.open_request = open_
+    if server_state.on_begin is not None:
+        server_state.on_begin(open_, request)
 
     async def answer() -> bytes | Response:
         """Return the body of a whole answer, or the response that streams it."""

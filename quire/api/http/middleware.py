@@ -21,6 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quire.api.generation.choice_streams import ChoiceStreams
 from quire.api.generation.foreign_fields import as_sent
+from quire.api.http.auth import Admin
 from quire.api.http.cors import Cors, Headers
 from quire.api.http.dialect import Dialect, error_response
 from quire.api.http.errors import MethodNotAllowed, UnknownRoute
@@ -115,7 +116,8 @@ class RequestMiddleware:
                     lambda: exchange.dialect.read_key(headers),
                     is_here=lambda: self._for_admins or is_here(scope),
                 )
-            scope["state"] |= {"tenant": caller.tenant, "key": caller.key}
+            is_admin = caller.admin is Admin.ANYWHERE
+            scope["state"] |= {"tenant": caller.tenant, "key": caller.key, "is_admin": is_admin}
             await self._router(scope, receive, exchange.send)
         except ClientDisconnected:
             exchange.status = exchange.status or CLIENT_CLOSED

@@ -13,6 +13,7 @@ from quire.api.generation.usage import Speeds, Timings
 from quire.api.http.errors import HEAD_TOO_LARGE, SHAPES
 from quire.api.openai.dialect import error_type
 from quire.api.openapi.field_schemas import FLAG, TEXT, Schema, list_of, object_of, or_null
+from quire.api.openapi.timeline_schema import timeline_schema
 from quire.base.cache_usage import Miss, MissReason, OwnerUsage, PrefixUsage
 from quire.base.engine_snapshot import BlockOwner, RequestSnapshot, StepPrices, TierSnapshot
 from quire.base.log import LEVELS
@@ -271,6 +272,7 @@ def _route_answers() -> dict[str, Schema]:
             **{f"{role}_token": TEXT for role in ("unk", "sep", "pad", "cls", "mask")},
         ),
         "RequestState": _request(),
+        "RequestTimeline": timeline_schema(),
         "Aborted": _whole(id=TEXT, object={"const": "request"}, aborted=FLAG),
         "Server": _whole(
             object={"const": "server"},

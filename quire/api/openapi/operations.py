@@ -222,6 +222,13 @@ OPERATIONS: Mapping[str, Operation] = {
             },
         ),
     ),
+    "GET /v1/requests/{id}/timeline": Operation(
+        says="Where the time of a request went: its queueing, prefill and each gap between tokens, "
+        "with causes. For the key that sent it, and for admin keys.",
+        tag="Requests by id",
+        answer="RequestTimeline",
+        errors=(InvalidParameter, UnknownRequest, *_ENGINE),
+    ),
     "GET /health": Operation(
         says="200 while ready and making progress, else 503 with the reason.",
         tag="Server",

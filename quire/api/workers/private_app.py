@@ -1,8 +1,8 @@
 """The application of an API process's private socket, for the other processes of its server.
 
 Serves requests by id that another process received, and the shared state. That process has checked
-and logged the request, and sends the digest of its key along. Knows no client. Always holds: a
-request to the private socket is not forwarded again.
+and logged the request, and sends the digest of its key along, and whether it is an admin's. Knows
+no client. Always holds: a request to the private socket is not forwarded again.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from quire.api.admin.record import RecordRoutes
 from quire.api.http.dialect import Dialect, error_response
 from quire.api.http.request_io import ClientDisconnected
 from quire.api.native.requests import RequestRoutes
+from quire.api.native.timelines import TimelineRoutes
 from quire.api.server_state import ServerState
 from quire.api.workers.sibling_workers import (
+    ADMIN_HEADER,
     KEY_HEADER,
     RECORD_PATH,
     STATE_PATH,
@@ -37,6 +39,7 @@ def build_private_app(
     requests, shared = RequestRoutes(server_state), _SharedState(server_state, siblings)
     routes = [
         *requests.routes(),
+        *TimelineRoutes(server_state).routes(),
         Route(STATE_PATH, shared.get, methods=["GET"]),
         Route(STATE_PATH, shared.put, methods=["PUT"]),
         Route(RECORD_PATH, RecordRoutes(server_state).get_own, methods=["GET"]),
@@ -68,8 +71,12 @@ class _PrivateMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        digest = dict(scope["headers"]).get(KEY_HEADER.encode(), b"")
-        scope["state"] = {"key": bytes.fromhex(digest.decode("latin-1"))}
+        headers = dict(scope["headers"])
+        digest = headers.get(KEY_HEADER.encode(), b"")
+        scope["state"] = {
+            "key": bytes.fromhex(digest.decode("latin-1")),
+            "is_admin": ADMIN_HEADER.encode() in headers,
+        }
         try:
             await self._app(scope, receive, send)
         except ClientDisconnected:

@@ -27,6 +27,7 @@ from quire.api.workers.relay import Exchange, SiblingGone
 from quire.api.workers.worker_job import SOCKET_PREFIX, socket_path
 
 KEY_HEADER = "x-quire-key"
+ADMIN_HEADER = "x-quire-admin"  # sent where the key is an admin's
 STATE_PATH = "/state"
 RECORD_PATH = "/record"
 _BACKLOG = 128
@@ -107,6 +108,8 @@ class SiblingWorkers:
             return None
         target = request.scope["route"].path.replace("{id}", quote(id_, safe=""))
         headers = {KEY_HEADER: request.state.key.hex()}
+        if request.state.is_admin:
+            headers[ADMIN_HEADER] = "1"
         last_id = request.headers.get("last-event-id")
         if last_id is not None:
             headers["last-event-id"] = last_id

@@ -36,9 +36,11 @@ from quire.engine.assembly.vocabulary import model_tokenizer, model_vocabulary
 from quire.engine.assembly.warm_up import measure_cost, warm_up
 from quire.engine.core import EngineCore
 from quire.engine.grammars import Grammars
+from quire.engine.mask_waits import TimedMaskWaits
 from quire.engine.model_card import ModelCard
 from quire.engine.record import RecordingRunner, open_record
 from quire.engine.stop_texts import StopTexts
+from quire.engine.trace_file import TraceFile, open_trace
 from quire.execute.executor import (
     Executor,
     ExecutorClass,
@@ -75,6 +77,7 @@ class Engine:
     step_tokens: int  # most of one step
     num_layers: int  # that the executor computes by themselves; 0 where it does not
     ops_done: Callable[[], int]  # operations of the executor so far; may be called in any thread
+    trace: TraceFile | None = None
 
 
 def assemble(
@@ -92,6 +95,10 @@ def assemble(
         record = None
         if config.executor.record_plans is not None:  # found out early: packing may take minutes
             record = undo.enter_context(open_record(Path(config.executor.record_plans)))
+        trace = None
+        if config.executor.trace_file is not None:  # likewise
+            trace = open_trace(Path(config.executor.trace_file).expanduser())
+            undo.callback(os.close, trace)
         tier_folder = None
         if config.cache.kv_tier_path is not None:  # likewise
             from quire.transfer.folder import TierFolder  # only where it is wanted, as executors
@@ -108,7 +115,9 @@ def assemble(
             tier_folder=tier_folder,
         )
         undo.pop_all()
-        return engine
+        if trace is None:
+            return engine
+        return replace(engine, trace=TraceFile(trace, engine.core.scheduler.history, report))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +188,7 @@ def _assembled(
         window=program.caches[0].window,
         operations=partial(BlockOperations, timed=True),
     )
+    runner.tables.grammars.wait = TimedMaskWaits(scheduler.history.mask_waits, clock)
     core = EngineCore(
         scheduler,
         runner if record is None else RecordingRunner(runner, record, report=report),

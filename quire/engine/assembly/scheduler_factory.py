@@ -52,6 +52,7 @@ def scheduler_limits(
         max_short_prompts=config.max_short_prompts,
         part_layers=num_layers if config.layered_prefill else 0,
         layered_part_tokens=PART_TOKENS,
+        timeline_steps=config.timeline_steps,
     )
 
 

@@ -48,10 +48,12 @@ from quire.engine.process.messages import (
     Outputs,
     QueryCache,
     QuerySnapshot,
+    QueryTimelines,
     Ready,
     Refused,
     SnapshotReported,
     Submit,
+    TimelinesReported,
     ToEngine,
     error_of,
     fault_of,
@@ -120,6 +122,10 @@ class EngineClient:
         self._unread: dict[str, _Unread] = {}  # what waits, by the caller's id
         self._asks: PendingQueries[CacheReported] = PendingQueries(query_number_base(number))
         self._snapshots: PendingQueries[EngineSnapshot] = PendingQueries(query_number_base(number))
+        self._timelines: PendingQueries[TimelinesReported] = PendingQueries(
+            query_number_base(number)
+        )
+        self._id_prefix = id_prefix(number)
         self._progress_ms = 0.0
         self._ops_done = -1
         self._defaults: SamplingParams | None = None  # made once, by the card
@@ -282,6 +288,16 @@ class EngineClient:
             self._snapshots.fail(_not_sent())
         return await answer
 
+    async def timelines(self, request_id: str) -> TimelinesReported:
+        """Return the timelines of the streams of a request, whether it runs or has ended."""
+        self._check_answers()
+        ask_id, answer = self._timelines.open()
+        own = f"{self._id_prefix}{request_id}"
+        prefixes = (f"{own}#", f"{own}.")  # of one prompt, or of each of several
+        if not self._link.send(QueryTimelines(ask_id=ask_id, prefixes=prefixes)):
+            self._timelines.fail(_not_sent())
+        return await answer
+
     def health(self) -> Health:
         """Progress: ok only in state ready, and if something is computed while work is pending."""
         reason = ""
@@ -334,6 +350,8 @@ class EngineClient:
             self._asks.answered(message.ask_id, message)
         elif isinstance(message, SnapshotReported):
             self._snapshots.answered(message.ask_id, message.snapshot)
+        elif isinstance(message, TimelinesReported):
+            self._timelines.answered(message.ask_id, message)
         elif isinstance(message, Failed):
             self._die(message.fault)
         elif isinstance(message, Ready):
@@ -371,6 +389,7 @@ class EngineClient:
             unread.put(fault)
         self._asks.fail(error_of(fault))
         self._snapshots.fail(error_of(fault))
+        self._timelines.fail(error_of(fault))
 
     async def _ask_cache(self, *, num_prefixes: int = 0, flush: bool = False) -> CacheReported:
         self._check_answers()

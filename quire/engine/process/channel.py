@@ -31,11 +31,13 @@ from quire.engine.process.messages import (
     Outputs,
     QueryCache,
     QuerySnapshot,
+    QueryTimelines,
     Ready,
     Refused,
     SnapshotReported,
     Stop,
     Submit,
+    TimelinesReported,
     ToEngine,
 )
 from quire.engine.process.routing import STARTER, parts
@@ -46,13 +48,24 @@ _RECONNECT_MS = 5
 
 def to_engine_wire() -> Wire:
     """What a client may say."""
-    return Wire(Submit, Abort, Hold, QueryCache, QuerySnapshot, Join, Leave, Stop)
+    return Wire(Submit, Abort, Hold, QueryCache, QuerySnapshot, QueryTimelines, Join, Leave, Stop)
 
 
 def from_engine_wire() -> Wire:
     """What an engine may say."""
     return Wire(
-        *(Hello, Loading, Ready, Outputs, Beat, Refused, CacheReported, SnapshotReported, Failed)
+        *(
+            Hello,
+            Loading,
+            Ready,
+            Outputs,
+            Beat,
+            Refused,
+            CacheReported,
+            SnapshotReported,
+            TimelinesReported,
+            Failed,
+        )
     )
 
 

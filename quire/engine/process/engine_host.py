@@ -52,6 +52,10 @@ def run_engine(
             beat=lambda ops_done: emit(Beat(ops_done=ops_done)),
         )
         ending.callback(heartbeat.close)
+        if engine.trace is not None:
+            emit = engine.trace.watch(emit)
+            engine.trace.start()
+            ending.callback(engine.trace.close)
         emit(Outputs(outputs=None, stats=core.stats()))  # gauges are right before the first step
         emit(Ready(card=engine.card, notes=engine.notes))
         serve(core, inbox, emit, clock.now_ms)

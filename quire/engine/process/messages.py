@@ -1,9 +1,10 @@
 """What client and engine say to each other, whatever carries it.
 
-Frozen records. Client to engine: Submit, Abort, Hold, QueryCache, QuerySnapshot, Stop; where the
-engine has several clients (routing.py), the process that started it also sends Join and Leave.
-Engine to client: Hello first, Loading while it starts, then Ready or Failed; after Ready, Outputs,
-Refused, CacheReported, SnapshotReported, Beat while a step is long, and Failed at the end.
+Frozen records. Client to engine: Submit, Abort, Hold, QueryCache, QuerySnapshot, QueryTimelines,
+Stop; where the engine has several clients (routing.py), the process that started it also sends Join
+and Leave. Engine to client: Hello first, Loading while it starts, then Ready or Failed; after
+Ready, Outputs, Refused, CacheReported, SnapshotReported, TimelinesReported, Beat while a step is
+long, and Failed at the end.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from quire.base.engine_snapshot import EngineSnapshot
 from quire.base.engine_stats import EngineStats
 from quire.base.errors import OverloadedError, QuireError, RequestError, WorkerError
 from quire.base.records import Request, StepOutputs
+from quire.base.timeline import TimelineReport
 from quire.engine.model_card import ModelCard
 
 # Raised when a message changes; both sides must agree.
@@ -64,6 +66,17 @@ class QuerySnapshot:
     """Report the queue, the running batch and the KV blocks. ask_id comes back with the answer."""
 
     ask_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryTimelines:
+    """Report the timelines of streams with ids that begin with one of `prefixes`.
+
+    ask_id comes back with the answer.
+    """
+
+    ask_id: int
+    prefixes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,15 +173,35 @@ class SnapshotReported:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TimelinesReported:
+    """The answer to QueryTimelines. kept_steps: how many steps are kept at most; kept_ms: since
+    when the oldest of them ended."""
+
+    ask_id: int
+    reports: tuple[TimelineReport, ...]
+    kept_steps: int
+    kept_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
     """The engine cannot start or go on; nothing follows."""
 
     fault: Fault
 
 
-ToEngine = Submit | Abort | Hold | QueryCache | QuerySnapshot | Join | Leave | Stop
+ToEngine = Submit | Abort | Hold | QueryCache | QuerySnapshot | QueryTimelines | Join | Leave | Stop
 FromEngine = (
-    Hello | Loading | Ready | Outputs | Beat | Refused | CacheReported | SnapshotReported | Failed
+    Hello
+    | Loading
+    | Ready
+    | Outputs
+    | Beat
+    | Refused
+    | CacheReported
+    | SnapshotReported
+    | TimelinesReported
+    | Failed
 )
 
 

@@ -21,6 +21,7 @@ from quire.engine.process.messages import (
     Outputs,
     Refused,
     SnapshotReported,
+    TimelinesReported,
 )
 
 STARTER = 0
@@ -48,7 +49,7 @@ def parts(message: FromEngine, clients: Iterable[int]) -> list[tuple[int, FromEn
         ]
     if isinstance(message, Refused):
         return [(_owner(message.request_ids[0]), message)]
-    if isinstance(message, CacheReported | SnapshotReported):
+    if isinstance(message, CacheReported | SnapshotReported | TimelinesReported):
         return [(message.ask_id >> _ASKS_BITS, message)]
     if isinstance(message, Beat):
         return [(client, message) for client in clients if client != STARTER]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from quire.base.timeline import WaitReason
 from quire.cache.chain import PrefixMatch
 from quire.cache.manager import CacheManager
 from quire.scheduler.admission.gates import ForkGate
@@ -24,6 +25,7 @@ from quire.scheduler.admission.slot_allocation import (
 )
 from quire.scheduler.interfaces import Gate, SlotGroups, StepExtension
 from quire.scheduler.plan_builder import Step
+from quire.scheduler.request_history import NO_OBSTACLE, Obstacle, Obstacles
 from quire.scheduler.running_batch import RunningBatch
 from quire.scheduler.sequence import NO_SLOT, SequenceState
 from quire.scheduler.step_budget import BlockShares
@@ -80,11 +82,15 @@ class Watermark:
 
 @dataclass(slots=True, kw_only=True)
 class AdmissionRules:
-    """What else may keep a request waiting: gates, extensions, and blocks to leave free."""
+    """What else may keep a request waiting: gates, extensions, and blocks to leave free.
+
+    obstacles: what kept requests waiting (StepHistory.obstacles).
+    """
 
     gates: list[Gate]
     extensions: Sequence[StepExtension]
     watermark: Watermark
+    obstacles: Obstacles
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,6 +112,7 @@ class _Walk:
     max_margin: int
     blocked: bool
     is_plain: bool
+    obstacle: Obstacle = NO_OBSTACLE
     try_again: bool = False
     rows: list[Row] = field(default_factory=list)
     started: list[int] = field(default_factory=list)
@@ -145,6 +152,7 @@ class Admitter:
         # the pending prefixes once a request begins like one of them.
         self._fresh: list[tuple[SequenceState, int, int]] = []
         self._first_digests: set[int | None] = set()
+        self._obstacle = NO_OBSTACLE  # of the last walk
 
     def add_gate(self, gate: Gate) -> None:
         """Add a reason for requests to wait; no effect if it is there."""
@@ -167,19 +175,22 @@ class Admitter:
         batch, budget = self._batch, step.budget
         # If none can be admitted, no prefix is looked up, and registering blocks can wait.
         if budget.spent or not batch.free_slots:
+            self._note_obstacle(step, _obstacle_of(batch))
             return budget.spent
         walk = self._begin(step, floors_only=floors_only)
         for sequence in self._upcoming(walk, queue):
             if budget.spent or (before is not None and self._policy.rank(sequence) >= before):
                 walk.try_again = True
+                walk.obstacle = (WaitReason.BUDGET if budget.spent else WaitReason.ORDER, -1)
                 break
             if not batch.free_slots:
+                walk.obstacle = _obstacle_of(batch)
                 break
             if not walk.is_plain or sequence.leader is not None or sequence.group is not None:
                 if self._ends_walk(walk, sequence):
                     break
                 if not self._extensions_allow(walk, sequence):
-                    walk.try_again = True
+                    walk.try_again, walk.obstacle = True, (WaitReason.ORDER, -1)
                     break
                 if self._is_held(walk, sequence):
                     continue
@@ -189,6 +200,7 @@ class Admitter:
             may_wait = self._pending.under_way or first_digest in self._first_digests
             if may_wait and self._is_pending(walk, sequence, source):
                 walk.try_again = True
+                sequence.history.wait(step.now_ms, WaitReason.PREFIX)
                 continue
             if not self._has_room(walk, sequence, source):
                 walk.is_plain = False
@@ -196,6 +208,7 @@ class Admitter:
             if source.places is not None and self._loads.begin(sequence, source, step.now_ms):
                 walk.reserved_blocks += source.num_new_blocks - len(source.places)
                 walk.matches.clear()  # the blocks just taken may be among those found before
+                sequence.history.wait(step.now_ms, WaitReason.KV_LOAD)
                 continue
             count = budget.allot_one(
                 source.start,
@@ -210,15 +223,24 @@ class Admitter:
                 self._start(walk, sequence, source, count)
                 continue
             walk.try_again = True
+            sequence.history.wait(step.now_ms, WaitReason.BUDGET)
             if not sequence.entry.is_long:
+                walk.obstacle = (WaitReason.BUDGET, -1)
                 break
             # The share of long prompts is spent, not the step.
             walk.skips_long, walk.is_plain = True, False
+        if walk.obstacle != self._obstacle:
+            self._note_obstacle(step, walk.obstacle)
         if walk.rows:
             queue.remove_all(walk.admitted)
             batch.activate(walk.started)
             self._slots.add_rows(step.builder, walk.rows)
         return walk.try_again
+
+    def _note_obstacle(self, step: Step, obstacle: Obstacle) -> None:
+        if obstacle != self._obstacle:
+            self._obstacle = obstacle
+            self._rules.obstacles.append((step.now_ms, *obstacle))
 
     def _begin(self, step: Step, *, floors_only: bool) -> _Walk:
         """Make findable what running requests have computed; reserve what they need."""
@@ -280,9 +302,11 @@ class Admitter:
     def _ends_walk(self, walk: _Walk, sequence: SequenceState) -> bool:
         """Return whether neither `sequence` nor any request behind it can begin."""
         if len(self._batch.free_slots) < sequence.num_slots:
+            walk.obstacle = (WaitReason.SLOT, -1)
             return True
         if walk.overtaken is not None and walk.overtaken.entry.num_overtakes >= MAX_OVERTAKES:
             walk.blocked = True
+            walk.obstacle = (WaitReason.BLOCKS, walk.overtaken.arrival)
         return walk.blocked and not self._shares.any_floor_left()
 
     def _extensions_allow(self, walk: _Walk, sequence: SequenceState) -> bool:
@@ -294,18 +318,25 @@ class Admitter:
     def _is_held(self, walk: _Walk, sequence: SequenceState) -> bool:
         """Return whether `sequence` waits for something other than blocks; others may overtake."""
         shares = self._shares
-        if sequence.request.tenant in walk.held or shares.is_full(sequence):
+        if sequence.request.tenant in walk.held:
+            sequence.history.wait(walk.step.now_ms, WaitReason.ORDER)
+            return True
+        if shares.is_full(sequence):
+            sequence.history.wait(walk.step.now_ms, WaitReason.TENANT_LIMIT)
             return True
         if (walk.skips_long and sequence.entry.is_long) or (
             walk.blocked and not shares.has_floor_left(sequence)
         ):
+            sequence.history.wait(walk.step.now_ms, WaitReason.ORDER)
             return True
         batch, now_ms = self._batch, walk.step.now_ms
         if sequence.leader is not None and self._fork_gate.holds(sequence, batch, now_ms):
             walk.try_again = True
+            sequence.history.wait(now_ms, WaitReason.GROUP)
             return True
         for gate in self._rules.gates:
             if gate.holds(sequence, batch, now_ms):
+                sequence.history.wait(now_ms, gate.reason)
                 walk.try_again |= not gate.until_event
                 return True
         return False
@@ -336,18 +367,22 @@ class Admitter:
         taken = num_new + cache.num_free - takeable
         if not shares.passes_ceiling(sequence, taken):
             walk.held.add(sequence.request.tenant)
+            sequence.history.wait(walk.step.now_ms, WaitReason.TENANT_CEILING)
             return False
         room -= shares.reserved_for_others(sequence)
         if not walk.blocked and num_new <= room:
             return True
         if shares.fits_floor(sequence, taken):
             return True
+        sequence.history.wait(walk.step.now_ms, WaitReason.BLOCKS)
         # Blocks kept for other requests are released; there may be room in the next step.
         if self._loads.any_used:
             walk.try_again = self._loads.release_kept(sequence) or walk.try_again
         if sequence.entry.is_long and not walk.blocked:
             walk.overtaken, walk.skips_long = sequence, True
         else:
+            if not walk.blocked:
+                walk.obstacle = (WaitReason.BLOCKS, sequence.arrival)
             walk.blocked = True
             walk.held.add(sequence.request.tenant)
         return False
@@ -376,6 +411,11 @@ class Admitter:
             walk.matches.clear()
         if sequence.group is not None:
             walk.started += self._groups.allocate_slots(sequence, builder)
+
+
+def _obstacle_of(batch: RunningBatch) -> Obstacle:
+    """Return what keeps any waiting request from being admitted: slots, or else the budget."""
+    return (WaitReason.BUDGET if batch.free_slots else WaitReason.SLOT, -1)
 
 
 def _first_digest(sequence: SequenceState) -> int | None:

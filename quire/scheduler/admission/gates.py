@@ -5,6 +5,7 @@ Gates see sequences and the running batch (interfaces.py has the protocol); they
 
 from __future__ import annotations
 
+from quire.base.timeline import WaitReason
 from quire.scheduler.running_batch import RunningBatch
 from quire.scheduler.sequence import NO_SLOT, SequenceState
 
@@ -33,6 +34,7 @@ class LengthGate:
     """
 
     until_event = True
+    reason = WaitReason.LENGTH
 
     def __init__(self, max_long: int, max_short: int) -> None:
         self._max_long = max_long

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.base.block_copies import CopiesEnded
+from quire.base.timeline import EventKind, WaitReason
 from quire.cache.manager import CacheManager
 from quire.cache.tier_transfers import Fetch
 from quire.scheduler.admission.slot_allocation import KVSource
@@ -27,6 +28,7 @@ class KVLoads:
     """Of one scheduler. cost: None where there is no tier. any_used: see interfaces.BlockLoads."""
 
     until_event = True
+    reason = WaitReason.KV_LOAD
 
     def __init__(self, cache: CacheManager, cost: TransferCost | None) -> None:
         self._cache = cache
@@ -67,6 +69,7 @@ class KVLoads:
         self._waiting[sequence] = fetch
         self._waiter_of[fetch] = sequence
         self._began_ms[sequence] = now_ms
+        sequence.history.note(now_ms, EventKind.LOAD_BEGUN, known=len(places))
         self._num_fetches[sequence] = self._num_fetches.get(sequence, 0) + 1
         return True
 
@@ -82,6 +85,8 @@ class KVLoads:
             if sequence is not None:
                 sequence.kv.num_fetched_blocks += int(fetch.arrived.sum())
                 sequence.kv.waited_ms += now_ms - self._began_ms[sequence]
+                arrived = int(fetch.arrived.sum())
+                sequence.history.note(now_ms, EventKind.LOAD_ENDED, known=arrived)
         self.fetched_blocks_total += copies.fetched
         self.saved_blocks_total += copies.saved
         self.bad_blocks_total += copies.num_bad

@@ -15,11 +15,13 @@ import numpy as np
 from quire.base.block_copies import Tier
 from quire.base.cache_usage import CacheUsage, Miss, MissReason
 from quire.base.records import Int32s
+from quire.base.timeline import EventKind, HistoryEvent
 from quire.cache.chain import PrefixMatch
 from quire.cache.explain import miss_of
 from quire.cache.manager import CacheManager
 from quire.scheduler.interfaces import BlockLoads, Returns
 from quire.scheduler.plan_builder import PlanBuilder
+from quire.scheduler.request_history import MissPoint
 from quire.scheduler.running_batch import RunningBatch
 from quire.scheduler.sequence import NO_SLOT, SequenceState
 from quire.scheduler.step_budget import BlockShares
@@ -127,7 +129,15 @@ class SlotAllocator:
             sequence.kv.cache_use = self._cache_use(sequence, source)
         if not returned:
             sequence.times.first_scheduled_ms = now_ms
+            if source.match is not None:
+                self._note_miss(sequence, source.match)
         slot = self._batch.occupy(sequence, source.start, source.stored)
+        place, known = (builder.step, slot, source.start), len(sequence.token_ids)
+        event = HistoryEvent(now_ms, EventKind.ADMITTED, *place, known)
+        if returned:
+            sequence.history.add(event)
+        else:
+            sequence.history.events.append(event)
         cache.name_slot(slot, sequence.request.request_id)
         self._shares.started(sequence)
         if self._policy.counts_running:
@@ -159,6 +169,23 @@ class SlotAllocator:
         sample_counts = batch.schedule(index, ends, batch.goal[index])
         store_from = np.maximum(starts, batch.stored[index])
         builder.add_rows(index, slots, starts, counts, ends, store_from, sample_counts)
+
+    def _note_miss(self, sequence: SequenceState, match: PrefixMatch) -> None:
+        """Note the first block that was not found, so that a timeline can say why."""
+        chain, found = match.chain, len(match.blocks)
+        sequence.history.is_scored = sequence.has_positions_to_score
+        digests = chain.digests
+        if found >= len(digests):
+            return
+        begin = found * self._cache.block_size
+        sequence.history.miss = MissPoint(
+            begin,
+            digests[found].copy(),
+            chain.end(found).copy(),
+            digests[found] in self._cache.ghosts,
+            sequence.token_ids[begin : begin + self._cache.block_size].copy(),
+            chain.owner,
+        )
 
     def _cache_use(self, sequence: SequenceState, source: KVSource) -> CacheUsage:
         """Return where the stored tokens of `source` were found, and why no more were."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from quire.base.timeline import EventKind
 from quire.scheduler.interfaces import StepExtension
 from quire.scheduler.plan_builder import Step
 from quire.scheduler.preemption.preemptor import Preemptor
@@ -42,6 +43,7 @@ class Backpressure(StepExtension):
         self.is_active = True
         self._held[sequence.request.request_id] = sequence
         if sequence.slot == NO_SLOT:
+            sequence.history.note(self._requests.now_ms, EventKind.PAUSED)
             self._requests.set_aside(sequence)
         else:
             self._leaving[sequence.request.request_id] = sequence
@@ -54,6 +56,7 @@ class Backpressure(StepExtension):
         del self._held[sequence.request.request_id]
         self._leaving.pop(sequence.request.request_id, None)
         if sequence.slot == NO_SLOT:
+            sequence.history.note(self._requests.now_ms, EventKind.RESUMED)
             self._requests.enqueue(sequence)
 
     def begin_step(self, step: Step) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from quire.base.timeline import EventKind
 from quire.cache.manager import CacheManager
 from quire.scheduler.admission.admitter import Watermark
 from quire.scheduler.beam.beam_groups import BeamGroups
@@ -107,6 +108,7 @@ class Preemptor:
         moved = self._pack(slot, sequence)
         self.stats.preempted(why, moved=moved)
         self.watermark.preempted(self._requests.in_flight.step)
+        self._note(sequence, EventKind.PREEMPTED, known=int(moved), detail=why.value)
         sequence.preemption.had_computed = int(self._batch.computed[slot])
         sequence.preemption.count += 1
         self._requests.release([slot])
@@ -114,8 +116,18 @@ class Preemptor:
 
     def set_aside(self, slot: int) -> None:
         """Take a paused request out of `slot` as a preempted one; it does not count as one."""
-        self._pack(slot, self._batch.sequence(slot))
+        sequence = self._batch.sequence(slot)
+        self._note(sequence, EventKind.PAUSED)
+        self._pack(slot, sequence)
         self._requests.release([slot])
+
+    def _note(
+        self, sequence: SequenceState, kind: EventKind, *, known: int = 0, detail: str = ""
+    ) -> None:
+        """Note in the history of `sequence` that it leaves its slot after the last plan sent."""
+        requests = self._requests
+        step = requests.in_flight.step
+        sequence.history.note(requests.now_ms, kind, step=step, known=known, detail=detail)
 
     def _pack(self, slot: int, sequence: SequenceState) -> bool:
         """Keep what a request needs to go on from another slot.
@@ -141,6 +153,7 @@ class Preemptor:
         slots, first = group.slots, group.members[0]
         self.stats.preempted(why, moved=False)
         self.watermark.preempted(self._requests.in_flight.step)
+        self._note(first, EventKind.PREEMPTED, detail=why.value)
         first.preemption.had_computed = int(self._batch.computed[first.slot])
         group.pack()
         first.preemption.count += 1

@@ -19,7 +19,8 @@ from quire.scheduler.interfaces import StepExtension
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.plan_builder import PlanBuilder, Step
 from quire.scheduler.running_batch import Index, RunningBatch
-from quire.scheduler.sequence import NO_SLOT, LayeredPart, SequenceState
+from quire.scheduler.sequence import NO_SLOT, SequenceState
+from quire.scheduler.sequence_parts import LayeredPart
 from quire.scheduler.step_budget import TILE_TOKENS, StepBudget
 
 # A layered chunk must be so many times as fast as an ordinary one of the same step.

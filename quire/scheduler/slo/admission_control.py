@@ -20,7 +20,8 @@ from quire.scheduler.admission.slot_allocation import find_kv_source
 from quire.scheduler.beam.beam_groups import check_beam_blocks
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.running_batch import RunningBatch
-from quire.scheduler.sequence import Prediction, SequenceState
+from quire.scheduler.sequence import SequenceState
+from quire.scheduler.sequence_parts import Prediction
 from quire.scheduler.slo.ttft_prediction import TTFTPredictor
 from quire.scheduler.step_budget import BlockShares
 from quire.scheduler.waiting_queue import WaitingQueue

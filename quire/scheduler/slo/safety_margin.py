@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 
-from quire.scheduler.sequence import Prediction
+from quire.scheduler.sequence_parts import Prediction
 
 # The share of forecasts that are to be kept with their margin.
 CONFIDENCE = 0.95

@@ -24,7 +24,8 @@ from quire.scheduler.preemption.priority_preemption import (
 from quire.scheduler.prefill.prompt_shares import LONG_SHARE
 from quire.scheduler.request_table import RequestTable
 from quire.scheduler.running_batch import RunningBatch
-from quire.scheduler.sequence import Prediction, SequenceState
+from quire.scheduler.sequence import SequenceState
+from quire.scheduler.sequence_parts import Prediction
 from quire.scheduler.slo.length_history import LengthHistory
 from quire.scheduler.slo.overtaking import Overtaking
 from quire.scheduler.slo.safety_margin import SafetyMargin

@@ -32,12 +32,14 @@ from quire.base.log import Log
 from quire.base.records import FinishReason, RequestTimes
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
+from quire.base.timeline import TimelineReport
 from quire.config.server_config import ServerConfig
 from quire.config.tenants import Tenant
 from quire.engine.client.request_builder import make_requests
 from quire.engine.model_card import Health, ModelCard
 from quire.engine.output.output_stream import PLAIN_TEXT, TextDelta, TextRules
 from quire.engine.output.token_text import TokenText
+from quire.engine.process.messages import TimelinesReported
 from quire.obs.metrics import Metrics
 from quire.text.chat_template import ChatTemplate
 from quire.text.template_work import Limits
@@ -201,6 +203,9 @@ class FakeEngine:
         self.num_flushes = 0
         self.snapshot = SNAPSHOT
         self.num_snapshots = 0
+        self.reports: tuple[TimelineReport, ...] = ()
+        self.kept_steps = 512
+        self.timelines_asked: list[str] = []
 
     async def cache_report(self, *, num_prefixes: int = 0) -> CacheReport:
         self.num_prefixes_asked.append(num_prefixes)
@@ -209,6 +214,15 @@ class FakeEngine:
     async def engine_snapshot(self) -> EngineSnapshot:
         self.num_snapshots += 1
         return self.snapshot
+
+    async def timelines(self, request_id: str) -> TimelinesReported:
+        self.timelines_asked.append(request_id)
+        return TimelinesReported(
+            ask_id=1,
+            reports=self.reports if request_id != "?" else (),
+            kept_steps=self.kept_steps,
+            kept_ms=90_000.0,
+        )
 
     async def flush_cache(self) -> int:
         self.num_flushes += 1

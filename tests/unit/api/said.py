@@ -105,7 +105,8 @@ def validator(name: str) -> Draft202012Validator:
 
 @cache
 def _responses(method: str, path: str) -> Any:
-    for known, operations in full_document()["paths"].items():
+    # Names of models have slashes, so the most specific path is tried first.
+    for known, operations in sorted(full_document()["paths"].items(), key=lambda one: -len(one[0])):
         pattern = re.sub(r"\\{\w+\\}", ".+", re.escape(known))
         if re.fullmatch(pattern, path) and method.lower() in operations:
             return operations[method.lower()]["responses"]

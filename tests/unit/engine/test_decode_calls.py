@@ -57,7 +57,11 @@ def core_of(folder: Path) -> EngineCore:
         max_samples=MAX_ROWS,
     )
     scheduled = SchedulerLimits(
-        max_num_seqs=MAX_ROWS, max_num_batched_tokens=64, max_model_len=MAX_LEN, plans_in_flight=1
+        max_num_seqs=MAX_ROWS,
+        max_num_batched_tokens=64,
+        max_model_len=MAX_LEN,
+        plans_in_flight=1,
+        timeline_steps=1024,
     )
     cache = CacheManager(NUM_BLOCKS, 16, prefix_caching=True)
     scheduler = Scheduler(scheduled, cache, FirstCome())

@@ -57,6 +57,7 @@ class Setup:
     tier_places: int = 0  # places of a tier that is used whenever possible
     tenants: tuple[TenantLimits, ...] = ()
     window: int = 0  # visible positions of a token; 0: all
+    timeline_steps: int = 4096
 
 
 class Harness:
@@ -85,6 +86,7 @@ class Harness:
             max_short_prompts=setup.max_short_prompts,
             part_layers=setup.part_layers,
             layered_part_tokens=setup.layered_part_tokens,
+            timeline_steps=setup.timeline_steps,
         )
         self.scheduler = Scheduler(
             limits,

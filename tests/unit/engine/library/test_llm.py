@@ -385,6 +385,16 @@ def test_plans_are_recorded_on_request(model: Path, tmp_path: Path) -> None:
     assert tuple(ids) == answer.token_ids
 
 
+def test_a_trace_is_written_on_request(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with LLM(model, threads=1, trace_file=str(path)) as traced:
+        traced.generate("Hello", GREEDY)
+    events = json.loads(path.read_text())
+    assert {"step", "request", "queue", "decode"} <= {event["name"] for event in events}
+    with pytest.raises(SettingError, match=r"--trace .*no/trace cannot be written"):
+        LLM(model, trace_file=str(tmp_path / "no" / "trace"))
+
+
 def test_an_unwritable_record_is_a_setting_error_before_packing(
     model: Path, tmp_path: Path
 ) -> None:

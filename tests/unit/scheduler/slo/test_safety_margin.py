@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quire.base.errors import DeadlineMissed
-from quire.scheduler.sequence import Prediction
+from quire.scheduler.sequence_parts import Prediction
 from quire.scheduler.slo.safety_margin import CONFIDENCE, SafetyMargin
 from quire.sim.load import RequestDefaults, TraceRequest
 from quire.sim.run import simulate

@@ -1,0 +1,242 @@
+"""StepHistory: the last steps of a scheduler, and the requests that ended, for timelines.
+
+Noting a step is an append to `recent`. Every PACK_STEPS steps these are packed: some bytes a step,
+and more for rows of several tokens only. Read on request. Always holds: bounded in steps, requests
+and obstacles; a step holds slots and counts, no tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.records import PartLayers
+from quire.base.timeline import MAX_HISTORIES, MAX_REPORTED_STEPS, StepRows
+from quire.scheduler.request_history import Obstacles, RequestHistory
+from quire.scheduler.step_budget import CostModel
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+Float64s = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+# A power of two: the scheduler packs where a step's number is a multiple.
+PACK_STEPS = 256
+DEFAULT_STEPS = 65_536
+MAX_OBSTACLES = 4096
+MAX_MASK_WAITS = 4096
+
+# number, began_ms, ended_ms, slots, starts, counts, sample_counts, layers
+Noted = tuple[int, float, float, Int32s, Int32s, Int32s, Int32s, PartLayers | None]
+
+
+@dataclass(slots=True)
+class _Pack:
+    """Consecutive steps. slots: of each step, the same array while the batch is the same.
+
+    long_*: rows of several tokens, or without a sample: the step as a place in this pack, the slot,
+    the first position, the tokens and whether the row samples. A part by layers is such a row, with
+    its share of the layers; it counts its tokens in the step of the last layer.
+    """
+
+    steps: Int64s
+    began_ms: Float64s
+    ended_ms: Float64s
+    tokens: Int32s
+    slots: list[Int32s]
+    long_at: Int32s
+    long_slots: Int32s
+    long_starts: Int32s
+    long_counts: Int32s
+    long_samples: Int32s
+    long_shares: Float64s
+
+
+class StepHistory:
+    """num_steps: how many steps are kept; 0: nothing is.
+
+    recent: steps that are not packed yet. ended: histories of requests that ended, oldest first.
+    obstacles: (ms, reason, arrival) of what ended a walk along the queue; arrival: of the request
+    that could not begin, -1 for any; a reason of None: there was no obstacle. mask_waits: (end,
+    ms) that steps waited for grammar masks; other threads append to it.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        kept = num_steps > 0
+        self.recent: deque[Noted] = deque(maxlen=2 * PACK_STEPS if kept else 0)
+        self.ended: deque[RequestHistory] = deque(maxlen=MAX_HISTORIES if kept else 0)
+        self.obstacles: Obstacles = deque(maxlen=MAX_OBSTACLES if kept else 0)
+        self.mask_waits: deque[tuple[float, float]] = deque(maxlen=MAX_MASK_WAITS if kept else 0)
+        self._packs: deque[_Pack] = deque(maxlen=max(num_steps // PACK_STEPS, 1))
+
+    @property
+    def first_step(self) -> int:
+        """The oldest step that is kept."""
+        if self._packs:
+            return int(self._packs[0].steps[0])
+        return self.recent[0][0] if self.recent else 0
+
+    @property
+    def oldest_ms(self) -> float | None:
+        """When the oldest step that is kept ended; None before any."""
+        if self._packs:
+            return float(self._packs[0].ended_ms[0])
+        return self.recent[0][2] if self.recent else None
+
+    def pack(self) -> None:
+        """Pack the recent steps, and forget requests that ended before the oldest step."""
+        if not self.recent:
+            return
+        self._packs.append(_packed(self.recent))
+        self.recent.clear()
+        if len(self._packs) < (self._packs.maxlen or 0):
+            return
+        oldest_ms = self._packs[0].began_ms[0]
+        while self.ended and self.ended[0].ended_ms < oldest_ms:
+            self.ended.popleft()
+
+    def steps_after(self, number: int) -> tuple[list[tuple[int, float, float, int, int]], int]:
+        """Return the kept steps after step `number`, and how many after it are kept no more.
+
+        Each as (step, began_ms, ended_ms, rows, tokens). May be called in any thread.
+        """
+        while True:
+            try:
+                packs, recent = list(self._packs), list(self.recent)
+                break
+            except RuntimeError:  # changed meanwhile
+                continue
+        packs = [pack for pack in packs if pack.steps[-1] > number]
+        if recent:
+            packs.append(_packed(recent))
+        found: dict[int, tuple[int, float, float, int, int]] = {}
+        for pack in packs:  # one that is being packed is in both
+            rows = [slots.size for slots in pack.slots]
+            columns = (pack.steps, pack.began_ms, pack.ended_ms, np.array(rows), pack.tokens)
+            for step in zip(*(column.tolist() for column in columns), strict=True):
+                if step[0] > number:
+                    found[step[0]] = step
+        steps = list(found.values())
+        return steps, max(steps[0][0] - number - 1, 0) if steps else 0
+
+    def rows_of(self, spans: Sequence[tuple[int, int, int]], cost: CostModel) -> StepRows:
+        """Return the last steps of a request that had `slot` from step `first` to step `last`.
+
+        spans: (first, last, slot), in order; steps between them are reported too, without a row.
+        cost: predicts what rows cost.
+        """
+        packs = [*self._packs, *([_packed(self.recent)] if self.recent else [])]
+        first, last = spans[0][0], spans[-1][1]
+        parts = [
+            _rows_in(pack, spans, first, last, cost)
+            for pack in packs
+            if pack.steps[-1] >= first and pack.steps[0] <= last
+        ]
+        return _joined(parts)
+
+
+def _packed(noted: Sequence[Noted] | deque[Noted]) -> _Pack:
+    sizes = np.array([each[3].size for each in noted])
+    places = np.repeat(np.arange(len(noted), dtype=np.int32), sizes)
+    slots, starts, counts, samples = (
+        np.concatenate([each[column] for each in noted]) for column in (3, 4, 5, 6)
+    )
+    long = (counts > 1) | (samples == 0)
+    layered = [(at, each[7]) for at, each in enumerate(noted) if each[7] is not None]
+    parts = [(at, part) for at, part in layered if part is not None]
+
+    def with_parts(values: Int32s, of_parts: list[int]) -> Int32s:
+        return np.concatenate((values[long], np.array(of_parts, np.int32)))
+
+    return _Pack(
+        steps=np.array([each[0] for each in noted], np.int64),
+        began_ms=np.array([each[1] for each in noted]),
+        ended_ms=np.array([each[2] for each in noted]),
+        tokens=np.bincount(places, counts, len(noted)).astype(np.int32),
+        slots=[each[3] for each in noted],
+        long_at=with_parts(places, [at for at, _ in parts]),
+        long_slots=with_parts(slots, [part.slot for _, part in parts]),
+        long_starts=with_parts(starts, [part.start for _, part in parts]),
+        long_counts=with_parts(counts, [part.count for _, part in parts]),
+        long_samples=with_parts(samples, [0 for _ in parts]),
+        long_shares=np.concatenate(
+            (np.ones(int(long.sum())), np.array([part.share for _, part in parts]))
+        ),
+    )
+
+
+def _rows_in(
+    pack: _Pack,
+    spans: Sequence[tuple[int, int, int]],
+    first: int,
+    last: int,
+    cost: CostModel,
+) -> StepRows:
+    """Return the steps `first` .. `last` of one pack, as of rows_of."""
+    num = len(pack.steps)
+    own_slots = np.full(num, -1, np.int32)
+    for begin, end, slot in spans:
+        own_slots[(pack.steps >= begin) & (pack.steps <= end)] = slot
+    rows, own = _present(pack, own_slots)
+    own_samples = own.copy()
+    is_own = pack.long_slots == own_slots[pack.long_at]
+    at, mine = pack.long_at, is_own.nonzero()[0]
+    own[at[mine]] = np.where(pack.long_shares[mine] < 1.0, 0, pack.long_counts[mine])
+    own_samples[at[mine]] = pack.long_samples[mine] > 0
+    # Layers of a part: computed in several steps, counted in the last.
+    for place in mine[pack.long_shares[mine] < 1.0].tolist():
+        own[at[place]] = max(int(pack.long_counts[place] * pack.long_shares[place]), 1)
+    weights_ms = cost.rows_ms(pack.long_starts, pack.long_counts) * pack.long_shares
+    others = ~is_own & (pack.long_counts > 1)
+    shown_tokens = pack.long_counts * pack.long_shares
+    others_tokens = np.bincount(at[others], shown_tokens[others], num)
+    others_ms = np.bincount(at[others], weights_ms[others], num)
+    long_ms = np.bincount(at, weights_ms, num)
+    plain = np.maximum(rows - np.bincount(at, minlength=num), 0)
+    each_ms = float(cost.rows_ms(np.zeros(1, np.int32), np.ones(1, np.int32))[0])
+    total_ms = np.maximum(cost.fixed_ms + plain * each_ms + long_ms, 1e-9)
+    keep = (pack.steps >= first) & (pack.steps <= last)
+    return StepRows(
+        steps=pack.steps[keep],
+        began_ms=pack.began_ms[keep],
+        ended_ms=pack.ended_ms[keep],
+        rows=rows[keep],
+        tokens=pack.tokens[keep],
+        own_tokens=own[keep],
+        own_samples=own_samples[keep],
+        prefill_tokens=others_tokens.astype(np.int32)[keep],
+        prefill_share=(others_ms / total_ms)[keep],
+    )
+
+
+def _present(pack: _Pack, own_slots: Int32s) -> tuple[Int32s, Int32s]:
+    """Return the rows of each step, and 1 where the slot in own_slots has one."""
+    rows, own = np.zeros(len(own_slots), np.int32), np.zeros(len(own_slots), np.int32)
+    before: tuple[Int32s | None, int] = (None, -1)
+    has = 0
+    for place, (slots, slot) in enumerate(zip(pack.slots, own_slots.tolist(), strict=True)):
+        if slots is not before[0] or slot != before[1]:  # most steps have the batch of the last
+            before, has = (slots, slot), int(slot >= 0 and slot in slots.tolist())
+        rows[place], own[place] = slots.size, has
+    return rows, own
+
+
+def _joined(parts: list[StepRows]) -> StepRows:
+    """Return the last MAX_REPORTED_STEPS steps of all parts."""
+
+    def joined(name: str, dtype: type[np.generic]) -> NDArray[np.generic]:
+        empty = [np.empty(0, dtype)]
+        return np.concatenate(empty + [getattr(part, name) for part in parts])[-MAX_REPORTED_STEPS:]
+
+    ints = ("rows", "tokens", "own_tokens", "own_samples", "prefill_tokens")
+    floats = ("began_ms", "ended_ms", "prefill_share")
+    return StepRows(
+        steps=joined("steps", np.int64),  # type: ignore[arg-type]
+        **{name: joined(name, np.int32) for name in ints},  # type: ignore[arg-type]
+        **{name: joined(name, np.float64) for name in floats},  # type: ignore[arg-type]
+    )
