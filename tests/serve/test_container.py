@@ -16,10 +16,11 @@ from tests.repository.test_deploy import healthcheck
 from tests.serve.running_server import GIVE_UP_S, ROOT, RunningServer
 
 # Makes everything read-only but a temporary directory, in mounts of its own, as `--read-only
-# --tmpfs /tmp` does for a container.
+# --tmpfs /tmp` does for a container. The checkout may lie below /tmp or on a mount of its own.
 _READ_ONLY = """
-mount -t tmpfs tmpfs /tmp && mount -o remount,bind,ro / || exit 99
-export HOME=/nonexistent TMPDIR=/tmp
+mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" || exit 99
+mount -t tmpfs tmpfs "$3" && mount -o remount,bind,ro / || exit 99
+export HOME=/nonexistent TMPDIR="$3"
 cd / && ! touch "$1/probe" && exec "$2" -m quire serve --port 0 --threads 1
 """
 
@@ -47,12 +48,12 @@ def test_the_health_check_is_that_of_the_server(server: RunningServer) -> None:
 
 
 @pytest.fixture
-def read_only_server() -> Iterator[subprocess.Popen[str]]:
+def read_only_server(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     unshare = shutil.which("unshare")
     if unshare is None:
         pytest.skip("unshare is not installed")
     process = subprocess.Popen(
-        [unshare, "--mount", "sh", "-c", _READ_ONLY, "sh", str(ROOT), sys.executable],
+        [unshare, "--mount", "sh", "-c", _READ_ONLY, "sh", ROOT, sys.executable, tmp_path],
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -227,7 +227,7 @@ _ITEMS = st.one_of(
 CANDIDATES = [
     *("".join(letters) for n in range(4) for letters in itertools.product('ab"', repeat=n)),
     *(range(-1, 13)),
-    *(1.5, True, False, None),
+    *(1.25, 1.5, 1.75, True, False, None),
 ]
 
 
