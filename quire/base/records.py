@@ -58,6 +58,19 @@ NO_RULES = TokenRules()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """How tokens of a request are proposed before they are sampled. Cannot change an answer.
+
+    max_drafts: most tokens proposed per step, at least 1. uses_proposer: the engine's proposer is
+    asked. prediction_ids: a text that the answer may repeat.
+    """
+
+    max_drafts: int
+    uses_proposer: bool = True
+    prediction_ids: Int32s = field(default_factory=lambda: NO_INTS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One stream of tokens. A caller's n > 1 makes n requests with one group_id.
 
@@ -70,7 +83,8 @@ class Request:
     default one), `priority` (lower is served earlier), `deadline_ms` (the whole answer),
     `ttft_slo_ms` (its first token) and `tpot_slo_ms` (each further one, on average); deadline and
     ttft count from arrival_ms, None where not requested. explain_cache: its outputs have a
-    cache_use. report_progress: each chunk of its prompt but the last gives an output.
+    cache_use. report_progress: each chunk of its prompt but the last gives an output. speculation:
+    None where no tokens are proposed.
     """
 
     request_id: str
@@ -90,6 +104,7 @@ class Request:
     tpot_slo_ms: float | None = None
     explain_cache: bool = False
     report_progress: bool = False
+    speculation: Speculation | None = None
 
 
 @dataclass(slots=True)  # made per event: frozen or by keywords it takes three times as long
@@ -163,9 +178,16 @@ class StepPlan:
     token ids come from the worker's TokenTable; a plan has no other sampled tokens than known_ids.
     Keys and values are stored only from position store_from[i] on: a fully cached prompt recomputes
     its last token without writing the shared block. The last sample_counts[i] positions of the row
-    are sampled (0: a chunk of a prompt before its end; the scheduler plans at most 1). Each yields
-    the token after it. The worker appends them to its TokenTable as one run that begins at position
+    are sampled (0: a chunk of a prompt before its end). Each yields the token after it. The worker
+    appends them to its TokenTable as one run that begins at position
     starts[i]+counts[i]-sample_counts[i]+1.
+
+    The last draft_counts[i] positions of row i have proposed tokens: draft_ids, in the order of
+    rows. They are sampled, and so is the position before them: sample_counts[i] is
+    draft_counts[i] + 1 where there are drafts, and at most 1 elsewhere. The run ends with the first
+    sampled token that differs from the draft at its position. No later plan has a row of such a
+    request until the result is known. Both arrays are empty where no row has drafts.
+
     `layers`: some layers of one chunk of a prompt, computed beside the rows. Plans compute the
     layers of a chunk in order from 0; a chunk that later plans do not continue starts again at
     layer 0 or is dropped.
@@ -192,6 +214,8 @@ class StepPlan:
     counts: Int32s = field(default_factory=lambda: NO_INTS)  # [N]
     store_from: Int32s = field(default_factory=lambda: NO_INTS)  # [N]
     sample_counts: Int32s = field(default_factory=lambda: NO_INTS)  # [N]
+    draft_counts: Int32s = field(default_factory=lambda: NO_INTS)  # [N] or empty
+    draft_ids: Int32s = field(default_factory=lambda: NO_INTS)  # [sum of draft_counts]
     layers: PartLayers | None = None
 
     @property
@@ -334,7 +358,8 @@ class RequestOutput:
     all prompt tokens but the first, given once: with the first token, or with the end where nothing
     is generated, by one stream of a group, which computed the prompt for all. score: of a beam,
     given with all of its tokens at the end. prompt_progress: prompt tokens computed so far, in an
-    output without tokens.
+    output without tokens. accepted_drafts, rejected_drafts: how many of the tokens proposed so far
+    were those of the answer, and how many were not.
     """
 
     request_id: str
@@ -350,6 +375,8 @@ class RequestOutput:
     times: RequestTimes | None = None
     score: float | None = None
     prompt_progress: int | None = None
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
