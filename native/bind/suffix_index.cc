@@ -1,5 +1,6 @@
 // Bindings for the suffix index (quire/speculative/suffix.py is its reference), one text per slot
-// and many slots per call. Shapes and numbers are checked here, so that native/src can trust them.
+// and many slots per call. Shapes and numbers are checked here, so that native/src can trust them:
+// what is wrong raises ValueError before anything is read.
 
 #include "quire/suffix_index.h"
 

@@ -33,30 +33,25 @@ PRIOR_TRIALS = 2.0
 UNLIKELY = 0.02
 
 
-class StepCost(Protocol):
+class StepCost(NamedTuple):
     """Predicted milliseconds of a step without drafts, the tokens it yields, and what one draft
     adds to the step, by request."""
 
-    @property
-    def step_ms(self) -> float: ...
-
-    @property
-    def step_tokens(self) -> int: ...
-
-    @property
-    def draft_ms(self) -> Float64s: ...
+    step_ms: float
+    step_tokens: int
+    draft_ms: Float64s
 
 
 class Control(Protocol):
     """Chooses lengths of drafts, by slot."""
 
-    def begin(self, slot: int) -> None:
-        """Note that another request runs in `slot`."""
+    def begin(self, slot: int, *, predicts: bool) -> None:
+        """Note that another request runs in `slot`; predicts: it brings a prediction."""
 
     def limits(self, slots: Index, limits: Int32s, cost: StepCost | None) -> Int32s:
         """Return how many drafts each of `slots` should get, at most limits[i].
 
-        cost: None: whether the next step should have drafts.
+        cost: None where it is not known: about as in the last step.
         """
 
     def verified(self, slots: Index, drafted: Int32s, accepted: Int32s) -> None:
@@ -69,7 +64,7 @@ class FixedControl:
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = np.int32(num_drafts)
 
-    def begin(self, slot: int) -> None:
+    def begin(self, slot: int, *, predicts: bool) -> None:
         """Do nothing."""
 
     def limits(self, slots: Index, limits: Int32s, cost: StepCost | None) -> Int32s:
@@ -96,28 +91,36 @@ class AdaptiveControl:
         self._accepted: Float64s = np.zeros((num_slots, max_drafts))
         # The last outcomes at the first position: so many were accepted (> 0) or not (< 0).
         self._series = np.zeros(num_slots, np.int64)
-        self._chosen: Int32s = np.zeros(num_slots, np.int32)
-        # Of all requests; at first one trial that succeeded, so that drafts are tried at all.
-        self._all = Trials(np.ones(max_drafts), np.ones(max_drafts))
+        self._last_cost: tuple[float, int, float] | None = None  # draft_ms is the mean
+        # Of all requests, without and with predictions; at first one trial that succeeded, so that
+        # drafts are tried at all.
+        self._kinds = np.zeros(num_slots, np.intp)
+        self._all = Trials(np.ones((2, max_drafts)), np.ones((2, max_drafts)))
 
-    def begin(self, slot: int) -> None:
+    def begin(self, slot: int, *, predicts: bool) -> None:
         """See Control."""
+        self._kinds[slot] = predicts
         self._tried[slot] = self._accepted[slot] = 0.0
         self._series[slot] = 0
-        self._chosen[slot] = self._max_drafts
 
     def limits(self, slots: Index, limits: Int32s, cost: StepCost | None) -> Int32s:
         """See Control."""
-        if cost is None:
-            return np.minimum(limits, self._chosen[slots])
+        if cost is not None:
+            self._last_cost = cost.step_ms, cost.step_tokens, float(np.mean(cost.draft_ms))
+        elif self._last_cost is None:
+            return limits
+        else:
+            step_ms, step_tokens, draft_ms = self._last_cost
+            cost = StepCost(step_ms, step_tokens, np.full(len(slots), draft_ms))
         self._tried[slots] *= FADE
         self._accepted[slots] *= FADE
         trials = Trials(self._tried[slots], self._accepted[slots])
-        bounds = upper_bounds(trials, self._all.accepted / self._all.tried)
+        prior = (self._all.accepted / self._all.tried)[self._kinds[slots]]
+        bounds = upper_bounds(trials, prior)
+        # A position that was not tried is no better than the first.
+        bounds = np.where(trials.tried < 1.0, np.minimum(bounds, bounds[:, :1]), bounds)
         chances: Float64s = np.cumprod(bounds, axis=1, dtype=np.float64)
-        chosen = best_lengths(chances, limits, cost)
-        self._chosen[slots] = chosen
-        return chosen
+        return best_lengths(chances, limits, cost)
 
     def verified(self, slots: Index, drafted: Int32s, accepted: Int32s) -> None:
         """See Control."""
@@ -128,12 +131,14 @@ class AdaptiveControl:
         keep = np.where(tried, 1.0 - 1.0 / MAX_TRIALS, 1.0)
         self._tried[slots] = self._tried[slots] * keep + tried
         self._accepted[slots] = self._accepted[slots] * keep + succeeded
-        num_tried = np.add.reduce(tried, axis=0)
-        kept = (1.0 - 1.0 / MAX_TRIALS) ** num_tried
-        self._all = Trials(
-            self._all.tried * kept + num_tried,
-            self._all.accepted * kept + np.add.reduce(succeeded, axis=0),
-        )
+        for kind in (0, 1):
+            of_kind = self._kinds[slots] == kind
+            num_tried = np.add.reduce(tried[of_kind], axis=0)
+            kept = (1.0 - 1.0 / MAX_TRIALS) ** num_tried
+            self._all.tried[kind] *= kept
+            self._all.tried[kind] += num_tried
+            self._all.accepted[kind] *= kept
+            self._all.accepted[kind] += np.add.reduce(succeeded[of_kind], axis=0)
 
     def _notice_changes(
         self, slots: Index, tried: NDArray[np.bool_], accepted: NDArray[np.bool_]
@@ -144,16 +149,19 @@ class AdaptiveControl:
         series = np.where(series * outcome > 0, series + outcome, outcome)
         series = np.where(tried, series, self._series[slots])
         self._series[slots] = series
-        rate = (self._accepted[slots, 0] + 0.5) / (self._tried[slots, 0] + 1.0)
-        likelihood = np.where(series > 0, rate, 1.0 - rate) ** np.abs(series)
-        changed = slots[tried & (likelihood < UNLIKELY)]
-        self._tried[changed] = self._accepted[changed] = 0.0
+        successes, trials = self._accepted[slots, 0], self._tried[slots, 0]
+        equal = np.where(series > 0, successes, trials - successes)  # such outcomes so far
+        likelihood = ((equal + 1.0) / (trials + 1.0)) ** np.abs(series)
+        changed = tried & (likelihood < UNLIKELY)
+        self._tried[slots[changed]] = self._accepted[slots[changed]] = 0.0
+        self._tried[slots[changed], 0] = np.abs(series[changed])
+        self._accepted[slots[changed], 0] = np.maximum(series[changed], 0)
 
 
 def upper_bounds(trials: Trials, prior: Float64s) -> Float64s:
     """Return upper confidence bounds (Wilson) of acceptance, by request and position [B, K].
 
-    prior [K]: acceptance of all requests, which counts as PRIOR_TRIALS trials.
+    prior [B, K]: acceptance of all such requests, which counts as PRIOR_TRIALS trials.
     """
     num = trials.tried + PRIOR_TRIALS
     mean = np.clip((trials.accepted + PRIOR_TRIALS * prior) / num, 0.0, 1.0)
@@ -176,14 +184,11 @@ def best_lengths(chances: Float64s, limits: Int32s, cost: StepCost) -> Int32s:
     if float(yields.max(initial=0.0)) <= rate:
         return np.zeros(len(limits), np.int32)
     order = np.argsort(-yields, axis=None, kind="stable")
-    tokens = np.cumsum(chances.reshape(-1)[order])
-    ms = np.cumsum(np.broadcast_to(cost.draft_ms[:, None], chances.shape).reshape(-1)[order])
-    rates = (cost.step_tokens + tokens - chances.reshape(-1)[order]) / (
-        cost.step_ms
-        + ms
-        - np.broadcast_to(cost.draft_ms[:, None], chances.shape).reshape(-1)[order]
-    )
-    raises = yields.reshape(-1)[order] > rates
+    each_ms = np.repeat(cost.draft_ms, chances.shape[1])[order]
+    each_token = chances.reshape(-1)[order]
+    tokens_before = cost.step_tokens + np.cumsum(each_token) - each_token
+    ms_before = cost.step_ms + np.cumsum(each_ms) - each_ms
+    raises = yields.reshape(-1)[order] * ms_before > tokens_before
     num = len(order) if raises.all() else int(raises.argmin())
     chosen = np.bincount(order[:num] // chances.shape[1], minlength=len(limits))
     return chosen.astype(np.int32)

@@ -7,10 +7,12 @@ drafts and nothing else.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.base.records import Request
+from quire.base.records import NO_INTS, Request
 from quire.base.report import Report
 from quire.base.token_table import TokenTable
 from quire.speculative.control import Control, StepCost
@@ -18,6 +20,19 @@ from quire.speculative.proposer import Drafts, Proposer, no_drafts
 
 Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
+
+
+class PredictedCost(Protocol):
+    """The scheduler's DraftCost; see StepCost."""
+
+    @property
+    def step_ms(self) -> float: ...
+
+    @property
+    def step_tokens(self) -> int: ...
+
+    @property
+    def draft_ms(self) -> NDArray[np.float64]: ...
 
 
 class Drafter:
@@ -53,7 +68,7 @@ class Drafter:
         self._request_ids[slot] = request.request_id
         self._asks_proposer[slot] = speculation.uses_proposer
         self._asks_prediction[slot] = len(speculation.prediction_ids) > 0
-        self._control.begin(slot)
+        self._control.begin(slot, predicts=bool(self._asks_prediction[slot]))
         for proposer, asks in self._proposers():
             if asks[slot]:
                 try:
@@ -69,10 +84,9 @@ class Drafter:
         self._asks_proposer[slot] = self._asks_prediction[slot] = False
 
     def propose(
-        self, tokens: TokenTable, index: Index, limits: Int32s, cost: StepCost | None
+        self, tokens: TokenTable, index: Index, limits: Int32s, cost: PredictedCost | None
     ) -> tuple[Int32s, Int32s]:
         """See DraftSource."""
-        limits = self._control.limits(index, limits, cost)
         drafts = no_drafts(len(index), self.max_drafts)
         for proposer, asks in self._proposers():
             some = (asks[index] & (limits > 0) & (drafts.counts == 0)).nonzero()[0]
@@ -80,6 +94,13 @@ class Drafter:
                 found = no_drafts(len(some), self.max_drafts)
                 self._ask(proposer, tokens, index[some], limits[some], found)
                 drafts.ids[some], drafts.counts[some] = found
+        some = drafts.counts.nonzero()[0]
+        if not len(some):
+            return drafts.counts, NO_INTS
+        of_some = None
+        if cost is not None:
+            of_some = StepCost(cost.step_ms, cost.step_tokens, cost.draft_ms[some])
+        drafts.counts[some] = self._control.limits(index[some], drafts.counts[some], of_some)
         return drafts.counts, drafts.ids[np.arange(self.max_drafts) < drafts.counts[:, None]]
 
     def verified(self, index: Index, drafted: Int32s, accepted: Int32s) -> None:

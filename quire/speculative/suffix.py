@@ -85,13 +85,13 @@ class PlainSuffixIndex:
         ends = self._ends[slot].get(tuple(tail[-MIN_MATCH:]), [])
         best, best_end = 0, 0
         for end in [end for end in reversed(ends) if end < before][:MAX_CANDIDATES]:
-            length = _common_suffix(text, end, tail)
+            length = _match_length(text, end, tail)
             if length > best:
                 best, best_end = length, end
         return best_end
 
 
-def _common_suffix(text: list[int], end: int, tail: list[int]) -> int:
+def _match_length(text: list[int], end: int, tail: list[int]) -> int:
     most, length = min(MAX_MATCH, end, len(tail)), 0
     while length < most and text[end - 1 - length] == tail[-1 - length]:
         length += 1

@@ -10,7 +10,7 @@ block with a rejected token becomes findable.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +38,7 @@ class VerifiedRows(NamedTuple):
 class DraftRows(StepExtension):
     """Of one scheduler. is_active: a request that speculates may be live.
 
-    stats: drafts in all.
+    was_used: whether drafts were verified.
     """
 
     def __init__(
@@ -59,7 +59,17 @@ class DraftRows(StepExtension):
         self._max_drafts: Int32s = np.zeros(num_slots, np.int32)  # 0: does not speculate
         self._sequences: list[SequenceState | None] = [None] * num_slots
         self._active: Index | None = None  # batch.active when these were filled
-        self.stats = DraftStats()
+        self._stats = DraftStats()
+        self.was_used = False
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Counters of drafts, as fields of EngineStats."""
+        return {
+            "draft_rows_total": self._stats.rows_total,
+            "draft_tokens_total": tuple(self._stats.drafted_at.tolist()),
+            "accepted_draft_tokens_total": tuple(self._stats.accepted_at.tolist()),
+        }
 
     def note(self, sequence: SequenceState) -> None:
         """Note a new request that speculates."""
@@ -122,7 +132,8 @@ class DraftRows(StepExtension):
         tokens = result.token_ids[np.where(is_run, entries, 0)]
         same = is_run & (tokens == drafts)
         accepted: Int32s = np.cumprod(same, axis=1).sum(axis=1).astype(np.int32)
-        self.stats.count(counts, accepted)
+        self._stats.count(counts, accepted)
+        self.was_used = True
         for slot, num, good in zip(index.tolist(), counts.tolist(), accepted.tolist(), strict=True):
             sequence = self._batch.sequence(slot)
             sequence.accepted_drafts += good

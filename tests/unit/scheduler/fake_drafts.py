@@ -1,4 +1,4 @@
-"""A draft source that knows the answers, and is right as often as it is told to be."""
+"""A draft source that knows the answers, and is right with a given probability."""
 
 from __future__ import annotations
 
