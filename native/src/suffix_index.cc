@@ -1,5 +1,5 @@
 // The suffix index: a bucket of the hash table has the last place where a pair of tokens ended, and
-// each place has the one before it in its bucket. The table doubles when there are as many places as
+// each place has the one before it in its bucket. The table doubles when it has as many places as
 // buckets, so that learning a token takes constant time on average.
 
 #include "quire/suffix_index.h"

@@ -6,7 +6,7 @@ no object, or is not active; then none of its code runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -66,12 +66,16 @@ class DraftSource(Protocol):
         """Note that the request in `slot` has left it."""
 
     def propose(
-        self, tokens: TokenTable, index: Index, limits: Int32s, cost: DraftCost | None
+        self,
+        tokens: TokenTable,
+        index: Index,
+        limits: Int32s,
+        cost: Callable[[], DraftCost] | None,
     ) -> tuple[Int32s, Int32s]:
         """Return how many drafts follow the known tokens of slots `index`, at most limits[i] each,
         and the drafts of all, in order.
 
-        cost: None where the drafts are not used in this step.
+        cost: predicts the step's; None where the drafts are not used in this step.
         """
 
     def verified(self, index: Index, drafted: Int32s, accepted: Int32s) -> None:

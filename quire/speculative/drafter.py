@@ -7,6 +7,7 @@ drafts and nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -84,7 +85,11 @@ class Drafter:
         self._asks_proposer[slot] = self._asks_prediction[slot] = False
 
     def propose(
-        self, tokens: TokenTable, index: Index, limits: Int32s, cost: PredictedCost | None
+        self,
+        tokens: TokenTable,
+        index: Index,
+        limits: Int32s,
+        cost: Callable[[], PredictedCost] | None,
     ) -> tuple[Int32s, Int32s]:
         """See DraftSource."""
         drafts = no_drafts(len(index), self.max_drafts)
@@ -99,7 +104,8 @@ class Drafter:
             return drafts.counts, NO_INTS
         of_some = None
         if cost is not None:
-            of_some = StepCost(cost.step_ms, cost.step_tokens, cost.draft_ms[some])
+            predicted = cost()
+            of_some = StepCost(predicted.step_ms, predicted.step_tokens, predicted.draft_ms[some])
         drafts.counts[some] = self._control.limits(index[some], drafts.counts[some], of_some)
         return drafts.counts, drafts.ids[np.arange(self.max_drafts) < drafts.counts[:, None]]
 

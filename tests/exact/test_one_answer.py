@@ -37,7 +37,7 @@ GOALS = {
     "cancelled": 0.15,
     "held": 0.1,
     "searched": 0.2,
-    "search_preempted": 0.03,
+    "search_preempted": 0.025,
     "scored": 0.8,
     "structured": 0.4,
     "jumped": 0.3,

@@ -105,7 +105,11 @@ class DraftRows(StepExtension):
             return
         index, ends = rows.slot_index[places], rows.ends[places]
         limits = self._limits(index, ends)
-        counts, ids = self._source.propose(batch.tokens, index, limits, self._cost(rows, ends))
+        counts, ids = self._source.propose(
+            batch.tokens, index, limits, lambda: self._cost(rows, ends)
+        )
+        if not len(ids):
+            return
         fits = step.budget.allot(ends, counts)
         fits = np.minimum(fits, self._blocks(step, index, ends, fits))
         if not fits.any():

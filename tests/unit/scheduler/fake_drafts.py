@@ -40,9 +40,15 @@ class FakeDrafts:
         del self._live[slot]
 
     def propose(
-        self, tokens: TokenTable, index: NDArray[np.intp], limits: Int32s, cost: DraftCost | None
+        self,
+        tokens: TokenTable,
+        index: NDArray[np.intp],
+        limits: Int32s,
+        cost: Callable[[], DraftCost] | None,
     ) -> tuple[Int32s, Int32s]:
-        assert cost is None or (cost.step_ms > 0 and cost.step_tokens >= len(index))
+        if cost is not None:
+            assert cost().step_ms > 0
+            assert cost().step_tokens >= len(index) == len(cost().draft_ms)
         counts, ids = [], []
         for slot, limit in zip(index.tolist(), limits.tolist(), strict=True):
             request, answer = self._live[slot]
