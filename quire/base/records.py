@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from quire.base.block_copies import BlockCopies
 from quire.base.cache_usage import CacheUsage
 from quire.base.sampling_params import SamplingParams
+from quire.base.speculation_params import Speculation
 
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
@@ -55,19 +56,6 @@ class TokenRules:
 
 
 NO_RULES = TokenRules()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Speculation:
-    """How tokens of a request are proposed before they are sampled. Cannot change an answer.
-
-    max_drafts: most tokens proposed per step, at least 1. uses_proposer: the engine's proposer is
-    asked. prediction_ids: a text that the answer may repeat.
-    """
-
-    max_drafts: int
-    uses_proposer: bool = True
-    prediction_ids: Int32s = field(default_factory=lambda: NO_INTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,12 +170,10 @@ class StepPlan:
     appends them to its TokenTable as one run that begins at position
     starts[i]+counts[i]-sample_counts[i]+1.
 
-    The last draft_counts[i] positions of row i have proposed tokens: draft_ids, in the order of
-    rows. They are sampled, and so is the position before them: sample_counts[i] is
-    draft_counts[i] + 1 where there are drafts, and at most 1 elsewhere. The run ends with the first
-    sampled token that differs from the draft at its position. No later plan has a row of such a
-    request until the result is known. Both arrays are empty where no row has drafts.
-
+    The last draft_counts[i] positions of row i have proposed tokens, in draft_ids; both arrays are
+    empty where no row has. They are sampled, and so is the position before them; the run ends with
+    the first sampled token that differs from its draft. No later plan has a row of such a request
+    until the result is known.
     `layers`: some layers of one chunk of a prompt, computed beside the rows. Plans compute the
     layers of a chunk in order from 0; a chunk that later plans do not continue starts again at
     layer 0 or is dropped.

@@ -37,16 +37,6 @@ class TokenTable:
         self._flat[slots * self.tokens.shape[1] + positions] = token_ids
         self.lengths[slots] = np.maximum(self.lengths[slots], positions + 1)
 
-    def take_back(
-        self,
-        slots: NDArray[np.intp],
-        positions: NDArray[np.int32],
-        lengths: NDArray[np.int32],
-    ) -> None:
-        """Forget the tokens of slots[i] at positions[i], the last ones; lengths[i] are left."""
-        self._flat[slots * self.tokens.shape[1] + positions] = 0
-        self.lengths[slots] = lengths
-
     def admit(self, slot: int, token_ids: NDArray[np.int32], num_prompt_tokens: int) -> None:
         """Replace the row of `slot` by `token_ids`."""
         self.tokens[slot, : len(token_ids)] = token_ids

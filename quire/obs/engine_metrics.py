@@ -211,7 +211,7 @@ def _drafts(stats: EngineStats) -> Iterable[Metric]:
         family = CounterMetricFamily(
             name, f"{text}, by position in the draft", labels=("position",)
         )
-        for position, count in enumerate(counts, start=1):
+        for position, count in enumerate(counts or (0,), start=1):
             family.add_metric((str(position),), count)
         yield family
 

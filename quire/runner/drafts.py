@@ -56,7 +56,8 @@ def take_back_drafts(plan: StepPlan, tokens: TokenTable, stays: Bools) -> None:
     rows, slots, positions = draft_positions(plan)
     kept = stays[rows]
     lengths = (plan.starts + plan.counts - plan.draft_counts)[rows]
-    tokens.take_back(slots[kept], positions[kept], lengths[kept])
+    tokens.tokens[slots[kept], positions[kept]] = 0
+    tokens.lengths[slots[kept]] = lengths[kept]
 
 
 def _within(counts: Int32s, rows: Index) -> Index:

@@ -214,16 +214,8 @@ class RunningBatch:
         self.goal[slot] = min(known + len(token_ids), int(self.ceiling[slot]))
         self._totals = None
 
-    def await_run(self, index: Index) -> None:
-        """Plan no further rows of slots `index` until `resume_at`: how many tokens their rows in
-        flight yield is open."""
-        self.goal[index] = self.scheduled[index]
-        self._totals = None
-
-    def resume_at(self, index: Index, computed: Int32s) -> None:
-        """Let slots `index`, computed so far, go on to their known tokens."""
-        self.scheduled[index] = self.computed[index] = computed
-        self.goal[index] = np.minimum(self.tokens.lengths[index], self.ceiling[index])
+    def forget_totals(self) -> None:
+        """Note that goals or tokens were changed from outside."""
         self._totals = None
 
     def totals(self) -> Totals:

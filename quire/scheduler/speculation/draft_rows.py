@@ -118,7 +118,7 @@ class DraftRows(StepExtension):
         of_rows = np.zeros(len(rows.slot_index), np.int32)
         of_rows[places] = fits
         step.builder.set_drafts(of_rows, ids[in_fit < np.repeat(fits, counts)])
-        batch.await_run(index[fits > 0])
+        self._await_run(index[fits > 0])
 
     def verify(self, plan: StepPlan, result: StepResult, outcome: PlanOutcome) -> VerifiedRows:
         """Compare the runs of a plan with its drafts, before the runs are appended in full."""
@@ -149,7 +149,16 @@ class DraftRows(StepExtension):
         """Count the accepted positions as computed. The runs were appended."""
         index, starts, accepted = verified
         last = self._batch.tokens.lengths[index] - 1
-        self._batch.resume_at(index, np.minimum(starts + 1 + accepted, last))
+        batch = self._batch
+        batch.scheduled[index] = batch.computed[index] = np.minimum(starts + 1 + accepted, last)
+        batch.goal[index] = np.minimum(last + 1, batch.ceiling[index])
+        batch.forget_totals()
+
+    def _await_run(self, index: Index) -> None:
+        """Plan no further rows of slots `index` until `advance`: how many tokens their rows in
+        flight yield is open."""
+        self._batch.goal[index] = self._batch.scheduled[index]
+        self._batch.forget_totals()
 
     def _enter_slots(self) -> None:
         """Note which requests are in the slots now."""

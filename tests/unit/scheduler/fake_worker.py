@@ -24,11 +24,11 @@ from quire.base.records import (
     PromptScores,
     Request,
     RowError,
-    Speculation,
     StepPlan,
     StepResult,
 )
 from quire.base.sampling_params import SamplingParams
+from quire.base.speculation_params import Speculation
 from quire.base.token_table import TokenTable
 from tests.unit.scheduler.beam.beam_oracle import Wishes, beams
 from tests.unit.scheduler.fake_tier import FakeTier

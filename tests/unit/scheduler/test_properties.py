@@ -423,7 +423,7 @@ def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(DraftRows, "advance", publish)
     elif fault == "draft_beside_rows_in_flight":
-        monkeypatch.setattr(RunningBatch, "await_run", lambda self, index: None)
+        monkeypatch.setattr(DraftRows, "_await_run", lambda self, index: None)
     elif fault == "draft_beyond_blocks":
         monkeypatch.setattr(DraftRows, "_blocks", lambda self, step, index, ends, counts: counts)
     elif fault == "free_in_flight":
