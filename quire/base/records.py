@@ -71,8 +71,7 @@ class Request:
     default one), `priority` (lower is served earlier), `deadline_ms` (the whole answer),
     `ttft_slo_ms` (its first token) and `tpot_slo_ms` (each further one, on average); deadline and
     ttft count from arrival_ms, None where not requested. explain_cache: its outputs have a
-    cache_use. report_progress: each chunk of its prompt but the last gives an output. speculation:
-    None where no tokens are proposed.
+    cache_use. report_progress: each chunk of its prompt but the last gives an output.
     """
 
     request_id: str

@@ -51,10 +51,25 @@ def drop_after_mismatch(plan: StepPlan, token_ids: Int32s) -> None:
     token_ids[before > of_row] = -1
 
 
-def take_back_drafts(plan: StepPlan, tokens: TokenTable, stays: Bools) -> None:
-    """Remove the drafts of a plan from the table. stays [N]: rows with the request of the plan."""
+def put_drafts(plan: StepPlan, tokens: TokenTable) -> None:
+    """Append the drafts of a plan to the known tokens, until `take_back_drafts`."""
+    _, slots, positions = draft_positions(plan)
+    tokens.put(slots, positions, plan.draft_ids)
+
+
+def take_back_drafts(
+    plan: StepPlan, tokens: TokenTable, sampled_rows: Index, stays: Bools | None
+) -> None:
+    """Remove the drafts of a plan from the table.
+
+    stays: by sampled position, in sampled_rows, whether the slot still has the request of the plan;
+    None: all have.
+    """
     rows, slots, positions = draft_positions(plan)
-    kept = stays[rows]
+    row_stays = np.ones(len(plan.slots), np.bool_)
+    if stays is not None:
+        row_stays[sampled_rows] = stays
+    kept = row_stays[rows]
     lengths = (plan.starts + plan.counts - plan.draft_counts)[rows]
     tokens.tokens[slots[kept], positions[kept]] = 0
     tokens.lengths[slots[kept]] = lengths[kept]

@@ -82,7 +82,7 @@ def step_result(
     stays, follow, unsure = sampled.stays(tables), NO_FOLLOW, NO_MESSAGES
     if plan.draft_ids.size:
         drop_after_mismatch(plan, choice.token_ids)
-        take_back_drafts(plan, tables.tokens, _rows_that_stay(plan, sampled, stays))
+        take_back_drafts(plan, tables.tokens, sampled.rows, stays)
     if sampled.has_grammar:
         ids = choice.token_ids if stays is None else np.where(stays, choice.token_ids, -1)
         follow = tables.grammars.follow(sampled.slots, positions, ids)
@@ -121,14 +121,6 @@ def step_result(
         candidates=choice.candidates,
         errors=() if failed is None else _errors(failed, plan, tables, sampled, computed, unsure),
     )
-
-
-def _rows_that_stay(plan: StepPlan, sampled: SampledRows, stays: Bools | None) -> Bools:
-    """Return which rows that sample still have the request of the plan [N]."""
-    rows = np.ones(len(plan.slots), np.bool_)
-    if stays is not None:
-        rows[sampled.rows] = stays
-    return rows
 
 
 def _append(runs: TokenRuns, tables: SlotTables) -> None:

@@ -6,7 +6,6 @@ Collects rows, admissions, table entries and copies, and joins them once. Decide
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,18 +19,7 @@ from quire.scheduler.sequence import SequenceState
 from quire.scheduler.step_budget import StepBudget
 
 _NO_INDEX: Index = np.empty(0, np.intp)
-
-
-class Rows(NamedTuple):
-    """Rows of a plan. slot_index and slots are the same, ends are starts + counts."""
-
-    slot_index: Index
-    slots: Int32s
-    starts: Int32s
-    counts: Int32s
-    ends: Int32s
-    store_from: Int32s
-    sample_counts: Int32s
+_Rows = tuple[Index, Int32s, Int32s, Int32s, Int32s, Int32s, Int32s]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +70,7 @@ class PlanBuilder:
         self._admissions: list[Admission] = []
         self._deltas: list[TableDeltas] = []
         self._copies: list[tuple[Int32s, Int32s]] = []
-        self._rows: list[tuple[Index, Int32s, Int32s, Int32s, Int32s, Int32s, Int32s]] = []
+        self._rows: list[_Rows] = []
         self._tier_copies: BlockCopies | None = None
         self._branches: list[Branches] = []
         self._layers: PartLayers | None = None
@@ -111,22 +99,10 @@ class PlanBuilder:
         """Add rows behind those already there. index and slots are the same, ends are the sums."""
         self._rows.append((index, slots, starts, counts, ends, store_from, sample_counts))
 
-    def joined_rows(self) -> Rows:
-        """Return the rows added so far, joined."""
-        rows = Rows(*self._rows[0]) if len(self._rows) == 1 else self._joined_rows()
-        self._rows = [rows]
-        return rows
-
-    def set_drafts(self, counts: Int32s, ids: Int32s) -> None:
-        """Add drafts to the rows: counts[i] of `ids` follow row i. No rows may be added after.
-
-        `ends` of a row with drafts stay before them: its drafts are not computed until accepted.
-        """
-        rows = self.joined_rows()
-        self._draft_counts, self._draft_ids = counts, ids
-        self._rows = [
-            rows._replace(counts=rows.counts + counts, sample_counts=rows.sample_counts + counts)
-        ]
+    def set_drafts(self, rows: _Rows, counts: Int32s, ids: Int32s) -> None:
+        """Put `rows` in place of those added: counts[i] of their last positions have drafts, the
+        next of `ids`."""
+        self._rows, self._draft_counts, self._draft_ids = [rows], counts, ids
 
     def set_layers(self, layers: PartLayers) -> None:
         """Set the layers of a prompt chunk that are computed beside the rows."""
@@ -154,7 +130,7 @@ class PlanBuilder:
 
     def finish(self, retired: list[int]) -> InFlightPlan:
         """Return the plan, ready to be sent. retired: slots given back since the last one."""
-        rows = self._rows[0] if len(self._rows) == 1 else self._joined_rows()
+        rows = self._rows[0] if len(self._rows) == 1 else self.joined_rows()
         index, slots, starts, counts, ends, store_from, sample_counts = rows
         branched = self._branched(retired) if self._branches else _NO_BRANCHES
         deltas, copies = _joined_deltas(self._deltas), self._copies
@@ -197,13 +173,14 @@ class PlanBuilder:
             known_ids=_join([one.known_ids for one in branches]),
         )
 
-    def _joined_rows(self) -> Rows:
+    def joined_rows(self) -> _Rows:
+        """Return the rows added so far as one."""
         if not self._rows:
-            return Rows(_NO_INDEX, NO_INTS, NO_INTS, NO_INTS, NO_INTS, NO_INTS, NO_INTS)
+            return _NO_INDEX, NO_INTS, NO_INTS, NO_INTS, NO_INTS, NO_INTS, NO_INTS
         index, slots, starts, counts, ends, store_from, sample_counts = zip(
             *self._rows, strict=True
         )
-        return Rows(
+        return (
             np.concatenate(index),
             np.concatenate(slots),
             np.concatenate(starts),

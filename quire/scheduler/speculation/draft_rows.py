@@ -20,11 +20,23 @@ from quire.cache.manager import CacheManager
 from quire.scheduler.cost.speed import SpeedEstimate
 from quire.scheduler.in_flight import PlanOutcome
 from quire.scheduler.interfaces import DraftCost, DraftSource, StepExtension
-from quire.scheduler.plan_builder import Rows, Step
+from quire.scheduler.plan_builder import Step
 from quire.scheduler.request_table import RequestTable
 from quire.scheduler.running_batch import Index, Int32s, RunningBatch
 from quire.scheduler.sequence import SequenceState
 from quire.scheduler.step_budget import BlockShares
+
+
+class Rows(NamedTuple):
+    """Rows of a plan. slot_index and slots are the same, ends are starts + counts."""
+
+    slot_index: Index
+    slots: Int32s
+    starts: Int32s
+    counts: Int32s
+    ends: Int32s
+    store_from: Int32s
+    sample_counts: Int32s
 
 
 class VerifiedRows(NamedTuple):
@@ -97,7 +109,7 @@ class DraftRows(StepExtension):
             self._enter_slots()
         if not step.builder.has_rows or not self._max_drafts.any():
             return
-        rows = step.builder.joined_rows()
+        rows = Rows(*step.builder.joined_rows())
         is_known = rows.ends == batch.tokens.lengths[rows.slot_index]
         can = is_known & (rows.counts == 1) & (rows.sample_counts == 1)
         places = (can & (self._limits(rows.slot_index, rows.ends) > 0)).nonzero()[0]
@@ -117,7 +129,10 @@ class DraftRows(StepExtension):
         in_fit = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
         of_rows = np.zeros(len(rows.slot_index), np.int32)
         of_rows[places] = fits
-        step.builder.set_drafts(of_rows, ids[in_fit < np.repeat(fits, counts)])
+        drafted = rows._replace(
+            counts=rows.counts + of_rows, sample_counts=rows.sample_counts + of_rows
+        )  # `ends` stay before the drafts: these are not computed until they are accepted
+        step.builder.set_drafts(drafted, of_rows, ids[in_fit < np.repeat(fits, counts)])
         self._await_run(index[fits > 0])
 
     def verify(self, plan: StepPlan, result: StepResult, outcome: PlanOutcome) -> VerifiedRows:
