@@ -17,6 +17,12 @@ from numpy.typing import NDArray
 
 from quire.base.block_copies import BlockCopies
 from quire.base.cache_usage import CacheUsage
+from quire.base.rare_records import NO_RULES as NO_RULES
+from quire.base.rare_records import Candidates as Candidates
+from quire.base.rare_records import PartLayers as PartLayers
+from quire.base.rare_records import PromptScores as PromptScores
+from quire.base.rare_records import TokenRules as TokenRules
+from quire.base.rare_records import no_candidates as no_candidates
 from quire.base.sampling_params import SamplingParams
 from quire.base.speculation_params import Speculation
 
@@ -38,24 +44,6 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens or the context length
     ABORT = "abort"  # the caller went away or asked for it
     ERROR = "error"  # its row failed; RequestOutput.error says how
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenRules:
-    """What a request's words (and its model) mean in token ids; made where the tokenizer is.
-
-    banned_sequences: the last id of one may not follow the others (one id alone: never).
-    breaker_ids: tokens across which DRY sees no repeat. shown_ids: special tokens that are text in
-    the answer whatever skip_special_tokens says; given only where the engine reads the text, to end
-    beams by stop strings.
-    """
-
-    banned_sequences: tuple[tuple[int, ...], ...] = ()
-    breaker_ids: tuple[int, ...] = ()
-    shown_ids: tuple[int, ...] = ()
-
-
-NO_RULES = TokenRules()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,32 +105,6 @@ class Admission:
     rules: TokenRules = NO_RULES
     mirostat_mu: float | None = None
     num_candidates: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartLayers:
-    """Some layers of a part of a prompt: positions start .. start+count-1 of the request in `slot`
-    go through layers first_layer .. end_layer-1 of num_layers, and what they are then is kept for
-    the plan that has the next. store_from: as in StepPlan. Nothing is sampled or scored.
-    """
-
-    slot: int
-    start: int
-    count: int
-    store_from: int
-    first_layer: int
-    end_layer: int
-    num_layers: int
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the part is computed with these."""
-        return self.end_layer == self.num_layers
-
-    @property
-    def share(self) -> float:
-        """These layers, of all."""
-        return (self.end_layer - self.first_layer) / self.num_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,42 +194,6 @@ class RowError:
 # Prefixes of such messages where the cause may be what the request bans, or its grammar.
 TOO_FEW_SEQUENCES = "beam search found "
 NOTHING_LEFT = ("there is no token to choose", "the grammar", TOO_FEW_SEQUENCES)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptScores:
-    """How likely S tokens of prompts were, each given the tokens before it; raw logits.
-
-    `ranks`: 1 for the likeliest token, ties to the lower id. `top_ids` and `top_logprobs` are the
-    best alternatives, best first; unused entries are -1 and NaN.
-    """
-
-    logprobs: Float32s  # [S]
-    ranks: Int32s  # [S]
-    top_ids: Int32s  # [S, K]
-    top_logprobs: Float32s  # [S, K]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidates:
-    """What beams may go on with: the best C tokens of each of E rows, best first.
-
-    `scores`: log-probabilities after bias, penalties and bans, by which beams are compared;
-    `logprobs`: the model's own. Unused entries are -1 and NaN, as those of all other rows are.
-    `ends`: whether the answer is over with that token, because its grammar is complete or a stop
-    string is; empty where no row is watched.
-    """
-
-    ids: Int32s  # [E, C]
-    scores: Float32s  # [E, C]
-    logprobs: Float32s  # [E, C]
-    ends: Bools = field(default_factory=lambda: NO_BOOLS.reshape(0, 0))  # [E, C] or empty
-
-
-def no_candidates(num_rows: int) -> Candidates:
-    """Of rows that are no beams."""
-    nothing = np.empty((num_rows, 0), np.float32)
-    return Candidates(ids=nothing.astype(np.int32), scores=nothing, logprobs=nothing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
