@@ -9,6 +9,7 @@ held to one thread, which must happen before NumPy loads: threads are the execut
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,19 +23,19 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
 
 
+_MODULES = {
+    "SamplingParams": "quire.base.sampling_params",
+    "LLM": "quire.engine.library.llm",
+    "AsyncLLM": "quire.engine.library.async_llm",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "SamplingParams":
-        from quire.base.sampling_params import SamplingParams
+    if name in _MODULES:
+        from quire.base.native_module import names_missing_build
 
-        return SamplingParams
-    if name == "LLM":
-        from quire.engine.library.llm import LLM
-
-        return LLM
-    if name == "AsyncLLM":
-        from quire.engine.library.async_llm import AsyncLLM
-
-        return AsyncLLM
+        with names_missing_build():
+            return getattr(import_module(_MODULES[name]), name)
     if name == "__version__":
         from quire.base.version import installed_version
 

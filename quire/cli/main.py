@@ -17,6 +17,7 @@ from io import TextIOWrapper
 from typing import Any, NoReturn, Protocol, cast
 
 from quire.base.errors import QuireError, SettingError, WorkerError
+from quire.base.native_module import names_missing_build
 from quire.cli.exit_codes import FAILED, INTERRUPTED, PIPE_CLOSED, REFUSED, SUCCESS
 from quire.cli.output import discard_output
 
@@ -52,6 +53,15 @@ class Subcommand(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Raises SystemExit like argparse."""
+    try:
+        with names_missing_build():
+            return _run(argv)
+    except SettingError as error:
+        _print_error("quire", str(error))
+        return REFUSED
+
+
+def _run(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     name = next((word for word in words if not word.startswith("-")), None)
     if name == "serve" and _logs_json(words):

@@ -24,6 +24,7 @@ from quire.base.errors import SettingError
 from quire.base.log import Log
 from quire.base.log_process import start_logging
 from quire.base.log_sink import can_write
+from quire.base.native_module import require_native
 from quire.cli.options import add_all_settings
 from quire.cli.output import discard_output
 from quire.cli.pull import add_pull_flag, pull_if_asked
@@ -54,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises SettingError, ModelError or CapacityError.
     """
+    require_native()  # before processes start that would each report it
     from quire.api.http.sockets import SocketFile, check_tls, listen, listen_for_admins, url_of
     from quire.engine.client.launch import EngineProcess
 
