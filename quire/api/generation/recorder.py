@@ -48,7 +48,7 @@ class Recorder:
         self._pending_bytes = 0
         self._num_dropped = 0
         self._num_open = 0
-        self._is_stopped = False
+        self._is_stopped = self._is_closed = False
         self._changed = asyncio.Event()
 
     def begin(self) -> bool:
@@ -60,7 +60,7 @@ class Recorder:
     def end(self, line: Line | None) -> None:
         """Add the line of a request that ended, or None for one that was refused."""
         self._num_open -= 1
-        if line is not None:
+        if line is not None and not self._is_closed:
             encoded = encode_line(line)
             if self._pending_bytes + len(encoded) <= MAX_PENDING_BYTES:
                 self._pending_bytes += len(encoded)
@@ -73,6 +73,13 @@ class Recorder:
         """Record no further requests; `lines` ends when those that are open have ended."""
         self._is_stopped = True
         self._changed.set()
+
+    def close(self) -> None:
+        """Discard all lines, also of requests that are still open: the recording has ended."""
+        self._is_closed = True
+        self._lines.clear()
+        self._pending_bytes = self._num_dropped = 0
+        self.stop()
 
     async def lines(self, wait_s: float | None = None) -> AsyncGenerator[bytes, None]:
         """Yield lines as requests end, several at once; b"" after `wait_s` without any."""

@@ -225,3 +225,24 @@ def test_a_stopping_server_ends_its_recordings() -> None:
         return await recording.end(leave=False)
 
     assert len(run(story)) == 1
+
+
+def test_an_ended_recording_keeps_nothing_while_its_requests_go_on() -> None:
+    async def story(site: Site) -> None:
+        stopping = site.server_state.lifecycle.stopping
+        before = len(stopping._callbacks or ())  # type: ignore[attr-defined]
+        recording = await Recording(site).begun()
+        (recorder,) = site.server_state.recorders
+        more = asyncio.Event()
+        site.engine.pause = more.wait
+        answer = asyncio.ensure_future(site.post(COMPLETIONS, ASKED))
+        while not recorder._num_open:
+            await asyncio.sleep(0)
+        await recording.end()
+        more.set()
+        assert (await answer).status == 200
+        assert recorder._num_open == 0
+        assert not recorder._lines
+        assert len(stopping._callbacks or ()) == before  # type: ignore[attr-defined]
+
+    run(story)
