@@ -82,10 +82,16 @@ class HttpSender:
             "tokens": list(request.prompt_ids),
             **body_fields(request.sampling),
             **request.scheduling,
-            "stream": True,
         }
+        # The best of several sequences are known at the end, so a server does not stream them.
+        body["stream"] = not sampling_of(request.sampling).is_ranked
         lines = exchange(self._address, "POST", "/generate", body, api_key=self._api_key)
         async with asyncio.timeout(self._timeout_s):
+            if not body["stream"]:
+                whole = json.loads(b"".join([line async for line in lines]))
+                for choice in whole["choices"]:
+                    yield int(choice["index"]), choice["tokens"]
+                return
             async for event in events(lines):
                 if event is None:
                     return

@@ -52,10 +52,10 @@ class RecordedRequest(
 ):
     """One prompt and its choices. arrival_ms: on a clock that only differences are taken of.
 
-    output_tokens, finish_reasons: of each choice; "abort" if the client disconnected. ttft_ms,
-    total_ms: from arrival to the first and the last token. sampling, scheduling: the parameters
-    that are not defaults. first_stream: above 0 for further prompts of one request. prompt_ids,
-    output_ids: in a recording with content.
+    output_tokens, finish_reasons: of each choice; "abort" if the client disconnected, "error"
+    if the server failed. ttft_ms, total_ms: from arrival to the first and the last token.
+    sampling, scheduling: the parameters that are not defaults. first_stream: above 0 for further
+    prompts of one request. prompt_ids, output_ids: in a recording with content.
     """
 
     arrival_ms: Milliseconds
@@ -73,7 +73,8 @@ class RecordedRequest(
 
 
 class DroppedRequests(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """So many requests are missing: the reader of the recording was too slow."""
+    """So many requests are missing: the reader of the recording was too slow, or the server refused
+    them for another reason than their fields."""
 
     dropped: Count
 

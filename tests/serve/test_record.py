@@ -27,6 +27,7 @@ ASKED: list[dict[str, Any]] = [
         "max_tokens": 8,
         "structured_outputs": {"choice": ["yes", "no"]},
     },
+    {"prompt": "the best", "max_tokens": 4, "temperature": 0.8, "seed": 6, "best_of": 2},
 ]
 
 
@@ -74,7 +75,7 @@ def test_the_file_is_private_and_has_every_choice(recorded: Path) -> None:
     assert recorded.stat().st_mode & 0o077 == 0
     found = read_recording(recorded)
     assert found.header.content
-    assert [len(one.output_tokens) for one in found.requests] == [1, 2, 2, 1, 1, 1]
+    assert [len(one.output_tokens) for one in found.requests] == [1, 2, 2, 1, 1, 1, 1]
     assert found.requests[0].output_tokens == (24,)
     assert found.requests[0].ttft_ms is not None
 
@@ -85,7 +86,7 @@ def test_a_replay_to_the_server_gives_the_same_tokens(
     code, outcome = outcome_of(str(recorded), "--url", server.url, "--speed", "50")
     assert (code, outcome["num_errors"], outcome["num_different"]) == (0, 0, 0), outcome
     # The second prompt of a request has other noise than one that is sent alone.
-    assert (outcome["num_requests"], outcome["num_compared"]) == (6, 5)
+    assert (outcome["num_requests"], outcome["num_compared"]) == (7, 6)
     assert outcome["same_fingerprint"]
     assert set(outcome["replayed"]["ttft_ms"]) == {"p50", "p90", "p95", "p99"}
 
@@ -93,7 +94,7 @@ def test_a_replay_to_the_server_gives_the_same_tokens(
 def test_a_replay_in_this_process_gives_the_same_tokens_too(recorded: Path, tiny: Path) -> None:
     flags = ("--threads", "1", "--max-num-seqs", "2", "--max-num-batched-tokens", "16")
     code, outcome = outcome_of(str(recorded), str(tiny), "--speed", "50", *flags)
-    assert (code, outcome["num_compared"], outcome["num_different"]) == (0, 6, 0), outcome
+    assert (code, outcome["num_compared"], outcome["num_different"]) == (0, 7, 0), outcome
 
 
 def test_a_token_that_differs_is_found(

@@ -157,7 +157,11 @@ class _RecordingResponse(Response):
         recorder, lifecycle = self._recorder, self._server_state.lifecycle
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         timer = asyncio.get_running_loop().call_later(self._seconds, recorder.stop)
-        lifecycle.stopping.add_done_callback(lambda _: recorder.stop())
+
+        def stop(_: asyncio.Future[None]) -> None:
+            recorder.stop()
+
+        lifecycle.stopping.add_done_callback(stop)
         try:
             # Clients that leave and servers that stop are how recordings end.
             with (
@@ -172,7 +176,8 @@ class _RecordingResponse(Response):
                 )
         finally:
             timer.cancel()
-            recorder.stop()
+            lifecycle.stopping.remove_done_callback(stop)
+            recorder.close()
             for exchange in self._exchanges:
                 exchange.close()
 

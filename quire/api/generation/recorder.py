@@ -20,7 +20,7 @@ import numpy as np
 
 from quire.api.engine_protocol import Engine
 from quire.base.clock import Clock
-from quire.base.errors import RequestError
+from quire.base.errors import QuireError, RequestError
 from quire.base.records import RequestTimes
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
@@ -48,7 +48,7 @@ class Recorder:
         self._pending_bytes = 0
         self._num_dropped = 0
         self._num_open = 0
-        self._is_stopped = False
+        self._is_stopped = self._is_closed = False
         self._changed = asyncio.Event()
 
     def begin(self) -> bool:
@@ -60,7 +60,7 @@ class Recorder:
     def end(self, line: Line | None) -> None:
         """Add the line of a request that ended, or None for one that was refused."""
         self._num_open -= 1
-        if line is not None:
+        if line is not None and not self._is_closed:
             encoded = encode_line(line)
             if self._pending_bytes + len(encoded) <= MAX_PENDING_BYTES:
                 self._pending_bytes += len(encoded)
@@ -69,10 +69,22 @@ class Recorder:
                 self._num_dropped += 1
         self._changed.set()
 
+    def drop(self) -> None:
+        """Count a request that ended without any output as dropped, such as one of a full queue."""
+        self._num_dropped += not self._is_closed
+        self.end(None)
+
     def stop(self) -> None:
         """Record no further requests; `lines` ends when those that are open have ended."""
         self._is_stopped = True
         self._changed.set()
+
+    def close(self) -> None:
+        """Discard all lines, also of requests that are still open: the recording has ended."""
+        self._is_closed = True
+        self._lines.clear()
+        self._pending_bytes = self._num_dropped = 0
+        self.stop()
 
     async def lines(self, wait_s: float | None = None) -> AsyncGenerator[bytes, None]:
         """Yield lines as requests end, several at once; b"" after `wait_s` without any."""
@@ -141,24 +153,29 @@ class RecordingEngine:
             terms=terms,
             text_rules=text_rules,
         )
-        was_refused = False
+        failure: QuireError | None = None
         try:
             async with aclosing(cast(AsyncGenerator[TextDelta, None], stream)) as deltas:
                 async for delta in deltas:
                     outcome.add(delta)
                     yield delta
-        except RequestError:
-            was_refused = True
+        except QuireError as error:
+            failure = error
             raise
         finally:
+            if failure is not None:
+                outcome.fail()
             for recorder in recorders:
-                recorder.end(
-                    None
-                    if was_refused
-                    else outcome.line(
-                        recorder, prompt_ids, sampling, arrival_ms=arrival_ms, salt=cache_salt
+                if failure is None or outcome.has_output:
+                    recorder.end(
+                        outcome.line(
+                            recorder, prompt_ids, sampling, arrival_ms=arrival_ms, salt=cache_salt
+                        )
                     )
-                )
+                elif isinstance(failure, RequestError):
+                    recorder.end(None)
+                else:
+                    recorder.drop()
 
 
 class _Outcome:
@@ -170,6 +187,14 @@ class _Outcome:
         self._output_ids: list[list[int]] = [[] for _ in range(num_choices)]
         self._reasons = ["abort"] * num_choices
         self._times: list[RequestTimes] = []
+
+    @property
+    def has_output(self) -> bool:
+        return any(self._output_ids)
+
+    def fail(self) -> None:
+        """Note that an error ended the choices that have not finished."""
+        self._reasons = ["error" if reason == "abort" else reason for reason in self._reasons]
 
     def add(self, delta: TextDelta) -> None:
         at = delta.index - self._first_stream

@@ -11,6 +11,7 @@ import pytest
 
 from quire.api.generation import recorder
 from quire.api.generation.recorder import Recorder, RecordingEngine
+from quire.base.errors import OverloadedError
 from quire.obs.recording import VERSION
 from tests.unit.api.fake_engine import FakeEngine, Reply, Site
 
@@ -225,3 +226,48 @@ def test_a_stopping_server_ends_its_recordings() -> None:
         return await recording.end(leave=False)
 
     assert len(run(story)) == 1
+
+
+def test_an_ended_recording_keeps_nothing_while_its_requests_go_on() -> None:
+    async def story(site: Site) -> None:
+        stopping = site.server_state.lifecycle.stopping
+        before = len(stopping._callbacks or ())  # type: ignore[attr-defined]
+        recording = await Recording(site).begun()
+        (recorder,) = site.server_state.recorders
+        more = asyncio.Event()
+        site.engine.pause = more.wait
+        answer = asyncio.ensure_future(site.post(COMPLETIONS, ASKED))
+        while not recorder._num_open:
+            await asyncio.sleep(0)
+        await recording.end()
+        more.set()
+        assert (await answer).status == 200
+        assert recorder._num_open == 0
+        assert not recorder._lines
+        assert len(stopping._callbacks or ()) == before  # type: ignore[attr-defined]
+
+    run(story)
+
+
+def test_a_request_of_a_full_queue_is_counted_and_one_that_failed_later_is_an_error() -> None:
+    async def story(site: Site) -> list[dict[str, Any]]:
+        async def fail() -> None:
+            raise OverloadedError("the queue is full")
+
+        recording = await Recording(site).begun()
+        site.engine.pause = fail
+        generate = site.engine.generate
+
+        async def refuse(*_: Any, **__: Any) -> Any:
+            raise OverloadedError("the queue is full")
+            yield
+
+        await site.post(COMPLETIONS, ASKED)
+        site.engine.generate = refuse  # type: ignore[method-assign]
+        await site.post(COMPLETIONS, ASKED)
+        site.engine.generate = generate  # type: ignore[method-assign]
+        return await recording.end()
+
+    _, *lines = run(story)
+    assert {"dropped": 1} in lines
+    assert [line["finish_reasons"] for line in lines if "dropped" not in line] == [["error"]]
