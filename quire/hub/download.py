@@ -61,7 +61,8 @@ class Downloads:
         """
         try:
             with self._locked(file):
-                self._fetch(file, on_bytes)
+                if not self.is_there(file):  # now: another process may have finished it meanwhile
+                    self._fetch(file, on_bytes)
         except OSError as error:
             raise ConfigError(
                 f"{self._folder}: cannot be written ({error.strerror}); make room, or set HF_HOME "
