@@ -1,6 +1,7 @@
 """Download one file of a repository into the Hugging Face cache, and resume a partial one.
 
     blobs/DIGEST.incomplete                         what was received so far
+    blobs/DIGEST.incomplete.d/                      a file too large for HTTP, while it is received
     blobs/DIGEST                                    the file, once its size and digest are verified
     snapshots/COMMIT/PATH -> ../../blobs/DIGEST
     .locks/models--ORG--NAME/DIGEST.lock            the lock that `huggingface_hub` takes as well

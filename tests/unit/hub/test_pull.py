@@ -252,9 +252,13 @@ def test_a_file_too_large_for_plain_http_is_left_to_the_hubs_own_protocol(
 ) -> None:
     hub.add("acme/tiny", tiny)
     monkeypatch.setattr(remote, "MAX_HTTP_BYTES", 50_000)
+    partial = partial_of((tiny / "model.safetensors").read_bytes())
+    left = partial.with_name(f"{partial.name}.d") / "old"  # as a killed pull leaves it
+    left.mkdir(parents=True)
     path, _ = pulled("acme/tiny")
     assert hub.fetched("HEAD") == ["model.safetensors"]  # a request of hf_hub_download
     assert files_of(path) == files_of(tiny)
+    assert not left.parent.exists()
 
 
 @pytest.mark.parametrize(
