@@ -99,8 +99,8 @@ def receive(
                 partial.unlink()  # the hub has less than it listed when the file began
             raise
         except OSError as error:
-            if error.errno is None and not isinstance(error, _TransportError):
-                partial.unlink()  # complete, but not of the listed size
+            if partial.stat().st_size > file.num_bytes and not isinstance(error, _TransportError):
+                partial.unlink()  # a shorter one is kept: a proxy may have ended the transfer early
             raise
 
 

@@ -347,6 +347,18 @@ def test_a_shorter_file_than_listed_is_refused(hub: FakeHub, tiny: Path) -> None
     assert "repeat the command" in told
 
 
+def test_a_transfer_that_ended_early_without_an_error_is_resumed(hub: FakeHub, tiny: Path) -> None:
+    hub.add("acme/tiny", tiny)
+    content = (tiny / "model.safetensors").read_bytes()
+    hub.sent["model.safetensors"] = content[:100_000]
+    assert "what was received is kept" in refused("acme/tiny")
+    assert partial_of(content).read_bytes() == content[:100_000]
+    hub.sent.clear()
+    hub.requests.clear()
+    assert files_of(pulled("acme/tiny")[0]) == files_of(tiny)
+    assert ranges_of(hub, "model.safetensors") == ["bytes=100000-"]
+
+
 def test_a_damaged_blob_is_fetched_again(hub: FakeHub, tiny: Path) -> None:
     hub.add("acme/tiny", tiny)
     path, _ = pulled("acme/tiny")
