@@ -1,6 +1,7 @@
 """Download one file of a repository into the Hugging Face cache, and resume a partial one.
 
     blobs/DIGEST.incomplete                         what was received so far
+    blobs/DIGEST.incomplete.d/                      a file too large for HTTP, while it is received
     blobs/DIGEST                                    the file, once its size and digest are verified
     snapshots/COMMIT/PATH -> ../../blobs/DIGEST
     .locks/models--ORG--NAME/DIGEST.lock            the lock that `huggingface_hub` takes as well
@@ -61,7 +62,8 @@ class Downloads:
         """
         try:
             with self._locked(file):
-                self._fetch(file, on_bytes)
+                if not self.is_there(file):  # now: another process may have finished it meanwhile
+                    self._fetch(file, on_bytes)
         except OSError as error:
             raise ConfigError(
                 f"{self._folder}: cannot be written ({error.strerror}); make room, or set HF_HOME "

@@ -9,11 +9,11 @@ is never run.
 from __future__ import annotations
 
 import errno
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from huggingface_hub import HfApi, constants, errors, get_token, hf_hub_download, hf_hub_url
@@ -99,8 +99,8 @@ def receive(
                 partial.unlink()  # the hub has less than it listed when the file began
             raise
         except OSError as error:
-            if error.errno is None and not isinstance(error, _TransportError):
-                partial.unlink()  # complete, but not of the listed size
+            if partial.stat().st_size > file.num_bytes and not isinstance(error, _TransportError):
+                partial.unlink()  # a shorter one is kept: a proxy may have ended the transfer early
             raise
 
 
@@ -130,11 +130,17 @@ def read_range(name: HubName, revision: Revision, file: RemoteFile, start: int, 
 def _receive_whole(
     name: HubName, revision: Revision, file: RemoteFile, partial: Path, counter: Any
 ) -> None:
-    with TemporaryDirectory(dir=partial.parent, suffix=".incomplete") as folder:
+    # The lock of the blob covers this directory too; a killed download may have left it.
+    folder = partial.with_name(f"{partial.name}.d")
+    if folder.exists():
+        shutil.rmtree(folder)
+    try:
         got = hf_hub_download(
             name.repo, file.path, revision=revision.commit, local_dir=folder, tqdm_class=counter
         )
         Path(got).replace(partial)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remote_file(name: HubName, sibling: Any) -> RemoteFile:

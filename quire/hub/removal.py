@@ -8,6 +8,7 @@ removed.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -140,6 +141,9 @@ def _remove_blob(blob: Path) -> None:
     as another repository links to it.
     """
     with suppress(Timeout), blob_lock(blob, timeout_s=_PATIENCE_S):
+        if blob.is_dir() and not blob.is_symlink():  # left by a killed download of a large file
+            shutil.rmtree(blob)
+            return
         folder = blob.parents[1]
         if not any(_blob(path) == blob for path in folder.glob("snapshots/**/*")):
             _unlink_blob(blob)

@@ -142,6 +142,16 @@ def test_what_is_downloaded_meanwhile_stays(hub: FakeHub, tiny: Path) -> None:
         assert not snapshot.exists()
 
 
+def test_directories_that_killed_downloads_left_are_removed(hub: FakeHub, tiny: Path) -> None:
+    blobs = cached("acme/tiny", tiny).parents[1] / "blobs"
+    for name in ("abcd.incomplete.d", "tmp1234.incomplete"):  # the second as older versions did
+        (blobs / name / ".cache").mkdir(parents=True)
+        (blobs / name / "model.safetensors").write_bytes(b"x")
+    with blob_lock(blobs / "abcd"):
+        remove(models())
+        assert [path.name for path in blobs.iterdir()] == ["abcd.incomplete.d"]
+
+
 def test_a_blob_shared_by_repositories_is_removed_with_the_last(
     hub: FakeHub, tmp_path: Path
 ) -> None:

@@ -16,8 +16,9 @@ from huggingface_hub import constants, hf_hub_download
 
 from quire.base.errors import CapacityError, ModelError
 from quire.config.machine import MachineMemory
-from quire.hub import cache, remote
+from quire.hub import cache, download, remote
 from quire.hub import pull as pull_module
+from quire.hub.files import RemoteFile
 from quire.hub.fit import fit_of_directory, fit_of_gguf
 from quire.hub.names import required_name
 from quire.hub.pull import pull
@@ -179,10 +180,24 @@ def test_a_hub_without_ranges_sends_the_file_again(hub: FakeHub, tiny: Path) -> 
     assert shown.received == sum(len(files_of(tiny)[name]) for name in LARGE) - 100_000
 
 
-def test_a_second_pull_waits_for_the_first(
-    hub: FakeHub, tiny: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_second_pull_waits_for_the_first_and_leaves_its_file_alone(
+    hub: FakeHub, tiny: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
 ) -> None:
     hub.add("acme/tiny", tiny)
+    verified: list[RemoteFile] = []
+    digest = download._digest
+
+    def count(path: Path, file: RemoteFile) -> str:
+        verified.append(file)
+        return digest(path, file)
+
+    def refuse(path: Path, target: str) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(download, "_digest", count)
+    if not has_links:
+        monkeypatch.setattr(Path, "symlink_to", refuse)
     others: list[tuple[Path, Shown]] = []
     second = Thread(target=lambda: others.append(pulled("acme/tiny")))
     is_waiting = Event()
@@ -206,6 +221,8 @@ def test_a_second_pull_waits_for_the_first(
     assert same == path
     assert "waiting   another process downloads model.safetensors" in shown.lines
     assert len(hub.fetched()) == len(set(hub.fetched())) == len(files_of(tiny))
+    assert len(verified) == len(files_of(tiny))
+    assert files_of(path) == files_of(tiny)
 
 
 def test_a_disk_that_becomes_full_keeps_what_was_received(hub: FakeHub, tiny: Path) -> None:
@@ -235,9 +252,13 @@ def test_a_file_too_large_for_plain_http_is_left_to_the_hubs_own_protocol(
 ) -> None:
     hub.add("acme/tiny", tiny)
     monkeypatch.setattr(remote, "MAX_HTTP_BYTES", 50_000)
+    partial = partial_of((tiny / "model.safetensors").read_bytes())
+    left = partial.with_name(f"{partial.name}.d") / "old"  # as a killed pull leaves it
+    left.mkdir(parents=True)
     path, _ = pulled("acme/tiny")
     assert hub.fetched("HEAD") == ["model.safetensors"]  # a request of hf_hub_download
     assert files_of(path) == files_of(tiny)
+    assert not left.parent.exists()
 
 
 @pytest.mark.parametrize(
@@ -324,6 +345,18 @@ def test_a_shorter_file_than_listed_is_refused(hub: FakeHub, tiny: Path) -> None
     told = refused("acme/tiny")
     assert "should be of size" in told
     assert "repeat the command" in told
+
+
+def test_a_transfer_that_ended_early_without_an_error_is_resumed(hub: FakeHub, tiny: Path) -> None:
+    hub.add("acme/tiny", tiny)
+    content = (tiny / "model.safetensors").read_bytes()
+    hub.sent["model.safetensors"] = content[:100_000]
+    assert "what was received is kept" in refused("acme/tiny")
+    assert partial_of(content).read_bytes() == content[:100_000]
+    hub.sent.clear()
+    hub.requests.clear()
+    assert files_of(pulled("acme/tiny")[0]) == files_of(tiny)
+    assert ranges_of(hub, "model.safetensors") == ["bytes=100000-"]
 
 
 def test_a_damaged_blob_is_fetched_again(hub: FakeHub, tiny: Path) -> None:
