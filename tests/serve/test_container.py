@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,12 +49,13 @@ def test_the_health_check_is_that_of_the_server(server: RunningServer) -> None:
 
 
 @pytest.fixture
-def read_only_server(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def read_only_server() -> Iterator[subprocess.Popen[str]]:
     unshare = shutil.which("unshare")
     if unshare is None:
         pytest.skip("unshare is not installed")
+    writable = tempfile.mkdtemp()  # pytest's paths are too long for sockets
     process = subprocess.Popen(
-        [unshare, "--mount", "sh", "-c", _READ_ONLY, "sh", ROOT, sys.executable, tmp_path],
+        [unshare, "--mount", "sh", "-c", _READ_ONLY, "sh", ROOT, sys.executable, writable],
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -62,6 +64,7 @@ def read_only_server(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     yield process
     process.kill()
     process.communicate()
+    os.rmdir(writable)
 
 
 def test_a_server_needs_only_a_temporary_directory(
