@@ -48,7 +48,7 @@ from quire.engine.process.messages import (
     fault_of,
 )
 from quire.engine.process.routing import id_prefix
-from quire.engine.timelines import timelines_of
+from quire.engine.timelines import TimelineAnswers
 from quire.runner.handle import Handle
 from quire.runner.prefault import Prefault
 from quire.scheduler.scheduler import Scheduler
@@ -131,6 +131,7 @@ class EngineCore:
         self.grammars = grammars
         self._plans_in_flight = plans_in_flight
         self.steps = StepCounts()
+        self.timelines = TimelineAnswers(scheduler)
         self._flight: deque[tuple[StepPlan, Handle]] = deque()
         self._failed_steps = 0
         # When to look for leaks though there is work; None before the first step.
@@ -269,8 +270,9 @@ def serve(
         core.grammars.wake = inbox.wake
     while True:
         if core.has_work:
-            wait_s: float | None = RETRY_AFTER_S if stuck else 0.0
-        elif touching:
+            is_idle = stuck and not core.timelines.pending
+            wait_s: float | None = RETRY_AFTER_S if is_idle else 0.0
+        elif touching or core.timelines.pending:
             wait_s = 0.0
         else:
             wait_s = None if audited else AUDIT_AFTER_S
@@ -294,9 +296,11 @@ def serve(
                 emit(Outputs(outputs=outputs, stats=core.stats()))
         elif touching:
             touching = core.touch()
-        elif not messages and not audited:
+        elif not messages and not audited and not core.timelines.pending:
             core.audit()
             audited = True
+        if core.timelines.pending and (answer := core.timelines.advance(now_ms())) is not None:
+            emit(answer)
 
 
 def _handle(
@@ -322,7 +326,7 @@ def _handle(
         snapshot = core.scheduler.snapshot(now_ms())
         emit(SnapshotReported(ask_id=message.ask_id, snapshot=snapshot))
     elif isinstance(message, QueryTimelines):
-        emit(timelines_of(core.scheduler, message, now_ms()))
+        core.timelines.pending.append(message)
     elif isinstance(message, Submit):
         try:
             core.add(message.requests)

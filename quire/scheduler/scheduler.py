@@ -30,7 +30,6 @@ from quire.base.records import (
     StepPlan,
     StepResult,
 )
-from quire.base.timeline import TimelineReport
 from quire.cache.explain import report_of
 from quire.cache.manager import CacheManager
 from quire.scheduler.interfaces import Gate
@@ -40,7 +39,7 @@ from quire.scheduler.sequence import NO_SLOT, SequenceState
 from quire.scheduler.snapshot import engine_snapshot
 from quire.scheduler.step_budget import CostModel, StepBudget
 from quire.scheduler.step_history import PACK_STEPS
-from quire.scheduler.timeline import timelines
+from quire.scheduler.timeline import TimelineQuery
 from quire.scheduler.wiring import (
     Expired,
     Policy,
@@ -331,10 +330,10 @@ class Scheduler:
             now_ms=now_ms,
         )
 
-    def timelines(self, prefixes: Sequence[str], now_ms: float) -> tuple[TimelineReport, ...]:
+    def query_timelines(self, prefixes: Sequence[str]) -> TimelineQuery:
         """Return the timelines of requests, live or ended, with ids that begin with a prefix."""
         parts = (self._requests, self._batch, self._cache, self.speed.now)
-        return timelines(*parts, prefixes, now_ms)
+        return TimelineQuery(*parts, prefixes)
 
     def flush_cache(self) -> int:
         """Make nothing computed until now findable; return how many blocks were."""

@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.records import PartLayers
-from quire.base.timeline import MAX_HISTORIES, MAX_REPORTED_STEPS, StepRows
+from quire.base.timeline import MAX_HISTORIES
 from quire.scheduler.request_history import Obstacles, RequestHistory
-from quire.scheduler.step_budget import CostModel
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -34,8 +33,8 @@ MAX_MASK_WAITS = 4096
 Noted = tuple[int, float, float, Int32s, Int32s, Int32s, Int32s, PartLayers | None]
 
 
-@dataclass(slots=True)
-class _Pack:
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPack:
     """Consecutive steps. slots: of each step, the same array while the batch is the same.
 
     long_*: rows of several tokens, or without a sample: the step as a place in this pack, the slot,
@@ -72,7 +71,7 @@ class StepHistory:
         self.ended: deque[RequestHistory] = deque(maxlen=MAX_HISTORIES if kept else 0)
         self.obstacles: Obstacles = deque(maxlen=MAX_OBSTACLES if kept else 0)
         self.mask_waits: deque[tuple[float, float]] = deque(maxlen=MAX_MASK_WAITS if kept else 0)
-        self._packs: deque[_Pack] = deque(maxlen=max(num_steps // PACK_STEPS, 1))
+        self._packs: deque[StepPack] = deque(maxlen=max(num_steps // PACK_STEPS, 1))
 
     @property
     def first_step(self) -> int:
@@ -80,6 +79,13 @@ class StepHistory:
         if self._packs:
             return int(self._packs[0].steps[0])
         return self.recent[0][0] if self.recent else 0
+
+    @property
+    def last_step(self) -> int:
+        """The newest step that is kept."""
+        if self.recent:
+            return self.recent[-1][0]
+        return int(self._packs[-1].steps[-1]) if self._packs else 0
 
     @property
     def oldest_ms(self) -> float | None:
@@ -92,7 +98,7 @@ class StepHistory:
         """Pack the recent steps, and forget requests that ended before the oldest step."""
         if not self.recent:
             return
-        self._packs.append(_packed(self.recent))
+        self._packs.append(packed(self.recent))
         self.recent.clear()
         if len(self._packs) < (self._packs.maxlen or 0):
             return
@@ -113,7 +119,7 @@ class StepHistory:
                 continue
         packs = [pack for pack in packs if pack.steps[-1] > number]
         if recent:
-            packs.append(_packed(recent))
+            packs.append(packed(recent))
         found: dict[int, tuple[int, float, float, int, int]] = {}
         for pack in packs:  # one that is being packed is in both
             rows = [slots.size for slots in pack.slots]
@@ -124,23 +130,20 @@ class StepHistory:
         steps = list(found.values())
         return steps, max(steps[0][0] - number - 1, 0) if steps else 0
 
-    def rows_of(self, spans: Sequence[tuple[int, int, int]], cost: CostModel) -> StepRows:
-        """Return the last steps of a request that had `slot` from step `first` to step `last`.
-
-        spans: (first, last, slot), in order; steps between them are reported too, without a row.
-        cost: predicts what rows cost.
-        """
-        packs = [*self._packs, *([_packed(self.recent)] if self.recent else [])]
-        first, last = spans[0][0], spans[-1][1]
-        parts = [
-            _rows_in(pack, spans, first, last, cost)
-            for pack in packs
-            if pack.steps[-1] >= first and pack.steps[0] <= last
-        ]
-        return _joined(parts)
+    def packs_between(self, first: int, last: int) -> list[StepPack]:
+        """Return the packs with steps from `first` to `last`, oldest first."""
+        packs: list[StepPack] = []
+        if self.recent and self.recent[-1][0] >= first and self.recent[0][0] <= last:
+            packs.append(packed(self.recent))
+        for pack in reversed(self._packs):
+            if pack.steps[-1] < first:
+                break
+            if pack.steps[0] <= last:
+                packs.append(pack)
+        return packs[::-1]
 
 
-def _packed(noted: Sequence[Noted] | deque[Noted]) -> _Pack:
+def packed(noted: Sequence[Noted] | deque[Noted]) -> StepPack:
     sizes = np.array([each[3].size for each in noted])
     places = np.repeat(np.arange(len(noted), dtype=np.int32), sizes)
     slots, starts, counts, samples = (
@@ -153,7 +156,7 @@ def _packed(noted: Sequence[Noted] | deque[Noted]) -> _Pack:
     def with_parts(values: Int32s, of_parts: list[int]) -> Int32s:
         return np.concatenate((values[long], np.array(of_parts, np.int32)))
 
-    return _Pack(
+    return StepPack(
         steps=np.array([each[0] for each in noted], np.int64),
         began_ms=np.array([each[1] for each in noted]),
         ended_ms=np.array([each[2] for each in noted]),
@@ -167,76 +170,4 @@ def _packed(noted: Sequence[Noted] | deque[Noted]) -> _Pack:
         long_shares=np.concatenate(
             (np.ones(int(long.sum())), np.array([part.share for _, part in parts]))
         ),
-    )
-
-
-def _rows_in(
-    pack: _Pack,
-    spans: Sequence[tuple[int, int, int]],
-    first: int,
-    last: int,
-    cost: CostModel,
-) -> StepRows:
-    """Return the steps `first` .. `last` of one pack, as of rows_of."""
-    num = len(pack.steps)
-    own_slots = np.full(num, -1, np.int32)
-    for begin, end, slot in spans:
-        own_slots[(pack.steps >= begin) & (pack.steps <= end)] = slot
-    rows, own = _present(pack, own_slots)
-    own_samples = own.copy()
-    is_own = pack.long_slots == own_slots[pack.long_at]
-    at, mine = pack.long_at, is_own.nonzero()[0]
-    own[at[mine]] = np.where(pack.long_shares[mine] < 1.0, 0, pack.long_counts[mine])
-    own_samples[at[mine]] = pack.long_samples[mine] > 0
-    # Layers of a part: computed in several steps, counted in the last.
-    for place in mine[pack.long_shares[mine] < 1.0].tolist():
-        own[at[place]] = max(int(pack.long_counts[place] * pack.long_shares[place]), 1)
-    weights_ms = cost.rows_ms(pack.long_starts, pack.long_counts) * pack.long_shares
-    others = ~is_own & (pack.long_counts > 1)
-    shown_tokens = pack.long_counts * pack.long_shares
-    others_tokens = np.bincount(at[others], shown_tokens[others], num)
-    others_ms = np.bincount(at[others], weights_ms[others], num)
-    long_ms = np.bincount(at, weights_ms, num)
-    plain = np.maximum(rows - np.bincount(at, minlength=num), 0)
-    each_ms = float(cost.rows_ms(np.zeros(1, np.int32), np.ones(1, np.int32))[0])
-    total_ms = np.maximum(cost.fixed_ms + plain * each_ms + long_ms, 1e-9)
-    keep = (pack.steps >= first) & (pack.steps <= last)
-    return StepRows(
-        steps=pack.steps[keep],
-        began_ms=pack.began_ms[keep],
-        ended_ms=pack.ended_ms[keep],
-        rows=rows[keep],
-        tokens=pack.tokens[keep],
-        own_tokens=own[keep],
-        own_samples=own_samples[keep],
-        prefill_tokens=others_tokens.astype(np.int32)[keep],
-        prefill_share=(others_ms / total_ms)[keep],
-    )
-
-
-def _present(pack: _Pack, own_slots: Int32s) -> tuple[Int32s, Int32s]:
-    """Return the rows of each step, and 1 where the slot in own_slots has one."""
-    rows, own = np.zeros(len(own_slots), np.int32), np.zeros(len(own_slots), np.int32)
-    before: tuple[Int32s | None, int] = (None, -1)
-    has = 0
-    for place, (slots, slot) in enumerate(zip(pack.slots, own_slots.tolist(), strict=True)):
-        if slots is not before[0] or slot != before[1]:  # most steps have the batch of the last
-            before, has = (slots, slot), int(slot >= 0 and slot in slots.tolist())
-        rows[place], own[place] = slots.size, has
-    return rows, own
-
-
-def _joined(parts: list[StepRows]) -> StepRows:
-    """Return the last MAX_REPORTED_STEPS steps of all parts."""
-
-    def joined(name: str, dtype: type[np.generic]) -> NDArray[np.generic]:
-        empty = [np.empty(0, dtype)]
-        return np.concatenate(empty + [getattr(part, name) for part in parts])[-MAX_REPORTED_STEPS:]
-
-    ints = ("rows", "tokens", "own_tokens", "own_samples", "prefill_tokens")
-    floats = ("began_ms", "ended_ms", "prefill_share")
-    return StepRows(
-        steps=joined("steps", np.int64),  # type: ignore[arg-type]
-        **{name: joined(name, np.int32) for name in ints},  # type: ignore[arg-type]
-        **{name: joined(name, np.float64) for name in floats},  # type: ignore[arg-type]
     )

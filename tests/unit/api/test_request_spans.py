@@ -44,7 +44,7 @@ def preempted_report() -> TimelineReport:
     harness.add(make_request("first", [1] * 10, max_tokens=12))
     harness.add(make_request("asked", [2] * 4, max_tokens=12))
     harness.drain()
-    return harness.scheduler.timelines(["asked"], harness.now_ms)[0]
+    return harness.timelines(["asked"])[0]
 
 
 def spans_of(

@@ -25,7 +25,7 @@ def timeline() -> dict[str, Any]:
     harness.add(make_request("asked", [2] * 4, max_tokens=12))
     harness.add(make_request("last", [3] * 4, max_tokens=2))
     harness.drain()
-    reports = harness.scheduler.timelines(["asked"], harness.now_ms)
+    reports = harness.timelines(["asked"])
     return {
         "id": "cmpl-1",
         "object": "request.timeline",

@@ -27,9 +27,11 @@ from quire.engine.process.messages import (
     Hold,
     Join,
     Outputs,
+    QueryTimelines,
     Refused,
     Stop,
     Submit,
+    TimelinesReported,
     ToEngine,
 )
 from quire.runner.model_runner import ModelRunner
@@ -62,6 +64,7 @@ class Rig:
             plans_in_flight=plans_in_flight,
             max_queued_requests=max_queued,
             queue_timeout_ms=queue_timeout_ms,
+            timeline_steps=256,
         )
         runner = ModelRunner(
             self.executor, num_slots=4, max_model_len=64, block_size=16, max_samples=64
@@ -347,6 +350,26 @@ def test_a_leak_is_found_while_busy_and_reported_with_its_request(
         rig.core.step(rig.now_ms)
     assert rig.core.stats().blocks_used == 0
     assert len(rig.reports) == 1
+
+
+def test_one_stream_of_one_timeline_query_is_reported_between_two_steps() -> None:
+    rig = Rig()
+    streams = tuple(request("a", stream=stream, output=8) for stream in range(2))
+    asks: list[ToEngine] = [QueryTimelines(ask_id=id_, prefixes=("a",)) for id_ in (1, 2)]
+    sent = _served(rig, Inbox([Submit(requests=streams)], asks, *([] for _ in range(12))))
+    kinds = [type(message) for message in sent]
+    answered = [place for place, kind in enumerate(kinds) if kind is TimelinesReported]
+    assert [m.ask_id for m in sent if isinstance(m, TimelinesReported)] == [1, 2]
+    assert [len(m.reports) for m in sent if isinstance(m, TimelinesReported)] == [2, 2]
+    assert kinds[: answered[0]].count(Outputs) == 3  # a step for each stream after the first step
+    assert kinds[answered[0] : answered[1]].count(Outputs) == 2
+
+
+def test_an_idle_engine_answers_timeline_queries_without_waiting() -> None:
+    inbox = Inbox([QueryTimelines(ask_id=id_, prefixes=("a",)) for id_ in (1, 2)], [])
+    sent = _served(Rig(), inbox)
+    assert [m.ask_id for m in sent if isinstance(m, TimelinesReported)] == [1, 2]
+    assert inbox.waits[1] == 0.0
 
 
 def test_the_loop_reports_rejections_with_the_reason() -> None:

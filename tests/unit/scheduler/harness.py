@@ -11,6 +11,7 @@ import numpy as np
 
 from quire.base.errors import OverloadedError
 from quire.base.records import FinishReason, Request, RequestOutput, StepPlan, StepResult
+from quire.base.timeline import TimelineReport
 from quire.cache.manager import CacheManager
 from quire.cache.tier_map import TierMap
 from quire.scheduler.cost.transfer_cost import RestoreMode
@@ -184,6 +185,11 @@ class Harness:
             self.scheduler.copies_ended(copies, self.now_ms)
             self.check()
         return copies is not None
+
+    def timelines(self, prefixes: Sequence[str]) -> list[TimelineReport]:
+        """Return the reports of requests with ids that begin with one of `prefixes`."""
+        query = self.scheduler.query_timelines(prefixes)
+        return list(iter(lambda: query.next_report(self.now_ms), None))
 
     def drain(self, max_steps: int = 5_000) -> None:
         """Run until nothing is left; fail if there is no progress."""

@@ -11,6 +11,7 @@ import pytest
 from quire.base.cache_usage import MissReason
 from quire.base.timeline import MAX_HISTORIES, EventKind, TimelineReport, WaitReason
 from quire.obs.timeline import Cause, explain
+from quire.scheduler import step_rows
 from quire.scheduler.policy.priority import PriorityFirst
 from quire.scheduler.request_history import MAX_EVENTS
 from quire.scheduler.step_history import PACK_STEPS, StepHistory
@@ -32,9 +33,7 @@ def add(harness: Harness, name: str, num_tokens: int, max_tokens: int = 4, **fie
 
 
 def report_of(harness: Harness, name: str) -> TimelineReport:
-    reports = {
-        report.request_id: report for report in harness.scheduler.timelines([name], harness.now_ms)
-    }
+    reports = {report.request_id: report for report in harness.timelines([name])}
     return reports[name]
 
 
@@ -297,7 +296,7 @@ def test_old_steps_and_requests_are_forgotten() -> None:
         add(harness, f"next-{number}", 3, max_tokens=60)
         harness.drain()
         number += 1
-    assert harness.scheduler.timelines(["old"], harness.now_ms) == ()
+    assert harness.timelines(["old"]) == []
     assert len(history.ended) < number
     assert not timeline(harness, f"next-{number - 1}")["steps_missing"]
 
@@ -311,11 +310,29 @@ def test_a_long_request_keeps_its_last_steps_and_says_so() -> None:
     assert PACK_STEPS <= len(found["gaps"]) < 2 * PACK_STEPS
 
 
+def test_a_report_reads_the_packs_of_the_reported_steps_only_and_streams_share_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reported = 2 * PACK_STEPS
+    monkeypatch.setattr(step_rows, "MAX_REPORTED_STEPS", reported)
+    harness = harness_of(max_model_len=4096, num_blocks=2000)
+    for stream in range(2):
+        add(harness, f"long/{stream}", 3, max_tokens=4 * PACK_STEPS)
+    harness.drain()
+    query = harness.scheduler.query_timelines(["long"])
+    first, second = (query.next_report(harness.now_ms) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert len(first.rows.steps) == len(second.rows.steps) == reported
+    assert first.is_cut
+    assert query.num_packs_weighed <= reported // PACK_STEPS + 3  # the recent steps for each
+
+
 def test_a_history_without_steps_keeps_nothing() -> None:
     harness = harness_of(timeline_steps=0)
     add(harness, "one", 3)
     harness.drain()
-    assert harness.scheduler.timelines(["one"], harness.now_ms) == ()
+    assert harness.timelines(["one"]) == []
     assert not harness.scheduler.history.recent
 
 

@@ -33,7 +33,7 @@ def report() -> TimelineReport:
     harness.step()
     harness.add(make_request("other", [7] * 10, max_tokens=2))
     harness.drain()
-    return harness.scheduler.timelines(["asked"], harness.now_ms)[0]
+    return harness.timelines(["asked"])[0]
 
 
 def run(story: Callable[[], Awaitable[Any]]) -> Any:
