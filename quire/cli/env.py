@@ -22,11 +22,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
+from quire.base.errors import ConfigError
 from quire.base.version import DISTRIBUTION, installed_version, project_table
 from quire.cli.options import add_all_settings
 from quire.config.flags import bytes_text
 from quire.config.sources import SECRET, SETTINGS, Sourced
-from quire.hub.names import hub_name
+from quire.hub.cache import snapshot_of
+from quire.hub.names import HubName, hub_name
 
 # Text settings with values that name formats and devices, not places.
 _PLAIN_TEXTS = frozenset(
@@ -193,11 +195,21 @@ def _is_plain(value: Any) -> bool:
 
 
 def _model(text: str) -> str:
-    """Return a model's public name; of a file or directory only which of both it is."""
+    """Return the name of a model in the cache; of a path only what it is.
+
+    A name that is not in the cache may be a relative path that does not exist.
+    """
     name = hub_name(text)
     if name is not None:
-        return str(name)
+        return str(name) if _is_in_cache(name) else "a name or a path"
     return "a GGUF file" if text.endswith(".gguf") else "a directory"
+
+
+def _is_in_cache(name: HubName) -> bool:
+    try:
+        return snapshot_of(name) is not None
+    except ConfigError:  # its ref is damaged
+        return False
 
 
 def _variables() -> Iterator[tuple[str, object]]:

@@ -8,9 +8,11 @@ import socket
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from quire.base.version import installed_version
 from quire.cli.env import scrubbed
+from quire.hub.cache import repo_dir
 from tests.unit.cli.command import quire_main
 
 _SECRETS = ("sk-flag", "sk-variable", "hf_token", "sk-file", "proxy-password", "internal.example")
@@ -70,10 +72,16 @@ def test_the_report_has_versions_processor_recipe_and_packages(report: str) -> N
     assert "\n- torch (extra gpu): " in report
 
 
-def test_a_public_model_name_is_shown_and_defaults_are_not(
+def test_a_model_name_is_shown_if_it_is_in_the_cache_and_defaults_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    folder = repo_dir("Qwen/Qwen3-0.6B")
+    (folder / "snapshots" / ("a" * 40)).mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("a" * 40)
+    assert "- model: a name or a path (flag)\n" in quire_main("env", "secret/project").stdout
     assert "- model: Qwen/Qwen3-0.6B (flag)\n" in quire_main("env", "Qwen/Qwen3-0.6B").stdout
     assert "- none: all are defaults\n" in quire_main("env", "--port", "8000").stdout
 
