@@ -106,6 +106,6 @@ def _sample(times: RequestTimes, read_gb_per_s: float, read_bytes: int) -> dict[
         sample |= {
             "tpot_s": times.tpot_s,
             "decode_tokens_per_s": times.decode_tokens_per_s,
-            "floor_share": floor_s / (times.last_s - times.first_s),
+            "floor_share": floor_s / max(times.last_s - times.first_s, 1e-9),
         }
     return sample
