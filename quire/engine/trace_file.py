@@ -9,6 +9,7 @@ full disk, a slow one) is dropped and counted, and the file ends with a whole ev
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import threading
@@ -29,6 +30,8 @@ from quire.scheduler.step_history import StepHistory
 
 # Seconds between looks at the history.
 EVERY_S = 0.1
+# Largest size of a file; what is beyond is dropped.
+MAX_FILE_BYTES = 8 << 30
 # Events written between two looks at most; what is beyond is dropped.
 MAX_EVENTS = 20_000
 _PID = 1
@@ -54,8 +57,13 @@ _COUNTERS: tuple[tuple[str, Callable[[EngineStats], dict[str, int]]], ...] = (
 
 def open_trace(path: Path) -> int:
     """Return the descriptor of a new file. Raises SettingError where it cannot be written."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        return os.open(path, flags, 0o600)
+    except FileExistsError as error:
+        raise SettingError(
+            f"--trace {path} exists; name a new file, or move the old one away"
+        ) from error
     except OSError as error:
         raise SettingError(
             f"--trace {path} cannot be written: {error.strerror}; name a file in a directory that "
@@ -186,6 +194,8 @@ class TraceFile:
     def _write_bytes(self, content: bytes) -> bool:
         """Write all of `content` or nothing; return whether it is written."""
         try:
+            if self._size + len(content) > MAX_FILE_BYTES:
+                raise OSError(errno.EFBIG, f"a trace has at most {MAX_FILE_BYTES:,} bytes")
             written = 0
             while written < len(content):
                 written += os.write(self._file, content[written:])

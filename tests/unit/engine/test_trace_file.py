@@ -154,6 +154,29 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_model_is_loaded(
         )
 
 
+def test_an_existing_file_and_a_link_are_refused_and_kept(tmp_path: Path) -> None:
+    kept, link = tmp_path / "kept", tmp_path / "link"
+    kept.write_text("kept")
+    link.symlink_to(tmp_path / "new")
+    for path in (kept, link):
+        with pytest.raises(SettingError, match="exists; name a new file"):
+            open_trace(path)
+    assert kept.read_text() == "kept"
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_file_of_the_largest_size_grows_no_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace_file, "MAX_FILE_BYTES", 400)
+    harness, trace, path, reports = traced(tmp_path)
+    run_two(harness)
+    trace.write_new()
+    assert path.stat().st_size <= 400
+    assert trace.num_dropped >= len(harness.plans)
+    assert reports.said == ["the trace drops events"]
+
+
 def test_counters_are_written_when_they_change(tmp_path: Path) -> None:
     _, trace, path, _ = traced(tmp_path)
     watched = trace.watch(lambda message: None)
