@@ -17,7 +17,14 @@ from numpy.typing import NDArray
 
 from quire.base.block_copies import BlockCopies
 from quire.base.cache_usage import CacheUsage
+from quire.base.rare_records import NO_RULES as NO_RULES
+from quire.base.rare_records import Candidates as Candidates
+from quire.base.rare_records import PartLayers as PartLayers
+from quire.base.rare_records import PromptScores as PromptScores
+from quire.base.rare_records import TokenRules as TokenRules
+from quire.base.rare_records import no_candidates as no_candidates
 from quire.base.sampling_params import SamplingParams
+from quire.base.speculation_params import Speculation
 
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
@@ -37,24 +44,6 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens or the context length
     ABORT = "abort"  # the caller went away or asked for it
     ERROR = "error"  # its row failed; RequestOutput.error says how
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenRules:
-    """What a request's words (and its model) mean in token ids; made where the tokenizer is.
-
-    banned_sequences: the last id of one may not follow the others (one id alone: never).
-    breaker_ids: tokens across which DRY sees no repeat. shown_ids: special tokens that are text in
-    the answer whatever skip_special_tokens says; given only where the engine reads the text, to end
-    beams by stop strings.
-    """
-
-    banned_sequences: tuple[tuple[int, ...], ...] = ()
-    breaker_ids: tuple[int, ...] = ()
-    shown_ids: tuple[int, ...] = ()
-
-
-NO_RULES = TokenRules()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +79,7 @@ class Request:
     tpot_slo_ms: float | None = None
     explain_cache: bool = False
     report_progress: bool = False
+    speculation: Speculation | None = None
 
 
 @dataclass(slots=True)  # made per event: frozen or by keywords it takes three times as long
@@ -118,32 +108,6 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartLayers:
-    """Some layers of a part of a prompt: positions start .. start+count-1 of the request in `slot`
-    go through layers first_layer .. end_layer-1 of num_layers, and what they are then is kept for
-    the plan that has the next. store_from: as in StepPlan. Nothing is sampled or scored.
-    """
-
-    slot: int
-    start: int
-    count: int
-    store_from: int
-    first_layer: int
-    end_layer: int
-    num_layers: int
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the part is computed with these."""
-        return self.end_layer == self.num_layers
-
-    @property
-    def share(self) -> float:
-        """These layers, of all."""
-        return (self.end_layer - self.first_layer) / self.num_layers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """What one step computes. Plans are applied by each worker strictly in order of `step`.
 
@@ -163,9 +127,14 @@ class StepPlan:
     token ids come from the worker's TokenTable; a plan has no other sampled tokens than known_ids.
     Keys and values are stored only from position store_from[i] on: a fully cached prompt recomputes
     its last token without writing the shared block. The last sample_counts[i] positions of the row
-    are sampled (0: a chunk of a prompt before its end; the scheduler plans at most 1). Each yields
-    the token after it. The worker appends them to its TokenTable as one run that begins at position
+    are sampled (0: a chunk of a prompt before its end). Each yields the token after it. The worker
+    appends them to its TokenTable as one run that begins at position
     starts[i]+counts[i]-sample_counts[i]+1.
+
+    The last draft_counts[i] positions of row i have proposed tokens, in draft_ids; both arrays are
+    empty where no row has. They are sampled, and so is the position before them; the run ends with
+    the first sampled token that differs from its draft. No later plan has a row of such a request
+    until the result is known.
     `layers`: some layers of one chunk of a prompt, computed beside the rows. Plans compute the
     layers of a chunk in order from 0; a chunk that later plans do not continue starts again at
     layer 0 or is dropped.
@@ -192,6 +161,8 @@ class StepPlan:
     counts: Int32s = field(default_factory=lambda: NO_INTS)  # [N]
     store_from: Int32s = field(default_factory=lambda: NO_INTS)  # [N]
     sample_counts: Int32s = field(default_factory=lambda: NO_INTS)  # [N]
+    draft_counts: Int32s = field(default_factory=lambda: NO_INTS)  # [N] or empty
+    draft_ids: Int32s = field(default_factory=lambda: NO_INTS)  # [sum of draft_counts]
     layers: PartLayers | None = None
 
     @property
@@ -223,42 +194,6 @@ class RowError:
 # Prefixes of such messages where the cause may be what the request bans, or its grammar.
 TOO_FEW_SEQUENCES = "beam search found "
 NOTHING_LEFT = ("there is no token to choose", "the grammar", TOO_FEW_SEQUENCES)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptScores:
-    """How likely S tokens of prompts were, each given the tokens before it; raw logits.
-
-    `ranks`: 1 for the likeliest token, ties to the lower id. `top_ids` and `top_logprobs` are the
-    best alternatives, best first; unused entries are -1 and NaN.
-    """
-
-    logprobs: Float32s  # [S]
-    ranks: Int32s  # [S]
-    top_ids: Int32s  # [S, K]
-    top_logprobs: Float32s  # [S, K]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidates:
-    """What beams may go on with: the best C tokens of each of E rows, best first.
-
-    `scores`: log-probabilities after bias, penalties and bans, by which beams are compared;
-    `logprobs`: the model's own. Unused entries are -1 and NaN, as those of all other rows are.
-    `ends`: whether the answer is over with that token, because its grammar is complete or a stop
-    string is; empty where no row is watched.
-    """
-
-    ids: Int32s  # [E, C]
-    scores: Float32s  # [E, C]
-    logprobs: Float32s  # [E, C]
-    ends: Bools = field(default_factory=lambda: NO_BOOLS.reshape(0, 0))  # [E, C] or empty
-
-
-def no_candidates(num_rows: int) -> Candidates:
-    """Of rows that are no beams."""
-    nothing = np.empty((num_rows, 0), np.float32)
-    return Candidates(ids=nothing.astype(np.int32), scores=nothing, logprobs=nothing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,7 +269,8 @@ class RequestOutput:
     all prompt tokens but the first, given once: with the first token, or with the end where nothing
     is generated, by one stream of a group, which computed the prompt for all. score: of a beam,
     given with all of its tokens at the end. prompt_progress: prompt tokens computed so far, in an
-    output without tokens.
+    output without tokens. accepted_drafts, rejected_drafts: how many of the tokens proposed so far
+    were those of the answer, and how many were not.
     """
 
     request_id: str
@@ -350,6 +286,8 @@ class RequestOutput:
     times: RequestTimes | None = None
     score: float | None = None
     prompt_progress: int | None = None
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

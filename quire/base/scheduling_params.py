@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from quire.base.errors import InvalidParameter
 from quire.base.parameter_checks import number, whole
 from quire.base.show import show
+from quire.base.speculation_params import SpeculationParams
 
 MAX_PRIORITY = 1_000_000
 # A year: what is later than this is no deadline.
@@ -28,7 +29,8 @@ class SchedulingParams:
     ttft_slo_ms: its first token; both counted from the request's arrival. tpot_slo_ms: the mean
     time between its tokens after the first. return_cached_tokens_details: report where cached
     tokens were found, and why no more were. report_progress: report each chunk of the prompt that
-    is computed. Raises InvalidParameter naming the field.
+    is computed. speculation: how draft tokens are made; None: as the server is set. Raises
+    InvalidParameter naming the field.
     """
 
     tenant: str = ""
@@ -38,6 +40,7 @@ class SchedulingParams:
     tpot_slo_ms: float | None = None
     return_cached_tokens_details: bool = False
     report_progress: bool = False
+    speculation: SpeculationParams | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.tenant, str) or len(self.tenant) > MAX_TENANT_CHARS:

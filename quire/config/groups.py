@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from quire.base.errors import SettingError
+from quire.base.speculation_params import MAX_DRAFT_TOKENS
 from quire.config.settings import at_least, one_of, setting
 
 # The lists below repeat names of packages that this package must not import.
@@ -235,6 +236,16 @@ class SchedulerConfig:
         "number of last steps for which timelines of requests are kept (quire why), some 50 bytes "
         "per step and more with prompts; 0: no timelines",
     )
+    speculate: Literal["off", "ngram"] = setting(
+        "off",
+        "speculative decoding of requests that do not set it (field speculation): ngram proposes "
+        "what followed the last tokens earlier in the request; answers do not change",
+    )
+    max_draft_tokens: int = setting(
+        8,
+        f"maximum number of proposed tokens of a request in one step, 0 to {MAX_DRAFT_TOKENS}; 0: "
+        "none, whatever requests ask for",
+    )
 
     def __post_init__(self) -> None:
         for name in (
@@ -243,6 +254,16 @@ class SchedulerConfig:
         ):
             at_least(name, getattr(self, name), 0)
         one_of("scheduling_policy", self.scheduling_policy, POLICIES)
+        one_of("speculate", self.speculate, ("off", "ngram"))
+        if not 0 <= self.max_draft_tokens <= MAX_DRAFT_TOKENS:
+            raise SettingError(
+                f"max_draft_tokens is {self.max_draft_tokens}; it must be 0 to {MAX_DRAFT_TOKENS}"
+            )
+        if self.speculate != "off" and not self.max_draft_tokens:
+            raise SettingError(
+                f"speculate is {self.speculate} and max_draft_tokens is 0; set --speculate off, or "
+                "allow draft tokens"
+            )
         at_least("policy_aging", self.policy_aging, 0)
         at_least("max_num_seqs", self.max_num_seqs, 1)
         if self.plans_in_flight is not None:

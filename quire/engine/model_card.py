@@ -23,6 +23,8 @@ class ModelCard:
     generation_config.json keeps out of every answer (TokenRules). quantization: how the weights
     of products are kept ("none": in dtype). kv_cache_dtype: how keys and values are: "f32", "bf16",
     "int8" or "fp8". aliases: further names that requests may give. block_bytes: of one KV block.
+    max_draft_tokens: most draft tokens of a request in a step, 0 where none are verified.
+    speculates: whether requests have drafts unless they say otherwise.
     """
 
     name: str
@@ -43,6 +45,8 @@ class ModelCard:
     kv_cache_dtype: str = "f32"
     aliases: tuple[str, ...] = ()
     block_bytes: int = 0
+    max_draft_tokens: int = 0
+    speculates: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:

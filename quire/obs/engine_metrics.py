@@ -61,6 +61,7 @@ class EngineCollector:
             yield CounterMetricFamily(name, text, value=value)
         yield _hits_by_tier(stats)
         yield from _preemptions(stats)
+        yield from _drafts(stats)
 
 
 class TenantCollector:
@@ -165,6 +166,12 @@ def _counters(stats: EngineStats) -> tuple[tuple[str, str, float], ...]:
         ("quire_preemptions", "Requests preempted", stats.preemptions_total),
         ("quire_holds", "Times a request was held for its reader", stats.held_total),
         ("quire_row_errors", "Rows of steps that failed", stats.row_errors_total),
+        (
+            "quire_draft_rows",
+            "Rows with draft tokens that were verified, each of which yields one token more than "
+            "it has accepted drafts",
+            stats.draft_rows_total,
+        ),
         *_tier_counters(stats),
     )
 
@@ -189,6 +196,24 @@ def _tier_counters(stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
         ),
         ("quire_tier_failures", "Times the tier was put out of use", stats.tier_failures_total),
     )
+
+
+def _drafts(stats: EngineStats) -> Iterable[Metric]:
+    """Draft tokens by position: verified, and accepted. Each accepted one saves a row of a step."""
+    for name, text, counts in (
+        ("quire_draft_tokens", "Draft tokens verified", stats.draft_tokens_total),
+        (
+            "quire_accepted_draft_tokens",
+            "Draft tokens accepted; each saves its request a step",
+            stats.accepted_draft_tokens_total,
+        ),
+    ):
+        family = CounterMetricFamily(
+            name, f"{text}, by position in the draft", labels=("position",)
+        )
+        for position, count in enumerate(counts or (0,), start=1):
+            family.add_metric((str(position),), count)
+        yield family
 
 
 def _hits_by_tier(stats: EngineStats) -> Metric:

@@ -20,6 +20,7 @@ from quire.base.grammar import Grammar
 from quire.base.records import NO_INTS, Admission
 from quire.base.sampling_params import SamplingParams
 from quire.base.token_table import TokenTable
+from quire.runner.draft_masks import BEHIND_DRAFT, DraftMasks
 from quire.sampling.parts import NO_MASKS, Words
 from quire.structured.matcher import DeadEnd, Matcher, MatcherError, TrackerError, without
 
@@ -71,6 +72,7 @@ class _Row:
     """One slot's matcher. taken: the answer's tokens it has; error: why it has none.
 
     is_replaced: the matcher was compiled for this row alone, after another had failed.
+    drafts_failed: a copy failed with drafts; no further masks are made behind drafts.
     """
 
     grammar: Grammar
@@ -82,6 +84,7 @@ class _Row:
     jumps: bool = False
     is_beam: bool = False
     is_replaced: bool = False
+    drafts_failed: bool = False
 
 
 class GrammarRows:
@@ -165,7 +168,7 @@ class GrammarRows:
         """
         if not self._num or not self.has[slots].any():
             return NO_FOLLOW
-        follow, ended = Follow(), set[int]()
+        follow, ended, begun = Follow(), set[int](), set[int]()
         for place in self.has[slots].nonzero()[0].tolist():
             slot, token_id = int(slots[place]), int(token_ids[place])
             row = self._rows[slot]
@@ -174,6 +177,11 @@ class GrammarRows:
             if token_id < 0:
                 ended.add(slot)
                 continue
+            if slot in begun and not _has_mask(row.matcher):
+                follow.failed[place] = BEHIND_DRAFT
+                ended.add(slot)
+                continue
+            begun.add(slot)
             try:
                 if self._follow_one(follow, place, row, int(positions[place]), token_id):
                     ended.add(slot)
@@ -237,19 +245,42 @@ class GrammarRows:
         rows = np.full(len(slots), -1, np.int32)
         failed: dict[int, str] = {}
         words: list[Words] = []
+        drafts: DraftMasks | None = None
+        last_slot = -1
         for place in self.has[slots].nonzero()[0].tolist():
-            row = self._rows[slots[place]]
+            slot, position = int(slots[place]), int(positions[place])
+            row = self._rows[slot]
             assert row is not None, "a slot that has a grammar has a row"
-            try:
-                mask = self._mask(row, int(slots[place]), int(positions[place]))
-            except MatcherError as error:
-                row.error = failed[place] = str(error)
-                continue
+            if slot == last_slot:
+                behind = self._mask_behind(drafts, row, slot, position)
+                if behind is None:
+                    failed[place] = BEHIND_DRAFT
+                    continue
+                mask = behind
+            else:
+                last_slot, drafts = slot, None
+                try:
+                    mask = self._mask(row, slot, position)
+                except MatcherError as error:
+                    row.error = failed[place] = str(error)
+                    continue
+                if row.matcher is not None and not row.is_beam and not row.drafts_failed:
+                    drafts = DraftMasks(row.matcher, mask, excludes_eos=row.ends_late)
             rows[place] = len(words)
             words.append(mask)
         if not words:
             return Masks(rows=NO_INTS, words=NO_MASKS, failed=failed)
         return Masks(rows=rows, words=np.stack(words), failed=failed)
+
+    def _mask_behind(
+        self, drafts: DraftMasks | None, row: _Row, slot: int, position: int
+    ) -> Words | None:
+        """Return the mask of `position`, which a draft precedes; None if the drafts end before."""
+        if drafts is None:
+            return None
+        mask = drafts.after(int(self._tokens.tokens[slot, position - 1]))
+        row.drafts_failed |= drafts.has_failed
+        return mask
 
     def _mask(self, row: _Row, slot: int, position: int) -> Words:
         """Catch up with the tokens before `position`, then see what may stand there."""
@@ -305,6 +336,18 @@ class GrammarRows:
         matcher.go_back(len(taken) - same)
         if len(known) > same:
             matcher.replay(known[same:])
+
+
+def _has_mask(matcher: Matcher) -> bool:
+    """Renew the work budget of the matcher's lexer between two tokens; return whether it can go on.
+
+    The next step reports why, if it cannot.
+    """
+    try:
+        matcher.mask()
+    except MatcherError:
+        return False
+    return True
 
 
 def _may_jump(admission: Admission) -> bool:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from quire.base.records import NO_FLOATS, NO_INTS, Admission, StepPlan
 from quire.base.token_table import TokenTable
 from quire.runner.beam_stops import BeamStops, WatchSource
+from quire.runner.drafts import put_drafts
 from quire.runner.grammar_rows import GrammarRows, MatcherSource
 from quire.runner.rare_params import RareParamsTables
 
@@ -78,7 +79,7 @@ class SlotTables:
         self.listed_ids: list[Int32s] = [NO_INTS] * num_slots  # logprob_token_ids
 
     def apply(self, plan: StepPlan) -> None:
-        """Take over the plan: slots given back, admissions, branches, then table deltas."""
+        """Take over the plan: slots given back, admissions, branches, table deltas, drafts."""
         self.changes += bool(len(plan.retired) or plan.admissions or len(plan.known_slots))
         for slot in plan.retired.tolist():
             self._retire(slot)
@@ -93,6 +94,8 @@ class SlotTables:
             )
         if len(plan.table_slots):
             self.blocks[plan.table_slots, plan.table_columns] = plan.table_blocks
+        if plan.draft_ids.size:
+            put_drafts(plan, self.tokens)
 
     def append(self, slots: Index, positions: Int32s, token_ids: Int32s) -> None:
         """Put tokens at their absolute positions; those of one slot are one run, in order."""

@@ -28,6 +28,7 @@ from quire.base.records import (
     no_candidates,
 )
 from quire.runner.batch_builder import SampledRows
+from quire.runner.drafts import drop_after_mismatch, take_back_drafts
 from quire.runner.grammar_rows import NO_FOLLOW
 from quire.runner.logprobs import ScoredRows, joined_scores, stacked
 from quire.runner.slot_tables import SlotTables
@@ -79,6 +80,9 @@ def step_result(
     for place in computed.no_mask:
         choice.token_ids[place] = -1
     stays, follow, unsure = sampled.stays(tables), NO_FOLLOW, NO_MESSAGES
+    if plan.draft_ids.size:
+        drop_after_mismatch(plan, choice.token_ids)
+        take_back_drafts(plan, tables.tokens, sampled.rows, stays)
     if sampled.has_grammar:
         ids = choice.token_ids if stays is None else np.where(stays, choice.token_ids, -1)
         follow = tables.grammars.follow(sampled.slots, positions, ids)

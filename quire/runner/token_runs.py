@@ -82,9 +82,12 @@ def cut_runs(
 
 
 def first_messages(messages: Mapping[int, str], sampled: SampledRows) -> dict[int, str]:
-    """Return messages by sampled position as messages by row: the first one of each row."""
-    rows = sampled.rows
-    return {int(rows[place]): messages[place] for place in sorted(messages, reverse=True)}
+    """Return messages by sampled position as messages by row.
+
+    Only the first position of a row can fail it.
+    """
+    rows, firsts = sampled.rows, sampled.firsts()
+    return {int(rows[place]): why for place, why in messages.items() if firsts[place] == place}
 
 
 def _complete(rows: Index, runs: TokenRuns) -> Bools:

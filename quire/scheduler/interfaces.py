@@ -6,15 +6,16 @@ no object, or is not active; then none of its code runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.base.records import Request, RequestOutput, StepResult
+from quire.base.records import Request, RequestOutput, StepPlan, StepResult
 from quire.base.timeline import WaitReason
-from quire.scheduler.in_flight import InFlightPlans
+from quire.base.token_table import TokenTable
+from quire.scheduler.in_flight import InFlightPlans, PlanOutcome
 from quire.scheduler.plan_builder import PlanBuilder, Step
 from quire.scheduler.running_batch import Bools, Index, Int32s, RunningBatch
 from quire.scheduler.sequence import SequenceGroup, SequenceState
@@ -39,6 +40,56 @@ class StepExtension:
 
     def end_step(self, step: Step) -> None:
         """Add to the plan after waiting requests were admitted."""
+
+
+class DraftCost(NamedTuple):
+    """Predicted milliseconds of a step without drafts, the tokens it yields, and what one draft
+    adds to the step, by row."""
+
+    step_ms: float
+    step_tokens: int
+    draft_ms: NDArray[np.float64]
+
+
+class DraftSource(Protocol):
+    """Proposes tokens for running requests, by slot (quire.speculative.drafter).
+
+    max_drafts: most drafts of a request in one step.
+    """
+
+    max_drafts: int
+
+    def begin(self, slot: int, request: Request) -> None:
+        """Note that `request` runs in `slot`, from its start or again after a preemption."""
+
+    def end(self, slot: int) -> None:
+        """Note that the request in `slot` has left it."""
+
+    def propose(
+        self,
+        tokens: TokenTable,
+        index: Index,
+        limits: Int32s,
+        cost: Callable[[], DraftCost] | None,
+    ) -> tuple[Int32s, Int32s]:
+        """Return how many drafts follow the known tokens of slots `index`, at most limits[i] each,
+        and the drafts of all, in order.
+
+        cost: predicts the step's; None where the drafts are not used in this step.
+        """
+
+    def verified(self, index: Index, drafted: Int32s, accepted: Int32s) -> None:
+        """Note that of drafted[i] drafts the first accepted[i] were tokens of the answer."""
+
+
+class DraftVerifier(Protocol):
+    """Follows rows with drafts (speculation/draft_rows.py)."""
+
+    def verify(self, plan: StepPlan, result: StepResult, outcome: PlanOutcome) -> Any:
+        """Compare runs with drafts; return what `advance` takes."""
+
+    def advance(self, verified: Any) -> None:
+        """Count accepted positions as computed."""
 
 
 class Gate(Protocol):

@@ -26,7 +26,7 @@ from quire.base.records import (
     token_logprobs,
 )
 from quire.scheduler.in_flight import PlanOutcome
-from quire.scheduler.interfaces import OutputLengths, PredictionMargin, SlotGroups
+from quire.scheduler.interfaces import DraftVerifier, OutputLengths, PredictionMargin, SlotGroups
 from quire.scheduler.prompt_scores import keep_scores, take_scores
 from quire.scheduler.request_table import RequestTable
 from quire.scheduler.running_batch import Bools, Index, Int32s, RunningBatch
@@ -49,12 +49,14 @@ class Outcomes:
         groups: SlotGroups,
         lengths: OutputLengths,
         margin: PredictionMargin,
+        drafts: DraftVerifier | None = None,
     ) -> None:
         self._requests = requests
         self._batch = batch
         self._groups = groups
         self._lengths = lengths
         self._margin = margin
+        self._drafts = drafts
         self.row_errors = 0
 
     def apply(
@@ -81,8 +83,13 @@ class Outcomes:
         if outcome.run_lengths is not None or len(result.complete):
             tails = run_tails(plan, result, outcome, self._requests.in_flight)
             has_event[list(tails)] = True
+        verified = None
+        if plan.draft_ids.size and self._drafts is not None:
+            verified = self._drafts.verify(plan, result, outcome)
         rows = has_event.nonzero()[0]
         if not (len(rows) or outcome.errors or scored or progress):
+            if verified is not None and self._drafts is not None:
+                self._drafts.advance(verified)
             return make_outputs(result, entries, None, batch.request_ids(index), ())
         plain = (~has_event).nonzero()[0]
         request_ids = batch.request_ids(index[plain])
@@ -90,6 +97,8 @@ class Outcomes:
         if self._groups.is_active:
             groups = self._groups.take(index, rows, result, entries, now_ms)
         events, finished = self._events(result, outcome, lengths, stops, rows, tails, now_ms)
+        if verified is not None and self._drafts is not None:
+            self._drafts.advance(verified)
         ended: list[RequestOutput] = progress
         if outcome.errors:
             ended += self._fail(outcome.errors, plan)

@@ -74,6 +74,7 @@ class PlanBuilder:
         self._tier_copies: BlockCopies | None = None
         self._branches: list[Branches] = []
         self._layers: PartLayers | None = None
+        self._draft_counts = self._draft_ids = NO_INTS
 
     @property
     def has_rows(self) -> bool:
@@ -97,6 +98,11 @@ class PlanBuilder:
     ) -> None:
         """Add rows behind those already there. index and slots are the same, ends are the sums."""
         self._rows.append((index, slots, starts, counts, ends, store_from, sample_counts))
+
+    def set_drafts(self, rows: _Rows, counts: Int32s, ids: Int32s) -> None:
+        """Put `rows` in place of those added: counts[i] of their last positions have drafts, the
+        next of `ids`."""
+        self._rows, self._draft_counts, self._draft_ids = [rows], counts, ids
 
     def set_layers(self, layers: PartLayers) -> None:
         """Set the layers of a prompt chunk that are computed beside the rows."""
@@ -124,7 +130,7 @@ class PlanBuilder:
 
     def finish(self, retired: list[int]) -> InFlightPlan:
         """Return the plan, ready to be sent. retired: slots given back since the last one."""
-        rows = self._rows[0] if len(self._rows) == 1 else self._joined_rows()
+        rows = self._rows[0] if len(self._rows) == 1 else self.joined_rows()
         index, slots, starts, counts, ends, store_from, sample_counts = rows
         branched = self._branched(retired) if self._branches else _NO_BRANCHES
         deltas, copies = _joined_deltas(self._deltas), self._copies
@@ -147,6 +153,8 @@ class PlanBuilder:
             counts=counts,
             store_from=store_from,
             sample_counts=sample_counts,
+            draft_counts=self._draft_counts,
+            draft_ids=self._draft_ids,
             layers=self._layers,
         )
         return InFlightPlan(plan=plan, index=index, ends=ends, branched=branched.slots)
@@ -165,7 +173,8 @@ class PlanBuilder:
             known_ids=_join([one.known_ids for one in branches]),
         )
 
-    def _joined_rows(self) -> _Rows:
+    def joined_rows(self) -> _Rows:
+        """Return the rows added so far as one."""
         if not self._rows:
             return _NO_INDEX, NO_INTS, NO_INTS, NO_INTS, NO_INTS, NO_INTS, NO_INTS
         index, slots, starts, counts, ends, store_from, sample_counts = zip(

@@ -214,6 +214,10 @@ class RunningBatch:
         self.goal[slot] = min(known + len(token_ids), int(self.ceiling[slot]))
         self._totals = None
 
+    def forget_totals(self) -> None:
+        """Note that goals or tokens were changed from outside."""
+        self._totals = None
+
     def totals(self) -> Totals:
         """Return the sums over running requests, computed once until one of them changes."""
         if self._totals is None:

@@ -32,7 +32,7 @@ from quire.base.records import (
 )
 from quire.cache.explain import report_of
 from quire.cache.manager import CacheManager
-from quire.scheduler.interfaces import Gate
+from quire.scheduler.interfaces import DraftSource, Gate
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.plan_builder import PlanBuilder, Step
 from quire.scheduler.sequence import NO_SLOT, SequenceState
@@ -62,7 +62,8 @@ class Scheduler:
     cost: needed where limits.step_budget_ms is set.
     speed: initial prices of steps; it learns with each update, and all predictions come from it.
     tenants: all there are; none: there is one, whatever requests call it. bring_back: when blocks
-    are loaded from a tier.
+    are loaded from a tier. draft_source: proposes tokens for requests that speculate; None: none
+    are proposed.
     """
 
     def __init__(
@@ -75,9 +76,10 @@ class Scheduler:
         speed: SpeedEstimate | None = None,
         tenants: Sequence[TenantLimits] = (),
         bring_back: RestoreMode = RestoreMode.CHEAPER,
+        draft_source: DraftSource | None = None,
     ) -> None:
         self.speed = SpeedEstimate() if speed is None else speed
-        parts = wire(limits, cache, policy, cost, self.speed, tenants, bring_back)
+        parts = wire(limits, cache, policy, cost, self.speed, tenants, bring_back, draft_source)
         self._limits, self._cache, self._policy, self._cost = limits, cache, policy, cost
         self._batch, self._tenants = parts.batch, parts.shares
         self._requests, self._queue = parts.requests, parts.requests.queue
@@ -87,7 +89,7 @@ class Scheduler:
         self._outcomes, self._expiry = parts.outcomes, parts.expiry
         self._beams, self._backpressure = parts.beams, parts.backpressure
         self._preemptor, self._kv_loads = parts.preemptor, parts.kv_loads
-        self._extensions = parts.extensions
+        self._extensions, self._drafts = parts.extensions, parts.drafts
         self.lengths, self.predictor = parts.lengths, parts.predictor
         self._num_arrivals = 0
         self._last_plan: StepPlan | None = None  # the last that was updated
@@ -128,6 +130,8 @@ class Scheduler:
         token_ids = np.ascontiguousarray(request.prompt_ids, np.int32)
         sequence = SequenceState(request, self._num_arrivals, limit, token_ids)
         self._num_arrivals += 1
+        if request.speculation is not None and self._drafts is not None:
+            self._drafts.note(sequence)
         waiting = requests.add(sequence)
         has_objective = request.deadline_ms is not None or request.ttft_slo_ms is not None
         if waiting is sequence:
@@ -251,7 +255,10 @@ class Scheduler:
             # While there is work, what the host does between two steps is part of the second.
             if self._was_busy or began_ms < self._last_step_ms:
                 began_ms = self._last_step_ms
-            self.speed.note(plan, len(result.token_ids) + num_scores, now_ms - began_ms)
+            num_heads = len(result.token_ids) + num_scores
+            if plan.draft_ids.size:  # rejected drafts were sampled, too
+                num_heads = int(np.add.reduce(plan.sample_counts)) + num_scores
+            self.speed.note(plan, num_heads, now_ms - began_ms)
         if self._cache.settle(plan.step):
             requests.admission_is_due = True
         self._last_plan, self._last_step_ms = plan, now_ms
@@ -299,6 +306,7 @@ class Scheduler:
             held=self._backpressure.num_held if self._backpressure.is_active else 0,
             held_total=self._backpressure.num_held_total,
             row_errors_total=self._outcomes.row_errors,
+            **({} if self._drafts is None or not self._drafts.was_used else self._drafts.fields),
             last_step_ms=self._last_step_ms,
         )
 

@@ -68,7 +68,8 @@ class SequenceState:
     waits. leader: of a fork, the request that computes the prompt they share; forks: of a leader.
     group: the beams it belongs to, or is a stream of. slot: NO_SLOT while it waits. is_held: paused
     by backpressure. part: a chunk under way by layers, which is lost with the slot. scores: of the
-    prompt; None where the request wants none.
+    prompt; None where the request wants none. accepted_drafts, rejected_drafts: tokens proposed for
+    it so far.
     """
 
     request: Request
@@ -92,6 +93,8 @@ class SequenceState:
     kv: KVHistory = field(default_factory=KVHistory)
     scores: PromptScoreParts | None = None
     history: RequestHistory = field(init=False)
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
 
     def __post_init__(self) -> None:
         request = self.request
@@ -174,4 +177,8 @@ class SequenceState:
                 times.first_token_ms,
                 times.last_token_ms,
             ),
+            None,
+            None,
+            self.accepted_drafts,
+            self.rejected_drafts,
         )

@@ -19,7 +19,7 @@ from quire.scheduler.advance import Advance
 from quire.scheduler.beam.beam_groups import BeamGroups
 from quire.scheduler.cost.speed import SpeedEstimate
 from quire.scheduler.cost.transfer_cost import RestoreMode, TransferCost
-from quire.scheduler.interfaces import Gate, StepExtension
+from quire.scheduler.interfaces import DraftSource, Gate, StepExtension
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.outcomes import Outcomes
 from quire.scheduler.policy.policy import Policy
@@ -40,6 +40,7 @@ from quire.scheduler.slo.admission_control import (
 from quire.scheduler.slo.expiry import Expired, Expiry
 from quire.scheduler.slo.length_history import LengthHistory
 from quire.scheduler.slo.ttft_prediction import TTFTPredictor
+from quire.scheduler.speculation.draft_rows import DraftRows
 from quire.scheduler.step_budget import BlockShares, CostModel
 from quire.scheduler.step_history import StepHistory
 from quire.scheduler.tenants.tenant_ceilings import TenantCeilings
@@ -78,6 +79,7 @@ class Parts:
     kv_loads: KVLoads
     lengths: LengthHistory
     predictor: TTFTPredictor
+    drafts: DraftRows | None
     extensions: tuple[StepExtension, ...]
 
 
@@ -89,6 +91,7 @@ def wire(
     speed: SpeedEstimate,
     tenants: Sequence[TenantLimits],
     bring_back: RestoreMode,
+    draft_source: DraftSource | None = None,
 ) -> Parts:
     """Build and connect the parts of a scheduler. Arguments as of Scheduler."""
     if limits.step_budget_ms and cost is None:
@@ -144,6 +147,18 @@ def wire(
         by_priority = PriorityPreemption(requests, batch, cache, policy, shares, preemptor, advance)
         extensions.append(by_priority)
     extensions += [layered, beams]
+    drafts = None
+    if draft_source is not None:
+        drafts = DraftRows(
+            requests,
+            batch,
+            cache,
+            shares,
+            speed,
+            draft_source,
+            plans_in_flight=limits.plans_in_flight,
+        )
+        extensions.append(drafts)  # last: drafts take what all rows leave
     gates: list[Gate] = [loads] if cache.tiers is not None else []
     gates += _length_gates(limits)
     slots = SlotAllocator(batch, cache, policy, shares, loads, stats)
@@ -161,7 +176,7 @@ def wire(
         layered=layered,
         admitter=Admitter(batch, cache, policy, shares, slots, loads, rules, beams),
         slot_allocator=slots,
-        outcomes=Outcomes(requests, batch, beams, lengths, predictor.margin),
+        outcomes=Outcomes(requests, batch, beams, lengths, predictor.margin, drafts),
         expiry=Expiry(requests, predictor, limits.queue_timeout_ms),
         beams=beams,
         backpressure=backpressure,
@@ -169,6 +184,7 @@ def wire(
         kv_loads=loads,
         lengths=lengths,
         predictor=predictor,
+        drafts=drafts,
         extensions=tuple(extensions),
     )
 

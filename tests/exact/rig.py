@@ -53,6 +53,7 @@ from quire.scheduler.cost.transfer_cost import RestoreMode
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
+from quire.speculative.drafter import Drafter
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.vocabulary import Vocabulary
 from quire.text.detokenizer import JoinRules
@@ -62,6 +63,7 @@ from quire.transfer.host import HostStore
 from quire.transfer.segment import segment_bytes
 from quire.transfer.store import BlockStore
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
+from tests.exact.drafts import IS_RIGHT, draft_source
 from tests.exact.workload import (
     ALONE,
     ALONE_WITH_BEAMS,
@@ -139,6 +141,8 @@ class Outcome:
     beams_watched: bool  # a beam search with stop strings ended by a token
     beams_structured: bool  # a beam search with a grammar ended by a token
     rescored: bool  # preempted with its prompt partly scored, then resumed
+    accepted: bool  # a draft was
+    rejected: bool
     problems: list[str]
     plans: list[tuple[StepPlan, StepResult]]
 
@@ -221,11 +225,22 @@ def run_case(
     *,
     wrap_executor: Callable[[Executor], Executor] = lambda executor: executor,
     runner_type: type[ModelRunner] = ModelRunner,
+    alone: AloneRuns | None = None,
+    wrap_drafts: Callable[[Drafter], Drafter] = lambda drafts: drafts,
 ) -> Outcome:
-    """Run the case to its end and audit the cache metadata afterwards."""
+    """Run the case to its end and audit the cache metadata afterwards.
+
+    alone: knows the answers that proposers need.
+    """
+    source = make_drafts(model, case, AloneRuns() if alone is None else alone)
     executor = wrap_executor(model.executor(case.settings.num_threads))
     runner = WatchedRunner(make_runner(executor, case.settings, runner_type))
-    core = make_core(runner, case.settings, window=model.program.caches[0].window)
+    core = make_core(
+        runner,
+        case.settings,
+        window=model.program.caches[0].window,
+        draft_source=None if source is None else wrap_drafts(source),
+    )
     streams = {request.request_id: Stream() for request in case.requests}
     num_cancelled = 0
     clock = count()
@@ -278,9 +293,31 @@ def run_case(
         ),
         beams_watched=_has_ends(case, runner, stop=True),
         beams_structured=_has_ends(case, runner, stop=False),
+        accepted=any(
+            ((plan.draft_counts > 0) & (result.token_counts > 1)).any()
+            for plan, result in runner.steps
+            if plan.draft_ids.size
+        ),
+        rejected=any(
+            ((result.token_counts > 0) & (result.token_counts < plan.sample_counts)).any()
+            for plan, result in runner.steps
+            if plan.draft_ids.size
+        ),
         problems=problems,
         plans=runner.steps,
     )
+
+
+def make_drafts(model: Model, case: Case, alone: AloneRuns) -> Drafter | None:
+    """Return the draft source of a case. The answers are computed first, as they use the executor
+    of the model."""
+    answers: dict[str, list[int]] = {}
+    if case.settings.proposer in IS_RIGHT:
+        for request in case.requests:
+            if request.speculation is not None:
+                stream = alone.of(model, request)
+                answers[request.request_id] = [token_id for token_id, _ in stream.tokens]
+    return draft_source(case.settings, lambda request: answers[request.request_id])
 
 
 def _has_ends(case: Case, runner: WatchedRunner, *, stop: bool) -> bool:
@@ -404,7 +441,13 @@ def make_mover(executor: Executor, settings: Settings) -> TierMover:
     return TierMover(executor, store, now_ms=lambda: 0.0, report=report)
 
 
-def make_core(runner: WatchedRunner, settings: Settings, *, window: int) -> EngineCore:
+def make_core(
+    runner: WatchedRunner,
+    settings: Settings,
+    *,
+    window: int,
+    draft_source: Drafter | None = None,
+) -> EngineCore:
     """Return a core with fresh cache metadata."""
     executor = runner.runner.executor
     is_able = isinstance(executor, LayeredExecutor)
@@ -430,8 +473,8 @@ def make_core(runner: WatchedRunner, settings: Settings, *, window: int) -> Engi
         window=window,
     )
 
-    def report(problem: str) -> None:
-        raise AssertionError(problem)
+    def report(problem: str, **fields: Field) -> None:
+        raise AssertionError(f"{problem}: {fields}")
 
     return EngineCore(
         Scheduler(
@@ -440,6 +483,7 @@ def make_core(runner: WatchedRunner, settings: Settings, *, window: int) -> Engi
             make_policy(settings.policy),
             bring_back=RestoreMode.MOVE,
             tenants=settings.tenants,
+            draft_source=draft_source,
         ),
         runner,
         plans_in_flight=settings.plans_in_flight,

@@ -37,12 +37,14 @@ GOALS = {
     "cancelled": 0.15,
     "held": 0.1,
     "searched": 0.2,
-    "search_preempted": 0.03,
+    "search_preempted": 0.025,
     "scored": 0.8,
     "structured": 0.4,
     "jumped": 0.3,
     "beams_watched": 0.03,
     "beams_structured": 0.03,
+    "accepted": 0.4,
+    "rejected": 0.4,
     "rescored": 0.003,  # about one in a hundred; the scheduler tests provoke it directly
 }
 MAX_SHOWN = 10
@@ -51,12 +53,12 @@ NUM_SCORED_WITH_REFERENCE = 20
 
 
 @pytest.fixture(scope="module")
-def outcomes(models: list[Model]) -> list[Outcome]:
+def outcomes(models: list[Model], alone: AloneRuns) -> list[Outcome]:
     """Run every case once."""
     outcomes = []
     for number in range(FIRST_CASE, FIRST_CASE + NUM_CASES):
         case = draw_case(number, num_models=len(models), vocab_size=VOCAB_SIZE)
-        outcomes.append(run_case(models[case.model], case))
+        outcomes.append(run_case(models[case.model], case, alone=alone))
     return outcomes
 
 

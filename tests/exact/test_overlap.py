@@ -70,7 +70,9 @@ DRAWS: dict[str, Callable[[Case], Case]] = {
 }
 
 
-def run(model: Model, case: Case) -> tuple[Outcome, DeferredExecutor]:
+def run(
+    model: Model, case: Case, alone: AloneRuns | None = None
+) -> tuple[Outcome, DeferredExecutor]:
     """Run the case and return its outcome and the device."""
     devices: list[DeferredExecutor] = []
 
@@ -78,7 +80,7 @@ def run(model: Model, case: Case) -> tuple[Outcome, DeferredExecutor]:
         devices.append(DeferredExecutor(executor))
         return cast(Executor, devices[-1])
 
-    return run_case(model, case, wrap_executor=wrap), devices[0]
+    return run_case(model, case, wrap_executor=wrap, alone=alone), devices[0]
 
 
 @pytest.mark.parametrize("drawn", DRAWS)
@@ -87,7 +89,7 @@ def test_overlapped_requests_match_requests_run_alone(drawn: str, models: list[M
     for number in range(NUM_CASES):
         first = draw_case(number, num_models=len(models), vocab_size=VOCAB_SIZE)
         case = overlapped(DRAWS[drawn](first), number)
-        outcome, device = run(models[case.model], case)
+        outcome, device = run(models[case.model], case, alone)
         lines += differences(models[case.model], outcome, alone)
         for name, is_seen in SEEN.items():
             seen[name] += is_seen(outcome, device.log)
@@ -107,6 +109,8 @@ SEEN: dict[str, Callable[[Outcome, list[tuple[Any, ...]]], bool]] = {
     "cancelled": lambda outcome, _: outcome.cancelled,
     "forks": lambda outcome, _: outcome.forked,
     "saved to the host": lambda outcome, _: outcome.saved and outcome.case.settings.tier_in_host,
+    "accepted drafts": lambda outcome, _: outcome.accepted,
+    "rejected drafts": lambda outcome, _: outcome.rejected,
     "fetched from it": lambda outcome, _: outcome.fetched and outcome.case.settings.tier_in_host,
 }
 
@@ -142,7 +146,9 @@ def test_each_wait_follows_the_submission_of_the_next_step(
         first = draw_case(number, num_models=len(models), vocab_size=VOCAB_SIZE)
         drawn = with_penalties(first) if has_penalties else plain(first, reads_tokens=False)
         case = replace(drawn, number=1)  # no stream is paused
-        settings = replace(case.settings, plans_in_flight=2, max_samples=8, tier_blocks=0)
+        settings = replace(
+            case.settings, plans_in_flight=2, max_samples=8, tier_blocks=0, proposer=""
+        )
         outcome, device = run(models[case.model], replace(case, settings=settings))
         assert ("settle",) not in device.log
         logged = [entry for entry in device.log if entry[0] == "wait"]
@@ -163,7 +169,9 @@ def test_with_penalties_and_grammars_waits_follow_the_next_forward_pass(
     for number in range(NUM_CASES):
         first = draw_case(number, num_models=len(models), vocab_size=VOCAB_SIZE)
         case = plain(first, reads_tokens=True)
-        settings = replace(case.settings, plans_in_flight=2, max_samples=8, tier_blocks=0)
+        settings = replace(
+            case.settings, plans_in_flight=2, max_samples=8, tier_blocks=0, proposer=""
+        )
         _, device = run(models[case.model], replace(case, settings=settings))
         trunks = chosen = waited = 0
         for kind, *_ in device.log:

@@ -19,6 +19,8 @@ from quire.execute import reference_ops
 from quire.execute.executor import Executor, ExecutorOptions, StepLimits
 from quire.execute.reference import ReferenceExecutor
 from quire.program.batch import ForwardBatch
+from quire.runner import batch_builder, step_result
+from quire.runner.draft_masks import DraftMasks
 from quire.runner.model_runner import ModelRunner
 from quire.sampling.batch import SampleBatch, TokenChoice
 from quire.sampling.scoring import ScoreBatch, Scores
@@ -225,6 +227,51 @@ class SharesMirostatState(ModelRunner):
         return result
 
 
+class DrawsNoiseByDraft(_Executor):
+    """Let each draft of a row advance its seed."""
+
+    def sample(self, logits: Float32s, batch: SampleBatch) -> TokenChoice:
+        keys = list(zip(batch.noise.seeds.tolist(), batch.noise.streams.tolist(), strict=True))
+        drafts = [keys[:row].count(key) for row, key in enumerate(keys)]
+        noise = replace(batch.noise, seeds=batch.noise.seeds + np.array(drafts))
+        return super().sample(logits, replace(batch, noise=noise))
+
+
+class KeepsRejectedKV(ModelRunner):
+    """Leave the keys and values of rejected drafts in their blocks."""
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        ends = self.__dict__.setdefault("drafted_ends", {})  # by slot
+        for admission in plan.admissions:
+            ends.pop(admission.slot, None)
+        store_from = plan.store_from.copy()
+        for row, slot in enumerate(plan.slots.tolist()):
+            store_from[row] = max(store_from[row], ends.get(slot, 0))
+            if plan.draft_ids.size and plan.draft_counts[row]:
+                ends[slot] = int(plan.starts[row] + plan.counts[row])
+        return super()._run(replace(plan, store_from=store_from))
+
+
+def keep_runs_after_mismatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accept the tokens that were sampled behind wrong drafts."""
+    monkeypatch.setattr(step_result, "drop_after_mismatch", lambda plan, token_ids: None)
+
+
+def count_all_drafts_in_histories(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let penalties count drafts at and after the sampled position."""
+    history = batch_builder._history
+
+    def all_known(slots: Any, positions: Int32s, tables: Any, *, is_late: bool) -> Any:
+        return history(slots, tables.tokens.lengths[slots], tables, is_late=is_late)
+
+    monkeypatch.setattr(batch_builder, "_history", all_known)
+
+
+def mask_drafts_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the positions behind drafts the mask of the position before these."""
+    monkeypatch.setattr(DraftMasks, "after", lambda self, draft_id: self._mask)
+
+
 class DropsLayerActivations(_Executor):
     """Drop the activations of a chunk's first layers between steps."""
 
@@ -284,6 +331,7 @@ def test_a_k_split_by_row_count_is_detected(
         ScoresBySlice,
         ScoresPreviousSlice,
         SwapsGrammarMasks,
+        DrawsNoiseByDraft,
     ],
 )
 def test_a_fault_in_the_executor_is_detected(
@@ -301,12 +349,26 @@ def test_a_fault_in_the_executor_is_detected(
         DropsMirostatState,
         SharesMirostatState,
         ReordersForcedTokens,
+        KeepsRejectedKV,
     ],
 )
 def test_a_fault_in_the_runner_is_detected(
     models: list[Model], alone: AloneRuns, fault: type[ModelRunner]
 ) -> None:
     assert _cases_until_found(models, alone, runner_type=fault) is not None
+
+
+@pytest.mark.parametrize(
+    "plant", [keep_runs_after_mismatches, count_all_drafts_in_histories, mask_drafts_alike]
+)
+def test_a_fault_in_verification_is_detected(
+    models: list[Model],
+    alone: AloneRuns,
+    plant: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plant(monkeypatch)
+    assert _cases_until_found(models, alone) is not None
 
 
 def _cases_until_found(
@@ -321,7 +383,9 @@ def _cases_until_found(
     for number in range(num_cases):
         case = draw_case(number, num_models=len(models), vocab_size=VOCAB_SIZE)
         model = models[case.model]
-        outcome = run_case(model, case, wrap_executor=wrap_executor, runner_type=runner_type)
+        outcome = run_case(
+            model, case, wrap_executor=wrap_executor, runner_type=runner_type, alone=alone
+        )
         if differences(model, outcome, alone):
             return number + 1
     return None

@@ -16,6 +16,7 @@ import numpy as np
 from quire.base.grammar import choice, grammar, json_object, json_schema, regex
 from quire.base.records import NO_RULES, Request, TokenRules
 from quire.base.sampling_params import SamplingParams
+from quire.base.speculation_params import Speculation
 from quire.scheduler.policy.policies import POLICY_NAMES
 from quire.scheduler.tenants.tenant_usage import TenantLimits
 
@@ -71,6 +72,9 @@ class Settings:
     tenants: tuple[TenantLimits, ...] = ()
     layered: bool = False  # layered prefill where it is possible
     jump_ahead: bool = True  # append forced tokens; a request alone takes a step per token
+    proposer: str = ""  # of draft tokens (drafts.py); "" for none
+    max_drafts: int = 0
+    adaptive: bool = False  # as many drafts as the control chooses, instead of all
 
 
 # Settings of a request alone: enough blocks, whole prompts, no sharing, one thread.
@@ -163,7 +167,39 @@ def draw_case(number: int, *, num_models: int, vocab_size: int) -> Case:
         settings = _with_tenants(bounded, settings, -(-max_tokens_drawn // block_size))
         # A narrow tenant limit may reduce the beam width, which would change the result.
         arrivals = tuple(one for one in arrivals if not one.requests[0].sampling.use_beam_search)
+    drafting = random.Random(f"drafts {number}")
+    if drafting.random() < 0.8:
+        settings, arrivals = _with_drafts(drafting, settings, arrivals, vocab_size)
     return Case(number=number, model=number % num_models, settings=settings, arrivals=arrivals)
+
+
+def _with_drafts(
+    rng: random.Random, settings: Settings, arrivals: tuple[Arrival, ...], vocab_size: int
+) -> tuple[Settings, tuple[Arrival, ...]]:
+    """Add a proposer, and requests that speculate, most of them; some predict their answer."""
+    proposer = rng.choice(("right", "right", "wrong", "alternating", "sometimes", "ngram"))
+    settings = replace(
+        settings,
+        proposer=proposer,
+        max_drafts=rng.choice((1, 2, 3, 5, 8)),
+        adaptive=rng.random() < 0.25,
+    )
+
+    def speculating(request: Request) -> Request:
+        own = random.Random(f"drafts {request.group_id}")
+        if own.random() < 0.1:
+            return request
+        predicted = [own.randrange(2, vocab_size) for _ in range(20)] if own.random() < 0.1 else ()
+        speculation = Speculation(
+            max_drafts=own.choice((2, 8)),
+            uses_proposer=own.random() < 0.95,
+            prediction_ids=np.array(predicted, np.int32),
+        )
+        return replace(request, speculation=speculation)
+
+    return settings, tuple(
+        replace(arrival, requests=tuple(map(speculating, arrival.requests))) for arrival in arrivals
+    )
 
 
 def _with_tenants(rng: random.Random, settings: Settings, longest_blocks: int) -> Settings:

@@ -66,6 +66,9 @@ def speeds_json(usage: Usage) -> dict[str, Any]:
 def usage_json(usage: Usage, *, reasoning_tokens: int | None = None) -> dict[str, Any]:
     """Return the object of `usage`. reasoning_tokens: None if answers have no reasoning."""
     details = {} if reasoning_tokens is None else {"reasoning_tokens": reasoning_tokens}
+    if usage.accepted_drafts or usage.rejected_drafts:
+        details["accepted_prediction_tokens"] = usage.accepted_drafts
+        details["rejected_prediction_tokens"] = usage.rejected_drafts
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,

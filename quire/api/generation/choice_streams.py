@@ -156,6 +156,8 @@ class ChoiceStreams:
             cached_tokens=sum(self._cached),
             cache_uses=tuple(use for _, use in sorted(self._cache_uses.items())),
             timings=self.timings if self._usage_options.timings else None,
+            accepted_drafts=sum(delta.accepted_drafts for delta in self._last.values()),
+            rejected_drafts=sum(delta.rejected_drafts for delta in self._last.values()),
         )
         if self._usage_options.speeds:
             usage = replace(usage, speeds=speeds_of(usage, self.timings))

@@ -94,6 +94,7 @@ _EVERYWHERE = (
         "timings",
         "timings_per_token",
         "return_progress",
+        "speculation",
     }
 )
 # Routes with texts as answers.
@@ -118,6 +119,7 @@ _CHAT_ONLY = {
     "top_logprobs",
     "parallel_tool_calls",
     "include_reasoning",
+    "prediction",
 }
 CHAT = _TEXTS | _TEMPLATE | _CHAT_ONLY
 # Token ids in and out: no fields of texts.

@@ -130,7 +130,6 @@ UNSERVED: Mapping[str, Unserved] = {
     ),
     "modalities": Unserved(allowed=(["text"],), why=_TEXT_ONLY),
     "audio": Unserved(allowed=(), why=_TEXT_ONLY),
-    "prediction": Unserved(allowed=(), why="predicted outputs are not implemented"),
     "moderation": Unserved(allowed=(), why="nothing is moderated here"),
     "web_search_options": Unserved(allowed=(), why="the server searches nothing"),
     # vLLM

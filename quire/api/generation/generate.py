@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -24,6 +24,7 @@ from quire.api.generation.answer_json import speeds_json, usage_json
 from quire.api.generation.choice_streams import Choice, ChoiceStreams, Prompt, PromptState
 from quire.api.generation.fields import SCHEDULING, flag, limited
 from quire.api.generation.request_context import RequestContext, open_request
+from quire.api.generation.speculation_fields import speculation_params
 from quire.api.generation.usage import Usage, UsageOptions
 from quire.api.http.dialect import Dialect
 from quire.api.http.request_io import disconnect_of, run_until_disconnect
@@ -166,6 +167,8 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
     given, engine = context.given, context.engine
     tenant: Tenant = request.state.tenant
     terms, cache_salt = scheduling_params_of(given, tenant), cache_salt_of(given, tenant)
+    if "speculation" in given or "prediction" in given:
+        terms = replace(terms, speculation=await speculation_params(context))
     stream = flag(given, "stream")
     options = _stream_options(given, stream=stream)
     generation_request = GenerationRequest(

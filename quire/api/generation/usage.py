@@ -61,6 +61,9 @@ class Usage:
     cache_uses: tuple[CacheUsage, ...] = ()  # of each prompt, if requested
     timings: Timings | None = None  # if requested
     speeds: Speeds | None = None  # if requested
+    # Proposed tokens that were those of the answer, and others.
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -303,7 +303,12 @@ def _usage() -> Schema:
             "total_tokens": COUNT,
             "prompt_tokens_details": cached,
         },
-        completion_tokens_details=_whole(reasoning_tokens=COUNT),
+        completion_tokens_details=_part(
+            {},
+            reasoning_tokens=COUNT,
+            accepted_prediction_tokens=COUNT,
+            rejected_prediction_tokens=COUNT,
+        ),
         timings=_ref("Timings"),
     )
 

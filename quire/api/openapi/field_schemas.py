@@ -28,6 +28,7 @@ from quire.base.parameter_checks import MAX_TOKEN_ID
 from quire.base.sampling_checks import EARLY_STOPPING, FLAGS, MUST_BE_ABOVE, NUMBERS, WHOLE_NUMBERS
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import MAX_PRIORITY, MAX_TERM_MS, OBJECTIVES
+from quire.base.speculation_params import MAX_DRAFT_TOKENS
 from quire.text.messages import ROLES
 
 Schema = dict[str, Any]
@@ -301,11 +302,36 @@ def _other_rows(known: Known) -> dict[str, Schema]:
         "timings": FLAG,
         "timings_per_token": FLAG,
         "return_progress": FLAG,
+        "speculation": {
+            "anyOf": [
+                {"enum": ["off", "auto"]},
+                {
+                    **object_of(
+                        {
+                            "max_draft_tokens": {
+                                "type": "integer",
+                                "minimum": 1,
+                                "maximum": MAX_DRAFT_TOKENS,
+                            }
+                        }
+                    ),
+                    "required": ["max_draft_tokens"],
+                },
+            ]
+        },
+        "prediction": _prediction(),
         "return_token_ids": FLAG,
         "echo": FLAG,
         "suffix": TEXT,
         "return_token_strs": FLAG,
     }
+
+
+def _prediction() -> Schema:
+    text = object_of({"type": {"const": "text"}, "text": TEXT})
+    content = {"anyOf": [TEXT, list_of({**text, "required": ["type", "text"]})]}
+    whole = object_of({"type": {"const": "content"}, "content": content})
+    return {**whole, "required": ["type", "content"]}
 
 
 def _structured() -> Schema:

@@ -83,6 +83,9 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "timings_per_token": "Return those in every chunk too.",
         "return_progress": "While streaming, send events of how much of the prompt is computed.",
         "return_cached_tokens_details": "Return in usage where cached tokens were found.",
+        "speculation": "Propose tokens and verify them, for speed only: off, auto, or at most so "
+        "many a step.",
+        "prediction": "A text that the answer may repeat; for speed only.",
     },
     "Structured output": {
         "response_format": "The answer is free text, any JSON object, JSON of a schema, or free "

@@ -26,6 +26,7 @@ from quire.base.user_path import user_path
 from quire.config.groups import EngineConfig, ExecutorConfig
 from quire.config.machine import machine_memory, num_usable_cores
 from quire.config.memory import MemoryPlan, mib, plan_memory
+from quire.engine.assembly.drafts import make_drafter, max_draft_tokens
 from quire.engine.assembly.initial_costs import initial_step_costs
 from quire.engine.assembly.model_files import model_folder, model_name
 from quire.engine.assembly.precision import warn_of_coarse
@@ -58,6 +59,7 @@ from quire.runner.fingerprint import block_fingerprint, system_fingerprint
 from quire.runner.model_runner import ModelRunner, OutputConstraints
 from quire.runner.prefault import Prefault
 from quire.scheduler.limits import SchedulerLimits
+from quire.speculative.drafter import Drafter
 from quire.structured.compiler import GrammarCompiler
 from quire.text.template_files import source_in_force
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
@@ -142,7 +144,7 @@ def _assembled(
     record: BinaryIO | None,
     tier_folder: TierFolder | None,
 ) -> Engine:
-    pack_cache = _pack_cache(config.executor)
+    pack_cache, max_drafts = _pack_cache(config.executor), max_draft_tokens(config)
     model = _sized_model(config)
     memory, program = model.memory, model.program
     executor = _loaded_executor(config, model, progress, pack_cache)
@@ -187,6 +189,7 @@ def _assembled(
         tier=None if tier is None else tier.tier,
         window=program.caches[0].window,
         operations=partial(BlockOperations, timed=True),
+        draft_source=_drafter(max_drafts, limits, model.spec, report),
     )
     runner.tables.grammars.wait = TimedMaskWaits(scheduler.history.mask_waits, clock)
     core = EngineCore(
@@ -200,7 +203,11 @@ def _assembled(
     )
     return Engine(
         core=core,
-        card=_card(config, model, executor, max_num_seqs=limits.max_num_seqs),
+        card=replace(
+            _card(config, model, executor, max_num_seqs=limits.max_num_seqs),
+            max_draft_tokens=max_drafts,
+            speculates=config.scheduler.speculate != "off",
+        ),
         notes=(*memory.text().splitlines(), *([] if tier is None else [tier.note])),
         step_tokens=model.step_limits.max_tokens,
         num_layers=num_layers,
@@ -269,6 +276,16 @@ def _limits(config: EngineConfig, model: _SizedModel, num_layers: int) -> Schedu
         max_model_len=model.memory.max_model_len,
         step_tokens=model.step_limits.max_tokens,
         plans_in_flight=model.executor_class.plans_in_flight(),
+    )
+
+
+def _drafter(
+    max_drafts: int, limits: SchedulerLimits, spec: ModelSpec, report: Report
+) -> Drafter | None:
+    if not max_drafts:
+        return None
+    return make_drafter(
+        max_drafts, num_slots=limits.max_num_seqs, vocab_size=spec.vocab_size, report=report
     )
 
 

@@ -17,6 +17,7 @@ from quire.execute.executor import PART_TOKENS
 from quire.scheduler.cost.speed import SpeedEstimate
 from quire.scheduler.cost.step_cost import LinearCost
 from quire.scheduler.cost.transfer_cost import RestoreMode
+from quire.scheduler.interfaces import DraftSource
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
@@ -68,12 +69,13 @@ def make_scheduler(
     prices: LinearCost | None = None,
     window: int = 0,
     operations: Callable[..., BlockOperations] = BlockOperations,
+    draft_source: DraftSource | None = None,
 ) -> Scheduler:
     """Return a scheduler over a fresh cache of `num_blocks`.
 
     Only blocks that the model of `fingerprint` has computed are found. cost: where limits have a
     step_budget_ms. tier: the places of a tier, where there is one. prices: what steps cost, until
-    some were timed. window, operations: see CacheManager.
+    some were timed. window, operations: see CacheManager. draft_source: see Scheduler.
     """
     cache = CacheManager(
         num_blocks,
@@ -96,4 +98,5 @@ def make_scheduler(
         speed=None if prices is None else SpeedEstimate(prices),
         tenants=tenants,
         bring_back=RestoreMode(config.cache.kv_tier_fetch),
+        draft_source=draft_source,
     )

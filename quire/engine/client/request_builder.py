@@ -14,6 +14,7 @@ from quire.base.errors import ContextTooLong, InvalidParameter
 from quire.base.records import NO_RULES, Request, TokenRules
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
+from quire.engine.client.speculation import NO_WISHES, speculation_of
 from quire.engine.client.token_rules import Encoder, token_rules
 from quire.engine.model_card import ModelCard
 
@@ -56,6 +57,9 @@ def make_requests(
     stop_ids = tuple(dict.fromkeys((*eos_ids, *sampling.stop_token_ids)))
     rules = _rules(card, sampling, encoder, shown_ids)
     _check_choosable(sampling, rules, stop_ids)
+    speculation = None
+    if terms.speculation is not None or card.speculates:
+        speculation = speculation_of(card, terms.speculation or NO_WISHES)
     limit = room_tokens if sampling.max_tokens is None else sampling.max_tokens
     return tuple(
         Request(
@@ -76,6 +80,7 @@ def make_requests(
             tpot_slo_ms=terms.tpot_slo_ms,
             explain_cache=terms.return_cached_tokens_details,
             report_progress=terms.report_progress and stream == first_stream,
+            speculation=speculation,
         )
         for stream in range(first_stream, first_stream + num_streams)
     )

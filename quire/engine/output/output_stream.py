@@ -57,7 +57,8 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True):
     asked for: by one of its streams, in its first delta, before any other stream has one.
     num_unseen_tokens: of sequences that best_of computed and dropped. score: of a beam.
     token_chars: how many characters of the text each token completed, parallel to token_ids, where
-    it was asked for. prompt_progress: in a delta of nothing else. A Struct, not a dataclass: there
+    it was asked for. accepted_drafts, rejected_drafts: proposed tokens so far, as in RequestOutput.
+    prompt_progress: in a delta of nothing else. A Struct, not a dataclass: there
     is one a token.
     """
 
@@ -79,6 +80,8 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True):
     score: float | None = None
     token_chars: tuple[int, ...] = ()
     prompt_progress: PromptProgress | None = None
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
 
 
 class OutputStream:
@@ -115,6 +118,7 @@ class OutputStream:
         self._num_chars = 0  # of the delivered tokens
         self._cached_tokens = 0
         self._cache_use: CacheUsage | None = None
+        self._accepted_drafts = self._rejected_drafts = 0
         self._times: RequestTimes | None = None
         self._prompt_logprobs: Sequence[TokenText | None] = ()  # not delivered yet
         self._score: float | None = None
@@ -202,6 +206,9 @@ class OutputStream:
         self._score = output.score
         self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
         self._cache_use = output.cache_use or self._cache_use
+        if output.accepted_drafts or output.rejected_drafts:  # an output without times has none
+            self._accepted_drafts = output.accepted_drafts
+            self._rejected_drafts = output.rejected_drafts
         self._times = output.times or self._times
         if output.token_ids:
             self._keep_time(step_ms)
@@ -296,6 +303,8 @@ class OutputStream:
             prompt_logprobs=prompt_logprobs,
             score=self._score,
             token_chars=chars if self._tells_chars else (),
+            accepted_drafts=self._accepted_drafts,
+            rejected_drafts=self._rejected_drafts,
         )
 
     def _token_text(self, token: TokenLogprobs, num_chars: int) -> TokenText:

@@ -29,7 +29,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "functions": ([{"name": "f"}], "tools"),
     "modalities": (["text", "audio"], "text only"),
     "moderation": ({"model": "any"}, "moderated"),
-    "prediction": ({"type": "content", "content": "x"}, "predicted"),
     "service_tier": ("priority", "one tier"),
     "store": (True, "not stored"),
     "web_search_options": ({}, "searches nothing"),

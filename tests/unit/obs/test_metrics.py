@@ -125,6 +125,17 @@ MOVES: list[tuple[str, Callable[[Metrics], None], float]] = [
     ("quire_holds_total", engine(held_total=22), 22),
     ("quire_layered_tokens_total", engine(layered_tokens_total=23), 23),
     ("quire_row_errors_total", engine(row_errors_total=13), 13),
+    ("quire_draft_rows_total", engine(draft_rows_total=7), 7),
+    (
+        "quire_draft_tokens_total{position=2}",
+        engine(draft_rows_total=7, draft_tokens_total=(7, 5)),
+        5,
+    ),
+    (
+        "quire_accepted_draft_tokens_total{position=1}",
+        engine(draft_rows_total=7, accepted_draft_tokens_total=(6, 4)),
+        6,
+    ),
     ("quire_prefix_hit_tokens_by_tier_total{tier=pool}", engine(**FOUND), 30),
     ("quire_prefix_hit_tokens_by_tier_total{tier=host}", engine(**FOUND), 8),
     ("quire_prefix_hit_tokens_by_tier_total{tier=disk}", engine(**FOUND), 16),

@@ -105,7 +105,7 @@ def test_a_run_ends_with_forced_tokens_and_with_the_answer(
 
 
 class CountingMatcher:
-    """Allows each token one higher than the last; 9 completes the answer."""
+    """Allows each token one higher than the last, or 49, which ends the answer; 9 completes it."""
 
     eos_ids = (49,)
 
@@ -123,8 +123,16 @@ class CountingMatcher:
     def go_back(self, num_tokens: int) -> None:
         del self.taken[len(self.taken) - num_tokens :]
 
+    def copy(self) -> CountingMatcher:
+        twin = CountingMatcher()
+        twin.taken = self.taken.copy()
+        return twin
+
     def mask(self) -> NDArray[np.uint32]:
-        return np.full(2, 2**32 - 1, np.uint32)
+        words = np.zeros(2, np.uint32)
+        for token_id in (self.taken[-1] + 1, 49):
+            words[token_id // 32] |= np.uint32(1 << token_id % 32)
+        return words
 
     def ends_with(self, token_id: int) -> bool:
         return token_id in self.eos_ids
@@ -148,20 +156,9 @@ class OneMatcher:
         raise WorkerError("there is no other matcher")
 
 
-@pytest.mark.parametrize(
-    ("token_ids", "taken", "complete"),
-    [
-        ([7, 8, 9], [6, 7, 8, 9], [2]),  # all three were proposed
-        ([7, -1, -1], [6, 7], []),  # the proposal after 7 was another
-        ([9, 10, 11], [6], []),  # not allowed after 6
-        ([7, 49, 3], [6, 7], []),  # 49 ends the answer
-    ],
-)
-def test_a_matcher_follows_a_run_whatever_its_masks_were_made_with(
-    token_ids: list[int], taken: list[int], complete: list[int]
-) -> None:
-    """The masks of later positions need proposed tokens; the run may have others, or fewer."""
-    tokens, source = TokenTable(4, 32), OneMatcher()
+def grammar_rows_of(source: OneMatcher, drafts: list[int]) -> GrammarRows:
+    """Return rows with a matcher in slot 2, after the token 6 at position 2."""
+    tokens = TokenTable(4, 32)
     rows = GrammarRows(4, tokens, source)
     admission = admission_of(
         2,
@@ -171,13 +168,33 @@ def test_a_matcher_follows_a_run_whatever_its_masks_were_made_with(
     )
     tokens.admit(2, admission.token_ids, 2)
     rows.admit(admission)
-    slots, positions = np.array([2, 2, 2]), ints(3, 4, 5)
-    tokens.tokens[2, 3:5] = [7, 8]  # proposed
-    masks = rows.begin(slots, positions)
+    tokens.tokens[2, 3 : 3 + len(drafts)] = drafts
+    return rows
+
+
+SLOTS, POSITIONS = np.array([2, 2, 2]), ints(3, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "taken", "complete"),
+    [
+        ([7, 8, 9], [6, 7, 8, 9], [2]),  # all three were proposed
+        ([7, -1, -1], [6, 7], []),  # the proposal after 7 was another
+        ([9, 10, 11], [6], []),  # not allowed after 6
+        ([7, 49, 3], [6, 7], []),  # 49 ends the answer
+    ],
+)
+def test_a_matcher_follows_the_tokens_of_a_run(
+    token_ids: list[int], taken: list[int], complete: list[int]
+) -> None:
+    """Masks of later positions need proposed tokens, which the matcher itself does not take."""
+    source = OneMatcher()
+    rows = grammar_rows_of(source, [7, 8])
+    masks = rows.begin(SLOTS, POSITIONS)
     assert masks is not None
     assert masks.result().rows.tolist() == [0, 1, 2]
-    assert source.made.taken == [6, 7, 8]
-    follow = rows.follow(slots, positions, ints(*token_ids))
+    assert source.made.taken == [6]
+    follow = rows.follow(SLOTS, POSITIONS, ints(*token_ids))
     assert source.made.taken == taken
     assert follow.complete == complete
     assert list(follow.failed) == ([0] if token_ids[0] == 9 else [])
@@ -197,3 +214,27 @@ def test_what_the_tracker_refuses_compiles_no_other_matcher() -> None:
     rows.admit(admission)
     follow = rows.follow(np.array([2]), ints(3), ints(7))
     assert follow.failed == {0: "an item is repeated"}
+    rows.close()
+
+
+@pytest.mark.parametrize(
+    ("drafts", "mask_rows"),
+    [
+        ([7, 8], [0, 1, 2]),
+        ([7, 9], [0, 1, -1]),  # 9 is forbidden after 7
+        ([8, 9], [0, -1, -1]),
+        ([49, 7], [0, -1, -1]),  # nothing follows the end of the answer
+    ],
+)
+def test_drafts_end_at_the_first_one_the_grammar_forbids(
+    drafts: list[int], mask_rows: list[int]
+) -> None:
+    rows = grammar_rows_of(OneMatcher(), drafts)
+    future = rows.begin(SLOTS, POSITIONS)
+    assert future is not None
+    masks = future.result()
+    assert masks.rows.tolist() == mask_rows
+    assert list(masks.failed) == [place for place, row in enumerate(mask_rows) if row < 0]
+    for row, allowed in enumerate((7, 8, 9)[: max(mask_rows) + 1]):
+        assert int(masks.words[row, 0]) == 1 << allowed
+    rows.close()

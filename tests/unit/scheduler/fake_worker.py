@@ -28,6 +28,7 @@ from quire.base.records import (
     StepResult,
 )
 from quire.base.sampling_params import SamplingParams
+from quire.base.speculation_params import Speculation
 from quire.base.token_table import TokenTable
 from tests.unit.scheduler.beam.beam_oracle import Wishes, beams
 from tests.unit.scheduler.fake_tier import FakeTier
@@ -169,14 +170,12 @@ class FakeWorker:
             start, count = int(plan.starts[row]), int(plan.counts[row])
             error = self._compute(plan, row, slot, start, count, failing=row in fail_rows)
             scores.append(self._scores(slot, start, count) if error is None else [])
+            drafts = self._take_back_drafts(plan, row, slot, start + count)
             if error is None and plan.samples[row]:
-                admission = self.admitted[slot]
-                digest = self._read(slot, start + count - 1, computed_now=True)
-                token_id = next_token(digest, admission.sampling, admission.stream)
-                self._append(slot, start + count, token_id)
-                token_ids.append(token_id)
-                tops.append(_top(digest, admission))
-                token_counts.append(1)
+                run = self._sample(slot, start + count - len(drafts), drafts)
+                token_ids += [token_id for token_id, _ in run]
+                tops += [top for _, top in run]
+                token_counts.append(len(run))
                 continue
             token_counts.append(0)
             if error is not None:
@@ -195,6 +194,28 @@ class FakeWorker:
             scores=_as_record([one for of_row in scores for one in of_row]),
             errors=tuple(errors),
         )
+
+    def _take_back_drafts(self, plan: StepPlan, row: int, slot: int, end: int) -> list[int]:
+        """Remove the row's drafts, which end before `end`, from the known tokens; return them."""
+        if not plan.draft_ids.size or not plan.draft_counts[row] or slot not in self.admitted:
+            return []
+        first = end - int(plan.draft_counts[row])
+        drafts: list[int] = self.tokens.tokens[slot, first:end].tolist()
+        self.tokens.lengths[slot] = first
+        return drafts
+
+    def _sample(self, slot: int, position: int, drafts: list[int]) -> list[tuple[int, Top]]:
+        """Sample the token at `position`, and those after it while they agree with the drafts."""
+        admission, run = self.admitted[slot], []
+        for draft in (*drafts, None):
+            digest = self._read(slot, position - 1, computed_now=True)
+            token_id = next_token(digest, admission.sampling, admission.stream)
+            self._append(slot, position, token_id)
+            run.append((token_id, _top(digest, admission)))
+            position += 1
+            if token_id != draft:
+                break
+        return run
 
     def _scores(self, slot: int, start: int, count: int) -> list[int]:
         """Return requested scores of the prompt tokens after the row's positions."""
@@ -223,6 +244,7 @@ class FakeWorker:
         for slot, token_id in zip(plan.known_slots.tolist(), plan.known_ids.tolist(), strict=True):
             self.tokens.tokens[slot, self.tokens.lengths[slot] - 1] = token_id
         self.tables[plan.table_slots, plan.table_columns] = plan.table_blocks
+        self._put_drafts(plan)
         if plan.tier_copies is not None:
             assert self.tier is not None, "copies to a missing tier"
             self.tier.begin(plan.tier_copies, self.content)
@@ -232,6 +254,16 @@ class FakeWorker:
             size = self.block_size
             part = self.content[source * size : (source + 1) * size]
             self.content[target * size : (target + 1) * size] = part
+
+    def _put_drafts(self, plan: StepPlan) -> None:
+        end = 0
+        for row, num in enumerate(plan.draft_counts.tolist()):
+            slot, last = int(plan.slots[row]), int(plan.starts[row] + plan.counts[row])
+            if num and int(self.tokens.lengths[slot]) != last - num:
+                self.wrong.append(f"step {plan.step} slot {slot}: drafts behind unknown tokens")
+            self.tokens.tokens[slot, last - num : last] = plan.draft_ids[end : end + num]
+            self.tokens.lengths[slot] += num
+            end += num
 
     def _compute(
         self, plan: StepPlan, row: int, slot: int, start: int, count: int, *, failing: bool
@@ -388,6 +420,7 @@ def make_request(
     ttft_slo_ms: float | None = None,
     tpot_slo_ms: float | None = None,
     explain_cache: bool = False,
+    max_drafts: int = 0,
     **sampling: Any,
 ) -> Request:
     """Return a request as the engine would build it."""
@@ -412,4 +445,5 @@ def make_request(
         ttft_slo_ms=ttft_slo_ms,
         tpot_slo_ms=tpot_slo_ms,
         explain_cache=explain_cache,
+        speculation=Speculation(max_drafts=max_drafts) if max_drafts else None,
     )

@@ -21,6 +21,7 @@ from quire.scheduler.policy.policy import Policy
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step_budget import CostModel
 from quire.scheduler.tenants.tenant_usage import TenantLimits
+from tests.unit.scheduler.fake_drafts import FakeDrafts
 from tests.unit.scheduler.fake_tier import FakeTier
 from tests.unit.scheduler.fake_worker import (
     FakeWorker,
@@ -59,6 +60,7 @@ class Setup:
     tenants: tuple[TenantLimits, ...] = ()
     window: int = 0  # visible positions of a token; 0: all
     timeline_steps: int = 4096
+    max_drafts: int = 0  # of a request in a step
 
 
 class Harness:
@@ -89,6 +91,7 @@ class Harness:
             layered_part_tokens=setup.layered_part_tokens,
             timeline_steps=setup.timeline_steps,
         )
+        self.drafts = FakeDrafts(setup.max_drafts, self.alone) if setup.max_drafts else None
         self.scheduler = Scheduler(
             limits,
             self.cache,
@@ -96,6 +99,7 @@ class Harness:
             cost=cost,
             tenants=setup.tenants,
             bring_back=RestoreMode.MOVE,
+            draft_source=self.drafts,
         )
         self.tier = FakeTier(setup.block_size)
         self.worker = FakeWorker(
@@ -114,6 +118,8 @@ class Harness:
         self.ends: dict[str, RequestOutput] = {}
         self.refusals: dict[str, OverloadedError] = {}  # errors of expired requests
         self.plans: list[StepPlan] = []
+        # By step, and request between two preemptions: drafts.
+        self.rows_of: dict[int, dict[tuple[str, int], int]] = {}
         self.max_in_flight = 0
         self.now_ms = 0.0
 
@@ -252,6 +258,7 @@ class Harness:
         )
         self._check_layers(plan)
         assert (plan.counts > 0).all()
+        self._check_drafts(plan)
         assert (plan.store_from >= plan.starts).all()
         owners_of = self._owners_of_blocks()
         for block in self._written_blocks(plan):
@@ -262,6 +269,26 @@ class Harness:
                 assert owners <= named.get(block, owners), "a block named in flight is reused"
         named = self._named_blocks(plan)
         self.named.append({block: owners_of.get(block, set()) for block in named})
+
+    def _check_drafts(self, plan: StepPlan) -> None:
+        rows = self.rows_of[plan.step] = {
+            (sequence.request.request_id, sequence.preemption.count): int(num)
+            for sequence, num in zip(
+                map(self.scheduler._batch.sequence, plan.slots.tolist()),
+                plan.draft_counts if plan.draft_ids.size else np.zeros(len(plan.slots)),
+                strict=True,
+            )
+        }
+        for other, *_ in self.out:
+            for name, num in self.rows_of[other.step].items():
+                assert not num or name not in rows, "a row after drafts in flight"
+        if not plan.draft_ids.size:
+            return
+        assert plan.draft_counts.sum() == len(plan.draft_ids)
+        has_drafts = plan.draft_counts > 0
+        assert (plan.counts[has_drafts] == plan.draft_counts[has_drafts] + 1).all()
+        assert (plan.sample_counts[has_drafts] == plan.counts[has_drafts]).all()
+        assert plan.draft_counts.max() <= self.setup.max_drafts
 
     def _check_layers(self, plan: StepPlan) -> None:
         layers = plan.layers

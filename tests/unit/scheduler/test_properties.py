@@ -32,6 +32,7 @@ from quire.scheduler.preemption.preemptor import Preemptor
 from quire.scheduler.request_table import RequestTable
 from quire.scheduler.running_batch import RunningBatch
 from quire.scheduler.sequence import SequenceState
+from quire.scheduler.speculation.draft_rows import DraftRows, VerifiedRows
 from tests.unit.scheduler.fake_worker import VOCAB, FakeWorker, make_request
 from tests.unit.scheduler.harness import Harness, Setup
 
@@ -57,6 +58,8 @@ PARTS = (
     "score_on",
     "beams",
     "moved",
+    "accepted",
+    "rejected",
 )
 POLICIES = (  # add new policies here
     FirstCome,
@@ -96,6 +99,7 @@ def draw_setup(random: Random) -> Setup:
         **draw_bounds(random),
         run_late=random.random() < 0.5,
         policy=random.choice(POLICIES),
+        max_drafts=random.choice([0, 2, 5]),
     )
 
 
@@ -175,6 +179,7 @@ def add_group(random: Random, harness: Harness, name: str, prefix: list[int]) ->
             **beams,
             deadline_ms=asked.choice([None, None, 60.0]),
             explain_cache=len(prompt) % 2 == 0,
+            max_drafts=asked.choice([0, 3, 8]),
         )
         fitting_tokens = harness.limit(replace(request, max_total_tokens=1_000))
         if len(prompt) + (not scores_only) > fitting_tokens:
@@ -312,6 +317,9 @@ def test_drawn_cases_reach_their_coverage() -> None:
             for name, one in harness.ends.items()
         )
         met["score_on"] += any(one.scores_from for one in admissions)
+        reports = [] if harness.drafts is None else harness.drafts.reports
+        met["accepted"] += any(accepted for _, accepted in reports)
+        met["rejected"] += any(accepted < drafted for drafted, accepted in reports)
     print({name: f"{count / cases:.0%}" for name, count in met.items()})
     assert met["preemption"] >= 0.4 * cases
     assert met["prefix"] >= 0.4 * cases
@@ -319,6 +327,8 @@ def test_drawn_cases_reach_their_coverage() -> None:
     assert met["fork"] >= 0.2 * cases
     assert met["error"] >= 0.2 * cases
     assert met["two_out"] >= 0.5 * cases
+    assert met["accepted"] >= 0.2 * cases
+    assert met["rejected"] >= 0.2 * cases
     assert met["score"] >= 0.8 * cases
     assert met["score_on"] >= 0.02 * cases  # rarer since admission learns from preemptions
 
@@ -346,6 +356,9 @@ def test_prompt_scoring_continues_after_preemption_with_few_blocks() -> None:
         "branch_without_tokens",
         "plan_beams_ahead",
         "keep_totals",
+        "register_rejected_drafts",
+        "draft_beside_rows_in_flight",
+        "draft_beyond_blocks",
     ],
 )
 def test_each_injected_fault_fails_the_property(
@@ -356,7 +369,7 @@ def test_each_injected_fault_fails_the_property(
         random = Random(seed)
         try:
             run_case(random, replace(draw_setup(random), prefix_caching=True), 80)
-        except AssertionError:
+        except (AssertionError, RuntimeError):
             return
     pytest.fail("not detected in 60 cases")
 
@@ -400,6 +413,19 @@ def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
             return samples
 
         monkeypatch.setattr(RunningBatch, "schedule", keeps)
+    elif fault == "register_rejected_drafts":  # all positions of a row count as computed
+        advance = DraftRows.advance
+
+        def publish(self: DraftRows, verified: VerifiedRows) -> None:
+            advance(self, verified)
+            lengths = self._batch.tokens.lengths[verified.slots]
+            self._cache.register(verified.slots, lengths, self._batch.tokens.tokens)
+
+        monkeypatch.setattr(DraftRows, "advance", publish)
+    elif fault == "draft_beside_rows_in_flight":
+        monkeypatch.setattr(DraftRows, "_await_run", lambda self, index: None)
+    elif fault == "draft_beyond_blocks":
+        monkeypatch.setattr(DraftRows, "_blocks", lambda self, step, index, ends, counts: counts)
     elif fault == "free_in_flight":
         nobody = lambda self, slots: np.zeros(len(slots), np.int64)  # noqa: E731
         monkeypatch.setattr(RequestTable, "last_steps", nobody)

@@ -1,0 +1,35 @@
+// SuffixIndex: where the last tokens of a text occurred before, by hashed chains. The plain twin is
+// in quire/speculative/suffix.py, which describes the choice. Always holds: matches are compared
+// token by token, so that a hash collision costs time and changes no result.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace quire {
+
+class SuffixIndex {
+  public:
+    static constexpr int32_t kMinMatch = 2;
+    static constexpr int32_t kMaxMatch = 32;
+    static constexpr int32_t kMaxCandidates = 32;
+
+    // Take in what `text` has beyond the tokens known so far; those must not have changed.
+    void learn(const int32_t* text, int32_t length);
+    // Return where in the text the longest match of the last tokens of `tail` ends, before the
+    // position `before`; 0 where there is none.
+    int32_t longest_match(const int32_t* text, const int32_t* tail, int32_t tail_length,
+                          int32_t before) const;
+    void forget();
+
+  private:
+    size_t bucket(const int32_t* end) const;
+    void insert(const int32_t* text, int32_t end);
+    void grow(const int32_t* text);
+
+    std::vector<int32_t> heads_;     // by bucket: the last end of such a pair of tokens, 0 for none
+    std::vector<int32_t> previous_;  // by end: the end before it in the same bucket
+};
+
+}  // namespace quire

@@ -1,0 +1,70 @@
+// The suffix index: a bucket of the hash table has the last place where a pair of tokens ended, and
+// each place has the one before it in its bucket. The table doubles when it has as many places as
+// buckets, so that learning a token takes constant time on average.
+
+#include "quire/suffix_index.h"
+
+#include <algorithm>
+
+namespace quire {
+
+namespace {
+
+constexpr size_t kFewBuckets = 256;
+// Occurrences that are looked at, those of other pairs in the same bucket included.
+constexpr int32_t kMaxSteps = 8 * SuffixIndex::kMaxCandidates;
+
+}  // namespace
+
+size_t SuffixIndex::bucket(const int32_t* end) const {
+    const uint64_t pair = static_cast<uint64_t>(static_cast<uint32_t>(end[-2])) << 32 |
+                          static_cast<uint32_t>(end[-1]);
+    uint64_t mixed = (pair ^ pair >> 29) * 0x9E3779B97F4A7C15ull;
+    mixed = (mixed ^ mixed >> 32) * 0xD6E8FEB86659FD93ull;
+    return static_cast<size_t>(mixed >> 32) & (heads_.size() - 1);
+}
+
+void SuffixIndex::insert(const int32_t* text, int32_t end) {
+    int32_t& head = heads_[bucket(text + end)];
+    previous_[static_cast<size_t>(end)] = head;
+    head = end;
+}
+
+void SuffixIndex::grow(const int32_t* text) {
+    heads_.assign(std::max(kFewBuckets, 2 * heads_.size()), 0);
+    const int32_t known = static_cast<int32_t>(previous_.size());
+    for (int32_t end = kMinMatch; end < known; ++end) insert(text, end);
+}
+
+void SuffixIndex::learn(const int32_t* text, int32_t length) {
+    for (auto end = static_cast<int32_t>(previous_.size()); end <= length; ++end) {
+        if (previous_.size() >= heads_.size()) grow(text);
+        previous_.push_back(0);
+        if (end >= kMinMatch) insert(text, end);
+    }
+}
+
+int32_t SuffixIndex::longest_match(const int32_t* text, const int32_t* tail, int32_t tail_length,
+                                   int32_t before) const {
+    if (tail_length < kMinMatch || heads_.empty()) return 0;
+    const int32_t* tail_end = tail + tail_length;
+    int32_t best = kMinMatch - 1, best_end = 0, candidates = 0, steps = 0;
+    for (int32_t end = heads_[bucket(tail_end)]; end > 0 && steps < kMaxSteps;
+         end = previous_[static_cast<size_t>(end)], ++steps) {
+        if (end >= before) continue;
+        const int32_t most = std::min({kMaxMatch, end, tail_length});
+        int32_t length = 0;
+        while (length < most && text[end - 1 - length] == tail_end[-1 - length]) ++length;
+        if (length < kMinMatch) continue;  // another pair in the same bucket
+        if (length > best) best = length, best_end = end;
+        if (++candidates == kMaxCandidates || best == kMaxMatch) break;
+    }
+    return best_end;
+}
+
+void SuffixIndex::forget() {
+    heads_ = {};
+    previous_ = {};
+}
+
+}  // namespace quire

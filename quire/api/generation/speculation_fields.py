@@ -1,0 +1,71 @@
+"""The fields `speculation` and `prediction` as SpeculationParams. No token depends on them.
+
+Knows forms and bounds of the fields; what the server offers is checked with the model card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.api.generation.request_context import RequestContext, encode
+from quire.base.errors import InvalidParameter
+from quire.base.show import show
+from quire.base.speculation_params import MAX_DRAFT_TOKENS, SpeculationParams
+
+
+async def speculation_params(request: RequestContext) -> SpeculationParams:
+    """Return what a request says of draft tokens. Raises InvalidParameter naming the field."""
+    given = request.given
+    is_on, max_drafts = _speculation(given)
+    if "prediction" not in given:
+        return SpeculationParams(is_on=is_on, max_drafts=max_drafts)
+    if is_on is False:
+        raise InvalidParameter(
+            'prediction is given and speculation is "off"; leave one of them out',
+            param="prediction",
+        )
+    text = _predicted_text(given["prediction"])
+    ids = await encode(request, text, add_special_tokens=False, param="prediction")
+    return SpeculationParams(is_on=is_on, max_drafts=max_drafts, prediction_ids=tuple(ids))
+
+
+def _speculation(given: Mapping[str, Any]) -> tuple[bool | None, int | None]:
+    """Return whether drafts are wanted, None where not said, and how many at most."""
+    value = given.get("speculation")
+    if value is None:
+        return None, None
+    if value in ("off", "auto"):
+        return value == "auto", None
+    if isinstance(value, dict) and value.keys() == {"max_draft_tokens"}:
+        most = value["max_draft_tokens"]
+        if type(most) is int and 1 <= most <= MAX_DRAFT_TOKENS:
+            return True, most
+    raise InvalidParameter(
+        f'speculation is {show(value)}; "off", "auto" or {{"max_draft_tokens": 1 to '
+        f"{MAX_DRAFT_TOKENS}}} is allowed",
+        param="speculation",
+    )
+
+
+def _predicted_text(value: Any) -> str:
+    if isinstance(value, dict) and value.keys() == {"type", "content"}:
+        content = value["content"]
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        texts = [part.get("text") for part in parts if _is_text(part)]
+        if value["type"] == "content" and len(texts) == len(parts):
+            return "".join(map(str, texts))
+    raise InvalidParameter(
+        f'prediction is {show(value)}; {{"type": "content", "content": text}} is allowed, the '
+        "content also as a list of text parts",
+        param="prediction",
+    )
+
+
+def _is_text(part: Any) -> bool:
+    return (
+        isinstance(part, dict)
+        and part.keys() == {"type", "text"}
+        and part["type"] == "text"
+        and isinstance(part["text"], str)
+    )

@@ -1,0 +1,96 @@
+"""Records that most requests do not have: token rules, layers of prompts, scores, candidates.
+
+Like those of records.py, frozen numbers and arrays of numbers. Letters: E tokens of a result, C
+candidates of a beam, S scored prompt tokens, K alternatives a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32s = NDArray[np.int32]
+Float32s = NDArray[np.float32]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRules:
+    """What a request's words (and its model) mean in token ids; made where the tokenizer is.
+
+    banned_sequences: the last id of one may not follow the others (one id alone: never).
+    breaker_ids: tokens across which DRY sees no repeat. shown_ids: special tokens that are text in
+    the answer whatever skip_special_tokens says; given only where the engine reads the text, to end
+    beams by stop strings.
+    """
+
+    banned_sequences: tuple[tuple[int, ...], ...] = ()
+    breaker_ids: tuple[int, ...] = ()
+    shown_ids: tuple[int, ...] = ()
+
+
+NO_RULES = TokenRules()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartLayers:
+    """Some layers of a part of a prompt: positions start .. start+count-1 of the request in `slot`
+    go through layers first_layer .. end_layer-1 of num_layers, and what they are then is kept for
+    the plan that has the next. store_from: as in StepPlan. Nothing is sampled or scored.
+    """
+
+    slot: int
+    start: int
+    count: int
+    store_from: int
+    first_layer: int
+    end_layer: int
+    num_layers: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the part is computed with these."""
+        return self.end_layer == self.num_layers
+
+    @property
+    def share(self) -> float:
+        """These layers, of all."""
+        return (self.end_layer - self.first_layer) / self.num_layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScores:
+    """How likely S tokens of prompts were, each given the tokens before it; raw logits.
+
+    `ranks`: 1 for the likeliest token, ties to the lower id. `top_ids` and `top_logprobs` are the
+    best alternatives, best first; unused entries are -1 and NaN.
+    """
+
+    logprobs: Float32s  # [S]
+    ranks: Int32s  # [S]
+    top_ids: Int32s  # [S, K]
+    top_logprobs: Float32s  # [S, K]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """What beams may go on with: the best C tokens of each of E rows, best first.
+
+    `scores`: log-probabilities after bias, penalties and bans, by which beams are compared;
+    `logprobs`: the model's own. Unused entries are -1 and NaN, as those of all other rows are.
+    `ends`: whether the answer is over with that token, because its grammar is complete or a stop
+    string is; empty where no row is watched.
+    """
+
+    ids: Int32s  # [E, C]
+    scores: Float32s  # [E, C]
+    logprobs: Float32s  # [E, C]
+    ends: Bools = field(default_factory=lambda: np.empty((0, 0), np.bool_))  # [E, C] or empty
+
+
+def no_candidates(num_rows: int) -> Candidates:
+    """Of rows that are no beams."""
+    nothing = np.empty((num_rows, 0), np.float32)
+    return Candidates(ids=nothing.astype(np.int32), scores=nothing, logprobs=nothing)

@@ -1,0 +1,153 @@
+"""Drafter: drafts for running requests, from their proposers, as many as the control chooses.
+
+The scheduler's DraftSource. A request's predicted text is asked first, then the engine's proposer.
+Always holds: drafts are token ids of the model; a proposer that raises costs the request its
+drafts and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.records import NO_INTS, Request
+from quire.base.report import Report
+from quire.base.token_table import TokenTable
+from quire.speculative.control import Control, StepCost
+from quire.speculative.proposer import Drafts, Proposer, no_drafts
+
+Index = NDArray[np.intp]
+Int32s = NDArray[np.int32]
+
+
+class PredictedCost(Protocol):
+    """The scheduler's DraftCost; see StepCost."""
+
+    @property
+    def step_ms(self) -> float: ...
+
+    @property
+    def step_tokens(self) -> int: ...
+
+    @property
+    def draft_ms(self) -> NDArray[np.float64]: ...
+
+
+class Drafter:
+    """For requests in `num_slots` slots, with at most `max_drafts` drafts a step.
+
+    proposer: of the engine. prediction: proposes from the texts that requests bring. report:
+    receives the errors of proposers.
+    """
+
+    def __init__(
+        self,
+        proposer: Proposer,
+        prediction: Proposer,
+        control: Control,
+        *,
+        num_slots: int,
+        max_drafts: int,
+        vocab_size: int,
+        report: Report,
+    ) -> None:
+        self.max_drafts = max_drafts
+        self._proposer, self._prediction = proposer, prediction
+        self._control, self._report, self._vocab_size = control, report, vocab_size
+        self._request_ids = [""] * num_slots
+        # Which slots ask either proposer.
+        self._asks_proposer = np.zeros(num_slots, np.bool_)
+        self._asks_prediction = np.zeros(num_slots, np.bool_)
+
+    def begin(self, slot: int, request: Request) -> None:
+        """See DraftSource."""
+        speculation = request.speculation
+        assert speculation is not None, "only requests that speculate begin"
+        self._request_ids[slot] = request.request_id
+        self._asks_proposer[slot] = speculation.uses_proposer
+        self._asks_prediction[slot] = len(speculation.prediction_ids) > 0
+        self._control.begin(slot, predicts=bool(self._asks_prediction[slot]))
+        for proposer, asks in self._proposers():
+            if asks[slot]:
+                try:
+                    proposer.begin(slot, request)
+                except Exception as error:  # noqa: BLE001  of whatever proposes: no draft, no harm
+                    self._give_up(slot, error)
+
+    def end(self, slot: int) -> None:
+        """See DraftSource."""
+        for proposer, asks in self._proposers():
+            if asks[slot]:
+                proposer.end(slot)
+        self._asks_proposer[slot] = self._asks_prediction[slot] = False
+
+    def propose(
+        self,
+        tokens: TokenTable,
+        index: Index,
+        limits: Int32s,
+        cost: Callable[[], PredictedCost] | None,
+    ) -> tuple[Int32s, Int32s]:
+        """See DraftSource."""
+        drafts = no_drafts(len(index), self.max_drafts)
+        for proposer, asks in self._proposers():
+            some = (asks[index] & (limits > 0) & (drafts.counts == 0)).nonzero()[0]
+            if len(some):
+                found = no_drafts(len(some), self.max_drafts)
+                self._ask(proposer, tokens, index[some], limits[some], found)
+                drafts.ids[some], drafts.counts[some] = found
+        some = drafts.counts.nonzero()[0]
+        if not len(some):
+            return drafts.counts, NO_INTS
+        of_some = None
+        if cost is not None:
+            predicted = cost()
+            of_some = StepCost(predicted.step_ms, predicted.step_tokens, predicted.draft_ms[some])
+        drafts.counts[some] = self._control.limits(index[some], drafts.counts[some], of_some)
+        return drafts.counts, drafts.ids[np.arange(self.max_drafts) < drafts.counts[:, None]]
+
+    def verified(self, index: Index, drafted: Int32s, accepted: Int32s) -> None:
+        """See DraftSource."""
+        self._control.verified(index, drafted, accepted)
+        for proposer, asks in self._proposers():
+            some = asks[index]
+            if some.any():
+                proposer.verified(index[some], drafted[some], accepted[some])
+
+    def _proposers(self) -> tuple[tuple[Proposer, NDArray[np.bool_]], ...]:
+        return (
+            (self._prediction, self._asks_prediction),
+            (self._proposer, self._asks_proposer),
+        )
+
+    def _ask(
+        self, proposer: Proposer, tokens: TokenTable, slots: Index, limits: Int32s, found: Drafts
+    ) -> None:
+        """Ask for all `slots` at once; one by one if that raises, so that one failure is one's."""
+        try:
+            proposer.propose(tokens, slots, limits, found)
+        except Exception as error:  # noqa: BLE001  see above
+            found.counts[:] = 0
+            if len(slots) == 1:
+                self._give_up(int(slots[0]), error)
+                return
+            for at in range(len(slots)):
+                one = slice(at, at + 1)
+                part = Drafts(found.ids[one], found.counts[one])
+                self._ask(proposer, tokens, slots[one], limits[one], part)
+            return
+        is_bad = (found.ids < 0) | (found.ids >= self._vocab_size)
+        num_good = np.where(is_bad.any(axis=1), is_bad.argmax(axis=1), found.ids.shape[1])
+        np.minimum(found.counts, np.minimum(limits, num_good), out=found.counts)
+
+    def _give_up(self, slot: int, error: Exception) -> None:
+        """Propose no more for the request in `slot`."""
+        self._asks_proposer[slot] = self._asks_prediction[slot] = False
+        self._report(
+            "proposer failed; the request goes on without drafts",
+            request_id=self._request_ids[slot],
+            error=f"{type(error).__name__}: {error}",
+        )

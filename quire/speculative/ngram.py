@@ -1,0 +1,42 @@
+"""NgramProposer: what followed the last tokens where they occurred before in the same request.
+
+Prompt lookup: answers repeat names, code and quotations of their prompt, and themselves. The index
+is native (native/src/suffix_index.cc) and follows the known tokens as they grow. Always holds: it
+reads the request's own tokens only.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire._native import SuffixIndex
+from quire.base.records import Request
+from quire.base.token_table import TokenTable
+from quire.speculative.proposer import Drafts
+
+Index = NDArray[np.intp]
+Int32s = NDArray[np.int32]
+
+
+class NgramProposer:
+    """A Proposer for `num_slots` slots."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._index = SuffixIndex(num_slots)
+
+    def begin(self, slot: int, request: Request) -> None:
+        """See Proposer."""
+        self._index.forget(slot)
+
+    def end(self, slot: int) -> None:
+        """See Proposer."""
+        self._index.forget(slot)
+
+    def propose(self, tokens: TokenTable, slots: Index, limits: Int32s, drafts: Drafts) -> None:
+        """See Proposer."""
+        lengths = tokens.lengths[slots]
+        self._index.propose(tokens.tokens, slots, lengths, limits, drafts.ids, drafts.counts)
+
+    def verified(self, slots: Index, drafted: Int32s, accepted: Int32s) -> None:
+        """Do nothing: the text says it all."""

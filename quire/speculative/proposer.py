@@ -1,0 +1,52 @@
+"""Proposer: where draft tokens come from. The interface of everything that guesses an answer.
+
+A proposer reads the known tokens of running requests and guesses what follows. Whether a guess is
+right changes the speed of an answer and never its tokens: each draft is verified by the model. A
+proposer is asked for several requests at once, because a model that drafts computes them as one
+batch. Letters: B requests that are asked for, K most drafts of one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.records import Request
+from quire.base.token_table import TokenTable
+
+Index = NDArray[np.intp]
+Int32s = NDArray[np.int32]
+
+
+class Drafts(NamedTuple):
+    """Buffers for drafts: the first counts[i] of ids[i] follow the known tokens of request i."""
+
+    ids: Int32s  # [B, K]
+    counts: Int32s  # [B]
+
+
+def no_drafts(num_requests: int, max_drafts: int) -> Drafts:
+    """Return empty buffers."""
+    return Drafts(np.zeros((num_requests, max_drafts), np.int32), np.zeros(num_requests, np.int32))
+
+
+class Proposer(Protocol):
+    """Guesses tokens, by slot. May raise: the request then goes on without drafts."""
+
+    def begin(self, slot: int, request: Request) -> None:
+        """Note that `request` runs in `slot`, from its start or again after a preemption."""
+
+    def end(self, slot: int) -> None:
+        """Forget the request in `slot`."""
+
+    def propose(self, tokens: TokenTable, slots: Index, limits: Int32s, drafts: Drafts) -> None:
+        """Fill `drafts` with at most limits[i] tokens that may follow the known ones of slots[i].
+
+        The known tokens of a slot only grow until `end`. Drafts of an earlier call were maybe not
+        used.
+        """
+
+    def verified(self, slots: Index, drafted: Int32s, accepted: Int32s) -> None:
+        """Note that of drafted[i] drafts of slots[i] the first accepted[i] were right."""

@@ -1,0 +1,98 @@
+"""The longest recent match of a text's last tokens, and what followed it: plain twin of the native
+SuffixIndex.
+
+Occurrences of the last MIN_MATCH tokens are compared backwards, the MAX_CANDIDATES latest ones, up
+to MAX_MATCH tokens; the longest match wins, the latest among equal ones. Drafts are the tokens
+behind it. Where these reach the end of the text they go on with themselves, so that a repetition is
+continued. Chains of occurrences by hash cost 12 bytes and one insertion per token, where a suffix
+automaton would cost some hundred bytes for matches that are longer than they need to be: what
+follows a match of 32 tokens is hardly more certain than what follows one of 8.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32s = NDArray[np.int32]
+
+MIN_MATCH = 2
+MAX_MATCH = 32
+MAX_CANDIDATES = 32
+
+
+class PlainSuffixIndex:
+    """One text per slot, which only grows until it is forgotten. See the native class."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._known = [0] * num_slots
+        self._ends: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(num_slots)]
+
+    def forget(self, slot: int) -> None:
+        """Begin another text."""
+        self._known[slot] = 0
+        self._ends[slot] = {}
+
+    def propose(
+        self,
+        tokens: Int32s,
+        slots: NDArray[np.intp],
+        lengths: Int32s,
+        limits: Int32s,
+        ids: Int32s,
+        counts: Int32s,
+    ) -> None:
+        """Fill ids[i] with what may follow the first lengths[i] tokens of tokens[slots[i]]."""
+        for row, slot in enumerate(slots.tolist()):
+            text = tokens[slot, : lengths[row]].tolist()
+            self._learn(slot, text)
+            drafts = self._continuation(slot, text, int(limits[row]))
+            ids[row, : len(drafts)] = drafts
+            counts[row] = len(drafts)
+
+    def follow(self, slot: int, text: Int32s, tail: Int32s, limit: int) -> Int32s:
+        """Return what follows the last tokens of `tail` in the whole `text` of the slot.
+
+        An empty tail is followed by the start of the text, and a single token by what follows it
+        there.
+        """
+        whole, last = text.tolist(), tail.tolist()
+        self._learn(slot, whole)
+        end = 0
+        if len(last) > 1:
+            end = self._longest(slot, whole, last, before=len(whole))
+        elif last:
+            end = int(whole[:1] == last)
+        return text[end : end + limit] if end or not last else text[:0]
+
+    def _learn(self, slot: int, text: list[int]) -> None:
+        for end in range(max(self._known[slot], MIN_MATCH), len(text) + 1):
+            self._ends[slot].setdefault(tuple(text[end - MIN_MATCH : end]), []).append(end)
+        self._known[slot] = len(text) + 1
+
+    def _continuation(self, slot: int, text: list[int], limit: int) -> list[int]:
+        end = self._longest(slot, text, text, before=len(text))
+        if not end:
+            return []
+        period = len(text) - end
+        whole = list(text)
+        for _ in range(limit):
+            whole.append(whole[len(whole) - period])
+        return whole[len(text) :]
+
+    def _longest(self, slot: int, text: list[int], tail: list[int], *, before: int) -> int:
+        """Return where the longest match of the last tokens of `tail` ends; 0 for none."""
+        ends = self._ends[slot].get(tuple(tail[-MIN_MATCH:]), [])
+        best, best_end = 0, 0
+        for end in [end for end in reversed(ends) if end < before][:MAX_CANDIDATES]:
+            length = _match_length(text, end, tail)
+            if length > best:
+                best, best_end = length, end
+        return best_end
+
+
+def _match_length(text: list[int], end: int, tail: list[int]) -> int:
+    most, length = min(MAX_MATCH, end, len(tail)), 0
+    while length < most and text[end - 1 - length] == tail[-1 - length]:
+        length += 1
+    return length

@@ -1,0 +1,93 @@
+"""Draft sources of the exact tests: proposers that know the answer and change some of its tokens.
+
+Each request's answer is that of the request run alone. Whatever is proposed, every token and
+log-probability must stay as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.records import Request
+from quire.base.report import Field
+from quire.base.token_table import TokenTable
+from quire.speculative.control import AdaptiveControl, Control, FixedControl
+from quire.speculative.drafter import Drafter
+from quire.speculative.ngram import NgramProposer
+from quire.speculative.prediction import PredictionProposer
+from quire.speculative.proposer import Drafts, Proposer
+from tests.exact.workload import VOCAB_SIZE, Settings
+
+Answer = Callable[[Request], list[int]]
+# Whether the token at an output position is proposed as it is in the answer.
+IS_RIGHT: dict[str, Callable[[int], bool]] = {
+    "right": lambda at: True,
+    "wrong": lambda at: False,
+    "alternating": lambda at: at % 2 == 0,
+    "sometimes": lambda at: at * 7919 % 5 > 0,
+}
+
+
+class OracleProposer:
+    """Proposes the tokens of the answer, changed where is_right is not true of their position."""
+
+    def __init__(self, answer: Answer, is_right: Callable[[int], bool]) -> None:
+        self._answer, self._is_right = answer, is_right
+        self._drafts: dict[int, list[int]] = {}
+
+    def begin(self, slot: int, request: Request) -> None:
+        self._drafts[slot] = [
+            token_id if self._is_right(at) else (token_id + 1 + at % 3) % VOCAB_SIZE
+            for at, token_id in enumerate(self._answer(request))
+        ]
+
+    def end(self, slot: int) -> None:
+        del self._drafts[slot]
+
+    def propose(
+        self,
+        tokens: TokenTable,
+        slots: NDArray[np.intp],
+        limits: NDArray[np.int32],
+        drafts: Drafts,
+    ) -> None:
+        for row, slot in enumerate(slots.tolist()):
+            at = int(tokens.lengths[slot] - tokens.prompt_lengths[slot])
+            found = self._drafts[slot][at : at + int(limits[row])]
+            drafts.ids[row, : len(found)] = found
+            drafts.counts[row] = len(found)
+
+    def verified(
+        self, slots: NDArray[np.intp], drafted: NDArray[np.int32], accepted: NDArray[np.int32]
+    ) -> None:
+        assert (drafted > 0).all()
+        assert (accepted <= drafted).all()
+
+
+def draft_source(settings: Settings, answer: Answer) -> Drafter | None:
+    """Return the source of a case; None for a case without drafts."""
+    if not settings.proposer:
+        return None
+    num_slots = settings.max_num_seqs
+
+    def report(what: str, **fields: Field) -> None:
+        raise AssertionError(f"{what}: {fields}")
+
+    control: Control = FixedControl(settings.max_drafts)
+    if settings.adaptive:
+        control = AdaptiveControl(num_slots, settings.max_drafts)
+    proposer: Proposer = NgramProposer(num_slots)
+    if settings.proposer in IS_RIGHT:
+        proposer = OracleProposer(answer, IS_RIGHT[settings.proposer])
+    return Drafter(
+        proposer,
+        PredictionProposer(num_slots),
+        control,
+        num_slots=num_slots,
+        max_drafts=settings.max_drafts,
+        vocab_size=VOCAB_SIZE,
+        report=report,
+    )

@@ -1,0 +1,149 @@
+"""The fields speculation and prediction: what is accepted, what reaches the engine, and usage."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from quire.base.errors import InvalidParameter
+from quire.base.speculation_params import SpeculationParams
+from quire.engine.client.speculation import speculation_of
+from quire.engine.output.output_stream import TextDelta
+from tests.unit.api.fake_engine import CARD, FakeEngine, Reply, Site
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+PREDICTION = {"type": "content", "content": "Hello"}
+ABLE = replace(CARD, max_draft_tokens=8)
+
+
+class DraftingEngine(FakeEngine):
+    """An engine that reports three accepted drafts and one rejected one with the last delta."""
+
+    async def generate(self, *args: Any, **settings: Any) -> AsyncIterator[TextDelta]:
+        async for delta in super().generate(*args, **settings):
+            if delta.finish_reason is not None and settings["terms"].speculation is not None:
+                delta = structs.replace(delta, accepted_drafts=3, rejected_drafts=1)
+            yield delta
+
+
+def post(body: dict[str, Any], path: str = "/v1/chat/completions") -> tuple[Reply, FakeEngine]:
+    engine = DraftingEngine(card=ABLE)
+
+    async def exchange() -> Reply:
+        return await Site(engine).post(path, body)
+
+    return asyncio.run(exchange()), engine
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"speculation": "off"}, SpeculationParams(is_on=False)),
+        ({"speculation": "auto"}, SpeculationParams(is_on=True)),
+        (
+            {"speculation": {"max_draft_tokens": 3}},
+            SpeculationParams(is_on=True, max_drafts=3),
+        ),
+        ({"prediction": PREDICTION}, SpeculationParams(prediction_ids=tuple(b"Hello"))),
+        (
+            {
+                "prediction": {
+                    "type": "content",
+                    "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+                }
+            },
+            SpeculationParams(prediction_ids=tuple(b"ab")),
+        ),
+        ({"speculation": None}, None),
+        ({}, None),
+    ],
+)
+def test_the_fields_reach_the_engine(
+    fields: dict[str, Any], expected: SpeculationParams | None
+) -> None:
+    reply, engine = post({**CHAT, **fields})
+    assert reply.status == 200
+    assert engine.asked[0].terms.speculation == expected
+    assert engine.asked[0].sampling == post(CHAT)[1].asked[0].sampling.changed(
+        seed=engine.asked[0].sampling.seed
+    )
+
+
+def test_usage_counts_prediction_tokens_where_there_are_any() -> None:
+    reply, _ = post({**CHAT, "prediction": PREDICTION, "n": 2})
+    details = reply.json["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] == 6
+    assert details["rejected_prediction_tokens"] == 2
+    assert "completion_tokens_details" not in post(CHAT)[0].json["usage"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"speculation": "on"}, "speculation"),
+        ({"speculation": True}, "speculation"),
+        ({"speculation": {}}, "speculation"),
+        ({"speculation": {"max_draft_tokens": 0}}, "speculation"),
+        ({"speculation": {"max_draft_tokens": 2.0}}, "speculation"),
+        ({"speculation": {"max_draft_tokens": 65}}, "speculation"),
+        ({"speculation": {"max_draft_tokens": 2, "more": 1}}, "speculation"),
+        ({"prediction": "text"}, "prediction"),
+        ({"prediction": {"type": "text", "content": "x"}}, "prediction"),
+        ({"prediction": {"type": "content", "content": [{"type": "image"}]}}, "prediction"),
+        ({"prediction": {"type": "content", "content": 3}}, "prediction"),
+        ({"prediction": PREDICTION, "speculation": "off"}, "prediction"),
+    ],
+)
+def test_other_values_are_rejected_by_name(fields: dict[str, Any], param: str) -> None:
+    reply, engine = post({**CHAT, **fields})
+    assert (reply.status, reply.json["error"]["param"]) == (400, param)
+    assert not engine.asked
+
+
+def test_a_prediction_is_a_field_of_chats() -> None:
+    reply, _ = post({"prompt": "x", "prediction": PREDICTION}, "/v1/completions")
+    assert (reply.status, reply.json["error"]["param"]) == (400, "prediction")
+
+
+@pytest.mark.parametrize(
+    ("card", "wishes", "expected"),
+    [
+        (CARD, {}, None),
+        (CARD, {"is_on": False}, None),
+        (ABLE, {}, None),
+        (ABLE, {"is_on": True}, (8, True, 0)),
+        (ABLE, {"is_on": True, "max_drafts": 3}, (3, True, 0)),
+        (ABLE, {"prediction_ids": (1, 2)}, (8, False, 2)),
+        (replace(ABLE, speculates=True), {}, (8, True, 0)),
+        (replace(ABLE, speculates=True), {"is_on": False}, None),
+        (replace(ABLE, speculates=True), {"prediction_ids": (1,)}, (8, True, 1)),
+    ],
+)
+def test_a_request_speculates_as_it_asks_and_as_the_server_is_set(
+    card: Any, wishes: dict[str, Any], expected: tuple[int, bool, int] | None
+) -> None:
+    found = speculation_of(card, SpeculationParams(**wishes))
+    if found is None:
+        assert expected is None
+        return
+    assert (found.max_drafts, found.uses_proposer, len(found.prediction_ids)) == expected
+
+
+@pytest.mark.parametrize(
+    ("card", "wishes", "message"),
+    [
+        (CARD, {"is_on": True}, "speculation is given, and this server verifies no draft tokens"),
+        (CARD, {"prediction_ids": (1,)}, "prediction is given, and this server verifies no"),
+        (ABLE, {"is_on": True, "max_drafts": 9}, "this server allows at most 8"),
+    ],
+)
+def test_what_a_server_does_not_offer_is_refused(
+    card: Any, wishes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidParameter, match=message):
+        speculation_of(card, SpeculationParams(**wishes))

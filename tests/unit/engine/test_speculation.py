@@ -1,0 +1,87 @@
+"""Speculation in the whole engine: the same answers in fewer steps, and where it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.base.errors import SettingError
+from quire.base.scheduling_params import SchedulingParams
+from quire.base.speculation_params import SpeculationParams
+from quire.config.flags import engine_config
+from quire.engine.assembly.drafts import max_draft_tokens
+from quire.speculative.control import AdaptiveControl
+from quire.speculative.drafter import Drafter
+
+PROMPTS = [[5, 6, 7, 8, 9] * 4, [20, 21, 22], [5, 6, 7, 8]]
+SAMPLING = [
+    SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=1),
+    SamplingParams(temperature=0.9, max_tokens=40, seed=3, frequency_penalty=0.4),
+    SamplingParams(temperature=0.7, max_tokens=30, seed=4, min_tokens=9, top_k=3),
+]
+
+
+@pytest.fixture(scope="module")
+def drafting(model: Path) -> Iterator[LLM]:
+    with LLM(model, threads=1, max_num_seqs=4, max_num_batched_tokens=64, speculate="ngram") as llm:
+        yield llm
+
+
+def terms_of(**wishes: object) -> SchedulingParams:
+    return SchedulingParams(speculation=SpeculationParams(**wishes))  # type: ignore[arg-type]
+
+
+def generated(
+    llm: LLM, terms: SchedulingParams | list[SchedulingParams] | None
+) -> list[tuple[object, ...]]:
+    answers = llm.generate(PROMPTS, SAMPLING, terms=terms)
+    return [
+        (answer.token_ids, [token.logprob for token in answer.logprobs], answer.finish_reason)
+        for (answer,) in (answer.outputs for answer in answers)
+    ]
+
+
+def test_answers_are_those_without_speculation(
+    drafting: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verified, accepted = Drafter.verified, []
+
+    def watched(self: Drafter, index: Any, drafted: Any, good: Any) -> None:
+        accepted.append(int(good.sum()))
+        verified(self, index, drafted, good)
+
+    monkeypatch.setattr(Drafter, "verified", watched)
+    # All drafts, whatever they cost on this machine.
+    monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
+    plain = generated(drafting, terms_of(is_on=False))
+    assert not accepted
+    assert generated(drafting, None) == plain
+    accepted.clear()
+    right = [terms_of(prediction_ids=answer[0]) for answer in plain]
+    assert generated(drafting, right) == plain
+    assert sum(accepted) > 40
+
+
+def test_the_card_says_what_is_offered(drafting: LLM) -> None:
+    assert (drafting.card.max_draft_tokens, drafting.card.speculates) == (8, True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_drafts"),
+    [({}, 8), ({"max_draft_tokens": 0}, 0), ({"executor": "torch"}, 0)],
+)
+def test_how_many_drafts_an_engine_verifies(settings: dict[str, object], num_drafts: int) -> None:
+    assert max_draft_tokens(engine_config({"model": "x", **settings})) == num_drafts
+
+
+def test_what_cannot_be_had_is_refused_at_the_start() -> None:
+    with pytest.raises(SettingError, match="executor is torch, which does not verify draft"):
+        max_draft_tokens(engine_config({"model": "x", "speculate": "ngram", "executor": "torch"}))
+    with pytest.raises(SettingError, match="max_draft_tokens is 0"):
+        engine_config({"model": "x", "speculate": "ngram", "max_draft_tokens": 0})
+    with pytest.raises(SettingError, match="it must be 0 to 64"):
+        engine_config({"model": "x", "max_draft_tokens": 65})

@@ -1,0 +1,67 @@
+"""A draft source that knows the answers, and is right with a given probability."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.records import Request
+from quire.base.token_table import TokenTable
+from quire.scheduler.interfaces import DraftCost
+
+Int32s = NDArray[np.int32]
+VOCAB = 11
+
+
+class FakeDrafts:
+    """answer: the tokens of a request run alone. right: the share of right drafts."""
+
+    def __init__(
+        self,
+        max_drafts: int,
+        answer: Callable[[Request], Sequence[int]],
+        *,
+        right: float = 0.7,
+    ) -> None:
+        self.max_drafts = max_drafts
+        self.reports: list[tuple[int, int]] = []  # drafted and accepted, by row
+        self._answer, self._right = answer, right
+        self._random = Random(max_drafts)
+        self._live: dict[int, tuple[Request, Sequence[int]]] = {}
+
+    def begin(self, slot: int, request: Request) -> None:
+        assert slot not in self._live, "the slot was not ended"
+        self._live[slot] = (request, self._answer(request))
+
+    def end(self, slot: int) -> None:
+        del self._live[slot]
+
+    def propose(
+        self,
+        tokens: TokenTable,
+        index: NDArray[np.intp],
+        limits: Int32s,
+        cost: Callable[[], DraftCost] | None,
+    ) -> tuple[Int32s, Int32s]:
+        if cost is not None:
+            assert cost().step_ms > 0
+            assert cost().step_tokens >= len(index) == len(cost().draft_ms)
+        counts, ids = [], []
+        for slot, limit in zip(index.tolist(), limits.tolist(), strict=True):
+            request, answer = self._live[slot]
+            done = int(tokens.lengths[slot]) - len(request.prompt_ids)
+            following = answer[done : done + self._random.randint(0, limit)]
+            is_right = [self._random.random() < self._right for _ in following]
+            ids += [
+                (token_id + (not right)) % VOCAB
+                for token_id, right in zip(following, is_right, strict=True)
+            ]
+            counts.append(len(following))
+        return np.array(counts, np.int32), np.array(ids, np.int32)
+
+    def verified(self, index: NDArray[np.intp], drafted: Int32s, accepted: Int32s) -> None:
+        assert (accepted <= drafted).all()
+        self.reports += zip(drafted.tolist(), accepted.tolist(), strict=True)

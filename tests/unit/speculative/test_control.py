@@ -1,0 +1,131 @@
+"""The control: as many drafts as pay, by counts and predicted costs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from quire.speculative.control import (
+    AdaptiveControl,
+    StepCost,
+    Trials,
+    best_lengths,
+    upper_bounds,
+)
+
+MAX_DRAFTS = 4
+SLOT = np.array([1])
+
+
+def ints(*values: int) -> NDArray[np.int32]:
+    return np.array(values, np.int32)
+
+
+def cost(share: float, num_rows: int = 1) -> StepCost:
+    """Return the cost of a step in which a draft adds this share of the step's time per row."""
+    return StepCost(10.0 * num_rows, num_rows, np.full(num_rows, 10.0 * share))
+
+
+def chosen(control: AdaptiveControl, share: float) -> int:
+    return int(control.limits(SLOT, ints(MAX_DRAFTS), cost(share))[0])
+
+
+def verify(control: AdaptiveControl, accepted: int, times: int, drafted: int = MAX_DRAFTS) -> None:
+    for _ in range(times):
+        control.verified(SLOT, ints(drafted), ints(accepted))
+
+
+def test_drafts_that_are_accepted_are_made_and_others_not() -> None:
+    control = AdaptiveControl(2, MAX_DRAFTS)
+    assert chosen(control, 0.2) == MAX_DRAFTS  # nothing is known: try
+    verify(control, MAX_DRAFTS, 20)
+    assert chosen(control, 0.5) == MAX_DRAFTS
+    verify(control, 1, 40)
+    assert chosen(control, 0.3) == 1
+    verify(control, 0, 40)
+    assert chosen(control, 0.3) == 0
+
+
+def test_a_collapse_of_acceptance_is_noticed_within_a_few_steps() -> None:
+    control = AdaptiveControl(2, MAX_DRAFTS)
+    verify(control, MAX_DRAFTS, 200)
+    drafted = []
+    for _ in range(30):
+        drafted.append(chosen(control, 0.2))
+        if drafted[-1]:
+            verify(control, 0, 1, drafted[-1])
+    assert drafted[0] == MAX_DRAFTS
+    assert drafted[-1] == 0
+    assert sum(drafted) <= 60
+
+
+def test_rejected_drafts_are_tried_again_seldom() -> None:
+    control = AdaptiveControl(2, MAX_DRAFTS)
+    verify(control, 0, 60)
+    num_drafts = 0
+    for _ in range(1000):
+        num = chosen(control, 0.1)
+        num_drafts += num
+        if num:
+            verify(control, 0, 1, num)
+    assert num_drafts >= 1
+    assert 0.1 * num_drafts / 1000 <= 0.02  # of the time of the steps
+
+
+def test_a_new_request_begins_with_the_experience_of_all() -> None:
+    control = AdaptiveControl(2, MAX_DRAFTS)
+    verify(control, 0, 200)
+    control.begin(1, predicts=False)
+    assert chosen(control, 0.5) == 0
+    control.begin(1, predicts=True)  # of which nothing is known
+    assert chosen(control, 0.5) == MAX_DRAFTS
+
+
+def test_without_a_cost_the_last_one_counts() -> None:
+    control = AdaptiveControl(2, MAX_DRAFTS)
+    assert control.limits(SLOT, ints(3), None).tolist() == [3]
+    verify(control, 0, 60)
+    chosen(control, 0.5)
+    assert control.limits(SLOT, ints(3), None).tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("chances", "limits", "share", "lengths"),
+    [
+        ([[0.9, 0.8, 0.7]], [3], 0.1, [3]),
+        ([[0.9, 0.8, 0.7]], [2], 0.1, [2]),
+        ([[0.9, 0.8, 0.7]], [3], 2.0, [0]),
+        ([[0.9, 0.3, 0.1]], [3], 0.5, [1]),
+        ([[0.9, 0.8, 0.7], [0.1, 0.0, 0.0]], [3, 3], 0.3, [3, 0]),
+        ([[0.5, 0.4, 0.1]], [0], 0.1, [0]),
+    ],
+)
+def test_drafts_are_added_while_each_raises_the_rate(
+    chances: list[list[float]], limits: list[int], share: float, lengths: list[int]
+) -> None:
+    found = best_lengths(np.array(chances), ints(*limits), cost(share, len(limits)))
+    assert found.tolist() == lengths
+
+
+def test_the_best_lengths_yield_most_tokens_per_time() -> None:
+    """Against all lengths of two requests, without the margin."""
+    rng = np.random.default_rng(3)
+    for _ in range(50):
+        chances = np.cumprod(rng.uniform(0.2, 1.0, (2, 3)), axis=1)
+        price = StepCost(10.0, 2, rng.uniform(0.5, 8.0, 2))
+
+        def rate(lengths: tuple[int, int], chances=chances, price=price) -> float:
+            tokens = sum(chances[row, :num].sum() for row, num in enumerate(lengths))
+            extra_ms = sum(num * price.draft_ms[row] for row, num in enumerate(lengths))
+            return (price.step_tokens + tokens) / (price.step_ms + extra_ms)
+
+        best = max(rate((one, two)) for one in range(4) for two in range(4))
+        found = best_lengths(chances, ints(3, 3), price)
+        assert rate((int(found[0]), int(found[1]))) >= 0.97 * best
+
+
+def test_bounds_are_above_the_mean_and_tighten() -> None:
+    few = upper_bounds(Trials(np.array([[4.0]]), np.array([[2.0]])), np.array([[0.5]]))
+    many = upper_bounds(Trials(np.array([[64.0]]), np.array([[32.0]])), np.array([[0.5]]))
+    assert 0.5 < many[0, 0] < few[0, 0] < 1.0

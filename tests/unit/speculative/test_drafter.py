@@ -1,0 +1,133 @@
+"""The drafter: which proposer is asked, what becomes of bad drafts and of proposers that raise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from quire.base.records import Request
+from quire.base.sampling_params import SamplingParams
+from quire.base.speculation_params import Speculation
+from quire.base.token_table import TokenTable
+from quire.speculative.control import FixedControl
+from quire.speculative.drafter import Drafter
+from quire.speculative.ngram import NgramProposer
+from quire.speculative.prediction import PredictionProposer
+from quire.speculative.proposer import Drafts
+
+Int32s = NDArray[np.int32]
+NUM_SLOTS, MAX_DRAFTS, VOCAB_SIZE = 4, 3, 50
+
+
+def ints(*values: int) -> Int32s:
+    return np.array(values, np.int32)
+
+
+class ScriptedProposer:
+    """Proposes the same tokens after any text; raises where slot `fails` is among those asked."""
+
+    def __init__(self, token_ids: tuple[int, ...] = (7, 8, 9), fails: int = -1) -> None:
+        self.asked: list[list[int]] = []
+        self._token_ids, self._fails = token_ids, fails
+
+    def begin(self, slot: int, request: Request) -> None:
+        pass
+
+    def end(self, slot: int) -> None:
+        pass
+
+    def propose(
+        self, tokens: TokenTable, slots: NDArray[np.intp], limits: Int32s, drafts: Drafts
+    ) -> None:
+        self.asked.append(slots.tolist())
+        if self._fails in slots:
+            raise RuntimeError("no guess")
+        drafts.ids[:, : len(self._token_ids)] = self._token_ids
+        drafts.counts[:] = len(self._token_ids)
+
+    def verified(self, slots: NDArray[np.intp], drafted: Int32s, accepted: Int32s) -> None:
+        pass
+
+
+class Case:
+    """A drafter over a token table with three texts."""
+
+    def __init__(self, proposer: Any) -> None:
+        self.reports: list[dict[str, Any]] = []
+        self.tokens = TokenTable(NUM_SLOTS, 32)
+        self.drafter = Drafter(
+            proposer,
+            PredictionProposer(NUM_SLOTS),
+            FixedControl(MAX_DRAFTS),
+            num_slots=NUM_SLOTS,
+            max_drafts=MAX_DRAFTS,
+            vocab_size=VOCAB_SIZE,
+            report=lambda what, **fields: self.reports.append({"what": what, **fields}),
+        )
+
+    def begin(self, slot: int, text: list[int], num_prompt_tokens: int, **more: Any) -> None:
+        self.tokens.admit(slot, ints(*text), num_prompt_tokens)
+        request = Request(
+            request_id=f"r{slot}",
+            group_id=f"r{slot}",
+            stream=0,
+            prompt_ids=ints(*text[:num_prompt_tokens]),
+            sampling=SamplingParams(),
+            stop_ids=(),
+            max_total_tokens=32,
+            arrival_ms=0.0,
+            speculation=Speculation(max_drafts=MAX_DRAFTS, **more),
+        )
+        self.drafter.begin(slot, request)
+
+    def propose(self, *slots: int, limit: int = MAX_DRAFTS) -> list[list[int]]:
+        index = np.array(slots)
+        limits = np.full(len(slots), limit, np.int32)
+        counts, ids = self.drafter.propose(self.tokens, index, limits, None)
+        parts = np.split(ids, np.cumsum(counts)[:-1])
+        return [[int(id_) for id_ in part] for part in parts]
+
+
+def test_a_prediction_is_asked_before_the_proposer() -> None:
+    case = Case(NgramProposer(NUM_SLOTS))
+    case.begin(0, [1, 2, 5, 1, 2], 3, prediction_ids=ints(1, 2, 30, 31))
+    case.begin(1, [1, 2, 5, 1, 2], 3)
+    case.begin(2, [1, 2, 5, 1, 2], 3, prediction_ids=ints(30, 31), uses_proposer=False)
+    case.begin(3, [1, 2, 5, 1, 2], 3, prediction_ids=ints(30, 31))
+    assert case.propose(0, 1, 2, 3) == [[30, 31], [5, 1, 2], [], [5, 1, 2]]
+
+
+def test_a_proposer_that_raises_costs_only_its_request_the_drafts() -> None:
+    proposer = ScriptedProposer(fails=1)
+    case = Case(proposer)
+    for slot in range(3):
+        case.begin(slot, [1, 2, 3], 3)
+    assert case.propose(0, 1, 2) == [[7, 8, 9], [], [7, 8, 9]]
+    assert [report["request_id"] for report in case.reports] == ["r1"]
+    assert case.reports[0]["error"] == "RuntimeError: no guess"
+    proposer.asked.clear()
+    assert case.propose(0, 1, 2) == [[7, 8, 9], [], [7, 8, 9]]
+    assert proposer.asked == [[0, 2]]
+    assert len(case.reports) == 1
+    case.drafter.end(1)
+    case.begin(1, [4], 1)  # another request in the slot
+    assert case.propose(0) == [[7, 8, 9]]
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "limit", "drafts"),
+    [
+        ((7, VOCAB_SIZE, 8), 3, [7]),
+        ((-1, 7, 8), 3, []),
+        ((7, 8, 9), 2, [7, 8]),
+    ],
+)
+def test_drafts_are_cut_to_the_vocabulary_and_the_limit(
+    token_ids: tuple[int, ...], limit: int, drafts: list[int]
+) -> None:
+    case = Case(ScriptedProposer(token_ids))
+    case.begin(0, [1, 2, 3], 3)
+    assert case.propose(0, limit=limit) == [drafts]
