@@ -193,6 +193,8 @@ class RequestTable:
             self.release(group.slots)
         else:
             self._dequeue(group.members[0])
+            if self._loads.any_used:
+                self._loads.forget(group.members[0])
         for stream in group.streams:
             stream.history.events = group.members[0].history.events
             self._end_history(stream)

@@ -374,10 +374,9 @@ class Admitter:
             return True
         if shares.fits_floor(sequence, taken):
             return True
+        if self._loads.any_used and self._loads.release_kept(sequence):
+            return self._has_room(walk, sequence, source)
         sequence.history.wait(walk.step.now_ms, WaitReason.BLOCKS)
-        # Blocks kept for other requests are released; there may be room in the next step.
-        if self._loads.any_used:
-            walk.try_again = self._loads.release_kept(sequence) or walk.try_again
         if sequence.entry.is_long and not walk.blocked:
             walk.overtaken, walk.skips_long = sequence, True
         else:

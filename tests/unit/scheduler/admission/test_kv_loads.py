@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from quire.base.records import FinishReason
 from tests.unit.scheduler.fake_worker import VOCAB, make_request
 from tests.unit.scheduler.harness import Harness, Setup
-from tests.unit.scheduler.test_properties import COST, add_group, draw_setup
+from tests.unit.scheduler.test_properties import COST, LastCome, add_group, draw_setup
 
 MET = ("preempted", "moved", "saved", "fetched", "broken", "vanished")
 
@@ -103,7 +104,7 @@ def until(harness: Harness, done) -> None:  # type: ignore[no-untyped-def]
     raise AssertionError("it never held")
 
 
-def tiered(**more: int) -> Harness:
+def tiered(**more: Any) -> Harness:
     """Return a pool for one and a half prompts, with a tier for many."""
     return Harness(Setup(**{"num_blocks": 13, "max_model_len": 40, "tier_places": 64, **more}))
 
@@ -127,6 +128,37 @@ def test_an_evicted_prompt_is_loaded_instead_of_recomputed() -> None:
     lost = stats.tier_bad_blocks_total
     assert stats.tier_fetched_blocks_total == 8 - lost
     assert computed <= 33 - 8 * 4 + 2 + 4 * 8 * (lost > 0)
+    harness.check_end()
+
+
+def test_aborted_beams_give_back_the_blocks_they_waited_for() -> None:
+    """A search that ended in the queue kept its loaded blocks for good."""
+    harness = tiered()
+    saved_then_evicted(harness)
+    beams = make_request(
+        "beams", prompt(0), max_tokens=3, n=2, best_of=2, use_beam_search=True, temperature=0.0
+    )
+    harness.add(beams)
+    assert harness.step()
+    assert harness.tier.under_way
+    harness.abort("beams")
+    harness.drain()
+    harness.check_end()
+
+
+def test_blocks_kept_for_one_request_are_released_and_used_in_one_step() -> None:
+    """A plan without rows was made in between, so that an idle engine waited before its next."""
+    harness = tiered(policy=LastCome)
+    saved_then_evicted(harness)
+    ask(harness, "again", 0)
+    until(harness, lambda: harness.scheduler._kv_loads.any_waits)
+    while harness.tier.under_way:
+        harness.arrive(Random(1))  # no copy fails
+    assert harness.cache.num_free == 5
+    ask(harness, "urgent", 7)
+    assert harness.step()
+    assert harness.plans[-1].num_tokens
+    harness.drain()
     harness.check_end()
 
 
