@@ -79,7 +79,7 @@ class Wait(NamedTuple):
 class StepRows:
     """The steps of a request, each with its own row and the sums of the others.
 
-    own_tokens: 0 where the request had no row. own_samples: whether its row yielded a token.
+    own_tokens: 0 where the request had no row. own_samples: tokens that its row yielded.
     prefill_tokens: of other requests' rows of several tokens; prefill_share: the predicted part of
     the step's time that these took.
     """

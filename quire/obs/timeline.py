@@ -82,7 +82,7 @@ class _Span:
     to_ms: float
     step: int
     own_tokens: int
-    samples: bool
+    samples: int
     rows: int | None
     prefill_tokens: int | None
     prefill_share: float
@@ -218,17 +218,17 @@ def _tokens(
         num_tokens = num_tokens or 1
         for cause, ms in span.parts.items():
             parts[cause] = parts.get(cause, 0.0) + ms
-        if span.own_tokens > 1 and gaps and not parts.get(Cause.RECOMPUTE):
+        if span.own_tokens > span.samples and gaps and not parts.get(Cause.RECOMPUTE):
             # Tokens that a grammar forced came with the token before.
-            gaps[-1]["tokens"] += span.own_tokens - 1
-            num_tokens += span.own_tokens - 1
+            gaps[-1]["tokens"] += span.own_tokens - span.samples
+            num_tokens += span.own_tokens - span.samples
         if not span.samples or since_ms is None:
             continue
-        num_tokens += 1
+        num_tokens += span.samples
         gaps.append(
             {
                 "token": num_tokens,
-                "tokens": 1,
+                "tokens": span.samples,
                 "at_ms": _round(since_ms - zero),
                 "ms": _round(span.to_ms - since_ms),
                 "step": span.step,
@@ -248,6 +248,7 @@ def _with_tokens(gaps: list[dict[str, Any]], report: TimelineReport) -> list[dic
     for gap in gaps:
         if left <= 0:
             break
+        gap["tokens"] = min(gap["tokens"], left)  # a run may go on behind its end
         kept.append(gap)
         left -= gap["tokens"]
     return kept
@@ -293,7 +294,7 @@ def _spans(report: TimelineReport) -> Iterator[_Span]:
         is_again = bool(own) and position + 1 < goal
         position += own
         from_ms = min(max(before_ms, admissions[0].ms), ended_ms)
-        span = _Span(from_ms, ended_ms, step, own, bool(samples), num_rows, prefill, share, {})
+        span = _Span(from_ms, ended_ms, step, own, samples, num_rows, prefill, share, {})
         span.parts = _parts(span, began_ms, away, report.mask_waits, is_again=is_again)
         before_ms = ended_ms
         yield span

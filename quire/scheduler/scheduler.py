@@ -245,10 +245,7 @@ class Scheduler:
         requests = self._requests
         outcome, began_ms = requests.in_flight.land(plan, result)
         requests.now_ms = now_ms
-        noted = (plan.slots, plan.starts, plan.counts, plan.sample_counts, plan.layers)
-        self.history.recent.append((plan.step, began_ms, now_ms, *noted))
-        if not plan.step % PACK_STEPS:
-            self.history.pack()
+        submitted_ms = began_ms
         self._busy_ms += max(now_ms - max(began_ms, self._last_step_ms), 0.0)
         if not result.errors and plan.slots.size:
             num_scores = len(result.scores.ranks) if result.scores is not None else 0
@@ -264,6 +261,14 @@ class Scheduler:
         self._last_plan, self._last_step_ms = plan, now_ms
         self._steps_ended += 1
         outputs = self._outcomes.apply(plan, result, outcome, now_ms)
+        counts, sample_counts = plan.counts, plan.sample_counts
+        if plan.draft_ids.size and self._drafts is not None:
+            rejected = self._drafts.rejected
+            counts, sample_counts = counts - rejected, sample_counts - rejected
+        noted = (plan.slots, plan.starts, counts, sample_counts, plan.layers)
+        self.history.recent.append((plan.step, submitted_ms, now_ms, *noted))
+        if not plan.step % PACK_STEPS:
+            self.history.pack()
         self._was_busy = bool(requests.sequences)
         return outputs
 

@@ -84,7 +84,7 @@ def _rows_in(
     is_own = pack.long_slots == own_slots[pack.long_at]
     at, mine = pack.long_at, is_own.nonzero()[0]
     own[at[mine]] = np.where(pack.long_shares[mine] < 1.0, 0, pack.long_counts[mine])
-    own_samples[at[mine]] = pack.long_samples[mine] > 0
+    own_samples[at[mine]] = pack.long_samples[mine]
     # Layers of a part: computed in several steps, counted in the last.
     for place in mine[pack.long_shares[mine] < 1.0].tolist():
         own[at[place]] = max(int(pack.long_counts[place] * pack.long_shares[place]), 1)

@@ -50,7 +50,8 @@ class VerifiedRows(NamedTuple):
 class DraftRows(StepExtension):
     """Of one scheduler. is_active: a request that speculates may be live.
 
-    was_used: whether drafts were verified.
+    was_used: whether drafts were verified. rejected: by row of the last plan with drafts, how many
+    of them were not accepted.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class DraftRows(StepExtension):
         self._active: Index | None = None  # batch.active when these were filled
         self._stats = DraftStats()
         self.was_used = False
+        self.rejected: Int32s = np.zeros(0, np.int32)
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -151,6 +153,8 @@ class DraftRows(StepExtension):
         tokens = result.token_ids[np.where(is_run, entries, 0)]
         same = is_run & (tokens == drafts)
         accepted: Int32s = np.cumprod(same, axis=1).sum(axis=1).astype(np.int32)
+        self.rejected = plan.draft_counts.copy()
+        self.rejected[rows] -= accepted
         self._stats.count(counts, accepted)
         self.was_used = True
         for slot, num, good in zip(index.tolist(), counts.tolist(), accepted.tolist(), strict=True):
