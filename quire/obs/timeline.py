@@ -208,14 +208,17 @@ def _tokens(
         first = report.first_token_ms
     gaps: list[dict[str, Any]] = []
     chunks: list[_Span] = []
-    num_tokens, since_ms = 0, first
+    num_first, since_ms = 1, first  # tokens that came with the first
+    num_tokens = 0
     parts: dict[Cause, float] = {}
     for span in spans:
         if first is None or span.to_ms <= first:
             if span.own_tokens:
                 chunks.append(span)
+            if span.samples and first is not None and span.to_ms == first:
+                num_first = span.samples
             continue
-        num_tokens = num_tokens or 1
+        num_tokens = num_tokens or num_first
         for cause, ms in span.parts.items():
             parts[cause] = parts.get(cause, 0.0) + ms
         if span.own_tokens > span.samples and gaps and not parts.get(Cause.RECOMPUTE):
@@ -237,14 +240,16 @@ def _tokens(
             }
         )
         since_ms, parts = span.to_ms, {}
-    return first, _with_tokens(gaps, report), chunks
+    return first, _with_tokens(gaps, report, num_first), chunks
 
 
-def _with_tokens(gaps: list[dict[str, Any]], report: TimelineReport) -> list[dict[str, Any]]:
+def _with_tokens(
+    gaps: list[dict[str, Any]], report: TimelineReport, num_first: int
+) -> list[dict[str, Any]]:
     """Return the gaps that ended with a token: the row of a last step may have failed."""
     if report.is_cut or report.output_tokens < 0:
         return gaps
-    kept, left = [], report.output_tokens - 1
+    kept, left = [], report.output_tokens - num_first
     for gap in gaps:
         if left <= 0:
             break

@@ -219,7 +219,12 @@ def test_causes_add_up_to_the_gaps_whatever_happens(seed: int) -> None:
         for gap in found["gaps"]:
             assert sum(part["ms"] for part in gap["causes"]) == pytest.approx(gap["ms"], abs=0.02)
         num_tokens = len(harness.tokens[name])
-        assert sum(gap["tokens"] for gap in found["gaps"]) == max(num_tokens - 1, 0), name
+        if found["gaps"]:  # verified drafts may come with the first token
+            num_tokens -= found["gaps"][0]["token"] - found["gaps"][0]["tokens"]
+            assert sum(gap["tokens"] for gap in found["gaps"]) == num_tokens, name
+        else:
+            most = 1 + harness.setup.max_drafts
+            assert num_tokens <= most, name
         assert found["finish_reason"]
         in_queue = sum(wait.to_ms - wait.from_ms for wait in report.waits)
         assert found["queue"]["ms"] <= in_queue + 0.01
