@@ -1,4 +1,4 @@
-"""Records that most requests do not have: token rules, layers of prompts, scores, candidates.
+"""Records that most requests do not have: token rules, layers, scores, candidates, speculation.
 
 Like those of records.py, frozen numbers and arrays of numbers. Letters: E tokens of a result, C
 candidates of a beam, S scored prompt tokens, K alternatives a token.
@@ -94,3 +94,16 @@ def no_candidates(num_rows: int) -> Candidates:
     """Of rows that are no beams."""
     nothing = np.empty((num_rows, 0), np.float32)
     return Candidates(ids=nothing.astype(np.int32), scores=nothing, logprobs=nothing)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """How tokens of a request are proposed.
+
+    max_drafts: most tokens proposed per step, at least 1. uses_proposer: the engine's proposer is
+    asked. prediction_ids: a text that the answer may repeat.
+    """
+
+    max_drafts: int
+    uses_proposer: bool = True
+    prediction_ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))

@@ -21,10 +21,10 @@ from quire.base.rare_records import NO_RULES as NO_RULES
 from quire.base.rare_records import Candidates as Candidates
 from quire.base.rare_records import PartLayers as PartLayers
 from quire.base.rare_records import PromptScores as PromptScores
+from quire.base.rare_records import Speculation
 from quire.base.rare_records import TokenRules as TokenRules
 from quire.base.rare_records import no_candidates as no_candidates
 from quire.base.sampling_params import SamplingParams
-from quire.base.speculation_params import Speculation
 
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]

@@ -1,14 +1,11 @@
-"""What a request says of draft tokens (SpeculationParams), and what it gets (Speculation).
+"""SpeculationParams: what a request sets about draft tokens.
 
 Plain numbers, checked where they are read from fields. They change the speed of an answer only.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import dataclass
 
 MAX_DRAFT_TOKENS = 64
 
@@ -24,16 +21,3 @@ class SpeculationParams:
     is_on: bool | None = None
     max_drafts: int | None = None
     prediction_ids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Speculation:
-    """How tokens of a request are proposed.
-
-    max_drafts: most tokens proposed per step, at least 1. uses_proposer: the engine's proposer is
-    asked. prediction_ids: a text that the answer may repeat.
-    """
-
-    max_drafts: int
-    uses_proposer: bool = True
-    prediction_ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from quire.base.grammar import choice, grammar, json_object, json_schema, regex
+from quire.base.rare_records import Speculation
 from quire.base.records import NO_RULES, Request, TokenRules
 from quire.base.sampling_params import SamplingParams
-from quire.base.speculation_params import Speculation
 from quire.scheduler.policy.policies import POLICY_NAMES
 from quire.scheduler.tenants.tenant_usage import TenantLimits
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from quire.base.errors import InvalidParameter
-from quire.base.speculation_params import Speculation, SpeculationParams
+from quire.base.rare_records import Speculation
+from quire.base.speculation_params import SpeculationParams
 from quire.engine.model_card import ModelCard
 
 NO_WISHES = SpeculationParams()

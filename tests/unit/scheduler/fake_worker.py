@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from quire.base.rare_records import Speculation
 from quire.base.records import (
     Admission,
     Candidates,
@@ -28,7 +29,6 @@ from quire.base.records import (
     StepResult,
 )
 from quire.base.sampling_params import SamplingParams
-from quire.base.speculation_params import Speculation
 from quire.base.token_table import TokenTable
 from tests.unit.scheduler.beam.beam_oracle import Wishes, beams
 from tests.unit.scheduler.fake_tier import FakeTier

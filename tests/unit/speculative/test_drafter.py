@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from quire.base.rare_records import Speculation
 from quire.base.records import Request
 from quire.base.sampling_params import SamplingParams
-from quire.base.speculation_params import Speculation
 from quire.base.token_table import TokenTable
 from quire.speculative.control import FixedControl
 from quire.speculative.drafter import Drafter
