@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -117,17 +117,17 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
                     values[setting.name] = checked(setting, hints[setting.name], left.pop(name))
         parts[part.name] = group(**values)
     if left:
-        name = next(iter(left))
-        known.sort()
-        near = get_close_matches(name, known, 1)
         raise SettingError(
-            f"{name!r} is not a setting of the engine"
-            + (
-                instead_of_setting(name)
-                or (f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}")
-            )
+            "; ".join(_unknown_setting(name, sorted(known), alone=len(left) == 1) for name in left)
         )
     return EngineConfig(**parts)
+
+
+def _unknown_setting(name: str, known: Sequence[str], *, alone: bool) -> str:
+    near = get_close_matches(name, known, 1)
+    listed = f"known: {', '.join(known)}" if alone else "leave it out"
+    hint = instead_of_setting(name) or (f"did you mean {near[0]!r}?" if near else listed)
+    return f"{name!r} is not a setting of the engine; {hint}"
 
 
 def _add_flag(section: Any, setting: Field[Any], hint: Any) -> None:

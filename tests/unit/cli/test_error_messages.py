@@ -67,6 +67,36 @@ def test_a_command_says_what_to_do(
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--port 80", "flags come after it: quire serve --port 80"),
+        ("--port 80 config show", "flags come after it: quire config --port 80 show"),
+        ("-v", "quire --version prints the version"),
+        ("--frob", "--frob is not a flag of quire; the first word is a subcommand, one of: serve"),
+        ("serve a b", "'b' is one word too many: besides flags, quire serve takes MODEL"),
+        ("serve --served-model-name a b c", "give the flag again for 'c': --served-model-name c"),
+        ("serve -c 1 -np 2", "; -c: the maximum length of prompt and output together is "),
+        ("serve -c 1 -np 2", "; -np: the maximum number of running requests is --max-num-seqs"),
+        ("complete -m x", "the model is given without a flag: quire complete MODEL\n"),
+        ("chat --model x", "the model is given without a flag: quire chat MODEL\n"),
+        ("pull -hf a/b", "by its name: quire pull ORG/NAME, or ORG/NAME:FILE.gguf\n"),
+        ("chat --parallel 4", "is --max-num-seqs (a flag of quire serve)\n"),
+        ("chat --temp 0", "did you mean --temperature?\n"),
+        ("complete -n 5", "the maximum number of output tokens is --max-tokens\n"),
+        ("complete --prompt-file x", "is piped in: quire complete <FILE\n"),
+        ("profile --steps 0", "--steps; there is no such flag; leave it out\n"),
+        ("models rm", "are required: NAME (names as listed; ORG/NAME means all of it)\n"),
+        ("bench", "SUBCOMMAND (one of latency, throughput, serve, kernels, startup)\n"),
+        ("completion", "SHELL (one of bash, fish, zsh)\n"),
+    ],
+)
+def test_wrong_words_are_answered_with_the_right_ones(words: str, said: str) -> None:
+    done = quire_main(*words.split())
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize(
     ("call", "said"),
     [
         (lambda: LLM(5), "model is 5; a string is expected"),  # type: ignore[arg-type]
