@@ -96,7 +96,7 @@ def test_the_served_model_of_the_list_is_used() -> None:
     with SmallServer() as server:
         found = asyncio.run(served_model(Target(url=server.url, model="")))
         assert found == ServedModel(name="small")
-    with pytest.raises(WorkerError, match="is a server running"):
+    with pytest.raises(WorkerError, match="check the address, as in"):
         asyncio.run(served_model(Target(url="http://127.0.0.1:9", model="")))
 
 
