@@ -40,6 +40,8 @@ SUBCOMMANDS = {
     "program": "print the operations of a model's step, with bytes and arithmetic",
     "completion": "print a shell completion script",
 }
+# Subcommands that load the libraries of an engine, unless --url names a server.
+_COMPUTING = ("serve", "chat", "complete", "bench", "profile", "replay", "simulate", "plan")
 _OWN_FLAGS = ("--version", "-h", "--help")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -94,6 +96,10 @@ def _run(argv: Sequence[str] | None) -> int:
         return REFUSED
     _tolerate_any_encoding()
     try:
+        if arguments.subcommand in _COMPUTING and not vars(arguments).get("url"):
+            from quire.config.process_limits import check_address_space  # slow import
+
+            check_address_space()
         if "settings_taken" in arguments:
             _apply_sources(arguments)
         code = subcommand(arguments.subcommand).run(arguments)
@@ -106,6 +112,11 @@ def _run(argv: Sequence[str] | None) -> int:
         return FAILED if isinstance(error, WorkerError) else REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
+    except MemoryError:
+        from quire.config.process_limits import out_of_memory  # slow import
+
+        _print_error(f"quire {arguments.subcommand}", str(out_of_memory()))
+        return FAILED
     except BrokenPipeError:  # the reader of standard output is gone: stay silent, also at exit
         discard_output()
         return PIPE_CLOSED

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quire.api.http.connection import max_connections_of
+from quire.config.machine import ADDRESS_SPACE
 from quire.doctor.finding import Finding, ok, problem, warning
 from quire.doctor.machine_facts import MachineFacts, Place
 
@@ -135,6 +136,8 @@ def check_memory(facts: MachineFacts) -> Finding:
     left, total = facts.memory.available_bytes, facts.total_bytes
     found = f"{_size(left)} of {_size(total)} can be used (limit: {facts.memory.limit})"
     action = "stop other programs, or raise the container's memory limit"
+    if facts.memory.limit == ADDRESS_SPACE:
+        action = facts.memory.remedy
     if left < LOW_MEMORY_BYTES:
         return problem("memory", found, action)
     if left < FEW_MEMORY_BYTES:

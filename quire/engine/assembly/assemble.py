@@ -24,7 +24,7 @@ from quire.base.log import Log
 from quire.base.report import Report
 from quire.base.user_path import user_path
 from quire.config.groups import EngineConfig, ExecutorConfig
-from quire.config.machine import machine_memory, num_usable_cores
+from quire.config.machine import machine_memory, num_compute_threads
 from quire.config.memory import MemoryPlan, mib, plan_memory
 from quire.engine.assembly.initial_costs import initial_step_costs
 from quire.engine.assembly.model_files import model_folder, model_name
@@ -142,10 +142,11 @@ def _assembled(
     record: BinaryIO | None,
     tier_folder: TierFolder | None,
 ) -> Engine:
+    num_threads = num_compute_threads(config.executor.num_threads)
     pack_cache = _pack_cache(config.executor)
     model = _sized_model(config)
     memory, program = model.memory, model.program
-    executor = _loaded_executor(config, model, progress, pack_cache)
+    executor = _loaded_executor(config, model, progress, pack_cache, num_threads)
     num_layers = executor.num_layers if isinstance(executor, LayeredExecutor) else 0
     limits = _limits(config, model, num_layers)
     fingerprint = _block_fingerprint(config, program, executor)
@@ -244,6 +245,7 @@ def _loaded_executor(
     model: _SizedModel,
     progress: Progress | None,
     pack_cache: PackCache | None,
+    num_threads: int,
 ) -> Executor:
     """Load the weights and allocate the KV cache."""
     executor = model.executor_class(
@@ -251,7 +253,7 @@ def _loaded_executor(
         model.checkpoint,
         ExecutorOptions(
             limits=model.step_limits,
-            num_threads=config.executor.num_threads or num_usable_cores(),
+            num_threads=num_threads,
             progress=progress,
             pack_cache=pack_cache,
         ),
