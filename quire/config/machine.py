@@ -81,7 +81,8 @@ def num_compute_threads(asked: int | None) -> int:
     if asked > allowed:
         raise SettingError(
             f"num_threads is {asked}, and this process may use {cores} CPU cores; at most "
-            f"{allowed} are allowed here. More than one per core are slower: leave it out, for {cores}"
+            f"{allowed} are allowed here. More than one per core are slower: leave it out, for "
+            f"{cores}"
         )
     return asked
 
