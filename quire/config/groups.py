@@ -300,7 +300,7 @@ class ExecutorConfig:
     trace_file: str | None = setting(
         None,
         "write a trace of steps, requests and KV tiers to this file, for Perfetto and "
-        "chrome://tracing",
+        "chrome://tracing; if it exists, to a new one with a number",
         flag="trace",
     )
 

@@ -97,8 +97,9 @@ def assemble(
             record = undo.enter_context(open_record(Path(config.executor.record_plans)))
         trace = None
         if config.executor.trace_file is not None:  # likewise
-            trace = open_trace(Path(config.executor.trace_file).expanduser())
-            undo.callback(os.close, trace)
+            trace = open_trace(user_path(config.executor.trace_file))
+            undo.callback(os.close, trace[0])
+            undo.callback(trace[1].unlink, missing_ok=True)
         tier_folder = None
         if config.cache.kv_tier_path is not None:  # likewise
             from quire.transfer.folder import TierFolder  # only where it is wanted, as executors
@@ -117,7 +118,9 @@ def assemble(
         undo.pop_all()
         if trace is None:
             return engine
-        return replace(engine, trace=TraceFile(trace, engine.core.scheduler.history, report))
+        descriptor, path = trace
+        Log("engine").event("writing a trace", file=str(path))
+        return replace(engine, trace=TraceFile(descriptor, engine.core.scheduler.history, report))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
