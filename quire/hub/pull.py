@@ -16,13 +16,14 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 from quire.base.errors import CapacityError, ConfigError, ModelError
 from quire.base.gguf_parts import SUFFIX
 from quire.config.machine import machine_memory
-from quire.hub.cache import COMMIT, missing_files, repo_dir
+from quire.hub.cache import COMMIT, PLANNED, missing_files, repo_dir
 from quire.hub.download import Downloads
 from quire.hub.files import CONFIGURATION, RemoteFile, first_files, shards
 from quire.hub.fit import Fit, fit_of_directory, fit_of_gguf
@@ -86,6 +87,8 @@ class _Pull:
         if missing := missing_files(path):
             raise ModelError(f"{path}: {', '.join(missing[:4])} disappeared; pull again")
         point_revision(self._name, self._revision)
+        with suppress(OSError):  # it is found by its ref now
+            (repo_dir(self._name.repo) / PLANNED / self._name.revision).unlink()
         return path
 
     def _fetch_configuration(self, files: Sequence[RemoteFile]) -> None:
@@ -142,11 +145,14 @@ def weight_files(name: HubName, revision: Revision, snapshot: Path) -> list[Remo
     return shards(revision.files, name, read_weight_map(snapshot / INDEX_FILE))
 
 
-def point_revision(name: HubName, revision: Revision) -> None:
-    """Write the commit into the revision's ref, as other programs that use the cache do."""
+def point_revision(name: HubName, revision: Revision, *, refs: str = "refs") -> None:
+    """Write the commit into the revision's ref, as other programs that use the cache do.
+
+    refs: PLANNED for a revision without weights, which those programs must not take for a model.
+    """
     if COMMIT.fullmatch(name.revision):
         return
-    ref = repo_dir(name.repo) / "refs" / name.revision
+    ref = repo_dir(name.repo) / refs / name.revision
     partial = ref.with_name(f"{ref.name}.{secrets.token_hex(4)}.tmp")
     try:
         ref.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from quire.base.errors import SettingError
 from quire.base.user_path import user_path
 from quire.hub.blob_lock import Timeout, blob_lock
-from quire.hub.cache import cache_dir
+from quire.hub.cache import PLANNED, cache_dir
 from quire.hub.inventory import MODEL, TIER, Entry
 from quire.transfer.folder import TierFolder
 
@@ -174,7 +174,8 @@ def _remove_rest(folder: Path) -> None:
         _remove_empty(snapshot)
         if snapshot.is_dir() and not snapshot.is_symlink():
             left.append(snapshot.name)
-    for ref in [path for path in (folder / "refs").rglob("*") if path.is_file()]:
+    refs = [path for name in ("refs", PLANNED) for path in (folder / name).rglob("*")]
+    for ref in [path for path in refs if path.is_file()]:
         with suppress(OSError):
             if ref.read_text(errors="replace").strip() not in left:
                 ref.unlink()
