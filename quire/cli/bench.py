@@ -341,7 +341,9 @@ def _range(text: str) -> tuple[int, int]:
     except ValueError:
         values = 0, 0
     if not 1 <= values[0] <= values[1]:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a range such as 128-512")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of tokens from 1 on, as 128, nor a range of them, as 128-512"
+        )
     return values
 
 

@@ -107,12 +107,13 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
         hints = get_type_hints(group)
         values = {}
         for setting in fields(group):
-            known.append(setting.name)
-            for name in dict.fromkeys((setting.name, flag_of(setting)[2:].replace("-", "_"))):
+            as_flag = flag_of(setting)[2:].replace("-", "_")  # as docs/flags.md has it
+            known.append(as_flag)
+            for name in dict.fromkeys((as_flag, setting.name)):
                 if name in left:
                     if setting.name in values:
                         raise SettingError(
-                            f"{setting.name} and {name} are the same setting; give one of them"
+                            f"{as_flag} and {setting.name} are the same setting; give one of them"
                         )
                     values[setting.name] = checked(setting, hints[setting.name], left.pop(name))
         parts[part.name] = group(**values)

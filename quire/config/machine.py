@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +54,11 @@ def machine_memory(root: Path = Path("/")) -> MachineMemory:
             available_bytes=left_bytes, limit=ADDRESS_SPACE, remedy=_RAISE_ADDRESS_SPACE
         )
     return lowest
+
+
+def stores_files(path: Path) -> bool:
+    """Return whether the file system of an existing path has any size: /proc and /sys have none."""
+    return shutil.disk_usage(path).total > 0
 
 
 def num_usable_cores(root: Path = Path("/")) -> int:

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from quire.base.errors import CapacityError, ConfigError, ModelError
 from quire.base.gguf_parts import SUFFIX
-from quire.config.machine import machine_memory
+from quire.config.machine import machine_memory, stores_files
 from quire.hub.cache import COMMIT, PLANNED, missing_files, repo_dir
 from quire.hub.download import Downloads
 from quire.hub.files import CONFIGURATION, RemoteFile, first_files, shards
@@ -118,6 +118,12 @@ class _Pull:
         """Raise CapacityError where the disk has less free space than the download needs."""
         needed = sum(self._downloads.bytes_left(file) for file in files)
         free = free_bytes(self._snapshot)
+        if needed and not stores_files(_nearest(self._snapshot)):
+            raise CapacityError(
+                f"{self._name}: the cache {repo_dir(self._name.repo).parent} is on a file system "
+                "of size 0, such as /proc, which stores no files; set HF_HOME to a directory that "
+                "you may write to, on a disk"
+            )
         if needed > free:
             raise CapacityError(
                 f"{self._name}: {size_text(needed)} ({needed} bytes) are to be downloaded, and the "
@@ -164,9 +170,14 @@ def point_revision(name: HubName, revision: Revision, *, refs: str = "refs") -> 
 
 def free_bytes(path: Path) -> int:
     """Return the free bytes of the disk where `path` is or would be created."""
+    return shutil.disk_usage(_nearest(path)).free
+
+
+def _nearest(path: Path) -> Path:
+    """Return the directory, or the nearest one above it that exists."""
     while not path.is_dir():
         path = path.parent
-    return shutil.disk_usage(path).free
+    return path
 
 
 def _ignore(num_bytes: int) -> None:

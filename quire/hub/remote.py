@@ -215,6 +215,11 @@ def _explained(name: HubName) -> Iterator[None]:
 
 def _reason(name: HubName, error: BaseException) -> str:
     hub, page = constants.ENDPOINT, f"{constants.ENDPOINT}/{name.repo}"
+    if not hub.startswith(("http://", "https://")):
+        return (
+            f"{name}: HF_ENDPOINT is {show(hub)}; an address with http:// or https:// is allowed, "
+            "as in https://huggingface.co; correct it, or unset it"
+        )
     chain = _causes(error)
     for cause in chain:
         if isinstance(cause, OSError) and cause.errno in _DISK_ERRORS:

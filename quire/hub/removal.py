@@ -40,9 +40,11 @@ def selected(entries: Sequence[Entry], names: Sequence[str]) -> list[Entry]:
         ]
         if not matching:
             listed = ", ".join(entry.name for entry in entries[:8]) or "nothing"
+            near = [one.name for one in entries if name and name in one.name][:1]
+            hint = f"did you mean {near[0]}? " if near else ""
             raise SettingError(
-                f"nothing here is called {name!r}; quire models lists: {listed}. Packed weights "
-                "and KV tiers are found with --pack-cache and --kv-tier-path"
+                f"nothing here is called {name!r}; {hint}quire models lists: {listed}. Packed "
+                "weights and KV tiers are found with --pack-cache and --kv-tier-path"
             )
         found += [entry for entry in matching if entry not in found]
     return found

@@ -29,6 +29,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / name / "config.json").write_bytes(content)
     shutil.copytree(good, root / "no-weights", ignore=shutil.ignore_patterns("*.safetensors"))
     shutil.copytree(good, root / "no-config", ignore=shutil.ignore_patterns("config.json"))
+    shutil.copytree(good, root / "link", ignore=shutil.ignore_patterns("*.safetensors"))
+    (root / "link/model.safetensors").symlink_to("/nowhere/model")
+    shutil.copytree(good, root / "other-vocab")
+    config = json.loads((good / "config.json").read_bytes())
+    config["vocab_size"] += 1
+    (root / "other-vocab/config.json").write_text(json.dumps(config))
+    (root / "twice.toml").write_text("port = 1\nport = 2\n")
     (root / "empty").mkdir()
     (root / "file").write_text("x")
     return root
@@ -41,6 +48,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("complete list-config -p x", "the file is damaged: copy or download it again"),
         ("complete no-weights -p x", "tokenizer_config.json. Copy the model's weights there"),
         ("complete no-config -p x", "no config.json; there are generation_config.json, "),
+        ("complete link -p x", "this is a link to /nowhere/model, which does not exist; restore"),
+        ("complete other-vocab -p x", "or one is damaged: take both from one download"),
+        ("complete file -p x", "this is a file, and no GGUF file; give a directory with config"),
+        ("complete good/config.json -p x", "a file of a model; give its directory, good\n"),
+        ("complete hf://a/b -p x", "hf://a/b: this is an address; give the model's name: a/b, "),
+        ("serve --kv-tier-size 1GiB --port 0", "add --kv-tier-path with its directory"),
+        ("serve --kv-tier-fetch never --port 0", "no tier to fetch blocks from; add --kv-tier-p"),
+        ("serve --config twice.toml", "write each setting once, as in port = 8000"),
+        ("bench throughput --prompts 0", "'0' is not a number of tokens from 1 on, as 128, nor"),
+        ("simulate --trace /dev/null", "the trace has no requests; a CSV with TIMESTAMP"),
+        ("replay none", "none cannot be read: No such file or directory; `quire record URL"),
         ("complete empty -p x", "no config.json; it is empty; give the directory of a model"),
         ("complete https://huggingface.co/a/b?x=1 -p x", "an address; give the model's name: a/b"),
         ("complete ~nobody-of-this-name/x -p x", "~nobody-of-this-name/x: no such folder"),
@@ -100,6 +118,11 @@ def test_wrong_words_are_answered_with_the_right_ones(words: str, said: str) -> 
     ("call", "said"),
     [
         (lambda: LLM(5), "model is 5; a string is expected"),  # type: ignore[arg-type]
+        (
+            lambda: LLM("", a=1, max_num_seq=2),
+            "; 'max_num_seq' is not a setting of the engine; did",
+        ),
+        (lambda: LLM("", port=1), "kv_tier_fetch, kv_tier_host_size, kv_tier_path, kv_tier_size, "),
         (lambda: LLM("", max_num_seqs="x"), "max_num_seqs is 'x'; a whole number is expected"),
         (lambda: SamplingParams(stop=5), "stop is 5; a string or a list is allowed"),  # type: ignore[arg-type]
         (lambda: one_or_listed("stop", 5), "stop is 5; a string or a list of strings is allowed"),
