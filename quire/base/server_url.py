@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 
 from quire.base.errors import InvalidParameter
 
+_EXAMPLE = "http://127.0.0.1:8000"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerUrl:
@@ -31,9 +33,13 @@ def server_url(url: str) -> ServerUrl:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise InvalidParameter(f"{url!r} is not an address: {error}", param="url") from error
+        raise InvalidParameter(
+            f"{url!r} is not an address: {error}; write it like {_EXAMPLE}", param="url"
+        ) from error
     if parts.scheme not in ("http", "https") or not host:
-        raise InvalidParameter(f"{url!r} is not an http:// or https:// address", param="url")
+        raise InvalidParameter(
+            f"{url!r} is not an http:// or https:// address; write it like {_EXAMPLE}", param="url"
+        )
     return ServerUrl(
         is_secure=parts.scheme == "https",
         host=host,
@@ -67,7 +73,7 @@ def unreachable_text(shown: str, error: BaseException) -> str:
         return f"{shown} does not speak TLS ({error.reason}); write http:// instead"
     return (
         f"no server answers at {shown} ({reason_of(error)}); start one with `quire serve`, or "
-        "check the address, as in http://127.0.0.1:8000"
+        f"check the address, as in {_EXAMPLE}"
     )
 
 

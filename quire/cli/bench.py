@@ -190,11 +190,11 @@ def _serve(arguments: argparse.Namespace) -> int:
         trace_of,
     )
     from quire.bench.workloads import fit_lengths, mixed_lengths
-    from quire.obs.pictures import check_plots
+    from quire.obs.pictures import check_picture
     from quire.obs.timing import Goals
 
     if arguments.png:
-        check_plots()
+        check_picture(Path(arguments.png))
     target = Target(
         url=arguments.url,
         model=arguments.model,

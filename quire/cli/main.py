@@ -133,6 +133,8 @@ def _run(argv: Sequence[str] | None) -> int:
 
 # argparse's message for a value that is no number.
 _NO_NUMBER = re.compile(r"invalid (int|float) value: (.*)", re.DOTALL)
+# Its message for a value of a flag that takes none, as in --insecure=yes.
+_NO_VALUE = re.compile(r"ignored explicit argument '(.*)'", re.DOTALL)
 _KINDS = {"int": "a whole number", "float": "a number"}
 
 
@@ -146,6 +148,7 @@ class _Parser(argparse.ArgumentParser):
         from quire.cli.usage_errors import with_help_of_required  # slow imports
 
         message = with_help_of_required(message, self)
+        message = _NO_VALUE.sub(r"takes no value; leave out =\1", message)
         message = _NO_NUMBER.sub(lambda found: f"{found[2]} is not {_KINDS[found[1]]}", message)
         _print_error(self.prog, f"{message}\nusage: {self.prog} --help lists its flags")
         self.exit(REFUSED)

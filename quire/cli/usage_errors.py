@@ -32,7 +32,7 @@ _IN_TERMINAL: Mapping[str, tuple[str, str]] = {
 def unknown_subcommand(name: str, known: Iterable[str]) -> str:
     """Return the error for a word that is no subcommand."""
     listed = list(known)
-    near = get_close_matches(name[:60], listed, 1)
+    near = get_close_matches(name[:60].lower(), listed, 1)
     hint = FOREIGN_SUBCOMMANDS.get(name) or (f"did you mean {near[0]}?" if near else "")
     return f"there is no subcommand {name!r}; {hint and hint + '; '}there are: {', '.join(listed)}"
 

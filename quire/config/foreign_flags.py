@@ -361,7 +361,9 @@ def alternative(flag: str, known: Iterable[str] = ()) -> str:
     if hint := INSTEAD.get(flag) or begun_with(flag, known):
         return hint
     by_name = {name.lstrip("-"): name for name in sorted(known) if name.startswith("--")}
-    near = get_close_matches(flag.lstrip("-")[:60], by_name, 1) if flag.startswith("--") else []
+    near = (
+        get_close_matches(flag.lstrip("-")[:60], by_name, 1, 0.7) if flag.startswith("--") else []
+    )
     return f"did you mean {by_name[near[0]]}?" if near else ""
 
 

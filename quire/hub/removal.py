@@ -40,7 +40,7 @@ def selected(entries: Sequence[Entry], names: Sequence[str]) -> list[Entry]:
         ]
         if not matching:
             listed = ", ".join(entry.name for entry in entries[:8]) or "nothing"
-            near = [one.name for one in entries if name and name in one.name][:1]
+            near = [one.name for one in entries if len(name) > 2 and name in one.name][:1]
             hint = f"did you mean {near[0]}? " if near else ""
             raise SettingError(
                 f"nothing here is called {name!r}; {hint}quire models lists: {listed}. Packed "
