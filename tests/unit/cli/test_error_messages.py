@@ -77,6 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("complete good -p x --seed 1e9", "--seed: '1e9' is not a whole number"),
         ("serve good --pack-cache file --port 0", "name a directory that you may write to"),
         ("serve good --api-key-file none", "none cannot be read (No such file or directory); give"),
+        ("serve --api-key k\xf6y --port 0", "give one of printable ASCII characters"),
         ("serve good --tenants none", "give a TOML file with a table [tenants.NAME]"),
         ("serve good --tls-cert none", "cannot be used (No such file or directory); give PEM"),
         ("pull good", "is a path on this machine, so there is nothing to download"),
