@@ -110,17 +110,25 @@ async def _record(arguments: argparse.Namespace, file: BinaryIO, written: _Writt
 
 async def _received(arguments: argparse.Namespace) -> AsyncGenerator[bytes, None]:
     """Yield the lines of the server. Raises WorkerError if it refuses or breaks off."""
-    from quire.bench.http_load import Refused, address_of, exchange
+    from quire.bench.http_load import Refused, address_of, exchange, why_unusable
 
+    address, has_key = address_of(arguments.url), bool(arguments.api_key)
     path = f"/admin/record?content={str(arguments.content).lower()}"
     if arguments.seconds is not None:
         path += f"&seconds={arguments.seconds:g}"
-    lines = exchange(address_of(arguments.url), "GET", path, None, api_key=arguments.api_key)
+    lines = exchange(address, "GET", path, None, api_key=arguments.api_key)
     try:
         async for line in lines:
             if line.strip():  # empty ones keep the connection open
                 yield line
-    except Refused as error:
-        raise WorkerError(f"{arguments.url} does not record: {error}") from error
-    except (OSError, ValueError, asyncio.IncompleteReadError) as error:
-        raise WorkerError(f"{arguments.url}: the connection failed: {error}") from error
+    except (OSError, Refused) as error:
+        way_out = "; leave out --content" if arguments.content else ""
+        raise WorkerError(
+            why_unusable(arguments.url, error, has_key=has_key, variable="QUIRE_API_KEY")
+            or f"{address.shown} does not record: {error}{way_out}"
+        ) from error
+    except (ValueError, asyncio.IncompleteReadError) as error:
+        raise WorkerError(
+            f"{address.shown}: the connection failed ({error}); check that a server of Quire "
+            "listens there, and its log"
+        ) from error

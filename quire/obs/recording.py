@@ -132,7 +132,9 @@ def read_recording(path: Path, *, max_requests: int | None = None) -> Recording:
                 else:
                     requests.append(found)
     except OSError as error:
-        raise SettingError(f"{path} cannot be read: {error.strerror}") from error
+        raise SettingError(
+            f"{path} cannot be read: {error.strerror}; `quire record URL FILE` writes a recording"
+        ) from error
     if not requests:
         raise SettingError(f"{path} has no requests; record while requests are sent")
     start_ms = min(one.arrival_ms for one in requests)
