@@ -15,7 +15,7 @@ from typing import Any
 
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
-from quire.structured.disjoint import TYPES
+from quire.structured.disjoint import TYPES as DISJOINT_TYPES
 from quire.structured.evaluate import Undecided, resolved
 from quire.structured.schema import LISTS, NAMED, ONE, each_schema, escaped
 
@@ -37,9 +37,13 @@ _OTHER_TYPES = {
     "none": "null",
     "nil": "null",
 }
+# Keywords that malformed() does not check.
+_ANNOTATIONS = frozenset(
+    {"type", "const", "title", "description", "default", "example", "examples", "deprecated"}
+)
 _UNTYPED = ("any", "mixed", "unknown")
-_TYPE_NAMES = sorted([*TYPES, "integer"])
-_ALLOWED_TYPES = f"{', '.join(_TYPE_NAMES[:-1])} and {_TYPE_NAMES[-1]} are allowed"
+TYPES = sorted([*DISJOINT_TYPES, "integer"])
+_ALLOWED_TYPES = f"{', '.join(TYPES[:-1])} and {TYPES[-1]} are allowed"
 
 # Yields each entry of a keyword's value that it may not have, with the path below the keyword.
 Faults = Callable[[Any], Iterator[tuple[str, Any]]]
@@ -68,6 +72,13 @@ def malformed(schema: Any) -> str | None:
     return None
 
 
+def has_keywords(schema: Mapping[str, Any]) -> bool:
+    """Return whether any name is a keyword, or a private annotation (x-...)."""
+    return any(
+        name in _FORMS or name in _ANNOTATIONS or name.startswith(("$", "x-")) for name in schema
+    )
+
+
 def check_form(schema: Any, place: str, *, param: str | None = None) -> None:
     """Refuse a malformed schema. place: where the request has it. Raises InvalidParameter.
 
@@ -84,7 +95,7 @@ def _type_advice(name: Any) -> str:
     plain = name.lower()
     if plain in _UNTYPED:
         return f"leave type out to allow any value; {_ALLOWED_TYPES}"
-    near = _OTHER_TYPES.get(plain) or next(iter(get_close_matches(plain[:16], _TYPE_NAMES, 1)), "")
+    near = _OTHER_TYPES.get(plain) or next(iter(get_close_matches(plain[:16], TYPES, 1)), "")
     return f'did you mean "{near}"? {_ALLOWED_TYPES}' if near else _ALLOWED_TYPES
 
 
@@ -94,7 +105,7 @@ def _wrong_type(path: str, at: Mapping[str, Any]) -> str | None:
     named = at["type"]
     names = named if isinstance(named, list) and named else [named]
     for name in names:
-        if not isinstance(name, str) or name not in _TYPE_NAMES:
+        if not isinstance(name, str) or name not in TYPES:
             return f"the schema has the type {show(name)} (at {path}/type); {_type_advice(name)}"
     return None
 
