@@ -175,7 +175,9 @@ class Connection(HttpToolsProtocol):
                 self._refuse_head()
                 return
             if not self._head_bytes and piece[0] == TLS_HANDSHAKE:
-                TLS_REPORT.add()  # and answer that it is not HTTP, which ends the handshake
+                TLS_REPORT.add()
+                self.send_400_response("This is TLS.")  # no TLS, so the handshake ends
+                return
             self._head_bytes += len(piece)  # of the last piece, part may be the body
         super().data_received(piece)
         if not self._in_head and not self._is_answering and not self.transport.is_closing():
