@@ -14,7 +14,7 @@ from quire.api.generation.field_forms import one_or_listed
 from quire.api.http.request_io import parse
 from quire.base.errors import QuireError
 from quire.base.grammar import Grammar, GrammarKind
-from quire.structured.source import rejection
+from quire.structured.rejection import rejection
 from tests.tiny_models import write_tiny_llama
 from tests.unit.cli.command import quire_main
 
