@@ -282,13 +282,22 @@ def _message_of(refusal: bytes) -> str:
 
 
 async def _lines(reader: asyncio.StreamReader, *, chunked: bool) -> AsyncIterator[bytes]:
-    """Yield the lines of a body as they arrive, including an unfinished last one."""
+    """Yield the lines of a body as they arrive, including an unfinished last one.
+
+    Raises IncompleteReadError if a chunked body ends without its last chunk.
+    """
     if not chunked:
         while line := await reader.readline():
             yield line
         return
     rest = b""
-    while size := int((await reader.readline()).split(b";")[0] or b"0", 16):
+    while True:
+        head = await reader.readline()
+        if not head:
+            raise asyncio.IncompleteReadError(head, None)
+        size = int(head.split(b";")[0], 16)
+        if not size:
+            break
         rest += await reader.readexactly(size)
         await reader.readline()
         *whole, rest = rest.split(b"\n")

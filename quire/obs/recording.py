@@ -25,6 +25,10 @@ from quire.base.errors import SettingError
 VERSION = 1
 MAX_LINE_BYTES = 64 << 20
 MAX_REQUESTS = 10_000_000
+# A server sends an empty line after so many seconds without another; a recording without any line
+# for IDLE_S has failed.
+HEARTBEAT_S = 15.0
+IDLE_S = 4 * HEARTBEAT_S
 _MARK = b'{"quire_recording":'
 _DROPPED = b'{"dropped":'
 
