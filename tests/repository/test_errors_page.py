@@ -14,7 +14,7 @@ from tests.repository.source_files import ROOT, code_files, name_of, tree_of
 
 ERRORS = "quire/api/http/errors.py"
 # Refuses malformed HTTP and too large heads, before there is a request.
-CONNECTION = "quire/api/http/connection.py"
+REFUSAL = "quire/api/http/refusal.py"
 
 
 def _page() -> str:
@@ -32,8 +32,8 @@ def _calls(name: str) -> Iterator[str]:
 
 def test_statuses_and_codes_have_one_source() -> None:
     assert set(_calls("ErrorShape")) == {ERRORS}
-    assert set(_calls("ErrorReport")) == {ERRORS, CONNECTION}
-    written = (ROOT / CONNECTION).read_text(encoding="utf-8")
+    assert set(_calls("ErrorReport")) == {ERRORS, REFUSAL}
+    written = (ROOT / REFUSAL).read_text(encoding="utf-8")
     assert set(re.findall(r"code=([\w.]+)", written)) == {"None", "HEAD_TOO_LARGE.code", "code"}
 
 
