@@ -13,8 +13,9 @@ from quire.cli.exit_codes import EXIT_CODES, FAILED, SUCCESS
 from tests.repository.source_files import ROOT, code_files, name_of, tree_of
 
 ERRORS = "quire/api/http/errors.py"
-# Refuses malformed HTTP and too large heads, before there is a request.
+# Malformed HTTP and too large heads are refused before there is a request.
 REFUSAL = "quire/api/http/refusal.py"
+CONNECTION = "quire/api/http/connection.py"
 
 
 def _page() -> str:
@@ -33,7 +34,7 @@ def _calls(name: str) -> Iterator[str]:
 def test_statuses_and_codes_have_one_source() -> None:
     assert set(_calls("ErrorShape")) == {ERRORS}
     assert set(_calls("ErrorReport")) == {ERRORS, REFUSAL}
-    written = (ROOT / REFUSAL).read_text(encoding="utf-8")
+    written = "".join((ROOT / one).read_text(encoding="utf-8") for one in (REFUSAL, CONNECTION))
     assert set(re.findall(r"code=([\w.]+)", written)) == {"None", "HEAD_TOO_LARGE.code", "code"}
 
 

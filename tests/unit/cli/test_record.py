@@ -24,10 +24,10 @@ class Server(HTTPServer):
 
     def __init__(self, last: bytes) -> None:
         self.last, self.goes_on = last, threading.Event()
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(("127.0.0.1", 0), _RecordRoute)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _RecordRoute(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Server
 
