@@ -33,6 +33,7 @@ from quire.api.admin.reload import Reloader, sources_of
 from quire.api.app import DEFAULT_DIALECT, build_admin_app, build_app
 from quire.api.engine_protocol import StartingEngine
 from quire.api.http.connection import Connection
+from quire.api.http.refusal import refusal_of_http
 from quire.api.http.sockets import tls_context
 from quire.api.http.tls import TlsListener
 from quire.api.request_spans import open_spans
@@ -279,7 +280,8 @@ class _Server(uvicorn.Server):
                 app_state=self.lifespan.state,
             )
 
-        self.servers = [TlsListener(at, self.tls, new_connection) for at in sockets]  # type: ignore[misc]
+        refusal = refusal_of_http(DEFAULT_DIALECT)
+        self.servers = [TlsListener(at, self.tls, new_connection, refusal) for at in sockets]  # type: ignore[misc]
         self.started = True
 
     @contextmanager

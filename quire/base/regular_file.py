@@ -20,6 +20,7 @@ _KINDS = (
     (stat.S_ISBLK, "a block device"),
     (stat.S_ISSOCK, "a socket"),
 )
+_MORE_BYTES = 1 << 20
 
 
 def is_present(path: Path) -> bool:
@@ -49,7 +50,13 @@ def read_regular(path: Path, *, limit_bytes: int) -> bytes:
     """Read a whole regular file. Raises OSError for another kind or for too many bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        content = file.read(limit_bytes + 1) if size <= limit_bytes else b""
+        # As many bytes as there are, not as many as may be: that much memory is allocated first.
+        content = file.read(size + 1) if size <= limit_bytes else b""
+        while content and (left := limit_bytes + 1 - len(content)) > 0:  # it grows, or has no size
+            more = file.read(min(left, _MORE_BYTES))
+            if not more:
+                break
+            content += more
     if max(size, len(content)) > limit_bytes:
         found = max(size, len(content))
         message = f"it has {found} bytes; at most {limit_bytes} are allowed"

@@ -1,14 +1,19 @@
-"""ServerUrl: the address of an HTTP server, and the header that carries its key.
+"""ServerUrl: the address of an HTTP server, the header with its key, and errors of both.
 
 For commands that talk to a server; imports the standard library and the error tree only.
 """
 
 from __future__ import annotations
 
+import os
+import socket
+import ssl
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from quire.base.errors import InvalidParameter
+
+_EXAMPLE = "http://127.0.0.1:8000"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +33,13 @@ def server_url(url: str) -> ServerUrl:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise InvalidParameter(f"{url!r} is not an address: {error}", param="url") from error
+        raise InvalidParameter(
+            f"{url!r} is not an address: {error}; write it like {_EXAMPLE}", param="url"
+        ) from error
     if parts.scheme not in ("http", "https") or not host:
-        raise InvalidParameter(f"{url!r} is not an http:// or https:// address", param="url")
+        raise InvalidParameter(
+            f"{url!r} is not an http:// or https:// address; write it like {_EXAMPLE}", param="url"
+        )
     return ServerUrl(
         is_secure=parts.scheme == "https",
         host=host,
@@ -51,3 +60,36 @@ def key_headers(api_key: str | None) -> dict[str, str]:
             param="api_key",
         )
     return {"Authorization": f"Bearer {api_key}"}
+
+
+def unreachable_text(shown: str, error: BaseException) -> str:
+    """Return the error for a server that could not be connected to. shown: its address."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return (
+            f"the certificate of {shown} is not trusted ({error.verify_message}); set "
+            "SSL_CERT_FILE to the PEM file of its authority"
+        )
+    if isinstance(error, ssl.SSLError):
+        return f"{shown} does not speak TLS ({error.reason}); write http:// instead"
+    return (
+        f"no server answers at {shown} ({reason_of(error)}); start one with `quire serve`, or "
+        f"check the address, as in {_EXAMPLE}"
+    )
+
+
+def key_refused_text(shown: str, *, has_key: bool, variable: str) -> str:
+    """Return the error for status 401. has_key: a key was sent. variable: its default's source."""
+    if has_key:
+        return (
+            f"{shown} does not know the key that was sent; give one of the server's keys with "
+            f"--api-key, or in {variable}"
+        )
+    return f"{shown} needs a key: give one with --api-key, or in {variable}"
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an error of a connection in the system's words, without numbers and Python's names."""
+    if isinstance(error, OSError) and not isinstance(error, socket.gaierror) and error.errno:
+        return os.strerror(error.errno)
+    in_words = error.strerror if isinstance(error, OSError) else None
+    return in_words or str(error) or type(error).__name__

@@ -16,14 +16,22 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
-from quire.base.errors import SettingError, WorkerError
+from quire.base.errors import WorkerError
+from quire.base.server_url import (
+    key_headers,
+    key_refused_text,
+    reason_of,
+    server_url,
+    unreachable_text,
+)
 from quire.bench.workloads import RequestSpec
 from quire.obs.timing import RequestTimes
 
 _MAX_LINE_BYTES = 1 << 20
-_MAX_REFUSAL_BYTES = 200
+_MAX_REFUSAL_BYTES = 8192
+_MAX_SHOWN_CHARS = 400
+_UNAUTHORIZED = 401
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,29 +54,24 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Host and port of a server; path is the prefix of every route."""
+    """Host and port of a server. path: the prefix of every route. shown: as errors name it."""
 
     host: str
     port: int
     path: str
     tls: ssl.SSLContext | None
+    shown: str
 
 
 def address_of(url: str) -> Address:
-    """Parse an http:// or https:// URL. Raises SettingError for anything else."""
-    try:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise SettingError(f"{url!r} is not an address: {error}") from error
-    if parts.scheme not in ("http", "https") or not host:
-        raise SettingError(f"{url!r} is not an http:// or https:// address")
-    secure = parts.scheme == "https"
+    """Parse an address, with or without /v1 at its end. Raises InvalidParameter."""
+    parsed = server_url(url)
     return Address(
-        host=host,
-        port=port or (443 if secure else 80),
-        path=parts.path.rstrip("/"),
-        tls=ssl.create_default_context() if secure else None,
+        host=parsed.host,
+        port=parsed.port or (443 if parsed.is_secure else 80),
+        path=parsed.path.removesuffix("/v1"),
+        tls=ssl.create_default_context() if parsed.is_secure else None,
+        shown=parsed.shown + parsed.path,
     )
 
 
@@ -103,9 +106,18 @@ async def served_model(target: Target) -> ServedModel:
         raise WorkerError(f"{target.url} lists no models; name one with --model") from None
     except (OSError, ValueError, LookupError, TypeError, TimeoutError, Refused) as error:
         raise WorkerError(
-            f"{target.url} lists no models ({error!r}); is a server running there? "
-            "Name a model with --model where it lists none"
+            why_unusable(target.url, error, has_key=bool(target.api_key), variable="OPENAI_API_KEY")
+            or f"{target.url} lists no models ({reason_of(error)}); give the address of an "
+            "OpenAI-compatible server, or name a model with --model"
         ) from error
+
+
+def why_unusable(url: str, error: Exception, *, has_key: bool, variable: str) -> str:
+    """Return the error for a server that does not answer or refuses the key, else an empty text."""
+    shown = address_of(url).shown
+    if isinstance(error, Refused) and error.status == _UNAUTHORIZED:
+        return key_refused_text(shown, has_key=has_key, variable=variable)
+    return unreachable_text(shown, error) if isinstance(error, OSError) else ""
 
 
 def _count(value: object) -> int | None:
@@ -133,7 +145,11 @@ async def open_loop(
 
 
 class Refused(Exception):
-    """The server answered with something else than requested."""
+    """The server answered with something else than requested. status: 200 for a broken stream."""
+
+    def __init__(self, message: str, status: int = 200) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 async def _ask(target: Target, spec: RequestSpec, begin_s: float) -> RequestTimes:
@@ -215,9 +231,7 @@ async def events(lines: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any] | 
 
 def _exchange(target: Target, method: str, path: str, body: object) -> AsyncIterator[bytes]:
     """Send one request to a route below /v1."""
-    address = address_of(target.url)
-    version = "" if address.path.endswith("/v1") else "/v1"
-    return exchange(address, method, version + path, body, api_key=target.api_key)
+    return exchange(address_of(target.url), method, f"/v1{path}", body, api_key=target.api_key)
 
 
 async def exchange(
@@ -232,7 +246,7 @@ async def exchange(
     )
     try:
         content = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
-        key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
+        key = "".join(f"{name}: {value}\r\n" for name, value in key_headers(api_key).items())
         head = (
             f"{method} {address.path}{path} HTTP/1.1\r\nHost: {address.host}:{address.port}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n"
@@ -252,21 +266,38 @@ async def exchange(
             else:
                 refusal = (refusal + line)[:_MAX_REFUSAL_BYTES]
         if status != 200:
-            raise Refused(f"HTTP {status}: {refusal.decode(errors='replace').strip()}")
+            raise Refused(f"HTTP {status}: {_message_of(refusal)}", status)
     finally:
         writer.close()
         with suppress(OSError):
             await writer.wait_closed()
 
 
+def _message_of(refusal: bytes) -> str:
+    """Return the message of an error's body, or what the body begins with."""
+    text = refusal.decode(errors="replace").strip()
+    with suppress(ValueError, LookupError, TypeError):
+        text = str(json.loads(text)["error"]["message"])
+    return text[:_MAX_SHOWN_CHARS]
+
+
 async def _lines(reader: asyncio.StreamReader, *, chunked: bool) -> AsyncIterator[bytes]:
-    """Yield the lines of a body as they arrive, including an unfinished last one."""
+    """Yield the lines of a body as they arrive, including an unfinished last one.
+
+    Raises IncompleteReadError if a chunked body ends without its last chunk.
+    """
     if not chunked:
         while line := await reader.readline():
             yield line
         return
     rest = b""
-    while size := int((await reader.readline()).split(b";")[0] or b"0", 16):
+    while True:
+        head = await reader.readline()
+        if not head:
+            raise asyncio.IncompleteReadError(head, None)
+        size = int(head.split(b";")[0], 16)
+        if not size:
+            break
         rest += await reader.readexactly(size)
         await reader.readline()
         *whole, rest = rest.split(b"\n")

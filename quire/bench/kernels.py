@@ -37,7 +37,7 @@ from quire.bench.single_op import (
     rows_batch,
 )
 from quire.config.flags import engine_config
-from quire.config.machine import num_usable_cores
+from quire.config.machine import num_compute_threads
 from quire.execute.executor import Executor, ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
@@ -102,7 +102,7 @@ def measure_kernels(
     """Return the result. Raises SettingError, ModelError, and WorkerError for a wrong result."""
     progress = progress or Progress()
     config = with_local_model(engine_config({"model": model, **settings}))
-    threads = config.executor.num_threads or num_usable_cores()
+    threads = num_compute_threads(config.executor.num_threads)
     program = program_of(model, {**settings, "quantization": "none"})
     progress.say("measuring the machine")
     limits = machine_limits(threads)

@@ -18,7 +18,7 @@ from quire.bench.local import LocalEngine
 from quire.bench.reading import ReadProbe
 from quire.bench.report import result
 from quire.bench.workloads import Lengths, Workload
-from quire.config.machine import num_usable_cores
+from quire.config.machine import num_compute_threads
 from quire.obs.report import Progress, table
 from quire.obs.timing import RequestTimes
 
@@ -42,7 +42,7 @@ def measure_latency(
         lengths=(Lengths(prompt=prompt_tokens, output=output_tokens),),
         max_running=1,
     )
-    threads = settings.get("num_threads") or num_usable_cores()
+    threads = num_compute_threads(settings.get("num_threads"))
     samples: list[dict[str, float]] = []
 
     async def run() -> dict[str, object]:

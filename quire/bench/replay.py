@@ -19,7 +19,8 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from quire.base.errors import QuireError, SettingError, WorkerError
-from quire.bench.http_load import Refused, address_of, events, exchange
+from quire.base.server_url import reason_of
+from quire.bench.http_load import Refused, address_of, events, exchange, why_unusable
 from quire.bench.workloads import draw_ids
 from quire.engine.library.async_llm import AsyncLLM
 from quire.obs.recording import RecordedRequest, Recording
@@ -111,9 +112,11 @@ class HttpSender:
                 raise ValueError("its vocab_size is no number")
             return entry
         except (OSError, ValueError, LookupError, TypeError, Refused) as error:
+            has_key = bool(self._api_key)
             raise WorkerError(
-                f"{url} is no server of Quire that answers ({error!r}); recordings are replayed "
-                "to Quire only, `quire bench serve --trace` sends their lengths to any server"
+                why_unusable(url, error, has_key=has_key, variable="QUIRE_API_KEY")
+                or f"{url} is no server of Quire ({reason_of(error)}); recordings are replayed to "
+                "Quire only, `quire bench serve --trace` sends their lengths to any server"
             ) from error
 
 

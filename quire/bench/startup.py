@@ -143,5 +143,8 @@ def _connection(port: int) -> http.client.HTTPConnection:
 
 
 def _end(log: IO[bytes]) -> str:
+    """Return the error that ended the server, else the end of its log."""
     log.seek(0)
-    return log.read().decode(errors="replace").strip()[-500:] or "it said nothing"
+    text = log.read().decode(errors="replace").strip()
+    errors = [line for line in text.splitlines() if line.startswith("quire serve: ")]
+    return "\n".join(errors)[-500:] or text[-500:] or "it said nothing"

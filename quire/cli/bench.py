@@ -190,11 +190,11 @@ def _serve(arguments: argparse.Namespace) -> int:
         trace_of,
     )
     from quire.bench.workloads import fit_lengths, mixed_lengths
-    from quire.obs.pictures import check_plots
+    from quire.obs.pictures import check_picture
     from quire.obs.timing import Goals
 
     if arguments.png:
-        check_plots()
+        check_picture(Path(arguments.png))
     target = Target(
         url=arguments.url,
         model=arguments.model,
@@ -341,7 +341,9 @@ def _range(text: str) -> tuple[int, int]:
     except ValueError:
         values = 0, 0
     if not 1 <= values[0] <= values[1]:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a range such as 128-512")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of tokens from 1 on, as 128, nor a range of them, as 128-512"
+        )
     return values
 
 

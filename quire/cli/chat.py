@@ -25,6 +25,7 @@ from quire.cli.options import (
     given_sampling,
 )
 from quire.cli.pull import add_pull_flag, pull_if_asked
+from quire.config.flags import in_flags
 
 # The engine settings that are useful for a single conversation.
 _SETTINGS = frozenset(
@@ -96,9 +97,9 @@ def _backend(arguments: argparse.Namespace) -> ChatBackend:
         pull_if_asked(arguments)
         return LocalBackend(arguments.model, settings, sampling)
     if settings:
-        flag = "--" + next(iter(settings)).replace("_", "-")
         raise InvalidParameter(
-            f"{flag} configures an engine in this process, but --url names a server; leave one out"
+            f"{in_flags(next(iter(settings)))} configures an engine in this process, but --url "
+            "names a server; leave one out"
         )
     return RemoteBackend(
         arguments.url, model=arguments.model, api_key=arguments.api_key, sampling=sampling

@@ -22,7 +22,12 @@ from quire.base.errors import (
     UnknownModel,
     WorkerError,
 )
-from quire.base.server_url import key_headers, server_url
+from quire.base.server_url import (
+    key_headers,
+    key_refused_text,
+    server_url,
+    unreachable_text,
+)
 
 if TYPE_CHECKING:
     from quire.engine.library.async_llm import AsyncLLM
@@ -153,10 +158,7 @@ class RemoteBackend:
             connection.request(method, self._path + path, content, self._headers)
             response = connection.getresponse()
         except (OSError, ValueError, http.client.HTTPException) as error:
-            raise WorkerError(
-                f"no server answers at {self._shown_url} ({error}); start one with "
-                "`quire serve`, or check the address, as in http://127.0.0.1:8000"
-            ) from error
+            raise WorkerError(unreachable_text(self._shown_url, error)) from error
         if response.status != 200:
             raise self._refusal(response)
         return response
@@ -167,6 +169,10 @@ class RemoteBackend:
             message = str(json.loads(raw)["error"]["message"])
         except (ValueError, LookupError, TypeError):
             message = f"{self._shown_url} answers {response.status} {response.reason}"
+        if response.status == 401:
+            has_key = "Authorization" in self._headers
+            text = key_refused_text(self._shown_url, has_key=has_key, variable="OPENAI_API_KEY")
+            return RequestError(f"{text} (the server's words: {message})")
         if response.status == 404:
             return UnknownModel(message)
         if response.status in (429, 503):

@@ -14,7 +14,7 @@ import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from quire.base.errors import InvalidParameter, WorkerError
+from quire.base.errors import ConfigError, InvalidParameter, WorkerError
 from quire.cli.options import (
     add_engine_arguments,
     add_sampling_arguments,
@@ -62,7 +62,13 @@ def run(arguments: argparse.Namespace) -> int:
         if sys.stdin.isatty():
             raise InvalidParameter("no prompt; give one with --prompt, or pipe it in")
         prompt = sys.stdin.read()
-    return asyncio.run(_complete(arguments, prompt))
+    try:
+        return asyncio.run(_complete(arguments, prompt))
+    except ConfigError as error:
+        if arguments.prompt is not None or not arguments.model:
+            raise
+        hint = "a prompt is given with --prompt, not without a flag"
+        raise ConfigError(f"{error}; {hint}") from error
 
 
 async def _complete(arguments: argparse.Namespace, prompt: str) -> int:

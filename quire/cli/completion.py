@@ -37,7 +37,9 @@ class SubcommandWords:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments."""
-    parser.add_argument("shell", choices=sorted(_SCRIPTS), help="the shell to write a script for")
+    parser.add_argument(
+        "shell", metavar="SHELL", choices=sorted(_SCRIPTS), help="the shell to write a script for"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -84,9 +84,26 @@ def run(arguments: argparse.Namespace) -> int:
             if name in given:
                 raise InvalidParameter(f"{flag} is for a server; give its URL, or leave it out")
         return _machine(arguments)
+    if _is_model(arguments.url):
+        raise InvalidParameter(
+            f"{arguments.url!r} is not a server's URL, as http://127.0.0.1:8000 is; whether a "
+            f"model fits this machine is answered by quire plan {arguments.url}"
+        )
     if arguments.quick:
         raise InvalidParameter("--quick is for this machine; leave it out, or leave out the URL")
     return _server(arguments)
+
+
+def _is_model(text: str) -> bool:
+    """Return whether a text is a path or a model's name in place of a server's URL."""
+    from quire.base.user_path import user_path  # slow imports
+    from quire.hub.names import parsed_name
+
+    if "//" in text:
+        return False
+    host = text.partition("/")[0]
+    is_name = "." not in host and host != "localhost" and parsed_name(text) is not None
+    return is_name or user_path(text).exists()
 
 
 def _machine(arguments: argparse.Namespace) -> int:

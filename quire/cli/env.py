@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, get_origin
 
 from quire.base.errors import ConfigError
+from quire.base.user_path import user_path
 from quire.base.version import DISTRIBUTION, installed_version, project_table
 from quire.cli.options import add_all_settings
 from quire.config.flags import bytes_text
@@ -202,6 +203,8 @@ def _model(text: str) -> str:
     name = hub_name(text)
     if name is not None:
         return str(name) if _is_in_cache(name) else "a name or a path"
+    if not user_path(text).exists():
+        return "a path that does not exist"
     return "a GGUF file" if text.endswith(".gguf") else "a directory"
 
 

@@ -40,6 +40,9 @@ SUBCOMMANDS = {
     "program": "print the operations of a model's step, with bytes and arithmetic",
     "completion": "print a shell completion script",
 }
+# Subcommands that load the libraries of an engine, unless --url names a server.
+_COMPUTING = ("serve", "chat", "complete", "bench", "profile", "replay", "simulate", "plan")
+_OWN_FLAGS = ("--version", "-h", "--help")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -69,15 +72,22 @@ def _run(argv: Sequence[str] | None) -> int:
 
         log.process_form = "json"
     parser = command_parser([name] if name in SUBCOMMANDS else [])
+    if words and words[0].startswith("-") and words[0] not in _OWN_FLAGS:
+        from quire.cli.usage_errors import flag_before_subcommand  # slow imports
+
+        parser.error(flag_before_subcommand(words, SUBCOMMANDS, _serve_parser()))
     if name is not None and name not in SUBCOMMANDS:
-        parser.error(_no_subcommand(name))
+        from quire.cli.usage_errors import unknown_subcommand
+
+        parser.error(unknown_subcommand(name, SUBCOMMANDS))
     # argparse would read llama.cpp's -hf as -h with the value f.
     like_help = [word for word in words if word.startswith("-h") and word != "-h"]
     arguments, unknown = parser.parse_known_args([w for w in words if w not in like_help])
     if unknown := [*like_help, *unknown]:
+        from quire.cli.usage_errors import unknown_arguments
+
         of_subcommand = getattr(arguments, "parser", parser)
-        hint = _instead_of(unknown, of_subcommand)
-        of_subcommand.error(f"unknown arguments: {' '.join(unknown)}{hint}")
+        of_subcommand.error(unknown_arguments(unknown, words, of_subcommand, _serve_parser()))
     if arguments.version:
         print(f"quire {_version()}")
         return SUCCESS
@@ -86,6 +96,10 @@ def _run(argv: Sequence[str] | None) -> int:
         return REFUSED
     _tolerate_any_encoding()
     try:
+        if arguments.subcommand in _COMPUTING and not vars(arguments).get("url"):
+            from quire.config.process_limits import check_address_space  # slow import
+
+            check_address_space()
         if "settings_taken" in arguments:
             _apply_sources(arguments)
         code = subcommand(arguments.subcommand).run(arguments)
@@ -98,6 +112,11 @@ def _run(argv: Sequence[str] | None) -> int:
         return FAILED if isinstance(error, WorkerError) else REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
+    except MemoryError:
+        from quire.config.process_limits import out_of_memory  # slow import
+
+        _print_error(f"quire {arguments.subcommand}", str(out_of_memory()))
+        return FAILED
     except BrokenPipeError:  # the reader of standard output is gone: stay silent, also at exit
         discard_output()
         return PIPE_CLOSED
@@ -114,6 +133,8 @@ def _run(argv: Sequence[str] | None) -> int:
 
 # argparse's message for a value that is no number.
 _NO_NUMBER = re.compile(r"invalid (int|float) value: (.*)", re.DOTALL)
+# Its message for a value of a flag that takes none, as in --insecure=yes.
+_NO_VALUE = re.compile(r"ignored explicit argument '(.*)'", re.DOTALL)
 _KINDS = {"int": "a whole number", "float": "a number"}
 
 
@@ -124,6 +145,10 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**settings, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
+        from quire.cli.usage_errors import with_help_of_required  # slow imports
+
+        message = with_help_of_required(message, self)
+        message = _NO_VALUE.sub(r"takes no value; leave out =\1", message)
         message = _NO_NUMBER.sub(lambda found: f"{found[2]} is not {_KINDS[found[1]]}", message)
         _print_error(self.prog, f"{message}\nusage: {self.prog} --help lists its flags")
         self.exit(REFUSED)
@@ -153,26 +178,9 @@ def subcommand(name: str) -> Subcommand:
     return cast(Subcommand, import_module(f"quire.cli.{name}"))
 
 
-def _no_subcommand(name: str) -> str:
-    from difflib import get_close_matches  # slow import
-
-    from quire.config.foreign_flags import FOREIGN_SUBCOMMANDS
-
-    near = get_close_matches(name[:60], SUBCOMMANDS, 1)
-    hint = FOREIGN_SUBCOMMANDS.get(name) or (f"did you mean {near[0]}?" if near else "")
-    listed = ", ".join(SUBCOMMANDS)
-    return f"there is no subcommand {name!r}; {hint and hint + '; '}there are: {listed}"
-
-
-def _instead_of(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
-    from quire.config.foreign_flags import instead_of  # slow import
-
-    serve = command_parser(["serve"]).parse_known_args(["serve"])[0].parser
-    flags = {word.split("=")[0] for word in unknown}
-    of_serve = sorted(flags & serve._option_string_actions.keys())
-    others = [word for word in unknown if word.split("=")[0] not in of_serve]
-    hint = instead_of(others, parser._option_string_actions)
-    return hint + "".join(f"; {flag} is a flag of quire serve" for flag in of_serve)
+def _serve_parser() -> argparse.ArgumentParser:
+    parsed = command_parser(["serve"]).parse_known_args(["serve"])[0]
+    return cast(argparse.ArgumentParser, parsed.parser)
 
 
 def _apply_sources(arguments: argparse.Namespace) -> None:

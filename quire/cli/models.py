@@ -48,14 +48,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "names", nargs="+", metavar="NAME", help="names as listed; ORG/NAME means all of it"
     )
     removal.add_argument("--yes", action="store_true", help="remove without asking")
+    for flag in ("--pack-cache", "--kv-tier-path"):  # also after the action, as flags usually are
+        removal.add_argument(
+            flag,
+            action="append",
+            default=[],
+            dest=f"rm_{flag[2:].replace('-', '_')}",
+            metavar="DIR",
+            help=f"as {flag} of quire models",
+        )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """List or remove. Raises SettingError for an unknown name, or a removal not confirmed."""
-    found = entries(
-        _paths(arguments.pack_cache, "--pack-cache"),
-        _paths(arguments.kv_tier_path, "--kv-tier-path"),
-    )
+    after = vars(arguments)
+    packs = [*arguments.pack_cache, *after.get("rm_pack_cache", ())]
+    tiers = [*arguments.kv_tier_path, *after.get("rm_kv_tier_path", ())]
+    found = entries(_paths(packs, "--pack-cache"), _paths(tiers, "--kv-tier-path"))
     if arguments.action == "rm":
         return _remove(selected(found, arguments.names), is_confirmed=arguments.yes)
     if arguments.json:
@@ -93,6 +102,8 @@ def _table(found: Sequence[Entry]) -> list[str]:
 
 
 def _verdict(entry: Entry) -> str:
+    if entry.is_planned:
+        return f"planned, without weights; quire pull {entry.name} downloads them"
     if entry.problem:
         return f"cannot be loaded: {entry.problem}"
     return entry.architecture or entry.kind

@@ -189,7 +189,9 @@ def _structured_outputs(text: str) -> Grammar:
             f'it is not JSON ({error}); write an object, such as {{"regex": "[0-9]+"}}'
         ) from None
     except InvalidParameter as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        # argparse begins its message with the flag.
+        text = str(error).removeprefix("--structured-outputs").lstrip(": ")
+        raise argparse.ArgumentTypeError(text) from None
 
 
 def positive_int(text: str) -> int:

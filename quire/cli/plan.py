@@ -8,12 +8,13 @@ Exit code 0 if the model fits, 1 if it does not.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from quire.base.errors import SettingError
+from quire.base.errors import CapacityError, SettingError
 from quire.cli.exit_codes import FAILED, SUCCESS
 from quire.cli.options import add_engine_arguments, engine_settings, positive_int
 from quire.config.flags import parse_bytes
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from quire.sim.hardware import Device
 
 _MEASURING_ROUNDS = 3
+_MIN_MEMORY_BYTES = 1 << 20
 # Fields of the engine that decide sizes; context and concurrency have their own names here.
 _SIZING = frozenset(
     {
@@ -76,15 +78,26 @@ def run(arguments: argparse.Namespace) -> int:
     from quire.sim.plan_report import plan_outcome, plan_text
 
     device = None if arguments.device_name.lower() == THIS else find_device(arguments.device_name)
-    with _described(arguments.model) as settings:
-        settings |= engine_settings(arguments)
-        if device is None:
-            check_model(settings)  # a wrong model or flag is reported before measuring
-            device = _this_machine(settings.get("num_threads"))
-        planner = Planner(settings, device, memory_bytes=arguments.memory)
-        outcome = plan_outcome(planner)
-    show(outcome, plan_text(outcome), as_json=arguments.json)
+    try:
+        with _described(arguments.model) as settings:
+            settings |= engine_settings(arguments)
+            if device is None:
+                check_model(settings)  # a wrong model or flag is reported before measuring
+                device = _this_machine(settings.get("num_threads"))
+            planner = Planner(settings, device, memory_bytes=arguments.memory)
+            outcome = plan_outcome(planner)
+    except (SettingError, CapacityError) as error:
+        raise type(error)(_own_flags(str(error))) from error
+    show(outcome, _own_flags(plan_text(outcome)), as_json=arguments.json)
     return SUCCESS if outcome["fits"] else FAILED
+
+
+def _own_flags(text: str) -> str:
+    """Name the flags of this subcommand in place of the engine's, which it takes as well."""
+    for name, flag in (("max_model_len", "--context"), ("max_num_seqs", "--concurrency")):
+        engines = "--" + name.replace("_", "-")
+        text = re.sub(rf"(?<![\w-])(?:{engines}|{name})(?![\w-])", flag, text)
+    return text
 
 
 @contextmanager
@@ -117,10 +130,10 @@ def _this_machine(num_threads: int | None) -> Device:
     from quire import _native
     from quire.bench.limits import LOOPS, READ, machine_limits, peak_gflops
     from quire.bench.machine import machine_card, machine_text
-    from quire.config.machine import num_usable_cores
+    from quire.config.machine import num_compute_threads
     from quire.sim.hardware import THIS, Device
 
-    limits = machine_limits(num_threads or num_usable_cores(), rounds=_MEASURING_ROUNDS)
+    limits = machine_limits(num_compute_threads(num_threads), rounds=_MEASURING_ROUNDS)
     peaks = {name: peak_gflops(limits, name) for name in LOOPS}
     return Device(
         name=THIS,
@@ -135,11 +148,15 @@ def _this_machine(num_threads: int | None) -> Device:
 
 
 def _size(text: str) -> int:
-    """Parse an argument as a number of bytes of at least 1."""
+    """Parse an argument as a number of bytes that may hold a model."""
     try:
         size = parse_bytes(text)
     except SettingError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    if size < 1:
-        raise argparse.ArgumentTypeError("a memory of 0 bytes holds nothing; write it like 80GB")
+    if size < _MIN_MEMORY_BYTES:
+        number = text.strip()
+        unit = f", as in {number}GiB" if number.isdigit() and size else ", as in 80GiB"
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is {size} bytes, which hold no model; write a unit{unit}"
+        )
     return size

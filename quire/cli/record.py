@@ -1,8 +1,9 @@
 """`quire record URL FILE`: store the requests of a running server, with their arrival times.
 
 The server sends lines (GET /admin/record) and this process writes them, so a full disk ends the
-recording and nothing else. Ends with --seconds, at the file's largest size, with the server, or by
-Ctrl-C. Exit code: 0 where something was recorded, 1 where the server failed or the disk is full.
+recording and nothing else. Ends with --seconds, at the file's largest size, when the server stops,
+or by Ctrl-C. Exit code: 0, or 1 if the server failed or broke the recording off, or if the disk is
+full. Always holds: the file ends with a whole line.
 """
 
 from __future__ import annotations
@@ -91,6 +92,22 @@ def _new_file(path: Path) -> BinaryIO:
         ) from error
 
 
+def _write(file: BinaryIO, line: bytes, written: _Written) -> None:
+    """Write a whole line; on an error cut off what was written of it. Raises WorkerError."""
+    left = memoryview(line + b"\n")
+    try:
+        while left:  # a nearly full disk takes a part
+            left = left[file.write(left) :]
+    except OSError as error:
+        with suppress(OSError):
+            file.truncate(written.num_bytes)
+        raise WorkerError(
+            f"the recording cannot be written: {error.strerror}; make room, or record to another "
+            "file"
+        ) from error
+    written.add(line)
+
+
 async def _record(arguments: argparse.Namespace, file: BinaryIO, written: _Written) -> None:
     """Write the lines of the server until it ends, the file is full, or Ctrl-C."""
     task = asyncio.current_task()
@@ -101,8 +118,7 @@ async def _record(arguments: argparse.Namespace, file: BinaryIO, written: _Writt
             async for line in lines:
                 if not written.num_lines:
                     print(f"recording {arguments.url}; Ctrl-C ends it", file=sys.stderr)
-                file.write(line + b"\n")
-                written.add(line)
+                _write(file, line, written)
                 if written.num_bytes >= MAX_FILE_BYTES:
                     print(f"{MAX_FILE_BYTES >> 30} GiB are recorded, the limit", file=sys.stderr)
                     return
@@ -110,17 +126,40 @@ async def _record(arguments: argparse.Namespace, file: BinaryIO, written: _Writt
 
 async def _received(arguments: argparse.Namespace) -> AsyncGenerator[bytes, None]:
     """Yield the lines of the server. Raises WorkerError if it refuses or breaks off."""
-    from quire.bench.http_load import Refused, address_of, exchange
+    from quire.bench.http_load import Refused, address_of, exchange, why_unusable
+    from quire.obs.recording import HEARTBEAT_S, IDLE_S
 
+    address, has_key = address_of(arguments.url), bool(arguments.api_key)
     path = f"/admin/record?content={str(arguments.content).lower()}"
     if arguments.seconds is not None:
         path += f"&seconds={arguments.seconds:g}"
-    lines = exchange(address_of(arguments.url), "GET", path, None, api_key=arguments.api_key)
+    lines = exchange(address, "GET", path, None, api_key=arguments.api_key)
     try:
-        async for line in lines:
+        while True:
+            async with asyncio.timeout(IDLE_S):
+                line = await anext(lines, None)
+            if line is None:
+                return
             if line.strip():  # empty ones keep the connection open
                 yield line
-    except Refused as error:
-        raise WorkerError(f"{arguments.url} does not record: {error}") from error
-    except (OSError, ValueError, asyncio.IncompleteReadError) as error:
-        raise WorkerError(f"{arguments.url}: the connection failed: {error}") from error
+    except TimeoutError as error:
+        raise WorkerError(
+            f"{address.shown} has sent nothing for {IDLE_S:g} s, though a server sends an empty "
+            f"line every {HEARTBEAT_S:g} s; is it stopped, or out of reach?"
+        ) from error
+    except asyncio.IncompleteReadError as error:
+        raise WorkerError(
+            f"{address.shown} broke the recording off, so later requests are missing; its log has "
+            "the reason"
+        ) from error
+    except (OSError, Refused) as error:
+        way_out = "; leave out --content" if arguments.content else ""
+        raise WorkerError(
+            why_unusable(arguments.url, error, has_key=has_key, variable="QUIRE_API_KEY")
+            or f"{address.shown} does not record: {error}{way_out}"
+        ) from error
+    except ValueError as error:
+        raise WorkerError(
+            f"{address.shown}: the connection failed ({error}); check that a server of Quire "
+            "listens there, and its log"
+        ) from error

@@ -126,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
     from quire.base.errors import SettingError
     from quire.config.flags import engine_config
     from quire.hub.cache import with_local_model
-    from quire.obs.pictures import check_plots
+    from quire.obs.pictures import check_picture
     from quire.obs.report import show
     from quire.obs.timing import Goals
     from quire.obs.trace import EXAMPLE_TRACE, read_trace
@@ -136,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
     from quire.sim.summary import comparison_text
 
     if arguments.png:
-        check_plots()
+        check_picture(Path(arguments.png))
     settings = {"model": arguments.model, **engine_settings(arguments)}
     config = with_local_model(engine_config(settings))
     for policy in arguments.policy:

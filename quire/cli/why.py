@@ -12,14 +12,16 @@ import json
 import os
 from contextlib import closing
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from quire.base.errors import InvalidParameter, WorkerError
+from quire.base.server_url import key_headers, key_refused_text, server_url, unreachable_text
 from quire.cli.timeline_view import drawn
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
 _TIMEOUT_S = 30.0
 _MAX_BYTES = 64 * 1024 * 1024
+_UNAUTHORIZED = 401
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,40 +58,34 @@ def timeline_of(url: str, request_id: str, api_key: str) -> dict[str, Any]:
     """Return a server's timeline of a request. Raises WorkerError and InvalidParameter."""
     if not request_id:
         raise InvalidParameter("the request id is empty; give an answer's id", param="request_id")
-    connection, path = _connection(url)
+    address = server_url(url)
+    shown = address.shown + address.path
+    kind = http.client.HTTPSConnection if address.is_secure else http.client.HTTPConnection
+    path = address.path.removesuffix("/v1")
     path += f"/v1/requests/{quote(request_id, safe='')}/timeline"
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    with closing(connection):
+    with closing(kind(address.host, address.port, timeout=_TIMEOUT_S)) as connection:
         try:
-            connection.request("GET", path, headers=headers)
+            connection.request("GET", path, headers=key_headers(api_key))
             response = connection.getresponse()
             content = response.read(_MAX_BYTES)
         except (OSError, ValueError, http.client.HTTPException) as error:
-            raise WorkerError(
-                f"no server answers at {url} ({error}); give its address with --url"
-            ) from error
+            text = f"{unreachable_text(shown, error)}; give its address with --url"
+            raise WorkerError(text) from error
+    if response.status == _UNAUTHORIZED:
+        variable = "QUIRE_API_KEY"
+        raise WorkerError(key_refused_text(shown, has_key=bool(api_key), variable=variable))
     try:
         found = json.loads(content)
     except ValueError as error:
-        raise WorkerError(f"{url} answers with something else than JSON") from error
+        raise WorkerError(
+            f"{shown} answers with something else than JSON, so it is no server of Quire; check "
+            "the address (--url)"
+        ) from error
     if response.status != 200:
         raise WorkerError(_message(found, response.status))
     if not isinstance(found, dict) or found.get("object") != "request.timeline":
-        raise WorkerError(f"{url} sends no timelines; is it a server of Quire?")
+        raise WorkerError(f"{shown} sends no timelines; give the address of a server of Quire")
     return found
-
-
-def _connection(url: str) -> tuple[http.client.HTTPConnection, str]:
-    """Return a connection to the host of `url`, and the path before /v1."""
-    try:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise InvalidParameter(f"{url!r} is not an address: {error}", param="url") from error
-    if parts.scheme not in ("http", "https") or not host:
-        raise InvalidParameter(f"{url!r} is not an http:// or https:// address", param="url")
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    return kind(host, port, timeout=_TIMEOUT_S), parts.path.rstrip("/").removesuffix("/v1")
 
 
 def _message(found: Any, status: int) -> str:

@@ -43,7 +43,10 @@ def read_config_file(path: str) -> tuple[dict[str, Sourced], list[str]]:
     except tomllib.TOMLDecodeError as error:
         end = f"at line {text.count(chr(10)) + 1}"
         reason = str(error).replace("at end of document", end)
-        raise SettingError(f"the configuration file {path} is not valid TOML: {reason}") from None
+        raise SettingError(
+            f"the configuration file {path} is not valid TOML: {reason}; write each setting once, "
+            'as in port = 8000 or dtype = "bf16" (`quire config show --toml` prints all)'
+        ) from None
     values: dict[str, Sourced] = {}
     warnings = []
     for table, key, value in _entries(document):

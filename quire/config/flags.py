@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -107,27 +107,28 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
         hints = get_type_hints(group)
         values = {}
         for setting in fields(group):
-            known.append(setting.name)
-            for name in dict.fromkeys((setting.name, flag_of(setting)[2:].replace("-", "_"))):
+            as_flag = flag_of(setting)[2:].replace("-", "_")  # as docs/flags.md has it
+            known.append(as_flag)
+            for name in dict.fromkeys((as_flag, setting.name)):
                 if name in left:
                     if setting.name in values:
                         raise SettingError(
-                            f"{setting.name} and {name} are the same setting; give one of them"
+                            f"{as_flag} and {setting.name} are the same setting; give one of them"
                         )
                     values[setting.name] = checked(setting, hints[setting.name], left.pop(name))
         parts[part.name] = group(**values)
     if left:
-        name = next(iter(left))
-        known.sort()
-        near = get_close_matches(name, known, 1)
         raise SettingError(
-            f"{name!r} is not a setting of the engine"
-            + (
-                instead_of_setting(name)
-                or (f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}")
-            )
+            "; ".join(_unknown_setting(name, sorted(known), alone=len(left) == 1) for name in left)
         )
     return EngineConfig(**parts)
+
+
+def _unknown_setting(name: str, known: Sequence[str], *, alone: bool) -> str:
+    near = get_close_matches(name, known, 1)
+    listed = f"known: {', '.join(known)}" if alone else "leave it out"
+    hint = instead_of_setting(name) or (f"did you mean {near[0]!r}?" if near else listed)
+    return f"{name!r} is not a setting of the engine; {hint}"
 
 
 def _add_flag(section: Any, setting: Field[Any], hint: Any) -> None:

@@ -7,7 +7,7 @@ with the message of their entry. Every flag that a message recommends is one of 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
 
@@ -348,28 +348,27 @@ FOREIGN_SUBCOMMANDS: Mapping[str, str] = MappingProxyType(
 
 
 def instead_of_setting(name: str) -> str:
-    """Return `instead_of` for a keyword of LLM, with flags written as keywords."""
-    hint = instead_of([f"--{name.replace('_', '-')}"])
+    """Return `alternative` for a keyword of LLM, with flags written as keywords."""
+    hint = alternative(f"--{name.replace('_', '-')}")
     return re.sub(r"--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), hint)
 
 
-def instead_of(words: Sequence[str], known: Iterable[str] = ()) -> str:
-    """Return what to use in place of the unknown flags among `words`; empty if nothing is near.
+def alternative(flag: str, known: Iterable[str] = ()) -> str:
+    """Return what to use in place of an unknown flag; empty if nothing is near.
 
     known: the existing flags, of which the nearest is suggested for a flag of no other engine.
     """
-    hints = [INSTEAD.get(flag) or _nearest(flag, known) for flag in map(_flag_of, words)]
-    return "".join(f"; {hint}" for hint in dict.fromkeys(hints) if hint)
+    if hint := INSTEAD.get(flag) or begun_with(flag, known):
+        return hint
+    by_name = {name.lstrip("-"): name for name in sorted(known) if name.startswith("--")}
+    near = (
+        get_close_matches(flag.lstrip("-")[:60], by_name, 1, 0.7) if flag.startswith("--") else []
+    )
+    return f"did you mean {by_name[near[0]]}?" if near else ""
 
 
-def _flag_of(word: str) -> str:
-    return word.split("=")[0]
-
-
-def _nearest(flag: str, known: Iterable[str]) -> str:
-    if not flag.startswith("--"):
-        return ""
-    listed = sorted(known)
-    begun = [name for name in listed if name.startswith(flag)]
-    near = begun or get_close_matches(flag[:60], listed, 1)
-    return f"did you mean {' or '.join(near[:4])}?" if near else ""
+def begun_with(flag: str, known: Iterable[str]) -> str:
+    """Return a question that names the flags an abbreviation may stand for, empty for none."""
+    begun = [name for name in sorted(known) if name.startswith(flag)]
+    named = " or ".join(begun[:4])
+    return f"did you mean {named}?" if begun and flag.startswith("--") else ""

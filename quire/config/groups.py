@@ -20,6 +20,8 @@ from quire.config.settings import at_least, one_of, setting
 KV_CACHE_DTYPES = ("auto", "f32", "bf16", "int8", "fp8")
 # quire/scheduler/policy/policies.py
 POLICIES = ("fcfs", "priority", "sjf", "fair", "edf")
+# The default size of the disk tier.
+KV_TIER_BYTES = 8 * 1024**3
 # Names that checkpoints and other engines use.
 DTYPE_NAMES = {"float32": "f32", "bfloat16": "bf16"}
 # quire/quant/scheme.py
@@ -119,7 +121,7 @@ class CacheConfig:
         "and are fetched if that is faster than recomputing them; default: none",
     )
     kv_tier_bytes: int = setting(
-        8 * 1024**3, "maximum size of the disk tier, as in 8GiB", flag="kv-tier-size"
+        KV_TIER_BYTES, "maximum size of the disk tier, as in 8GiB", flag="kv-tier-size"
     )
     kv_tier_host_bytes: int | None = setting(
         None,
@@ -141,6 +143,17 @@ class CacheConfig:
             raise SettingError("kv_tier_path is empty; give a directory, or leave it out")
         if self.kv_tier_host_bytes is not None:
             at_least("kv_tier_host_bytes", self.kv_tier_host_bytes, 1)
+        if self.kv_tier_path is None and self.kv_tier_bytes != KV_TIER_BYTES:
+            raise SettingError(
+                "kv_tier_bytes is the size of the disk tier, and no disk tier is given; add "
+                "kv_tier_path with its directory, or leave it out (the size of a host tier is "
+                "kv_tier_host_bytes)"
+            )
+        if self.kv_tier_fetch != "cost" and not self.has_tier:
+            raise SettingError(
+                f"kv_tier_fetch is {self.kv_tier_fetch}, and there is no tier to fetch blocks "
+                "from; add kv_tier_path or kv_tier_host_bytes, or leave it out"
+            )
         given = "kv_tier_path" if self.kv_tier_path is not None else "kv_tier_host_bytes"
         if self.has_tier and not self.enable_prefix_caching:
             raise SettingError(
@@ -321,7 +334,7 @@ class ExecutorConfig:
     trace_file: str | None = setting(
         None,
         "write a trace of steps, requests and KV tiers to this file, for Perfetto and "
-        "chrome://tracing",
+        "chrome://tracing; if it exists, to a new one with a number",
         flag="trace",
     )
 

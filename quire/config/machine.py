@@ -8,9 +8,18 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire.base.errors import SettingError
+from quire.config.process_limits import address_space_left
+
+# Compute threads wait for each other in every operation; a few too many are for tests.
+_MAX_THREADS_PER_CORE, _MIN_ALLOWED_THREADS = 4, 8
+ADDRESS_SPACE = "address space"
+_RAISE_ADDRESS_SPACE = "raise the limit (`ulimit -v unlimited`)"
+_RAISE_GROUP = "raise the limit of the container or the systemd unit, free memory in it"
 _UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a huge number
 
 
@@ -18,23 +27,38 @@ _UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a huge number
 class MachineMemory:
     """Bytes this process may still allocate.
 
-    limit: the source of the limit: "free memory", "control group", or a device's name. is_own:
-    memory not shared with other processes, so the cache may take all of it.
+    limit: the source of the limit: "free memory", "control group", "address space", or a device's
+    name. is_own: memory not shared with other processes, so the cache may take all of it. remedy:
+    what raises the limit.
     """
 
     available_bytes: int
     limit: str
     is_own: bool = False
+    remedy: str = "free memory"
 
 
 def machine_memory(root: Path = Path("/")) -> MachineMemory:
-    """Return the minimum of free memory and the memory left in each enclosing control group."""
+    """Return the minimum of free memory, of what each enclosing control group leaves, and of the
+    address space that is left."""
     lowest = MachineMemory(available_bytes=_free_memory_bytes(root), limit="free memory")
     for folder in _group_folders(root, "memory"):
         left_bytes = _left_in_group_bytes(folder)
         if left_bytes is not None and left_bytes < lowest.available_bytes:
-            lowest = MachineMemory(available_bytes=left_bytes, limit="control group")
+            lowest = MachineMemory(
+                available_bytes=left_bytes, limit="control group", remedy=_RAISE_GROUP
+            )
+    left_bytes = address_space_left(root)
+    if left_bytes is not None and left_bytes < lowest.available_bytes:
+        lowest = MachineMemory(
+            available_bytes=left_bytes, limit=ADDRESS_SPACE, remedy=_RAISE_ADDRESS_SPACE
+        )
     return lowest
+
+
+def stores_files(path: Path) -> bool:
+    """Return whether the file system of an existing path has any size: /proc and /sys have none."""
+    return shutil.disk_usage(path).total > 0
 
 
 def num_usable_cores(root: Path = Path("/")) -> int:
@@ -49,6 +73,24 @@ def num_usable_cores(root: Path = Path("/")) -> int:
         if quota is not None:
             count = min(count, math.ceil(quota))
     return max(count, 1)
+
+
+def num_compute_threads(asked: int | None) -> int:
+    """Return the number of compute threads: those asked for, else one per usable core.
+
+    Raises SettingError for so many that they wait for each other all the time.
+    """
+    cores = num_usable_cores()
+    if asked is None:
+        return cores
+    allowed = max(_MAX_THREADS_PER_CORE * cores, _MIN_ALLOWED_THREADS)
+    if asked > allowed:
+        raise SettingError(
+            f"num_threads is {asked}, and this process may use {cores} CPU cores; at most "
+            f"{allowed} are allowed here. More than one per core are slower: leave it out, for "
+            f"{cores}"
+        )
+    return asked
 
 
 def _num_cores(root: Path) -> int:

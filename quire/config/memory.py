@@ -82,8 +82,8 @@ def plan_memory(needs: MemoryNeeds, memory: MachineMemory) -> MemoryPlan:
             f"({mib(needs.weights_bytes)} weights, {mib(needs.step_bytes)} step buffers, "
             f"{mib(slot_bytes)} slot tables, "
             f"{mib(RESERVE_BYTES)} reserve, {mib(block_bytes)} for one KV block), "
-            f"{mib(memory.available_bytes)} are available ({memory.limit}); free memory, take a "
-            "smaller model, or lower --max-num-batched-tokens or --max-num-seqs"
+            f"{mib(memory.available_bytes)} are available ({memory.limit}); {memory.remedy}, "
+            "take a smaller model, or lower --max-num-batched-tokens or --max-num-seqs"
         )
     useful_blocks = needs.max_num_seqs * _blocks(needs.max_model_len or needs.model_max_len, needs)
     if needs.kv_cache_memory_bytes is None:

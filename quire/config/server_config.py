@@ -186,6 +186,11 @@ class ServerConfig:
             raise SettingError(
                 "an API key is empty (--api-key, QUIRE_API_KEY); give a key, or leave it out"
             )
+        if not all(key.isascii() and key.isprintable() for key in self.api_key):
+            raise SettingError(
+                "an API key has characters that no HTTP header can hold (--api-key, QUIRE_API_KEY, "
+                "--api-key-file); give one of printable ASCII characters"
+            )
         if self.tls_key is not None and self.tls_cert is None:
             raise SettingError("tls_key is given without tls_cert; give the certificate too")
         if self.otlp_endpoint is not None and not _HTTP_URL.fullmatch(self.otlp_endpoint):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quire.api.http.connection import max_connections_of
+from quire.config.machine import ADDRESS_SPACE
 from quire.doctor.finding import Finding, ok, problem, warning
 from quire.doctor.machine_facts import MachineFacts, Place
 
@@ -39,6 +40,12 @@ _KERNELS = (
     ("avx2vnni", ("avx2", "fma", "f16c", "avx_vnni")),
     ("avx2", ("avx2", "fma", "f16c")),
 )
+# The settings that name the places.
+_SET_BY = {
+    "model cache": "HF_HOME",
+    "KV tier": "QUIRE_KV_TIER_PATH, or kv-tier-path in the configuration file",
+    "packed weights": "QUIRE_PACK_CACHE, or pack-cache in the configuration file",
+}
 _SHOWN_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "avx_vnni")
 
 
@@ -135,6 +142,8 @@ def check_memory(facts: MachineFacts) -> Finding:
     left, total = facts.memory.available_bytes, facts.total_bytes
     found = f"{_size(left)} of {_size(total)} can be used (limit: {facts.memory.limit})"
     action = "stop other programs, or raise the container's memory limit"
+    if facts.memory.limit == ADDRESS_SPACE:
+        action = facts.memory.remedy
     if left < LOW_MEMORY_BYTES:
         return problem("memory", found, action)
     if left < FEW_MEMORY_BYTES:
@@ -146,6 +155,9 @@ def check_memory(facts: MachineFacts) -> Finding:
 def check_place(place: Place) -> Finding:
     """Check a directory of models, packed weights or a KV tier."""
     found = f"{_size(place.free_bytes)} free in {place.path}"
+    if not place.has_disk:
+        found = f"{place.path} is on a file system of size 0, such as /proc, which stores no files"
+        return problem(place.name, found, f"name a directory on a disk: {_SET_BY[place.name]}")
     if not place.is_writable:
         action = f"give this user write access to {place.path}, or name another directory"
         return problem(place.name, f"{place.path} cannot be written", action)

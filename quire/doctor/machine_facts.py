@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from quire.config.machine import MachineMemory, machine_memory, num_usable_cores
+from quire.config.machine import MachineMemory, machine_memory, num_usable_cores, stores_files
 from quire.hub.cache import cache_dir, token_file
 
 _CPUS = Path("sys/devices/system/cpu")
@@ -42,12 +42,14 @@ class Place:
     """A directory that is or will be written. free_bytes: of its file system.
 
     is_writable: files can be made in it, or in the nearest directory above it that exists.
+    has_disk: its file system has a size, unlike /proc.
     """
 
     name: str
     path: Path
     free_bytes: int
     is_writable: bool
+    has_disk: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +150,7 @@ def _place(name: str, path: Path) -> Place:
         path=path,
         free_bytes=shutil.disk_usage(there).free,
         is_writable=there.is_dir() and os.access(there, os.W_OK | os.X_OK),
+        has_disk=stores_files(there),
     )
 
 

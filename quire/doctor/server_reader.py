@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.base.errors import WorkerError
-from quire.base.server_url import key_headers, server_url
+from quire.base.server_url import key_headers, key_refused_text, server_url, unreachable_text
 
 LIMIT_S = 10.0
 MAX_BYTES = 8 * 2**20
@@ -90,6 +90,10 @@ class ServerReader:
         reply = self.get(path)
         if reply.status == 200:
             return reply
+        if reply.status == 401:
+            has_key = "Authorization" in self._headers
+            text = key_refused_text(self.shown + path, has_key=has_key, variable="QUIRE_API_KEY")
+            raise WorkerError(text)
         raise WorkerError(f"{self.shown}{path} {self._what_instead(reply.status)}")
 
     def optional(self, path: str) -> Any:
@@ -133,8 +137,6 @@ class ServerReader:
         return b"".join(parts).decode("utf-8", "replace")
 
     def _what_instead(self, status: int) -> str:
-        if status == 401:
-            return "needs a key: give one with --api-key, or in QUIRE_API_KEY"
         if status == 403:
             return "is not open to this key: give a key of --api-key or of an admin of the server"
         if status in (301, 302, 303, 307, 308):
@@ -145,13 +147,8 @@ class ServerReader:
 
     def _why(self, error: Exception, path: str) -> str:
         where = f"{self.shown}{path}"
-        if isinstance(error, ssl.SSLCertVerificationError):
-            return (
-                f"the certificate of {self.shown} is not trusted ({error.verify_message}); set "
-                "SSL_CERT_FILE to the PEM file of its authority"
-            )
         if isinstance(error, ssl.SSLError):
-            return f"{self.shown} does not speak TLS ({error.reason}); write http:// instead"
+            return unreachable_text(self.shown, error)
         if isinstance(error, TimeoutError):
             return f"{where} did not answer completely within {self._limit_s:g} s"
         if isinstance(error, socket.gaierror):

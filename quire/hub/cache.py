@@ -6,6 +6,7 @@
     models--ORG--NAME/refs/REVISION        the commit of a branch or tag
     models--ORG--NAME/snapshots/COMMIT/    the files by name, symbolic links into blobs/
     models--ORG--NAME/blobs/               the contents by digest
+    models--ORG--NAME/quire-planned/REVISION   as refs/, of a revision without weights (quire plan)
 
 The cache's directory is the one `huggingface_hub` uses (HF_HUB_CACHE, HF_HOME), and is shared with
 other programs. Invariant: a model is returned only if all its files are there, and each is a
@@ -29,6 +30,7 @@ from quire.config.groups import EngineConfig
 from quire.hub.gguf_choice import TEMPLATES, chosen_gguf, gguf_models, matching_gguf
 from quire.hub.names import HubName, hub_name
 
+PLANNED = "quire-planned"
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAX_REF_BYTES = 256
 _MAX_NAMED = 4
@@ -118,8 +120,17 @@ def repo_dir(repo: str) -> Path:
 
 def snapshot_of(name: HubName) -> Path | None:
     """Return the snapshot of a revision, or None. Raises ConfigError where its ref is damaged."""
+    return _snapshot_by(name, "refs")
+
+
+def planned_snapshot(name: HubName) -> Path | None:
+    """Return the snapshot that has the configuration of a planned revision, or None."""
+    return _snapshot_by(name, PLANNED)
+
+
+def _snapshot_by(name: HubName, refs: str) -> Path | None:
     folder = repo_dir(name.repo)
-    commit, ref = name.revision, folder / "refs" / name.revision
+    commit, ref = name.revision, folder / refs / name.revision
     if not COMMIT.fullmatch(commit):
         if not is_present(ref):
             return None

@@ -154,7 +154,8 @@ def _why_nothing(listing: Listing) -> str:
         return "the repository is empty"
     return (
         f"it has neither {CONFIG} with {SINGLE_FILE} (or {INDEX_FILE}) nor a GGUF file, but "
-        f"{_listed(sorted(listing))}"
+        f"{_listed(sorted(listing))}; name a repository with one of these, or another revision "
+        "(ORG/NAME@REVISION)"
     )
 
 

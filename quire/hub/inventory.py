@@ -8,14 +8,14 @@ configuration, as a start does; reads no weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from quire.base.errors import ModelError
 from quire.base.gguf_parts import parts_of
 from quire.base.regular_file import open_regular
-from quire.hub.cache import COMMIT, cache_dir, gguf_sizes, missing_files
+from quire.hub.cache import COMMIT, PLANNED, cache_dir, gguf_sizes, missing_files
 from quire.hub.gguf_choice import gguf_models
 from quire.hub.names import DEFAULT_REVISION, HubName
 from quire.models.registry import open_model
@@ -34,6 +34,7 @@ class Entry:
     kind: MODEL, PACK or TIER. architecture: "" if it cannot be loaded. problem: why it cannot.
     files: what is removed; for a model, paths in its snapshots. shared: files that models of the
     snapshot share, removed with the last of them: what describes GGUF models, and their mmproj.
+    is_planned: only its configuration is there, which `quire plan` has downloaded.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class Entry:
     shared: tuple[Path, ...] = ()
     architecture: str = ""
     problem: str = ""
+    is_planned: bool = False
 
     def record(self) -> dict[str, Any]:
         """Return the entry for JSON output."""
@@ -54,6 +56,7 @@ class Entry:
             "path": str(self.path),
             "architecture": self.architecture or None,
             "problem": self.problem or None,
+            "planned": self.is_planned,
         }
 
 
@@ -62,14 +65,19 @@ def models() -> list[Entry]:
     found: list[Entry] = []
     for folder in sorted(cache_dir().glob("models--*--*")):
         repo = folder.name.removeprefix("models--").replace("--", "/", 1)
-        names = _revisions(folder)
+        names, planned = _revisions(folder / "refs"), _revisions(folder / PLANNED)
         for snapshot in sorted(folder.glob("snapshots/*")):
             # A linked directory is not the cache's: its files would be listed and removed.
             if snapshot.is_symlink() or not snapshot.is_dir():
                 continue
             if COMMIT.fullmatch(snapshot.name):
-                revision = names.get(snapshot.name, snapshot.name)
-                found += _in_snapshot(HubName(repo=repo, revision=revision), snapshot)
+                revision = names.get(snapshot.name)
+                if revision is None and snapshot.name in planned:
+                    name = HubName(repo=repo, revision=planned[snapshot.name])
+                    found.append(_planned(name, snapshot))
+                    continue
+                name = HubName(repo=repo, revision=revision or snapshot.name)
+                found += _in_snapshot(name, snapshot)
     return sorted(found, key=lambda entry: entry.name)
 
 
@@ -100,16 +108,21 @@ def _is_packed(file: Path) -> bool:
         return False
 
 
-def _revisions(folder: Path) -> dict[str, str]:
+def _revisions(refs: Path) -> dict[str, str]:
     """Return a revision's name for each commit; main takes precedence."""
     found: dict[str, str] = {}
-    refs = folder / "refs"
     for ref in sorted(file for file in refs.rglob("*") if file.is_file()):
         revision = ref.relative_to(refs).as_posix()
         commit = ref.read_text(encoding="ascii", errors="replace")[:64].strip()
         if commit not in found or revision == DEFAULT_REVISION:
             found[commit] = revision
     return found
+
+
+def _planned(name: HubName, snapshot: Path) -> Entry:
+    files = tuple(path for path in sorted(snapshot.rglob("*")) if not path.is_dir())
+    num_bytes = sum(_size(path) for path in files)
+    return replace(_model(name, snapshot, files, num_bytes), problem="", is_planned=True)
 
 
 def _in_snapshot(name: HubName, snapshot: Path) -> list[Entry]:

@@ -6,7 +6,7 @@
 Of a GGUF file, and of safetensors that are quantized as their config.json says, only the headers
 are requested, by ranges of bytes; they begin sparse files of the true sizes in a temporary
 directory, which is removed afterwards. Of other models config.json is enough. It is kept in the
-cache, so that the model can be planned again without a connection.
+cache, so that the model can be planned again without a connection, and listed as planned.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.base.errors import ModelError, WeightsError
 from quire.base.gguf_file import GgufFile
 from quire.base.gguf_parts import SUFFIX
 from quire.base.regular_file import is_present
-from quire.hub.cache import snapshot_of
+from quire.hub.cache import PLANNED, planned_snapshot, snapshot_of
 from quire.hub.download import Downloads
 from quire.hub.files import CONFIG, CONFIGURATION, RemoteFile, first_files
 from quire.hub.names import HubName
@@ -58,7 +58,7 @@ def outline(name: HubName, *, report: Callable[[str], None]) -> Iterator[Path]:
 
 
 def _configuration_in_cache(name: HubName) -> Path | None:
-    snapshot = None if name.file else snapshot_of(name)
+    snapshot = None if name.file else snapshot_of(name) or planned_snapshot(name)
     return snapshot if snapshot is not None and (snapshot / CONFIG).is_file() else None
 
 
@@ -92,7 +92,7 @@ def _configuration(
         if file.path in CONFIGURATION and not downloads.is_there(file):
             downloads.fetch(file, lambda num_bytes: None)
     if snapshot_of(name) is None:  # one that is there may be complete, and stays the revision's
-        point_revision(name, revision)
+        point_revision(name, revision, refs=PLANNED)
     return downloads.snapshot
 
 

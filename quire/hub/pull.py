@@ -16,13 +16,14 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 from quire.base.errors import CapacityError, ConfigError, ModelError
 from quire.base.gguf_parts import SUFFIX
-from quire.config.machine import machine_memory
-from quire.hub.cache import COMMIT, missing_files, repo_dir
+from quire.config.machine import machine_memory, stores_files
+from quire.hub.cache import COMMIT, PLANNED, missing_files, repo_dir
 from quire.hub.download import Downloads
 from quire.hub.files import CONFIGURATION, RemoteFile, first_files, shards
 from quire.hub.fit import Fit, fit_of_directory, fit_of_gguf
@@ -86,6 +87,8 @@ class _Pull:
         if missing := missing_files(path):
             raise ModelError(f"{path}: {', '.join(missing[:4])} disappeared; pull again")
         point_revision(self._name, self._revision)
+        with suppress(OSError):  # it is found by its ref now
+            (repo_dir(self._name.repo) / PLANNED / self._name.revision).unlink()
         return path
 
     def _fetch_configuration(self, files: Sequence[RemoteFile]) -> None:
@@ -115,6 +118,12 @@ class _Pull:
         """Raise CapacityError where the disk has less free space than the download needs."""
         needed = sum(self._downloads.bytes_left(file) for file in files)
         free = free_bytes(self._snapshot)
+        if needed and not stores_files(_nearest(self._snapshot)):
+            raise CapacityError(
+                f"{self._name}: the cache {repo_dir(self._name.repo).parent} is on a file system "
+                "of size 0, such as /proc, which stores no files; set HF_HOME to a directory that "
+                "you may write to, on a disk"
+            )
         if needed > free:
             raise CapacityError(
                 f"{self._name}: {size_text(needed)} ({needed} bytes) are to be downloaded, and the "
@@ -142,11 +151,14 @@ def weight_files(name: HubName, revision: Revision, snapshot: Path) -> list[Remo
     return shards(revision.files, name, read_weight_map(snapshot / INDEX_FILE))
 
 
-def point_revision(name: HubName, revision: Revision) -> None:
-    """Write the commit into the revision's ref, as other programs that use the cache do."""
+def point_revision(name: HubName, revision: Revision, *, refs: str = "refs") -> None:
+    """Write the commit into the revision's ref, as other programs that use the cache do.
+
+    refs: PLANNED for a revision without weights, which those programs must not take for a model.
+    """
     if COMMIT.fullmatch(name.revision):
         return
-    ref = repo_dir(name.repo) / "refs" / name.revision
+    ref = repo_dir(name.repo) / refs / name.revision
     partial = ref.with_name(f"{ref.name}.{secrets.token_hex(4)}.tmp")
     try:
         ref.parent.mkdir(parents=True, exist_ok=True)
@@ -158,9 +170,14 @@ def point_revision(name: HubName, revision: Revision) -> None:
 
 def free_bytes(path: Path) -> int:
     """Return the free bytes of the disk where `path` is or would be created."""
+    return shutil.disk_usage(_nearest(path)).free
+
+
+def _nearest(path: Path) -> Path:
+    """Return the directory, or the nearest one above it that exists."""
     while not path.is_dir():
         path = path.parent
-    return shutil.disk_usage(path).free
+    return path
 
 
 def _ignore(num_bytes: int) -> None:

@@ -32,10 +32,10 @@ from quire.hub.names import HubName
 
 _DISK_ERRORS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO),
-    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR),
 )
 _NOT_SATISFIABLE = 416  # a range behind the end
-_PARTIAL_CONTENT, _TOO_MANY = 206, 429
+_PARTIAL_CONTENT, _NOT_FOUND, _TOO_MANY = 206, 404, 429
 _TOO_MANY_REDIRECTS = "TooManyRedirects"  # of the HTTP client, by name: it is not imported here
 MAX_HTTP_BYTES = constants.MAX_HTTP_DOWNLOAD_SIZE
 _MAX_NEAR = 5
@@ -215,6 +215,11 @@ def _explained(name: HubName) -> Iterator[None]:
 
 def _reason(name: HubName, error: BaseException) -> str:
     hub, page = constants.ENDPOINT, f"{constants.ENDPOINT}/{name.repo}"
+    if not hub.startswith(("http://", "https://")):
+        return (
+            f"{name}: HF_ENDPOINT is {show(hub)}; an address with http:// or https:// is allowed, "
+            "as in https://huggingface.co; correct it, or unset it"
+        )
     chain = _causes(error)
     for cause in chain:
         if isinstance(cause, OSError) and cause.errno in _DISK_ERRORS:
@@ -251,6 +256,11 @@ def _reason(name: HubName, error: BaseException) -> str:
             return (
                 f"{name}: {hub} answered with HTTP {status} (a fault of the hub); repeat the "
                 "command later: what was received is kept"
+            )
+        if status == _NOT_FOUND:  # a hub says in a header what it does not find
+            return (
+                f"{name}: {hub} answered with HTTP 404 as no hub does; check HF_ENDPOINT and "
+                "HTTPS_PROXY, or unset them"
             )
         if status is not None:
             return f"{name}: {hub} answered with HTTP {status} ({_short(cause)}); try again later"

@@ -16,7 +16,7 @@ from pathlib import Path
 from quire.base.errors import SettingError
 from quire.base.user_path import user_path
 from quire.hub.blob_lock import Timeout, blob_lock
-from quire.hub.cache import cache_dir
+from quire.hub.cache import PLANNED, cache_dir
 from quire.hub.inventory import MODEL, TIER, Entry
 from quire.transfer.folder import TierFolder
 
@@ -40,9 +40,11 @@ def selected(entries: Sequence[Entry], names: Sequence[str]) -> list[Entry]:
         ]
         if not matching:
             listed = ", ".join(entry.name for entry in entries[:8]) or "nothing"
+            near = [one.name for one in entries if len(name) > 2 and name in one.name][:1]
+            hint = f"did you mean {near[0]}? " if near else ""
             raise SettingError(
-                f"nothing here is called {name!r}; quire models lists: {listed}. Packed weights "
-                "and KV tiers are found with --pack-cache and --kv-tier-path"
+                f"nothing here is called {name!r}; {hint}quire models lists: {listed}. Packed "
+                "weights and KV tiers are found with --pack-cache and --kv-tier-path"
             )
         found += [entry for entry in matching if entry not in found]
     return found
@@ -174,7 +176,8 @@ def _remove_rest(folder: Path) -> None:
         _remove_empty(snapshot)
         if snapshot.is_dir() and not snapshot.is_symlink():
             left.append(snapshot.name)
-    for ref in [path for path in (folder / "refs").rglob("*") if path.is_file()]:
+    refs = [path for name in ("refs", PLANNED) for path in (folder / name).rglob("*")]
+    for ref in [path for path in refs if path.is_file()]:
         with suppress(OSError):
             if ref.read_text(errors="replace").strip() not in left:
                 ref.unlink()

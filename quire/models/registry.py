@@ -151,19 +151,30 @@ def box_path() -> Path:
     return box
 
 
+def _as_address(path: Path) -> str:
+    """Return an address as it was given: paths have no double slash."""
+    return re.sub(r"^(\w+):/+", r"\1://", str(path))
+
+
 def _check_folder(folder: Path) -> None:
     if not folder.exists():
         if (address := _ADDRESS.match(str(folder))) is not None:
             raise ConfigError(
-                f"{folder}: this is an address; give the model's name: "
-                f"{address['name'] or 'ORG/NAME'}"
+                f"{_as_address(folder)}: this is an address; give the model's name: "
+                f"{address['name'] or 'ORG/NAME'}, which `quire pull` has downloaded"
             )
         raise ConfigError(
             f"{folder}: no such folder; give a folder with config.json and *.safetensors, "
             "or a GGUF file, or ORG/NAME of a model that `quire pull` has downloaded"
         )
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: this is a file; give the folder that holds config.json")
+        is_part = folder.suffix == ".safetensors" or folder.name == "config.json"
+        raise ConfigError(
+            f"{folder}: this is a file of a model; give its directory, {folder.parent}"
+            if is_part
+            else f"{folder}: this is a file, and no GGUF file; give a directory with config.json "
+            "and *.safetensors, or a file that ends in .gguf"
+        )
     if is_present(folder / "config.json"):
         return
     raise ConfigError(f"{folder}: there is no config.json; {what_else(folder)}")

@@ -5,13 +5,16 @@ Always holds: matplotlib is imported only when something is drawn or about to be
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from quire.base.errors import SettingError
 
 COLOURS = ("#2a78d6", "#e0701a", "#1b9e63", "#c43c4a", "#7d5bbe", "#8a6a4f", "#d26bb0")
+_FORMATS = (".png", ".pdf", ".svg")
 _MARKS = "osD^vP*"
 _DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)))
 
@@ -24,6 +27,17 @@ def check_plots() -> None:
         raise SettingError(
             "a picture needs matplotlib: pip install 'quire-llm[bench]', or leave --png out"
         ) from error
+
+
+def check_picture(path: Path) -> None:
+    """Raise SettingError where a picture cannot be drawn or written, before an hour is measured."""
+    if path.suffix not in _FORMATS:
+        raise SettingError(f"--png {path} is no picture; {', '.join(_FORMATS)} are allowed endings")
+    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise SettingError(
+            f"--png {path} cannot be written; name a file in a directory that exists and is yours"
+        )
+    check_plots()
 
 
 def pyplot() -> Any:

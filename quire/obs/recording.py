@@ -25,6 +25,10 @@ from quire.base.errors import SettingError
 VERSION = 1
 MAX_LINE_BYTES = 64 << 20
 MAX_REQUESTS = 10_000_000
+# A server sends an empty line after so many seconds without another; a recording without any line
+# for IDLE_S has failed.
+HEARTBEAT_S = 15.0
+IDLE_S = 4 * HEARTBEAT_S
 _MARK = b'{"quire_recording":'
 _DROPPED = b'{"dropped":'
 
@@ -132,7 +136,9 @@ def read_recording(path: Path, *, max_requests: int | None = None) -> Recording:
                 else:
                     requests.append(found)
     except OSError as error:
-        raise SettingError(f"{path} cannot be read: {error.strerror}") from error
+        raise SettingError(
+            f"{path} cannot be read: {error.strerror}; `quire record URL FILE` writes a recording"
+        ) from error
     if not requests:
         raise SettingError(f"{path} has no requests; record while requests are sent")
     start_ms = min(one.arrival_ms for one in requests)

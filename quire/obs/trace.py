@@ -70,7 +70,7 @@ def read_trace(path: Path, *, max_requests: int | None = None) -> list[Arrival]:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise SettingError(f"{path}: the trace cannot be read: {reason}; {_FORMATS}") from error
     if not found:
-        raise SettingError(f"{path}: the trace has no requests")
+        raise SettingError(f"{path}: the trace has no requests; {_FORMATS}")
     start_s = min(one.arrival_s for one in found)
     moved = [replace(one, arrival_s=one.arrival_s - start_s) for one in found]
     return sorted(moved, key=lambda one: one.arrival_s)

@@ -208,11 +208,13 @@ def device_memory(device: Device, memory_bytes: int | None) -> MachineMemory:
             "--memory 256GiB"
         )
     given = device.about if memory_bytes is None else "--memory"
+    remedy = "plan for a larger device" if memory_bytes is None else "raise --memory"
     if not device.is_gpu:
-        return MachineMemory(available_bytes=total, limit=given)
+        return MachineMemory(available_bytes=total, limit=given, remedy=remedy)
     return MachineMemory(
         available_bytes=max(total - GPU_RESERVE_BYTES, 0),
         limit=f"{given}, without {mib(GPU_RESERVE_BYTES)} for libraries and graphs",
+        remedy=remedy,
         is_own=True,
     )
 
@@ -236,7 +238,8 @@ def fitted(
     return plan, (
         f"{concurrency} requests of {needs.max_model_len} tokens need {concurrency * blocks} KV "
         f"blocks ({mib(concurrency * blocks * needs.block_size * needs.token_bytes)}); there are "
-        f"{plan.num_blocks} ({mib(plan.kv_bytes)}), enough for {plan.num_blocks // blocks}"
+        f"{plan.num_blocks} ({mib(plan.kv_bytes)}), enough for {plan.num_blocks // blocks}; lower "
+        "--max-num-seqs or --max-model-len, or plan for more memory"
     )
 
 

@@ -87,7 +87,10 @@ def read_machine(path: Path) -> Machine:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise SettingError(f"{path}: the profile cannot be read: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise SettingError(
+            f"{path}: the profile cannot be read: {reason}; `quire profile --json >FILE` writes one"
+        ) from error
     return machine_of(found, where=str(path))
 
 

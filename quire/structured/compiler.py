@@ -295,7 +295,8 @@ def compiled(grammar: Grammar, vocabulary: LoadedVocabulary, source: str = "") -
     """
     from llguidance import LLMatcher  # imported with the first grammar
 
-    from quire.structured.source import llguidance_grammar, rejection, unique_plan
+    from quire.structured.rejection import rejection
+    from quire.structured.source import llguidance_grammar, unique_plan
 
     try:
         source = source or llguidance_grammar(grammar, vocabulary.special_names)

@@ -19,7 +19,7 @@ from quire.structured.unique_items import is_always_unique, unique_arrays
 Schema = dict[str, Any]
 
 # Keywords with a schema, a list of schemas, or an object of schemas as value.
-_ONE = frozenset(
+ONE = frozenset(
     {
         "additionalItems",
         "additionalProperties",
@@ -34,8 +34,8 @@ _ONE = frozenset(
         "unevaluatedProperties",
     }
 )
-_LISTS = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
-_NAMED = frozenset(
+LISTS = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
+NAMED = frozenset(
     {
         "$defs",
         "definitions",
@@ -99,7 +99,7 @@ def path_of(schema: Any, keyword: str, value: Any = None) -> str:
     """
     for path, at in each_schema(schema):
         if keyword in at and (value is None or at[keyword] == value):
-            return "/".join([path, _escaped(keyword)])
+            return "/".join([path, escaped(keyword)])
     return ""
 
 
@@ -109,18 +109,19 @@ def each_schema(schema: Any, path: str = "#") -> Iterator[tuple[str, Mapping[str
         return
     yield path, schema
     for keyword, value in schema.items():
-        below = f"{path}/{_escaped(keyword)}"
-        if keyword in _ONE and isinstance(value, Mapping):
+        below = f"{path}/{escaped(keyword)}"
+        if keyword in ONE and isinstance(value, Mapping):
             yield from each_schema(value, below)
-        if keyword in _LISTS and isinstance(value, list):
+        if keyword in LISTS and isinstance(value, list):
             for place, entry in enumerate(value):
                 yield from each_schema(entry, f"{below}/{place}")
-        if keyword in _NAMED and isinstance(value, Mapping):
+        if keyword in NAMED and isinstance(value, Mapping):
             for name, entry in value.items():
-                yield from each_schema(entry, f"{below}/{_escaped(name)}")
+                yield from each_schema(entry, f"{below}/{escaped(name)}")
 
 
-def _escaped(name: str) -> str:
+def escaped(name: str) -> str:
+    """Return a name as a part of a path (RFC 6901)."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
@@ -151,11 +152,11 @@ class _Rewriter:
         return new
 
     def _below(self, keyword: str, value: Any) -> Any:
-        if keyword in _LISTS and isinstance(value, list):
+        if keyword in LISTS and isinstance(value, list):
             return [self.rewritten(entry) for entry in value]
-        if keyword in _ONE:
+        if keyword in ONE:
             return self.rewritten(value)
-        if keyword in _NAMED and isinstance(value, dict):
+        if keyword in NAMED and isinstance(value, dict):
             return {name: self.rewritten(entry) for name, entry in value.items()}
         return value
 

@@ -1,4 +1,4 @@
-"""Convert a Grammar to llguidance's languages, and its complaints to instructive errors.
+"""Convert a Grammar to llguidance's languages.
 
 Only GBNF and structural tags are compiled here, to Lark. Knows no tokens but the names of special
 ones. Invariant: a schema's reference is resolved within the schema, never fetched.
@@ -7,7 +7,6 @@ ones. Invariant: a schema's reference is resolved within the schema, never fetch
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,19 +14,13 @@ from quire.base.errors import InvalidParameter
 from quire.base.grammar import Grammar, GrammarKind
 from quire.base.show import show
 from quire.structured.gbnf import lark_of
-from quire.structured.schema import each_schema, for_llguidance, path_of
+from quire.structured.rejection import rejection
+from quire.structured.schema import each_schema, for_llguidance
+from quire.structured.schema_form import check_form
 from quire.structured.unique_plan import NotTrackable, planned
 
 MAX_GBNF_CHARS = 65_536
-_MAX_MESSAGE_CHARS = 400
-_UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*?\])", re.DOTALL)
-_TOO_WIDE = re.compile(r"Current row has (\d+) items; max is (\d+)")
-_IN_SCHEMA = re.compile(
-    r"at (\d+)\(\d+\): failed to compile JSON schema: (.*?)(?:\n +\d+ \| .*)?\Z", re.DOTALL
-)
 _PLAN = "x-quire-unique-items"
-_TYPE = re.compile(r"Invalid type: (.*)")
-_FORMAT = re.compile(r"Unknown format: (.*)")
 
 
 def llguidance_grammar(grammar: Grammar, special_names: frozenset[str]) -> str:
@@ -40,12 +33,16 @@ def llguidance_grammar(grammar: Grammar, special_names: frozenset[str]) -> str:
     text: str
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            schema = for_llguidance(json.loads(grammar.text))
+            schema = json.loads(grammar.text)
+            check_form(schema, grammar.param)
+            schema = for_llguidance(schema)
             if schema is False:
                 raise rejection(grammar, "Unsatisfiable schema: schema is false")
             schema = _with_plan(grammar, {} if schema is True else schema)
             text = LLMatcher.grammar_from_json_schema(schema, overrides=_json_options(grammar))
         case GrammarKind.REGEX:
+            if (len(grammar.text) - len(grammar.text.rstrip("\\"))) % 2:
+                raise rejection(grammar, "the backslash at its end escapes nothing")
             text = LLMatcher.grammar_from_regex(grammar.text)
         case GrammarKind.CHOICE:
             text = LLMatcher.grammar_from_lark(_one_of(json.loads(grammar.text)))
@@ -84,45 +81,6 @@ def _with_plan(grammar: Grammar, schema: Any) -> Any:
     return stripped if plan is None else {**stripped, _PLAN: plan}
 
 
-def rejection(grammar: Grammar, complaint: str) -> InvalidParameter:
-    """Return the error for a complaint of llguidance."""
-    message = complaint.split("<state>")[0].split("<backtrace>")[0].strip()
-    if grammar.kind is GrammarKind.JSON_SCHEMA:
-        return InvalidParameter(
-            f"{grammar.param}: {_of_schema(json.loads(grammar.text), message)}", param=grammar.param
-        )
-    if (embedded := _embedded_schema(grammar, message)) is not None:
-        schema, message = embedded
-        return InvalidParameter(
-            f"{grammar.param}: {_of_schema(schema, message)}", param=grammar.param
-        )
-    what = {
-        GrammarKind.REGEX: "the regular expression",
-        GrammarKind.CHOICE: "the choice",
-        GrammarKind.GRAMMAR: "the grammar",
-        GrammarKind.STRUCTURAL_TAG: "the structural tag",
-    }[grammar.kind]
-    return InvalidParameter(
-        f"{grammar.param}: {what} cannot be used: {_cut(message)}", param=grammar.param
-    )
-
-
-def _embedded_schema(grammar: Grammar, message: str) -> tuple[Any, str] | None:
-    """Return the schema within a Lark grammar that a complaint is about, and the complaint itself.
-
-    The listing of the grammar is removed from the complaint. None if it is about something else.
-    """
-    found = _IN_SCHEMA.match(message)
-    lines = grammar.text.split("\n")
-    if grammar.kind is not GrammarKind.GRAMMAR or found is None or int(found[1]) > len(lines):
-        return None
-    _, _, schema = lines[int(found[1]) - 1].partition("%json ")
-    try:
-        return json.JSONDecoder().raw_decode(schema)[0], found[2].strip()
-    except ValueError:
-        return None
-
-
 def _json_options(grammar: Grammar) -> Any:
     """Return the options for white space, without approximations.
 
@@ -136,57 +94,6 @@ def _json_options(grammar: Grammar) -> Any:
     if not grammar.whitespace:
         return {**options, "whitespace_flexible": False}
     return {**options, "whitespace_pattern": grammar.whitespace}
-
-
-def _of_schema(schema: Any, message: str) -> str:
-    if (found := _UNIMPLEMENTED.search(message)) is not None:
-        keys: list[str] = json.loads(found[1])
-        places = [path_of(schema, key) for key in keys]
-        named = ", ".join(
-            f"{key} (at {place})" if place else key for key, place in zip(keys, places, strict=True)
-        )
-        return (
-            f"the schema has keywords that are not supported: {named}; rewrite it without them "
-            "(docs/structured-output.md lists what is)"
-        )
-    if (found := _FORMAT.search(message)) is not None:
-        place = path_of(schema, "format", found[1].strip())
-        return (
-            f"the schema has the format {show(found[1].strip())}"
-            f"{f' (at {place})' if place else ''}, which is not supported; leave it out, or write "
-            "it as a pattern"
-        )
-    if "oneOf constraints are not supported" in message:
-        return (
-            f"the schema has a oneOf (at {_unresolved_path(schema, 'oneOf')}), and its "
-            "alternatives are not known to exclude each other; give each object a required "
-            "property with a const of its own, or write anyOf"
-        )
-    if _TOO_WIDE.search(message) is not None:
-        return (
-            "the schema has too many alternatives at one place, such as an object with more than "
-            "about 1,600 optional properties; make them required, which fixes their order, or "
-            "distribute them among several objects"
-        )
-    if (found := _TYPE.search(message)) is not None:
-        place = path_of(schema, "type", found[1].strip())
-        return (
-            f"the schema has the type {show(found[1].strip())}{f' (at {place})' if place else ''}; "
-            "array, boolean, integer, null, number, object and string are allowed"
-        )
-    return f"the schema cannot be used: {_cut(message)}"
-
-
-def _unresolved_path(schema: Any, keyword: str) -> str:
-    """Return the path of a keyword that rewriting has left unchanged."""
-    rewritten = {path for path, at in each_schema(for_llguidance(schema)) if keyword in at}
-    paths = [path for path, at in each_schema(schema) if keyword in at]
-    path = next((path for path in paths if path in rewritten), paths[0] if paths else "#")
-    return f"{path}/{keyword}"
-
-
-def _cut(message: str) -> str:
-    return message if len(message) <= _MAX_MESSAGE_CHARS else message[:_MAX_MESSAGE_CHARS] + "..."
 
 
 def _literal(text: str) -> str:
@@ -265,6 +172,7 @@ def _structures(grammar: Grammar) -> Iterator[tuple[str, str, dict[str, Any], st
                 "as schema",
                 param=param,
             )
+        check_form(schema, f"{param}: structures[{place}].schema", param=param)
         starts = [trigger for trigger in triggers if begin.startswith(trigger)]
         if not starts:
             raise InvalidParameter(

@@ -101,7 +101,10 @@ class ChatTemplate:
             return None
         template = cls(sources, variables=tokenizer.special_tokens, now=now)
         if chosen is not None and DEFAULT in template.problems:
-            raise SettingError(f"chat_template {chosen!r}: {template.problems[DEFAULT]}")
+            raise SettingError(
+                f"chat_template {chosen!r}: {template.problems[DEFAULT]}; correct the file, or "
+                "name another"
+            )
         if chosen is not None and "messages" not in template._templates[DEFAULT].variables:
             raise SettingError(
                 f"chat_template {chosen!r} never reads messages, so every conversation would have "

@@ -165,7 +165,11 @@ def bind(program: Program, checkpoint: Checkpoint) -> Binding:
                 )
         elif not BUFFERS.fullmatch(name):
             problems.append(f"{name} (shape {list(shape)}) is not part of {program.name}")
-    raise_problems(f"{checkpoint.path}: weights and {checkpoint.described_by} disagree", problems)
+    raise_problems(
+        f"{checkpoint.path}: weights and {checkpoint.described_by} disagree",
+        problems,
+        advice="They are of two models, or one is damaged: take both from one download",
+    )
     return Binding(checkpoint, names)
 
 

@@ -213,6 +213,13 @@ def _why_nothing(folder: Path) -> str:
             "(load the model in transformers and call save_pretrained), or fetch the safetensors "
             "files of the same model"
         )
+    for name in (SINGLE_FILE, INDEX_FILE):
+        link = folder / name
+        if link.is_symlink() and not link.exists():
+            return (
+                f"{link}: this is a link to {os.readlink(link)}, which does not exist; restore "
+                "that file, or download the model again with quire pull"
+            )
     found = ", ".join(files[:8]) or "nothing"
     return (
         f"{folder}: there is neither {SINGLE_FILE} nor {INDEX_FILE}; found {found}. Copy the "

@@ -206,12 +206,16 @@ def _check_coverage(
         problems.append(f"{file_size - position} bytes after the last tensor belong to none")
 
 
-def raise_problems(where: str, problems: list[str]) -> None:
-    """Raise WeightsError listing `problems` (the first of them, and how many more), if any."""
+def raise_problems(where: str, problems: list[str], *, advice: str = "") -> None:
+    """Raise WeightsError listing `problems` (the first of them, and how many more), if any.
+
+    advice: what to do, in a last line.
+    """
     if not problems:
         return
     lines = [f"\n  - {problem}" for problem in problems[:MAX_SHOWN_PROBLEMS]]
     if len(problems) > MAX_SHOWN_PROBLEMS:
         lines.append(f"\n  - and {len(problems) - MAX_SHOWN_PROBLEMS} more")
+    lines += [f"\n{advice}"] if advice else []
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     raise WeightsError(f"{where}: {count}" + "".join(lines))

@@ -203,6 +203,12 @@ def test_the_version_of_python_is_the_same_in_all_lines() -> None:
     assert len(set(re.findall(r"python:?(3\.\d+)", text))) == 1
 
 
+def test_the_build_command_keeps_the_health_check() -> None:
+    text = (DEPLOY / "Containerfile").read_text("utf-8")
+    # The image format of the Open Container Initiative, podman's default, has no health checks.
+    assert "podman build --format docker --file deploy/Containerfile" in text
+
+
 def healthcheck() -> list[str]:
     [words] = [words for name, words in last_stage() if name == "HEALTHCHECK"]
     command: list[str] = json.loads(words.partition("CMD ")[2])

@@ -13,7 +13,8 @@ from quire.cli.exit_codes import EXIT_CODES, FAILED, SUCCESS
 from tests.repository.source_files import ROOT, code_files, name_of, tree_of
 
 ERRORS = "quire/api/http/errors.py"
-# Refuses malformed HTTP and too large heads, before there is a request.
+# Malformed HTTP and too large heads are refused before there is a request.
+REFUSAL = "quire/api/http/refusal.py"
 CONNECTION = "quire/api/http/connection.py"
 
 
@@ -32,8 +33,8 @@ def _calls(name: str) -> Iterator[str]:
 
 def test_statuses_and_codes_have_one_source() -> None:
     assert set(_calls("ErrorShape")) == {ERRORS}
-    assert set(_calls("ErrorReport")) == {ERRORS, CONNECTION}
-    written = (ROOT / CONNECTION).read_text(encoding="utf-8")
+    assert set(_calls("ErrorReport")) == {ERRORS, REFUSAL}
+    written = "".join((ROOT / one).read_text(encoding="utf-8") for one in (REFUSAL, CONNECTION))
     assert set(re.findall(r"code=([\w.]+)", written)) == {"None", "HEAD_TOO_LARGE.code", "code"}
 
 

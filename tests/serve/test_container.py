@@ -10,11 +10,14 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 from tests.repository.test_deploy import healthcheck
 from tests.serve.running_server import GIVE_UP_S, ROOT, RunningServer
+from tests.serve.scripted_server import ScriptedServer
+from tests.serve.test_tls import made_in
 
 # Makes everything read-only but a temporary directory, in mounts of its own, as `--read-only
 # --tmpfs /tmp` does for a container. The checkout may lie below /tmp or on a mount of its own.
@@ -26,12 +29,12 @@ cd / && ! touch "$1/probe" && exec "$2" -m quire serve --port 0 --threads 1
 """
 
 
-def _code_of_healthcheck(port: int) -> int:
+def _code_of_healthcheck(port: int, **variables: str) -> int:
     command = healthcheck()
     assert command[0] == "python"
     done = subprocess.run(
         [sys.executable, *command[1:]],
-        env={**os.environ, "QUIRE_PORT": str(port)},
+        env={**os.environ, "QUIRE_PORT": str(port), **variables},
         capture_output=True,
         timeout=GIVE_UP_S,
     )
@@ -46,6 +49,15 @@ def test_the_health_check_is_that_of_the_server(server: RunningServer) -> None:
     finally:
         assert server.post("/admin/resume", {})[0] == 200
     assert _code_of_healthcheck(1) != 0
+
+
+def test_the_health_check_speaks_tls_where_the_server_does(tmp_path: Path) -> None:
+    cert, key = made_in(tmp_path)
+    with ScriptedServer("{{ messages }}", [["a", "b"]], tls_cert=cert, tls_key=key) as server:
+        port = urlsplit(server.url).port
+        assert port is not None
+        assert _code_of_healthcheck(port, QUIRE_TLS_CERT=cert) == 0
+        assert _code_of_healthcheck(port) != 0
 
 
 @pytest.fixture

@@ -133,7 +133,7 @@ _REFUSED: list[tuple[Callable[[str, Path], list[str]], int, str]] = [
     (lambda url, path: ["record", url, str(path), "--seconds", "0"], 2, "--seconds is 0.0"),
     (lambda url, path: ["record", url, str(path / "no" / "file")], 2, "cannot be written"),
     (lambda url, path: ["record", url, str(path.parent)], 2, "exists; name a new file"),
-    (lambda url, path: ["record", "127.0.0.1:1", str(path)], 1, "the connection failed"),
+    (lambda url, path: ["record", "127.0.0.1:1", str(path)], 1, "no server answers at"),
     (lambda url, path: ["record", f"{url}/more", str(path)], 1, "does not record: HTTP 404"),
     (lambda url, path: ["replay", str(path)], 2, "cannot be read"),
 ]

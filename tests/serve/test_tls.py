@@ -54,8 +54,9 @@ def test_a_client_that_trusts_the_certificate_is_answered(files: tuple[str, str]
         plain = http.client.HTTPConnection("127.0.0.1", port, timeout=GIVE_UP_S)
         try:
             plain.request("GET", "/version")
-            with pytest.raises((ConnectionError, http.client.HTTPException)):
-                plain.getresponse()
+            response = plain.getresponse()
+            assert response.status == 400
+            assert "use https:// in the address" in json.loads(response.read())["error"]["message"]
         finally:
             plain.close()
 

@@ -2,10 +2,11 @@
 
 The client decides where they are stored, so the server writes no file and waits for no disk; one
 that reads slowly loses requests, which are counted. Token ids are sent only if the server was
-started with --record-content. With several API processes the one that is asked records its own
-requests and relays the lines of the others. Always holds: the response ends when its client
-disconnects, when `seconds` are over and the requests of that time have ended, or when the server
-stops; reading it delays no shutdown.
+started with --record-content. With several API processes the one that gets the request records its
+own requests and relays the lines of the others; without all of them there is no recording. Always
+holds: the response ends when its client disconnects, when `seconds` are over and the requests of
+that time have ended, or when the server stops; it breaks off if another process is lost; reading it
+delays no shutdown.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from contextlib import ExitStack, aclosing, contextmanager
 from typing import cast
 
 from starlette.requests import Request
@@ -31,15 +32,18 @@ from quire.api.http.request_io import (
     run_until_disconnect,
 )
 from quire.api.server_state import ServerState
+from quire.api.streaming.event_stream import abort_connection
 from quire.api.workers.relay import Exchange, SiblingGone
 from quire.api.workers.sibling_workers import SiblingWorkers
 from quire.base.errors import InvalidParameter, OverloadedError, ShuttingDown
 from quire.base.show import show
-from quire.obs.recording import VERSION, RecordingHeader, encode_line
+from quire.obs.recording import HEARTBEAT_S, IDLE_S, VERSION, RecordingHeader, encode_line
 
 MEDIA_TYPE = "application/x-ndjson"
 MAX_RECORDERS = 4
 MAX_SECONDS = 7 * 24 * 3600.0
+OpenOthers = Callable[[ExitStack], Awaitable[list[Exchange]]]
+_RETRY_AFTER_S = 10.0
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 _KEY_HEADER, _CONTENT_HEADER, _SECONDS_HEADER = (
     "x-record-key",
@@ -78,31 +82,33 @@ class RecordRoutes:
             block_tokens=recorder.block_tokens,
             content=content,
         )
-        exchanges: list[Exchange] = []
-        if self._siblings is not None:
-            options = {
-                _KEY_HEADER: key.hex(),
-                _CONTENT_HEADER: str(content).lower(),
-                _SECONDS_HEADER: str(seconds),
-            }
-            exchanges = await self._siblings.record(options)
-        self._server_state.log.event("requests are recorded", content=content)
+        options = {
+            _KEY_HEADER: key.hex(),
+            _CONTENT_HEADER: str(content).lower(),
+            _SECONDS_HEADER: str(seconds),
+        }
+
+        async def open_others(closing: ExitStack) -> list[Exchange]:
+            if self._siblings is None:
+                return []
+            num_others = self._server_state.config.api_processes - 1
+            return await self._siblings.record(options, num_others=num_others, closing=closing)
+
         first = encode_line(header)
-        return _RecordingResponse(self._server_state, recorder, exchanges, first, seconds)
+        return _RecordingResponse(self._server_state, recorder, open_others, first, seconds)
 
     async def get_own(self, request: Request) -> Response:
         """Record the requests of this process for another one, on the private socket."""
         key = bytes.fromhex(request.headers[_KEY_HEADER])
         recorder = self._recorder(key, content=_FLAGS[request.headers[_CONTENT_HEADER]])
         seconds = float(request.headers[_SECONDS_HEADER])
-        return _RecordingResponse(self._server_state, recorder, [], b"", seconds)
+
+        async def open_others(_: ExitStack) -> list[Exchange]:
+            return []
+
+        return _RecordingResponse(self._server_state, recorder, open_others, b"", seconds)
 
     def _recorder(self, key: bytes, *, content: bool) -> Recorder:
-        if len(self._server_state.recorders) >= MAX_RECORDERS:
-            raise OverloadedError(
-                f"{MAX_RECORDERS} recordings of this server are active; end one first",
-                retry_after_s=10.0,
-            )
         block_tokens = max(self._server_state.engine().card.block_size, _MIN_BLOCK_TOKENS)
         return Recorder(key=key, block_tokens=block_tokens, content=content)
 
@@ -133,7 +139,11 @@ def _options(query: Mapping[str, str]) -> tuple[bool, float]:
 
 
 class _RecordingResponse(Response):
-    """Streams the lines of a recorder, and of the other processes."""
+    """Streams the lines of a recorder, and of the other processes.
+
+    Raises OverloadedError instead of a response where there are MAX_RECORDERS, or where another
+    process does not record.
+    """
 
     media_type = MEDIA_TYPE
 
@@ -141,7 +151,7 @@ class _RecordingResponse(Response):
         self,
         server_state: ServerState,
         recorder: Recorder,
-        exchanges: Sequence[Exchange],
+        open_others: OpenOthers,
         first: bytes,
         seconds: float,
     ) -> None:
@@ -149,55 +159,73 @@ class _RecordingResponse(Response):
         del self.headers["content-length"]
         self._server_state = server_state
         self._recorder = recorder
-        self._exchanges = exchanges
+        self._open_others = open_others
         self._first = first
         self._seconds = seconds
+        self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         recorder, lifecycle = self._recorder, self._server_state.lifecycle
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        timer = asyncio.get_running_loop().call_later(self._seconds, recorder.stop)
 
         def stop(_: asyncio.Future[None]) -> None:
             recorder.stop()
 
-        lifecycle.stopping.add_done_callback(stop)
-        try:
-            # Clients that leave and servers that stop are how recordings end.
-            with (
-                suppress(ClientDisconnected, ShuttingDown),
-                _attached(self._server_state, recorder),
-            ):
+        with ExitStack() as closing:
+            closing.enter_context(_attached(self._server_state, recorder))
+            closing.callback(recorder.close)
+            lifecycle.stopping.add_done_callback(stop)
+            closing.callback(lifecycle.stopping.remove_done_callback, stop)
+            try:
                 await run_until_disconnect(
-                    self._write(send),
+                    self._write(send, closing),
                     disconnect_of(scope, receive),
                     over=lifecycle.grace_over,
                     deadline=Deadline(None),
                 )
-        finally:
-            timer.cancel()
-            lifecycle.stopping.remove_done_callback(stop)
-            recorder.close()
-            for exchange in self._exchanges:
-                exchange.close()
+            except (ClientDisconnected, ShuttingDown):  # how recordings end
+                if not self._has_begun:
+                    raise
+            except SiblingGone as error:
+                if not self._has_begun:
+                    raise OverloadedError(
+                        f"not every API process of this server records ({error}), so requests "
+                        "would be missing; try again",
+                        retry_after_s=_RETRY_AFTER_S,
+                    ) from error
+                self._server_state.log.warning("a recording was broken off", reason=str(error))
+                abort_connection(scope)
 
-    async def _write(self, send: Send) -> None:
+    async def _write(self, send: Send, closing: ExitStack) -> None:
         async def write(body: bytes, *, more: bool) -> None:
             await send({"type": "http.response.body", "body": body, "more_body": more})
 
+        exchanges = await self._open_others(closing)
+        timer = asyncio.get_running_loop().call_later(self._seconds, self._recorder.stop)
+        closing.callback(timer.cancel)
+        self._has_begun = True
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        if self._first:
+            content = self._recorder.content
+            self._server_state.log.event("requests are recorded", content=content)
         await write(self._first, more=True)
-        runs = [self._recorder.lines(self._server_state.config.heartbeat_s or None)]
-        runs += [_whole_lines(exchange) for exchange in self._exchanges]
-        async with aclosing(runs[0] if len(runs) == 1 else interleaved(runs)) as lines:
-            async for together in lines:
-                await write(together or b"\n", more=True)  # an empty line keeps proxies waiting
+        runs = [self._recorder.lines(HEARTBEAT_S)]
+        runs += [_whole_lines(exchange) for exchange in exchanges]
+        together = runs[0] if len(runs) == 1 else interleaved(runs, max_queued=1)
+        async with aclosing(together) as lines:
+            async for some in lines:
+                await write(some or b"\n", more=True)  # an empty line keeps the connection open
         await write(b"", more=False)
 
 
 @contextmanager
 def _attached(server_state: ServerState, recorder: Recorder) -> Iterator[None]:
-    """Let the recorder see requests that arrive meanwhile."""
+    """Pass requests that arrive meanwhile to the recorder. Raises OverloadedError."""
     recorders = server_state.recorders
+    if len(recorders) >= MAX_RECORDERS:
+        raise OverloadedError(
+            f"{MAX_RECORDERS} recordings of this server are active; end one first",
+            retry_after_s=_RETRY_AFTER_S,
+        )
     if not recorders:
         recording = RecordingEngine(server_state.engine(), recorders)
         server_state.serve_through(cast(Engine, recording))
@@ -211,10 +239,16 @@ def _attached(server_state: ServerState, recorder: Recorder) -> Iterator[None]:
 
 
 async def _whole_lines(exchange: Exchange) -> AsyncGenerator[bytes, None]:
-    """Yield the whole lines of another process; none after it has ended."""
-    rest = b""
-    with suppress(SiblingGone):
-        async for piece in exchange.pieces():
-            whole, newline, rest = (rest + piece).rpartition(b"\n")
-            if newline:
-                yield whole + newline
+    """Yield the whole lines of another process, and its heartbeats. Raises SiblingGone."""
+    rest, pieces = b"", exchange.pieces()
+    while True:
+        try:
+            async with asyncio.timeout(IDLE_S):
+                piece = await anext(pieces, None)
+        except TimeoutError as error:
+            raise SiblingGone(f"an API process has sent nothing for {IDLE_S:g} s") from error
+        if piece is None:
+            return
+        whole, newline, rest = (rest + piece).rpartition(b"\n")
+        if newline:
+            yield whole + newline

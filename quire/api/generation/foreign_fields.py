@@ -7,14 +7,14 @@ One declarative table in five parts, beside the lists of samplers (sampler_order
 - NO_EFFECT: fields that cannot change the answer, accepted at any value of their type.
 - UNSERVED: fields accepted only at values that ask for nothing, and why others are refused.
 - HINTS: fields that ask for less than an exact result; accepted and listed in a response header.
-- OTHER_NAMES: names with a close but different meaning; refused with our name as a hint.
+
+unknown_fields.py says what to write in place of any other name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from quire.api.generation.sampler_order import ORDERS
@@ -233,21 +233,6 @@ HINTS: Mapping[str, tuple[Any, ...]] = {
     "keep_alive": (),
 }
 
-OTHER_NAMES: Mapping[str, str] = {
-    "bad_words_ids": "bad_words",
-    "content": "prompt",
-    "input": "prompt",
-    "text": "prompt",
-    "ids": "tokens",
-    "token_ids": "tokens",
-    "prompt_token_ids": "tokens",
-    "conversation": "messages",
-    "beam_width": "use_beam_search",
-    "deadline": "deadline_ms",
-    "ttft_slo": "ttft_slo_ms",
-    "tpot_slo": "tpot_slo_ms",
-}
-
 
 _TYPES: Mapping[str, type | tuple[type, ...]] = {
     "string": str,
@@ -287,7 +272,9 @@ def take_foreign(
         elif warn_unknown:
             ignored.append(name)
         else:
-            raise _unknown(name, honoured)
+            from quire.api.generation.unknown_fields import unknown_field  # only for refusals
+
+            raise unknown_field(name, honoured, body)
     for name, value in synonyms.items():
         if not any(same_json(value, empty) for empty in EMPTY_SYNONYMS.get(name, ())):
             _rename(name, value, given)
@@ -304,10 +291,9 @@ def as_sent(error: InvalidParameter, body: Mapping[str, Any]) -> InvalidParamete
             message = str(error)
             read_as = ".".join(path)
             for known in (read_as, ours):
-                if message.startswith(f"{known} "):
-                    return InvalidParameter(
-                        f"{name} (read as {read_as}) {message[len(known) + 1 :]}", param=name
-                    )
+                if message.startswith((f"{known} ", f"{known}: ")):
+                    said = f"{name} (read as {read_as}){message[len(known) :]}"
+                    return InvalidParameter(said, param=name)
             return InvalidParameter(f"{name}, read as {read_as}: {message}", param=name)
     return error
 
@@ -351,17 +337,6 @@ def _check_unserved(name: str, value: Any, body: Mapping[str, Any]) -> None:
     allowed = " or ".join(["null", *map(show, rule.allowed)])
     raise InvalidParameter(
         f"{name} is {show(value)}: {rule.why}; leave it out ({allowed} is accepted)", param=name
-    )
-
-
-def _unknown(name: str, honoured: frozenset[str]) -> InvalidParameter:
-    other = OTHER_NAMES.get(name) or SYNONYMS.get(name, ("",))[0]
-    near = [other] if other in honoured else get_close_matches(name[:64], honoured, 1)
-    hint = f"did you mean {show(near[0])}? " if near else ""
-    return InvalidParameter(
-        f"{show(name)} is not a field of this request; {hint}leave it out, or start the server "
-        "with --unknown-fields warn",
-        param=name[:64],
     )
 
 

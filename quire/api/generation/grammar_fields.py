@@ -15,9 +15,11 @@ from quire.base.errors import InvalidParameter
 from quire.base.grammar import Grammar, grammar_of, json_object, json_schema, structural_tag
 from quire.base.show import show
 from quire.structured.closed import closed
+from quire.structured.schema_form import TYPES, has_keywords
 
 _FORMAT = "response_format"
 FORMAT_TYPES = ("text", "json_object", "json_schema", "structural_tag")
+_SCHEMA_FORM = '{"type": "json_schema", "json_schema": {"name": "...", "schema": {...}}}'
 _SCHEMA_FIELDS = frozenset({"name", "description", "schema", "strict"})
 
 
@@ -43,12 +45,18 @@ def _of_response_format(requested: Any) -> Grammar | None:
     if kind not in FORMAT_TYPES:
         raise InvalidParameter(
             f"{_FORMAT} is {show(requested)}; an object with a type is allowed, one of "
-            f"{', '.join(FORMAT_TYPES)}",
+            f"{', '.join(FORMAT_TYPES)}{_instead(requested, kind)}",
             param=_FORMAT,
         )
     if kind == "structural_tag":
         return structural_tag(requested, param=_FORMAT)
     extra = requested.keys() - {"type", *(("json_schema",) if kind == "json_schema" else ())}
+    if extra & {"schema", "name", "strict"} and kind != "text":
+        raise InvalidParameter(
+            f"{_FORMAT} of type {kind} has {show(min(extra))} beside its type; a schema is given "
+            f"as {_SCHEMA_FORM}",
+            param=_FORMAT,
+        )
     if extra:
         raise InvalidParameter(
             f"{_FORMAT} of type {kind} has {show(min(extra))}, which it does not take; leave it "
@@ -62,10 +70,23 @@ def _of_response_format(requested: Any) -> Grammar | None:
 
 def _of_json_schema(requested: Mapping[str, Any]) -> Grammar:
     named = requested.get("json_schema")
-    if not isinstance(named, dict) or not isinstance(named.get("schema"), dict | bool):
+    schema = named.get("schema") if isinstance(named, dict) else None
+    if not isinstance(named, dict) or schema is None:
+        found = "missing" if named is None else show(named)
         raise InvalidParameter(
-            f"{_FORMAT}.json_schema is {show(named)}; an object with a schema (an object) is "
-            "needed",
+            f"{_FORMAT}.json_schema is {found}; an object with a schema is needed: {_SCHEMA_FORM}",
+            param=_FORMAT,
+        )
+    if not isinstance(schema, dict | bool):
+        raise InvalidParameter(
+            f"{_FORMAT}.json_schema.schema is {show(schema)}; an object is allowed, not its text",
+            param=_FORMAT,
+        )
+    if schema and isinstance(schema, dict) and not has_keywords(schema):
+        raise InvalidParameter(
+            f"{_FORMAT}.json_schema.schema has {show(next(iter(schema)))} and no keyword of JSON "
+            'Schema, so it allows any value; write it as {"type": "object", "properties": {...}}, '
+            "or as {} if any value is meant",
             param=_FORMAT,
         )
     for name, value in named.items():
@@ -85,4 +106,13 @@ def _of_json_schema(requested: Mapping[str, Any]) -> Grammar:
                 f"{_FORMAT}.json_schema.{name} is {show(value)}; a text is allowed",
                 param=_FORMAT,
             )
-    return json_schema(closed(named["schema"]), param=_FORMAT)
+    return json_schema(closed(schema), param=_FORMAT)
+
+
+def _instead(requested: Any, kind: Any) -> str:
+    """Return advice for a schema or a regular expression that is given as the format itself."""
+    if kind in ("regex", "grammar", "choice"):
+        return f'; write it as structured_outputs: {{"{kind}": ...}}'
+    if isinstance(requested, dict) and (kind in TYPES or "properties" in requested):
+        return f"; a schema is given as {_SCHEMA_FORM}"
+    return ""

@@ -18,10 +18,13 @@ _QUEUED_ITEMS = 256
 
 
 async def interleaved(
-    runs: Sequence[AsyncGenerator[T, None]],
+    runs: Sequence[AsyncGenerator[T, None]], *, max_queued: int = _QUEUED_ITEMS
 ) -> AsyncGenerator[T, None]:
-    """Yield the items of all runs in order of arrival. The first error ends all runs."""
-    queue: asyncio.Queue[T | None] = asyncio.Queue(_QUEUED_ITEMS)
+    """Yield the items of all runs in order of arrival. The first error ends all runs.
+
+    max_queued: items that wait for their reader; beside these each run waits with one more.
+    """
+    queue: asyncio.Queue[T | None] = asyncio.Queue(max_queued)
 
     async def feed(run: AsyncIterator[T]) -> None:
         async with aclosing(cast(AsyncGenerator[T, None], run)) as items:

@@ -12,8 +12,9 @@ import asyncio
 import hashlib
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -24,11 +25,17 @@ from quire.base.errors import QuireError, RequestError
 from quire.base.records import RequestTimes
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
-from quire.engine.output.output_stream import PLAIN_TEXT, TextDelta, TextRules
+from quire.engine.output.output_stream import TextDelta
 from quire.obs.recording import DroppedRequests, Line, RecordedRequest, encode_line
 from quire.obs.request_fields import sampling_fields, scheduling_fields
 
 MAX_PENDING_BYTES = 32 << 20
+# `lines` yields no more bytes at once than these and one line.
+_PART_BYTES = 1 << 20
+# Lines of more tokens are made in a thread: 131,072 tokens take 24 ms.
+MAX_INLINE_TOKENS = 4096
+# Reserved for a line that is being made in a thread: a token id is 4 to 8 digits with its comma.
+_BYTES_PER_TOKEN = 8
 _DIGEST_BYTES = 8
 # Block ids are numbers that every JSON reader keeps exactly.
 _ID_BITS = 53
@@ -50,6 +57,7 @@ class Recorder:
         self._num_open = 0
         self._is_stopped = self._is_closed = False
         self._changed = asyncio.Event()
+        self._making: set[asyncio.Task[None]] = set()
 
     def begin(self) -> bool:
         """Return whether a request that arrives now is recorded; `end` must follow then."""
@@ -57,22 +65,50 @@ class Recorder:
             self._num_open += 1
         return not self._is_stopped
 
-    def end(self, line: Line | None) -> None:
-        """Add the line of a request that ended, or None for one that was refused."""
+    def end(self, make: Callable[[], Line] | None, *, num_tokens: int = 0) -> None:
+        """Add the line of a request that ended, or None for one that was refused.
+
+        num_tokens: of its prompt and outputs; `make` is called in a thread where these are many.
+        """
+        reserved = _BYTES_PER_TOKEN * num_tokens
+        if make is None or self._is_closed:
+            self._ended()
+        elif num_tokens <= MAX_INLINE_TOKENS:
+            self._keep(encode_line(make()))
+            self._ended()
+        elif self._pending_bytes + reserved > MAX_PENDING_BYTES:
+            self._num_dropped += 1
+            self._ended()
+        else:
+            self._pending_bytes += reserved
+            task = asyncio.ensure_future(self._end_in_thread(make, reserved))
+            self._making.add(task)
+            task.add_done_callback(self._making.discard)
+
+    async def _end_in_thread(self, make: Callable[[], Line], reserved: int) -> None:
+        try:
+            encoded = await asyncio.to_thread(lambda: encode_line(make()))
+            if not self._is_closed:
+                self._pending_bytes -= reserved
+                self._keep(encoded)
+        finally:
+            self._ended()
+
+    def _keep(self, encoded: bytes) -> None:
+        if self._pending_bytes + len(encoded) <= MAX_PENDING_BYTES:
+            self._pending_bytes += len(encoded)
+            self._lines.append(encoded)
+        else:
+            self._num_dropped += 1
+
+    def _ended(self) -> None:
         self._num_open -= 1
-        if line is not None and not self._is_closed:
-            encoded = encode_line(line)
-            if self._pending_bytes + len(encoded) <= MAX_PENDING_BYTES:
-                self._pending_bytes += len(encoded)
-                self._lines.append(encoded)
-            else:
-                self._num_dropped += 1
         self._changed.set()
 
     def drop(self) -> None:
         """Count a request that ended without any output as dropped, such as one of a full queue."""
         self._num_dropped += not self._is_closed
-        self.end(None)
+        self._ended()
 
     def stop(self) -> None:
         """Record no further requests; `lines` ends when those that are open have ended."""
@@ -90,14 +126,8 @@ class Recorder:
         """Yield lines as requests end, several at once; b"" after `wait_s` without any."""
         while True:
             self._changed.clear()
-            if self._num_dropped:
-                dropped, self._num_dropped = self._num_dropped, 0
-                self._lines.append(encode_line(DroppedRequests(dropped=dropped)))
-            if self._lines:
-                together = b"".join(self._lines)
-                self._lines.clear()
-                self._pending_bytes = 0
-                yield together
+            if self._lines or self._num_dropped:
+                yield self._take_part()
                 continue
             if self._is_stopped and not self._num_open:
                 return
@@ -105,6 +135,18 @@ class Recorder:
                 await asyncio.wait_for(self._changed.wait(), wait_s)
             except TimeoutError:
                 yield b""
+
+    def _take_part(self) -> bytes:
+        """Return some of the lines, and how many requests were dropped."""
+        part, size = list[bytes](), 0
+        while self._lines and size < _PART_BYTES:
+            part.append(self._lines.popleft())
+            size += len(part[-1])
+        self._pending_bytes -= size
+        if self._num_dropped:
+            part.append(encode_line(DroppedRequests(dropped=self._num_dropped)))
+            self._num_dropped = 0
+        return b"".join(part)
 
     def block_ids(self, prompt_ids: Sequence[int], salt: str) -> tuple[int, ...]:
         """Return a digest for each full block of a prompt, chained from its beginning."""
@@ -130,29 +172,12 @@ class RecordingEngine:
         return getattr(self._engine, name)
 
     async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        request_id: str,
-        first_stream: int = 0,
-        cache_salt: str = "",
-        terms: SchedulingParams = DEFAULT_SCHEDULING,
-        text_rules: TextRules = PLAIN_TEXT,
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, **options: Any
     ) -> AsyncGenerator[TextDelta, None]:
         """As the engine's; the request is recorded when it ends, however it does."""
-        arrival_ms = self._clock.now_ms()
         recorders = [one for one in self._recorders if one.begin()]
-        outcome = _Outcome(sampling.n, first_stream, terms)
-        stream = self._engine.generate(
-            prompt_ids,
-            sampling,
-            request_id=request_id,
-            first_stream=first_stream,
-            cache_salt=cache_salt,
-            terms=terms,
-            text_rules=text_rules,
-        )
+        outcome = _Outcome(prompt_ids, sampling, options, arrival_ms=self._clock.now_ms())
+        stream = self._engine.generate(prompt_ids, sampling, **options)
         failure: QuireError | None = None
         try:
             async with aclosing(cast(AsyncGenerator[TextDelta, None], stream)) as deltas:
@@ -167,11 +192,7 @@ class RecordingEngine:
                 outcome.fail()
             for recorder in recorders:
                 if failure is None or outcome.has_output:
-                    recorder.end(
-                        outcome.line(
-                            recorder, prompt_ids, sampling, arrival_ms=arrival_ms, salt=cache_salt
-                        )
-                    )
+                    recorder.end(partial(outcome.line, recorder), num_tokens=outcome.num_tokens)
                 elif isinstance(failure, RequestError):
                     recorder.end(None)
                 else:
@@ -179,18 +200,34 @@ class RecordingEngine:
 
 
 class _Outcome:
-    """What came of one request so far."""
+    """What came of one request so far. options: further arguments of Engine.generate."""
 
-    def __init__(self, num_choices: int, first_stream: int, terms: SchedulingParams) -> None:
-        self._first_stream = first_stream
-        self._terms = terms
-        self._output_ids: list[list[int]] = [[] for _ in range(num_choices)]
-        self._reasons = ["abort"] * num_choices
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        options: Mapping[str, Any],
+        *,
+        arrival_ms: float,
+    ) -> None:
+        self._prompt_ids = prompt_ids
+        self._sampling = sampling
+        self._arrival_ms = arrival_ms
+        self._salt: str = options.get("cache_salt", "")
+        self._first_stream: int = options.get("first_stream", 0)
+        self._terms: SchedulingParams = options.get("terms", DEFAULT_SCHEDULING)
+        self._output_ids: list[list[int]] = [[] for _ in range(sampling.n)]
+        self._reasons = ["abort"] * sampling.n
         self._times: list[RequestTimes] = []
 
     @property
     def has_output(self) -> bool:
         return any(self._output_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of all outputs."""
+        return len(self._prompt_ids) + sum(map(len, self._output_ids))
 
     def fail(self) -> None:
         """Note that an error ended the choices that have not finished."""
@@ -204,31 +241,24 @@ class _Outcome:
             if delta.times is not None:
                 self._times.append(delta.times)
 
-    def line(
-        self,
-        recorder: Recorder,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        arrival_ms: float,
-        salt: str,
-    ) -> RecordedRequest:
+    def line(self, recorder: Recorder) -> RecordedRequest:
+        """Return the line of a request that has ended, as `recorder` records it."""
         content = recorder.content
         begin_ms = min((times.arrival_ms for times in self._times), default=0.0)
         first_ms = min((times.first_token_ms for times in self._times), default=math.nan)
         last_ms = max((times.last_token_ms for times in self._times), default=math.nan)
         return RecordedRequest(
-            arrival_ms=arrival_ms,
-            prompt_tokens=len(prompt_ids),
+            arrival_ms=self._arrival_ms,
+            prompt_tokens=len(self._prompt_ids),
             output_tokens=tuple(map(len, self._output_ids)),
             finish_reasons=tuple(self._reasons),
-            block_ids=recorder.block_ids(prompt_ids, salt),
+            block_ids=recorder.block_ids(self._prompt_ids, self._salt),
             ttft_ms=_positive(first_ms - begin_ms),
             total_ms=_positive(last_ms - begin_ms),
-            sampling=sampling_fields(sampling, content=content),
+            sampling=sampling_fields(self._sampling, content=content),
             scheduling=scheduling_fields(self._terms),
             first_stream=self._first_stream,
-            prompt_ids=tuple(prompt_ids) if content else None,
+            prompt_ids=tuple(self._prompt_ids) if content else None,
             output_ids=tuple(map(tuple, self._output_ids)) if content else None,
         )
 

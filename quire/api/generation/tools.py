@@ -15,10 +15,15 @@ from typing import Any, Literal
 from quire.api.generation.fields import flag
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
+from quire.structured.schema_form import check_form, has_keywords
 
 MAX_TOOLS = 256
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_FORM = '{"type": "function", "function": {"name": "...", "parameters": {...}}}'
+_OBJECT = '{"type": "object", "properties": {"name": {"type": "string"}}}'
+# What other APIs call the schema of the arguments.
+_OTHER_PARAMETERS = ("input_schema", "inputSchema", "json_schema", "schema", "arguments", "args")
 
 Mode = Literal["none", "auto", "required"]
 # A request without these fields offers no tools.
@@ -87,21 +92,14 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
 def _tools(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     tools = given.get("tools", [])
     if not isinstance(tools, list):
-        raise InvalidParameter(
-            f"tools is {show(tools)}; a list of objects is allowed", param="tools"
-        )
+        raise _fault(f"tools is {show(tools)}; a list of objects {_FORM} is allowed")
     if len(tools) > MAX_TOOLS:
-        raise InvalidParameter(
-            f"tools has {len(tools)} entries; at most {MAX_TOOLS} are allowed", param="tools"
-        )
+        raise _fault(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are allowed")
     seen: set[str] = set()
     for at, tool in enumerate(tools):
         name = _checked(f"tools[{at}]", tool)
         if name in seen:
-            raise InvalidParameter(
-                f"tools has two functions named {show(name)}; give each its own name",
-                param="tools",
-            )
+            raise _fault(f"tools has two functions named {show(name)}; give each its own name")
         seen.add(name)
     return tools
 
@@ -109,36 +107,70 @@ def _tools(given: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _checked(place: str, tool: Any) -> str:
     """Check one tool; return the name of its function."""
     if not isinstance(tool, dict):
-        raise InvalidParameter(f"{place} is {show(tool)}; an object is allowed", param="tools")
-    if tool.get("type") != "function":
-        raise InvalidParameter(
-            f'{place}.type is {show(tool.get("type"))}; "function" is allowed: the model writes '
-            "calls as JSON, and there are no tools of the server's own",
-            param="tools",
+        raise _fault(f"{place} is {show(tool)}; an object {_FORM} is allowed")
+    kind, function = tool.get("type"), tool.get("function")
+    if function is None and "name" in tool and kind in (None, "function"):
+        raise _fault(
+            f"{place} has name and parameters of its own, as other APIs write tools; they belong "
+            f"under function: write it as {_FORM}"
         )
-    function = tool.get("function")
+    if kind is None:
+        raise _fault(f'{place}.type is missing; "function" is allowed: write it as {_FORM}')
+    if kind != "function":
+        raise _fault(
+            f'{place}.type is {show(kind)}; "function" is allowed: the model writes calls as JSON, '
+            "and there are no tools of the server's own"
+        )
     if not isinstance(function, dict):
-        raise InvalidParameter(
-            f"{place}.function is {show(function)}; an object with a name is needed", param="tools"
-        )
+        found = "missing" if function is None else show(function)
+        raise _fault(f"{place}.function is {found}; write the tool as {_FORM}")
     name = function.get("name")
     if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
-        raise InvalidParameter(
-            f"{place}.function.name is {show(name)}; 1 to 128 letters, digits, '_', '-' and '.' "
-            "are allowed",
-            param="tools",
+        raise _fault(
+            f"{place}.function.name is {'missing' if name is None else show(name)}; 1 to 128 "
+            "letters, digits, '_', '-' and '.' are allowed"
         )
     for key, kind, words in (
         ("description", str, "a text"),
-        ("parameters", dict, "a JSON schema"),
+        ("parameters", dict, f"a JSON schema of an object, such as {_OBJECT},"),
         ("strict", bool, "true or false"),
     ):
         value = function.get(key)
         if value is not None and not isinstance(value, kind):
-            raise InvalidParameter(
-                f"{place}.function.{key} is {show(value)}; {words} is allowed", param="tools"
-            )
+            raise _fault(f"{place}.function.{key} is {show(value)}; {words} is allowed")
+    _check_parameters(f"{place}.function", function)
     return name
+
+
+def _check_parameters(place: str, function: Mapping[str, Any]) -> None:
+    """Refuse a schema of arguments that is malformed, or that allows no object."""
+    schema = function.get("parameters")
+    if schema is None:
+        other = next((name for name in _OTHER_PARAMETERS if function.get(name)), None)
+        if other is not None:
+            raise _fault(
+                f"{place} has {other}, and no parameters; the schema of the arguments is given as "
+                "parameters: rename it"
+            )
+        return
+    place = f"{place}.parameters"
+    if schema and not has_keywords(schema):
+        name = next(iter(schema))
+        raise _fault(
+            f"{place} has {show(name)} and no keyword of JSON Schema; list the arguments under "
+            f"properties: {_OBJECT}"
+        )
+    check_form(schema, place, param="tools")
+    named = schema.get("type", "object")
+    if named != "object" and "object" not in named:
+        raise _fault(
+            f"{place}: the schema has the type {show(named)} (at #/type); arguments are an object: "
+            f"write {_OBJECT}"
+        )
+
+
+def _fault(message: str) -> InvalidParameter:
+    return InvalidParameter(message, param="tools")
 
 
 def _choice(choice: Any, names: list[str]) -> tuple[Mode, list[str], bool]:

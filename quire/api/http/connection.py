@@ -20,13 +20,13 @@ import sys
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
-import msgspec
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quire.api.http.connection_ends import PROBE, BegunTransport, CloseDelimited, is_reset
 from quire.api.http.dialect import Dialect
-from quire.api.http.errors import HEAD_TOO_LARGE, ErrorReport
+from quire.api.http.errors import HEAD_TOO_LARGE
+from quire.api.http.refusal import TLS_HANDSHAKE, TLS_REPORT, refusal
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 128
@@ -173,6 +173,10 @@ class Connection(HttpToolsProtocol):
             self._await_head()
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse_head()
+                return
+            if not self._head_bytes and piece[0] == TLS_HANDSHAKE:
+                TLS_REPORT.add()
+                self.send_400_response("This is TLS.")  # no TLS, so the handshake ends
                 return
             self._head_bytes += len(piece)  # of the last piece, part may be the body
         super().data_received(piece)
@@ -331,12 +335,6 @@ class Connection(HttpToolsProtocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
             self._report_disconnect()
-        report = ErrorReport(status=int(status.split()[0]), code=code, message=message)
-        body = msgspec.json.encode(self._dialect.error(report, "")[1])
-        head = (
-            b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-            b"connection: close\r\n\r\n"
-        )
-        self.transport.write(head % (status, len(body)) + body)
+        self.transport.write(refusal(self._dialect, status, message, code=code))
         self._stop_timer()
         self._head_timer = self.loop.call_later(_LINGER_S, self.transport.close)

@@ -1,8 +1,9 @@
 """TlsListener: accepts TLS connections, with a bound on handshakes and on the time of each.
 
 asyncio's own TLS server reports a connection only after its handshake, so stalled handshakes
-could be neither counted nor closed. Knows no HTTP. Always holds: a handshake
-takes at most HANDSHAKE_TIME_S; a failing accept does not end the listener.
+could be neither counted nor closed. A client that begins with a letter speaks plain HTTP and is
+refused in plain text. Always holds: a handshake takes at most HANDSHAKE_TIME_S; a failing accept
+does not end the listener.
 """
 
 from __future__ import annotations
@@ -17,22 +18,29 @@ from quire.api.http.connection import OPEN_CONNECTIONS, ConnectionState
 
 HANDSHAKE_TIME_S = 10.0
 _MAX_ACCEPTS = 64  # in one iteration of the event loop
+_MIN_HANDSHAKE_S = 0.001
+_MAX_REFUSED_BYTES = 64 * 1024
 # Accepting stops for so long without descriptors or memory.
 _RETRY_S = 0.1
 
 
 class TlsListener:
-    """Serve TLS at a listening socket, with the part of asyncio.Server that uvicorn uses."""
+    """Serve TLS at a listening socket, with the part of asyncio.Server that uvicorn uses.
+
+    refusal: the response to plain HTTP.
+    """
 
     def __init__(
         self,
         listening: socket.socket,
         context: ssl.SSLContext,
         make_protocol: Callable[[], asyncio.Protocol],
+        refusal: bytes,
     ) -> None:
         self._listening = listening
         self._context = context
         self._make_protocol = make_protocol
+        self._refusal = refusal
         self._handshakes: set[_Handshake] = set()
         self._retry: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
@@ -61,7 +69,7 @@ class TlsListener:
                 self._loop.remove_reader(self._fd)
                 self._retry = self._loop.call_later(_RETRY_S, self._resume)
                 return
-            handshake = _Handshake(accepted, self._handshakes.discard)
+            handshake = _Handshake(accepted, self._refusal, self._handshakes.discard)
             self._handshakes.add(handshake)
             handshake.begin(self._context, self._make_protocol)
 
@@ -73,8 +81,11 @@ class TlsListener:
 class _Handshake:
     """An accepted socket, until its handshake has been done or has failed."""
 
-    def __init__(self, accepted: socket.socket, on_end: Callable[[_Handshake], None]) -> None:
+    def __init__(
+        self, accepted: socket.socket, refusal: bytes, on_end: Callable[[_Handshake], None]
+    ) -> None:
         self._socket = accepted
+        self._refusal = refusal
         self._on_end = on_end
         self._task: asyncio.Task[None] | None = None
 
@@ -97,12 +108,36 @@ class _Handshake:
         self, context: ssl.SSLContext, make_protocol: Callable[[], asyncio.Protocol]
     ) -> None:
         loop = asyncio.get_running_loop()
+        ends_s = loop.time() + HANDSHAKE_TIME_S
         try:
+            async with asyncio.timeout_at(ends_s):
+                first = await self._first_byte(loop)
+            if first.isalpha():
+                self._refuse()
+                return
+            left_s = max(ends_s - loop.time(), _MIN_HANDSHAKE_S)
             await loop.connect_accepted_socket(
-                make_protocol, self._socket, ssl=context, ssl_handshake_timeout=HANDSHAKE_TIME_S
+                make_protocol, self._socket, ssl=context, ssl_handshake_timeout=left_s
             )
         except (OSError, asyncio.CancelledError):  # no TLS, too late, gone, or evicted
             self._socket.close()
         finally:
             OPEN_CONNECTIONS.remove(self)
             self._on_end(self)
+
+    async def _first_byte(self, loop: asyncio.AbstractEventLoop) -> bytes:
+        """Return the first byte that the client sends, which is left to be read."""
+        readable, fd = asyncio.Event(), self._socket.fileno()
+        loop.add_reader(fd, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            loop.remove_reader(fd)
+        return self._socket.recv(1, socket.MSG_PEEK)
+
+    def _refuse(self) -> None:
+        """Answer a request in plain text. What is not read of it may cut the answer off."""
+        self._socket.recv(_MAX_REFUSED_BYTES)
+        self._socket.send(self._refusal)
+        self._socket.shutdown(socket.SHUT_WR)
+        self._socket.close()

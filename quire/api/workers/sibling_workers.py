@@ -3,8 +3,8 @@
 A request by id, or the resumption of a stream, that this process does not know is forwarded to the
 others, and the response is relayed byte for byte. Admin settings are published to all. The sockets
 are in a directory that only this user can enter, so a request there comes from a sibling. Always
-holds: a process that has ended or hangs is waited for at most `_ANSWER_S` and then ignored; all
-processes take over the state with the highest version.
+holds: a process that has ended or hangs is waited for at most `_ANSWER_S` and then ignored, except
+for a recording, which needs all; all processes take over the state with the highest version.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Coroutine, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -33,7 +34,7 @@ RECORD_PATH = "/record"
 _BACKLOG = 128
 _ANSWER_S = 5.0
 _MAX_ID_CHARS = 128
-_UNKNOWN = 404
+_OK, _UNKNOWN = 200, 404
 # Headers of a connection, not of the response.
 _NOT_RELAYED = frozenset({b"connection", b"transfer-encoding", b"date", b"server", b"keep-alive"})
 
@@ -125,16 +126,33 @@ class SiblingWorkers:
             exchange.close()
         return None
 
-    async def record(self, options: Mapping[str, str]) -> list[Exchange]:
-        """Return an exchange with each other process; its body is lines of a recording."""
-        opened = await asyncio.gather(
-            *(
-                Exchange.open(sibling, "GET", RECORD_PATH, headers=options, limit_s=_ANSWER_S)
-                for sibling in self._others()
-            ),
-            return_exceptions=True,
-        )
-        return [one for one in opened if isinstance(one, Exchange)]
+    async def record(
+        self, options: Mapping[str, str], *, num_others: int, closing: ExitStack
+    ) -> list[Exchange]:
+        """Return an exchange with each of the `num_others` other processes, in which it sends the
+        lines of its recording; `closing` closes them.
+
+        Raises SiblingGone unless all of them record.
+        """
+        others = self._others()
+        if len(others) < num_others:
+            raise SiblingGone(f"{len(others)} of {num_others} other API processes are ready")
+
+        async def opened(sibling: Path) -> Exchange:
+            exchange = await Exchange.open(
+                sibling, "GET", RECORD_PATH, headers=options, limit_s=_ANSWER_S
+            )
+            closing.callback(exchange.close)
+            if exchange.status != _OK:
+                raise SiblingGone(f"{sibling.name}: its response has status {exchange.status}")
+            return exchange
+
+        exchanges: list[Exchange] = []
+        for one in await asyncio.gather(*map(opened, others), return_exceptions=True):
+            if isinstance(one, BaseException):
+                raise one
+            exchanges.append(one)
+        return exchanges
 
     def _others(self) -> list[Path]:
         return [path for path in self._folder.glob(f"{SOCKET_PREFIX}*") if path != self._own]

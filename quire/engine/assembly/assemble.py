@@ -24,7 +24,7 @@ from quire.base.log import Log
 from quire.base.report import Report
 from quire.base.user_path import user_path
 from quire.config.groups import EngineConfig, ExecutorConfig
-from quire.config.machine import machine_memory, num_usable_cores
+from quire.config.machine import machine_memory, num_compute_threads
 from quire.config.memory import MemoryPlan, mib, plan_memory
 from quire.engine.assembly.drafts import make_drafter, max_draft_tokens
 from quire.engine.assembly.initial_costs import initial_step_costs
@@ -99,8 +99,9 @@ def assemble(
             record = undo.enter_context(open_record(Path(config.executor.record_plans)))
         trace = None
         if config.executor.trace_file is not None:  # likewise
-            trace = open_trace(Path(config.executor.trace_file).expanduser())
-            undo.callback(os.close, trace)
+            trace = open_trace(user_path(config.executor.trace_file))
+            undo.callback(os.close, trace[0])
+            undo.callback(trace[1].unlink, missing_ok=True)
         tier_folder = None
         if config.cache.kv_tier_path is not None:  # likewise
             from quire.transfer.folder import TierFolder  # only where it is wanted, as executors
@@ -119,7 +120,9 @@ def assemble(
         undo.pop_all()
         if trace is None:
             return engine
-        return replace(engine, trace=TraceFile(trace, engine.core.scheduler.history, report))
+        descriptor, path = trace
+        Log("engine").event("writing a trace", file=str(path))
+        return replace(engine, trace=TraceFile(descriptor, engine.core.scheduler.history, report))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,10 +147,15 @@ def _assembled(
     record: BinaryIO | None,
     tier_folder: TierFolder | None,
 ) -> Engine:
+<<<<<<< HEAD
     pack_cache, max_drafts = _pack_cache(config.executor), max_draft_tokens(config)
+=======
+    num_threads = num_compute_threads(config.executor.num_threads)
+    pack_cache = _pack_cache(config.executor)
+>>>>>>> main
     model = _sized_model(config)
     memory, program = model.memory, model.program
-    executor = _loaded_executor(config, model, progress, pack_cache)
+    executor = _loaded_executor(config, model, progress, pack_cache, num_threads)
     num_layers = executor.num_layers if isinstance(executor, LayeredExecutor) else 0
     limits = _limits(config, model, num_layers)
     fingerprint = _block_fingerprint(config, program, executor)
@@ -251,6 +259,7 @@ def _loaded_executor(
     model: _SizedModel,
     progress: Progress | None,
     pack_cache: PackCache | None,
+    num_threads: int,
 ) -> Executor:
     """Load the weights and allocate the KV cache."""
     executor = model.executor_class(
@@ -258,7 +267,7 @@ def _loaded_executor(
         model.checkpoint,
         ExecutorOptions(
             limits=model.step_limits,
-            num_threads=config.executor.num_threads or num_usable_cores(),
+            num_threads=num_threads,
             progress=progress,
             pack_cache=pack_cache,
         ),

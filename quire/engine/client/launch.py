@@ -25,6 +25,7 @@ from typing import Any, get_type_hints
 from quire.base.errors import SettingError
 from quire.base.log_process import LogSettings
 from quire.config.groups import EngineConfig
+from quire.config.process_limits import check_open_files
 from quire.engine.client.socket_directory import SocketDirectory
 
 # Where our own package lies: installed, or a checkout that the new interpreter would not find.
@@ -68,6 +69,7 @@ class EngineProcess:
     @classmethod
     def launch(cls, config: EngineConfig, logging: LogSettings | None = None) -> EngineProcess:
         """Start the process; does not wait for it. Raises SettingError where it cannot start."""
+        check_open_files()
         logging = logging or LogSettings()
         sockets = SocketDirectory()
         command = [*command_of("quire.engine.process.main"), "--endpoint", str(sockets.path)]

@@ -134,7 +134,9 @@ class LLM:
     def close(self) -> None:
         """Free the engine's threads and memory."""
         self._engine.end()
-        self._fault = self._fault or Fault(kind="WorkerError", message="the LLM was closed")
+        self._fault = self._fault or Fault(
+            kind="WorkerError", message="the LLM was closed; make a new one"
+        )
 
     def __del__(self) -> None:
         if hasattr(self, "_engine"):  # a constructor that raised may not have got so far

@@ -14,6 +14,7 @@ from quire.base.clock import Clock
 from quire.base.errors import QuireError
 from quire.base.report import Report
 from quire.config.groups import EngineConfig
+from quire.config.process_limits import out_of_memory
 from quire.engine.assembly.assemble import assemble
 from quire.engine.core import Inbox, error_fields, serve
 from quire.engine.process.heartbeat import Heartbeat
@@ -60,6 +61,9 @@ def run_engine(
         emit(Ready(card=engine.card, notes=engine.notes))
         serve(core, inbox, emit, clock.now_ms)
         return True
+    except MemoryError:
+        emit(Failed(fault=fault_of(out_of_memory())))
+        return False
     except Exception as error:  # noqa: BLE001  the process edge: report to the client and end
         if not isinstance(error, QuireError):  # the client gets the message, the log the traceback
             report("the engine failed", **error_fields(error))

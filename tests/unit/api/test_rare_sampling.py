@@ -14,7 +14,7 @@ from quire.api.generation.fields import (
     known_fields,
     sampling_of,
 )
-from quire.api.generation.foreign_fields import OTHER_NAMES
+from quire.api.generation.unknown_fields import OTHER_NAMES
 from quire.base.errors import InvalidParameter
 from quire.base.sampling_checks import FILTERS_OFF
 from quire.base.sampling_params import SamplingParams

@@ -23,6 +23,12 @@ def test_bytes_beyond_the_limit_are_not_read(tmp_path: Path) -> None:
         read_regular(tmp_path / "file", limit_bytes=100)
 
 
+def test_memory_is_taken_for_the_content_not_for_the_limit(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    assert read_regular(tmp_path / "file", limit_bytes=1 << 50) == b"content"
+    assert len(read_regular(Path("/proc/self/status"), limit_bytes=1 << 50)) > 100
+
+
 def test_a_file_without_a_size_is_bounded_too() -> None:
     with pytest.raises(OSError, match="it has 2 bytes; at most 1 are allowed"):
         read_regular(Path("/proc/self/status"), limit_bytes=1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.base.errors import SettingError, WorkerError
+from quire.base.errors import InvalidParameter, WorkerError
 from quire.bench.http_load import ServedModel, Target, address_of, open_loop, served_model
 from quire.bench.workloads import RequestSpec
 from tests.unit.bench.served import Answer, SmallServer, plain_answer
@@ -96,14 +96,15 @@ def test_the_served_model_of_the_list_is_used() -> None:
     with SmallServer() as server:
         found = asyncio.run(served_model(Target(url=server.url, model="")))
         assert found == ServedModel(name="small")
-    with pytest.raises(WorkerError, match="is a server running"):
+    with pytest.raises(WorkerError, match="check the address, as in"):
         asyncio.run(served_model(Target(url="http://127.0.0.1:9", model="")))
 
 
 def test_addresses() -> None:
-    assert address_of("http://here:80/v1/").path == "/v1"
+    for url, path in (("http://here:80/v1/", ""), ("http://here/llm/v1", "/llm"), ("here/v", "/v")):
+        assert address_of(url).path == path
     assert (address_of("here").port, address_of("https://here").port) == (80, 443)
     assert address_of("https://here").tls is not None
     for wrong in ("ftp://here", "http://", "http://here:port"):
-        with pytest.raises(SettingError):
+        with pytest.raises(InvalidParameter):
             address_of(wrong)

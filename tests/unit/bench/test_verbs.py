@@ -207,7 +207,7 @@ def test_meaningless_arguments_are_rejected(
 
 def test_a_missing_server_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "http://127.0.0.1:9", "--rates", "1"]) == 1
-    assert "is a server running" in capsys.readouterr().err
+    assert "check the address, as in" in capsys.readouterr().err
 
 
 def test_progress_is_for_terminals_only(capsys: pytest.CaptureFixture[str]) -> None:

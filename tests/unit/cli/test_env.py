@@ -53,7 +53,7 @@ def test_settings_are_shown_with_their_kind_of_source_and_without_places(report:
         "- quantization: int8 (flag)",
         "- kv-cache-memory: 2GiB (flag)",
         "- access-log: json (flag)",
-        "- model: a directory (flag)",
+        "- model: a path that does not exist (flag)",
         *(f"- {key}: (set) (flag)" for key in ("api-key", "host", "cors-origin", "kv-tier-path")),
         *(f"- {key}: (set) (file)" for key in ("api-key-file", "root-path")),
         "- admin-key-file: (set) (environment)",

@@ -14,7 +14,7 @@ from quire.api.generation.field_forms import one_or_listed
 from quire.api.http.request_io import parse
 from quire.base.errors import QuireError
 from quire.base.grammar import Grammar, GrammarKind
-from quire.structured.source import rejection
+from quire.structured.rejection import rejection
 from tests.tiny_models import write_tiny_llama
 from tests.unit.cli.command import quire_main
 
@@ -29,6 +29,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / name / "config.json").write_bytes(content)
     shutil.copytree(good, root / "no-weights", ignore=shutil.ignore_patterns("*.safetensors"))
     shutil.copytree(good, root / "no-config", ignore=shutil.ignore_patterns("config.json"))
+    shutil.copytree(good, root / "link", ignore=shutil.ignore_patterns("*.safetensors"))
+    (root / "link/model.safetensors").symlink_to("/nowhere/model")
+    shutil.copytree(good, root / "other-vocab")
+    config = json.loads((good / "config.json").read_bytes())
+    config["vocab_size"] += 1
+    (root / "other-vocab/config.json").write_text(json.dumps(config))
+    (root / "twice.toml").write_text("port = 1\nport = 2\n")
     (root / "empty").mkdir()
     (root / "file").write_text("x")
     return root
@@ -41,6 +48,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("complete list-config -p x", "the file is damaged: copy or download it again"),
         ("complete no-weights -p x", "tokenizer_config.json. Copy the model's weights there"),
         ("complete no-config -p x", "no config.json; there are generation_config.json, "),
+        ("complete link -p x", "this is a link to /nowhere/model, which does not exist; restore"),
+        ("complete other-vocab -p x", "or one is damaged: take both from one download"),
+        ("complete file -p x", "this is a file, and no GGUF file; give a directory with config"),
+        ("complete good/config.json -p x", "a file of a model; give its directory, good\n"),
+        ("complete hf://a/b -p x", "hf://a/b: this is an address; give the model's name: a/b, "),
+        ("serve --kv-tier-size 1GiB --port 0", "add --kv-tier-path with its directory"),
+        ("serve --kv-tier-fetch never --port 0", "no tier to fetch blocks from; add --kv-tier-p"),
+        ("serve --config twice.toml", "write each setting once, as in port = 8000"),
+        ("bench throughput --prompts 0", "'0' is not a number of tokens from 1 on, as 128, nor"),
+        ("simulate --trace /dev/null", "the trace has no requests; a CSV with TIMESTAMP"),
+        ("replay none", "none cannot be read: No such file or directory; `quire record URL"),
+        ("complete Hello", "; a prompt is given with --prompt, not without a flag\n"),
+        ("serve --insecure=yes --port 0", "--no-insecure: takes no value; leave out =yes\n"),
+        ("chat --url http://", "address; write it like http://127.0.0.1:8000\n"),
+        ("chat --url http://127.0.0.1:1 --threads 2", "chat: --threads configures an engine in"),
+        ("complete -p x --structured-outputs []", "--structured-outputs: is []; an object is a"),
+        ("simulate --png none/x.png", "--png none/x.png cannot be written; name a file in a dir"),
+        ("simulate --png x.doc", "--png x.doc is no picture; .png, .pdf, .svg are allowed end"),
+        ("simulate --profile none", "No such file or directory; `quire profile --json >FILE`"),
+        ("pull https://huggingface.co/a/b/tree/main", "; did you mean a/b?"),
+        ("SERVE", "there is no subcommand 'SERVE'; did you mean serve?"),
+        ("profile --tokens 9", "there is no such flag; leave it out"),
         ("complete empty -p x", "no config.json; it is empty; give the directory of a model"),
         ("complete https://huggingface.co/a/b?x=1 -p x", "an address; give the model's name: a/b"),
         ("complete ~nobody-of-this-name/x -p x", "~nobody-of-this-name/x: no such folder"),
@@ -48,6 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("complete good -p x --seed 1e9", "--seed: '1e9' is not a whole number"),
         ("serve good --pack-cache file --port 0", "name a directory that you may write to"),
         ("serve good --api-key-file none", "none cannot be read (No such file or directory); give"),
+        ("serve --api-key k\xf6y --port 0", "give one of printable ASCII characters"),
         ("serve good --tenants none", "give a TOML file with a table [tenants.NAME]"),
         ("serve good --tls-cert none", "cannot be used (No such file or directory); give PEM"),
         ("pull good", "is a path on this machine, so there is nothing to download"),
@@ -67,9 +97,44 @@ def test_a_command_says_what_to_do(
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--port 80", "flags come after it: quire serve --port 80"),
+        ("--port 80 config show", "flags come after it: quire config --port 80 show"),
+        ("-v", "quire --version prints the version"),
+        ("--frob", "--frob is not a flag of quire; the first word is a subcommand, one of: serve"),
+        ("serve a b", "'b' is one word too many: besides flags, quire serve takes MODEL"),
+        ("serve --served-model-name a b c", "give the flag again for 'c': --served-model-name c"),
+        ("serve -c 1 -np 2", "; -c: the maximum length of prompt and output together is "),
+        ("serve -c 1 -np 2", "; -np: the maximum number of running requests is --max-num-seqs"),
+        ("complete -m x", "the model is given without a flag: quire complete MODEL\n"),
+        ("chat --model x", "the model is given without a flag: quire chat MODEL\n"),
+        ("pull -hf a/b", "by its name: quire pull ORG/NAME, or ORG/NAME:FILE.gguf\n"),
+        ("chat --parallel 4", "is --max-num-seqs (a flag of quire serve)\n"),
+        ("chat --temp 0", "did you mean --temperature?\n"),
+        ("complete -n 5", "the maximum number of output tokens is --max-tokens\n"),
+        ("complete --prompt-file x", "is piped in: quire complete <FILE\n"),
+        ("profile --steps 0", "--steps; there is no such flag; leave it out\n"),
+        ("models rm", "are required: NAME (names as listed; ORG/NAME means all of it)\n"),
+        ("bench", "SUBCOMMAND (one of latency, throughput, serve, kernels, startup)\n"),
+        ("completion", "SHELL (one of bash, fish, zsh)\n"),
+    ],
+)
+def test_wrong_words_are_answered_with_the_right_ones(words: str, said: str) -> None:
+    done = quire_main(*words.split())
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize(
     ("call", "said"),
     [
         (lambda: LLM(5), "model is 5; a string is expected"),  # type: ignore[arg-type]
+        (
+            lambda: LLM("", a=1, max_num_seq=2),
+            "; 'max_num_seq' is not a setting of the engine; did",
+        ),
+        (lambda: LLM("", port=1), "kv_tier_fetch, kv_tier_host_size, kv_tier_path, kv_tier_size, "),
         (lambda: LLM("", max_num_seqs="x"), "max_num_seqs is 'x'; a whole number is expected"),
         (lambda: SamplingParams(stop=5), "stop is 5; a string or a list is allowed"),  # type: ignore[arg-type]
         (lambda: one_or_listed("stop", 5), "stop is 5; a string or a list of strings is allowed"),

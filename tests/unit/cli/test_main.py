@@ -174,7 +174,8 @@ def test_unknown_flags_are_reported_with_the_usage_of_their_subcommand(
     assert caught.value.code == 2
     shown = capsys.readouterr().err
     assert shown == (
-        "quire serve: unknown arguments: --zzz y\nusage: quire serve --help lists its flags\n"
+        "quire serve: unknown arguments: --zzz y; there is no such flag; leave it out\n"
+        "usage: quire serve --help lists its flags\n"
     )
 
 

@@ -65,11 +65,18 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
     [
         (("--device", "h10"), "there is no device 'h10' in the table; did you mean h100"),
         (("--memory", "lots", *H100), "'lots' is not a size in bytes; write it like 512MiB"),
-        (("--memory", "0", *H100), "a memory of 0 bytes holds nothing"),
+        (
+            ("--memory", "0", *H100),
+            "'0' is 0 bytes, which hold no model; write a unit, as in 80GiB",
+        ),
+        (
+            ("--memory", "24", *H100),
+            "'24' is 24 bytes, which hold no model; write a unit, as in 24G",
+        ),
         (("--memory", "-3GB", *H100), "expected one argument"),
         (("--context", "0", *H100), "'0' is not a whole number of at least 1"),
-        (("--context", "1", *H100), "--max-model-len is 1; at least 2 is needed"),
-        (("--context", "513", *H100), "--max-model-len is 513; the model allows at most 512"),
+        (("--context", "1", *H100), "--context is 1; at least 2 is needed"),
+        (("--context", "513", *H100), "--context is 513; the model allows at most 512"),
         (("--concurrency", "many", *H100), "'many' is not a whole number"),
         (("--device", "epyc-9654"), "96 cores at 2.4 GHz) has no memory size of its own"),
         (("--device", "epyc-9654", "--memory", "1GB", "--quantization", "fp8"), "fp8"),

@@ -137,7 +137,7 @@ def test_errors_of_the_server_are_passed_on(
     assert "no timeline of it is kept" in capsys.readouterr().err
     server.status, server.body = 200, b'{"object": "list"}'
     assert main(["why", "x", "--url", server.url]) == 1
-    assert "is it a server of Quire?" in capsys.readouterr().err
+    assert "give the address of a server of Quire" in capsys.readouterr().err
     server.body = b"<html>"
     assert main(["why", "x", "--url", server.url]) == 1
     assert "JSON" in capsys.readouterr().err

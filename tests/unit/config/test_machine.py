@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from quire.config.machine import machine_memory, num_usable_cores
+from quire.base.errors import SettingError
+from quire.config import machine
+from quire.config.machine import machine_memory, num_compute_threads, num_usable_cores
 
 MIB = 2**20
 
@@ -113,3 +115,14 @@ def test_cpus_of_one_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_this_machine_has_memory_and_a_cpu() -> None:
     assert machine_memory().available_bytes > 0
     assert num_usable_cores() >= 1
+
+
+@pytest.mark.parametrize(("cores", "allowed"), [(1, 8), (2, 8), (16, 64)])
+def test_more_threads_than_the_cores_can_run_are_rejected(
+    cores: int, allowed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "num_usable_cores", lambda: cores)
+    assert num_compute_threads(None) == cores
+    assert num_compute_threads(allowed) == allowed
+    with pytest.raises(SettingError, match=f"is {allowed + 1}, and this .* {cores} CPU cores; at "):
+        num_compute_threads(allowed + 1)

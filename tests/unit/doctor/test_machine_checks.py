@@ -198,3 +198,18 @@ def test_an_unknown_instruction_set_is_an_error_of_the_native_module(
     assert 'QUIRE_ISA is "avx9"' in native.error
     finding = checks.check_native(replace(GOOD, native=native, asked_isa="avx9"))
     assert (finding.verdict, finding.action) == (PROBLEM, "unset QUIRE_ISA")
+
+
+def test_a_place_on_a_file_system_of_no_size_names_its_setting() -> None:
+    found = checks.check_place(replace(PLACE, has_disk=False, free_bytes=0))
+    assert found.verdict is PROBLEM
+    assert "of size 0, such as /proc" in found.found
+    assert found.action == "name a directory on a disk: HF_HOME"
+    places = {"packed weights": Path("/proc/x"), "KV tier": Path("/proc/y")}
+    in_proc = [one for one in read_machine(places=places).places if not one.has_disk]
+    assert [checks.check_place(one).verdict for one in in_proc] == [PROBLEM, PROBLEM]
+
+
+def test_too_little_address_space_is_answered_with_its_limit() -> None:
+    left = replace(memory(0), limit="address space", remedy="raise the limit (`ulimit -v`)")
+    assert checks.check_memory(replace(GOOD, memory=left)).action == left.remedy

@@ -35,7 +35,12 @@ PLAIN = Setup()
 
 def traced(tmp_path: Path, setup: Setup = PLAIN) -> tuple[Harness, TraceFile, Path, Reports]:
     harness, reports, path = Harness(setup), Reports(), tmp_path / "trace.json"
-    return harness, TraceFile(open_trace(path), harness.scheduler.history, reports), path, reports
+    return (
+        harness,
+        TraceFile(open_trace(path)[0], harness.scheduler.history, reports),
+        path,
+        reports,
+    )
 
 
 def as_killed(path: Path) -> list[dict[str, Any]]:
@@ -154,15 +159,29 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_model_is_loaded(
         )
 
 
-def test_an_existing_file_and_a_link_are_refused_and_kept(tmp_path: Path) -> None:
-    kept, link = tmp_path / "kept", tmp_path / "link"
-    kept.write_text("kept")
-    link.symlink_to(tmp_path / "new")
-    for path in (kept, link):
-        with pytest.raises(SettingError, match="exists; name a new file"):
+def test_a_restart_writes_a_numbered_file_and_keeps_the_earlier_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trace.json"
+    monkeypatch.setattr(trace_file, "MAX_FILES", 3)
+    for name in ("trace.json", "trace-1.json", "trace-2.json"):
+        descriptor, numbered = open_trace(path)
+        os.write(descriptor, name.encode())
+        os.close(descriptor)
+        assert numbered == tmp_path / name
+    assert {file.read_text() for file in tmp_path.iterdir()} == {
+        file.name for file in tmp_path.iterdir()
+    }
+    with pytest.raises(SettingError, match="exists, with the numbers up to 2; remove old traces"):
+        open_trace(path)
+
+
+def test_a_link_and_a_directory_are_refused_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "new")
+    for path in (tmp_path / "link", tmp_path, Path("/")):
+        with pytest.raises(SettingError, match="is not a regular file; name a new file"):
             open_trace(path)
-    assert kept.read_text() == "kept"
-    assert not (tmp_path / "new").exists()
+    assert [file.name for file in tmp_path.iterdir()] == ["link"]
 
 
 def test_a_file_of_the_largest_size_grows_no_further(

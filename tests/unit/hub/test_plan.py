@@ -12,7 +12,7 @@ from huggingface_hub import constants
 
 from quire.base.gguf_file import GgufFile
 from quire.hub import outline
-from quire.hub.cache import find, snapshot_of
+from quire.hub.cache import find, repo_dir, snapshot_of
 from quire.hub.names import required_name
 from tests.fake_hub import FakeHub
 from tests.fp8_checkpoints import write_fp8_of
@@ -72,6 +72,27 @@ def test_a_planned_model_is_planned_again_without_a_connection(
     assert "HF_HUB_OFFLINE is set" in done.stderr
     assert "Planned from" in done.stderr
     assert hub.requests == []
+
+
+def test_a_planned_model_is_listed_as_planned_until_it_is_pulled(hub: FakeHub, tiny: Path) -> None:
+    hub.add("acme/tiny", tiny)
+    hub.add("acme/other", tiny)
+    planned("acme/tiny")
+    planned("acme/other")
+    assert snapshot_of(required_name("acme/tiny")) is None, "no ref that other programs follow"
+    assert "download it with: quire pull acme/tiny" in quire_main("serve", "acme/tiny").stderr
+    listed = quire_main("models").stdout.splitlines()
+    assert [line.split()[0] for line in listed] == ["acme/other", "acme/tiny"]
+    assert all("planned, without weights; quire pull acme/" in line for line in listed)
+    assert quire_main("pull", "acme/tiny").returncode == 0
+    entries = json.loads(quire_main("models", "--json").stdout)["entries"]
+    assert [(one["name"], one["planned"]) for one in entries] == [
+        ("acme/other", True),
+        ("acme/tiny", False),
+    ]
+    assert quire_main("models", "rm", "acme/other", "--yes").returncode == 0
+    assert not repo_dir("acme/other").exists()
+    assert "planned" not in quire_main("models").stdout
 
 
 def test_a_plan_leaves_a_complete_revision_as_it_is(hub: FakeHub, tiny: Path) -> None:

@@ -23,6 +23,7 @@ from quire.hub.fit import fit_of_directory, fit_of_gguf
 from quire.hub.names import required_name
 from quire.hub.pull import pull
 from tests.fake_hub import TOKEN, FakeHub
+from tests.unit.cli.command import quire_main
 
 SHARDS = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
 SMALL = ["tokenizer_config.json", "tokenizer.json"]
@@ -591,3 +592,19 @@ def test_memory_is_compared_with_what_is_available(sharded: Path) -> None:
     assert verdicts["fits"] == "it fits"
     assert verdicts["needs int8"].startswith("it fits with --quantization int8 only")
     assert verdicts["too small"] == "it does not fit here"
+
+
+def test_a_cache_on_a_file_system_without_files_is_named(
+    hub: FakeHub, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("acme/tiny", tiny)
+    monkeypatch.setattr("quire.hub.pull.stores_files", lambda path: False)
+    done = quire_main("pull", "acme/tiny")
+    assert done.returncode == 2
+    assert "is on a file system of size 0, such as /proc, which stores no files; set" in done.stderr
+
+
+def test_an_endpoint_without_a_scheme_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "huggingface.co")
+    done = quire_main("pull", "acme/tiny")
+    assert 'HF_ENDPOINT is "huggingface.co"; an address with http:// or https://' in done.stderr

@@ -1,4 +1,4 @@
-"""GBNF as Lark: the result of llguidance's own conversion, for any order of rules."""
+"""GBNF as Lark: the result of llguidance's own conversion, for any order of rules; rejections."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import random
 
 import pytest
 
+from quire.base.errors import InvalidParameter
+from quire.base.grammar import Grammar, grammar, json_schema, regex, structural_tag
+from quire.structured.compiler import GrammarCompiler
 from quire.structured.gbnf import lark_of
 
 conversion = pytest.importorskip("llguidance.gbnf_to_lark")
@@ -20,6 +23,10 @@ GRAMMARS = {
     "comments": '# first\nroot ::= a # here\n# then\na ::= "x" | ("y" | . )*\n',
     "unused": 'root ::= "a"\nb ::= c\nc ::= "d"',
 }
+
+ODD_TAG = structural_tag(
+    {"structures": [{"begin": "<a", "schema": {"type": "int"}}], "triggers": ["<"]}
+)
 
 
 def rules(lark: str) -> list[str]:
@@ -58,3 +65,27 @@ def test_each_rule_is_visited_a_few_times_however_many_there_are(
     monkeypatch.setattr(conversion.RuleRefNode, "is_terminal", counted)
     lark_of(GRAMMARS["a chain"])
     assert looks <= 2 * 401
+
+
+@pytest.mark.parametrize(
+    ("unusable", "said"),
+    [
+        (regex("(a"), 'expression "(a" cannot be used: unclosed group (at character 0); Rust'),
+        (regex("a(?!b)"), "is not supported (at character 1); Rust's syntax is allowed"),
+        (regex("a\\"), "the backslash at its end escapes nothing; Rust's"),
+        (regex("\\bfoo"), 'expression "\\\\bfoo" cannot be used: lookarounds not supported yet;'),
+        (grammar("start: foo"), 'line 1, column 8: unknown name: "foo"; Lark with a rule `start:'),
+        (grammar("root ::= a"), "not valid GBNF: Rule 'a' not found; Lark with a rule"),
+        (grammar("start: /(/"), 'the regular expression "(" in it: unclosed group; Rust\'s syntax'),
+        (json_schema({}, whitespace="("), 'whitespace_pattern is "(": unclosed group; Rust\'s'),
+        (json_schema({"$ref": "#"}), "give what recurs an alternative that ends"),
+        (ODD_TAG, 'structures[0].schema: the schema has the type "int" (at #/type); did you mean'),
+    ],
+)
+def test_an_unusable_grammar_is_rejected_on_one_line_with_what_is_allowed(
+    unusable: Grammar, said: str, compiler: GrammarCompiler
+) -> None:
+    with pytest.raises(InvalidParameter) as error:
+        compiler.matcher(unusable)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)

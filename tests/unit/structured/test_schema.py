@@ -13,6 +13,7 @@ from quire.base.grammar import grammar, json_schema
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.evaluate import Evaluator, Undecided, equal
 from quire.structured.schema import for_llguidance, negation, path_of
+from quire.structured.schema_form import malformed
 from tests.unit.structured.conftest import Accepts, json_text
 
 VALUES: list[Any] = [
@@ -127,6 +128,43 @@ def test_an_undefined_format_is_ignored_and_a_defined_one_is_kept() -> None:
     assert for_llguidance({"type": "string", "format": "iri"})["format"] == "iri"
 
 
+# Malformed keywords: (schema, words of the error), each with the place and what is allowed there.
+MALFORMED: list[tuple[Any, str]] = [
+    ({"type": "strng"}, '(at #/type); did you mean "string"? array, boolean, integer, null,'),
+    ({"items": {"type": ["str", "null"]}}, '"str" (at #/items/type); did you mean "string"?'),
+    ({"type": "any"}, "leave type out to allow any value"),
+    ({"type": None}, "the type null (at #/type); array, boolean"),
+    ({"properties": []}, "[] at #/properties; an object of schemas by name"),
+    ({"properties": {"a/b": "text"}}, '"text" at #/properties/a~1b; a schema is allowed'),
+    ({"required": "a"}, '"a" at #/required; a list of property names'),
+    ({"properties": {"a": {"required": True}}}, "true at #/properties/a/required; a list of"),
+    ({"anyOf": [{"enum": []}]}, "[] at #/anyOf/0/enum; a list of at least one value"),
+    ({"allOf": []}, "[] at #/allOf; a list of at least one schema"),
+    ({"minimum": 1, "exclusiveMinimum": True}, "true at #/exclusiveMinimum; a number is"),
+    ({"minLength": -1}, "-1 at #/minLength; a whole number from 0"),
+    ({"multipleOf": 0}, "0 at #/multipleOf; a number above 0"),
+    ({"dependentRequired": {"a": "b"}}, '"b" at #/dependentRequired/a; a list of property names'),
+    ({"additionalProperties": "no"}, '"no" at #/additionalProperties; a schema is allowed'),
+    ({"$ref": "#/$defs/nope"}, 'does not exist in it; define it there, as in "$defs": {"nope"'),
+]
+
+
+@pytest.mark.parametrize(("schema", "said"), MALFORMED)
+def test_a_malformed_keyword_is_named_with_its_path(schema: Any, said: str) -> None:
+    assert said in (malformed(schema) or "")
+
+
+def test_schemas_of_any_draft_are_well_formed() -> None:
+    for schema in (
+        *REWRITTEN.values(),
+        {"properties": {"type": {"type": "string"}, "enum": {"const": "type"}}, "x-more": 1},
+        {"items": [{}, True], "additionalItems": False, "prefixItems": []},
+        {"$id": "https://a/b", "$ref": "#/nowhere/here"},
+        {"$ref": "#anchor", "enum": None, "default": {"type": 5}, "exclusiveMinimum": 0.5},
+    ):
+        assert malformed(schema) is None
+
+
 REFUSED: list[tuple[Any, str]] = [
     (
         {"properties": {"a/b": {"type": "array", "items": {"uniqueItems": True}}}},
@@ -139,12 +177,22 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     ({"items": {"not": {"pattern": "a"}}}, "not (at #/items/not)"),
     ({"items": {"format": "iri"}}, '"iri" (at #/items/format)'),
-    ({"$ref": "https://example.com/schema.json"}, "does not fetch"),
+    ({"$ref": "https://example.com/schema.json"}, "which is not fetched"),
     ({"$ref": "#/definitions/absent"}, "does not exist"),
     ({"type": "thing"}, 'the schema has the type "thing"'),
-    ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
-    ({"type": "string", "minLength": 5, "maxLength": 3}, "minLength (5) is greater"),
-    ({"enum": [1, 2], "not": {"type": "integer"}}, "Unsatisfiable"),
+    (
+        {"items": {"pattern": "(?=a)b"}},
+        '"(?=a)b" (at #/items/pattern), which cannot be used: look-',
+    ),
+    (
+        {"patternProperties": {"(": {}}},
+        "(at #/patternProperties/(), which cannot be used: unclosed",
+    ),
+    (
+        {"type": "string", "minLength": 5, "maxLength": 3},
+        "minLength (5) is greater than maxLength (3) (at #); loosen it",
+    ),
+    ({"enum": [1, 2], "not": {"type": "integer"}}, "no value fits it"),
     (False, "schema is false"),
 ]
 

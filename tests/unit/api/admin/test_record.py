@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quire.api.admin import record
+from quire.api.app import build_app
 from quire.api.generation import recorder
 from quire.api.generation.recorder import Recorder, RecordingEngine
+from quire.api.workers import sibling_workers
+from quire.api.workers.sibling_workers import SiblingWorkers
 from quire.base.errors import OverloadedError
-from quire.obs.recording import VERSION
+from quire.obs.recording import VERSION, DroppedRequests
 from tests.unit.api.fake_engine import FakeEngine, Reply, Site
 
 COMPLETIONS = "/v1/completions"
@@ -271,3 +278,211 @@ def test_a_request_of_a_full_queue_is_counted_and_one_that_failed_later_is_an_er
     _, *lines = run(story)
     assert {"dropped": 1} in lines
     assert [line["finish_reasons"] for line in lines if "dropped" not in line] == [["error"]]
+
+
+# ---- several API processes
+
+HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+REFUSAL = b"HTTP/1.1 503 Busy\r\ncontent-length: 0\r\n\r\n"
+END = b"0\r\n\r\n"
+Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def run_with_sibling(
+    folder: Path, answer: Answer, story: Callable[[Site], Awaitable[Any]], *, processes: int = 2
+) -> Any:
+    """Run a script against a process with a sibling that answers requests for recordings."""
+
+    answers: set[asyncio.Task[Any] | None] = set()
+
+    async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answers.add(asyncio.current_task())
+        await reader.readuntil(b"\r\n\r\n")
+        with suppress(OSError):  # the other end has closed first
+            await answer(reader, writer)
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+    async def of_both(site: Site) -> Any:
+        site.app = build_app(site.server_state, SiblingWorkers(folder, 1))
+        async with await asyncio.start_unix_server(answered, folder / "peer.2"):
+            result = await story(site)
+            await asyncio.gather(*filter(None, answers))
+        return result
+
+    return run(of_both, api_processes=processes)
+
+
+async def never(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+    await reader.read()  # until the other end closes
+
+
+async def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(REFUSAL)
+
+
+async def record_nothing(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(HEAD + END)
+
+
+@pytest.mark.parametrize(
+    ("answer", "processes", "reason"),
+    [
+        (refuse, 2, "its response has status 503"),
+        (never, 2, "TimeoutError"),
+        (record_nothing, 3, "1 of 2 other API processes are ready"),
+    ],
+)
+def test_without_every_process_there_is_no_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Answer, processes: int, reason: str
+) -> None:
+    monkeypatch.setattr(sibling_workers, "_ANSWER_S", 0.05)
+
+    async def story(site: Site) -> None:
+        reply = await site.get("/admin/record")
+        assert reply.status == 503
+        assert reason in reply.error["message"]
+        assert not site.server_state.recorders
+        assert site.server_state.engine() is site.engine
+
+    run_with_sibling(tmp_path, answer, story, processes=processes)
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_recording_breaks_off_when_another_process_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_silent: bool
+) -> None:
+    monkeypatch.setattr(record, "IDLE_S", 0.05)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + b"3\r\n{}\n\r\n")
+        if is_silent:
+            await never(reader, writer)
+
+    async def story(site: Site) -> None:
+        reply = await site.get("/admin/record")
+        assert reply.status == 200
+        assert not reply.complete
+        assert b"\n{}\n" in reply.body
+        assert "a recording was broken off" in site.log.getvalue()
+        assert not site.server_state.recorders
+
+    run_with_sibling(tmp_path, answer, story)
+
+
+def test_recordings_that_wait_for_another_process_count_against_the_limit(tmp_path: Path) -> None:
+    limit, go_on = record.MAX_RECORDERS, asyncio.Event()
+    num_waiting = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_waiting
+        num_waiting += 1
+        if num_waiting == limit:
+            go_on.set()
+        await go_on.wait()
+        await record_nothing(reader, writer)
+
+    async def story(site: Site) -> None:
+        recordings = [Recording(site) for _ in range(limit + 1)]
+        for recording in recordings:
+            await recording.begun()
+        *first, last = recordings
+        assert (await last._reply).status == 503
+        for recording in first:
+            assert len(await recording.end()) == 1
+
+    run_with_sibling(tmp_path, answer, story)
+
+
+def test_a_slow_reader_leaves_the_lines_where_they_are_counted(tmp_path: Path) -> None:
+    """One line is being written, one is queued, and one waits for the queue."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD)
+        await never(reader, writer)
+
+    async def story(site: Site) -> None:
+        reads = asyncio.Event()
+        call = site.call("GET", "/admin/record", b"", gone=asyncio.Event(), on_part=block(reads))
+        reply = asyncio.ensure_future(call)
+        while not site.server_state.recorders:
+            await asyncio.sleep(0)
+        (one,) = site.server_state.recorders
+        for _ in range(8):
+            await site.post(COMPLETIONS, ASKED)
+            for _ in range(20):  # whatever takes the line has taken it
+                await asyncio.sleep(0)
+        assert len(one._lines) >= 8 - 3
+        assert one._pending_bytes == sum(map(len, one._lines))
+        reply.cancel()
+        await asyncio.gather(reply, return_exceptions=True)
+
+    def block(reads: asyncio.Event) -> Callable[[bytes], Awaitable[None]]:
+        async def on_part(part: bytes) -> None:
+            if b"prompt_tokens" in part:
+                await reads.wait()
+
+        return on_part
+
+    run_with_sibling(tmp_path, answer, story)
+
+
+# ---- sizes
+
+
+def test_lines_are_read_in_parts_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "_PART_BYTES", 200)
+
+    async def story(site: Site) -> None:
+        one = Recorder(key=b"k", block_tokens=16, content=False)
+        site.server_state.recorders.add(one)
+        site.server_state.serve_through(RecordingEngine(site.engine, {one}))  # type: ignore[arg-type]
+        for _ in range(4):
+            await site.post(COMPLETIONS, ASKED)
+        one.stop()
+        parts = [part async for part in one.lines()]
+        assert [part.count(b"\n") for part in parts] == [1, 1, 1, 1]
+        assert one._pending_bytes == 0
+
+    run(story)
+
+
+def test_lines_of_long_requests_are_made_off_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recorder, "MAX_INLINE_TOKENS", len(PROMPT) + 1)
+    threads: list[bool] = []
+    block_ids = Recorder.block_ids
+
+    def noted(self: Recorder, *given: Any) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return block_ids(self, *given)
+
+    monkeypatch.setattr(Recorder, "block_ids", noted)
+
+    async def story(site: Site) -> list[dict[str, Any]]:
+        recording = await Recording(site, b"seconds=0.01").begun()
+        await site.post(COMPLETIONS, ASKED)
+        await site.post(COMPLETIONS, {**ASKED, "prompt": PROMPT[:8]})
+        return await recording.end(leave=False)
+
+    lines = run(story)
+    assert sorted(threads) == [False, True]
+    assert {line["prompt_tokens"] for line in lines[1:]} == {40, 8}
+
+
+def test_long_lines_that_are_being_made_count_as_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "MAX_INLINE_TOKENS", 1)
+    monkeypatch.setattr(recorder, "MAX_PENDING_BYTES", 600)
+
+    async def story() -> list[dict[str, Any]]:
+        one = Recorder(key=b"k", block_tokens=16, content=False)
+        for _ in range(2):
+            assert one.begin()
+            one.end(lambda: DroppedRequests(dropped=7), num_tokens=40)
+        one.stop()
+        return [json.loads(line) async for part in one.lines() for line in part.splitlines()]
+
+    lines = asyncio.run(story())
+    assert sorted(line["dropped"] for line in lines) == [1, 7]

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from quire.api.generation.fields import (
+    APPLY_TEMPLATE,
     CHAT,
     COMPLETIONS,
+    DETOKENIZE,
     GENERATE,
     TOKENIZE,
     ignored_header,
@@ -18,12 +20,12 @@ from quire.api.generation.fields import (
 from quire.api.generation.foreign_fields import (
     HINTS,
     NO_EFFECT,
-    OTHER_NAMES,
     SYNONYMS,
     UNSERVED,
     documented,
 )
 from quire.api.generation.sampler_order import ORDERS
+from quire.api.generation.unknown_fields import OTHER_NAMES
 from quire.base.errors import InvalidParameter
 from tests.unit.api.fake_engine import Site
 
@@ -95,9 +97,54 @@ def test_an_unknown_field_is_rejected_with_the_nearest_name() -> None:
     assert caught.value.param == "temprature"
 
 
-def test_a_field_of_the_other_route_is_unknown() -> None:
-    with pytest.raises(InvalidParameter):
-        given({"prompt": "text"})
+@pytest.mark.parametrize(
+    ("honoured", "body", "said"),
+    [
+        (CHAT, {"prompt": "a"}, 'takes messages; write it as "messages": [{"role": "user", "con'),
+        (CHAT, {"inputs": "a"}, "or send it to POST /v1/completions as prompt"),
+        (CHAT, {"input": "a"}, "which takes messages; write it as"),
+        (CHAT, {"tokens": [1]}, "takes messages; send token ids to POST /generate as tokens"),
+        (CHAT, {"messages": [], "prompt": "a"}, "takes messages; leave it out, or write it as"),
+        (CHAT, {"echo": True}, "of this request, but of POST /v1/completions; leave it out"),
+        (CHAT, {"system": "a"}, 'write it as the first message: {"role": "system", "content"'),
+        (CHAT, {"instructions": "a"}, "write it as the first message"),
+        (CHAT, {"format": "json"}, 'as response_format, such as {"type": "json_object"}'),
+        (CHAT, {"extra_body": {}}, "write its entries as fields of the request itself, such as"),
+        (CHAT, {"conversation": []}, 'did you mean "messages"?'),
+        (CHAT, {"max-tokens": 1}, 'did you mean "max_tokens"?'),
+        (COMPLETIONS, {"messages": []}, "takes prompt; send a conversation to POST /v1/chat/comp"),
+        (COMPLETIONS, {"prompt": "", "messages": []}, "takes prompt; leave it out, or send a conv"),
+        (COMPLETIONS, {"input": "a"}, 'did you mean "prompt"?'),
+        (COMPLETIONS, {"input_ids": [1]}, "which takes prompt; write the token ids as prompt"),
+        (COMPLETIONS, {"max_completion_tokens": 1}, 'did you mean "max_tokens"?'),
+        (COMPLETIONS, {"top_logprobs": 1}, 'did you mean "logprobs"?'),
+        (COMPLETIONS, {"tools": []}, "of this request, but of POST /v1/chat/completions; leave"),
+        (COMPLETIONS, {"options": {}}, "write its entries as fields of the request itself"),
+        (GENERATE, {"text": "a"}, "takes tokens; send a text to POST /v1/completions as prompt"),
+        (GENERATE, {"inputs": "a"}, "takes tokens; send a text to POST /v1/completions as prompt"),
+        (GENERATE, {"messages": []}, "takes tokens; send a conversation to POST /v1/chat/comp"),
+        (GENERATE, {"ids": [1]}, 'did you mean "tokens"?'),
+        (GENERATE, {"sampling_params": {}}, "write its entries as fields of the request itself"),
+        (GENERATE, {"response_format": {}}, 'did you mean "structured_outputs"?'),
+        (TOKENIZE, {"text": "a"}, 'did you mean "prompt"?'),
+        (DETOKENIZE, {"prompt": "a"}, "takes tokens; send a text to POST /tokenize as prompt"),
+        (APPLY_TEMPLATE, {"prompt": "a"}, "which takes messages; write it as"),
+    ],
+)
+def test_a_field_of_another_route_or_api_names_what_to_write(
+    honoured: frozenset[str], body: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        known_fields(body, honoured, warn_unknown=False)
+    assert said in str(caught.value)
+    assert caught.value.param == list(body)[-1]
+
+
+@pytest.mark.parametrize("name", ["system", "options", "instructions", "foo"])
+def test_a_name_that_only_resembles_a_field_has_no_hint(name: str) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        given({name: 1})
+    assert "did you mean" not in str(caught.value)
 
 
 def test_a_huge_name_is_shortened_in_the_error() -> None:

@@ -12,6 +12,7 @@ from quire.base.errors import InvalidParameter
 from quire.base.grammar import GrammarKind
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {"type": "integer"}}}
+SCHEMA_FORM = 'schema is (given as|needed:) {"type": "json_schema", "json_schema": {"name": "...",'
 TAG = {"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f"]}
 
 
@@ -74,9 +75,21 @@ def test_white_space_is_configurable() -> None:
         (response_format("yaml"), "one of text, json_object"),
         ({"response_format": "json"}, "an object with a type"),
         (response_format("text", extra=1), "extra"),
-        (response_format("json_object", schema={}), "schema"),
-        (response_format("json_schema"), "with a schema"),
-        (response_format("json_schema", json_schema={"schema": 3}), "with a schema"),
+        (response_format("json_object", schema={}), SCHEMA_FORM),
+        (response_format("json_schema", schema={"type": "object"}), SCHEMA_FORM),
+        (response_format("json_schema", name="x", schema={}), SCHEMA_FORM),
+        (response_format("object", properties={}), SCHEMA_FORM),
+        (response_format("regex", regex="a"), 'write it as structured_outputs: {"regex": ...}'),
+        (response_format("json_schema"), f"json_schema is missing; .*{SCHEMA_FORM}"),
+        (response_format("json_schema", json_schema={"type": "object"}), SCHEMA_FORM),
+        (
+            response_format("json_schema", json_schema={"schema": "{}"}),
+            "object is allowed, not its",
+        ),
+        (
+            response_format("json_schema", json_schema={"schema": {"parameters": {}}}),
+            'schema has "parameters" and no keyword of JSON Schema',
+        ),
         (response_format("json_schema", json_schema={"schema": {}, "more": 1}), "more"),
         (response_format("json_schema", json_schema={"schema": {}, "strict": 1}), "strict"),
         (response_format("json_schema", json_schema={"schema": {}, "name": 1}), "name"),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from quire.api.generation.tools import offer_of
+from quire.base.errors import InvalidParameter
 from quire.base.records import FinishReason
 from quire.config import server_config
 from quire.output_parsers.registry import REASONING_PARSERS, TOOL_PARSERS
@@ -342,3 +343,64 @@ def test_a_function_without_parameters_takes_none(given: dict[str, Any]) -> None
     assert whole(chat(answering, tools=[bare], tool_choice="required"))["message"]["tool_calls"]
     held = answering.asked[0].sampling.structured_outputs
     assert '"additionalProperties":false' in held.text.replace(" ", "").replace("\\", "")
+
+
+def with_schema(parameters: Any, **more: Any) -> dict[str, Any]:
+    return tool(parameters=parameters, **more)
+
+
+FORM = '{"type": "function", "function": {"name": "...", "parameters": {...}}}'
+TYPES = "array, boolean, integer, null, number, object and string are allowed"
+# (a tool, words of the error): no part of a tool is ignored silently.
+REFUSED_TOOLS: list[tuple[Any, str]] = [
+    (with_schema({"type": "objekt"}), f'(at #/type); did you mean "object"? {TYPES}'),
+    (
+        with_schema({"type": "objekt"}, strict=True),
+        'function.parameters: the schema has the type "',
+    ),
+    (with_schema({"type": "string"}), 'the type "string" (at #/type); arguments are an object: '),
+    (with_schema({"type": ["string", "null"]}), "arguments are an object: write"),
+    (with_schema({"type": None}), f"the type null (at #/type); {TYPES}"),
+    (with_schema([]), "tools[0].function.parameters is []; a JSON schema of an object, such as"),
+    (with_schema("text"), 'tools[0].function.parameters is "text"; a JSON schema of an object'),
+    (with_schema({"properties": {"a": {"type": "int"}}}), 'the type "int" (at #/properties/a/type'),
+    (with_schema({"properties": {"a": "string"}}), '"string" at #/properties/a; a schema is'),
+    (with_schema({"type": "object", "required": "a"}), '"a" at #/required; a list of property'),
+    (with_schema({"city": {"type": "string"}}), 'has "city" and no keyword of JSON Schema; list'),
+    (with_schema(None, input_schema={"type": "object"}), "has input_schema, and no parameters"),
+    ({"name": "f", "parameters": {}}, f"under function: write it as {FORM}"),
+    ({"type": "function", "name": "f"}, f"under function: write it as {FORM}"),
+    ({"name": "f", "input_schema": {}}, f"under function: write it as {FORM}"),
+    ({"function": {"name": "f"}}, 'tools[0].type is missing; "function" is allowed: write it as'),
+    ({"type": "function"}, f"tools[0].function is missing; write the tool as {FORM}"),
+    ({"type": "web_search"}, 'tools[0].type is "web_search"; "function" is allowed'),
+    ({"type": "function", "function": {}}, "tools[0].function.name is missing; 1 to 128 letters"),
+    ("f", f'tools[0] is "f"; an object {FORM} is allowed'),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), REFUSED_TOOLS)
+def test_a_tool_of_another_form_is_refused_whether_calls_are_enforced_or_not(
+    given: Any, said: str
+) -> None:
+    for choice in ("auto", "required", "none"):
+        with pytest.raises(InvalidParameter) as error:
+            offer_of({"tools": [given], "tool_choice": choice})
+        assert said in str(error.value)
+        assert error.value.param == "tools"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        {"properties": {}},
+        {"type": ["object", "null"]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {}}},
+        {"anyOf": [{"type": "object"}]},
+        {"title": "none"},
+        {"type": "object", "required": None},
+    ],
+)
+def test_a_schema_that_allows_objects_is_accepted(schema: dict[str, Any]) -> None:
+    assert offer_of({"tools": [with_schema(schema)]}).schemas["weather"] == schema

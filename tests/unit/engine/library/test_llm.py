@@ -16,6 +16,7 @@ import pytest
 
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.base.errors import (
+    CapacityError,
     ContextTooLong,
     InvalidParameter,
     QueueTimedOut,
@@ -393,6 +394,9 @@ def test_a_trace_is_written_on_request(model: Path, tmp_path: Path) -> None:
     assert {"step", "request", "queue", "decode"} <= {event["name"] for event in events}
     with pytest.raises(SettingError, match=r"--trace .*no/trace cannot be written"):
         LLM(model, trace_file=str(tmp_path / "no" / "trace"))
+    with pytest.raises(CapacityError):
+        LLM(model, trace_file=str(path), kv_cache_memory="1TiB")
+    assert list(tmp_path.iterdir()) == [path], "a failed start leaves no file"
 
 
 def test_an_unwritable_record_is_a_setting_error_before_packing(

@@ -44,6 +44,15 @@ def test_an_unexpected_error_leaves_its_traceback_in_the_log(
     assert "test_engine_host.py" in fields["traceback"]
 
 
+def test_memory_that_is_not_there_is_explained_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failed, reports = _failed(MemoryError(), monkeypatch)
+    assert failed.fault.kind == "CapacityError"
+    assert failed.fault.message.startswith("memory could not be allocated")
+    assert not reports
+
+
 def test_an_expected_error_is_left_to_the_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

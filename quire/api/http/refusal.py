@@ -1,0 +1,61 @@
+"""Refusals before there is a request: heads that cannot be read, and HTTP or TLS at the wrong port.
+
+A client that speaks TLS cannot read an answer in plain text, so the server's log says what is
+wrong: one line a minute at most, however many such clients there are. Knows no route.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from quire.api.http.dialect import Dialect
+from quire.api.http.errors import ErrorReport
+from quire.base.log import Log
+
+# The first byte of a TLS handshake; HTTP begins with a letter.
+TLS_HANDSHAKE = 0x16
+_REPORT_S = 60.0
+_HEAD = (
+    b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+    b"connection: close\r\n\r\n"
+)
+
+
+def refusal(dialect: Dialect, status: bytes, message: str, *, code: str | None = None) -> bytes:
+    """Return a whole response. status: with its reason phrase."""
+    report = ErrorReport(status=int(status.split()[0]), code=code, message=message)
+    body = msgspec.json.encode(dialect.error(report, "")[1])
+    return _HEAD % (status, len(body)) + body
+
+
+def refusal_of_http(dialect: Dialect) -> bytes:
+    """Return the response to plain HTTP at a port of HTTPS."""
+    message = "this port serves HTTPS, and the request is plain HTTP; use https:// in the address"
+    return refusal(dialect, b"400 Bad Request", message)
+
+
+class TlsReport:
+    """Logs clients that speak TLS at a port of plain HTTP."""
+
+    def __init__(self, log: Log, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._log, self._now_s = log, now_s
+        self._num_connections = 0
+        self._next_s = 0.0
+
+    def add(self) -> None:
+        """Count a connection, and log all since the last line if that was a minute ago."""
+        self._num_connections += 1
+        now_s = self._now_s()
+        if now_s >= self._next_s:
+            self._log.warning(
+                "a client speaks HTTPS at a port of plain HTTP; use http:// in its address, or "
+                "serve HTTPS with --tls-cert and --tls-key",
+                connections=self._num_connections,
+            )
+            self._num_connections, self._next_s = 0, now_s + _REPORT_S
+
+
+TLS_REPORT = TlsReport(Log("server"))
