@@ -147,12 +147,8 @@ def _assembled(
     record: BinaryIO | None,
     tier_folder: TierFolder | None,
 ) -> Engine:
-<<<<<<< HEAD
-    pack_cache, max_drafts = _pack_cache(config.executor), max_draft_tokens(config)
-=======
     num_threads = num_compute_threads(config.executor.num_threads)
-    pack_cache = _pack_cache(config.executor)
->>>>>>> main
+    pack_cache, max_drafts = _pack_cache(config.executor), max_draft_tokens(config)
     model = _sized_model(config)
     memory, program = model.memory, model.program
     executor = _loaded_executor(config, model, progress, pack_cache, num_threads)
