@@ -87,9 +87,7 @@ class Outcomes:
         if plan.draft_ids.size and self._drafts is not None:
             verified = self._drafts.verify(plan, result, outcome)
         rows = has_event.nonzero()[0]
-        if not (len(rows) or outcome.errors or scored or progress):
-            if verified is not None and self._drafts is not None:
-                self._drafts.advance(verified)
+        if not (len(rows) or outcome.errors or scored or progress or verified):
             return make_outputs(result, entries, None, batch.request_ids(index), ())
         plain = (~has_event).nonzero()[0]
         request_ids = batch.request_ids(index[plain])
