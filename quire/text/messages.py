@@ -14,28 +14,35 @@ from quire.base.errors import InvalidParameter
 from quire.base.show import show
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_EXAMPLE = '{"role": "user", "content": "Hello"}'
+_PART = '{"type": "text", "text": "..."}'
 
 
 def checked_messages(messages: Any) -> list[dict[str, Any]]:
     """Return the messages as a template takes them. Raises InvalidParameter naming the message."""
     if not isinstance(messages, list | tuple) or not messages:
         raise InvalidParameter(
-            f"messages is {show(messages)}; a list of at least one message is needed",
+            f"messages is {_found(messages)}; a list of at least one message is needed, such as "
+            f"[{_EXAMPLE}]",
             param="messages",
         )
     return [_checked(at, message) for at, message in enumerate(messages)]
 
 
+def _found(value: Any) -> str:
+    return "missing" if value is None else show(value)
+
+
 def _checked(at: int, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidParameter(
-            f"messages[{at}] is {show(message)}; an object with role and content is allowed",
+            f"messages[{at}] is {show(message)}; an object such as {_EXAMPLE} is allowed",
             param="messages",
         )
     role = message.get("role")
     if role not in ROLES:
         raise InvalidParameter(
-            f"messages[{at}].role is {show(role)}; allowed: {', '.join(ROLES)}", param="messages"
+            f"messages[{at}].role is {_found(role)}; allowed: {', '.join(ROLES)}", param="messages"
         )
     checked = {**message, "role": "system" if role == "developer" else role}
     _check_calls(at, message.get("tool_calls"))
@@ -48,7 +55,8 @@ def _checked(at: int, message: Any) -> dict[str, Any]:
             _check_part(at, part)
     elif not isinstance(content, str):
         raise InvalidParameter(
-            f"messages[{at}].content is {show(content)}; text or a list of text parts is allowed",
+            f"messages[{at}].content is {_found(content)}; a text is allowed, or a list of parts "
+            f"such as {_PART}",
             param="messages",
         )
     return checked
@@ -91,7 +99,7 @@ def _check_part(at: int, part: Any) -> None:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind != "text" or not isinstance(part.get("text"), str):
         raise InvalidParameter(
-            f"messages[{at}].content holds a part {show(part)}; the model reads text only: "
-            'parts of the form {"type": "text", "text": "..."} are allowed',
+            f"messages[{at}].content holds a part {show(part)}; the model reads text only: parts "
+            f"of the form {_PART} are allowed",
             param="messages",
         )
