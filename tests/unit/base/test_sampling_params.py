@@ -237,6 +237,11 @@ def test_an_invalid_id_among_valid_ones_is_found(odd: Any) -> None:
         SamplingParams(stop_token_ids=(1, odd, 2))
 
 
+def test_an_invalid_bias_is_named_with_its_token() -> None:
+    with pytest.raises(InvalidParameter, match="logit_bias of token 7 is 1000; a finite number"):
+        SamplingParams(logit_bias={3: 1.0, 7: 1000})
+
+
 def test_beams_without_an_explicit_temperature_have_none() -> None:
     assert SamplingParams(use_beam_search=True, n=2).temperature == 0.0
     drawn = SamplingParams(n=2)
