@@ -1,4 +1,7 @@
-"""Say where a text stops being JSON, what it has there, and how the usual mistakes are mended."""
+"""Say where a text stops being JSON, what it has there, and how the usual mistakes are corrected.
+
+Always holds: a message is one line and shows a few characters of the text, whatever its size.
+"""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
+from quire.text.message_calls import check_calls
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _EXAMPLE = '{"role": "user", "content": "Hello"}'
@@ -45,7 +46,8 @@ def _checked(at: int, message: Any) -> dict[str, Any]:
             f"messages[{at}].role is {_found(role)}; allowed: {', '.join(ROLES)}", param="messages"
         )
     checked = {**message, "role": "system" if role == "developer" else role}
-    _check_calls(at, message.get("tool_calls"))
+    if message.get("tool_calls") is not None:
+        check_calls(f"messages[{at}].tool_calls", message["tool_calls"])
     content = message.get("content")
     if content is None and role == "assistant":
         # With tool calls, templates expect no content; otherwise the answer is empty.
@@ -60,39 +62,6 @@ def _checked(at: int, message: Any) -> dict[str, Any]:
             param="messages",
         )
     return checked
-
-
-def _check_calls(at: int, calls: Any) -> None:
-    fine = isinstance(calls, list | tuple) and all(isinstance(call, Mapping) for call in calls)
-    if calls is not None and not fine:
-        raise InvalidParameter(
-            f"messages[{at}].tool_calls is {show(calls)}; a list of objects is allowed",
-            param="messages",
-        )
-    for index, call in enumerate(calls or ()):
-        _check_call(f"messages[{at}].tool_calls[{index}]", call)
-
-
-def _check_call(place: str, call: Mapping[str, Any]) -> None:
-    """Check a call of a function by name; some clients send arguments as an object."""
-    if call.get("type", "function") != "function":
-        raise InvalidParameter(
-            f'{place}.type is {show(call["type"])}; "function" is allowed', param="messages"
-        )
-    function = call.get("function", call)
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str) or not name:
-        raise InvalidParameter(
-            f"{place}.function is {show(function)}; an object with the function's name is needed",
-            param="messages",
-        )
-    arguments = function.get("arguments", "")
-    if arguments is not None and not isinstance(arguments, str | Mapping):
-        raise InvalidParameter(
-            f"{place}.function.arguments is {show(arguments)}; the text of a JSON object is "
-            "allowed",
-            param="messages",
-        )
 
 
 def _check_part(at: int, part: Any) -> None:

@@ -1,4 +1,7 @@
-"""Refuse parameters of the query and bodies at routes that take none."""
+"""Refuse parameters of the query, and bodies, at routes that take none.
+
+Always holds: an error shows what was sent; an empty body and an empty object are none.
+"""
 
 from __future__ import annotations
 
