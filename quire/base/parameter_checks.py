@@ -40,16 +40,16 @@ def listed(
     return entries
 
 
-def whole(name: str, value: Any, low: int, high: int) -> int:
-    """The value as an int."""
+def whole(name: str, value: Any, low: int, high: int, *, is_entry: bool = False) -> int:
+    """The value as an int. is_entry: of a list, which errors say."""
     try:
         found = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         found = None
     if found is None or not low <= found <= high:
+        place = f"{name} holds" if is_entry else f"{name} is"
         raise InvalidParameter(
-            f"{name} is {show(value)}; a whole number from {low} to {high} is allowed",
-            param=name,
+            f"{place} {show(value)}; a whole number from {low} to {high} is allowed", param=name
         )
     return found
 
@@ -79,7 +79,7 @@ def token_ids(name: str, value: Any, *, most: int) -> tuple[int, ...]:
     # Long lists, checked anew wherever a record arrives, are nearly always fine.
     if set(map(type, entries)) == {int} and min(entries) >= 0 and max(entries) <= MAX_TOKEN_ID:
         return entries
-    return tuple(whole(name, id_, 0, MAX_TOKEN_ID) for id_ in entries)
+    return tuple(whole(name, id_, 0, MAX_TOKEN_ID, is_entry=True) for id_ in entries)
 
 
 def texts(name: str, value: Any, *, most: int, max_chars: int) -> tuple[str, ...]:

@@ -152,16 +152,23 @@ def _logit_bias(biases: Any) -> dict[int, float]:
             param="logit_bias",
         )
     return {
-        whole("logit_bias", token_id, 0, MAX_TOKEN_ID): _bias(bias)
+        whole("logit_bias", token_id, 0, MAX_TOKEN_ID, is_entry=True): _bias(token_id, bias)
         for token_id, bias in biases.items()
     }
 
 
-def _bias(bias: Any) -> float:
+def _bias(token_id: Any, bias: Any) -> float:
     """Return a bias as a float; minus infinity bans the token."""
     if isinstance(bias, float) and bias == -math.inf:
         return bias
-    return number("logit_bias", bias, -100.0, 100.0)
+    try:
+        return number("logit_bias", bias, -100.0, 100.0)
+    except InvalidParameter:
+        raise InvalidParameter(
+            f"logit_bias of token {show(token_id)} is {show(bias)}; a finite number from -100.0 to "
+            "100.0 is allowed",
+            param="logit_bias",
+        ) from None
 
 
 def _bad_words(words: Any) -> tuple[str, ...]:

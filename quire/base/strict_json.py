@@ -12,11 +12,12 @@ from collections import Counter
 from typing import Any
 
 from quire.base import json_strings
+from quire.base.json_fault import json_fault
 from quire.base.show import show
 
 MAX_DIGITS = 40
 MAX_DEPTH = 64
-_TOO_DEEP = f"it is nested too deeply (more than {MAX_DEPTH} levels)"
+_TOO_DEEP = f"it is nested too deeply (more than {MAX_DEPTH} levels); make it flatter"
 
 
 def parse_object(raw: bytes, *, limit_bytes: int, yields: bool = False) -> dict[str, Any]:
@@ -39,7 +40,9 @@ def parse_object(raw: bytes, *, limit_bytes: int, yields: bool = False) -> dict[
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8 (byte {error.start})") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"it is not JSON: {error if strings is None else error.msg}") from error
+        raise ValueError(
+            f"it is not JSON: {json_fault(error) if strings is None else error.msg}"
+        ) from error
     except RecursionError as error:
         raise ValueError(_TOO_DEEP) from error
     except ValueError as error:
@@ -81,7 +84,9 @@ def _refuse_constant(name: str) -> Any:
 
 def _whole(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
-        raise ValueError(f"it holds a number of {len(digits)} digits; at most {MAX_DIGITS}")
+        raise ValueError(
+            f"it holds a number of {len(digits)} digits; at most {MAX_DIGITS} are allowed"
+        )
     return int(digits)
 
 

@@ -37,7 +37,8 @@ EXIT_CODES: Mapping[int, tuple[str, str]] = {
         "",
     ),
     PIPE_CLOSED: (
-        "The program that read standard output ended, as in `quire models | head -1`.",
+        "The program that read standard output ended before the output did, as in "
+        "`quire complete -p Hello | head -c 1`; a shell shows it with `set -o pipefail`.",
         "",
     ),
 }

@@ -12,33 +12,42 @@ from typing import Any
 
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
+from quire.text.message_calls import check_calls
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_EXAMPLE = '{"role": "user", "content": "Hello"}'
+_PART = '{"type": "text", "text": "..."}'
 
 
 def checked_messages(messages: Any) -> list[dict[str, Any]]:
     """Return the messages as a template takes them. Raises InvalidParameter naming the message."""
     if not isinstance(messages, list | tuple) or not messages:
         raise InvalidParameter(
-            f"messages is {show(messages)}; a list of at least one message is needed",
+            f"messages is {_found(messages)}; a list of at least one message is needed, such as "
+            f"[{_EXAMPLE}]",
             param="messages",
         )
     return [_checked(at, message) for at, message in enumerate(messages)]
 
 
+def _found(value: Any) -> str:
+    return "missing" if value is None else show(value)
+
+
 def _checked(at: int, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidParameter(
-            f"messages[{at}] is {show(message)}; an object with role and content is allowed",
+            f"messages[{at}] is {show(message)}; an object such as {_EXAMPLE} is allowed",
             param="messages",
         )
     role = message.get("role")
     if role not in ROLES:
         raise InvalidParameter(
-            f"messages[{at}].role is {show(role)}; allowed: {', '.join(ROLES)}", param="messages"
+            f"messages[{at}].role is {_found(role)}; allowed: {', '.join(ROLES)}", param="messages"
         )
     checked = {**message, "role": "system" if role == "developer" else role}
-    _check_calls(at, message.get("tool_calls"))
+    if message.get("tool_calls") is not None:
+        check_calls(f"messages[{at}].tool_calls", message["tool_calls"])
     content = message.get("content")
     if content is None and role == "assistant":
         # With tool calls, templates expect no content; otherwise the answer is empty.
@@ -48,50 +57,18 @@ def _checked(at: int, message: Any) -> dict[str, Any]:
             _check_part(at, part)
     elif not isinstance(content, str):
         raise InvalidParameter(
-            f"messages[{at}].content is {show(content)}; text or a list of text parts is allowed",
+            f"messages[{at}].content is {_found(content)}; a text is allowed, or a list of parts "
+            f"such as {_PART}",
             param="messages",
         )
     return checked
-
-
-def _check_calls(at: int, calls: Any) -> None:
-    fine = isinstance(calls, list | tuple) and all(isinstance(call, Mapping) for call in calls)
-    if calls is not None and not fine:
-        raise InvalidParameter(
-            f"messages[{at}].tool_calls is {show(calls)}; a list of objects is allowed",
-            param="messages",
-        )
-    for index, call in enumerate(calls or ()):
-        _check_call(f"messages[{at}].tool_calls[{index}]", call)
-
-
-def _check_call(place: str, call: Mapping[str, Any]) -> None:
-    """Check a call of a function by name; some clients send arguments as an object."""
-    if call.get("type", "function") != "function":
-        raise InvalidParameter(
-            f'{place}.type is {show(call["type"])}; "function" is allowed', param="messages"
-        )
-    function = call.get("function", call)
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str) or not name:
-        raise InvalidParameter(
-            f"{place}.function is {show(function)}; an object with the function's name is needed",
-            param="messages",
-        )
-    arguments = function.get("arguments", "")
-    if arguments is not None and not isinstance(arguments, str | Mapping):
-        raise InvalidParameter(
-            f"{place}.function.arguments is {show(arguments)}; the text of a JSON object is "
-            "allowed",
-            param="messages",
-        )
 
 
 def _check_part(at: int, part: Any) -> None:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind != "text" or not isinstance(part.get("text"), str):
         raise InvalidParameter(
-            f"messages[{at}].content holds a part {show(part)}; the model reads text only: "
-            'parts of the form {"type": "text", "text": "..."} are allowed',
+            f"messages[{at}].content holds a part {show(part)}; the model reads text only: parts "
+            f"of the form {_PART} are allowed",
             param="messages",
         )

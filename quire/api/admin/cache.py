@@ -14,6 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.api.http.parameterless import refuse_parameters
 from quire.api.server_state import ServerState
 from quire.base.cache_usage import CacheReport
 from quire.base.errors import InvalidParameter
@@ -37,10 +38,7 @@ class CacheRoutes:
 
     async def flush(self, request: Request) -> Response:
         """Empty the cache; running requests continue."""
-        if request.query_params or (await request.body()).strip() not in (b"", b"{}"):
-            raise InvalidParameter(
-                "a flush was sent with parameters; it takes none and empties the whole cache"
-            )
+        await refuse_parameters(request)
         return _json({"flushed_blocks": await self._server_state.engine().flush_cache()})
 
 
@@ -86,7 +84,10 @@ def report_json(report: CacheReport) -> dict[str, Any]:
 def _num_prefixes(request: Request) -> int:
     for name in request.query_params:
         if name != "prefixes":
-            raise InvalidParameter(f"{show(name)} is no parameter here; prefixes is", param=name)
+            raise InvalidParameter(
+                f"{show(name)} is no parameter of this route; prefixes is: leave the other out",
+                param=name[:64],
+            )
     given = request.query_params.get("prefixes", str(NUM_PREFIXES))
     if not (given.isascii() and given.isdigit() and len(given) < 9 and int(given) <= MAX_PREFIXES):
         raise InvalidParameter(

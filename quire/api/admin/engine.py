@@ -14,9 +14,9 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.api.http.parameterless import refuse_query
 from quire.api.server_state import ServerState
 from quire.base.engine_snapshot import EngineSnapshot
-from quire.base.errors import InvalidParameter
 from quire.engine.model_card import ModelCard
 
 
@@ -28,8 +28,7 @@ class EngineRoutes:
 
     async def get(self, request: Request) -> Response:
         """Return the snapshot."""
-        if request.query_params:
-            raise InvalidParameter("this was sent with parameters; it takes none: leave them out")
+        refuse_query(request)
         engine = self._server_state.loaded_engine or self._server_state.engine()
         content = snapshot_json(await engine.engine_snapshot(), engine.card)
         return Response(

@@ -118,7 +118,8 @@ def _options(query: Mapping[str, str]) -> tuple[bool, float]:
     for name in query:
         if name not in ("content", "seconds"):
             raise InvalidParameter(
-                f"{show(name)} is no parameter of this route; content and seconds are",
+                f"{show(name)} is no parameter of this route; content and seconds are: leave the "
+                "other out",
                 param=name[:64],
             )
     content, seconds = query.get("content", "false"), query.get("seconds", str(MAX_SECONDS))

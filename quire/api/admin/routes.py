@@ -14,6 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.api.http.parameterless import refuse_parameters, refuse_query
 from quire.api.http.request_io import read_object
 from quire.api.server_state import ServerState
 from quire.api.workers.sibling_workers import SiblingWorkers, WorkerState
@@ -36,19 +37,19 @@ class AdminRoutes:
 
     async def pause(self, request: Request) -> Response:
         """Hold new generation requests."""
-        await _no_body(request)
+        await refuse_parameters(request)
         self._server_state.lifecycle.pause()
         return await self._changed()
 
     async def drain(self, request: Request) -> Response:
         """Refuse new requests; open ones continue."""
-        await _no_body(request)
+        await refuse_parameters(request)
         self._server_state.lifecycle.refuse_new()
         return await self._changed()
 
     async def resume(self, request: Request) -> Response:
         """Accept requests again after a pause or a drain."""
-        await _no_body(request)
+        await refuse_parameters(request)
         self._server_state.lifecycle.resume()
         return await self._changed()
 
@@ -56,13 +57,21 @@ class AdminRoutes:
         """Set the lowest level that is logged."""
         limit_bytes = self._server_state.config.max_body_bytes
         body, _ = await read_object(request, limit_bytes=limit_bytes)
-        if request.query_params or body.keys() != {"level"}:
-            raise InvalidParameter('the body must have "level" and nothing else, and no parameters')
-        if body["level"] not in LEVELS:
+        refuse_query(request)
+        for name in body:
+            if name != "level":
+                raise InvalidParameter(
+                    f"{show(name)} is not a field of this request, which takes level; leave it out",
+                    param=name[:64],
+                )
+        level = body.get("level")
+        if level not in LEVELS:
             raise InvalidParameter(
-                f"level is {show(body['level'])}; {', '.join(LEVELS)} are allowed", param="level"
+                f"level is {'missing' if level is None else show(level)}; "
+                f"{', '.join(LEVELS)} are allowed",
+                param="level",
             )
-        self._server_state.log.level = body["level"]
+        self._server_state.log.level = level
         return await self._changed()
 
     async def _changed(self) -> Response:
@@ -86,8 +95,3 @@ class AdminRoutes:
             headers={"cache-control": "no-store"},
             media_type="application/json",
         )
-
-
-async def _no_body(request: Request) -> None:
-    if request.query_params or (await request.body()).strip() not in (b"", b"{}"):
-        raise InvalidParameter("this was sent with parameters; it takes none: leave them out")

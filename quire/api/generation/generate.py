@@ -297,13 +297,14 @@ def _stream_options(given: Mapping[str, Any], *, stream: bool) -> StreamOptions:
         )
     if "stream_options" in given and not stream:
         raise InvalidParameter(
-            "stream_options is given without stream: true; leave it out", param="stream_options"
+            "stream_options is given without stream: true; add that, or leave it out",
+            param="stream_options",
         )
     for name, value in options.items():
         if value is not None and (name not in STREAM_OPTIONS or not isinstance(value, bool)):
             raise InvalidParameter(
-                f"stream_options has {show(name)}: {show(value)}; include_usage: true or false is "
-                "allowed",
+                f"stream_options has {show(name)}: {show(value)}; allowed are true or false as "
+                f"{', '.join(sorted(STREAM_OPTIONS))}",
                 param="stream_options",
             )
     return StreamOptions(

@@ -12,6 +12,10 @@ _CHAT = "POST /v1/chat/completions"
 _COMPLETE = "POST /v1/completions"
 _TOKENS = "POST /generate"
 _MODELS = "GET /v1/models"
+_HEALTH = "use GET /health"
+_RECORD = "use GET /admin/record"
+_PAUSE = "use POST /admin/pause"
+_TIMELINE = "use GET /v1/requests/ID/timeline"
 _ONE_MODEL = "one model is served; it is chosen when the server starts"
 _NO_RESPONSES = f"the Responses API is not implemented; use {_CHAT}"
 _NO_EMBEDDINGS = "embeddings and scores of texts are not implemented; the model generates text"
@@ -49,8 +53,15 @@ FOREIGN_PATHS: Mapping[str, str] = {
     "/v1/score": _NO_EMBEDDINGS,
     "/rerank": _NO_EMBEDDINGS,
     "/v1/rerank": _NO_EMBEDDINGS,
-    "/ping": "use GET /health",
-    "/health_generate": "use GET /health",
+    "/ping": _HEALTH,
+    "/health_generate": _HEALTH,
+    "/invocations": f"use {_CHAT} or {_COMPLETE}",
+    "/sleep": "the weights stay in memory; POST /admin/pause holds new requests",
+    "/wake_up": "the weights stay in memory; POST /admin/resume ends a pause",
+    "/start_profile": "quire profile measures the steps of a model",
+    "/stop_profile": "quire profile measures the steps of a model",
+    "/update_weights": _ONE_MODEL,
+    "/update_weights_from_disk": _ONE_MODEL,
     "/load": "use GET /metrics",
     "/server_info": "use GET /version and GET /v1/models",
     "/get_server_info": "use GET /version and GET /v1/models",
@@ -71,6 +82,31 @@ FOREIGN_PATHS: Mapping[str, str] = {
     "/v1/load_lora_adapter": "adapters are not supported; merge one into its model with peft",
     "/v1/unload_lora_adapter": "adapters are not supported; merge one into its model with peft",
     "/v1/files": "files are not stored",
+    "/v1/assistants": f"assistants are not implemented; use {_CHAT}",
+    "/v1/threads": f"threads are not implemented; use {_CHAT}",
+    "/v1/fine_tuning/jobs": "models are not trained here",
+    "/v1/realtime": f"there is no socket for speech; use {_CHAT}",
+    "/v1/engines": f"use {_MODELS}",
+    "/v1/complete": f"use {_COMPLETE}",
+    "/complete": f"use {_COMPLETE}",
+    # Paths that come near to those here
+    "/v1/chat": f"use {_CHAT}",
+    "/chat": f"use {_CHAT}; the web page is at /",
+    "/web": "the web page is at /",
+    "/healthz": _HEALTH,
+    "/livez": _HEALTH,
+    "/readyz": _HEALTH,
+    "/live": _HEALTH,
+    "/ready": _HEALTH,
+    "/v1/requests": "use GET /v1/requests/ID",
+    "/v1/timeline": _TIMELINE,
+    "/timeline": _TIMELINE,
+    "/v1/record": _RECORD,
+    "/record": _RECORD,
+    "/v1/pause": _PAUSE,
+    "/pause": _PAUSE,
+    "/drain": "use POST /admin/drain",
+    "/resume": "use POST /admin/resume",
     "/v1/batches": "batches are not stored; send the requests at once, with a low priority",
 }
 

@@ -19,9 +19,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire.api.http.errors import UnknownRequest
+from quire.api.http.parameterless import refuse_query
 from quire.api.server_state import RequestRegistry, ServerState
 from quire.base.cache_usage import for_strangers
-from quire.base.errors import InvalidParameter
 from quire.base.show import show
 from quire.base.timeline import MAX_HISTORIES, TimelineReport
 from quire.engine.process.messages import TimelinesReported
@@ -45,8 +45,7 @@ class TimelineRoutes:
 
     async def get(self, request: Request) -> Response:
         """Return the timeline of each stream of a request."""
-        if request.query_params:
-            raise InvalidParameter("this was sent with parameters; it takes none: leave them out")
+        refuse_query(request)
         asked, state = request.path_params["id"], self._server_state
         id_ = _id_of(request, state.requests)
         if not id_ and self._forward is not None:

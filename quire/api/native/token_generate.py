@@ -66,7 +66,9 @@ async def read_job(request: GenerationRequest) -> GenerationJob:
     tokens = given.get("tokens")
     if not isinstance(tokens, list):
         raise InvalidParameter(
-            f"tokens is {show(tokens)}; a list of token ids is allowed", param="tokens"
+            f"tokens is {'missing' if tokens is None else show(tokens)}; a list of token ids is "
+            "needed, such as [1, 2]",
+            param="tokens",
         )
     sampling = sampling_of(
         given,

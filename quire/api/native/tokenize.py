@@ -90,7 +90,9 @@ def _prompt(given: Mapping[str, Any]) -> str:
     prompt = given.get("prompt")
     if not isinstance(prompt, str):
         raise InvalidParameter(
-            f"prompt is {show(prompt)}; a text is needed, or messages", param="prompt"
+            f"prompt is {'missing' if prompt is None else show(prompt)}; a text is needed, or "
+            "messages",
+            param="prompt",
         )
     return prompt
 
@@ -116,7 +118,10 @@ async def _detokenized(request: RequestContext) -> bytes:
 
 def _text_json(engine: Engine, tokens: Any, skips: bool) -> bytes:
     if not isinstance(tokens, list):
-        raise InvalidParameter(f"tokens is {show(tokens)}; a list of ids is needed", param="tokens")
+        found = "missing" if tokens is None else show(tokens)
+        raise InvalidParameter(
+            f"tokens is {found}; a list of token ids is needed, such as [1, 2]", param="tokens"
+        )
     vocab_size = engine.card.vocab_size
     for token_id in tokens:
         if type(token_id) is not int or not 0 <= token_id < vocab_size:

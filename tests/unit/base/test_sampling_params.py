@@ -233,8 +233,13 @@ def test_allowed_ids_of_any_kind_become_ints_once_each(ids: Any) -> None:
 
 @pytest.mark.parametrize("odd", [-1, 2**31, True, 1.0, "1", None])
 def test_an_invalid_id_among_valid_ones_is_found(odd: Any) -> None:
-    with pytest.raises(InvalidParameter, match="stop_token_ids is"):
+    with pytest.raises(InvalidParameter, match="stop_token_ids holds"):
         SamplingParams(stop_token_ids=(1, odd, 2))
+
+
+def test_an_invalid_bias_is_named_with_its_token() -> None:
+    with pytest.raises(InvalidParameter, match="logit_bias of token 7 is 1000; a finite number"):
+        SamplingParams(logit_bias={3: 1.0, 7: 1000})
 
 
 def test_beams_without_an_explicit_temperature_have_none() -> None:

@@ -295,3 +295,30 @@ def test_headers_sent_by_clients_do_not_make_them_proxies() -> None:
     names = ("host", "user-agent", "accept", "x-request-id", "traceparent", "x-stainless-os")
     headers = [(name.encode(), b"a") for name in names]
     assert is_here({"client": ("127.0.0.1", 1), "headers": headers})
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "said"),
+    [
+        ("PUT", "/admin/log-level", b"{}", "level is missing; debug, info, warning, error are"),
+        ("PUT", "/admin/log-level", b'{"x": 1}', '"x" is not a field of this request, which takes'),
+        ("PUT", "/admin/log-level?x=1", b'{"level": "info"}', 'the parameter "x" in the query; it'),
+        ("POST", "/admin/pause", b"level", 'POST /admin/pause was sent with the body "level"; it'),
+        ("POST", "/v1/cache/flush", b'{"all": 1}', "takes no parameters: leave it out"),
+        ("GET", "/v1/engine?full=1", b"", 'the parameter "full" in the query; it takes no'),
+        ("GET", "/v1/requests/a/timeline?x=1", b"", "takes no parameters: leave it out"),
+        ("GET", "/v1/cache?x=1", b"", '"x" is no parameter of this route; prefixes is: leave'),
+        ("GET", "/admin/record?x=1", b"", "content and seconds are: leave the other out"),
+    ],
+)
+def test_a_parameter_that_a_route_does_not_take_is_named(
+    method: str, path: str, body: bytes, said: str
+) -> None:
+    path, _, query = path.partition("?")
+
+    async def exchange() -> Reply:
+        return await Site().call(method, path, body, query=query.encode())
+
+    reply = asyncio.run(exchange())
+    assert reply.status == 400
+    assert said in reply.error["message"]

@@ -86,6 +86,7 @@ def test_replacements_are_served_and_foreign_paths_are_not() -> None:
     [
         ("/v1/chat/completion", "the nearest path is /v1/chat/completions"),
         ("/v1/v1/completions", "the base URL has /v1 already; use /v1/completions"),
+        ("/v1/chat", "use POST /v1/chat/completions; GET"),
         ("/nothing/of/the/kind", 'at "/nothing/of/the/kind"; GET / lists what is'),
     ],
 )

@@ -211,7 +211,7 @@ def test_a_chat_accepts_template_fields_and_rejects_unknown_ones(
         ([[]], r"messages is \[\]; a list"),
         (["Hi"], r'messages is "Hi"; a list'),
         ([{"role": "usr", "content": "Hi"}], r'messages\[0\].role is "usr"; allowed: system'),
-        ([{"role": "user"}], r"messages\[0\].content is null; text"),
+        ([{"role": "user"}], r"messages\[0\].content is missing; a text"),
         ([{"role": "user", "content": [{"type": "image"}]}], "the model reads text only"),
         ([{"role": "assistant", "tool_calls": ["x"]}], r"tool_calls is \[\"x\"\]; a list of obj"),
     ],
