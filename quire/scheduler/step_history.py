@@ -23,7 +23,6 @@ from quire.scheduler.request_history import Obstacles, RequestHistory
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Float64s = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 Uint8s = NDArray[np.uint8]
 Uint16s = NDArray[np.uint16]
 T = TypeVar("T")
@@ -48,8 +47,8 @@ class StepPack:
     where it has a row.
 
     long_*: rows of several tokens, or without a sample: the step as a place in this pack, the slot,
-    the first position, the tokens and whether the row samples. A part by layers is such a row, the
-    last of them; it counts its tokens in the step of the last layer. part_shares: of the layers.
+    the first position, the tokens and the number of them sampled. A part by layers is such a row,
+    the last of them; it counts its tokens in the step of the last layer. part_shares: of the layers.
     """
 
     steps: Int64s
