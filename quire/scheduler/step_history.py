@@ -48,7 +48,7 @@ class StepPack:
 
     long_*: rows of several tokens, or without a sample: the step as a place in this pack, the slot,
     the first position, the tokens and the number of them sampled. A part by layers is such a row,
-    the last of them; it counts its tokens in the step of the last layer. part_shares: of the layers.
+    the last of them, and counts its tokens in the step of the last layer. part_shares: of layers.
     """
 
     steps: Int64s
