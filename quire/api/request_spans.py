@@ -34,7 +34,7 @@ _OPERATIONS = {"/v1/chat/completions": "chat"}
 class SpanSink(Protocol):
     """Takes spans (obs/otel.py)."""
 
-    def write(self, told: RequestSpan) -> None:
+    def write(self, span: RequestSpan) -> None:
         """Take a span; must not block."""
 
     def close(self) -> None:

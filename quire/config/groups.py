@@ -246,8 +246,8 @@ class SchedulerConfig:
     max_short_prompts: int = setting(0, "maximum number of other running requests; 0: no limit")
     timeline_steps: int = setting(
         65_536,
-        "number of last steps for which timelines of requests are kept (quire why), some 50 bytes "
-        "per step and more with prompts; 0: no timelines",
+        "number of last steps for which timelines of requests are kept (quire why), fewer if they "
+        "take more than 256 bytes each (many prompts or drafts); 0: no timelines",
     )
     speculate: Literal["off", "ngram"] = setting(
         "off",

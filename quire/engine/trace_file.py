@@ -27,7 +27,7 @@ from quire.base.report import Report
 from quire.base.timeline import EventKind
 from quire.engine.process.messages import FromEngine, Outputs
 from quire.scheduler.request_history import RequestHistory
-from quire.scheduler.step_history import StepHistory
+from quire.scheduler.step_history import StepHistory, copied
 
 # Seconds between looks at the history.
 EVERY_S = 0.1
@@ -106,7 +106,7 @@ class TraceFile:
         self._last_ended: RequestHistory | None = None
         self._stats: EngineStats | None = None
         self._shown: dict[str, dict[str, int]] = {}
-        self._has_failed = False
+        self._has_failed = self._has_raised = False
         self._num_unreported = 0
         self.num_dropped = 0
         self._stop = threading.Event()
@@ -144,13 +144,23 @@ class TraceFile:
 
     def _run(self) -> None:
         while not self._stop.wait(EVERY_S):
-            self.write_new()
-        self.write_new()
+            self._try_to_write()
+        self._try_to_write()
         end = {"ph": "i", "s": "g", "pid": _PID, "tid": _STEPS, "name": "end of trace"}
         end |= {"ts": _us(self._last_end_ms), "args": {"dropped": self.num_dropped}}
         self._write_bytes(msgspec.json.encode(end) + b"\n]\n")
         with suppress(OSError):
             os.close(self._file)
+
+    def _try_to_write(self) -> None:
+        """Write what is new; an event that cannot be made is counted and does not end the trace."""
+        try:
+            self.write_new()
+        except Exception as error:  # noqa: BLE001  the edge of the thread
+            self._drop(1)
+            if not self._has_raised:
+                self._has_raised = True
+                self._report("the trace drops events", error=f"{type(error).__name__}: {error}")
 
     def _step_events(self, steps: list[tuple[int, float, float, int, int]]) -> Iterator[Event]:
         for number, began_ms, ended_ms, rows, tokens in steps:
@@ -167,7 +177,7 @@ class TraceFile:
             self._last_step, self._last_end_ms = number, ended_ms
 
     def _request_events(self) -> Iterator[Event]:
-        ended = list(self._history.ended)
+        ended = copied(self._history.ended)
         fresh: list[RequestHistory] = []
         for one in reversed(ended):
             if one is self._last_ended:

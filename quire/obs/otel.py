@@ -60,21 +60,21 @@ class SpanWriter:
         library.propagate = False
         library.handlers = [_Warnings(warn)]
 
-    def write(self, told: RequestSpan) -> None:
+    def write(self, span: RequestSpan) -> None:
         """Hand a span over; it is sent later, or dropped where too many wait."""
-        span = self._tracer.start_span(
-            told.name,
-            context=self._propagator.extract(dict(told.parent)),
+        written = self._tracer.start_span(
+            span.name,
+            context=self._propagator.extract(dict(span.parent)),
             kind=SpanKind.SERVER,
-            attributes=dict(told.attributes),
-            start_time=told.begin_ns,
+            attributes=dict(span.attributes),
+            start_time=span.begin_ns,
         )
-        for event in told.events:
-            span.add_event(event.name, dict(event.attributes), timestamp=event.at_ns)
-        if told.error:
-            span.set_attribute("error.type", told.error)
-            span.set_status(Status(StatusCode.ERROR, told.error))
-        span.end(end_time=told.end_ns)
+        for event in span.events:
+            written.add_event(event.name, dict(event.attributes), timestamp=event.at_ns)
+        if span.error:
+            written.set_attribute("error.type", span.error)
+            written.set_status(Status(StatusCode.ERROR, span.error))
+        written.end(end_time=span.end_ns)
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """Send what waits, as far as that takes no longer than `timeout_s`."""

@@ -71,12 +71,12 @@ def span_events(reports: Sequence[TimelineReport], offset_ns: int) -> Iterator[S
         def at(ms: float, zero_ns: int = zero_ns) -> int:
             return zero_ns + round(ms * 1e6)
 
-        told = explain(report, shows_others=False)
+        timeline = explain(report, shows_others=False)
         stream: dict[str, Value] = {"quire.stream": report.stream}
-        for wait in told["queue"]["spans"]:
+        for wait in timeline["queue"]["spans"]:
             waited: dict[str, Value] = {"quire.ms": wait["ms"], "quire.reason": wait["reason"]}
             yield SpanEvent(name="quire.queue", at_ns=at(wait["at_ms"]), attributes=stream | waited)
-        for chunk in told["prefill"]["chunks"][:MAX_CHUNKS]:
+        for chunk in timeline["prefill"]["chunks"][:MAX_CHUNKS]:
             of_chunk: dict[str, Value] = {"quire.ms": chunk["ms"], "quire.tokens": chunk["tokens"]}
             yield SpanEvent(
                 name="quire.prefill", at_ns=at(chunk["at_ms"]), attributes=stream | of_chunk
@@ -84,7 +84,7 @@ def span_events(reports: Sequence[TimelineReport], offset_ns: int) -> Iterator[S
         if not math.isnan(report.first_token_ms):
             first_ms = report.first_token_ms - report.arrival_ms
             yield SpanEvent(name="quire.first_token", at_ns=at(first_ms), attributes=stream)
-        for event in told["events"]:
+        for event in timeline["events"]:
             if event["event"] == EventKind.PREEMPTED:
                 why: dict[str, Value] = {"quire.for": event["for"], "quire.blocks": event["blocks"]}
                 yield SpanEvent(

@@ -62,8 +62,7 @@ class StepReader:
 def _costs(pack: StepPack, cost: CostModel) -> _PackCosts:
     num = len(pack.steps)
     long_ms = cost.rows_ms(pack.long_starts, pack.long_counts) * pack.long_shares
-    rows = np.array([slots.size for slots in pack.slots])
-    plain = np.maximum(rows - np.bincount(pack.long_at, minlength=num), 0)
+    plain = np.maximum(pack.rows - np.bincount(pack.long_at, minlength=num), 0)
     each_ms = float(cost.rows_ms(np.zeros(1, np.int32), np.ones(1, np.int32))[0])
     total_ms = cost.fixed_ms + plain * each_ms + np.bincount(pack.long_at, long_ms, num)
     return _PackCosts(long_ms, np.maximum(total_ms, 1e-9))
@@ -73,23 +72,24 @@ def _rows_in(
     pack: StepPack, costs: _PackCosts, spans: Sequence[Span], first: int, last: int
 ) -> StepRows:
     """Return the steps `first` .. `last` of one pack, as of rows_of."""
-    num = len(pack.steps)
+    num, shares = len(pack.steps), pack.long_shares
     oldest, newest = int(pack.steps[0]), int(pack.steps[-1])
-    own_slots = np.full(num, -1, np.int32)
+    own_slots, own = np.full(num, -1, np.int32), np.zeros(num, np.int32)
     for begin, end, slot in spans:
         if begin <= newest and end >= oldest:
-            own_slots[(pack.steps >= begin) & (pack.steps <= end)] = slot
-    rows, own = _present(pack, own_slots)
+            inside = (pack.steps >= begin) & (pack.steps <= end)
+            own_slots[inside] = slot
+            own[inside] = pack.has_row(slot)[inside]
     own_samples = own.copy()
     is_own = pack.long_slots == own_slots[pack.long_at]
     at, mine = pack.long_at, is_own.nonzero()[0]
-    own[at[mine]] = np.where(pack.long_shares[mine] < 1.0, 0, pack.long_counts[mine])
+    own[at[mine]] = np.where(shares[mine] < 1.0, 0, pack.long_counts[mine])
     own_samples[at[mine]] = pack.long_samples[mine]
     # Layers of a part: computed in several steps, counted in the last.
-    for place in mine[pack.long_shares[mine] < 1.0].tolist():
-        own[at[place]] = max(int(pack.long_counts[place] * pack.long_shares[place]), 1)
+    for place in mine[shares[mine] < 1.0].tolist():
+        own[at[place]] = max(int(pack.long_counts[place] * shares[place]), 1)
     others = ~is_own & (pack.long_counts > 1)
-    shown_tokens = pack.long_counts * pack.long_shares
+    shown_tokens = pack.long_counts * shares
     others_tokens = np.bincount(at[others], shown_tokens[others], num)
     others_ms = np.bincount(at[others], costs.long_ms[others], num)
     keep = (pack.steps >= first) & (pack.steps <= last)
@@ -97,25 +97,13 @@ def _rows_in(
         steps=pack.steps[keep],
         began_ms=pack.began_ms[keep],
         ended_ms=pack.ended_ms[keep],
-        rows=rows[keep],
+        rows=pack.rows[keep],
         tokens=pack.tokens[keep],
         own_tokens=own[keep],
         own_samples=own_samples[keep],
         prefill_tokens=others_tokens.astype(np.int32)[keep],
         prefill_share=(others_ms / costs.total_ms)[keep],
     )
-
-
-def _present(pack: StepPack, own_slots: Int32s) -> tuple[Int32s, Int32s]:
-    """Return the rows of each step, and 1 where the slot in own_slots has one."""
-    rows, own = np.zeros(len(own_slots), np.int32), np.zeros(len(own_slots), np.int32)
-    before: tuple[Int32s | None, int] = (None, -1)
-    has = 0
-    for place, (slots, slot) in enumerate(zip(pack.slots, own_slots.tolist(), strict=True)):
-        if slots is not before[0] or slot != before[1]:  # most steps have the batch of the last
-            before, has = (slots, slot), int(slot >= 0 and slot in slots.tolist())
-        rows[place], own[place] = slots.size, has
-    return rows, own
 
 
 def _joined(parts: list[StepRows]) -> StepRows:

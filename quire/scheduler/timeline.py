@@ -31,6 +31,7 @@ from quire.scheduler.request_table import RequestTable
 from quire.scheduler.running_batch import RunningBatch
 from quire.scheduler.sequence import SequenceState
 from quire.scheduler.step_budget import CostModel
+from quire.scheduler.step_history import copied
 from quire.scheduler.step_rows import Span, StepReader
 
 # Of all requests: numbers of arrival, and when each was first scheduled.
@@ -74,7 +75,7 @@ class TimelineQuery:
             np.array([one.times.first_scheduled_ms for one in everyone]),
         )
         self._obstacles = list(requests.history.obstacles)
-        self._mask_waits = list(requests.history.mask_waits)  # other threads append to it
+        self._mask_waits = copied(requests.history.mask_waits)
 
     @property
     def num_left(self) -> int:

@@ -32,7 +32,7 @@ _MINUTE_MS = 60_000.0
 
 
 class TimelineRoutes:
-    """The route. forward: asks the other API processes for a request that this one does not know;
+    """The route. forward: to the other API processes, for a request that is not of this one;
     returns None if none does."""
 
     def __init__(self, server_state: ServerState, forward: Forward | None = None) -> None:
@@ -46,7 +46,7 @@ class TimelineRoutes:
     async def get(self, request: Request) -> Response:
         """Return the timeline of each stream of a request."""
         refuse_query(request)
-        asked, state = request.path_params["id"], self._server_state
+        id_or_name, state = request.path_params["id"], self._server_state
         id_ = _id_of(request, state.requests)
         if not id_ and self._forward is not None:
             forwarded = await self._forward(request)
@@ -55,7 +55,7 @@ class TimelineRoutes:
         engine = state.loaded_engine or state.engine()
         answer = await engine.timelines(id_ or "?")
         if not (id_ and answer.reports):
-            raise UnknownRequest(_why_none(asked, answer))
+            raise UnknownRequest(_why_none(id_or_name, answer))
         block_size, is_admin = engine.card.block_size, request.state.is_admin
         content = await asyncio.to_thread(
             _timeline_json,
@@ -70,28 +70,29 @@ class TimelineRoutes:
 
 
 def _id_of(request: Request, registry: RequestRegistry) -> str:
-    """Return the id of the request that is asked for, the last one of a name; "" for none.
+    """Return the id of the request with the path's id, or of the last one with this name; "" for
+    none.
 
     Admins find the requests of all keys.
     """
-    asked, named = request.path_params["id"], ""
+    id_or_name, named = request.path_params["id"], ""
     for id_, requester in registry.senders():
         if requester.key != request.state.key and not request.state.is_admin:
             continue
-        if id_ == asked:
+        if id_ == id_or_name:
             return id_
-        if requester.name == asked:
+        if requester.name == id_or_name:
             named = id_
     return named
 
 
-def _why_none(asked: str, answer: TimelinesReported) -> str:
+def _why_none(id_or_name: str, answer: TimelinesReported) -> str:
     """Return why there is no timeline, and how long timelines are kept."""
     if not answer.kept_steps:
         return "timelines are off: the server was started with --timeline-steps 0"
     return (
-        f"no timeline of request {show(asked)} is kept: no request was sent with this id and key, "
-        f"or it is older than the last {answer.kept_steps:,} steps (here the last "
+        f"no timeline of request {show(id_or_name)} is kept: no request was sent with this id and "
+        f"key, or it is older than the last {answer.kept_steps:,} steps (here the last "
         f"{answer.kept_ms / _MINUTE_MS:.1f} minutes) or the last {MAX_HISTORIES:,} requests; "
         "--timeline-steps keeps more steps"
     )

@@ -32,8 +32,8 @@ class KeptSpans:
         self.spans: list[RequestSpan] = []
         self.num_closed = 0
 
-    def write(self, told: RequestSpan) -> None:
-        self.spans.append(told)
+    def write(self, span: RequestSpan) -> None:
+        self.spans.append(span)
 
     def close(self) -> None:
         self.num_closed += 1

@@ -204,3 +204,19 @@ def test_counters_are_written_when_they_change(tmp_path: Path) -> None:
         trace.write_new()
     counters = [event for event in as_killed(path) if event["name"] == "requests"]
     assert [event["args"]["running"] for event in counters] == [1, 2]
+
+
+def test_an_event_that_cannot_be_made_is_counted_and_the_trace_goes_on(tmp_path: Path) -> None:
+    harness, trace, path, reports = traced(tmp_path)
+    run_two(harness)
+    damaged = harness.scheduler.history.ended[0]
+    damaged.events.append(None)  # type: ignore[arg-type]
+    trace._try_to_write()
+    assert reports.said == ["the trace drops events"]
+    assert trace.num_dropped == 1
+    damaged.events.pop()
+    harness.add(make_request("late", [1, 2], max_tokens=2))
+    harness.drain()
+    trace._try_to_write()
+    shown = [event.get("args", {}).get("id") for event in as_killed(path)]
+    assert "late" in shown

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from dataclasses import replace
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire.base.cache_usage import MissReason
@@ -14,7 +17,7 @@ from quire.obs.timeline import Cause, explain
 from quire.scheduler import step_rows
 from quire.scheduler.policy.priority import PriorityFirst
 from quire.scheduler.request_history import MAX_EVENTS
-from quire.scheduler.step_history import PACK_STEPS, StepHistory
+from quire.scheduler.step_history import BYTES_PER_STEP, PACK_STEPS, StepHistory
 from quire.scheduler.tenants.tenant_usage import TenantLimits
 from tests.unit.scheduler.fake_worker import make_request
 from tests.unit.scheduler.harness import Harness, Setup
@@ -339,6 +342,33 @@ def test_a_history_without_steps_keeps_nothing() -> None:
     harness.drain()
     assert harness.timelines(["one"]) == []
     assert not harness.scheduler.history.recent
+
+
+def filled(num_steps: int, num_slots: int, tokens: int) -> tuple[StepHistory, int]:
+    """Return a history of a batch that changes every step, and its bytes in memory."""
+    tracemalloc.start()
+    history, everyone = StepHistory(num_steps), np.arange(num_slots, dtype=np.int32)
+    for step in range(1, num_steps + 1):
+        slots = everyone[everyone != step % num_slots]
+        counts = np.full_like(slots, tokens)
+        history.recent.append((step, step, step + 0.5, slots, slots, counts, counts, None))
+        if not step % PACK_STEPS:
+            history.pack()
+    gc.collect()
+    num_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return history, num_bytes
+
+
+@pytest.mark.parametrize(("num_slots", "tokens"), [(64, 1), (256, 1), (256, 4)])
+def test_a_history_takes_no_more_bytes_than_stated(num_slots: int, tokens: int) -> None:
+    num_steps = 32 * PACK_STEPS
+    history, num_bytes = filled(num_steps, num_slots, tokens)
+    assert num_bytes <= num_steps * BYTES_PER_STEP
+    if tokens == 1:
+        assert history.first_step == 1
+        # 37 bytes and the slots' bits, and what the test itself allocates.
+        assert num_bytes <= num_steps * (37 + num_slots / 8 + 8)
 
 
 def test_ended_requests_are_bounded() -> None:
