@@ -30,6 +30,18 @@ _MODULES = {
 }
 
 
+# Names that users of vLLM look for.
+_INSTEAD = {
+    "EngineArgs": "give settings to LLM(...) as keyword arguments",
+    "AsyncEngineArgs": "give settings to AsyncLLM(...) as keyword arguments",
+    "AsyncLLMEngine": "use AsyncLLM",
+    "LLMEngine": "use LLM, or AsyncLLM in an event loop",
+    "StructuredOutputsParams": "see quire.base.grammar, and SamplingParams.structured_outputs",
+    "GuidedDecodingParams": "see quire.base.grammar, and SamplingParams.structured_outputs",
+    "PoolingParams": "embeddings are not supported",
+}
+
+
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         from quire.base.native_module import names_missing_build
@@ -40,7 +52,8 @@ def __getattr__(name: str) -> Any:
         from quire.base.version import installed_version
 
         return installed_version()
-    raise AttributeError(f"module 'quire' has no attribute {name!r}; it has {', '.join(__all__)}")
+    advice = _INSTEAD.get(name, f"it has {', '.join(__all__)}")
+    raise AttributeError(f"module 'quire' has no attribute {name!r}; {advice}")
 
 
 def __dir__() -> list[str]:

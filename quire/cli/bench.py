@@ -12,7 +12,13 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from quire.cli.options import add_engine_arguments, engine_settings, positive_floats, positive_int
+from quire.cli.options import (
+    add_engine_arguments,
+    engine_settings,
+    positive_float,
+    positive_floats,
+    positive_int,
+)
 
 _RANGE = "LOW-HIGH"
 _MAX_TOKENS, _VOCAB_SIZE = 4096, 30_000
@@ -132,7 +138,10 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "(default: 0.5,1,2,4,8; with --trace 1)",
     )
     parser.add_argument(
-        "--seconds", type=float, default=30.0, help="duration of arrivals at each rate (default 30)"
+        "--seconds",
+        type=positive_float,
+        default=30.0,
+        help="duration of arrivals at each rate (default 30)",
     )
     _add_ranges(parser, "prompt length in tokens", "output length in tokens")
     parser.add_argument(
@@ -165,10 +174,16 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         help="do not send ignore_eos: answers may be shorter than requested",
     )
     parser.add_argument(
-        "--ttft-goal", type=float, default=2.0, help="TTFT objective in seconds (default 2)"
+        "--ttft-goal",
+        type=positive_float,
+        default=2.0,
+        help="TTFT objective in seconds (default 2)",
     )
     parser.add_argument(
-        "--tpot-goal", type=float, default=0.1, help="TPOT objective in seconds (default 0.1)"
+        "--tpot-goal",
+        type=positive_float,
+        default=0.1,
+        help="TPOT objective in seconds (default 0.1)",
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of arrivals and tokens (default 0)"
@@ -236,7 +251,7 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
     _add_numbers(parser, "--depths", "512,4096", "tokens in the cache before attention's rows")
     parser.add_argument(
         "--seconds",
-        type=float,
+        type=positive_float,
         default=0.2,
         metavar="NUM",
         help="seconds of measurement for each operation (default 0.2)",

@@ -110,8 +110,15 @@ def _verdict(entry: Entry) -> str:
 
 
 def _nothing() -> str:
+    folder = cache_dir()
+    for path in (folder, *folder.parents):
+        if path.exists() and not path.is_dir():
+            raise SettingError(
+                f"the Hugging Face cache would be {folder}, and {path} is a file; give a directory "
+                "in HF_HOME or HF_HUB_CACHE, or leave them out (~/.cache/huggingface)"
+            )
     return (
-        f"no models in the Hugging Face cache {cache_dir()}; quire pull ORG/NAME downloads one, "
+        f"no models in the Hugging Face cache {folder}; quire pull ORG/NAME downloads one, "
         "and HF_HOME names another place"
     )
 

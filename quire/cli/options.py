@@ -205,6 +205,17 @@ def positive_int(text: str) -> int:
     return value
 
 
+def positive_float(text: str) -> float:
+    """Return a number above 0. Raises ArgumentTypeError."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, such as 2 or 0.5")
+    return value
+
+
 def positive_floats(what: str) -> Callable[[str], tuple[float, ...]]:
     """Return a parser of comma-separated positive numbers. what: their name in the error."""
 

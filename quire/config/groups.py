@@ -13,7 +13,7 @@ from typing import Literal
 
 from quire.base.errors import SettingError
 from quire.base.speculation_params import MAX_DRAFT_TOKENS
-from quire.config.settings import at_least, one_of, setting
+from quire.config.settings import at_least, at_most, one_of, setting
 
 # The lists below repeat names of packages that this package must not import.
 # quire/program/kv_cache.py
@@ -247,7 +247,7 @@ class SchedulerConfig:
     timeline_steps: int = setting(
         65_536,
         "number of last steps for which timelines of requests are kept (quire why), fewer if they "
-        "take more than 256 bytes each (many prompts or drafts); 0: no timelines",
+        "take more than 256 bytes each (many prompts or drafts), at most 8388608; 0: no timelines",
     )
     speculate: Literal["off", "ngram"] = setting(
         "off",
@@ -266,6 +266,7 @@ class SchedulerConfig:
             *("long_prompt_tokens", "max_long_prompts", "max_short_prompts"),
         ):
             at_least(name, getattr(self, name), 0)
+        at_most("timeline_steps", self.timeline_steps, 1 << 23, "up to 256 bytes each: 2 GiB")
         one_of("scheduling_policy", self.scheduling_policy, POLICIES)
         one_of("speculate", self.speculate, ("off", "ngram"))
         if not 0 <= self.max_draft_tokens <= MAX_DRAFT_TOKENS:

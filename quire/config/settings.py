@@ -6,6 +6,7 @@ SettingError with the setting's name, what was found and what is allowed.
 
 from __future__ import annotations
 
+import math
 from dataclasses import field
 from typing import Any
 
@@ -22,8 +23,15 @@ def setting(default: Any, text: str, *, flag: str | None = None, secret: bool = 
 
 
 def at_least(name: str, value: float, low: float) -> None:
-    if not value >= low:
+    if not math.isfinite(value):
+        raise SettingError(f"{name} is {value}; a finite number, at least {low}, is needed")
+    if value < low:
         raise SettingError(f"{name} is {value}; at least {low} is needed")
+
+
+def at_most(name: str, value: int, high: int, reason: str) -> None:
+    if value > high:
+        raise SettingError(f"{name} is {value}; at most {high} is allowed ({reason})")
 
 
 def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -8,6 +8,7 @@ plans must give the recorded results, bit for bit: that is what `replay` holds.
 from __future__ import annotations
 
 import contextlib
+import os
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
@@ -16,11 +17,11 @@ from typing import BinaryIO
 
 import numpy as np
 
-from quire.base.errors import SettingError
 from quire.base.records import Candidates, PromptScores, StepPlan, StepResult
 from quire.base.report import Report
 from quire.base.wire import Wire, WireError
 from quire.engine.core import Runner
+from quire.engine.new_file import open_new
 from quire.runner.handle import Handle
 
 _LENGTH = struct.Struct("<I")
@@ -86,14 +87,8 @@ class RecordingRunner:
 
 
 def open_record(path: Path) -> BinaryIO:
-    """A new file for a RecordingRunner. Raises SettingError where it cannot be written."""
-    try:
-        return path.open("wb")
-    except OSError as error:
-        raise SettingError(
-            f"--record-plans {path} cannot be written: {error.strerror}; name a file in a folder "
-            "that exists and is yours"
-        ) from error
+    """Return a new file for a RecordingRunner. Raises SettingError where it cannot be made."""
+    return os.fdopen(open_new(path, "--record-plans")[0], "wb")
 
 
 def read_records(path: Path) -> Iterator[StepRecord]:

@@ -12,17 +12,14 @@ from __future__ import annotations
 import errno
 import math
 import os
-import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from quire.base.engine_stats import EngineStats
-from quire.base.errors import SettingError
 from quire.base.report import Report
 from quire.base.timeline import EventKind
 from quire.engine.process.messages import FromEngine, Outputs
@@ -33,8 +30,6 @@ from quire.scheduler.step_history import StepHistory, copied
 EVERY_S = 0.1
 # Largest size of a file; what is beyond is dropped.
 MAX_FILE_BYTES = 8 << 30
-# Files of one name: the first, and those with a number.
-MAX_FILES = 1000
 # Events written between two looks at most; what is beyond is dropped.
 MAX_EVENTS = 20_000
 _PID = 1
@@ -56,40 +51,6 @@ _COUNTERS: tuple[tuple[str, Callable[[EngineStats], dict[str, int]]], ...] = (
         },
     ),
 )
-
-
-def open_trace(path: Path) -> tuple[int, Path]:
-    """Return the descriptor of a new file, and its path. Raises SettingError.
-
-    Where a trace of an earlier start has the name, the next number is added, as in trace-1.json:
-    a restart neither overwrites a trace nor fails.
-    """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    for number in range(MAX_FILES):
-        numbered = path.parent / (f"{path.stem}-{number}{path.suffix}" if number else path.name)
-        try:
-            return os.open(numbered, flags, 0o600), numbered
-        except FileExistsError as error:
-            if not _is_regular(numbered):
-                raise SettingError(
-                    f"--trace {numbered} exists and is not a regular file; name a new file"
-                ) from error
-        except OSError as error:
-            raise SettingError(
-                f"--trace {path} cannot be written: {error.strerror}; name a file in a directory "
-                "that exists and is yours"
-            ) from error
-    raise SettingError(
-        f"--trace {path} exists, with the numbers up to {MAX_FILES - 1}; remove old traces, or "
-        "name another file"
-    )
-
-
-def _is_regular(path: Path) -> bool:
-    try:
-        return stat.S_ISREG(path.lstat().st_mode)
-    except OSError:  # removed meanwhile
-        return True
 
 
 class TraceFile:

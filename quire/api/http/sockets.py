@@ -14,6 +14,7 @@ import ssl
 import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from quire.api.http.origins import is_loopback
 from quire.base.errors import SettingError
@@ -32,6 +33,7 @@ def listen(config: ServerConfig, *, has_tenants: bool = False) -> socket.socket:
     if config.uds is not None:
         return _listen_at_path(user_path(config.uds), has_keys=has_keys)
     if not has_keys and not config.insecure and not is_loopback(config.host):
+        _resolved(config.host, config.port)  # a wrong address needs no key but a right one
         raise SettingError(
             f"host {config.host} is reachable from other machines and no key is set; give one "
             "with --api-key, --api-key-file or a file of --tenants, or --insecure to accept every "
@@ -64,16 +66,23 @@ class SocketFile:
                 os.unlink(self._path)
 
 
-def _listen_at(host: str, port: int, *, flag: str) -> socket.socket:
+def _resolved(host: str, port: int) -> tuple[int, int, int, Any]:
+    """Return the family, kind, protocol and address to bind. Raises SettingError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a host name"
         raise SettingError(
-            f"host {host!r} cannot be resolved ({error.strerror}); give an address of this "
-            "machine, as 127.0.0.1"
+            f"host {host!r} cannot be resolved ({reason}); give an address of this machine, as "
+            "127.0.0.1"
         ) from error
+    return family, kind, protocol, address
+
+
+def _listen_at(host: str, port: int, *, flag: str) -> socket.socket:
+    family, kind, protocol, address = _resolved(host, port)
     listening = socket.socket(family, kind, protocol)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -160,12 +169,23 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext:
     try:
         context.load_cert_chain(config.tls_cert, config.tls_key, password=_no_password)
     except (OSError, ValueError) as error:  # SSLError is an OSError
-        reason = error.strerror if isinstance(error, FileNotFoundError) else error
         raise SettingError(
-            f"the certificate {config.tls_cert} cannot be used ({reason}); give PEM files that "
-            "belong together, the key without a password (--tls-cert, --tls-key)"
+            f"the certificate {config.tls_cert} cannot be used ({_tls_reason(config, error)}); "
+            "give PEM files that belong together, the key without a password (--tls-cert, "
+            "--tls-key)"
         ) from error
     return context
+
+
+def _tls_reason(config: ServerConfig, error: Exception) -> str:
+    """Return why the files cannot be used; OpenSSL says "PEM lib" of most."""
+    if isinstance(error, OSError) and not isinstance(error, ssl.SSLError):
+        path = error.filename or config.tls_cert
+        return f"{path}: {error.strerror}"
+    for path, mark in ((config.tls_cert, "CERTIFICATE"), (config.tls_key, "PRIVATE KEY")):
+        if path is not None and mark.encode() not in Path(path).read_bytes()[: 1 << 20]:
+            return f"{path} has no line -----BEGIN {mark}-----"
+    return str(error)
 
 
 def _no_password() -> str:

@@ -39,9 +39,10 @@ from quire.engine.core import EngineCore
 from quire.engine.grammars import Grammars
 from quire.engine.mask_waits import TimedMaskWaits
 from quire.engine.model_card import ModelCard
+from quire.engine.new_file import open_new
 from quire.engine.record import RecordingRunner, open_record
 from quire.engine.stop_texts import StopTexts
-from quire.engine.trace_file import TraceFile, open_trace
+from quire.engine.trace_file import TraceFile
 from quire.execute.executor import (
     Executor,
     ExecutorClass,
@@ -96,10 +97,10 @@ def assemble(
     with gguf_read_once(), ExitStack() as undo:
         record = None
         if config.executor.record_plans is not None:  # found out early: packing may take minutes
-            record = undo.enter_context(open_record(Path(config.executor.record_plans)))
+            record = undo.enter_context(open_record(user_path(config.executor.record_plans)))
         trace = None
         if config.executor.trace_file is not None:  # likewise
-            trace = open_trace(user_path(config.executor.trace_file))
+            trace = open_new(user_path(config.executor.trace_file), "--trace")
             undo.callback(os.close, trace[0])
             undo.callback(trace[1].unlink, missing_ok=True)
         tier_folder = None

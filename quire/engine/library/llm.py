@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from quire.base.clock import Clock
 from quire.base.errors import OverloadedError
@@ -48,6 +48,14 @@ from quire.engine.process.messages import (
     error_of,
 )
 from quire.hub.cache import with_local_model
+
+# Methods that vLLM's class has.
+_INSTEAD = {
+    "beam_search": "use generate with SamplingParams(use_beam_search=True, best_of=...)",
+    "score": "use generate with SamplingParams(prompt_logprobs=0, max_tokens=0)",
+    "get_default_sampling_params": "use default_sampling",
+    **dict.fromkeys(("embed", "encode", "classify"), "embeddings are not supported"),
+}
 
 
 class LLM:
@@ -141,6 +149,13 @@ class LLM:
     def __del__(self) -> None:
         if hasattr(self, "_engine"):  # a constructor that raised may not have got so far
             self._engine.send(Stop())
+
+    if not TYPE_CHECKING:  # a type checker knows all methods
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Name what there is where a method of vLLM's LLM is looked for."""
+            advice = _INSTEAD.get(name, "it has generate and chat")
+            raise AttributeError(f"LLM has no attribute {name!r}; {advice}")
 
     def __enter__(self) -> LLM:
         return self

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import quire
 from quire import LLM, SamplingParams
 from quire.api.generation.field_forms import one_or_listed
 from quire.api.http.request_io import parse
@@ -79,7 +80,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("serve good --api-key-file none", "none cannot be read (No such file or directory); give"),
         ("serve --api-key k\xf6y --port 0", "give one of printable ASCII characters"),
         ("serve good --tenants none", "give a TOML file with a table [tenants.NAME]"),
-        ("serve good --tls-cert none", "cannot be used (No such file or directory); give PEM"),
+        ("serve good --tls-cert none", "cannot be used (none: No such file or directory); give"),
+        ("serve --tls-cert file --port 0", "(file has no line -----BEGIN CERTIFICATE-----); give"),
+        ("serve --host 999.1.1.1 --port 0", "--host '999.1.1.1' cannot be resolved"),
+        ("serve --request-timeout nan", "--request-timeout is nan; a finite number, at least"),
+        ("serve --step-budget-ms inf", "--step-budget-ms is inf; a finite number, at least 0,"),
+        ("serve --timeline-steps 9000000", "at most 8388608 is allowed (up to 256 bytes each"),
+        ("bench serve --seconds 0", "--seconds: '0' is not a number above 0, such as 2 or 0.5"),
         ("pull good", "is a path on this machine, so there is nothing to download"),
         ("models --pack-cache none", "--pack-cache none does not exist; give the directory"),
         ("models --kv-tier-path file", "--kv-tier-path file is not a directory; give"),
@@ -94,6 +101,22 @@ def test_a_command_says_what_to_do(
     done = quire_main(*words.split())
     assert done.returncode in (1, 2)
     assert said in done.stderr
+
+
+def test_a_file_as_the_cache_of_models_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.cli.models.cache_dir", lambda: folder / "file" / "hub")
+    assert f"and {folder / 'file'} is a file; give a directory" in quire_main("models").stderr
+
+
+def test_names_of_vllm_lead_to_what_there_is() -> None:
+    with pytest.raises(AttributeError, match="use AsyncLLM"):
+        _ = quire.AsyncLLMEngine
+    with pytest.raises(AttributeError, match="embeddings are not supported"):
+        _ = LLM.__new__(LLM).embed
+    with pytest.raises(AttributeError, match="it has generate and chat"):
+        _ = LLM.__new__(LLM).generat
 
 
 @pytest.mark.parametrize(

@@ -55,3 +55,9 @@ def test_steps_are_in_the_file_at_once(tmp_path: Path, capsys: pytest.CaptureFix
     assert [record.plan.step for record in read_records(path)] == [7]
     runner.close()
     assert capsys.readouterr().out == ""
+
+
+def test_the_record_of_an_earlier_start_is_kept(tmp_path: Path) -> None:
+    for _ in range(2):
+        open_record(tmp_path / "plans").close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plans", "plans-1"]

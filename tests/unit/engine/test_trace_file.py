@@ -15,9 +15,10 @@ from quire.base.engine_stats import EngineStats
 from quire.base.errors import SettingError
 from quire.base.report import Field
 from quire.config.groups import EngineConfig, ExecutorConfig, SchedulerConfig
-from quire.engine import trace_file
+from quire.engine import new_file, trace_file
+from quire.engine.new_file import open_new
 from quire.engine.process.messages import Outputs
-from quire.engine.trace_file import TraceFile, open_trace
+from quire.engine.trace_file import TraceFile
 from tests.unit.scheduler.fake_worker import make_request
 from tests.unit.scheduler.harness import Harness, Setup
 
@@ -37,7 +38,7 @@ def traced(tmp_path: Path, setup: Setup = PLAIN) -> tuple[Harness, TraceFile, Pa
     harness, reports, path = Harness(setup), Reports(), tmp_path / "trace.json"
     return (
         harness,
-        TraceFile(open_trace(path)[0], harness.scheduler.history, reports),
+        TraceFile(open_new(path, "--trace")[0], harness.scheduler.history, reports),
         path,
         reports,
     )
@@ -151,7 +152,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_model_is_loaded(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(SettingError, match="name a file in a directory that exists"):
-        open_trace(tmp_path / "no" / "trace.json")
+        open_new(tmp_path / "no" / "trace.json", "--trace")
     with pytest.raises(SettingError, match="timeline_steps is 0"):
         EngineConfig(
             scheduler=SchedulerConfig(timeline_steps=0),
@@ -163,24 +164,24 @@ def test_a_restart_writes_a_numbered_file_and_keeps_the_earlier_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "trace.json"
-    monkeypatch.setattr(trace_file, "MAX_FILES", 3)
+    monkeypatch.setattr(new_file, "MAX_FILES", 3)
     for name in ("trace.json", "trace-1.json", "trace-2.json"):
-        descriptor, numbered = open_trace(path)
+        descriptor, numbered = open_new(path, "--trace")
         os.write(descriptor, name.encode())
         os.close(descriptor)
         assert numbered == tmp_path / name
     assert {file.read_text() for file in tmp_path.iterdir()} == {
         file.name for file in tmp_path.iterdir()
     }
-    with pytest.raises(SettingError, match="exists, with the numbers up to 2; remove old traces"):
-        open_trace(path)
+    with pytest.raises(SettingError, match="exists, with the numbers up to 2; remove old files"):
+        open_new(path, "--trace")
 
 
 def test_a_link_and_a_directory_are_refused_and_kept(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "new")
     for path in (tmp_path / "link", tmp_path, Path("/")):
         with pytest.raises(SettingError, match="is not a regular file; name a new file"):
-            open_trace(path)
+            open_new(path, "--trace")
     assert [file.name for file in tmp_path.iterdir()] == ["link"]
 
 

@@ -219,7 +219,7 @@ def test_a_taken_port_cannot_be_taken_by_a_second_server() -> None:
             listen(ServerConfig(port=port))
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.invalid", ""])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", ""])
 def test_beyond_loopback_a_key_or_an_explicit_flag_is_required(host: str) -> None:
     with pytest.raises(SettingError, match="--api-key"):
         listen(ServerConfig(host=host, port=0))
