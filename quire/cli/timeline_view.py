@@ -104,7 +104,7 @@ def _median(gaps: Sequence[tuple[float, float]]) -> float:
 def _queue(one: Json) -> list[str]:
     queue = one["queue"]
     lines = [f"{'queue':<{_LABELS}}{_ms(queue['ms'])}"]
-    lines += [f"  {_ms(why['ms']):>12}  {why['says']}" for why in queue["reasons"]]
+    lines += [f"  {_ms(why['ms']):>12}  {why['description']}" for why in queue["reasons"]]
     if queue["overtaken_by"]:
         count = queue["overtaken_by"]
         lines.append(f"{'':<{_LABELS}}{count} later requests were admitted before it")
@@ -117,7 +117,7 @@ def _cache(one: Json) -> list[str]:
     lines = [f"{'prefix cache':<{_LABELS}}{text}"]
     miss = cache["first_miss"]
     if miss is not None:
-        lines.append(f"  {'token ' + str(miss['token']):>12}  {miss['says']}")
+        lines.append(f"  {'token ' + str(miss['token']):>12}  {miss['description']}")
     return lines
 
 

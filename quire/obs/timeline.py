@@ -145,7 +145,7 @@ def _queue(report: TimelineReport) -> dict[str, Any]:
     return {
         "ms": _round(sum(by_reason.values())),
         "reasons": [
-            {"reason": reason, "ms": _round(ms), "says": WAIT_WORDS[reason]}
+            {"reason": reason, "ms": _round(ms), "description": WAIT_WORDS[reason]}
             for reason, ms in sorted(by_reason.items(), key=lambda item: -item[1])
         ],
         "spans": [
@@ -177,12 +177,12 @@ def _first_miss(report: TimelineReport, use: CacheUsage) -> dict[str, Any] | Non
     miss: Miss | None = use.miss
     if miss is None:
         words = _PARTIAL_WORDS
-        return {"token": report.cached_tokens, "reason": PARTIAL_BLOCK, "says": words}
+        return {"token": report.cached_tokens, "reason": PARTIAL_BLOCK, "description": words}
     judged = "when asked" if report.is_judged_now else "at admission"
     return {
         "token": miss.token,
         "reason": miss.reason.value,
-        "says": MISS_WORDS[miss.reason],
+        "description": MISS_WORDS[miss.reason],
         "judged": judged,
     }
 

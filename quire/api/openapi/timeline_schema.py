@@ -34,8 +34,8 @@ def _stream() -> Schema:
     others = {"other_rows": or_null(_COUNT), "other_prefill_tokens": or_null(_COUNT)}
     span = {"at_ms": _AT, "ms": _MS, "step": _COUNT, **others, "causes": causes}
     miss = object_of(
-        {"token": _COUNT, "reason": _MISS, "says": TEXT, "judged": TEXT},
-        needed=("token", "reason", "says"),
+        {"token": _COUNT, "reason": _MISS, "description": TEXT, "judged": TEXT},
+        needed=("token", "reason", "description"),
     )
     return _whole(
         prompt=_COUNT,
@@ -62,7 +62,7 @@ def _stream() -> Schema:
 def _queue() -> Schema:
     return _whole(
         ms=_MS,
-        reasons=list_of(_whole(reason=_REASON, ms=_MS, says=TEXT)),
+        reasons=list_of(_whole(reason=_REASON, ms=_MS, description=TEXT)),
         spans=list_of(_whole(at_ms=_AT, ms=_MS, reason=_REASON)),
         overtaken_by=_COUNT,
     )
