@@ -8,7 +8,7 @@ batch. Letters: B requests that are asked for, K most drafts of one.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from quire.base.token_table import TokenTable
 
 Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
+Float64s = NDArray[np.float64]
 
 
 class Drafts(NamedTuple):
@@ -50,3 +51,23 @@ class Proposer(Protocol):
 
     def verified(self, slots: Index, drafted: Int32s, accepted: Int32s) -> None:
         """Note that of drafted[i] drafts of slots[i] the first accepted[i] were right."""
+
+
+@runtime_checkable
+class CostlyProposer(Proposer, Protocol):
+    """A Proposer that computes its drafts, so that it is asked only for as many as pay.
+
+    drafting_ms: milliseconds that it has computed so far.
+    """
+
+    drafting_ms: float
+
+    def possible(self, tokens: TokenTable, slots: Index, limits: Int32s) -> Int32s:
+        """Return how many drafts each of `slots` may get, at most limits[i]. Computes none."""
+
+    def pass_ms(self, num_requests: int) -> Float64s:
+        """Return the milliseconds of a pass that drafts a token for each of 0 to `num_requests`
+        requests; 0 where no time is known."""
+
+    def close(self) -> None:
+        """Free threads and memory; no further calls follow."""

@@ -75,11 +75,23 @@ class DraftRows(StepExtension):
         self._stats = DraftStats()
         self.was_used = False
         self.rejected: Int32s = np.zeros(0, np.int32)
+        self._drafting_ms = 0.0  # of the source, when it was asked last
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether `fields` has counts."""
+        return self.was_used or self._source.drafting_ms > 0.0
+
+    def take_drafting_ms(self) -> float:
+        """Return the milliseconds that drafts were computed since the last call."""
+        before, self._drafting_ms = self._drafting_ms, self._source.drafting_ms
+        return self._drafting_ms - before
 
     @property
     def fields(self) -> dict[str, Any]:
         """Counters of drafts, as fields of EngineStats."""
         return {
+            "drafting_ms_total": self._source.drafting_ms,
             "draft_rows_total": self._stats.rows_total,
             "draft_tokens_total": tuple(self._stats.drafted_at.tolist()),
             "accepted_draft_tokens_total": tuple(self._stats.accepted_at.tolist()),
@@ -101,8 +113,8 @@ class DraftRows(StepExtension):
         limits = self._limits(index, batch.tokens.lengths[index])
         index, limits = index[late & (limits > 0)], limits[late & (limits > 0)]
         if len(index):
-            counts, _ = self._source.propose(batch.tokens, index, limits, None)
-            step.paused += index[counts > 0].tolist()
+            waits = self._source.would_propose(batch.tokens, index, limits)
+            step.paused += index[waits].tolist()
 
     def end_step(self, step: Step) -> None:
         """Add drafts to the plan's rows, as far as its budget and free blocks reach."""
