@@ -29,7 +29,7 @@ OTHER_NOISE = 0x5EED
 
 
 class DraftRunner:
-    """A DraftModel (quire/speculative/draft_model.py) over `executor`, whose cache is allocated.
+    """A DraftModel (quire/speculative/draft_model.py) over `executor`, with its cache allocated.
 
     max_samples: rows of a slice of the head. shares_noise: False: independent of the target's, for
     comparison.

@@ -69,6 +69,9 @@ class DraftSource(Protocol):
     def end(self, slot: int) -> None:
         """Note that the request in `slot` has left it."""
 
+    def skips_step(self) -> bool:
+        """Return whether no drafts are proposed in this step; asked once a step."""
+
     def would_propose(self, tokens: TokenTable, index: Index, limits: Int32s) -> Bools:
         """Return which of slots `index` would get drafts now; computes no model."""
 

@@ -46,12 +46,14 @@ class Passes(NamedTuple):
 
 class StepCost(NamedTuple):
     """Predicted milliseconds of a step without drafts, the tokens it yields, and what one draft
-    adds to the step, by request. passes: what making the drafts takes besides; None: nothing."""
+    adds to the step, by request. passes: what making the drafts takes besides; None: nothing.
+    num_steps: steps since the control was asked last."""
 
     step_ms: float
     step_tokens: int
     draft_ms: Float64s
     passes: Passes | None = None
+    num_steps: int = 1
 
     def with_passes(self) -> Float64s:
         """Return what one draft adds, its share of a pass for all requests included."""
@@ -134,8 +136,9 @@ class AdaptiveControl:
         else:
             step_ms, step_tokens, draft_ms = self._last_cost
             cost = StepCost(step_ms, step_tokens, np.full(len(slots), draft_ms))
-        self._tried[slots] *= FADE
-        self._accepted[slots] *= FADE
+        fade = FADE**cost.num_steps
+        self._tried[slots] *= fade
+        self._accepted[slots] *= fade
         trials = Trials(self._tried[slots], self._accepted[slots])
         prior = (self._all.accepted / self._all.tried)[self._kinds[slots]]
         bounds = upper_bounds(trials, prior)

@@ -25,6 +25,8 @@ Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
 Bools = NDArray[np.bool_]
 Cost = Callable[[], "PredictedCost"]
+# Where no computed draft pays, the control is asked again after 1, 2, 4, ... steps up to so many.
+MAX_REST_STEPS = 16
 
 
 class PredictedCost(Protocol):
@@ -63,6 +65,7 @@ class Drafter:
         self._costly = proposer if isinstance(proposer, CostlyProposer) else None
         self._control, self._report, self._vocab_size = control, report, vocab_size
         self._request_ids = [""] * num_slots
+        self._rest_steps = self._resting = 0  # of the present rest: how long, and what is left
         # Which slots ask either proposer.
         self._asks_proposer = np.zeros(num_slots, np.bool_)
         self._asks_prediction = np.zeros(num_slots, np.bool_)
@@ -82,6 +85,7 @@ class Drafter:
         speculation = request.speculation
         assert speculation is not None, "only requests that speculate begin"
         self._request_ids[slot] = request.request_id
+        self._rest_steps = self._resting = 0
         self._asks_proposer[slot] = speculation.uses_proposer
         self._asks_prediction[slot] = len(speculation.prediction_ids) > 0
         self._control.begin(slot, predicts=bool(self._asks_prediction[slot]))
@@ -99,8 +103,17 @@ class Drafter:
                 proposer.end(slot)
         self._asks_proposer[slot] = self._asks_prediction[slot] = False
 
+    def skips_step(self) -> bool:
+        """See DraftSource."""
+        if not self._resting or self._asks_prediction.any():
+            return False
+        self._resting -= 1
+        return True
+
     def would_propose(self, tokens: TokenTable, index: Index, limits: Int32s) -> Bools:
         """See DraftSource."""
+        if self._resting and not self._asks_prediction.any():
+            return np.zeros(len(index), np.bool_)
         drafts, may_compute = self._found(tokens, index, limits)
         counts = self._chosen(index, drafts.counts + may_compute, may_compute > 0, None)
         return counts > 0
@@ -112,6 +125,9 @@ class Drafter:
         drafts, may_compute = self._found(tokens, index, limits)
         is_computed = may_compute > 0
         counts = self._chosen(index, drafts.counts + may_compute, is_computed, cost)
+        if self._costly is not None:
+            rest_steps = min(max(2 * self._rest_steps, 1), MAX_REST_STEPS)
+            self._rest_steps = self._resting = 0 if counts.any() else rest_steps
         drafts.counts[~is_computed] = counts[~is_computed]
         some = (is_computed & (counts > 0)).nonzero()[0]
         if len(some):
@@ -156,7 +172,9 @@ class Drafter:
                 rows = is_computed[some]
                 passes = Passes(self._costly.pass_ms(int(np.count_nonzero(rows))), rows)
             draft_ms = predicted.draft_ms[some]
-            of_some = StepCost(predicted.step_ms, predicted.step_tokens, draft_ms, passes)
+            of_some = StepCost(
+                predicted.step_ms, predicted.step_tokens, draft_ms, passes, 1 + self._rest_steps
+            )
         counts = np.zeros(len(index), np.int32)
         counts[some] = self._control.limits(index[some], limits[some], of_some)
         return counts

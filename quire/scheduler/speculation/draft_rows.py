@@ -121,7 +121,7 @@ class DraftRows(StepExtension):
         batch = self._batch
         if batch.active is not self._active:  # requests were admitted in this step
             self._enter_slots()
-        if not step.builder.has_rows or not self._max_drafts.any():
+        if not step.builder.has_rows or not self._max_drafts.any() or self._source.skips_step():
             return
         rows = Rows(*step.builder.joined_rows())
         is_known = rows.ends == batch.tokens.lengths[rows.slot_index]

@@ -40,6 +40,9 @@ class FakeDrafts:
     def end(self, slot: int) -> None:
         del self._live[slot]
 
+    def skips_step(self) -> bool:
+        return False
+
     def would_propose(
         self, tokens: TokenTable, index: NDArray[np.intp], limits: Int32s
     ) -> NDArray[np.bool_]:

@@ -182,5 +182,16 @@ def test_no_model_runs_where_its_drafts_do_not_pay() -> None:
     case.begin(1, [1, 2, 3], 3, prediction_ids=ints(30, 31, 32))
     assert case.propose(0, 1) == [[], [30, 31, 32]]
     assert not model.asked
+    assert not case.drafter.skips_step()  # a prediction may go on in any step
+    case.drafter.end(1)
+    rests = []
+    for _ in range(7):
+        assert case.propose(0) == [[]]
+        rests.append(0)
+        while case.drafter.skips_step():
+            rests[-1] += 1
+    assert rests == [1, 2, 4, 8, 16, 16, 16]
+    case.begin(2, [1, 2, 3], 3)  # a new request is tried at once
+    assert not case.drafter.skips_step()
     case.drafter.close()
     assert model.is_closed
