@@ -255,7 +255,7 @@ class Scheduler:
             num_heads = len(result.token_ids) + num_scores
             if plan.draft_ids.size:  # rejected drafts were sampled, too
                 num_heads = int(np.add.reduce(plan.sample_counts)) + num_scores
-            if self._drafts is not None:  # a draft model's passes are no cost of rows
+            if self._drafts is not None and self._drafts.is_active:  # passes are no cost of rows
                 began_ms += self._drafts.take_drafting_ms()
             self.speed.note(plan, num_heads, now_ms - began_ms)
         if self._cache.settle(plan.step):
@@ -313,7 +313,7 @@ class Scheduler:
             held=self._backpressure.num_held if self._backpressure.is_active else 0,
             held_total=self._backpressure.num_held_total,
             row_errors_total=self._outcomes.row_errors,
-            **({} if self._drafts is None or not self._drafts.is_used else self._drafts.fields),
+            **({} if self._drafts is None or not self._drafts.was_used else self._drafts.fields),
             last_step_ms=self._last_step_ms,
         )
 

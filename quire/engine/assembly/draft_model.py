@@ -21,24 +21,24 @@ from quire.base.records import Request
 from quire.base.sampling_params import SamplingParams
 from quire.base.token_table import TokenTable
 from quire.base.user_path import user_path
-from quire.config.groups import EngineConfig
+from quire.config.groups import EngineConfig, ModelConfig
 from quire.config.memory import NO_DRAFT, DraftNeeds, MemoryPlan
 from quire.engine.assembly.model_files import model_folder
 from quire.engine.assembly.programs import engine_program
+from quire.engine.assembly.vocabulary import model_tokenizer
 from quire.execute.executor import (
     ExecutorClass,
     ExecutorOptions,
     ExecutorSizing,
     StepLimits,
 )
-from quire.models.registry import draft_box_path, open_model
+from quire.models.registry import box_path, draft_box_path, open_model
 from quire.models.spec import ModelSpec
 from quire.program.program import Program
 from quire.runner.draft_runner import DraftRunner
 from quire.scheduler.limits import SchedulerLimits
 from quire.speculative.draft_model import DraftLimits, ModelProposer
 from quire.speculative.proposer import no_drafts
-from quire.text.tokenizer import Tokenizer
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
 
 # Token rows of a pass: known tokens that the draft model lacks are computed so many at a time.
@@ -76,7 +76,7 @@ def draft_folder(config: EngineConfig) -> Path | None:
         return user_path(settings.draft_model)
     if settings.speculate != "draft":
         return None
-    if config.model.model:
+    if model_folder(config.model).resolve() != box_path().resolve():
         raise SettingError(
             "speculate is draft and no draft model is given; give --draft-model, a smaller model "
             f"with the tokenizer of {config.model.model}, or set --speculate ngram, which needs "
@@ -170,8 +170,8 @@ def check_vocabulary(model: Path, num_ids: int, draft: Path, num_draft_ids: int)
     if num_ids == num_draft_ids and _same_file(model / "tokenizer.json", draft / "tokenizer.json"):
         return
     try:
-        ours = Tokenizer.load(model, vocab_size=num_ids).vocabulary()
-        theirs = Tokenizer.load(draft, vocab_size=num_draft_ids).vocabulary()
+        ours = model_tokenizer(ModelConfig(model=str(model)), vocab_size=num_ids)
+        theirs = model_tokenizer(ModelConfig(model=str(draft)), vocab_size=num_draft_ids)
     except TokenizerError as error:
         if num_ids == num_draft_ids:
             return
@@ -179,7 +179,7 @@ def check_vocabulary(model: Path, num_ids: int, draft: Path, num_draft_ids: int)
             f"{draft}: the draft model has {num_draft_ids} token ids, {model} has {num_ids}, and "
             f"their tokens cannot be compared ({error}); take a draft model with the same tokenizer"
         ) from error
-    _check_same_tokens(ours, theirs, model, draft)
+    _check_same_tokens(ours.vocabulary(), theirs.vocabulary(), model, draft)
 
 
 def _check_same_tokens(

@@ -50,8 +50,8 @@ class VerifiedRows(NamedTuple):
 class DraftRows(StepExtension):
     """Of one scheduler. is_active: a request that speculates may be live.
 
-    was_used: whether drafts were verified. rejected: by row of the last plan with drafts, how many
-    of them were not accepted.
+    was_used: whether drafts were computed or verified. rejected: by row of the last plan with
+    drafts, how many of them were not accepted.
     """
 
     def __init__(
@@ -76,11 +76,6 @@ class DraftRows(StepExtension):
         self.was_used = False
         self.rejected: Int32s = np.zeros(0, np.int32)
         self._drafting_ms = 0.0  # of the source, when it was asked last
-
-    @property
-    def is_used(self) -> bool:
-        """Return whether `fields` has counts."""
-        return self.was_used or self._source.drafting_ms > 0.0
 
     def take_drafting_ms(self) -> float:
         """Return the milliseconds that drafts were computed since the last call."""
@@ -134,6 +129,7 @@ class DraftRows(StepExtension):
         counts, ids = self._source.propose(
             batch.tokens, index, limits, lambda: self._cost(rows, ends)
         )
+        self.was_used |= self._source.drafting_ms > 0.0
         if not len(ids):
             return
         fits = step.budget.allot(ends, counts)
