@@ -257,8 +257,8 @@ class SchedulerConfig:
     )
     draft_model: str | None = setting(
         None,
-        "smaller model that proposes tokens, given as --model is; its tokenizer must be the "
-        "model's. Default with --speculate draft: the draft model of the built-in model",
+        "smaller model with the same tokenizer that proposes tokens: a directory, a GGUF file, or "
+        "ORG/NAME; default with --speculate draft: the draft model of the built-in model",
     )
     max_draft_tokens: int = setting(
         8,
