@@ -44,7 +44,7 @@ from quire.speculative.proposer import Drafts
 
 Int32s = NDArray[np.int32]
 PARTS = ("ngram", "draft", "synthetic")
-QUESTIONS = ("Tell me a story about a {}.", "What can a {} do?", "Write about a {} and a friend.")
+QUESTIONS = ("Write a story about a {}.", "What can a {} do?", "Write about a {} and a friend.")
 TOPICS = ("cat", "dog", "boat", "tree", "bird", "frog", "girl", "king")
 TEXT = "The old man had a red boat. He painted the boat blue, and the blue boat went to sea. "
 OFF = SchedulingParams(speculation=SpeculationParams(is_on=False))

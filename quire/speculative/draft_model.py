@@ -11,6 +11,7 @@ drafts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -26,6 +27,8 @@ Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
 Bools = NDArray[np.bool_]
 NO_BLOCKS: Int32s = np.empty(0, np.int32)
+# Known tokens that a call computes at least where texts are behind.
+MIN_CATCH_UP = 16
 
 
 class DraftLimits(NamedTuple):
@@ -72,6 +75,7 @@ class ModelProposer:
         self._model, self._limits, self._now_ms = model, limits, now_ms
         self.pass_times = PassTimes(limits.num_slots)
         self.drafting_ms = 0.0
+        self.catch_up_ms = math.inf
         num_slots = limits.num_slots
         self._requests: list[Request | None] = [None] * num_slots
         self._is_admitted = np.zeros(num_slots, np.bool_)
@@ -168,17 +172,22 @@ class ModelProposer:
         """Compute a pass; learn its time if it has about one token per request."""
         began_ms = self._now_ms()
         sampled = self._model.compute(slots, starts, counts, samples)
+        ms = self._now_ms() - began_ms
         if is_short:
-            self.pass_times.note(len(slots), self._now_ms() - began_ms)
+            self.pass_times.note(len(slots), ms)
+        else:
+            self.pass_times.note_tokens(int(np.add.reduce(counts)), ms)
         return sampled
 
     def _allotted(self, pending: Int32s) -> Int32s:
         """Return how many of its `pending` tokens each request computes in the first pass: those
         with the fewest come first, so that a long prompt does not keep others from drafting."""
+        behind = self.pass_times.max_tokens(self.catch_up_ms, self._limits.max_tokens)
+        num_tokens = min(2 * len(pending) + max(behind, MIN_CATCH_UP), self._limits.max_tokens)
         order = np.argsort(pending, kind="stable")
         before = np.cumsum(pending[order]) - pending[order]
         counts = np.empty_like(pending)
-        counts[order] = np.clip(self._limits.max_tokens - before, 0, pending[order])
+        counts[order] = np.clip(num_tokens - before, 0, pending[order])
         return counts
 
     def _follow(self, tokens: TokenTable, slots: Index) -> None:

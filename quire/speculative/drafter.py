@@ -9,6 +9,7 @@ nothing else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -27,6 +28,8 @@ Bools = NDArray[np.bool_]
 Cost = Callable[[], "PredictedCost"]
 # Where no computed draft pays, the control is asked again after 1, 2, 4, ... steps up to so many.
 MAX_REST_STEPS = 16
+# How long a draft model may catch up with prompts in a step, in times of the step.
+CATCH_UP_SHARE = 0.5
 
 
 class PredictedCost(Protocol):
@@ -132,6 +135,11 @@ class Drafter:
         some = (is_computed & (counts > 0)).nonzero()[0]
         if len(some):
             made = no_drafts(len(some), self.max_drafts)
+            if self._costly is not None:
+                predicted = cost()
+                is_alone = predicted.step_tokens <= 1  # then it delays no other request
+                share = math.inf if is_alone else CATCH_UP_SHARE
+                self._costly.catch_up_ms = share * predicted.step_ms
             self._ask(self._proposer, tokens, index[some], counts[some], made)
             drafts.ids[some], drafts.counts[some] = made
         if not drafts.counts.any():

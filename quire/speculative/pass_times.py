@@ -1,4 +1,4 @@
-"""PassTimes: how long a draft model's passes take, by the number of requests in them.
+"""PassTimes: how long a draft model's passes take, by the number of requests or tokens in them.
 
 Learned from the passes themselves, in powers of two of requests. What is not used for a long time
 drifts back to the best time seen, so that one slow pass does not end drafting for good.
@@ -23,6 +23,7 @@ class PassTimes:
         num_sizes = _size(num_requests) + 1
         self._ms: Float64s = np.zeros(num_sizes)  # 0: not known
         self._best: Float64s = np.zeros(num_sizes)
+        self._token_ms = 0.0  # in passes of many tokens
 
     def note(self, num_requests: int, ms: float) -> None:
         """Learn from a pass for `num_requests` requests."""
@@ -30,6 +31,17 @@ class PassTimes:
         old = self._ms[at]
         self._ms[at] = ms if not old else old + WEIGHT * (min(ms, 2.0 * old) - old)
         self._best[at] = ms if not old else min(ms, self._best[at])
+
+    def note_tokens(self, num_tokens: int, ms: float) -> None:
+        """Learn from a pass over `num_tokens` tokens of prompts."""
+        old, new = self._token_ms, ms / num_tokens
+        self._token_ms = new if not old else old + WEIGHT * (min(new, 2.0 * old) - old)
+
+    def max_tokens(self, ms: float, limit: int) -> int:
+        """Return how many tokens of prompts take about `ms`, at most `limit`."""
+        if self._token_ms * limit <= ms:
+            return limit
+        return int(ms / self._token_ms)
 
     def settle(self) -> None:
         """Take the best times seen so far: those of a warm machine."""

@@ -57,10 +57,12 @@ class Proposer(Protocol):
 class CostlyProposer(Proposer, Protocol):
     """A Proposer that computes its drafts, so that it is asked only for as many as pay.
 
-    drafting_ms: milliseconds that it has computed so far.
+    drafting_ms: milliseconds that it has computed so far. catch_up_ms: about how long a call may
+    compute known tokens that the proposer lacks, which all requests of the step wait for.
     """
 
     drafting_ms: float
+    catch_up_ms: float
 
     def possible(self, tokens: TokenTable, slots: Index, limits: Int32s) -> Int32s:
         """Return how many drafts each of `slots` may get, at most limits[i]. Computes none."""

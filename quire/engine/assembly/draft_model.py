@@ -47,6 +47,7 @@ PASS_TOKENS = 256
 MAX_LISTED = 5
 # Rounds of passes that are timed before the first request.
 _ROUNDS = 3
+_PROMPT_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,8 +210,14 @@ def _same_file(one: Path, other: Path) -> bool:
 
 
 def _time_passes(proposer: ModelProposer, num_slots: int) -> None:
-    """Time passes of one request and of all, so that the first decisions know what drafts cost."""
-    known = TokenTable(num_slots, 4)
+    """Time passes of one request and of all, and over a prompt, so that the first decisions know
+    what drafts cost."""
+    known = TokenTable(num_slots, _PROMPT_TOKENS)
+    one = np.zeros(1, np.intp)
+    for _ in range(_ROUNDS):
+        known.admit(0, np.zeros(_PROMPT_TOKENS, np.int32), _PROMPT_TOKENS)
+        proposer.begin(0, _made_up_request())
+        proposer.propose(known, one, np.ones(1, np.int32), no_drafts(1, 1))
     for num in sorted({1, num_slots}):
         slots, limits = np.arange(num), np.full(num, 3, np.int32)
         for slot in range(num):

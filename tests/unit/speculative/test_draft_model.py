@@ -172,6 +172,20 @@ def test_a_long_prompt_catches_up_over_calls_and_delays_no_other_request() -> No
     assert all(sum(counts.values()) <= 8 for counts in case.model.passes)
 
 
+def test_catching_up_is_bounded_by_time_but_goes_on() -> None:
+    case = Case(max_tokens=36)
+    case.begin(0, *range(1, 31))
+    case.begin(1, *range(1, 31))
+    case.propose([0], limit=1)  # a pass takes one tick of the clock, whatever it computes
+    case.proposer.catch_up_ms = 0.6  # 18 of these 30 tokens
+    assert [case.propose([1], limit=1), case.propose([1], limit=1)] == [[[]], [case.answer(1, 1)]]
+    assert case.model.passes == [{0: 30}, {1: 20}, {1: 10}]
+    case.proposer.catch_up_ms = 0.0
+    case.begin(1, *range(2, 32))
+    case.propose([1], limit=1)
+    assert case.model.passes[-1] == {1: 18}
+
+
 def test_requests_without_blocks_have_no_drafts_and_get_those_that_come_free() -> None:
     case = Case(num_blocks=3)
     case.begin(0, *range(1, 7))  # two blocks with their drafts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -143,6 +144,7 @@ class CountedModel(ScriptedProposer):
     def __init__(self, pass_ms: float = 1.0) -> None:
         super().__init__()
         self.drafting_ms = 0.0
+        self.catch_up_ms = 0.0
         self.limits: list[list[int]] = []
         self.is_closed = False
         self._pass_ms = pass_ms
@@ -170,6 +172,10 @@ def test_a_model_is_asked_for_as_many_drafts_as_the_control_chose() -> None:
     case.begin(1, [1, 2, 3], 3, prediction_ids=ints(30, 31, 32))
     assert case.propose(0, 1) == [[7, 8], [30, 31, 32]]
     assert (model.asked, model.limits) == ([[0]], [[2]])
+    assert model.catch_up_ms == 5.0  # half a step, as another request waits
+    assert case.propose(0) == [[7, 8]]
+    assert model.catch_up_ms == math.inf
+    model.asked.pop()
     index, limits = np.array([0, 1]), np.full(2, 3, np.int32)
     assert case.drafter.would_propose(case.tokens, index, limits).all()
     assert len(model.asked) == 1  # not for the answer to that
