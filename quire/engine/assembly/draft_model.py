@@ -105,7 +105,10 @@ def sized_draft(config: EngineConfig, spec: ModelSpec, sizing: ExecutorSizing) -
     checkpoint = open_checkpoint(folder)
     longest = min(own.max_positions, config.model.max_model_len or spec.max_positions)
     model = replace(config.model, model=str(folder), max_model_len=longest, keep=())
-    program = engine_program(replace(config, model=model), own, checkpoint)
+    try:
+        program = engine_program(replace(config, model=model), own, checkpoint)
+    except SettingError as error:
+        raise SettingError(f"draft model {folder}: {error}") from error
     max_num_seqs = config.scheduler.max_num_seqs
     limits = StepLimits(
         max_tokens=max(PASS_TOKENS, 2 * max_num_seqs),

@@ -23,6 +23,7 @@ from quire.execute.native import NativeExecutor
 from quire.models.registry import draft_box_path, open_model
 from quire.speculative.control import AdaptiveControl
 from quire.speculative.drafter import Drafter
+from tests.gguf_convert import write_gguf_of
 from tests.tiny_models import write_tiny_llama
 
 PROMPTS = [[5, 6, 7, 8, 9] * 4, [20, 21, 22], [5, 6, 7, 8]]
@@ -134,6 +135,26 @@ def test_padding_of_the_table_is_no_difference_but_more_tokens_are(
     (padded / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match=r"has 320 token ids, .* has 307, and their tokens cannot"):
         check_vocabulary(model, 307, padded, 320)
+
+
+def test_a_gguf_file_drafts_for_a_directory(
+    model: Path, tmp_path: Path, all_drafts: dict[str, int]
+) -> None:
+    file = write_gguf_of(model, tmp_path / "draft.gguf")
+    check_vocabulary(model, 307, file, 307)
+    settings = {"threads": 1, "max_num_seqs": 4, "max_model_len": 64}
+    with LLM(model, speculate="draft", draft_model=str(file), **settings) as llm:
+        assert answers(llm) == answers(llm, OFF)
+    assert all_drafts["accepted"] == all_drafts["drafted"] > 60
+
+
+def test_settings_that_the_draft_model_cannot_have_name_it(model: Path, tmp_path: Path) -> None:
+    shape = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96}
+    even = write_tiny_llama(tmp_path / "even", **shape)
+    file = write_gguf_of(even, tmp_path / "draft.gguf", kind="Q8_0")
+    config = engine_config({"model": str(even), "draft_model": str(file), "quantization": "int4"})
+    with pytest.raises(SettingError, match=r"^draft model .*draft.gguf: .*quantized already"):
+        sized_draft(config, open_model(even), NativeExecutor)
 
 
 def test_the_sum_of_memory_contains_the_draft_model(model: Path, other: Path) -> None:
