@@ -121,6 +121,12 @@ class ModelProposer:
         """See CostlyProposer."""
         return self.pass_times.table(num_requests)
 
+    def behind_ms(self, tokens: TokenTable, slots: Index) -> NDArray[np.float64]:
+        """See CostlyProposer: of tokens beyond those that a pass for drafts computes anyway."""
+        behind = np.maximum(tokens.lengths[slots] - self._computed[slots] - 2, 0)
+        behind_ms: NDArray[np.float64] = behind * self.pass_times.token_ms
+        return behind_ms
+
     def propose(self, tokens: TokenTable, slots: Index, limits: Int32s, drafts: Drafts) -> None:
         """See Proposer."""
         began_ms = self._now_ms()

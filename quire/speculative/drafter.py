@@ -30,6 +30,8 @@ Cost = Callable[[], "PredictedCost"]
 MAX_REST_STEPS = 16
 # How long a draft model may catch up with prompts in a step, in times of the step.
 CATCH_UP_SHARE = 0.5
+# Over so many drafts the cost of catching up with a request is spread when the control decides.
+DRAFTS_PER_CATCH_UP = 64.0
 
 
 class PredictedCost(Protocol):
@@ -118,7 +120,8 @@ class Drafter:
         if self._resting and not self._asks_prediction.any():
             return np.zeros(len(index), np.bool_)
         drafts, may_compute = self._found(tokens, index, limits)
-        counts = self._chosen(index, drafts.counts + may_compute, may_compute > 0, None)
+        limits = drafts.counts + may_compute
+        counts = self._chosen(tokens, index, limits, may_compute > 0, None)
         return counts > 0
 
     def propose(
@@ -127,7 +130,7 @@ class Drafter:
         """See DraftSource."""
         drafts, may_compute = self._found(tokens, index, limits)
         is_computed = may_compute > 0
-        counts = self._chosen(index, drafts.counts + may_compute, is_computed, cost)
+        counts = self._chosen(tokens, index, drafts.counts + may_compute, is_computed, cost)
         if self._costly is not None:
             rest_steps = min(max(2 * self._rest_steps, 1), MAX_REST_STEPS)
             self._rest_steps = self._resting = 0 if counts.any() else rest_steps
@@ -164,7 +167,12 @@ class Drafter:
         return drafts, may_compute
 
     def _chosen(
-        self, index: Index, limits: Int32s, is_computed: Bools, cost: Cost | None
+        self,
+        tokens: TokenTable,
+        index: Index,
+        limits: Int32s,
+        is_computed: Bools,
+        cost: Cost | None,
     ) -> Int32s:
         """Return how many of limits[i] drafts pay, those of rows `is_computed` with their making.
 
@@ -176,10 +184,12 @@ class Drafter:
         of_some = None
         if cost is not None:
             passes, predicted = None, cost()
+            draft_ms = predicted.draft_ms[some]
             if self._costly is not None:
                 rows = is_computed[some]
                 passes = Passes(self._costly.pass_ms(int(np.count_nonzero(rows))), rows)
-            draft_ms = predicted.draft_ms[some]
+                behind_ms = self._costly.behind_ms(tokens, index[some])
+                draft_ms = draft_ms + rows * behind_ms / DRAFTS_PER_CATCH_UP
             of_some = StepCost(
                 predicted.step_ms, predicted.step_tokens, draft_ms, passes, 1 + self._rest_steps
             )

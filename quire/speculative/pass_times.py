@@ -17,13 +17,13 @@ DRIFT = 1 / 512
 
 
 class PassTimes:
-    """Of passes for up to `num_requests` requests."""
+    """Of passes for up to `num_requests` requests. token_ms: of a token of a prompt; 0: unknown."""
 
     def __init__(self, num_requests: int) -> None:
         num_sizes = _size(num_requests) + 1
         self._ms: Float64s = np.zeros(num_sizes)  # 0: not known
         self._best: Float64s = np.zeros(num_sizes)
-        self._token_ms = 0.0  # in passes of many tokens
+        self.token_ms = 0.0
 
     def note(self, num_requests: int, ms: float) -> None:
         """Learn from a pass for `num_requests` requests."""
@@ -34,14 +34,14 @@ class PassTimes:
 
     def note_tokens(self, num_tokens: int, ms: float) -> None:
         """Learn from a pass over `num_tokens` tokens of prompts."""
-        old, new = self._token_ms, ms / num_tokens
-        self._token_ms = new if not old else old + WEIGHT * (min(new, 2.0 * old) - old)
+        old, new = self.token_ms, ms / num_tokens
+        self.token_ms = new if not old else old + WEIGHT * (min(new, 2.0 * old) - old)
 
     def max_tokens(self, ms: float, limit: int) -> int:
         """Return how many tokens of prompts take about `ms`, at most `limit`."""
-        if self._token_ms * limit <= ms:
+        if self.token_ms * limit <= ms:
             return limit
-        return int(ms / self._token_ms)
+        return int(ms / self.token_ms)
 
     def settle(self) -> None:
         """Take the best times seen so far: those of a warm machine."""

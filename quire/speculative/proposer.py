@@ -71,5 +71,8 @@ class CostlyProposer(Proposer, Protocol):
         """Return the milliseconds of a pass that drafts a token for each of 0 to `num_requests`
         requests; 0 where no time is known."""
 
+    def behind_ms(self, tokens: TokenTable, slots: Index) -> Float64s:
+        """Return the milliseconds until each of `slots` is known well enough to draft for it."""
+
     def close(self) -> None:
         """Free threads and memory; no further calls follow."""

@@ -177,6 +177,7 @@ def test_catching_up_is_bounded_by_time_but_goes_on() -> None:
     case.begin(0, *range(1, 31))
     case.begin(1, *range(1, 31))
     case.propose([0], limit=1)  # a pass takes one tick of the clock, whatever it computes
+    assert case.proposer.behind_ms(case.known, np.array([0, 1])).tolist() == [0, 28 / 30]
     case.proposer.catch_up_ms = 0.6  # 18 of these 30 tokens
     assert [case.propose([1], limit=1), case.propose([1], limit=1)] == [[[]], [case.answer(1, 1)]]
     assert case.model.passes == [{0: 30}, {1: 20}, {1: 10}]

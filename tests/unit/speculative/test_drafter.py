@@ -141,8 +141,9 @@ def test_drafts_are_cut_to_the_vocabulary_and_the_limit(
 class CountedModel(ScriptedProposer):
     """A proposer that computes; notes for how many drafts it was asked."""
 
-    def __init__(self, pass_ms: float = 1.0) -> None:
+    def __init__(self, pass_ms: float = 1.0, behind_ms: float = 0.0) -> None:
         super().__init__()
+        self._behind_ms = behind_ms
         self.drafting_ms = 0.0
         self.catch_up_ms = 0.0
         self.limits: list[list[int]] = []
@@ -151,6 +152,9 @@ class CountedModel(ScriptedProposer):
 
     def possible(self, tokens: TokenTable, slots: NDArray[np.intp], limits: Int32s) -> Int32s:
         return np.minimum(limits, np.int32(2))
+
+    def behind_ms(self, tokens: TokenTable, slots: NDArray[np.intp]) -> NDArray[np.float64]:
+        return np.full(len(slots), self._behind_ms)
 
     def pass_ms(self, num_requests: int) -> NDArray[np.float64]:
         return np.full(num_requests + 1, self._pass_ms)
@@ -179,6 +183,17 @@ def test_a_model_is_asked_for_as_many_drafts_as_the_control_chose() -> None:
     index, limits = np.array([0, 1]), np.full(2, 3, np.int32)
     assert case.drafter.would_propose(case.tokens, index, limits).all()
     assert len(model.asked) == 1  # not for the answer to that
+
+
+@pytest.mark.parametrize(("behind_ms", "is_asked"), [(64.0, True), (6400.0, False)])
+def test_a_prompt_that_the_model_lacks_is_part_of_the_price(
+    behind_ms: float, is_asked: bool
+) -> None:
+    model = CountedModel(behind_ms=behind_ms)
+    case = Case(model, AdaptiveControl(NUM_SLOTS, MAX_DRAFTS))
+    case.begin(0, [1, 2, 3], 3)
+    case.propose(0)
+    assert bool(model.asked) == is_asked
 
 
 def test_no_model_runs_where_its_drafts_do_not_pay() -> None:
