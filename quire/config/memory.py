@@ -110,30 +110,7 @@ def plan_memory(needs: MemoryNeeds, memory: MachineMemory) -> MemoryPlan:
             "take a smaller model, or lower --max-num-batched-tokens or --max-num-seqs"
             f"{', or leave the draft model out' if draft.token_bytes else ''}"
         )
-    useful_blocks = needs.max_num_seqs * _blocks(needs.max_model_len or needs.model_max_len, needs)
-    if needs.kv_cache_memory_bytes is None:
-        share = OWN_SHARE if memory.is_own else DEFAULT_SHARE
-        num_blocks = int(left_bytes * share) // (block_bytes + draft_block_bytes)
-        num_blocks = min(num_blocks, useful_blocks)
-        num_blocks = max(num_blocks, 1)
-    else:
-        num_blocks = needs.kv_cache_memory_bytes // block_bytes
-        with_drafts = needs.kv_cache_memory_bytes + num_blocks * draft_block_bytes
-        if with_drafts > left_bytes:
-            more = with_drafts - needs.kv_cache_memory_bytes
-            besides = f" (and {mib(more)} for as many tokens of the draft model)" if more else ""
-            raise CapacityError(
-                f"--kv-cache-memory asks for {mib(needs.kv_cache_memory_bytes)}{besides}, but of "
-                f"{mib(memory.available_bytes)} available ({memory.limit}) only {mib(left_bytes)} "
-                f"are left beside weights, buffers, tables and reserve ({mib(fixed_bytes)}); lower "
-                "--kv-cache-memory"
-            )
-        if num_blocks < 1:
-            raise CapacityError(
-                f"--kv-cache-memory is {needs.kv_cache_memory_bytes} bytes, less than one block of "
-                f"{needs.block_size} tokens, which takes {block_bytes}; raise it or lower "
-                "--block-size"
-            )
+    num_blocks = _num_blocks(needs, memory, fixed_bytes)
     max_model_len, notes = _context(needs, num_blocks)
     draft_blocks = 0
     if draft.token_bytes:
@@ -163,6 +140,38 @@ def plan_memory(needs: MemoryNeeds, memory: MachineMemory) -> MemoryPlan:
         lines=lines,
         notes=notes,
     )
+
+
+def _num_blocks(needs: MemoryNeeds, memory: MachineMemory, fixed_bytes: int) -> int:
+    """Return the blocks of the KV cache; a draft model's cache has as many at most."""
+    left_bytes = memory.available_bytes - fixed_bytes
+    block_bytes = needs.block_size * needs.token_bytes
+    draft_block_bytes = needs.block_size * needs.draft.token_bytes
+    useful_blocks = needs.max_num_seqs * _blocks(needs.max_model_len or needs.model_max_len, needs)
+    if needs.kv_cache_memory_bytes is None:
+        share = OWN_SHARE if memory.is_own else DEFAULT_SHARE
+        num_blocks = int(left_bytes * share) // (block_bytes + draft_block_bytes)
+        num_blocks = min(num_blocks, useful_blocks)
+        num_blocks = max(num_blocks, 1)
+    else:
+        num_blocks = needs.kv_cache_memory_bytes // block_bytes
+        with_drafts = needs.kv_cache_memory_bytes + num_blocks * draft_block_bytes
+        if with_drafts > left_bytes:
+            more = with_drafts - needs.kv_cache_memory_bytes
+            besides = f" (and {mib(more)} for as many tokens of the draft model)" if more else ""
+            raise CapacityError(
+                f"--kv-cache-memory asks for {mib(needs.kv_cache_memory_bytes)}{besides}, but of "
+                f"{mib(memory.available_bytes)} available ({memory.limit}) only {mib(left_bytes)} "
+                f"are left beside weights, buffers, tables and reserve ({mib(fixed_bytes)}); lower "
+                "--kv-cache-memory"
+            )
+        if num_blocks < 1:
+            raise CapacityError(
+                f"--kv-cache-memory is {needs.kv_cache_memory_bytes} bytes, less than one block of "
+                f"{needs.block_size} tokens, which takes {block_bytes}; raise it or lower "
+                "--block-size"
+            )
+    return num_blocks
 
 
 def num_blocks_of(num_tokens: int, block_size: int) -> int:
