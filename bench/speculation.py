@@ -1,11 +1,15 @@
 """Measure speculation: acceptance, and speed with drafts against without, as interleaved pairs.
 
 ngram: a model that writes text (the built-in one by default) with prompt lookup; each prompt quotes
-itself, so that answers repeat some of it. synthetic: a random checkpoint in the shapes of a real
-model, with a proposer that knows the answer and is right with a fixed probability; it shows what
-verification costs and gains, and says nothing about any proposer. Both sides of a pair run in one
-engine on the same requests; the order alternates. Refuses to report where tokens differ. Run:
-python -m bench.speculation [--part ngram|synthetic ...] [--model PATH] [--shape qwen3-0.6b]
+itself, so that answers repeat some of it. draft: the built-in model with its draft model, which
+samples with the noise of the target and, to compare, with noise of its own; --fixed-drafts N drafts
+N tokens in each step, whatever they cost, so that acceptance is measured. synthetic: a random
+checkpoint in the shapes of a real model, with a proposer that knows the answer and is right with a
+fixed probability; it shows what verification costs and gains, and says nothing about any proposer.
+Both sides of a pair run in one engine on the same requests; the order alternates. Refuses to report
+where tokens differ. Run:
+python -m bench.speculation [--part ngram|draft|synthetic ...] [--model PATH] [--draft-model PATH]
+[--shape qwen3-0.6b]
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +33,19 @@ from quire.base.scheduling_params import SchedulingParams
 from quire.base.speculation_params import SpeculationParams
 from quire.base.token_table import TokenTable
 from quire.bench.machine import machine_card
+from quire.engine.assembly import draft_model
 from quire.engine.assembly import drafts as assembly
 from quire.engine.library.llm import LLM
+from quire.runner.draft_runner import DraftRunner
+from quire.speculative.control import FixedControl
+from quire.speculative.draft_model import ModelProposer
 from quire.speculative.ngram import NgramProposer
 from quire.speculative.proposer import Drafts
 
 Int32s = NDArray[np.int32]
-PARTS = ("ngram", "synthetic")
+PARTS = ("ngram", "draft", "synthetic")
+QUESTIONS = ("Write a story about a {}.", "What can a {} do?", "Write about a {} and a friend.")
+TOPICS = ("cat", "dog", "boat", "tree", "bird", "frog", "girl", "king")
 TEXT = "The old man had a red boat. He painted the boat blue, and the blue boat went to sea. "
 OFF = SchedulingParams(speculation=SpeculationParams(is_on=False))
 ON = SchedulingParams(speculation=SpeculationParams(is_on=True))
@@ -95,10 +106,23 @@ class FixedAcceptance(CountedNgrams):
             drafts.counts[row] = len(following)
 
 
+class CountedModel(ModelProposer):
+    """A draft model, with counts of what became of its drafts."""
+
+    counts = Counts()
+
+    def verified(self, slots: NDArray[np.intp], drafted: Int32s, accepted: Int32s) -> None:
+        self.counts.add(drafted, accepted)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--model", default="", help="of part ngram; default: the built-in model")
+    parser.add_argument(
+        "--model", default="", help="of parts ngram and draft; default: the built-in model"
+    )
+    parser.add_argument("--draft-model", help="of part draft; default: that of the built-in model")
+    parser.add_argument("--fixed-drafts", type=int, help="of part draft; default: adaptive")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-0.6b")
     parser.add_argument("--batch", nargs="+", type=int, default=(1, 4, 16, 64))
     parser.add_argument("--temperature", nargs="+", type=float, default=(0.0, 0.6, 1.0))
@@ -112,7 +136,7 @@ def main() -> None:
     result: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
     result |= {"bench": "speculation", "machine": machine_card()}
     for part in args.part:
-        result[part] = measure_ngrams(args) if part == "ngram" else measure_synthetic(args)
+        result[part] = MEASURES[part](args)
         print(part, json.dumps(result[part], indent=1))
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -143,6 +167,47 @@ def measure_ngrams(args: argparse.Namespace) -> list[dict[str, Any]]:
             for temperature in args.temperature
             for batch in args.batch
         ]
+
+
+def measure_drafts(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return cells by noise, temperature and batch."""
+    draft_model.ModelProposer = CountedModel  # type: ignore[misc]
+    if args.fixed_drafts:
+        assembly.AdaptiveControl = lambda *_: FixedControl(args.fixed_drafts)  # type: ignore
+    cells = []
+    for noise in ("shared", "independent"):
+        draft_model.DraftRunner = partial(  # type: ignore[misc]
+            DraftRunner, shares_noise=noise == "shared"
+        )
+        with LLM(
+            args.model,
+            max_num_seqs=max(args.batch),
+            max_draft_tokens=args.max_draft_tokens,
+            enable_prefix_caching=False,
+            speculate="draft",
+            draft_model=args.draft_model,
+        ) as llm:
+            for temperature in args.temperature:
+                for batch in args.batch:
+                    cell = measure_pairs(
+                        llm,
+                        story_prompts(batch),
+                        sampling_of(args.tokens, temperature),
+                        args.pairs,
+                        CountedModel.counts,
+                    )
+                    cells.append(
+                        {"noise": noise, "temperature": temperature, "batch": batch} | cell
+                    )
+    return cells
+
+
+def story_prompts(num: int) -> list[str]:
+    """Return different prompts."""
+    return [
+        QUESTIONS[number % len(QUESTIONS)].format(TOPICS[number // len(QUESTIONS) % len(TOPICS)])
+        for number in range(num)
+    ]
 
 
 def measure_synthetic(args: argparse.Namespace) -> dict[str, Any]:
@@ -220,6 +285,13 @@ def tokens_of(
     """Return the tokens of each answer."""
     answers = llm.generate(list(prompts), sampling, terms=terms, progress=False)
     return [answer.outputs[0].token_ids for answer in answers]
+
+
+MEASURES: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "ngram": measure_ngrams,
+    "draft": measure_drafts,
+    "synthetic": measure_synthetic,
+}
 
 
 if __name__ == "__main__":

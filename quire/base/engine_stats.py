@@ -58,6 +58,7 @@ class EngineStats:
     tier_bad_blocks_total: int = 0  # read back with other bytes than saved: recomputed
     tier_failures_total: int = 0  # 1 where the tier is out of use
     row_errors_total: int = 0
+    drafting_ms_total: float = 0.0  # computing a draft model, beside the steps
     draft_rows_total: int = 0  # rows with draft tokens that were verified
     # Of these drafts, by position in the row: how many there were, and how many were accepted.
     draft_tokens_total: tuple[int, ...] = ()

@@ -29,7 +29,7 @@ _SIZING = frozenset(
     {
         *("dtype", "quantization", "head_precision", "keep"),
         *("block_size", "kv_cache_memory_bytes", "kv_cache_dtype"),
-        *("max_num_batched_tokens", "num_threads"),
+        *("max_num_batched_tokens", "num_threads", "speculate", "draft_model"),
     }
 )
 
@@ -72,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan and print. Raises ModelError or SettingError as an engine would."""
+    from quire.hub.cache import local_model
     from quire.obs.report import show
     from quire.sim.hardware import THIS, find_device
     from quire.sim.plan import Planner, check_model
@@ -81,6 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with _described(arguments.model) as settings:
             settings |= engine_settings(arguments)
+            if settings.get("draft_model"):
+                settings["draft_model"] = str(local_model(settings["draft_model"]))
             if device is None:
                 check_model(settings)  # a wrong model or flag is reported before measuring
                 device = _this_machine(settings.get("num_threads"))

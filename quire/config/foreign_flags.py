@@ -33,7 +33,9 @@ _ONE_DEVICE = "one process on one device serves a model here; leave it out"
 _DEVICE = "the GPU is chosen by --device"
 _LAYERS = "a GPU computes all layers (--executor torch) or none; leave it out"
 _KERNELS = "kernels are chosen by --executor and --numerics; leave it out"
-_DRAFT = "there is no speculative decoding yet; leave it out"
+_DRAFT = "speculative decoding is set by --speculate; a draft model by --draft-model"
+_DRAFT_MODEL = "a draft model is set by --draft-model, with --speculate draft"
+_DRAFT_TOKENS = "the maximum number of draft tokens is --max-draft-tokens"
 _LORA = "there are no LoRA adapters yet: merge the adapter into the model's weights"
 _CHUNKS = "chunked prefill is always on; leave it out"
 _TOOLS = "tool calls are parsed in every answer to a request with tools; leave it out"
@@ -267,9 +269,9 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "-rea": _EFFORT,
         "--reasoning": _EFFORT,
         "--reasoning-effort": _EFFORT,
-        "--model-draft": _DRAFT,
-        "-md": _DRAFT,
-        "--draft-max": _DRAFT,
+        "--model-draft": _DRAFT_MODEL,
+        "-md": _DRAFT_MODEL,
+        "--draft-max": _DRAFT_TOKENS,
         "--lora": _LORA,
         "--lora-scaled": _LORA,
         "--mmproj": _TEXT_ONLY,

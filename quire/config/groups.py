@@ -249,10 +249,16 @@ class SchedulerConfig:
         "number of last steps for which timelines of requests are kept (quire why), fewer if they "
         "take more than 256 bytes each (many prompts or drafts), at most 8388608; 0: no timelines",
     )
-    speculate: Literal["off", "ngram"] = setting(
+    speculate: Literal["off", "ngram", "draft"] = setting(
         "off",
         "speculative decoding of requests that do not set it (field speculation): ngram proposes "
-        "what followed the last tokens earlier in the request; answers do not change",
+        "what followed the last tokens earlier in the request, draft asks --draft-model; answers "
+        "do not change",
+    )
+    draft_model: str | None = setting(
+        None,
+        "smaller model with the same tokenizer that proposes tokens: a directory, a GGUF file, or "
+        "ORG/NAME; default with --speculate draft: the draft model of the built-in model",
     )
     max_draft_tokens: int = setting(
         8,
@@ -268,16 +274,7 @@ class SchedulerConfig:
             at_least(name, getattr(self, name), 0)
         at_most("timeline_steps", self.timeline_steps, 1 << 23, "up to 256 bytes each: 2 GiB")
         one_of("scheduling_policy", self.scheduling_policy, POLICIES)
-        one_of("speculate", self.speculate, ("off", "ngram"))
-        if not 0 <= self.max_draft_tokens <= MAX_DRAFT_TOKENS:
-            raise SettingError(
-                f"max_draft_tokens is {self.max_draft_tokens}; it must be 0 to {MAX_DRAFT_TOKENS}"
-            )
-        if self.speculate != "off" and not self.max_draft_tokens:
-            raise SettingError(
-                f"speculate is {self.speculate} and max_draft_tokens is 0; set --speculate off, or "
-                "allow draft tokens"
-            )
+        self._check_speculation()
         at_least("policy_aging", self.policy_aging, 0)
         at_least("max_num_seqs", self.max_num_seqs, 1)
         if self.plans_in_flight is not None:
@@ -296,6 +293,28 @@ class SchedulerConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs "
                 f"{self.max_num_seqs}: every running request takes a token per step; raise the "
                 "former or lower the latter"
+            )
+
+    def _check_speculation(self) -> None:
+        one_of("speculate", self.speculate, ("off", "ngram", "draft"))
+        if not 0 <= self.max_draft_tokens <= MAX_DRAFT_TOKENS:
+            raise SettingError(
+                f"max_draft_tokens is {self.max_draft_tokens}; it must be 0 to {MAX_DRAFT_TOKENS}"
+            )
+        if self.speculate != "off" and not self.max_draft_tokens:
+            raise SettingError(
+                f"speculate is {self.speculate} and max_draft_tokens is 0; set --speculate off, or "
+                "allow draft tokens"
+            )
+        if self.draft_model is None:
+            return
+        if not self.draft_model:
+            raise SettingError("draft_model is empty; give a model, or leave it out")
+        if self.speculate == "ngram" or not self.max_draft_tokens:
+            reason = "speculate is ngram" if self.max_draft_tokens else "max_draft_tokens is 0"
+            raise SettingError(
+                f"draft_model is {self.draft_model} and {reason}, so that it would never be used; "
+                "set --speculate draft, or leave the draft model out"
             )
 
 

@@ -6,7 +6,7 @@ request of max_model_len tokens fits in the blocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quire.base.errors import CapacityError
 from quire.config.machine import MachineMemory
@@ -18,6 +18,22 @@ SLOT_ENTRY_BYTES = 2 * 4
 # Default share of the remaining memory for the KV cache; OWN_SHARE on a device of our own.
 DEFAULT_SHARE = 0.6
 OWN_SHARE = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftNeeds:
+    """What a draft model takes besides, likewise; max_model_len: its longest context.
+
+    Its KV cache has as many blocks as the model's, as far as its requests can use them.
+    """
+
+    weights_bytes: int
+    step_bytes: int
+    token_bytes: int
+    max_model_len: int
+
+
+NO_DRAFT = DraftNeeds(weights_bytes=0, step_bytes=0, token_bytes=0, max_model_len=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +52,7 @@ class MemoryNeeds:
     model_max_len: int
     max_model_len: int | None
     kv_cache_memory_bytes: int | None
+    draft: DraftNeeds = field(default_factory=lambda: NO_DRAFT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +65,13 @@ class MemoryLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """The number of KV blocks, the maximum tokens of a request, and the sum that led to them."""
+    """The number of KV blocks, the maximum tokens of a request, and the sum that led to them.
+
+    draft_blocks: KV blocks of a draft model; kv_bytes does not include them.
+    """
 
     num_blocks: int
+    draft_blocks: int = 0
     max_model_len: int
     kv_bytes: int
     lines: tuple[MemoryLine, ...]
@@ -71,41 +92,30 @@ def plan_memory(needs: MemoryNeeds, memory: MachineMemory) -> MemoryPlan:
     requested length do not fit; the message says what is needed, what is available, and what to
     lower.
     """
+    draft = needs.draft
     fixed_bytes = needs.weights_bytes + needs.step_bytes + RESERVE_BYTES
+    fixed_bytes += draft.weights_bytes + draft.step_bytes
     slot_bytes = _slot_bytes(needs, memory.available_bytes - fixed_bytes)
     fixed_bytes += slot_bytes
     left_bytes = memory.available_bytes - fixed_bytes
     block_bytes = needs.block_size * needs.token_bytes
-    if left_bytes < block_bytes:
+    draft_block_bytes = needs.block_size * draft.token_bytes
+    if left_bytes < block_bytes + draft_block_bytes:
         raise CapacityError(
-            f"the model does not fit: {mib(fixed_bytes + block_bytes)} are needed "
-            f"({mib(needs.weights_bytes)} weights, {mib(needs.step_bytes)} step buffers, "
-            f"{mib(slot_bytes)} slot tables, "
+            f"the model does not fit: {mib(fixed_bytes + block_bytes + draft_block_bytes)} are "
+            f"needed ({mib(needs.weights_bytes)} weights, {mib(needs.step_bytes)} step buffers, "
+            f"{mib(slot_bytes)} slot tables, {_draft_text(needs)}"
             f"{mib(RESERVE_BYTES)} reserve, {mib(block_bytes)} for one KV block), "
             f"{mib(memory.available_bytes)} are available ({memory.limit}); {memory.remedy}, "
             "take a smaller model, or lower --max-num-batched-tokens or --max-num-seqs"
+            f"{', or leave the draft model out' if draft.token_bytes else ''}"
         )
-    useful_blocks = needs.max_num_seqs * _blocks(needs.max_model_len or needs.model_max_len, needs)
-    if needs.kv_cache_memory_bytes is None:
-        share = OWN_SHARE if memory.is_own else DEFAULT_SHARE
-        num_blocks = min(int(left_bytes * share) // block_bytes, useful_blocks)
-        num_blocks = max(num_blocks, 1)
-    else:
-        num_blocks = needs.kv_cache_memory_bytes // block_bytes
-        if needs.kv_cache_memory_bytes > left_bytes:
-            raise CapacityError(
-                f"--kv-cache-memory asks for {mib(needs.kv_cache_memory_bytes)}, but of "
-                f"{mib(memory.available_bytes)} available ({memory.limit}) only {mib(left_bytes)} "
-                f"are left beside weights, buffers, tables and reserve ({mib(fixed_bytes)}); lower "
-                "--kv-cache-memory"
-            )
-        if num_blocks < 1:
-            raise CapacityError(
-                f"--kv-cache-memory is {needs.kv_cache_memory_bytes} bytes, less than one block of "
-                f"{needs.block_size} tokens, which takes {block_bytes}; raise it or lower "
-                "--block-size"
-            )
+    num_blocks = _num_blocks(needs, memory, fixed_bytes)
     max_model_len, notes = _context(needs, num_blocks)
+    draft_blocks = 0
+    if draft.token_bytes:
+        longest = min(draft.max_model_len, max_model_len)
+        draft_blocks = min(num_blocks, needs.max_num_seqs * _blocks(longest, needs))
     lines = (
         MemoryLine(what=f"available ({memory.limit})", num_bytes=memory.available_bytes),
         MemoryLine(what="weights", num_bytes=-needs.weights_bytes),
@@ -116,15 +126,52 @@ def plan_memory(needs: MemoryNeeds, memory: MachineMemory) -> MemoryPlan:
             what=f"KV cache ({num_blocks} blocks of {needs.block_size} tokens)",
             num_bytes=-num_blocks * block_bytes,
         ),
-        MemoryLine(what="left free", num_bytes=left_bytes - num_blocks * block_bytes),
+        *_draft_lines(needs, draft_blocks),
+        MemoryLine(
+            what="left free",
+            num_bytes=left_bytes - num_blocks * block_bytes - draft_blocks * draft_block_bytes,
+        ),
     )
     return MemoryPlan(
         num_blocks=num_blocks,
+        draft_blocks=draft_blocks,
         max_model_len=max_model_len,
         kv_bytes=num_blocks * block_bytes,
         lines=lines,
         notes=notes,
     )
+
+
+def _num_blocks(needs: MemoryNeeds, memory: MachineMemory, fixed_bytes: int) -> int:
+    """Return the blocks of the KV cache; a draft model's cache has as many at most."""
+    left_bytes = memory.available_bytes - fixed_bytes
+    block_bytes = needs.block_size * needs.token_bytes
+    draft_block_bytes = needs.block_size * needs.draft.token_bytes
+    useful_blocks = needs.max_num_seqs * _blocks(needs.max_model_len or needs.model_max_len, needs)
+    if needs.kv_cache_memory_bytes is None:
+        share = OWN_SHARE if memory.is_own else DEFAULT_SHARE
+        num_blocks = int(left_bytes * share) // (block_bytes + draft_block_bytes)
+        num_blocks = min(num_blocks, useful_blocks)
+        num_blocks = max(num_blocks, 1)
+    else:
+        num_blocks = needs.kv_cache_memory_bytes // block_bytes
+        with_drafts = needs.kv_cache_memory_bytes + num_blocks * draft_block_bytes
+        if with_drafts > left_bytes:
+            more = with_drafts - needs.kv_cache_memory_bytes
+            besides = f" (and {mib(more)} for as many tokens of the draft model)" if more else ""
+            raise CapacityError(
+                f"--kv-cache-memory asks for {mib(needs.kv_cache_memory_bytes)}{besides}, but of "
+                f"{mib(memory.available_bytes)} available ({memory.limit}) only {mib(left_bytes)} "
+                f"are left beside weights, buffers, tables and reserve ({mib(fixed_bytes)}); lower "
+                "--kv-cache-memory"
+            )
+        if num_blocks < 1:
+            raise CapacityError(
+                f"--kv-cache-memory is {needs.kv_cache_memory_bytes} bytes, less than one block of "
+                f"{needs.block_size} tokens, which takes {block_bytes}; raise it or lower "
+                "--block-size"
+            )
+    return num_blocks
 
 
 def num_blocks_of(num_tokens: int, block_size: int) -> int:
@@ -141,9 +188,40 @@ def mib(num_bytes: int) -> str:
 
 def _slot_bytes(needs: MemoryNeeds, left_bytes: int) -> int:
     """Return the bytes of all slots' rows, as long as a request can be in the remaining memory."""
-    fitting_tokens = max(left_bytes, 0) // needs.token_bytes
+    draft = needs.draft
+    fitting_tokens = max(left_bytes, 0) // (needs.token_bytes + draft.token_bytes)
     num_tokens = min(needs.max_model_len or needs.model_max_len, fitting_tokens)
-    return needs.max_num_seqs * (num_tokens + _blocks(num_tokens, needs)) * SLOT_ENTRY_BYTES
+    drafted_tokens = min(num_tokens, draft.max_model_len)  # in the draft model's mirror
+    entries = num_tokens + _blocks(num_tokens, needs)
+    draft_entries = drafted_tokens + _blocks(drafted_tokens, needs)
+    return needs.max_num_seqs * (entries * SLOT_ENTRY_BYTES + draft_entries * SLOT_ENTRY_BYTES // 2)
+
+
+def _draft_text(needs: MemoryNeeds) -> str:
+    """Return what a draft model takes, as part of an error; "" without one."""
+    draft = needs.draft
+    if not draft.token_bytes:
+        return ""
+    return (
+        f"{mib(draft.weights_bytes)} weights, {mib(draft.step_bytes)} step buffers and "
+        f"{mib(needs.block_size * draft.token_bytes)} for one KV block of the draft model, "
+    )
+
+
+def _draft_lines(needs: MemoryNeeds, num_blocks: int) -> tuple[MemoryLine, ...]:
+    """Return the lines of a draft model; none without one."""
+    draft = needs.draft
+    if not draft.token_bytes:
+        return ()
+    kv_bytes = num_blocks * needs.block_size * draft.token_bytes
+    return (
+        MemoryLine(what="draft model: weights", num_bytes=-draft.weights_bytes),
+        MemoryLine(what="draft model: step buffers", num_bytes=-draft.step_bytes),
+        MemoryLine(
+            what=f"draft model: KV cache ({num_blocks} blocks of {needs.block_size} tokens)",
+            num_bytes=-kv_bytes,
+        ),
+    )
 
 
 def _context(needs: MemoryNeeds, num_blocks: int) -> tuple[int, tuple[str, ...]]:

@@ -58,12 +58,17 @@ PART_LIMITS = StepLimits(max_tokens=PART_TOKENS, max_samples=0, max_sequences=1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorOptions:
-    """How an executor is made. pack_cache: where packed weights are kept and found."""
+    """How an executor is made.
+
+    pack_cache: where packed weights are kept and found. beside: an executor of the same class that
+    is called from the same thread: its compute threads are shared.
+    """
 
     limits: StepLimits
     num_threads: int = 1
     progress: Progress | None = None
     pack_cache: PackCache | None = None
+    beside: Executor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,6 +63,7 @@ class NativeExecutor:
     """
 
     name = "native"
+    pool: _native.Pool
 
     def __init__(
         self,
@@ -76,7 +77,8 @@ class NativeExecutor:
         self.check_program(program)
         binding = bind(program, checkpoint)
         try:
-            self.pool = _native.Pool(options.num_threads, isa=isa)
+            shared = options.beside.pool if isinstance(options.beside, NativeExecutor) else None
+            self.pool = shared or _native.Pool(options.num_threads, isa=isa)
         except RuntimeError as error:  # its words name the instruction sets, or the threads
             raise SettingError(str(error)) from error
         self.recipe: str = self.pool.isa

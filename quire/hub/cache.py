@@ -38,10 +38,14 @@ _MAX_FILES = 100_000
 
 
 def with_local_model(config: EngineConfig) -> EngineConfig:
-    """Replace a model's name by its path in the cache; the name stays its name in the API.
+    """Replace names of models by their paths in the cache; the name stays its name in the API.
 
     Raises ConfigError if the cache has no such model, or only a part of it.
     """
+    draft = config.scheduler.draft_model
+    if draft is not None and hub_name(draft) is not None:
+        path = str(local_model(draft))
+        config = replace(config, scheduler=replace(config.scheduler, draft_model=path))
     name = hub_name(config.model.model)
     if name is None:
         return config

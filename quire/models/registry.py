@@ -151,6 +151,16 @@ def box_path() -> Path:
     return box
 
 
+def draft_box_path() -> Path:
+    """Return the directory of the built-in model's draft model. Raises ConfigError if absent."""
+    draft = Path(__file__).parent / "box_draft"
+    if not (draft / "config.json").is_file():
+        raise ConfigError(
+            f"{draft}: this installation has no built-in draft model; give one with --draft-model"
+        )
+    return draft
+
+
 def _as_address(path: Path) -> str:
     """Return an address as it was given: paths have no double slash."""
     return re.sub(r"^(\w+):/+", r"\1://", str(path))

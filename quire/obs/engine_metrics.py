@@ -167,6 +167,11 @@ def _counters(stats: EngineStats) -> tuple[tuple[str, str, float], ...]:
         ("quire_holds", "Times a request was held for its reader", stats.held_total),
         ("quire_row_errors", "Rows of steps that failed", stats.row_errors_total),
         (
+            "quire_drafting_seconds",
+            "Time in which a draft model was computed, between steps",
+            stats.drafting_ms_total / 1000.0,
+        ),
+        (
             "quire_draft_rows",
             "Rows with draft tokens that were verified, each of which yields one token more than "
             "it has accepted drafts",

@@ -59,23 +59,27 @@ class DraftSource(Protocol):
 
     max_drafts: int
 
+    @property
+    def drafting_ms(self) -> float:
+        """Return the milliseconds that computing drafts took so far, inside `propose`."""
+
     def begin(self, slot: int, request: Request) -> None:
         """Note that `request` runs in `slot`, from its start or again after a preemption."""
 
     def end(self, slot: int) -> None:
         """Note that the request in `slot` has left it."""
 
+    def skips_step(self) -> bool:
+        """Return whether no drafts are proposed in this step; asked once a step."""
+
+    def would_propose(self, tokens: TokenTable, index: Index, limits: Int32s) -> Bools:
+        """Return which of slots `index` would get drafts now; computes no model."""
+
     def propose(
-        self,
-        tokens: TokenTable,
-        index: Index,
-        limits: Int32s,
-        cost: Callable[[], DraftCost] | None,
+        self, tokens: TokenTable, index: Index, limits: Int32s, cost: Callable[[], DraftCost]
     ) -> tuple[Int32s, Int32s]:
         """Return how many drafts follow the known tokens of slots `index`, at most limits[i] each,
-        and the drafts of all, in order.
-
-        cost: predicts the step's; None where the drafts are not used in this step.
+        and the drafts of all, in order. cost: predicts the step's.
         """
 
     def verified(self, index: Index, drafted: Int32s, accepted: Int32s) -> None:

@@ -255,6 +255,8 @@ class Scheduler:
             num_heads = len(result.token_ids) + num_scores
             if plan.draft_ids.size:  # rejected drafts were sampled, too
                 num_heads = int(np.add.reduce(plan.sample_counts)) + num_scores
+            if self._drafts is not None and self._drafts.is_active:  # passes are no cost of rows
+                began_ms += self._drafts.take_drafting_ms()
             self.speed.note(plan, num_heads, now_ms - began_ms)
         if self._cache.settle(plan.step):
             requests.admission_is_due = True

@@ -17,6 +17,7 @@ from quire.config.flags import engine_config
 from quire.config.groups import EngineConfig
 from quire.config.machine import MachineMemory, machine_memory
 from quire.config.memory import MemoryNeeds, MemoryPlan, mib, num_blocks_of, plan_memory
+from quire.engine.assembly.draft_model import draft_needs
 from quire.engine.assembly.model_files import model_folder
 from quire.engine.assembly.precision import weights_if_there
 from quire.engine.assembly.programs import engine_program
@@ -131,6 +132,7 @@ class Planner:
             limits,
             model_max_len=self.spec.max_positions,
             device_is_own=self.memory.is_own,
+            draft=draft_needs(config, self.spec, self._sizing),
         )
         plan, problem = fitted(needs, self.memory, concurrency=merged.get("max_num_seqs"))
         return SizedModel(

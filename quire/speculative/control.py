@@ -2,10 +2,11 @@
 
 A draft is worth verifying if the tokens expected from it cost less than tokens cost without it:
 if P / draft_ms exceeds step_tokens / step_ms, where P is the probability that the draft and all
-before it are accepted. P is estimated from the request's own counts of accepted drafts by position,
-as an upper confidence bound, so that what is uncertain is tried and what fails is not; confidence
-fades while nothing is tried, so that it is tried again. A pure function of counts and predicted
-times: no clock. Always holds: no choice changes an answer.
+before it are accepted, and draft_ms includes the time to compute it where a draft model does. P is
+estimated from the request's own counts of accepted drafts by position, as an upper confidence
+bound, so that what is uncertain is tried and what fails is not; confidence fades while nothing is
+tried, so that it is tried again. A pure function of counts and predicted times: no clock. Always
+holds: no choice changes an answer.
 """
 
 from __future__ import annotations
@@ -33,13 +34,35 @@ PRIOR_TRIALS = 2.0
 UNLIKELY = 0.02
 
 
+class Passes(NamedTuple):
+    """Passes of a draft model: each drafts a token for some requests, so these share its time.
+
+    ms: of a pass for 0, 1, ... requests, up to all of `rows`. rows: requests that are drafted so.
+    """
+
+    ms: Float64s
+    rows: NDArray[np.bool_]
+
+
 class StepCost(NamedTuple):
     """Predicted milliseconds of a step without drafts, the tokens it yields, and what one draft
-    adds to the step, by request."""
+    adds to the step, by request. passes: what making the drafts takes besides; None: nothing.
+    num_steps: steps since the control was asked last."""
 
     step_ms: float
     step_tokens: int
     draft_ms: Float64s
+    passes: Passes | None = None
+    num_steps: int = 1
+
+    def with_passes(self) -> Float64s:
+        """Return what one draft adds, its share of a pass for all requests included."""
+        if self.passes is None:
+            return self.draft_ms
+        ms, rows = self.passes
+        num = int(np.count_nonzero(rows))
+        share_ms: Float64s = rows * (ms[num] / max(num, 1))
+        return self.draft_ms + share_ms
 
 
 class Control(Protocol):
@@ -106,14 +129,16 @@ class AdaptiveControl:
     def limits(self, slots: Index, limits: Int32s, cost: StepCost | None) -> Int32s:
         """See Control."""
         if cost is not None:
-            self._last_cost = cost.step_ms, cost.step_tokens, float(np.mean(cost.draft_ms))
+            draft_ms = float(np.mean(cost.with_passes()))
+            self._last_cost = cost.step_ms, cost.step_tokens, draft_ms
         elif self._last_cost is None:
             return limits
         else:
             step_ms, step_tokens, draft_ms = self._last_cost
             cost = StepCost(step_ms, step_tokens, np.full(len(slots), draft_ms))
-        self._tried[slots] *= FADE
-        self._accepted[slots] *= FADE
+        fade = FADE**cost.num_steps
+        self._tried[slots] *= fade
+        self._accepted[slots] *= fade
         trials = Trials(self._tried[slots], self._accepted[slots])
         prior = (self._all.accepted / self._all.tried)[self._kinds[slots]]
         bounds = upper_bounds(trials, prior)
@@ -177,18 +202,32 @@ def best_lengths(chances: Float64s, limits: Int32s, cost: StepCost) -> Int32s:
     chances [B, K]: the probability that a draft and all before it are accepted; falls along a row.
     Drafts are added in the order of their yield while each raises the rate of the whole step.
     """
+    draft_ms = cost.with_passes()
     columns = np.arange(chances.shape[1])
     yields = np.where(columns < limits[:, None], chances, 0.0)
-    yields = yields / (MARGIN * np.maximum(cost.draft_ms, 1e-9))[:, None]
+    yields = yields / (MARGIN * np.maximum(draft_ms, 1e-9))[:, None]
     rate = cost.step_tokens / max(cost.step_ms, 1e-9)
     if float(yields.max(initial=0.0)) <= rate:
         return np.zeros(len(limits), np.int32)
     order = np.argsort(-yields, axis=None, kind="stable")
-    each_ms = np.repeat(cost.draft_ms, chances.shape[1])[order]
+    each_ms = np.repeat(draft_ms, chances.shape[1])[order]
     each_token = chances.reshape(-1)[order]
     tokens_before = cost.step_tokens + np.cumsum(each_token) - each_token
     ms_before = cost.step_ms + np.cumsum(each_ms) - each_ms
     raises = yields.reshape(-1)[order] * ms_before > tokens_before
     num = len(order) if raises.all() else int(raises.argmin())
-    chosen = np.bincount(order[:num] // chances.shape[1], minlength=len(limits))
-    return chosen.astype(np.int32)
+    chosen = np.bincount(order[:num] // chances.shape[1], minlength=len(limits)).astype(np.int32)
+    return chosen if cost.passes is None else _without_poor_passes(chosen, chances, cost, rate)
+
+
+def _without_poor_passes(lengths: Int32s, chances: Float64s, cost: StepCost, rate: float) -> Int32s:
+    """Return `lengths` without the last passes that too few requests share to pay for them."""
+    assert cost.passes is not None, "drafts are computed"
+    ms, rows = cost.passes
+    for place in range(int(lengths[rows].max(initial=0)) - 1, -1, -1):
+        drafted = rows & (lengths > place)
+        pass_ms = ms[np.count_nonzero(drafted)] + float(np.add.reduce(cost.draft_ms[drafted]))
+        if float(np.add.reduce(chances[drafted, place])) > MARGIN * rate * pass_ms:
+            break
+        lengths[drafted] = place
+    return lengths

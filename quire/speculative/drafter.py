@@ -1,12 +1,15 @@
 """Drafter: drafts for running requests, from their proposers, as many as the control chooses.
 
 The scheduler's DraftSource. A request's predicted text is asked first, then the engine's proposer.
-Always holds: drafts are token ids of the model; a proposer that raises costs the request its
-drafts and nothing else.
+Proposers that only look up tokens are asked before the control chooses among what they found; one
+that computes a model (CostlyProposer) is asked afterwards, for what the control chose. Always
+holds: drafts are token ids of the model; a proposer that raises costs the request its drafts and
+nothing else.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -16,11 +19,19 @@ from numpy.typing import NDArray
 from quire.base.records import NO_INTS, Request
 from quire.base.report import Report
 from quire.base.token_table import TokenTable
-from quire.speculative.control import Control, StepCost
-from quire.speculative.proposer import Drafts, Proposer, no_drafts
+from quire.speculative.control import Control, Passes, StepCost
+from quire.speculative.proposer import CostlyProposer, Drafts, Proposer, no_drafts
 
 Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
+Bools = NDArray[np.bool_]
+Cost = Callable[[], "PredictedCost"]
+# Where no computed draft pays, the control is asked again after 1, 2, 4, ... steps up to so many.
+MAX_REST_STEPS = 16
+# How long a draft model may catch up with prompts in a step, in times of the step.
+CATCH_UP_SHARE = 0.5
+# Over so many drafts the cost of catching up with a request is spread when the control decides.
+DRAFTS_PER_CATCH_UP = 64.0
 
 
 class PredictedCost(Protocol):
@@ -56,17 +67,30 @@ class Drafter:
     ) -> None:
         self.max_drafts = max_drafts
         self._proposer, self._prediction = proposer, prediction
+        self._costly = proposer if isinstance(proposer, CostlyProposer) else None
         self._control, self._report, self._vocab_size = control, report, vocab_size
         self._request_ids = [""] * num_slots
+        self._rest_steps = self._resting = 0  # of the present rest: how long, and what is left
         # Which slots ask either proposer.
         self._asks_proposer = np.zeros(num_slots, np.bool_)
         self._asks_prediction = np.zeros(num_slots, np.bool_)
+
+    @property
+    def drafting_ms(self) -> float:
+        """Return the milliseconds that computing drafts took so far."""
+        return 0.0 if self._costly is None else self._costly.drafting_ms
+
+    def close(self) -> None:
+        """Free what the proposer holds."""
+        if self._costly is not None:
+            self._costly.close()
 
     def begin(self, slot: int, request: Request) -> None:
         """See DraftSource."""
         speculation = request.speculation
         assert speculation is not None, "only requests that speculate begin"
         self._request_ids[slot] = request.request_id
+        self._rest_steps = self._resting = 0
         self._asks_proposer[slot] = speculation.uses_proposer
         self._asks_prediction[slot] = len(speculation.prediction_ids) > 0
         self._control.begin(slot, predicts=bool(self._asks_prediction[slot]))
@@ -84,30 +108,94 @@ class Drafter:
                 proposer.end(slot)
         self._asks_proposer[slot] = self._asks_prediction[slot] = False
 
+    def skips_step(self) -> bool:
+        """See DraftSource."""
+        if not self._resting or self._asks_prediction.any():
+            return False
+        self._resting -= 1
+        return True
+
+    def would_propose(self, tokens: TokenTable, index: Index, limits: Int32s) -> Bools:
+        """See DraftSource."""
+        if self._resting and not self._asks_prediction.any():
+            return np.zeros(len(index), np.bool_)
+        drafts, may_compute = self._found(tokens, index, limits)
+        limits = drafts.counts + may_compute
+        counts = self._chosen(tokens, index, limits, may_compute > 0, None)
+        return counts > 0
+
     def propose(
+        self, tokens: TokenTable, index: Index, limits: Int32s, cost: Cost
+    ) -> tuple[Int32s, Int32s]:
+        """See DraftSource."""
+        drafts, may_compute = self._found(tokens, index, limits)
+        is_computed = may_compute > 0
+        counts = self._chosen(tokens, index, drafts.counts + may_compute, is_computed, cost)
+        if self._costly is not None:
+            rest_steps = min(max(2 * self._rest_steps, 1), MAX_REST_STEPS)
+            self._rest_steps = self._resting = 0 if counts.any() else rest_steps
+        drafts.counts[~is_computed] = counts[~is_computed]
+        some = (is_computed & (counts > 0)).nonzero()[0]
+        if len(some):
+            made = no_drafts(len(some), self.max_drafts)
+            if self._costly is not None:
+                predicted = cost()
+                is_alone = predicted.step_tokens <= 1  # then it delays no other request
+                share = math.inf if is_alone else CATCH_UP_SHARE
+                self._costly.catch_up_ms = share * predicted.step_ms
+            self._ask(self._proposer, tokens, index[some], counts[some], made)
+            drafts.ids[some], drafts.counts[some] = made
+        if not drafts.counts.any():
+            return drafts.counts, NO_INTS
+        return drafts.counts, drafts.ids[np.arange(self.max_drafts) < drafts.counts[:, None]]
+
+    def _found(self, tokens: TokenTable, index: Index, limits: Int32s) -> tuple[Drafts, Int32s]:
+        """Return the drafts that are known without computing a model, and for requests that have
+        none how many could be computed."""
+        drafts = no_drafts(len(index), self.max_drafts)
+        may_compute = np.zeros(len(index), np.int32)
+        for proposer, asks in self._proposers():
+            some = (asks[index] & (limits > 0) & (drafts.counts == 0)).nonzero()[0]
+            if not len(some):
+                continue
+            if proposer is self._costly:
+                may_compute[some] = self._costly.possible(tokens, index[some], limits[some])
+                continue
+            found = no_drafts(len(some), self.max_drafts)
+            self._ask(proposer, tokens, index[some], limits[some], found)
+            drafts.ids[some], drafts.counts[some] = found
+        return drafts, may_compute
+
+    def _chosen(
         self,
         tokens: TokenTable,
         index: Index,
         limits: Int32s,
-        cost: Callable[[], PredictedCost] | None,
-    ) -> tuple[Int32s, Int32s]:
-        """See DraftSource."""
-        drafts = no_drafts(len(index), self.max_drafts)
-        for proposer, asks in self._proposers():
-            some = (asks[index] & (limits > 0) & (drafts.counts == 0)).nonzero()[0]
-            if len(some):
-                found = no_drafts(len(some), self.max_drafts)
-                self._ask(proposer, tokens, index[some], limits[some], found)
-                drafts.ids[some], drafts.counts[some] = found
-        some = drafts.counts.nonzero()[0]
+        is_computed: Bools,
+        cost: Cost | None,
+    ) -> Int32s:
+        """Return how many of limits[i] drafts pay, those of rows `is_computed` with their making.
+
+        cost: None: as in the last step.
+        """
+        some = limits.nonzero()[0]
         if not len(some):
-            return drafts.counts, NO_INTS
+            return limits
         of_some = None
         if cost is not None:
-            predicted = cost()
-            of_some = StepCost(predicted.step_ms, predicted.step_tokens, predicted.draft_ms[some])
-        drafts.counts[some] = self._control.limits(index[some], drafts.counts[some], of_some)
-        return drafts.counts, drafts.ids[np.arange(self.max_drafts) < drafts.counts[:, None]]
+            passes, predicted = None, cost()
+            draft_ms = predicted.draft_ms[some]
+            if self._costly is not None:
+                rows = is_computed[some]
+                passes = Passes(self._costly.pass_ms(int(np.count_nonzero(rows))), rows)
+                behind_ms = self._costly.behind_ms(tokens, index[some])
+                draft_ms = draft_ms + rows * behind_ms / DRAFTS_PER_CATCH_UP
+            of_some = StepCost(
+                predicted.step_ms, predicted.step_tokens, draft_ms, passes, 1 + self._rest_steps
+            )
+        counts = np.zeros(len(index), np.int32)
+        counts[some] = self._control.limits(index[some], limits[some], of_some)
+        return counts
 
     def verified(self, index: Index, drafted: Int32s, accepted: Int32s) -> None:
         """See DraftSource."""
@@ -145,6 +233,9 @@ class Drafter:
 
     def _give_up(self, slot: int, error: Exception) -> None:
         """Propose no more for the request in `slot`."""
+        for proposer, asks in self._proposers():
+            if asks[slot]:
+                proposer.end(slot)
         self._asks_proposer[slot] = self._asks_prediction[slot] = False
         self._report(
             "proposer failed; the request goes on without drafts",

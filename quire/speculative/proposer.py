@@ -8,7 +8,7 @@ batch. Letters: B requests that are asked for, K most drafts of one.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from quire.base.token_table import TokenTable
 
 Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
+Float64s = NDArray[np.float64]
 
 
 class Drafts(NamedTuple):
@@ -50,3 +51,28 @@ class Proposer(Protocol):
 
     def verified(self, slots: Index, drafted: Int32s, accepted: Int32s) -> None:
         """Note that of drafted[i] drafts of slots[i] the first accepted[i] were right."""
+
+
+@runtime_checkable
+class CostlyProposer(Proposer, Protocol):
+    """A Proposer that computes its drafts, so that it is asked only for as many as pay.
+
+    drafting_ms: milliseconds that it has computed so far. catch_up_ms: about how long a call may
+    compute known tokens that the proposer lacks, which all requests of the step wait for.
+    """
+
+    drafting_ms: float
+    catch_up_ms: float
+
+    def possible(self, tokens: TokenTable, slots: Index, limits: Int32s) -> Int32s:
+        """Return how many drafts each of `slots` may get, at most limits[i]. Computes none."""
+
+    def pass_ms(self, num_requests: int) -> Float64s:
+        """Return the milliseconds of a pass that drafts a token for each of 0 to `num_requests`
+        requests; 0 where no time is known."""
+
+    def behind_ms(self, tokens: TokenTable, slots: Index) -> Float64s:
+        """Return the milliseconds until each of `slots` is known well enough to draft for it."""
+
+    def close(self) -> None:
+        """Free threads and memory; no further calls follow."""

@@ -156,6 +156,11 @@ class Tokenizer:
         id_: int | None = self._backend.token_to_id(token)
         return id_
 
+    def vocabulary(self) -> dict[int, str]:
+        """Return the tokens as they are written in the vocabulary, by id."""
+        written = self._backend.get_vocab(with_added_tokens=True)
+        return {id_: token for token, id_ in written.items() if id_ < self.vocab_size}
+
     def _id_of_named(self, name: str, backend: tokenizers.Tokenizer) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else backend.token_to_id(token)

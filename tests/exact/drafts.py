@@ -7,6 +7,7 @@ log-probability must stay as it is.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,10 @@ from numpy.typing import NDArray
 from quire.base.records import Request
 from quire.base.report import Field
 from quire.base.token_table import TokenTable
+from quire.execute.executor import Executor
+from quire.runner.draft_runner import DraftRunner
 from quire.speculative.control import AdaptiveControl, Control, FixedControl
+from quire.speculative.draft_model import DraftLimits, ModelProposer
 from quire.speculative.drafter import Drafter
 from quire.speculative.ngram import NgramProposer
 from quire.speculative.prediction import PredictionProposer
@@ -67,7 +71,31 @@ class OracleProposer:
         assert (accepted <= drafted).all()
 
 
-def draft_source(settings: Settings, answer: Answer) -> Drafter | None:
+def model_proposer(executor: Executor, settings: Settings, max_model_len: int) -> ModelProposer:
+    """Return a proposer that computes the target itself, with a cache of its own, often small."""
+    executor.allocate_cache(settings.draft_blocks, settings.block_size)
+    runner = DraftRunner(
+        executor,
+        num_slots=settings.max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=settings.block_size,
+        max_samples=settings.max_samples,
+        shares_noise=settings.draft_noise,
+    )
+    limits = DraftLimits(
+        num_slots=settings.max_num_seqs,
+        num_blocks=settings.draft_blocks,
+        block_size=settings.block_size,
+        max_model_len=max_model_len,
+        max_tokens=2 * settings.max_num_seqs,
+    )
+    times = count()
+    return ModelProposer(runner, limits, lambda: float(next(times)))
+
+
+def draft_source(
+    settings: Settings, answer: Answer, model: ModelProposer | None = None
+) -> Drafter | None:
     """Return the source of a case; None for a case without drafts."""
     if not settings.proposer:
         return None
@@ -79,7 +107,7 @@ def draft_source(settings: Settings, answer: Answer) -> Drafter | None:
     control: Control = FixedControl(settings.max_drafts)
     if settings.adaptive:
         control = AdaptiveControl(num_slots, settings.max_drafts)
-    proposer: Proposer = NgramProposer(num_slots)
+    proposer: Proposer = NgramProposer(num_slots) if model is None else model
     if settings.proposer in IS_RIGHT:
         proposer = OracleProposer(answer, IS_RIGHT[settings.proposer])
     return Drafter(

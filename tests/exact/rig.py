@@ -63,7 +63,7 @@ from quire.transfer.host import HostStore
 from quire.transfer.segment import segment_bytes
 from quire.transfer.store import BlockStore
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
-from tests.exact.drafts import IS_RIGHT, draft_source
+from tests.exact.drafts import IS_RIGHT, draft_source, model_proposer
 from tests.exact.workload import (
     ALONE,
     ALONE_WITH_BEAMS,
@@ -168,6 +168,13 @@ class Model:
         self.program: Program = with_kv_cache_dtype(quantize(plain, precision), kv_cache_dtype)
         self.checkpoint: Checkpoint = open_checkpoint(folder)
         self._executors: dict[int, Executor] = {}
+        self._draft_executor: Executor | None = None
+
+    def draft_executor(self) -> Executor:
+        """Return another executor of the same model, which drafts for it."""
+        if self._draft_executor is None:
+            self._draft_executor = self.make_executor(1)
+        return self._draft_executor
 
     def executor(self, num_threads: int) -> Executor:
         """Return the executor with `num_threads`, created on first use."""
@@ -194,6 +201,9 @@ class Model:
         for executor in self._executors.values():
             executor.close()
         self._executors.clear()
+        if self._draft_executor is not None:
+            self._draft_executor.close()
+            self._draft_executor = None
 
 
 class WatchedRunner:
@@ -317,7 +327,10 @@ def make_drafts(model: Model, case: Case, alone: AloneRuns) -> Drafter | None:
             if request.speculation is not None:
                 stream = alone.of(model, request)
                 answers[request.request_id] = [token_id for token_id, _ in stream.tokens]
-    return draft_source(case.settings, lambda request: answers[request.request_id])
+    settings, drafts = case.settings, None
+    if settings.proposer == "model":
+        drafts = model_proposer(model.draft_executor(), settings, MAX_MODEL_LEN)
+    return draft_source(settings, lambda request: answers[request.request_id], drafts)
 
 
 def _has_ends(case: Case, runner: WatchedRunner, *, stop: bool) -> bool:

@@ -73,6 +73,8 @@ class Settings:
     layered: bool = False  # layered prefill where it is possible
     jump_ahead: bool = True  # append forced tokens; a request alone takes a step per token
     proposer: str = ""  # of draft tokens (drafts.py); "" for none
+    draft_blocks: int = 0  # KV blocks of the draft model, where that is the proposer
+    draft_noise: bool = True  # the draft model samples with the noise of the target
     max_drafts: int = 0
     adaptive: bool = False  # as many drafts as the control chooses, instead of all
 
@@ -184,6 +186,13 @@ def _with_drafts(
         max_drafts=rng.choice((1, 2, 3, 5, 8)),
         adaptive=rng.random() < 0.25,
     )
+    if rng.random() < 0.2:
+        settings = replace(
+            settings,
+            proposer="model",
+            draft_blocks=rng.choice((3, 20, 100)),
+            draft_noise=rng.random() < 0.7,
+        )
 
     def speculating(request: Request) -> Request:
         own = random.Random(f"drafts {request.group_id}")

@@ -39,8 +39,22 @@ FUNCTIONS = {"get_weather": get_weather}
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
-    with RunningServer(box_path(), "--threads", "1") as server:
+    with RunningServer(box_path(), "--threads", "1", "--speculate", "draft") as server:
         yield openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none")
+
+
+def test_answers_are_the_same_with_and_without_the_draft_model(client: openai.OpenAI) -> None:
+    def told(**fields: Any) -> str | None:
+        answer = client.chat.completions.create(
+            model="box",
+            messages=[{"role": "user", "content": "Tell me a story about a cat."}],
+            seed=3,
+            max_tokens=60,
+            extra_body=fields,
+        )
+        return answer.choices[0].message.content
+
+    assert told() == told(speculation="off")
 
 
 def test_a_forced_call_names_the_city(client: openai.OpenAI) -> None:

@@ -25,7 +25,7 @@ from quire.base.report import Report
 from quire.base.user_path import user_path
 from quire.config.groups import EngineConfig, ExecutorConfig
 from quire.config.machine import machine_memory, num_compute_threads
-from quire.config.memory import MemoryPlan, mib, plan_memory
+from quire.config.memory import NO_DRAFT, DraftNeeds, MemoryPlan, mib, plan_memory
 from quire.engine.assembly.drafts import make_drafter, max_draft_tokens
 from quire.engine.assembly.initial_costs import initial_step_costs
 from quire.engine.assembly.model_files import model_folder, model_name
@@ -67,6 +67,7 @@ from quire.weights.checkpoint import Checkpoint, open_checkpoint
 from quire.weights.pack_cache import PackCache
 
 if TYPE_CHECKING:
+    from quire.engine.assembly.draft_model import SizedDraft
     from quire.transfer.folder import TierFolder
 
 
@@ -80,6 +81,7 @@ class Engine:
     step_tokens: int  # most of one step
     num_layers: int  # that the executor computes by themselves; 0 where it does not
     ops_done: Callable[[], int]  # operations of the executor so far; may be called in any thread
+    close_drafts: Callable[[], None]  # frees a draft model
     trace: TraceFile | None = None
 
 
@@ -137,6 +139,7 @@ class _SizedModel:
     executor_class: ExecutorClass
     step_limits: StepLimits
     memory: MemoryPlan
+    draft: SizedDraft | None = None
 
 
 def _assembled(
@@ -183,6 +186,7 @@ def _assembled(
     cost = None
     if limits.step_budget_ms:
         cost = measure_cost(runner, limits, memory.num_blocks, clock)
+    drafter = _drafter(config, max_drafts, limits, model, executor, clock, report)
     scheduler = make_scheduler(
         config,
         limits,
@@ -194,7 +198,7 @@ def _assembled(
         tier=None if tier is None else tier.tier,
         window=program.caches[0].window,
         operations=partial(BlockOperations, timed=True),
-        draft_source=_drafter(max_drafts, limits, model.spec, report),
+        draft_source=drafter,
     )
     runner.tables.grammars.wait = TimedMaskWaits(scheduler.history.mask_waits, clock)
     core = EngineCore(
@@ -213,10 +217,15 @@ def _assembled(
             max_draft_tokens=max_drafts,
             speculates=config.scheduler.speculate != "off",
         ),
-        notes=(*memory.text().splitlines(), *([] if tier is None else [tier.note])),
+        notes=(
+            *memory.text().splitlines(),
+            *([] if model.draft is None else [model.draft.note(memory.max_model_len)]),
+            *([] if tier is None else [tier.note]),
+        ),
         step_tokens=model.step_limits.max_tokens,
         num_layers=num_layers,
         ops_done=lambda: executor.ops_done,
+        close_drafts=_nothing if drafter is None else drafter.close,
     )
 
 
@@ -239,7 +248,9 @@ def _sized_model(config: EngineConfig) -> _SizedModel:
             config.cache.kv_tier_host_bytes, executor_class.available_memory(), machine_memory()
         )
     limits = step_limits(config, executor_class)
-    memory = _memory(config, spec, longest, executor_class, limits)
+    draft = _sized_draft(config, spec, executor_class)
+    needs = NO_DRAFT if draft is None else draft.needs
+    memory = _memory(config, spec, longest, executor_class, limits, needs)
     return _SizedModel(
         folder=folder,
         spec=spec,
@@ -248,6 +259,7 @@ def _sized_model(config: EngineConfig) -> _SizedModel:
         executor_class=executor_class,
         step_limits=limits,
         memory=memory,
+        draft=draft,
     )
 
 
@@ -285,14 +297,60 @@ def _limits(config: EngineConfig, model: _SizedModel, num_layers: int) -> Schedu
     )
 
 
+def _sized_draft(
+    config: EngineConfig, spec: ModelSpec, executor_class: ExecutorClass
+) -> SizedDraft | None:
+    if config.scheduler.speculate != "draft" and config.scheduler.draft_model is None:
+        return None
+    from quire.engine.assembly.draft_model import sized_draft  # only where it is used
+
+    draft = sized_draft(config, spec, executor_class)
+    if draft is not None:
+        executor_class.check_program(draft.program)
+    return draft
+
+
 def _drafter(
-    max_drafts: int, limits: SchedulerLimits, spec: ModelSpec, report: Report
+    config: EngineConfig,
+    max_drafts: int,
+    limits: SchedulerLimits,
+    model: _SizedModel,
+    executor: Executor,
+    clock: Clock,
+    report: Report,
 ) -> Drafter | None:
+    """Return the source of drafts, and load the draft model where there is one."""
     if not max_drafts:
         return None
+    proposer = None
+    if model.draft is not None:
+        from quire.engine.assembly.draft_model import load_draft
+
+        proposer = load_draft(
+            model.draft,
+            model.executor_class,
+            ExecutorOptions(
+                limits=model.step_limits,
+                num_threads=num_compute_threads(config.executor.num_threads),
+                pack_cache=_pack_cache(config.executor),
+                beside=executor if limits.plans_in_flight == 1 else None,
+            ),
+            memory=model.memory,
+            block_size=config.cache.block_size,
+            limits=limits,
+            clock=clock,
+        )
     return make_drafter(
-        max_drafts, num_slots=limits.max_num_seqs, vocab_size=spec.vocab_size, report=report
+        max_drafts,
+        num_slots=limits.max_num_seqs,
+        vocab_size=model.spec.vocab_size,
+        report=report,
+        model=proposer,
     )
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _block_fingerprint(config: EngineConfig, program: Program, executor: Executor) -> bytes:
@@ -334,6 +392,7 @@ def _memory(
     program: Program,
     make: ExecutorClass,
     limits: StepLimits,
+    draft: DraftNeeds,
 ) -> MemoryPlan:
     memory = make.available_memory()
     needs = memory_needs(
@@ -343,6 +402,7 @@ def _memory(
         limits,
         model_max_len=spec.max_positions,
         device_is_own=memory.is_own,
+        draft=draft,
     )
     plan = plan_memory(needs, memory)
     if memory.is_own:  # a device's, which loading may find smaller: what was counted on is known

@@ -5,6 +5,8 @@ Decides from the configuration how many drafts the executor verifies; refuses wh
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from quire.base.errors import SettingError
 from quire.base.report import Report
 from quire.config.groups import EngineConfig
@@ -12,6 +14,9 @@ from quire.speculative.control import AdaptiveControl
 from quire.speculative.drafter import Drafter
 from quire.speculative.ngram import NgramProposer
 from quire.speculative.prediction import PredictionProposer
+
+if TYPE_CHECKING:
+    from quire.speculative.draft_model import ModelProposer
 
 
 def max_draft_tokens(config: EngineConfig) -> int:
@@ -22,18 +27,30 @@ def max_draft_tokens(config: EngineConfig) -> int:
     settings = config.scheduler
     if config.executor.executor != "torch":
         return settings.max_draft_tokens
-    if settings.speculate != "off":
+    if settings.speculate != "off" or settings.draft_model is not None:
+        given = f"speculate is {settings.speculate}"
+        given = "a draft model is given" if settings.speculate == "off" else given
         raise SettingError(
-            f"speculate is {settings.speculate} and executor is torch, which does not verify draft "
+            f"{given} and executor is torch, which does not verify draft "
             "tokens yet; set --speculate off, or take --executor native"
         )
     return 0
 
 
-def make_drafter(max_drafts: int, *, num_slots: int, vocab_size: int, report: Report) -> Drafter:
-    """Return a source of up to max_drafts draft tokens a step for requests that speculate."""
+def make_drafter(
+    max_drafts: int,
+    *,
+    num_slots: int,
+    vocab_size: int,
+    report: Report,
+    model: ModelProposer | None = None,
+) -> Drafter:
+    """Return a source of up to max_drafts draft tokens a step for requests that speculate.
+
+    model: proposes in place of prompt lookup.
+    """
     return Drafter(
-        NgramProposer(num_slots),
+        NgramProposer(num_slots) if model is None else model,
         PredictionProposer(num_slots),
         AdaptiveControl(num_slots, max_drafts),
         num_slots=num_slots,

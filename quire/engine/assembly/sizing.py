@@ -7,7 +7,7 @@ call the same functions, so they agree.
 from __future__ import annotations
 
 from quire.config.groups import EngineConfig
-from quire.config.memory import MemoryNeeds
+from quire.config.memory import NO_DRAFT, DraftNeeds, MemoryNeeds
 from quire.execute.executor import ExecutorSizing, StepLimits
 from quire.program.program import Program
 
@@ -35,10 +35,11 @@ def memory_needs(
     *,
     model_max_len: int,
     device_is_own: bool,
+    draft: DraftNeeds = NO_DRAFT,
 ) -> MemoryNeeds:
     """Return what `program` needs in memory, as plan_memory takes it.
 
-    device_is_own: the device's memory is not the host's.
+    device_is_own: the device's memory is not the host's. draft: what a draft model needs.
     """
     needed = sizing.memory_for(program, limits)
     buffer_bytes = 0
@@ -56,4 +57,5 @@ def memory_needs(
         model_max_len=model_max_len,
         max_model_len=config.model.max_model_len,
         kv_cache_memory_bytes=config.cache.kv_cache_memory_bytes,
+        draft=draft,
     )

@@ -47,6 +47,7 @@ def run_engine(
         if core.grammars is not None:
             ending.callback(core.grammars.close)
         ending.callback(core.runner.close)
+        ending.callback(engine.close_drafts)
         heartbeat = Heartbeat(
             core.steps,
             ops_done=engine.ops_done,

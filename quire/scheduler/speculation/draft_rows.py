@@ -50,8 +50,8 @@ class VerifiedRows(NamedTuple):
 class DraftRows(StepExtension):
     """Of one scheduler. is_active: a request that speculates may be live.
 
-    was_used: whether drafts were verified. rejected: by row of the last plan with drafts, how many
-    of them were not accepted.
+    was_used: whether drafts were computed or verified. rejected: by row of the last plan with
+    drafts, how many of them were not accepted.
     """
 
     def __init__(
@@ -75,11 +75,18 @@ class DraftRows(StepExtension):
         self._stats = DraftStats()
         self.was_used = False
         self.rejected: Int32s = np.zeros(0, np.int32)
+        self._drafting_ms = 0.0  # of the source, when it was asked last
+
+    def take_drafting_ms(self) -> float:
+        """Return the milliseconds that drafts were computed since the last call."""
+        before, self._drafting_ms = self._drafting_ms, self._source.drafting_ms
+        return self._drafting_ms - before
 
     @property
     def fields(self) -> dict[str, Any]:
         """Counters of drafts, as fields of EngineStats."""
         return {
+            "drafting_ms_total": self._source.drafting_ms,
             "draft_rows_total": self._stats.rows_total,
             "draft_tokens_total": tuple(self._stats.drafted_at.tolist()),
             "accepted_draft_tokens_total": tuple(self._stats.accepted_at.tolist()),
@@ -101,15 +108,15 @@ class DraftRows(StepExtension):
         limits = self._limits(index, batch.tokens.lengths[index])
         index, limits = index[late & (limits > 0)], limits[late & (limits > 0)]
         if len(index):
-            counts, _ = self._source.propose(batch.tokens, index, limits, None)
-            step.paused += index[counts > 0].tolist()
+            waits = self._source.would_propose(batch.tokens, index, limits)
+            step.paused += index[waits].tolist()
 
     def end_step(self, step: Step) -> None:
         """Add drafts to the plan's rows, as far as its budget and free blocks reach."""
         batch = self._batch
         if batch.active is not self._active:  # requests were admitted in this step
             self._enter_slots()
-        if not step.builder.has_rows or not self._max_drafts.any():
+        if not step.builder.has_rows or not self._max_drafts.any() or self._source.skips_step():
             return
         rows = Rows(*step.builder.joined_rows())
         is_known = rows.ends == batch.tokens.lengths[rows.slot_index]
@@ -122,6 +129,7 @@ class DraftRows(StepExtension):
         counts, ids = self._source.propose(
             batch.tokens, index, limits, lambda: self._cost(rows, ends)
         )
+        self.was_used |= self._source.drafting_ms > 0.0
         if not len(ids):
             return
         fits = step.budget.allot(ends, counts)

@@ -24,6 +24,15 @@ def test_a_model_that_fits_is_shown_by_length() -> None:
     assert [row[:3] for row in rows] == [["128", "8", "5"], ["200", "13", "5"]]
 
 
+def test_a_draft_model_is_part_of_the_sum() -> None:
+    words = (*H100, "--context", "200", "--concurrency", "5", "--speculate", "draft", "--json")
+    done = quire_main("plan", *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    by_name = {line["what"]: -line["bytes"] for line in json.loads(done.stdout)["memory"]}
+    assert by_name["draft model: weights"] > 500_000
+    assert by_name["draft model: KV cache (65 blocks of 16 tokens)"] == 65 * 16 * 2 * 64 * 2 * 2
+
+
 def test_a_model_that_does_not_fit_ends_with_1_and_names_flags(tmp_path: Path) -> None:
     model = config_folder(tmp_path / "m", LLAMA_3_70B)
     done = quire_main("plan", model, *H100)

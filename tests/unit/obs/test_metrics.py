@@ -125,6 +125,7 @@ MOVES: list[tuple[str, Callable[[Metrics], None], float]] = [
     ("quire_holds_total", engine(held_total=22), 22),
     ("quire_layered_tokens_total", engine(layered_tokens_total=23), 23),
     ("quire_row_errors_total", engine(row_errors_total=13), 13),
+    ("quire_drafting_seconds_total", engine(drafting_ms_total=29.0), 0.029),
     ("quire_draft_rows_total", engine(draft_rows_total=7), 7),
     (
         "quire_draft_tokens_total{position=2}",

@@ -27,6 +27,7 @@ class FakeDrafts:
         right: float = 0.7,
     ) -> None:
         self.max_drafts = max_drafts
+        self.drafting_ms = 0.0
         self.reports: list[tuple[int, int]] = []  # drafted and accepted, by row
         self._answer, self._right = answer, right
         self._random = Random(max_drafts)
@@ -39,16 +40,23 @@ class FakeDrafts:
     def end(self, slot: int) -> None:
         del self._live[slot]
 
+    def skips_step(self) -> bool:
+        return False
+
+    def would_propose(
+        self, tokens: TokenTable, index: NDArray[np.intp], limits: Int32s
+    ) -> NDArray[np.bool_]:
+        return np.array([self._random.random() < 0.8 for _ in index], np.bool_)
+
     def propose(
         self,
         tokens: TokenTable,
         index: NDArray[np.intp],
         limits: Int32s,
-        cost: Callable[[], DraftCost] | None,
+        cost: Callable[[], DraftCost],
     ) -> tuple[Int32s, Int32s]:
-        if cost is not None:
-            assert cost().step_ms > 0
-            assert cost().step_tokens >= len(index) == len(cost().draft_ms)
+        assert cost().step_ms > 0
+        assert cost().step_tokens >= len(index) == len(cost().draft_ms)
         counts, ids = [], []
         for slot, limit in zip(index.tolist(), limits.tolist(), strict=True):
             request, answer = self._live[slot]

@@ -8,11 +8,13 @@ from numpy.typing import NDArray
 
 from quire.speculative.control import (
     AdaptiveControl,
+    Passes,
     StepCost,
     Trials,
     best_lengths,
     upper_bounds,
 )
+from quire.speculative.pass_times import PassTimes
 
 MAX_DRAFTS = 4
 SLOT = np.array([1])
@@ -129,3 +131,35 @@ def test_bounds_are_above_the_mean_and_tighten() -> None:
     few = upper_bounds(Trials(np.array([[4.0]]), np.array([[2.0]])), np.array([[0.5]]))
     many = upper_bounds(Trials(np.array([[64.0]]), np.array([[32.0]])), np.array([[0.5]]))
     assert 0.5 < many[0, 0] < few[0, 0] < 1.0
+
+
+def test_passes_of_a_draft_model_are_paid_by_the_requests_that_share_them() -> None:
+    both, one = np.array([True, True]), np.array([True, False])
+    chances = np.array([[0.9, 0.8, 0.7], [0.9, 0.1, 0.1]])
+
+    def lengths(pass_ms: list[float], rows: NDArray[np.bool_]) -> list[int]:
+        price = StepCost(10.0, 2, np.full(2, 0.5), Passes(np.array(pass_ms), rows))
+        return best_lengths(chances, ints(3, 3), price).tolist()
+
+    assert lengths([0.0, 0.0, 0.0], both) == [3, 1]
+    # A pass costs as much for one request as for two: worth it only where both take part.
+    assert lengths([0.0, 5.0, 5.0], both) == [1, 1]
+    assert lengths([0.0, 1.0, 1.0], both) == [3, 1]
+    # Drafts that are found without a pass are not charged for one.
+    assert lengths([0.0, 50.0], one) == [0, 1]
+
+
+def test_times_of_passes_fade_to_the_best_and_outliers_count_little() -> None:
+    times = PassTimes(16)
+    assert times.table(3).tolist() == [0, 0, 0, 0]
+    times.note(1, 4.0)
+    times.note(1, 1000.0)
+    assert times.table(2)[1] == pytest.approx(4.5, rel=0.01)
+    times.note(16, 20.0)
+    assert 4.4 < times.table(16)[4] < times.table(16)[16] == 20.0
+    for _ in range(5000):
+        times.table(1)
+    assert times.table(1)[1] == pytest.approx(4.0, rel=0.01)
+    times.note(16, 10.0)
+    times.settle()
+    assert times.table(16)[16] == 10.0

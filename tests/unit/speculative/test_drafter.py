@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from quire.base.rare_records import Speculation
 from quire.base.records import Request
 from quire.base.sampling_params import SamplingParams
 from quire.base.token_table import TokenTable
-from quire.speculative.control import FixedControl
+from quire.speculative.control import AdaptiveControl, Control, FixedControl, StepCost
 from quire.speculative.drafter import Drafter
 from quire.speculative.ngram import NgramProposer
 from quire.speculative.prediction import PredictionProposer
@@ -24,6 +25,10 @@ NUM_SLOTS, MAX_DRAFTS, VOCAB_SIZE = 4, 3, 50
 
 def ints(*values: int) -> Int32s:
     return np.array(values, np.int32)
+
+
+def cost_of(num_requests: int) -> StepCost:
+    return StepCost(step_ms=10.0, step_tokens=num_requests, draft_ms=np.ones(num_requests))
 
 
 class ScriptedProposer:
@@ -55,13 +60,13 @@ class ScriptedProposer:
 class Case:
     """A drafter over a token table with three texts."""
 
-    def __init__(self, proposer: Any) -> None:
+    def __init__(self, proposer: Any, control: Control | None = None) -> None:
         self.reports: list[dict[str, Any]] = []
         self.tokens = TokenTable(NUM_SLOTS, 32)
         self.drafter = Drafter(
             proposer,
             PredictionProposer(NUM_SLOTS),
-            FixedControl(MAX_DRAFTS),
+            FixedControl(MAX_DRAFTS) if control is None else control,
             num_slots=NUM_SLOTS,
             max_drafts=MAX_DRAFTS,
             vocab_size=VOCAB_SIZE,
@@ -86,7 +91,7 @@ class Case:
     def propose(self, *slots: int, limit: int = MAX_DRAFTS) -> list[list[int]]:
         index = np.array(slots)
         limits = np.full(len(slots), limit, np.int32)
-        counts, ids = self.drafter.propose(self.tokens, index, limits, None)
+        counts, ids = self.drafter.propose(self.tokens, index, limits, lambda: cost_of(len(slots)))
         parts = np.split(ids, np.cumsum(counts)[:-1])
         return [[int(id_) for id_ in part] for part in parts]
 
@@ -131,3 +136,83 @@ def test_drafts_are_cut_to_the_vocabulary_and_the_limit(
     case = Case(ScriptedProposer(token_ids))
     case.begin(0, [1, 2, 3], 3)
     assert case.propose(0, limit=limit) == [drafts]
+
+
+class CountedModel(ScriptedProposer):
+    """A proposer that computes; notes for how many drafts it was asked."""
+
+    def __init__(self, pass_ms: float = 1.0, behind_ms: float = 0.0) -> None:
+        super().__init__()
+        self._behind_ms = behind_ms
+        self.drafting_ms = 0.0
+        self.catch_up_ms = 0.0
+        self.limits: list[list[int]] = []
+        self.is_closed = False
+        self._pass_ms = pass_ms
+
+    def possible(self, tokens: TokenTable, slots: NDArray[np.intp], limits: Int32s) -> Int32s:
+        return np.minimum(limits, np.int32(2))
+
+    def behind_ms(self, tokens: TokenTable, slots: NDArray[np.intp]) -> NDArray[np.float64]:
+        return np.full(len(slots), self._behind_ms)
+
+    def pass_ms(self, num_requests: int) -> NDArray[np.float64]:
+        return np.full(num_requests + 1, self._pass_ms)
+
+    def propose(
+        self, tokens: TokenTable, slots: NDArray[np.intp], limits: Int32s, drafts: Drafts
+    ) -> None:
+        self.limits.append(limits.tolist())
+        super().propose(tokens, slots, limits, drafts)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_model_is_asked_for_as_many_drafts_as_the_control_chose() -> None:
+    model = CountedModel()
+    case = Case(model)
+    case.begin(0, [1, 2, 3], 3)
+    case.begin(1, [1, 2, 3], 3, prediction_ids=ints(30, 31, 32))
+    assert case.propose(0, 1) == [[7, 8], [30, 31, 32]]
+    assert (model.asked, model.limits) == ([[0]], [[2]])
+    assert model.catch_up_ms == 5.0  # half a step, as another request waits
+    assert case.propose(0) == [[7, 8]]
+    assert model.catch_up_ms == math.inf
+    model.asked.pop()
+    index, limits = np.array([0, 1]), np.full(2, 3, np.int32)
+    assert case.drafter.would_propose(case.tokens, index, limits).all()
+    assert len(model.asked) == 1  # not for the answer to that
+
+
+@pytest.mark.parametrize(("behind_ms", "is_asked"), [(64.0, True), (6400.0, False)])
+def test_a_prompt_that_the_model_lacks_is_part_of_the_price(
+    behind_ms: float, is_asked: bool
+) -> None:
+    model = CountedModel(behind_ms=behind_ms)
+    case = Case(model, AdaptiveControl(NUM_SLOTS, MAX_DRAFTS))
+    case.begin(0, [1, 2, 3], 3)
+    case.propose(0)
+    assert bool(model.asked) == is_asked
+
+
+def test_no_model_runs_where_its_drafts_do_not_pay() -> None:
+    model = CountedModel(pass_ms=1000.0)
+    case = Case(model, AdaptiveControl(NUM_SLOTS, MAX_DRAFTS))
+    case.begin(0, [1, 2, 3], 3)
+    case.begin(1, [1, 2, 3], 3, prediction_ids=ints(30, 31, 32))
+    assert case.propose(0, 1) == [[], [30, 31, 32]]
+    assert not model.asked
+    assert not case.drafter.skips_step()  # a prediction may go on in any step
+    case.drafter.end(1)
+    rests = []
+    for _ in range(7):
+        assert case.propose(0) == [[]]
+        rests.append(0)
+        while case.drafter.skips_step():
+            rests[-1] += 1
+    assert rests == [1, 2, 4, 8, 16, 16, 16]
+    case.begin(2, [1, 2, 3], 3)  # a new request is tried at once
+    assert not case.drafter.skips_step()
+    case.drafter.close()
+    assert model.is_closed

@@ -1,0 +1,248 @@
+"""The draft model of an engine (--draft-model): checked and sized before a byte is loaded, then
+loaded beside the model, with its own KV cache.
+
+It uses the engine's executor class and the precision settings of the model. It must have the
+model's tokens; its architecture may differ. Where its context is shorter, requests have no drafts
+beyond it. A draft model takes part in no fingerprint: it changes no answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from quire.base.clock import Clock
+from quire.base.errors import ModelError, SettingError, TokenizerError
+from quire.base.rare_records import Speculation
+from quire.base.records import Request
+from quire.base.sampling_params import SamplingParams
+from quire.base.token_table import TokenTable
+from quire.base.user_path import user_path
+from quire.config.groups import EngineConfig, ModelConfig
+from quire.config.memory import NO_DRAFT, DraftNeeds, MemoryPlan
+from quire.engine.assembly.model_files import model_folder
+from quire.engine.assembly.programs import engine_program
+from quire.engine.assembly.vocabulary import model_tokenizer
+from quire.execute.executor import (
+    ExecutorClass,
+    ExecutorOptions,
+    ExecutorSizing,
+    StepLimits,
+)
+from quire.models.registry import box_path, draft_box_path, open_model
+from quire.models.spec import ModelSpec
+from quire.program.program import Program
+from quire.runner.draft_runner import DraftRunner
+from quire.scheduler.limits import SchedulerLimits
+from quire.speculative.draft_model import DraftLimits, ModelProposer
+from quire.speculative.proposer import no_drafts
+from quire.weights.checkpoint import Checkpoint, open_checkpoint
+
+# Token rows of a pass: known tokens that the draft model lacks are computed so many at a time.
+PASS_TOKENS = 256
+# Differences of vocabularies that an error lists.
+MAX_LISTED = 5
+# Rounds of passes that are timed before the first request.
+_ROUNDS = 3
+_PROMPT_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizedDraft:
+    """A draft model that fits the model and its executor. limits: its largest pass."""
+
+    folder: Path
+    checkpoint: Checkpoint
+    program: Program
+    limits: StepLimits
+    needs: DraftNeeds
+
+    def note(self, max_model_len: int) -> str:
+        """Return a line for the log about where drafts end."""
+        if self.program.max_positions >= max_model_len:
+            return f"draft model: {self.folder}"
+        return (
+            f"draft model: {self.folder}; its context is {self.program.max_positions} tokens, "
+            f"shorter than max-model-len {max_model_len}: requests have no drafts beyond it"
+        )
+
+
+def draft_folder(config: EngineConfig) -> Path | None:
+    """Return the files of the draft model; None without one. Raises SettingError."""
+    settings = config.scheduler
+    if settings.draft_model is not None:
+        return user_path(settings.draft_model)
+    if settings.speculate != "draft":
+        return None
+    if model_folder(config.model).resolve() != box_path().resolve():
+        raise SettingError(
+            "speculate is draft and no draft model is given; give --draft-model, a smaller model "
+            f"with the tokenizer of {config.model.model}, or set --speculate ngram, which needs "
+            "none"
+        )
+    return draft_box_path()
+
+
+def draft_needs(config: EngineConfig, spec: ModelSpec, sizing: ExecutorSizing) -> DraftNeeds:
+    """Return what the draft model of `config` needs beside a model of `spec`."""
+    draft = sized_draft(config, spec, sizing)
+    return NO_DRAFT if draft is None else draft.needs
+
+
+def sized_draft(config: EngineConfig, spec: ModelSpec, sizing: ExecutorSizing) -> SizedDraft | None:
+    """Read the draft model's configuration, compare its tokens with the model's, and size it.
+
+    None without one. Raises ModelError or SettingError for a draft model that cannot be used.
+    """
+    folder = draft_folder(config)
+    if folder is None:
+        return None
+    own = open_model(folder)
+    check_vocabulary(model_folder(config.model), spec.vocab_size, folder, own.vocab_size)
+    checkpoint = open_checkpoint(folder)
+    longest = min(own.max_positions, config.model.max_model_len or spec.max_positions)
+    model = replace(config.model, model=str(folder), max_model_len=longest, keep=())
+    try:
+        program = engine_program(replace(config, model=model), own, checkpoint)
+    except SettingError as error:
+        raise SettingError(f"draft model {folder}: {error}") from error
+    max_num_seqs = config.scheduler.max_num_seqs
+    limits = StepLimits(
+        max_tokens=max(PASS_TOKENS, 2 * max_num_seqs),
+        max_samples=sizing.head_rows(max_num_seqs),
+        max_sequences=max_num_seqs,
+    )
+    needed = sizing.memory_for(program, limits)
+    return SizedDraft(
+        folder=folder,
+        checkpoint=checkpoint,
+        program=program,
+        limits=limits,
+        needs=DraftNeeds(
+            weights_bytes=needed.weights_bytes,
+            step_bytes=needed.step_bytes,
+            token_bytes=needed.token_bytes,
+            max_model_len=longest,
+        ),
+    )
+
+
+def load_draft(
+    draft: SizedDraft,
+    executor_class: ExecutorClass,
+    options: ExecutorOptions,
+    *,
+    memory: MemoryPlan,
+    block_size: int,
+    limits: SchedulerLimits,
+    clock: Clock,
+) -> ModelProposer:
+    """Load the draft model and time its passes. options: as the model's, with `beside`."""
+    executor = executor_class(
+        draft.program, draft.checkpoint, replace(options, limits=draft.limits)
+    )
+    executor.allocate_cache(memory.draft_blocks, block_size)
+    max_model_len = min(draft.program.max_positions, memory.max_model_len)
+    runner = DraftRunner(
+        executor,
+        num_slots=limits.max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        max_samples=draft.limits.max_samples,
+    )
+    sizes = DraftLimits(
+        num_slots=limits.max_num_seqs,
+        num_blocks=memory.draft_blocks,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_tokens=draft.limits.max_tokens,
+    )
+    proposer = ModelProposer(runner, sizes, clock.now_ms)
+    _time_passes(proposer, limits.max_num_seqs)
+    return proposer
+
+
+def check_vocabulary(model: Path, num_ids: int, draft: Path, num_draft_ids: int) -> None:
+    """Raise ModelError where a token id means another token to the draft model.
+
+    Tables padded to another length are no difference. Models without a tokenizer must have as many
+    ids.
+    """
+    if num_ids == num_draft_ids and _same_file(model / "tokenizer.json", draft / "tokenizer.json"):
+        return
+    try:
+        ours = model_tokenizer(ModelConfig(model=str(model)), vocab_size=num_ids)
+        theirs = model_tokenizer(ModelConfig(model=str(draft)), vocab_size=num_draft_ids)
+    except TokenizerError as error:
+        if num_ids == num_draft_ids:
+            return
+        raise ModelError(
+            f"{draft}: the draft model has {num_draft_ids} token ids, {model} has {num_ids}, and "
+            f"their tokens cannot be compared ({error}); take a draft model with the same tokenizer"
+        ) from error
+    _check_same_tokens(ours.vocabulary(), theirs.vocabulary(), model, draft)
+
+
+def _check_same_tokens(
+    ours: Mapping[int, str], theirs: Mapping[int, str], model: Path, draft: Path
+) -> None:
+    if ours == theirs:
+        return
+    ids = sorted(id_ for id_ in {*ours, *theirs} if ours.get(id_) != theirs.get(id_))
+    listed = "; ".join(
+        f"id {id_} is {_shown(theirs.get(id_))}, not {_shown(ours.get(id_))}"
+        for id_ in ids[:MAX_LISTED]
+    )
+    more = f"; and {len(ids) - MAX_LISTED} more" if len(ids) > MAX_LISTED else ""
+    raise ModelError(
+        f"{draft}: the draft model's tokens differ from those of {model} in {len(ids)} of "
+        f"{len({*ours, *theirs})} ids: {listed}{more}; take a draft model with the same tokenizer, "
+        "usually a smaller model of the same family"
+    )
+
+
+def _shown(token: str | None) -> str:
+    return "no token" if token is None else repr(token)
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    return one.is_file() and other.is_file() and one.read_bytes() == other.read_bytes()
+
+
+def _time_passes(proposer: ModelProposer, num_slots: int) -> None:
+    """Time passes of one request and of all, and over a prompt, so that the first decisions know
+    what drafts cost."""
+    known = TokenTable(num_slots, _PROMPT_TOKENS)
+    one = np.zeros(1, np.intp)
+    for _ in range(_ROUNDS):
+        known.admit(0, np.zeros(_PROMPT_TOKENS, np.int32), _PROMPT_TOKENS)
+        proposer.begin(0, _made_up_request())
+        proposer.propose(known, one, np.ones(1, np.int32), no_drafts(1, 1))
+    for num in sorted({1, num_slots}):
+        slots, limits = np.arange(num), np.full(num, 3, np.int32)
+        for slot in range(num):
+            known.admit(slot, np.zeros(2, np.int32), 2)
+            proposer.begin(slot, _made_up_request())
+        for _ in range(_ROUNDS):
+            proposer.propose(known, slots, limits, no_drafts(num, 3))
+        for slot in range(num):
+            proposer.end(slot)
+    proposer.pass_times.settle()
+    proposer.drafting_ms = 0.0
+
+
+def _made_up_request() -> Request:
+    return Request(
+        request_id="warm-up",
+        group_id="warm-up",
+        stream=0,
+        prompt_ids=np.zeros(2, np.int32),
+        sampling=SamplingParams(seed=0),
+        stop_ids=(),
+        max_total_tokens=4,
+        arrival_ms=0.0,
+        speculation=Speculation(max_drafts=3),
+    )
