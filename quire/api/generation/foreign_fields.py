@@ -123,7 +123,7 @@ _OTHER_SHAPE = "the response has one format"
 UNSERVED: Mapping[str, Unserved] = {
     # OpenAI
     "store": Unserved(allowed=(False,), why="answers are not stored"),
-    "service_tier": Unserved(allowed=("auto", "default"), why="there is one tier"),
+    "service_tier": Unserved(allowed=("auto", "default", "standard_only"), why="there is one tier"),
     "functions": Unserved(allowed=([],), why="functions are given as tools"),
     "function_call": Unserved(
         allowed=("none", "auto"), why="tool_choice selects the function to call"
@@ -158,6 +158,12 @@ UNSERVED: Mapping[str, Unserved] = {
     "lora_path": Unserved(allowed=(), why="LoRA adapters are not implemented"),
     "stop_regex": Unserved(allowed=([], ""), why="stop takes strings"),
     "custom_logit_processor": Unserved(allowed=(), why="code in requests is never run"),
+    # Anthropic
+    "container": Unserved(allowed=(), why="code of the model is not run"),
+    "mcp_servers": Unserved(allowed=([],), why="the client calls the tools"),
+    "context_management": Unserved(
+        allowed=({}, {"edits": []}), why="the conversation is used as it was sent"
+    ),
     # llama.cpp
     "id_slot": Unserved(allowed=(-1,), why="the scheduler places requests"),
     "slot_id": Unserved(allowed=(-1,), why="the scheduler places requests"),
