@@ -207,8 +207,8 @@ def _result(path: str, block: Mapping[str, Any], names: Mapping[str, str]) -> di
             f"{path}.tool_use_id is {show(id_)}, and no earlier message has a tool_use block with "
             "that id; send the assistant's message with it"
         )
-    given, is_error = block.get("content"), block.get("is_error") or False
-    if not isinstance(is_error, bool):
+    given, is_error = block.get("content"), block.get("is_error")
+    if not isinstance(is_error, bool | None):
         raise _fault(f"{path}.is_error is {show(is_error)}; true or false is allowed")
     blocks = [] if given is None else _blocks(f"{path}.content", given, ("text",), "messages")
     content = _content(blocks)

@@ -96,8 +96,8 @@ def _choice(choice: Any) -> tuple[Any, bool]:
             '{"type": "tool", "name": ...} are allowed, with disable_parallel_tool_use',
             "tool_choice",
         )
-    alone = choice.get("disable_parallel_tool_use") or False
-    if not isinstance(alone, bool):
+    alone = choice.get("disable_parallel_tool_use")
+    if not isinstance(alone, bool | None):
         raise _fault(
             f"tool_choice.disable_parallel_tool_use is {show(alone)}; true or false is allowed",
             "tool_choice",

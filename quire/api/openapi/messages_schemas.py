@@ -140,7 +140,7 @@ def _tool() -> Schema:
 
 
 def _tool_choice() -> Schema:
-    alone = {"disable_parallel_tool_use": FLAG}
+    alone = {"disable_parallel_tool_use": or_null(FLAG)}
     kinds: dict[str, dict[str, Schema]] = {
         "auto": alone,
         "any": alone,

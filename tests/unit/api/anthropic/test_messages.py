@@ -389,6 +389,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}},
         '"other"',
     ),
+    "a flag of another type": (
+        {"tools": [TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": {}}},
+        "disable_parallel_tool_use is {}",
+    ),
+    "an error of another type": (
+        {
+            "messages": [
+                *HISTORY[:2],
+                *blocks({"type": "tool_result", "tool_use_id": "t1", "is_error": 0})["messages"],
+            ]
+        },
+        "messages[2].content[0].is_error is 0",
+    ),
     "a choice without tools": ({"tool_choice": {"type": "any"}}, "no tools"),
     "a budget": (
         {"thinking": {"type": "enabled", "budget_tokens": 1024}},
