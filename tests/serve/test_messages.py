@@ -10,6 +10,9 @@ from tests.serve.test_bad_input import RAW_CASES
 
 MESSAGES, CHAT = "/v1/messages", "/v1/chat/completions"
 SAID = [{"role": "user", "content": "the sea and the stone"}]
+EPHEMERAL = {"type": "ephemeral"}
+INPUTS = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+BLOCK = 16  # tokens
 ASKED: dict[str, Any] = {"messages": SAID, "max_tokens": 24, "seed": 4, "ignore_eos": True}
 
 
@@ -34,6 +37,18 @@ def test_a_message_has_the_text_and_the_prompt_of_the_same_chat(server: RunningS
     deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
     assert "".join(delta["text"] for delta in deltas) == block["text"]
     assert [events[0]["type"], events[-1]["type"]] == ["message_start", "message_stop"]
+
+
+def test_a_second_turn_reads_the_first_from_the_cache(server: RunningServer) -> None:
+    system = [{"type": "text", "text": "a stone by the river " * 12, "cache_control": EPHEMERAL}]
+    asked = {**ASKED, "system": system, "seed": 9}
+    first = server.post(MESSAGES, asked)[1]
+    said = [*SAID, {"role": "assistant", "content": first["content"]}, *SAID]
+    second = server.post(MESSAGES, {**asked, "messages": said})[1]
+    num_first = sum(first["usage"][name] for name in INPUTS)
+    assert num_first > 100
+    read = second["usage"]["cache_read_input_tokens"]
+    assert num_first - BLOCK < read < sum(second["usage"][name] for name in INPUTS)
 
 
 def test_unreadable_bodies_disturb_no_other_request(

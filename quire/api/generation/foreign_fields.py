@@ -117,6 +117,8 @@ _ONE_TEMPERATURE = "a request has one temperature"
 _WHOLE_HISTORY = "repetition_penalty covers all tokens of prompt and answer"
 _ORDER = "the order of samplers is fixed"
 _BAN_TOKENS = "write it as bad_words, or as logit_bias of -100"
+# Anthropic's edit of a conversation that leaves out nothing; coding agents send it.
+_KEEP_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
 _TEXT_ONLY = "the model writes text only"
 _OTHER_SHAPE = "the response has one format"
 
@@ -162,7 +164,8 @@ UNSERVED: Mapping[str, Unserved] = {
     "container": Unserved(allowed=(), why="code of the model is not run"),
     "mcp_servers": Unserved(allowed=([],), why="the client calls the tools"),
     "context_management": Unserved(
-        allowed=({}, {"edits": []}), why="the conversation is used as it was sent"
+        allowed=({}, {"edits": []}, {"edits": [_KEEP_THINKING]}),
+        why="the conversation is used as it was sent",
     ),
     # llama.cpp
     "id_slot": Unserved(allowed=(-1,), why="the scheduler places requests"),
