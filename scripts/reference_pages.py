@@ -42,6 +42,8 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 BODIES = {
     "ChatRequest": "chat",
     "CompletionRequest": "completions",
+    "MessagesRequest": "messages",
+    "CountTokensRequest": "count_tokens",
     "GenerateRequest": "generate",
     "TokenizeRequest": "tokenize",
     "DetokenizeRequest": "detokenize",

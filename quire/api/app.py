@@ -18,6 +18,8 @@ from quire.api.admin.health import HealthRoutes
 from quire.api.admin.record import RecordRoutes
 from quire.api.admin.routes import AdminRoutes
 from quire.api.admin.version import ADMIN_OVERVIEW, OVERVIEW, show_version
+from quire.api.anthropic.dialect import ANTHROPIC
+from quire.api.anthropic.messages import messages_routes
 from quire.api.http.dialect import Dialect
 from quire.api.http.errors import UnknownRoute
 from quire.api.http.middleware import RequestMiddleware
@@ -39,7 +41,7 @@ from quire.base.show import show
 # For paths without another dialect, and before the path of a request is known.
 DEFAULT_DIALECT: Dialect = OPENAI
 # By path or prefix of paths. The GenerationRoute of such a path has the same dialect.
-DIALECTS: Mapping[str, Dialect] = {}
+DIALECTS: Mapping[str, Dialect] = {"/v1/messages": ANTHROPIC}
 
 
 def build_app(server_state: ServerState, siblings: SiblingWorkers | None = None) -> ASGIApp:
@@ -57,6 +59,7 @@ def routes_of(server_state: ServerState, siblings: SiblingWorkers | None = None)
     routes = [
         Route("/v1/completions", completions.post, methods=["POST"]),
         Route("/v1/chat/completions", chat.post, methods=["POST"]),
+        *messages_routes(server_state),
         Route("/generate", token_generate.post, methods=["POST"]),
         Route("/tokenize", tokenize.tokenize, methods=["POST"]),
         Route("/detokenize", tokenize.detokenize, methods=["POST"]),

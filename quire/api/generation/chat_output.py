@@ -37,7 +37,7 @@ class ChatOutputParser:
     """The parsing of the answers to one request. tools: None if no call may be made.
 
     prompt: its end shows whether the template opened the reasoning. includes_reasoning: the answer
-    has the reasoning.
+    has the reasoning. call_prefix: of the ids of calls, unless the template needs nine letters.
     """
 
     def __init__(
@@ -48,7 +48,9 @@ class ChatOutputParser:
         prompt: str,
         request_id: str,
         includes_reasoning: bool = True,
+        call_prefix: str = "call_",
     ) -> None:
+        self._call_prefix = call_prefix
         self._reading = reading
         self._tools = tools
         self._prompt = prompt
@@ -69,20 +71,20 @@ class ChatOutputParser:
         return ChoiceOutputParser(
             parser,
             key=f"{self._request_id}/{index}",
-            nine=nine,
+            id_prefix="" if nine else self._call_prefix,
             includes_reasoning=self._includes_reasoning,
         )
 
 
 class ChoiceOutputParser:
-    """The parser of one choice."""
+    """The parser of one choice. id_prefix: of the ids of calls; "": they have nine letters."""
 
     def __init__(
-        self, parser: AnswerParser, *, key: str, nine: bool, includes_reasoning: bool
+        self, parser: AnswerParser, *, key: str, id_prefix: str, includes_reasoning: bool
     ) -> None:
         self._parser = parser
         self._key = key
-        self._nine = nine
+        self._id_prefix = id_prefix
         self._includes_reasoning = includes_reasoning
         self._token_chars: list[int] = []
 
@@ -117,8 +119,8 @@ class ChoiceOutputParser:
     def call_id(self, index: int) -> str:
         """Return the id of a call, in the form that the model's template needs."""
         digest = hashlib.sha256(f"{self._key}/{index}".encode())
-        if not self._nine:
-            return f"call_{digest.hexdigest()[:24]}"
+        if self._id_prefix:
+            return f"{self._id_prefix}{digest.hexdigest()[:24]}"
         number, letters = int.from_bytes(digest.digest()[:8], "big"), ""
         for _ in range(9):
             number, at = divmod(number, len(_LETTERS))

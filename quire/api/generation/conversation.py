@@ -240,9 +240,10 @@ def parsing_of(
     sampling: SamplingParams,
     *,
     includes_reasoning: bool,
+    call_prefix: str = "call_",
 ) -> tuple[SamplingParams, ChatOutputParser | None]:
     """Return the parameters with the answer's grammar, and the parser of answers if they may have
-    reasoning or calls."""
+    reasoning or calls. call_prefix: of the ids of calls."""
     reading = select_parsers(
         conversation.template,
         tool_parser=request.config.tool_call_parser,
@@ -265,5 +266,6 @@ def parsing_of(
         prompt=conversation.text,
         request_id=request.request_id,
         includes_reasoning=includes_reasoning,
+        call_prefix=call_prefix,
     )
     return sampling, parser

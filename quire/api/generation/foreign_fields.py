@@ -117,13 +117,15 @@ _ONE_TEMPERATURE = "a request has one temperature"
 _WHOLE_HISTORY = "repetition_penalty covers all tokens of prompt and answer"
 _ORDER = "the order of samplers is fixed"
 _BAN_TOKENS = "write it as bad_words, or as logit_bias of -100"
+# Anthropic's edit of a conversation that leaves out nothing; coding agents send it.
+_KEEP_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
 _TEXT_ONLY = "the model writes text only"
 _OTHER_SHAPE = "the response has one format"
 
 UNSERVED: Mapping[str, Unserved] = {
     # OpenAI
     "store": Unserved(allowed=(False,), why="answers are not stored"),
-    "service_tier": Unserved(allowed=("auto", "default"), why="there is one tier"),
+    "service_tier": Unserved(allowed=("auto", "default", "standard_only"), why="there is one tier"),
     "functions": Unserved(allowed=([],), why="functions are given as tools"),
     "function_call": Unserved(
         allowed=("none", "auto"), why="tool_choice selects the function to call"
@@ -158,6 +160,13 @@ UNSERVED: Mapping[str, Unserved] = {
     "lora_path": Unserved(allowed=(), why="LoRA adapters are not implemented"),
     "stop_regex": Unserved(allowed=([], ""), why="stop takes strings"),
     "custom_logit_processor": Unserved(allowed=(), why="code in requests is never run"),
+    # Anthropic
+    "container": Unserved(allowed=(), why="code of the model is not run"),
+    "mcp_servers": Unserved(allowed=([],), why="the client calls the tools"),
+    "context_management": Unserved(
+        allowed=({}, {"edits": []}, {"edits": [_KEEP_THINKING]}),
+        why="the conversation is used as it was sent",
+    ),
     # llama.cpp
     "id_slot": Unserved(allowed=(-1,), why="the scheduler places requests"),
     "slot_id": Unserved(allowed=(-1,), why="the scheduler places requests"),

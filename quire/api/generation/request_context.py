@@ -106,7 +106,7 @@ async def open_request(
         server_state,
         engine,
         given=given,
-        request_id=f"{id_prefix}-{secrets.token_hex(12)}",
+        request_id=f"{id_prefix}{secrets.token_hex(12)}",
         deadline=deadline,
         is_large=is_large,
     )

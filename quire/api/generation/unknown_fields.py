@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from quire.api.generation.fields import APPLY_TEMPLATE, CHAT, COMPLETIONS, GENERATE
+from quire.api.generation.fields import CHAT, COMPLETIONS, GENERATE
 from quire.api.generation.foreign_fields import SYNONYMS
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
@@ -32,6 +32,9 @@ _COUNTERPARTS = {
     "max_completion_tokens": "max_tokens",
     "top_logprobs": "logprobs",
     "response_format": "structured_outputs",
+    "stop": "stop_sequences",
+    "parallel_tool_calls": "tool_choice",
+    "reasoning_effort": "output_config",
 }
 # Names under which other APIs take the input.
 _TEXTS = frozenset({"prompt", "input", "inputs", "text", "content", "query"})
@@ -80,7 +83,7 @@ def _same_input(name: str) -> frozenset[str]:
 
 
 def _own_input(honoured: frozenset[str]) -> str:
-    if honoured in (CHAT, APPLY_TEMPLATE):
+    if "messages" in honoured and "prompt" not in honoured:
         return "messages"
     return "prompt" if "prompt" in honoured else "tokens"
 
@@ -104,6 +107,8 @@ def _advice(name: str, honoured: frozenset[str]) -> str | None:
     """Return what to write in place of a field of another API; None for other fields."""
     if name in _WRAPPERS and honoured >= GENERATE - {"tokens"}:
         return 'write its entries as fields of the request itself, such as "temperature": 0'
+    if name in _SYSTEM and "system" in honoured:
+        return "write it as system"
     if name in _SYSTEM and "messages" in honoured:
         return 'write it as the first message: {"role": "system", "content": "..."}'
     if name in _SYSTEM and "prompt" in honoured:

@@ -16,7 +16,7 @@ from starlette.types import Scope
 from quire.api.http.origins import is_guarded
 
 # Response headers that a page may read.
-_SHOWN = "x-request-id, x-quire-resume-seconds, x-quire-ignored-fields, retry-after"
+_SHOWN = "x-request-id, request-id, x-quire-resume-seconds, x-quire-ignored-fields, retry-after"
 _METHODS = "GET, POST, DELETE"
 # Headers grant nothing by themselves (a key is a secret in any header), so every header name that a
 # page's library adds is allowed.

@@ -52,6 +52,10 @@ class Dialect(Protocol):
     def challenge(self) -> str | None:
         """Return the `www-authenticate` header of a 401 response; None for none."""
 
+    @property
+    def id_header(self) -> str:
+        """Return the header of responses that has the request's id, beside `x-request-id`."""
+
     def read_key(self, headers: Headers) -> bytes:
         """Return the API key of a request. Raises NotAuthorized if it is missing or malformed."""
 
@@ -66,7 +70,8 @@ class Dialect(Protocol):
 def error_response(error: QuireError, dialect: Dialect, *, request_id: str) -> Response:
     """Return the response of an error in a dialect."""
     status, body = dialect.error(report_of(error), request_id)
-    headers = {"x-request-id": request_id, **error_headers(error)}
+    ids = {"x-request-id": request_id, dialect.id_header: request_id}
+    headers = {**ids, **error_headers(error)}
     if isinstance(error, NotAuthorized) and dialect.challenge is not None:
         headers["www-authenticate"] = dialect.challenge
     return Response(

@@ -69,7 +69,8 @@ FOREIGN_PATHS: Mapping[str, str] = {
     "/abort_request": "use DELETE /v1/requests/ID",
     "/inference/v1/generate": f"use {_TOKENS}",
     # Anthropic, text-generation-inference, KoboldCpp
-    "/v1/messages": f"use {_CHAT}",
+    "/v1/messages/batches": "batches are not stored; send the requests at once",
+    "/messages": "the base URL of Anthropic's clients ends before /v1; use POST /v1/messages",
     "/generate_stream": f"use {_COMPLETE} with stream: true",
     "/info": f"use {_MODELS}",
     "/api/v1/generate": f"use {_COMPLETE}",

@@ -52,7 +52,7 @@ class TokenGenerateRoute:
     def __init__(self, server_state: ServerState, dialect: Dialect) -> None:
         self._server_state = server_state
         self._route = GenerationRoute(
-            honoured=GENERATE, id_prefix="gen", read=read_job, dialect=dialect
+            honoured=GENERATE, id_prefix="gen-", read=read_job, dialect=dialect
         )
 
     async def post(self, request: Request) -> Response:

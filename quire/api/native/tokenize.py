@@ -41,15 +41,15 @@ class TokenizeRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         """Return the ids of a prompt or of messages."""
-        return await self._answer(request, TOKENIZE, "tokn", _tokenized)
+        return await self._answer(request, TOKENIZE, "tokn-", _tokenized)
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of ids."""
-        return await self._answer(request, DETOKENIZE, "detok", _detokenized)
+        return await self._answer(request, DETOKENIZE, "detok-", _detokenized)
 
     async def apply_template(self, request: Request) -> Response:
         """Return the text of messages."""
-        return await self._answer(request, APPLY_TEMPLATE, "templ", _applied)
+        return await self._answer(request, APPLY_TEMPLATE, "templ-", _applied)
 
     async def _answer(
         self, request: Request, honoured: frozenset[str], id_prefix: str, read: Read

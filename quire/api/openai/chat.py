@@ -56,7 +56,7 @@ class ChatRoute:
     def __init__(self, server_state: ServerState) -> None:
         self._server_state = server_state
         self._route = GenerationRoute(
-            honoured=CHAT, id_prefix="chatcmpl", read=read_job, dialect=OPENAI
+            honoured=CHAT, id_prefix="chatcmpl-", read=read_job, dialect=OPENAI
         )
 
     async def post(self, request: Request) -> Response:

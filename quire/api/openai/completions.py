@@ -67,7 +67,7 @@ class CompletionsRoute:
     def __init__(self, server_state: ServerState) -> None:
         self._server_state = server_state
         self._route = GenerationRoute(
-            honoured=COMPLETIONS, id_prefix="cmpl", read=read_job, dialect=OPENAI
+            honoured=COMPLETIONS, id_prefix="cmpl-", read=read_job, dialect=OPENAI
         )
 
     async def post(self, request: Request) -> Response:

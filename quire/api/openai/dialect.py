@@ -40,6 +40,7 @@ class OpenAIDialect:
     """See the top of this file."""
 
     challenge = "Bearer"
+    id_header = "x-request-id"
 
     def read_key(self, headers: Headers) -> bytes:
         """Return the key of `Authorization: Bearer KEY`. Raises NotAuthorized."""

@@ -12,7 +12,16 @@ import msgspec
 from quire.api.generation.usage import Speeds, Timings
 from quire.api.http.errors import HEAD_TOO_LARGE, SHAPES
 from quire.api.openai.dialect import error_type
-from quire.api.openapi.field_schemas import FLAG, TEXT, Schema, list_of, object_of, or_null
+from quire.api.openapi.field_schemas import (
+    FLAG,
+    TEXT,
+    Schema,
+    list_of,
+    object_of,
+    or_null,
+    whole_object,
+)
+from quire.api.openapi.messages_schemas import messages_answers
 from quire.api.openapi.timeline_schema import timeline_schema
 from quire.base.cache_usage import Miss, MissReason, OwnerUsage, PrefixUsage
 from quire.base.engine_snapshot import BlockOwner, RequestSnapshot, StepPrices, TierSnapshot
@@ -36,14 +45,10 @@ def answer_schemas() -> dict[str, Schema]:
         **_route_answers(),
         **_records(),
         "AnyChunk": any_chunk,
+        **messages_answers(),
         "Error": _error(),
     }
     return {**_answers(), **chunks, **others}
-
-
-def _whole(**properties: Schema) -> Schema:
-    """Return an object with exactly these properties."""
-    return object_of(properties, needed=tuple(properties))
 
 
 def _part(needed: dict[str, Schema], **optional: Schema) -> Schema:
@@ -155,7 +160,7 @@ def _chunks() -> dict[str, Schema]:
     )
     usage = or_null(_ref("Usage"))
     scored = _ref("PromptLogprobs")
-    progress = _whole(index=COUNT, total=COUNT, cache=COUNT, processed=COUNT, time_ms=NUMBER)
+    progress = whole_object(index=COUNT, total=COUNT, cache=COUNT, processed=COUNT, time_ms=NUMBER)
     return {
         "ChatCompletionChunk": _part(
             {**_frame("chat.completion.chunk"), "choices": list_of(chat)},
@@ -194,8 +199,8 @@ def _message_parts() -> dict[str, Schema]:
         "bytes": list_of({**_ID, "minimum": 0, "maximum": 255}),
     }
     by_text: Schema = {"type": "object", "additionalProperties": or_null(NUMBER)}
-    ranked = _whole(logprob=or_null(NUMBER), rank=or_null(COUNT), decoded_token=TEXT)
-    function = _whole(name=TEXT, arguments=TEXT)
+    ranked = whole_object(logprob=or_null(NUMBER), rank=or_null(COUNT), decoded_token=TEXT)
+    function = whole_object(name=TEXT, arguments=TEXT)
     call = {"id": TEXT, "type": {"const": "function"}, "function": function}
     said = {"reasoning_content": TEXT, "reasoning": TEXT}
     delta_call = _part(
@@ -211,7 +216,7 @@ def _message_parts() -> dict[str, Schema]:
                 "refusal": {"type": "null"},
             },
             **said,
-            tool_calls=list_of(_whole(**call), least=1),
+            tool_calls=list_of(whole_object(**call), least=1),
         ),
         "Delta": object_of(
             {
@@ -222,8 +227,8 @@ def _message_parts() -> dict[str, Schema]:
                 "tool_calls": list_of(delta_call, least=1),
             }
         ),
-        "ChatLogprobs": _whole(
-            content=list_of(_whole(**token, top_logprobs=list_of(_whole(**token)))),
+        "ChatLogprobs": whole_object(
+            content=list_of(whole_object(**token, top_logprobs=list_of(whole_object(**token)))),
             refusal={"type": "null"},
         ),
         "CompletionLogprobs": _part(
@@ -255,13 +260,13 @@ def _route_answers() -> dict[str, Schema]:
         "system_fingerprint": TEXT,
     }
     return {
-        "Model": _whole(**model),
-        "ModelList": _whole(object={"const": "list"}, data=list_of(_ref("Model"))),
+        "Model": whole_object(**model),
+        "ModelList": whole_object(object={"const": "list"}, data=list_of(_ref("Model"))),
         "Tokens": _part(
             {"count": COUNT, "max_model_len": COUNT, "tokens": list_of(COUNT)},
             token_strs=list_of(TEXT),
         ),
-        "PromptText": _whole(prompt=TEXT),
+        "PromptText": whole_object(prompt=TEXT),
         "TokenizerInfo": _part(
             {
                 "bos_token": or_null(TEXT),
@@ -273,8 +278,8 @@ def _route_answers() -> dict[str, Schema]:
         ),
         "RequestState": _request(),
         "RequestTimeline": timeline_schema(),
-        "Aborted": _whole(id=TEXT, object={"const": "request"}, aborted=FLAG),
-        "Server": _whole(
+        "Aborted": whole_object(id=TEXT, object={"const": "request"}, aborted=FLAG),
+        "Server": whole_object(
             object={"const": "server"},
             paused=FLAG,
             draining=FLAG,
@@ -282,8 +287,8 @@ def _route_answers() -> dict[str, Schema]:
             held_requests=COUNT,
             log_level={"enum": list(LEVELS)},
         ),
-        "Flushed": _whole(flushed_blocks=COUNT),
-        "Version": _whole(name={"const": "quire"}, version=TEXT),
+        "Flushed": whole_object(flushed_blocks=COUNT),
+        "Version": whole_object(name={"const": "quire"}, version=TEXT),
         "Cache": _cache(),
         "Engine": _engine(),
         "Document": {"type": "object"},
@@ -294,7 +299,7 @@ def _usage() -> Schema:
     misses = list_of(or_null(_ref("Miss")))
     cached = _part(
         {"cached_tokens": COUNT},
-        cached_tokens_details=_whole(pool=COUNT, host=COUNT, disk=COUNT, misses=misses),
+        cached_tokens_details=whole_object(pool=COUNT, host=COUNT, disk=COUNT, misses=misses),
     )
     return _part(
         {
@@ -314,8 +319,8 @@ def _usage() -> Schema:
 
 
 def _request() -> Schema:
-    used = _whole(prompt_tokens=COUNT, completion_tokens=COUNT, cached_tokens=COUNT)
-    return _whole(
+    used = whole_object(prompt_tokens=COUNT, completion_tokens=COUNT, cached_tokens=COUNT)
+    return whole_object(
         id=TEXT,
         object={"const": "request"},
         name=or_null(TEXT),
@@ -335,17 +340,17 @@ def _cache() -> Schema:
         *("total", "used", "free_used_once", "free_used_again", "free_used_again_most"),
         *("free_plain", "findable"),
     )
-    return _whole(
+    return whole_object(
         object={"const": "cache"},
         prefix_caching=FLAG,
         block_size=COUNT,
-        blocks=_whole(**dict.fromkeys(blocks, COUNT)),
+        blocks=whole_object(**dict.fromkeys(blocks, COUNT)),
         evicted_blocks_total=COUNT,
-        evicted_digests=_whole(known=COUNT, most=COUNT),
-        tokens=_whole(
+        evicted_digests=whole_object(known=COUNT, most=COUNT),
+        tokens=whole_object(
             queried_total=COUNT,
-            found_total=_whole(pool=COUNT, host=COUNT, disk=COUNT),
-            hit_rate=_whole(all=share, pool=share, host=share, disk=share),
+            found_total=whole_object(pool=COUNT, host=COUNT, disk=COUNT),
+            hit_rate=whole_object(all=share, pool=share, host=share, disk=share),
         ),
         prefixes=list_of(_ref("PrefixUsage")),
         owners=list_of(_ref("OwnerUsage")),
@@ -355,7 +360,7 @@ def _cache() -> Schema:
 def _engine() -> Schema:
     counts = ("steps_total", "steps_in_flight", "slots_total")
     totals = ("running_total", "waiting_total", "held_total")
-    blocks = _whole(
+    blocks = whole_object(
         size=COUNT,
         bytes_each=COUNT,
         total=COUNT,
@@ -364,7 +369,7 @@ def _engine() -> Schema:
         run_lengths=list_of(COUNT),
         run_owners=list_of(COUNT),
     )
-    return _whole(
+    return whole_object(
         object={"const": "engine"},
         **dict.fromkeys((*counts, *totals), COUNT),
         running=list_of(_ref("RequestSnapshot")),
@@ -398,8 +403,8 @@ def _error() -> Schema:
     shapes = [*SHAPES.values(), HEAD_TOO_LARGE]
     types = sorted({error_type(shape.status) for shape in shapes})
     codes = sorted({shape.code for shape in shapes if shape.code is not None})
-    return _whole(
-        error=_whole(
+    return whole_object(
+        error=whole_object(
             message=TEXT,
             type={"enum": types},
             param=or_null(TEXT),

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from starlette.routing import BaseRoute, Route
 
+from quire.api.anthropic.dialect import status_of
 from quire.api.http.errors import HEAD_TOO_LARGE, SHAPES, ErrorShape, ForeignPage
 from quire.api.openapi.answer_schemas import answer_schemas
 from quire.api.openapi.field_schemas import Known, Schema, body_schema
+from quire.api.openapi.messages_schemas import messages_rows
 from quire.api.openapi.operations import EVENTS, JSON, OPERATIONS, PATH_WORDS, Operation
 from quire.base.errors import NotAuthorized, QuireError, RequestError
 from quire.base.version import installed_version
@@ -46,7 +49,8 @@ def document(
     for method, path in served(routes):
         operation = OPERATIONS[f"{method} {path}"]
         if operation.body is not None:
-            schemas[operation.title] = body_schema(operation.body, operation.needed, known)
+            own = messages_rows() if operation.of_messages else {}
+            schemas[operation.title] = body_schema(operation.body, operation.needed, known, own=own)
         elif operation.plain is not None:
             schemas[operation.title] = operation.plain
         paths.setdefault(path, {})[method.lower()] = _operation(
@@ -106,12 +110,15 @@ def _in_path(path: str) -> list[Schema]:
 def _responses(operation: Operation, *, needs_key: bool) -> Schema:
     responses: Schema = {"200": {"description": "Answered.", "content": _content_of(operation)}}
     own = (NotAuthorized,) if needs_key else ()
+    name = "AnthropicError" if operation.of_messages else "Error"
     shapes = [SHAPES[kind] for kind in (*_ANYWHERE, *own, *operation.errors)]
+    if operation.of_messages:
+        shapes = [replace(shape, status=status_of(shape.status)) for shape in shapes]
     for status, codes in sorted(_by_status([*shapes, HEAD_TOO_LARGE]).items()):
         responses[str(status)] = {
             "description": f"Refused or failed; code {' or '.join(codes)}.",
             "x-quire-codes": codes,
-            "content": {JSON: {"schema": _ref("Error")}},
+            "content": {JSON: {"schema": _ref(name)}},
         }
     if operation.unhealthy:
         responses["503"] = {"description": "Not healthy.", "content": _content_of(operation)}

@@ -20,7 +20,7 @@ from quire.api.generation.generate import MAX_SALT_CHARS, STREAM_OPTIONS
 from quire.api.generation.grammar_fields import FORMAT_TYPES
 from quire.api.generation.tools import MAX_TOOLS, TOOL_NAME
 from quire.api.openai.completions import MAX_CHOICES
-from quire.api.openapi.field_words import OF_CHATS, OF_TEXTS, WORDS
+from quire.api.openapi.field_words import OF_CHATS, OF_MESSAGES, OF_TEXTS, WORDS
 from quire.base import sampling_checks as sampling
 from quire.base.grammar import MAX_CHARS, MAX_WHITESPACE_CHARS
 from quire.base.grammar import MAX_CHOICES as MAX_CHOICE_TEXTS
@@ -55,9 +55,18 @@ class Known:
     defaults: SamplingParams = dataclasses.field(default_factory=SamplingParams)
 
 
-def body_schema(honoured: frozenset[str], needed: frozenset[str], known: Known) -> Schema:
-    """Return the schema of a body: honoured fields, refused ones, and those without effect."""
-    rows = _rows(known, honoured)
+def body_schema(
+    honoured: frozenset[str],
+    needed: frozenset[str],
+    known: Known,
+    *,
+    own: Mapping[str, Schema] | None = None,
+) -> Schema:
+    """Return the schema of a body: honoured fields, refused ones, and those without effect.
+
+    own: fields that have another form than in other APIs.
+    """
+    rows = _rows(known, honoured) | dict(own or {})
     properties: Schema = {}
     for name in sorted(honoured, key=lambda name: (name not in needed, name)):
         schema = {**rows[name], "description": _words(name, honoured)}
@@ -134,9 +143,16 @@ def object_of(
     }
 
 
+def whole_object(**properties: Schema) -> Schema:
+    """Return an object with exactly these properties."""
+    return object_of(properties, needed=tuple(properties))
+
+
 def _words(name: str, honoured: frozenset[str]) -> str:
     if honoured == CHAT and name in OF_CHATS:
         return OF_CHATS[name]
+    if "system" in honoured and name in OF_MESSAGES:
+        return OF_MESSAGES[name]
     is_of_texts = "temperature" not in honoured
     return OF_TEXTS[name] if is_of_texts and name in OF_TEXTS else WORDS[name]
 

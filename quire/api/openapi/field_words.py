@@ -15,6 +15,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "messages": "The conversation. Content is text or a list of text parts; other keys of a "
         "message go to the model's template.",
         "tokens": "Token ids, used unchanged.",
+        "system": "Instructions before the conversation: a text, or a list of text blocks.",
         "suffix": "The text after the gap to fill in; for models with infill tokens, not with "
         "echo.",
         "echo": "Prepend the prompt's text to each choice.",
@@ -68,6 +69,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     },
     "End and content of the answer": {
         "stop": "End before one of these strings.",
+        "stop_sequences": "End before one of these strings.",
         "stop_token_ids": "End with one of these tokens.",
         "include_stop_str_in_output": "Keep the stop string in the answer.",
         "ignore_eos": "Continue after the end-of-text token.",
@@ -105,12 +107,19 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "with --trust-request-chat-template.",
         "chat_template_kwargs": "Variables for the template; one that it does not read is ignored.",
         "documents": "Documents for the template.",
+        "thinking": "Whether the model reasons: enabled, adaptive (both: yes) or disabled; the "
+        "template's default if it is left out.",
+        "output_config": "effort: how much the model reasons. format: a JSON schema that the "
+        "answer follows.",
     },
     "Serving": {
         "stream": "Send the answer as server-sent events while it is generated.",
         "stream_options": "include_usage: one more chunk with the usage. "
         "continuous_usage_stats: the usage so far in every chunk. resumable: the stream "
         "can be resumed after a disconnect.",
+        "cache_control": "A breakpoint of the cache; without effect, since every prefix is cached.",
+        "metadata": "user_id: a label of the user; without effect.",
+        "service_tier": "There is one tier; without effect.",
         "cache_salt": "Share cached prefixes only with requests of the same salt.",
         "priority": "Lower is served earlier, under a policy that reads it.",
         "deadline_ms": "Limit of the time to the whole answer; refused if it cannot be met.",
@@ -126,6 +135,17 @@ OF_CHATS: Mapping[str, str] = {
     "only if the prompt is scored.",
     "logprobs": "Return each token's log-probability.",
     "n": "Number of choices.",
+    "add_special_tokens": "Add the tokenizer's special tokens to the text of the template; false "
+    "by default.",
+}
+
+# Descriptions that differ for /v1/messages and its token count.
+OF_MESSAGES: Mapping[str, str] = {
+    "messages": "The conversation. Content is text, or a list of blocks: text, tool_use, "
+    "tool_result, thinking.",
+    "max_tokens": "Maximum number of tokens of the answer; it ends earlier where the context is "
+    "full.",
+    "tools": "Tools that the model may call, each with a name and an input_schema.",
     "add_special_tokens": "Add the tokenizer's special tokens to the text of the template; false "
     "by default.",
 }

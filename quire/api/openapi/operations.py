@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.api.admin.cache import MAX_PREFIXES, NUM_PREFIXES
+from quire.api.anthropic.fields import COUNT_TOKENS, MESSAGES
 from quire.api.generation.fields import (
     APPLY_TEMPLATE,
     CHAT,
@@ -83,7 +84,7 @@ class Operation:
     the route can stream; without an answer it only streams. body: the fields of the request, None
     without a body; plain: the schema of a body outside the table of fields. needed: required
     fields. unhealthy: 503 has the same answer. others: further parameters. also: other media of a
-    text, by the request.
+    text, by the request. of_messages: fields and errors have the forms of Anthropic's API.
     """
 
     says: str
@@ -100,6 +101,7 @@ class Operation:
     others: tuple[Schema, ...] = ()
     unhealthy: bool = False
     also: tuple[str, ...] = ()
+    of_messages: bool = False
 
 
 _APPLY = Operation(
@@ -148,6 +150,29 @@ OPERATIONS: Mapping[str, Operation] = {
         needed=frozenset({"prompt"}),
         example={"prompt": "Once upon a time", "max_tokens": 48, "seed": 7},
         errors=_TOKENS,
+    ),
+    "POST /v1/messages": Operation(
+        says="Answer a conversation in the form of Anthropic's API, whole or streamed.",
+        tag="Answers",
+        answer="AnthropicMessage",
+        event="MessageEvent",
+        title="MessagesRequest",
+        body=MESSAGES,
+        needed=frozenset({"messages", "max_tokens"}),
+        example={"messages": _HI, "max_tokens": 48, "seed": 7},
+        errors=_TOKENS,
+        of_messages=True,
+    ),
+    "POST /v1/messages/count_tokens": Operation(
+        says="The number of tokens of a message's prompt.",
+        tag="Texts and tokens",
+        answer="TokenCount",
+        title="CountTokensRequest",
+        body=COUNT_TOKENS,
+        needed=frozenset({"messages"}),
+        example={"messages": _HI},
+        errors=_TEXTS,
+        of_messages=True,
     ),
     "POST /generate": Operation(
         says="Token ids in, token ids out, whole or streamed.",

@@ -51,7 +51,8 @@ class Reply:
         """The data of each server-sent event; "[DONE]" as text."""
         events = [event for event in self.body.decode().split("\n\n") if event]
         lines = [event.split("\n") for event in events if not event.startswith(":")]
-        assert all(line[0].startswith("id: ") and len(line) == 2 for line in lines), lines
+        assert all(line[0].startswith(("id: ", "event: ")) for line in lines), lines
+        assert all(len(line) == 2 for line in lines), lines
         assert all(line[1].startswith("data: ") for line in lines), lines
         data = [line[1].removeprefix("data: ") for line in lines]
         return [item if item == "[DONE]" else json.loads(item) for item in data]
@@ -74,9 +75,11 @@ def check_said(method: str, path: str, reply: Reply) -> None:
     if reply.status == 304:  # a file of the web page that the browser has
         return
     responses = _responses(method, served_path(path))
+    is_messages = served_path(path).startswith("/v1/messages")
+    error = "AnthropicError" if is_messages else "Error"
     if responses is None or _is_not_served(reply):
         assert reply.status in (401, 403, 404, 405, 500), reply
-        validator("Error").validate(reply.json)
+        validator(error).validate(reply.json)
         return
     assert str(reply.status) in responses, (path, reply.status, reply.body[:300])
     media = reply.headers["content-type"].partition(";")[0]
@@ -86,14 +89,14 @@ def check_said(method: str, path: str, reply: Reply) -> None:
     elif media == EVENTS:
         for event in reply.events:
             if event != "[DONE]":
-                kind = "Error" if "error" in event else _name(content["x-quire-event"])
+                kind = error if "error" in event else _name(content["x-quire-event"])
                 validator(kind).validate(event)
 
 
 def _is_not_served(reply: Reply) -> bool:
     """Return whether nothing is served at the path, or not with this method."""
     codes = {404: "unknown_url", 405: "method_not_allowed"}
-    return reply.status in codes and reply.error["code"] == codes[reply.status]
+    return reply.status in codes and reply.error.get("code") == codes[reply.status]
 
 
 @cache

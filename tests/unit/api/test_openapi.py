@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
+from quire.api.anthropic.fields import MESSAGES
 from quire.api.app import build_admin_app, routes_of
 from quire.api.generation.fields import (
     APPLY_TEMPLATE,
@@ -31,7 +32,7 @@ from quire.api.http.origins import is_guarded
 from quire.api.openapi.document import document, served
 from quire.api.openapi.error_words import error_rows
 from quire.api.openapi.field_schemas import Known
-from quire.api.openapi.field_words import OF_CHATS, OF_TEXTS, WORDS
+from quire.api.openapi.field_words import OF_CHATS, OF_MESSAGES, OF_TEXTS, WORDS
 from quire.api.openapi.operations import OPERATIONS
 from quire.base.sampling_params import SamplingParams
 from quire.config.tenants import Tenant, key_digest
@@ -40,6 +41,7 @@ from tests.unit.api.fake_engine import CARD, FakeEngine, Site
 from tests.unit.api.said import full_document, validator
 
 HONOURED = CHAT | COMPLETIONS | GENERATE | TOKENIZE | DETOKENIZE | APPLY_TEMPLATE
+HONOURED |= MESSAGES
 FULL = full_document()
 OUTSIDE = re.compile(r"^([a-z]+:)?//", re.I)
 
@@ -99,6 +101,7 @@ def test_an_undescribed_route_is_an_error() -> None:
 def test_every_honoured_field_has_a_description_and_no_other_has() -> None:
     assert WORDS.keys() == HONOURED
     assert OF_CHATS.keys() <= CHAT
+    assert OF_MESSAGES.keys() <= MESSAGES
     assert OF_TEXTS.keys() <= TOKENIZE | DETOKENIZE | APPLY_TEMPLATE
 
 
@@ -114,9 +117,10 @@ def test_a_request_has_its_honoured_rejected_and_inert_fields(name: str) -> None
         assert schema["description"].endswith("."), field
     assert by_kind["honoured"] == operation.body
     assert by_kind["refused"] == UNSERVED.keys() - operation.body
-    assert by_kind["no effect"] == NO_EFFECT.keys()
-    assert by_kind["hint"] == HINTS.keys()
-    assert by_kind["synonym"] == {n for n, path in SYNONYMS.items() if path[0] in operation.body}
+    assert by_kind["no effect"] == NO_EFFECT.keys() - operation.body
+    assert by_kind["hint"] == HINTS.keys() - operation.body
+    synonyms = {n for n, path in SYNONYMS.items() if path[0] in operation.body}
+    assert by_kind["synonym"] == synonyms - operation.body
 
 
 def test_schemas_are_valid_references_resolve_and_ids_are_unique() -> None:

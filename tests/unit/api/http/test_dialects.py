@@ -61,6 +61,7 @@ class LineFraming:
 
 class LineDialect:
     challenge = None
+    id_header = "x-request-id"
 
     def read_key(self, headers: Headers) -> bytes:
         for name, value in headers:
@@ -158,7 +159,7 @@ def _site(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Site:
     dialect: Dialect = LineDialect()
     route = GenerationRoute(
         honoured=frozenset({"text", "talk", "stream"}),
-        id_prefix="line",
+        id_prefix="line-",
         read=_read,
         dialect=dialect,
     )

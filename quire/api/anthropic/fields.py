@@ -1,0 +1,62 @@
+"""The request fields of the Messages API, and the fields of ours that it can carry.
+
+Fields that add to an answer of OpenAI's form (choices, log-probabilities, token ids, timings) are
+left out: a message has no place for them.
+"""
+
+from __future__ import annotations
+
+from quire.api.generation.fields import SAMPLING, SCHEDULING
+
+# Several choices, log-probabilities, and what has another name or form here.
+_NOT_CARRIED = frozenset(
+    {
+        "n",
+        "best_of",
+        "use_beam_search",
+        "length_penalty",
+        "early_stopping",
+        "prompt_logprobs",
+        "logprob_token_ids",
+        "stop",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "return_cached_tokens_details",
+    }
+)
+# Fields that change the prompt, and the model's name.
+COUNT_TOKENS = frozenset(
+    {
+        "model",
+        "messages",
+        "system",
+        "tools",
+        "tool_choice",
+        "thinking",
+        "output_config",
+        "cache_control",
+        "chat_template_kwargs",
+        "add_special_tokens",
+    }
+)
+MESSAGES = (
+    COUNT_TOKENS
+    | (SAMPLING | SCHEDULING) - _NOT_CARRIED
+    | {
+        "stop_sequences",
+        "stream",
+        "metadata",
+        "service_tier",
+        "include_reasoning",
+        "cache_salt",
+        "speculation",
+        "prediction",
+    }
+)
+# Our names of fields that have another one here.
+OWN_NAMES = {
+    "stop": "stop_sequences",
+    "parallel_tool_calls": "tool_choice",
+    "reasoning_effort": "output_config",
+    "thinking_token_budget": "thinking",
+}

@@ -1,0 +1,109 @@
+"""POST /v1/messages: answer a conversation in the form of Anthropic's Messages API.
+
+The prompt, the parameters and so the tokens are those of the same chat at /v1/chat/completions.
+max_tokens may exceed the room of the context: the answer then ends where the context is full, with
+the stop reason "model_context_window_exceeded".
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from quire.api.anthropic.count_tokens import CountTokensRoute, with_id_header
+from quire.api.anthropic.dialect import ANTHROPIC
+from quire.api.anthropic.fields import MESSAGES
+from quire.api.anthropic.message_writer import MessageWriter
+from quire.api.anthropic.request import (
+    as_named_here,
+    check_metadata,
+    read_prompt,
+    sampling_fields,
+)
+from quire.api.generation.choice_streams import Prompt
+from quire.api.generation.conversation import parsing_of
+from quire.api.generation.fields import flag, sampling_of
+from quire.api.generation.generate import (
+    GenerationJob,
+    GenerationRequest,
+    GenerationRoute,
+    generate,
+)
+from quire.api.generation.request_context import encode
+from quire.api.server_state import ServerState
+from quire.base.errors import InvalidParameter
+from quire.engine.output.output_stream import PLAIN_TEXT
+
+CALL_PREFIX = "toolu_"
+
+
+def messages_routes(server_state: ServerState) -> list[Route]:
+    """Return the routes of this API."""
+    messages, count = MessagesRoute(server_state), CountTokensRoute(server_state)
+    return [
+        Route("/v1/messages", messages.post, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count.post, methods=["POST"]),
+    ]
+
+
+class MessagesRoute:
+    """The route."""
+
+    def __init__(self, server_state: ServerState) -> None:
+        self._server_state = server_state
+        self._route = GenerationRoute(
+            honoured=MESSAGES, id_prefix="msg_", read=read_job, dialect=ANTHROPIC
+        )
+
+    async def post(self, request: Request) -> Response:
+        """Answer one request."""
+        return with_id_header(await generate(self._server_state, request, self._route))
+
+
+async def read_job(request: GenerationRequest) -> GenerationJob:
+    """Check all fields. Raises RequestError naming the field."""
+    try:
+        return await _read_job(request)
+    except InvalidParameter as error:
+        raise as_named_here(error) from error
+
+
+async def _read_job(request: GenerationRequest) -> GenerationJob:
+    given, engine = request.given, request.engine
+    check_metadata(given)
+    sampling = sampling_of(
+        sampling_fields(given),
+        engine.default_sampling(),
+        logprobs=None,
+        tokenizer=engine.tokenizer,
+    )
+    prompt = await read_prompt(request.context)
+    sampling, parser = parsing_of(
+        request.context,
+        prompt.offer,
+        prompt.conversation,
+        sampling,
+        includes_reasoning=flag(given, "include_reasoning", default=True),
+        call_prefix=CALL_PREFIX,
+    )
+    token_ids = await encode(
+        request.context,
+        prompt.conversation.text,
+        add_special_tokens=flag(given, "add_special_tokens"),
+        param="messages",
+    )
+    sampling = request.limited(sampling, len(token_ids), default_tokens=None)
+    room_tokens = engine.card.max_model_len - len(token_ids)
+    asked_tokens = sampling.max_tokens or room_tokens
+    fills_context = asked_tokens > room_tokens >= sampling.min_tokens
+    if fills_context:
+        sampling = replace(sampling, max_tokens=room_tokens)
+    text_rules = PLAIN_TEXT if parser is None else parser.text_rules(engine.tokenizer)
+    writer = MessageWriter(request.envelope, parser, fills_context=fills_context)
+    return GenerationJob(
+        prompts=[Prompt(token_ids=token_ids, sampling=sampling, text_rules=text_rules)],
+        writer=writer,
+    )

@@ -1,0 +1,170 @@
+"""Read the fields of the Messages API as those of the neutral code.
+
+`read_prompt` renders system, messages, tools and thinking; both routes use it, so that a count is
+that of the message's prompt. `as_named_here` puts the names of this API into errors of the neutral
+code. Always holds: a field is honoured, without effect by its nature, or refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.api.anthropic.fields import OWN_NAMES
+from quire.api.anthropic.history import check_cache_control, history_of
+from quire.api.anthropic.tool_fields import tool_offer
+from quire.api.generation.chat_output import Conversation
+from quire.api.generation.conversation import EFFORTS, ConversationFields, rendered
+from quire.api.generation.request_context import RequestContext
+from quire.api.generation.tools import ToolOffer
+from quire.base.errors import InvalidParameter
+from quire.base.show import show
+
+THINKING_TYPES = ("enabled", "adaptive", "disabled")
+_MAX_USER_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessagePrompt:
+    """The rendered conversation, and the tools that it offers."""
+
+    conversation: Conversation
+    offer: ToolOffer | None
+
+
+async def read_prompt(context: RequestContext) -> MessagePrompt:
+    """Check the fields that make the prompt, and render it. Raises RequestError."""
+    given = context.given
+    check_cache_control("cache_control", given.get("cache_control"))
+    history, offer = history_of(given.get("system"), given.get("messages")), tool_offer(given)
+    variables = given.get("chat_template_kwargs", {})
+    if not isinstance(variables, dict):
+        raise InvalidParameter(
+            f"chat_template_kwargs is {show(variables)}; an object is allowed",
+            param="chat_template_kwargs",
+        )
+    fields = ConversationFields(
+        messages=history.messages,
+        effort=_effort(given),
+        continue_final_message=history.continues,
+        tools=None if offer is None else offer.shown,
+        variables=variables,
+    )
+    try:
+        return MessagePrompt(conversation=await rendered(context, fields), offer=offer)
+    except InvalidParameter as error:
+        if error.param != "continue_final_message":
+            raise
+        raise InvalidParameter(
+            "messages ends with a message of the assistant, which the answer continues, and this "
+            "model's template does not write its text as it is; end with a message of the user",
+            param="messages",
+        ) from error
+
+
+def sampling_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sampling fields under our names. Raises InvalidParameter."""
+    fields = {name: value for name, value in given.items() if name != "stop_sequences"}
+    if "max_tokens" not in given:
+        raise InvalidParameter(
+            "max_tokens is missing; give the largest number of tokens of the answer",
+            param="max_tokens",
+        )
+    if given["max_tokens"] == 0:  # a number that only scores of a prompt may have
+        raise InvalidParameter("max_tokens is 0; at least 1 is needed", param="max_tokens")
+    temperature = given.get("temperature", 0)
+    if isinstance(temperature, int | float) and temperature > 1:
+        raise InvalidParameter(
+            f"temperature is {show(temperature)}; 0 to 1 is allowed", param="temperature"
+        )
+    if "stop_sequences" in given:
+        if not isinstance(given["stop_sequences"], list):
+            raise InvalidParameter(
+                f"stop_sequences is {show(given['stop_sequences'])}; a list of texts is allowed",
+                param="stop_sequences",
+            )
+        fields["stop"] = given["stop_sequences"]
+    requested = _output_config(given).get("format")
+    if requested is not None:
+        fields["response_format"] = _response_format(requested)
+    return fields
+
+
+def check_metadata(given: Mapping[str, Any]) -> None:
+    """Check metadata, which has no effect."""
+    metadata = given.get("metadata", {})
+    user = metadata.get("user_id") if isinstance(metadata, dict) else None
+    if (
+        not isinstance(metadata, dict)
+        or metadata.keys() - {"user_id"}
+        or not isinstance(user, str | None)
+        or len(user or "") > _MAX_USER_CHARS
+    ):
+        raise InvalidParameter(
+            f"metadata is {show(metadata)}; an object with a user_id of at most "
+            f"{_MAX_USER_CHARS} characters is allowed",
+            param="metadata",
+        )
+
+
+def as_named_here(error: InvalidParameter) -> InvalidParameter:
+    """Return an error with the names that the fields have in this API."""
+    if error.param == "response_format":
+        said = str(error).replace("response_format.json_schema", "output_config.format")
+        said = said.replace("response_format", "output_config.format")
+        return InvalidParameter(said, param="output_config")
+    name = OWN_NAMES.get(error.param or "")
+    if error.param is None or name is None:
+        return error
+    return InvalidParameter(str(error).replace(error.param, name), param=name)
+
+
+def _effort(given: Mapping[str, Any]) -> str | None:
+    """Return the degree of reasoning; None leaves it to the template."""
+    effort = _output_config(given).get("effort")
+    if effort is not None and effort not in EFFORTS:
+        raise InvalidParameter(
+            f"output_config.effort is {show(effort)}; {', '.join(EFFORTS)} are allowed",
+            param="output_config",
+        )
+    thinking = given.get("thinking")
+    if thinking is None:
+        return effort
+    kind = thinking.get("type") if isinstance(thinking, dict) else None
+    if kind not in THINKING_TYPES or thinking.keys() - {"type", "budget_tokens"}:
+        raise InvalidParameter(
+            f"thinking is {show(thinking)}; an object with the type {', '.join(THINKING_TYPES)} is "
+            "allowed",
+            param="thinking",
+        )
+    if thinking.get("budget_tokens") is not None:
+        raise InvalidParameter(
+            f"thinking.budget_tokens is {show(thinking['budget_tokens'])}; this server does not "
+            'limit the tokens of reasoning: write {"type": "adaptive"}, and limit the whole answer '
+            "by max_tokens",
+            param="thinking",
+        )
+    return "none" if kind == "disabled" else effort or "medium"
+
+
+def _output_config(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    config = given.get("output_config", {})
+    if not isinstance(config, dict) or config.keys() - {"effort", "format"}:
+        raise InvalidParameter(
+            f"output_config is {show(config)}; an object with effort and format is allowed",
+            param="output_config",
+        )
+    return config
+
+
+def _response_format(requested: Any) -> dict[str, Any]:
+    """Return the format in OpenAI's form."""
+    kind = requested.get("type") if isinstance(requested, dict) else None
+    if kind != "json_schema" or requested.keys() != {"type", "schema"}:
+        raise InvalidParameter(
+            f"output_config.format is {show(requested)}; "
+            '{"type": "json_schema", "schema": {...}} is allowed',
+            param="output_config",
+        )
+    return {"type": "json_schema", "json_schema": {"schema": requested["schema"]}}

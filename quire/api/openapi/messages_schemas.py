@@ -1,0 +1,192 @@
+"""JSON Schemas of Anthropic's Messages API: fields of requests, messages, events, errors.
+
+Fields that this API shares with others are in field_schemas.py. Knows no route.
+"""
+
+from __future__ import annotations
+
+from quire.api.anthropic.dialect import error_type, status_of
+from quire.api.anthropic.request import THINKING_TYPES
+from quire.api.generation.conversation import EFFORTS, MAX_MESSAGES
+from quire.api.generation.tools import MAX_TOOLS, TOOL_NAME
+from quire.api.http.errors import HEAD_TOO_LARGE, SHAPES
+from quire.api.openapi.field_schemas import (
+    FLAG,
+    OBJECT,
+    TEXT,
+    Schema,
+    list_of,
+    object_of,
+    or_null,
+    whole_object,
+)
+from quire.base import sampling_checks as sampling
+
+_COUNT: Schema = {"type": "integer", "minimum": 0}
+
+
+def messages_rows() -> dict[str, Schema]:
+    """Return the fields that have another form than in other APIs, or exist here only."""
+    cache_control = _cache_control()
+    stop = {"type": "string", "minLength": 1, "maxLength": sampling.MAX_STOP_STRING_CHARS}
+    text = _block("text", {"text": TEXT}, cache_control=or_null(cache_control))
+    schema = object_of({"type": {"const": "json_schema"}, "schema": OBJECT})
+    return {
+        "messages": list_of({"anyOf": [_user(text), _assistant(text)]}, least=1, most=MAX_MESSAGES),
+        "system": {"anyOf": [TEXT, list_of(text)]},
+        "stop_sequences": list_of(stop, most=sampling.MAX_STOP_STRINGS),
+        "temperature": {"type": "number", "minimum": 0, "maximum": 1},
+        "metadata": object_of({"user_id": or_null({**TEXT, "maxLength": 256})}),
+        "service_tier": {"enum": ["auto", "standard_only", "default"]},
+        "thinking": {**object_of({"type": {"enum": list(THINKING_TYPES)}}), "required": ["type"]},
+        "output_config": object_of(
+            {
+                "effort": or_null({"enum": list(EFFORTS)}),
+                "format": or_null({**schema, "required": ["type", "schema"]}),
+            }
+        ),
+        "cache_control": cache_control,
+        "tools": list_of(_tool(), most=MAX_TOOLS),
+        "tool_choice": _tool_choice(),
+    }
+
+
+def messages_answers() -> dict[str, Schema]:
+    """Return messages, events and errors by name."""
+    answer = {
+        "id": TEXT,
+        "type": {"const": "message"},
+        "role": {"const": "assistant"},
+        "model": TEXT,
+        "content": list_of(_ref("AnswerBlock")),
+        "stop_reason": or_null({"enum": _STOP_REASONS}),
+        "stop_sequence": or_null(TEXT),
+        "usage": _ref("MessageUsage"),
+        "seed": {"type": ["integer", "null"]},
+    }
+    blocks = [
+        whole_object(type={"const": "text"}, text=TEXT),
+        whole_object(type={"const": "thinking"}, thinking=TEXT, signature=TEXT),
+        whole_object(type={"const": "tool_use"}, id=TEXT, name=TEXT, input=OBJECT),
+    ]
+    counts = ("input_tokens", "output_tokens")
+    cached = ("cache_creation_input_tokens", "cache_read_input_tokens")
+    return {
+        "AnthropicMessage": whole_object(**answer),
+        "AnswerBlock": {"anyOf": blocks},
+        "MessageUsage": whole_object(**dict.fromkeys((*counts, *cached), _COUNT)),
+        "MessageEvent": {"anyOf": _events()},
+        "TokenCount": whole_object(input_tokens=_COUNT),
+        "AnthropicError": _error(),
+    }
+
+
+_STOP_REASONS = [
+    *("end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"),
+]
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _cache_control() -> Schema:
+    ttl = {"ttl": {"enum": ["5m", "1h"]}}
+    return {**object_of({"type": {"const": "ephemeral"}, **ttl}), "required": ["type"]}
+
+
+def _block(kind: str, needed: dict[str, Schema], **optional: Schema) -> Schema:
+    properties = {"type": {"const": kind}, **needed, **optional}
+    return object_of(properties, needed=("type", *needed))
+
+
+def _user(text: Schema) -> Schema:
+    said = {"anyOf": [TEXT, list_of(text)]}
+    result = _block(
+        "tool_result",
+        {"tool_use_id": TEXT},
+        content=or_null(said),
+        is_error=or_null(FLAG),
+        cache_control=or_null(_cache_control()),
+    )
+    content = {"anyOf": [TEXT, list_of({"anyOf": [text, result]})]}
+    return object_of({"role": {"const": "user"}, "content": content}, needed=("role", "content"))
+
+
+def _assistant(text: Schema) -> Schema:
+    named = {"id": TEXT, "name": {**TEXT, "minLength": 1}, "input": OBJECT}
+    call = _block("tool_use", named, cache_control=or_null(_cache_control()))
+    thinking = _block("thinking", {"thinking": TEXT}, signature=TEXT)
+    redacted = _block("redacted_thinking", {"data": TEXT})
+    block = {"anyOf": [text, call, thinking, redacted]}
+    content = {"anyOf": [TEXT, list_of(block)]}
+    role = {"const": "assistant"}
+    return object_of({"role": role, "content": content}, needed=("role", "content"))
+
+
+def _tool() -> Schema:
+    return object_of(
+        {
+            "type": {"enum": ["custom", None]},
+            "name": {"type": "string", "pattern": f"^{TOOL_NAME.pattern}$"},
+            "description": or_null(TEXT),
+            "input_schema": OBJECT,
+            "strict": or_null(FLAG),
+            "cache_control": or_null(_cache_control()),
+            "eager_input_streaming": or_null(FLAG),
+        },
+        needed=("name", "input_schema"),
+    )
+
+
+def _tool_choice() -> Schema:
+    alone = {"disable_parallel_tool_use": or_null(FLAG)}
+    kinds: dict[str, dict[str, Schema]] = {
+        "auto": alone,
+        "any": alone,
+        "none": {},
+        "tool": {"name": {**TEXT, "minLength": 1}, **alone},
+    }
+    return {
+        "anyOf": [
+            object_of(
+                {"type": {"const": kind}, **more},
+                needed=("type", *(("name",) if kind == "tool" else ())),
+            )
+            for kind, more in kinds.items()
+        ]
+    }
+
+
+def _events() -> list[Schema]:
+    at: dict[str, Schema] = {"index": _COUNT}
+    deltas = {
+        "text_delta": "text",
+        "input_json_delta": "partial_json",
+        "thinking_delta": "thinking",
+        "signature_delta": "signature",
+    }
+    delta = {
+        "anyOf": [whole_object(type={"const": kind}, **{key: TEXT}) for kind, key in deltas.items()]
+    }
+    end = whole_object(stop_reason={"enum": _STOP_REASONS}, stop_sequence=or_null(TEXT))
+    events: dict[str, dict[str, Schema]] = {
+        "ping": {},
+        "message_start": {"message": _ref("AnthropicMessage")},
+        "content_block_start": {**at, "content_block": _ref("AnswerBlock")},
+        "content_block_delta": {**at, "delta": delta},
+        "content_block_stop": at,
+        "message_delta": {"delta": end, "usage": _ref("MessageUsage")},
+        "message_stop": {},
+    }
+    return [whole_object(type={"const": kind}, **more) for kind, more in events.items()]
+
+
+def _error() -> Schema:
+    shapes = [*SHAPES.values(), HEAD_TOO_LARGE]
+    types = sorted({error_type(status_of(shape.status)) for shape in shapes})
+    return whole_object(
+        type={"const": "error"},
+        error=whole_object(type={"enum": types}, message=TEXT),
+        request_id=or_null(TEXT),
+    )
