@@ -84,9 +84,7 @@ class HealthyStream:
         events = [event for event in list(self._events) if event != "[DONE]"]
         assert self._alone["text"].startswith(text_of(events))
         logprobs = [
-            value
-            for event in events
-            for value in event["choices"][0]["logprobs"]["token_logprobs"]
+            value for event in events for value in event["choices"][0]["logprobs"]["token_logprobs"]
         ]
         assert logprobs == self._alone["logprobs"]["token_logprobs"][: len(logprobs)]
         return len(logprobs)
