@@ -16,9 +16,11 @@ from tests.tiny_models import write_tiny_llama
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SAID = [{"role": "user", "content": "the sea"}, {"role": "assistant", "content": "and the "}]
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+# Each comparison counts as 64 rounds: the limit is reached in a tenth of the time of empty rounds.
 ENDLESS = (
-    "{% for i in range(999999) %}{% for j in range(999999) %}{% if j.x %}{% endif %}{% endfor %}"
-    "{% endfor %}"
+    "{% set a, b = 'x' * 65536, 'x' * 65536 %}"
+    "{% for i in range(999999) %}{% for j in range(999999) %}{% if a == b and j.x %}{% endif %}"
+    "{% endfor %}{% endfor %}"
 )
 LARGE = "{{ 'x' * 10 ** 12 }}"
 
