@@ -142,7 +142,7 @@ def both(tiny: Path) -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="module")
 def mortal(tiny: Path) -> Iterator[RunningServer]:
-    """A server of whose processes tests kill one each; it goes on, and ends without an error."""
+    """A server for tests that kill one of its processes; it continues, and ends without error."""
     with RunningServer(tiny, *FLAGS, "--admin-port", "0") as server:
         yield server
     assert server.exit_code() == 0
