@@ -39,14 +39,6 @@ def hub(folder: Path) -> Iterator[FakeHub]:
         yield server
 
 
-def complete(hub: FakeHub, home: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Complete a prompt as a user of the hub, inside this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in hub.environment(home).items():
-            patch.setenv(name, value)
-        return quire_main("complete", *words, *COMPLETE)
-
-
 def quire(hub: FakeHub, home: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a command as a user of the hub, without a terminal."""
     return subprocess.run(
@@ -79,7 +71,7 @@ def test_a_pulled_model_is_completed_and_served_by_name(
     assert Path(done.stdout.strip()).is_dir()
     assert "%" not in done.stderr  # no progress bar without a terminal
     hub.requests.clear()
-    by_path = complete(hub, tmp_path, str(folder / "tiny"))
+    by_path = quire_main("complete", str(folder / "tiny"), *COMPLETE)
     assert ids(quire(hub, tmp_path, "complete", "acme/tiny", *COMPLETE)) == ids(by_path)
     text = json.loads(by_path.stdout)["text"]
     with RunningServer("acme/tiny", environment=hub.environment(tmp_path)) as server:
@@ -98,9 +90,9 @@ def test_one_gguf_file_is_completed_by_name_and_quantization(
     assert listed.returncode == 2
     assert "acme/tiny-GGUF:tiny-F32.gguf" in listed.stderr
     assert quire(hub, tmp_path, "pull", "acme/tiny-GGUF:F32").returncode == 0
-    by_path = ids(complete(hub, tmp_path, str(folder / "tiny")))
+    by_path = ids(quire_main("complete", str(folder / "tiny"), *COMPLETE))
     for name in ("acme/tiny-GGUF:tiny-F32.gguf", "acme/tiny-GGUF:F32", "acme/tiny-GGUF"):
-        assert ids(complete(hub, tmp_path, name)) == by_path
+        assert ids(quire(hub, tmp_path, "complete", name, *COMPLETE)) == by_path
     assert hub.fetched() == ["tiny-F32.gguf"]
 
 
