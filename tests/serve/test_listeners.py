@@ -102,8 +102,9 @@ def reload(server: RunningServer, said: str) -> None:
     assert server.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
 
 
-def test_a_reload_without_files_ends_no_server(server: RunningServer) -> None:
-    reload(server, "nothing to reload")
+def test_a_reload_without_files_ends_no_server(tiny: Path) -> None:
+    with RunningServer(tiny, "--threads", "1") as server:
+        reload(server, "nothing to reload")
 
 
 def test_a_reload_reads_changed_files(tiny: Path, tmp_path: Path) -> None:
