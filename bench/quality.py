@@ -27,7 +27,8 @@ from bench.data import outside
 from quire.bench.machine import machine_card
 from quire.execute.executor import ExecutorClass, ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
-from quire.models.registry import box_path, build_program, open_model
+from quire.models.model_folder import box_path
+from quire.models.registry import build_program, open_model
 from quire.program.batch import CacheRows, ForwardBatch
 from quire.program.kv_cache import with_kv_cache_dtype
 from quire.program.quantize import precision_text, quantize

@@ -31,7 +31,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.bench.machine import machine_card
 from quire.engine.assembly import assemble
 from quire.engine.library.llm import LLM
-from quire.models.registry import box_path
+from quire.models.model_folder import box_path
 from quire.obs.timing import percentiles
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.matcher import MatcherError, only_id

@@ -16,7 +16,7 @@ from typing import Any
 from bench.checkpoints import cache_folder
 from bench.peers.child import Peer
 from bench.peers.convert import converted
-from quire.models.registry import box_path
+from quire.models.model_folder import box_path
 from quire.text.tokenizer import Tokenizer
 
 OUTPUT_TOKENS = 24

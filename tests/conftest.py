@@ -25,11 +25,16 @@ SHARED_FOLDERS = ("tests/exact/", "tests/repository/", "tests/unit/text/")
 LONGEST_UNITS = (
     "tests/exact/",
     "tests/unit/text/",
-    "tests/serve/test_life.py",
-    "tests/kernels/test_attention_rows.py",
-    "tests/repository/",
-    "tests/unit/structured/test_sample.py",
     "tests/serve/test_api_processes.py",
+    "tests/unit/structured/test_sample.py",
+    "tests/kernels/test_attention_rows.py",
+    "tests/serve/test_life.py",
+    "tests/unit/scheduler/test_properties.py",
+    "tests/unit/engine/test_memory.py",
+    "tests/repository/",
+    "tests/models/test_gguf_precision.py",
+    "tests/serve/test_hostile.py",
+    "tests/kernels/test_row_rule.py",
 )
 
 

@@ -13,7 +13,8 @@ from quire.base.errors import InvalidParameter
 from quire.config.groups import DTYPE_NAMES
 from quire.engine.assembly.precision import weights_if_there, with_precision
 from quire.hub.cache import local_model
-from quire.models.registry import box_path, build_program, compute_dtype, open_model
+from quire.models.model_folder import box_path
+from quire.models.registry import build_program, compute_dtype, open_model
 from quire.program.cost import StepShape
 from quire.program.kv_cache import KV_CACHE_DTYPES, with_kv_cache_dtype
 from quire.program.quantize import AUTO

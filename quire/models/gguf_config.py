@@ -31,6 +31,7 @@ from quire.models.gguf_rope import (
     read_scaling,
 )
 from quire.models.gguf_values import plain_values
+from quire.models.model_folder import EMBEDDING
 from quire.models.spec import ExpertsSpec, ModelSpec
 
 Json = dict[str, Any]
@@ -54,7 +55,7 @@ EXPERT_COUNTS: Mapping[str, str] = MappingProxyType(
     {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 )
 PASSED_OVER = ("tensor_data_layout",)
-EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+HEAD = "output.weight"
 GEMMA_BIG_LAYERS = {"gemma2": 46, "gemma3": 62}  # of the 27B: its queries are scaled otherwise
 
 

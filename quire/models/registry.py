@@ -9,7 +9,6 @@ family is a line in FAMILIES.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,6 @@ from quire.base.gguf_model import find_gguf
 from quire.base.regular_file import is_present
 from quire.models.config_reader import ConfigReader, load_config
 from quire.models.dots1 import read_dots1
-from quire.models.foreign_folders import what_else
 from quire.models.gemma import read_gemma
 from quire.models.gemma2 import build_gemma2, read_gemma2
 from quire.models.gemma3 import read_gemma3
@@ -32,6 +30,7 @@ from quire.models.granite import read_granite
 from quire.models.llama import build_llama, read_llama
 from quire.models.mistral import read_ministral, read_mistral
 from quire.models.mixtral import read_mixtral
+from quire.models.model_folder import check_model_folder
 from quire.models.olmo import build_olmo, read_olmo2, read_olmo3
 from quire.models.olmoe import build_olmoe, read_olmoe
 from quire.models.opt import build_opt, read_opt
@@ -45,9 +44,6 @@ from quire.models.stablelm import read_stablelm
 from quire.models.starcoder2 import build_starcoder2, read_starcoder2
 from quire.program.program import Program
 from quire.program.tensors import DType
-
-# As a Path has it, with one slash of two.
-_ADDRESS = re.compile(r"(?:https?|hf):/+(?:[^/]*\.[^/]*/+)?(?P<name>[^/]+/[^/?#]+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +101,7 @@ def open_model(path: Path) -> ModelSpec:
     folder = Path(path)
     if (gguf := find_gguf(folder)) is not None:
         return read_gguf(gguf, _read_values)
-    _check_folder(folder)
+    check_model_folder(folder)
     values = load_config(folder / "config.json")
     architecture = _architecture(values, folder / "config.json")
     reader = ConfigReader(values, where=str(folder / "config.json"))
@@ -141,53 +137,6 @@ def build_program(spec: ModelSpec, *, dtype: DType, max_positions: int) -> Progr
             "(its config.json says how many)"
         )
     return FAMILIES[spec.architecture].build(spec, dtype=dtype, max_positions=max_positions)
-
-
-def box_path() -> Path:
-    """The folder of the small model that comes with the package. Raises ConfigError if absent."""
-    box = Path(__file__).parent / "box"
-    if not (box / "config.json").is_file():
-        raise ConfigError(f"{box}: this installation has no built-in model; give a model folder")
-    return box
-
-
-def draft_box_path() -> Path:
-    """Return the directory of the built-in model's draft model. Raises ConfigError if absent."""
-    draft = Path(__file__).parent / "box_draft"
-    if not (draft / "config.json").is_file():
-        raise ConfigError(
-            f"{draft}: this installation has no built-in draft model; give one with --draft-model"
-        )
-    return draft
-
-
-def _as_address(path: Path) -> str:
-    """Return an address as it was given: paths have no double slash."""
-    return re.sub(r"^(\w+):/+", r"\1://", str(path))
-
-
-def _check_folder(folder: Path) -> None:
-    if not folder.exists():
-        if (address := _ADDRESS.match(str(folder))) is not None:
-            raise ConfigError(
-                f"{_as_address(folder)}: this is an address; give the model's name: "
-                f"{address['name'] or 'ORG/NAME'}, which `quire pull` has downloaded"
-            )
-        raise ConfigError(
-            f"{folder}: no such folder; give a folder with config.json and *.safetensors, "
-            "or a GGUF file, or ORG/NAME of a model that `quire pull` has downloaded"
-        )
-    if not folder.is_dir():
-        is_part = folder.suffix == ".safetensors" or folder.name == "config.json"
-        raise ConfigError(
-            f"{folder}: this is a file of a model; give its directory, {folder.parent}"
-            if is_part
-            else f"{folder}: this is a file, and no GGUF file; give a directory with config.json "
-            "and *.safetensors, or a file that ends in .gguf"
-        )
-    if is_present(folder / "config.json"):
-        return
-    raise ConfigError(f"{folder}: there is no config.json; {what_else(folder)}")
 
 
 def _architecture(values: Mapping[str, Any], where: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.base.grammar import Grammar
-from quire.models.registry import box_path
+from quire.models.model_folder import box_path
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.matcher import Matcher, MatcherError
 from quire.structured.vocabulary import Vocabulary

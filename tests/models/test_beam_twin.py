@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from quire import LLM, SamplingParams
 from quire.base.grammar import choice, regex
 from quire.base.records import FinishReason
-from quire.models.registry import box_path
+from quire.models.model_folder import box_path
 from quire.text.tokenizer import Tokenizer
 from tests.models.grammar_answers import GrammarAnswers
 from tests.unit.scheduler.beam.beam_oracle import Wishes, beams

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from quire import LLM, SamplingParams
 from quire.base.grammar import Grammar, choice, regex
-from quire.models.registry import box_path
+from quire.models.model_folder import box_path
 from tests.models.grammar_answers import GrammarAnswers
 from tests.models.test_live_beams import NUM_TOKENS, PROMPTS, SCORE_ERROR, Found
 

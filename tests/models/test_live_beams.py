@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from quire import LLM, SamplingParams
-from quire.models.registry import box_path
+from quire.models.model_folder import box_path
 
 pytestmark = pytest.mark.parity
 

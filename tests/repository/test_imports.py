@@ -39,6 +39,7 @@ LATE_IMPORTS: Mapping[str, tuple[str, str]] = {
         "quire.engine.client",
         "pyzmq for a process, the executors for a thread",
     ),
+    "quire.engine.client.tokenizer_side": ("quire.models", "only refusals need all architectures"),
     "quire.execute.gpu": ("quire.execute.gpu quire.sampling quire._native", _GPU),
     "quire.hub.cache": ("quire.weights", "NumPy, before the engine process is started"),
     "quire.structured.compiler": ("quire.structured", _ON_DEMAND),
@@ -81,6 +82,7 @@ def _late_imports(tree: ast.Module) -> list[ast.AST]:
     ]
 
 
+@cache
 def _dependencies() -> dict[str, set[str]]:
     modules = _modules()
     found = {}
@@ -115,6 +117,14 @@ def _reached(start: str, dependencies: Mapping[str, set[str]]) -> set[str]:
 def test_modules_do_not_import_each_other_in_cycles() -> None:
     found = [sorted(cycle) for cycle in cycles(_dependencies())]
     assert not found, f"import cycles: {found}; move what both sides need below them"
+
+
+def test_the_process_that_serves_http_imports_no_architecture() -> None:
+    """Its start would take a tenth longer."""
+    dependencies = _dependencies()
+    for start in ("quire.api.server", "quire.engine.client.engine_client", "quire.cli.serve"):
+        assert "quire.models.registry" not in _reached(start, dependencies), start
+    assert "quire.models.registry" in _reached("quire.engine.process.main", dependencies)
 
 
 def test_a_cycle_of_any_length_is_found() -> None:

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.serve.running_server import RunningServer, text_of
+from tests.serve.healthy_stream import HealthyStream
+from tests.serve.running_server import RunningServer
 from tests.tiny_models import write_tiny_llama
-
-COMPLETIONS = "/v1/completions"
-HEALTHY = {
-    "prompt": "the sea and the stone",
-    "seed": 4,
-    "max_tokens": 100,
-    "ignore_eos": True,
-    "logprobs": 1,
-}
 
 
 @pytest.fixture(scope="session")
@@ -36,33 +27,31 @@ def shared_server(tiny: Path) -> Iterator[RunningServer]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def healthy_stream(shared_server: RunningServer) -> Iterator[HealthyStream]:
+    stream = HealthyStream(shared_server)
+    yield stream
+    stream.finish()
+
+
 @pytest.fixture
-def server(shared_server: RunningServer) -> RunningServer:
+def server(shared_server: RunningServer, healthy_stream: HealthyStream) -> RunningServer:
     """Return the shared server, and check that no request is left open by another test."""
+    healthy_stream.finish()
     shared_server.until(lambda: shared_server.metric("quire_running_requests") == 0, "idle")
     return shared_server
 
 
-@pytest.fixture(scope="session")
-def healthy_alone(shared_server: RunningServer) -> Any:
-    """Return the output of the healthy request when nothing else runs."""
-    _, body = shared_server.post(COMPLETIONS, HEALTHY)
-    return body["choices"][0]
-
-
 @pytest.fixture
-def beside_a_healthy_stream(server: RunningServer, healthy_alone: Any) -> Iterator[RunningServer]:
-    """Yield the server while a stream is in progress that must not be disturbed."""
-    with server.stream(COMPLETIONS, HEALTHY) as reader:
-        events = [reader.next()]
-        yield server
-        events += list(reader)
-    assert events[-1] == "[DONE]"
-    assert text_of(events) == healthy_alone["text"]
-    logprobs = [
-        value
-        for event in events[:-1]
-        for value in event["choices"][0]["logprobs"]["token_logprobs"]
-    ]
-    assert logprobs == healthy_alone["logprobs"]["token_logprobs"]
-    assert server.get("/health")[1]["state"] == "ready"
+def beside_a_healthy_stream(
+    shared_server: RunningServer, healthy_stream: HealthyStream
+) -> Iterator[RunningServer]:
+    """Yield the server while a stream is in progress that must not be disturbed.
+
+    Consecutive tests share a stream; it must proceed, unchanged, after each of them.
+    """
+    shared_server.until(lambda: shared_server.metric("quire_running_requests") <= 1, "others end")
+    healthy_stream.start()
+    yield shared_server
+    healthy_stream.check()
+    assert shared_server.get("/health")[1]["state"] == "ready"

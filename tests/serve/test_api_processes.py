@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.serve.running_server import GIVE_UP_S, RunningServer, alive, kill, text_of
-from tests.serve.test_life import serve
+from tests.serve.serve_command import serve, serve_in_process
 
 COMPLETIONS = "/v1/completions"
 LONG: dict[str, Any] = {"prompt": "on and on", "max_tokens": 30_000, "ignore_eos": True}
@@ -138,6 +138,26 @@ def both(tiny: Path) -> Iterator[RunningServer]:
     flags = (*FLAGS, "--api-key", OTHER_KEY, "--stall-seconds", "600")
     with RunningServer(tiny, *flags) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def mortal(tiny: Path) -> Iterator[RunningServer]:
+    """A server for tests that kill one of its processes; it continues, and ends without error."""
+    with RunningServer(tiny, *FLAGS, "--admin-port", "0") as server:
+        yield server
+    assert server.exit_code() == 0
+
+
+def at_admin_port(server: RunningServer, method: str, path: str, body: Any = None) -> Any:
+    """Return the answer of the process that has the admin port: the first, or its replacement."""
+    found = re.search(r"admin_address=http://127.0.0.1:(\d+)", server.stderr())
+    assert found is not None
+    connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=GIVE_UP_S)
+    raw = None if body is None else json.dumps(body)
+    connection.request(method, path, raw, headers={"authorization": f"Bearer {KEY}"})
+    reply = json.loads(connection.getresponse().read())
+    connection.close()
+    return reply
 
 
 @pytest.fixture
@@ -278,61 +298,51 @@ def test_drain_and_resume_at_different_processes(first: Caller, second: Caller) 
 
 
 def test_a_killed_process_costs_only_its_own_clients_and_is_replaced(
-    tiny: Path, caller_at: CallerAt
+    mortal: RunningServer, caller_at: CallerAt
 ) -> None:
     asked = {"prompt": "the sea", "seed": 3, "max_tokens": 2000, "ignore_eos": True}
-    with RunningServer(tiny, *FLAGS) as server:
-        first, second = caller_at(server, 1), caller_at(server, 2)
-        assert first.ask("POST", COMPLETIONS, {"prompt": "a", "max_tokens": 3})[0] == 200
-        assert second.ask("POST", "/admin/pause")[1]["paused"]
-        assert second.ask("POST", "/admin/resume")[0] == 200
-        assert second.ask("PUT", "/admin/log-level", {"level": "info"})[0] == 200
-        watching = caller_at(server, 2)
-        lost, kept = first.stream(LONG), second.stream(asked)
-        begun = [next_event(lost)[1], next_event(kept)[1]]
-        server.until(lambda: watching.metric("quire_running_requests") == 2, "both are shown")
-        kill(pid_of(server, 1))
-        with suppress(http.client.HTTPException, OSError):
-            assert "[DONE]" not in events_of(lost)
-        events = [begun[1], *events_of(kept)]
-        assert events[-1] == "[DONE]"
-        assert len(events) > 100
-        server.until(
-            lambda: watching.metric("quire_running_requests") == 0, "the engine ends the lost one"
-        )
-        assert watching.metric("quire_kv_blocks_used") == 0
-        third = caller_at(server, 3)
-        status, answer = third.ask("POST", COMPLETIONS, asked)
-        assert (status, answer["choices"][0]["text"]) == (200, text_of(events))
-        assert third.metric("quire_api_process_restarts_total") == 1
-        server.until(
-            lambda: third.metric("quire_requests_total") == 3, "what the dead one counted too"
-        )
-        server.until(lambda: third.metric("quire_open_requests") == 1, "only the one that asks")
-        assert "was ended by signal 9" in server.stderr()
-    assert server.exit_code() == 0
+    server = mortal
+    first, second = caller_at(server, 1), caller_at(server, 2)
+    assert first.ask("POST", COMPLETIONS, {"prompt": "a", "max_tokens": 3})[0] == 200
+    assert at_admin_port(server, "POST", "/admin/pause")["paused"]
+    assert at_admin_port(server, "POST", "/admin/resume")["paused"] is False
+    level = {"level": "info"}
+    assert at_admin_port(server, "PUT", "/admin/log-level", level)["log_level"] == "info"
+    watching = caller_at(server, 2)
+    lost, kept = first.stream(LONG), second.stream(asked)
+    begun = [next_event(lost)[1], next_event(kept)[1]]
+    server.until(lambda: watching.metric("quire_running_requests") == 2, "both are shown")
+    kill(pid_of(server, 1))
+    with suppress(http.client.HTTPException, OSError):
+        assert "[DONE]" not in events_of(lost)
+    events = [begun[1], *events_of(kept)]
+    assert events[-1] == "[DONE]"
+    assert len(events) > 100
+    server.until(
+        lambda: watching.metric("quire_running_requests") == 0, "the engine ends the lost one"
+    )
+    assert watching.metric("quire_kv_blocks_used") == 0
+    third = caller_at(server, 3)
+    status, answer = third.ask("POST", COMPLETIONS, asked)
+    assert (status, answer["choices"][0]["text"]) == (200, text_of(events))
+    assert third.metric("quire_api_process_restarts_total") == 1
+    server.until(lambda: third.metric("quire_requests_total") == 3, "what the dead one counted too")
+    server.until(lambda: third.metric("quire_open_requests") == 1, "only the one that asks")
+    assert "was ended by signal 9" in server.stderr()
 
 
-def test_a_replacement_process_is_paused_like_the_others(tiny: Path, caller_at: CallerAt) -> None:
-    with RunningServer(tiny, *FLAGS, "--admin-port", "0") as server:
-        admin = re.search(r"admin_address=http://127.0.0.1:(\d+)", server.stderr())
-        assert admin is not None
-
-        def at_admin_port(method: str, path: str) -> Any:
-            # Connections go first to the killed process's listener, then to its replacement.
-            http_ = http.client.HTTPConnection("127.0.0.1", int(admin[1]), timeout=GIVE_UP_S)
-            http_.request(method, path, headers={"authorization": f"Bearer {KEY}"})
-            reply = json.loads(http_.getresponse().read())
-            http_.close()
-            return reply
-
-        assert at_admin_port("POST", "/admin/pause")["paused"]
-        kill(pid_of(server, 1))
-        server.until(lambda: "serves process=3" in server.stderr(), "another is there")
-        third = caller_at(server, 3)
-        assert third.ask("GET", "/health")[1]["state"] == "paused"
-        assert at_admin_port("POST", "/admin/resume")["paused"] is False
-        assert third.ask("GET", "/health")[1]["state"] == "ready"
+def test_a_replacement_process_is_paused_like_the_others(
+    mortal: RunningServer, caller_at: CallerAt
+) -> None:
+    server = mortal
+    assert at_admin_port(server, "POST", "/admin/pause")["paused"]
+    newest = max(pids_of(server))
+    kill(pid_of(server, newest))
+    server.until(lambda: newest + 1 in pids_of(server), "another is there")
+    third = caller_at(server, newest + 1)
+    assert third.ask("GET", "/health")[1]["state"] == "paused"
+    assert at_admin_port(server, "POST", "/admin/resume")["paused"] is False
+    assert third.ask("GET", "/health")[1]["state"] == "ready"
 
 
 def test_sigterm_drains_all_processes_and_rejects_new_requests(
@@ -427,7 +437,7 @@ def test_changed_keys_are_read_by_all_processes(
 
 @pytest.mark.parametrize(("given", "expected"), [("0", "1 to 64"), ("1000", "1 to 64"), ("x", "x")])
 def test_impossible_process_counts_are_rejected(tiny: Path, given: str, expected: str) -> None:
-    ended = serve(str(tiny), "--api-processes", given)
+    ended = serve_in_process(str(tiny), "--api-processes", given)
     assert ended.returncode == 2
     assert "--api-processes" in ended.stderr
     assert expected in ended.stderr
@@ -438,7 +448,7 @@ def test_a_port_used_by_another_multi_process_server_is_rejected(
 ) -> None:
     for number in ("1", "2"):
         flags = ("--port", str(both.port), "--api-processes", number)
-        ended = serve(str(tiny), *flags)
+        ended = serve_in_process(str(tiny), *flags)
         assert ended.returncode == 2
         assert "is in use" in ended.stderr
 

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from quire.models.registry import box_path
+from quire.models.model_folder import box_path
 from tests.serve.running_server import RunningServer
 
 TOOLS: Any = [

@@ -107,40 +107,37 @@ def test_a_disconnect_is_noticed_behind_a_pipelined_request(
     server.until(lambda: server.metric("quire_disconnects_total") == before + 1, "noticed")
 
 
-def test_idle_connections_do_not_block_others(tiny: Path) -> None:
-    with (
-        RunningServer(tiny, "--threads", "1", files=128) as server,
-        ExitStack() as idle,
-    ):
+@pytest.fixture(scope="module")
+def few_files(tiny: Path) -> Iterator[RunningServer]:
+    """A server with fewer file descriptors than the connections that the tests open."""
+    with RunningServer(tiny, "--threads", "1", files=128) as server:
+        yield server
+
+
+def test_idle_connections_do_not_block_others(few_files: RunningServer) -> None:
+    with ExitStack() as idle:
         for _ in range(150):
-            idle.enter_context(connected(server))
-        assert server.get("/health")[0] == 200
+            idle.enter_context(connected(few_files))
+        assert few_files.get("/health")[0] == 200
 
 
-def test_connections_idle_after_a_request_do_not_block_others(tiny: Path) -> None:
+def test_connections_idle_after_a_request_do_not_block_others(few_files: RunningServer) -> None:
     request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    with (
-        RunningServer(tiny, "--threads", "1", files=128) as server,
-        ExitStack() as idle,
-    ):
+    with ExitStack() as idle:
         for _ in range(150):
-            connection = idle.enter_context(connected(server))
+            connection = idle.enter_context(connected(few_files))
             connection.sendall(request)
             assert connection.recv(65536).startswith(b"HTTP/1.1 200")
-        assert [server.get("/health")[0] for _ in range(20)] == [200] * 20
+        assert [few_files.get("/health")[0] for _ in range(20)] == [200] * 20
 
 
-def test_a_running_request_survives_a_flood_of_idle_connections(tiny: Path) -> None:
+def test_a_running_request_survives_a_flood_of_idle_connections(few_files: RunningServer) -> None:
     request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     body = {"prompt": "a", "max_tokens": 300, "ignore_eos": True}
-    with (
-        RunningServer(tiny, "--threads", "1", files=128) as server,
-        server.stream(COMPLETIONS, body) as reader,
-        ExitStack() as idle,
-    ):
+    with few_files.stream(COMPLETIONS, body) as reader, ExitStack() as idle:
         reader.next()
         for _ in range(150):
-            connection = idle.enter_context(connected(server))
+            connection = idle.enter_context(connected(few_files))
             connection.sendall(request)
             assert connection.recv(65536).startswith(b"HTTP/1.1 200")
         assert list(reader)[-1] == "[DONE]"
@@ -154,16 +151,16 @@ def test_an_idle_connection_is_closed_after_the_configured_time(tiny: Path) -> N
         assert answer(connection).startswith(b"HTTP/1.1 200")
 
 
-def test_a_rejected_body_still_being_sent_is_closed(tiny: Path) -> None:
+def test_a_rejected_body_still_being_sent_is_closed(few_files: RunningServer) -> None:
     """Part of such a body stops the idle timer; another timer must replace it."""
     head = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
-    with RunningServer(tiny, "--threads", "1", files=128) as server, ExitStack() as idle:
+    with ExitStack() as idle:
         for _ in range(150):
-            connection = idle.enter_context(connected(server))
+            connection = idle.enter_context(connected(few_files))
             connection.sendall(head)
             assert connection.recv(65536).startswith(b"HTTP/1.1 404")
             connection.sendall(b"x")
-        assert server.get("/health")[0] == 200
+        assert few_files.get("/health")[0] == 200
 
 
 def test_unstarted_handshakes_do_not_block_others(tiny: Path, tmp_path: Path) -> None:

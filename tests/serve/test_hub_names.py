@@ -15,7 +15,7 @@ from tests.fake_hub import FakeHub
 from tests.gguf_convert import write_gguf_of
 from tests.serve.running_server import RunningServer
 from tests.tiny_models import write_tiny_llama
-from tests.unit.cli.command import LIMIT_S, Terminal, environment
+from tests.unit.cli.command import LIMIT_S, Terminal, environment, quire_main
 
 COMPLETE = ("-p", "Once", "--max-tokens", "8", "--temperature", "0", "--json")
 
@@ -71,7 +71,7 @@ def test_a_pulled_model_is_completed_and_served_by_name(
     assert Path(done.stdout.strip()).is_dir()
     assert "%" not in done.stderr  # no progress bar without a terminal
     hub.requests.clear()
-    by_path = quire(hub, tmp_path, "complete", str(folder / "tiny"), *COMPLETE)
+    by_path = quire_main("complete", str(folder / "tiny"), *COMPLETE)
     assert ids(quire(hub, tmp_path, "complete", "acme/tiny", *COMPLETE)) == ids(by_path)
     text = json.loads(by_path.stdout)["text"]
     with RunningServer("acme/tiny", environment=hub.environment(tmp_path)) as server:
@@ -90,7 +90,7 @@ def test_one_gguf_file_is_completed_by_name_and_quantization(
     assert listed.returncode == 2
     assert "acme/tiny-GGUF:tiny-F32.gguf" in listed.stderr
     assert quire(hub, tmp_path, "pull", "acme/tiny-GGUF:F32").returncode == 0
-    by_path = ids(quire(hub, tmp_path, "complete", str(folder / "tiny"), *COMPLETE))
+    by_path = ids(quire_main("complete", str(folder / "tiny"), *COMPLETE))
     for name in ("acme/tiny-GGUF:tiny-F32.gguf", "acme/tiny-GGUF:F32", "acme/tiny-GGUF"):
         assert ids(quire(hub, tmp_path, "complete", name, *COMPLETE)) == by_path
     assert hub.fetched() == ["tiny-F32.gguf"]

@@ -7,13 +7,12 @@ import json
 import re
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.serve.running_server import GIVE_UP_S, ROOT, RunningServer
+from tests.serve.running_server import GIVE_UP_S, RunningServer
+from tests.serve.serve_command import serve_in_process
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -68,10 +67,7 @@ def test_a_unix_socket_serves_streams_and_admin_routes_have_a_port(
 
 def refused(*flags: str) -> str:
     """Return the error of `quire serve` for flags that are rejected before anything is loaded."""
-    command = [sys.executable, "-m", "quire", "serve", *flags]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, timeout=GIVE_UP_S, check=False
-    )
+    ended = serve_in_process(*flags)
     assert ended.returncode == 2
     assert ended.stderr.count("\n") == 1
     return ended.stderr
@@ -100,16 +96,20 @@ def test_an_unusable_listen_address_is_one_line(flags: tuple[str, ...], words: s
     assert words in refused(*flags)
 
 
-@pytest.mark.parametrize("has_file", [False, True])
-def test_a_reload_ends_no_server_and_reads_changed_files(
-    tiny: Path, tmp_path: Path, has_file: bool
-) -> None:
+def reload(server: RunningServer, said: str) -> None:
+    server.process.send_signal(signal.SIGHUP)
+    server.until(lambda: said in server.stderr(), "the reload is reported")
+    assert server.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
+
+
+def test_a_reload_without_files_ends_no_server(tiny: Path) -> None:
+    with RunningServer(tiny, "--threads", "1") as server:
+        reload(server, "nothing to reload")
+
+
+def test_a_reload_reads_changed_files(tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "admins"
     file.write_text("one")
-    flags = ("--admin-key-file", str(file)) if has_file else ()
-    with RunningServer(tiny, "--threads", "1", *flags) as server:
+    with RunningServer(tiny, "--threads", "1", "--admin-key-file", str(file)) as server:
         file.write_text("two")
-        server.process.send_signal(signal.SIGHUP)
-        said = "admin key file was reloaded" if has_file else "nothing to reload"
-        server.until(lambda: said in server.stderr(), "the reload is reported")
-        assert server.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
+        reload(server, "admin key file was reloaded")

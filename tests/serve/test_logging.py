@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from tests.serve.running_server import GIVE_UP_S, ROOT, RunningServer
+from tests.serve.running_server import GIVE_UP_S, NO_PREFAULT, ROOT, RunningServer
+from tests.serve.serve_command import serve_in_process
 
 NUM_REQUESTS = 1100  # each logs a line: more than the queue of a process holds
 COMPLETIONS = "/v1/completions"
@@ -74,7 +75,7 @@ def test_a_full_unread_pipe_blocks_nothing(tiny: Path, num_processes: int) -> No
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
     read, write = full_pipe()
-    flags = ["--port", str(port), "--threads", "1", "--log-level", "debug"]
+    flags = ["--port", str(port), "--threads", "1", "--log-level", "debug", *NO_PREFAULT]
     flags += ["--api-processes", str(num_processes)]
     command = [sys.executable, "-m", "quire", "serve", str(tiny), *flags]
     process = subprocess.Popen(command, stdout=write, stderr=write, cwd=ROOT)
@@ -98,6 +99,7 @@ def test_a_full_unread_pipe_blocks_nothing(tiny: Path, num_processes: int) -> No
             assert time.monotonic() < deadline, "the dropped lines were never reported"
             caller.ask("GET", "/health")
             time.sleep(0.01)
+        assert re.search(rb" debug server( \d)?: request .*route=/health", came)  # a polled route
         process.send_signal(signal.SIGTERM)
         assert process.wait(GIVE_UP_S) == 0
     finally:
@@ -114,7 +116,7 @@ def test_sigterm_ends_a_server_with_an_unread_log(tiny: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
     read, write = full_pipe()
-    command = [sys.executable, "-m", "quire", "serve", str(tiny), "--port", str(port)]
+    command = [sys.executable, "-m", "quire", "serve", str(tiny), "--port", str(port), *NO_PREFAULT]
     process = subprocess.Popen(command, stdout=write, stderr=write, cwd=ROOT)
     caller = Caller(port)
     try:
@@ -142,8 +144,9 @@ def lines_of(text: str) -> list[dict[str, Any]]:
     return lines
 
 
-@pytest.mark.parametrize("flags", [("--log-format", "json"), ("--access-log", "json")])
-@pytest.mark.parametrize("num_processes", ["1", "2"])
+@pytest.mark.parametrize(
+    ("flags", "num_processes"), [(("--log-format", "json"), "2"), (("--access-log", "json"), "1")]
+)
 def test_under_json_logging_every_line_is_json(
     tiny: Path, flags: tuple[str, ...], num_processes: str
 ) -> None:
@@ -188,14 +191,7 @@ def test_a_failed_start_is_json_under_json_logging(tmp_path: Path) -> None:
 def test_an_error_in_the_flags_is_json_under_json_logging(
     words: tuple[str, ...], found: str, form: tuple[str, ...]
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "quire", "serve", *form, *words],
-        capture_output=True,
-        text=True,
-        timeout=GIVE_UP_S,
-        cwd=ROOT,
-        check=False,
-    )
+    done = serve_in_process(*form, *words)
     assert done.returncode == 2
     lines = lines_of(done.stderr)
     assert found in lines[0]["event"]
@@ -203,10 +199,7 @@ def test_an_error_in_the_flags_is_json_under_json_logging(
 
 
 def test_lines_below_the_level_are_left_out(tiny: Path) -> None:
-    with RunningServer(tiny, "--threads", "1", "--log-level", "debug") as server:
-        assert server.get("/health")[0] == 200
-        server.until(lambda: "debug server: request" in server.stderr(), "a polled route is logged")
-    command = [sys.executable, "-m", "quire", "serve", str(tiny), "--port", "0"]
+    command = [sys.executable, "-m", "quire", "serve", str(tiny), "--port", "0", *NO_PREFAULT]
     process = subprocess.Popen(
         [*command, "--log-level", "error"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
     )

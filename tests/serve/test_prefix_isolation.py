@@ -35,23 +35,6 @@ def cached(server: RunningServer, key: str, **fields: object) -> int:
     return tokens
 
 
-def test_a_key_finds_only_its_own_prefixes(tiny: Path) -> None:
-    flags = ("--threads", "1", "--api-key", "a", "--api-key", "b")
-    with RunningServer(tiny, *flags) as server:
-        assert [cached(server, "a"), cached(server, "b")] == [0, 0]
-        assert min(cached(server, "a"), cached(server, "b")) >= 32
-        assert cached(server, "b", cache_salt="x") == 0
-        assert cached(server, "a", cache_salt="x") == 0
-        assert cached(server, "a", cache_salt="x") >= 32
-
-
-def test_prefixes_are_shared_if_configured(tiny: Path) -> None:
-    flags = ("--threads", "1", "--api-key", "a", "--api-key", "b", "--share-prefixes")
-    with RunningServer(tiny, *flags) as server:
-        assert cached(server, "a") == 0
-        assert cached(server, "b") >= 32
-
-
 def test_keys_of_a_tenant_share_prefixes_and_tenants_do_not(tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "tenants.toml"
     file.write_text(TENANTS)
@@ -64,12 +47,24 @@ def test_keys_of_a_tenant_share_prefixes_and_tenants_do_not(tiny: Path, tmp_path
 
 
 @pytest.mark.parametrize("shares", [False, True])
-def test_the_disk_tier_separates_scopes_too(tiny: Path, tmp_path: Path, shares: bool) -> None:
+def test_keys_share_prefixes_in_memory_and_on_disk_only_if_configured(
+    tiny: Path, tmp_path: Path, shares: bool
+) -> None:
     flags = ("--threads", "1", "--api-key", "a", "--api-key", "b")
     flags += ("--kv-tier-path", str(tmp_path / "tier"), "--kv-tier-fetch", "always")
     flags += ("--share-prefixes",) if shares else ()
+    kept = "another text, which the first server has cached and the second one finds on disk " * 3
     with RunningServer(tiny, *flags) as server:
         assert cached(server, "a") == 0
+        if shares:
+            assert cached(server, "b") >= 32
+        else:
+            assert cached(server, "b") == 0
+            assert min(cached(server, "a"), cached(server, "b")) >= 32
+            assert cached(server, "b", cache_salt="x") == 0
+            assert cached(server, "a", cache_salt="x") == 0
+            assert cached(server, "a", cache_salt="x") >= 32
+        assert cached(server, "a", prompt=kept) == 0
     with RunningServer(tiny, *flags) as server:
-        assert (cached(server, "b") >= 32) is shares
-        assert cached(server, "a") >= 32
+        assert (cached(server, "b", prompt=kept) >= 32) is shares
+        assert cached(server, "a", prompt=kept) >= 32

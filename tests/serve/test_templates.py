@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 
 from tests.serve.running_server import RunningServer, text_of
+from tests.serve.serve_command import serve_in_process
 from tests.tiny_models import write_tiny_llama
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SAID = [{"role": "user", "content": "the sea"}, {"role": "assistant", "content": "and the "}]
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+# Each comparison counts as 64 rounds: the limit is reached in a tenth of the time of empty rounds.
 ENDLESS = (
-    "{% for i in range(999999) %}{% for j in range(999999) %}{% if j.x %}{% endif %}{% endfor %}"
-    "{% endfor %}"
+    "{% set a, b = 'x' * 65536, 'x' * 65536 %}"
+    "{% for i in range(999999) %}{% for j in range(999999) %}{% if a == b and j.x %}{% endif %}"
+    "{% endfor %}{% endfor %}"
 )
 LARGE = "{{ 'x' * 10 ** 12 }}"
 
@@ -140,8 +143,7 @@ def test_an_unusable_requested_template_fails_startup(
 ) -> None:
     (tmp_path / "broken.jinja").write_text("a\n{% if")
     file = str(tmp_path / given)
-    server = RunningServer(tiny, "--threads", "1", "--chat-template", file, wait=False)
-    with server:
-        assert server.exit_code() == 2
-        assert "--chat-template" in server.stderr()
-        assert ("line 2" if given == "broken.jinja" else "neither a file") in server.stderr()
+    ended = serve_in_process(str(tiny), "--port", "0", "--threads", "1", "--chat-template", file)
+    assert ended.returncode == 2
+    assert "--chat-template" in ended.stderr
+    assert ("line 2" if given == "broken.jinja" else "neither a file") in ended.stderr

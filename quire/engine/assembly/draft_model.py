@@ -32,7 +32,8 @@ from quire.execute.executor import (
     ExecutorSizing,
     StepLimits,
 )
-from quire.models.registry import box_path, draft_box_path, open_model
+from quire.models.model_folder import box_path, draft_box_path
+from quire.models.registry import open_model
 from quire.models.spec import ModelSpec
 from quire.program.program import Program
 from quire.runner.draft_runner import DraftRunner

@@ -11,7 +11,7 @@ from quire.base.gguf_model import model_name_of
 from quire.base.gguf_parts import SUFFIX
 from quire.base.user_path import user_path
 from quire.config.groups import ModelConfig
-from quire.models.registry import box_path
+from quire.models.model_folder import box_path
 
 
 def model_folder(config: ModelConfig) -> Path:

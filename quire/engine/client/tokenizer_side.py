@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from quire import _native
-from quire.base.errors import InvalidParameter, TokenizerError
+from quire.base.errors import InvalidParameter, QuireError, TokenizerError
 from quire.base.gguf_open import gguf_read_once
 from quire.base.show import show
 from quire.config.groups import ModelConfig
 from quire.engine.assembly.model_files import model_folder
-from quire.models.registry import open_model
+from quire.models.model_folder import read_vocab_size
 from quire.text.chat_template import ChatTemplate
 from quire.text.messages import checked_messages
 from quire.text.tokenizer import Tokenizer
@@ -43,11 +44,22 @@ def load_tokenizer_side(config: ModelConfig) -> TokenizerSide:
     refuses (ChatTemplate.problems): the model can do without."""
     folder = model_folder(config)
     with gguf_read_once():
-        tokenizer = Tokenizer.load(folder, vocab_size=open_model(folder).vocab_size)
-        template = ChatTemplate.load(folder, tokenizer, chosen=config.chat_template)
+        try:
+            tokenizer = Tokenizer.load(folder, vocab_size=read_vocab_size(folder))
+            template = ChatTemplate.load(folder, tokenizer, chosen=config.chat_template)
+        except QuireError:
+            _check_supported(folder)
+            raise
     # A large tokenizer's file is many times what stays of it.
     _native.give_back_freed_memory()
     return TokenizerSide(tokenizer=tokenizer, template=template)
+
+
+def _check_supported(folder: Path) -> None:
+    """Raise ConfigError if the model is not supported: report that rather than its tokenizer."""
+    from quire.models.registry import open_model  # all architectures
+
+    open_model(folder)
 
 
 def rendered(

@@ -15,7 +15,7 @@ import pytest
 
 from bench.quality import GOALS, Setting, measure, story_ids
 from quire.engine.library.llm import LLM
-from quire.models.registry import box_path
+from quire.models.model_folder import box_path
 from quire.program.tensors import DType
 from tests.data import outside
 from tests.tiny_models import tiny_config, tiny_tensors, write_tiny_llama, write_weights

@@ -15,7 +15,7 @@ import pytest
 from bench import sweep
 from bench.peers import child, settings
 from bench.sweep import Plan, Sweep
-from quire.models.registry import box_path
+from quire.models.model_folder import box_path
 
 TAKES = (0.3, 0.15, 0.6)
 

@@ -1,7 +1,8 @@
-"""Startup from GGUF parses the file's metadata once, however many readers need it."""
+"""Startup from GGUF parses the file's metadata once; a tokenizer loads without its model."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,12 +10,15 @@ import pytest
 
 from quire.base import gguf_open
 from quire.base.clock import Clock
+from quire.base.errors import ConfigError, TokenizerError
 from quire.base.gguf_file import GgufFile
 from quire.base.gguf_open import gguf_read_once, open_gguf
 from quire.config.flags import engine_config
 from quire.engine.assembly.assemble import assemble
 from quire.engine.client.tokenizer_side import load_tokenizer_side
 from quire.engine.library.llm import LLM
+from quire.models.model_folder import read_vocab_size
+from quire.models.registry import open_model
 from tests.gguf_convert import write_gguf_of
 from tests.tiny_models import write_tiny_llama
 
@@ -72,3 +76,19 @@ def test_files_are_kept_until_the_last_context_ends(file: Path, parsed: list[Pat
         assert open_gguf(file) is first
     assert open_gguf(file) is not first
     assert len(parsed) == 4
+
+
+def test_the_vocabulary_has_the_size_of_the_specification(file: Path) -> None:
+    for path in (file, file.parent / "ck"):
+        assert read_vocab_size(path) == open_model(path).vocab_size > 0
+
+
+def test_an_unsupported_model_is_reported_rather_than_its_tokenizer(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path)
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(TokenizerError):
+        _text_side(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Unknown"]}))
+    with pytest.raises(ConfigError, match="Unknown"):
+        _text_side(folder)

@@ -7,7 +7,8 @@ import pytest
 
 from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.reference import ReferenceExecutor
-from quire.models.registry import box_path, build_program, open_model
+from quire.models.model_folder import box_path
+from quire.models.registry import build_program, open_model
 from quire.program.batch import CacheRows, ForwardBatch
 from quire.program.kv_cache import with_kv_cache_dtype
 from quire.program.quantize import quantize

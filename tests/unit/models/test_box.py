@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 
 from quire import LLM, SamplingParams
 from quire.base.errors import InvalidParameter
-from quire.models.registry import box_path, open_model
+from quire.models.model_folder import box_path
+from quire.models.registry import open_model
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer as TextTokenizer
 

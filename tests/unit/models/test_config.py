@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from quire.base.errors import ConfigError
-from quire.models.registry import FAMILIES, box_path, build_program, open_model
+from quire.models.model_folder import box_path
+from quire.models.registry import FAMILIES, build_program, open_model
 from quire.models.spec import (
     AttentionSpec,
     GenerationSpec,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 
 from quire.base.errors import InvalidParameter, TokenizerError
-from quire.models.registry import box_path
+from quire.models.model_folder import box_path
 from quire.text.byte_fallback import RUN_LIMIT
 from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer

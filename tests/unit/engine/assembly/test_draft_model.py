@@ -20,7 +20,8 @@ from quire.engine.assembly.draft_model import check_vocabulary, draft_folder, si
 from quire.engine.assembly.drafts import max_draft_tokens
 from quire.engine.assembly.sizing import memory_needs, step_limits
 from quire.execute.native import NativeExecutor
-from quire.models.registry import draft_box_path, open_model
+from quire.models.model_folder import draft_box_path
+from quire.models.registry import open_model
 from quire.speculative.control import AdaptiveControl
 from quire.speculative.drafter import Drafter
 from tests.gguf_convert import write_gguf_of

@@ -54,7 +54,7 @@ def run_case(random: Random) -> Harness:
     return harness
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 2**32))
 def test_requests_match_their_run_alone_under_any_transfers(seed: int) -> None:
     run_case(Random(seed))
