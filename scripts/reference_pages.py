@@ -42,6 +42,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 BODIES = {
     "ChatRequest": "chat",
     "CompletionRequest": "completions",
+    "ResponsesRequest": "responses",
     "MessagesRequest": "messages",
     "CountTokensRequest": "count_tokens",
     "GenerateRequest": "generate",

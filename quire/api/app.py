@@ -32,6 +32,9 @@ from quire.api.openai.chat import ChatRoute
 from quire.api.openai.completions import CompletionsRoute
 from quire.api.openai.dialect import OPENAI
 from quire.api.openai.models import ModelsRoutes
+from quire.api.openai.responses.create import responses_routes
+from quire.api.openai.responses.dialect import RESPONSES_DIALECT
+from quire.api.openai.responses.open_store import store_of
 from quire.api.openapi.routes import DocumentRoutes
 from quire.api.server_state import ServerState
 from quire.api.web.routes import WebPageRoutes
@@ -41,7 +44,10 @@ from quire.base.show import show
 # For paths without another dialect, and before the path of a request is known.
 DEFAULT_DIALECT: Dialect = OPENAI
 # By path or prefix of paths. The GenerationRoute of such a path has the same dialect.
-DIALECTS: Mapping[str, Dialect] = {"/v1/messages": ANTHROPIC}
+DIALECTS: Mapping[str, Dialect] = {
+    "/v1/messages": ANTHROPIC,
+    "/v1/responses": RESPONSES_DIALECT,
+}
 
 
 def build_app(server_state: ServerState, siblings: SiblingWorkers | None = None) -> ASGIApp:
@@ -60,6 +66,7 @@ def routes_of(server_state: ServerState, siblings: SiblingWorkers | None = None)
         Route("/v1/completions", completions.post, methods=["POST"]),
         Route("/v1/chat/completions", chat.post, methods=["POST"]),
         *messages_routes(server_state),
+        *_responses_routes(server_state, siblings),
         Route("/generate", token_generate.post, methods=["POST"]),
         Route("/tokenize", tokenize.tokenize, methods=["POST"]),
         Route("/detokenize", tokenize.detokenize, methods=["POST"]),
@@ -76,6 +83,14 @@ def routes_of(server_state: ServerState, siblings: SiblingWorkers | None = None)
     if server_state.config.admin_port is None:
         routes += _admin_routes(server_state, siblings)
     return routes
+
+
+def _responses_routes(server_state: ServerState, siblings: SiblingWorkers | None) -> list[Route]:
+    """Return the routes of /v1/responses. Raises SettingError if the store cannot be opened."""
+    if siblings is None:
+        return responses_routes(server_state, store_of(server_state.config))
+    store = store_of(server_state.config, siblings.responses_store)
+    return responses_routes(server_state, store, siblings.forward)
 
 
 def build_admin_app(server_state: ServerState, siblings: SiblingWorkers | None = None) -> ASGIApp:

@@ -20,7 +20,9 @@ _NOT_HERE = frozenset({"chat_template", "record_plans"})
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the recording, the server, and the flags of the engine in this process."""
-    parser.add_argument("file", metavar="FILE", help="a recording of `quire record`")
+    parser.add_argument(
+        "file", metavar="FILE", help="a recording that `quire record URL FILE` wrote"
+    )
     parser.add_argument(
         "--url", default="", metavar="URL", help="a server of Quire, instead of MODEL"
     )

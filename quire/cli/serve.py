@@ -75,6 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
 
         check_spans(server)
     read_admin_keys(server.admin_key_file)  # fail early if it is invalid
+    if server.responses_store is not None:
+        from quire.api.openai.responses.open_store import store_of  # not needed by other commands
+
+        store_of(server).close()
     for_admins = listen_for_admins(server)
     listening = listen(server, has_tenants=tenants is not None)
     file = SocketFile(listening)

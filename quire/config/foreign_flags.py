@@ -340,7 +340,7 @@ FOREIGN_SUBCOMMANDS: Mapping[str, str] = MappingProxyType(
         "launch-server": _SERVE,
         "cli": _CHAT,
         "generate": "quire complete MODEL continues one prompt",
-        "run-batch": "quire bench offline measures a batch; send a file's requests to quire serve",
+        "run-batch": "LLM(MODEL).generate takes a list of prompts: docs/recipes/offline-batch.md",
         "bench_serving": "quire bench measures speed on this machine",
         "collect-env": "quire env prints a report of the installation and the machine",
         "version": "quire --version prints the version",

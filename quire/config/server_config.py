@@ -149,6 +149,16 @@ class ServerConfig:
         "memory for resumable streams, 1MiB each; 0: streams are not resumable",
         flag="resume-memory",
     )
+    responses_store: str | None = setting(
+        None,
+        "SQLite file of stored responses (/v1/responses), kept across restarts; default: in memory",
+    )
+    responses_store_bytes: int = setting(
+        64 * 1024 * 1024,
+        "size of stored responses for each API key, beyond which the least recently used are "
+        "removed; 0: none are stored",
+        flag="responses-store-size",
+    )
     max_body_bytes: int = setting(
         8 * 1024 * 1024, "largest request body, as in 8MiB", flag="max-body"
     )
@@ -211,6 +221,7 @@ class ServerConfig:
         at_least("stall_s", self.stall_s, 0.01)
         at_least("resume_s", self.resume_s, 0)
         at_least("resume_memory_bytes", self.resume_memory_bytes, 0)
+        at_least("responses_store_bytes", self.responses_store_bytes, 0)
         at_least("max_body_bytes", self.max_body_bytes, 1024)
         at_least("watchdog_s", self.watchdog_s, 0.001)
 

@@ -40,13 +40,21 @@ LEFT_OUT = (
     *("POST /admin/pause", "POST /admin/drain", "GET /admin/record"),
     *("POST /apply-template", "POST /reset_prefix_cache", "POST /flush_cache"),
 )
-ANSWERS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/generate")
+ANSWERS = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"),
+    "/generate",
+)
 # At most this many optional fields are kept: with all of them nearly every request is rejected for
 # a conflicting pair, and nothing reaches the engine.
 MAX_OPTIONAL = 5
 # An unattainable deadline is rejected, and a missed one ends its request.
 HONEST = {(503, "deadline_missed"), (504, "timeout")}
 HONEST |= {(529, "overloaded_error"), (504, "timeout_error")}  # in Anthropic's form
+RESPONSE_ENDS = (
+    'data: {"type":"response.completed"',
+    'data: {"type":"response.incomplete"',
+    'data: {"type":"response.failed"',
+)
 CHECKS_MADE = [
     *("status_code_conformance", "content_type_conformance", "response_schema_conformance"),
     *("negative_data_rejection", "unsupported_method", "allow_header_conformance"),
@@ -174,5 +182,5 @@ def check_events(text: str, path: str) -> None:
             else content["x-quire-event"]
         )
         Draft202012Validator({**schema, "components": DOCUMENT["components"]}).validate(told)
-    ends = ("data: [DONE]", 'data: {"type":"message_stop"}')
-    assert events[-1] in ends or '"error"' in events[-1]
+    ends = ("data: [DONE]", 'data: {"type":"message_stop"}', *RESPONSE_ENDS)
+    assert events[-1].startswith(ends) or '"error"' in events[-1]

@@ -70,6 +70,7 @@ EMPTY_SYNONYMS: Mapping[str, tuple[Any, ...]] = {
 NO_EFFECT: Mapping[str, str] = {
     "user": "string",
     "metadata": "object",
+    "max_tool_calls": "number",
     "safety_identifier": "string",
     "prompt_cache_key": "string",
     "prompt_cache_retention": "string",
@@ -164,7 +165,7 @@ UNSERVED: Mapping[str, Unserved] = {
     "container": Unserved(allowed=(), why="code of the model is not run"),
     "mcp_servers": Unserved(allowed=([],), why="the client calls the tools"),
     "context_management": Unserved(
-        allowed=({}, {"edits": []}, {"edits": [_KEEP_THINKING]}),
+        allowed=([], {}, {"edits": []}, {"edits": [_KEEP_THINKING]}),
         why="the conversation is used as it was sent",
     ),
     # llama.cpp

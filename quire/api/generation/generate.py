@@ -112,10 +112,12 @@ class ChunkWriter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationJob:
-    """A request after the check of all its fields."""
+    """A request after the check of all its fields. respond: returns the response, if the request
+    continues without its client."""
 
     prompts: Sequence[Prompt]
     writer: Writer
+    respond: Callable[[ChoiceStreams], Response] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +215,8 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
         )
         request.state.answers = answers
         open_.read_progress = lambda: _progress(answers)
+        if job.respond is not None:
+            return job.respond(answers)
         if not stream:
             return await _encoded(job, await answers.whole(), answers.usage)
         _refuse_ranked(job.prompts)

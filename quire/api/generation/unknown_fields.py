@@ -47,6 +47,17 @@ _WRAPPERS = frozenset(
     | {"extra_body", "params", "settings"}
 )
 _SYSTEM = frozenset({"system", "system_prompt", "instructions"})
+# What /v1/responses has in place of fields of other APIs.
+_OF_RESPONSES = {
+    **dict.fromkeys(_SYSTEM, "instructions"),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "thinking": "reasoning.effort",
+    "verbosity": "text.verbosity",
+    "logprobs": 'include: ["message.output_text.logprobs"]',
+    "conversation": "previous_response_id, or send its items as input",
+}
 _MESSAGES = '"messages": [{"role": "user", "content": "..."}]'
 # Where a field may belong, the most usual route first.
 _ROUTES = (("POST /v1/chat/completions", CHAT), ("POST /v1/completions", COMPLETIONS))
@@ -55,6 +66,8 @@ _MIN_SIMILARITY = 0.75
 
 def unknown_field(name: str, honoured: frozenset[str], body: Mapping[str, Any]) -> InvalidParameter:
     """Return the error for a field that a route with these fields does not take."""
+    if "input" in honoured and name in _OF_RESPONSES:
+        return _error(name, f" of this request; write it as {_OF_RESPONSES[name]}")
     if name in _INPUTS and not (honoured & _same_input(name)):
         own = _own_input(honoured)
         also = "leave it out, or " if own in body else ""
@@ -83,6 +96,8 @@ def _same_input(name: str) -> frozenset[str]:
 
 
 def _own_input(honoured: frozenset[str]) -> str:
+    if "input" in honoured:
+        return "input"
     if "messages" in honoured and "prompt" not in honoured:
         return "messages"
     return "prompt" if "prompt" in honoured else "tokens"
@@ -90,6 +105,8 @@ def _own_input(honoured: frozenset[str]) -> str:
 
 def _elsewhere(name: str, honoured: frozenset[str]) -> str:
     """Return where an input of this kind is sent."""
+    if "input" in honoured:
+        return f'write it as input, such as "input": [{_MESSAGES.partition("[")[2]}'
     if name in _CONVERSATIONS:
         return "send a conversation to POST /v1/chat/completions as messages"
     if name in _IDS:

@@ -78,6 +78,10 @@ class UnknownRequest(RequestError):
     """No request with that id was sent with this key."""
 
 
+class UnknownResponse(RequestError):
+    """No response with that id is stored for this key."""
+
+
 class ResumeGone(RequestError):
     """The stream cannot resume there: those events are no longer kept."""
 
@@ -112,6 +116,7 @@ SHAPES: dict[type[QuireError], ErrorShape] = {
     UnknownRoute: ErrorShape(status=404, code="unknown_url"),
     MethodNotAllowed: ErrorShape(status=405, code="method_not_allowed"),
     UnknownRequest: ErrorShape(status=404, code="unknown_request"),
+    UnknownResponse: ErrorShape(status=404, code="response_not_found"),
     ResumeGone: ErrorShape(status=410, code="resume_gone"),
     NothingToChoose: ErrorShape(status=400, code="no_token_to_choose"),
     Aborted: ErrorShape(status=409, code="aborted"),

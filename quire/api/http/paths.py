@@ -17,7 +17,6 @@ _RECORD = "use GET /admin/record"
 _PAUSE = "use POST /admin/pause"
 _TIMELINE = "use GET /v1/requests/ID/timeline"
 _ONE_MODEL = "one model is served; it is chosen when the server starts"
-_NO_RESPONSES = f"the Responses API is not implemented; use {_CHAT}"
 _NO_EMBEDDINGS = "embeddings and scores of texts are not implemented; the model generates text"
 
 # Paths of other servers, and what to use here.
@@ -44,8 +43,7 @@ FOREIGN_PATHS: Mapping[str, str] = {
     "/embedding": _NO_EMBEDDINGS,
     "/lora-adapters": "LoRA adapters are not implemented",
     # vLLM and SGLang
-    "/v1/responses": _NO_RESPONSES,
-    "/responses": _NO_RESPONSES,
+    "/responses": "use POST /v1/responses",
     "/v1/embeddings": _NO_EMBEDDINGS,
     "/embeddings": _NO_EMBEDDINGS,
     "/pooling": _NO_EMBEDDINGS,

@@ -18,7 +18,8 @@ from quire.api.http.errors import HEAD_TOO_LARGE, SHAPES, ErrorShape, ForeignPag
 from quire.api.openapi.answer_schemas import answer_schemas
 from quire.api.openapi.field_schemas import Known, Schema, body_schema
 from quire.api.openapi.messages_schemas import messages_rows
-from quire.api.openapi.operations import EVENTS, JSON, OPERATIONS, PATH_WORDS, Operation
+from quire.api.openapi.operations import EVENTS, JSON, OPERATIONS, PATH_WORDS, Form, Operation
+from quire.api.openapi.responses_schemas import responses_rows
 from quire.base.errors import NotAuthorized, QuireError, RequestError
 from quire.base.version import installed_version
 
@@ -28,6 +29,12 @@ _ABOUT = (
     "means not given. The same request with the same seed gets the same answer, bit for bit, "
     "whatever else is running."
 )
+# Fields with an own schema, by the form of an operation.
+_OWN_ROWS: Mapping[Form, Callable[[Known], Mapping[str, Schema]]] = {
+    "chat": lambda known: {},
+    "messages": lambda known: messages_rows(),
+    "responses": responses_rows,
+}
 # Errors of any route.
 _ANYWHERE: tuple[type[QuireError], ...] = (RequestError, ForeignPage, QuireError)
 
@@ -49,7 +56,7 @@ def document(
     for method, path in served(routes):
         operation = OPERATIONS[f"{method} {path}"]
         if operation.body is not None:
-            own = messages_rows() if operation.of_messages else {}
+            own = _OWN_ROWS[operation.form](known)
             schemas[operation.title] = body_schema(operation.body, operation.needed, known, own=own)
         elif operation.plain is not None:
             schemas[operation.title] = operation.plain
@@ -110,9 +117,9 @@ def _in_path(path: str) -> list[Schema]:
 def _responses(operation: Operation, *, needs_key: bool) -> Schema:
     responses: Schema = {"200": {"description": "Answered.", "content": _content_of(operation)}}
     own = (NotAuthorized,) if needs_key else ()
-    name = "AnthropicError" if operation.of_messages else "Error"
+    name = "AnthropicError" if operation.form == "messages" else "Error"
     shapes = [SHAPES[kind] for kind in (*_ANYWHERE, *own, *operation.errors)]
-    if operation.of_messages:
+    if operation.form == "messages":
         shapes = [replace(shape, status=status_of(shape.status)) for shape in shapes]
     for status, codes in sorted(_by_status([*shapes, HEAD_TOO_LARGE]).items()):
         responses[str(status)] = {

@@ -23,6 +23,7 @@ from quire.api.http.errors import (
     ResumeGone,
     SlowReader,
     UnknownRequest,
+    UnknownResponse,
     UnknownRoute,
     UnsupportedEncoding,
 )
@@ -51,6 +52,10 @@ ADVICE: Mapping[type[QuireError], str] = {
     UnknownRequest: (
         "Check the id and the key: a request is visible to the key that sent it, until a minute "
         "after its end."
+    ),
+    UnknownResponse: (
+        "Check the id and the key; send the conversation as `input` instead, or raise "
+        "`--responses-store-size` on the server."
     ),
     ResumeGone: "Send the request again; resume within `--resume-seconds`.",
     NothingToChoose: (

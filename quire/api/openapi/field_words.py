@@ -16,6 +16,12 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "message go to the model's template.",
         "tokens": "Token ids, used unchanged.",
         "system": "Instructions before the conversation: a text, or a list of text blocks.",
+        "input": "A text, or the items of a conversation: messages, function_call, "
+        "function_call_output, reasoning, item_reference.",
+        "previous_response_id": "Continue the conversation of this stored response.",
+        "instructions": "A system message before the input.",
+        "truncation": "auto: leave out the oldest items if all do not fit the context; disabled: "
+        "refuse the request.",
         "suffix": "The text after the gap to fill in; for models with infill tokens, not with "
         "echo.",
         "echo": "Prepend the prompt's text to each choice.",
@@ -28,6 +34,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "max_tokens": "Maximum number of tokens of an answer; 16 by default. 0 only if the prompt "
         "is scored. Prompt and answer must fit the context together.",
         "max_completion_tokens": "The newer name of max_tokens; give one.",
+        "max_output_tokens": "Maximum number of tokens of the answer; the rest of the context by "
+        "default.",
         "min_tokens": "Minimum number of tokens before the answer may end; at most max_tokens.",
         "n": "Choices for each prompt; with several prompts at most 1,024 in total.",
         "best_of": "Compute this many sequences and return the n best by mean log-probability.",
@@ -90,6 +98,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "prediction": "A text that the answer may repeat; for speed only.",
     },
     "Structured output": {
+        "text": "format: the answer is free text, any JSON object, or JSON of a schema. "
+        "verbosity: a hint, not used.",
         "response_format": "The answer is free text, any JSON object, JSON of a schema, or free "
         "text with parts that follow schemas.",
         "structured_outputs": "The answer follows a JSON schema, a regular expression, a choice "
@@ -100,6 +110,10 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "tool_choice": "Whether the model may or must make a call, and of which function.",
         "parallel_tool_calls": "Whether the model may make several calls in one answer.",
         "reasoning_effort": "How much the model reasons, if its template has degrees.",
+        "reasoning": "effort: how much the model reasons, if its template has degrees. summary: a "
+        "hint, not used.",
+        "include": "message.output_text.logprobs: log-probabilities of the text. "
+        "reasoning.encrypted_content: the reasoning, encoded, to be sent back.",
         "include_reasoning": "Return the reasoning with the answer.",
         "add_generation_prompt": "Open the model's answer at the end of the prompt.",
         "continue_final_message": "Continue the last message.",
@@ -119,6 +133,9 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "can be resumed after a disconnect.",
         "cache_control": "A breakpoint of the cache; without effect, since every prefix is cached.",
         "metadata": "user_id: a label of the user; without effect.",
+        "store": "Keep the response, for GET and previous_response_id; true by default.",
+        "background": "Answer at once, and continue without the client, which polls the response "
+        "by its id or reads its events.",
         "service_tier": "There is one tier; without effect.",
         "cache_salt": "Share cached prefixes only with requests of the same salt.",
         "priority": "Lower is served earlier, under a policy that reads it.",
@@ -146,6 +163,17 @@ OF_MESSAGES: Mapping[str, str] = {
     "max_tokens": "Maximum number of tokens of the answer; it ends earlier where the context is "
     "full.",
     "tools": "Tools that the model may call, each with a name and an input_schema.",
+    "add_special_tokens": "Add the tokenizer's special tokens to the text of the template; false "
+    "by default.",
+}
+
+# Descriptions that differ for /v1/responses.
+OF_RESPONSES: Mapping[str, str] = {
+    "top_logprobs": "Number of alternatives of each token; with include: "
+    "message.output_text.logprobs.",
+    "metadata": "Labels, which the response repeats.",
+    "stream_options": "include_obfuscation: without effect.",
+    "min_tokens": "Minimum number of tokens before the answer may end; at most max_output_tokens.",
     "add_special_tokens": "Add the tokenizer's special tokens to the text of the template; false "
     "by default.",
 }

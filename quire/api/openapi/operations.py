@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from quire.api.admin.cache import MAX_PREFIXES, NUM_PREFIXES
 from quire.api.anthropic.fields import COUNT_TOKENS, MESSAGES
@@ -27,8 +27,16 @@ from quire.api.http.errors import (
     ReaderGone,
     ResumeGone,
     UnknownRequest,
+    UnknownResponse,
     UnknownRoute,
     UnsupportedEncoding,
+)
+from quire.api.openai.responses.fields import INCLUDABLE, RESPONSES
+from quire.api.openai.responses.stored_routes import (
+    MAX_LISTED,
+    MAX_SEQUENCE_NUMBER,
+    NUM_LISTED,
+    ORDERS,
 )
 from quire.api.openapi.field_schemas import TEXT, Schema, object_of
 from quire.base.errors import (
@@ -56,6 +64,7 @@ JSON = "application/json"
 EVENTS = "text/event-stream"
 
 Errors = tuple[type[QuireError], ...]
+Form = Literal["chat", "messages", "responses"]
 
 _ENGINE: Errors = (OverloadedError, ShuttingDown, WorkerError, DeviceLost)
 _OBJECT: Errors = (RequestError, InvalidParameter, BodyTooLarge, UnsupportedEncoding)
@@ -84,7 +93,7 @@ class Operation:
     the route can stream; without an answer it only streams. body: the fields of the request, None
     without a body; plain: the schema of a body outside the table of fields. needed: required
     fields. unhealthy: 503 has the same answer. others: further parameters. also: other media of a
-    text, by the request. of_messages: fields and errors have the forms of Anthropic's API.
+    text, by the request. form: the API of the fields; of messages also that of the errors.
     """
 
     says: str
@@ -101,7 +110,7 @@ class Operation:
     others: tuple[Schema, ...] = ()
     unhealthy: bool = False
     also: tuple[str, ...] = ()
-    of_messages: bool = False
+    form: Form = "chat"
 
 
 _APPLY = Operation(
@@ -128,6 +137,15 @@ _FLUSH = Operation(
 )
 _ADMIN = Operation(says="", tag="For admins", answer="Server", errors=(InvalidParameter, NotAdmin))
 
+
+def _query(name: str, says: str, schema: Schema) -> Schema:
+    """Return a parameter of the query."""
+    return {"name": name, "in": "query", "description": says, "schema": schema}
+
+
+_PAGE = {"minimum": 1, "maximum": MAX_LISTED, "default": NUM_LISTED}
+_INCLUDE = _query("include", "As of POST /v1/responses; without effect.", {"enum": [*INCLUDABLE]})
+
 OPERATIONS: Mapping[str, Operation] = {
     "POST /v1/chat/completions": Operation(
         says="Answer a conversation, whole or streamed.",
@@ -151,6 +169,59 @@ OPERATIONS: Mapping[str, Operation] = {
         example={"prompt": "Once upon a time", "max_tokens": 48, "seed": 7},
         errors=_TOKENS,
     ),
+    "POST /v1/responses": Operation(
+        says="Answer a conversation in the form of OpenAI's Responses API, whole or streamed.",
+        tag="Answers",
+        answer="Response",
+        event="ResponseEvent",
+        title="ResponsesRequest",
+        body=RESPONSES,
+        needed=frozenset({"input"}),
+        example={"input": "Write a story.", "max_output_tokens": 48, "seed": 7},
+        errors=(*_TOKENS, UnknownResponse),
+        form="responses",
+    ),
+    "GET /v1/responses/{id}": Operation(
+        says="A stored response, or the events of a background response.",
+        tag="Stored responses",
+        answer="Response",
+        event="ResponseEvent",
+        errors=(InvalidParameter, UnknownResponse, ResumeGone),
+        others=(
+            _query("stream", "Return the events.", {"enum": ["true", "false"]}),
+            _query(
+                "starting_after",
+                "With stream: the sequence_number of the last event that the client has read.",
+                {"type": "integer", "minimum": 0, "maximum": MAX_SEQUENCE_NUMBER},
+            ),
+            _query("include_obfuscation", "Without effect.", {"enum": ["true", "false"]}),
+            _INCLUDE,
+        ),
+    ),
+    "POST /v1/responses/{id}/cancel": Operation(
+        says="End a background response; one that has ended stays as it is.",
+        tag="Stored responses",
+        answer="Response",
+        errors=(InvalidParameter, UnknownResponse),
+    ),
+    "DELETE /v1/responses/{id}": Operation(
+        says="Remove a stored response.",
+        tag="Stored responses",
+        answer="ResponseDeleted",
+        errors=(InvalidParameter, UnknownResponse),
+    ),
+    "GET /v1/responses/{id}/input_items": Operation(
+        says="The items of a stored response's input, without those of responses before it.",
+        tag="Stored responses",
+        answer="InputItemList",
+        errors=(InvalidParameter, UnknownResponse),
+        others=(
+            _query("limit", "Number of items.", {"type": "integer", **_PAGE}),
+            _query("order", "Oldest or newest first.", {"enum": [*ORDERS], "default": "desc"}),
+            _query("after", "The last_id of the page before.", TEXT),
+            _INCLUDE,
+        ),
+    ),
     "POST /v1/messages": Operation(
         says="Answer a conversation in the form of Anthropic's API, whole or streamed.",
         tag="Answers",
@@ -161,7 +232,7 @@ OPERATIONS: Mapping[str, Operation] = {
         needed=frozenset({"messages", "max_tokens"}),
         example={"messages": _HI, "max_tokens": 48, "seed": 7},
         errors=_TOKENS,
-        of_messages=True,
+        form="messages",
     ),
     "POST /v1/messages/count_tokens": Operation(
         says="The number of tokens of a message's prompt.",
@@ -172,7 +243,7 @@ OPERATIONS: Mapping[str, Operation] = {
         needed=frozenset({"messages"}),
         example={"messages": _HI},
         errors=_TEXTS,
-        of_messages=True,
+        form="messages",
     ),
     "POST /generate": Operation(
         says="Token ids in, token ids out, whole or streamed.",
@@ -357,7 +428,7 @@ OPERATIONS: Mapping[str, Operation] = {
 
 # Parameters in paths, by name.
 PATH_WORDS: Mapping[str, tuple[str, Schema]] = {
-    "id": ("The answer's id, or the x-request-id of the request.", TEXT),
+    "id": ("The answer's id; for requests also the x-request-id that they were sent with.", TEXT),
     "name": ("The model's name.", TEXT),
     "file": ("The name of a file.", TEXT),
 }

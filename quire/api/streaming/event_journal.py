@@ -1,10 +1,10 @@
 """EventJournal: the numbered events of one resumable stream, kept for a client that reconnects.
 
 One writer appends events; one reader at a time reads from any number that is still kept. Events
-that were read stay while there is room; unread ones are never dropped: the writer waits instead.
-Knows no HTTP and no meaning of an event. Always holds: at most `max_bytes` are kept (beside the
-last event; or one event that alone is larger), and numbers have no gap; ResumableStreams keeps a
-bounded number of journals.
+that were read stay while there is room; unread ones are never dropped: the writer waits instead,
+unless the journal drops unread events. Knows no HTTP and no meaning of an event. Always holds: at
+most `max_bytes` are kept (beside the last event; or one event that alone is larger), and numbers
+have no gap; ResumableStreams keeps a bounded number of journals.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Protocol
 
 from quire.api.http.dialect import EventFraming
+from quire.api.http.errors import ResumeGone
 from quire.base.errors import QuireError
 
 MAX_BYTES = 1024 * 1024
@@ -23,10 +24,11 @@ MAX_BYTES = 1024 * 1024
 class EventJournal:
     """See the top of this file. Used in the event loop's thread only."""
 
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, max_bytes: int = MAX_BYTES, *, drops_unread: bool = False) -> None:
         self.num_bytes = 0
         self.ended = False
         self._max_bytes = max_bytes
+        self._drops_unread = drops_unread
         self._events: deque[bytes] = deque()
         self._first = 1
         self._num_read = 0
@@ -64,12 +66,15 @@ class EventJournal:
     async def after(self, number: int) -> bytes:
         """Return the events after `number`, at least one of them; b"" after the last.
 
-        Events up to `number` count as read. `number` must be first - 1 to last.
+        Events up to `number` count as read. `number` must be at most `last`. Raises ResumeGone if
+        events after it were dropped.
         """
         self._num_read = max(self._num_read, number)
         self._wake()
         while number >= self.last and not self.ended:
             await self._changed.wait()
+        if number + 1 < self._first:
+            raise ResumeGone(f"events up to {self._first - 1} are not kept any more")
         return b"".join(islice(self._events, number + 1 - self._first, None))
 
     def __len__(self) -> int:
@@ -78,7 +83,7 @@ class EventJournal:
 
     def _has_room(self, num_bytes: int) -> bool:
         while self._events and self.num_bytes + num_bytes > self._max_bytes:
-            if self._first > self._num_read:
+            if self._first > self._num_read and not self._drops_unread:
                 return False
             self.num_bytes -= len(self._events.popleft())
             self._first += 1

@@ -33,10 +33,12 @@ class ResumableStream:
         events: Events,
         deadline: Deadline,
         request: OpenRequest,
+        *,
+        journal: EventJournal | None = None,
     ) -> None:
         self.id = request.id
         self.request = request
-        self.journal = EventJournal()
+        self.journal = journal or EventJournal()
         self.framing = events.framing
         self.refusal: QuireError | None = None
         self._loop = asyncio.get_running_loop()
@@ -162,7 +164,9 @@ class FollowStream(PacedResponse):
                 deadline=Deadline(None),
                 cut=self._cut,
             )
-        except (SlowReader, ReadElsewhere) as error:
+        except (SlowReader, ReadElsewhere, ResumeGone) as error:
+            if isinstance(error, ResumeGone) and not self._started:
+                raise
             # Not an event: the request continues, and its events are the same for every client.
             if isinstance(error, SlowReader):
                 self._server_state.count_error(error)

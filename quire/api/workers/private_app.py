@@ -20,6 +20,8 @@ from quire.api.http.dialect import Dialect, error_response
 from quire.api.http.request_io import ClientDisconnected
 from quire.api.native.requests import RequestRoutes
 from quire.api.native.timelines import TimelineRoutes
+from quire.api.openai.responses.open_store import store_of
+from quire.api.openai.responses.stored_routes import StoredRoutes
 from quire.api.server_state import ServerState
 from quire.api.workers.sibling_workers import (
     ADMIN_HEADER,
@@ -37,8 +39,10 @@ def build_private_app(
 ) -> ASGIApp:
     """Return the application of the private socket. dialect: of errors."""
     requests, shared = RequestRoutes(server_state), _SharedState(server_state, siblings)
+    store = store_of(server_state.config, siblings.responses_store)
     routes = [
         *requests.routes(),
+        *StoredRoutes(server_state, store).private_routes(),
         *TimelineRoutes(server_state).routes(),
         Route(STATE_PATH, shared.get, methods=["GET"]),
         Route(STATE_PATH, shared.put, methods=["PUT"]),

@@ -60,6 +60,11 @@ class SiblingWorkers:
         self._own = socket_path(folder, number)
         self._version = (0, 0)
 
+    @property
+    def responses_store(self) -> str:
+        """The SQLite file of stored responses that all processes share until the server ends."""
+        return str(self._folder / "responses.sqlite")
+
     def listen(self) -> socket.socket:
         """Return this process's private socket; the others find it from now on."""
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -108,6 +113,8 @@ class SiblingWorkers:
         if len(id_) > _MAX_ID_CHARS:
             return None
         target = request.scope["route"].path.replace("{id}", quote(id_, safe=""))
+        if request.scope["query_string"]:
+            target = f"{target}?{request.scope['query_string'].decode('latin-1')}"
         headers = {KEY_HEADER: request.state.key.hex()}
         if request.state.is_admin:
             headers[ADMIN_HEADER] = "1"

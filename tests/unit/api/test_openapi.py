@@ -29,10 +29,11 @@ from quire.api.generation.fields import (
 from quire.api.generation.foreign_fields import HINTS, NO_EFFECT, SYNONYMS, UNSERVED
 from quire.api.http.auth import is_open
 from quire.api.http.origins import is_guarded
+from quire.api.openai.responses.fields import RESPONSES
 from quire.api.openapi.document import document, served
 from quire.api.openapi.error_words import error_rows
 from quire.api.openapi.field_schemas import Known
-from quire.api.openapi.field_words import OF_CHATS, OF_MESSAGES, OF_TEXTS, WORDS
+from quire.api.openapi.field_words import OF_CHATS, OF_MESSAGES, OF_RESPONSES, OF_TEXTS, WORDS
 from quire.api.openapi.operations import OPERATIONS
 from quire.base.sampling_params import SamplingParams
 from quire.config.tenants import Tenant, key_digest
@@ -41,7 +42,7 @@ from tests.unit.api.fake_engine import CARD, FakeEngine, Site
 from tests.unit.api.said import full_document, validator
 
 HONOURED = CHAT | COMPLETIONS | GENERATE | TOKENIZE | DETOKENIZE | APPLY_TEMPLATE
-HONOURED |= MESSAGES
+HONOURED |= MESSAGES | RESPONSES
 FULL = full_document()
 OUTSIDE = re.compile(r"^([a-z]+:)?//", re.I)
 
@@ -102,6 +103,7 @@ def test_every_honoured_field_has_a_description_and_no_other_has() -> None:
     assert WORDS.keys() == HONOURED
     assert OF_CHATS.keys() <= CHAT
     assert OF_MESSAGES.keys() <= MESSAGES
+    assert OF_RESPONSES.keys() <= RESPONSES
     assert OF_TEXTS.keys() <= TOKENIZE | DETOKENIZE | APPLY_TEMPLATE
 
 

@@ -1,0 +1,56 @@
+"""The request fields of the Responses API, and the fields of ours that it can carry.
+
+Fields that add to an answer of chats (choices, token ids, timings, log-probabilities of prompts)
+are left out: a response has no place for them.
+"""
+
+from __future__ import annotations
+
+from quire.api.generation.fields import SAMPLING, SCHEDULING
+
+# What a response has no place for, or has under another name.
+_NOT_CARRIED = frozenset(
+    {
+        "n",
+        "best_of",
+        "use_beam_search",
+        "length_penalty",
+        "early_stopping",
+        "prompt_logprobs",
+        "logprob_token_ids",
+        "max_tokens",
+        "return_cached_tokens_details",
+    }
+)
+RESPONSES = ((SAMPLING | SCHEDULING) - _NOT_CARRIED) | {
+    "model",
+    "input",
+    "instructions",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "text",
+    "reasoning",
+    "include",
+    "truncation",
+    "metadata",
+    "previous_response_id",
+    "store",
+    "background",
+    "max_output_tokens",
+    "top_logprobs",
+    "stream",
+    "stream_options",
+    "chat_template_kwargs",
+    "add_special_tokens",
+    "include_reasoning",
+    "cache_salt",
+    "speculation",
+    "prediction",
+}
+# Our names of fields that have another one here.
+OWN_NAMES = {"max_tokens": "max_output_tokens", "messages": "input"}
+LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED = "reasoning.encrypted_content"
+INCLUDABLE = (LOGPROBS, ENCRYPTED)
+TRUNCATIONS = ("disabled", "auto")

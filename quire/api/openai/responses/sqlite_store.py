@@ -1,0 +1,129 @@
+"""SqliteStore: stored responses in a file, which several processes may share.
+
+Statements are executed in a thread of the store. A new file can be read by its user only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from quire.api.openai.responses.store import MAX_RESPONSES, StoredResponse, StoreError
+from quire.base.errors import SettingError
+
+T = TypeVar("T")
+
+_SCHEMA_VERSION = 1
+_BUSY_S = 5.0
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS responses (
+    key BLOB, id TEXT, previous TEXT, response BLOB, items BLOB, bytes INTEGER, used INTEGER,
+    PRIMARY KEY (key, id)
+);
+CREATE INDEX IF NOT EXISTS by_use ON responses (key, used, bytes);
+"""
+_DELETE = "DELETE FROM responses WHERE key = ? AND id = ?"
+_NEXT_USE = "(SELECT coalesce(max(used), 0) + 1 FROM responses WHERE key = ?1)"
+
+
+class SqliteStore:
+    """A ResponseStore. Raises SettingError if the file cannot be used."""
+
+    def __init__(self, path: str, max_bytes: int, max_responses: int = MAX_RESPONSES) -> None:
+        self.is_on = max_bytes > 0
+        self._max_bytes = max_bytes
+        self._max_responses = max_responses
+        self._database = _opened(path)
+        self._thread = ThreadPoolExecutor(1, "quire-responses")
+
+    async def save(self, key: bytes, stored: StoredResponse) -> None:
+        """See ResponseStore."""
+        row = (key, stored.id, stored.previous, stored.response, stored.items, stored.num_bytes)
+
+        def save() -> None:
+            with self._database as database:
+                database.execute("BEGIN IMMEDIATE")
+                if stored.num_bytes > self._max_bytes:
+                    database.execute(_DELETE, (key, stored.id))
+                    return
+                database.execute(
+                    f"REPLACE INTO responses VALUES (?1, ?2, ?3, ?4, ?5, ?6, {_NEXT_USE})", row
+                )
+                self._evict(database, key)
+
+        await self._run(save)
+
+    async def find(self, key: bytes, id_: str) -> StoredResponse | None:
+        """See ResponseStore."""
+
+        def find() -> StoredResponse | None:
+            with self._database as database:
+                rows = database.execute(
+                    f"UPDATE responses SET used = {_NEXT_USE} WHERE key = ?1 AND id = ?2 "
+                    "RETURNING previous, response, items",
+                    (key, id_),
+                ).fetchall()
+            if not rows:
+                return None
+            previous, response, items = rows[0]
+            return StoredResponse(id=id_, previous=previous, response=response, items=items)
+
+        return await self._run(find)
+
+    async def delete(self, key: bytes, id_: str) -> bool:
+        """See ResponseStore."""
+
+        def delete() -> bool:
+            with self._database as database:
+                return database.execute(_DELETE, (key, id_)).rowcount > 0
+
+        return await self._run(delete)
+
+    def close(self) -> None:
+        """See ResponseStore."""
+        self._thread.shutdown()
+        self._database.close()
+
+    def _evict(self, database: sqlite3.Connection, key: bytes) -> None:
+        """Remove the responses of a key that are beyond its bounds, the newest uses first."""
+        database.execute(
+            "DELETE FROM responses WHERE key = ?1 AND used <= (SELECT max(used) FROM ("
+            "SELECT used, sum(bytes) OVER (ORDER BY used DESC) AS total, "
+            "row_number() OVER (ORDER BY used DESC) AS place FROM responses WHERE key = ?1"
+            ") WHERE total > ?2 OR place > ?3)",
+            (key, self._max_bytes, self._max_responses),
+        )
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except sqlite3.Error as error:
+            raise StoreError(f"the store of responses cannot be used: {error}") from error
+
+
+def _opened(path: str) -> sqlite3.Connection:
+    """Return a connection to the file, which only this user can read if it is new."""
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        database = sqlite3.connect(path, timeout=_BUSY_S, check_same_thread=False)
+        (version,) = database.execute("PRAGMA user_version").fetchone()
+        if version not in (0, _SCHEMA_VERSION):
+            raise SettingError(
+                f"responses_store is {path!r}, a file of version {version}, and this server reads "
+                f"version {_SCHEMA_VERSION}; give another path"
+            )
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = NORMAL")
+        database.executescript(_SCHEMA)
+        database.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+        database.commit()
+    except (OSError, sqlite3.Error) as error:
+        raise SettingError(
+            f"responses_store is {path!r}, which cannot be used: {error}; give the path of a "
+            "SQLite file that this server made, or of a new file"
+        ) from error
+    return database

@@ -1,0 +1,79 @@
+"""Convert `tools` and `tool_choice` of the Responses API to the tools of a conversation.
+
+Functions have their name and schema beside their type. Tools that OpenAI's servers execute, and
+those without a schema, are refused by type. generation/tools.py checks the schemas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.api.generation.foreign_fields import same_json
+from quire.api.generation.tools import TOOL_FIELDS, ToolOffer, offer_of
+from quire.base.errors import InvalidParameter
+from quire.base.show import show
+
+_FORM = '{"type": "function", "name": "...", "parameters": {"type": "object", ...}}'
+_KEYS = ("name", "description", "parameters", "strict")
+# Further keys, with the value that asks for nothing.
+_NEUTRAL = {"defer_loading": False, "async": False, "allowed_callers": ["direct"]}
+_CHOICES = ("none", "auto", "required")
+_OBJECTS = ("function", "allowed_tools")
+
+
+def tool_offer(given: Mapping[str, Any]) -> ToolOffer | None:
+    """Return the tools of a request; None if it has no such field. Raises InvalidParameter."""
+    if TOOL_FIELDS.isdisjoint(given):
+        return None
+    listed = given.get("tools", [])
+    if not isinstance(listed, list):
+        raise _fault(f"tools is {show(listed)}; a list of objects {_FORM} is allowed")
+    tools = [_tool(f"tools[{at}]", tool) for at, tool in enumerate(listed)]
+    fields = {**given, "tools": tools, "tool_choice": _choice(given.get("tool_choice", "auto"))}
+    try:
+        return offer_of(fields)
+    except InvalidParameter as error:  # paths of the form that was converted to
+        raise InvalidParameter(str(error).replace(".function", ""), param=error.param) from error
+
+
+def _fault(message: str, param: str = "tools") -> InvalidParameter:
+    return InvalidParameter(message, param=param)
+
+
+def _tool(place: str, tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, dict):
+        raise _fault(f"{place} is {show(tool)}; an object {_FORM} is allowed")
+    kind = tool.get("type")
+    if kind != "function":
+        raise _fault(
+            f'{place}.type is {show(kind)}; "function" is allowed: this server executes no tools, '
+            f"and the model knows no tool without a schema. Declare it as {_FORM}, execute its "
+            "calls yourself and send a function_call_output for each"
+        )
+    if "function" in tool:
+        raise _fault(
+            f"{place} has function, as chats write tools; here name and parameters are beside the "
+            f"type: write it as {_FORM}"
+        )
+    for key, value in tool.items():
+        if key in (*_KEYS, "type") or value is None:
+            continue
+        if key not in _NEUTRAL or not same_json(value, _NEUTRAL[key]):
+            raise _fault(f"{place}.{key} is {show(value)}, which is not supported; leave it out")
+    # In the order of OpenAI's clients: templates write tools as JSON.
+    function = {key: tool[key] for key in _KEYS if tool.get(key) is not None}
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: Any) -> Any:
+    """Return the choice; offer_of reads the newer form of functions too."""
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind in _OBJECTS or (isinstance(choice, str) and choice in _CHOICES):
+        return choice
+    raise _fault(
+        f'tool_choice is {show(choice)}; "none", "auto", "required", {{"type": "function", '
+        '"name": ...} and {"type": "allowed_tools", "mode": ..., "tools": [...]} are allowed: this '
+        "server executes no tools",
+        "tool_choice",
+    )

@@ -1,0 +1,403 @@
+"""POST /v1/responses: items, events, tools and refusals in the form of OpenAI's Responses API."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from quire.api.openai.responses.history import sealed
+from quire.base.errors import WorkerError
+from quire.base.records import FinishReason
+from tests.unit.api.responses.asking import (
+    ASKED,
+    CALL,
+    CHAT_TOOL,
+    PATH,
+    SCHEMA,
+    TOOL,
+    ask,
+    engine,
+    events_of,
+    kinds_of,
+    of_chat,
+    of_response,
+    without_ids,
+)
+
+SAID = [{"role": "user", "content": "hi"}]
+ENDED = ["output_text.done", "content_part.done", "output_item.done"]
+
+
+def test_a_whole_answer_is_a_response() -> None:
+    made = engine()
+    reply = ask({**ASKED, "metadata": {"a": "b"}, "instructions": "Be short."}, on=made)
+    response = reply.json
+    digits = response["id"].removeprefix("resp_")
+    assert len(digits) == 24
+    assert response["output"] == [
+        {
+            "id": f"msg_{digits}o0",
+            "type": "message",
+            "status": "completed",
+            "role": "assistant",
+            "content": [
+                {"type": "output_text", "text": "Hello", "annotations": [], "logprobs": []}
+            ],
+        }
+    ]
+    prompt_tokens = len(made.asked[0].prompt_ids)
+    assert response["usage"] == {
+        "input_tokens": prompt_tokens,
+        "input_tokens_details": {"cached_tokens": 2, "cache_write_tokens": 0},
+        "output_tokens": 2,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt_tokens + 2,
+    }
+    shown = ("status", "model", "metadata", "instructions", "max_output_tokens", "seed", "error")
+    assert [response[name] for name in shown] == [
+        *("completed", "fake", {"a": "b"}, "Be short.", 8, 7, None)
+    ]
+
+
+def test_the_events_of_a_stream_come_in_order() -> None:
+    events = events_of(ask({**ASKED, "stream": True}, on=engine("Hel", "lo", "!")))
+    assert kinds_of(events) == [
+        *("created", "in_progress", "output_item.added", "content_part.added"),
+        *["output_text.delta"] * 3,
+        *ENDED,
+        "completed",
+    ]
+    assert events[0]["sequence_number"] == 0
+    assert events[0]["response"]["status"] == "in_progress"
+    assert events[0]["response"]["output"] == []
+    assert events[2]["item"]["status"] == "in_progress"
+    assert [event["delta"] for event in events[4:7]] == ["Hel", "lo", "!"]
+    last = events[-1]["response"]
+    assert last["output"] == [events[-2]["item"]]
+    assert last["usage"]["output_tokens"] == 3
+
+
+@pytest.mark.parametrize("cut", [1, 7, 1000])
+def test_streamed_items_are_those_of_the_whole_answer(cut: int) -> None:
+    text = f"<think>It is asked.</think>I look.{CALL}{CALL}"
+    script = [text[at : at + cut] for at in range(0, len(text), cut)]
+    body = {**ASKED, "tools": [TOOL], "include": ["reasoning.encrypted_content"]}
+    whole = ask(body, on=engine(*script)).json
+    kinds = [item["type"] for item in whole["output"]]
+    assert kinds == ["reasoning", "message", "function_call", "function_call"]
+    thoughts, said, first, second = whole["output"]
+    assert thoughts["content"] == [{"type": "reasoning_text", "text": "It is asked."}]
+    assert thoughts["encrypted_content"] == sealed("It is asked.")
+    assert said["content"][0]["text"] == "I look."
+    assert json.loads(first["arguments"]) == {"city": "Ulm"}
+    assert first["call_id"] != second["call_id"]
+    assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] > 0 or cut == 1000
+    events = events_of(ask({**body, "stream": True}, on=engine(*script)))
+    streamed = events[-1]["response"]["output"]
+    assert without_ids(streamed) == without_ids(whole["output"])
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == streamed
+    for at, item in enumerate(streamed):
+        deltas = [e["delta"] for e in events if "delta" in e and e["output_index"] == at]
+        assert "".join(deltas) == item.get("arguments") or item["content"][0]["text"]
+    assert kinds_of(events)[:5] == [
+        *("created", "in_progress", "output_item.added", "content_part.added"),
+        "reasoning_text.delta",
+    ]
+    assert kinds_of(events)[-3:] == [
+        "function_call_arguments.done",
+        "output_item.done",
+        "completed",
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_at_its_length_is_incomplete(stream: bool) -> None:
+    reply = ask({**ASKED, "stream": stream}, on=engine("a", reason=FinishReason.LENGTH))
+    if stream:
+        last = events_of(reply)[-1]
+        assert last["type"] == "response.incomplete"
+    response = last["response"] if stream else reply.json
+    assert response["status"] == "incomplete"
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert response["output"][0]["status"] == "incomplete"
+    assert response["completed_at"] is None
+
+
+def test_an_answer_without_text_has_no_items() -> None:
+    assert ask(ASKED, on=engine("")).json["output"] == []
+    events = events_of(ask({**ASKED, "stream": True}, on=engine("")))
+    assert kinds_of(events) == ["created", "in_progress", "completed"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_are_those_of_the_text(stream: bool) -> None:
+    script = ("<think>", "a", "</think>", "b", "c")
+    body = {**ASKED, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    reply = ask({**body, "stream": stream}, on=engine(*script))
+    response = events_of(reply)[-1]["response"] if stream else reply.json
+    (part,) = response["output"][1]["content"]
+    assert part["text"] == "bc"
+    assert [token["token"] for token in part["logprobs"]] == ["b", "c"]
+    assert len(part["logprobs"][0]["top_logprobs"]) == 2
+
+
+def test_an_error_within_a_stream_is_an_event_and_the_response_has_failed() -> None:
+    made = engine("a", "b")
+    made.fails_with, made.fails_after = WorkerError("it died"), 1
+    events = events_of(ask({**ASKED, "stream": True}, on=made))
+    assert kinds_of(events)[-2:] == ["error", "failed"]
+    assert events[-2] == {
+        "type": "error",
+        "code": "worker_error",
+        "message": "it died",
+        "param": None,
+        "sequence_number": len(events) - 2,
+    }
+    response = events[-1]["response"]
+    assert (response["status"], response["error"]["code"]) == ("failed", "server_error")
+    (item,) = response["output"]
+    assert (item["status"], item["content"][0]["text"]) == ("incomplete", "a")
+
+
+ITEMS: list[Any] = [
+    {"role": "developer", "content": "Be short."},
+    {"role": "user", "content": [{"type": "input_text", "text": "Where?"}]},
+    {"type": "reasoning", "id": "rs_1", "summary": [], "content": [
+        {"type": "reasoning_text", "text": "Hm."}]},
+    {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed", "content": [
+        {"type": "output_text", "text": "I look.", "annotations": [], "logprobs": []}]},
+    {"type": "function_call", "call_id": "t1", "name": "weather", "arguments": '{"city": "Ulm"}'},
+    {"type": "function_call", "call_id": "t2", "name": "weather", "arguments": '{"city": "Köln"}'},
+    {"type": "function_call_output", "call_id": "t1", "output": "Rain."},
+    {"type": "function_call_output", "call_id": "t2", "output": [
+        {"type": "input_text", "text": "Snow."}]},
+    {"type": "reasoning", "summary": [], "encrypted_content": sealed("So.")},
+    {"role": "assistant", "content": "Both."},
+    {"role": "assistant", "content": "Wet."},
+    {"role": "user", "content": "And?"},
+]  # fmt: skip
+MESSAGES: list[Any] = [
+    {"role": "system", "content": "Answer."},
+    {"role": "developer", "content": "Be short."},
+    {"role": "user", "content": "Where?"},
+    {
+        "role": "assistant",
+        "content": "I look.",
+        "reasoning_content": "Hm.",
+        "tool_calls": [
+            {
+                "id": id_,
+                "type": "function",
+                "function": {"name": "weather", "arguments": json.dumps({"city": city})},
+            }
+            for id_, city in (("t1", "Ulm"), ("t2", "Köln"))
+        ],
+    },
+    {"role": "tool", "tool_call_id": "t1", "content": "Rain."},
+    {"role": "tool", "tool_call_id": "t2", "content": "Snow."},
+    {"role": "assistant", "content": "Both.", "reasoning_content": "So."},
+    {"role": "assistant", "content": "Wet."},
+    {"role": "user", "content": "And?"},
+]
+
+
+def test_a_conversation_has_the_prompt_and_parameters_of_the_same_chat() -> None:
+    both = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "seed": 7, "stop": ["x"]}
+    asked = of_response({**both, "instructions": "Answer.", "input": ITEMS, "tools": [TOOL]})
+    chat = of_chat({**both, "messages": MESSAGES, "tools": [CHAT_TOOL], "max_tokens": 8})
+    assert bytes(asked.prompt_ids).decode() == bytes(chat.prompt_ids).decode()
+    assert asked.sampling == chat.sampling
+    assert asked.text_rules == chat.text_rules
+
+
+@pytest.mark.parametrize(
+    ("sent", "chat"),
+    [
+        ({"tool_choice": "required"}, {"tool_choice": "required"}),
+        ({"tool_choice": "none"}, {"tool_choice": "none"}),
+        ({"parallel_tool_calls": False}, {"parallel_tool_calls": False}),
+        (
+            {"tool_choice": {"type": "function", "name": "weather"}},
+            {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
+        ),
+        (
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "required",
+                    "tools": [{"type": "function", "name": "weather"}],
+                }
+            },
+            {"tool_choice": "required"},
+        ),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}},
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+        ),
+        (
+            {"text": {"format": {"type": "json_object"}}},
+            {"response_format": {"type": "json_object"}},
+        ),
+        ({"text": {"format": {"type": "text"}}}, {}),
+        ({"reasoning": {"effort": "none"}}, {"reasoning_effort": "none"}),
+    ],
+)
+def test_a_field_has_the_prompt_and_grammar_of_the_same_chat(sent: Any, chat: Any) -> None:
+    asked = of_response({**sent, "tools": [TOOL]})
+    same = of_chat({**chat, "messages": SAID, "seed": 7, "max_tokens": 8, "tools": [CHAT_TOOL]})
+    assert asked.prompt_ids == same.prompt_ids
+    grammars = [each.sampling.structured_outputs for each in (asked, same)]
+    assert [g and g.text for g in grammars] == [grammars[0] and grammars[0].text] * 2
+
+
+def test_hints_are_reported() -> None:
+    body = {**ASKED, "reasoning": {"summary": "auto"}, "text": {"verbosity": "low"}}
+    header = ask(body).headers["x-quire-ignored-fields"]
+    assert {*header.split(", ")} == {"reasoning.summary", "text.verbosity"}
+
+
+def long_talk(num_turns: int) -> list[Any]:
+    turns: list[Any] = [{"role": "system", "content": "Keep this."}]
+    for at in range(num_turns):
+        turns.append({"role": "user", "content": f"Question {at}."})
+        turns.append({"type": "function_call", "call_id": f"c{at}", "name": "f", "arguments": "{}"})
+        turns.append({"type": "function_call_output", "call_id": f"c{at}", "output": "x" * 40})
+    return [*turns, {"role": "user", "content": "And now?"}]
+
+
+def test_truncation_drops_the_oldest_turns_and_keeps_system_messages() -> None:
+    made = engine(context=512)
+    body = {"input": long_talk(12), "seed": 7, "truncation": "auto", "max_output_tokens": 64}
+    assert ask(body, on=made).status == 200
+    (asked,) = made.asked
+    text = bytes(asked.prompt_ids).decode()
+    assert text.startswith("system:Keep this.;user:Question ")
+    assert text.endswith("user:And now?;")
+    kept = text.count("Question")
+    # One turn more would not fit.
+    per_turn = text.index(";user:", 20) - text.index(";user:")
+    assert 0 < kept < 12
+    assert len(asked.prompt_ids) <= 512 - 64 < len(asked.prompt_ids) + per_turn + 8
+
+
+@pytest.mark.parametrize("truncation", ["disabled", "auto"])
+def test_what_cannot_fit_is_refused_with_both_numbers(truncation: str) -> None:
+    body = {"input": "x" * 900, "truncation": truncation}
+    error = ask(body, on=engine(context=512)).error
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
+    assert "512" in error["message"]
+
+
+def items(*given: Any) -> dict[str, Any]:
+    return {"input": [*given]}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no input": ({"input": None}, "input is missing"),
+    "an empty list": (items(), "input is []"),
+    "no object": (items("hi"), 'input[0] is "hi"'),
+    "an unknown role": (items({"role": "tool", "content": "a"}), 'input[0].role is "tool"'),
+    "no content": (items({"role": "user"}), "input[0].content is missing"),
+    "an unknown key": (items({"role": "user", "content": "a", "name": "b"}), 'input[0] has "name"'),
+    "an item of a hosted tool": (
+        items({"type": "web_search_call", "id": "ws_1"}),
+        'input[0].type is "web_search_call"',
+    ),
+    "an image": (
+        items({"role": "user", "content": [{"type": "input_image"}]}),
+        "the model reads text only",
+    ),
+    "output text of a user": (
+        items({"role": "user", "content": [{"type": "output_text", "text": "a"}]}),
+        'input[0].content[0].type is "output_text"',
+    ),
+    "a part without text": (
+        items({"role": "user", "content": [{"type": "input_text"}]}),
+        "input[0].content[0].text is missing",
+    ),
+    "an output without its call": (
+        items({"type": "function_call_output", "call_id": "c9", "output": "a"}),
+        'call_id "c9"',
+    ),
+    "a call without a name": (
+        items({"type": "function_call", "call_id": "c", "arguments": "{}"}),
+        "input[0].name is missing",
+    ),
+    "arguments as an object": (
+        items({"type": "function_call", "call_id": "c", "name": "f", "arguments": {}}),
+        "input[0].arguments is {}",
+    ),
+    "an id of another type": (items({"role": "user", "content": "a", "id": 3}), "input[0].id is 3"),
+    **{
+        f"the tool {kind}": ({"tools": [{"type": kind}]}, f'tools[0].type is "{kind}"')
+        for kind in (
+            *("web_search", "file_search", "computer_use_preview", "code_interpreter"),
+            *("image_generation", "mcp", "custom"),
+        )
+    },
+    "a tool in the form of chats": ({"tools": [CHAT_TOOL]}, "tools[0] has function"),
+    "a schema of a list": (
+        {"tools": [{**TOOL, "parameters": {"type": "array"}}]},
+        "tools[0].parameters: the schema has the type",
+    ),
+    "an unknown key of a tool": ({"tools": [{**TOOL, "async": True}]}, "tools[0].async is true"),
+    "an unknown key of a tool with a neutral value": (
+        {"tools": [{**TOOL, "other": False}]},
+        "tools[0].other is false",
+    ),
+    "a hosted tool as the choice": (
+        {"tools": [TOOL], "tool_choice": {"type": "web_search"}},
+        "tool_choice is",
+    ),
+    "a choice of no tool": (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}},
+        '"other"',
+    ),
+    "a format in the form of chats": (
+        {"text": {"format": {"type": "json_schema", "json_schema": {}}}},
+        "text.format is",
+    ),
+    "a format without a schema": (
+        {"text": {"format": {"type": "json_schema", "name": "a"}}},
+        "text.format is",
+    ),
+    "an effort": ({"reasoning": {"effort": "huge"}}, 'reasoning.effort is "huge"'),
+    "an inclusion": ({"include": ["file_search_call.results"]}, "file_search_call.results"),
+    "an inclusion without a list": ({"include": "message.output_text.logprobs"}, "include is"),
+    "alternatives without log-probabilities": ({"top_logprobs": 2}, "top_logprobs is 2"),
+    "a truncation": ({"truncation": "yes"}, 'truncation is "yes"'),
+    "metadata": ({"metadata": {"a": 1}}, "metadata is"),
+    "max_output_tokens of 0": ({"max_output_tokens": 0}, "max_output_tokens is 0"),
+    "the name of chats": ({"max_tokens": 5}, "write it as max_output_tokens"),
+    "messages": ({"messages": []}, "write it as input"),
+    "a conversation": ({"conversation": "conv_1"}, "previous_response_id"),
+    "a response_format": ({"response_format": {}}, "write it as text.format"),
+    "n": ({"n": 2}, '"n" is not a field'),
+    "options of other streams": (
+        {"stream": True, "stream_options": {"include_usage": True}},
+        "include_usage",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refusal_names_what_is_wrong(case: str) -> None:
+    body, words = REFUSED[case]
+    reply = ask({**ASKED, **body})
+    assert (reply.status, reply.error["type"]) == (400, "invalid_request_error"), reply.body
+    assert words in reply.error["message"]
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'{"input": ['])
+def test_an_unreadable_body_is_an_invalid_request(raw: bytes) -> None:
+    reply = ask(raw)
+    assert (reply.status, reply.error["type"]) == (400, "invalid_request_error")
+
+
+def test_errors_of_the_edge_have_openais_form() -> None:
+    assert ask({**ASKED, "model": "other"}).error["code"] == "model_not_found"
+    assert ask(ASKED, api_key=("k",)).error["code"] == "invalid_api_key"
+    assert ask(ASKED, path=f"{PATH}/a/b").error["code"] == "unknown_url"
