@@ -41,6 +41,7 @@ from quire.config.server_config import ServerConfig
 from quire.config.tenants import Tenant
 from quire.engine.model_card import Health, ModelCard
 from quire.obs.metrics import Metrics
+from quire.output_parsers.selection import select_parsers
 
 if TYPE_CHECKING:
     from quire.api.generation.recorder import Recorder
@@ -115,8 +116,16 @@ class ServerState:
         self.set_tenants(self.tenants)
 
     def start(self, engine: Engine) -> None:
-        """Accept requests: the engine is ready."""
+        """Accept requests: the engine is ready. Selects the output parsers of its templates, so
+        that the first chat finds the selection in the cache."""
         self._engine = self._served = engine
+        config = self.config
+        for source in () if engine.template is None else engine.template.sources:
+            select_parsers(
+                source,
+                tool_parser=config.tool_call_parser,
+                reasoning_parser=config.reasoning_parser,
+            )
         engine.on_stats = self.metrics.see
         self.metrics.see(engine.stats)  # /metrics shows the KV blocks before the first step
 

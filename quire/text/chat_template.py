@@ -123,6 +123,11 @@ class ChatTemplate:
         """Return the names of the templates, usable or not."""
         return tuple(sorted({*self._templates, *self.problems}))
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Return the texts of the usable templates."""
+        return tuple(template.source for template in self._templates.values())
+
     def with_source(self, source: str) -> ChatTemplate:
         """Return a template given by the caller, for the same model. Raises TokenizerError."""
         template = ChatTemplate(
