@@ -81,6 +81,10 @@ class Series:
             "Log lines dropped because the log's reader did not keep up",
             registry=registry,
         )
+        self._add_http(registry)
+
+    def _add_http(self, registry: CollectorRegistry) -> None:
+        """Add the series of responses, of goodput and of tenants."""
         self.responses = Counter(
             "quire_http_responses",
             "HTTP responses, by route and status",

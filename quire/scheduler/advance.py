@@ -27,7 +27,6 @@ class Advance:
         batch: RunningBatch,
         cache: CacheManager,
         shares: BlockShares,
-        *,
         preemptor: Preemption,
         prompts: Prompts,
         layered: Layered,

@@ -45,9 +45,8 @@ class RequestTable:
         groups: SlotGroups,
         loads: BlockLoads,
         lengths: OutputLengths,
-        history: StepHistory,
     ) -> None:
-        self.history = history
+        self.history = StepHistory(limits.timeline_steps)
         self.now_ms = 0.0
         self._limits = limits
         self._batch = batch

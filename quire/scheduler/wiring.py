@@ -42,7 +42,6 @@ from quire.scheduler.slo.length_history import LengthHistory
 from quire.scheduler.slo.ttft_prediction import TTFTPredictor
 from quire.scheduler.speculation.draft_rows import DraftRows
 from quire.scheduler.step_budget import BlockShares, CostModel
-from quire.scheduler.step_history import StepHistory
 from quire.scheduler.tenants.tenant_ceilings import TenantCeilings
 from quire.scheduler.tenants.tenant_usage import TenantLimits, TenantUsage
 
@@ -94,12 +93,7 @@ def wire(
     draft_source: DraftSource | None = None,
 ) -> Parts:
     """Build and connect the parts of a scheduler. Arguments as of Scheduler."""
-    if limits.step_budget_ms and cost is None:
-        raise InvalidParameter(
-            f"step_budget_ms is {limits.step_budget_ms} but there is no cost model; "
-            "set it to 0 or give one",
-            param="step_budget_ms",
-        )
+    _check_budget(limits, cost)
     cache.lay_out(num_slots=limits.max_num_seqs, max_tokens=limits.max_model_len)
     batch, lengths = RunningBatch(limits.max_num_seqs, limits.max_model_len), LengthHistory()
     policy.begin(batch, speed, lengths)
@@ -110,15 +104,7 @@ def wire(
     loads = KVLoads(cache, transfer)
     beams = BeamGroups(batch, cache, policy, shares)
     requests = RequestTable(
-        limits,
-        batch,
-        cache,
-        policy,
-        shares,
-        groups=beams,
-        loads=loads,
-        lengths=lengths,
-        history=StepHistory(limits.timeline_steps),
+        limits, batch, cache, policy, shares, groups=beams, loads=loads, lengths=lengths
     )
     watermark, stats = Watermark(cache.num_blocks), PreemptionStats(speed)
     victims = Victims(policy, batch, cache, speed, transfer)
@@ -127,16 +113,7 @@ def wire(
     )
     layered = LayeredChunks(limits, batch)
     prompts = PromptShares(limits, batch, policy, speed, layered)
-    advance = Advance(
-        requests,
-        batch,
-        cache,
-        shares,
-        preemptor=preemptor,
-        prompts=prompts,
-        layered=layered,
-        loads=loads,
-    )
+    advance = Advance(requests, batch, cache, shares, preemptor, prompts, layered, loads)
     beams.connect(advance)
     backpressure = Backpressure(requests, preemptor)
     extensions: list[StepExtension] = [backpressure]
@@ -149,18 +126,9 @@ def wire(
     extensions += [layered, beams]
     drafts = None
     if draft_source is not None:
-        drafts = DraftRows(
-            requests,
-            batch,
-            cache,
-            shares,
-            speed,
-            draft_source,
-            plans_in_flight=limits.plans_in_flight,
-        )
+        drafts = DraftRows(limits, requests, batch, cache, shares, speed, draft_source)
         extensions.append(drafts)  # last: drafts take what all rows leave
-    gates: list[Gate] = [loads] if cache.tiers is not None else []
-    gates += _length_gates(limits)
+    gates = [*([loads] if cache.tiers is not None else []), *_length_gates(limits)]
     slots = SlotAllocator(batch, cache, policy, shares, loads, stats)
     obstacles = requests.history.obstacles
     rules = AdmissionRules(
@@ -187,6 +155,16 @@ def wire(
         drafts=drafts,
         extensions=tuple(extensions),
     )
+
+
+def _check_budget(limits: SchedulerLimits, cost: CostModel | None) -> None:
+    """Raise InvalidParameter if steps are limited by time without a cost model."""
+    if limits.step_budget_ms and cost is None:
+        raise InvalidParameter(
+            f"step_budget_ms is {limits.step_budget_ms} but there is no cost model; "
+            "set it to 0 or give one",
+            param="step_budget_ms",
+        )
 
 
 def _transfer_cost(

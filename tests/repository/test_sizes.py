@@ -1,4 +1,4 @@
-"""Sizes: the longest files and functions are printed, and file lengths are limited."""
+"""Sizes: of files, functions and constructors, limited; the longest are printed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from tests.repository.source_files import code_files, name_of, nodes_of
 
 MAX_FILE_LINES = 700
 NUM_SHOWN = 12
+MAX_FUNCTION_LINES = 80  # outside kernels
+MAX_ARGUMENTS = 8  # of constructors in the packages that decide
+KERNELS = "quire/execute/gpu/kernels/"
+DECIDING = ("quire/scheduler/", "quire/cache/", "quire/speculative/")
 
 
 def _num_lines(file: Path) -> int:
@@ -44,3 +48,26 @@ def test_no_file_exceeds_the_length_limit(
     record_property(SHOWN, "\n".join(lines))
     too_long = [entry for entry in files if entry[0] > MAX_FILE_LINES]
     assert not too_long, "split these by responsibility"
+
+
+def test_no_function_outside_kernels_exceeds_the_length_limit() -> None:
+    found = [
+        entry
+        for file in code_files("quire")
+        if file.suffix == ".py" and not name_of(file).startswith(KERNELS)
+        for entry in _functions(file)
+        if entry[0] > MAX_FUNCTION_LINES
+    ]
+    assert not found, "split these into steps with names"
+
+
+def test_no_constructor_of_a_deciding_package_has_more_arguments_than_allowed() -> None:
+    found = [
+        (name_of(file), node.lineno)
+        for file in code_files("quire")
+        if file.suffix == ".py" and name_of(file).startswith(DECIDING)
+        for node in nodes_of(file)
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__"
+        if len(node.args.args) - 1 + len(node.args.kwonlyargs) > MAX_ARGUMENTS
+    ]
+    assert not found, "group what belongs together"

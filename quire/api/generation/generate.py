@@ -177,12 +177,7 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
         context=context,
         given=given,
         engine=engine,
-        envelope=Envelope(
-            id=context.request_id,
-            created_s=int(time.time()),
-            model=engine.card.name,
-            fingerprint=server_state.fingerprint(engine.card),
-        ),
+        envelope=_envelope(server_state, context),
         stream_options=options,
         config=server_state.config,
     )
@@ -191,12 +186,7 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
         timings=flag(given, "return_timings"),
         speeds=flag(given, "timings") or options.continuous_timings,
     )
-    requester = Requester(request.state.key, request.state.name)
-    open_ = OpenRequest(context.request_id, requester, request.scope["route"].path, stream)
-    server_state.requests.begin(open_)
-    request.state.open_request = open_
-    if server_state.on_begin is not None:
-        server_state.on_begin(open_, request)
+    open_ = _register(server_state, request, context.request_id, stream=stream)
 
     async def answer() -> bytes | Response:
         """Return the body of a whole answer, or the response that streams it."""
@@ -249,6 +239,29 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
         return answered
     server_state.requests.end(open_)
     return Response(answered, headers=context.headers(), media_type="application/json")
+
+
+def _envelope(server_state: ServerState, context: RequestContext) -> Envelope:
+    card = context.engine.card
+    return Envelope(
+        id=context.request_id,
+        created_s=int(time.time()),
+        model=card.name,
+        fingerprint=server_state.fingerprint(card),
+    )
+
+
+def _register(
+    server_state: ServerState, request: Request, request_id: str, *, stream: bool
+) -> OpenRequest:
+    """Enter the request into the registry of open requests."""
+    requester = Requester(request.state.key, request.state.name)
+    open_ = OpenRequest(request_id, requester, request.scope["route"].path, stream)
+    server_state.requests.begin(open_)
+    request.state.open_request = open_
+    if server_state.on_begin is not None:
+        server_state.on_begin(open_, request)
+    return open_
 
 
 def _resumable(

@@ -164,12 +164,7 @@ def _assembled(
         from quire.engine.assembly.tier import open_tier
 
         tier = open_tier(
-            tier_folder,
-            config.cache,
-            executor,
-            fingerprint=fingerprint,
-            clock=clock,
-            report=report,
+            tier_folder, config.cache, executor, fingerprint=fingerprint, clock=clock, report=report
         )
     texts, compiler = _text_sources(config, model.spec, clock)
     runner = ModelRunner(
@@ -183,9 +178,8 @@ def _assembled(
         constraints=OutputConstraints(matchers=compiler, watches=texts),
     )
     warm_up(runner, limits, num_blocks=memory.num_blocks)
-    cost = None
-    if limits.step_budget_ms:
-        cost = measure_cost(runner, limits, memory.num_blocks, clock)
+    budgets = bool(limits.step_budget_ms)
+    cost = measure_cost(runner, limits, memory.num_blocks, clock) if budgets else None
     drafter = _drafter(config, max_drafts, limits, model, executor, clock, report)
     scheduler = make_scheduler(
         config,

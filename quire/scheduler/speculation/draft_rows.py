@@ -20,6 +20,7 @@ from quire.cache.manager import CacheManager
 from quire.scheduler.cost.speed import SpeedEstimate
 from quire.scheduler.in_flight import PlanOutcome
 from quire.scheduler.interfaces import DraftCost, DraftSource, StepExtension
+from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.plan_builder import Step
 from quire.scheduler.request_table import RequestTable
 from quire.scheduler.running_batch import Index, Int32s, RunningBatch
@@ -56,18 +57,17 @@ class DraftRows(StepExtension):
 
     def __init__(
         self,
+        limits: SchedulerLimits,
         requests: RequestTable,
         batch: RunningBatch,
         cache: CacheManager,
         shares: BlockShares,
         speed: SpeedEstimate,
         source: DraftSource,
-        *,
-        plans_in_flight: int,
     ) -> None:
         self._requests, self._batch, self._cache, self._shares = requests, batch, cache, shares
         self._speed, self._source = speed, source
-        self._overlaps = plans_in_flight > 1
+        self._overlaps = limits.plans_in_flight > 1
         num_slots = len(batch.sequences)
         self._max_drafts: Int32s = np.zeros(num_slots, np.int32)  # 0: does not speculate
         self._sequences: list[SequenceState | None] = [None] * num_slots
