@@ -33,9 +33,9 @@ FIXED, QUICK_FIXED = (1, 2, 4, 8), (4,)
 ROUNDS, QUICK_ROUNDS = 5, 3
 QUICK_S = 240.0
 # Seconds of rounds in a cell, at least.
-LEAST_S, QUICK_LEAST_S = 4.0, 2.0
+MIN_S, QUICK_MIN_S = 4.0, 2.0
 # A cell is begun in a quick run while so much of the time is left.
-LEAST_LEFT_S = 20.0
+MIN_LEFT_S = 20.0
 
 
 def main() -> None:
@@ -98,13 +98,13 @@ class Run:
         extent = Extent(
             num_rounds=self._num_rounds,
             fixed=QUICK_FIXED if self._quick else FIXED,
-            least_s=QUICK_LEAST_S if self._quick else LEAST_S,
+            min_s=QUICK_MIN_S if self._quick else MIN_S,
             has_time=lambda: self._left_s() > 0.0,
         )
         loads, number = Loads(tokens), 0
         for (part, *_), group in groupby(cells, key=lambda cell: cell.engine):
             of_engine = list(group)
-            if self._left_s() < LEAST_LEFT_S:
+            if self._left_s() < MIN_LEFT_S:
                 return
             if part == "llama":
                 from bench.speculation.llama import measure_llama
@@ -129,7 +129,7 @@ class Run:
         try:
             with engine_of(cells[0]) as llm:
                 for cell in cells:
-                    if self._left_s() < LEAST_LEFT_S:
+                    if self._left_s() < MIN_LEFT_S:
                         return
                     found = measure(llm, loads.of(cell, llm), extent)
                     if found is not None:

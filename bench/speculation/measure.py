@@ -1,7 +1,7 @@
 """Measure one cell: the same requests without drafts, with the control, and with fixed k, in turn.
 
 All sides run in one engine; the order rotates, so that a drift affects them alike. Always holds: a
-side whose tokens differ from those without drafts ends the measurement.
+side with other tokens than without drafts ends the measurement.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """How much is measured. fixed: numbers of drafts compared with the control's choice. least_s:
+    """How much is measured. fixed: numbers of drafts compared with the control's choice. min_s:
     seconds of rounds, however many: single ones of a small model are too short."""
 
     num_rounds: int
     fixed: tuple[int, ...]
-    least_s: float = 0.0
+    min_s: float = 0.0
     has_time: Callable[[], bool] = lambda: True
 
 
@@ -53,7 +53,7 @@ def measure(llm: LLM, load: Load, extent: Extent) -> dict[str, Any] | None:
         _run(llm, load, ON, fixed, expected)
     rounds: list[dict[str, float]] = []
     counted: dict[str, list[int]] = {name: [0, 0, 0] for name, _ in sides}
-    end_s = time.perf_counter() + extent.least_s
+    end_s = time.perf_counter() + extent.min_s
     while extent.has_time() and len(rounds) < MAX_ROUNDS:
         if len(rounds) >= extent.num_rounds and time.perf_counter() > end_s:
             break
