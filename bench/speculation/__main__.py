@@ -88,6 +88,7 @@ class Run:
 
     def __init__(self, *, num_rounds: int, quick: bool, left_s: Callable[[], float]) -> None:
         self._num_rounds, self._left_s, self._quick = num_rounds, left_s, quick
+        self._num_left, self._cell_end_s = 1, float("inf")  # cells to come; the present one's end
 
     def measured(self, cells: Sequence[Cell]) -> Any:
         """Yield each cell with what was found, while there is time."""
@@ -95,11 +96,12 @@ class Run:
         from bench.speculation.measure import Extent
 
         tokens = QUICK_TOKENS if self._quick else TOKENS
+        self._num_left = len(cells)
         extent = Extent(
             num_rounds=self._num_rounds,
             fixed=QUICK_FIXED if self._quick else FIXED,
             min_s=QUICK_MIN_S if self._quick else MIN_S,
-            has_time=lambda: self._left_s() > 0.0,
+            has_time=lambda: time.monotonic() < self._cell_end_s,
         )
         loads, number = Loads(tokens), 0
         for (part, *_), group in groupby(cells, key=lambda cell: cell.engine):
@@ -112,6 +114,7 @@ class Run:
                 for cell in of_engine:
                     number += 1
                     self._say(number, len(cells), cell, began=True)
+                    self._begin_cell()
                     found = measure_llama(cell, tokens[cell.batch], extent)
                     self._say(number, len(cells), cell, found)
                     yield cell, found
@@ -126,17 +129,24 @@ class Run:
         from bench.speculation.engines import engine_of
         from bench.speculation.measure import measure
 
+        missing = list(cells)
         try:
             with engine_of(cells[0]) as llm:
                 for cell in cells:
                     if self._left_s() < MIN_LEFT_S:
                         return
+                    self._begin_cell()
                     found = measure(llm, loads.of(cell, llm), extent)
-                    if found is not None:
-                        yield cell, found
+                    missing.remove(cell)
+                    yield cell, found
         except QuireError as error:
-            for cell in cells:
+            for cell in missing:
                 yield cell, {"refused": str(error)}
+
+    def _begin_cell(self) -> None:
+        """Give the next cell its share of the time that is left."""
+        self._cell_end_s = time.monotonic() + self._left_s() / self._num_left
+        self._num_left -= 1
 
     def _say(
         self, number: int, num: int, cell: Cell, found: Any = None, *, began: bool = False

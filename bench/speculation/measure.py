@@ -43,9 +43,8 @@ class Extent:
     has_time: Callable[[], bool] = lambda: True
 
 
-def measure(llm: LLM, load: Load, extent: Extent) -> dict[str, Any] | None:
-    """Return seconds of all sides in each round, and what follows from them; None without time for
-    one round."""
+def measure(llm: LLM, load: Load, extent: Extent) -> dict[str, Any]:
+    """Return seconds of all sides in each round, at least one, and what follows from them."""
     sides: list[tuple[str, int | None]] = [("off", None), ("auto", None)]
     sides += [(f"k{num}", num) for num in extent.fixed]
     expected = tokens_of(llm, load, OFF)  # warms up, too
@@ -54,7 +53,9 @@ def measure(llm: LLM, load: Load, extent: Extent) -> dict[str, Any] | None:
     rounds: list[dict[str, float]] = []
     counted: dict[str, list[int]] = {name: [0, 0, 0] for name, _ in sides}
     end_s = time.perf_counter() + extent.min_s
-    while extent.has_time() and len(rounds) < MAX_ROUNDS:
+    while len(rounds) < MAX_ROUNDS:
+        if rounds and not extent.has_time():
+            break
         if len(rounds) >= extent.num_rounds and time.perf_counter() > end_s:
             break
         seconds: dict[str, float] = {}
@@ -67,7 +68,7 @@ def measure(llm: LLM, load: Load, extent: Extent) -> dict[str, Any] | None:
             for place, more in enumerate((COUNTS.rows, COUNTS.drafted, COUNTS.accepted)):
                 counted[name][place] += more
         rounds.append(seconds)
-    return _summary(rounds, counted) if rounds else None
+    return _summary(rounds, counted)
 
 
 def tokens_of(llm: LLM, load: Load, terms: SchedulingParams) -> Tokens:

@@ -37,7 +37,7 @@ MAX_EMPTY_REST_STEPS = 3
 # Of so many steps with drafts in turn, one has none: what drafts add to a step is judged against
 # steps without. The first comes sooner.
 STEPS_PER_PLAIN = 64
-STEPS_BEFORE_PLAIN = 4
+STEPS_BEFORE_PLAIN = 1
 # How long a draft model may catch up with prompts in a step, in times of the step.
 CATCH_UP_SHARE = 0.5
 # Over so many drafts the cost of catching up with a request is spread when the control decides.

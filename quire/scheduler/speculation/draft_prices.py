@@ -25,8 +25,11 @@ FADE = 0.99
 MANY, FEW, FADES_PER_FIT = 16, 8, 32
 # A step counts as at most so many times its prediction: one stall must not set the prices.
 MAX_TIMES_PREDICTED = 4.0
-# The weight of the prior (no host time, drafts as the cost model predicts), in steps.
-PRIOR_WEIGHT = 0.01
+# The weight of the prior: no host time, drafts as the cost model predicts.
+PRIOR_WEIGHT = 0.0001
+# About what the host takes of a plain step for drafts: so much counts as one in the fit, in which
+# what a single kind of step cannot separate is shared between the prices.
+HOST_SHARE = 0.1
 _PRIOR: Float64s = np.array([0.0, 0.0, 1.0])
 
 
@@ -47,7 +50,7 @@ class DraftPrices:
         self.scale = 1.0
         self._noted: list[tuple[int, float, float, float]] = []
         self._num_steps = self._num_fades = 0
-        self._unit_ms = 0.0  # of the host's prices within the fit: about a step
+        self._unit_ms = 0.0  # of the host's prices within the fit
         self._products: Float64s = np.zeros((3, 3))
         self._sums: Float64s = np.zeros(3)
 
@@ -73,7 +76,7 @@ class DraftPrices:
         self._sums *= left
         if self._noted:
             num_rows, plain_ms, drafts_ms, ms = np.array(self._noted).T
-            self._unit_ms = self._unit_ms or float(plain_ms[0])
+            self._unit_ms = self._unit_ms or HOST_SHARE * float(plain_ms[0])
             expected_ms = plain_ms + self.once_ms + num_rows * self.row_ms + self.scale * drafts_ms
             extra_ms = np.minimum(ms, MAX_TIMES_PREDICTED * expected_ms) - plain_ms
             units = np.full(len(ms), self._unit_ms)

@@ -80,6 +80,7 @@ class DraftRows(StepExtension):
         self._active: Index | None = None  # batch.active when these were filled
         self._stats = DraftStats(source.max_drafts)
         self._prices = DraftPrices()
+        self._knows_plain = False  # a step of decoding rows without drafts was timed
         self._predicted: dict[int, DraftedStep] = {}  # of plans in flight with drafts, by step
         self.was_used = False
         self.rejected: Int32s = np.zeros(0, np.int32)
@@ -94,8 +95,10 @@ class DraftRows(StepExtension):
         ms -= self._drafting_ms - before
         predicted = self._predicted.pop(plan.step, None)
         if predicted is None:
+            self._knows_plain = self._knows_plain or bool((plan.counts == 1).all())
             return ms
-        self._prices.note(predicted, ms)
+        if self._knows_plain:  # before, the prediction that drafts are compared with is a guess
+            self._prices.note(predicted, ms)
         return 0.0
 
     @property
