@@ -196,6 +196,56 @@ class SuffixIndex:
     ) -> None: ...
     def follow(self, slot: int, text: _Int32s, tail: _Int32s, limit: int) -> _Int32s: ...
 
+def put_drafts(
+    slots: _Int32s,
+    firsts: _Int32s,
+    counts: _Int32s,
+    ids: _Int32s,
+    tokens: _Int32s,
+    lengths: _Int32s,
+) -> None: ...
+def take_back_drafts(
+    slots: _Int32s,
+    firsts: _Int32s,
+    counts: _Int32s,
+    ids: _Int32s,
+    stays: NDArray[np.bool_],
+    tokens: _Int32s,
+    lengths: _Int32s,
+) -> None: ...
+def drop_after_mismatch(
+    counts: _Int32s, ids: _Int32s, sample_counts: _Int32s, token_ids: _Int32s
+) -> None: ...
+def count_accepted(
+    counts: _Int32s, ids: _Int32s, token_counts: _Int32s, token_ids: _Int32s, accepted: _Int32s
+) -> None: ...
+def leading_tokens(
+    sample_counts: _Int32s,
+    token_ids: _Int32s,
+    failed: NDArray[np.bool_],
+    counts: _Int32s,
+    kept: NDArray[np.intp],
+) -> int: ...
+def draft_lengths(
+    chances: NDArray[np.float64],
+    limits: _Int32s,
+    draft_ms: NDArray[np.float64],
+    step_ms: float,
+    step_tokens: float,
+    once_ms: float,
+    row_ms: float,
+    margin: float,
+    lengths: _Int32s,
+) -> None: ...
+
+class DraftCounts:
+    def __init__(self, num_slots: int, max_drafts: int) -> None: ...
+    def begin(self, slot: int, predicts: bool) -> None: ...
+    def chances(
+        self, slots: NDArray[np.intp], num_steps: int, found: NDArray[np.float64]
+    ) -> None: ...
+    def verified(self, slots: NDArray[np.intp], drafted: _Int32s, accepted: _Int32s) -> None: ...
+
 class BlockOperations:
     @property
     def allocation_ns_total(self) -> int: ...

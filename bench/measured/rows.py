@@ -17,6 +17,7 @@ from bench.measured.service_rows import (
     soak_rows,
     structured_rows,
 )
+from bench.measured.speculation_rows import speculation_rows
 from quire.bench.machine import is_loaded
 
 
@@ -267,6 +268,7 @@ TOPICS: Mapping[str, Mapping[str, Callable[[dict[str, Any]], list[str]]]] = Mapp
             "forecast-cpu": forecast_rows,
         },
         "Structured output": {"structured": structured_rows},
+        "Speculative decoding": {"speculation": speculation_rows},
         "KV memory": {
             "preemption": _preemption_rows,
             "tier-warm": _tier_rows,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _NOT_HERE = frozenset(
     {"chat_template", "record_plans", "trace_file", "timeline_steps", "scheduling_policy"}
+    | {"speculate", "draft_model"}
 )
 
 
@@ -96,6 +97,14 @@ def _add_load(section: argparse._ArgumentGroup) -> None:
         help="send the objectives as ttft_slo_ms and tpot_slo_ms, so that the engine plans for "
         "them and rejects requests that would miss them",
     )
+    section.add_argument(
+        "--draft-acceptance",
+        default="",
+        metavar="LIST",
+        help="probability that the first, second, ... draft token of a row is accepted, as in "
+        "0.8,0.7,0.6, or a file of --record-plans to take it from; with --max-draft-tokens "
+        "(default: no drafts)",
+    )
 
 
 def _add_machine(section: argparse._ArgumentGroup) -> None:
@@ -131,6 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
     from quire.obs.timing import Goals
     from quire.obs.trace import EXAMPLE_TRACE, read_trace
     from quire.sim.compare import Comparison, compare, with_policy
+    from quire.sim.drafts import draft_acceptance
     from quire.sim.load import RequestDefaults
     from quire.sim.plots import plot_policies
     from quire.sim.summary import comparison_text
@@ -144,6 +154,10 @@ def run(arguments: argparse.Namespace) -> int:
     goals = Goals(ttft_s=arguments.ttft_goal, tpot_s=arguments.tpot_goal)
     if not (goals.ttft_s > 0 and goals.tpot_s > 0):
         raise SettingError(f"the goals are {goals.ttft_s} s and {goals.tpot_s} s; both must be > 0")
+    acceptance = None
+    if arguments.draft_acceptance:
+        most = config.scheduler.max_draft_tokens
+        acceptance = draft_acceptance(arguments.draft_acceptance, most)
     path = Path(arguments.trace) if arguments.trace else EXAMPLE_TRACE
     trace = read_trace(path, max_requests=arguments.max_requests)
     machine = _machine(arguments, config)
@@ -162,6 +176,7 @@ def run(arguments: argparse.Namespace) -> int:
         goals=goals,
         light_every=arguments.light or 0,
         light_speed=arguments.light_speed or min(arguments.speed),
+        acceptance=acceptance,
     )
     with _stop_on_interrupt() as should_stop:
         outcome = compare(comparison, machine, config, should_stop=should_stop)

@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from quire import _native
 from quire.base.records import NO_BOOLS, Bools, Candidates
 from quire.runner.batch_builder import SampledRows
 from quire.runner.grammar_rows import Follow
@@ -52,6 +53,8 @@ def cut_runs(
     failed: rows without a run [N]; None: none. follow: forced tokens and complete answers, by
     sampled position.
     """
+    if not (follow.forced or follow.complete):
+        return _leading_runs(runs, failed)
     rows, has_token = sampled.rows, runs.choice.token_ids >= 0
     ends_after = np.zeros(len(rows), np.int64)
     ends_after[[*follow.forced, *follow.complete]] = 1
@@ -78,6 +81,23 @@ def cut_runs(
         choice=choice,
         listed=runs.listed[source],
         complete=_complete(rows[[place for place in follow.complete if is_kept[place]]], runs),
+    )
+
+
+def _leading_runs(runs: TokenRuns, failed: Bools | None) -> TokenRuns:
+    """Return `runs` up to the first position without a token."""
+    token_ids, sample_counts = runs.choice.token_ids, runs.counts
+    if failed is None:
+        failed = np.zeros(len(sample_counts), np.bool_)
+    counts, kept = np.empty_like(sample_counts), np.empty(len(token_ids), np.intp)
+    source = kept[: _native.leading_tokens(sample_counts, token_ids, failed, counts, kept)]
+    return TokenRuns(
+        counts=counts,
+        slots=runs.slots[source],
+        positions=runs.positions[source],
+        stays=None if runs.stays is None else runs.stays[source],
+        choice=_choice_at(runs.choice, source),
+        listed=runs.listed[source],
     )
 
 

@@ -44,11 +44,14 @@ class StepExtension:
 
 class DraftCost(NamedTuple):
     """Predicted milliseconds of a step without drafts, the tokens it yields, and what one draft
-    adds to the step, by row."""
+    adds to the step, by row. once_ms, row_ms: what a step with drafts takes longer however many
+    they are, and each of its rows with drafts."""
 
     step_ms: float
     step_tokens: int
     draft_ms: NDArray[np.float64]
+    once_ms: float = 0.0
+    row_ms: float = 0.0
 
 
 class DraftSource(Protocol):

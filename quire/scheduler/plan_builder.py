@@ -130,8 +130,7 @@ class PlanBuilder:
 
     def finish(self, retired: list[int]) -> InFlightPlan:
         """Return the plan, ready to be sent. retired: slots given back since the last one."""
-        rows = self._rows[0] if len(self._rows) == 1 else self.joined_rows()
-        index, slots, starts, counts, ends, store_from, sample_counts = rows
+        index, slots, starts, counts, ends, store_from, sample_counts = self.joined_rows()
         branched = self._branched(retired) if self._branches else _NO_BRANCHES
         deltas, copies = _joined_deltas(self._deltas), self._copies
         plan = StepPlan(
@@ -175,6 +174,8 @@ class PlanBuilder:
 
     def joined_rows(self) -> _Rows:
         """Return the rows added so far as one."""
+        if len(self._rows) == 1:
+            return self._rows[0]
         if not self._rows:
             return _NO_INDEX, NO_INTS, NO_INTS, NO_INTS, NO_INTS, NO_INTS, NO_INTS
         index, slots, starts, counts, ends, store_from, sample_counts = zip(

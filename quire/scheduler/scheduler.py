@@ -252,12 +252,10 @@ class Scheduler:
             # While there is work, what the host does between two steps is part of the second.
             if self._was_busy or began_ms < self._last_step_ms:
                 began_ms = self._last_step_ms
-            num_heads = len(result.token_ids) + num_scores
-            if plan.draft_ids.size:  # rejected drafts were sampled, too
-                num_heads = int(np.add.reduce(plan.sample_counts)) + num_scores
-            if self._drafts is not None and self._drafts.is_active:  # passes are no cost of rows
-                began_ms += self._drafts.take_drafting_ms()
-            self.speed.note(plan, num_heads, now_ms - began_ms)
+            ms, num_heads = now_ms - began_ms, len(result.token_ids) + num_scores
+            if self._drafts is not None and self._drafts.is_active:
+                ms = self._drafts.took(plan, ms)
+            self.speed.note(plan, num_heads, ms)
         if self._cache.settle(plan.step):
             requests.admission_is_due = True
         self._last_plan, self._last_step_ms = plan, now_ms

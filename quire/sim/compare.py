@@ -14,6 +14,7 @@ from quire.config.groups import EngineConfig
 from quire.obs.report import Progress
 from quire.obs.timing import Goals
 from quire.obs.trace import Arrival
+from quire.sim.drafts import DraftAcceptance
 from quire.sim.load import LIGHT, RequestDefaults, trace_requests, with_flood
 from quire.sim.machine import Machine
 from quire.sim.run import simulate
@@ -25,7 +26,7 @@ class Comparison:
     """What to compare. light_every: one request in so many is a light tenant's.
 
     The light tenant's requests keep arriving at light_speed while the others flood; 0: no light
-    tenant.
+    tenant. acceptance: of draft tokens; None: there are none.
     """
 
     trace_name: str
@@ -36,6 +37,7 @@ class Comparison:
     goals: Goals
     light_every: int = 0
     light_speed: float = 1.0
+    acceptance: DraftAcceptance | None = None
 
 
 def compare(
@@ -85,6 +87,7 @@ def compare(
             "max_model_len": defaults.max_model_len,
             "goals": asdict(comparison.goals),
             "goals_are_told": defaults.ttft_slo_ms is not None,
+            **_drafts_of(comparison.acceptance),
             "max_num_seqs": config.scheduler.max_num_seqs,
             "num_blocks": machine.num_blocks(config),
             "step_tokens": machine.step_tokens_of(config),
@@ -92,6 +95,16 @@ def compare(
         "complete": len(runs) == len(wanted) and all(run.get("complete", True) for run in runs),
         "num_runs": len(wanted),
         "runs": runs,
+    }
+
+
+def _drafts_of(acceptance: DraftAcceptance | None) -> dict[str, Any]:
+    """Return the settings of drafts, where there are some."""
+    if acceptance is None:
+        return {}
+    return {
+        "draft_acceptance": list(acceptance.rates),
+        "max_draft_tokens": acceptance.max_drafts,
     }
 
 
@@ -121,6 +134,7 @@ def _one(
         config,
         on_progress=_RunProgress(progress, label, len(requests)),
         should_stop=should_stop,
+        acceptance=comparison.acceptance,
     )
     if not run.complete and not run.finished and not run.refused:
         return None
@@ -173,7 +187,14 @@ def _light_tenant(
     )
     found = {}
     for name, tenant_requests in (("beside", requests), ("alone", calm)):
-        run = simulate(tenant_requests, defaults, machine, config, should_stop=should_stop)
+        run = simulate(
+            tenant_requests,
+            defaults,
+            machine,
+            config,
+            should_stop=should_stop,
+            acceptance=comparison.acceptance,
+        )
         if not run.complete:
             return None
         found[name] = summary_of(run, tenant_requests, goals)["tenants"][LIGHT]

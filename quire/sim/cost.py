@@ -38,8 +38,9 @@ class StepCost(Protocol):
 class StepWork:
     """What a plan computes, as far as its time depends on it.
 
-    single_positions: cached positions of rows with one token, summed. chunk_pairs: pairs of a token
-    of a longer row (a chunk) and a position before the chunk.
+    num_rows: rows, and draft tokens, each of which is sampled like a row. single_positions: cached
+    positions of rows with one token, summed. chunk_pairs: pairs of a token of a longer row (a
+    chunk) and a position before the chunk.
     """
 
     num_tokens: int
@@ -59,6 +60,7 @@ def step_work(plan: StepPlan) -> StepWork:
     chunks = (counts > 1).nonzero()[0]
     chunk_starts = starts[chunks].astype(np.int64)
     pairs = int(np.dot(chunk_starts, counts[chunks]))
+    num_rows += int(plan.draft_ids.size)
     return StepWork(num_tokens, num_rows, positions - int(np.add.reduce(chunk_starts)), pairs)
 
 
@@ -202,7 +204,8 @@ class RooflineCost:
         num_tokens = float(np.add.reduce(counts))
         pairs = float(np.dot(counts, plan.starts + 0.5 * (counts + 1.0)))
         reads = num_tokens + float(np.add.reduce(plan.starts, dtype=np.float64))
-        rows_ms = self._ms((1.0, num_tokens, float(len(counts)), pairs, reads))
+        num_samples = float(len(counts) + plan.draft_ids.size)
+        rows_ms = self._ms((1.0, num_tokens, num_samples, pairs, reads))
         layers = plan.layers
         if layers is None:
             return self._fixed_ms + rows_ms

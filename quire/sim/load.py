@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.errors import SettingError
+from quire.base.rare_records import Speculation
 from quire.base.records import Request
 from quire.base.sampling_params import SamplingParams
 from quire.obs.trace import MOONCAKE_BLOCK_TOKENS, Arrival
@@ -38,7 +39,8 @@ class TraceRequest:
 class RequestDefaults:
     """Settings that all requests of a simulation share. max_tokens: their output limit.
 
-    The objectives are passed to the engine where they are set (see Request).
+    The objectives are passed to the engine where they are set (see Request). max_drafts: most draft
+    tokens of a step, 0 for none.
     """
 
     max_tokens: int
@@ -46,6 +48,7 @@ class RequestDefaults:
     ttft_slo_ms: float | None = None
     tpot_slo_ms: float | None = None
     deadline_ms: float | None = None
+    max_drafts: int = 0
 
 
 def trace_requests(
@@ -155,6 +158,9 @@ class RequestFactory:
             deadline_ms=defaults.deadline_ms,
             ttft_slo_ms=defaults.ttft_slo_ms,
             tpot_slo_ms=defaults.tpot_slo_ms,
+            speculation=Speculation(max_drafts=defaults.max_drafts)
+            if defaults.max_drafts
+            else None,
         )
 
     def forget(self, request_id: str) -> None:

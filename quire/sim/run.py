@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from quire.config.groups import EngineConfig
 from quire.engine.assembly.scheduler_factory import make_scheduler, scheduler_limits
 from quire.engine.core import RETRY_AFTER_S, EngineCore
 from quire.sim.clock import VirtualClock
+from quire.sim.drafts import DraftAcceptance, planned_source
 from quire.sim.load import RequestDefaults, RequestFactory, TraceRequest
 from quire.sim.machine import Machine
 from quire.sim.runner import PlannedOutputs, VirtualRunner
@@ -73,12 +74,13 @@ def simulate(
     on_progress: OnProgress | None = None,
     on_accepted: Callable[..., None] | None = None,
     should_stop: Callable[[], bool] | None = None,
+    acceptance: DraftAcceptance | None = None,
 ) -> Run:
     """Run `requests` (in order of arrival) until all have ended.
 
     on_plan receives every plan; on_accepted(number, scheduler=...) is called for each accepted
     request before it is scheduled. should_stop is called between steps; when it returns True, the
-    partial run is returned.
+    partial run is returned. acceptance: of draft tokens; None: there are none.
 
     Raises WorkerError where the engine makes no progress, SettingError and InvalidParameter for an
     invalid config.
@@ -91,6 +93,12 @@ def simulate(
         step_tokens=machine.step_tokens_of(config),
         num_layers=machine.num_layers,
     )
+    if acceptance is not None:
+        defaults = replace(defaults, max_drafts=acceptance.max_drafts)
+    clock, factory = VirtualClock(), RequestFactory(requests, defaults)
+    drafts = None
+    if acceptance is not None:
+        drafts = planned_source(acceptance, factory.planned, num_slots=limits.max_num_seqs)
     scheduler = make_scheduler(
         config,
         limits,
@@ -98,8 +106,8 @@ def simulate(
         fingerprint=machine.name,
         hash_key=FIXED_KEY,
         cost=machine.linear if limits.step_budget_ms else None,
+        draft_source=drafts,
     )
-    clock, factory = VirtualClock(), RequestFactory(requests, defaults)
     ends = PlannedOutputs(factory.planned, num_slots=limits.max_num_seqs)
     runner = VirtualRunner(clock, machine.cost, ends, on_plan=on_plan)
     core = EngineCore(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from quire import _native
 from quire.base.records import StepPlan, StepResult
 from quire.runner.handle import Handle
 from quire.sim.clock import VirtualClock
@@ -58,6 +59,21 @@ class PlannedOutputs:
         token_ids[known >= self._last_known[slots]] = STOP_ID
         return token_ids
 
+    def runs(self, plan: StepPlan) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return the length of each row's run in a plan with drafts, and the tokens of all."""
+        sampled = plan.sample_counts
+        rows = np.repeat(np.arange(len(sampled)), sampled)
+        places = np.arange(len(rows)) - (np.cumsum(sampled) - sampled)[rows]
+        slots = plan.slots[rows].astype(np.intp)
+        known = (plan.starts + plan.counts - sampled + 1)[rows] + places
+        token_ids = self._token_ids[slots]
+        token_ids[known >= self._last_known[slots]] = STOP_ID
+        _native.drop_after_mismatch(plan.draft_counts, plan.draft_ids, sampled, token_ids)
+        counts, kept = np.empty_like(sampled), np.empty(len(token_ids), np.intp)
+        none_failed = np.zeros(len(sampled), np.bool_)
+        num = _native.leading_tokens(sampled, token_ids, none_failed, counts, kept)
+        return counts, token_ids[kept[:num]]
+
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
@@ -98,11 +114,11 @@ class VirtualRunner:
         self.busy_ms += cost_ms
         if self._on_plan is not None:
             self._on_plan(plan)
-        result = StepResult(
-            step=plan.step,
-            token_counts=plan.sample_counts,
-            token_ids=self._ends.token_ids(plan),
-        )
+        if plan.draft_ids.size:
+            counts, token_ids = self._ends.runs(plan)
+        else:
+            counts, token_ids = plan.sample_counts, self._ends.token_ids(plan)
+        result = StepResult(step=plan.step, token_counts=counts, token_ids=token_ids)
         return PendingStep(result, self._until_ms)
 
     def collect(self, handle: Handle) -> StepResult:

@@ -31,6 +31,14 @@ def summary_of(run: Run, requests: Sequence[TraceRequest], goals: Goals) -> dict
         "busy_share": run.busy_ms / run.end_ms if run.end_ms else 0.0,
         "end_s": run.end_ms / 1e3,
     }
+    if stats.draft_rows_total:
+        drafted, accepted = map(sum, (stats.draft_tokens_total, stats.accepted_draft_tokens_total))
+        found["drafts"] = {
+            "rows": stats.draft_rows_total,
+            "drafted": drafted,
+            "accepted": accepted,
+            "tokens_per_row": 1.0 + accepted / stats.draft_rows_total,
+        }
     tenants = sorted({request.tenant for request in requests} - {""})
     found["tenants"] = {
         tenant: _times(
@@ -98,12 +106,27 @@ def comparison_text(outcome: Mapping[str, Any]) -> str:
         f"{1e3 * goals['tpot_s']:g} ms per output token after it",
         table(_HEADINGS, [_row(one) for one in outcome["runs"]]),
     ]
+    if "draft_acceptance" in settings:
+        lines += ["", _drafts_text(outcome)]
     if not outcome.get("complete", True):
         lines.append(_stopped_text(outcome))
     with_flood = [one for one in outcome["runs"] if one["light"] is not None]
     if with_flood:
         lines += ["", _light_text(with_flood)]
     return "\n".join(lines)
+
+
+def _drafts_text(outcome: Mapping[str, Any]) -> str:
+    """Return a table of draft tokens, which count among the steps above."""
+    rows = []
+    for one in outcome["runs"]:
+        found, shown = one["summary"].get("drafts"), ("0", "-", "-")
+        if found is not None:
+            share = 100 * found["accepted"] / found["drafted"]
+            shown = (f"{found['drafted']:,}", f"{share:.0f} %", f"{found['tokens_per_row']:.2f}")
+        rows.append((one["policy"], f"{one['speed']:g}", *shown))
+    headings = ("policy", "speed", "drafts", "accepted", "tokens per row with drafts")
+    return table(headings, rows)
 
 
 def _stopped_text(outcome: Mapping[str, Any]) -> str:

@@ -64,6 +64,12 @@ class SpeedEstimate(StepTimes):
         return self._linear
 
     @property
+    def latest(self) -> LinearCost:
+        """The prices of the last fit, for what is decided in each step: once many steps are known,
+        asking for them makes no fit, so that they are up to MAX_NOTED_STEPS steps old."""
+        return self._linear if self.num_steps >= _MANY else self.now
+
+    @property
     def fixed_ms(self) -> float:
         """See CostModel."""
         return self.now.fixed_ms

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from quire import _native
 from quire.base.records import StepPlan, StepResult
 from quire.cache.manager import CacheManager
 from quire.scheduler.cost.speed import SpeedEstimate
@@ -25,7 +26,11 @@ from quire.scheduler.plan_builder import Step
 from quire.scheduler.request_table import RequestTable
 from quire.scheduler.running_batch import Index, Int32s, RunningBatch
 from quire.scheduler.sequence import SequenceState
+from quire.scheduler.speculation.draft_prices import DraftedStep, DraftPrices
 from quire.scheduler.step_budget import BlockShares
+
+# Predictions kept for plans in flight.
+MAX_PREDICTED = 16
 
 
 class Rows(NamedTuple):
@@ -71,16 +76,30 @@ class DraftRows(StepExtension):
         num_slots = len(batch.sequences)
         self._max_drafts: Int32s = np.zeros(num_slots, np.int32)  # 0: does not speculate
         self._sequences: list[SequenceState | None] = [None] * num_slots
+        self._num_speculating = 0
         self._active: Index | None = None  # batch.active when these were filled
-        self._stats = DraftStats()
+        self._stats = DraftStats(source.max_drafts)
+        self._prices = DraftPrices()
+        self._knows_plain = False  # a step of decoding rows without drafts was timed
+        self._predicted: dict[int, DraftedStep] = {}  # of plans in flight with drafts, by step
         self.was_used = False
         self.rejected: Int32s = np.zeros(0, np.int32)
         self._drafting_ms = 0.0  # of the source, when it was asked last
 
-    def take_drafting_ms(self) -> float:
-        """Return the milliseconds that drafts were computed since the last call."""
+    def took(self, plan: StepPlan, ms: float) -> float:
+        """Note that a plan took `ms`; return what the cost model may learn from it: 0 for nothing.
+
+        Passes of a draft model are no cost of rows, and steps with drafts have prices of their own.
+        """
         before, self._drafting_ms = self._drafting_ms, self._source.drafting_ms
-        return self._drafting_ms - before
+        ms -= self._drafting_ms - before
+        predicted = self._predicted.pop(plan.step, None)
+        if predicted is None:
+            self._knows_plain = self._knows_plain or bool((plan.counts == 1).all())
+            return ms
+        if self._knows_plain:  # before, the prediction that drafts are compared with is a guess
+            self._prices.note(predicted, ms)
+        return 0.0
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -88,8 +107,8 @@ class DraftRows(StepExtension):
         return {
             "drafting_ms_total": self._source.drafting_ms,
             "draft_rows_total": self._stats.rows_total,
-            "draft_tokens_total": tuple(self._stats.drafted_at.tolist()),
-            "accepted_draft_tokens_total": tuple(self._stats.accepted_at.tolist()),
+            "draft_tokens_total": self._stats.drafted_at,
+            "accepted_draft_tokens_total": self._stats.accepted_at,
         }
 
     def note(self, sequence: SequenceState) -> None:
@@ -116,61 +135,86 @@ class DraftRows(StepExtension):
         batch = self._batch
         if batch.active is not self._active:  # requests were admitted in this step
             self._enter_slots()
-        if not step.builder.has_rows or not self._max_drafts.any() or self._source.skips_step():
+        if not (self._num_speculating and step.builder.has_rows) or self._source.skips_step():
             return
         rows = Rows(*step.builder.joined_rows())
-        is_known = rows.ends == batch.tokens.lengths[rows.slot_index]
-        can = is_known & (rows.counts == 1) & (rows.sample_counts == 1)
-        places = (can & (self._limits(rows.slot_index, rows.ends) > 0)).nonzero()[0]
-        if not len(places) or step.budget.spent:
+        limits = self._limits(rows.slot_index, rows.ends)
+        can = (rows.ends == batch.tokens.lengths[rows.slot_index]) & (limits > 0)
+        can &= (rows.counts == 1) & (rows.sample_counts == 1)
+        num_able = np.count_nonzero(can)
+        if not num_able or step.budget.spent:
             return
-        index, ends = rows.slot_index[places], rows.ends[places]
-        limits = self._limits(index, ends)
-        counts, ids = self._source.propose(
-            batch.tokens, index, limits, lambda: self._cost(rows, ends)
-        )
+        index, ends, places = rows.slot_index, rows.ends, None
+        if num_able < len(can):
+            places = can.nonzero()[0]
+            index, ends, limits = index[places], ends[places], limits[places]
+        costs: list[DraftCost] = []
+
+        def cost() -> DraftCost:
+            if not costs:
+                costs.append(self._cost(rows, ends))
+            return costs[0]
+
+        counts, ids = self._source.propose(batch.tokens, index, limits, cost)
         self.was_used |= self._source.drafting_ms > 0.0
         if not len(ids):
+            if costs:
+                self._prices.fade()
             return
         fits = step.budget.allot(ends, counts)
         fits = np.minimum(fits, self._blocks(step, index, ends, fits))
-        if not fits.any():
+        has_drafts = fits > 0
+        if not has_drafts.any():
             return
-        in_fit = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
-        of_rows = np.zeros(len(rows.slot_index), np.int32)
-        of_rows[places] = fits
+        if (fits < counts).any():
+            in_fit = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
+            ids = ids[in_fit < np.repeat(fits, counts)]
+        of_rows = fits
+        if places is not None:
+            of_rows = np.zeros(len(rows.slot_index), np.int32)
+            of_rows[places] = fits
         drafted = rows._replace(
             counts=rows.counts + of_rows, sample_counts=rows.sample_counts + of_rows
         )  # `ends` stay before the drafts: these are not computed until they are accepted
-        step.builder.set_drafts(drafted, of_rows, ids[in_fit < np.repeat(fits, counts)])
-        self._await_run(index[fits > 0])
+        step.builder.set_drafts(drafted, of_rows, ids)
+        self._await_run(index[has_drafts])
+        if len(self._predicted) > MAX_PREDICTED:  # left by steps with errors, which teach nothing
+            self._predicted.clear()
+        self._predicted[step.builder.step] = DraftedStep(
+            int(np.count_nonzero(has_drafts)),
+            cost().step_ms,
+            float(self._drafts_ms(ends) @ fits),
+        )
 
     def verify(self, plan: StepPlan, result: StepResult, outcome: PlanOutcome) -> VerifiedRows:
         """Compare the runs of a plan with its drafts, before the runs are appended in full."""
-        rows = np.arange(len(plan.slots)) if outcome.rows is None else outcome.rows
-        counts = plan.draft_counts[rows]
-        has_drafts = counts > 0
-        rows, counts = rows[has_drafts], counts[has_drafts]
-        index = plan.slots[rows].astype(np.intp)
-        width = int(counts.max(initial=0))
-        columns = np.arange(width)
-        drafts = _padded(plan.draft_ids, plan.draft_counts, rows, width)
-        firsts = np.cumsum(result.token_counts) - result.token_counts
-        entries = firsts[rows, None] + columns
-        is_run = columns < result.token_counts[rows, None]
-        tokens = result.token_ids[np.where(is_run, entries, 0)]
-        same = is_run & (tokens == drafts)
-        accepted: Int32s = np.cumprod(same, axis=1).sum(axis=1).astype(np.int32)
-        self.rejected = plan.draft_counts.copy()
-        self.rejected[rows] -= accepted
-        self._stats.count(counts, accepted)
+        drafted, num_rows = plan.draft_counts, len(plan.slots)
+        accepted = np.empty(num_rows, np.int32)
+        tokens = (result.token_counts, result.token_ids)
+        _native.count_accepted(drafted, plan.draft_ids, *tokens, accepted)
+        self.rejected = drafted - accepted
+        index, starts = plan.slots, plan.starts
+        rows = outcome.rows
+        if rows is not None and len(rows) < num_rows:  # what left or failed has accepted nothing
+            self.rejected = drafted.copy()
+            self.rejected[rows] -= accepted[rows]
+            drafted, accepted = drafted[rows], accepted[rows]
+            index, starts = index[rows], starts[rows]
+        has_drafts = drafted > 0
+        if not has_drafts.all():
+            drafted, accepted = drafted[has_drafts], accepted[has_drafts]
+            index, starts = index[has_drafts], starts[has_drafts]
         self.was_used = True
-        for slot, num, good in zip(index.tolist(), counts.tolist(), accepted.tolist(), strict=True):
+        for slot, num, good in zip(
+            index.tolist(), drafted.tolist(), accepted.tolist(), strict=True
+        ):
             sequence = self._batch.sequence(slot)
             sequence.accepted_drafts += good
             sequence.rejected_drafts += num - good
-        self._source.verified(index, counts, accepted)
-        return VerifiedRows(index, plan.starts[rows], accepted)
+            self._stats.count(num, good)
+        slots = index.astype(np.intp)
+        self._source.verified(slots, drafted, accepted)
+        return VerifiedRows(slots, starts, accepted)
 
     def advance(self, verified: VerifiedRows) -> None:
         """Count the accepted positions as computed. The runs were appended."""
@@ -189,7 +233,7 @@ class DraftRows(StepExtension):
 
     def _enter_slots(self) -> None:
         """Note which requests are in the slots now."""
-        batch, found = self._batch, False
+        batch = self._batch
         self._active = batch.active
         for slot, known in enumerate(self._sequences):
             sequence = batch.sequences[slot]
@@ -198,8 +242,8 @@ class DraftRows(StepExtension):
                     self._source.end(slot)
                 self._sequences[slot] = sequence
                 self._max_drafts[slot] = 0 if sequence is None else self._begin(slot, sequence)
-            found |= self._max_drafts[slot] > 0
-        if not found:
+        self._num_speculating = int(np.count_nonzero(self._max_drafts))
+        if not self._num_speculating:
             live = self._requests.sequences.values()
             self.is_active = any(one.request.speculation is not None for one in live)
 
@@ -220,14 +264,22 @@ class DraftRows(StepExtension):
         return np.maximum(limits, np.int32(0))
 
     def _cost(self, rows: Rows, ends: Int32s) -> DraftCost:
-        price = self._speed.now
+        price, prices = self._speed.latest, self._prices
         rows_ms = float(np.add.reduce(price.rows_ms(rows.starts, rows.counts)))
         num_sampled = int(np.count_nonzero(rows.sample_counts))
         return DraftCost(
             step_ms=price.fixed_ms + rows_ms + num_sampled * price.score_ms,
             step_tokens=num_sampled,
-            draft_ms=price.token_ms + price.score_ms + price.position_ms * ends.astype(np.float64),
+            draft_ms=prices.scale * self._drafts_ms(ends),
+            once_ms=prices.once_ms,
+            row_ms=prices.row_ms,
         )
+
+    def _drafts_ms(self, ends: Int32s) -> NDArray[np.float64]:
+        """Return what the cost model predicts for a draft of each row, without its surcharges."""
+        price = self._speed.latest
+        each_ms = price.token_ms + price.score_ms
+        return each_ms + price.position_ms * ends.astype(np.float64)
 
     def _blocks(self, step: Step, index: Index, ends: Int32s, counts: Int32s) -> Int32s:
         """Return how many drafts the blocks of `index` hold, with free ones where there are."""
@@ -242,31 +294,32 @@ class DraftRows(StepExtension):
 
 
 class DraftStats:
-    """Drafts in all. accepted_at: by position in the draft, from 0 on; drafted_at likewise."""
+    """Drafts in all, of rows with at most `max_drafts`."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_drafts: int) -> None:
         self.rows_total = 0
-        self.drafted_at = np.zeros(0, np.int64)
-        self.accepted_at = np.zeros(0, np.int64)
+        # Rows with so many drafts, and with so many accepted ones.
+        self._drafted, self._accepted = [0] * (max_drafts + 1), [0] * (max_drafts + 1)
 
-    def count(self, drafted: Int32s, accepted: Int32s) -> None:
-        """Add rows with drafted[i] drafts, of which the first accepted[i] were right."""
-        width = int(drafted.max(initial=0))
-        if width > len(self.drafted_at):
-            more = width - len(self.drafted_at)
-            self.drafted_at = np.pad(self.drafted_at, (0, more))
-            self.accepted_at = np.pad(self.accepted_at, (0, more))
-        self.rows_total += len(drafted)
-        columns = np.arange(width)
-        self.drafted_at[:width] += np.count_nonzero(columns < drafted[:, None], axis=0)
-        self.accepted_at[:width] += np.count_nonzero(columns < accepted[:, None], axis=0)
+    def count(self, drafted: int, accepted: int) -> None:
+        """Add a row with so many drafts, of which the first `accepted` were right."""
+        self.rows_total += 1
+        self._drafted[drafted] += 1
+        self._accepted[accepted] += 1
+
+    @property
+    def drafted_at(self) -> tuple[int, ...]:
+        """Return how many drafts there were at each position in the draft, from 0 on."""
+        return _at_least(self._drafted, self._drafted)
+
+    @property
+    def accepted_at(self) -> tuple[int, ...]:
+        """Return how many of them were accepted."""
+        return _at_least(self._accepted, self._drafted)
 
 
-def _padded(ids: Int32s, counts: Int32s, rows: Index, width: int) -> NDArray[np.int32]:
-    """Return the ids of `rows` [R, width], padded with -1; counts[i] of them are of row i."""
-    firsts = np.cumsum(counts) - counts
-    columns = np.arange(width)
-    has = columns < counts[rows, None]
-    padded = np.full((len(rows), width), -1, np.int32)
-    padded[has] = ids[(firsts[rows, None] + columns)[has]]
-    return padded
+def _at_least(rows: list[int], drafted: list[int]) -> tuple[int, ...]:
+    """Return how many rows have more than 0, 1, ... of what rows[n] rows have n of, as far as
+    there were drafts."""
+    longest = max((num for num, count in enumerate(drafted) if count), default=0)
+    return tuple(sum(rows[num + 1 :]) for num in range(longest))

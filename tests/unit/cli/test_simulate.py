@@ -132,3 +132,20 @@ def test_ctrl_c_prints_the_results_so_far(
     assert "fcfs*" in table
     assert "stopped after 0 of 4 runs; * fcfs at speed 1 is partial: " in table
     assert "of 240 requests ended" in table
+
+
+def test_drafts_have_a_table_of_their_own(trace: str) -> None:
+    words = ("--trace", trace, *MACHINE, "--max-draft-tokens", "3")
+    done = quire_main("simulate", *words, "--draft-acceptance", "0.9,0.8", "--json")
+    outcome = json.loads(done.stdout)
+    assert outcome["settings"]["draft_acceptance"] == [0.9, 0.8]
+    assert outcome["settings"]["max_draft_tokens"] == 3
+    [run] = outcome["runs"]
+    drafts = run["summary"]["drafts"]
+    assert 0.6 < drafts["accepted"] / drafts["drafted"] < 0.9
+    plain = json.loads(quire_main("simulate", *words, "--json").stdout)
+    assert "draft_acceptance" not in plain["settings"]
+    assert run["summary"]["steps"] < 0.9 * plain["runs"][0]["summary"]["steps"]
+    refused = quire_main("simulate", *words, "--draft-acceptance", "1.5")
+    assert refused.returncode != 0
+    assert "from 0 to 1" in refused.stderr

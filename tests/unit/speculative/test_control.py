@@ -6,15 +6,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from quire.speculative.control import (
-    AdaptiveControl,
-    Passes,
-    StepCost,
-    Trials,
-    best_lengths,
-    upper_bounds,
-)
+from quire.speculative.control import AdaptiveControl, Passes, StepCost, best_lengths
 from quire.speculative.pass_times import PassTimes
+from quire.speculative.plain_counts import Trials, upper_bounds
 
 MAX_DRAFTS = 4
 SLOT = np.array([1])
@@ -125,6 +119,35 @@ def test_the_best_lengths_yield_most_tokens_per_time() -> None:
         best = max(rate((one, two)) for one in range(4) for two in range(4))
         found = best_lengths(chances, ints(3, 3), price)
         assert rate((int(found[0]), int(found[1]))) >= 0.97 * best
+
+
+@pytest.mark.parametrize(
+    ("once", "row", "lengths"),
+    [
+        (0.0, 0.0, [3, 2]),
+        (0.3, 0.0, [3, 3]),  # at the lower rate more are worth it
+        (0.0, 1.0, [3, 0]),  # a row must gain what it costs by itself
+        (4.0, 0.0, [0, 0]),  # and all of them what the step costs
+        (0.0, 9.0, [0, 0]),
+    ],
+)
+def test_what_drafts_cost_whatever_their_number_must_be_gained(
+    once: float, row: float, lengths: list[int]
+) -> None:
+    """In times of a plain step of two rows."""
+    chances = np.array([[0.95, 0.9, 0.85], [0.4, 0.3, 0.2]])
+    price = StepCost(10.0, 2, np.full(2, 0.5), once_ms=10.0 * once, row_ms=10.0 * row / 2)
+    assert best_lengths(chances, ints(3, 3), price).tolist() == lengths
+
+
+def test_no_drafts_where_the_host_takes_as_long_as_they_save() -> None:
+    """A step of 0.4 ms, drafts that are right as often as not, and a host that takes 0.3 ms."""
+    chances = np.cumprod(np.full((1, 4), 0.5), axis=1)
+    cheap = StepCost(0.4, 1, np.full(1, 0.03))
+    assert best_lengths(chances, ints(4), cheap).tolist() == [3]
+    assert best_lengths(chances, ints(4), cheap._replace(once_ms=0.3)).tolist() == [0]
+    slow = StepCost(20.0, 1, np.full(1, 1.5), once_ms=0.3)  # the same host with a larger model
+    assert best_lengths(chances, ints(4), slow).tolist() == [3]
 
 
 def test_bounds_are_above_the_mean_and_tighten() -> None:

@@ -203,6 +203,7 @@ def test_no_model_runs_where_its_drafts_do_not_pay() -> None:
     case.begin(1, [1, 2, 3], 3, prediction_ids=ints(30, 31, 32))
     assert case.propose(0, 1) == [[], [30, 31, 32]]
     assert not model.asked
+    assert case.drafter.skips_step()  # the first plain step, which drafts are judged against
     assert not case.drafter.skips_step()  # a prediction may go on in any step
     case.drafter.end(1)
     rests = []
@@ -212,7 +213,24 @@ def test_no_model_runs_where_its_drafts_do_not_pay() -> None:
         while case.drafter.skips_step():
             rests[-1] += 1
     assert rests == [1, 2, 4, 8, 16, 16, 16]
-    case.begin(2, [1, 2, 3], 3)  # a new request is tried at once
+    case.propose(0)
+    case.begin(2, [1, 2, 3], 3)  # a new request beside another is tried after two steps
+    assert [case.drafter.skips_step() for _ in range(3)] == [True, True, False]
+    case.propose(0)
+    case.drafter.end(0)
+    case.drafter.end(2)
+    case.begin(2, [1, 2, 3], 3)  # and at once if it is alone
     assert not case.drafter.skips_step()
     case.drafter.close()
     assert model.is_closed
+
+
+def test_lookups_rest_while_texts_repeat_nothing() -> None:
+    case = Case(NgramProposer(NUM_SLOTS))
+    case.begin(0, [1, 2, 3, 4], 4)
+    asked = 0
+    for _ in range(64):
+        if not case.drafter.skips_step():
+            asked += 1
+            assert case.propose(0) == [[]]
+    assert 16 <= asked <= 40

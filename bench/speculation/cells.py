@@ -1,0 +1,109 @@
+"""The cells of the table: what is measured on which model, at which temperature and batch.
+
+Plain values; loads nothing. A cell's name says all of them, so that results are found again and
+parts of the table can be chosen by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TEMPERATURES = (0.0, 0.6, 1.0)
+BATCHES = (1, 4, 16, 64)
+ACCEPTANCES = (0.3, 0.5, 0.7, 0.9)
+SHAPES = ("qwen3-0.6b", "llama-3.2-1b")
+PARTS = ("small", "shapes", "repeats", "llama")
+# Tokens of an answer by batch: large batches take long steps.
+TOKENS = {1: 128, 4: 96, 16: 64, 64: 32}
+QUICK_TOKENS = {1: 32, 4: 16, 16: 16, 64: 4}
+# Pairs of proposer and model in part `small`; "independent": noise of its own, for comparison.
+SMALL = (
+    *(("box", "ngram"), ("box", "draft"), ("box", "independent")),
+    *(("stories260K", "ngram"), ("stories260K", "draft")),
+)
+# Goals of the speed with drafts over that without, and of the control over the best fixed k.
+GOAL_SHAPES, GOAL_REPEATS, GOAL_LEAST, GOAL_CONTROL = 2.0, 2.5, 0.98, 0.97
+# The acceptance of GOAL_SHAPES, at batch 1.
+GOAL_ACCEPTANCE = 0.7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """acceptance: of the proposer, where it is synthetic."""
+
+    part: str
+    model: str
+    proposer: str
+    batch: int
+    temperature: float = 0.0
+    acceptance: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Return part/model/proposer/t.../b..., with the acceptance in place of the temperature
+        where there is one."""
+        how = f"t{self.temperature:g}" if self.acceptance is None else f"a{self.acceptance:g}"
+        return f"{self.part}/{self.model}/{self.proposer}/{how}/b{self.batch}"
+
+    @property
+    def engine(self) -> tuple[str, str, str]:
+        """Return what selects the engine; cells with the same one share it."""
+        return self.part, self.model, self.proposer
+
+    @property
+    def goal(self) -> float:
+        """Return the least speed with drafts over that without."""
+        if self.batch == 1 and self.part == "repeats":
+            return GOAL_REPEATS
+        if self.batch == 1 and self.acceptance == GOAL_ACCEPTANCE:
+            return GOAL_SHAPES
+        return GOAL_LEAST
+
+
+def all_cells() -> list[Cell]:
+    """Return the cells of the whole table, those of an engine together."""
+    cells = [
+        Cell(part="small", model=model, proposer=proposer, batch=batch, temperature=temperature)
+        for model, proposer in SMALL
+        for temperature in TEMPERATURES
+        for batch in BATCHES
+    ]
+    cells += [
+        Cell(part="shapes", model=shape, proposer="synthetic", batch=batch, acceptance=acceptance)
+        for shape in SHAPES
+        for batch in BATCHES
+        for acceptance in ACCEPTANCES
+    ]
+    cells += [
+        Cell(part="repeats", model=shape, proposer="ngram", batch=batch)
+        for shape in SHAPES
+        for batch in BATCHES
+    ]
+    cells += [
+        Cell(part="llama", model=model, proposer=proposer, batch=1)
+        for model, proposer in (("qwen3-0.6b", "ngram"), ("stories260K", "draft"))
+    ]
+    return cells
+
+
+def quick_cells() -> list[Cell]:
+    """Return the cells that have a goal of their own and the worst ones, the former first."""
+    first = {
+        ("shapes", "qwen3-0.6b", 0.7, 1),
+        ("shapes", "qwen3-0.6b", 0.3, 1),
+        ("shapes", "qwen3-0.6b", 0.3, 64),
+    }
+    chosen = [
+        cell
+        for cell in all_cells()
+        if (cell.part, cell.model, cell.acceptance, cell.batch) in first
+        or (cell.part == "repeats" and cell.model == "qwen3-0.6b" and cell.batch == 1)
+        or (
+            cell.part == "small"
+            and (cell.model, cell.proposer) in (("box", "ngram"), ("box", "draft"))
+            and cell.batch in (1, 16)
+            and cell.temperature != 0.6
+        )
+    ]
+    order = {"shapes": 0, "repeats": 1, "small": 2}
+    return sorted(chosen, key=lambda cell: order[cell.part])

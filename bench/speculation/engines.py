@@ -1,0 +1,117 @@
+"""Engines and requests of the cells.
+
+An engine has counted proposers and a control that can be switched; they are put in place of the
+real ones where the engine is assembled. Knows no times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from bench.checkpoints import random_checkpoint
+from bench.data import outside
+from bench.speculation.cells import BATCHES, Cell
+from bench.speculation.measure import OFF, Load, tokens_of
+from bench.speculation.proposers import (
+    CountedModel,
+    CountedNgrams,
+    FixedAcceptance,
+    SwitchControl,
+)
+from bench.speculation.texts import Forced, questions, repeated_passages
+from quire.base.sampling_params import SamplingParams
+from quire.engine.assembly import draft_model
+from quire.engine.assembly import drafts as assembly
+from quire.engine.library.llm import LLM
+from quire.runner.draft_runner import DraftRunner
+
+MAX_DRAFTS = 8
+PROMPT_TOKENS = 64  # of part shapes
+PROMPT_CHARACTERS = 160  # of part small: the models have short contexts
+SEED = 7
+
+
+@contextmanager
+def engine_of(cell: Cell) -> Iterator[LLM]:
+    """Yield the engine of a cell."""
+    assembly.AdaptiveControl = SwitchControl  # type: ignore[misc]
+    assembly.NgramProposer = (  # type: ignore[misc]
+        FixedAcceptance if cell.proposer == "synthetic" else CountedNgrams
+    )
+    draft_model.ModelProposer = CountedModel  # type: ignore[misc]
+    draft_model.DraftRunner = partial(  # type: ignore[misc]
+        DraftRunner, shares_noise=cell.proposer != "independent"
+    )
+    with LLM(
+        model_path(cell.model),
+        max_num_seqs=max(BATCHES),
+        max_draft_tokens=MAX_DRAFTS,
+        enable_prefix_caching=False,
+        **proposer_settings(cell),
+    ) as llm:
+        yield llm
+
+
+def model_path(model: str) -> str:
+    """Return what the engine loads: nothing for the built-in model, a checkpoint for a shape."""
+    if model == "box":
+        return ""
+    return str(outside(model) if model == "stories260K" else random_checkpoint(model))
+
+
+def proposer_settings(cell: Cell) -> Mapping[str, Any]:
+    """Return the settings that select the cell's proposer."""
+    if cell.proposer in ("draft", "independent"):
+        draft = None if cell.model == "box" else str(outside("llama2xs"))
+        return {"speculate": "draft", "draft_model": draft}
+    return {"speculate": "ngram"}
+
+
+class Loads:
+    """Makes the requests of cells. num_tokens: of an answer, by batch."""
+
+    def __init__(self, num_tokens: Mapping[int, int]) -> None:
+        self._num_tokens = num_tokens
+        self._forced: Forced | None = None
+
+    def of(self, cell: Cell, llm: LLM) -> Load:
+        """Return the requests of a cell; a synthetic proposer learns their answers."""
+        sampling = SamplingParams(
+            temperature=cell.temperature,
+            max_tokens=self._num_tokens[cell.batch],
+            ignore_eos=True,
+            seed=SEED,
+        )
+        if cell.part == "repeats":
+            return self._repeats(cell, llm)
+        if cell.part == "shapes":
+            return self._synthetic(cell, llm, sampling)
+        prompts = [text[:PROMPT_CHARACTERS] for text in questions(cell.batch)]
+        return Load(prompts=prompts, sampling=[sampling] * cell.batch)
+
+    def _repeats(self, cell: Cell, llm: LLM) -> Load:
+        self._forced = self._forced or Forced()
+        num_tokens = self._num_tokens[cell.batch]
+        made = repeated_passages(cell.batch, num_tokens, llm.card.vocab_size)
+        sampling = [
+            SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, seed=seed)
+            for seed in self._forced.answer(*made)
+        ]
+        return Load(prompts=made[0], sampling=sampling)
+
+    def _synthetic(self, cell: Cell, llm: LLM, sampling: SamplingParams) -> Load:
+        assert cell.acceptance is not None, "the proposer is synthetic"
+        rng = np.random.default_rng(cell.batch)
+        prompts = rng.integers(5, 1000, (cell.batch, PROMPT_TOKENS), np.int32)
+        load = Load(prompts=prompts.tolist(), sampling=[sampling] * cell.batch)
+        answers = tokens_of(llm, load, OFF)
+        FixedAcceptance.rate = cell.acceptance
+        FixedAcceptance.answers = {
+            prompt.tobytes(): answer for prompt, answer in zip(prompts, answers, strict=True)
+        }
+        return load

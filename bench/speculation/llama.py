@@ -1,0 +1,97 @@
+"""Quire and llama.cpp, each with and without speculation, on the same prompts in turn.
+
+llama.cpp is its server (bench/peers): a draft model by -md, prompt lookup by --spec-type. A build
+without these options refuses them, and the cell says so. Both answer greedily, each with the tokens
+of its own arithmetic; Quire's must be the same with drafts and without.
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from bench.checkpoints import cache_folder
+from bench.peers.child import Peer, PeerFailed
+from bench.peers.convert import Unavailable, converted
+from bench.speculation.cells import Cell
+from bench.speculation.engines import MAX_DRAFTS, model_path, proposer_settings
+from bench.speculation.measure import Extent
+from bench.speculation.texts import repeated_passages
+from quire.bench.machine import machine_card
+
+LIMIT_S = 300.0
+PRECISION = "f32", "bf16"  # of small models, and of shapes
+SMALL_VOCABULARY, SHAPE_VOCABULARY = 512, 100_000
+
+
+def measure_llama(cell: Cell, num_tokens: int, extent: Extent) -> dict[str, Any]:
+    """Return seconds of all four sides in each round; {"refused": why} where llama.cpp is not
+    installed or does not speculate so."""
+    sides: dict[str, Peer] = {}
+    try:
+        return _rounds(cell, num_tokens, extent, sides)
+    except (PeerFailed, Unavailable) as error:
+        return {"refused": str(error)}
+    finally:
+        for side in sides.values():
+            side.close()
+
+
+def _rounds(cell: Cell, num_tokens: int, extent: Extent, sides: dict[str, Peer]) -> dict[str, Any]:
+    is_small = cell.model == "stories260K"
+    precision = PRECISION[not is_small]
+    threads = int(str(machine_card()["cores"]))
+    checkpoint = Path(model_path(cell.model))
+    settings = _settings(cell, precision)
+    for name, (engine, more) in settings.items():
+        model = str(converted(engine, checkpoint, precision))
+        log = cache_folder() / f"speculation-{name.replace(' ', '-')}.log"
+        sides[name] = Peer(engine, threads, log)
+        sides[name].load(model, more, limit_s=LIMIT_S)
+    vocabulary = SMALL_VOCABULARY if is_small else SHAPE_VOCABULARY
+    [prompt], _ = repeated_passages(1, num_tokens, vocabulary)
+    asked = {"do": "run", "requests": [{"prompt_ids": prompt, "output_tokens": num_tokens}]}
+    rounds: list[dict[str, float]] = []
+    answers: dict[str, list[int]] = {}
+    names = list(sides)
+    for number in range(-1, extent.num_rounds):  # the first warms up
+        if number > 0 and not extent.has_time():
+            break
+        seconds = {}
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            [answer] = sides[name].ask(asked, limit_s=LIMIT_S)["answers"]
+            answers[name] = answer["token_ids"]
+            seconds[name] = round(answer["last_s"] - answer["first_s"], 5)
+        if number >= 0:
+            rounds.append(seconds)
+        if answers["quire"] != answers["quire plain"]:
+            raise SystemExit("speculation changed the tokens of an answer; nothing is reported")
+    return {
+        "rounds": rounds,
+        "speedups": {
+            name: round(statistics.median(one[f"{name} plain"] / one[name] for one in rounds), 3)
+            for name in ("quire", "llama.cpp")
+        },
+        "over_llama": round(
+            statistics.median(one["llama.cpp"] / one["quire"] for one in rounds), 3
+        ),
+    }
+
+
+def _settings(cell: Cell, precision: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return engine and settings of each side."""
+    ours = {"dtype": precision, "max_num_seqs": 1, "enable_prefix_caching": False}
+    theirs: dict[str, Any] = {"-c": 2048, "-np": 1}
+    drafts: dict[str, Any] = {"--draft-max": MAX_DRAFTS}
+    if cell.proposer == "draft":
+        draft = Path(str(proposer_settings(cell)["draft_model"]))
+        drafts["-md"] = str(converted("llama.cpp", draft, precision))
+    else:
+        drafts["--spec-type"] = "ngram-simple"
+    return {
+        "quire plain": ("quire", ours),
+        "quire": ("quire", {**ours, **proposer_settings(cell), "max_draft_tokens": MAX_DRAFTS}),
+        "llama.cpp plain": ("llama.cpp", theirs),
+        "llama.cpp": ("llama.cpp", {**theirs, **drafts}),
+    }

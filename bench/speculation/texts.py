@@ -1,0 +1,92 @@
+"""Prompts of the measurement, and answers that repeat their prompts.
+
+Prompts of models that write text come from published sets of questions. A model with random weights
+repeats nothing: `Forced` replaces each token it chooses by that of a given answer, after all of the
+model was computed, so that a real text is answered at the real cost.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.data import outside
+from quire.execute.native import NativeExecutor
+from quire.sampling.batch import SampleBatch, TokenChoice
+
+Int32s = NDArray[np.int32]
+Prompts = list[list[int]]
+QUESTION_FILES = ("spec-bench.jsonl", "mt-bench.jsonl", "gsm8k-test.jsonl")
+PASSAGE = "text/wikitext2-test.txt"
+PASSAGE_WORDS = 160
+# Of the words of a repeated passage, one in so many is another one, as in an edited text.
+EDITED = 16
+FIRST_SEED = 1000
+
+
+def questions(num: int) -> list[str]:
+    """Return `num` questions, in turn from each set."""
+    sets = []
+    for name in QUESTION_FILES:
+        lines = outside(f"prompts/{name}").read_text(encoding="utf-8").splitlines()
+        found = [json.loads(line) for line in lines if line.strip()]
+        sets.append([one["question"] if "question" in one else one["turns"][0] for one in found])
+    return [sets[at % len(sets)][at // len(sets)] for at in range(num)]
+
+
+def word_ids(text: str, vocab_size: int) -> Int32s:
+    """Return a token id for each word and mark of `text`; equal ones have equal ids."""
+    known: dict[str, int] = {}
+    ids = [known.setdefault(word, len(known)) for word in text.split()]
+    return (np.array(ids, np.int32) % (vocab_size - 300) + 256).astype(np.int32)
+
+
+def repeated_passages(num: int, num_tokens: int, vocab_size: int) -> tuple[Prompts, Prompts]:
+    """Return prompts that hold a passage, and answers that repeat it with some words changed."""
+    text = outside(PASSAGE).read_text(encoding="utf-8")
+    ids = word_ids(text[: 12 * num * PASSAGE_WORDS + 10_000], vocab_size)
+    rng = np.random.default_rng(1)
+    prompts, answers = [], []
+    for number in range(num):
+        first = number * PASSAGE_WORDS
+        passage = ids[first : first + PASSAGE_WORDS]
+        answer = np.resize(passage, num_tokens)
+        edited = rng.random(num_tokens) < 1.0 / EDITED
+        answer = np.where(edited, ids[rng.integers(0, len(ids), num_tokens)], answer)
+        prompts.append(passage.tolist())
+        answers.append(answer.tolist())
+    return prompts, answers
+
+
+class Forced:
+    """Replaces the choices of an executor, by the seed and the position of each row."""
+
+    def __init__(self) -> None:
+        self._answers: Mapping[int, tuple[int, Int32s]] = {}
+        sample = NativeExecutor.sample
+
+        def forced(executor: Any, logits: Any, batch: SampleBatch) -> TokenChoice:
+            choice = sample(executor, logits, batch)
+            seeds = batch.noise.seeds.tolist()
+            for row, (seed, position) in enumerate(
+                zip(seeds, batch.positions.tolist(), strict=True)
+            ):
+                if seed in self._answers:
+                    first, answer = self._answers[seed]
+                    choice.token_ids[row] = answer[min(position - first, len(answer) - 1)]
+            return choice
+
+        NativeExecutor.sample = forced  # type: ignore[method-assign]
+
+    def answer(self, prompts: Prompts, answers: Prompts) -> list[int]:
+        """Answer `prompts` so; return the seeds that their requests must have."""
+        seeds = [FIRST_SEED + number for number in range(len(prompts))]
+        self._answers = {
+            seed: (len(prompt), np.array(answer, np.int32))
+            for seed, prompt, answer in zip(seeds, prompts, answers, strict=True)
+        }
+        return seeds

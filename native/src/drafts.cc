@@ -1,0 +1,219 @@
+// Drafts: plain loops over the rows of a step. Each would take microseconds for each of a dozen
+// array operations otherwise, which is a large part of the step of a small model.
+
+#include "quire/drafts.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+
+namespace quire {
+
+namespace {
+
+// As in quire/speculative/plain_counts.py.
+constexpr double kConfidence = 1.0;
+constexpr double kMaxTrials = 64.0;
+constexpr double kFade = 0.99;
+constexpr double kPriorTrials = 2.0;
+constexpr double kUnlikely = 0.02;
+constexpr int kMaxRounds = 8;
+constexpr double kSmallestMs = 1e-9;
+
+// The upper end of Wilson's interval.
+double upper_bound(double tried, double accepted, double prior) {
+    const double num = tried + kPriorTrials;
+    const double mean = std::clamp((accepted + kPriorTrials * prior) / num, 0.0, 1.0);
+    const double square = kConfidence * kConfidence;
+    const double spread =
+        kConfidence * std::sqrt(mean * (1.0 - mean) / num + square / (4.0 * num * num));
+    return std::min((mean + square / (2.0 * num) + spread) / (1.0 + square / num), 1.0);
+}
+
+}  // namespace
+
+void put_drafts(const DraftedRows& rows, const TokenRows& table) {
+    const int32_t* ids = rows.ids;
+    for (size_t i = 0; i < rows.num; ++i) {
+        if (!rows.counts[i]) continue;
+        const auto slot = static_cast<size_t>(rows.slots[i]);
+        std::copy_n(ids, rows.counts[i], table.tokens + slot * table.width + rows.firsts[i]);
+        const int32_t end = rows.firsts[i] + rows.counts[i];
+        table.lengths[slot] = std::max(table.lengths[slot], end);
+        ids += rows.counts[i];
+    }
+}
+
+void take_back_drafts(const DraftedRows& rows, const bool* stays, const TokenRows& table) {
+    for (size_t i = 0; i < rows.num; ++i) {
+        if (!rows.counts[i] || !stays[i]) continue;
+        const auto slot = static_cast<size_t>(rows.slots[i]);
+        std::fill_n(table.tokens + slot * table.width + rows.firsts[i], rows.counts[i], 0);
+        table.lengths[slot] = rows.firsts[i];
+    }
+}
+
+void drop_after_mismatch(const DraftedRows& rows, const int32_t* sample_counts,
+                         int32_t* token_ids) {
+    const int32_t* ids = rows.ids;
+    int32_t* end = token_ids;
+    for (size_t i = 0; i < rows.num; ++i) {
+        end += sample_counts[i];
+        int32_t* token = end - 1 - rows.counts[i];  // of the position before the first draft
+        for (int32_t at = 0; at < rows.counts[i]; ++at, ++token) {
+            if (*token != ids[at]) {
+                std::fill(token + 1, end, -1);
+                break;
+            }
+        }
+        ids += rows.counts[i];
+    }
+}
+
+void count_accepted(size_t num, const int32_t* counts, const int32_t* ids,
+                    const int32_t* token_counts, const int32_t* token_ids, int32_t* accepted) {
+    for (size_t i = 0; i < num; ++i) {
+        const int32_t most = std::min(counts[i], token_counts[i]);
+        int32_t good = 0;
+        while (good < most && token_ids[good] == ids[good]) ++good;
+        accepted[i] = good;
+        ids += counts[i];
+        token_ids += token_counts[i];
+    }
+}
+
+size_t leading_tokens(size_t num, const int32_t* sample_counts, const int32_t* token_ids,
+                      const bool* failed, int32_t* counts, int64_t* kept) {
+    size_t num_kept = 0;
+    int64_t first = 0;
+    for (size_t i = 0; i < num; ++i) {
+        int32_t count = 0;
+        while (!failed[i] && count < sample_counts[i] && token_ids[first + count] >= 0) {
+            kept[num_kept++] = first + count++;
+        }
+        counts[i] = count;
+        first += sample_counts[i];
+    }
+    return num_kept;
+}
+
+void draft_lengths(size_t num, size_t width, const double* chances, const int32_t* limits,
+                   const double* draft_ms, const DraftPrice& price, int32_t* lengths) {
+    const double step_ms = std::max(price.step_ms, kSmallestMs);
+    double rate = price.step_tokens / step_ms;
+    std::fill_n(lengths, num, 0);
+    std::vector<int32_t> found(num);
+    for (int round = 0; round < kMaxRounds; ++round) {
+        double tokens = price.step_tokens, extra_ms = price.once_ms;
+        bool any = false, settled = true;
+        for (size_t i = 0; i < num; ++i) {
+            const double least = rate * price.margin * std::max(draft_ms[i], kSmallestMs);
+            const double* row = chances + i * width;
+            double gain = 0.0, expected = 0.0;
+            int32_t length = 0;
+            while (length < limits[i] && row[length] > least) {
+                gain += row[length] - least;
+                expected += row[length++];
+            }
+            if (gain > price.margin * rate * price.row_ms) {
+                any = true;
+                tokens += expected;
+                extra_ms += price.row_ms + length * draft_ms[i];
+            } else {
+                length = 0;
+            }
+            found[i] = length;
+            settled &= length == lengths[i];
+        }
+        const double new_rate = tokens / (step_ms + price.margin * extra_ms);
+        if (!any || new_rate <= rate) return;
+        std::copy(found.begin(), found.end(), lengths);
+        rate = new_rate;
+        if (settled) return;
+    }
+}
+
+DraftCounts::DraftCounts(size_t num_slots, size_t max_drafts)
+    : max_drafts_(max_drafts),
+      tried_(num_slots * max_drafts),
+      accepted_(num_slots * max_drafts),
+      series_(num_slots),
+      kinds_(num_slots) {
+    for (size_t kind = 0; kind < 2; ++kind) {
+        all_tried_[kind].assign(max_drafts, 1.0);
+        all_accepted_[kind].assign(max_drafts, 1.0);
+    }
+}
+
+void DraftCounts::begin(size_t slot, bool predicts) {
+    kinds_[slot] = predicts;
+    series_[slot] = 0;
+    std::fill_n(tried_.data() + slot * max_drafts_, max_drafts_, 0.0);
+    std::fill_n(accepted_.data() + slot * max_drafts_, max_drafts_, 0.0);
+}
+
+void DraftCounts::chances(size_t slot, int32_t num_steps, double* found) {
+    double* tried = tried_.data() + slot * max_drafts_;
+    double* accepted = accepted_.data() + slot * max_drafts_;
+    const size_t kind = kinds_[slot];
+    const double fade = num_steps == 1 ? kFade : std::pow(kFade, num_steps);
+    double chance = 1.0, first = 1.0;
+    for (size_t at = 0; at < max_drafts_; ++at) {
+        tried[at] *= fade;
+        accepted[at] *= fade;
+        const double prior = all_accepted_[kind][at] / all_tried_[kind][at];
+        double bound = upper_bound(tried[at], accepted[at], prior);
+        if (at == 0) first = bound;
+        if (tried[at] < 1.0) bound = std::min(bound, first);  // not tried: no better than the first
+        chance *= bound;
+        found[at] = chance;
+    }
+}
+
+void DraftCounts::notice_change(size_t slot, bool is_accepted) {
+    const int64_t outcome = is_accepted ? 1 : -1;
+    int64_t& series = series_[slot];
+    series = series * outcome > 0 ? series + outcome : outcome;
+    double* tried = tried_.data() + slot * max_drafts_;
+    double* accepted = accepted_.data() + slot * max_drafts_;
+    const double equal = series > 0 ? *accepted : *tried - *accepted;  // such outcomes so far
+    const auto length = static_cast<double>(std::abs(series));
+    if (std::pow((equal + 1.0) / (*tried + 1.0), length) >= kUnlikely) return;
+    std::fill_n(tried, max_drafts_, 0.0);
+    std::fill_n(accepted, max_drafts_, 0.0);
+    *tried = length;
+    *accepted = static_cast<double>(std::max<int64_t>(series, 0));
+}
+
+void DraftCounts::verified(size_t num, const int64_t* slots, const int32_t* drafted,
+                           const int32_t* accepted) {
+    constexpr double kKeep = 1.0 - 1.0 / kMaxTrials;
+    const auto most = static_cast<int32_t>(max_drafts_);
+    for (size_t i = 0; i < num; ++i) {
+        const auto slot = static_cast<size_t>(slots[i]);
+        const int32_t num_tried = std::min({accepted[i] + 1, drafted[i], most});
+        if (num_tried > 0) notice_change(slot, accepted[i] > 0);
+        double* own_tried = tried_.data() + slot * max_drafts_;
+        double* own_accepted = accepted_.data() + slot * max_drafts_;
+        for (int32_t at = 0; at < num_tried; ++at) {
+            own_tried[at] = own_tried[at] * kKeep + 1.0;
+            own_accepted[at] = own_accepted[at] * kKeep + (at < accepted[i]);
+        }
+    }
+    for (size_t kind = 0; kind < 2; ++kind) {  // all of a step count as one
+        for (size_t at = 0; at < max_drafts_; ++at) {
+            double num_tried = 0.0, num_accepted = 0.0;
+            for (size_t i = 0; i < num; ++i) {
+                if (kinds_[static_cast<size_t>(slots[i])] != kind) continue;
+                num_tried += static_cast<int32_t>(at) < std::min(accepted[i] + 1, drafted[i]);
+                num_accepted += static_cast<int32_t>(at) < accepted[i];
+            }
+            if (num_tried == 0.0) break;  // nor at any later position
+            const double kept = std::pow(kKeep, num_tried);
+            all_tried_[kind][at] = all_tried_[kind][at] * kept + num_tried;
+            all_accepted_[kind][at] = all_accepted_[kind][at] * kept + num_accepted;
+        }
+    }
+}
+
+}  // namespace quire

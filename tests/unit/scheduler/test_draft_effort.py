@@ -1,0 +1,173 @@
+"""The host's work in steps of requests that speculate, in calls of Python and C functions."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from quire.base.rare_records import Speculation
+from quire.base.records import NO_INTS, Request, StepPlan, StepResult
+from quire.base.sampling_params import SamplingParams
+from quire.base.token_table import TokenTable
+from quire.cache.manager import CacheManager
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.policy.first_come import FirstCome
+from quire.scheduler.scheduler import Scheduler
+from quire.speculative.control import AdaptiveControl, Control, FixedControl
+from quire.speculative.drafter import Drafter
+from quire.speculative.prediction import PredictionProposer
+from quire.speculative.proposer import Drafts
+
+Int32s = NDArray[np.int32]
+TOKEN, MAX_DRAFTS, NUM_TURNS = 7, 4, 128
+
+
+class Repeats:
+    """Proposes the token that every position gets; or finds nothing."""
+
+    def __init__(self, *, finds: bool) -> None:
+        self._finds = finds
+        self.asked = 0
+
+    def begin(self, slot: int, request: Request) -> None:
+        pass
+
+    def end(self, slot: int) -> None:
+        pass
+
+    def propose(
+        self, tokens: TokenTable, slots: NDArray[np.intp], limits: Int32s, drafts: Drafts
+    ) -> None:
+        self.asked += 1
+        if self._finds:
+            drafts.ids[:] = TOKEN
+            drafts.counts[:] = limits
+
+    def verified(self, slots: NDArray[np.intp], drafted: Int32s, accepted: Int32s) -> None:
+        pass
+
+
+class Case:
+    """A scheduler of `running` requests. drafts_ms: what a step takes longer if it has drafts."""
+
+    step_ms, drafts_ms = 1.0, 0.0
+
+    def __init__(
+        self, running: int, proposer: Repeats | None, control: Control | None = None
+    ) -> None:
+        source = None
+        if proposer is not None:
+            source = Drafter(
+                proposer,
+                PredictionProposer(running),
+                AdaptiveControl(running, MAX_DRAFTS) if control is None else control,
+                num_slots=running,
+                max_drafts=MAX_DRAFTS,
+                vocab_size=100,
+                report=lambda what, **fields: None,
+            )
+        self.scheduler = Scheduler(
+            SchedulerLimits(max_num_seqs=running, max_num_batched_tokens=8192, max_model_len=4096),
+            CacheManager(running * 256, 16, prefix_caching=True),
+            FirstCome(),
+            draft_source=source,
+        )
+        self.now_ms, self.calls, self.num_rows, self.num_drafts = 0.0, 0, 0, 0
+        for number in range(running):
+            self.scheduler.add(
+                Request(
+                    request_id=f"r{number}",
+                    group_id=f"r{number}",
+                    stream=0,
+                    prompt_ids=np.array([number, TOKEN, TOKEN], np.int32),
+                    sampling=SamplingParams(seed=1),
+                    stop_ids=(),
+                    max_total_tokens=4000,
+                    arrival_ms=0.0,
+                    speculation=Speculation(
+                        max_drafts=MAX_DRAFTS, uses_proposer=True, prediction_ids=NO_INTS
+                    ),
+                )
+            )
+        for _ in range(4):
+            self.turn()
+
+    def turn(self) -> None:
+        plan = self._counted(lambda: self.scheduler.schedule(self.now_ms))
+        assert isinstance(plan, StepPlan)
+        self.now_ms += self.step_ms + (plan.draft_ids.size > 0) * self.drafts_ms
+        counts = plan.sample_counts
+        result = StepResult(
+            step=plan.step, token_counts=counts, token_ids=np.full(counts.sum(), TOKEN, np.int32)
+        )
+        self._counted(lambda: self.scheduler.update(plan, result, self.now_ms))
+        self.num_rows += len(plan.slots)
+        self.num_drafts += plan.draft_ids.size
+
+    def calls_per_turn(self, num_turns: int = NUM_TURNS) -> float:
+        self.calls = self.num_drafts = self.num_rows = 0
+        for _ in range(num_turns):
+            self.turn()
+        return self.calls / num_turns
+
+    def _counted(self, call: Any) -> Any:
+        def tracer(frame: FrameType, event: str, argument: Any) -> None:
+            self.calls += event in ("call", "c_call")
+
+        before = sys.getprofile()
+        sys.setprofile(tracer)
+        try:
+            return call()
+        finally:
+            sys.setprofile(before)
+
+
+def test_a_request_for_which_nothing_is_found_costs_next_to_nothing() -> None:
+    plain, proposer = Case(1, None).calls_per_turn(), Repeats(finds=False)
+    idle = Case(1, proposer)
+    assert idle.calls_per_turn() <= 1.25 * plain
+    assert not idle.num_drafts
+    assert proposer.asked <= NUM_TURNS // 2  # lookups rest where texts repeat nothing
+
+
+@pytest.mark.parametrize("running", [1, 16])
+def test_where_no_draft_pays_a_step_costs_next_to_nothing(running: int) -> None:
+    plain, proposer = Case(running, None).calls_per_turn(), Repeats(finds=True)
+    case = Case(running, proposer, FixedControl(0))
+    assert case.calls_per_turn() <= 1.25 * plain
+    assert not case.num_drafts
+    assert proposer.asked <= NUM_TURNS // 8
+
+
+def test_a_step_with_drafts_costs_little_and_a_further_row_less() -> None:
+    plain = Case(1, None).calls_per_turn()
+    one, many = (Case(rows, Repeats(finds=True), FixedControl(MAX_DRAFTS)) for rows in (1, 16))
+    calls_of_one, calls_of_many = one.calls_per_turn(), many.calls_per_turn()
+    assert one.num_drafts >= 0.9 * MAX_DRAFTS * one.num_rows
+    assert many.num_drafts >= 0.9 * MAX_DRAFTS * many.num_rows
+    assert calls_of_one <= plain + 250
+    assert calls_of_many <= calls_of_one + 15 * 20
+
+
+def test_a_step_without_drafts_comes_at_times() -> None:
+    case = Case(1, Repeats(finds=True), FixedControl(MAX_DRAFTS))
+    case.calls_per_turn(260)
+    assert 260 - 6 <= case.num_drafts / MAX_DRAFTS <= 260 - 3
+
+
+@pytest.mark.parametrize(("step_ms", "share"), [(0.4, 0.1), (20.0, 0.9)])
+def test_the_time_of_the_host_ends_drafting_where_it_does_not_pay(
+    step_ms: float, share: float
+) -> None:
+    """All drafts are accepted, four a step, and a step with drafts takes 2 ms longer."""
+    case = Case(1, Repeats(finds=True))
+    case.step_ms, case.drafts_ms = step_ms, 2.0
+    case.calls_per_turn(100)
+    case.calls_per_turn(300)
+    drafted = case.num_drafts / (300 * MAX_DRAFTS)
+    assert drafted <= share if share < 0.5 else drafted >= share
