@@ -31,6 +31,7 @@ LATE_IMPORTS: Mapping[str, tuple[str, str]] = {
         "quire.engine.assembly quire.execute quire.transfer",
         "one executor is loaded, and the tier only where one is configured",
     ),
+    "quire.engine.assembly.self_draft": ("quire.execute", "one executor is loaded"),
     "quire.engine.assembly.sizing": (
         "quire.engine.assembly",
         "the tier only where one is configured",

@@ -44,12 +44,13 @@ def make_drafter(
     vocab_size: int,
     report: Report,
     model: ModelProposer | None = None,
+    drafter: type[Drafter] = Drafter,
 ) -> Drafter:
     """Return a source of up to max_drafts draft tokens a step for requests that speculate.
 
-    model: proposes in place of prompt lookup.
+    model: proposes in place of prompt lookup. drafter: the class of the source.
     """
-    return Drafter(
+    return drafter(
         NgramProposer(num_slots) if model is None else model,
         PredictionProposer(num_slots),
         AdaptiveControl(num_slots, max_drafts),

@@ -19,7 +19,7 @@ from quire.base.records import StepPlan, StepResult
 from quire.cache.manager import CacheManager
 from quire.scheduler.cost.speed import SpeedEstimate
 from quire.scheduler.in_flight import PlanOutcome
-from quire.scheduler.interfaces import DraftCost, DraftSource, StepExtension
+from quire.scheduler.interfaces import DraftCost, DraftSource, KVDraftSource, StepExtension
 from quire.scheduler.plan_builder import Step
 from quire.scheduler.request_table import RequestTable
 from quire.scheduler.running_batch import Index, Int32s, RunningBatch
@@ -67,6 +67,7 @@ class DraftRows(StepExtension):
     ) -> None:
         self._requests, self._batch, self._cache, self._shares = requests, batch, cache, shares
         self._speed, self._source = speed, source
+        self._kv_source = source if isinstance(source, KVDraftSource) else None
         self._overlaps = plans_in_flight > 1
         num_slots = len(batch.sequences)
         self._max_drafts: Int32s = np.zeros(num_slots, np.int32)  # 0: does not speculate
@@ -126,6 +127,9 @@ class DraftRows(StepExtension):
             return
         index, ends = rows.slot_index[places], rows.ends[places]
         limits = self._limits(index, ends)
+        if self._kv_source is not None:
+            capacities = self._stored_capacities(step, rows, places)
+            self._kv_source.note_kv(index, self._cache.tables.blocks[index], capacities)
         counts, ids = self._source.propose(
             batch.tokens, index, limits, lambda: self._cost(rows, ends)
         )
@@ -136,6 +140,10 @@ class DraftRows(StepExtension):
         fits = np.minimum(fits, self._blocks(step, index, ends, fits))
         if not fits.any():
             return
+        if self._kv_source is not None:  # blocks in which the next drafts can be computed
+            grows = index[fits > 0]
+            ahead = np.minimum(fits + 1 + self._source.max_drafts, self._batch.ceiling[index] - ends)
+            self._blocks(step, grows, ends[fits > 0], ahead[fits > 0])
         in_fit = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
         of_rows = np.zeros(len(rows.slot_index), np.int32)
         of_rows[places] = fits
@@ -239,6 +247,24 @@ class DraftRows(StepExtension):
                 step.builder.add_deltas(self._cache.allocate(index[grows], needs[grows]))
         room: Int32s = np.maximum(self._cache.capacities[index] - ends, 0)
         return room
+
+
+    def _stored_capacities(self, step: Step, rows: Rows, places: Index) -> Int32s:
+        """Return how many positions of the requests in rows `places` are in blocks that the worker
+        knows and that only the request writes; 0 while an earlier row is in flight.
+
+        Entries of the plan being made are not in effect: the block may still be saved to a tier, or
+        be the target of a copy.
+        """
+        index, size = rows.slot_index[places], self._cache.block_size
+        capacities = self._cache.capacities[index]
+        for deltas in step.builder.deltas:
+            first = np.full(len(self._sequences), self._cache.tables.blocks.shape[1], np.int32)
+            np.minimum.at(first, deltas.slots, deltas.columns)
+            capacities = np.minimum(capacities, first[index] * np.int32(size))
+        starts = rows.starts[places]
+        stores = (self._batch.computed[index] == starts) & (rows.store_from[places] <= starts)
+        return np.where(stores, capacities, np.int32(0))
 
 
 class DraftStats:
