@@ -95,9 +95,9 @@ class NativeExecutor:
                 "max_num_batched_tokens or take a smaller model"
             ) from error
         self.weights_digest, self.coarse_rows = packed.digest, packed.coarse_rows
-        self._begin(packed.weights, poison=poison)
+        self._prepare(packed.weights, poison=poison)
 
-    def _begin(self, weights: Mapping[str, _native.Weight], *, poison: bool) -> None:
+    def _prepare(self, weights: Mapping[str, _native.Weight], *, poison: bool) -> None:
         self.weights = weights
         for name in SEGMENTS:
             ops = self._program.segments.get(name, ())

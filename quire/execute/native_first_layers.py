@@ -16,7 +16,7 @@ from quire.program.program import Program
 
 
 class NativeFirstLayers(NativeExecutor):
-    """An Executor of `program`, whose layers are the first of `model`'s.
+    """An Executor of `program`, the first layers of `model`'s.
 
     num_threads: of an own pool, for calls while the model computes in another thread; 0: the
     model's pool.
@@ -40,7 +40,7 @@ class NativeFirstLayers(NativeExecutor):
         self._num_angles = 0
         self._native = place_buffers(program, limits, self.pool)
         self.weights_digest, self.coarse_rows = model.weights_digest, model.coarse_rows
-        self._begin(model.weights, poison=poison)
+        self._prepare(model.weights, poison=poison)
 
     def share_cache(self) -> None:
         """Take over the cache that the model has allocated."""

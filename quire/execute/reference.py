@@ -104,9 +104,9 @@ class ReferenceExecutor:
         )
         self.coarse_rows: Mapping[str, int] = coarse
         self.weights_digest = digest.hexdigest()
-        self._begin(program, options.limits)
+        self._prepare(program, options.limits)
 
-    def _begin(self, program: Program, limits: StepLimits) -> None:
+    def _prepare(self, program: Program, limits: StepLimits) -> None:
         """Make what steps need besides weights and cache."""
         self._program, self._limits = program, limits
         self._ropes = [RopeTable(spec) for spec in program.ropes]

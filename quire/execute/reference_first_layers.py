@@ -12,13 +12,13 @@ from quire.program.program import Program
 
 
 class ReferenceFirstLayers(ReferenceExecutor):
-    """An Executor of `program`, whose layers are the first of `model`'s."""
+    """An Executor of `program`, the first layers of `model`'s."""
 
     def __init__(self, model: ReferenceExecutor, program: Program, limits: StepLimits) -> None:
         self._model = model
         self._weights, self._few, self._experts = model._weights, model._few, model._experts
         self.coarse_rows, self.weights_digest = model.coarse_rows, model.weights_digest
-        self._begin(program, limits)
+        self._prepare(program, limits)
 
     def share_cache(self) -> None:
         """Take over the cache that the model has allocated."""

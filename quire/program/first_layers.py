@@ -35,15 +35,13 @@ def num_layers(program: Program) -> int:
 
 
 def first_layers(program: Program, num: int) -> Program:
-    """Return the program of the first `num` layers, at least one and fewer than all.
+    """Return the program of the first `num` layers; all of them are the program itself.
 
     Raises ValueError where the layers of the program cannot be separated.
     """
     total = num_layers(program)
-    if not 1 <= num < total:
-        raise ValueError(
-            f"{program.name}: the first {num} of {total} layers; 1 to {total - 1} are allowed"
-        )
+    if not 1 <= num <= total:
+        raise ValueError(f"{program.name}: the first {num} of {total} layers; take 1 to {total}")
     trunk = program.segments["trunk"]
     spans = _spans(program)
     kept, last = spans[num - 1], spans[-1]
@@ -88,9 +86,7 @@ def _spans(program: Program) -> list[_Span]:
     return ordered
 
 
-def _moved_views(
-    program: Program, kept: tuple[Op, ...], last: tuple[Op, ...]
-) -> dict[View, View]:
+def _moved_views(program: Program, kept: tuple[Op, ...], last: tuple[Op, ...]) -> dict[View, View]:
     """Return which view of the `kept` layer is in the place of each of the `last` layer's own."""
     moved: dict[View, View] = {}
     for ours, theirs in zip(reversed(kept), reversed(last), strict=False):
@@ -134,7 +130,9 @@ def _pruned(
     return replace(
         program,
         buffers=tuple(buffers.values()),
-        segments={name: tuple(op.with_views(over) for op in each) for name, each in segments.items()},
+        segments={
+            name: tuple(op.with_views(over) for op in each) for name, each in segments.items()
+        },
         weights={name: weight for name, weight in program.weights.items() if name in names},
         caches=tuple(
             replace(cache, layers=num) for cache, num in zip(program.caches, layers, strict=True)

@@ -37,7 +37,8 @@ class SelfProposer(ModelProposer):
         """See KVDraftSource (quire/scheduler/interfaces.py)."""
         self._capacity[slots] = capacities
         columns = -(-int(capacities.max(initial=0)) // self._limits.block_size)
-        for slot, blocks in zip(slots.tolist(), block_tables[:, :columns], strict=True):
+        tables = np.maximum(block_tables[:, :columns], 0)  # -1: behind the window, never read
+        for slot, blocks in zip(slots.tolist(), tables, strict=True):
             self._model.set_blocks(slot, 0, blocks)
         self._has_kv = True
 
@@ -70,7 +71,7 @@ class SelfProposer(ModelProposer):
 
 
 class SelfDrafter(Drafter):
-    """A Drafter whose proposer drafts with the target's cache: a KVDraftSource."""
+    """A Drafter over a SelfProposer, with the target's cache: a KVDraftSource."""
 
     def note_kv(self, slots: Index, block_tables: Int32s, capacities: Int32s) -> None:
         """See KVDraftSource."""

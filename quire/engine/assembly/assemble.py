@@ -69,6 +69,7 @@ from quire.weights.pack_cache import PackCache
 if TYPE_CHECKING:
     from quire.engine.assembly.draft_model import SizedDraft
     from quire.engine.assembly.self_draft_size import SizedSelfDraft
+    from quire.speculative.draft_model import ModelProposer
     from quire.transfer.folder import TierFolder
 
 
@@ -327,7 +328,8 @@ def _drafter(
     """Return the source of drafts, and load the draft model where there is one."""
     if not max_drafts:
         return None
-    proposer, drafter = None, Drafter
+    drafter: type[Drafter] = Drafter
+    proposer: ModelProposer | None = None
     num_threads = num_compute_threads(config.executor.num_threads)
     if config.scheduler.drafts_itself:
         from quire.engine.assembly.self_draft import load_self_draft

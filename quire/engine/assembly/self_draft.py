@@ -39,7 +39,7 @@ def load_self_draft(
     num_threads: int,
     clock: Clock,
 ) -> SelfProposer:
-    """Return the proposer over the first layers of `model`, whose cache is allocated.
+    """Return the proposer over the first layers of `model`, which has its cache.
 
     num_threads: of passes beside the model's steps.
     """
@@ -82,9 +82,7 @@ def _first_layers_of(model: Executor, draft: SizedSelfDraft, num_threads: int) -
     return twin
 
 
-def _time_passes(
-    proposer: SelfProposer, num_slots: int, num_blocks: int, block_size: int
-) -> None:
+def _time_passes(proposer: SelfProposer, num_slots: int, num_blocks: int, block_size: int) -> None:
     """Time passes of one request and of all, in blocks that nothing is stored in yet."""
     known = TokenTable(num_slots, 2)
     for num in sorted({1, num_slots}):

@@ -142,7 +142,9 @@ class DraftRows(StepExtension):
             return
         if self._kv_source is not None:  # blocks in which the next drafts can be computed
             grows = index[fits > 0]
-            ahead = np.minimum(fits + 1 + self._source.max_drafts, self._batch.ceiling[index] - ends)
+            ahead = np.minimum(
+                fits + 1 + self._source.max_drafts, self._batch.ceiling[index] - ends
+            )
             self._blocks(step, grows, ends[fits > 0], ahead[fits > 0])
         in_fit = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
         of_rows = np.zeros(len(rows.slot_index), np.int32)
@@ -247,7 +249,6 @@ class DraftRows(StepExtension):
                 step.builder.add_deltas(self._cache.allocate(index[grows], needs[grows]))
         room: Int32s = np.maximum(self._cache.capacities[index] - ends, 0)
         return room
-
 
     def _stored_capacities(self, step: Step, rows: Rows, places: Index) -> Int32s:
         """Return how many positions of the requests in rows `places` are in blocks that the worker
