@@ -152,7 +152,10 @@ class Outcome:
 
 
 class Model:
-    """A model and its executors, one per thread count."""
+    """A model and its executors, one per thread count. drafts_itself: whether its first layers can
+    draft for it."""
+
+    drafts_itself = True
 
     def __init__(
         self, folder: Path, dtype: DType, precision: str = "none", kv_cache_dtype: str = "auto"
@@ -275,6 +278,8 @@ def run_case(
 
     alone: knows the answers that proposers need.
     """
+    if case.settings.proposer == "self" and not model.drafts_itself:
+        case = replace(case, settings=replace(case.settings, proposer="sometimes"))
     source = make_drafts(model, case, AloneRuns() if alone is None else alone)
     executor = wrap_executor(model.executor(case.settings.num_threads))
     runner = WatchedRunner(make_runner(executor, case.settings, runner_type))
