@@ -36,8 +36,8 @@ def max_draft_tokens(config: EngineConfig) -> int:
         given = "speculate is draft"
     if given:
         raise SettingError(
-            f"{given} and executor is torch, which verifies draft tokens and computes none yet; set "
-            "--speculate ngram or off, or take --executor native"
+            f"{given} and executor is torch, which verifies draft tokens and computes none yet; "
+            "set --speculate ngram or off, or take --executor native"
         )
     return settings.max_draft_tokens
 

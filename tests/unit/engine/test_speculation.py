@@ -80,7 +80,9 @@ def test_how_many_drafts_an_engine_verifies(settings: dict[str, object], num_dra
 
 def test_what_cannot_be_had_is_refused_at_the_start() -> None:
     for asked in ({"speculate": "draft"}, {"speculate": "self"}, {"self_draft_layers": 2}):
-        with pytest.raises(SettingError, match="executor is torch, which verifies draft tokens and"):
+        with pytest.raises(
+            SettingError, match="executor is torch, which verifies draft tokens and"
+        ):
             max_draft_tokens(engine_config({"model": "x", "executor": "torch", **asked}))
     with pytest.raises(SettingError, match="max_draft_tokens is 0"):
         engine_config({"model": "x", "speculate": "ngram", "max_draft_tokens": 0})
