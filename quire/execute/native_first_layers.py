@@ -9,6 +9,7 @@ the same tokens, bit for bit.
 from __future__ import annotations
 
 from quire import _native
+from quire.base.errors import CapacityError, SettingError
 from quire.execute.executor import StepLimits
 from quire.execute.native import NativeExecutor, place_buffers
 from quire.execute.rope_table import RopeTable
@@ -33,12 +34,20 @@ class NativeFirstLayers(NativeExecutor):
     ) -> None:
         self.check_program(program)
         self._model = model
-        self.pool = _native.Pool(num_threads, isa=model.recipe) if num_threads else model.pool
+        try:
+            self.pool = _native.Pool(num_threads, isa=model.recipe) if num_threads else model.pool
+            self._native = place_buffers(program, limits, self.pool)
+        except MemoryError as error:
+            raise CapacityError(
+                f"{program.name}: buffers of a step of {limits.max_tokens} tokens do not fit into "
+                "memory; lower max_num_seqs, or set --speculate ngram or off"
+            ) from error
+        except RuntimeError as error:  # its words say which threads cannot be started
+            raise SettingError(str(error)) from error
         self.recipe = model.recipe
         self._program = program
         self._ropes = [RopeTable(spec) for spec in program.ropes]
         self._num_angles = 0
-        self._native = place_buffers(program, limits, self.pool)
         self.weights_digest, self.coarse_rows = model.weights_digest, model.coarse_rows
         self._prepare(model.weights, poison=poison)
 

@@ -258,11 +258,10 @@ class DraftRows(StepExtension):
         be the target of a copy.
         """
         index, size = rows.slot_index[places], self._cache.block_size
-        capacities = self._cache.capacities[index]
+        firsts = self._cache.tables.counts.copy()  # of entries that the worker does not know
         for deltas in step.builder.deltas:
-            first = np.full(len(self._sequences), self._cache.tables.blocks.shape[1], np.int32)
-            np.minimum.at(first, deltas.slots, deltas.columns)
-            capacities = np.minimum(capacities, first[index] * np.int32(size))
+            np.minimum.at(firsts, deltas.slots, deltas.columns)
+        capacities = firsts[index] * np.int32(size)
         starts = rows.starts[places]
         stores = (self._batch.computed[index] == starts) & (rows.store_from[places] <= starts)
         return np.where(stores, capacities, np.int32(0))
