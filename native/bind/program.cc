@@ -387,6 +387,8 @@ void bind_interpreter(nb::module_& module) {
              nb::kw_only(), "dtype"_a, "kv_heads"_a, "head_dim"_a, "block_size"_a, "layers"_a,
              "num_blocks"_a, "ints"_a = false,
              "dtype: of queries, keys and values. ints: keep them as int8 with a scale a row.")
+        .def("share_cache", &quire::Program::share_cache, "other"_a, "layers"_a,
+             "Use the first layers of another program's KV pool.")
         .def("copy_blocks",
              [](quire::Program& self, const Int32s& from, const Int32s& to) {
                  if (from.size() != to.size()) {

@@ -154,15 +154,27 @@ void Program::allocate_cache(const CacheShape& shape, int64_t layers, int64_t nu
                                     "; allowed are at least 1, of 1 to " +
                                     std::to_string(kMaxHeadDim) + " columns");
     }
-    cache_ = Memory();
-    cache_ = Memory(static_cast<size_t>(kv_block_bytes(shape) * layers * num_blocks));
+    cache_ = std::make_shared<Memory>();
+    cache_ = std::make_shared<Memory>(
+        static_cast<size_t>(kv_block_bytes(shape) * layers * num_blocks));
     shape_ = shape;
     layers_ = layers;
     num_blocks_ = num_blocks;
 }
 
+void Program::share_cache(const Program& other, int64_t layers) {
+    if (layers < 1 || layers > other.layers_) {
+        throw std::invalid_argument(std::to_string(layers) + " layers of a cache of " +
+                                    std::to_string(other.layers_));
+    }
+    cache_ = other.cache_;
+    shape_ = other.shape_;
+    layers_ = layers;
+    num_blocks_ = other.num_blocks_;
+}
+
 char* Program::layer_cache(int64_t layer) const {
-    return cache_.data() + layer * num_blocks_ * kv_block_bytes(shape_);
+    return cache_->data() + layer * num_blocks_ * kv_block_bytes(shape_);
 }
 
 void Program::copy_blocks(const int32_t* from, const int32_t* to, int64_t count) {

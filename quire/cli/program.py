@@ -16,6 +16,7 @@ from quire.hub.cache import local_model
 from quire.models.model_folder import box_path
 from quire.models.registry import build_program, compute_dtype, open_model
 from quire.program.cost import StepShape
+from quire.program.first_layers import first_layers, num_layers
 from quire.program.kv_cache import KV_CACHE_DTYPES, with_kv_cache_dtype
 from quire.program.quantize import AUTO
 from quire.program.table import format_program
@@ -71,6 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="PATTERN=PRECISION for weights by name; may be given repeatedly",
     )
     parser.add_argument(
+        "--self-draft-layers",
+        type=int,
+        metavar="NUM",
+        help="print the first layers with the head, which propose tokens with --speculate self",
+    )
+    parser.add_argument(
         "--all-layers", action="store_true", help="print every layer, not the first of its kind"
     )
 
@@ -95,6 +102,9 @@ def run(args: argparse.Namespace) -> int:
     )
     kv_cache_dtype = DTYPE_NAMES.get(args.kv_cache_dtype, args.kv_cache_dtype)
     program = with_kv_cache_dtype(program, kv_cache_dtype)
+    if args.self_draft_layers is not None:
+        _check("self-draft-layers", args.self_draft_layers, 1, num_layers(program))
+        program = first_layers(program, args.self_draft_layers)
     step = StepShape([args.tokens] * args.sequences, [args.depth] * args.sequences)
     sys.stdout.write(format_program(program, step, all_layers=args.all_layers))
     return 0

@@ -20,6 +20,8 @@ from quire.config.settings import at_least, at_most, one_of, setting
 KV_CACHE_DTYPES = ("auto", "f32", "bf16", "int8", "fp8")
 # quire/scheduler/policy/policies.py
 POLICIES = ("fcfs", "priority", "sjf", "fair", "edf")
+# Proposers of draft tokens, and none.
+SPECULATE = ("off", "ngram", "draft", "self")
 # The default size of the disk tier.
 KV_TIER_BYTES = 8 * 1024**3
 # Names that checkpoints and other engines use.
@@ -249,16 +251,21 @@ class SchedulerConfig:
         "number of last steps for which timelines of requests are kept (quire why), fewer if they "
         "take more than 256 bytes each (many prompts or drafts), at most 8388608; 0: no timelines",
     )
-    speculate: Literal["off", "ngram", "draft"] = setting(
+    speculate: Literal["off", "ngram", "draft", "self"] = setting(
         "off",
         "speculative decoding of requests that do not set it (field speculation): ngram proposes "
-        "what followed the last tokens earlier in the request, draft asks --draft-model; answers "
-        "do not change",
+        "what followed the last tokens earlier in the request, draft asks --draft-model, self asks "
+        "the model's own first layers; answers do not change",
     )
     draft_model: str | None = setting(
         None,
         "smaller model with the same tokenizer that proposes tokens: a directory, a GGUF file, or "
         "ORG/NAME; default with --speculate draft: the draft model of the built-in model",
+    )
+    self_draft_layers: int | None = setting(
+        None,
+        "how many of the model's first layers propose tokens, fewer than all; default with "
+        "--speculate self: a fifth, at least one",
     )
     max_draft_tokens: int = setting(
         8,
@@ -295,8 +302,13 @@ class SchedulerConfig:
                 "former or lower the latter"
             )
 
+    @property
+    def drafts_itself(self) -> bool:
+        """Whether the first layers of the model propose tokens."""
+        return self.speculate == "self" or self.self_draft_layers is not None
+
     def _check_speculation(self) -> None:
-        one_of("speculate", self.speculate, ("off", "ngram", "draft"))
+        one_of("speculate", self.speculate, SPECULATE)
         if not 0 <= self.max_draft_tokens <= MAX_DRAFT_TOKENS:
             raise SettingError(
                 f"max_draft_tokens is {self.max_draft_tokens}; it must be 0 to {MAX_DRAFT_TOKENS}"
@@ -306,12 +318,22 @@ class SchedulerConfig:
                 f"speculate is {self.speculate} and max_draft_tokens is 0; set --speculate off, or "
                 "allow draft tokens"
             )
+        if self.self_draft_layers is not None:
+            at_least("self_draft_layers", self.self_draft_layers, 1)
+            if self.speculate in ("ngram", "draft") or self.draft_model is not None:
+                other = f"speculate is {self.speculate}"
+                other = other if self.draft_model is None else "a draft model is given"
+                raise SettingError(
+                    f"self_draft_layers is {self.self_draft_layers} and {other}, so that it would "
+                    "never be used; set --speculate self, or leave it out"
+                )
         if self.draft_model is None:
             return
         if not self.draft_model:
             raise SettingError("draft_model is empty; give a model, or leave it out")
-        if self.speculate == "ngram" or not self.max_draft_tokens:
-            reason = "speculate is ngram" if self.max_draft_tokens else "max_draft_tokens is 0"
+        if self.speculate in ("ngram", "self") or not self.max_draft_tokens:
+            reason = f"speculate is {self.speculate}"
+            reason = reason if self.max_draft_tokens else "max_draft_tokens is 0"
             raise SettingError(
                 f"draft_model is {self.draft_model} and {reason}, so that it would never be used; "
                 "set --speculate draft, or leave the draft model out"

@@ -209,10 +209,11 @@ def _draft_text(needs: MemoryNeeds) -> str:
 
 
 def _draft_lines(needs: MemoryNeeds, num_blocks: int) -> tuple[MemoryLine, ...]:
-    """Return the lines of a draft model; none without one."""
+    """Return the lines of a draft model, or of a model that drafts itself; none without either."""
     draft = needs.draft
     if not draft.token_bytes:
-        return ()
+        own = MemoryLine(what="step buffers of drafts", num_bytes=-draft.step_bytes)
+        return (own,) if draft.step_bytes else ()
     kv_bytes = num_blocks * needs.block_size * draft.token_bytes
     return (
         MemoryLine(what="draft model: weights", num_bytes=-draft.weights_bytes),

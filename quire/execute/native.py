@@ -56,10 +56,10 @@ ROW_CODES: Mapping[Rows, int] = MappingProxyType(
 class NativeExecutor:
     """An Executor (see executor.py).
 
-    isa: an instruction set by name; empty
-    takes QUIRE_ISA, else the machine's best. poison fills buffers with NaN before each run, for
-    tests. Raises WeightsError where the checkpoint is not what the program needs, CapacityError
-    where memory does not suffice, SettingError for an instruction set this machine does not have.
+    isa: an instruction set by name; empty takes QUIRE_ISA, else the machine's best. poison fills
+    buffers with NaN before each run, for tests. Raises WeightsError where the checkpoint is not
+    what the program needs, CapacityError where memory does not suffice, SettingError for an
+    instruction set this machine does not have.
     """
 
     name = "native"
@@ -86,7 +86,7 @@ class NativeExecutor:
         self._ropes = [RopeTable(spec) for spec in program.ropes]
         self._num_angles = 0  # positions that all of them cover
         try:
-            self._native = _place_buffers(program, options.limits, self.pool)
+            self._native = place_buffers(program, options.limits, self.pool)
             packed = load(program, binding, self.pool, options.progress, options.pack_cache)
         except MemoryError as error:
             raise CapacityError(
@@ -95,10 +95,13 @@ class NativeExecutor:
                 "max_num_batched_tokens or take a smaller model"
             ) from error
         self.weights_digest, self.coarse_rows = packed.digest, packed.coarse_rows
-        for segment in SEGMENTS:
-            self._native.add_segment(
-                [encode(op, packed.weights) for op in program.segments.get(segment, ())]
-            )
+        self._prepare(packed.weights, poison=poison)
+
+    def _prepare(self, weights: Mapping[str, _native.Weight], *, poison: bool) -> None:
+        self.weights = weights
+        for name in SEGMENTS:
+            ops = self._program.segments.get(name, ())
+            self._native.add_segment([encode(op, weights) for op in ops])
         self._native.set_poison(poison)
         self.num_layers: int = self._native.num_layers(TRUNK)
         self._head_of: tuple[ForwardBatch, int] | None = None  # its logits are computed already
@@ -253,7 +256,7 @@ class NativeExecutor:
         self._pool_bytes = _NO_POOL
         self._outputs.clear()
         self._head_of = None
-        del self._native, self.pool
+        del self._native, self.pool, self.weights
 
     @staticmethod
     def check_program(program: Program) -> None:
@@ -293,8 +296,6 @@ class NativeExecutor:
         except RuntimeError as error:  # its words name the instruction sets
             raise SettingError(str(error)) from error
 
-    # ---- private
-
     def _run(
         self, segment: int, batch: ForwardBatch, sample_rows: Int32s, then: int = NONE
     ) -> None:
@@ -327,7 +328,7 @@ def _arrays(batch: ForwardBatch, sample_rows: Int32s) -> dict[str, NDArray[np.in
     }
 
 
-def _place_buffers(program: Program, limits: StepLimits, pool: _native.Pool) -> _native.Program:
+def place_buffers(program: Program, limits: StepLimits, pool: _native.Pool) -> _native.Program:
     """A native program with an arena for steps, and one for a part that is computed by layers."""
     layout, apart = lay_out(program, limits), lay_out(program, PART_LIMITS)
     native = _native.Program(pool, layout.arena_bytes, apart.arena_bytes)

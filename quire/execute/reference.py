@@ -97,8 +97,6 @@ class ReferenceExecutor:
         binding = bind(program, checkpoint)
         if options.num_threads < 1:
             raise ValueError(f"num_threads is {options.num_threads}; at least 1 is allowed")
-        self._program = program
-        self._limits = options.limits
         digest = WeightsDigest()
         coarse: dict[str, int] = {}
         self._weights, self._few, self._experts = _load(
@@ -106,6 +104,11 @@ class ReferenceExecutor:
         )
         self.coarse_rows: Mapping[str, int] = coarse
         self.weights_digest = digest.hexdigest()
+        self._prepare(program, options.limits)
+
+    def _prepare(self, program: Program, limits: StepLimits) -> None:
+        """Make what steps need besides weights and cache."""
+        self._program, self._limits = program, limits
         self._ropes = [RopeTable(spec) for spec in program.ropes]
         self._buffers = self._new_buffers(self._limits.rows)
         self._apart: list[Float32s] = []  # of a part that is computed by layers

@@ -7,7 +7,7 @@ no object, or is not active; then none of its code runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,6 +87,18 @@ class DraftSource(Protocol):
 
     def verified(self, index: Index, drafted: Int32s, accepted: Int32s) -> None:
         """Note that of drafted[i] drafts the first accepted[i] were tokens of the answer."""
+
+
+@runtime_checkable
+class KVDraftSource(DraftSource, Protocol):
+    """A DraftSource that computes drafts with the target's KV cache."""
+
+    def note_kv(self, slots: Index, block_tables: Int32s, capacities: Int32s) -> None:
+        """Note the blocks of `slots`, which the next call of `propose` asks for.
+
+        block_tables [slots, columns]. capacities: drafts may be computed at positions before these;
+        the blocks that hold them were the slot's in an earlier plan, and nothing else has them.
+        """
 
 
 class DraftVerifier(Protocol):

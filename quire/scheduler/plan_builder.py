@@ -68,7 +68,7 @@ class PlanBuilder:
     def __init__(self, step: int) -> None:
         self.step = step
         self._admissions: list[Admission] = []
-        self._deltas: list[TableDeltas] = []
+        self.deltas: list[TableDeltas] = []
         self._copies: list[tuple[Int32s, Int32s]] = []
         self._rows: list[_Rows] = []
         self._tier_copies: BlockCopies | None = None
@@ -114,7 +114,7 @@ class PlanBuilder:
 
     def add_deltas(self, deltas: TableDeltas) -> None:
         """Add new table entries."""
-        self._deltas.append(deltas)
+        self.deltas.append(deltas)
 
     def add_copies(self, copy_from: Int32s, copy_to: Int32s) -> None:
         """Add blocks to copy before the rows are computed."""
@@ -132,7 +132,7 @@ class PlanBuilder:
         """Return the plan, ready to be sent. retired: slots given back since the last one."""
         index, slots, starts, counts, ends, store_from, sample_counts = self.joined_rows()
         branched = self._branched(retired) if self._branches else _NO_BRANCHES
-        deltas, copies = _joined_deltas(self._deltas), self._copies
+        deltas, copies = _joined_deltas(self.deltas), self._copies
         plan = StepPlan(
             step=self.step,
             retired=np.array(retired, np.int32) if retired else NO_INTS,

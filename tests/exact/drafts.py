@@ -23,6 +23,7 @@ from quire.speculative.drafter import Drafter
 from quire.speculative.ngram import NgramProposer
 from quire.speculative.prediction import PredictionProposer
 from quire.speculative.proposer import Drafts, Proposer
+from quire.speculative.self_draft import SelfDrafter, SelfProposer
 from tests.exact.workload import VOCAB_SIZE, Settings
 
 Answer = Callable[[Request], list[int]]
@@ -93,6 +94,26 @@ def model_proposer(executor: Executor, settings: Settings, max_model_len: int) -
     return ModelProposer(runner, limits, lambda: float(next(times)))
 
 
+def self_proposer(executor: Executor, settings: Settings, max_model_len: int) -> SelfProposer:
+    """Return a proposer over the first layers of the target. Their cache is shared later."""
+    runner = DraftRunner(
+        executor,
+        num_slots=settings.max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=settings.block_size,
+        max_samples=settings.max_samples,
+    )
+    limits = DraftLimits(
+        num_slots=settings.max_num_seqs,
+        num_blocks=0,
+        block_size=settings.block_size,
+        max_model_len=max_model_len,
+        max_tokens=settings.max_num_seqs,
+    )
+    times = count()
+    return SelfProposer(runner, limits, lambda: float(next(times)))
+
+
 def draft_source(
     settings: Settings, answer: Answer, model: ModelProposer | None = None
 ) -> Drafter | None:
@@ -110,7 +131,7 @@ def draft_source(
     proposer: Proposer = NgramProposer(num_slots) if model is None else model
     if settings.proposer in IS_RIGHT:
         proposer = OracleProposer(answer, IS_RIGHT[settings.proposer])
-    return Drafter(
+    return (SelfDrafter if settings.proposer == "self" else Drafter)(
         proposer,
         PredictionProposer(num_slots),
         control,

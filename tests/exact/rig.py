@@ -41,7 +41,11 @@ from quire.execute.executor import (
     StepLimits,
 )
 from quire.execute.native import NativeExecutor
+from quire.execute.native_first_layers import NativeFirstLayers
+from quire.execute.reference import ReferenceExecutor
+from quire.execute.reference_first_layers import ReferenceFirstLayers
 from quire.models.registry import build_program, open_model
+from quire.program.first_layers import first_layers, num_layers
 from quire.program.kv_cache import with_kv_cache_dtype
 from quire.program.program import Program
 from quire.program.quantize import quantize
@@ -63,7 +67,7 @@ from quire.transfer.host import HostStore
 from quire.transfer.segment import segment_bytes
 from quire.transfer.store import BlockStore
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
-from tests.exact.drafts import IS_RIGHT, draft_source, model_proposer
+from tests.exact.drafts import IS_RIGHT, draft_source, model_proposer, self_proposer
 from tests.exact.workload import (
     ALONE,
     ALONE_WITH_BEAMS,
@@ -148,7 +152,10 @@ class Outcome:
 
 
 class Model:
-    """A model and its executors, one per thread count."""
+    """A model and its executors, one per thread count. drafts_itself: whether its first layers can
+    draft for it."""
+
+    drafts_itself = True
 
     def __init__(
         self, folder: Path, dtype: DType, precision: str = "none", kv_cache_dtype: str = "auto"
@@ -169,12 +176,38 @@ class Model:
         self.checkpoint: Checkpoint = open_checkpoint(folder)
         self._executors: dict[int, Executor] = {}
         self._draft_executor: Executor | None = None
+        self._first_layers: dict[
+            tuple[int, bool, bool], NativeFirstLayers | ReferenceFirstLayers
+        ] = {}
 
     def draft_executor(self) -> Executor:
         """Return another executor of the same model, which drafts for it."""
         if self._draft_executor is None:
             self._draft_executor = self.make_executor(1)
         return self._draft_executor
+
+    def first_layers(
+        self, num_threads: int, *, is_beside: bool, is_whole: bool
+    ) -> NativeFirstLayers | ReferenceFirstLayers:
+        """Return half of the layers of the executor with `num_threads`, or all.
+
+        is_beside: they are computed while the executor computes in another thread.
+        """
+        total = num_layers(self.program)
+        key = num_threads, is_beside, is_whole
+        if key not in self._first_layers:
+            program = first_layers(self.program, total if is_whole else -(-total // 2))
+            limits = StepLimits(
+                max_tokens=MAX_SEQUENCES, max_samples=MAX_SEQUENCES, max_sequences=MAX_SEQUENCES
+            )
+            executor = self.executor(num_threads)
+            own_threads = num_threads if is_beside else 0
+            self._first_layers[key] = (
+                NativeFirstLayers(executor, program, limits, num_threads=own_threads, poison=True)
+                if isinstance(executor, NativeExecutor)
+                else ReferenceFirstLayers(cast(ReferenceExecutor, executor), program, limits)
+            )
+        return self._first_layers[key]
 
     def executor(self, num_threads: int) -> Executor:
         """Return the executor with `num_threads`, created on first use."""
@@ -198,6 +231,9 @@ class Model:
 
     def close(self) -> None:
         """Free all executors."""
+        for drafting in self._first_layers.values():
+            drafting.close()
+        self._first_layers.clear()
         for executor in self._executors.values():
             executor.close()
         self._executors.clear()
@@ -242,9 +278,13 @@ def run_case(
 
     alone: knows the answers that proposers need.
     """
+    if case.settings.proposer == "self" and not model.drafts_itself:
+        case = replace(case, settings=replace(case.settings, proposer="sometimes"))
     source = make_drafts(model, case, AloneRuns() if alone is None else alone)
     executor = wrap_executor(model.executor(case.settings.num_threads))
     runner = WatchedRunner(make_runner(executor, case.settings, runner_type))
+    if case.settings.proposer == "self":
+        first_layers_of(model, case.settings).share_cache()
     core = make_core(
         runner,
         case.settings,
@@ -330,7 +370,18 @@ def make_drafts(model: Model, case: Case, alone: AloneRuns) -> Drafter | None:
     settings, drafts = case.settings, None
     if settings.proposer == "model":
         drafts = model_proposer(model.draft_executor(), settings, MAX_MODEL_LEN)
+    if settings.proposer == "self":
+        drafts = self_proposer(first_layers_of(model, settings), settings, MAX_MODEL_LEN)
     return draft_source(settings, lambda request: answers[request.request_id], drafts)
+
+
+def first_layers_of(model: Model, settings: Settings) -> NativeFirstLayers | ReferenceFirstLayers:
+    """Return the executor that drafts where the model drafts by itself."""
+    return model.first_layers(
+        settings.num_threads,
+        is_beside=settings.plans_in_flight > 1,
+        is_whole=settings.max_drafts % 2 == 1,
+    )
 
 
 def _has_ends(case: Case, runner: WatchedRunner, *, stop: bool) -> bool:

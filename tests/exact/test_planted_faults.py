@@ -24,6 +24,7 @@ from quire.runner.draft_masks import DraftMasks
 from quire.runner.model_runner import ModelRunner
 from quire.sampling.batch import SampleBatch, TokenChoice
 from quire.sampling.scoring import ScoreBatch, Scores
+from quire.speculative.self_draft import SelfProposer
 from tests.exact.conftest import VOCAB_SIZE
 from tests.exact.rig import MAX_ROWS, MAX_SEQUENCES, AloneRuns, Model, differences, run_case
 from tests.exact.workload import draw_case
@@ -252,6 +253,27 @@ class KeepsRejectedKV(ModelRunner):
         return super()._run(replace(plan, store_from=store_from))
 
 
+class TrustsDraftedKV(ModelRunner):
+    """Leave the keys and values that drafting stored as they are."""
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        if not plan.draft_ids.size:
+            return super()._run(plan)
+        ends = plan.starts + plan.counts
+        store_from = np.where(plan.draft_counts > 0, ends, plan.store_from)
+        return super()._run(replace(plan, store_from=store_from.astype(np.int32)))
+
+
+def draft_in_blocks_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute drafts of a request in the blocks of another one."""
+    note_kv = SelfProposer.note_kv
+
+    def turned(self: SelfProposer, slots: Any, tables: Int32s, capacities: Int32s) -> None:
+        note_kv(self, slots, np.roll(tables, 1, axis=0), np.roll(capacities, 1))
+
+    monkeypatch.setattr(SelfProposer, "note_kv", turned)
+
+
 def keep_runs_after_mismatches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accept the tokens that were sampled behind wrong drafts."""
     monkeypatch.setattr(step_result, "drop_after_mismatch", lambda plan, token_ids: None)
@@ -350,6 +372,7 @@ def test_a_fault_in_the_executor_is_detected(
         SharesMirostatState,
         ReordersForcedTokens,
         KeepsRejectedKV,
+        TrustsDraftedKV,
     ],
 )
 def test_a_fault_in_the_runner_is_detected(
@@ -359,7 +382,13 @@ def test_a_fault_in_the_runner_is_detected(
 
 
 @pytest.mark.parametrize(
-    "plant", [keep_runs_after_mismatches, count_all_drafts_in_histories, mask_drafts_alike]
+    "plant",
+    [
+        keep_runs_after_mismatches,
+        count_all_drafts_in_histories,
+        mask_drafts_alike,
+        draft_in_blocks_of_others,
+    ],
 )
 def test_a_fault_in_verification_is_detected(
     models: list[Model],

@@ -193,6 +193,8 @@ def _with_drafts(
             draft_blocks=rng.choice((3, 20, 100)),
             draft_noise=rng.random() < 0.7,
         )
+    if rng.random() < 0.25:
+        settings = replace(settings, proposer="self")
 
     def speculating(request: Request) -> Request:
         own = random.Random(f"drafts {request.group_id}")

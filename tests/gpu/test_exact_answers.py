@@ -29,6 +29,8 @@ MAX_ROWS = 512
 class TorchModel(Model):
     """A model of tests/exact on the torch executor."""
 
+    drafts_itself = False
+
     def make_executor(self, num_threads: int) -> Executor:
         return torch_executor(self.folder, self.program, max_tokens=MAX_ROWS, blocks=BLOCK_SIZE)
 

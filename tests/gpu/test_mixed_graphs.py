@@ -190,6 +190,47 @@ def test_a_replayed_step_launches_nothing_outside_the_graph(
     assert capture.launches == first
 
 
+def drafted(batch: ForwardBatch) -> ForwardBatch:
+    """Sample all rows of a step, as where each sequence has draft tokens."""
+    return replace(batch, sample_rows=np.arange(len(batch.token_ids), dtype=np.int32))
+
+
+def test_rows_with_drafts_are_verified_inside_the_graph(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of one size with 10, 13 and 7 sampled rows of three, four and two sequences."""
+    capture, world = LaunchCapture(), World(5)
+    captured, eager = opened(folder, capture=capture), opened(folder)
+    steps = [([4, 1, 5], [2, 0, 1]), ([1, 4, 4, 4], [3, 1, 0, 2]), ([4, 3], [0, 3])]
+    batches = [drafted(world.step(counts, order)) for counts, order in steps]
+    check_same(captured, eager, batches[:1])
+    with launched(monkeypatch) as names:
+        found = [logits_of(captured, batch) for batch in batches[1:]]
+    assert names == [], "trunk and head are replayed"
+    assert (capture.captured, capture.replayed) == (1, 2)
+    for batch, logits in zip(batches[1:], found, strict=True):
+        assert np.array_equal(logits, logits_of(eager, batch))
+    assert np.array_equal(cache_of(captured), cache_of(eager))
+
+
+def test_a_slice_of_the_head_bounds_what_is_in_the_graph(folder: Path) -> None:
+    """Eight sampled rows are two slices of four: the head is computed beside the graph."""
+    world = World(6)
+    batch = drafted(world.step([4, 4], [0, 1]))
+    logits = []
+    for more in ({"capture": LaunchCapture()}, {}):
+        program = program_of(folder, DType.BF16)
+        one = torch_executor(
+            folder, program, kernels=True, blocks=BLOCKS, max_tokens=64, max_samples=4, **more
+        )
+        for _ in range(2):
+            one.run_trunk(batch)
+            logits.append(
+                torch.cat([one.run_head(batch, first, 4).float().clone() for first in (0, 4)])
+            )
+    assert all(torch.equal(logits[0], other) for other in logits[1:])
+
+
 def test_steps_above_the_limit_are_launched_uncaptured(folder: Path) -> None:
     capture = LaunchCapture()
     executor, world = opened(folder, capture=capture), World(2)

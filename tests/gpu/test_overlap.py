@@ -40,6 +40,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarnin
 class SlowModel(Model):
     """A model on a slow device."""
 
+    drafts_itself = False
     stream: LazyStream
 
     def make_executor(self, num_threads: int) -> Executor:

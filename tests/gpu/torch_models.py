@@ -52,20 +52,23 @@ def torch_executor(
     *,
     exact: bool = True,
     max_tokens: int = 128,
+    max_samples: int = 0,
     blocks: int = 0,
     kernels: bool = False,
     capture: Capture | None = None,
     stream: Stream | None = None,
 ) -> TorchExecutor:
     """Create the executor, with NaN in all buffers before each run and KV cache for
-    max_model_len.
+    max_model_len. max_samples: rows of a slice of the head; 0: those of a step.
     """
     executor = TorchExecutor(
         program,
         load(program, bind(program, open_checkpoint(folder)), CPU, None, pack=packed_for(kernels)),
         device=CPU,
         exact=exact,
-        limits=StepLimits(max_tokens=max_tokens, max_samples=max_tokens, max_sequences=16),
+        limits=StepLimits(
+            max_tokens=max_tokens, max_samples=max_samples or max_tokens, max_sequences=16
+        ),
         launch=LaunchOptions(kernels=kernels, capture=capture, stream=stream),
         poison=True,
     )

@@ -28,9 +28,10 @@ LATE_IMPORTS: Mapping[str, tuple[str, str]] = {
     "quire.doctor.machine_facts": ("quire._native", _NATIVE),
     "quire.doctor.probes": ("quire.base quire.bench quire.engine", _ON_DEMAND),
     "quire.engine.assembly.assemble": (
-        "quire.engine.assembly quire.execute quire.transfer",
-        "one executor is loaded, and the tier only where one is configured",
+        "quire.engine.assembly quire.execute quire.speculative quire.transfer",
+        "one executor is loaded, and the tier and proposers only where they are configured",
     ),
+    "quire.engine.assembly.self_draft": ("quire.execute", "one executor is loaded"),
     "quire.engine.assembly.sizing": (
         "quire.engine.assembly",
         "the tier only where one is configured",

@@ -65,6 +65,9 @@ class Program {
                   int64_t half);
     // Allocates the KV pool, zero-filled. Throws std::bad_alloc.
     void allocate_cache(const CacheShape& shape, int64_t layers, int64_t num_blocks);
+    // Uses the first `layers` layers of another program's KV pool, which lives as long as either.
+    // Neither may store where the other reads or stores meanwhile. Throws std::invalid_argument.
+    void share_cache(const Program& other, int64_t layers);
     // Copies whole blocks over all layers, in order.
     void copy_blocks(const int32_t* from, const int32_t* to, int64_t count);
 
@@ -97,8 +100,8 @@ class Program {
     Rows rows(const ViewSpec& view) const;
     int64_t max_rows(int64_t buffer) const { return buffer_at(buffer).max_rows; }
     Pool& pool() const { return *pool_; }
-    int64_t cache_bytes() const { return static_cast<int64_t>(cache_.bytes()); }
-    char* cache_data() const { return cache_.data(); }
+    int64_t cache_bytes() const { return static_cast<int64_t>(cache_->bytes()); }
+    char* cache_data() const { return cache_->data(); }
 
   private:
     struct Rope {
@@ -138,7 +141,7 @@ class Program {
     Arena arena_, apart_;
     const Arena* now_ = &arena_;  // the arena that operations use
     ExpertRunner experts_;
-    Memory cache_;
+    std::shared_ptr<Memory> cache_ = std::make_shared<Memory>();
     std::vector<Segment> segments_;
     std::vector<Rope> ropes_;
     CacheShape shape_{};

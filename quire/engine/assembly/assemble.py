@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 from quire._native import BlockOperations
 from quire.base.clock import Clock
@@ -68,6 +68,8 @@ from quire.weights.pack_cache import PackCache
 
 if TYPE_CHECKING:
     from quire.engine.assembly.draft_model import SizedDraft
+    from quire.engine.assembly.self_draft_size import SizedSelfDraft
+    from quire.speculative.draft_model import ModelProposer
     from quire.transfer.folder import TierFolder
 
 
@@ -139,7 +141,7 @@ class _SizedModel:
     executor_class: ExecutorClass
     step_limits: StepLimits
     memory: MemoryPlan
-    draft: SizedDraft | None = None
+    draft: SizedDraft | SizedSelfDraft | None = None
 
 
 def _assembled(
@@ -242,7 +244,7 @@ def _sized_model(config: EngineConfig) -> _SizedModel:
             config.cache.kv_tier_host_bytes, executor_class.available_memory(), machine_memory()
         )
     limits = step_limits(config, executor_class)
-    draft = _sized_draft(config, spec, executor_class)
+    draft = _sized_draft(config, spec, longest, executor_class)
     needs = NO_DRAFT if draft is None else draft.needs
     memory = _memory(config, spec, longest, executor_class, limits, needs)
     return _SizedModel(
@@ -292,8 +294,12 @@ def _limits(config: EngineConfig, model: _SizedModel, num_layers: int) -> Schedu
 
 
 def _sized_draft(
-    config: EngineConfig, spec: ModelSpec, executor_class: ExecutorClass
-) -> SizedDraft | None:
+    config: EngineConfig, spec: ModelSpec, program: Program, executor_class: ExecutorClass
+) -> SizedDraft | SizedSelfDraft | None:
+    if config.scheduler.drafts_itself:
+        from quire.engine.assembly.self_draft_size import sized_self_draft
+
+        return sized_self_draft(config, program, executor_class)
     if config.scheduler.speculate != "draft" and config.scheduler.draft_model is None:
         return None
     from quire.engine.assembly.draft_model import sized_draft  # only where it is used
@@ -316,16 +322,32 @@ def _drafter(
     """Return the source of drafts, and load the draft model where there is one."""
     if not max_drafts:
         return None
-    proposer = None
-    if model.draft is not None:
+    drafter: type[Drafter] = Drafter
+    proposer: ModelProposer | None = None
+    num_threads = num_compute_threads(config.executor.num_threads)
+    if config.scheduler.drafts_itself:
+        from quire.engine.assembly.self_draft import load_self_draft
+        from quire.speculative.self_draft import SelfDrafter
+
+        drafter = SelfDrafter
+        proposer = load_self_draft(
+            cast("SizedSelfDraft", model.draft),
+            executor,
+            memory=model.memory,
+            block_size=config.cache.block_size,
+            limits=limits,
+            num_threads=num_threads,
+            clock=clock,
+        )
+    elif model.draft is not None:
         from quire.engine.assembly.draft_model import load_draft
 
         proposer = load_draft(
-            model.draft,
+            cast("SizedDraft", model.draft),
             model.executor_class,
             ExecutorOptions(
                 limits=model.step_limits,
-                num_threads=num_compute_threads(config.executor.num_threads),
+                num_threads=num_threads,
                 pack_cache=_pack_cache(config.executor),
                 beside=executor if limits.plans_in_flight == 1 else None,
             ),
@@ -340,6 +362,7 @@ def _drafter(
         vocab_size=model.spec.vocab_size,
         report=report,
         model=proposer,
+        drafter=drafter,
     )
 
 

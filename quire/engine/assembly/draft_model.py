@@ -25,6 +25,7 @@ from quire.config.groups import EngineConfig, ModelConfig
 from quire.config.memory import NO_DRAFT, DraftNeeds, MemoryPlan
 from quire.engine.assembly.model_files import model_folder
 from quire.engine.assembly.programs import engine_program
+from quire.engine.assembly.self_draft_size import sized_self_draft
 from quire.engine.assembly.vocabulary import model_tokenizer
 from quire.execute.executor import (
     ExecutorClass,
@@ -88,7 +89,9 @@ def draft_folder(config: EngineConfig) -> Path | None:
 
 
 def draft_needs(config: EngineConfig, spec: ModelSpec, sizing: ExecutorSizing) -> DraftNeeds:
-    """Return what the draft model of `config` needs beside a model of `spec`."""
+    """Return what the draft model of `config`, or drafting by itself, needs beside `spec`'s."""
+    if config.scheduler.drafts_itself:
+        return sized_self_draft(config, engine_program(config, spec, None), sizing).needs
     draft = sized_draft(config, spec, sizing)
     return NO_DRAFT if draft is None else draft.needs
 
@@ -220,13 +223,13 @@ def _time_passes(proposer: ModelProposer, num_slots: int) -> None:
     one = np.zeros(1, np.intp)
     for _ in range(_ROUNDS):
         known.admit(0, np.zeros(_PROMPT_TOKENS, np.int32), _PROMPT_TOKENS)
-        proposer.begin(0, _made_up_request())
+        proposer.begin(0, made_up_request())
         proposer.propose(known, one, np.ones(1, np.int32), no_drafts(1, 1))
     for num in sorted({1, num_slots}):
         slots, limits = np.arange(num), np.full(num, 3, np.int32)
         for slot in range(num):
             known.admit(slot, np.zeros(2, np.int32), 2)
-            proposer.begin(slot, _made_up_request())
+            proposer.begin(slot, made_up_request())
         for _ in range(_ROUNDS):
             proposer.propose(known, slots, limits, no_drafts(num, 3))
         for slot in range(num):
@@ -235,7 +238,8 @@ def _time_passes(proposer: ModelProposer, num_slots: int) -> None:
     proposer.drafting_ms = 0.0
 
 
-def _made_up_request() -> Request:
+def made_up_request() -> Request:
+    """Return a request of two tokens, for timing passes."""
     return Request(
         request_id="warm-up",
         group_id="warm-up",

@@ -20,21 +20,26 @@ if TYPE_CHECKING:
 
 
 def max_draft_tokens(config: EngineConfig) -> int:
-    """Return the most draft tokens of a step; 0 where the executor verifies none.
+    """Return the most draft tokens of a request in a step.
 
     Raises SettingError where speculation is asked for and cannot be had.
     """
     settings = config.scheduler
     if config.executor.executor != "torch":
         return settings.max_draft_tokens
-    if settings.speculate != "off" or settings.draft_model is not None:
-        given = f"speculate is {settings.speculate}"
-        given = "a draft model is given" if settings.speculate == "off" else given
+    given = ""
+    if settings.draft_model is not None:
+        given = "a draft model is given"
+    elif settings.drafts_itself:
+        given = "the first layers of the model are to draft"
+    elif settings.speculate == "draft":
+        given = "speculate is draft"
+    if given:
         raise SettingError(
-            f"{given} and executor is torch, which does not verify draft "
-            "tokens yet; set --speculate off, or take --executor native"
+            f"{given} and executor is torch, which verifies draft tokens and computes none yet; "
+            "set --speculate ngram or off, or take --executor native"
         )
-    return 0
+    return settings.max_draft_tokens
 
 
 def make_drafter(
@@ -44,12 +49,13 @@ def make_drafter(
     vocab_size: int,
     report: Report,
     model: ModelProposer | None = None,
+    drafter: type[Drafter] = Drafter,
 ) -> Drafter:
     """Return a source of up to max_drafts draft tokens a step for requests that speculate.
 
-    model: proposes in place of prompt lookup.
+    model: proposes in place of prompt lookup. drafter: the class of the source.
     """
-    return Drafter(
+    return drafter(
         NgramProposer(num_slots) if model is None else model,
         PredictionProposer(num_slots),
         AdaptiveControl(num_slots, max_drafts),

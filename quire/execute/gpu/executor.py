@@ -311,19 +311,21 @@ class TorchExecutor:
         return counts
 
     def _replayed(self, graphs: Graphs, size: Size, batch: ForwardBatch, head_rows: int) -> Counts:
-        """A step as one of a size; with its head where no sequence samples more than one row."""
-        has_head = (
-            0 < head_rows == len(batch.sample_rows) <= size.sequences <= self._limits.max_samples
-        )
-        counts = self._load(batch, size).of_samples(size.sequences if has_head else 0)
+        """A step as one of a size; with its head where that is one slice: a row a sequence, or all
+        rows where sequences sample several, as those with draft tokens do."""
+        samples = 0
+        if 0 < head_rows == len(batch.sample_rows):
+            fitting = (rows for rows in size.sample_rows if rows <= self._limits.max_samples)
+            samples = next((rows for rows in fitting if head_rows <= rows), 0)
+        counts = self._load(batch, size).of_samples(samples)
 
         def body() -> None:
             self._launch("trunk", counts)
-            if has_head:
+            if samples:
                 self._launch("head", counts)
 
-        self._stream.do(lambda: graphs.run((size, has_head), body))
-        if has_head:
+        self._stream.do(lambda: graphs.run((size, samples), body))
+        if samples:
             self._head_of = batch, head_rows
         return counts
 

@@ -45,7 +45,7 @@ class LastTokens:
             ids.copy_(torch.where(slots >= 0, last, ids))
 
     def keep(self, slots: Int32s, token_ids: Tensor) -> None:
-        """These slots' tokens, which the device has."""
+        """These slots' tokens, which the device has; of a slot with several rows, any of them."""
         from quire.execute.gpu.kernels.last_tokens import keep_last_tokens
 
         keep_last_tokens(self._tokens, self._stream.to_device(slots), token_ids)

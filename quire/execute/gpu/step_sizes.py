@@ -40,6 +40,11 @@ class Size:
     sequences: int
     chunks: int = 0
 
+    @property
+    def sample_rows(self) -> tuple[int, ...]:
+        """Rows that its head may have, ascending: one a sequence, or all."""
+        return (self.sequences, self.tokens) if self.chunks else (self.sequences,)
+
 
 def ladder(most: int) -> tuple[int, ...]:
     """Sizes up to `most`: close where few rows wait for launches, then in steps."""

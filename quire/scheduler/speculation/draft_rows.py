@@ -20,7 +20,7 @@ from quire.base.records import StepPlan, StepResult
 from quire.cache.manager import CacheManager
 from quire.scheduler.cost.speed import SpeedEstimate
 from quire.scheduler.in_flight import PlanOutcome
-from quire.scheduler.interfaces import DraftCost, DraftSource, StepExtension
+from quire.scheduler.interfaces import DraftCost, DraftSource, KVDraftSource, StepExtension
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.plan_builder import Step
 from quire.scheduler.request_table import RequestTable
@@ -72,6 +72,7 @@ class DraftRows(StepExtension):
     ) -> None:
         self._requests, self._batch, self._cache, self._shares = requests, batch, cache, shares
         self._speed, self._source = speed, source
+        self._kv_source = source if isinstance(source, KVDraftSource) else None
         self._overlaps = limits.plans_in_flight > 1
         num_slots = len(batch.sequences)
         self._max_drafts: Int32s = np.zeros(num_slots, np.int32)  # 0: does not speculate
@@ -148,6 +149,9 @@ class DraftRows(StepExtension):
         if num_able < len(can):
             places = can.nonzero()[0]
             index, ends, limits = index[places], ends[places], limits[places]
+        if self._kv_source is not None:
+            capacities = self._stored_capacities(step, rows, can.nonzero()[0])
+            self._kv_source.note_kv(index, self._cache.tables.blocks[index], capacities)
         costs: list[DraftCost] = []
 
         def cost() -> DraftCost:
@@ -166,6 +170,10 @@ class DraftRows(StepExtension):
         has_drafts = fits > 0
         if not has_drafts.any():
             return
+        if self._kv_source is not None:  # blocks in which the next drafts can be computed
+            grows, room = index[has_drafts], self._batch.ceiling[index] - ends
+            ahead = np.minimum(fits + 1 + self._source.max_drafts, room)
+            self._blocks(step, grows, ends[has_drafts], ahead[has_drafts])
         if (fits < counts).any():
             in_fit = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
             ids = ids[in_fit < np.repeat(fits, counts)]
@@ -291,6 +299,22 @@ class DraftRows(StepExtension):
                 step.builder.add_deltas(self._cache.allocate(index[grows], needs[grows]))
         room: Int32s = np.maximum(self._cache.capacities[index] - ends, 0)
         return room
+
+    def _stored_capacities(self, step: Step, rows: Rows, places: Index) -> Int32s:
+        """Return how many positions of the requests in rows `places` are in blocks that the worker
+        knows and that only the request writes; 0 while an earlier row is in flight.
+
+        Entries of the plan being made are not in effect: the block may still be saved to a tier, or
+        be the target of a copy.
+        """
+        index, size = rows.slot_index[places], self._cache.block_size
+        firsts = self._cache.tables.counts.copy()  # of entries that the worker does not know
+        for deltas in step.builder.deltas:
+            np.minimum.at(firsts, deltas.slots, deltas.columns)
+        capacities = firsts[index] * np.int32(size)
+        starts = rows.starts[places]
+        stores = (self._batch.computed[index] == starts) & (rows.store_from[places] <= starts)
+        return np.where(stores, capacities, np.int32(0))
 
 
 class DraftStats:

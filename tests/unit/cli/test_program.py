@@ -38,9 +38,19 @@ def test_only_the_configuration_is_required(tmp_path: Path) -> None:
     assert "in turn" not in whole.stdout
 
 
+def test_the_first_layers_are_printed() -> None:
+    done = quire_main("program", "--self-draft-layers", "2", "--all-layers")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("LlamaForCausalLM, first 2 of 5 layers, up to 512 positions")
+    assert "layers.1.down" in done.stdout
+    assert "layers.2." not in done.stdout
+    assert "cache:   paged, 2 layers of 2 x 64 bf16" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (("--self-draft-layers", "6"), "--self-draft-layers is 6; 1 to 5 is allowed"),
         (("--tokens", "0"), "--tokens is 0; 1 to 512 is allowed"),
         (("--tokens", "513"), "--tokens is 513; 1 to 512 is allowed"),
         (("--depth", "512"), "--depth is 512; 0 to 511 is allowed"),

@@ -14,6 +14,7 @@ from quire.scheduler.interfaces import DraftCost
 
 Int32s = NDArray[np.int32]
 VOCAB = 11
+GARBAGE = 1  # of fake_worker.py
 
 
 class FakeDrafts:
@@ -73,3 +74,27 @@ class FakeDrafts:
     def verified(self, index: NDArray[np.intp], drafted: Int32s, accepted: Int32s) -> None:
         assert (accepted <= drafted).all()
         self.reports += zip(drafted.tolist(), accepted.tolist(), strict=True)
+
+
+class FakeKVDrafts(FakeDrafts):
+    """Writes garbage wherever drafts may be computed, from the last known token on."""
+
+    content: list[int]  # of the worker's pool
+    block_size: int
+
+    def note_kv(self, slots: NDArray[np.intp], block_tables: Int32s, capacities: Int32s) -> None:
+        self._noted = list(zip(block_tables.tolist(), capacities.tolist(), strict=True))
+
+    def propose(
+        self,
+        tokens: TokenTable,
+        index: NDArray[np.intp],
+        limits: Int32s,
+        cost: Callable[[], DraftCost],
+    ) -> tuple[Int32s, Int32s]:
+        for slot, (blocks, end) in zip(index.tolist(), self._noted, strict=True):
+            assert slot in self._live, "only live requests draft"
+            for position in range(int(tokens.lengths[slot]) - 1, end):
+                block = blocks[position // self.block_size]
+                self.content[block * self.block_size + position % self.block_size] = GARBAGE
+        return super().propose(tokens, index, limits, cost)

@@ -21,7 +21,7 @@ from quire.scheduler.policy.policy import Policy
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step_budget import CostModel
 from quire.scheduler.tenants.tenant_usage import TenantLimits
-from tests.unit.scheduler.fake_drafts import FakeDrafts
+from tests.unit.scheduler.fake_drafts import FakeDrafts, FakeKVDrafts
 from tests.unit.scheduler.fake_tier import FakeTier
 from tests.unit.scheduler.fake_worker import (
     FakeWorker,
@@ -61,6 +61,7 @@ class Setup:
     window: int = 0  # visible positions of a token; 0: all
     timeline_steps: int = 4096
     max_drafts: int = 0  # of a request in a step
+    drafts_in_cache: bool = False  # drafts are computed in the requests' blocks
 
 
 class Harness:
@@ -91,7 +92,10 @@ class Harness:
             layered_part_tokens=setup.layered_part_tokens,
             timeline_steps=setup.timeline_steps,
         )
-        self.drafts = FakeDrafts(setup.max_drafts, self.alone) if setup.max_drafts else None
+        self.drafts: FakeDrafts | None = None
+        if setup.max_drafts:
+            drafts = FakeKVDrafts if setup.drafts_in_cache else FakeDrafts
+            self.drafts = drafts(setup.max_drafts, self.alone)
         self.scheduler = Scheduler(
             limits,
             self.cache,
@@ -110,6 +114,9 @@ class Harness:
             tier=self.tier,
             window=setup.window,
         )
+        if isinstance(self.drafts, FakeKVDrafts):
+            self.drafts.content = self.worker.content
+            self.drafts.block_size = setup.block_size
         self.out: deque[tuple[StepPlan, StepResult | None, Sequence[int]]] = deque()
         self.named: deque[dict[int, set[str]]] = deque()  # block: owners, per plan in flight
         self.requests: dict[str, Request] = {}

@@ -100,6 +100,7 @@ def draw_setup(random: Random) -> Setup:
         run_late=random.random() < 0.5,
         policy=random.choice(POLICIES),
         max_drafts=random.choice([0, 2, 5]),
+        drafts_in_cache=random.random() < 0.5,
     )
 
 
@@ -359,6 +360,7 @@ def test_prompt_scoring_continues_after_preemption_with_few_blocks() -> None:
         "register_rejected_drafts",
         "draft_beside_rows_in_flight",
         "draft_beyond_blocks",
+        "draft_in_new_blocks",
     ],
 )
 def test_each_injected_fault_fails_the_property(
@@ -426,6 +428,12 @@ def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(DraftRows, "_await_run", lambda self, index: None)
     elif fault == "draft_beyond_blocks":
         monkeypatch.setattr(DraftRows, "_blocks", lambda self, step, index, ends, counts: counts)
+    elif fault == "draft_in_new_blocks":  # which are the targets of copies, or to be saved
+        monkeypatch.setattr(
+            DraftRows,
+            "_stored_capacities",
+            lambda self, step, rows, places: self._cache.capacities[rows.slot_index[places]],
+        )
     elif fault == "free_in_flight":
         nobody = lambda self, slots: np.zeros(len(slots), np.int64)  # noqa: E731
         monkeypatch.setattr(RequestTable, "last_steps", nobody)

@@ -1,7 +1,8 @@
 """The last token of each slot, on the device: taken as a row's input, kept when it was chosen.
 
 Twins: NumPy's own indexing (tests). Always holds: what is taken is an id, 0 where the row that
-chose it had failed; slots of one launch are distinct, so nothing is written twice.
+chose it had failed. A slot with several rows in a launch (draft tokens) keeps the token of one of
+them; no step takes it, because its request has no further row before the host knows its tokens.
 """
 
 from __future__ import annotations

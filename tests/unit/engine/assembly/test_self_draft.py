@@ -1,0 +1,167 @@
+"""Drafting by the first layers: the same answers, sized and refused before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.base.errors import SettingError
+from quire.base.scheduling_params import SchedulingParams
+from quire.base.speculation_params import SpeculationParams
+from quire.config.flags import engine_config
+from quire.config.machine import MachineMemory
+from quire.config.memory import plan_memory
+from quire.engine.assembly.draft_model import draft_needs
+from quire.engine.assembly.programs import engine_program
+from quire.engine.assembly.self_draft_size import sized_self_draft
+from quire.engine.assembly.sizing import memory_needs, step_limits
+from quire.execute.native import NativeExecutor
+from quire.models.registry import open_model
+from quire.speculative.control import AdaptiveControl
+from quire.speculative.drafter import Drafter
+from quire.speculative.self_draft import SelfProposer
+from tests.tiny_models import write_tiny_llama
+
+PROMPTS = [[5, 6, 7, 8, 9] * 4, [20, 21, 22], [5, 6, 7, 8]]
+SAMPLING = [
+    SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=1),
+    SamplingParams(temperature=1.0, max_tokens=30, seed=3, frequency_penalty=0.4, n=2),
+    SamplingParams(temperature=0.7, max_tokens=30, seed=4, min_tokens=9, top_k=3),
+]
+SETTINGS = {"threads": 1, "max_num_seqs": 4, "max_model_len": 64, "speculate": "self"}
+OFF = SchedulingParams(speculation=SpeculationParams(is_on=False))
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model of six layers, of which the last add little."""
+    folder = tmp_path_factory.mktemp("self") / "deep"
+    return write_tiny_llama(folder, seed=4, num_hidden_layers=6)
+
+
+@pytest.fixture
+def drafts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Verify all drafts, whatever they cost on this machine, and count them."""
+    counts, verified = {"drafted": 0, "accepted": 0}, Drafter.verified
+
+    def watched(self: Drafter, index: Any, drafted: Any, accepted: Any) -> None:
+        counts["drafted"] += int(drafted.sum())
+        counts["accepted"] += int(accepted.sum())
+        verified(self, index, drafted, accepted)
+
+    monkeypatch.setattr(Drafter, "verified", watched)
+    monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
+    return counts
+
+
+def answers(llm: LLM, terms: SchedulingParams | None = None) -> list[tuple[object, ...]]:
+    return [
+        (answer.token_ids, [token.logprob for token in answer.logprobs], answer.finish_reason)
+        for one in llm.generate(PROMPTS, SAMPLING, terms=terms)
+        for answer in one.outputs
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"executor": "reference"},
+        {"plans_in_flight": 2},
+        {"executor": "reference", "plans_in_flight": 2},
+        {"kv_cache_dtype": "int8", "block_size": 4},
+        {"quantization": "int8", "kv_cache_memory": "64KiB"},
+    ],
+    ids=lambda settings: " ".join(map(str, settings.values())) or "native",
+)
+def test_answers_are_those_without_drafts(
+    deep: Path, drafts: dict[str, int], settings: dict[str, Any]
+) -> None:
+    with LLM(deep, self_draft_layers=5, **{**SETTINGS, **settings}) as llm:
+        plain = answers(llm, OFF)
+        assert drafts["drafted"] == 0
+        assert answers(llm) == plain
+        assert drafts["drafted"] > 40
+        assert drafts["accepted"] > 4
+
+
+def test_layers_without_speculate_draft_for_requests_that_ask(
+    deep: Path, drafts: dict[str, int]
+) -> None:
+    with LLM(deep, self_draft_layers=3, **{**SETTINGS, "speculate": "off"}) as llm:
+        plain = answers(llm)
+        assert drafts["drafted"] == 0
+        asked = SchedulingParams(speculation=SpeculationParams(is_on=True))
+        assert answers(llm, asked) == plain
+        assert drafts["drafted"] > 40
+
+
+def test_a_pass_that_raises_costs_the_drafts_only(
+    deep: Path, drafts: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(deep, self_draft_layers=3, **SETTINGS) as llm:
+        plain = answers(llm, OFF)
+
+        def fails(*_: object) -> None:
+            raise RuntimeError("no pass")
+
+        monkeypatch.setattr(SelfProposer, "_draft", fails)
+        assert answers(llm) == plain
+        assert drafts["drafted"] == 0
+
+
+def test_a_fifth_of_the_layers_drafts_by_default(deep: Path) -> None:
+    config = engine_config({"model": str(deep), **SETTINGS})
+    program = engine_program(config, open_model(deep), None)
+    draft = sized_self_draft(config, program, NativeExecutor)
+    assert draft.program.name == "LlamaForCausalLM, first 1 of 6 layers"
+    assert draft.note(64) == f"drafts: {draft.program.name}, at most 4 requests a pass"
+    assert draft.limits.max_tokens == draft.limits.max_sequences == 4
+
+
+def test_buffers_of_passes_are_all_that_the_memory_plan_adds(deep: Path) -> None:
+    config = engine_config({"model": str(deep), **SETTINGS, "kv_cache_memory": "1MiB"})
+    spec = open_model(deep)
+    needs = draft_needs(config, spec, NativeExecutor)
+    assert (needs.weights_bytes, needs.token_bytes) == (0, 0)
+    assert needs.step_bytes > 0
+    sized = memory_needs(
+        config,
+        engine_program(config, spec, None),
+        NativeExecutor,
+        step_limits(config, NativeExecutor),
+        model_max_len=64,
+        device_is_own=False,
+        draft=needs,
+    )
+    plan = plan_memory(sized, MachineMemory(available_bytes=2**30, limit="free memory"))
+    assert plan.draft_blocks == 0
+    by_name = {line.what: -line.num_bytes for line in plan.lines}
+    assert by_name["step buffers of drafts"] == needs.step_bytes
+    assert sum(line.num_bytes for line in plan.lines[:-1]) == plan.lines[-1].num_bytes
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"self_draft_layers": 6}, "self_draft_layers is 6 and the model has 6 layers.*1 to 5"),
+        ({"self_draft_layers": 0}, "self_draft_layers is 0"),
+        ({"self_draft_layers": 2, "speculate": "ngram"}, "and speculate is ngram, so that it"),
+        ({"self_draft_layers": 2, "draft_model": "x", "speculate": "off"}, "a draft model is giv"),
+        ({"draft_model": "x"}, "draft_model is x and speculate is self, so that it would never"),
+        ({"max_draft_tokens": 0}, "speculate is self and max_draft_tokens is 0"),
+        ({"speculate": "selfish"}, "speculate is 'selfish'"),
+    ],
+)
+def test_contradictions_are_rejected(deep: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        LLM(deep, **{**SETTINGS, **settings})
+
+
+def test_a_single_layer_cannot_draft(tmp_path: Path) -> None:
+    flat = write_tiny_llama(tmp_path / "flat", num_hidden_layers=1)
+    with pytest.raises(SettingError, match=r"has 1 layers.*set --speculate ngram or off"):
+        LLM(flat, **SETTINGS)
