@@ -147,7 +147,8 @@ def _positionals(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 def _name(action: argparse.Action) -> str:
-    return str(action.metavar or action.dest)
+    """Return an argument's name as argparse's messages have it: a flag is not its metavar."""
+    return "/".join(action.option_strings) or str(action.metavar or action.dest)
 
 
 def _about(action: argparse.Action) -> str:

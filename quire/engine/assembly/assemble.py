@@ -154,6 +154,8 @@ def _assembled(
     num_threads = num_compute_threads(config.executor.num_threads)
     pack_cache, max_drafts = _pack_cache(config.executor), max_draft_tokens(config)
     model = _sized_model(config)
+    for warning in model.spec.generation.warnings:
+        Log("engine").warning(warning)
     memory, program = model.memory, model.program
     executor = _loaded_executor(config, model, progress, pack_cache, num_threads)
     num_layers = executor.num_layers if isinstance(executor, LayeredExecutor) else 0

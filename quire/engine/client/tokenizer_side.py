@@ -13,6 +13,7 @@ from typing import Any
 from quire import _native
 from quire.base.errors import InvalidParameter, QuireError, TokenizerError
 from quire.base.gguf_open import gguf_read_once
+from quire.base.log import Log
 from quire.base.show import show
 from quire.config.groups import ModelConfig
 from quire.engine.assembly.model_files import model_folder
@@ -21,6 +22,7 @@ from quire.text.chat_template import ChatTemplate
 from quire.text.messages import checked_messages
 from quire.text.tokenizer import Tokenizer
 
+_MAX_NAMED = 4  # tokens in a warning
 _ARGUMENTS = (
     "add_generation_prompt",
     "continue_final_message",
@@ -50,9 +52,24 @@ def load_tokenizer_side(config: ModelConfig) -> TokenizerSide:
         except QuireError:
             _check_supported(folder)
             raise
+    if tokenizer.without_row:
+        _warn_of_tokens_past_model(folder, tokenizer)
     # A large tokenizer's file is many times what stays of it.
     _native.give_back_freed_memory()
     return TokenizerSide(tokenizer=tokenizer, template=template)
+
+
+def _warn_of_tokens_past_model(folder: Path, tokenizer: Tokenizer) -> None:
+    """Log which tokens a text may not contain, before a request does."""
+    named = [f"{token!r} ({id_})" for id_, token in sorted(tokenizer.without_row.items())]
+    more = f" and {len(named) - _MAX_NAMED} more" if len(named) > _MAX_NAMED else ""
+    Log("tokenizer").warning(
+        "the tokenizer has tokens that the model has no ids for; a text that contains one is "
+        "refused: take tokenizer and model from the same checkpoint",
+        model=str(folder),
+        tokens=", ".join(named[:_MAX_NAMED]) + more,
+        vocab_size=tokenizer.vocab_size,
+    )
 
 
 def _check_supported(folder: Path) -> None:
