@@ -14,7 +14,6 @@ from typing import Any
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
 
-
 _MAX_NAMED = 4  # ids in an error
 
 

@@ -230,6 +230,11 @@ def _sized_model(config: EngineConfig) -> _SizedModel:
 
     Raises where the executor cannot compute the model, or the memory has no room for it.
     """
+    if config.cache.kv_cache_dtype == "fp8" and config.executor.executor == "native":
+        raise SettingError(
+            "kv_cache_dtype is 'fp8', which executor native (CPUs) does not have; it has auto, "
+            "f32, bf16 and int8, which takes as much memory; fp8 needs executor torch (GPUs)"
+        )
     folder = model_folder(config.model)
     spec = open_model(folder)
     checkpoint = open_checkpoint(folder)

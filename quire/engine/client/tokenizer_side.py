@@ -22,6 +22,8 @@ from quire.text.chat_template import ChatTemplate
 from quire.text.messages import checked_messages
 from quire.text.tokenizer import Tokenizer
 
+_TOOL = '{"type": "function", "function": {"name": "...", "parameters": {...}}}'
+_DOCUMENT = '{"title": "...", "text": "..."}'
 _MAX_NAMED = 4  # tokens in a warning
 _ARGUMENTS = (
     "add_generation_prompt",
@@ -79,6 +81,30 @@ def _check_supported(folder: Path) -> None:
     open_model(folder)
 
 
+def _check_objects(name: str, given: object) -> None:
+    """Raise InvalidParameter unless it is a list of objects, or nothing."""
+    example = {"tools": _TOOL, "documents": _DOCUMENT}[name]
+    if not isinstance(given, list | tuple | None):
+        raise InvalidParameter(
+            f"{name} is {show(given)}; a list of objects such as {example} is allowed", param=name
+        )
+    for at, entry in enumerate(given or ()):
+        if not isinstance(entry, Mapping):
+            raise InvalidParameter(
+                f"{name}[{at}] is {show(entry)}; an object such as {example} is allowed",
+                param=name,
+            )
+        function = entry.get("function", entry)
+        if name == "tools" and not (
+            isinstance(function, Mapping) and isinstance(function.get("name"), str)
+        ):
+            raise InvalidParameter(
+                f"{name}[{at}] is {show(entry)}, without the name of a function; an object such as "
+                f"{example} is allowed",
+                param=name,
+            )
+
+
 def rendered(
     text_side: TokenizerSide, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
 ) -> str:
@@ -102,6 +128,8 @@ def rendered(
         )
     variables |= more
     given = {name: variables.pop(name) for name in _ARGUMENTS if name in variables}
+    for argument in ("tools", "documents"):
+        _check_objects(argument, given.get(argument))
     tools, name = given.get("tools") or None, given.get("chat_template")
     template.check_variables(variables, tools=tools, chat_template=name)
     for argument in ("tools", "documents"):
