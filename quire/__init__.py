@@ -36,8 +36,17 @@ _INSTEAD = {
     "AsyncEngineArgs": "give settings to AsyncLLM(...) as keyword arguments",
     "AsyncLLMEngine": "use AsyncLLM",
     "LLMEngine": "use LLM, or AsyncLLM in an event loop",
-    "StructuredOutputsParams": "see quire.base.grammar, and SamplingParams.structured_outputs",
-    "GuidedDecodingParams": "see quire.base.grammar, and SamplingParams.structured_outputs",
+    **dict.fromkeys(
+        ("StructuredOutputsParams", "GuidedDecodingParams"),
+        'write SamplingParams(structured_outputs={"json": schema}), or regex, choice or grammar',
+    ),
+    **dict.fromkeys(
+        ("RequestOutput", "CompletionOutput"),
+        "LLM.generate returns Answer and Completion (quire.engine.library.answers)",
+    ),
+    "TokensPrompt": "a prompt is a text or a list of token ids",
+    "TextPrompt": "a prompt is a text or a list of token ids",
+    "LoRARequest": "there are no LoRA adapters: merge the adapter into the model's weights",
     "PoolingParams": "embeddings are not supported",
 }
 
@@ -52,8 +61,10 @@ def __getattr__(name: str) -> Any:
         from quire.base.version import installed_version
 
         return installed_version()
-    advice = _INSTEAD.get(name, f"it has {', '.join(__all__)}")
-    raise AttributeError(f"module 'quire' has no attribute {name!r}; {advice}")
+    text = f"module 'quire' has no attribute {name!r}; "
+    if name in _INSTEAD:  # `from quire import` replaces the text of an AttributeError
+        raise ImportError(text + _INSTEAD[name])
+    raise AttributeError(f"{text}it has {', '.join(__all__)}")
 
 
 def __dir__() -> list[str]:

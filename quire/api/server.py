@@ -32,7 +32,7 @@ from starlette.types import ASGIApp
 from quire.api.admin.reload import Reloader, sources_of
 from quire.api.app import DEFAULT_DIALECT, build_admin_app, build_app
 from quire.api.engine_protocol import StartingEngine
-from quire.api.http.connection import Connection
+from quire.api.http.connection import Connection, max_connections
 from quire.api.http.refusal import refusal_of_http
 from quire.api.http.sockets import tls_context
 from quire.api.http.tls import TlsListener
@@ -55,6 +55,8 @@ _LAST_EVENTS_S = 3.0
 _LINGER_S = 1.0
 # Threads for large bodies and long prompts; server_state.ThreadPools has others.
 _NUM_THREADS = 4
+# With room for fewer connections a warning is logged: most systems allow 1,024 open files or more.
+_FEW_CONNECTIONS = 900
 # The interval after which a thread releases the interpreter lock to another. Python's default of
 # 5 ms, several times in each iteration of the event loop, delays every stream during a rendering.
 _SWITCH_S = 0.0005
@@ -125,6 +127,8 @@ class ServerProcess:
 
     async def run(self, listening: socket.socket, for_admins: socket.socket | None) -> int:
         self._stop, self._opened = asyncio.Event(), asyncio.Event()
+        if self._worker is None or self._worker.sees_steps:  # once a server
+            warn_of_few_connections(self._log)
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(_NUM_THREADS, "quire-edge"))
         server_state = self._new_state()
@@ -251,6 +255,17 @@ class ServerProcess:
         if self._stop.is_set():
             os._exit(128 + number)  # the engine process ends too: its standard input closes
         self._stop.set()
+
+
+def warn_of_few_connections(log: Log) -> None:
+    """Log how many connections a low limit on open files leaves room for."""
+    if (num_connections := max_connections()) < _FEW_CONNECTIONS:
+        log.warning(
+            "the limit on open files leaves room for few connections at once, and further clients "
+            "are disconnected; raise it before the start, as in `ulimit -n 4096`, or with "
+            "LimitNOFILE= in a systemd unit",
+            max_connections=num_connections,
+        )
 
 
 # What uvicorn creates for each connection.

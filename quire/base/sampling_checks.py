@@ -8,7 +8,8 @@ limits, and no two fields contradict each other.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from quire.base.errors import InvalidParameter
@@ -101,6 +102,53 @@ USUAL = frozenset(
 )
 USUAL_WHOLE_NUMBERS = tuple(row for row in WHOLE_NUMBERS if row[0] in USUAL)
 USUAL_NUMBERS = tuple(row for row in NUMBERS if row[0] in USUAL)
+
+
+# Names of other libraries, with what there is here.
+_OTHER_NAMES: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("max_new_tokens", "max_completion_tokens", "num_predict", "n_predict", "max_gen_len"),
+        "write max_tokens",
+    ),
+    **dict.fromkeys(("repeat_penalty", "rep_pen"), "write repetition_penalty"),
+    **dict.fromkeys(("temp", "t"), "write temperature"),
+    **dict.fromkeys(("stop_strings", "stop_sequences"), "write stop"),
+    **dict.fromkeys(
+        ("guided_decoding", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        'write structured_outputs={"json": schema}, or regex, choice or grammar',
+    ),
+    "response_format": 'write structured_outputs={"json": schema}',
+    "do_sample": "temperature=0 always takes the most likely token",
+    "num_beams": "write use_beam_search=True, best_of=NUM, temperature=0",
+    "num_return_sequences": "write n",
+    "random_seed": "write seed",
+    "detokenize": "answers have text and token_ids; leave it out",
+    "spaces_between_special_tokens": "leave it out",
+    "output_kind": "AsyncLLM streams, LLM returns whole answers; leave it out",
+    "truncate_prompt_tokens": "give a prompt as token ids, and cut those",
+    "logits_processors": "no code runs between the tokens; logit_bias, bad_words, "
+    "allowed_token_ids and structured_outputs say what may be chosen",
+    "priority": "write terms=SchedulingParams(priority=...) beside it (quire.base."
+    "scheduling_params)",
+}
+
+
+def unknown_fields(
+    values: Sequence[object], named: Mapping[str, object], known: Iterable[str]
+) -> TypeError:
+    """Return the error of SamplingParams for values without a name, or names that it lacks."""
+    if values:
+        return TypeError(
+            f"SamplingParams takes its fields by name, not {show(values[0])}; write "
+            "SamplingParams(temperature=0.7), or **fields for a dict"
+        )
+    known = list(known)
+    parts = []
+    for name in named.keys() - set(known):
+        near = get_close_matches(name[:60], known, 1)
+        hint = _OTHER_NAMES.get(name) or (f"did you mean {near[0]!r}?" if near else "leave it out")
+        parts.append(f"{name!r} is not a field of SamplingParams; {hint}")
+    return TypeError("; ".join(sorted(parts)))
 
 
 def checked_rare_fields(given: Mapping[str, Any]) -> dict[str, Any]:

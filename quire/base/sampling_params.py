@@ -27,6 +27,7 @@ from quire.base.sampling_checks import (
     USUAL_NUMBERS,
     USUAL_WHOLE_NUMBERS,
     checked_rare_fields,
+    unknown_fields,
 )
 from quire.base.show import show
 
@@ -38,8 +39,17 @@ class _NotNamed(float):
 DEFAULT_TEMPERATURE = _NotNamed(1.0)
 
 
+class _Checked(type):
+    """Name the field that is meant where a call has an argument that is none."""
+
+    def __call__(cls, *values: Any, **named: Any) -> Any:
+        if values or not named.keys() <= cls.__dataclass_fields__.keys():  # type: ignore[attr-defined]
+            raise unknown_fields(values, named, cls.__dataclass_fields__)  # type: ignore[attr-defined]
+        return super().__call__(**named)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(metaclass=_Checked):
     """How tokens are chosen and when a request ends. Steps and order: quire/sampling/batch.py.
 
     temperature: 0 is greedy; noise is drawn by (seed, stream, position, token id).

@@ -21,6 +21,7 @@ from quire.cli.exit_codes import REFUSED, SUCCESS
 from quire.cli.options import (
     add_engine_arguments,
     add_sampling_arguments,
+    check_utf8,
     engine_settings,
     given_sampling,
 )
@@ -84,7 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
         if interactive:
             print(f"{backend.name}. /help lists the commands, Ctrl-D leaves.")
         lines = _typed_lines() if interactive else _piped_lines(sys.stdin)
-        talk = Conversation(backend, sys.stdout, sys.stderr, system=arguments.system)
+        talk = Conversation(
+            backend, sys.stdout, sys.stderr, system=arguments.system, is_typed=interactive
+        )
         talk.run(lines)
     finally:
         backend.close()
@@ -110,16 +113,24 @@ class Conversation:
     """Hold the messages and run the conversation. Writes answers to `out`, notices to `notes`.
 
     If a request fails, its error is noted and its message dropped; only a failed engine or server
-    ends the loop, with its error. num_refused: number of requests that failed.
+    ends the loop, with its error. num_refused: number of requests that failed. is_typed: the lines
+    are typed at a terminal, not read from a pipe.
     """
 
     def __init__(
-        self, backend: ChatBackend, out: TextIO, notes: TextIO, *, system: str = ""
+        self,
+        backend: ChatBackend,
+        out: TextIO,
+        notes: TextIO,
+        *,
+        system: str = "",
+        is_typed: bool = True,
     ) -> None:
         self._backend = backend
         self._out = out
         self._notes = notes
         self._system = system
+        self._is_typed = is_typed
         self.messages: list[dict[str, str]] = []
         self.num_refused = 0
         self._reset()
@@ -159,6 +170,7 @@ class Conversation:
         answer: list[str] = []
         self.messages.append({"role": "user", "content": text})
         try:
+            check_utf8(text, "this line" if self._is_typed else "standard input")
             self._backend.stream_answer(self.messages, self._writer(answer))
         except KeyboardInterrupt:
             self._note(" [stopped]")
@@ -168,7 +180,11 @@ class Conversation:
                 raise
             self.num_refused += 1
             self.messages.pop()
-            self._note(f"{error} (/reset forgets the conversation)")
+            self._note(
+                f"{error} (/reset forgets the conversation)"
+                if self._is_typed
+                else f"quire chat: {error}"
+            )
             return
         self._end_line(answer)
         self.messages.append({"role": "assistant", "content": "".join(answer)})

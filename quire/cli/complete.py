@@ -18,6 +18,7 @@ from quire.base.errors import ConfigError, InvalidParameter, WorkerError
 from quire.cli.options import (
     add_engine_arguments,
     add_sampling_arguments,
+    check_utf8,
     engine_settings,
     given_sampling,
 )
@@ -61,7 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     if prompt is None:
         if sys.stdin.isatty():
             raise InvalidParameter("no prompt; give one with --prompt, or pipe it in")
-        prompt = sys.stdin.read()
+        prompt = check_utf8(sys.stdin.read(), "standard input")
+    check_utf8(prompt, "--prompt")
     try:
         return asyncio.run(_complete(arguments, prompt))
     except ConfigError as error:

@@ -145,9 +145,12 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**settings, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        from quire.cli.usage_errors import with_help_of_required  # slow imports
+        from quire.cli.usage_errors import (  # slow imports
+            with_help_of_required,
+            with_values_instead,
+        )
 
-        message = with_help_of_required(message, self)
+        message = with_values_instead(with_help_of_required(message, self), self)
         message = _NO_VALUE.sub(r"takes no value; leave out =\1", message)
         message = _NO_NUMBER.sub(lambda found: f"{found[2]} is not {_KINDS[found[1]]}", message)
         _print_error(self.prog, f"{message}\nusage: {self.prog} --help lists its flags")

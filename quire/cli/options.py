@@ -194,6 +194,21 @@ def _structured_outputs(text: str) -> Grammar:
         raise argparse.ArgumentTypeError(text) from None
 
 
+def check_utf8(text: str, what: str) -> str:
+    """Return a text that the system has decoded. Raises InvalidParameter unless it was UTF-8.
+
+    what: where the text is from, as in "standard input".
+    """
+    for at, char in enumerate(text):
+        if "\udc80" <= char <= "\udcff":  # what surrogateescape makes of other bytes
+            num_bytes = len(text[:at].encode(errors="surrogateescape"))
+            raise InvalidParameter(
+                f"{what} is not UTF-8: its byte {num_bytes} is 0x{ord(char) & 0xFF:02x}; convert "
+                "it, as with iconv -f LATIN1 -t UTF-8"
+            )
+    return text
+
+
 def positive_int(text: str) -> int:
     """Parse an argument as an integer of at least 1."""
     try:

@@ -159,8 +159,9 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
     if size < _MIN_MEMORY_BYTES:
         number = text.strip()
-        unit = f", as in {number}GiB" if number.isdigit() and size else ", as in 80GiB"
+        is_plain = number.isdigit() and size
         raise argparse.ArgumentTypeError(
-            f"{text!r} is {size} bytes, which hold no model; write a unit{unit}"
+            f"{text!r} is {size} bytes, which hold no model; "
+            + (f"write a unit, as in {number}GiB" if is_plain else "give more, as in 80GiB")
         )
     return size

@@ -51,6 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Record until the end; print what is in the file."""
     if arguments.seconds is not None and not 0 < arguments.seconds < float("inf"):
         raise SettingError(f"--seconds is {arguments.seconds}; a number above 0 is allowed")
+    if "://" in arguments.file:
+        raise SettingError(
+            f"FILE is {arguments.file!r}, an address; URL comes first: quire record "
+            f"{arguments.file} {'FILE' if '://' in arguments.url else arguments.url}"
+        )
     path = Path(arguments.file)
     written = _Written()
     with _new_file(path) as file:
@@ -58,11 +63,16 @@ def run(arguments: argparse.Namespace) -> int:
             asyncio.run(_record(arguments, file, written))
         finally:
             if written.num_lines:
-                dropped = f"; {written.num_dropped} were dropped" if written.num_dropped else ""
-                print(f"{written.num_lines - 1} requests are in {path}{dropped}", file=sys.stderr)
+                num = written.num_dropped
+                dropped = f"; {num} {'was' if num == 1 else 'were'} dropped" if num else ""
+                print(f"{_requests(written.num_lines - 1)} in {path}{dropped}", file=sys.stderr)
             else:
                 path.unlink(missing_ok=True)
     return 0
+
+
+def _requests(number: int) -> str:
+    return "1 request is" if number == 1 else f"{number} requests are"
 
 
 class _Written:

@@ -134,12 +134,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Simulate, print, and pass on the simulation's errors."""
     from quire.base.errors import SettingError
     from quire.config.flags import engine_config
+    from quire.config.groups import POLICIES
     from quire.hub.cache import with_local_model
     from quire.obs.pictures import check_picture
     from quire.obs.report import show
     from quire.obs.timing import Goals
     from quire.obs.trace import EXAMPLE_TRACE, read_trace
-    from quire.sim.compare import Comparison, compare, with_policy
+    from quire.sim.compare import Comparison, compare
     from quire.sim.drafts import draft_acceptance
     from quire.sim.load import RequestDefaults
     from quire.sim.plots import plot_policies
@@ -150,7 +151,10 @@ def run(arguments: argparse.Namespace) -> int:
     settings = {"model": arguments.model, **engine_settings(arguments)}
     config = with_local_model(engine_config(settings))
     for policy in arguments.policy:
-        with_policy(config, policy)  # reject a wrong name before measuring
+        if policy not in POLICIES:  # before measuring
+            raise SettingError(
+                f"--policy has {policy!r}; allowed: {', '.join(POLICIES)}, as in --policy fcfs,sjf"
+            )
     goals = Goals(ttft_s=arguments.ttft_goal, tpot_s=arguments.tpot_goal)
     if not (goals.ttft_s > 0 and goals.tpot_s > 0):
         raise SettingError(f"the goals are {goals.ttft_s} s and {goals.tpot_s} s; both must be > 0")

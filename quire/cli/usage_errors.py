@@ -11,11 +11,13 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
-from quire.config.foreign_flags import FOREIGN_SUBCOMMANDS, alternative, begun_with
+from quire.cli.usage_hints import ACTIONS, EQUIVALENTS, WITHOUT_FLAG
+from quire.config.foreign_flags import FOREIGN_SUBCOMMANDS, alternative, begun_with, foreign_value
 
 _VERSION_FLAGS = ("-v", "-V", "-version")
 _MAX_SHOWN_CHARS = 120
 _REQUIRED = re.compile(r"the following arguments are required: (.*)", re.DOTALL)
+_CHOICE = re.compile(r"argument (?P<name>\S+): invalid choice: '(?P<value>[^']*)'")
 _PIPE = "a prompt in a file is piped in: quire {name} <FILE"
 # Flags that llama.cpp and Ollama have in a terminal, with the flag here that the hint is about.
 _IN_TERMINAL: Mapping[str, tuple[str, str]] = {
@@ -96,8 +98,26 @@ def with_help_of_required(message: str, parser: argparse.ArgumentParser) -> str:
     return f"the following arguments are required: {', '.join(names)}"
 
 
+def with_values_instead(message: str, parser: argparse.ArgumentParser) -> str:
+    """Add to argparse's message about a value what to write in its place, if that is known."""
+    match = _CHOICE.search(message)
+    if match is None:
+        return message
+    name, value = match["name"], match["value"]
+    if name.startswith("-"):
+        hint = foreign_value(name.lstrip("-").replace("-", "_"), value)
+    else:
+        hint = ACTIONS.get(parser.prog, {}).get(value, "")
+    return f"{message}; {hint}" if hint else message
+
+
 def _hint(flag: str, parser: argparse.ArgumentParser, serve: argparse.ArgumentParser) -> str:
     known = parser._option_string_actions
+    positionals = [_name(action) for action in _positionals(parser)]
+    if (own := WITHOUT_FLAG.get(flag)) in positionals:
+        return f"{own} is given without a flag: {parser.prog} {' '.join(positionals)}"
+    if equal := next((one for one in EQUIVALENTS.get(flag, ()) if one in known), ""):
+        return f"use {equal} ({_about(known[equal])})"
     if flag in serve._option_string_actions:
         return f"{flag} is a flag of quire serve"
     if flag == "--version":
@@ -111,8 +131,11 @@ def _hint(flag: str, parser: argparse.ArgumentParser, serve: argparse.ArgumentPa
     hint = alternative(flag, known)
     if not hint:
         return "there is no such flag; leave it out"
-    if any(action.metavar == "MODEL" for action in _positionals(parser)):
+    if "MODEL" in positionals:
         hint = hint.replace("quire serve", f"quire {name}")
+    elif "quire serve MODEL" in hint:
+        fits = "; quire plan MODEL predicts whether one fits this machine"
+        return f"{parser.prog} takes no model; leave it out{fits if name == 'doctor' else ''}"
     named = re.findall(r"--[a-z-]+", hint)
     is_of_serve = named and not any(one in known for one in named)
     return f"{hint} (a flag of quire serve)" if is_of_serve else hint
@@ -147,7 +170,8 @@ def _positionals(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 def _name(action: argparse.Action) -> str:
-    return str(action.metavar or action.dest)
+    """Return an argument's name as argparse's messages have it: a flag is not its metavar."""
+    return "/".join(action.option_strings) or str(action.metavar or action.dest)
 
 
 def _about(action: argparse.Action) -> str:

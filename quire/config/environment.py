@@ -57,7 +57,12 @@ def read_environment(environment: Mapping[str, str]) -> tuple[dict[str, Sourced]
 
 
 def _unknown(variable: str, known: list[str]) -> str:
-    near = get_close_matches(variable[:60], known, 1)
+    # Without the prefix, which makes any two variables alike.
+    by_name = {name.removeprefix(_PREFIX): name for name in known}
+    near = [
+        by_name[name]
+        for name in get_close_matches(variable.removeprefix(_PREFIX)[:60], by_name, 1, 0.8)
+    ]
     hint = f"did you mean {near[0]}?" if near else "quire config show --env lists all variables"
     return f"the environment variable {variable} is not known and has no effect; {hint}"
 

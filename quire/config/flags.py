@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from quire.base.errors import SettingError
+from quire.base.errors import QuireError, SettingError
 from quire.config.foreign_flags import instead_of_setting
 from quire.config.groups import EngineConfig
 from quire.config.server_config import ServerConfig
@@ -39,6 +40,11 @@ def parse_bytes(text: str) -> int:
         value = float(number) * factor if factor is not None else -1.0
     except ValueError:
         value = -1.0
+    if factor == 1 and 0 < value < 2**63 and value % 1:
+        raise SettingError(
+            f"{text!r} is no whole number of bytes; it is a size, not a share of the memory: write "
+            "it like 512MiB, 2GiB or 4096"
+        )
     if not 0 <= value < 2**63:
         raise SettingError(f"{text!r} is not a size in bytes; write it like 512MiB, 2GiB or 4096")
     return int(value)
@@ -59,6 +65,19 @@ def in_flags(text: str) -> str:
             at = r"(?<![\w-])" if "_" in setting.name else "^"
             text = re.sub(rf"{at}{setting.name}(?![\w-])", flag_of(setting), text)
     return text
+
+
+@contextmanager
+def keywords_in_errors() -> Iterator[None]:
+    """Name keyword arguments in place of flags, in errors of a program that has no command line."""
+    try:
+        yield
+    except QuireError as error:
+        text = re.sub(
+            r"(?<![\w-])--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), str(error)
+        )
+        error.args = (text, *error.args[1:])
+        raise
 
 
 def add_flags(
@@ -105,7 +124,7 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
     for part in fields(EngineConfig):
         group = get_type_hints(EngineConfig)[part.name]
         hints = get_type_hints(group)
-        values = {}
+        values, called = dict[str, Any](), dict[str, str]()
         for setting in fields(group):
             as_flag = flag_of(setting)[2:].replace("-", "_")  # as docs/flags.md has it
             known.append(as_flag)
@@ -115,8 +134,11 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
                         raise SettingError(
                             f"{as_flag} and {setting.name} are the same setting; give one of them"
                         )
-                    values[setting.name] = checked(setting, hints[setting.name], left.pop(name))
-        parts[part.name] = group(**values)
+                    called[setting.name] = name
+                    values[setting.name] = checked(
+                        setting, hints[setting.name], left.pop(name), called=name
+                    )
+        parts[part.name] = _made(group, values, called)
     if left:
         raise SettingError(
             "; ".join(_unknown_setting(name, sorted(known), alone=len(left) == 1) for name in left)
@@ -203,8 +225,24 @@ def kind_of(hint: Any) -> Any:
     return hint
 
 
-def checked(setting: Field[Any], hint: Any, value: Any) -> Any:
-    """Convert `value` to the annotation; sizes may be text, tuples a list or one string."""
+def _made(group: type[Any], values: Mapping[str, Any], called: Mapping[str, str]) -> Any:
+    """Return a group of settings. called: by field, the name by which each was given, which errors
+    have."""
+    try:
+        return group(**values)
+    except SettingError as error:
+        text = str(error)
+        for name, given in called.items():
+            text = re.sub(rf"(?<![\w-]){name}(?![\w-])", given, text) if name != given else text
+        raise SettingError(text) from error
+
+
+def checked(setting: Field[Any], hint: Any, value: Any, *, called: str = "") -> Any:
+    """Convert `value` to the annotation; sizes may be text, tuples a list or one string.
+
+    called: the setting's name in errors, if not the field's.
+    """
+    called = called or setting.name
     kind = kind_of(hint)
     if value is None and kind is not hint:
         return None
@@ -218,11 +256,11 @@ def checked(setting: Field[Any], hint: Any, value: Any) -> Any:
         listed = (value,) if isinstance(value, str) else value
         if isinstance(listed, list | tuple) and all(isinstance(one, str) for one in listed):
             return tuple(listed)
-        raise SettingError(
-            f"{setting.name} is {value!r}; a string or a list of strings is expected"
-        )
+        raise SettingError(f"{called} is {value!r}; a string or a list of strings is expected")
     wanted = (str,) if get_origin(kind) is Literal else (kind,)
     fits = isinstance(value, wanted) and (kind is bool or not isinstance(value, bool))
     if not fits:
-        raise SettingError(f"{setting.name} is {value!r}; {TYPE_NAMES[wanted[0]]} is expected")
+        is_share = setting.name.endswith("_bytes") and isinstance(value, float)
+        more = ", of bytes, or a text like '2GiB'; it is no share of the memory" if is_share else ""
+        raise SettingError(f"{called} is {value!r}; {TYPE_NAMES[wanted[0]]} is expected{more}")
     return value

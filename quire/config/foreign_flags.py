@@ -99,6 +99,9 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--enable-expert-parallel": _ONE_DEVICE,
         "--distributed-executor-backend": _ONE_DEVICE,
         "--speculative-config": _DRAFT,
+        "--num-speculative-tokens": _DRAFT_TOKENS,
+        "--speculative-num-draft-tokens": _DRAFT_TOKENS,
+        "--speculative-model": _DRAFT_MODEL,
         "--enable-lora": _LORA,
         "--lora-modules": _LORA,
         "--max-loras": _LORA,
@@ -347,6 +350,49 @@ FOREIGN_SUBCOMMANDS: Mapping[str, str] = MappingProxyType(
         "help": "quire --help lists the subcommands",
     }
 )
+
+
+_HALF = (
+    "weights of this dtype are computed as f32, which holds their values, or as bf16 with half the "
+    "memory: {given} bf16"
+)
+_STORED = (
+    "it is a format of stored weights: a checkpoint has it or not, and this one is not read; take "
+    "the original weights and quantize them while loading, as in {given} int4, or a GGUF file"
+)
+_OF_GGUF = (
+    "it is a quantization of GGUF files, which bring their own: quire serve ORG/NAME:{upper}; "
+    "other weights are quantized while loading, as in {given} int4"
+)
+_OF_KV = "fp8 for keys and values is {given} fp8, on GPUs; on CPUs int8 takes as much memory"
+_GGUF_QUANTIZATION = re.compile(r"(ud-)?i?q[1-8]_[0-9a-z_]+|tq[12]_0|mxfp4", re.I)
+_STORED_FORMATS = (
+    *("awq", "awq_marlin", "gptq", "gptq_marlin", "bitsandbytes", "bnb", "hqq", "aqlm", "exl2"),
+    *("compressed-tensors", "modelopt", "torchao", "quark", "marlin", "nf4"),
+)
+# Values that other engines take, by the field's name; {given} is the setting as it was given.
+_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "dtype": dict.fromkeys(("half", "float16", "fp16", "f16"), _HALF)
+        | {"float": "write f32", "fp32": "write f32", "bf": "write bf16"},
+        "quantization": dict.fromkeys(_STORED_FORMATS, _STORED)
+        | {"8bit": "write int8", "4bit": "write int4", "q8": "write int8", "q4": "write int4"},
+        "kv_cache_dtype": dict.fromkeys(("fp8_e4m3", "fp8_e5m2", "fp8_inc", "q8_0"), _OF_KV)
+        | dict.fromkeys(("float16", "f16", "half"), "take f32 or bf16"),
+    }
+)
+
+
+def foreign_value(name: str, value: object) -> str:
+    """Return what to write in place of a value that other engines have; empty if it is unknown.
+
+    name: of the setting, with underscores.
+    """
+    text = str(value)
+    hint = _VALUES.get(name, {}).get(text.lower(), "")
+    if not hint and name == "quantization" and _GGUF_QUANTIZATION.fullmatch(text):
+        hint = _OF_GGUF
+    return hint.format(given=name, upper=text.upper())
 
 
 def instead_of_setting(name: str) -> str:

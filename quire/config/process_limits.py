@@ -13,6 +13,7 @@ from quire.base.errors import CapacityError, SettingError
 
 # A server opens some 40 files before the first connection, each of its processes about as many.
 MIN_OPEN_FILES = 64
+_ADVISED_OPEN_FILES = 4096
 # Address space with which libraries load, and with which a small model runs: both count the stacks
 # of threads, which are mostly not used. Below the first, libraries abort the process.
 MIN_ADDRESS_SPACE = 448 << 20
@@ -28,7 +29,9 @@ def check_open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= MIN_OPEN_FILES:
         return
-    more = 1024 if hard == resource.RLIM_INFINITY else min(max(hard, MIN_OPEN_FILES), 1024)
+    more = _ADVISED_OPEN_FILES
+    if MIN_OPEN_FILES < hard < more:
+        more = hard  # more needs root
     raise SettingError(
         f"this process may open {soft} files (RLIMIT_NOFILE), and at least {MIN_OPEN_FILES} are "
         "needed, with one more for each connection; raise the limit before the start, as in "

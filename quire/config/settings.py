@@ -11,6 +11,7 @@ from dataclasses import field
 from typing import Any
 
 from quire.base.errors import SettingError
+from quire.config.foreign_flags import foreign_value
 
 
 def setting(default: Any, text: str, *, flag: str | None = None, secret: bool = False) -> Any:
@@ -37,4 +38,5 @@ def at_most(name: str, value: int, high: int, reason: str) -> None:
 def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         listed = ", ".join(map(str, allowed))
-        raise SettingError(f"{name} is {value!r}; allowed: {listed}")
+        hint = foreign_value(name, value)
+        raise SettingError(f"{name} is {value!r}; allowed: {listed}{hint and '; ' + hint}")

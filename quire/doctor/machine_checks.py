@@ -225,7 +225,7 @@ def check_open_files(facts: MachineFacts) -> Finding:
     if soft is None:
         return ok("open files", "no limit")
     found = f"at most {soft}, so {max_connections_of(soft)} connections at once"
-    most = "unlimited" if hard is None else str(hard)
+    most = 4096 if hard is None or hard > 4096 or hard <= soft else hard
     action = f"ulimit -n {most} before the start, or LimitNOFILE= in the systemd unit"
     if soft < LOW_FILES:
         return problem("open files", found, action)

@@ -19,7 +19,11 @@ from quire.base.user_path import user_path
 DEFAULT_REVISION = "main"
 MAX_NAME_CHARS = 96  # of ORG/NAME, as the hub limits it
 _NAME = re.compile(r"(?P<repo>[^/@:~]+/[^/@:]+)(?:@(?P<revision>[^:]*))?(?::(?P<file>.*))?", re.S)
-_ADDRESS = re.compile(r"(?:https?://[\w.:-]+/|hf:/*)(?P<repo>[\w.-]+/[\w.-]+)(?:[/?#]|$)", re.A)
+_ADDRESS = re.compile(
+    r"(?:https?://[\w.:-]+/|hf:/*|(?:www\.)?(?:hf\.co|huggingface\.co)/)"
+    r"(?P<name>[\w.-]+/[\w.-]+(?::[\w.-]+)?)(?:[/?#]|$)",
+    re.A,
+)
 _PART = re.compile(r"[A-Za-z0-9_]([\w.-]*[A-Za-z0-9_])?", re.A)
 _REVISION = re.compile(r"[\w.+-]+(/[\w.+-]+)*", re.A)
 
@@ -68,7 +72,7 @@ def required_name(text: str, revision: str | None = None) -> HubName:
         )
     if name is None:
         of_address = _ADDRESS.match(text)
-        hint = f"; did you mean {of_address['repo']}?" if of_address else ""
+        hint = f"; did you mean {of_address['name']}?" if of_address else ""
         raise SettingError(
             f"{show(text)} is not a model's name on the Hugging Face Hub; write ORG/NAME, as in "
             f"Qwen/Qwen3-0.6B, or ORG/NAME:FILE.gguf for a GGUF file{hint}"

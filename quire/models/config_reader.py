@@ -49,8 +49,10 @@ class ConfigReader:
     def __init__(self, values: Mapping[str, Any], *, where: str) -> None:
         self.where = where
         self.problems: list[str] = []
+        self.ids_past: dict[str, tuple[int, ...]] = {}
         self._values = values
         self._seen: set[str] = set()
+        self._unusable: set[str] = set()  # keys with a problem, of which a harmless value was made
 
     def has(self, key: str) -> bool:
         """Is the key there, and not null? Does not mark it as seen."""
@@ -65,9 +67,13 @@ class ConfigReader:
         self._seen.add(key)
         return self._values.get(key)
 
-    def note(self, problem: str) -> None:
-        """Remember a problem; once, though two readers may meet it."""
-        if problem not in self.problems:
+    def note(self, problem: str, *, of: Iterable[str] = ()) -> None:
+        """Remember a problem; once, though two readers may meet it.
+
+        of: the keys whose values the problem is about, beyond the one it names. It is not noted
+        where one of them has a problem of its own: its value is made up then.
+        """
+        if problem not in self.problems and self._unusable.isdisjoint(of):
             self.problems.append(problem)
 
     def whole(self, key: str, low: int, high: int, *, default: int | None = None) -> int:
@@ -117,7 +123,8 @@ class ConfigReader:
         """Token ids: one, a list of several, or none where the key is absent.
 
         past: an id past the vocabulary, which the model can neither read nor write, is left out
-        (a library's default that was never set for a small vocabulary), not a problem.
+        (a library's default that was never set for a small vocabulary), not a problem; `ids_past`
+        has it.
         """
         value = self.take(key)
         if value is None:
@@ -130,6 +137,7 @@ class ConfigReader:
             if token_id < 0 or (token_id >= vocab_size and not past):
                 self._wrong(key, token_id, f"an id from 0 to {vocab_size - 1} (vocab_size)")
                 return ()
+        self.ids_past[key] = tuple(id_ for id_ in listed if id_ >= vocab_size)
         return tuple(dict.fromkeys(id_ for id_ in listed if id_ < vocab_size))
 
     def section(self, key: str) -> ConfigReader | None:
@@ -182,7 +190,9 @@ class ConfigReader:
         if default is not None:
             return default
         self.note(f"{key} is missing; {allowed} is needed")
+        self._unusable.add(key)
         return fallback
 
     def _wrong(self, key: str, value: Any, allowed: str) -> None:
         self.note(f"{key} is {show(value)}; {allowed} is allowed")
+        self._unusable.add(key)

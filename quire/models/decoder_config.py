@@ -17,7 +17,7 @@ from quire.models.config_reader import ConfigReader
 from quire.models.fp8_config import read_quantization
 from quire.models.passed_over import FIXED, PASSED_OVER, SAMPLING_DEFAULTS, SAMPLING_ELSEWHERE
 from quire.models.refusals import code_problem
-from quire.models.rope_reader import check_rotated_columns, read_rope
+from quire.models.rope_reader import HEAD_DIM_KEYS, check_rotated_columns, read_rope
 from quire.models.spec import (
     AttentionSpec,
     EmbeddingSpec,
@@ -103,9 +103,11 @@ def read_decoder(
     num_layers = config.whole(names["num_hidden_layers"], 1, 10_000)
     is_tied = config.flag("tie_word_embeddings", default=default_tied)
     dtype = read_dtype(config)
+    eos_ids = config.ids("eos_token_id", vocab_size, past=True)
     generation = GenerationSpec(
         bos_ids=config.ids("bos_token_id", vocab_size, past=True),
-        eos_ids=config.ids("eos_token_id", vocab_size, past=True),
+        eos_ids=eos_ids,
+        warnings=eos_warnings(config, vocab_size, eos_ids),
     )
 
     mlp = _complete(mlp, {"size": lambda: config.whole("intermediate_size", 1, 2**22)})
@@ -180,7 +182,8 @@ def read_layer_windows(
     if not is_list or len(types) != num_layers or not set(types) <= set(allowed):
         config.note(
             f"layer_types is {show(types)}; a list of num_hidden_layers {num_layers} entries, each "
-            f"{windowed!r} or {plain!r}, is allowed"
+            f"{windowed!r} or {plain!r}, is allowed",
+            of=("num_hidden_layers",),
         )
         return ()
     if windowed in types and not window:
@@ -194,7 +197,8 @@ def _read_kv_heads(config: ConfigReader, num_heads: int) -> int:
     if num_heads % num_kv_heads:
         config.note(
             f"num_attention_heads is {num_heads}, not a multiple of num_key_value_heads "
-            f"{num_kv_heads}; each key-value head serves the same number of heads"
+            f"{num_kv_heads}; each key-value head serves the same number of heads",
+            of=("num_attention_heads", "num_key_value_heads"),
         )
     return num_kv_heads
 
@@ -225,14 +229,35 @@ def _read_head_dim(config: ConfigReader, hidden_size: int, num_heads: int, defau
     elif hidden_size % num_heads:
         config.note(
             f"hidden_size is {hidden_size}, not a multiple of num_attention_heads {num_heads}, "
-            "and there is no head_dim; give head_dim"
+            "and there is no head_dim; give head_dim",
+            of=HEAD_DIM_KEYS,
         )
         return 2
     else:
         head_dim = hidden_size // num_heads
     if head_dim % 2:
-        config.note(f"head_dim is {head_dim}; rotary angles need an even number")
+        config.note(f"head_dim is {head_dim}; rotary angles need an even number", of=HEAD_DIM_KEYS)
     return head_dim
+
+
+def eos_warnings(
+    config: ConfigReader, vocab_size: int, eos_ids: tuple[int, ...]
+) -> tuple[str, ...]:
+    """Return what to say of ids of eos_token_id that the model does not have. eos_ids: those that
+    end an answer."""
+    past = config.ids_past.get("eos_token_id", ())
+    if not past:
+        return ()
+    effect = (
+        f"answers end with {', '.join(map(str, eos_ids))} only"
+        if eos_ids
+        else "no token ends an answer: it goes on to max_tokens, a stop string or the end of the "
+        "context"
+    )
+    return (
+        f"{config.where}: eos_token_id holds {', '.join(map(str, past))}, and the model has ids "
+        f"from 0 to {vocab_size - 1} (vocab_size), so {effect}; correct eos_token_id",
+    )
 
 
 def read_dtype(config: ConfigReader) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import read_decoder, read_layer_windows
-from quire.models.expert_config import MAX_EXPERTS, read_experts
+from quire.models.expert_config import COUNTS, MAX_EXPERTS, read_experts
 from quire.models.spec import ExpertsSpec, ModelSpec
 from quire.program.forms import RouterScore
 
@@ -62,7 +62,8 @@ def _read_experts(config: ConfigReader) -> ExpertsSpec:
         config.note(
             f"{experts.top_k} of {experts.num_experts} experts in {experts.top_groups} of "
             f"{experts.groups} groups (n_group, topk_group) cannot be chosen; groups of equal "
-            "size that hold enough experts are needed"
+            "size that hold enough experts are needed",
+            of=("n_group", "topk_group", "num_experts_per_tok", *COUNTS),
         )
     return experts
 

@@ -36,7 +36,10 @@ def read_experts(
     num_experts = _read_count(config)
     top_k = config.whole("num_experts_per_tok", 1, MAX_EXPERTS)
     if top_k > num_experts:
-        config.note(f"num_experts_per_tok is {top_k}; there are {num_experts} experts")
+        config.note(
+            f"num_experts_per_tok is {top_k}; there are {num_experts} experts",
+            of=("num_experts_per_tok", *COUNTS),
+        )
     return ExpertsSpec(
         layers=layers,
         num_experts=num_experts,

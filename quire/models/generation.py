@@ -15,6 +15,7 @@ from typing import Any
 from quire.base.sampling_checks import MAX_REPEAT_TOKENS
 from quire.base.show import show
 from quire.models.config_reader import ConfigReader, load_config
+from quire.models.decoder_config import eos_warnings
 from quire.models.spec import GenerationSpec, ModelSpec
 
 # Bookkeeping; length limits that the context length already sets; what only training reads; how
@@ -137,9 +138,14 @@ def with_generation_defaults(spec: ModelSpec, path: Path) -> ModelSpec:
     ]
     banned += _bad_words(reader, spec.vocab_size, eos_ids or spec.generation.eos_ids)
     reader.finish()
+    ending = eos_ids or spec.generation.eos_ids
     generation = GenerationSpec(
         bos_ids=bos_ids or spec.generation.bos_ids,
-        eos_ids=eos_ids or spec.generation.eos_ids,
+        eos_ids=ending,
+        warnings=(
+            *eos_warnings(reader, spec.vocab_size, ending),
+            *(() if eos_ids else spec.generation.warnings),
+        ),
         defaults=defaults,
         banned_sequences=tuple(dict.fromkeys(banned)),
     )

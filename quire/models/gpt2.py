@@ -52,7 +52,10 @@ def read_gpt2(config: ConfigReader, architecture: str) -> ModelSpec:
     hidden_size = config.whole("n_embd", 1, 2**20)
     num_heads = config.whole("n_head", 1, 2**16)
     if hidden_size % num_heads:
-        config.note(f"n_embd is {hidden_size}, not a multiple of n_head {num_heads}; it must be")
+        config.note(
+            f"n_embd is {hidden_size}, not a multiple of n_head {num_heads}; it must be",
+            of=("n_embd", "n_head"),
+        )
     is_scaled = config.flag("scale_attn_weights", default=True)
     return read_decoder(
         config,

@@ -17,7 +17,11 @@ from quire.models.foreign_folders import what_else
 
 EMBEDDING = "token_embd.weight"  # of a GGUF file
 # As a Path has it, with one slash of two.
-_ADDRESS = re.compile(r"(?:https?|hf):/+(?:[^/]*\.[^/]*/+)?(?P<name>[^/]+/[^/?#]+)?")
+_ADDRESS = re.compile(
+    r"(?:(?:https?|hf):/+(?:[^/]*\.[^/]*/+)?|(?:www\.)?(?:hf\.co|huggingface\.co)/+)"
+    r"(?P<name>[^/]+/[^/?#]+)?"
+)
+_OLLAMA = re.compile(r"[a-z0-9][\w.-]*:[\w.-]+")
 
 
 def box_path() -> Path:
@@ -57,7 +61,14 @@ def check_model_folder(folder: Path) -> None:
         if (address := _ADDRESS.match(str(folder))) is not None:
             raise ConfigError(
                 f"{_as_address(folder)}: this is an address; give the model's name: "
-                f"{address['name'] or 'ORG/NAME'}, which `quire pull` has downloaded"
+                f"{_pulled(address['name'] or 'ORG/NAME')}"
+            )
+        if _OLLAMA.fullmatch(str(folder)):
+            raise ConfigError(
+                f"{folder}: there is no such directory, and names of this form are Ollama's; take "
+                "the model from the Hugging Face Hub by its name there: `quire pull ORG/NAME`, "
+                "then `quire serve ORG/NAME`, both with :Q4_K_M for a quantization of a GGUF "
+                "repository (docs/coming-from-ollama.md)"
             )
         raise ConfigError(
             f"{folder}: no such folder; give a folder with config.json and *.safetensors, "
@@ -74,6 +85,10 @@ def check_model_folder(folder: Path) -> None:
     if is_present(folder / "config.json"):
         return
     raise ConfigError(f"{folder}: there is no config.json; {what_else(folder)}")
+
+
+def _pulled(name: str) -> str:
+    return f"{name}, as in `quire pull {name}`, then `quire serve {name}`"
 
 
 def _as_address(path: Path) -> str:

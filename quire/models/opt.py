@@ -34,7 +34,8 @@ def read_opt(config: ConfigReader, architecture: str) -> ModelSpec:
     if hidden_size % num_heads:
         config.note(
             f"hidden_size is {hidden_size}, not a multiple of num_attention_heads {num_heads}; "
-            "it must be"
+            "it must be",
+            of=("hidden_size", "num_attention_heads"),
         )
     # Galactica's checkpoints say these; other values belong to code that is not transformers'.
     config.require("learned_embeddings", (True,), "only learned positions are supported")

@@ -17,6 +17,8 @@ from quire.models.config_reader import ConfigReader
 from quire.models.rope import yarn_attention_scale
 from quire.models.spec import RopeSettings
 
+# What the width of a head follows from.
+HEAD_DIM_KEYS = ("head_dim", "hidden_size", "num_attention_heads")
 # What a configuration calls a kind, and what it is here ("su" is what Phi-3 first called longrope).
 KINDS: Mapping[str, str] = MappingProxyType(
     {
@@ -108,13 +110,15 @@ def check_rotated_columns(config: ConfigReader, rope: RopeSettings, head_dim: in
     if rotated < least or (rope.rotary_share != 1 and rotated % 2):
         config.note(
             f"{rotated} columns of a head would be rotated (head_dim {head_dim}, "
-            f"partial_rotary_factor {rope.rotary_share:g}); an even number from {least} is needed"
+            f"partial_rotary_factor {rope.rotary_share:g}); an even number from {least} is needed",
+            of=HEAD_DIM_KEYS,
         )
     for name, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
         if rope.kind == "longrope" and factors and len(factors) != rotated // 2:
             config.note(
                 f"{name} has {len(factors)} numbers; one for each of the {rotated // 2} rotated "
-                "pairs of a head is needed"
+                "pairs of a head is needed",
+                of=HEAD_DIM_KEYS,
             )
 
 

@@ -31,24 +31,14 @@ from quire.runner.batch_builder import SampledRows
 from quire.runner.drafts import drop_after_mismatch, take_back_drafts
 from quire.runner.grammar_rows import NO_FOLLOW
 from quire.runner.logprobs import ScoredRows, joined_scores, stacked
+from quire.runner.row_errors import row_errors
 from quire.runner.slot_tables import SlotTables
-from quire.runner.token_runs import TokenRuns, cut_runs, first_messages
+from quire.runner.token_runs import TokenRuns, cut_runs
 from quire.sampling.batch import TokenChoice
 
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
 _Number = TypeVar("_Number", np.int32, np.float32)
-ROW_FAILED = (
-    "there is no token to choose: the row's logits hold NaN or infinity, or what is banned (stop "
-    "tokens before min_tokens, bad words, n-grams that came already) and what is allowed leave none"
-)
-BANNED_ALL = (
-    "there is no token to choose: the row's logits hold NaN or infinity, or all that the grammar "
-    "allows here is banned (bad words, allowed_token_ids, n-grams that came already, stop tokens "
-    "before min_tokens); ban less, or allow more in the grammar"
-)
-
-
 NO_MESSAGES: Mapping[int, str] = MappingProxyType({})
 
 
@@ -119,7 +109,9 @@ def step_result(
         scores=None if scored is None else scored.scores,
         complete=runs.complete,
         candidates=choice.candidates,
-        errors=() if failed is None else _errors(failed, plan, tables, sampled, computed, unsure),
+        errors=()
+        if failed is None
+        else row_errors(failed, plan, tables, sampled, computed, unsure),
     )
 
 
@@ -152,29 +144,6 @@ def _failed_rows(plan: StepPlan, sampled: SampledRows, computed: Computed) -> Bo
     failed[sampled.rows[token_ids[sampled.firsts()] < 0]] = True
     failed[list(computed.broken)] = True
     return failed
-
-
-def _errors(
-    failed: Bools,
-    plan: StepPlan,
-    tables: SlotTables,
-    sampled: SampledRows,
-    computed: Computed,
-    unsure: Mapping[int, str],
-) -> tuple[RowError, ...]:
-    """Return the errors of the `failed` rows [N]. unsure: messages by sampled position, of tokens
-    that a grammar or a stop watch could not judge."""
-    messages = {**computed.no_mask, **unsure}
-    reasons: dict[int, str] = {}
-    if computed.has_grammar or messages:
-        rows = np.unique(sampled.rows)
-        reasons |= dict.fromkeys(rows[tables.grammars.has[plan.slots[rows]]].tolist(), BANNED_ALL)
-        reasons |= first_messages(messages, sampled)
-    reasons |= computed.broken
-    return tuple(
-        RowError(row=row, message=reasons.get(row, ROW_FAILED))
-        for row in failed.nonzero()[0].tolist()
-    )
 
 
 def no_rows(plan: StepPlan) -> StepResult:

@@ -1,8 +1,7 @@
 """Validate the messages of a conversation.
 
-Roles are system, developer (passed to templates as system), user, assistant and tool; content is
-text or a list of text parts; other keys of a message are passed to the template unchanged. Knows no
-template, no tokens and no HTTP.
+Content is text or a list of text parts; the role developer becomes system; other keys of a message
+are passed to the template unchanged. Knows no template, no tokens and no HTTP.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
-from quire.text.message_calls import check_calls
+from quire.text.message_calls import check_calls, check_results
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _EXAMPLE = '{"role": "user", "content": "Hello"}'
@@ -27,7 +26,10 @@ def checked_messages(messages: Any) -> list[dict[str, Any]]:
             f"[{_EXAMPLE}]",
             param="messages",
         )
-    return [_checked(at, message) for at, message in enumerate(messages)]
+    checked = [_checked(at, message) for at, message in enumerate(messages)]
+    if any(message["role"] == "tool" for message in checked):
+        check_results(checked)
+    return checked
 
 
 def _found(value: Any) -> str:

@@ -2,10 +2,9 @@
 
 The `tokenizers` library does the merging; this module decides which special tokens surround a text
 (tokenizer_config.json overrides the post-processor), which ids are special, and how ids become text
-(detokenizer.py, the same whole or streamed). It never truncates, pads or applies
-dropout. Of the model it knows only the number of ids. Fields of tokenizer_config.json for other
-tokenizer classes are ignored, among them clean_up_tokenization_spaces: streamed text cannot be
-cleaned up afterwards.
+(detokenizer.py, the same whole or streamed). It never truncates, pads or applies dropout. Of the
+model it knows only the number of ids. Fields of tokenizer_config.json for other classes are
+ignored, among them clean_up_tokenization_spaces: streamed text cannot be cleaned up afterwards.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ class Tokenizer:
 
     vocab_size: number of ids, of the model if given (its table is often padded beyond the
     tokenizer; such ids have no text). special_tokens: by role, as chat templates expect them
-    (bos_token, eos_token, ...). bos_id and eos_id are None if there is none.
+    (bos_token, eos_token, ...). bos_id and eos_id are None if there is none. without_row: tokens
+    beyond vocab_size, by id.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Tokenizer:
         self.special_tokens = named_tokens(config)
         added = backend.get_added_tokens_decoder()
         vocabulary = backend.get_vocab(with_added_tokens=True)
-        self._without_row = tokens_past_model(vocabulary, added, vocab_size)
+        self.without_row = tokens_past_model(vocabulary, added, vocab_size)
         self.vocab_size = vocab_size or 1 + max(vocabulary.values(), default=-1)
         self.special_ids = frozenset(
             id_ for id_, token in added.items() if token.special and id_ < self.vocab_size
@@ -73,7 +73,7 @@ class Tokenizer:
         self._before, self._after = surroundings(
             backend, config, bos_id=self.bos_id, eos_id=self.eos_id
         )
-        check_rows((*self._before, *self._after), self._without_row, self.vocab_size)
+        check_rows((*self._before, *self._after), self.without_row, self.vocab_size)
         decoder = backend.decoder
         self.pieces = PieceTable(
             backend.id_to_token,
@@ -132,7 +132,7 @@ class Tokenizer:
             if is_library_error(error):
                 raise _unencodable(error) from error
             raise
-        if self._without_row:
+        if self.without_row:
             self._check_rows(ids)
         return [*self._before, *ids, *self._after] if add_special_tokens else ids
 
@@ -167,9 +167,9 @@ class Tokenizer:
 
     def _check_rows(self, ids: Iterable[int]) -> None:
         for id_ in ids:
-            if id_ in self._without_row:
+            if id_ in self.without_row:
                 raise InvalidParameter(
-                    f"the text spells the token {self._without_row[id_]!r} of id {id_}, and the "
+                    f"the text spells the token {self.without_row[id_]!r} of id {id_}, and the "
                     f"model has ids up to {self.vocab_size - 1} only; take it out of the text",
                     param="prompt",
                 )

@@ -18,6 +18,7 @@ import pytest
 from numpy.typing import NDArray
 
 from quire import LLM, SamplingParams
+from quire.base.errors import StepRowError
 from quire.base.grammar import choice, regex
 from quire.base.records import FinishReason
 from quire.models.model_folder import box_path
@@ -252,7 +253,10 @@ def test_fewer_answers_than_beams_are_returned_with_a_reason_for_the_others(llm:
         allowed_token_ids=(300, 301),
         no_repeat_ngram_size=1,
     )
-    outputs = llm.generate([PROMPT], sampling)[0].outputs
+    plain = SamplingParams(max_tokens=1)
+    outputs = llm.generate([PROMPT, PROMPT], [sampling, plain])[0].outputs
     # Each of the two once: nothing can follow the second, which reached no end.
     assert [one.finish_reason for one in outputs] == [FinishReason.ERROR] * 4
     assert "0 sequences for 4 streams" in (outputs[0].error or "")
+    with pytest.raises(StepRowError, match="0 sequences for 4 streams"):
+        llm.generate([PROMPT], sampling)

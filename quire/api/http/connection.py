@@ -26,7 +26,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from quire.api.http.connection_ends import PROBE, BegunTransport, CloseDelimited, is_reset
 from quire.api.http.dialect import Dialect
 from quire.api.http.errors import HEAD_TOO_LARGE
-from quire.api.http.refusal import TLS_HANDSHAKE, TLS_REPORT, refusal
+from quire.api.http.refusal import FULL_REPORT, TLS_HANDSHAKE, TLS_REPORT, refusal
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 128
@@ -81,7 +81,6 @@ class ConnectionTable:
             state: {} for state in ConnectionState
         }
         self._states: dict[Evictable, ConnectionState] = {}
-        self.num_evicted = 0
 
     def __len__(self) -> int:
         return len(self._states)
@@ -120,7 +119,8 @@ class ConnectionTable:
         """Close the connection that has been in `state` the longest."""
         connection = next(iter(self._by_state[state]))
         self.remove(connection)
-        self.num_evicted += 1
+        if state is not ConnectionState.IDLE:  # its client expects an answer
+            FULL_REPORT.add()
         connection.evict()
 
 
@@ -251,8 +251,7 @@ class Connection(HttpToolsProtocol):
                 self.timeout_keep_alive, self.transport.abort
             )
         is_between = self._in_head and self._head_timer is None
-        state = ConnectionState.IDLE if is_between else ConnectionState.HEAD
-        OPEN_CONNECTIONS.move(self, state)
+        OPEN_CONNECTIONS.move(self, ConnectionState.IDLE if is_between else ConnectionState.HEAD)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         """Called by uvicorn for each request; HTTP/1.0 has no chunked encoding."""

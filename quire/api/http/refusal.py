@@ -1,7 +1,8 @@
 """Refusals before there is a request: heads that cannot be read, and HTTP or TLS at the wrong port.
 
-A client that speaks TLS cannot read an answer in plain text, so the server's log says what is
-wrong: one line a minute at most, however many such clients there are. Knows no route.
+A client that speaks TLS cannot read an answer in plain text, and one that is disconnected for want
+of file descriptors gets none, so the server's log says what is wrong: one line a minute at most for
+each cause, however many such clients there are. Knows no route.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ def refusal_of_http(dialect: Dialect) -> bytes:
     return refusal(dialect, b"400 Bad Request", message)
 
 
-class TlsReport:
-    """Logs clients that speak TLS at a port of plain HTTP."""
+class ConnectionReport:
+    """Logs connections that end without an answer, with the text of one cause."""
 
-    def __init__(self, log: Log, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._log, self._now_s = log, now_s
+    def __init__(self, log: Log, text: str, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._log, self._text, self._now_s = log, text, now_s
         self._num_connections = 0
         self._next_s = 0.0
 
@@ -50,12 +51,17 @@ class TlsReport:
         self._num_connections += 1
         now_s = self._now_s()
         if now_s >= self._next_s:
-            self._log.warning(
-                "a client speaks HTTPS at a port of plain HTTP; use http:// in its address, or "
-                "serve HTTPS with --tls-cert and --tls-key",
-                connections=self._num_connections,
-            )
+            self._log.warning(self._text, connections=self._num_connections)
             self._num_connections, self._next_s = 0, now_s + _REPORT_S
 
 
-TLS_REPORT = TlsReport(Log("server"))
+TLS_REPORT = ConnectionReport(
+    Log("server"),
+    "a client speaks HTTPS at a port of plain HTTP; use http:// in its address, or serve HTTPS "
+    "with --tls-cert and --tls-key",
+)
+FULL_REPORT = ConnectionReport(
+    Log("server"),
+    "connections were closed without an answer: the limit on open files leaves room for no more; "
+    "raise it before the start, as in `ulimit -n 4096`, or with LimitNOFILE= in a systemd unit",
+)

@@ -39,7 +39,9 @@ def listen(config: ServerConfig, *, has_tenants: bool = False) -> socket.socket:
             "with --api-key, --api-key-file or a file of --tenants, or --insecure to accept every "
             "request, or listen on 127.0.0.1"
         )
-    return _listen_at(config.host, config.port, flag="--port")
+    return _listen_at(
+        config.host, config.port, flag="--port", is_of_admins=config.port == config.admin_port
+    )
 
 
 def listen_for_admins(config: ServerConfig) -> socket.socket | None:
@@ -81,7 +83,8 @@ def _resolved(host: str, port: int) -> tuple[int, int, int, Any]:
     return family, kind, protocol, address
 
 
-def _listen_at(host: str, port: int, *, flag: str) -> socket.socket:
+def _listen_at(host: str, port: int, *, flag: str, is_of_admins: bool = False) -> socket.socket:
+    """Return a socket. is_of_admins: this server's socket for admins is at that port already."""
     family, kind, protocol, address = _resolved(host, port)
     listening = socket.socket(family, kind, protocol)
     try:
@@ -90,6 +93,12 @@ def _listen_at(host: str, port: int, *, flag: str) -> socket.socket:
         listening.listen(_BACKLOG)
     except OSError as error:
         listening.close()
+        if is_of_admins and port and error.errno == errno.EADDRINUSE:
+            raise SettingError(
+                f"port and admin_port are both {port}; give admin_port another port, or leave it "
+                "out: admin routes are then at the main port, for local clients or with an admin "
+                "key"
+            ) from error
         raise SettingError(_why(error, host, port, flag)) from error
     listening.setblocking(False)
     return listening

@@ -156,6 +156,8 @@ def _assembled(
     num_threads = num_compute_threads(config.executor.num_threads)
     pack_cache, max_drafts = _pack_cache(config.executor), max_draft_tokens(config)
     model = _sized_model(config)
+    for warning in model.spec.generation.warnings:
+        Log("engine").warning(warning)
     memory, program = model.memory, model.program
     executor = _loaded_executor(config, model, progress, pack_cache, num_threads)
     num_layers = executor.num_layers if isinstance(executor, LayeredExecutor) else 0
@@ -230,6 +232,11 @@ def _sized_model(config: EngineConfig) -> _SizedModel:
 
     Raises where the executor cannot compute the model, or the memory has no room for it.
     """
+    if config.cache.kv_cache_dtype == "fp8" and config.executor.executor == "native":
+        raise SettingError(
+            "kv_cache_dtype is 'fp8', which executor native (CPUs) does not have; it has auto, "
+            "f32, bf16 and int8, which takes as much memory; fp8 needs executor torch (GPUs)"
+        )
     folder = model_folder(config.model)
     spec = open_model(folder)
     checkpoint = open_checkpoint(folder)

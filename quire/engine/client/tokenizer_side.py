@@ -13,6 +13,7 @@ from typing import Any
 from quire import _native
 from quire.base.errors import InvalidParameter, QuireError, TokenizerError
 from quire.base.gguf_open import gguf_read_once
+from quire.base.log import Log
 from quire.base.show import show
 from quire.config.groups import ModelConfig
 from quire.engine.assembly.model_files import model_folder
@@ -21,6 +22,9 @@ from quire.text.chat_template import ChatTemplate
 from quire.text.messages import checked_messages
 from quire.text.tokenizer import Tokenizer
 
+_TOOL = '{"type": "function", "function": {"name": "...", "parameters": {...}}}'
+_DOCUMENT = '{"title": "...", "text": "..."}'
+_MAX_NAMED = 4  # tokens in a warning
 _ARGUMENTS = (
     "add_generation_prompt",
     "continue_final_message",
@@ -50,9 +54,24 @@ def load_tokenizer_side(config: ModelConfig) -> TokenizerSide:
         except QuireError:
             _check_supported(folder)
             raise
+    if tokenizer.without_row:
+        _warn_of_tokens_past_model(folder, tokenizer)
     # A large tokenizer's file is many times what stays of it.
     _native.give_back_freed_memory()
     return TokenizerSide(tokenizer=tokenizer, template=template)
+
+
+def _warn_of_tokens_past_model(folder: Path, tokenizer: Tokenizer) -> None:
+    """Log which tokens a text may not contain, before a request does."""
+    named = [f"{token!r} ({id_})" for id_, token in sorted(tokenizer.without_row.items())]
+    more = f" and {len(named) - _MAX_NAMED} more" if len(named) > _MAX_NAMED else ""
+    Log("tokenizer").warning(
+        "the tokenizer has tokens that the model has no ids for; a text that contains one is "
+        "refused: take tokenizer and model from the same checkpoint",
+        model=str(folder),
+        tokens=", ".join(named[:_MAX_NAMED]) + more,
+        vocab_size=tokenizer.vocab_size,
+    )
 
 
 def _check_supported(folder: Path) -> None:
@@ -60,6 +79,30 @@ def _check_supported(folder: Path) -> None:
     from quire.models.registry import open_model  # all architectures
 
     open_model(folder)
+
+
+def _check_objects(name: str, given: object) -> None:
+    """Raise InvalidParameter unless it is a list of objects, or nothing."""
+    example = {"tools": _TOOL, "documents": _DOCUMENT}[name]
+    if not isinstance(given, list | tuple | None):
+        raise InvalidParameter(
+            f"{name} is {show(given)}; a list of objects such as {example} is allowed", param=name
+        )
+    for at, entry in enumerate(given or ()):
+        if not isinstance(entry, Mapping):
+            raise InvalidParameter(
+                f"{name}[{at}] is {show(entry)}; an object such as {example} is allowed",
+                param=name,
+            )
+        function = entry.get("function", entry)
+        if name == "tools" and not (
+            isinstance(function, Mapping) and isinstance(function.get("name"), str)
+        ):
+            raise InvalidParameter(
+                f"{name}[{at}] is {show(entry)}, without the name of a function; an object such as "
+                f"{example} is allowed",
+                param=name,
+            )
 
 
 def rendered(
@@ -85,6 +128,8 @@ def rendered(
         )
     variables |= more
     given = {name: variables.pop(name) for name in _ARGUMENTS if name in variables}
+    for argument in ("tools", "documents"):
+        _check_objects(argument, given.get(argument))
     tools, name = given.get("tools") or None, given.get("chat_template")
     template.check_variables(variables, tools=tools, chat_template=name)
     for argument in ("tools", "documents"):

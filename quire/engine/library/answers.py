@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.base.cache_usage import CacheUsage
+from quire.base.errors import StepRowError
 from quire.base.records import FinishReason, Request
 from quire.base.sampling_params import SamplingParams
 from quire.engine.output.answer_parser import AnswerReading
@@ -60,6 +61,11 @@ class Answer:
     prompt_ids: tuple[int, ...]
     outputs: tuple[Completion, ...]
     prompt_logprobs: Sequence[TokenText | None] = ()
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """prompt_ids by its name in vLLM."""
+        return self.prompt_ids
 
     @property
     def text(self) -> str:
@@ -125,6 +131,18 @@ class GenerateCall:
             outputs=tuple(_completion(deltas, self._hearing) for deltas in self._deltas),
             prompt_logprobs=self._prompt_logprobs,
         )
+
+
+def check_any_succeeded(answers: Sequence[Answer]) -> None:
+    """Raise StepRowError if every completion failed before its first token.
+
+    Otherwise failures are in Completion.error: what the others have is not lost.
+    """
+    outputs = [one for answer in answers for one in answer.outputs]
+    if not outputs or any(one.error is None or one.token_ids for one in outputs):
+        return
+    several = f"all {len(answers)} prompts failed; the first: " if len(answers) > 1 else ""
+    raise StepRowError(f"{several}{outputs[0].error}")
 
 
 def _completion(deltas: Sequence[TextDelta], hearing: AnswerReading | None) -> Completion:

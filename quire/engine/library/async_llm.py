@@ -19,11 +19,11 @@ from typing import Any
 
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
-from quire.config.flags import engine_config
+from quire.config.flags import engine_config, keywords_in_errors
 from quire.engine.client.engine_client import EngineClient
 from quire.engine.client.request_builder import default_sampling
 from quire.engine.client.tokenizer_side import TokenizerSide, rendered
-from quire.engine.library.prompts import Message, Prompt, listed
+from quire.engine.library.prompts import Message, Prompt, listed, misplaced, misplaced_sampling
 from quire.engine.output.answer_parser import answer_reading_of
 from quire.engine.output.output_stream import PLAIN_TEXT, TextDelta, TextRules
 from quire.hub.cache import with_local_model
@@ -37,7 +37,8 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | os.PathLike[str] = "", **settings: Any) -> None:
-        config = with_local_model(engine_config({"model": model, **settings}))
+        with keywords_in_errors():
+            config = with_local_model(engine_config({"model": model, **settings}))
         self._client = EngineClient.in_process(config)
         self._is_ready = False
 
@@ -49,7 +50,8 @@ class AsyncLLM:
     async def start(self) -> AsyncLLM:
         """Wait until the model is loaded. Raises SettingError, ModelError or CapacityError."""
         if not self._is_ready:
-            await self._client.ready()
+            with keywords_in_errors():
+                await self._client.ready()
             self._is_ready = True
         return self
 
@@ -60,11 +62,14 @@ class AsyncLLM:
         *,
         terms: SchedulingParams = DEFAULT_SCHEDULING,
         request_id: str | None = None,
+        **unknown: Any,
     ) -> AsyncGenerator[TextDelta, None]:
         """Stream the answer to a prompt (text or token ids); n > 1 interleaves by `index`.
 
         terms: how urgent it is (quire.base.scheduling_params).
         """
+        if unknown:
+            raise misplaced("AsyncLLM.generate", unknown)
         await self.start()
         ids = self._client.tokenizer.encode(prompt) if isinstance(prompt, str) else listed(prompt)
         async with aclosing(self._stream(ids, sampling_params, terms, request_id)) as deltas:
@@ -86,6 +91,7 @@ class AsyncLLM:
         quire.output_parsers.answer_parser.AnswerParser, by `answer_reading_of`
         (quire.engine.output.answer_parser).
         """
+        misplaced_sampling("AsyncLLM.chat", template_settings)
         await self.start()
         text_side = TokenizerSide(tokenizer=self._client.tokenizer, template=self._client.template)
         # A template is a stranger's program, and may take its time.

@@ -25,14 +25,21 @@ from quire.base.gguf_open import gguf_read_once
 from quire.base.sampling_checks import MAX_N
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
-from quire.config.flags import engine_config
+from quire.config.flags import engine_config, keywords_in_errors
 from quire.config.groups import EngineConfig
 from quire.engine.client.open_streams import OpenStreams
 from quire.engine.client.request_builder import default_sampling, make_requests
 from quire.engine.client.thread_link import EngineThread
 from quire.engine.client.tokenizer_side import load_tokenizer_side, rendered
-from quire.engine.library.answers import Answer, GenerateCall
-from quire.engine.library.prompts import Message, Prompt, one_each, prompts_of
+from quire.engine.library.answers import Answer, GenerateCall, check_any_succeeded
+from quire.engine.library.prompts import (
+    Message,
+    Prompt,
+    misplaced,
+    misplaced_sampling,
+    one_each,
+    prompts_of,
+)
 from quire.engine.output.answer_parser import AnswerReading, answer_reading_of
 from quire.engine.output.output_stream import TextDelta
 from quire.engine.process.messages import (
@@ -67,7 +74,10 @@ class LLM:
     """
 
     def __init__(self, model: str | os.PathLike[str] = "", **settings: Any) -> None:
-        config = with_local_model(engine_config({"model": model, **settings}))
+        with keywords_in_errors():
+            self._start(with_local_model(engine_config({"model": model, **settings})))
+
+    def _start(self, config: EngineConfig) -> None:
         self._clock = Clock()
         self._inbox: queue.SimpleQueue[FromEngine] = queue.SimpleQueue()
         self._engine = EngineThread(_with_room_for_any_request(config), self._inbox.put)
@@ -99,6 +109,7 @@ class LLM:
         *,
         terms: SchedulingParams | Sequence[SchedulingParams] | None = None,
         progress: bool | None = None,
+        **unknown: Any,
     ) -> list[Answer]:
         """Answers to the prompts, in their order. A prompt is text or a list of token ids.
 
@@ -108,7 +119,11 @@ class LLM:
         all or one each. progress: a bar on standard error; None shows one on a terminal where
         there are several prompts.
         Raises RequestError before anything runs where a prompt or a parameter cannot be served.
+        A prompt that fails later has its reason in `outputs[0].error`, with finish_reason "error";
+        raises StepRowError where all fail without a token.
         """
+        if unknown:
+            raise misplaced("LLM.generate", unknown)
         return self._generate(
             prompts_of(prompts), sampling_params, terms, progress, special_tokens=True
         )
@@ -131,6 +146,7 @@ class LLM:
         model wrote, marks of reasoning and calls included.
         Raises InvalidParameter, and TokenizerError without a usable template.
         """
+        misplaced_sampling("LLM.chat", template_settings)
         one = isinstance(messages, str) or (len(messages) > 0 and isinstance(messages[0], Mapping))
         conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
         texts = [rendered(self._text, messages, template_settings) for messages in conversations]
@@ -216,7 +232,9 @@ class LLM:
 
             for _ in track(self._finished(jobs), "generating", total=len(jobs)):
                 pass
-        return [job.answer() for job in jobs]
+        answers = [job.answer() for job in jobs]
+        check_any_succeeded(answers)
+        return answers
 
     def _until_ready(self) -> Ready:
         while True:

@@ -10,12 +10,45 @@ from numbers import Integral
 from typing import Any, TypeVar, cast
 
 from quire.base.errors import InvalidParameter
+from quire.base.sampling_params import SamplingParams
 from quire.base.show import show
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
 _Kind = TypeVar("_Kind")
+
+
+# Arguments of other libraries' generate and chat, with what there is here.
+_ELSEWHERE: Mapping[str, str] = {
+    "use_tqdm": "write progress",
+    "priority": "write terms=SchedulingParams(priority=...) (quire.base.scheduling_params)",
+    "lora_request": "there are no LoRA adapters: merge the adapter into the model's weights",
+    "prompt_token_ids": "a prompt is a text or a list of token ids: give the ids as prompts",
+    "chat_template_content_format": "leave it out",
+    "tokenization_kwargs": "give token ids for another tokenization",
+}
+
+
+def misplaced(method: str, named: Mapping[str, object]) -> TypeError:
+    """Return the error of a method for arguments that it does not have."""
+    name, value = next(iter(named.items()))
+    if name in SamplingParams.__dataclass_fields__:
+        hint = f"it is a field of the second argument: SamplingParams({name}={show(value)})"
+    else:
+        hint = _ELSEWHERE.get(name, "leave it out")
+    return TypeError(f"{method} has no argument {name!r}; {hint}")
+
+
+def misplaced_sampling(method: str, named: Mapping[str, object]) -> None:
+    """Raise TypeError for sampling parameters among the settings of a template."""
+    wrong = {
+        name: value
+        for name, value in named.items()
+        if name in _ELSEWHERE or name in SamplingParams.__dataclass_fields__
+    }
+    if wrong:
+        raise misplaced(method, wrong)
 
 
 def one_each(name: str, kind: type[_Kind], given: object, num_prompts: int) -> Sequence[_Kind]:

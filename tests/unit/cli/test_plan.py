@@ -76,7 +76,7 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
         (("--memory", "lots", *H100), "'lots' is not a size in bytes; write it like 512MiB"),
         (
             ("--memory", "0", *H100),
-            "'0' is 0 bytes, which hold no model; write a unit, as in 80GiB",
+            "'0' is 0 bytes, which hold no model; give more, as in 80GiB",
         ),
         (
             ("--memory", "24", *H100),

@@ -25,8 +25,8 @@ def _limit(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int = INFINITE) -> 
 @pytest.mark.parametrize(
     ("soft", "hard", "said"),
     [
-        (20, INFINITE, "`ulimit -n 1024`"),
-        (63, 63, "`ulimit -n 64`"),
+        (20, INFINITE, "`ulimit -n 4096`"),
+        (16, 16, "`ulimit -n 4096`"),
         (20, 512, "`ulimit -n 512`"),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.base.errors import ModelError, SettingError
+from quire.base.errors import SettingError
 from quire.base.sampling_params import SamplingParams
 from quire.engine.library.llm import LLM
 from tests.tiny_models import write_tiny_llama
@@ -56,7 +56,7 @@ def test_an_unknown_precision_is_rejected_with_the_known_ones(folder: Path) -> N
 
 
 def test_fp8_is_rejected_by_the_native_executor_and_runs_in_the_reference(folder: Path) -> None:
-    with pytest.raises(ModelError, match=r"kept in fp8, .* --kv-cache-dtype int8 takes as much"):
+    with pytest.raises(SettingError, match=r"kv_cache_dtype is 'fp8', .* int8, which takes as"):
         LLM(folder, kv_cache_dtype="fp8")
     tokens, told, *_ = answer(folder, kv_cache_dtype="fp8", executor="reference")
     assert (len(tokens), told) == (24, "fp8")

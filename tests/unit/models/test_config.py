@@ -333,6 +333,46 @@ def test_contradictory_or_unsupported_values_are_rejected(
     assert said in refused(tmp_path, **changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_attention_heads": None, "num_key_value_heads": 2}, "num_attention_heads is missing"),
+        ({"num_attention_heads": 0, "num_key_value_heads": 2}, "num_attention_heads is 0"),
+        ({"hidden_size": None, "head_dim": None}, "hidden_size is missing"),
+        ({"head_dim": 1, "rope_scaling": None}, "head_dim is 1"),
+    ],
+)
+def test_a_made_up_value_leads_to_no_further_problem(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    message = refused(tmp_path, **changes)
+    assert said in message
+    assert message.count("\n  - ") == 1
+
+
+@pytest.mark.parametrize(
+    ("of_config", "of_generation", "warnings"),
+    [
+        (1, None, []),
+        (999, None, ["config.json: eos_token_id holds 999, and the model has ids from 0 to 306 "]),
+        (999, 1, []),
+        (1, 999, ["generation_config.json: eos_token_id holds 999, and the model has ids from 0"]),
+        (1, [5, 999], ["so answers end with 5 only; correct eos_token_id"]),
+        (999, 998, ["holds 998", "so no token ends an answer: it goes on to max_tokens"]),
+    ],
+)
+def test_end_ids_past_the_vocabulary_are_warned_of(
+    tmp_path: Path, of_config: Any, of_generation: Any, warnings: list[str]
+) -> None:
+    if of_generation is None:
+        spec = read(tmp_path, eos_token_id=of_config)
+    else:
+        spec = generation(tmp_path, {"eos_token_id": of_generation}, eos_token_id=of_config)
+    found = "\n".join(spec.generation.warnings)
+    assert all(warning in found for warning in warnings)
+    assert bool(found) is bool(warnings)
+
+
 def test_end_ids_past_the_vocabulary_are_ignored(tmp_path: Path) -> None:
     """As in a small GPT-2 with a vocabulary without id 50256."""
     spec = read(tmp_path, bos_token_id=50256, eos_token_id=[307, 5])

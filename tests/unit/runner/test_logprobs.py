@@ -10,7 +10,7 @@ import pytest
 from quire.base.records import Admission, StepPlan, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.runner.model_runner import ModelRunner
-from quire.runner.step_result import ROW_FAILED
+from quire.runner.row_errors import NOT_FINITE
 from tests.unit.runner.scripted_executor import FAILS, ScriptedExecutor
 
 
@@ -120,8 +120,8 @@ def test_a_prompt_row_without_a_distribution_fails_only_its_request() -> None:
         _admission(2, [30, FAILS, 32]),
     )
     assert [(error.row, error.message) for error in result.errors] == [
-        (1, ROW_FAILED),
-        (2, ROW_FAILED),
+        (1, NOT_FINITE),
+        (2, NOT_FINITE),
     ]
     assert _ranks(result) == [[11, 12], [], []]
     assert result.token_counts.tolist() == [1, 0, 0]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from quire.runner.step_result import ROW_FAILED
+from quire.runner.row_errors import NOT_FINITE
 from quire.sampling.batch import SampleBatch
 from tests.unit.runner.plans import BLOCK_SIZE, admission_of, ints, plan_of, runner_of
 from tests.unit.runner.scripted_executor import ScriptedExecutor, next_ids
@@ -159,7 +159,7 @@ def test_a_failed_row_ends_alone() -> None:
     assert result.token_counts.tolist() == [1, 0, 0, 1]
     assert result.token_ids.tolist() == [3, 4]
     assert len(result.logprobs) == len(result.top_ids) == 0  # no request asks for any
-    assert [(error.row, error.message) for error in result.errors] == [(2, ROW_FAILED)]
+    assert [(error.row, error.message) for error in result.errors] == [(2, NOT_FINITE)]
     assert runner.tables.tokens.lengths[:4].tolist() == [4, 4, 4, 5]
 
 

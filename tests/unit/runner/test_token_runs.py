@@ -13,8 +13,8 @@ from quire.base.grammar import Grammar, GrammarKind
 from quire.base.token_table import TokenTable
 from quire.runner.batch_builder import sampled_rows
 from quire.runner.grammar_rows import Follow, GrammarRows
+from quire.runner.row_errors import NOT_FINITE
 from quire.runner.slot_tables import SlotTables
-from quire.runner.step_result import ROW_FAILED
 from quire.runner.token_runs import TokenRuns, cut_runs
 from quire.sampling.batch import TokenChoice
 from quire.structured.matcher import MatcherError, TrackerError
@@ -63,7 +63,7 @@ def test_a_row_fails_with_its_first_position() -> None:
     result = runner.collect(runner.submit(plan))
     assert result.token_counts.tolist() == [0, 1]
     assert result.token_ids.tolist() == [4]
-    assert [(error.row, error.message) for error in result.errors] == [(0, ROW_FAILED)]
+    assert [(error.row, error.message) for error in result.errors] == [(0, NOT_FINITE)]
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from quire.api.http import connection
-from quire.api.http.connection import Connection
-from quire.api.http.refusal import TlsReport
+from quire.api.http.connection import Connection, ConnectionState, ConnectionTable
+from quire.api.http.refusal import FULL_REPORT, TLS_REPORT, ConnectionReport
 from quire.api.openai.dialect import OPENAI
+from quire.api.server import warn_of_few_connections
 from quire.base.log import Log
 
 
@@ -56,7 +57,7 @@ def test_tls_at_a_plain_port_is_refused_and_logged_once_a_minute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lines, now_s = io.StringIO(), [100.0]
-    report = TlsReport(Log("server", lines), lambda: now_s[0])
+    report = ConnectionReport(Log("server", lines), TLS_REPORT._text, lambda: now_s[0])
     monkeypatch.setattr(connection, "TLS_REPORT", report)
 
     async def exchange() -> None:
@@ -73,3 +74,37 @@ def test_tls_at_a_plain_port_is_refused_and_logged_once_a_minute(
     assert "use http:// in its address, or serve HTTPS with --tls-cert" in first
     assert first.endswith("connections=1")
     assert second.endswith("connections=3")
+
+
+class _Client:
+    def evict(self) -> None:
+        pass
+
+
+def test_connections_closed_without_an_answer_are_logged_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines, now_s = io.StringIO(), [100.0]
+    report = ConnectionReport(Log("server", lines), FULL_REPORT._text, lambda: now_s[0])
+    monkeypatch.setattr(connection, "FULL_REPORT", report)
+    table = ConnectionTable(lambda: 1)
+    table.add(_Client(), ConnectionState.IDLE)
+    table.add(_Client(), ConnectionState.HEAD)  # evicts the idle one, which expects nothing
+    assert not lines.getvalue()
+    for now_s[0] in (100.0, 130.0, 161.0):
+        table.add(_Client(), ConnectionState.HEAD)
+    first, second = lines.getvalue().splitlines()
+    assert "as in `ulimit -n 4096`" in first
+    assert first.endswith("connections=1")
+    assert second.endswith("connections=2")
+
+
+@pytest.mark.parametrize(("limit", "warns"), [(1, True), (448, True), (960, False)])
+def test_a_low_limit_on_open_files_is_logged_with_what_it_leaves(
+    limit: int, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = io.StringIO()
+    monkeypatch.setattr("quire.api.server.max_connections", lambda: limit)
+    warn_of_few_connections(Log("server", lines))
+    assert lines.getvalue().endswith(f"max_connections={limit}\n" if warns else "")
+    assert ("`ulimit -n 4096`" in lines.getvalue()) is warns

@@ -48,6 +48,17 @@ def test_the_path_of_a_dead_server_is_reused(tmp_path: Path) -> None:
         pass
 
 
+def test_one_port_for_everything_is_said_to_be_both() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = ServerConfig(port=port, admin_port=port)
+    for_admins = listen_for_admins(config)
+    assert for_admins is not None
+    with for_admins, pytest.raises(SettingError) as caught:
+        listen(config)
+    assert f"port and admin_port are both {port}; give admin_port another" in str(caught.value)
+
+
 def test_a_path_in_use_is_reported_and_kept(tmp_path: Path) -> None:
     path = tmp_path / "quire.sock"
     with at(path), pytest.raises(SettingError, match=r"in use; .*--uds"):

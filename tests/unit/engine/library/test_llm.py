@@ -193,7 +193,7 @@ def test_a_chat_accepts_template_fields_and_rejects_unknown_ones(
         assert answer.prompt == "[look]!<Hi><So>"
         [answer] = llm.chat(said, one, mood="?", continue_final_message=True)
         assert answer.prompt == "?<Hi><So"
-        for wrong in ({"temperature": 1}, {"chat_template_kwargs": {"mod": 1}}):
+        for wrong in ({"mod": 1}, {"chat_template_kwargs": {"mod": 1}}):
             with pytest.raises(InvalidParameter, match=r"has no variable .* it has: mood"):
                 llm.chat(said, one, **wrong)
         with pytest.raises(InvalidParameter, match="no chat template named 'x'"):
@@ -363,7 +363,7 @@ def test_a_step_budget_in_milliseconds_changes_no_token(model: Path, llm: LLM) -
 def test_unknown_or_unsuitable_settings_are_rejected(model: Path) -> None:
     with pytest.raises(SettingError, match="max_num_seqs"):
         LLM(model, max_num_seq=3)
-    with pytest.raises(SettingError, match="--max-model-len is 4096; the model allows at most 512"):
+    with pytest.raises(SettingError, match="max_model_len is 4096; the model allows at most 512"):
         LLM(model, max_model_len=4096)
 
 
@@ -392,7 +392,7 @@ def test_a_trace_is_written_on_request(model: Path, tmp_path: Path) -> None:
         traced.generate("Hello", GREEDY)
     events = json.loads(path.read_text())
     assert {"step", "request", "queue", "decode"} <= {event["name"] for event in events}
-    with pytest.raises(SettingError, match=r"--trace .*no/trace cannot be written"):
+    with pytest.raises(SettingError, match=r"trace .*no/trace cannot be written"):
         LLM(model, trace_file=str(tmp_path / "no" / "trace"))
     with pytest.raises(CapacityError):
         LLM(model, trace_file=str(path), kv_cache_memory="1TiB")
@@ -402,7 +402,7 @@ def test_a_trace_is_written_on_request(model: Path, tmp_path: Path) -> None:
 def test_an_unwritable_record_is_a_setting_error_before_packing(
     model: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(SettingError, match=r"--record-plans .*no/plans cannot be written"):
+    with pytest.raises(SettingError, match=r"record_plans .*no/plans cannot be written"):
         LLM(model, record_plans=str(tmp_path / "no" / "plans"))
     for file in model.iterdir():
         content = file.read_bytes()

@@ -1,0 +1,84 @@
+"""Wrong words on the command line, each answered with what to write instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli.command import quire_main
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("replay", "required: FILE (a recording that `quire record URL FILE` wrote)"),
+        ("doctor --url http://x", "--url; URL is given without a flag: quire doctor URL\n"),
+        ("bench serve --url http://x", "URL is given without a flag: quire bench serve URL\n"),
+        ("bench serve --host x --port 1", "URL is given without a flag: quire bench serve URL\n"),
+        ("why --request-id x", "REQUEST_ID is given without a flag: quire why REQUEST_ID\n"),
+        ("why x --id x", "REQUEST_ID is given without a flag: quire why REQUEST_ID\n"),
+        ("completion bash --shell x", "SHELL is given without a flag: quire completion SHELL\n"),
+        ("doctor --model x", "quire doctor takes no model; leave it out; quire plan MODEL predic"),
+        ("record http://x y --model x", "quire record takes no model; leave it out\n"),
+        ("env --model x", "the model is given without a flag: quire env MODEL\n"),
+        ("bench latency --input-len 5", "use --prompt-tokens (number of prompt tokens (default"),
+        ("bench latency --output-len 5", "use --output-tokens (number of tokens to generate"),
+        ("bench throughput --input-len 5", "use --prompts (prompt length in tokens"),
+        ("bench throughput --num-prompts 9", "use --requests (number of requests, submitted"),
+        ("bench serve --request-rate 3", "use --rates (increasing request rates per second"),
+        ("bench serve --num-prompts 3", "use --max-requests (maximum number of requests of the"),
+        ("simulate --scheduling-policy sjf", "use --policy (scheduling policies to compare"),
+        ("serve --num-speculative-tokens 3", "number of draft tokens is --max-draft-tokens\n"),
+        ("record rec.json http://127.0.0.1:1", "first: quire record http://127.0.0.1:1 rec.json\n"),
+        ("record http://a http://b", "FILE is 'http://b', an address; URL comes first"),
+        ("models list", "(choose from 'rm'); quire models without an action lists them\n"),
+        ("models remove x", "(choose from 'rm'); quire models rm NAME removes a model\n"),
+        ("config list", "'check'); quire config show\n"),
+        ("bench serving", "'startup'); quire bench serve URL\n"),
+        ("serve --dtype half", "or as bf16 with half the memory: dtype bf16\n"),
+        ("serve --quantization awq", "a format of stored weights: a checkpoint has it or not"),
+        ("serve --quantization q4_k_m", "which bring their own: quire serve ORG/NAME:Q4_K_M;"),
+        ("serve --quantization IQ2_XXS", "which bring their own: quire serve ORG/NAME:IQ2_XXS;"),
+        ("serve --kv-cache-memory 0.9", "'0.9' is no whole number of bytes; it is a size, not a"),
+        ("plan --memory 1MB", "'1MB' is 1000000 bytes, which hold no model; give more, as in 80"),
+        ("plan --memory 24", "'24' is 24 bytes, which hold no model; write a unit, as in 24GiB"),
+        ("simulate --policy fcfs,lifo", "--policy has 'lifo'; allowed: fcfs, priority, sjf, fair"),
+        ("complete llama3.2:1b -p x", "names of this form are Ollama's; take the model from the"),
+        ("complete hf.co/a/b:Q4_0 -p x", "`quire pull a/b:Q4_0`, then `quire serve a/b:Q4_0`"),
+        ("complete https://huggingface.co/a/b -p x", "`quire pull a/b`, then `quire serve a/b`"),
+        ("pull hf.co/a/b:Q4_K_M", "did you mean a/b:Q4_K_M?\n"),
+        ("complete -p a\udcff", "--prompt is not UTF-8: its byte 1 is 0xff; convert it"),
+    ],
+)
+def test_a_wrong_word_is_answered_with_the_right_one(
+    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = quire_main(*words.split())
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        ("QUIRE_PARALLEL_DIMENSIONS", "quire config show --env lists all variables\n"),
+        ("QUIRE_MAX_NUM_SEQ", "did you mean QUIRE_MAX_NUM_SEQS?\n"),
+        ("QUIRE_MODL", "did you mean QUIRE_MODEL?\n"),
+    ],
+)
+def test_only_a_close_variable_is_suggested(
+    variable: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "2")
+    assert said in quire_main("serve", "--port", "70000").stderr
+
+
+@pytest.mark.parametrize("command", ["complete", "chat"])
+def test_standard_input_that_is_not_utf_8_is_named_with_the_byte(command: str) -> None:
+    given = "é".encode() + b"\xff\n"
+    done = quire_main(command, "--max-tokens", "1", given=given)
+    assert done.returncode == 2
+    assert f"quire {command}: standard input is not UTF-8: its byte 2 is 0xff" in done.stderr
+    assert "/reset" not in done.stderr
