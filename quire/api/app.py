@@ -28,6 +28,8 @@ from quire.api.native.requests import RequestRoutes
 from quire.api.native.timelines import TimelineRoutes
 from quire.api.native.token_generate import TokenGenerateRoute
 from quire.api.native.tokenize import TokenizeRoutes
+from quire.api.ollama.dialect import OLLAMA
+from quire.api.ollama.routes import ollama_routes
 from quire.api.openai.chat import ChatRoute
 from quire.api.openai.completions import CompletionsRoute
 from quire.api.openai.dialect import OPENAI
@@ -47,6 +49,7 @@ DEFAULT_DIALECT: Dialect = OPENAI
 DIALECTS: Mapping[str, Dialect] = {
     "/v1/messages": ANTHROPIC,
     "/v1/responses": RESPONSES_DIALECT,
+    "/api": OLLAMA,
 }
 
 
@@ -66,6 +69,7 @@ def routes_of(server_state: ServerState, siblings: SiblingWorkers | None = None)
         Route("/v1/completions", completions.post, methods=["POST"]),
         Route("/v1/chat/completions", chat.post, methods=["POST"]),
         *messages_routes(server_state),
+        *ollama_routes(server_state),
         *_responses_routes(server_state, siblings),
         Route("/generate", token_generate.post, methods=["POST"]),
         Route("/tokenize", tokenize.tokenize, methods=["POST"]),

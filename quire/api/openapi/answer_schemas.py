@@ -22,6 +22,7 @@ from quire.api.openapi.field_schemas import (
     whole_object,
 )
 from quire.api.openapi.messages_schemas import messages_answers
+from quire.api.openapi.ollama_schemas import ollama_answers
 from quire.api.openapi.responses_schemas import responses_answers
 from quire.api.openapi.timeline_schema import timeline_schema
 from quire.base.cache_usage import Miss, MissReason, OwnerUsage, PrefixUsage
@@ -48,6 +49,7 @@ def answer_schemas() -> dict[str, Schema]:
         "AnyChunk": any_chunk,
         **messages_answers(),
         **responses_answers(),
+        **ollama_answers(),
         "Error": _error(),
     }
     return {**_answers(), **chunks, **others}

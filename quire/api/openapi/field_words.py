@@ -22,6 +22,11 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "instructions": "A system message before the input.",
         "truncation": "auto: leave out the oldest items if all do not fit the context; disabled: "
         "refuse the request.",
+        "context": "The context of an earlier answer, which the prompt continues.",
+        "raw": "Use the prompt as it is, without the model's template.",
+        "template": "Not served: templates of Ollama are written in Go's language.",
+        "images": "Not served: the model reads text only.",
+        "name": "The older name of model.",
         "suffix": "The text after the gap to fill in; for models with infill tokens, not with "
         "echo.",
         "echo": "Prepend the prompt's text to each choice.",
@@ -44,6 +49,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "early_stopping": "Beam search: when the search ends, as in transformers.",
     },
     "Sampling": {
+        "options": "The sampling parameters: Ollama's names, and those of the fields here.",
         "seed": "The same request with the same seed gives the same answer; random by default, "
         "and returned with each choice.",
         "temperature": "0 selects the most likely token; higher values are more random.",
@@ -102,6 +108,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "verbosity: a hint, not used.",
         "response_format": "The answer is free text, any JSON object, JSON of a schema, or free "
         "text with parts that follow schemas.",
+        "format": "The answer is any JSON object, or JSON of a schema.",
         "structured_outputs": "The answer follows a JSON schema, a regular expression, a choice "
         "of texts, a grammar (Lark or GBNF) or a structural tag.",
     },
@@ -109,6 +116,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "tools": "Functions that the model may call.",
         "tool_choice": "Whether the model may or must make a call, and of which function.",
         "parallel_tool_calls": "Whether the model may make several calls in one answer.",
+        "think": "Whether the model reasons, or how much.",
         "reasoning_effort": "How much the model reasons, if its template has degrees.",
         "reasoning": "effort: how much the model reasons, if its template has degrees. summary: a "
         "hint, not used.",
@@ -137,6 +145,10 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "background": "Answer at once, and continue without the client, which polls the response "
         "by its id or reads its events.",
         "service_tier": "There is one tier; without effect.",
+        "keep_alive": "Without effect: the model stays loaded.",
+        "truncate": "Not served: a prompt longer than the context is an error.",
+        "shift": "Not served: an answer ends where the context is full.",
+        "verbose": "Without effect: tensors are not listed.",
         "cache_salt": "Share cached prefixes only with requests of the same salt.",
         "priority": "Lower is served earlier, under a policy that reads it.",
         "deadline_ms": "Limit of the time to the whole answer; refused if it cannot be met.",

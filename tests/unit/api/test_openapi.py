@@ -29,6 +29,7 @@ from quire.api.generation.fields import (
 from quire.api.generation.foreign_fields import HINTS, NO_EFFECT, SYNONYMS, UNSERVED
 from quire.api.http.auth import is_open
 from quire.api.http.origins import is_guarded
+from quire.api.ollama.fields import OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_SHOW
 from quire.api.openai.responses.fields import RESPONSES
 from quire.api.openapi.document import document, served
 from quire.api.openapi.error_words import error_rows
@@ -42,7 +43,7 @@ from tests.unit.api.fake_engine import CARD, FakeEngine, Site
 from tests.unit.api.said import full_document, validator
 
 HONOURED = CHAT | COMPLETIONS | GENERATE | TOKENIZE | DETOKENIZE | APPLY_TEMPLATE
-HONOURED |= MESSAGES | RESPONSES
+HONOURED |= MESSAGES | RESPONSES | OLLAMA_CHAT | OLLAMA_GENERATE | OLLAMA_SHOW
 FULL = full_document()
 OUTSIDE = re.compile(r"^([a-z]+:)?//", re.I)
 
