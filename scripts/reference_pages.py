@@ -48,6 +48,8 @@ BODIES = {
     "OllamaChatRequest": "api/chat",
     "OllamaGenerateRequest": "api/generate",
     "OllamaShowRequest": "api/show",
+    "LlamaCppCompletionRequest": "completion",
+    "LlamaCppInfillRequest": "infill",
     "GenerateRequest": "generate",
     "TokenizeRequest": "tokenize",
     "DetokenizeRequest": "detokenize",

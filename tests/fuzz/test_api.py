@@ -43,7 +43,7 @@ LEFT_OUT = (
 )
 ANSWERS = (
     *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"),
-    *("/generate", "/api/chat", "/api/generate"),
+    *("/generate", "/api/chat", "/api/generate", "/completion"),
 )
 # At most this many optional fields are kept: with all of them nearly every request is rejected for
 # a conflicting pair, and nothing reaches the engine.
@@ -172,7 +172,7 @@ def fewer(body: dict[str, Any], path: str) -> dict[str, Any]:
 
 def check_events(text: str, path: str, media: str) -> None:
     """Check that each event is a documented chunk or an error, and the last one ends the stream."""
-    names = ("id: ", "event: ")
+    names = ("id: ", "event: ", "data: ")
     events = [event.split("\n")[-1] for event in text.split("\n\n") if event.startswith(names)]
     if media == LINES:
         events = [f"data: {line}" for line in text.splitlines()]
@@ -193,4 +193,5 @@ def check_events(text: str, path: str, media: str) -> None:
         assert events[-1].startswith('data: {"error"') or '"done":true' in events[-1]
         return
     ends = ("data: [DONE]", 'data: {"type":"message_stop"}', *RESPONSE_ENDS)
-    assert events[-1].startswith(ends) or '"error"' in events[-1]
+    is_last = path == "/completion" and '"stop":true' in events[-1]
+    assert is_last or events[-1].startswith(ends) or '"error"' in events[-1]

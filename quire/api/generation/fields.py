@@ -125,9 +125,9 @@ CHAT = _TEXTS | _TEMPLATE | _CHAT_ONLY
 # Token ids in and out: no fields of texts.
 GENERATE = (_EVERYWHERE - {"logprob_token_ids"}) | {"tokens"}
 CONVERSATION = _TEMPLATE | {"messages"}
-TOKENIZE = CONVERSATION | {"model", "prompt", "add_special_tokens", "return_token_strs"}
-DETOKENIZE = frozenset({"model", "tokens", "skip_special_tokens"})
 APPLY_TEMPLATE = CONVERSATION | {"model"}
+TOKENIZE = APPLY_TEMPLATE | {"prompt", "content", "add_special_tokens", "return_token_strs"}
+DETOKENIZE = frozenset({"model", "tokens", "skip_special_tokens"})
 
 
 def known_fields(

@@ -177,6 +177,9 @@ UNSERVED: Mapping[str, Unserved] = {
     ),
     "response_fields": Unserved(allowed=([],), why=_OTHER_SHAPE),
     "n_probs": Unserved(allowed=(0,), why="write it as logprobs (chats: top_logprobs)"),
+    "parse_special": Unserved(
+        allowed=(True,), why="special tokens in a text are those tokens, as in prompts"
+    ),
     "n_indent": Unserved(allowed=(0,), why="indentation does not limit an answer"),
     "t_max_predict_ms": Unserved(allowed=(0, -1), why="write it as deadline_ms"),
     "t_max_prompt_ms": Unserved(allowed=(0, -1), why="write it as ttft_slo_ms"),

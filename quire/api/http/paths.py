@@ -31,10 +31,6 @@ FOREIGN_PATHS: Mapping[str, str] = {
     "/api/embed": _NO_EMBEDDINGS,
     "/api/embeddings": _NO_EMBEDDINGS,
     # llama.cpp
-    "/completion": f"use {_COMPLETE}",
-    "/infill": f"use {_COMPLETE} with suffix",
-    "/props": f"use {_MODELS} and GET /tokenizer_info",
-    "/slots": "use GET /metrics, or GET /v1/requests/ID for one request",
     "/embedding": _NO_EMBEDDINGS,
     "/lora-adapters": "LoRA adapters are not implemented",
     # vLLM and SGLang

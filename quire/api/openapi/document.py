@@ -17,6 +17,7 @@ from quire.api.anthropic.dialect import status_of
 from quire.api.http.errors import HEAD_TOO_LARGE, SHAPES, ErrorShape, ForeignPage
 from quire.api.openapi.answer_schemas import answer_schemas
 from quire.api.openapi.field_schemas import Known, Schema, body_schema
+from quire.api.openapi.llama_cpp_schemas import infill_rows, llama_cpp_rows
 from quire.api.openapi.messages_schemas import messages_rows
 from quire.api.openapi.ollama_schemas import ollama_rows
 from quire.api.openapi.operation import ERRORS, JSON, Form, Operation
@@ -37,6 +38,8 @@ _OWN_ROWS: Mapping[Form, Callable[[Known], Mapping[str, Schema]]] = {
     "messages": lambda known: messages_rows(),
     "responses": responses_rows,
     "ollama": ollama_rows,
+    "llama_cpp": llama_cpp_rows,
+    "llama_cpp_infill": infill_rows,
 }
 # Errors of any route.
 _ANYWHERE: tuple[type[QuireError], ...] = (RequestError, ForeignPage, QuireError)

@@ -304,6 +304,7 @@ def _other_rows(known: Known) -> dict[str, Schema]:
             ]
         },
         "tokens": list_of(token_id),
+        "content": TEXT,
         "stream": FLAG,
         "stream_options": object_of({name: or_null(FLAG) for name in sorted(STREAM_OPTIONS)}),
         "top_logprobs": {

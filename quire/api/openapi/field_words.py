@@ -23,6 +23,10 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "truncation": "auto: leave out the oldest items if all do not fit the context; disabled: "
         "refuse the request.",
         "context": "The context of an earlier answer, which the prompt continues.",
+        "content": "The text, in the form of llama.cpp's API: no special tokens by default.",
+        "input_prefix": "The text before the gap to fill in.",
+        "input_suffix": "The text after the gap to fill in.",
+        "input_extra": "Not served: texts of other files are not added to the prompt.",
         "raw": "Use the prompt as it is, without the model's template.",
         "template": "Not served: templates of Ollama are written in Go's language.",
         "images": "Not served: the model reads text only.",
@@ -41,6 +45,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "max_completion_tokens": "The newer name of max_tokens; give one.",
         "max_output_tokens": "Maximum number of tokens of the answer; the rest of the context by "
         "default.",
+        "n_predict": "Maximum number of tokens of the answer; -1, -2 and by default: the rest of "
+        "the context. 0: the prompt is computed, and nothing is generated.",
         "min_tokens": "Minimum number of tokens before the answer may end; at most max_tokens.",
         "n": "Choices for each prompt; with several prompts at most 1,024 in total.",
         "best_of": "Compute this many sequences and return the n best by mean log-probability.",
@@ -68,6 +74,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "mirostat_tau": "Target surprise in bits.",
         "mirostat_eta": "Learning rate of mirostat.",
         "repetition_penalty": "Divide logits of tokens in prompt and answer by this.",
+        "repeat_last_n": "-1: penalties cover the whole context; other numbers only without "
+        "penalties.",
         "presence_penalty": "Subtracted once from logits of tokens in the answer.",
         "frequency_penalty": "Subtracted once for each occurrence of the token in the answer.",
         "dry_multiplier": "Strength of the penalty on continuing a repetition; 0: off.",
@@ -88,6 +96,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "include_stop_str_in_output": "Keep the stop string in the answer.",
         "ignore_eos": "Continue after the end-of-text token.",
         "skip_special_tokens": "Special tokens have no text in the answer; true by default.",
+        "n_probs": "Return each token's log-probability and this many alternatives; 0: none.",
+        "return_tokens": "Return the ids of the answer's tokens; a stream always has them.",
         "logprobs": "Return each token's log-probability and this many alternatives.",
         "top_logprobs": "Number of alternatives of each token; with logprobs: true.",
         "prompt_logprobs": "Return the prompt's log-probabilities and this many alternatives.",
@@ -149,6 +159,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "truncate": "Not served: a prompt longer than the context is an error.",
         "shift": "Not served: an answer ends where the context is full.",
         "verbose": "Without effect: tensors are not listed.",
+        "id_slot": "Returned as it was sent; without effect, since there are no slots.",
         "cache_salt": "Share cached prefixes only with requests of the same salt.",
         "priority": "Lower is served earlier, under a policy that reads it.",
         "deadline_ms": "Limit of the time to the whole answer; refused if it cannot be met.",

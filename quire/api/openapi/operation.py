@@ -35,7 +35,7 @@ EVENTS = "text/event-stream"
 LINES = "application/x-ndjson"
 
 Errors = tuple[type[QuireError], ...]
-Form = Literal["chat", "messages", "responses", "ollama", "llama_cpp"]
+Form = Literal["chat", "messages", "responses", "ollama", "llama_cpp", "llama_cpp_infill"]
 # Schemas of errors, by the form of an operation.
 ERRORS: Mapping[Form, str] = {
     "chat": "Error",
@@ -43,6 +43,7 @@ ERRORS: Mapping[Form, str] = {
     "messages": "AnthropicError",
     "ollama": "OllamaError",
     "llama_cpp": "LlamaCppError",
+    "llama_cpp_infill": "LlamaCppError",
 }
 
 ENGINE: Errors = (OverloadedError, ShuttingDown, WorkerError, DeviceLost)

@@ -35,6 +35,7 @@ from quire.api.openai.responses.stored_routes import (
     ORDERS,
 )
 from quire.api.openapi.field_schemas import TEXT, Schema, object_of
+from quire.api.openapi.llama_cpp_operations import LLAMA_CPP_OPERATIONS
 from quire.api.openapi.ollama_operations import OLLAMA_OPERATIONS
 from quire.api.openapi.operation import ENGINE, HI, OBJECT, TEXTS, TOKENS, Operation
 from quire.base.errors import (
@@ -177,6 +178,7 @@ OPERATIONS: Mapping[str, Operation] = {
         form="messages",
     ),
     **OLLAMA_OPERATIONS,
+    **LLAMA_CPP_OPERATIONS,
     "POST /generate": Operation(
         says="Token ids in, token ids out, whole or streamed.",
         tag="Answers",
@@ -189,7 +191,7 @@ OPERATIONS: Mapping[str, Operation] = {
         errors=TOKENS,
     ),
     "POST /tokenize": Operation(
-        says="Ids of a prompt, or of messages.",
+        says="Ids of a prompt, or of messages; with content, in the form of llama.cpp's API.",
         tag="Texts and tokens",
         answer="Tokens",
         title="TokenizeRequest",
@@ -200,7 +202,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "POST /detokenize": Operation(
         says="The text of ids.",
         tag="Texts and tokens",
-        answer="PromptText",
+        answer="DetokenizedText",
         title="DetokenizeRequest",
         body=DETOKENIZE,
         needed=frozenset({"tokens"}),

@@ -26,6 +26,7 @@ EVENTS, JSON, LINES = "text/event-stream", "application/json", "application/x-nd
 ERRORS_BELOW = {
     "/v1/messages": "AnthropicError",
     "/api": "OllamaError",
+    **dict.fromkeys(("/completion", "/infill", "/props", "/slots"), "LlamaCppError"),
 }
 
 
@@ -62,10 +63,11 @@ class Reply:
         """The data of each server-sent event; "[DONE]" as text."""
         events = [event for event in self.body.decode().split("\n\n") if event]
         lines = [event.split("\n") for event in events if not event.startswith(":")]
-        assert all(line[0].startswith(("id: ", "event: ")) for line in lines), lines
-        assert all(len(line) == 2 for line in lines), lines
-        assert all(line[1].startswith("data: ") for line in lines), lines
-        data = [line[1].removeprefix("data: ") for line in lines]
+        named = [line[0] for line in lines if len(line) > 1]
+        assert all(each.startswith(("id: ", "event: ")) for each in named), lines
+        assert all(len(line) <= 2 for line in lines), lines
+        assert all(line[-1].startswith("data: ") for line in lines), lines
+        data = [line[-1].removeprefix("data: ") for line in lines]
         return [item if item == "[DONE]" else json.loads(item) for item in data]
 
 
@@ -112,7 +114,8 @@ def _is_not_served(reply: Reply) -> bool:
     error = reply.json["error"]
     code = error.get("code") if isinstance(error, dict) else None
     words = ("nothing is served", "is not allowed at")
-    is_plain = isinstance(error, str) and any(each in error for each in words)
+    said = error if isinstance(error, str) else error["message"]
+    is_plain = not isinstance(code, str) and any(each in said for each in words)
     return code == codes[reply.status] or is_plain
 
 
