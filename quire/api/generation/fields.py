@@ -90,6 +90,7 @@ _EVERYWHERE = (
         "logprobs",
         "cache_salt",
         "truncate_prompt_tokens",
+        "truncation_side",
         "return_timings",
         "timings",
         "timings_per_token",
@@ -99,7 +100,8 @@ _EVERYWHERE = (
 )
 # Routes with texts as answers.
 _TEXTS = _EVERYWHERE | {"add_special_tokens", "response_format", "return_token_ids"}
-COMPLETIONS = _TEXTS | {"prompt", "echo", "suffix"}
+_TEXTS |= {"echo", "return_tokens_as_token_ids"}
+COMPLETIONS = _TEXTS | {"prompt", "suffix"}
 # Fields beside messages that change the prompt.
 _TEMPLATE = frozenset(
     {
@@ -198,6 +200,8 @@ def sampling_of(
         fields["logit_bias"] = biases(fields["logit_bias"], tokenizer)
     fields.setdefault("seed", random_seed())
     sampling = defaults.changed(logprobs=logprobs, **fields)
+    if sampling.logprob_token_ids:  # in place of the most probable ids, as in vLLM
+        sampling = replace(sampling, logprobs=0)
     for name in ORDERS.keys() & given.keys():
         check_sampler_order(name, given[name], sampling)
     return sampling

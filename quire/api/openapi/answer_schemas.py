@@ -109,7 +109,7 @@ def _answers() -> dict[str, Schema]:
                 "finish_reason": _reason(),
                 **_ended(),
             },
-            prompt_logprobs=_ref("PromptLogprobs"),
+            prompt_logprobs=or_null(_ref("PromptLogprobs")),
             prompt_token_ids=list_of(_ID),
             token_ids=list_of(_ID),
         ),
@@ -125,7 +125,10 @@ def _answers() -> dict[str, Schema]:
     }
     scored: dict[str, Schema] = {"prompt_logprobs": _ref("PromptLogprobs")}
     beside: dict[str, dict[str, Schema]] = {
-        "ChatCompletion": {**scored, "prompt_token_ids": list_of(_ID)},
+        "ChatCompletion": {
+            "prompt_logprobs": or_null(_ref("PromptLogprobs")),
+            "prompt_token_ids": list_of(_ID),
+        },
         "Completion": {},
         "Generation": scored,
     }
@@ -225,7 +228,7 @@ def _message_parts() -> dict[str, Schema]:
                 "content": or_null(TEXT),
                 "refusal": {"type": "null"},
             },
-            **said,
+            **{**said, "reasoning_content": or_null(TEXT)},
             tool_calls=list_of(whole_object(**call), least=1),
         ),
         "Delta": object_of(

@@ -19,6 +19,7 @@ from quire.api.generation.foreign_fields import HINTS, NO_EFFECT, SYNONYMS, UNSE
 from quire.api.generation.generate import MAX_SALT_CHARS, STREAM_OPTIONS
 from quire.api.generation.grammar_fields import FORMAT_TYPES
 from quire.api.generation.tools import MAX_TOOLS, TOOL_NAME
+from quire.api.generation.truncation import SIDES
 from quire.api.openai.completions import MAX_CHOICES
 from quire.api.openapi.field_words import OF_CHATS, OF_MESSAGES, OF_RESPONSES, OF_TEXTS, WORDS
 from quire.base import sampling_checks as sampling
@@ -317,6 +318,8 @@ def _other_rows(known: Known) -> dict[str, Schema]:
         "truncate_prompt_tokens": {
             "anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}],
         },
+        "truncation_side": {"enum": list(SIDES)},
+        "return_tokens_as_token_ids": FLAG,
         "response_format": _response_format(),
         "return_timings": FLAG,
         "timings": FLAG,

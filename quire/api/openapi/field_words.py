@@ -38,6 +38,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "true by default.",
         "truncate_prompt_tokens": "Keep only the last tokens of a prompt, at most this many; -1: "
         "as many as fit beside max_tokens.",
+        "truncation_side": "With truncate_prompt_tokens: left keeps the end of a prompt, right its "
+        "beginning.",
     },
     "Length and number of choices": {
         "max_tokens": "Maximum number of tokens of an answer; 16 by default. 0 only if the prompt "
@@ -101,9 +103,11 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "logprobs": "Return each token's log-probability and this many alternatives.",
         "top_logprobs": "Number of alternatives of each token; with logprobs: true.",
         "prompt_logprobs": "Return the prompt's log-probabilities and this many alternatives.",
-        "logprob_token_ids": "With logprobs: also return the log-probabilities of these ids.",
+        "logprob_token_ids": "With logprobs: return the log-probabilities of these ids, in place "
+        "of the most probable ones.",
         "return_token_strs": "Also return each token's text.",
         "return_token_ids": "Return the ids of the prompt and of each answer's tokens.",
+        "return_tokens_as_token_ids": "Name tokens in logprobs by their ids, as token_id:5.",
         "return_timings": "Return in usage how long the request waited and ran.",
         "timings": "Return counts, times and rates beside usage, in the form of llama.cpp.",
         "timings_per_token": "Return those in every chunk too.",
@@ -171,6 +175,7 @@ WORDS = {name: line for group in GROUPS.values() for name, line in group.items()
 
 # Descriptions that differ for chats.
 OF_CHATS: Mapping[str, str] = {
+    "echo": "Put the text of a last message of the assistant before the answer.",
     "max_tokens": "Maximum number of tokens of an answer; the rest of the context by default. 0 "
     "only if the prompt is scored.",
     "logprobs": "Return each token's log-probability.",
