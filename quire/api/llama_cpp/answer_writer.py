@@ -21,23 +21,20 @@ from quire.base.records import FinishReason
 from quire.base.sampling_params import SamplingParams
 from quire.engine.output.output_stream import TextDelta
 from quire.engine.output.token_text import TokenText
-from quire.text.tokenizer import Tokenizer
 
 
 class AnswerWriter:
-    """Write one answer. prompt_ids: of its prompt, which the last object has as text."""
+    """Write one answer. prompt: its text, which the last object has."""
 
     def __init__(
         self,
         envelope: Envelope,
-        tokenizer: Tokenizer,
-        prompt_ids: Sequence[int],
+        prompt: str,
         sampling: SamplingParams,
         returned: Returned,
     ) -> None:
         self._model = envelope.model
-        self._tokenizer = tokenizer
-        self._prompt_ids = prompt_ids
+        self._prompt = prompt
         self._sampling = sampling
         self._returned = returned
         self._end: dict[str, Any] = {}
@@ -105,7 +102,6 @@ class AnswerWriter:
         self._end = {"stop_type": kind, "stopping_word": word}
 
     def _last(self, text: str, tokens: Sequence[int], usage: Usage) -> dict[str, Any]:
-        prompt = self._tokenizer.decode(self._prompt_ids, skip_special_tokens=False)
         return {
             "index": 0,
             "content": text,
@@ -116,7 +112,7 @@ class AnswerWriter:
             "tokens_predicted": usage.completion_tokens,
             "tokens_evaluated": usage.prompt_tokens,
             "generation_settings": settings_json(self._sampling, self._returned),
-            "prompt": prompt,
+            "prompt": self._prompt,
             "has_new_line": self._has_new_line,
             "truncated": False,
             **self._end,

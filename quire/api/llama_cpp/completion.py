@@ -7,6 +7,7 @@ same request has the same tokens there.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from starlette.requests import Request
@@ -31,6 +32,8 @@ from quire.base.sampling_params import SamplingParams
 from quire.base.show import show
 from quire.text.infill import infill_prompt
 
+# Texts and runs of ids of one prompt.
+MAX_PARTS = 1024
 # Timings are in each answer.
 _IMPLIED = frozenset({"timings"})
 _FORMS = "a text, a list of token ids, or a list of texts and ids that make one prompt are allowed"
@@ -77,10 +80,8 @@ async def read_completion(request: GenerationRequest) -> GenerationJob:
     try:
         sampling, returned = read_sampling(request)
         adds_special = flag(request.given, "add_special_tokens", default=True)
-        token_ids = await _ids(
-            request, _parts(request.given.get("prompt")), sampling, adds_special=adds_special
-        )
-        return _job(request, token_ids, sampling, returned)
+        parts = _parts(request.given.get("prompt"))
+        return await _job(request, parts, sampling, returned, adds_special=adds_special)
     except InvalidParameter as error:
         raise as_named_here(error, request.given) from error
 
@@ -109,17 +110,27 @@ async def read_infill(request: GenerationRequest) -> GenerationJob:
                 param="input_suffix",
             )
         text += given.get("prompt", "")
-        token_ids = await _ids(request, [text], sampling, adds_special=True)
-        return _job(request, token_ids, sampling, returned)
+        return await _job(request, [text], sampling, returned, adds_special=True)
     except InvalidParameter as error:
         raise as_named_here(error, request.given) from error
 
 
-def _job(
-    request: GenerationRequest, token_ids: list[int], sampling: SamplingParams, returned: Returned
+async def _job(
+    request: GenerationRequest,
+    parts: list[Any],
+    sampling: SamplingParams,
+    returned: Returned,
+    *,
+    adds_special: bool,
 ) -> GenerationJob:
+    """Return the job of a prompt. The answer has its text: as it was sent, or decoded."""
+    token_ids = await _ids(request, parts, sampling, adds_special=adds_special)
     sampling = request.limited(sampling, len(token_ids), default_tokens=None)
-    writer = AnswerWriter(request.envelope, request.engine.tokenizer, token_ids, sampling, returned)
+    text = parts[0]
+    if len(parts) > 1 or not isinstance(text, str):
+        decode = request.engine.tokenizer.decode
+        text = await request.context.run_in_thread(decode, token_ids, skip_special_tokens=False)
+    writer = AnswerWriter(request.envelope, text, sampling, returned)
     return GenerationJob(prompts=[Prompt(token_ids=token_ids, sampling=sampling)], writer=writer)
 
 
@@ -147,6 +158,12 @@ def _parts(prompt: Any) -> list[Any]:
             parts[-1].append(part)
         else:
             parts.append([part])
+    if len(parts) > MAX_PARTS:
+        raise InvalidParameter(
+            f"prompt has {len(parts)} texts and runs of ids; at most {MAX_PARTS} are allowed: join "
+            "texts that follow each other",
+            param="prompt",
+        )
     return parts
 
 
@@ -157,6 +174,8 @@ async def _ids(
     min_output = int(sampling.max_tokens != 0)
     ids: list[Any] = []
     for at, part in enumerate(parts):
+        if at:
+            await asyncio.sleep(0)  # many short texts take long together
         if isinstance(part, str):
             ids += await encode(
                 request.context,

@@ -194,6 +194,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [True]}, "the prompt holds"),
     ({"prompt": {"prompt_string": "a"}}, "prompt is {"),
     ({"prompt": ""}, "the prompt is empty"),
+    ({"prompt": [1, ""] * 513}, "1026 texts and runs of ids"),
     ({"n_predict": -3}, "n_predict is -3"),
     ({"n_predict": "8"}, 'n_predict is "8"'),
     ({"n_predict": 8, "max_tokens": 9}, "they mean the same"),
