@@ -46,7 +46,7 @@ fuzz: $(STAMP)-fuzz  ## requests made of the API's own document, against a live 
 browser: $(STAMP)-browser  ## the web page in a headless Chromium (needs chromium, chromedriver)
 	@$(BIN)/python -m pytest -W ignore -m browser tests/browser
 
-clients:  ## openai, langchain, instructor, litellm and lm-eval against live servers (own environment)
+clients:  ## openai, langchain, instructor, litellm, lm-eval and ollama against live servers (own environment)
 	@$(MAKE) --no-print-directory VENV=$(VENV)-clients clients-installed
 	@$(VENV)-clients/bin/python -m pytest -W ignore tests/clients
 

@@ -24,10 +24,14 @@ from quire.api.http.dialect import Dialect
 from quire.api.http.errors import UnknownRoute
 from quire.api.http.middleware import RequestMiddleware
 from quire.api.http.paths import hint_for
+from quire.api.llama_cpp.dialect import LLAMA_CPP
+from quire.api.llama_cpp.routes import llama_cpp_admin_routes, llama_cpp_routes
 from quire.api.native.requests import RequestRoutes
 from quire.api.native.timelines import TimelineRoutes
 from quire.api.native.token_generate import TokenGenerateRoute
 from quire.api.native.tokenize import TokenizeRoutes
+from quire.api.ollama.dialect import OLLAMA
+from quire.api.ollama.routes import ollama_routes
 from quire.api.openai.chat import ChatRoute
 from quire.api.openai.completions import CompletionsRoute
 from quire.api.openai.dialect import OPENAI
@@ -47,6 +51,8 @@ DEFAULT_DIALECT: Dialect = OPENAI
 DIALECTS: Mapping[str, Dialect] = {
     "/v1/messages": ANTHROPIC,
     "/v1/responses": RESPONSES_DIALECT,
+    "/api": OLLAMA,
+    **dict.fromkeys(("/completion", "/infill", "/props", "/slots"), LLAMA_CPP),
 }
 
 
@@ -66,6 +72,8 @@ def routes_of(server_state: ServerState, siblings: SiblingWorkers | None = None)
         Route("/v1/completions", completions.post, methods=["POST"]),
         Route("/v1/chat/completions", chat.post, methods=["POST"]),
         *messages_routes(server_state),
+        *ollama_routes(server_state),
+        *llama_cpp_routes(server_state),
         *_responses_routes(server_state, siblings),
         Route("/generate", token_generate.post, methods=["POST"]),
         Route("/tokenize", tokenize.tokenize, methods=["POST"]),
@@ -129,6 +137,7 @@ def _admin_routes(server_state: ServerState, siblings: SiblingWorkers | None) ->
         Route("/v1/cache/flush", cache.flush, methods=["POST"]),
         Route("/reset_prefix_cache", cache.flush, methods=["POST"]),
         Route("/flush_cache", cache.flush, methods=["POST"]),
+        *llama_cpp_admin_routes(server_state),
         Route("/admin", admin.get, methods=["GET"]),
         Route("/admin/pause", admin.pause, methods=["POST"]),
         Route("/admin/drain", admin.drain, methods=["POST"]),

@@ -90,6 +90,7 @@ _EVERYWHERE = (
         "logprobs",
         "cache_salt",
         "truncate_prompt_tokens",
+        "truncation_side",
         "return_timings",
         "timings",
         "timings_per_token",
@@ -99,7 +100,8 @@ _EVERYWHERE = (
 )
 # Routes with texts as answers.
 _TEXTS = _EVERYWHERE | {"add_special_tokens", "response_format", "return_token_ids"}
-COMPLETIONS = _TEXTS | {"prompt", "echo", "suffix"}
+_TEXTS |= {"echo", "return_tokens_as_token_ids"}
+COMPLETIONS = _TEXTS | {"prompt", "suffix"}
 # Fields beside messages that change the prompt.
 _TEMPLATE = frozenset(
     {
@@ -125,9 +127,9 @@ CHAT = _TEXTS | _TEMPLATE | _CHAT_ONLY
 # Token ids in and out: no fields of texts.
 GENERATE = (_EVERYWHERE - {"logprob_token_ids"}) | {"tokens"}
 CONVERSATION = _TEMPLATE | {"messages"}
-TOKENIZE = CONVERSATION | {"model", "prompt", "add_special_tokens", "return_token_strs"}
-DETOKENIZE = frozenset({"model", "tokens", "skip_special_tokens"})
 APPLY_TEMPLATE = CONVERSATION | {"model"}
+TOKENIZE = APPLY_TEMPLATE | {"prompt", "content", "add_special_tokens", "return_token_strs"}
+DETOKENIZE = frozenset({"model", "tokens", "skip_special_tokens"})
 
 
 def known_fields(
@@ -198,6 +200,8 @@ def sampling_of(
         fields["logit_bias"] = biases(fields["logit_bias"], tokenizer)
     fields.setdefault("seed", random_seed())
     sampling = defaults.changed(logprobs=logprobs, **fields)
+    if sampling.logprob_token_ids:  # in place of the most probable ids, as in vLLM
+        sampling = replace(sampling, logprobs=0)
     for name in ORDERS.keys() & given.keys():
         check_sampler_order(name, given[name], sampling)
     return sampling

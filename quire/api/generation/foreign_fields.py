@@ -55,6 +55,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "regex": ("structured_outputs", "regex"),
     "grammar": ("structured_outputs", "grammar"),
     "grammar_string": ("structured_outputs", "grammar"),
+    "ebnf": ("structured_outputs", "grammar"),
     "enable_thinking": ("chat_template_kwargs", "enable_thinking"),
 }
 # Values of synonyms that ask for nothing.
@@ -63,6 +64,7 @@ EMPTY_SYNONYMS: Mapping[str, tuple[Any, ...]] = {
     "guided_grammar": ("",),
     "grammar": ("",),
     "grammar_string": ("",),
+    "ebnf": ("",),
 }
 
 # Labels, routing, tuning of another server, and parameters of samplers that are off (UNSERVED).
@@ -141,9 +143,6 @@ UNSERVED: Mapping[str, Unserved] = {
     "spaces_between_special_tokens": Unserved(
         allowed=(True, False), why="special tokens are written as the tokenizer's decoder says"
     ),
-    "return_tokens_as_token_ids": Unserved(
-        allowed=(False,), why="token ids are returned by return_token_ids"
-    ),
     "mm_processor_kwargs": Unserved(allowed=({},), why="the model reads text only"),
     "kv_transfer_params": Unserved(allowed=({},), why="KV blocks are not transferred"),
     "vllm_xargs": Unserved(allowed=({},), why="write each parameter as a field of its own"),
@@ -157,9 +156,11 @@ UNSERVED: Mapping[str, Unserved] = {
     "return_hidden_states": Unserved(allowed=(False,), why="hidden states are not returned"),
     "return_routed_experts": Unserved(allowed=(False,), why="routed experts are not returned"),
     "return_meta_info": Unserved(allowed=(False,), why="usage has the counts and timings"),
-    "ebnf": Unserved(allowed=("",), why="write it as structured_outputs.grammar (Lark or GBNF)"),
     "lora_path": Unserved(allowed=(), why="LoRA adapters are not implemented"),
-    "stop_regex": Unserved(allowed=([], ""), why="stop takes strings"),
+    "stop_regex": Unserved(
+        allowed=([], ""),
+        why="write the end as stop, or the form of the answer as structured_outputs.regex",
+    ),
     "custom_logit_processor": Unserved(allowed=(), why="code in requests is never run"),
     # Anthropic
     "container": Unserved(allowed=(), why="code of the model is not run"),
@@ -177,6 +178,9 @@ UNSERVED: Mapping[str, Unserved] = {
     ),
     "response_fields": Unserved(allowed=([],), why=_OTHER_SHAPE),
     "n_probs": Unserved(allowed=(0,), why="write it as logprobs (chats: top_logprobs)"),
+    "parse_special": Unserved(
+        allowed=(True,), why="special tokens in a text are those tokens, as in prompts"
+    ),
     "n_indent": Unserved(allowed=(0,), why="indentation does not limit an answer"),
     "t_max_predict_ms": Unserved(allowed=(0, -1), why="write it as deadline_ms"),
     "t_max_prompt_ms": Unserved(allowed=(0, -1), why="write it as ttft_slo_ms"),

@@ -152,13 +152,14 @@ class GenerationRoute:
     """What one route adds.
 
     honoured: the names of its fields. id_prefix: of answer ids. read: checks the fields; raises
-    RequestError. dialect: the same as in app.DIALECTS for the path of the route.
+    RequestError. dialect: as in app.DIALECTS for its path. implied: flags that default to true.
     """
 
     honoured: frozenset[str]
     id_prefix: str
     read: Callable[[GenerationRequest], Coroutine[Any, Any, GenerationJob]]
     dialect: Dialect
+    implied: frozenset[str] = frozenset()
 
 
 async def generate(server_state: ServerState, request: Request, route: GenerationRoute) -> Response:
@@ -166,7 +167,7 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
     context = await open_request(
         server_state, request, honoured=route.honoured, id_prefix=route.id_prefix
     )
-    given, engine = context.given, context.engine
+    given, engine = {**dict.fromkeys(route.implied, True), **context.given}, context.engine
     tenant: Tenant = request.state.tenant
     terms, cache_salt = scheduling_params_of(given, tenant), cache_salt_of(given, tenant)
     if "speculation" in given or "prediction" in given:

@@ -165,44 +165,20 @@ def check_text_bytes(engine: Engine, text: str, *, param: str) -> None:
         )
 
 
-def num_kept_tokens(given: Mapping[str, Any], engine: Engine, max_tokens: int | None) -> int | None:
-    """Return the prompt tokens to keep (`truncate_prompt_tokens`), from the end; None for all.
-
-    -1 keeps what the context has room for beside max_tokens (or one token).
-    """
-    value = given.get("truncate_prompt_tokens")
-    if value is None:
-        return None
-    context = engine.card.max_model_len
-    if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
-        raise InvalidParameter(
-            f"truncate_prompt_tokens is {show(value)}; a whole number from 1 is allowed, or -1 for "
-            "what the context has room for",
-            param="truncate_prompt_tokens",
-        )
-    if given.get("echo"):
-        raise InvalidParameter(
-            "truncate_prompt_tokens and echo are both given; an echo repeats the prompt as it was "
-            "sent: leave one out",
-            param="truncate_prompt_tokens",
-        )
-    return value if value > 0 else max(context - (1 if max_tokens is None else max_tokens), 1)
-
-
 async def encode(
     request: RequestContext,
     text: str,
     *,
     add_special_tokens: bool,
     min_output: int = 1,
-    keep_tokens: int | None = None,
+    keep_tokens: slice | None = None,
     param: str = "prompt",
 ) -> list[int]:
     """Return the ids of a request's `text`. Raises ContextTooLong and InvalidParameter.
 
     A text that is too long for the context in any tokenization, or has more than max_text_bytes, is
     refused before it is tokenized. param: the field it came in. min_output: tokens that must fit
-    after it; 0 if it is only scored. keep_tokens: keep only the last so many ids.
+    after it; 0 if it is only scored. keep_tokens: keep only these ids.
     """
     engine, tokenize = request.engine, request.engine.tokenizer.encode
     if keep_tokens is None:
@@ -216,7 +192,7 @@ async def encode(
         check_text_bytes(engine, text, param=param)
         ids = await request.run_in_thread(tokenize, text, add_special_tokens=add_special_tokens)
     if keep_tokens is not None:
-        return ids[-keep_tokens:]
+        return ids[keep_tokens]
     if len(ids) + min_output > engine.card.max_model_len:
         raise _too_long(engine, f"{len(ids)} tokens", min_output, param)
     return ids
@@ -227,14 +203,14 @@ def checked_ids(
     token_ids: Sequence[Any],
     *,
     min_output: int = 1,
-    keep_tokens: int | None = None,
+    keep_tokens: slice | None = None,
     param: str = "prompt",
 ) -> list[int]:
     """Return the token ids of field `param`. Raises InvalidParameter, and ContextTooLong with both
     numbers."""
     card = engine.card
     if keep_tokens is not None:
-        token_ids = token_ids[-keep_tokens:]
+        token_ids = token_ids[keep_tokens]
     if len(token_ids) + min_output > card.max_model_len:
         raise _too_long(engine, f"{len(token_ids)} tokens", min_output, param)
     if not token_ids:

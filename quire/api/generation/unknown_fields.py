@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from quire.api.generation.fields import CHAT, COMPLETIONS, GENERATE
+from quire.api.generation.fields import CHAT, COMPLETIONS, GENERATE, SAMPLING
 from quire.api.generation.foreign_fields import SYNONYMS
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
@@ -124,6 +124,8 @@ def _advice(name: str, honoured: frozenset[str]) -> str | None:
     """Return what to write in place of a field of another API; None for other fields."""
     if name in _WRAPPERS and honoured >= GENERATE - {"tokens"}:
         return 'write its entries as fields of the request itself, such as "temperature": 0'
+    if "options" in honoured:
+        return _advice_of_ollama(name)
     if name in _SYSTEM and "system" in honoured:
         return "write it as system"
     if name in _SYSTEM and "messages" in honoured:
@@ -132,6 +134,18 @@ def _advice(name: str, honoured: frozenset[str]) -> str | None:
         return "write it at the beginning of the prompt"
     if name == "format" and "response_format" in honoured:
         return 'write it as response_format, such as {"type": "json_object"}'
+    return None
+
+
+def _advice_of_ollama(name: str) -> str | None:
+    """Return what Ollama's API has in place of a field."""
+    if name in ("response_format", "structured_outputs", "json_schema"):
+        return 'write it as format: "json", or a JSON schema'
+    if name in ("reasoning_effort", "thinking", "reasoning"):
+        return "write it as think"
+    own = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}.get(name, name)
+    if name in SAMPLING or SYNONYMS.get(name, ("",))[0] in SAMPLING or name == "num_ctx":
+        return f'write it as an entry of options, such as "options": {{"{own}": ...}}'
     return None
 
 

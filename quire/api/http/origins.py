@@ -19,7 +19,7 @@ from quire.base.show import show
 from quire.config.server_config import ServerConfig
 
 # Paths that change the server for all tenants, or show the prompts or requests of all tenants.
-ADMIN_PATHS = ("/admin", "/v1/cache", "/v1/engine", "/reset_prefix_cache", "/flush_cache")
+ADMIN_PATHS = ("/admin", "/v1/cache", "/v1/engine", "/slots", "/reset_prefix_cache", "/flush_cache")
 _SCHEMES = ("http://", "https://")
 _MAX_HOST_CHARS = 255
 

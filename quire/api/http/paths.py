@@ -16,18 +16,13 @@ _HEALTH = "use GET /health"
 _RECORD = "use GET /admin/record"
 _PAUSE = "use POST /admin/pause"
 _TIMELINE = "use GET /v1/requests/ID/timeline"
-_ONE_MODEL = "one model is served; it is chosen when the server starts"
+_ONE_MODEL = "one model is served; it is chosen when the server starts (quire pull downloads one)"
 _NO_EMBEDDINGS = "embeddings and scores of texts are not implemented; the model generates text"
 
 # Paths of other servers, and what to use here.
 FOREIGN_PATHS: Mapping[str, str] = {
     # Ollama
-    "/api/chat": f"use {_CHAT}",
-    "/api/generate": f"use {_COMPLETE}",
-    "/api/tags": f"use {_MODELS}",
-    "/api/ps": f"use {_MODELS}",
-    "/api/show": f"use {_MODELS}",
-    "/api/version": "use GET /version",
+    "/api/blobs": _ONE_MODEL,
     "/api/pull": _ONE_MODEL,
     "/api/push": _ONE_MODEL,
     "/api/create": _ONE_MODEL,
@@ -36,10 +31,6 @@ FOREIGN_PATHS: Mapping[str, str] = {
     "/api/embed": _NO_EMBEDDINGS,
     "/api/embeddings": _NO_EMBEDDINGS,
     # llama.cpp
-    "/completion": f"use {_COMPLETE}",
-    "/infill": f"use {_COMPLETE} with suffix",
-    "/props": f"use {_MODELS} and GET /tokenizer_info",
-    "/slots": "use GET /metrics, or GET /v1/requests/ID for one request",
     "/embedding": _NO_EMBEDDINGS,
     "/lora-adapters": "LoRA adapters are not implemented",
     # vLLM and SGLang
@@ -115,6 +106,8 @@ def hint_for(path: str, served: Iterable[str]) -> str:
 
     served: the paths of the routes.
     """
+    if path.startswith("/api/blobs/"):
+        path = "/api/blobs"
     foreign = FOREIGN_PATHS.get(path) or FOREIGN_PATHS.get(path.replace("/v1/v1/", "/v1/"))
     if foreign is not None:
         return foreign

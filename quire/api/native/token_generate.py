@@ -36,7 +36,8 @@ from quire.api.generation.generate import (
     StreamOptions,
     generate,
 )
-from quire.api.generation.request_context import checked_ids, num_kept_tokens
+from quire.api.generation.request_context import checked_ids
+from quire.api.generation.truncation import kept_tokens
 from quire.api.generation.usage import Usage
 from quire.api.http.dialect import Dialect
 from quire.api.server_state import ServerState
@@ -80,7 +81,7 @@ async def read_job(request: GenerationRequest) -> GenerationJob:
         engine,
         tokens,
         min_output=int(sampling.max_tokens != 0),
-        keep_tokens=num_kept_tokens(given, engine, completion_tokens(sampling)),
+        keep_tokens=kept_tokens(given, engine, completion_tokens(sampling)),
         param="tokens",
     )
     if sampling.prompt_logprobs is not None:

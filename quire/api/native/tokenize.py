@@ -1,9 +1,9 @@
 """POST /tokenize, /detokenize and /apply_template: the prompt of a model, without an answer.
 
 They return exactly what /v1/completions and /v1/chat/completions hand to the engine: the same
-fields, defaults, text and ids. The context length is not enforced, so that a client can find out by
-how much a text exceeds it; only a text far beyond it is refused. Always holds: long work runs in a
-thread.
+fields, defaults, text and ids. A text as `content` is read and answered as llama.cpp's server does.
+The context length is not enforced, so that a client can find out by how much a text exceeds it;
+only a text far beyond it is refused. Always holds: long work runs in a thread.
 """
 
 from __future__ import annotations
@@ -69,32 +69,34 @@ class TokenizeRoutes:
 async def _tokenized(request: RequestContext) -> bytes:
     given, engine = request.given, request.engine
     with_strings = flag(given, "return_token_strs")
-    if "messages" in given and "prompt" in given:
+    inputs = [name for name in ("messages", "content", "prompt") if name in given]
+    if len(inputs) > 1:
         raise InvalidParameter(
-            "prompt and messages are both given; give one of them", param="messages"
+            f"{inputs[1]} and {inputs[0]} are both given; give one of them", param=inputs[0]
         )
-    param = "messages" if "messages" in given else "prompt"
+    param = inputs[0] if inputs else "prompt"
     if param == "messages":
         text = (await _rendered(request)).text
-        adds_special = flag(given, "add_special_tokens")
     else:
-        text, adds_special = _prompt(given), flag(given, "add_special_tokens", default=True)
+        text = _text(given, param)
+    adds_special = flag(given, "add_special_tokens", default=param == "prompt")
     check_text_bytes(engine, text, param=param)
-    return await request.run_in_thread(_tokens_json, engine, text, adds_special, with_strings)
+    make_json = _pieces_json if param == "content" and with_strings else _tokens_json
+    return await request.run_in_thread(make_json, engine, text, adds_special, with_strings)
 
 
-def _prompt(given: Mapping[str, Any]) -> str:
+def _text(given: Mapping[str, Any], param: str) -> str:
     for name in CONVERSATION:
         if name in given:
             raise InvalidParameter(f"{name} goes with messages; give messages", param=name)
-    prompt = given.get("prompt")
-    if not isinstance(prompt, str):
+    text = given.get(param)
+    if not isinstance(text, str):
         raise InvalidParameter(
-            f"prompt is {'missing' if prompt is None else show(prompt)}; a text is needed, or "
+            f"{param} is {'missing' if text is None else show(text)}; a text is needed, or "
             "messages",
-            param="prompt",
+            param=param,
         )
-    return prompt
+    return text
 
 
 def _tokens_json(engine: Engine, text: str, adds_special: bool, with_strings: bool) -> bytes:
@@ -108,6 +110,22 @@ def _tokens_json(engine: Engine, text: str, adds_special: bool, with_strings: bo
     if with_strings:
         answer["token_strs"] = [tokenizer.token_text(token_id) for token_id in token_ids]
     return msgspec.json.encode(answer)
+
+
+def _pieces_json(engine: Engine, text: str, adds_special: bool, with_strings: bool) -> bytes:
+    """Return the answer in llama.cpp's form; a piece of a character is a list of bytes."""
+    tokenizer = engine.tokenizer
+    token_ids = tokenizer.encode(text, add_special_tokens=adds_special)
+    tokens = []
+    for token_id in token_ids:
+        raw = tokenizer.token_bytes(token_id)
+        try:
+            piece: str | list[int] = raw.decode()
+        except UnicodeDecodeError:
+            piece = list(raw)
+        tokens.append({"id": token_id, "piece": piece})
+    counts = {"count": len(tokens), "max_model_len": engine.card.max_model_len}
+    return msgspec.json.encode({**counts, "tokens": tokens})
 
 
 async def _detokenized(request: RequestContext) -> bytes:
@@ -129,9 +147,8 @@ def _text_json(engine: Engine, tokens: Any, skips: bool) -> bytes:
                 f"tokens holds {show(token_id)}; token ids from 0 to {vocab_size - 1} are allowed",
                 param="tokens",
             )
-    return msgspec.json.encode(
-        {"prompt": engine.tokenizer.decode(tokens, skip_special_tokens=skips)}
-    )
+    text = engine.tokenizer.decode(tokens, skip_special_tokens=skips)
+    return msgspec.json.encode({"prompt": text, "content": text})
 
 
 async def _applied(request: RequestContext) -> bytes:

@@ -34,10 +34,17 @@ from quire.api.generation.generate import (
     StreamOptions,
     generate,
 )
-from quire.api.generation.request_context import encode, num_kept_tokens
+from quire.api.generation.request_context import encode
 from quire.api.generation.tools import TOOL_FIELDS, offer_of
+from quire.api.generation.truncation import TRUNCATION, kept_tokens
 from quire.api.generation.usage import Usage
-from quire.api.openai.chat_output import delta_of, finish_reason_of, message_of
+from quire.api.openai.chat_output import (
+    NOT_SAID,
+    delta_of,
+    echoed_text,
+    finish_reason_of,
+    message_of,
+)
 from quire.api.openai.dialect import OPENAI
 from quire.api.openai.logprobs import chat_logprobs
 from quire.api.server_state import ServerState
@@ -87,7 +94,9 @@ async def read_job(request: GenerationRequest) -> GenerationJob:
         conversation.text,
         add_special_tokens=flag(given, "add_special_tokens"),
         min_output=int(sampling.max_tokens != 0),
-        keep_tokens=num_kept_tokens(given, engine, sampling.max_tokens),
+        keep_tokens=(
+            kept_tokens(given, engine, sampling.max_tokens) if TRUNCATION & given.keys() else None
+        ),
         param="messages",
     )
     if sampling.prompt_logprobs is not None:
@@ -99,6 +108,8 @@ async def read_job(request: GenerationRequest) -> GenerationJob:
         logprobs=wants_logprobs,
         num_prompt_top=sampling.prompt_logprobs,
         prompt_ids=token_ids if flag(given, "return_token_ids") else None,
+        names_ids=flag(given, "return_tokens_as_token_ids"),
+        echo=echoed_text(fields["messages"]) if flag(given, "echo") else "",
     )
     text_rules = PLAIN_TEXT if parser is None else parser.text_rules(engine.tokenizer)
     prompt = Prompt(token_ids=token_ids, sampling=sampling, text_rules=text_rules)
@@ -109,11 +120,14 @@ async def read_job(request: GenerationRequest) -> GenerationJob:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReturnedFields:
     """Optional fields of a chat's answer. prompt_ids: of the prompt, if token ids are returned.
-    num_prompt_top: alternatives of each prompt token; None for no log-probabilities of it."""
+    num_prompt_top: alternatives of each prompt token; None for no log-probabilities of it.
+    names_ids: log-probabilities name tokens by their ids. echo: a text before the answer's."""
 
     logprobs: bool = False
     num_prompt_top: int | None = None
     prompt_ids: Sequence[int] | None = None
+    names_ids: bool = False
+    echo: str = ""
 
 
 class ChatWriter(ChunkWriter):
@@ -143,6 +157,7 @@ class ChatWriter(ChunkWriter):
             "choices": written,
             "usage": self._usage(usage),
             **speeds_json(usage),
+            "prompt_logprobs": None,  # unless requested; clients read it
             **self._prompt_fields(choices[0][0].prompt_logprobs, begins=True),
         }
 
@@ -155,6 +170,8 @@ class ChatWriter(ChunkWriter):
             role = {"role": "assistant", "content": "", "refusal": None}
             more = self._prompt_fields(delta.prompt_logprobs, begins=begins)
             yield {**self._chunk(delta.index, role), **more}
+            if self._returned.echo:
+                yield self._chunk(delta.index, {"content": self._returned.echo})
         parser, reason = self._begun[delta.index], delta.finish_reason
         if parser is None:
             parts = [{"content": delta.text}] if delta.text else []
@@ -184,12 +201,14 @@ class ChatWriter(ChunkWriter):
         return self._chunk(index, {"content": text})
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        message = {"role": "assistant", "content": choice.text, **NOT_SAID}
         reason: str | None = choice.finish_reason
         if self._parser is not None:
             parser = self._begun[index] = self._parser.choice(index)
             message = message_of(parser.whole(choice.text, choice.token_chars), parser)
             reason = finish_reason_of(choice.finish_reason, parser)
+        if self._returned.echo:
+            message["content"] = self._returned.echo + (message["content"] or "")
         return {
             "index": index,
             "message": message,
@@ -244,7 +263,9 @@ class ChatWriter(ChunkWriter):
         return {} if self._returned.prompt_ids is None else {"token_ids": token_ids}
 
     def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any] | None:
-        return chat_logprobs(tokens) if self._returned.logprobs else None
+        if not self._returned.logprobs:
+            return None
+        return chat_logprobs(tokens, names_ids=self._returned.names_ids)
 
 
 def _max_tokens(given: Mapping[str, Any]) -> dict[str, Any]:

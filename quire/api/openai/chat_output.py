@@ -5,11 +5,26 @@ generation/chat_output.py parses the answers; nothing here decides what is a cal
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.api.generation.chat_output import ChoiceOutputParser
 from quire.base.records import FinishReason
 from quire.output_parsers.parsed_answer import AnswerPiece, ParsedAnswer
+
+# Attributes of a message that clients read, whether the answer has them or not.
+NOT_SAID: Mapping[str, None] = {"refusal": None, "reasoning_content": None}
+
+
+def echoed_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of a last message of the assistant, which `echo` puts before the answer."""
+    last = messages[-1]
+    if last.get("role") != "assistant":
+        return ""
+    content = last.get("content")
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content or ())
 
 
 def delta_of(piece: AnswerPiece, parser: ChoiceOutputParser) -> dict[str, Any]:
@@ -29,7 +44,7 @@ def message_of(answer: ParsedAnswer, parser: ChoiceOutputParser) -> dict[str, An
     message: dict[str, Any] = {
         "role": "assistant",
         "content": None if answer.calls and not answer.content else answer.content,
-        "refusal": None,
+        **NOT_SAID,
     }
     if answer.reasoning:
         message |= _reasoning(answer.reasoning)

@@ -41,12 +41,8 @@ from quire.api.generation.generate import (
     StreamOptions,
     generate,
 )
-from quire.api.generation.request_context import (
-    RequestContext,
-    checked_ids,
-    encode,
-    num_kept_tokens,
-)
+from quire.api.generation.request_context import RequestContext, checked_ids, encode
+from quire.api.generation.truncation import kept_tokens
 from quire.api.generation.usage import Usage
 from quire.api.openai.dialect import OPENAI
 from quire.api.openai.logprobs import completion_logprobs, echoed_logprobs, joined
@@ -83,7 +79,7 @@ async def read_job(request: GenerationRequest) -> GenerationJob:
     sampling = _sampling(request, echo=echo)
     adds_special = flag(given, "add_special_tokens", default=True)
     texts = _filling_in(engine, given, _prompts(given))
-    keep_tokens = num_kept_tokens(given, engine, completion_tokens(sampling))
+    keep_tokens = kept_tokens(given, engine, completion_tokens(sampling))
     if len(texts) * sampling.num_sequences > MAX_CHOICES:
         name = "n" if sampling.best_of is None else "best_of"
         raise InvalidParameter(
@@ -121,6 +117,7 @@ async def read_job(request: GenerationRequest) -> GenerationJob:
         num_prompt_top=given.get("prompt_logprobs"),
         special_ids=engine.tokenizer.special_ids,
         returns_ids=returns_ids,
+        names_ids=flag(given, "return_tokens_as_token_ids"),
         options=request.stream_options,
     )
     return GenerationJob(prompts=prompts, writer=writer)
@@ -138,10 +135,11 @@ class CompletionWriter(ChunkWriter):
         num_prompt_top: int | None,
         special_ids: Collection[int],
         returns_ids: bool,
+        names_ids: bool,
         options: StreamOptions,
     ) -> None:
         super().__init__(envelope.frame("text_completion"), options)
-        self._returns_ids = returns_ids
+        self._returns_ids, self._names_ids = returns_ids, names_ids
         self._special_ids = special_ids
         self._prompts = prompts
         self._num_top = num_top
@@ -166,6 +164,7 @@ class CompletionWriter(ChunkWriter):
                         "finish_reason": choice.finish_reason,
                         "stop_reason": choice.stop_reason,
                         "seed": choice.seed,
+                        "prompt_logprobs": None,  # unless requested; clients read it
                         **self._scored.get(at, {}),
                         **self._ids(at, choice.token_ids, begins=True),
                     }
@@ -232,6 +231,7 @@ class CompletionWriter(ChunkWriter):
                 echo=prompt.echo,
                 num_top=self._num_top,
                 special_ids=self._special_ids,
+                names_ids=self._names_ids,
             )
         if self._num_prompt_top is not None:
             self._scored[at] = {"prompt_logprobs": prompt_logprobs(tokens, self._num_prompt_top)}
@@ -246,6 +246,7 @@ class CompletionWriter(ChunkWriter):
             echo_chars=len(self._prompts[at].echo),
             num_top=self._num_top,
             lists_ids=self._lists_ids,
+            names_ids=self._names_ids,
         )
         return joined(self._echoed[at], written) if begins and at in self._echoed else written
 
@@ -349,7 +350,7 @@ async def _ids(
     sampling: SamplingParams,
     *,
     add_special_tokens: bool,
-    keep_tokens: int | None,
+    keep_tokens: slice | None,
 ) -> list[int]:
     min_output = int(sampling.max_tokens != 0)
     if not isinstance(prompt, str):

@@ -8,7 +8,7 @@ position are encoded at once, so a long prompt holds only bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -17,12 +17,19 @@ from quire.api.generation.answer_json import finite
 from quire.engine.output.token_text import TokenText
 
 
-def chat_logprobs(tokens: Sequence[TokenText]) -> dict[str, Any]:
-    """Return the `logprobs` of a chat choice or chunk; top_logprobs ends with the listed ids."""
+def chat_logprobs(tokens: Sequence[TokenText], *, names_ids: bool = False) -> dict[str, Any]:
+    """Return the `logprobs` of a chat choice or chunk; top_logprobs ends with the listed ids.
+
+    names_ids: tokens are named by their ids, as `token_id:5`; their bytes are those of the text.
+    """
+
+    def written(token: TokenText) -> dict[str, Any]:
+        return {**_chat_token(token), **({"token": _id_name(token)} if names_ids else {})}
+
     content = [
         {
-            **_chat_token(token),
-            "top_logprobs": [_chat_token(other) for other in (*token.top, *token.listed)],
+            **written(token),
+            "top_logprobs": [written(other) for other in (*token.top, *token.listed)],
         }
         for token in tokens
     ]
@@ -30,16 +37,22 @@ def chat_logprobs(tokens: Sequence[TokenText]) -> dict[str, Any]:
 
 
 def completion_logprobs(
-    tokens: Iterable[TokenText], *, echo_chars: int, num_top: int, lists_ids: bool = False
+    tokens: Iterable[TokenText],
+    *,
+    echo_chars: int,
+    num_top: int,
+    lists_ids: bool = False,
+    names_ids: bool = False,
 ) -> dict[str, Any]:
     """Return the `logprobs` of a completion; `echo_chars` characters of echo precede it.
 
     top_logprobs has the `num_top` best, the listed ids and the chosen token. Its keys are texts,
     which several ids may share: with lists_ids there is also listed_logprobs, for each token the
-    log-probabilities of these ids in their order.
+    log-probabilities of these ids in their order. names_ids: tokens are named by their ids, as
+    `token_id:5`.
     """
     placed = ((token, echo_chars + token.start_chars) for token in tokens)
-    return _completion(placed, num_top, lists_ids=lists_ids)
+    return _completion(placed, num_top, lists_ids=lists_ids, names_ids=names_ids)
 
 
 def echoed_logprobs(
@@ -49,19 +62,25 @@ def echoed_logprobs(
     echo: str,
     num_top: int,
     special_ids: Collection[int],
+    names_ids: bool = False,
 ) -> dict[str, Any]:
     """Return the `logprobs` of an echoed prompt; its first token has null."""
-    return _completion(_places(first, tokens, echo, special_ids), num_top)
+    return _completion(_places(first, tokens, echo, special_ids), num_top, names_ids=names_ids)
 
 
 def _completion(
-    placed: Iterable[tuple[TokenText, int]], num_top: int, *, lists_ids: bool = False
+    placed: Iterable[tuple[TokenText, int]],
+    num_top: int,
+    *,
+    lists_ids: bool = False,
+    names_ids: bool = False,
 ) -> dict[str, Any]:
+    name_of = _id_name if names_ids else _name
     names, logprobs, tops, offsets, listed = [], [], [], [], []
     for token, offset in placed:
-        names.append(_name(token))
+        names.append(name_of(token))
         logprobs.append(finite(token.logprob))
-        tops.append(msgspec.Raw(msgspec.json.encode(_top(token, num_top))))
+        tops.append(msgspec.Raw(msgspec.json.encode(_top(token, num_top, name_of))))
         offsets.append(offset)
         if lists_ids:
             listed.append([finite(other.logprob) for other in token.listed])
@@ -109,15 +128,22 @@ def joined(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     return {name: [*before.get(name, nothing), *part] for name, part in after.items()}
 
 
-def _top(token: TokenText, num_top: int) -> dict[str, float | None] | None:
+def _top(
+    token: TokenText, num_top: int, name_of: Callable[[TokenText], str]
+) -> dict[str, float | None] | None:
     if math.isnan(token.logprob):
         return None
     named = (*token.top[:num_top], *token.listed, token)
-    return {_name(other): finite(other.logprob) for other in named}
+    return {name_of(other): finite(other.logprob) for other in named}
 
 
 def _chat_token(token: TokenText) -> dict[str, Any]:
     return {"token": token.text, "logprob": finite(token.logprob), "bytes": list(token.raw)}
+
+
+def _id_name(token: TokenText) -> str:
+    """Return vLLM's name of a token by its id."""
+    return f"token_id:{token.token_id}"
 
 
 def _name(token: TokenText) -> str:

@@ -21,7 +21,9 @@ from quire.api.openapi.field_schemas import (
     or_null,
     whole_object,
 )
+from quire.api.openapi.llama_cpp_schemas import llama_cpp_answers
 from quire.api.openapi.messages_schemas import messages_answers
+from quire.api.openapi.ollama_schemas import ollama_answers
 from quire.api.openapi.responses_schemas import responses_answers
 from quire.api.openapi.timeline_schema import timeline_schema
 from quire.base.cache_usage import Miss, MissReason, OwnerUsage, PrefixUsage
@@ -33,6 +35,10 @@ from quire.engine.model_card import Health
 COUNT: Schema = {"type": "integer", "minimum": 0}
 NUMBER: Schema = {"type": "number"}
 _ID: Schema = {"type": "integer"}
+# A piece is a text, or the bytes of a token that is only part of a character.
+_ID_OR_PIECE: Schema = {
+    "anyOf": [COUNT, whole_object(id=COUNT, piece={"anyOf": [TEXT, list_of(COUNT)]})]
+}
 # abort and error are returned as errors.
 _REASONS = [str(reason) for reason in (FinishReason.STOP, FinishReason.LENGTH)]
 
@@ -48,6 +54,8 @@ def answer_schemas() -> dict[str, Schema]:
         "AnyChunk": any_chunk,
         **messages_answers(),
         **responses_answers(),
+        **ollama_answers(),
+        **llama_cpp_answers(),
         "Error": _error(),
     }
     return {**_answers(), **chunks, **others}
@@ -101,7 +109,7 @@ def _answers() -> dict[str, Schema]:
                 "finish_reason": _reason(),
                 **_ended(),
             },
-            prompt_logprobs=_ref("PromptLogprobs"),
+            prompt_logprobs=or_null(_ref("PromptLogprobs")),
             prompt_token_ids=list_of(_ID),
             token_ids=list_of(_ID),
         ),
@@ -117,7 +125,10 @@ def _answers() -> dict[str, Schema]:
     }
     scored: dict[str, Schema] = {"prompt_logprobs": _ref("PromptLogprobs")}
     beside: dict[str, dict[str, Schema]] = {
-        "ChatCompletion": {**scored, "prompt_token_ids": list_of(_ID)},
+        "ChatCompletion": {
+            "prompt_logprobs": or_null(_ref("PromptLogprobs")),
+            "prompt_token_ids": list_of(_ID),
+        },
         "Completion": {},
         "Generation": scored,
     }
@@ -217,7 +228,7 @@ def _message_parts() -> dict[str, Schema]:
                 "content": or_null(TEXT),
                 "refusal": {"type": "null"},
             },
-            **said,
+            **{**said, "reasoning_content": or_null(TEXT)},
             tool_calls=list_of(whole_object(**call), least=1),
         ),
         "Delta": object_of(
@@ -265,10 +276,11 @@ def _route_answers() -> dict[str, Schema]:
         "Model": whole_object(**model),
         "ModelList": whole_object(object={"const": "list"}, data=list_of(_ref("Model"))),
         "Tokens": _part(
-            {"count": COUNT, "max_model_len": COUNT, "tokens": list_of(COUNT)},
+            {"count": COUNT, "max_model_len": COUNT, "tokens": list_of(_ID_OR_PIECE)},
             token_strs=list_of(TEXT),
         ),
         "PromptText": whole_object(prompt=TEXT),
+        "DetokenizedText": whole_object(prompt=TEXT, content=TEXT),
         "TokenizerInfo": _part(
             {
                 "bos_token": or_null(TEXT),

@@ -17,8 +17,11 @@ from quire.api.anthropic.dialect import status_of
 from quire.api.http.errors import HEAD_TOO_LARGE, SHAPES, ErrorShape, ForeignPage
 from quire.api.openapi.answer_schemas import answer_schemas
 from quire.api.openapi.field_schemas import Known, Schema, body_schema
+from quire.api.openapi.llama_cpp_schemas import infill_rows, llama_cpp_rows
 from quire.api.openapi.messages_schemas import messages_rows
-from quire.api.openapi.operations import EVENTS, JSON, OPERATIONS, PATH_WORDS, Form, Operation
+from quire.api.openapi.ollama_schemas import ollama_rows
+from quire.api.openapi.operation import ERRORS, JSON, Form, Operation
+from quire.api.openapi.operations import OPERATIONS, PATH_WORDS
 from quire.api.openapi.responses_schemas import responses_rows
 from quire.base.errors import NotAuthorized, QuireError, RequestError
 from quire.base.version import installed_version
@@ -34,6 +37,9 @@ _OWN_ROWS: Mapping[Form, Callable[[Known], Mapping[str, Schema]]] = {
     "chat": lambda known: {},
     "messages": lambda known: messages_rows(),
     "responses": responses_rows,
+    "ollama": ollama_rows,
+    "llama_cpp": llama_cpp_rows,
+    "llama_cpp_infill": infill_rows,
 }
 # Errors of any route.
 _ANYWHERE: tuple[type[QuireError], ...] = (RequestError, ForeignPage, QuireError)
@@ -117,7 +123,6 @@ def _in_path(path: str) -> list[Schema]:
 def _responses(operation: Operation, *, needs_key: bool) -> Schema:
     responses: Schema = {"200": {"description": "Answered.", "content": _content_of(operation)}}
     own = (NotAuthorized,) if needs_key else ()
-    name = "AnthropicError" if operation.form == "messages" else "Error"
     shapes = [SHAPES[kind] for kind in (*_ANYWHERE, *own, *operation.errors)]
     if operation.form == "messages":
         shapes = [replace(shape, status=status_of(shape.status)) for shape in shapes]
@@ -125,7 +130,7 @@ def _responses(operation: Operation, *, needs_key: bool) -> Schema:
         responses[str(status)] = {
             "description": f"Refused or failed; code {' or '.join(codes)}.",
             "x-quire-codes": codes,
-            "content": {JSON: {"schema": _ref(name)}},
+            "content": {JSON: {"schema": _ref(ERRORS[operation.form])}},
         }
     if operation.unhealthy:
         responses["503"] = {"description": "Not healthy.", "content": _content_of(operation)}
@@ -137,7 +142,7 @@ def _content_of(operation: Operation) -> Schema:
     if operation.answer:
         content[JSON] = {"schema": _ref(operation.answer)}
     if operation.event:
-        content[EVENTS] = {
+        content[operation.stream_media] = {
             "schema": {"type": "string"},
             "x-quire-event": _ref(operation.event),
         }

@@ -19,6 +19,7 @@ from quire.api.generation.foreign_fields import HINTS, NO_EFFECT, SYNONYMS, UNSE
 from quire.api.generation.generate import MAX_SALT_CHARS, STREAM_OPTIONS
 from quire.api.generation.grammar_fields import FORMAT_TYPES
 from quire.api.generation.tools import MAX_TOOLS, TOOL_NAME
+from quire.api.generation.truncation import SIDES
 from quire.api.openai.completions import MAX_CHOICES
 from quire.api.openapi.field_words import OF_CHATS, OF_MESSAGES, OF_RESPONSES, OF_TEXTS, WORDS
 from quire.base import sampling_checks as sampling
@@ -64,12 +65,12 @@ def body_schema(
 ) -> Schema:
     """Return the schema of a body: honoured fields, refused ones, and those without effect.
 
-    own: fields that have another form than in other APIs.
+    own: fields that have another form or another description than in other APIs.
     """
     rows = _rows(known, honoured) | dict(own or {})
     properties: Schema = {}
     for name in sorted(honoured, key=lambda name: (name not in needed, name)):
-        schema = {**rows[name], "description": _words(name, honoured)}
+        schema = {"description": _words(name, honoured), **rows[name]}
         properties[name] = schema if name in needed else or_null(schema)
     properties |= _foreign_rows(honoured)
     return {
@@ -160,17 +161,18 @@ def _words(name: str, honoured: frozenset[str]) -> str:
 
 
 def _rows(known: Known, honoured: frozenset[str]) -> dict[str, Schema]:
-    rows = _sampling_rows(known) | _scheduling_rows() | _conversation_rows() | _other_rows(known)
+    rows = sampling_rows(known) | _scheduling_rows() | _conversation_rows() | _other_rows(known)
     if honoured == CHAT:
         rows["logprobs"] = FLAG
     if honoured == GENERATE:
         rows["tokens"] = list_of(
-            _token_id(known), least=1
+            token_id_row(known), least=1
         )  # an empty list is a text, but no prompt
     return rows
 
 
-def _sampling_rows(known: Known) -> dict[str, Schema]:
+def sampling_rows(known: Known) -> dict[str, Schema]:
+    """Return the sampling fields."""
     rows: dict[str, Schema] = {}
     for name, low, high in WHOLE_NUMBERS:
         rows[name] = {"type": "integer", "minimum": low, "maximum": high}
@@ -185,7 +187,7 @@ def _sampling_rows(known: Known) -> dict[str, Schema]:
     stop = _text(1, sampling.MAX_STOP_STRING_CHARS)
     word = {**_text(1, sampling.MAX_BAD_WORD_CHARS), "pattern": r"\S"}
     breaker = _text(1, sampling.MAX_DRY_BREAKER_CHARS)
-    token_id = _token_id(known)
+    token_id = token_id_row(known)
     rows |= {
         "stop": _one_or_list(stop, sampling.MAX_STOP_STRINGS),
         "bad_words": _one_or_list(word, sampling.MAX_BAD_WORDS),
@@ -291,7 +293,7 @@ def _conversation_rows() -> dict[str, Schema]:
 
 
 def _other_rows(known: Known) -> dict[str, Schema]:
-    token_id = _token_id(known)
+    token_id = token_id_row(known)
     return {
         "model": {"enum": list(known.models)} if known.models else TEXT,
         "prompt": {
@@ -303,6 +305,7 @@ def _other_rows(known: Known) -> dict[str, Schema]:
             ]
         },
         "tokens": list_of(token_id),
+        "content": TEXT,
         "stream": FLAG,
         "stream_options": object_of({name: or_null(FLAG) for name in sorted(STREAM_OPTIONS)}),
         "top_logprobs": {
@@ -315,6 +318,8 @@ def _other_rows(known: Known) -> dict[str, Schema]:
         "truncate_prompt_tokens": {
             "anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}],
         },
+        "truncation_side": {"enum": list(SIDES)},
+        "return_tokens_as_token_ids": FLAG,
         "response_format": _response_format(),
         "return_timings": FLAG,
         "timings": FLAG,
@@ -467,7 +472,8 @@ def _one_or_list(entry: Schema, most: int) -> Schema:
     return {"anyOf": [entry, list_of(entry, most=most)]}
 
 
-def _token_id(known: Known) -> Schema:
+def token_id_row(known: Known) -> Schema:
+    """Return an id of the vocabulary."""
     highest = MAX_TOKEN_ID if known.vocab_size is None else known.vocab_size - 1
     return {"type": "integer", "minimum": 0, "maximum": highest}
 

@@ -22,6 +22,15 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "instructions": "A system message before the input.",
         "truncation": "auto: leave out the oldest items if all do not fit the context; disabled: "
         "refuse the request.",
+        "context": "The context of an earlier answer, which the prompt continues.",
+        "content": "The text, in the form of llama.cpp's API: no special tokens by default.",
+        "input_prefix": "The text before the gap to fill in.",
+        "input_suffix": "The text after the gap to fill in.",
+        "input_extra": "Not served: texts of other files are not added to the prompt.",
+        "raw": "Use the prompt as it is, without the model's template.",
+        "template": "Not served: templates of Ollama are written in Go's language.",
+        "images": "Not served: the model reads text only.",
+        "name": "The older name of model.",
         "suffix": "The text after the gap to fill in; for models with infill tokens, not with "
         "echo.",
         "echo": "Prepend the prompt's text to each choice.",
@@ -29,6 +38,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "true by default.",
         "truncate_prompt_tokens": "Keep only the last tokens of a prompt, at most this many; -1: "
         "as many as fit beside max_tokens.",
+        "truncation_side": "With truncate_prompt_tokens: left keeps the end of a prompt, right its "
+        "beginning.",
     },
     "Length and number of choices": {
         "max_tokens": "Maximum number of tokens of an answer; 16 by default. 0 only if the prompt "
@@ -36,6 +47,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "max_completion_tokens": "The newer name of max_tokens; give one.",
         "max_output_tokens": "Maximum number of tokens of the answer; the rest of the context by "
         "default.",
+        "n_predict": "Maximum number of tokens of the answer; -1, -2 and by default: the rest of "
+        "the context. 0: the prompt is computed, and nothing is generated.",
         "min_tokens": "Minimum number of tokens before the answer may end; at most max_tokens.",
         "n": "Choices for each prompt; with several prompts at most 1,024 in total.",
         "best_of": "Compute this many sequences and return the n best by mean log-probability.",
@@ -44,6 +57,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "early_stopping": "Beam search: when the search ends, as in transformers.",
     },
     "Sampling": {
+        "options": "The sampling parameters: Ollama's names, and those of the fields here.",
         "seed": "The same request with the same seed gives the same answer; random by default, "
         "and returned with each choice.",
         "temperature": "0 selects the most likely token; higher values are more random.",
@@ -62,6 +76,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "mirostat_tau": "Target surprise in bits.",
         "mirostat_eta": "Learning rate of mirostat.",
         "repetition_penalty": "Divide logits of tokens in prompt and answer by this.",
+        "repeat_last_n": "-1: penalties cover the whole context; other numbers only without "
+        "penalties.",
         "presence_penalty": "Subtracted once from logits of tokens in the answer.",
         "frequency_penalty": "Subtracted once for each occurrence of the token in the answer.",
         "dry_multiplier": "Strength of the penalty on continuing a repetition; 0: off.",
@@ -82,12 +98,16 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "include_stop_str_in_output": "Keep the stop string in the answer.",
         "ignore_eos": "Continue after the end-of-text token.",
         "skip_special_tokens": "Special tokens have no text in the answer; true by default.",
+        "n_probs": "Return each token's log-probability and this many alternatives; 0: none.",
+        "return_tokens": "Return the ids of the answer's tokens; a stream always has them.",
         "logprobs": "Return each token's log-probability and this many alternatives.",
         "top_logprobs": "Number of alternatives of each token; with logprobs: true.",
         "prompt_logprobs": "Return the prompt's log-probabilities and this many alternatives.",
-        "logprob_token_ids": "With logprobs: also return the log-probabilities of these ids.",
+        "logprob_token_ids": "With logprobs: return the log-probabilities of these ids, in place "
+        "of the most probable ones.",
         "return_token_strs": "Also return each token's text.",
         "return_token_ids": "Return the ids of the prompt and of each answer's tokens.",
+        "return_tokens_as_token_ids": "Name tokens in logprobs by their ids, as token_id:5.",
         "return_timings": "Return in usage how long the request waited and ran.",
         "timings": "Return counts, times and rates beside usage, in the form of llama.cpp.",
         "timings_per_token": "Return those in every chunk too.",
@@ -102,6 +122,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "verbosity: a hint, not used.",
         "response_format": "The answer is free text, any JSON object, JSON of a schema, or free "
         "text with parts that follow schemas.",
+        "format": "The answer is any JSON object, or JSON of a schema.",
         "structured_outputs": "The answer follows a JSON schema, a regular expression, a choice "
         "of texts, a grammar (Lark or GBNF) or a structural tag.",
     },
@@ -109,6 +130,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "tools": "Functions that the model may call.",
         "tool_choice": "Whether the model may or must make a call, and of which function.",
         "parallel_tool_calls": "Whether the model may make several calls in one answer.",
+        "think": "Whether the model reasons, or how much.",
         "reasoning_effort": "How much the model reasons, if its template has degrees.",
         "reasoning": "effort: how much the model reasons, if its template has degrees. summary: a "
         "hint, not used.",
@@ -137,6 +159,11 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "background": "Answer at once, and continue without the client, which polls the response "
         "by its id or reads its events.",
         "service_tier": "There is one tier; without effect.",
+        "keep_alive": "Without effect: the model stays loaded.",
+        "truncate": "Not served: a prompt longer than the context is an error.",
+        "shift": "Not served: an answer ends where the context is full.",
+        "verbose": "Without effect: tensors are not listed.",
+        "id_slot": "Returned as it was sent; without effect, since there are no slots.",
         "cache_salt": "Share cached prefixes only with requests of the same salt.",
         "priority": "Lower is served earlier, under a policy that reads it.",
         "deadline_ms": "Limit of the time to the whole answer; refused if it cannot be met.",
@@ -148,6 +175,7 @@ WORDS = {name: line for group in GROUPS.values() for name, line in group.items()
 
 # Descriptions that differ for chats.
 OF_CHATS: Mapping[str, str] = {
+    "echo": "Put the text of a last message of the assistant before the answer.",
     "max_tokens": "Maximum number of tokens of an answer; the rest of the context by default. 0 "
     "only if the prompt is scored.",
     "logprobs": "Return each token's log-probability.",

@@ -7,8 +7,7 @@ HTTP. Always holds: each served route has a row here (a test compares both lists
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
 
 from quire.api.admin.cache import MAX_PREFIXES, NUM_PREFIXES
 from quire.api.anthropic.fields import COUNT_TOKENS, MESSAGES
@@ -21,15 +20,12 @@ from quire.api.generation.fields import (
     TOKENIZE,
 )
 from quire.api.http.errors import (
-    Aborted,
     NotAdmin,
-    NothingToChoose,
     ReaderGone,
     ResumeGone,
     UnknownRequest,
     UnknownResponse,
     UnknownRoute,
-    UnsupportedEncoding,
 )
 from quire.api.openai.responses.fields import INCLUDABLE, RESPONSES
 from quire.api.openai.responses.stored_routes import (
@@ -39,79 +35,15 @@ from quire.api.openai.responses.stored_routes import (
     ORDERS,
 )
 from quire.api.openapi.field_schemas import TEXT, Schema, object_of
+from quire.api.openapi.llama_cpp_operations import LLAMA_CPP_OPERATIONS
+from quire.api.openapi.ollama_operations import OLLAMA_OPERATIONS
+from quire.api.openapi.operation import ENGINE, HI, OBJECT, TEXTS, TOKENS, Operation
 from quire.base.errors import (
-    BodyTooLarge,
-    ContextTooLong,
-    DeadlineMissed,
-    DeviceLost,
     InvalidParameter,
-    ModelError,
-    OverloadedError,
-    QueueTimedOut,
-    QuireError,
-    RequestError,
-    ShuttingDown,
-    StepRowError,
-    TenantLimit,
-    TimedOut,
     UnknownModel,
-    WorkerError,
 )
 from quire.base.log import LEVELS
 from quire.obs.metrics import CONTENT_TYPE
-
-JSON = "application/json"
-EVENTS = "text/event-stream"
-
-Errors = tuple[type[QuireError], ...]
-Form = Literal["chat", "messages", "responses"]
-
-_ENGINE: Errors = (OverloadedError, ShuttingDown, WorkerError, DeviceLost)
-_OBJECT: Errors = (RequestError, InvalidParameter, BodyTooLarge, UnsupportedEncoding)
-_BODY: Errors = (*_OBJECT, UnknownModel, TimedOut, *_ENGINE)
-_TEXTS: Errors = (*_BODY, ModelError)
-_TOKENS: Errors = (
-    *_TEXTS,
-    *(
-        ContextTooLong,
-        NothingToChoose,
-        Aborted,
-        QueueTimedOut,
-        DeadlineMissed,
-        TenantLimit,
-        StepRowError,
-    ),
-)
-_HI = [{"role": "user", "content": "Write a story about a little dog."}]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
-    """One route and method.
-
-    answer: the schema of status 200, by name; "" if it is a text of `media`. event: of a chunk, if
-    the route can stream; without an answer it only streams. body: the fields of the request, None
-    without a body; plain: the schema of a body outside the table of fields. needed: required
-    fields. unhealthy: 503 has the same answer. others: further parameters. also: other media of a
-    text, by the request. form: the API of the fields; of messages also that of the errors.
-    """
-
-    says: str
-    tag: str
-    answer: str = ""
-    media: str = JSON
-    event: str = ""
-    title: str = ""
-    body: frozenset[str] | None = None
-    needed: frozenset[str] = frozenset()
-    plain: Schema | None = None
-    example: Mapping[str, Any] = field(default_factory=dict)
-    errors: Errors = ()
-    others: tuple[Schema, ...] = ()
-    unhealthy: bool = False
-    also: tuple[str, ...] = ()
-    form: Form = "chat"
-
 
 _APPLY = Operation(
     says="The prompt that the chat template makes of these messages.",
@@ -120,8 +52,8 @@ _APPLY = Operation(
     title="ApplyTemplateRequest",
     body=APPLY_TEMPLATE,
     needed=frozenset({"messages"}),
-    example={"messages": _HI},
-    errors=_TEXTS,
+    example={"messages": HI},
+    errors=TEXTS,
 )
 _ABORT = Operation(
     says="End a request; aborted is false if it had ended before.",
@@ -133,7 +65,7 @@ _FLUSH = Operation(
     says="Empty the prefix cache; running requests continue, and their blocks are not reused.",
     tag="For admins",
     answer="Flushed",
-    errors=(InvalidParameter, NotAdmin, *_ENGINE),
+    errors=(InvalidParameter, NotAdmin, *ENGINE),
 )
 _ADMIN = Operation(says="", tag="For admins", answer="Server", errors=(InvalidParameter, NotAdmin))
 
@@ -155,8 +87,8 @@ OPERATIONS: Mapping[str, Operation] = {
         title="ChatRequest",
         body=CHAT,
         needed=frozenset({"messages"}),
-        example={"messages": _HI, "max_tokens": 48, "seed": 7},
-        errors=_TOKENS,
+        example={"messages": HI, "max_tokens": 48, "seed": 7},
+        errors=TOKENS,
     ),
     "POST /v1/completions": Operation(
         says="Continue prompts, whole or streamed.",
@@ -167,7 +99,7 @@ OPERATIONS: Mapping[str, Operation] = {
         body=COMPLETIONS,
         needed=frozenset({"prompt"}),
         example={"prompt": "Once upon a time", "max_tokens": 48, "seed": 7},
-        errors=_TOKENS,
+        errors=TOKENS,
     ),
     "POST /v1/responses": Operation(
         says="Answer a conversation in the form of OpenAI's Responses API, whole or streamed.",
@@ -178,7 +110,7 @@ OPERATIONS: Mapping[str, Operation] = {
         body=RESPONSES,
         needed=frozenset({"input"}),
         example={"input": "Write a story.", "max_output_tokens": 48, "seed": 7},
-        errors=(*_TOKENS, UnknownResponse),
+        errors=(*TOKENS, UnknownResponse),
         form="responses",
     ),
     "GET /v1/responses/{id}": Operation(
@@ -230,8 +162,8 @@ OPERATIONS: Mapping[str, Operation] = {
         title="MessagesRequest",
         body=MESSAGES,
         needed=frozenset({"messages", "max_tokens"}),
-        example={"messages": _HI, "max_tokens": 48, "seed": 7},
-        errors=_TOKENS,
+        example={"messages": HI, "max_tokens": 48, "seed": 7},
+        errors=TOKENS,
         form="messages",
     ),
     "POST /v1/messages/count_tokens": Operation(
@@ -241,10 +173,12 @@ OPERATIONS: Mapping[str, Operation] = {
         title="CountTokensRequest",
         body=COUNT_TOKENS,
         needed=frozenset({"messages"}),
-        example={"messages": _HI},
-        errors=_TEXTS,
+        example={"messages": HI},
+        errors=TEXTS,
         form="messages",
     ),
+    **OLLAMA_OPERATIONS,
+    **LLAMA_CPP_OPERATIONS,
     "POST /generate": Operation(
         says="Token ids in, token ids out, whole or streamed.",
         tag="Answers",
@@ -254,26 +188,26 @@ OPERATIONS: Mapping[str, Operation] = {
         body=GENERATE,
         needed=frozenset({"tokens"}),
         example={"tokens": [5, 6, 7], "max_tokens": 8, "seed": 7},
-        errors=_TOKENS,
+        errors=TOKENS,
     ),
     "POST /tokenize": Operation(
-        says="Ids of a prompt, or of messages.",
+        says="Ids of a prompt, or of messages; with content, in the form of llama.cpp's API.",
         tag="Texts and tokens",
         answer="Tokens",
         title="TokenizeRequest",
         body=TOKENIZE,
         example={"prompt": "Once upon a time", "return_token_strs": True},
-        errors=_TEXTS,
+        errors=TEXTS,
     ),
     "POST /detokenize": Operation(
         says="The text of ids.",
         tag="Texts and tokens",
-        answer="PromptText",
+        answer="DetokenizedText",
         title="DetokenizeRequest",
         body=DETOKENIZE,
         needed=frozenset({"tokens"}),
         example={"tokens": [5, 6, 7]},
-        errors=_TEXTS,
+        errors=TEXTS,
     ),
     "POST /apply_template": _APPLY,
     "POST /apply-template": replace(_APPLY, says="The same under another server's name."),
@@ -281,19 +215,19 @@ OPERATIONS: Mapping[str, Operation] = {
         says="The named tokens of the tokenizer by their texts, and the chat template.",
         tag="Texts and tokens",
         answer="TokenizerInfo",
-        errors=_ENGINE,
+        errors=ENGINE,
     ),
     "GET /v1/models": Operation(
         says="The served model, under each of its names.",
         tag="Server",
         answer="ModelList",
-        errors=_ENGINE,
+        errors=ENGINE,
     ),
     "GET /v1/models/{name}": Operation(
         says="A model by name: its context length, precision and fingerprint.",
         tag="Server",
         answer="Model",
-        errors=(UnknownModel, *_ENGINE),
+        errors=(UnknownModel, *ENGINE),
     ),
     "GET /v1/requests/{id}": Operation(
         says="The state of a request and its tokens so far, by the id of its answer or its "
@@ -308,7 +242,7 @@ OPERATIONS: Mapping[str, Operation] = {
         says="A resumable stream (stream_options.resumable) after Last-Event-ID, or all of it.",
         tag="Requests by id",
         event="AnyChunk",
-        errors=(UnknownRequest, ResumeGone, ReaderGone, *_TOKENS),
+        errors=(UnknownRequest, ResumeGone, ReaderGone, *TOKENS),
         others=(
             {
                 "name": "Last-Event-ID",
@@ -323,7 +257,7 @@ OPERATIONS: Mapping[str, Operation] = {
         "with causes. For the key that sent it, and for admin keys.",
         tag="Requests by id",
         answer="RequestTimeline",
-        errors=(InvalidParameter, UnknownRequest, *_ENGINE),
+        errors=(InvalidParameter, UnknownRequest, *ENGINE),
     ),
     "GET /health": Operation(
         says="200 while ready and making progress, else 503 with the reason.",
@@ -341,7 +275,7 @@ OPERATIONS: Mapping[str, Operation] = {
         says="The contents of the prefix cache.",
         tag="For admins",
         answer="Cache",
-        errors=(InvalidParameter, NotAdmin, *_ENGINE),
+        errors=(InvalidParameter, NotAdmin, *ENGINE),
         others=(
             {
                 "name": "prefixes",
@@ -363,7 +297,7 @@ OPERATIONS: Mapping[str, Operation] = {
         says="The queue, the running batch and the KV blocks by owner, without ids and texts.",
         tag="For admins",
         answer="Engine",
-        errors=(InvalidParameter, NotAdmin, *_ENGINE),
+        errors=(InvalidParameter, NotAdmin, *ENGINE),
     ),
     "GET /admin": replace(
         _ADMIN, says="Whether requests are accepted, and how many are open and held."
@@ -382,13 +316,13 @@ OPERATIONS: Mapping[str, Operation] = {
             needed=("level",),
         ),
         example={"level": "info"},
-        errors=(*_OBJECT, NotAdmin),
+        errors=(*OBJECT, NotAdmin),
     ),
     "GET /admin/record": Operation(
         says="Record the requests of the server while this is read: lines of JSON.",
         tag="For admins",
         media="application/x-ndjson",
-        errors=(InvalidParameter, NotAdmin, *_ENGINE),
+        errors=(InvalidParameter, NotAdmin, *ENGINE),
         others=(
             {
                 "name": "content",

@@ -21,7 +21,13 @@ from quire.api.openapi.document import document
 from quire.api.openapi.field_schemas import Known
 from quire.api.openapi.operations import OPERATIONS
 
-EVENTS, JSON = "text/event-stream", "application/json"
+EVENTS, JSON, LINES = "text/event-stream", "application/json", "application/x-ndjson"
+# Schemas of errors, by the beginning of their paths.
+ERRORS_BELOW = {
+    "/v1/messages": "AnthropicError",
+    "/api": "OllamaError",
+    **dict.fromkeys(("/completion", "/infill", "/props", "/slots"), "LlamaCppError"),
+}
 
 
 @dataclass(slots=True)
@@ -47,14 +53,21 @@ class Reply:
         return error
 
     @property
+    def lines(self) -> list[Any]:
+        """The objects of a stream with one in each line."""
+        assert self.body.endswith(b"\n")
+        return [json.loads(line) for line in self.body.splitlines()]
+
+    @property
     def events(self) -> list[Any]:
         """The data of each server-sent event; "[DONE]" as text."""
         events = [event for event in self.body.decode().split("\n\n") if event]
         lines = [event.split("\n") for event in events if not event.startswith(":")]
-        assert all(line[0].startswith(("id: ", "event: ")) for line in lines), lines
-        assert all(len(line) == 2 for line in lines), lines
-        assert all(line[1].startswith("data: ") for line in lines), lines
-        data = [line[1].removeprefix("data: ") for line in lines]
+        named = [line[0] for line in lines if len(line) > 1]
+        assert all(each.startswith(("id: ", "event: ")) for each in named), lines
+        assert all(len(line) <= 2 for line in lines), lines
+        assert all(line[-1].startswith("data: ") for line in lines), lines
+        data = [line[-1].removeprefix("data: ") for line in lines]
         return [item if item == "[DONE]" else json.loads(item) for item in data]
 
 
@@ -75,8 +88,8 @@ def check_said(method: str, path: str, reply: Reply) -> None:
     if reply.status == 304:  # a file of the web page that the browser has
         return
     responses = _responses(method, served_path(path))
-    is_messages = served_path(path).startswith("/v1/messages")
-    error = "AnthropicError" if is_messages else "Error"
+    tops = [top for top in ERRORS_BELOW if f"{served_path(path)}/".startswith(f"{top}/")]
+    error = ERRORS_BELOW[tops[0]] if tops else "Error"
     if responses is None or _is_not_served(reply):
         assert reply.status in (401, 403, 404, 405, 500), reply
         validator(error).validate(reply.json)
@@ -86,8 +99,8 @@ def check_said(method: str, path: str, reply: Reply) -> None:
     content = responses[str(reply.status)]["content"][media]
     if media == JSON:
         validator(_name(content["schema"])).validate(reply.json)
-    elif media == EVENTS:
-        for event in reply.events:
+    elif media in (EVENTS, LINES) and "x-quire-event" in content:
+        for event in reply.events if media == EVENTS else reply.lines:
             if event != "[DONE]":
                 kind = error if "error" in event else _name(content["x-quire-event"])
                 validator(kind).validate(event)
@@ -96,7 +109,14 @@ def check_said(method: str, path: str, reply: Reply) -> None:
 def _is_not_served(reply: Reply) -> bool:
     """Return whether nothing is served at the path, or not with this method."""
     codes = {404: "unknown_url", 405: "method_not_allowed"}
-    return reply.status in codes and reply.error.get("code") == codes[reply.status]
+    if reply.status not in codes:
+        return False
+    error = reply.json["error"]
+    code = error.get("code") if isinstance(error, dict) else None
+    words = ("nothing is served", "is not allowed at")
+    said = error if isinstance(error, str) else error["message"]
+    is_plain = not isinstance(code, str) and any(each in said for each in words)
+    return code == codes[reply.status] or is_plain
 
 
 @cache

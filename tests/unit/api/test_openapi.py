@@ -29,6 +29,8 @@ from quire.api.generation.fields import (
 from quire.api.generation.foreign_fields import HINTS, NO_EFFECT, SYNONYMS, UNSERVED
 from quire.api.http.auth import is_open
 from quire.api.http.origins import is_guarded
+from quire.api.llama_cpp.fields import LLAMA_COMPLETION, LLAMA_INFILL
+from quire.api.ollama.fields import OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_SHOW
 from quire.api.openai.responses.fields import RESPONSES
 from quire.api.openapi.document import document, served
 from quire.api.openapi.error_words import error_rows
@@ -42,7 +44,8 @@ from tests.unit.api.fake_engine import CARD, FakeEngine, Site
 from tests.unit.api.said import full_document, validator
 
 HONOURED = CHAT | COMPLETIONS | GENERATE | TOKENIZE | DETOKENIZE | APPLY_TEMPLATE
-HONOURED |= MESSAGES | RESPONSES
+HONOURED |= MESSAGES | RESPONSES | OLLAMA_CHAT | OLLAMA_GENERATE | OLLAMA_SHOW
+HONOURED |= LLAMA_COMPLETION | LLAMA_INFILL
 FULL = full_document()
 OUTSIDE = re.compile(r"^([a-z]+:)?//", re.I)
 
@@ -141,6 +144,7 @@ def test_the_examples_are_valid_and_answered() -> None:
                 continue
             validator(operation.title).validate(dict(operation.example))
             example = {**operation.example, "max_tokens": 2}
+            example.pop("n_predict", None)
             if "max_tokens" not in (operation.body or ()):
                 del example["max_tokens"]
             method, _, path = name.partition(" ")

@@ -45,6 +45,7 @@ def test_a_completion_has_openais_shape() -> None:
                     "finish_reason": "stop",
                     "stop_reason": "END",
                     "seed": 5,
+                    "prompt_logprobs": None,
                 }
             ],
             "usage": {
@@ -63,7 +64,12 @@ def test_a_chat_has_openais_shape() -> None:
         body = (await Site().post(CHAT, {"messages": MESSAGES, "logprobs": True})).json
         assert body["object"] == "chat.completion"
         choice = body["choices"][0]
-        assert choice["message"] == {"role": "assistant", "content": "Hello", "refusal": None}
+        assert choice["message"] == {
+            "role": "assistant",
+            "content": "Hello",
+            "refusal": None,
+            "reasoning_content": None,
+        }
         assert choice["finish_reason"] == "stop"
         assert 0 <= choice["seed"] < 2**53
         token = choice["logprobs"]["content"][0]

@@ -105,7 +105,7 @@ def test_an_unknown_field_is_rejected_with_the_nearest_name() -> None:
         (CHAT, {"input": "a"}, "which takes messages; write it as"),
         (CHAT, {"tokens": [1]}, "takes messages; send token ids to POST /generate as tokens"),
         (CHAT, {"messages": [], "prompt": "a"}, "takes messages; leave it out, or write it as"),
-        (CHAT, {"echo": True}, "of this request, but of POST /v1/completions; leave it out"),
+        (CHAT, {"suffix": "a"}, "of this request, but of POST /v1/completions; leave it out"),
         (CHAT, {"system": "a"}, 'write it as the first message: {"role": "system", "content"'),
         (CHAT, {"instructions": "a"}, "write it as the first message"),
         (CHAT, {"format": "json"}, 'as response_format, such as {"type": "json_object"}'),

@@ -76,13 +76,17 @@ def test_a_text_beyond_the_context_is_counted_and_not_rejected() -> None:
 def test_ids_become_text_with_special_tokens_unless_skipped() -> None:
     engine = FakeEngine()
     engine.tokenizer = ByteTokenizer(bos=1)
-    assert ask("/detokenize", engine, tokens=[1, 97]).json == {"prompt": "\x01a"}
-    assert ask("/detokenize", engine, tokens=[1, 97], skip_special_tokens=True).json == {
-        "prompt": "a"
-    }
-    assert ask("/detokenize", engine, tokens=[]).json == {"prompt": ""}
-    ids = list("é".encode())
-    assert ask("/detokenize", engine, tokens=ids).json == {"prompt": "é"}
+
+    def text(tokens: list[int], **fields: bool) -> str:
+        answer = ask("/detokenize", engine, tokens=tokens, **fields).json
+        assert answer["content"] == answer["prompt"]  # llama.cpp's name of it
+        found: str = answer["prompt"]
+        return found
+
+    assert text([1, 97]) == "\x01a"
+    assert text([1, 97], skip_special_tokens=True) == "a"
+    assert text([]) == ""
+    assert text(list("é".encode())) == "é"
 
 
 @pytest.mark.parametrize("tokens", [None, "ab", [256], [-1], [True], [1.0], ["a"], [[1]], 3])

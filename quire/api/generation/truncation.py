@@ -1,0 +1,55 @@
+"""Which tokens of a prompt are kept: `truncate_prompt_tokens` and `truncation_side`.
+
+Entered only by requests with one of the fields. Knows no tokens. Always holds: a prompt is cut only
+if the request says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.api.engine_protocol import Engine
+from quire.base.errors import InvalidParameter
+from quire.base.show import show
+
+TRUNCATION = frozenset({"truncate_prompt_tokens", "truncation_side"})
+SIDES = ("left", "right")
+
+
+def kept_tokens(given: Mapping[str, Any], engine: Engine, max_tokens: int | None) -> slice | None:
+    """Return the tokens of a prompt to keep; None for all. Raises InvalidParameter.
+
+    From the end, or with truncation_side "right" from the beginning. -1 keeps what the context has
+    room for beside max_tokens (or one token).
+    """
+    if TRUNCATION.isdisjoint(given):
+        return None
+    value, side = given.get("truncate_prompt_tokens"), given.get("truncation_side", "left")
+    if side not in SIDES:
+        raise InvalidParameter(
+            f'truncation_side is {show(side)}; "left" (keep the end) and "right" (keep the '
+            "beginning) are allowed",
+            param="truncation_side",
+        )
+    if value is None:
+        raise InvalidParameter(
+            "truncation_side is given without truncate_prompt_tokens; add that, or leave it out",
+            param="truncation_side",
+        )
+    if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
+        raise InvalidParameter(
+            f"truncate_prompt_tokens is {show(value)}; a whole number from 1 is allowed, or -1 for "
+            "what the context has room for",
+            param="truncate_prompt_tokens",
+        )
+    if given.get("echo"):
+        raise InvalidParameter(
+            "truncate_prompt_tokens and echo are both given; an echo repeats the prompt as it was "
+            "sent: leave one out",
+            param="truncate_prompt_tokens",
+        )
+    num_kept = value
+    if value < 0:
+        num_kept = max(engine.card.max_model_len - (1 if max_tokens is None else max_tokens), 1)
+    return slice(-num_kept, None) if side == "left" else slice(num_kept)

@@ -1,0 +1,140 @@
+"""Write an answer in the form of llama.cpp's /completion, whole or as events.
+
+The last object of a stream is the whole answer without its text. Counts are those of `usage`;
+`timings` are in each last object, since the routes imply the field. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from quire.api.generation.answer_json import finite, speeds_json
+from quire.api.generation.choice_streams import Choice, PromptState
+from quire.api.generation.generate import Envelope
+from quire.api.generation.usage import Usage
+from quire.api.llama_cpp.request import Returned
+from quire.api.llama_cpp.settings import settings_json
+from quire.base.records import FinishReason
+from quire.base.sampling_params import SamplingParams
+from quire.engine.output.output_stream import TextDelta
+from quire.engine.output.token_text import TokenText
+
+
+class AnswerWriter:
+    """Write one answer. prompt: its text, which the last object has."""
+
+    def __init__(
+        self,
+        envelope: Envelope,
+        prompt: str,
+        sampling: SamplingParams,
+        returned: Returned,
+    ) -> None:
+        self._model = envelope.model
+        self._prompt = prompt
+        self._sampling = sampling
+        self._returned = returned
+        self._end: dict[str, Any] = {}
+        self._has_new_line = False
+
+    def whole(self, choices: Sequence[Sequence[Choice]], usage: Usage) -> dict[str, Any]:
+        """Return the body of a response that is not streamed."""
+        choice = choices[0][0]
+        self._keep_end(choice.text, choice.finish_reason, choice.stop_reason)
+        tokens = choice.token_ids if self._returned.returns_tokens else []
+        return {
+            **self._last(choice.text, tokens, usage),
+            **self._probabilities(choice.logprobs),
+        }
+
+    def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
+        """Yield the event of more text."""
+        self._keep_end(delta.text, delta.finish_reason, delta.stop_reason)
+        if delta.text or delta.token_ids:
+            yield {
+                "index": 0,
+                "content": delta.text,
+                "tokens": delta.token_ids,
+                "stop": False,
+                "id_slot": self._returned.id_slot,
+                "tokens_predicted": delta.num_output_tokens,
+                "tokens_evaluated": delta.num_prompt_tokens,
+                **self._probabilities(delta.logprobs),
+            }
+
+    def of_text(self, prompt: int, index: int, text: str) -> None:
+        """Return None: events have ids and counts."""
+
+    def of_progress(self, progress: PromptState) -> dict[str, Any]:
+        """Return the event of prompt progress."""
+        return {
+            "index": 0,
+            "content": "",
+            "tokens": [],
+            "stop": False,
+            "id_slot": self._returned.id_slot,
+            "tokens_predicted": 0,
+            "tokens_evaluated": progress.total,
+            "prompt_progress": msgspec.to_builtins(progress),
+        }
+
+    def so_far(self, usage: Usage) -> dict[str, Any]:
+        """Return the timings that every event has, if requested."""
+        return speeds_json(usage) if self._returned.timings_per_token else {}
+
+    def of_usage(self, usage: Usage) -> dict[str, Any]:
+        """Return the last event."""
+        return self._last("", [], usage)
+
+    def _keep_end(
+        self, text: str, reason: FinishReason | None, stopped_by: str | int | None
+    ) -> None:
+        self._has_new_line |= "\n" in text
+        kind, word = "none", ""
+        if reason is FinishReason.LENGTH:
+            kind = "limit"
+        elif reason is not None:
+            kind = "word" if isinstance(stopped_by, str) else "eos"
+            word = stopped_by if isinstance(stopped_by, str) else ""
+        self._end = {"stop_type": kind, "stopping_word": word}
+
+    def _last(self, text: str, tokens: Sequence[int], usage: Usage) -> dict[str, Any]:
+        return {
+            "index": 0,
+            "content": text,
+            "tokens": tokens,
+            "id_slot": self._returned.id_slot,
+            "stop": True,
+            "model": self._model,
+            "tokens_predicted": usage.completion_tokens,
+            "tokens_evaluated": usage.prompt_tokens,
+            "generation_settings": settings_json(self._sampling, self._returned),
+            "prompt": self._prompt,
+            "has_new_line": self._has_new_line,
+            "truncated": False,
+            **self._end,
+            "tokens_cached": usage.prompt_tokens + usage.completion_tokens,
+            **speeds_json(usage),
+        }
+
+    def _probabilities(self, tokens: Sequence[TokenText]) -> dict[str, Any]:
+        if not self._returned.num_probs:
+            return {}
+        return {
+            "completion_probabilities": [
+                {**_token(one), "top_logprobs": [_token(other) for other in one.top]}
+                for one in tokens
+            ]
+        }
+
+
+def _token(token: TokenText) -> dict[str, Any]:
+    return {
+        "id": token.token_id,
+        "token": token.text,
+        "bytes": list(token.raw),
+        "logprob": finite(token.logprob),
+    }

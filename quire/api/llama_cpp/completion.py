@@ -1,0 +1,193 @@
+"""POST /completion and /infill: continue a prompt, or fill a gap, in the form of llama.cpp's API.
+
+A prompt is a text, token ids, or a list of both, of which only a text at its beginning gets the
+tokenizer's special tokens. Always holds: a text has the ids that /v1/completions gives it, and the
+same request has the same tokens there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.api.generation.choice_streams import Prompt
+from quire.api.generation.fields import flag
+from quire.api.generation.generate import (
+    GenerationJob,
+    GenerationRequest,
+    GenerationRoute,
+    generate,
+)
+from quire.api.generation.request_context import checked_ids, encode
+from quire.api.llama_cpp.answer_writer import AnswerWriter
+from quire.api.llama_cpp.dialect import LLAMA_CPP
+from quire.api.llama_cpp.fields import LLAMA_COMPLETION, LLAMA_INFILL
+from quire.api.llama_cpp.request import Returned, as_named_here, read_sampling
+from quire.api.server_state import ServerState
+from quire.base.errors import InvalidParameter
+from quire.base.sampling_params import SamplingParams
+from quire.base.show import show
+from quire.text.infill import infill_prompt
+
+# Texts and runs of ids of one prompt.
+MAX_PARTS = 1024
+# Timings are in each answer.
+_IMPLIED = frozenset({"timings"})
+_FORMS = "a text, a list of token ids, or a list of texts and ids that make one prompt are allowed"
+
+
+class CompletionRoute:
+    """POST /completion."""
+
+    def __init__(self, server_state: ServerState) -> None:
+        self._server_state = server_state
+        self._route = GenerationRoute(
+            honoured=LLAMA_COMPLETION,
+            id_prefix="cmpl-",
+            read=read_completion,
+            dialect=LLAMA_CPP,
+            implied=_IMPLIED,
+        )
+
+    async def post(self, request: Request) -> Response:
+        """Answer one request."""
+        return await generate(self._server_state, request, self._route)
+
+
+class InfillRoute:
+    """POST /infill."""
+
+    def __init__(self, server_state: ServerState) -> None:
+        self._server_state = server_state
+        self._route = GenerationRoute(
+            honoured=LLAMA_INFILL,
+            id_prefix="fill-",
+            read=read_infill,
+            dialect=LLAMA_CPP,
+            implied=_IMPLIED,
+        )
+
+    async def post(self, request: Request) -> Response:
+        """Answer one request."""
+        return await generate(self._server_state, request, self._route)
+
+
+async def read_completion(request: GenerationRequest) -> GenerationJob:
+    """Check all fields. Raises RequestError naming the field."""
+    try:
+        sampling, returned = read_sampling(request)
+        adds_special = flag(request.given, "add_special_tokens", default=True)
+        parts = _parts(request.given.get("prompt"))
+        return await _job(request, parts, sampling, returned, adds_special=adds_special)
+    except InvalidParameter as error:
+        raise as_named_here(error, request.given) from error
+
+
+async def read_infill(request: GenerationRequest) -> GenerationJob:
+    """Check all fields. Raises RequestError naming the field."""
+    try:
+        given = request.given
+        sampling, returned = read_sampling(request)
+        for name in ("input_prefix", "input_suffix", "prompt"):
+            value = given.get(name, "" if name == "prompt" else None)
+            if not isinstance(value, str):
+                found = "missing" if value is None else show(value)
+                raise InvalidParameter(f"{name} is {found}; a text is needed", param=name)
+        if (extra := given.get("input_extra", [])) != []:
+            raise InvalidParameter(
+                f"input_extra is {show(extra)}; texts of other files are not added to the prompt: "
+                "write them at the beginning of input_prefix, and leave it out",
+                param="input_extra",
+            )
+        text = infill_prompt(request.engine.tokenizer, given["input_prefix"], given["input_suffix"])
+        if text is None:
+            raise InvalidParameter(
+                "the model's vocabulary has no tokens for infilling (such as <|fim_prefix|>); "
+                "POST /completion continues a prompt",
+                param="input_suffix",
+            )
+        text += given.get("prompt", "")
+        return await _job(request, [text], sampling, returned, adds_special=True)
+    except InvalidParameter as error:
+        raise as_named_here(error, request.given) from error
+
+
+async def _job(
+    request: GenerationRequest,
+    parts: list[Any],
+    sampling: SamplingParams,
+    returned: Returned,
+    *,
+    adds_special: bool,
+) -> GenerationJob:
+    """Return the job of a prompt. The answer has its text: as it was sent, or decoded."""
+    token_ids = await _ids(request, parts, sampling, adds_special=adds_special)
+    sampling = request.limited(sampling, len(token_ids), default_tokens=None)
+    text = parts[0]
+    if len(parts) > 1 or not isinstance(text, str):
+        decode = request.engine.tokenizer.decode
+        text = await request.context.run_in_thread(decode, token_ids, skip_special_tokens=False)
+    writer = AnswerWriter(request.envelope, text, sampling, returned)
+    return GenerationJob(prompts=[Prompt(token_ids=token_ids, sampling=sampling)], writer=writer)
+
+
+def _parts(prompt: Any) -> list[Any]:
+    """Return the texts and ids of one prompt; ids that follow each other are one list."""
+    if prompt is None:
+        raise InvalidParameter(f"prompt is missing; {_FORMS}", param="prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise InvalidParameter(f"prompt is {show(prompt)}; {_FORMS}", param="prompt")
+    if len(prompt) == 1 and isinstance(prompt[0], list):
+        prompt = prompt[0]
+    if len(prompt) > 1 and all(isinstance(part, str | list) for part in prompt):
+        raise InvalidParameter(
+            f"prompt is a list of {len(prompt)} prompts; one is answered: send a request for each "
+            f"({_FORMS})",
+            param="prompt",
+        )
+    parts: list[Any] = []
+    for part in prompt:
+        if isinstance(part, str):
+            parts.append(part)
+        elif parts and isinstance(parts[-1], list):
+            parts[-1].append(part)
+        else:
+            parts.append([part])
+    if len(parts) > MAX_PARTS:
+        raise InvalidParameter(
+            f"prompt has {len(parts)} texts and runs of ids; at most {MAX_PARTS} are allowed: join "
+            "texts that follow each other",
+            param="prompt",
+        )
+    return parts
+
+
+async def _ids(
+    request: GenerationRequest, parts: list[Any], sampling: SamplingParams, *, adds_special: bool
+) -> list[int]:
+    """Return the ids of a prompt. Raises InvalidParameter and ContextTooLong."""
+    min_output = int(sampling.max_tokens != 0)
+    ids: list[Any] = []
+    for at, part in enumerate(parts):
+        if at:
+            await asyncio.sleep(0)  # many short texts take long together
+        if isinstance(part, str):
+            ids += await encode(
+                request.context,
+                part,
+                add_special_tokens=adds_special and at == 0,
+                min_output=min_output,
+            )
+        else:
+            ids += part
+    if not ids:
+        raise InvalidParameter(
+            "the prompt is empty, and no begin-of-text token is used instead; give some text",
+            param="prompt",
+        )
+    return checked_ids(request.engine, ids, min_output=min_output)

@@ -1,0 +1,82 @@
+"""llama.cpp's conventions: `{"error": {code, message, type}}` bodies, events of `data:` alone.
+
+Its server reads keys as bearer tokens or from `X-Api-Key`. Always holds: an error body is {"error":
+{code, message, type}} with the status as code, in a response and in a stream; a stream has no end
+marker, since its last object has `stop`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.api.http.dialect import Headers
+from quire.api.http.errors import ErrorReport
+from quire.base.errors import NotAuthorized
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "unavailable_error",
+    503: "unavailable_error",
+}
+TOO_LONG = "exceed_context_size_error"
+
+
+class LlamaCppFraming:
+    """Server-sent events without ids and names."""
+
+    media_type = "text/event-stream"
+    heartbeat = b":\n\n"
+
+    def event(self, number: int, payload: bytes, kind: str = "") -> bytes:
+        """Return one event."""
+        return b"data: %b\n\n" % payload
+
+    error = event
+
+    def end(self, number: int) -> bytes:
+        """Return nothing: the last object has `stop`."""
+        return b""
+
+
+class LlamaCppDialect:
+    """See the top of this file."""
+
+    challenge = "Bearer"
+    id_header = "x-request-id"
+
+    def read_key(self, headers: Headers) -> bytes:
+        """Return the key of `Authorization: Bearer KEY` or `X-Api-Key: KEY`.
+
+        Raises NotAuthorized.
+        """
+        found = {name: value for name, value in headers if name in (b"x-api-key", b"authorization")}
+        scheme, _, key = found.get(b"authorization", b"").partition(b" ")
+        key = key.strip() if scheme.lower() == b"bearer" else b""
+        key = key or found.get(b"x-api-key", b"").strip()
+        if not key:
+            raise NotAuthorized(
+                "no API key was sent; send `Authorization: Bearer KEY`, or `X-Api-Key: KEY`"
+            )
+        return key
+
+    def error(self, report: ErrorReport, request_id: str) -> tuple[int, Any]:
+        """Return the status and the body."""
+        kind = error_type(report.status)
+        if report.code == "context_length_exceeded":
+            kind = TOO_LONG
+        error = {"code": report.status, "message": report.message, "type": kind}
+        return report.status, {"error": error}
+
+    def framing(self, request_id: str) -> LlamaCppFraming:
+        """Return the framing of one stream."""
+        return LlamaCppFraming()
+
+
+def error_type(status: int) -> str:
+    """Return llama.cpp's `type` of an error with this status."""
+    return _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+
+
+LLAMA_CPP = LlamaCppDialect()

@@ -1,0 +1,38 @@
+"""The request fields of llama.cpp's native routes, with the fields of ours that they can carry.
+
+Sampling fields are those of completions: names of llama.cpp that mean the same are synonyms in
+foreign_fields.py (`repeat_penalty`, `grammar`, `json_schema`). Answers have one choice.
+"""
+
+from __future__ import annotations
+
+from quire.api.generation.fields import SAMPLING, SCHEDULING
+
+_NOT_CARRIED = frozenset(
+    {
+        "n",
+        "best_of",
+        "use_beam_search",
+        "length_penalty",
+        "early_stopping",
+        "prompt_logprobs",
+        "logprob_token_ids",
+        "return_cached_tokens_details",
+    }
+)
+_EVERYWHERE = ((SAMPLING | SCHEDULING) - _NOT_CARRIED) | {
+    "model",
+    "prompt",
+    "stream",
+    "n_predict",
+    "n_probs",
+    "id_slot",
+    "repeat_last_n",
+    "return_tokens",
+    "timings_per_token",
+    "return_progress",
+    "cache_salt",
+    "speculation",
+}
+LLAMA_COMPLETION = _EVERYWHERE | {"add_special_tokens", "prediction"}
+LLAMA_INFILL = _EVERYWHERE | {"input_prefix", "input_suffix", "input_extra"}

@@ -1,0 +1,27 @@
+"""The native routes of llama.cpp's server, as app.py lists them.
+
+/tokenize, /detokenize and /apply-template are in native/tokenize.py, which answers both forms; the
+other paths of that server are in http/paths.py, with what to use in their place.
+"""
+
+from __future__ import annotations
+
+from starlette.routing import Route
+
+from quire.api.llama_cpp.completion import CompletionRoute, InfillRoute
+from quire.api.llama_cpp.server_views import ServerViews
+from quire.api.server_state import ServerState
+
+
+def llama_cpp_routes(server_state: ServerState) -> list[Route]:
+    """Return the routes of this API for every key."""
+    return [
+        Route("/completion", CompletionRoute(server_state).post, methods=["POST"]),
+        Route("/infill", InfillRoute(server_state).post, methods=["POST"]),
+        Route("/props", ServerViews(server_state).props, methods=["GET"]),
+    ]
+
+
+def llama_cpp_admin_routes(server_state: ServerState) -> list[Route]:
+    """Return the routes for admins."""
+    return [Route("/slots", ServerViews(server_state).slots, methods=["GET"])]

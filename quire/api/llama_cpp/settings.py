@@ -1,0 +1,54 @@
+"""Sampling parameters under llama.cpp's names, as answers and /props have them.
+
+Knows no request. Always holds: a parameter of llama.cpp that this server lacks has the value at
+which it is off there, and the window of the penalties is the whole context.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.api.llama_cpp.request import Returned
+from quire.base.grammar import GrammarKind
+from quire.base.sampling_params import SamplingParams
+
+_SAME = (
+    *("temperature", "top_k", "top_p", "min_p", "top_n_sigma", "xtc_probability"),
+    *("xtc_threshold", "typical_p", "presence_penalty", "frequency_penalty", "dry_multiplier"),
+    *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "mirostat", "mirostat_tau"),
+    *("mirostat_eta", "ignore_eos"),
+)
+# In the order of quire/sampling/batch.py.
+_SAMPLERS = [
+    *("penalties", "dry", "temperature", "top_n_sigma", "min_p", "top_k", "typ_p", "top_p", "xtc"),
+]
+
+
+def settings_json(sampling: SamplingParams, returned: Returned) -> dict[str, Any]:
+    """Return `generation_settings`. n_predict is -1 before there is a limit."""
+    limit = -1 if sampling.max_tokens is None else sampling.max_tokens
+    grammar = sampling.structured_outputs
+    is_text = grammar is not None and grammar.kind is GrammarKind.GRAMMAR
+    return {
+        "n_predict": limit,
+        "max_tokens": limit,
+        "seed": -1 if sampling.seed is None else sampling.seed,
+        **{name: getattr(sampling, name) for name in _SAME},
+        "dynatemp_range": 0.0,
+        "dynatemp_exponent": 1.0,
+        "repeat_last_n": -1,
+        "repeat_penalty": sampling.repetition_penalty,
+        "dry_sequence_breakers": list(sampling.dry_sequence_breakers),
+        "stop": list(sampling.stop),
+        "n_keep": 0,
+        "n_discard": 0,
+        "stream": returned.streams,
+        "n_probs": returned.num_probs,
+        "min_keep": 0,
+        "logit_bias": [[token_id, bias] for token_id, bias in sampling.logit_bias.items()],
+        "grammar": grammar.text if grammar is not None and is_text else "",
+        "samplers": _SAMPLERS,
+        "timings_per_token": returned.timings_per_token,
+        "post_sampling_probs": False,
+        "lora": [],
+    }

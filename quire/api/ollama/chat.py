@@ -1,0 +1,59 @@
+"""POST /api/chat: a conversation in the form of Ollama's API, answered whole or streamed.
+
+A stream is the default, as in Ollama. Always holds: the prompt, the parameters and the grammar are
+those of the same conversation at /v1/chat/completions, so the tokens are too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.api.generation.chat_output import Conversation
+from quire.api.generation.conversation import ConversationFields, parsing_of, rendered
+from quire.api.generation.generate import GenerationJob, GenerationRequest
+from quire.api.generation.tools import ToolOffer, offer_of
+from quire.api.ollama.history import history_of
+from quire.api.ollama.prompted import loading_job, named_here, prompted_job, read_sampling
+from quire.api.ollama.request import check_plain_fields, effort_of
+from quire.base.errors import InvalidParameter
+
+
+@named_here
+async def read_chat(request: GenerationRequest) -> GenerationJob:
+    """Check all fields. Raises RequestError naming the field."""
+    given = request.given
+    check_plain_fields(given)
+    messages = history_of(given.get("messages", []))
+    if not messages:
+        return loading_job(request, is_chat=True)
+    sampling = read_sampling(request)
+    offer = offer_of({"tools": given["tools"]}) if "tools" in given else None
+    conversation = await conversation_of(request, messages, offer)
+    sampling, parser = parsing_of(
+        request.context, offer, conversation, sampling, includes_reasoning=True
+    )
+    return await prompted_job(
+        request, conversation.text, sampling, parser, param="messages", is_chat=True
+    )
+
+
+async def conversation_of(
+    request: GenerationRequest, messages: list[dict[str, Any]], offer: ToolOffer | None = None
+) -> Conversation:
+    """Render a conversation; a last message of the assistant is continued. Raises RequestError."""
+    fields = ConversationFields(
+        messages=messages,
+        effort=effort_of(request.given),
+        continue_final_message=messages[-1]["role"] == "assistant",
+        tools=None if offer is None else offer.shown,
+    )
+    try:
+        return await rendered(request.context, fields)
+    except InvalidParameter as error:
+        if error.param != "continue_final_message":
+            raise
+        raise InvalidParameter(
+            "messages ends with a message of the assistant, which the answer continues, and this "
+            "model's template does not write its text as it is; end with a message of the user",
+            param="messages",
+        ) from error

@@ -1,0 +1,80 @@
+"""The request fields of Ollama's API, and the entries of `options`.
+
+Sampling fields are entries of `options`, under Ollama's names where it has one and under ours for
+the others. Fields of scheduling, which Ollama lacks, are beside `options`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from quire.api.generation.fields import SAMPLING, SCHEDULING
+
+# Several choices, numbers of prompts, and formats, which have a field of their own.
+_NOT_CARRIED = frozenset(
+    {
+        "n",
+        "best_of",
+        "use_beam_search",
+        "length_penalty",
+        "early_stopping",
+        "prompt_logprobs",
+        "logprob_token_ids",
+        "structured_outputs",
+    }
+)
+_EVERYWHERE = (SCHEDULING - {"return_cached_tokens_details"}) | {
+    "model",
+    "options",
+    "format",
+    "stream",
+    "think",
+    "keep_alive",
+    "truncate",
+    "shift",
+    "logprobs",
+    "top_logprobs",
+    "cache_salt",
+    "speculation",
+}
+OLLAMA_CHAT = _EVERYWHERE | {"messages", "tools", "prediction"}
+OLLAMA_GENERATE = _EVERYWHERE | {
+    "prompt",
+    "suffix",
+    "system",
+    "template",
+    "context",
+    "raw",
+    "images",
+}
+OLLAMA_SHOW = frozenset({"model", "name", "verbose"})
+
+# Entries of options with our names, and those that have another name in Ollama.
+RENAMED: Mapping[str, str] = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+OPTIONS = SAMPLING - _NOT_CARRIED - frozenset(RENAMED.values())
+# How Ollama computes, which no token depends on; the type of each.
+RUNTIME_OPTIONS: Mapping[str, type | tuple[type, ...]] = {
+    "num_batch": int,
+    "num_gpu": int,
+    "main_gpu": int,
+    "num_thread": int,
+    "num_keep": int,
+    "num_gqa": int,
+    "low_vram": bool,
+    "f16_kv": bool,
+    "use_mmap": bool,
+    "use_mlock": bool,
+    "numa": bool,
+    "rope_frequency_base": (int, float),
+    "rope_frequency_scale": (int, float),
+}
+# Entries that are accepted at the values that ask for nothing, and why others are refused.
+NEUTRAL_OPTIONS: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "tfs_z": ((1, 1.0), "tail-free sampling is not implemented (min_p is similar)"),
+    "penalize_newline": ((True,), "repeat_penalty covers all tokens; use logit_bias"),
+    "logits_all": ((False,), "ask for logprobs"),
+    "vocab_only": ((False,), "the weights are loaded"),
+    "embedding_only": ((False,), "the model generates text"),
+}
+# Read with the penalties; a hint about memory.
+REPEAT_LAST_N, NUM_CTX = "repeat_last_n", "num_ctx"

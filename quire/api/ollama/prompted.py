@@ -1,0 +1,131 @@
+"""What the two generating routes of Ollama's API share: parameters, ids and the job of a prompt.
+
+Always holds: a text is tokenized as /v1/completions and /v1/chat/completions tokenize it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from functools import wraps
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from quire.api.generation.chat_output import ChatOutputParser
+from quire.api.generation.choice_streams import ChoiceStreams, Prompt
+from quire.api.generation.fields import sampling_of
+from quire.api.generation.generate import GenerationJob, GenerationRequest
+from quire.api.generation.request_context import encode
+from quire.api.ollama.answer_writer import AnswerWriter, loaded_json
+from quire.api.ollama.request import (
+    as_named_here,
+    check_window,
+    num_top_logprobs,
+    sampling_fields,
+)
+from quire.base.errors import ContextTooLong, InvalidParameter
+from quire.base.sampling_params import SamplingParams
+from quire.engine.client.request_builder import prompt_too_long
+from quire.engine.output.output_stream import PLAIN_TEXT
+
+Read = Callable[[GenerationRequest], Coroutine[Any, Any, GenerationJob]]
+
+
+class LoadedResponse(Response):
+    """The answer to a request without a prompt; the engine is not asked."""
+
+
+def named_here(read: Read) -> Read:
+    """Return `read` with the names of this API in its errors."""
+
+    @wraps(read)
+    async def named(request: GenerationRequest) -> GenerationJob:
+        try:
+            return await read(request)
+        except InvalidParameter as error:
+            raise as_named_here(error) from error
+
+    return named
+
+
+def read_sampling(request: GenerationRequest) -> SamplingParams:
+    """Return the parameters of `options`, `format` and the log-probabilities."""
+    engine = request.engine
+    sampling = sampling_of(
+        sampling_fields(request.context),
+        engine.default_sampling(),
+        logprobs=num_top_logprobs(request.given),
+        tokenizer=engine.tokenizer,
+    )
+    if sampling.max_tokens == 0:
+        raise InvalidParameter(
+            "max_tokens is 0; at least 1 is needed, or -1 for the rest of the context",
+            param="max_tokens",
+        )
+    check_window(request.given, sampling)
+    return sampling
+
+
+async def prompted_job(
+    request: GenerationRequest,
+    text: str,
+    sampling: SamplingParams,
+    parser: ChatOutputParser | None,
+    *,
+    param: str,
+    is_chat: bool,
+    add_special_tokens: bool = False,
+    before: Sequence[int] = (),
+    returns_context: bool = False,
+) -> GenerationJob:
+    """Tokenize a prompt and return its job. before: ids that precede those of the text.
+
+    param: the field of the text. Without a limit the answer may fill the context.
+    """
+    engine = request.engine
+    token_ids = await encode(
+        request.context, text, add_special_tokens=add_special_tokens and not before, param=param
+    )
+    token_ids = [*before, *token_ids]
+    max_model_len = engine.card.max_model_len
+    if before and len(token_ids) >= max_model_len:
+        found = f"{len(token_ids)} tokens with those of context"
+        raise ContextTooLong(prompt_too_long(found, max_model_len, min_output=1), param="context")
+    if not token_ids:
+        raise InvalidParameter(
+            f"{param} makes an empty prompt, and this model has no begin-of-text token to use "
+            "instead; give some text",
+            param=param,
+        )
+    sampling = request.limited(sampling, len(token_ids), default_tokens=None)
+    writer = AnswerWriter(
+        request.envelope,
+        parser,
+        is_chat=is_chat,
+        num_top=sampling.logprobs,
+        prompt_ids=token_ids if returns_context else None,
+    )
+    text_rules = PLAIN_TEXT if parser is None else parser.text_rules(engine.tokenizer)
+    prompt = Prompt(token_ids=token_ids, sampling=sampling, text_rules=text_rules)
+    return GenerationJob(prompts=[prompt], writer=writer)
+
+
+def loading_job(request: GenerationRequest, *, is_chat: bool) -> GenerationJob:
+    """Return the job of a request without a prompt: the model is loaded, and stays so."""
+    envelope = request.envelope
+    content = loaded_json(
+        envelope.model,
+        envelope.created_s,
+        is_chat=is_chat,
+        unloads=request.given.get("keep_alive") in (0, "0"),
+    )
+
+    def respond(answers: ChoiceStreams) -> Response:
+        headers = request.context.headers()
+        return LoadedResponse(
+            msgspec.json.encode(content), headers=headers, media_type="application/json"
+        )
+
+    writer = AnswerWriter(envelope, None, is_chat=is_chat)
+    return GenerationJob(prompts=[], writer=writer, respond=respond)

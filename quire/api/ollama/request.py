@@ -1,0 +1,189 @@
+"""Read the fields of Ollama's API as those of the neutral code.
+
+`sampling_fields` makes sampling fields of `options`, `format` and the log-probabilities;
+`as_named_here` puts the names of this API into errors of the neutral code. Always holds: an option
+is honoured, without effect by its nature, or refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.api.generation.fields import flag
+from quire.api.generation.foreign_fields import same_json
+from quire.api.generation.request_context import RequestContext
+from quire.api.ollama.fields import (
+    NEUTRAL_OPTIONS,
+    NUM_CTX,
+    OPTIONS,
+    RENAMED,
+    REPEAT_LAST_N,
+    RUNTIME_OPTIONS,
+)
+from quire.base.errors import InvalidParameter
+from quire.base.sampling_checks import MAX_TOP_LOGPROBS
+from quire.base.sampling_params import SamplingParams
+from quire.base.show import show
+
+# Values of num_predict without a limit of their own.
+_NO_LIMIT = (-1, -2)
+THINK_LEVELS = ("low", "medium", "high")
+_OURS = {ours: name for name, ours in RENAMED.items()}
+
+
+def sampling_fields(context: RequestContext) -> dict[str, Any]:
+    """Return the sampling fields under our names. Raises InvalidParameter."""
+    given = context.given
+    options = given.get("options", {})
+    if not isinstance(options, dict):
+        raise _fault(
+            f'options is {show(options)}; an object such as {{"temperature": 0}} is allowed'
+        )
+    fields: dict[str, Any] = {}
+    for name, value in options.items():
+        if value is not None:
+            _read_option(context, name, value, fields)
+    if fields.get("max_tokens") in _NO_LIMIT:
+        del fields["max_tokens"]
+    if fields.get("seed") == -1:
+        del fields["seed"]
+    if (requested := given.get("format", "")) != "":
+        fields["response_format"] = _response_format(requested)
+    return fields
+
+
+def num_top_logprobs(given: Mapping[str, Any]) -> int | None:
+    """Return the alternatives of each token; None for no log-probabilities."""
+    wanted, num_top = flag(given, "logprobs"), given.get("top_logprobs", 0)
+    if type(num_top) is not int or not 0 <= num_top <= MAX_TOP_LOGPROBS:
+        raise InvalidParameter(
+            f"top_logprobs is {show(num_top)}; a whole number from 0 to {MAX_TOP_LOGPROBS} is "
+            "allowed",
+            param="top_logprobs",
+        )
+    if num_top and not wanted:
+        raise InvalidParameter(
+            f"top_logprobs is {num_top} without logprobs: true; add it", param="top_logprobs"
+        )
+    return num_top if wanted else None
+
+
+def effort_of(given: Mapping[str, Any]) -> str | None:
+    """Return the degree of reasoning of `think`; None leaves it to the template."""
+    think = given.get("think")
+    if think is None:
+        return None
+    if isinstance(think, bool):
+        return "medium" if think else "none"
+    if think not in THINK_LEVELS:
+        raise InvalidParameter(
+            f"think is {show(think)}; true, false, {', '.join(map(show, THINK_LEVELS))} are "
+            "allowed",
+            param="think",
+        )
+    return str(think)
+
+
+def check_plain_fields(given: Mapping[str, Any]) -> None:
+    """Check fields that cannot change an answer, and those that may only ask for nothing."""
+    if not is_keep_alive(given.get("keep_alive")):
+        raise InvalidParameter(
+            f'keep_alive is {show(given["keep_alive"])}; seconds or a duration such as "5m" is '
+            "allowed; it has no effect: the model stays loaded",
+            param="keep_alive",
+        )
+    for name, why in (
+        ("truncate", "a prompt longer than the context is an error: send a shorter one"),
+        ("shift", "an answer ends where the context is full: ask for fewer tokens"),
+    ):
+        if flag(given, name):
+            raise InvalidParameter(
+                f"{name} is true; {why}, and leave {name} out (false is accepted)", param=name
+            )
+
+
+def check_window(given: Mapping[str, Any], sampling: SamplingParams) -> None:
+    """Refuse a window of the penalties that is smaller than the context, if one is on."""
+    window = given.get("options", {}).get(REPEAT_LAST_N)
+    off = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+    if window not in (None, -1) and off != (1.0, 0.0, 0.0):
+        raise _fault(
+            f"options.{REPEAT_LAST_N} is {show(window)}: penalties cover the whole context; write "
+            "-1, or switch the penalties off"
+        )
+
+
+def is_keep_alive(value: Any) -> bool:
+    """Return whether a value has the form of keep_alive: a number of seconds, or a duration."""
+    if isinstance(value, str):
+        return bool(value) and value.isascii() and value.isprintable() and len(value) <= 32
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def as_named_here(error: InvalidParameter) -> InvalidParameter:
+    """Return an error with the names that the fields have in this API."""
+    param, said = error.param or "", str(error)
+    if param == "response_format":
+        said = said.replace("response_format.json_schema.schema", "format")
+        said = said.replace("response_format.json_schema", "format")
+        return InvalidParameter(said.replace("response_format", "format"), param="format")
+    if param == "max_tokens" or param in RENAMED.values():
+        return InvalidParameter(said.replace(param, f"options.{_OURS[param]}"), param="options")
+    if param in OPTIONS:
+        said = f"options.{said}" if said.startswith(param) else said
+        return InvalidParameter(said.replace("max_tokens", "num_predict"), param="options")
+    if param == "context":
+        return InvalidParameter(said.replace("the prompt", "context", 1), param=param)
+    if param == "reasoning_effort":
+        return InvalidParameter(said.replace(param, "think"), param="think")
+    return error
+
+
+def _read_option(context: RequestContext, name: str, value: Any, fields: dict[str, Any]) -> None:
+    """Store the value of an option under our name, or check one that has no effect."""
+    ours = RENAMED.get(name) or (name if name in OPTIONS else None)
+    if ours is not None:
+        fields[ours] = value
+    elif name in RUNTIME_OPTIONS:
+        kind = RUNTIME_OPTIONS[name]
+        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
+            words = "true or false" if kind is bool else "a number"
+            raise _fault(f"options.{name} is {show(value)}; {words} is allowed")
+    elif name in NEUTRAL_OPTIONS:
+        allowed, why = NEUTRAL_OPTIONS[name]
+        if not any(same_json(value, one) for one in allowed):
+            raise _fault(
+                f"options.{name} is {show(value)}: {why}; leave it out ({show(allowed[0])} is "
+                "accepted)"
+            )
+    elif name in (NUM_CTX, REPEAT_LAST_N):
+        if type(value) is not int:
+            raise _fault(f"options.{name} is {show(value)}; a whole number is allowed")
+        if name == NUM_CTX:  # the context is the server's
+            context.ignore(f"options.{name}")
+    elif context.warns:
+        context.ignore(f"options.{name}"[:64])
+    else:
+        raise _unknown_option(name)
+
+
+def _unknown_option(name: str) -> InvalidParameter:
+    instead = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}.get(name)
+    advice = f"write it as options.{instead}" if instead else "leave it out"
+    return _fault(f"options.{name[:64]} is not an option of this server; {advice}")
+
+
+def _response_format(requested: Any) -> dict[str, Any]:
+    """Return the format in OpenAI's form."""
+    if requested == "json":
+        return {"type": "json_object"}
+    if not isinstance(requested, dict):
+        raise InvalidParameter(
+            f'format is {show(requested)}; "json" or a JSON schema is allowed', param="format"
+        )
+    return {"type": "json_schema", "json_schema": {"schema": requested}}
+
+
+def _fault(message: str) -> InvalidParameter:
+    return InvalidParameter(message, param="options")

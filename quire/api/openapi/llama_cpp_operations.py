@@ -1,0 +1,53 @@
+"""Rows of operations.py for the native routes of llama.cpp's server.
+
+Knows the routes by method and path, and the names of llama_cpp_schemas.py; no HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from quire.api.http.errors import NotAdmin
+from quire.api.llama_cpp.fields import LLAMA_COMPLETION, LLAMA_INFILL
+from quire.api.openapi.operation import ENGINE, TOKENS, Operation
+from quire.base.errors import InvalidParameter
+
+LLAMA_CPP_OPERATIONS: Mapping[str, Operation] = {
+    "POST /completion": Operation(
+        says="Continue a prompt in the form of llama.cpp's API, whole or streamed.",
+        tag="llama.cpp",
+        answer="LlamaCppCompletion",
+        event="LlamaCppEvent",
+        title="LlamaCppCompletionRequest",
+        body=LLAMA_COMPLETION,
+        needed=frozenset({"prompt"}),
+        example={"prompt": "Once upon a time", "n_predict": 48, "seed": 7},
+        errors=TOKENS,
+        form="llama_cpp",
+    ),
+    "POST /infill": Operation(
+        says="Fill a gap between two texts in the form of llama.cpp's API, whole or streamed.",
+        tag="llama.cpp",
+        answer="LlamaCppCompletion",
+        event="LlamaCppEvent",
+        title="LlamaCppInfillRequest",
+        body=LLAMA_INFILL,
+        needed=frozenset({"input_prefix", "input_suffix"}),
+        errors=TOKENS,
+        form="llama_cpp_infill",
+    ),
+    "GET /props": Operation(
+        says="The server's properties: default parameters, context length, chat template.",
+        tag="llama.cpp",
+        answer="LlamaCppProps",
+        errors=(InvalidParameter, *ENGINE),
+        form="llama_cpp",
+    ),
+    "GET /slots": Operation(
+        says="An entry for each request that may run at once, with the counts of those that run.",
+        tag="For admins",
+        answer="LlamaCppSlots",
+        errors=(InvalidParameter, NotAdmin, *ENGINE),
+        form="llama_cpp",
+    ),
+}

@@ -1,0 +1,145 @@
+"""JSON Schemas of llama.cpp's native routes: fields of requests, answers, events, errors.
+
+Fields that these routes share with others are in field_schemas.py. Knows no route.
+"""
+
+from __future__ import annotations
+
+from quire.api.http.errors import HEAD_TOO_LARGE, SHAPES
+from quire.api.llama_cpp.dialect import TOO_LONG, error_type
+from quire.api.llama_cpp.request import Returned
+from quire.api.llama_cpp.settings import settings_json
+from quire.api.openapi.field_schemas import (
+    FLAG,
+    OBJECT,
+    TEXT,
+    Known,
+    Schema,
+    list_of,
+    max_output,
+    object_of,
+    or_null,
+    sampling_rows,
+    token_id_row,
+    whole_object,
+)
+from quire.base import sampling_checks as sampling
+from quire.base.sampling_params import SamplingParams
+
+_COUNT: Schema = {"type": "integer", "minimum": 0}
+_NUMBER: Schema = {"type": "number"}
+_PLACE: Schema = {"type": "integer", "minimum": -1}
+
+
+def llama_cpp_rows(known: Known) -> dict[str, Schema]:
+    """Return the fields that have another form than in other APIs, or exist here only."""
+    rows, token_id = sampling_rows(known), token_id_row(known)
+    limit = {"type": "integer", "minimum": 0, "maximum": max_output(known)}
+    return {
+        "prompt": {
+            "anyOf": [TEXT, list_of({"anyOf": [token_id, TEXT]}, least=1)],
+            "description": "A text, token ids, or a list of both that makes one prompt.",
+        },
+        "n_predict": {"anyOf": [limit, {"enum": [-1, -2]}]},
+        "max_tokens": {**rows["max_tokens"], "description": "Another name of n_predict."},
+        "seed": {**rows["seed"], "minimum": -1},
+        "n_probs": {**_COUNT, "maximum": sampling.MAX_TOP_LOGPROBS},
+        "id_slot": {**_PLACE, "maximum": 2**31 - 1},
+        "repeat_last_n": _PLACE,
+        "return_tokens": FLAG,
+        "input_prefix": TEXT,
+        "input_suffix": TEXT,
+        "input_extra": {"const": []},
+    }
+
+
+def infill_rows(known: Known) -> dict[str, Schema]:
+    """Return those of /infill."""
+    text = {**TEXT, "description": "A text after the infill prompt, where the answer begins."}
+    return {**llama_cpp_rows(known), "prompt": text}
+
+
+def llama_cpp_answers() -> dict[str, Schema]:
+    """Return answers, events and errors by name."""
+    speeds = {"timings": _ref("Speeds")}
+    begun: dict[str, Schema] = {
+        "index": {"const": 0},
+        "content": TEXT,
+        "tokens": list_of(_COUNT),
+        "id_slot": _PLACE,
+        "tokens_predicted": _COUNT,
+        "tokens_evaluated": _COUNT,
+    }
+    progress = whole_object(
+        index=_COUNT, total=_COUNT, cache=_COUNT, processed=_COUNT, time_ms=_NUMBER
+    )
+    probabilities: dict[str, Schema] = {"completion_probabilities": list_of(_probability())}
+    ended: dict[str, Schema] = {
+        **begun,
+        "stop": {"const": True},
+        "model": TEXT,
+        "generation_settings": _settings(),
+        "prompt": TEXT,
+        "has_new_line": FLAG,
+        "truncated": {"const": False},
+        "stop_type": {"enum": ["eos", "limit", "word"]},
+        "stopping_word": TEXT,
+        "tokens_cached": _COUNT,
+        **speeds,
+    }
+    event = object_of(
+        {**begun, "stop": {"const": False}, **probabilities, "prompt_progress": progress, **speeds},
+        needed=(*begun, "stop"),
+    )
+    last = object_of(ended, needed=tuple(ended))
+    return {
+        "LlamaCppCompletion": object_of({**ended, **probabilities}, needed=tuple(ended)),
+        "LlamaCppEvent": {"anyOf": [event, last]},
+        "LlamaCppProps": _props(),
+        "LlamaCppSlots": list_of(_slot()),
+        "LlamaCppError": _error(),
+    }
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _probability() -> Schema:
+    token: dict[str, Schema] = {
+        "id": _COUNT,
+        "token": TEXT,
+        "bytes": list_of(_COUNT),
+        "logprob": or_null(_NUMBER),
+    }
+    return whole_object(**token, top_logprobs=list_of(whole_object(**token)))
+
+
+def _settings() -> Schema:
+    names = settings_json(SamplingParams(), Returned())
+    return {**object_of({name: {} for name in names}), "required": sorted(names)}
+
+
+def _props() -> Schema:
+    texts = ("model_alias", "model_path", "chat_template", "bos_token", "eos_token", "build_info")
+    return whole_object(
+        default_generation_settings=whole_object(n_ctx=_COUNT, params=_settings()),
+        total_slots=_COUNT,
+        **dict.fromkeys(texts, TEXT),
+        modalities=OBJECT,
+        is_sleeping={"const": False},
+    )
+
+
+def _slot() -> Schema:
+    counts = ("id", "n_ctx", "n_prompt_tokens", "n_prompt_tokens_cache", "n_decoded")
+    return whole_object(
+        **dict.fromkeys(counts, _COUNT), id_task=_PLACE, speculative=FLAG, is_processing=FLAG
+    )
+
+
+def _error() -> Schema:
+    statuses = {shape.status for shape in (*SHAPES.values(), HEAD_TOO_LARGE)}
+    types = sorted({TOO_LONG, *map(error_type, statuses)})
+    error = whole_object(code={"enum": sorted(statuses)}, message=TEXT, type={"enum": types})
+    return whole_object(error=error)

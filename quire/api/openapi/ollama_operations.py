@@ -1,0 +1,69 @@
+"""Rows of operations.py for the routes of Ollama's API.
+
+Knows the routes by method and path, and the names of ollama_schemas.py; no HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from quire.api.ollama.fields import OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_SHOW
+from quire.api.openapi.operation import BODY, ENGINE, HI, LINES, TOKENS, Operation
+from quire.base.errors import InvalidParameter
+
+OLLAMA_OPERATIONS: Mapping[str, Operation] = {
+    "POST /api/chat": Operation(
+        says="Answer a conversation in the form of Ollama's API, streamed or whole.",
+        tag="Ollama",
+        answer="OllamaChat",
+        event="OllamaChatLine",
+        title="OllamaChatRequest",
+        body=OLLAMA_CHAT,
+        example={"messages": HI, "options": {"num_predict": 48, "seed": 7}},
+        errors=TOKENS,
+        form="ollama",
+        stream_media=LINES,
+    ),
+    "POST /api/generate": Operation(
+        says="Continue a prompt in the form of Ollama's API, streamed or whole.",
+        tag="Ollama",
+        answer="OllamaCompletion",
+        event="OllamaCompletionLine",
+        title="OllamaGenerateRequest",
+        body=OLLAMA_GENERATE,
+        example={"prompt": "Write a story.", "options": {"num_predict": 48, "seed": 7}},
+        errors=TOKENS,
+        form="ollama",
+        stream_media=LINES,
+    ),
+    "POST /api/show": Operation(
+        says="The served model: its template, context length and capabilities.",
+        tag="Ollama",
+        answer="OllamaModel",
+        title="OllamaShowRequest",
+        body=OLLAMA_SHOW,
+        errors=BODY,
+        form="ollama",
+    ),
+    "GET /api/tags": Operation(
+        says="The served model, under each of its names.",
+        tag="Ollama",
+        answer="OllamaModels",
+        errors=(InvalidParameter, *ENGINE),
+        form="ollama",
+    ),
+    "GET /api/ps": Operation(
+        says="The served model, which is always loaded.",
+        tag="Ollama",
+        answer="OllamaRunning",
+        errors=(InvalidParameter, *ENGINE),
+        form="ollama",
+    ),
+    "GET /api/version": Operation(
+        says="The release of Ollama that these routes follow.",
+        tag="Ollama",
+        answer="OllamaVersion",
+        errors=(InvalidParameter,),
+        form="ollama",
+    ),
+}

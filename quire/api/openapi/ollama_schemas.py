@@ -1,0 +1,235 @@
+"""JSON Schemas of Ollama's API: fields of requests, answers, lines of streams, errors.
+
+Fields that this API shares with others are in field_schemas.py. Knows no route.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from quire.api.generation.conversation import MAX_MESSAGES
+from quire.api.ollama.fields import (
+    NEUTRAL_OPTIONS,
+    NUM_CTX,
+    OPTIONS,
+    RENAMED,
+    REPEAT_LAST_N,
+    RUNTIME_OPTIONS,
+)
+from quire.api.ollama.history import ROLES
+from quire.api.ollama.request import THINK_LEVELS
+from quire.api.openapi.field_schemas import (
+    FLAG,
+    OBJECT,
+    TEXT,
+    Known,
+    Schema,
+    list_of,
+    max_output,
+    object_of,
+    or_null,
+    sampling_rows,
+    token_id_row,
+    whole_object,
+)
+from quire.base import sampling_checks as sampling
+
+_COUNT: Schema = {"type": "integer", "minimum": 0}
+_TYPES: Mapping[object, str] = {int: "integer", bool: "boolean"}
+
+
+def ollama_rows(known: Known) -> dict[str, Schema]:
+    """Return the fields that have another form than in other APIs, or exist here only."""
+    text = {
+        "description": "The prompt; it is rendered by the model's template as a message of a user."
+    }
+    return {
+        "messages": {
+            **list_of({"anyOf": [_message(role) for role in ROLES]}, most=MAX_MESSAGES),
+            "description": "The conversation: texts, thinking and tool_calls. Without messages "
+            "nothing is generated.",
+        },
+        "prompt": {**TEXT, **text},
+        "system": {**TEXT, "description": "A system message before the prompt."},
+        "suffix": {
+            **TEXT,
+            "description": "The text after the gap to fill in; for models with infill tokens.",
+        },
+        "options": _options(known),
+        "format": {"anyOf": [{"enum": ["", "json"]}, OBJECT]},
+        "think": {"anyOf": [FLAG, {"enum": list(THINK_LEVELS)}]},
+        "keep_alive": {
+            "anyOf": [
+                {"type": "number"},
+                {"type": "string", "pattern": r"^[ -~]{1,32}$"},
+            ]
+        },
+        "truncate": {"const": False},
+        "shift": {"const": False},
+        "template": {"const": ""},
+        "images": {"const": []},
+        "raw": FLAG,
+        "verbose": FLAG,
+        "context": list_of(token_id_row(known)),
+        "name": {"enum": list(known.models)} if known.models else TEXT,
+        "logprobs": FLAG,
+        "stream": {
+            **FLAG,
+            "default": True,
+            "description": "Send the answer as lines of JSON while it is generated; true by "
+            "default.",
+        },
+    }
+
+
+def ollama_answers() -> dict[str, Schema]:
+    """Return answers, lines and errors by name."""
+    counts = ("total_duration", "load_duration", "prompt_eval_count", "prompt_eval_duration")
+    ended: dict[str, Schema] = {
+        "done": {"const": True},
+        "done_reason": {"enum": ["stop", "length"]},
+        **dict.fromkeys((*counts, "eval_count", "eval_duration"), _COUNT),
+        "seed": {"type": "integer"},
+    }
+    loaded: dict[str, Schema] = {
+        "done": {"const": True},
+        "done_reason": {"enum": ["load", "unload"]},
+    }
+    chat: dict[str, Schema] = {"message": _ref("OllamaMessage")}
+    completion: dict[str, Schema] = {"response": TEXT}
+    thinking: dict[str, Schema] = {"thinking": TEXT, "logprobs": list_of(_logprob())}
+    line: dict[str, Schema] = {"done": {"const": False}}
+    of_chat: dict[str, Schema] = {"logprobs": thinking["logprobs"]}
+    context: dict[str, Schema] = {"context": list_of({"type": "integer"})}
+    listed = _listed()
+    running: dict[str, Schema] = {"expires_at": TEXT, "size_vram": _COUNT, "context_length": _COUNT}
+    return {
+        "OllamaMessage": object_of(
+            {
+                "role": {"const": "assistant"},
+                "content": TEXT,
+                "thinking": TEXT,
+                "tool_calls": list_of(_answered_call(), least=1),
+            },
+            needed=("role", "content"),
+        ),
+        "OllamaChat": {"anyOf": [_framed(chat, ended, of_chat), _framed(chat, loaded, {})]},
+        "OllamaChatLine": {"anyOf": [_framed(chat, line, of_chat), _framed(chat, ended, {})]},
+        "OllamaCompletion": {
+            "anyOf": [
+                _framed(completion, ended, {**thinking, **context}),
+                _framed(completion, loaded, {}),
+            ]
+        },
+        "OllamaCompletionLine": {
+            "anyOf": [_framed(completion, line, thinking), _framed(completion, ended, context)]
+        },
+        "OllamaModels": whole_object(models=list_of(whole_object(**listed))),
+        "OllamaRunning": whole_object(models=list_of(whole_object(**listed, **running))),
+        "OllamaModel": _described(),
+        "OllamaVersion": whole_object(version=TEXT),
+        "OllamaError": whole_object(error=TEXT),
+    }
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _framed(
+    said: Mapping[str, Schema], more: Mapping[str, Schema], optional: Mapping[str, Schema]
+) -> Schema:
+    needed = {"model": TEXT, "created_at": TEXT, **said, **more}
+    return object_of({**needed, **optional}, needed=tuple(needed))
+
+
+def _message(role: str) -> Schema:
+    own: dict[str, dict[str, Schema]] = {
+        "assistant": {
+            "thinking": or_null(TEXT),
+            "tool_calls": or_null(list_of(_call())),
+        },
+        "tool": {"tool_name": or_null(TEXT), "tool_call_id": or_null(TEXT)},
+    }
+    properties = {
+        "role": {"const": role},
+        "content": or_null(TEXT),
+        "images": {"enum": [None, []]},
+        **own.get(role, {}),
+    }
+    return object_of(properties, needed=("role",))
+
+
+def _call() -> Schema:
+    function = object_of(
+        {"name": {**TEXT, "minLength": 1}, "arguments": or_null(OBJECT)},
+        needed=("name",),
+        closed=False,
+    )
+    properties = {"id": or_null(TEXT), "type": {"const": "function"}, "function": function}
+    return object_of(properties, needed=("function",), closed=False)
+
+
+def _answered_call() -> Schema:
+    return whole_object(id=TEXT, function=whole_object(index=_COUNT, name=TEXT, arguments=OBJECT))
+
+
+def _options(known: Known) -> Schema:
+    rows = sampling_rows(known)
+    options: dict[str, Schema] = {name: rows[name] for name in sorted(OPTIONS)}
+    for name, ours in RENAMED.items():
+        options[name] = {**rows[ours], "description": f"{ours} of other APIs."}
+    limit = {"type": "integer", "minimum": 1, "maximum": max_output(known)}
+    options["num_predict"] = {"anyOf": [limit, {"enum": [-1, -2]}]}
+    options["seed"] = {**rows["seed"], "minimum": -1}
+    for name, kind in RUNTIME_OPTIONS.items():
+        options[name] = {"type": _TYPES.get(kind, "number")}
+    for name, (allowed, why) in NEUTRAL_OPTIONS.items():
+        options[name] = {"const": allowed[0], "description": f"Not served: {why}."}
+    options[NUM_CTX] = {"type": "integer", "description": "A hint: accepted, not used."}
+    options[REPEAT_LAST_N] = {
+        "type": "integer",
+        "description": "-1, or any number if no penalty is on.",
+    }
+    return object_of(
+        {name: or_null(schema) for name, schema in options.items()}, closed=not known.warns_unknown
+    )
+
+
+def _logprob() -> Schema:
+    token: dict[str, Schema] = {
+        "token": TEXT,
+        "logprob": or_null({"type": "number"}),
+        "bytes": list_of(_COUNT),
+    }
+    alternatives = list_of(whole_object(**token), most=sampling.MAX_TOP_LOGPROBS)
+    return whole_object(**token, top_logprobs=alternatives)
+
+
+def _listed() -> dict[str, Schema]:
+    return {
+        "name": TEXT,
+        "model": TEXT,
+        "modified_at": TEXT,
+        "size": _COUNT,
+        "digest": TEXT,
+        "details": _details(),
+    }
+
+
+def _details() -> Schema:
+    names = ("parent_model", "format", "family", "parameter_size", "quantization_level")
+    return whole_object(**dict.fromkeys(names, TEXT), families=list_of(TEXT))
+
+
+def _described() -> Schema:
+    capabilities = ["completion", "tools", "thinking", "insert"]
+    return whole_object(
+        modelfile=TEXT,
+        parameters=TEXT,
+        template=TEXT,
+        details=_details(),
+        model_info=OBJECT,
+        capabilities=list_of({"enum": capabilities}),
+        modified_at=TEXT,
+    )

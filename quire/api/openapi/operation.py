@@ -1,0 +1,94 @@
+"""Operation: what /openapi.json says of one route and method; the errors that routes share.
+
+Knows no route. Always holds: a form of fields has one schema of errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from quire.api.http.errors import Aborted, NothingToChoose, UnsupportedEncoding
+from quire.api.openapi.field_schemas import Schema
+from quire.base.errors import (
+    BodyTooLarge,
+    ContextTooLong,
+    DeadlineMissed,
+    DeviceLost,
+    InvalidParameter,
+    ModelError,
+    OverloadedError,
+    QueueTimedOut,
+    QuireError,
+    RequestError,
+    ShuttingDown,
+    StepRowError,
+    TenantLimit,
+    TimedOut,
+    UnknownModel,
+    WorkerError,
+)
+
+JSON = "application/json"
+EVENTS = "text/event-stream"
+LINES = "application/x-ndjson"
+
+Errors = tuple[type[QuireError], ...]
+Form = Literal["chat", "messages", "responses", "ollama", "llama_cpp", "llama_cpp_infill"]
+# Schemas of errors, by the form of an operation.
+ERRORS: Mapping[Form, str] = {
+    "chat": "Error",
+    "responses": "Error",
+    "messages": "AnthropicError",
+    "ollama": "OllamaError",
+    "llama_cpp": "LlamaCppError",
+    "llama_cpp_infill": "LlamaCppError",
+}
+
+ENGINE: Errors = (OverloadedError, ShuttingDown, WorkerError, DeviceLost)
+OBJECT: Errors = (RequestError, InvalidParameter, BodyTooLarge, UnsupportedEncoding)
+BODY: Errors = (*OBJECT, UnknownModel, TimedOut, *ENGINE)
+TEXTS: Errors = (*BODY, ModelError)
+TOKENS: Errors = (
+    *TEXTS,
+    *(
+        ContextTooLong,
+        NothingToChoose,
+        Aborted,
+        QueueTimedOut,
+        DeadlineMissed,
+        TenantLimit,
+        StepRowError,
+    ),
+)
+HI = [{"role": "user", "content": "Write a story about a little dog."}]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One route and method.
+
+    answer: the schema of status 200, by name; "" if it is a text of `media`. event: of a chunk, if
+    the route can stream (as `stream_media`); without an answer it only streams. body: the fields of
+    the request, None without a body; plain: the schema of a body outside the table of fields.
+    needed: required fields. unhealthy: 503 has the same answer. others: further parameters. also:
+    other media of a text, by the request. form: the API of the fields and errors.
+    """
+
+    says: str
+    tag: str
+    answer: str = ""
+    media: str = JSON
+    event: str = ""
+    title: str = ""
+    body: frozenset[str] | None = None
+    needed: frozenset[str] = frozenset()
+    plain: Schema | None = None
+    example: Mapping[str, Any] = field(default_factory=dict)
+    errors: Errors = ()
+    others: tuple[Schema, ...] = ()
+    unhealthy: bool = False
+    also: tuple[str, ...] = ()
+    form: Form = "chat"
+    stream_media: str = EVENTS

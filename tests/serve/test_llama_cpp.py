@@ -1,0 +1,58 @@
+"""llama.cpp's routes over real sockets: the tokens of the same completion, hostile bodies."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tests.serve.running_server import RunningServer
+from tests.serve.test_bad_input import RAW_CASES
+
+ASKED: dict[str, Any] = {"prompt": "the sea", "seed": 4, "ignore_eos": True}
+
+
+def test_a_completion_has_the_tokens_of_the_same_one_of_openai(server: RunningServer) -> None:
+    asked = {**ASKED, "max_tokens": 24, "return_token_ids": True}
+    status, completion = server.post("/v1/completions", asked)
+    assert status == 200, completion
+    (choice,) = completion["choices"]
+    status, whole = server.post("/completion", {**ASKED, "n_predict": 24, "return_tokens": True})
+    assert status == 200, whole
+    assert (whole["tokens"], whole["content"]) == (choice["token_ids"], choice["text"])
+    assert (whole["stop_type"], whole["tokens_predicted"]) == ("limit", 24)
+    body = json.dumps({**ASKED, "n_predict": 24, "stream": True}).encode()
+    _, _, raw = server.request("POST", "/completion", body)
+    *parts, last = [json.loads(event[6:]) for event in raw.decode().split("\n\n") if event]
+    assert [token for part in parts for token in part["tokens"]] == choice["token_ids"]
+    assert "".join(part["content"] for part in parts) == choice["text"]
+    assert (last["stop"], last["tokens_predicted"], last["prompt"]) == (True, 24, whole["prompt"])
+
+
+def test_a_grammar_holds_and_a_prompt_is_computed_without_output(server: RunningServer) -> None:
+    asked = {**ASKED, "ignore_eos": False, "grammar": 'root ::= "the stone"'}
+    status, answer = server.post("/completion", asked)
+    assert (status, answer["content"], answer["stop_type"]) == (200, "the stone", "eos")
+    status, nothing = server.post("/completion", {**ASKED, "n_predict": 0})
+    assert (status, nothing["content"], nothing["tokens_predicted"]) == (200, "", 0)
+
+
+def test_pieces_of_content_make_its_text(server: RunningServer) -> None:
+    status, answer = server.post("/tokenize", {"content": "the sea", "with_pieces": True})
+    assert status == 200
+    ids = [token["id"] for token in answer["tokens"]]
+    assert ids == server.post("/tokenize", {"content": "the sea"})[1]["tokens"]
+    assert server.post("/detokenize", {"tokens": ids})[1]["content"].strip() == "the sea"
+    slots = server.get("/slots")[1]
+    assert len(slots) == server.get("/props")[1]["total_slots"]
+
+
+def test_unreadable_bodies_disturb_no_other_request(
+    beside_a_healthy_stream: RunningServer,
+) -> None:
+    for path in ("/completion", "/infill"):
+        for case, (raw, status, _) in RAW_CASES.items():
+            found, _, answer = beside_a_healthy_stream.request("POST", path, raw)
+            assert found == status, (case, answer)
+            error = json.loads(answer)["error"]
+            assert error.keys() == {"code", "message", "type"}, case
+            assert (error["code"], error["type"]) == (status, "invalid_request_error"), case

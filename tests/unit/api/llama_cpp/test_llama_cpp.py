@@ -1,0 +1,294 @@
+"""llama.cpp's native routes: answers, events, fields, views of the server, errors in its form."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from quire.base.errors import WorkerError
+from quire.base.records import FinishReason
+from tests.unit.api.fake_engine import CARD, FakeEngine, Reply, Site
+
+PATH, INFILL, OPENAI = "/completion", "/infill", "/v1/completions"
+ASKED: dict[str, Any] = {"prompt": "ab", "n_predict": 8, "seed": 7}
+MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+GBNF = 'root ::= "yes" | "no"'
+
+
+def engine(*script: str, reason: FinishReason = FinishReason.STOP) -> Any:
+    made = FakeEngine(*script, card=replace(CARD, max_model_len=512))
+    made.last_reason = reason
+    return made
+
+
+def ask(
+    body: Any,
+    *,
+    path: str = PATH,
+    on: Any = None,
+    method: str = "POST",
+    headers: dict[str, str] | None = None,
+    **options: Any,
+) -> Reply:
+    async def exchange() -> Reply:
+        client = {"client": options.pop("client")} if "client" in options else {}
+        site = Site(on or engine(), **options)
+        raw = b"" if body is None else json.dumps(body).encode()
+        return await site.call(method, path, raw, headers=headers, **client)
+
+    return asyncio.run(exchange())
+
+
+def asked_by(body: dict[str, Any], path: str = PATH) -> Any:
+    """Return what the engine was asked by a request."""
+    made = engine()
+    reply = ask(body, path=path, on=made)
+    assert reply.status == 200, reply.body
+    return made.asked[0]
+
+
+def refusal(body: Any, **options: Any) -> str:
+    reply = ask(body, **options)
+    assert reply.status == 400, reply.body
+    assert (reply.error["code"], reply.error["type"]) == (400, "invalid_request_error")
+    words: str = reply.error["message"]
+    return words
+
+
+def test_a_whole_answer_has_counts_settings_and_timings() -> None:
+    answer = ask(ASKED).json
+    settings = answer.pop("generation_settings")
+    assert (settings["seed"], settings["n_predict"], settings["repeat_last_n"]) == (7, 8, -1)
+    timings = answer.pop("timings")
+    assert (timings["prompt_n"], timings["cache_n"], timings["predicted_n"]) == (0, 2, 2)
+    assert answer == {
+        "index": 0,
+        "content": "Hello",
+        "tokens": [],
+        "id_slot": -1,
+        "stop": True,
+        "model": "fake",
+        "tokens_predicted": 2,
+        "tokens_evaluated": 2,
+        "prompt": "ab",
+        "has_new_line": False,
+        "truncated": False,
+        "stop_type": "word",
+        "stopping_word": "END",
+        "tokens_cached": 4,
+    }
+
+
+def test_a_stream_has_the_text_in_parts_and_the_rest_in_its_last_event() -> None:
+    whole = ask(ASKED).json
+    reply = ask({**ASKED, "stream": True})
+    assert b"[DONE]" not in reply.body
+    *parts, last = reply.events
+    assert [part["content"] for part in parts] == ["Hel", "lo"]
+    assert [part["tokens"] for part in parts] == [[0], [1]]
+    assert [part["tokens_predicted"] for part in parts] == [1, 2]
+    settings = {**whole["generation_settings"], "stream": True}
+    assert last == {**whole, "content": "", "generation_settings": settings}
+
+
+def test_requested_parts_are_in_the_answer() -> None:
+    more = {"return_tokens": True, "n_probs": 1, "id_slot": 2, "stop": ["x"]}
+    answer = ask({**ASKED, **more}).json
+    assert (answer["tokens"], answer["id_slot"]) == ([0, 1], 2)
+    first, _ = answer["completion_probabilities"]
+    assert (first["id"], first["token"], first["logprob"]) == (0, "Hel", -0.5)
+    assert first["top_logprobs"][0]["token"] == "Hel"
+    live = {"stream": True, "return_progress": True, "timings_per_token": True}
+    progress, *parts, _ = ask({**ASKED, **more, **live}).events
+    assert progress["prompt_progress"]["processed"] == 2
+    found = [one for part in parts for one in part["completion_probabilities"]]
+    assert found == answer["completion_probabilities"]
+    assert [part["timings"]["predicted_n"] for part in parts] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind", "word"),
+    [(FinishReason.STOP, "word", "END"), (FinishReason.LENGTH, "limit", "")],
+)
+def test_the_reason_of_the_end_is_named(reason: FinishReason, kind: str, word: str) -> None:
+    answer = ask(ASKED, on=engine("a\n", "b", reason=reason)).json
+    assert (answer["stop_type"], answer["stopping_word"]) == (kind, word)
+    assert answer["has_new_line"]
+
+
+# Fields here, and those of the same request to OpenAI's route.
+SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"n_predict": 3}, {"max_tokens": 3}),
+    ({"n_predict": -1}, {"max_tokens": 510}),
+    ({"prompt": [97, 98]}, {"prompt": [97, 98]}),
+    ({"prompt": [[97, 98]]}, {"prompt": [97, 98]}),
+    ({"prompt": ["ab"]}, {}),
+    ({"prompt": [97, "b"]}, {"prompt": [97, 98]}),
+    ({"repeat_penalty": 1.5, "typical_p": 0.5}, {"repetition_penalty": 1.5, "typical_p": 0.5}),
+    ({"repeat_last_n": 64, "repeat_penalty": 1.0}, {}),
+    ({"json_schema": SCHEMA}, {"structured_outputs": {"json": SCHEMA}}),
+    ({"grammar": GBNF}, {"structured_outputs": {"grammar": GBNF}}),
+    ({"n_probs": 3}, {"logprobs": 3}),
+    ({"cache_prompt": False, "id_slot": 1, "n_keep": 4}, {}),
+    ({"samplers": ["top_k", "temperature"], "top_k": 5}, {"top_k": 5}),
+    ({"logit_bias": [[5, -1.5]]}, {"logit_bias": {"5": -1.5}}),
+    ({"stop": ["x"], "ignore_eos": True}, {"stop": ["x"], "ignore_eos": True}),
+]
+
+
+@pytest.mark.parametrize(("sent", "of_openai"), SAME)
+def test_a_completion_asks_the_engine_for_what_the_same_one_of_openai_asks(
+    sent: dict[str, Any], of_openai: dict[str, Any]
+) -> None:
+    own = asked_by({**ASKED, **sent})
+    other = asked_by({"prompt": "ab", "max_tokens": 8, "seed": 7, **of_openai}, OPENAI)
+    grammars = [each.sampling.structured_outputs for each in (own, other)]
+    assert [each and each.text for each in grammars[:1]] == [g and g.text for g in grammars[1:]]
+    sampling = [replace(each.sampling, structured_outputs=None) for each in (own, other)]
+    assert sampling[0] == sampling[1]
+    assert own.prompt_ids == other.prompt_ids
+
+
+def test_without_output_the_prompt_is_computed() -> None:
+    asked = asked_by({**ASKED, "n_predict": 0}).sampling
+    assert (asked.max_tokens, asked.prompt_logprobs) == (0, 0)
+
+
+def test_a_seed_of_minus_one_is_random() -> None:
+    seeds = {asked_by({**ASKED, "seed": -1}).sampling.seed for _ in range(4)}
+    assert len(seeds) == 4
+    assert min(seeds) >= 0
+
+
+def test_a_gap_is_filled_in_by_models_with_infill_tokens() -> None:
+    sent = {"input_prefix": "a", "input_suffix": "b", "prompt": "c", "n_predict": 3, "seed": 7}
+    assert "no tokens for infilling" in refusal(sent, path=INFILL)
+    made = engine()
+    made.tokenizer.marks = dict.fromkeys(MARKS, 1)
+    assert ask({**sent, "input_extra": []}, path=INFILL, on=made).json["content"] == "Hello"
+    assert bytes(made.asked[0].prompt_ids) == b"<|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>c"
+    other = {"prompt": "a", "suffix": "b", "max_tokens": 3, "seed": 7}
+    again = engine()
+    again.tokenizer.marks = made.tokenizer.marks
+    del sent["prompt"]
+    assert ask(sent, path=INFILL, on=made).status == 200
+    assert ask(other, path=OPENAI, on=again).status == 200
+    assert made.asked[1].prompt_ids == again.asked[0].prompt_ids
+    for bad in ({"input_suffix": None}, {"input_prefix": 3}, {"input_extra": [{"text": "a"}]}):
+        assert next(iter(bad)) in refusal({**sent, **bad}, path=INFILL, on=made)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": None}, "prompt is missing"),
+    ({"prompt": []}, "prompt is []"),
+    ({"prompt": ["a", "b"]}, "list of 2 prompts"),
+    ({"prompt": [[1], [2]]}, "list of 2 prompts"),
+    ({"prompt": [1, [2]]}, "the prompt holds"),
+    ({"prompt": [256]}, "the prompt holds 256"),
+    ({"prompt": [True]}, "the prompt holds"),
+    ({"prompt": {"prompt_string": "a"}}, "prompt is {"),
+    ({"prompt": ""}, "the prompt is empty"),
+    ({"prompt": [1, ""] * 513}, "1026 texts and runs of ids"),
+    ({"n_predict": -3}, "n_predict is -3"),
+    ({"n_predict": "8"}, 'n_predict is "8"'),
+    ({"n_predict": 8, "max_tokens": 9}, "they mean the same"),
+    ({"n_probs": -1}, "n_probs is -1"),
+    ({"n_probs": 21}, "n_probs is 21"),
+    ({"id_slot": -2}, "id_slot is -2"),
+    ({"return_tokens": 1}, "return_tokens is 1"),
+    ({"repeat_last_n": 64, "repeat_penalty": 1.1}, "repeat_last_n is 64"),
+    ({"repeat_last_n": "a"}, "repeat_last_n is"),
+    ({"mirostat": 1}, "mirostat is 1"),
+    ({"dynatemp_range": 0.5}, "dynatemp_range is 0.5"),
+    ({"t_max_predict_ms": 100}, "deadline_ms"),
+    ({"response_fields": ["content"]}, "response_fields"),
+    ({"post_sampling_probs": True}, "post_sampling_probs"),
+    ({"lora": [{"id": 0}]}, "LoRA"),
+    ({"samplers": ["infill"]}, "samplers holds"),
+    ({"samplers": ["top_p", "temperature"], "top_p": 0.5, "temperature": 0.5}, "samplers has"),
+    ({"grammar": GBNF, "json_schema": SCHEMA}, "exactly one"),
+    ({"n": 2}, '"n" is not a field'),
+    ({"messages": []}, '"messages" is not a field'),
+    ({"nonsense": 1}, '"nonsense" is not a field'),
+]
+
+
+@pytest.mark.parametrize(("sent", "words"), REFUSED)
+def test_a_field_that_is_not_honoured_is_refused_by_name(sent: dict[str, Any], words: str) -> None:
+    assert words in refusal({**ASKED, **sent})
+
+
+def test_errors_have_code_and_type_before_and_within_a_stream() -> None:
+    reply = ask({**ASKED, "model": "other"})
+    assert (reply.status, reply.error["type"]) == (404, "not_found_error")
+    reply = ask({**ASKED, "prompt": "a" * 600})
+    assert (reply.error["code"], reply.error["type"]) == (400, "exceed_context_size_error")
+    failing = engine()
+    failing.fails_with, failing.fails_after = WorkerError("it was killed"), 1
+    first, last = ask({**ASKED, "stream": True}, on=failing).events
+    assert first["content"] == "Hel"
+    assert (last["error"]["code"], last["error"]["type"]) == (500, "server_error")
+    reply = ask(None, path="/props", method="POST")
+    assert (reply.status, reply.headers["allow"]) == (405, "GET, HEAD")
+
+
+@pytest.mark.parametrize("name", ["authorization", "x-api-key"])
+def test_a_key_is_read_from_either_header(name: str) -> None:
+    value = "Bearer k" if name == "authorization" else "k"
+    assert ask(ASKED, api_key=("k",), headers={name: value}).status == 200
+    reply = ask(ASKED, api_key=("k",), headers={name: value[:-1]})
+    assert (reply.status, reply.error["type"]) == (401, "authentication_error")
+    assert ask(ASKED, api_key=("k",)).status == 401
+
+
+def test_props_have_the_defaults_and_the_template() -> None:
+    made = engine()
+    props = ask(None, path="/props", method="GET", on=made).json
+    assert props["total_slots"] == CARD.max_num_seqs
+    assert props["default_generation_settings"]["n_ctx"] == 512
+    assert props["default_generation_settings"]["params"]["temperature"] == 1.0
+    assert props["chat_template"] == made.template.source()
+    made.template = None
+    assert ask(None, path="/props", method="GET", on=made).json["chat_template"] == ""
+
+
+def test_slots_are_for_admins_and_have_counts() -> None:
+    slots = ask(None, path="/slots", method="GET").json
+    assert [slot["is_processing"] for slot in slots] == [True, *[False] * 7]
+    assert (slots[0]["n_prompt_tokens"], slots[0]["n_decoded"]) == (20, 4)
+    key = {"authorization": "Bearer k"}
+    reply = ask(
+        None, path="/slots", method="GET", headers=key, api_key=("k",), client=("10.0.0.1", 1)
+    )
+    assert (reply.status, reply.error["type"]) == (403, "permission_error")
+
+
+def test_texts_are_tokenized_and_ids_decoded_in_this_form_too() -> None:
+    def tokenize(**body: Any) -> Any:
+        return ask(body, path="/tokenize").json
+
+    assert tokenize(content="hé")["tokens"] == [104, 195, 169]
+    assert tokenize(content="hé", with_pieces=True, parse_special=True)["tokens"] == [
+        {"id": 104, "piece": "h"},
+        {"id": 195, "piece": [195]},
+        {"id": 169, "piece": [169]},
+    ]
+    made = engine()
+    made.tokenizer._bos = 2
+    ids = [
+        ask({"content": "a", **more}, path="/tokenize", on=made).json["tokens"]
+        for more in ({}, {"add_special": True})
+    ]
+    assert ids == [[97], [2, 97]]
+    assert ask({"prompt": "a"}, path="/tokenize", on=made).json["tokens"] == [2, 97]
+    assert ask({"tokens": [104]}, path="/detokenize").json == {"prompt": "h", "content": "h"}
+    for body in ({"content": 3}, {"content": "a", "prompt": "b"}, {"content": "a", "messages": []}):
+        assert "content" in ask(body, path="/tokenize").error["message"]
+    reply = ask({"content": "a", "parse_special": False}, path="/tokenize")
+    assert "parse_special is false" in reply.error["message"]

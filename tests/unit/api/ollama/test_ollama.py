@@ -1,0 +1,416 @@
+"""Ollama's API: answers, lines, options, tools, models and errors in its form."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.base.errors import WorkerError
+from quire.base.records import FinishReason
+from quire.text.chat_template import ChatTemplate
+from tests.unit.api.fake_engine import CARD, FakeEngine, Reply, Site
+
+CHAT, GENERATE, OPENAI = "/api/chat", "/api/generate", "/v1/chat/completions"
+SAID = [{"role": "user", "content": "hi"}]
+ASKED: dict[str, Any] = {"messages": SAID, "stream": False, "options": {"seed": 7}}
+# Shows everything of a conversation that may change a prompt.
+TEMPLATE = (
+    "{% for tool in tools or [] %}[{{ tool | tojson }}]{% endfor %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{% if m.role == 'tool' %}({{ m.name }}){% endif %}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.id }} {{ call.function.name }} "
+    "{{ call.function.arguments | tojson }}</tool_call>{% endfor %};{% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+)
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Tell the weather.", "parameters": SCHEMA},
+}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
+COUNTS = {
+    "done": True,
+    "total_duration": 10_000_000,
+    "load_duration": 0,
+    "prompt_eval_duration": 1_000_000,
+    "eval_count": 2,
+    "eval_duration": 8_000_000,
+    "seed": 7,
+}
+
+
+def engine(*script: str, reason: FinishReason = FinishReason.STOP, **card: Any) -> Any:
+    made = FakeEngine(*script, card=replace(CARD, **{"max_model_len": 2048, **card}))
+    made.template = ChatTemplate({"default": TEMPLATE}, variables={})
+    made.last_reason = reason
+    return made
+
+
+def ask(
+    body: Any,
+    *,
+    path: str = CHAT,
+    on: Any = None,
+    method: str = "POST",
+    headers: dict[str, str] | None = None,
+    **settings: Any,
+) -> Reply:
+    async def exchange() -> Reply:
+        site = Site(on or engine(), **settings)
+        raw = b"" if body is None else json.dumps(body).encode()
+        reply = await site.call(method, path, raw, headers=headers)
+        assert site.server_state.requests.num_open == 0
+        return reply
+
+    return asyncio.run(exchange())
+
+
+def asked_by(body: dict[str, Any], path: str = CHAT) -> Any:
+    """Return what the engine was asked by a request."""
+    made = engine()
+    reply = ask(body, path=path, on=made)
+    assert reply.status == 200, reply.body
+    return made.asked[0]
+
+
+def refusal(body: Any, **options: Any) -> str:
+    reply = ask(body, **options)
+    assert reply.status == 400, reply.body
+    assert reply.json.keys() == {"error"}
+    words: str = reply.json["error"]
+    return words
+
+
+def test_a_whole_answer_has_text_counts_and_durations() -> None:
+    made = engine()
+    answer = ask(ASKED, on=made).json
+    created = answer.pop("created_at")
+    assert created.endswith("Z")
+    assert answer == {
+        **COUNTS,
+        "model": "fake",
+        "message": {"role": "assistant", "content": "Hello"},
+        "done_reason": "stop",
+        "prompt_eval_count": len(made.asked[0].prompt_ids),
+    }
+
+
+def test_a_stream_of_lines_is_the_default_and_has_the_parts_of_the_whole_answer() -> None:
+    whole = ask(ASKED).json
+    reply = ask({name: value for name, value in ASKED.items() if name != "stream"})
+    assert reply.headers["content-type"] == "application/x-ndjson"
+    *lines, last = reply.lines
+    assert "".join(line["message"]["content"] for line in lines) == "Hello"
+    assert [line["done"] for line in lines] == [False, False]
+    assert {**last, "created_at": ""} == {
+        **whole,
+        "created_at": "",
+        "message": {"role": "assistant", "content": ""},
+    }
+
+
+def test_a_completion_returns_a_context_that_the_next_one_continues() -> None:
+    made = engine()
+    first = ask({"prompt": "hi", "stream": False}, path=GENERATE, on=made).json
+    prompt_ids = made.asked[0].prompt_ids
+    assert (first["response"], first["context"]) == ("Hello", [*prompt_ids, 0, 1])
+    streamed = ask({"prompt": "hi"}, path=GENERATE).lines
+    assert streamed[-1]["context"] == first["context"]
+    assert all("context" not in line for line in streamed[:-1])
+    second = {"prompt": "on", "context": first["context"]}
+    assert asked_by(second, GENERATE).prompt_ids == [*first["context"], *b"user:on;"]
+    long = {"prompt": "hi", "context": [1] * 2045}
+    assert "maximum context length" in refusal(long, path=GENERATE)
+    for bad in ([-1], [256], ["a"], "a", [True], {}):
+        assert "context" in refusal({**second, "context": bad}, path=GENERATE)
+
+
+def test_raw_prompts_and_models_without_a_template_are_used_as_they_are() -> None:
+    assert asked_by({"prompt": "hi", "raw": True}, GENERATE).prompt_ids == [*b"hi"]
+    made = engine()
+    made.template = None
+    assert ask({"prompt": "hi"}, path=GENERATE, on=made).status == 200
+    assert made.asked[0].prompt_ids == [*b"hi"]
+    for beside in ({"system": "be brief"}, {"context": [1]}):
+        words = refusal({"prompt": "hi", "raw": True, **beside}, path=GENERATE)
+        assert "raw are both given" in words
+    system = {"prompt": "hi", "system": "Be brief."}
+    assert bytes(asked_by(system, GENERATE).prompt_ids) == b"system:Be brief.;user:hi;"
+
+
+def test_a_suffix_needs_a_model_with_infill_tokens() -> None:
+    sent = {"prompt": "a", "suffix": "b"}
+    assert "no tokens for infilling" in refusal(sent, path=GENERATE)
+    made = engine()
+    marks = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+    made.tokenizer.marks = dict.fromkeys(marks, 1)
+    assert ask(sent, path=GENERATE, on=made).status == 200
+    assert bytes(made.asked[0].prompt_ids) == b"<|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>"
+    shown = ask({"model": "fake"}, path="/api/show", on=made).json
+    assert "insert" in shown["capabilities"]
+
+
+@pytest.mark.parametrize("path", [CHAT, GENERATE])
+@pytest.mark.parametrize(("keep", "reason"), [(None, "load"), ("5m", "load"), (0, "unload")])
+def test_without_a_prompt_nothing_is_generated(path: str, keep: Any, reason: str) -> None:
+    made = engine()
+    answer = ask({"model": "fake", "keep_alive": keep}, path=path, on=made).json
+    assert (answer["done"], answer["done_reason"], made.asked) == (True, reason, [])
+
+
+# A conversation here, and the same one in OpenAI's form.
+SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"tools": [TOOL]}, {"tools": [TOOL]}),
+    (
+        {
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                *SAID,
+                {
+                    "role": "assistant",
+                    "thinking": "Look.",
+                    "content": "I look.",
+                    "tool_calls": [
+                        {"id": "c1", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}
+                    ],
+                },
+                {"role": "tool", "tool_name": "weather", "content": "cold"},
+            ]
+        },
+        {
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                *SAID,
+                {
+                    "role": "assistant",
+                    "reasoning_content": "Look.",
+                    "content": "I look.",
+                    "tool_calls": [
+                        {
+                            "id": "c1",
+                            "type": "function",
+                            "function": {"name": "weather", "arguments": '{"city": "Ulm"}'},
+                        }
+                    ],
+                },
+                {"role": "tool", "name": "weather", "content": "cold"},
+            ]
+        },
+    ),
+    ({"think": False}, {"reasoning_effort": "none"}),
+    ({"think": True}, {"reasoning_effort": "medium"}),
+    ({"think": "high"}, {"reasoning_effort": "high"}),
+    ({"format": "json"}, {"response_format": {"type": "json_object"}}),
+    (
+        {"format": SCHEMA},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+    ),
+    ({"format": ""}, {}),
+    (
+        {"options": {"seed": 7, "num_predict": 9, "repeat_penalty": 1.5, "stop": ["a"]}},
+        {"max_tokens": 9, "repetition_penalty": 1.5, "stop": ["a"]},
+    ),
+    ({"options": {"seed": 7, "num_predict": -1, "min_p": 0.25}}, {"min_p": 0.25}),
+    ({"options": {"seed": 7, "num_gpu": 1, "num_thread": 4, "tfs_z": 1.0}}, {}),
+    ({"logprobs": True, "top_logprobs": 2}, {"logprobs": True, "top_logprobs": 2}),
+    ({"priority": 3, "cache_salt": "a"}, {"priority": 3, "cache_salt": "a"}),
+]
+
+
+@pytest.mark.parametrize(("sent", "of_openai"), SAME)
+def test_a_chat_asks_the_engine_for_what_the_same_chat_of_openai_asks(
+    sent: dict[str, Any], of_openai: dict[str, Any]
+) -> None:
+    own = asked_by({**ASKED, **sent})
+    other = asked_by({"messages": SAID, "seed": 7, **of_openai}, OPENAI)
+    grammars = [
+        None if each.sampling.structured_outputs is None else each.sampling.structured_outputs.text
+        for each in (own, other)
+    ]
+    assert grammars[0] == grammars[1]
+    sampling = [replace(each.sampling, structured_outputs=None) for each in (own, other)]
+    assert sampling[0] == sampling[1]
+    assert own.prompt_ids == other.prompt_ids
+    assert (own.terms, own.cache_salt) == (other.terms, other.cache_salt)
+
+
+def test_a_last_message_of_the_assistant_is_continued() -> None:
+    said = [*SAID, {"role": "assistant", "content": "I"}]
+    own = asked_by({**ASKED, "messages": said})
+    other = {"messages": said, "continue_final_message": True, "add_generation_prompt": False}
+    assert own.prompt_ids == asked_by(other, OPENAI).prompt_ids
+
+
+def test_thinking_and_calls_are_parts_of_the_message_whole_and_streamed() -> None:
+    text = f"<think>Look.</think>I look.{CALL}"
+    script = [text[at : at + 5] for at in range(0, len(text), 5)]
+    sent = {**ASKED, "tools": [TOOL]}
+    message = ask(sent, on=engine(*script)).json["message"]
+    (call,) = message.pop("tool_calls")
+    assert call["id"].startswith("call_")
+    function = {"index": 0, "name": "weather", "arguments": {"city": "Ulm"}}
+    assert call["function"] == function
+    assert message == {"role": "assistant", "content": "I look.", "thinking": "Look."}
+    lines = ask({**sent, "stream": True}, on=engine(*script)).lines
+    messages = [line["message"] for line in lines]
+    assert "".join(each.get("thinking", "") for each in messages) == "Look."
+    assert "".join(each["content"] for each in messages) == "I look."
+    (calls,) = [each["tool_calls"] for each in messages if "tool_calls" in each]
+    assert [each["function"] for each in calls] == [function]
+
+
+def test_arguments_that_are_no_object_are_returned_as_text() -> None:
+    script = '<tool_call>{"name": "weather", "arguments": {"city": '
+    made = engine(script, reason=FinishReason.LENGTH)
+    answer = ask({**ASKED, "tools": [TOOL]}, on=made).json
+    assert answer["done_reason"] == "length"
+    for call in answer["message"].get("tool_calls", ()):
+        assert call["function"]["arguments"].keys() == {"INVALID_JSON"}
+
+
+def test_log_probabilities_are_beside_the_message() -> None:
+    sent = {**ASKED, "logprobs": True, "top_logprobs": 1}
+    whole = ask(sent).json["logprobs"]
+    assert [token["token"] for token in whole] == ["Hel", "lo"]
+    assert whole[0]["top_logprobs"] == [{"token": "Hel", "logprob": -0.5, "bytes": [*b"Hel"]}]
+    lines = ask({**sent, "stream": True}).lines
+    assert [token for line in lines for token in line.get("logprobs", ())] == whole
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"options": {"nun_predict": 3}}, "options.nun_predict is not an option"),
+    ({"options": {"max_tokens": 3}}, "write it as options.num_predict"),
+    ({"options": {"temperature": "hot"}}, 'options.temperature is "hot"'),
+    ({"options": {"repeat_penalty": -1}}, "options.repeat_penalty is -1"),
+    ({"options": {"num_predict": 0}}, "options.num_predict is 0"),
+    ({"options": {"num_predict": -3}}, "options.num_predict is -3"),
+    ({"options": {"mirostat": 1}}, "options.mirostat is 1"),
+    ({"options": {"repeat_last_n": 64, "repeat_penalty": 1.1}}, "options.repeat_last_n is 64"),
+    ({"options": {"num_gpu": "all"}}, "options.num_gpu"),
+    ({"options": {"use_mmap": 1}}, "options.use_mmap is 1; true or false"),
+    ({"options": {"tfs_z": 0.5}}, "tail-free sampling"),
+    ({"options": {"num_ctx": "4k"}}, "options.num_ctx"),
+    ({"options": []}, "options is []"),
+    ({"temperature": 1}, "write it as an entry of options"),
+    ({"max_tokens": 5}, '"num_predict"'),
+    ({"response_format": {"type": "json_object"}}, "write it as format"),
+    ({"reasoning_effort": "low"}, "write it as think"),
+    ({"nonsense": 1}, '"nonsense" is not a field'),
+    ({"think": "much"}, 'think is "much"'),
+    ({"format": "xml"}, 'format is "xml"'),
+    ({"format": {"city": 1}}, "format has"),
+    ({"truncate": True}, "truncate is true"),
+    ({"shift": True}, "shift is true"),
+    ({"keep_alive": []}, "keep_alive is []"),
+    ({"stream": "yes"}, "stream is"),
+    ({"top_logprobs": 2}, "without logprobs"),
+    ({"messages": "hi"}, "messages is"),
+    ({"messages": [{"role": "robot", "content": ""}]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "a", "images": ["aa"]}]}, "messages[0].images"),
+    ({"messages": [{"role": "user", "content": "a", "thinking": "b"}]}, '"thinking"'),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "tool_calls[0]"),
+    (
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "b"}}]}
+            ]
+        },
+        "arguments",
+    ),
+    ({"tools": {}}, "tools is"),
+]
+
+
+@pytest.mark.parametrize(("sent", "words"), REFUSED)
+def test_a_field_that_is_not_honoured_is_refused_by_name(sent: dict[str, Any], words: str) -> None:
+    assert words in refusal({**ASKED, **sent})
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        ({"template": "{{ .Prompt }}"}, "raw: true"),
+        ({"images": ["aGk="]}, "images is"),
+        ({"prompt": 3}, "prompt is 3"),
+        ({"raw": "no"}, "raw is"),
+        ({"suffix": "a", "system": "b"}, "system and suffix"),
+        ({"messages": SAID}, '"messages" is not a field'),
+    ],
+)
+def test_a_completion_refuses_what_it_does_not_take(sent: dict[str, Any], words: str) -> None:
+    assert words in refusal({"prompt": "a", **sent}, path=GENERATE)
+
+
+def test_hints_are_listed_in_a_header_and_unknown_options_too_if_the_server_warns() -> None:
+    reply = ask({**ASKED, "options": {"num_ctx": 4096}})
+    assert reply.headers["x-quire-ignored-fields"] == "options.num_ctx"
+    reply = ask({**ASKED, "options": {"other": 1}}, unknown_fields="warn")
+    assert reply.headers["x-quire-ignored-fields"] == "options.other"
+
+
+def test_errors_are_texts_before_and_within_a_stream() -> None:
+    reply = ask({**ASKED, "model": "other"})
+    assert (reply.status, reply.json) == (
+        404,
+        {"error": "model \"other\" is not served here; 'fake' is"},
+    )
+    failing = engine()
+    failing.fails_with, failing.fails_after = WorkerError("it was killed"), 1
+    lines = ask({"messages": SAID}, on=failing).lines
+    assert lines[0]["message"]["content"] == "Hel"
+    assert "it was killed" in lines[-1]["error"]
+    reply = ask(None, path="/api/chat", method="GET")
+    assert (reply.status, reply.headers["allow"]) == (405, "POST")
+
+
+def test_a_key_is_a_bearer_token() -> None:
+    assert ask(ASKED, api_key=("k",)).json["error"].startswith("no API key was sent")
+    right = {"authorization": "Bearer k"}
+    assert ask(ASKED, api_key=("k",), headers=right).status == 200
+    wrong = ask(ASKED, api_key=("k",), headers={"authorization": "Bearer x"})
+    assert (wrong.status, wrong.headers["www-authenticate"]) == (401, "Bearer")
+
+
+def test_the_model_is_listed_under_each_of_its_names(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 100)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    made = engine(path=str(tmp_path), aliases=("other",))
+    listed = ask(None, path="/api/tags", method="GET", on=made).json["models"]
+    assert [model["name"] for model in listed] == ["fake", "other"]
+    assert (listed[0]["size"], listed[0]["details"]["family"]) == (100, "llama")
+    (running, _) = ask(None, path="/api/ps", method="GET", on=made).json["models"]
+    assert running["context_length"] == 2048
+    assert running.items() >= listed[0].items()
+    for body in ({"model": "fake"}, {"name": "other", "verbose": True}):
+        shown = ask(body, path="/api/show", on=made).json
+        assert shown["template"] == TEMPLATE
+        assert shown["model_info"]["llama.context_length"] == 2048
+        assert shown["capabilities"] == ["completion", "tools", "thinking"]
+    assert ask({"model": "none"}, path="/api/show").status == 404
+    assert ask({"name": "none"}, path="/api/show").status == 404
+    assert "model is missing" in refusal({}, path="/api/show")
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", '{"model_type": 3}'])
+def test_a_configuration_that_names_no_architecture_is_no_error(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    shown = ask({"model": "fake"}, path="/api/show", on=engine(path=str(tmp_path))).json
+    assert shown["details"]["family"] == "unknown"
+
+
+@pytest.mark.parametrize(
+    "path", ["pull", "push", "create", "copy", "delete", "blobs/sha256:ab", "embed", "embeddings"]
+)
+def test_routes_of_a_store_of_models_are_refused_by_name(path: str) -> None:
+    reply = ask({}, path=f"/api/{path}")
+    assert reply.status == 404
+    assert f'"/api/{path}"' in reply.json["error"]
+    assert "model" in reply.json["error"]
