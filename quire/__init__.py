@@ -38,7 +38,7 @@ _INSTEAD = {
     "LLMEngine": "use LLM, or AsyncLLM in an event loop",
     "StructuredOutputsParams": "see quire.base.grammar, and SamplingParams.structured_outputs",
     "GuidedDecodingParams": "see quire.base.grammar, and SamplingParams.structured_outputs",
-    "PoolingParams": "embeddings are not supported",
+    "PoolingParams": "use LLM.embed with its arguments",
 }
 
 

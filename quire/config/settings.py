@@ -38,3 +38,12 @@ def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         listed = ", ".join(map(str, allowed))
         raise SettingError(f"{name} is {value!r}; allowed: {listed}")
+
+
+def check_dimensions(name: str, value: str) -> None:
+    """Check a list of sizes, such as 256,512, or "any"."""
+    sizes = value.split(",")
+    if value != "any" and not all(
+        size.isascii() and size.isdigit() and int(size) for size in sizes
+    ):
+        raise SettingError(f"{name} is {value!r}; any, or a list such as 256,512, is allowed")
