@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ _OTHER_MODES = (
 _ALLOWED = "lasttoken and mean are computed"
 _FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MAX_PROMPTS = 256
+# Kinds of models that judge by a known prompt (quire/api/embeddings/scores.py).
+JUDGES = ("qwen3",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,7 @@ class PoolingSpec:
     that precede inputs, by name; default_prompt: the name of the one that inputs get unless a
     request says otherwise. similarity: "cosine" or "dot". judges: the tokens for a document that
     does not answer a query, and for one that does, of a model that is asked which ("no", "yes").
+    embeds: False for a model that only judges.
     """
 
     pooling: str
@@ -59,6 +62,7 @@ class PoolingSpec:
     default_prompt: str | None = None
     similarity: str = "cosine"
     judges: tuple[str, str] | None = None
+    embeds: bool = True
 
 
 def plain_pooling(size: int) -> PoolingSpec:
@@ -76,7 +80,7 @@ def read_pooling(folder: Path, size: int) -> PoolingSpec | None:
     values = load_config(folder / "config.json")
     judges = _judges(values, folder / "config.json")
     if not is_present(folder / MODULES):
-        return None if judges is None else _with_judges(plain_pooling(size), judges)
+        return None if judges is None else replace(plain_pooling(size), judges=judges, embeds=False)
     if values.get("auto_map") is not None:
         raise ConfigError(
             f"{folder / 'config.json'}: auto_map is {show(values['auto_map'])} and {MODULES} makes "
@@ -98,12 +102,6 @@ def read_pooling(folder: Path, size: int) -> PoolingSpec | None:
         default_prompt=default_prompt,
         similarity=similarity,
         judges=judges,
-    )
-
-
-def _with_judges(spec: PoolingSpec, judges: tuple[str, str]) -> PoolingSpec:
-    return PoolingSpec(
-        pooling=spec.pooling, normalizes=spec.normalizes, size=spec.size, judges=judges
     )
 
 
@@ -247,5 +245,11 @@ def _judges(values: Mapping[str, Any], where: Path) -> tuple[str, str] | None:
         raise ConfigError(
             f"{where}: classifier_from_token is {show(given)}; two texts are allowed, of the token "
             'for a document that does not answer and of the one that does, such as ["no", "yes"]'
+        )
+    if values.get("model_type") not in JUDGES:
+        raise ConfigError(
+            f"{where}: classifier_from_token is {show(given)} and model_type is "
+            f"{show(values.get('model_type'))}; judging is supported for the prompt of "
+            "Qwen3-Reranker (model_type qwen3); remove the key to only generate"
         )
     return given[0], given[1]

@@ -20,7 +20,14 @@ from quire.api.generation.generate import MAX_SALT_CHARS, STREAM_OPTIONS
 from quire.api.generation.grammar_fields import FORMAT_TYPES
 from quire.api.generation.tools import MAX_TOOLS, TOOL_NAME
 from quire.api.openai.completions import MAX_CHOICES
-from quire.api.openapi.field_words import OF_CHATS, OF_MESSAGES, OF_RESPONSES, OF_TEXTS, WORDS
+from quire.api.openapi.field_words import (
+    OF_CHATS,
+    OF_EMBEDDINGS,
+    OF_MESSAGES,
+    OF_RESPONSES,
+    OF_TEXTS,
+    WORDS,
+)
 from quire.base import sampling_checks as sampling
 from quire.base.grammar import MAX_CHARS, MAX_WHITESPACE_CHARS
 from quire.base.grammar import MAX_CHOICES as MAX_CHOICE_TEXTS
@@ -34,7 +41,9 @@ from quire.text.messages import ROLES
 Schema = dict[str, Any]
 
 # Fields of a request that cannot be left out; all others may be null, which means "not given".
-NEEDED = frozenset({"prompt", "messages", "tokens", "input"})
+NEEDED = frozenset(
+    {"prompt", "messages", "tokens", "input", "text_1", "text_2", "query", "documents"}
+)
 TEXT: Schema = {"type": "string"}
 FLAG: Schema = {"type": "boolean"}
 OBJECT: Schema = {"type": "object"}
@@ -153,7 +162,9 @@ def _words(name: str, honoured: frozenset[str]) -> str:
         return OF_CHATS[name]
     if "system" in honoured and name in OF_MESSAGES:
         return OF_MESSAGES[name]
-    if "input" in honoured and name in OF_RESPONSES:
+    if "cache_salt" in honoured and "temperature" not in honoured and name in OF_EMBEDDINGS:
+        return OF_EMBEDDINGS[name]
+    if "max_output_tokens" in honoured and name in OF_RESPONSES:
         return OF_RESPONSES[name]
     is_of_texts = "temperature" not in honoured
     return OF_TEXTS[name] if is_of_texts and name in OF_TEXTS else WORDS[name]
@@ -165,7 +176,7 @@ def _rows(known: Known, honoured: frozenset[str]) -> dict[str, Schema]:
         rows["logprobs"] = FLAG
     if honoured == GENERATE:
         rows["tokens"] = list_of(
-            _token_id(known), least=1
+            id_schema(known), least=1
         )  # an empty list is a text, but no prompt
     return rows
 
@@ -185,7 +196,7 @@ def _sampling_rows(known: Known) -> dict[str, Schema]:
     stop = _text(1, sampling.MAX_STOP_STRING_CHARS)
     word = {**_text(1, sampling.MAX_BAD_WORD_CHARS), "pattern": r"\S"}
     breaker = _text(1, sampling.MAX_DRY_BREAKER_CHARS)
-    token_id = _token_id(known)
+    token_id = id_schema(known)
     rows |= {
         "stop": _one_or_list(stop, sampling.MAX_STOP_STRINGS),
         "bad_words": _one_or_list(word, sampling.MAX_BAD_WORDS),
@@ -291,7 +302,7 @@ def _conversation_rows() -> dict[str, Schema]:
 
 
 def _other_rows(known: Known) -> dict[str, Schema]:
-    token_id = _token_id(known)
+    token_id = id_schema(known)
     return {
         "model": {"enum": list(known.models)} if known.models else TEXT,
         "prompt": {
@@ -467,7 +478,7 @@ def _one_or_list(entry: Schema, most: int) -> Schema:
     return {"anyOf": [entry, list_of(entry, most=most)]}
 
 
-def _token_id(known: Known) -> Schema:
+def id_schema(known: Known) -> Schema:
     highest = MAX_TOKEN_ID if known.vocab_size is None else known.vocab_size - 1
     return {"type": "integer", "minimum": 0, "maximum": highest}
 

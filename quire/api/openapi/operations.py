@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from quire.api.admin.cache import MAX_PREFIXES, NUM_PREFIXES
 from quire.api.anthropic.fields import COUNT_TOKENS, MESSAGES
+from quire.api.embeddings.fields import EMBEDDINGS, POOLING, RERANK, SCORE
 from quire.api.generation.fields import (
     APPLY_TEMPLATE,
     CHAT,
@@ -64,7 +65,7 @@ JSON = "application/json"
 EVENTS = "text/event-stream"
 
 Errors = tuple[type[QuireError], ...]
-Form = Literal["chat", "messages", "responses"]
+Form = Literal["chat", "messages", "responses", "embeddings"]
 
 _ENGINE: Errors = (OverloadedError, ShuttingDown, WorkerError, DeviceLost)
 _OBJECT: Errors = (RequestError, InvalidParameter, BodyTooLarge, UnsupportedEncoding)
@@ -136,6 +137,30 @@ _FLUSH = Operation(
     errors=(InvalidParameter, NotAdmin, *_ENGINE),
 )
 _ADMIN = Operation(says="", tag="For admins", answer="Server", errors=(InvalidParameter, NotAdmin))
+
+
+_RERANK = Operation(
+    says="Documents in the order of their relevance to a query.",
+    tag="Embeddings and scores",
+    answer="Ranking",
+    title="RerankRequest",
+    body=RERANK,
+    needed=frozenset({"query", "documents"}),
+    example={"query": "a little dog", "documents": ["A dog barks.", "Rain falls."], "top_n": 1},
+    errors=_TOKENS,
+    form="embeddings",
+)
+_SCORE = Operation(
+    says="How well texts fit each other, one score for each pair.",
+    tag="Embeddings and scores",
+    answer="Scores",
+    title="ScoreRequest",
+    body=SCORE,
+    needed=frozenset({"text_1", "text_2"}),
+    example={"text_1": "a little dog", "text_2": ["A dog barks.", "Rain falls."]},
+    errors=_TOKENS,
+    form="embeddings",
+)
 
 
 def _query(name: str, says: str, schema: Schema) -> Schema:
@@ -256,6 +281,33 @@ OPERATIONS: Mapping[str, Operation] = {
         example={"tokens": [5, 6, 7], "max_tokens": 8, "seed": 7},
         errors=_TOKENS,
     ),
+    "POST /v1/embeddings": Operation(
+        says="One vector for each text, of a model that makes embeddings.",
+        tag="Embeddings and scores",
+        answer="Embeddings",
+        title="EmbeddingsRequest",
+        body=EMBEDDINGS,
+        needed=frozenset({"input"}),
+        example={"input": ["A dog barks.", "Rain falls."]},
+        errors=_TOKENS,
+        form="embeddings",
+    ),
+    "POST /pooling": Operation(
+        says="The same vectors in the form of vLLM.",
+        tag="Embeddings and scores",
+        answer="PooledVectors",
+        title="PoolingRequest",
+        body=POOLING,
+        needed=frozenset({"input"}),
+        example={"input": "A dog barks."},
+        errors=_TOKENS,
+        form="embeddings",
+    ),
+    "POST /v1/score": _SCORE,
+    "POST /score": replace(_SCORE, says="The same under another server's name."),
+    "POST /v1/rerank": _RERANK,
+    "POST /v2/rerank": replace(_RERANK, says="The same under Cohere's newer name."),
+    "POST /rerank": replace(_RERANK, says="The same under another server's name."),
     "POST /tokenize": Operation(
         says="Ids of a prompt, or of messages.",
         tag="Texts and tokens",

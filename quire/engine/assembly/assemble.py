@@ -243,7 +243,7 @@ def _sized_model(config: EngineConfig) -> _SizedModel:
     checkpoint = open_checkpoint(folder)
     longest = engine_program(config, spec, checkpoint)
     pooling = model_pooling(config.model, folder, spec)
-    if pooling is not None:
+    if pooling is not None and pooling.embeds:
         longest = with_pooling(longest)
     executor_class = _executor_class(config.executor)
     executor_class.check_program(longest)

@@ -36,6 +36,8 @@ def model_pooling(config: ModelConfig, folder: Path, spec: ModelSpec) -> Pooling
     pooling = read_pooling(folder, size)
     if pooling is None and (config.convert == "embed" or not spec.has_head):
         pooling = plain_pooling(size)
+    if pooling is not None and config.convert == "embed":
+        pooling = replace(pooling, embeds=True)
     if config.matryoshka_dimensions is None:
         return pooling
     if pooling is None:

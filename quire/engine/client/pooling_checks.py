@@ -24,8 +24,17 @@ def check_task(card: ModelCard, sampling: SamplingParams) -> None:
         )
 
 
-def pooling_of(card: ModelCard) -> PoolingSpec:
-    """Return how the model makes embeddings. Raises InvalidParameter where it makes none."""
+def pooling_of(card: ModelCard, *, scores: bool = False) -> PoolingSpec:
+    """Return how the model makes embeddings, or with `scores` compares texts.
+
+    Raises InvalidParameter where it does neither.
+    """
+    if card.pooling is not None and not (card.pooling.embeds or scores):
+        raise InvalidParameter(
+            f"model {card.name} judges whether a document answers a query and makes no "
+            "embeddings; use /v1/rerank or /v1/score, or start with --convert embed",
+            param="model",
+        )
     if card.pooling is None:
         raise InvalidParameter(
             f"model {card.name} makes no embeddings: it has no files of sentence-transformers "
