@@ -110,9 +110,8 @@ def _read_modules(folder: Path) -> tuple[str, bool]:
     where = folder / MODULES
     try:
         raw = read_regular(where, limit_bytes=MAX_CONFIG_BYTES)
-        modules = parse_object(b'{"modules":' + raw + b"}", limit_bytes=MAX_CONFIG_BYTES + 32)[
-            "modules"
-        ]
+        document = parse_object(b'{"modules":' + raw + b"}", limit_bytes=MAX_CONFIG_BYTES + 32)
+        modules = document["modules"] if len(document) == 1 else document
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error
     except ValueError as error:
