@@ -182,7 +182,7 @@ def test_wrong_requests_are_refused_by_field_name(
 
 
 def test_clients_that_leave_end_what_they_asked_for(server: RunningServer) -> None:
-    """In the queue and in the middle: what nobody reads is not computed."""
+    """In the queue and in the middle: what no client waits for is not computed."""
     wanted = vectors(server, input=[5, 6, 7])
     for first in (2, 102):
         texts = [[first + at, *range(2, 300)] * 40 for at in range(40)]

@@ -1,7 +1,7 @@
 """Read texts and token ids of a request as token ids that fit the context.
 
 Too long inputs are refused with both numbers; with truncate_prompt_tokens they are cut, and special
-tokens around a text (such as the end-of-text token whose row is the vector) stay. Knows the fields
+tokens around a text (such as the end-of-text token, which gives the vector) stay. Knows the fields
 that all routes of this package share. Always holds: no text beyond max_text_bytes is tokenized.
 """
 

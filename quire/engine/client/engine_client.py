@@ -217,7 +217,6 @@ class EngineClient:
         """Stream the n choices of one request, interleaved; each delta has its `index`.
 
         With best_of above n, and with beams, each choice comes as one delta at the end.
-
         Indexes count from `first_stream`: requests that share a seed and differ in it draw
         different noise. Requests with different `cache_salt` share no prefix; answers do not
         depend on it.

@@ -54,7 +54,8 @@ from quire.hub.cache import with_local_model
 # Methods that vLLM's class has.
 _INSTEAD = {
     "beam_search": "use generate with SamplingParams(use_beam_search=True, best_of=...)",
-    "score": "use generate with SamplingParams(prompt_logprobs=0, max_tokens=0)",
+    "score": "compare vectors of embed; for log-probabilities of texts use generate with "
+    "SamplingParams(prompt_logprobs=0, max_tokens=0)",
     "get_default_sampling_params": "use default_sampling",
     "encode": "use embed",
     "classify": "classifiers are not supported; use generate with logprob_token_ids",
