@@ -47,7 +47,7 @@ _INSTEAD = {
     "TokensPrompt": "a prompt is a text or a list of token ids",
     "TextPrompt": "a prompt is a text or a list of token ids",
     "LoRARequest": "there are no LoRA adapters: merge the adapter into the model's weights",
-    "PoolingParams": "embeddings are not supported",
+    "PoolingParams": "use LLM.embed with its arguments",
 }
 
 

@@ -20,6 +20,7 @@ from quire.api.admin.routes import AdminRoutes
 from quire.api.admin.version import ADMIN_OVERVIEW, OVERVIEW, show_version
 from quire.api.anthropic.dialect import ANTHROPIC
 from quire.api.anthropic.messages import messages_routes
+from quire.api.embeddings.routes import embedding_routes
 from quire.api.http.dialect import Dialect
 from quire.api.http.errors import UnknownRoute
 from quire.api.http.middleware import RequestMiddleware
@@ -75,6 +76,7 @@ def routes_of(server_state: ServerState, siblings: SiblingWorkers | None = None)
         *ollama_routes(server_state),
         *llama_cpp_routes(server_state),
         *_responses_routes(server_state, siblings),
+        *embedding_routes(server_state, DEFAULT_DIALECT),
         Route("/generate", token_generate.post, methods=["POST"]),
         Route("/tokenize", tokenize.tokenize, methods=["POST"]),
         Route("/detokenize", tokenize.detokenize, methods=["POST"]),

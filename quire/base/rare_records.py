@@ -1,4 +1,4 @@
-"""Records that most requests do not have: token rules, layers, scores, candidates, speculation.
+"""Records that most requests do not have: token rules, layers, scores, pooled rows, candidates.
 
 Like those of records.py, frozen numbers and arrays of numbers. Letters: E tokens of a result, C
 candidates of a beam, S scored prompt tokens, K alternatives a token.
@@ -13,7 +13,11 @@ from numpy.typing import NDArray
 
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
+Int64s = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+
+# Pooled sums are in units of 1 / POOL_SCALE.
+POOL_SCALE = 2.0**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,17 +65,44 @@ class PartLayers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PooledSums:
+    """Sums of final hidden rows of P prompts, in multiples of 1 / POOL_SCALE.
+
+    They are integers, so they do not depend on the order of addition, and parts of one prompt can
+    be added. rows: the rows of the plan; counts: how many positions each has summed.
+    """
+
+    rows: Int32s  # [P]
+    counts: Int32s  # [P]
+    sums: Int64s  # [P, hidden width]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScores:
     """How likely S tokens of prompts were, each given the tokens before it; raw logits.
 
     `ranks`: 1 for the likeliest token, ties to the lower id. `top_ids` and `top_logprobs` are the
-    best alternatives, best first; unused entries are -1 and NaN.
+    best alternatives, best first; unused entries are -1 and NaN. pooled: of prompts that are pooled
+    in place of being scored; None where none is.
     """
 
     logprobs: Float32s  # [S]
     ranks: Int32s  # [S]
     top_ids: Int32s  # [S, K]
     top_logprobs: Float32s  # [S, K]
+    pooled: PooledSums | None = None
+
+
+def only_pooled(pooled: PooledSums) -> PromptScores:
+    """Return the scores of prompts that are all pooled."""
+    nothing = np.empty(0, np.float32)
+    return PromptScores(
+        logprobs=nothing,
+        ranks=nothing.astype(np.int32),
+        top_ids=np.empty((0, 0), np.int32),
+        top_logprobs=np.empty((0, 0), np.float32),
+        pooled=pooled,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,6 @@ from quire.base.rare_records import PartLayers as PartLayers
 from quire.base.rare_records import PromptScores as PromptScores
 from quire.base.rare_records import Speculation
 from quire.base.rare_records import TokenRules as TokenRules
-from quire.base.rare_records import no_candidates as no_candidates
 from quire.base.sampling_params import SamplingParams
 
 Int32s = NDArray[np.int32]
@@ -324,17 +323,12 @@ class StepOutputs:
 
     def row(self, row: int) -> RequestOutput:
         """Row `row` of the arrays as an output."""
+        top = self.top_ids, self.top_logprobs
+        arrays = (self.token_ids, self.logprobs, *top, self.listed_logprobs)
         return RequestOutput(
             request_id=self.request_ids[row],
             token_ids=(int(self.token_ids[row]),),
-            logprobs=token_logprobs(
-                row,
-                self.token_ids,
-                self.logprobs,
-                self.top_ids,
-                self.top_logprobs,
-                self.listed_logprobs,
-            ),
+            logprobs=token_logprobs(row, *arrays),
         )
 
 

@@ -38,6 +38,8 @@ MAX_SEED = 2**63 - 1
 # Below, logits that are divided by it leave the range of f32, and of sense long before.
 MIN_REPETITION_PENALTY = 0.01
 EARLY_STOPPING = (True, False, "never")
+# How the final hidden rows of a prompt become one vector.
+POOLING = ("last", "mean")
 _BEAMS_ONLY: Mapping[str, Any] = {"length_penalty": 1.0, "early_stopping": False}
 
 # The filters of token choice, with the values that keep every token.
@@ -183,6 +185,7 @@ def checked_rare_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(values["structured_outputs"], Grammar | None):
         values["structured_outputs"] = grammar_of(values["structured_outputs"])
     _check_beams(values)
+    _check_pooling(values)
     if values["max_tokens"] == 0:
         _check_no_output(values)
     return values
@@ -290,9 +293,34 @@ def _check_best_of(values: Mapping[str, Any]) -> None:
         )
 
 
+def _check_pooling(values: Mapping[str, Any]) -> None:
+    """Raise InvalidParameter for fields that pooling excludes.
+
+    pooling: "last", the final hidden row of the prompt's last token; "mean", the mean of all rows.
+    """
+    pooling = values["pooling"]
+    if pooling is None:
+        return
+    if not isinstance(pooling, str) or pooling not in POOLING:
+        raise InvalidParameter(
+            f'pooling is {show(pooling)}; "last" or "mean" is allowed', param="pooling"
+        )
+    if values["max_tokens"] != 0:
+        raise InvalidParameter(
+            f"pooling is {pooling} and max_tokens is {values['max_tokens']}; a request that is "
+            "pooled generates nothing: set max_tokens to 0",
+            param="max_tokens",
+        )
+    if values["prompt_logprobs"] is not None:
+        raise InvalidParameter(
+            "pooling and prompt_logprobs are both given; send two requests",
+            param="prompt_logprobs",
+        )
+
+
 def _check_no_output(values: Mapping[str, Any]) -> None:
     """Raise InvalidParameter for fields that max_tokens 0 excludes."""
-    if values["prompt_logprobs"] is None:
+    if values["prompt_logprobs"] is None and values["pooling"] is None:
         raise InvalidParameter(
             "max_tokens is 0 and the prompt's log-probabilities are not asked for; a whole "
             f"number from 1 to {2**31 - 1} is allowed, or 0 with prompt_logprobs",

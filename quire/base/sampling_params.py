@@ -2,8 +2,7 @@
 
 The fields that most requests use are checked here; a record with any other goes through
 sampling_checks.py, which has all limits. Knows nothing of logits or HTTP. After `resolve` the
-record is complete: it has a seed and its numbers lie within their limits, so lower layers need no
-checks.
+record has a seed, and its numbers lie within their limits: lower layers need no checks.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class SamplingParams(metaclass=_Checked):
     logprob_token_ids: with each generated token the log-probabilities of these ids too; asks for
     logprobs=0 where logprobs is None.
     max_tokens: None means up to the context length. 0 (nothing is generated) is allowed with
-    prompt_logprobs only.
+    prompt_logprobs only, or with pooling: "last" or "mean" (base/sampling_checks.py).
 
     typical_p, epsilon_cutoff, eta_cutoff, no_repeat_ngram_size: as in transformers (prompt and
     output count). top_n_sigma: as in llama.cpp, 0 or -1 keeps all. xtc_*: as in llama.cpp; the
@@ -103,6 +102,7 @@ class SamplingParams(metaclass=_Checked):
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    pooling: str | None = None
     logprob_token_ids: tuple[int, ...] = ()
     typical_p: float = 1.0
     top_n_sigma: float = 0.0

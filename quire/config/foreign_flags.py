@@ -44,6 +44,11 @@ _TEMPLATE = "a chat is always rendered by the model's template, or by --chat-tem
 _KWARGS = "chat_template_kwargs is a field of a request; leave it out"
 _EFFORT = "reasoning_effort is a field of a request; leave it out"
 _TEXT_ONLY = "the model reads and writes text only; leave it out"
+_CONVERT = (
+    "a model with sentence-transformers files serves embeddings and scores beside generation, any "
+    "other with --convert embed"
+)
+_POOLER = "how embeddings are pooled is read from the model's 1_Pooling/config.json; leave it out"
 _GRAMMAR = "a grammar or schema is a field of a request, structured_outputs; leave it out"
 _GRAMMARS = "grammars are compiled by one library; leave it out"
 _SAMPLING = (
@@ -134,8 +139,10 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--override-generation-config": _SAMPLING,
         "--max-logprobs": "the bound of logprobs is fixed; leave it out",
         "--limit-mm-per-prompt": _TEXT_ONLY,
-        "--runner": "the model generates text; leave it out",
-        "--task": "the model generates text; leave it out",
+        "--runner": _CONVERT,
+        "--task": _CONVERT,
+        "--override-pooler-config": _POOLER,
+        "--pooler-config": _POOLER,
         "--seed": "the seed is a field of a request; leave it out",
         "--allowed-origins": _CORS,
         "--allow-credentials": "requests of pages never carry cookies; leave it out",
@@ -278,10 +285,11 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--lora": _LORA,
         "--lora-scaled": _LORA,
         "--mmproj": _TEXT_ONLY,
-        "--embedding": _TEXT_ONLY,
-        "--embeddings": _TEXT_ONLY,
-        "--reranking": _TEXT_ONLY,
-        "--rerank": _TEXT_ONLY,
+        "--embedding": _CONVERT,
+        "--embeddings": _CONVERT,
+        "--pooling": _POOLER,
+        "--reranking": _CONVERT,
+        "--rerank": _CONVERT,
         "--models-dir": _ONE_MODEL,
         "--models-preset": _ONE_MODEL,
         "--models-max": _ONE_MODEL,

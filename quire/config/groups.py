@@ -13,7 +13,7 @@ from typing import Literal
 
 from quire.base.errors import SettingError
 from quire.base.speculation_params import MAX_DRAFT_TOKENS
-from quire.config.settings import at_least, at_most, one_of, setting
+from quire.config.settings import at_least, at_most, check_dimensions, one_of, setting
 
 # The lists below repeat names of packages that this package must not import.
 # quire/program/kv_cache.py
@@ -67,6 +67,16 @@ class ModelConfig:
         "name of the model in the API; may be repeated: requests may use any, responses carry the "
         "first; default: the name of the directory or file",
     )
+    convert: Literal["auto", "embed", "none"] = setting(
+        "auto",
+        "what makes embeddings: auto, the model's own sentence-transformers files; embed, also "
+        "without them, by the last token's hidden row, normalized; none, no embeddings",
+    )
+    matryoshka_dimensions: str | None = setting(
+        None,
+        "sizes of shortened embeddings that requests may ask for: any, or a list such as 256,512; "
+        "default: those of the model's config.json",
+    )
     chat_template: str | None = setting(
         None,
         "chat template that replaces the model's default: a file, or the name of another template "
@@ -78,6 +88,9 @@ class ModelConfig:
             at_least("max_model_len", self.max_model_len, 2)  # one prompt token, one output token
         one_of("dtype", self.dtype, ("auto", "f32", "bf16", *DTYPE_NAMES))
         one_of("quantization", self.quantization, QUANTIZATIONS)
+        one_of("convert", self.convert, ("auto", "embed", "none"))
+        if self.matryoshka_dimensions is not None:
+            check_dimensions("matryoshka_dimensions", self.matryoshka_dimensions)
         object.__setattr__(self, "keep", tuple(self.keep))  # a list if it was read from JSON
         object.__setattr__(self, "dtype", DTYPE_NAMES.get(self.dtype, self.dtype))
         names = self.served_model_name

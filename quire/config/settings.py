@@ -40,3 +40,12 @@ def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
         listed = ", ".join(map(str, allowed))
         hint = foreign_value(name, value)
         raise SettingError(f"{name} is {value!r}; allowed: {listed}{hint and '; ' + hint}")
+
+
+def check_dimensions(name: str, value: str) -> None:
+    """Check a list of sizes, such as 256,512, or "any"."""
+    sizes = value.split(",")
+    if value != "any" and not all(
+        size.isascii() and size.isdigit() and int(size) for size in sizes
+    ):
+        raise SettingError(f"{name} is {value!r}; any, or a list such as 256,512, is allowed")

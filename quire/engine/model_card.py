@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from quire.models.pooling_files import PoolingSpec
+
 EngineState = Literal["starting", "ready", "paused", "draining", "dead"]
 
 
@@ -24,7 +26,8 @@ class ModelCard:
     of products are kept ("none": in dtype). kv_cache_dtype: how keys and values are: "f32", "bf16",
     "int8" or "fp8". aliases: further names that requests may give. block_bytes: of one KV block.
     max_draft_tokens: most draft tokens of a request in a step, 0 where none are verified.
-    speculates: whether requests have drafts unless they say otherwise.
+    speculates: whether requests have drafts unless they say otherwise. pooling: how embeddings are
+    made; None where none are. generates: whether the model has a head, so that it writes text.
     """
 
     name: str
@@ -47,6 +50,8 @@ class ModelCard:
     block_bytes: int = 0
     max_draft_tokens: int = 0
     speculates: bool = False
+    pooling: PoolingSpec | None = None
+    generates: bool = True
 
     @property
     def names(self) -> tuple[str, ...]:

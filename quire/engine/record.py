@@ -17,6 +17,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from quire.base.rare_records import PooledSums
 from quire.base.records import Candidates, PromptScores, StepPlan, StepResult
 from quire.base.report import Report
 from quire.base.wire import Wire, WireError
@@ -137,7 +138,7 @@ def _same(left: object, right: object) -> bool:
     if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
         # Bytes, not values: NaN equals NaN, and 0.0 differs from -0.0.
         return left.shape == right.shape and left.tobytes() == right.tobytes()
-    for record in (PromptScores, Candidates):
+    for record in (PromptScores, PooledSums, Candidates):
         if isinstance(left, record) and isinstance(right, record):
             return all(
                 _same(getattr(left, item.name), getattr(right, item.name))

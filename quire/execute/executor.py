@@ -170,6 +170,15 @@ class Executor(Protocol):
 
 
 @runtime_checkable
+class PoolingExecutor(Protocol):
+    """An Executor of a program with the segment "pool" (quire/program/pooling.py)."""
+
+    def run_pool(self, batch: ForwardBatch, first: int, count: int) -> NDArray[np.float32]:
+        """Final hidden rows [count, width] of batch.sample_rows[first:first+count], after the trunk
+        has run; count <= max_samples. bf16 rows may come as uint16. Valid until the next call."""
+
+
+@runtime_checkable
 class LayeredExecutor(Protocol):
     """An Executor that can compute part of a prompt a few layers at a time (layered prefill), in
     separate buffers, so that other steps can run in between."""

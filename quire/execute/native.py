@@ -46,8 +46,8 @@ Int32s = NDArray[np.int32]
 _NO_POOL: NDArray[np.uint8] = np.empty((0, 0, 0), np.uint8)
 # Touching one byte of each makes them memory; huge pages take one of many.
 _PAGE_BYTES = 4096
-SEGMENTS = ("trunk", "head")
-TRUNK, HEAD, NONE = 0, 1, -1  # places in these
+SEGMENTS = ("trunk", "head", "pool")
+TRUNK, HEAD, POOL, NONE = 0, 1, 2, -1  # places in these
 ROW_CODES: Mapping[Rows, int] = MappingProxyType(
     {Rows.TOKENS: 0, Rows.SAMPLES: 1, Rows.SEQUENCES: 2}
 )
@@ -196,6 +196,11 @@ class NativeExecutor:
             self._run(HEAD, batch, batch.sample_rows[first : first + count])
         return self.output("logits", count)
 
+    def run_pool(self, batch: ForwardBatch, first: int, count: int) -> NDArray[Any]:
+        """See PoolingExecutor."""
+        self._run(POOL, batch, batch.sample_rows[first : first + count])
+        return self.output("pooled", count)
+
     def output(self, name: str, num_rows: int) -> NDArray[Any]:
         """The first rows of a named output, without a copy; bf16 as uint16.
 
@@ -226,7 +231,7 @@ class NativeExecutor:
 
     def times(self, segment: str) -> list[tuple[tuple[Op, ...], float]]:
         """Operations that are computed as one, and the seconds they took since set_timed."""
-        ops = self._program.segments[segment]
+        ops = self._program.segments.get(segment, ())
         units = self._native.units(SEGMENTS.index(segment))
         return [(ops[first : first + count], 1e-9 * ns) for first, count, ns in units]
 

@@ -195,11 +195,11 @@ class ReferenceExecutor:
 
     def run_head(self, batch: ForwardBatch, first: int, count: int) -> Float32s:
         """Logits [count, vocab] of sample_rows[first : first + count]; a view, see executor.py."""
-        self._check_fits(Rows.SAMPLES, count)
-        self._sample_rows = batch.sample_rows[first : first + count]
-        counts = {Rows.TOKENS: len(batch.token_ids), Rows.SAMPLES: count}
-        self._run(self._program.segments["head"], batch, counts)
-        return self._read(self._program.outputs["logits"])
+        return self._run_samples("head", "logits", batch, first, count)
+
+    def run_pool(self, batch: ForwardBatch, first: int, count: int) -> Float32s:
+        """See PoolingExecutor."""
+        return self._run_samples("pool", "pooled", batch, first, count)
 
     def sample(self, logits: Float32s, batch: SampleBatch) -> TokenChoice:
         """Choose a token for each row."""
@@ -255,6 +255,16 @@ class ReferenceExecutor:
         )
 
     # ---- private
+
+    def _run_samples(
+        self, segment: str, output: str, batch: ForwardBatch, first: int, count: int
+    ) -> Float32s:
+        """Run a segment for sample_rows[first : first + count]; return its output, a view."""
+        self._check_fits(Rows.SAMPLES, count)
+        self._sample_rows = batch.sample_rows[first : first + count]
+        counts = {Rows.TOKENS: len(batch.token_ids), Rows.SAMPLES: count}
+        self._run(self._program.segments[segment], batch, counts)
+        return self._read(self._program.outputs[output])
 
     def _block_parts(self, block: int) -> tuple[Float32s, ...]:
         """Views of what a block holds."""

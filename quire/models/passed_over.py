@@ -73,7 +73,14 @@ _TOKENIZING = (
     "tokenizer_padding_side",
     "unk_token_id",
 )
-PASSED_OVER = (*_BOOKKEEPING, *_TRAINING, *_TOKENIZING)
+# Of embeddings and rerankers: pooling_files.py reads them.
+_POOLING = (
+    "classifier_from_token",
+    "is_matryoshka",
+    "is_original_qwen3_reranker",
+    "matryoshka_dimensions",
+)
+PASSED_OVER = (*_BOOKKEEPING, *_TRAINING, *_TOKENIZING, *_POOLING)
 
 # Keys with one supported value (null and absence count as that value), and why.
 FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(

@@ -38,9 +38,6 @@ _HAS_EXPERTS = (
 )
 _RECURS = "it has state-space or recurrent layers ({found}), which are not supported"
 _PAINTS = "it makes pictures ({found}); only models that continue text run"
-_HEADLESS = (
-    "it is a decoder without its head (for embeddings); take the checkpoint that is a {sibling}"
-)
 
 # (name of a kind, keys and names that identify it); the first match counts.
 _KINDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -87,6 +84,14 @@ def refusal(values: Mapping[str, Any], running: Iterable[str]) -> str:
         ", ".join(running), LIST_COLUMNS, initial_indent="  ", subsequent_indent="  "
     )
     return f"{said}: {reason}; these run:\n{listed}"
+
+
+def with_head(name: object, running: Iterable[str]) -> str | None:
+    """Return the architecture that adds a head to the decoder `name` ("Qwen3Model"), if it runs."""
+    if not isinstance(name, str) or not name.endswith("Model"):
+        return None
+    family = name.removesuffix("Model").removesuffix("Text")
+    return next((one for one in running if _HEAD.sub("", one) == family), None)
 
 
 def other_kind(values: Mapping[str, Any]) -> str | None:
@@ -159,11 +164,6 @@ def _reason(values: Mapping[str, Any], running: Iterable[str]) -> str:
         return _TAKES_TURNS.format(found="is_encoder_decoder")
     if values.get("_class_name") or values.get("_diffusers_version"):
         return _PAINTS.format(found=show(values.get("_class_name")).strip('"'))
-    if name.endswith("Model"):
-        family = name.removesuffix("Model").removesuffix("Text")
-        sibling = next((one for one in running if _HEAD.sub("", one) == family), None)
-        if sibling is not None:
-            return _HEADLESS.format(sibling=sibling)
     if values.get("auto_map"):
         return (
             f"its auto_map asks for code of its own, and {NEVER_RUN} (nor is there a "

@@ -10,7 +10,7 @@ family is a line in FAMILIES.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -37,7 +37,7 @@ from quire.models.opt import build_opt, read_opt
 from quire.models.phi3 import build_phi3, read_phi3
 from quire.models.qwen import read_qwen2, read_qwen3
 from quire.models.qwen_moe import read_qwen2_moe, read_qwen3_moe
-from quire.models.refusals import other_kind, refusal
+from quire.models.refusals import other_kind, refusal, with_head
 from quire.models.smollm3 import read_smollm3
 from quire.models.spec import ModelSpec
 from quire.models.stablelm import read_stablelm
@@ -103,9 +103,11 @@ def open_model(path: Path) -> ModelSpec:
         return read_gguf(gguf, _read_values)
     check_model_folder(folder)
     values = load_config(folder / "config.json")
-    architecture = _architecture(values, folder / "config.json")
+    architecture, has_head = _architecture(values, folder / "config.json")
     reader = ConfigReader(values, where=str(folder / "config.json"))
     spec = FAMILIES[architecture].read(reader, architecture)
+    if not has_head:  # the embedding stands for the head, which is never computed
+        spec = replace(spec, head=replace(spec.head, is_tied=True), has_head=False)
     generation = folder / "generation_config.json"
     return with_generation_defaults(spec, generation) if is_present(generation) else spec
 
@@ -139,15 +141,18 @@ def build_program(spec: ModelSpec, *, dtype: DType, max_positions: int) -> Progr
     return FAMILIES[spec.architecture].build(spec, dtype=dtype, max_positions=max_positions)
 
 
-def _architecture(values: Mapping[str, Any], where: Path) -> str:
-    """The one that config.json names, or that its model_type stands for where it names none."""
+def _architecture(values: Mapping[str, Any], where: Path) -> tuple[str, bool]:
+    """The one that config.json names, or that its model_type stands for where it names none; and
+    whether it has a head: a decoder alone ("Qwen3Model") counts as the model that adds one."""
     names = values.get("architectures")
     if names is None:
         by_type = {family.model_type: name for name, family in FAMILIES.items()}
         model_type = values.get("model_type")
         names = [by_type[model_type]] if model_type in list(by_type) else None
+    sibling = with_head(names[0], FAMILIES) if isinstance(names, list) and len(names) == 1 else None
+    names = names if sibling is None else [sibling]
     if not isinstance(names, list) or len(names) != 1 or names[0] not in list(FAMILIES):
         raise ConfigError(f"{where}: {refusal(values, FAMILIES)}")
     if problem := other_kind(values):
         raise ConfigError(f"{where}: this model is more than its architecture says: {problem}")
-    return str(names[0])
+    return str(names[0]), sibling is None

@@ -204,7 +204,8 @@ class ModelSpec:
     dtype: of the checkpoint's weights ("f32", "f16", "bf16"; "f32" where it does not say).
     rotary: None where positions are learned. experts: None for a dense model. residual_scale
     multiplies what each half of a layer adds to the stream. static_activations: the checkpoint is
-    in fp8 and fixes the scales of activations.
+    in fp8 and fixes the scales of activations. has_head: False for a decoder that was saved alone,
+    which has embeddings and no logits.
     """
 
     architecture: str
@@ -223,3 +224,4 @@ class ModelSpec:
     experts: ExpertsSpec | None = None
     residual_scale: float = 1.0
     static_activations: bool = False
+    has_head: bool = True

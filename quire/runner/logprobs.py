@@ -2,22 +2,25 @@
 
 Prompts are scored as their positions are computed: the head runs on slices of the step's rows, and
 of each slice's logits only a few numbers a row are kept. So no more logits are in memory than for
-token choice, however long the prompts. Knows slots and positions; decides nothing. Letters: N rows
-of the plan, S scored prompt tokens, R rows that sample, L listed ids.
+token choice, however long the prompts. Prompts that are pooled go with them (pooling.py). Knows
+slots and positions; decides nothing. Letters: N rows of the plan, S scored prompt tokens, R rows
+that sample, L listed ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.rare_records import PooledSums, only_pooled
 from quire.base.records import NO_INTS, PromptScores, StepPlan
 from quire.execute.executor import Executor
 from quire.program.batch import ForwardBatch
+from quire.runner.pooling import POOL_FAILED, pool_prompts
 from quire.runner.slot_tables import SlotTables
 from quire.sampling.parts import ragged
 from quire.sampling.scoring import FAILED, ScoreBatch, Scores
@@ -33,12 +36,14 @@ _Number = TypeVar("_Number", np.int32, np.float32)
 class ScoredRows:
     """What rows of a plan scored: row i has counts[i] of the entries of `scores`.
 
-    failed: rows with logits that are no distribution; they have no entries.
+    failed: rows with logits that are no distribution, or hidden values that cannot be pooled; they
+    have no entries. messages: of those that are pooled, by row.
     """
 
     counts: Int32s  # [N]
     failed: Bools  # [N]
     scores: PromptScores
+    messages: Mapping[int, str] = field(default_factory=dict)
 
 
 def scores_some(plan: StepPlan, tables: SlotTables) -> bool:
@@ -59,6 +64,28 @@ def score_prompts(
         return None
     slots = plan.slots
     firsts, counts = _to_score(plan, tables)
+    is_pooled = tables.pooled[slots]
+    if counts[is_pooled].any():
+        of_pooled = np.where(is_pooled, counts, 0)
+        pooled = pool_prompts(plan, batch, firsts, of_pooled, executor, max_samples=max_samples)
+        messages = dict.fromkeys(pooled.failed.nonzero()[0].tolist(), POOL_FAILED)
+        counts = np.where(is_pooled, 0, counts)
+        scored = _scored(plan, batch, tables, executor, firsts, counts, max_samples)
+        return _with_pooled(scored, pooled.sums, pooled.failed, messages)
+    return _scored(plan, batch, tables, executor, firsts, counts, max_samples)
+
+
+def _scored(
+    plan: StepPlan,
+    batch: ForwardBatch,
+    tables: SlotTables,
+    executor: Executor,
+    firsts: Int32s,
+    counts: Int32s,
+    max_samples: int,
+) -> ScoredRows | None:
+    """Score counts[i] positions of row i from firsts[i] on; None where there are none."""
+    slots = plan.slots
     row_of = np.repeat(np.arange(len(slots)), counts)  # [S]
     if not len(row_of):
         return None
@@ -115,6 +142,21 @@ def stacked(parts: list[NDArray[_Number]], fill: _Number) -> NDArray[_Number]:
     return table
 
 
+def _with_pooled(
+    scored: ScoredRows | None, sums: PooledSums, failed: Bools, messages: Mapping[int, str]
+) -> ScoredRows:
+    """Return the scores of a plan's rows with its pooled rows beside them."""
+    if scored is None:
+        counts = np.zeros(len(failed), np.int32)
+        return ScoredRows(counts=counts, failed=failed, scores=only_pooled(sums), messages=messages)
+    return ScoredRows(
+        counts=scored.counts,
+        failed=scored.failed | failed,
+        scores=replace(scored.scores, pooled=sums),
+        messages=messages,
+    )
+
+
 def joined_scores(parts: Sequence[ScoredRows | None], sizes: Sequence[int]) -> ScoredRows | None:
     """Of the rows of several plans, so many of each, one after the other."""
     found = [part for part in parts if part is not None]
@@ -134,14 +176,42 @@ def joined_scores(parts: Sequence[ScoredRows | None], sizes: Sequence[int]) -> S
             ranks=np.concatenate([part.scores.ranks for part in found]),
             top_ids=stacked([part.scores.top_ids for part in found], np.int32(-1)),
             top_logprobs=stacked([part.scores.top_logprobs for part in found], np.float32(np.nan)),
+            pooled=_joined_sums(parts, sizes),
         ),
+        messages={
+            first + row: message
+            for part, first in zip(parts, _firsts(sizes), strict=True)
+            for row, message in ({} if part is None else part.messages).items()
+        },
     )
 
 
+def _joined_sums(parts: Sequence[ScoredRows | None], sizes: Sequence[int]) -> PooledSums | None:
+    found = [
+        (part.scores.pooled, first)
+        for part, first in zip(parts, _firsts(sizes), strict=True)
+        if part is not None and part.scores.pooled is not None and len(part.scores.pooled.rows)
+    ]
+    if not found:
+        return None
+    return PooledSums(
+        rows=np.concatenate([sums.rows + np.int32(first) for sums, first in found]),
+        counts=np.concatenate([sums.counts for sums, _ in found]),
+        sums=np.concatenate([sums.sums for sums, _ in found]),
+    )
+
+
+def _firsts(sizes: Sequence[int]) -> list[int]:
+    """Return the first row of each of several plans, so many rows each, one after the other."""
+    return [sum(sizes[:at]) for at in range(len(sizes))]
+
+
 def _to_score(plan: StepPlan, tables: SlotTables) -> tuple[Int32s, Int32s]:
-    """The first position that each row scores, and how many."""
-    firsts = np.maximum(plan.starts, tables.scores_from[plan.slots])
-    ends = np.minimum(plan.starts + plan.counts, tables.tokens.prompt_lengths[plan.slots] - 1)
+    """The first position that each row scores or pools, and how many."""
+    slots = plan.slots
+    firsts = np.maximum(plan.starts, tables.scores_from[slots])
+    last = tables.tokens.prompt_lengths[slots] - 1 + tables.pooled[slots]
+    ends = np.minimum(plan.starts + plan.counts, last)
     return firsts, np.maximum(ends - firsts, 0)
 
 

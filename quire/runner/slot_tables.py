@@ -61,8 +61,9 @@ class SlotTables:
         self.num_logprobs = np.full(num_slots, -1, np.int32)
         self.num_candidates = np.zeros(num_slots, np.int32)  # of beams
         self.num_beams = 0  # slots with some
-        # Prompt positions to score: from scores_from on, but not the prompt's last.
+        # Prompt positions to score: from scores_from on, but the prompt's last only if pooled.
         self.scores_from = np.full(num_slots, NEVER, np.int32)
+        self.pooled = np.zeros(num_slots, np.bool_)
         self.num_prompt_logprobs = np.zeros(num_slots, np.int32)
         self.num_scoring = 0  # slots with a scores_from: steps without any do not look
         # Rows beyond the plain case: parts of a SampleBatch are made only for these.
@@ -166,6 +167,7 @@ class SlotTables:
         self.num_logprobs[slot] = -1 if sampling.logprobs is None else sampling.logprobs
         self._score_from(slot, NEVER if admission.scores_from is None else admission.scores_from)
         self.num_prompt_logprobs[slot] = sampling.prompt_logprobs or 0
+        self.pooled[slot] = sampling.pooling is not None
         self._list(slot, sampling.logprob_token_ids)
         self.has_truncation[slot] = (
             sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0

@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.rare_records import no_candidates
 from quire.base.records import (
     NO_BOOLS,
     NO_FLOATS,
@@ -25,7 +26,6 @@ from quire.base.records import (
     RowError,
     StepPlan,
     StepResult,
-    no_candidates,
 )
 from quire.runner.batch_builder import SampledRows
 from quire.runner.drafts import drop_after_mismatch, take_back_drafts

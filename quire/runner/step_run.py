@@ -132,7 +132,7 @@ class StepRun:
             listed=listed[0] if is_one else stacked(listed, np.float32(np.nan)),
             no_mask=self._made.failed,
             has_grammar=len(self._made.rows) > 0,
-            broken=NO_MESSAGES,
+            broken=NO_MESSAGES if self._scored is None else self._scored.messages,
         )
 
     def _choose_slice(self, first: int, slots: Index, positions: Int32s, masks: Masks) -> None:

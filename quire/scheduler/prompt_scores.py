@@ -1,8 +1,9 @@
-"""Scores of prompts on their way from step results to sequences.
+"""Scores and pooled rows of prompts on their way from step results to sequences.
 
 A prompt is scored in as many parts as it was computed in; a sequence keeps them until its first
-output reports them together. Decides nothing and knows no blocks. Always holds: a sequence's parts
-are of consecutive positions, each scored once, whatever happened to the request between them.
+output reports them together. Sums of pooled rows are integers and are added as they come. Decides
+nothing and knows no blocks. Always holds: a sequence's parts are of consecutive positions, each
+scored or pooled once, whatever happened to the request between them.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from collections.abc import Callable
 import numpy as np
 
 from quire.base.errors import WorkerError
+from quire.base.rare_records import PooledSums, only_pooled
 from quire.base.records import NO_FLOATS, NO_INTS, PromptScores, StepPlan, StepResult
 from quire.scheduler.running_batch import Index
 from quire.scheduler.sequence import SequenceState
+from quire.scheduler.sequence_parts import PromptScoreParts
 
 
 def keep_scores(
@@ -30,6 +33,8 @@ def keep_scores(
     scores, counts = result.scores, result.score_counts
     if scores is None:
         return
+    if scores.pooled is not None:
+        _keep_sums(plan, scores.pooled, rows, sequence_in)
     if len(counts) != len(plan.slots) or counts.sum() != len(scores.logprobs):
         raise WorkerError(
             f"step {result.step} has {len(scores.logprobs)} scores, and counts of {len(counts)} "
@@ -58,6 +63,45 @@ def keep_scores(
         kept.num_scored += int(counts[row])
 
 
+def _keep_sums(
+    plan: StepPlan,
+    pooled: PooledSums,
+    rows: Index | None,
+    sequence_in: Callable[[int], SequenceState],
+) -> None:
+    valid = None if rows is None else frozenset(rows.tolist())
+    for row, count, sums in zip(
+        pooled.rows.tolist(), pooled.counts.tolist(), pooled.sums, strict=True
+    ):
+        if valid is not None and row not in valid:
+            continue
+        sequence = sequence_in(int(plan.slots[row]))
+        kept = sequence.scores
+        if kept is None or sequence.request.sampling.pooling is None:
+            raise WorkerError(
+                f"request {sequence.request.request_id} was pooled; it asks for no embedding, and "
+                "the worker must not pool it"
+            )
+        kept.sums = sums.copy() if kept.sums is None else kept.sums + sums
+        kept.num_scored += count
+
+
+def _take_sums(sequence: SequenceState, kept: PromptScoreParts) -> PromptScores:
+    """Return the sum of all pooled rows of a prompt. Raises WorkerError where some are missing."""
+    if kept.num_scored != kept.end or kept.sums is None:
+        raise WorkerError(
+            f"request {sequence.request.request_id}: rows up to {kept.num_scored} of {kept.end} "
+            "prompt tokens were pooled; the worker must pool each once"
+        )
+    sums, kept.sums, kept.were_taken = kept.sums, None, True
+    count = kept.end if sequence.request.sampling.pooling == "mean" else 1
+    return only_pooled(
+        PooledSums(
+            rows=np.zeros(1, np.int32), counts=np.array([count], np.int32), sums=sums[None, :]
+        )
+    )
+
+
 def take_scores(sequence: SequenceState) -> PromptScores | None:
     """Return all scores of a prompt, once; None later, or where none were asked for.
 
@@ -66,6 +110,8 @@ def take_scores(sequence: SequenceState) -> PromptScores | None:
     kept = sequence.scores
     if kept is None or not sequence.scores_prompt or kept.were_taken:
         return None
+    if sequence.request.sampling.pooling is not None:
+        return _take_sums(sequence, kept)
     if kept.num_scored != sequence.num_prompt_tokens - 1:
         raise WorkerError(
             f"request {sequence.request.request_id}: {kept.num_scored} of "

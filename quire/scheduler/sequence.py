@@ -101,8 +101,8 @@ class SequenceState:
         self.num_prompt_tokens = len(request.prompt_ids)
         numbers = (self.arrival, request.arrival_ms, self.num_prompt_tokens)
         self.history = RequestHistory(request.request_id, *numbers, self.times, self.kv)
-        if request.sampling.prompt_logprobs is not None:
-            self.scores = PromptScoreParts()
+        if request.sampling.prompt_logprobs is not None or request.sampling.pooling is not None:
+            self.scores = PromptScoreParts.of(request)
 
     @property
     def layers_done(self) -> int:
@@ -126,8 +126,8 @@ class SequenceState:
 
     @property
     def has_positions_to_score(self) -> bool:
-        """Whether rows of its prompt must still be computed for their logits."""
-        return self.scores_prompt and self.num_scored < self.num_prompt_tokens - 1
+        """Whether rows of its prompt must still be computed for their logits, or to be pooled."""
+        return self.scores is not None and self.scores_prompt and self.scores.needs_rows
 
     def admission(self) -> Admission:
         """Return what the worker needs to know of a request that has taken its slot."""
@@ -140,7 +140,7 @@ class SequenceState:
             self.num_prompt_tokens,
             request.stop_ids,
             request.sampling,
-            self.num_scored if self.scores is not None and self.has_positions_to_score else None,
+            None if self.scores is None or self.leader is not None else self.scores.next_position,
             request.rules,
             self.preemption.mirostat_mu,
             0 if self.group is None else self.group.num_candidates,

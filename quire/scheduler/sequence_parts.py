@@ -1,13 +1,16 @@
 """Parts of a SequenceState: its place in the queue, and what only some requests use.
 
-Records without methods: layered chunks, scores of prompts, objectives, preemption.
+Records with little logic: layered chunks, scores of prompts, objectives, preemption.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quire.base.records import PromptScores
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.records import PromptScores, Request
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,14 +37,39 @@ class Prediction:
 
 @dataclass(slots=True)
 class PromptScoreParts:
-    """Scores of a prompt, in as many parts as it was computed in (prompt_scores.py).
+    """Scores of a prompt, in as many parts as it was computed in, or the sum of its pooled rows
+    (prompt_scores.py).
 
-    num_scored: positions so far. were_taken: whether all were reported.
+    end: positions before it are scored or pooled, from num_scored on. is_cached_enough: what the
+    prefix cache holds needs no computing: only the last position is pooled, which always is
+    computed. sums: of a prompt that is pooled, so far. were_taken: whether all were reported.
     """
 
+    end: int
     parts: list[PromptScores] = field(default_factory=list)
     num_scored: int = 0
+    is_cached_enough: bool = False
+    sums: NDArray[np.int64] | None = None
     were_taken: bool = False
+
+    @classmethod
+    def of(cls, request: Request) -> PromptScoreParts:
+        """Return the state of a request that is scored or pooled, and not computed yet."""
+        length, pooling = len(request.prompt_ids), request.sampling.pooling
+        if pooling is None:
+            return cls(end=length - 1)
+        is_last = pooling == "last"
+        return cls(end=length, num_scored=length - 1 if is_last else 0, is_cached_enough=is_last)
+
+    @property
+    def next_position(self) -> int | None:
+        """The first position to score or to pool; None where all are."""
+        return self.num_scored if self.num_scored < self.end else None
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether positions must be computed though the prefix cache may hold them."""
+        return self.num_scored < self.end and not self.is_cached_enough
 
 
 @dataclass(slots=True)

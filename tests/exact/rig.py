@@ -16,7 +16,10 @@ from pathlib import Path
 from random import Random
 from typing import Any, cast
 
+import numpy as np
+
 from quire.base.errors import DeadlineMissed
+from quire.base.rare_records import PooledSums
 from quire.base.records import (
     TOO_FEW_SEQUENCES,
     FinishReason,
@@ -47,6 +50,7 @@ from quire.execute.reference_first_layers import ReferenceFirstLayers
 from quire.models.registry import build_program, open_model
 from quire.program.first_layers import first_layers, num_layers
 from quire.program.kv_cache import with_kv_cache_dtype
+from quire.program.pooling import with_pooling
 from quire.program.program import Program
 from quire.program.quantize import quantize
 from quire.program.tensors import DType
@@ -172,7 +176,8 @@ class Model:
         self.is_comparable = spec.experts is None or (dtype is DType.F32 and not is_rounded)
         self.vocab_size = spec.vocab_size
         plain = build_program(spec, dtype=dtype, max_positions=MAX_MODEL_LEN)
-        self.program: Program = with_kv_cache_dtype(quantize(plain, precision), kv_cache_dtype)
+        kept_in = with_kv_cache_dtype(quantize(plain, precision), kv_cache_dtype)
+        self.program: Program = with_pooling(kept_in)
         self.checkpoint: Checkpoint = open_checkpoint(folder)
         self._executors: dict[int, Executor] = {}
         self._draft_executor: Executor | None = None
@@ -618,10 +623,12 @@ def differences(model: Model, outcome: Outcome, alone: AloneRuns) -> list[str]:
     return lines
 
 
-def _bits(scores: PromptScores | None) -> list[tuple[tuple[int, ...], bytes]]:
+def _bits(scores: PromptScores | PooledSums | None) -> list[tuple[tuple[int, ...], bytes]]:
     """Return shapes and bytes, so that NaN equals NaN."""
-    parts = [] if scores is None else [getattr(scores, item.name) for item in fields(PromptScores)]
-    return [(part.shape, part.tobytes()) for part in parts]
+    parts = [] if scores is None else [getattr(scores, item.name) for item in fields(scores)]
+    pooled = scores.pooled if isinstance(scores, PromptScores) else None
+    arrays = [part for part in parts if isinstance(part, np.ndarray)]
+    return [(part.shape, part.tobytes()) for part in arrays] + (_bits(pooled) if pooled else [])
 
 
 def _missing_scores(outcome: Outcome) -> Iterator[str]:
@@ -631,7 +638,8 @@ def _missing_scores(outcome: Outcome) -> Iterator[str]:
         if any(stream.error is not None for stream in streams):
             continue
         num_reports = sum(stream.scores is not None for stream in streams)
-        wanted = int(arrival.requests[0].sampling.prompt_logprobs is not None)
+        sampling = arrival.requests[0].sampling
+        wanted = int(sampling.prompt_logprobs is not None or sampling.pooling is not None)
         is_cut_short = all(stream.finish_reason is FinishReason.ABORT for stream in streams)
         if num_reports != wanted and not (is_cut_short and num_reports < wanted):
             where = f"case {outcome.case.number}, group {arrival.requests[0].group_id}"

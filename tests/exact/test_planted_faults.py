@@ -72,6 +72,9 @@ class _Executor:
     def run_head(self, batch: ForwardBatch, first: int, count: int) -> Float32s:
         return self._inner.run_head(batch, first, count)
 
+    def run_pool(self, batch: ForwardBatch, first: int, count: int) -> Float32s:
+        return self._inner.run_pool(batch, first, count)
+
     def sample(self, logits: Float32s, batch: SampleBatch) -> TokenChoice:
         return self._inner.sample(logits, batch)
 
@@ -90,6 +93,14 @@ class RoundsLogitsByRowCount(_Executor):
         if count > 1:
             logits[:] = logits * np.float32(0.3) + logits * np.float32(0.7)
         return logits
+
+
+class PoolsByRowCount(_Executor):
+    """Round pooled rows otherwise where several are computed at once."""
+
+    def run_pool(self, batch: ForwardBatch, first: int, count: int) -> Float32s:
+        rows = super().run_pool(batch, first, count)
+        return rows * np.float32(0.3) + rows * np.float32(0.7) if count > 1 else rows
 
 
 class ReferenceModel(Model):
@@ -346,6 +357,7 @@ def test_a_k_split_by_row_count_is_detected(
     "fault",
     [
         RoundsLogitsByRowCount,
+        PoolsByRowCount,
         DrawsNoiseByRow,
         SkipsBlockCopies,
         WritesIntoSharedBlock,

@@ -243,6 +243,11 @@ def _arrival(
     rarely, rules = random.Random(f"rare {number}.{caller}"), NO_RULES
     if rarely.random() < 0.5:
         sampling, rules = _with_rare(rarely, sampling, prompt, vocab_size)
+    pooling = random.Random(f"pooled {number}.{caller}")
+    if sampling.n == 1 and pooling.random() < 0.12:  # an embedding in place of an answer
+        way = pooling.choice(("last", "mean", "mean"))
+        sampling = SamplingParams(pooling=way, max_tokens=0, seed=sampling.seed)
+        rules = NO_RULES
     structured = random.Random(f"structured {number}.{caller}")
     if structured.random() < 0.3 and sampling.max_tokens != 0:
         sampling = _with_grammar(structured, sampling)

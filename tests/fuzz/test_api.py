@@ -40,10 +40,12 @@ PATIENCE_S = 300.0
 LEFT_OUT = (
     *("POST /admin/pause", "POST /admin/drain", "GET /admin/record"),
     *("POST /apply-template", "POST /reset_prefix_cache", "POST /flush_cache"),
+    *("POST /score", "POST /rerank", "POST /v2/rerank"),
 )
 ANSWERS = (
     *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"),
     *("/generate", "/api/chat", "/api/generate", "/completion"),
+    *("/v1/embeddings", "/pooling", "/v1/score", "/v1/rerank"),
 )
 # At most this many optional fields are kept: with all of them nearly every request is rejected for
 # a conflicting pair, and nothing reaches the engine.
@@ -112,6 +114,7 @@ class Live:
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
     flags = ("--max-output-tokens", str(MAX_TOKENS), "--threads", "1", "--max-num-seqs", "16")
+    flags += ("--convert", "embed", "--matryoshka-dimensions", "any")
     with RunningServer(BOX, *flags) as server:
         yield Live(server)
 

@@ -23,6 +23,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shared_server(tiny: Path) -> Iterator[RunningServer]:
     # Slow readers are not disconnected here, however slow the machine is.
     flags = ("--max-num-seqs", "8", "--threads", "1", "--stall-seconds", "600", "--record-content")
+    flags += ("--convert", "embed", "--matryoshka-dimensions", "any")
     with RunningServer(tiny, *flags) as server:
         yield server
 

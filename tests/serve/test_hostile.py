@@ -203,6 +203,27 @@ BODIES: dict[str, tuple[str, dict[str, Any], str | None, str]] = {
     ),
     "ids that are halves": ("/detokenize", {"tokens": [1.5]}, "tokens", "306"),
     "a million ids": (GENERATE, {"tokens": [7] * 1_000_000}, "tokens", "32768"),
+    "2,049 inputs": ("/v1/embeddings", {"input": ["a"] * 2_049}, "input", "2048"),
+    "inputs of every kind": ("/v1/embeddings", {"input": ["a", [7], 7]}, "input", "mixes"),
+    "nested inputs": ("/v1/embeddings", {"input": [[[7]]]}, "input", "token ids"),
+    "dimensions of 30 digits": (
+        "/v1/embeddings",
+        {"input": "a", "dimensions": 10**30},
+        "dimensions",
+        "1 to 60",
+    ),
+    "a million documents": (
+        "/v1/rerank",
+        {"query": "a", "documents": ["b"] * 200_000},
+        "documents",
+        "2048",
+    ),
+    "a text of eight million bytes": (
+        "/v1/embeddings",
+        {"input": "a" * 8_000_000},
+        "input",
+        "32768",
+    ),
     "prompt and messages": (
         "/tokenize",
         {"prompt": "a", "messages": ASKED},
@@ -276,6 +297,10 @@ WRONG: tuple[Any, ...] = (
         ("/tokenize", "TokenizeRequest", {"prompt": "a"}),
         ("/detokenize", "DetokenizeRequest", {"tokens": [7]}),
         ("/apply_template", "ApplyTemplateRequest", {"messages": ASKED}),
+        ("/v1/embeddings", "EmbeddingsRequest", {"input": "a"}),
+        ("/pooling", "PoolingRequest", {"input": [7]}),
+        ("/v1/score", "ScoreRequest", {"text_1": "a", "text_2": "b"}),
+        ("/v1/rerank", "RerankRequest", {"query": "a", "documents": ["b"]}),
     ],
 )
 def test_a_value_of_a_wrong_type_is_rejected_by_field_name(

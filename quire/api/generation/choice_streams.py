@@ -28,6 +28,7 @@ from quire.api.generation.usage import (
 from quire.api.http.errors import NothingToChoose
 from quire.base.cache_usage import CacheUsage, for_strangers
 from quire.base.errors import OverloadedError, QuireError, RequestError, ShuttingDown, StepRowError
+from quire.base.rare_records import PooledSums
 from quire.base.records import NOTHING_LEFT, FinishReason
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
@@ -72,6 +73,7 @@ class Choice:
     output_tokens: int = 0
     token_chars: list[int] = field(default_factory=list)  # if requested
     prompt_logprobs: Sequence[TokenText | None] = ()  # of its prompt
+    pooled: PooledSums | None = None  # of its prompt
 
 
 class ChoiceStreams:
@@ -134,6 +136,7 @@ class ChoiceStreams:
                 choice.stop_reason = delta.stop_reason
                 choice.seed = delta.seed
                 choice.output_tokens = delta.num_output_tokens
+                choice.pooled = delta.pooled
                 if delta.prompt_logprobs:
                     for each in choices[prompt]:
                         each.prompt_logprobs = delta.prompt_logprobs

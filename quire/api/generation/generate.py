@@ -286,12 +286,12 @@ def _progress(answers: ChoiceStreams) -> RequestProgress:
 
 
 async def _encoded(job: GenerationJob, choices: Sequence[Sequence[Choice]], usage: Usage) -> bytes:
-    """Return the body; one with log-probabilities of prompts is long, so a thread encodes it."""
+    """Return the body; one with numbers of prompts is long, so a thread encodes it."""
 
     def encoded() -> bytes:
         return msgspec.json.encode(job.writer.whole(choices, usage))
 
-    is_long = any(prompt.sampling.prompt_logprobs is not None for prompt in job.prompts)
+    is_long = any(p.sampling.prompt_logprobs is not None or p.sampling.pooling for p in job.prompts)
     return await asyncio.to_thread(encoded) if is_long else encoded()
 
 

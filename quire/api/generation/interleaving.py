@@ -1,7 +1,8 @@
 """Run several async generators at once and yield their items in order of arrival.
 
-The first error ends all of them. Knows no request. Always holds: when the iteration ends or is
-closed, every generator is closed.
+The first error ends all of them. Many generators start one after the other as earlier ones end, so
+that one request of a thousand prompts does not fill the engine's queue. Knows no request. Always
+holds: when the iteration ends or is closed, every generator is closed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ T = TypeVar("T")
 
 # Items that wait for their reader; a slow one stops the generators at this many.
 _QUEUED_ITEMS = 256
+# Generators that run at the same time.
+MAX_RUNS = 256
 
 
 async def interleaved(
@@ -25,9 +28,10 @@ async def interleaved(
     max_queued: items that wait for their reader; beside these each run waits with one more.
     """
     queue: asyncio.Queue[T | None] = asyncio.Queue(max_queued)
+    room = asyncio.Semaphore(MAX_RUNS)
 
     async def feed(run: AsyncIterator[T]) -> None:
-        async with aclosing(cast(AsyncGenerator[T, None], run)) as items:
+        async with aclosing(cast(AsyncGenerator[T, None], run)) as items, room:
             async for item in items:
                 await queue.put(item)
 

@@ -66,7 +66,9 @@ _MIN_SIMILARITY = 0.75
 
 def unknown_field(name: str, honoured: frozenset[str], body: Mapping[str, Any]) -> InvalidParameter:
     """Return the error for a field that a route with these fields does not take."""
-    if "input" in honoured and name in _OF_RESPONSES:
+    if name in _INPUTS and (own := _compared_input(honoured)):
+        return _error(name, f" of this request, which takes {own}")
+    if "max_output_tokens" in honoured and name in _OF_RESPONSES:
         return _error(name, f" of this request; write it as {_OF_RESPONSES[name]}")
     if name in _INPUTS and not (honoured & _same_input(name)):
         own = _own_input(honoured)
@@ -82,6 +84,15 @@ def unknown_field(name: str, honoured: frozenset[str], body: Mapping[str, Any]) 
     return _error(
         name, f"{where}; {hint}leave it out, or start the server with --unknown-fields warn"
     )
+
+
+def _compared_input(honoured: frozenset[str]) -> str:
+    """Return the input of a route of embeddings or scores; "" for other routes."""
+    if "encoding_format" in honoured:
+        return "input"
+    if "text_1" in honoured:
+        return "text_1 and text_2"
+    return "query and documents" if "top_n" in honoured else ""
 
 
 def _error(name: str, said: str) -> InvalidParameter:

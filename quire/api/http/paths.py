@@ -17,7 +17,7 @@ _RECORD = "use GET /admin/record"
 _PAUSE = "use POST /admin/pause"
 _TIMELINE = "use GET /v1/requests/ID/timeline"
 _ONE_MODEL = "one model is served; it is chosen when the server starts (quire pull downloads one)"
-_NO_EMBEDDINGS = "embeddings and scores of texts are not implemented; the model generates text"
+_EMBED = "use POST /v1/embeddings"
 
 # Paths of other servers, and what to use here.
 FOREIGN_PATHS: Mapping[str, str] = {
@@ -28,20 +28,14 @@ FOREIGN_PATHS: Mapping[str, str] = {
     "/api/create": _ONE_MODEL,
     "/api/delete": _ONE_MODEL,
     "/api/copy": _ONE_MODEL,
-    "/api/embed": _NO_EMBEDDINGS,
-    "/api/embeddings": _NO_EMBEDDINGS,
+    "/api/embed": _EMBED,
+    "/api/embeddings": _EMBED,
     # llama.cpp
-    "/embedding": _NO_EMBEDDINGS,
+    "/embedding": _EMBED,
     "/lora-adapters": "LoRA adapters are not implemented",
     # vLLM and SGLang
     "/responses": "use POST /v1/responses",
-    "/v1/embeddings": _NO_EMBEDDINGS,
-    "/embeddings": _NO_EMBEDDINGS,
-    "/pooling": _NO_EMBEDDINGS,
-    "/score": _NO_EMBEDDINGS,
-    "/v1/score": _NO_EMBEDDINGS,
-    "/rerank": _NO_EMBEDDINGS,
-    "/v1/rerank": _NO_EMBEDDINGS,
+    "/embeddings": _EMBED,
     "/ping": _HEALTH,
     "/health_generate": _HEALTH,
     "/invocations": f"use {_CHAT} or {_COMPLETE}",

@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute, Route
 from quire.api.anthropic.dialect import status_of
 from quire.api.http.errors import HEAD_TOO_LARGE, SHAPES, ErrorShape, ForeignPage
 from quire.api.openapi.answer_schemas import answer_schemas
+from quire.api.openapi.embedding_schemas import embedding_rows
 from quire.api.openapi.field_schemas import Known, Schema, body_schema
 from quire.api.openapi.llama_cpp_schemas import infill_rows, llama_cpp_rows
 from quire.api.openapi.messages_schemas import messages_rows
@@ -40,6 +41,7 @@ _OWN_ROWS: Mapping[Form, Callable[[Known], Mapping[str, Schema]]] = {
     "ollama": ollama_rows,
     "llama_cpp": llama_cpp_rows,
     "llama_cpp_infill": infill_rows,
+    "embeddings": embedding_rows,
 }
 # Errors of any route.
 _ANYWHERE: tuple[type[QuireError], ...] = (RequestError, ForeignPage, QuireError)

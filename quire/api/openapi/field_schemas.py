@@ -21,7 +21,14 @@ from quire.api.generation.grammar_fields import FORMAT_TYPES
 from quire.api.generation.tools import MAX_TOOLS, TOOL_NAME
 from quire.api.generation.truncation import SIDES
 from quire.api.openai.completions import MAX_CHOICES
-from quire.api.openapi.field_words import OF_CHATS, OF_MESSAGES, OF_RESPONSES, OF_TEXTS, WORDS
+from quire.api.openapi.field_words import (
+    OF_CHATS,
+    OF_EMBEDDINGS,
+    OF_MESSAGES,
+    OF_RESPONSES,
+    OF_TEXTS,
+    WORDS,
+)
 from quire.base import sampling_checks as sampling
 from quire.base.grammar import MAX_CHARS, MAX_WHITESPACE_CHARS
 from quire.base.grammar import MAX_CHOICES as MAX_CHOICE_TEXTS
@@ -35,7 +42,9 @@ from quire.text.messages import ROLES
 Schema = dict[str, Any]
 
 # Fields of a request that cannot be left out; all others may be null, which means "not given".
-NEEDED = frozenset({"prompt", "messages", "tokens", "input"})
+NEEDED = frozenset(
+    {"prompt", "messages", "tokens", "input", "text_1", "text_2", "query", "documents"}
+)
 TEXT: Schema = {"type": "string"}
 FLAG: Schema = {"type": "boolean"}
 OBJECT: Schema = {"type": "object"}
@@ -154,7 +163,9 @@ def _words(name: str, honoured: frozenset[str]) -> str:
         return OF_CHATS[name]
     if "system" in honoured and name in OF_MESSAGES:
         return OF_MESSAGES[name]
-    if "input" in honoured and name in OF_RESPONSES:
+    if "cache_salt" in honoured and "temperature" not in honoured and name in OF_EMBEDDINGS:
+        return OF_EMBEDDINGS[name]
+    if "max_output_tokens" in honoured and name in OF_RESPONSES:
         return OF_RESPONSES[name]
     is_of_texts = "temperature" not in honoured
     return OF_TEXTS[name] if is_of_texts and name in OF_TEXTS else WORDS[name]

@@ -36,6 +36,12 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "echo": "Prepend the prompt's text to each choice.",
         "add_special_tokens": "Add the tokenizer's special tokens (begin of text) to the prompt; "
         "true by default.",
+        "query": "The text that documents are compared with.",
+        "text_1": "A text, or as many as text_2: the queries of the pairs.",
+        "text_2": "A text or texts: the documents of the pairs.",
+        "prompt_name": 'The name of one of the model\'s prompts, which precedes each text; "" for '
+        "none, the model's default if it is left out.",
+        "instruction": "What makes a document relevant; for models that judge (Qwen3-Reranker).",
         "truncate_prompt_tokens": "Keep only the last tokens of a prompt, at most this many; -1: "
         "as many as fit beside max_tokens.",
         "truncation_side": "With truncate_prompt_tokens: left keeps the end of a prompt, right its "
@@ -116,6 +122,16 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "speculation": "Propose tokens and verify them, for speed only: off, auto, or at most so "
         "many a step.",
         "prediction": "A text that the answer may repeat; for speed only.",
+    },
+    "Embeddings and scores": {
+        "encoding_format": "float: vectors are lists of numbers (default); base64: their "
+        "little-endian f32 bytes.",
+        "dimensions": "Keep the first so many numbers of a vector, brought to length 1 again; only "
+        "sizes for which the model was trained (Matryoshka).",
+        "normalize": "Bring vectors to length 1; as the model's files say if it is left out.",
+        "task": "embed: one vector a text.",
+        "top_n": "Return only this many documents.",
+        "return_documents": "Return each document's text with its score; false by default.",
     },
     "Structured output": {
         "text": "format: the answer is free text, any JSON object, or JSON of a schema. "
@@ -213,4 +229,15 @@ OF_TEXTS: Mapping[str, str] = {
     "add_special_tokens": "Add the tokenizer's special tokens to the text; by default true for a "
     "prompt, false for messages.",
     "skip_special_tokens": "Leave special tokens out of the text; false by default.",
+}
+
+# Descriptions that differ for embeddings and scores.
+OF_EMBEDDINGS: Mapping[str, str] = {
+    "input": "A text, texts, token ids, or lists of ids; one vector for each.",
+    "documents": "Texts, or objects with a text.",
+    "add_special_tokens": "Add the tokenizer's special tokens to each text; true by default.",
+    "truncate_prompt_tokens": "Cut longer inputs to this many tokens, special tokens included; -1: "
+    "to the context length. Without it they are refused.",
+    "truncation_side": "With truncate_prompt_tokens: right cuts off the end of an input (default), "
+    "left its beginning.",
 }

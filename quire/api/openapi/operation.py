@@ -35,11 +35,14 @@ EVENTS = "text/event-stream"
 LINES = "application/x-ndjson"
 
 Errors = tuple[type[QuireError], ...]
-Form = Literal["chat", "messages", "responses", "ollama", "llama_cpp", "llama_cpp_infill"]
+Form = Literal[
+    "chat", "messages", "responses", "ollama", "llama_cpp", "llama_cpp_infill", "embeddings"
+]
 # Schemas of errors, by the form of an operation.
 ERRORS: Mapping[Form, str] = {
     "chat": "Error",
     "responses": "Error",
+    "embeddings": "Error",
     "messages": "AnthropicError",
     "ollama": "OllamaError",
     "llama_cpp": "LlamaCppError",

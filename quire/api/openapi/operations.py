@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from quire.api.admin.cache import MAX_PREFIXES, NUM_PREFIXES
 from quire.api.anthropic.fields import COUNT_TOKENS, MESSAGES
+from quire.api.embeddings.fields import EMBEDDINGS, POOLING, RERANK, SCORE
 from quire.api.generation.fields import (
     APPLY_TEMPLATE,
     CHAT,
@@ -68,6 +69,30 @@ _FLUSH = Operation(
     errors=(InvalidParameter, NotAdmin, *ENGINE),
 )
 _ADMIN = Operation(says="", tag="For admins", answer="Server", errors=(InvalidParameter, NotAdmin))
+
+
+_RERANK = Operation(
+    says="Documents in the order of their relevance to a query.",
+    tag="Embeddings and scores",
+    answer="Ranking",
+    title="RerankRequest",
+    body=RERANK,
+    needed=frozenset({"query", "documents"}),
+    example={"query": "a little dog", "documents": ["A dog barks.", "Rain falls."], "top_n": 1},
+    errors=TOKENS,
+    form="embeddings",
+)
+_SCORE = Operation(
+    says="How well texts fit each other, one score for each pair.",
+    tag="Embeddings and scores",
+    answer="Scores",
+    title="ScoreRequest",
+    body=SCORE,
+    needed=frozenset({"text_1", "text_2"}),
+    example={"text_1": "a little dog", "text_2": ["A dog barks.", "Rain falls."]},
+    errors=TOKENS,
+    form="embeddings",
+)
 
 
 def _query(name: str, says: str, schema: Schema) -> Schema:
@@ -190,6 +215,33 @@ OPERATIONS: Mapping[str, Operation] = {
         example={"tokens": [5, 6, 7], "max_tokens": 8, "seed": 7},
         errors=TOKENS,
     ),
+    "POST /v1/embeddings": Operation(
+        says="One vector for each text, of a model that makes embeddings.",
+        tag="Embeddings and scores",
+        answer="Embeddings",
+        title="EmbeddingsRequest",
+        body=EMBEDDINGS,
+        needed=frozenset({"input"}),
+        example={"input": ["A dog barks.", "Rain falls."]},
+        errors=TOKENS,
+        form="embeddings",
+    ),
+    "POST /pooling": Operation(
+        says="The same vectors in the form of vLLM.",
+        tag="Embeddings and scores",
+        answer="PooledVectors",
+        title="PoolingRequest",
+        body=POOLING,
+        needed=frozenset({"input"}),
+        example={"input": "A dog barks."},
+        errors=TOKENS,
+        form="embeddings",
+    ),
+    "POST /v1/score": _SCORE,
+    "POST /score": replace(_SCORE, says="The same under another server's name."),
+    "POST /v1/rerank": _RERANK,
+    "POST /v2/rerank": replace(_RERANK, says="The same under Cohere's newer name."),
+    "POST /rerank": replace(_RERANK, says="The same under another server's name."),
     "POST /tokenize": Operation(
         says="Ids of a prompt, or of messages; with content, in the form of llama.cpp's API.",
         tag="Texts and tokens",

@@ -29,6 +29,7 @@ from quire.config.memory import NO_DRAFT, DraftNeeds, MemoryPlan, mib, plan_memo
 from quire.engine.assembly.drafts import make_drafter, max_draft_tokens
 from quire.engine.assembly.initial_costs import initial_step_costs
 from quire.engine.assembly.model_files import model_folder, model_name
+from quire.engine.assembly.pooling import model_pooling
 from quire.engine.assembly.precision import warn_of_coarse
 from quire.engine.assembly.programs import engine_program
 from quire.engine.assembly.scheduler_factory import make_scheduler, scheduler_limits
@@ -51,9 +52,11 @@ from quire.execute.executor import (
     Progress,
     StepLimits,
 )
+from quire.models.pooling_files import PoolingSpec
 from quire.models.registry import compute_dtype, open_model
 from quire.models.spec import ModelSpec
 from quire.program.kv_cache import kv_cache_text
+from quire.program.pooling import with_pooling
 from quire.program.program import Program
 from quire.program.quantize import precision_text
 from quire.runner.fingerprint import block_fingerprint, system_fingerprint
@@ -142,6 +145,7 @@ class _SizedModel:
     step_limits: StepLimits
     memory: MemoryPlan
     draft: SizedDraft | SizedSelfDraft | None = None
+    pooling: PoolingSpec | None = None
 
 
 def _assembled(
@@ -241,6 +245,9 @@ def _sized_model(config: EngineConfig) -> _SizedModel:
     spec = open_model(folder)
     checkpoint = open_checkpoint(folder)
     longest = engine_program(config, spec, checkpoint)
+    pooling = model_pooling(config.model, folder, spec)
+    if pooling is not None and pooling.embeds:
+        longest = with_pooling(longest)
     executor_class = _executor_class(config.executor)
     executor_class.check_program(longest)
     if config.cache.kv_tier_host_bytes is not None:
@@ -263,6 +270,7 @@ def _sized_model(config: EngineConfig) -> _SizedModel:
         step_limits=limits,
         memory=memory,
         draft=draft,
+        pooling=pooling,
     )
 
 
@@ -516,4 +524,6 @@ def _card(
         block_bytes=executor.block_bytes,
         max_num_seqs=max_num_seqs,
         created_s=int(time.time()),
+        pooling=model.pooling,
+        generates=spec.has_head,
     )

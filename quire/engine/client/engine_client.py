@@ -90,10 +90,9 @@ class EngineClient:
     `card`, `tokenizer` and `template` may be read once `ready()` has returned; `notes` are the
     engine's lines about its start (the memory sum). `stats` is the latest known (all zeros at
     first); `on_stats`, where set, is called with those of every step. `loading` is (done, total)
-    bytes of the weights. `dead` is set when the engine is gone,
-    for whatever reason but close(). `watchdog_s`: without progress for so long (a step
-    that ends, or operations done within one) while work is pending, health() says no.
-    number: among several clients of one engine; 0 where there is one.
+    bytes of the weights. `dead` is set when the engine is gone, for whatever reason but close().
+    `watchdog_s`: without progress for so long (a step that ends, or operations done within one)
+    while work is pending, health() says no. number: among several clients of one engine, or 0.
     """
 
     card: ModelCard
@@ -218,7 +217,6 @@ class EngineClient:
         """Stream the n choices of one request, interleaved; each delta has its `index`.
 
         With best_of above n, and with beams, each choice comes as one delta at the end.
-
         Indexes count from `first_stream`: requests that share a seed and differ in it draw
         different noise. Requests with different `cache_salt` share no prefix; answers do not
         depend on it.

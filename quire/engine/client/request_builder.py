@@ -14,6 +14,7 @@ from quire.base.errors import ContextTooLong, InvalidParameter
 from quire.base.records import NO_RULES, Request, TokenRules
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
+from quire.engine.client.pooling_checks import check_task
 from quire.engine.client.speculation import NO_WISHES, speculation_of
 from quire.engine.client.token_rules import Encoder, token_rules
 from quire.engine.model_card import ModelCard
@@ -35,15 +36,15 @@ def make_requests(
     """The streams of one caller's request; stream i has the id "<request_id>/<i>".
 
     There are n, or best_of where the best of them are to be found; beams have n: the scheduler
-    knows how many it needs.
-
-    All have the same seed; their noise differs by stream, numbered from `first_stream`.
-    encoder: the model's tokenizer, needed where the parameters hold words. shown_ids: special
-    tokens that are text in the answer in any case. Raises
-    InvalidParameter for ids the model does not have and for an empty prompt, ContextTooLong where
-    no output fits (none is needed where max_tokens is 0).
+    knows how many it needs. All have the same seed; their noise differs by stream, numbered from
+    `first_stream`. encoder: the model's tokenizer, needed where the parameters hold words.
+    shown_ids: special tokens that are text in the answer in any case. Raises InvalidParameter for
+    ids the model does not have and for an empty prompt, ContextTooLong where no output fits (none
+    is needed where max_tokens is 0).
     """
     prompt = _prompt(card, prompt_ids)
+    if sampling.pooling is not None or not card.generates:
+        check_task(card, sampling)
     _check_ids(card, "stop_token_ids", sampling.stop_token_ids)
     _check_ids(card, "logit_bias", tuple(sampling.logit_bias))
     _check_ids(card, "logprob_token_ids", sampling.logprob_token_ids)

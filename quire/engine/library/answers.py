@@ -9,14 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quire.base.cache_usage import CacheUsage
 from quire.base.errors import StepRowError
 from quire.base.records import FinishReason, Request
 from quire.base.sampling_params import SamplingParams
 from quire.engine.output.answer_parser import AnswerReading
 from quire.engine.output.best_of import Ranking
+from quire.engine.output.embedding import vector_of
 from quire.engine.output.output_stream import PLAIN_TEXT, TextDelta, TextRules
 from quire.engine.output.token_text import TokenText
+from quire.models.pooling_files import PoolingSpec
 from quire.output_parsers.parsed_answer import ParsedAnswer as Reply
 from quire.text.tokenizer import Tokenizer
 
@@ -88,6 +93,20 @@ class Answer:
         return self.outputs[0].finish_reason
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embedding:
+    """The vector of a prompt [dimensions]; None where it failed, and error says why.
+
+    prompt: None where ids were given. cached_tokens: of the prompt, found in the prefix cache.
+    """
+
+    prompt: str | None
+    prompt_ids: tuple[int, ...]
+    embedding: NDArray[np.float32] | None
+    cached_tokens: int
+    error: str | None = None
+
+
 class GenerateCall:
     """One prompt on its way: its streams and what they said so far."""
 
@@ -105,6 +124,7 @@ class GenerateCall:
         self._deltas: tuple[list[TextDelta], ...] = tuple([] for _ in range(sampling.n))
         self._num_open = len(requests)
         self._prompt_logprobs: Sequence[TokenText | None] = ()
+        self._last: TextDelta | None = None
 
     @property
     def is_done(self) -> bool:
@@ -122,6 +142,22 @@ class GenerateCall:
         self._prompt_logprobs = self._prompt_logprobs or delta.prompt_logprobs
         if delta.finish_reason is not None:
             self._num_open -= 1
+            self._last = delta
+
+    def embedding(self, pooling: PoolingSpec, dimensions: int | None) -> Embedding:
+        """The vector of a prompt that was pooled, once no stream is open."""
+        last = self._last
+        assert last is not None, "a finished stream has a last delta"
+        vector = None
+        if last.pooled is not None:
+            vector = vector_of(last.pooled, pooling, dimensions=dimensions)
+        return Embedding(
+            prompt=self._prompt,
+            prompt_ids=tuple(self.requests[0].prompt_ids.tolist()),
+            embedding=vector,
+            cached_tokens=last.cached_tokens,
+            error=None if vector is not None else last.error or str(last.finish_reason),
+        )
 
     def answer(self) -> Answer:
         """All of it, once no stream is open."""

@@ -28,10 +28,11 @@ from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from quire.config.flags import engine_config, keywords_in_errors
 from quire.config.groups import EngineConfig
 from quire.engine.client.open_streams import OpenStreams
+from quire.engine.client.pooling_checks import pooling_of
 from quire.engine.client.request_builder import default_sampling, make_requests
 from quire.engine.client.thread_link import EngineThread
 from quire.engine.client.tokenizer_side import load_tokenizer_side, rendered
-from quire.engine.library.answers import Answer, GenerateCall, check_any_succeeded
+from quire.engine.library.answers import Answer, Embedding, GenerateCall, check_any_succeeded
 from quire.engine.library.prompts import (
     Message,
     Prompt,
@@ -41,6 +42,7 @@ from quire.engine.library.prompts import (
     prompts_of,
 )
 from quire.engine.output.answer_parser import AnswerReading, answer_reading_of
+from quire.engine.output.embedding import checked_dimensions, pooling_params, prompt_text
 from quire.engine.output.output_stream import TextDelta
 from quire.engine.process.messages import (
     Abort,
@@ -59,9 +61,11 @@ from quire.hub.cache import with_local_model
 # Methods that vLLM's class has.
 _INSTEAD = {
     "beam_search": "use generate with SamplingParams(use_beam_search=True, best_of=...)",
-    "score": "use generate with SamplingParams(prompt_logprobs=0, max_tokens=0)",
+    "score": "compare vectors of embed; for log-probabilities of texts use generate with "
+    "SamplingParams(prompt_logprobs=0, max_tokens=0)",
     "get_default_sampling_params": "use default_sampling",
-    **dict.fromkeys(("embed", "encode", "classify"), "embeddings are not supported"),
+    "encode": "use embed",
+    "classify": "classifiers are not supported; use generate with logprob_token_ids",
 }
 
 
@@ -155,6 +159,29 @@ class LLM:
             texts, sampling_params, terms, progress, special_tokens=False, hearings=hearings
         )
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        terms: SchedulingParams | Sequence[SchedulingParams] | None = None,
+        progress: bool | None = None,
+    ) -> list[Embedding]:
+        """Vectors of the prompts, in their order. A prompt is text or a list of token ids.
+
+        dimensions: keep the first so many numbers, where the model allows it. prompt_name: of the
+        model's prompts, which precedes each text; None: its default, "": none. Raises RequestError
+        where the model makes no embeddings, or a prompt or an argument cannot be served.
+        """
+        pooling = pooling_of(self.card)
+        size = checked_dimensions(dimensions, pooling, self.card.name)
+        before = prompt_text(prompt_name, pooling)
+        texts = [before + one if isinstance(one, str) else one for one in prompts_of(prompts)]
+        jobs = self._jobs(texts, pooling_params(pooling), terms, special_tokens=True)
+        self._run(jobs, progress, "embedding")
+        return [job.embedding(pooling, size) for job in jobs]
+
     def close(self) -> None:
         """Free the engine's threads and memory."""
         self._engine.end()
@@ -194,11 +221,29 @@ class LLM:
         special_tokens: bool,
         hearings: Sequence[AnswerReading] | None = None,
     ) -> list[Answer]:
+        jobs = self._jobs(
+            prompts, sampling_params, terms, special_tokens=special_tokens, hearings=hearings
+        )
+        self._run(jobs, progress, "generating")
+        answers = [job.answer() for job in jobs]
+        check_any_succeeded(answers)
+        return answers
+
+    def _jobs(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        terms: SchedulingParams | Sequence[SchedulingParams] | None,
+        *,
+        special_tokens: bool,
+        hearings: Sequence[AnswerReading] | None = None,
+    ) -> list[GenerateCall]:
+        """Return a call for each prompt. Raises RequestError."""
         all_ids = [self._ids(prompt, special_tokens=special_tokens) for prompt in prompts]
         samplings = self._samplings(sampling_params, all_ids)
         given = DEFAULT_SCHEDULING if terms is None else terms
         each = one_each("terms", SchedulingParams, given, len(prompts))
-        jobs = [
+        return [
             GenerateCall(
                 prompt if isinstance(prompt, str) else None,
                 make_requests(
@@ -223,6 +268,9 @@ class LLM:
                 strict=True,
             )
         ]
+
+    def _run(self, jobs: Sequence[GenerateCall], progress: bool | None, doing: str) -> None:
+        """Run all jobs, with a bar where that is wanted."""
         shown = progress if progress is not None else len(jobs) > 1 and sys.stderr.isatty()
         if not shown:
             for _ in self._finished(jobs):
@@ -230,11 +278,8 @@ class LLM:
         else:
             from rich.progress import track  # only where a bar is drawn
 
-            for _ in track(self._finished(jobs), "generating", total=len(jobs)):
+            for _ in track(self._finished(jobs), doing, total=len(jobs)):
                 pass
-        answers = [job.answer() for job in jobs]
-        check_any_succeeded(answers)
-        return answers
 
     def _until_ready(self) -> Ready:
         while True:

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import msgspec
 
 from quire.base.cache_usage import CacheUsage
+from quire.base.rare_records import PooledSums
 from quire.base.records import FinishReason, Request, RequestOutput, RequestTimes, TokenLogprobs
-from quire.engine.output.token_text import PromptLogprobs, TokenText
+from quire.engine.output.token_text import TokenText, prompt_logprobs
 from quire.text.byte_fallback import Span
 from quire.text.detokenizer import answer_detokenizer
 from quire.text.stops import StopStrings
@@ -58,8 +59,7 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True):
     num_unseen_tokens: of sequences that best_of computed and dropped. score: of a beam.
     token_chars: how many characters of the text each token completed, parallel to token_ids, where
     it was asked for. accepted_drafts, rejected_drafts: proposed tokens so far, as in RequestOutput.
-    prompt_progress: in a delta of nothing else. A Struct, not a dataclass: there
-    is one a token.
+    prompt_progress: in a delta of nothing else. A Struct, not a dataclass: there is one a token.
     """
 
     index: int
@@ -78,6 +78,7 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True):
     cache_use: CacheUsage | None = None
     num_unseen_tokens: int = 0
     score: float | None = None
+    pooled: PooledSums | None = None  # of a prompt that is pooled, in its only delta
     token_chars: tuple[int, ...] = ()
     prompt_progress: PromptProgress | None = None
     accepted_drafts: int = 0
@@ -122,6 +123,7 @@ class OutputStream:
         self._times: RequestTimes | None = None
         self._prompt_logprobs: Sequence[TokenText | None] = ()  # not delivered yet
         self._score: float | None = None
+        self._pooled: PooledSums | None = None
         self._listed = tuple(
             (id_, tokenizer.token_text(id_), tokenizer.token_bytes(id_))
             for id_ in sampling.logprob_token_ids
@@ -197,12 +199,8 @@ class OutputStream:
         if self._request.sampling.logprobs is not None:
             self._waiting_logprobs += output.logprobs
         if output.scores is not None:
-            self._prompt_logprobs = PromptLogprobs(
-                self._tokenizer,
-                self._request.prompt_ids.tolist(),
-                output.scores,
-                skip_special_tokens=self._request.sampling.skip_special_tokens,
-            )
+            self._pooled = output.scores.pooled
+            self._prompt_logprobs = prompt_logprobs(self._tokenizer, self._request, output.scores)
         self._score = output.score
         self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
         self._cache_use = output.cache_use or self._cache_use
@@ -302,6 +300,7 @@ class OutputStream:
             error=error,
             prompt_logprobs=prompt_logprobs,
             score=self._score,
+            pooled=self._pooled,
             token_chars=chars if self._tells_chars else (),
             accepted_drafts=self._accepted_drafts,
             rejected_drafts=self._rejected_drafts,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import overload
 
-from quire.base.records import PromptScores
+from quire.base.records import PromptScores, Request
 from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
 
@@ -33,6 +33,20 @@ class TokenText:
     listed: tuple[TokenText, ...] = ()
     start_chars: int = 0
     rank: int = 0
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, request: Request, scores: PromptScores
+) -> Sequence[TokenText | None]:
+    """Return the log-probabilities of a request's prompt; none where it is pooled instead."""
+    if scores.pooled is not None:
+        return ()
+    return PromptLogprobs(
+        tokenizer,
+        request.prompt_ids.tolist(),
+        scores,
+        skip_special_tokens=request.sampling.skip_special_tokens,
+    )
 
 
 class PromptLogprobs(Sequence[TokenText | None]):

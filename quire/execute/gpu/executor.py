@@ -41,7 +41,7 @@ Bytes = NDArray[np.uint8]
 Float32s = NDArray[np.float32]
 Int32s = NDArray[np.int32]
 
-SEGMENTS = ("trunk", "head")
+SEGMENTS = ("trunk", "head", "pool")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +198,19 @@ class TorchExecutor:
         logits = self._place.of(self._program.outputs["logits"], counts)
         is_array = self._device.type == "cpu" and self._attention is None
         return logits.numpy() if is_array else logits
+
+    def run_pool(self, batch: ForwardBatch, first: int, count: int) -> Float32s:
+        """See PoolingExecutor: an array on the host; waits for the device."""
+        self._check_fits(Rows.SAMPLES, count)
+        assert self._counts is not None, "the trunk runs before rows are pooled"
+        counts = self._counts.of_samples(count)
+        with device_errors("pooled rows"), self._stream.here():
+            self._step.load_samples(batch.sample_rows[first : first + count])
+            self._run("pool", counts)
+            self._stream.mark().wait()
+            rows = self._place.of(self._program.outputs["pooled"], counts)
+            pooled: Float32s = rows.float().cpu().numpy().copy()
+        return pooled
 
     def output(self, name: str) -> Float32s:
         """The rows of a named output of the trunk, copied."""

@@ -29,6 +29,7 @@ from quire.base.engine_snapshot import (
 )
 from quire.base.engine_stats import EngineStats
 from quire.base.log import Log
+from quire.base.rare_records import POOL_SCALE, PooledSums
 from quire.base.records import FinishReason, RequestTimes
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
@@ -40,6 +41,7 @@ from quire.engine.model_card import Health, ModelCard
 from quire.engine.output.output_stream import PLAIN_TEXT, TextDelta, TextRules
 from quire.engine.output.token_text import TokenText
 from quire.engine.process.messages import TimelinesReported
+from quire.models.pooling_files import PoolingSpec
 from quire.obs.metrics import Metrics
 from quire.text.chat_template import ChatTemplate
 from quire.text.template_work import Limits
@@ -60,6 +62,7 @@ CARD = ModelCard(
     block_bytes=2048,
     max_num_seqs=8,
     created_s=1_700_000_000,
+    pooling=PoolingSpec(pooling="last", normalizes=True, size=4, dimensions=(2,)),
 )
 TIMES = RequestTimes(arrival_ms=0.0, first_scheduled_ms=1.0, first_token_ms=2.0, last_token_ms=10.0)
 
@@ -268,6 +271,9 @@ class FakeEngine:
                 text_rules=text_rules,
             )
         )
+        if sampling.pooling is not None:
+            yield self._pooled(prompt_ids, first_stream)
+            return
         complete = False
         try:
             for at, text in enumerate(self.script):
@@ -307,6 +313,26 @@ class FakeEngine:
                 for at, token_id in enumerate(prompt_ids[1:], start=1)
             ),
         ]
+
+    def _pooled(self, prompt_ids: Sequence[int], index: int) -> TextDelta:
+        """Return the only delta of a prompt that is pooled: sum of its ids, its length, 1, 0."""
+        row = np.array([[sum(prompt_ids), len(prompt_ids), 1, 0]], np.int64) * int(POOL_SCALE)
+        counted = np.ones(1, np.int32)
+        return TextDelta(
+            index=index,
+            text="",
+            token_ids=(),
+            logprobs=(),
+            finish_reason=FinishReason.LENGTH,
+            stop_reason=None,
+            num_prompt_tokens=len(prompt_ids),
+            cached_tokens=0,
+            num_output_tokens=0,
+            times=TIMES,
+            seed=0,
+            error=None,
+            pooled=PooledSums(rows=np.zeros(1, np.int32), counts=counted, sums=row),
+        )
 
     def _step(self, rows: int, tokens: int) -> None:
         steps = self.stats.steps_total + 1

@@ -18,6 +18,7 @@ from jsonschema import Draft202012Validator
 
 from quire.api.anthropic.fields import MESSAGES
 from quire.api.app import build_admin_app, routes_of
+from quire.api.embeddings.fields import EMBEDDINGS, POOLING, RERANK, SCORE
 from quire.api.generation.fields import (
     APPLY_TEMPLATE,
     CHAT,
@@ -35,7 +36,14 @@ from quire.api.openai.responses.fields import RESPONSES
 from quire.api.openapi.document import document, served
 from quire.api.openapi.error_words import error_rows
 from quire.api.openapi.field_schemas import Known
-from quire.api.openapi.field_words import OF_CHATS, OF_MESSAGES, OF_RESPONSES, OF_TEXTS, WORDS
+from quire.api.openapi.field_words import (
+    OF_CHATS,
+    OF_EMBEDDINGS,
+    OF_MESSAGES,
+    OF_RESPONSES,
+    OF_TEXTS,
+    WORDS,
+)
 from quire.api.openapi.operations import OPERATIONS
 from quire.base.sampling_params import SamplingParams
 from quire.config.tenants import Tenant, key_digest
@@ -46,6 +54,7 @@ from tests.unit.api.said import full_document, validator
 HONOURED = CHAT | COMPLETIONS | GENERATE | TOKENIZE | DETOKENIZE | APPLY_TEMPLATE
 HONOURED |= MESSAGES | RESPONSES | OLLAMA_CHAT | OLLAMA_GENERATE | OLLAMA_SHOW
 HONOURED |= LLAMA_COMPLETION | LLAMA_INFILL
+HONOURED |= EMBEDDINGS | POOLING | SCORE | RERANK
 FULL = full_document()
 OUTSIDE = re.compile(r"^([a-z]+:)?//", re.I)
 
@@ -107,6 +116,7 @@ def test_every_honoured_field_has_a_description_and_no_other_has() -> None:
     assert OF_CHATS.keys() <= CHAT
     assert OF_MESSAGES.keys() <= MESSAGES
     assert OF_RESPONSES.keys() <= RESPONSES
+    assert OF_EMBEDDINGS.keys() <= EMBEDDINGS | RERANK
     assert OF_TEXTS.keys() <= TOKENIZE | DETOKENIZE | APPLY_TEMPLATE
 
 

@@ -554,7 +554,7 @@ def test_a_config_of_many_megabytes_is_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [["GPTNeoXForCausalLM"], ["LlamaModel"], [], "LlamaForCausalLM", [1],
+    "names", [["GPTNeoXForCausalLM"], ["GPTNeoXModel"], [], "LlamaForCausalLM", [1],
               ["LlamaForCausalLM", "Other"]],
 )  # fmt: skip
 def test_an_unsupported_architecture_is_named_with_the_supported_ones(

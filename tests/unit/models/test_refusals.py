@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from quire.models.refusals import with_head
 from quire.models.registry import FAMILIES
 from tests.tiny_models import tiny_config
 from tests.unit.models.config_folder import opened, refused
@@ -38,10 +39,6 @@ from tests.unit.models.config_folder import opened, refused
         ("MambaForCausalLM", {}, "state-space or recurrent layers"),
         ("JambaForCausalLM", {"num_experts": 16}, "state-space or recurrent layers"),
         ("RecurrentGemmaForCausalLM", {}, "state-space or recurrent layers"),
-        ("Qwen2Model", {}, "a decoder without its head"),
-        ("LlamaModel", {}, "take the checkpoint that is a LlamaForCausalLM"),
-        ("GPT2Model", {}, "take the checkpoint that is a GPT2LMHeadModel"),
-        ("Gemma3TextModel", {}, "take the checkpoint that is a Gemma3ForCausalLM"),
         ("CLIPModel", {}, "reads pictures or sound"),
         ("SiglipModel", {}, "reads pictures or sound"),
         ("Odd", {"_class_name": "UNet2DConditionModel"}, "makes pictures (UNet2DConditionModel)"),
@@ -114,3 +111,21 @@ def test_code_under_another_name_is_rejected_even_for_a_supported_architecture(
     assert "it asks for code that is not Llama's" in message
     assert "code that comes with a model is never run" in message
     assert "remove auto_map" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "with_its_head"),
+    [
+        ("Qwen2Model", "Qwen2ForCausalLM"),
+        ("GPT2Model", "GPT2LMHeadModel"),
+        ("Gemma3TextModel", "Gemma3ForCausalLM"),
+        ("BertModel", None),
+        ("CLIPModel", None),
+        ("Qwen2", None),
+        (7, None),
+    ],
+)
+def test_a_decoder_saved_alone_counts_as_the_model_with_its_head(
+    name: object, with_its_head: str | None
+) -> None:
+    assert with_head(name, FAMILIES) == with_its_head

@@ -94,6 +94,12 @@ class DeferredExecutor:
         self._say(run)
         return logits
 
+    def run_pool(self, batch: ForwardBatch, first: int, count: int) -> Any:
+        self.log.append(("pool", count))
+        self._settle()
+        known = replace(batch, late_slots=np.empty(0, np.int32))
+        return self._executor.run_pool(known, first, count)
+
     def sample(self, logits: _Logits, batch: SampleBatch) -> TokenChoice:
         self._settle()
         self._fail("sample")

@@ -98,7 +98,7 @@ def test_version_and_the_front_page_tell_what_this_is() -> None:
     ("method", "path", "status", "code"),
     [
         ("GET", "/nowhere", 404, "unknown_url"),
-        ("POST", "/v1/embeddings", 404, "unknown_url"),
+        ("POST", "/v1/audio/speech", 404, "unknown_url"),
         ("GET", CHAT, 405, "method_not_allowed"),
         ("POST", "/health", 405, "method_not_allowed"),
         ("GET", "/v1/completions/", 405, "method_not_allowed"),
