@@ -98,7 +98,8 @@ _EVERYWHERE = (
     }
 )
 # Routes with texts as answers.
-_TEXTS = _EVERYWHERE | {"add_special_tokens", "response_format", "return_token_ids"}
+_CONTINUED = {"output_ids", "output_held_tokens", "output_answer_id"}
+_TEXTS = _EVERYWHERE | _CONTINUED | {"add_special_tokens", "response_format", "return_token_ids"}
 COMPLETIONS = _TEXTS | {"prompt", "echo", "suffix"}
 # Fields beside messages that change the prompt.
 _TEMPLATE = frozenset(
@@ -123,7 +124,7 @@ _CHAT_ONLY = {
 }
 CHAT = _TEXTS | _TEMPLATE | _CHAT_ONLY
 # Token ids in and out: no fields of texts.
-GENERATE = (_EVERYWHERE - {"logprob_token_ids"}) | {"tokens"}
+GENERATE = (_EVERYWHERE - {"logprob_token_ids"}) | _CONTINUED | {"tokens"}
 CONVERSATION = _TEMPLATE | {"messages"}
 TOKENIZE = CONVERSATION | {"model", "prompt", "add_special_tokens", "return_token_strs"}
 DETOKENIZE = frozenset({"model", "tokens", "skip_special_tokens"})

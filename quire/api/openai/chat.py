@@ -154,7 +154,8 @@ class ChatWriter(ChunkWriter):
             self._begun[delta.index] = parser
             role = {"role": "assistant", "content": "", "refusal": None}
             more = self._prompt_fields(delta.prompt_logprobs, begins=begins)
-            yield {**self._chunk(delta.index, role), **more}
+            seed = {} if self._returned.prompt_ids is None else dict[str, Any](seed=delta.seed)
+            yield {**self._chunk(delta.index, role, **seed), **more}
         parser, reason = self._begun[delta.index], delta.finish_reason
         if parser is None:
             parts = [{"content": delta.text}] if delta.text else []

@@ -58,9 +58,7 @@ class ContinuedStream(OutputStream):
             return self._end(self._final)
         if is_whole:
             return None
-        rest = replace(
-            output, token_ids=output.token_ids[count:], logprobs=output.logprobs[count:]
-        )
+        rest = replace(output, token_ids=output.token_ids[count:], logprobs=output.logprobs[count:])
         return self._with_known(super().push(rest, step_ms))
 
     def _replay(self, request: Request) -> None:
