@@ -9,7 +9,7 @@ prompt and one choice; a combination that cannot be continued exactly is refused
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,50 +26,76 @@ from quire.base.show import show
 from quire.engine.client.output_ids import PARAM, check_combination
 from quire.engine.output.text_delta import PLAIN_TEXT, TextDelta
 
-CONTINUATION = frozenset({"output_ids", "output_held_tokens", "output_answer_id"})
-_ANSWER_ID = re.compile(r"[a-z]{1,16}-[0-9a-f]{24}")
+CONTINUATION = frozenset({"output_ids", "output_cursor"})
+CURSOR = "([a-z]{1,16}-[0-9a-f]{24}):([0-9]{1,12}):([0-9]{1,9}):([0-9]{1,6})"
+_CURSOR = re.compile(CURSOR)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KnownOutput:
-    """What the client has of the answer. held_tokens: tokens after output_ids that were computed,
-    and perhaps part of their text delivered."""
+class Cursor:
+    """Where a stream stood after the tokens of output_ids: the id and time of the answer, the
+    number of its last event, and tokens computed after output_ids, of which part of the text may
+    have been delivered."""
 
-    output_ids: tuple[int, ...]
+    answer_id: str
+    created_s: int
+    num_events: int
     held_tokens: int
 
+    def __str__(self) -> str:
+        return f"{self.answer_id}:{self.created_s}:{self.num_events}:{self.held_tokens}"
 
-def answer_id(given: Mapping[str, Any], context: RequestContext) -> str:
-    """Return the id of the answer that is continued. Raises InvalidParameter."""
-    value, prefix = given["output_answer_id"], context.request_id.partition("-")[0]
-    is_id = isinstance(value, str) and _ANSWER_ID.fullmatch(value) is not None
-    if not is_id or value.partition("-")[0] != prefix:
+
+def read_cursor(given: Mapping[str, Any], context: RequestContext) -> Cursor:
+    """Return `output_cursor`, and let the answer have its id. Raises InvalidParameter."""
+    value, prefix = given["output_cursor"], context.request_id.partition("-")[0]
+    found = _CURSOR.fullmatch(value) if isinstance(value, str) else None
+    if found is None or found[1].partition("-")[0] != prefix:
         raise InvalidParameter(
-            f"output_answer_id is {show(value)}; the id of an answer of this route is allowed, "
-            f"such as {context.request_id}",
-            param="output_answer_id",
+            f"output_cursor is {show(value)}; the output_cursor of a stream of this route is "
+            "allowed, as its last comment had it (stream_options.include_output_ids)",
+            param="output_cursor",
         )
-    return str(value)
+    context.answer_id = found[1]
+    return Cursor(
+        answer_id=found[1],
+        created_s=int(found[2]),
+        num_events=int(found[3]),
+        held_tokens=int(found[4]),
+    )
 
 
 def continued_streams(
-    given: Mapping[str, Any], prompts: Any, writer: Writer, *, vocab_size: int, stream: bool
+    given: Mapping[str, Any],
+    prompts: Sequence[Prompt],
+    writer: Writer,
+    cursor: Cursor | None,
+    vocab_size: int,
 ) -> Callable[..., ChoiceStreams]:
     """Return what makes the streams of a request that has fields of CONTINUATION.
 
     Raises InvalidParameter.
     """
-    known = _known_output(given, vocab_size)
-    _check(given, prompts, stream=stream)
-    return partial(ContinuedStreams, known=known, writer=writer)
+    output_ids = _output_ids(given, vocab_size)
+    _check(given, prompts)
+    held_tokens = 0 if cursor is None else cursor.held_tokens
+    return partial(ContinuedStreams, output_ids=output_ids, held_tokens=held_tokens, writer=writer)
 
 
 class ContinuedStreams(ChoiceStreams):
     """The one answer of a request, after its known tokens."""
 
-    def __init__(self, *arguments: Any, known: KnownOutput, writer: Writer, **options: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        output_ids: Sequence[int],
+        held_tokens: int,
+        writer: Writer,
+        **options: Any,
+    ) -> None:
         super().__init__(*arguments, **options)
-        self._known = known
+        self._output_ids = output_ids
+        self._held_tokens = held_tokens
         self._writer = writer
 
     async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
@@ -88,8 +114,8 @@ class ContinuedStreams(ChoiceStreams):
             request_id=self._request_id,
             cache_salt=self._cache_salt,
             terms=self._terms,
-            text_rules=replace(prompt.text_rules, held_tokens=self._known.held_tokens),
-            output_ids=self._known.output_ids,
+            text_rules=replace(prompt.text_rules, held_tokens=self._held_tokens),
+            output_ids=self._output_ids,
         )
         async with aclosing(cast(AsyncGenerator[TextDelta, None], stream)) as deltas:
             async for delta in deltas:
@@ -97,12 +123,12 @@ class ContinuedStreams(ChoiceStreams):
 
     def _ended(self, index: int, delta: TextDelta, reason: FinishReason) -> None:
         """Count the tokens that were computed here."""
-        num_tokens = max(delta.num_output_tokens - len(self._known.output_ids), 0)
+        num_tokens = max(delta.num_output_tokens - len(self._output_ids), 0)
         super()._ended(index, structs.replace(delta, num_output_tokens=num_tokens), reason)
 
 
-def _known_output(given: Mapping[str, Any], vocab_size: int) -> KnownOutput:
-    token_ids, held_tokens = given.get(PARAM), given.get("output_held_tokens", 0)
+def _output_ids(given: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+    token_ids = given.get(PARAM)
     if not isinstance(token_ids, list):
         found = "missing" if token_ids is None else show(token_ids)
         raise InvalidParameter(
@@ -115,22 +141,16 @@ def _known_output(given: Mapping[str, Any], vocab_size: int) -> KnownOutput:
                 "allowed",
                 param=PARAM,
             )
-    if type(held_tokens) is not int or not 0 <= held_tokens < 2**20:
-        raise InvalidParameter(
-            f"output_held_tokens is {show(held_tokens)}; a whole number from 0 to {2**20 - 1} is "
-            "allowed: held_tokens of the last comment that the stream had",
-            param="output_held_tokens",
-        )
-    return KnownOutput(output_ids=tuple(token_ids), held_tokens=held_tokens)
+    return tuple(token_ids)
 
 
-def _check(given: Mapping[str, Any], prompts: Any, *, stream: bool) -> None:
+def _check(given: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
     """Refuse what cannot be continued exactly."""
     if len(prompts) != 1:
         raise InvalidParameter(
             f"output_ids is given with {len(prompts)} prompts; one prompt is allowed", param=PARAM
         )
-    prompt: Prompt = prompts[0]
+    prompt = prompts[0]
     check_combination(prompt.sampling)
     options = given.get("stream_options") or {}
     if given.get("echo"):
@@ -139,7 +159,7 @@ def _check(given: Mapping[str, Any], prompts: Any, *, stream: bool) -> None:
         why = "stream_options.resumable; a continued stream has no earlier events: leave it out"
     elif "seed" not in given and prompt.sampling.temperature > 0:
         why = "no seed; give the seed that the answer had (its choice has it)"
-    elif not stream and prompt.text_rules is not PLAIN_TEXT:
+    elif not given.get("stream") and prompt.text_rules is not PLAIN_TEXT:
         why = "tools or reasoning; the rest of such an answer has no whole form: set stream"
     else:
         return

@@ -98,7 +98,7 @@ _EVERYWHERE = (
     }
 )
 # Routes with texts as answers.
-_CONTINUED = {"output_ids", "output_held_tokens", "output_answer_id"}
+_CONTINUED = {"output_ids", "output_cursor"}
 _TEXTS = _EVERYWHERE | _CONTINUED | {"add_special_tokens", "response_format", "return_token_ids"}
 COMPLETIONS = _TEXTS | {"prompt", "echo", "suffix"}
 # Fields beside messages that change the prompt.

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from quire.api.engine_protocol import Engine
 from quire.api.generation.answer_json import speeds_json, usage_json
 from quire.api.generation.choice_streams import Choice, ChoiceStreams, Prompt, PromptState
-from quire.api.generation.continued_answer import CONTINUATION, answer_id, continued_streams
+from quire.api.generation.continued_answer import CONTINUATION, continued_streams, read_cursor
 from quire.api.generation.fields import SCHEDULING, flag, limited
 from quire.api.generation.request_context import RequestContext, open_request
 from quire.api.generation.speculation_fields import speculation_params
@@ -30,7 +30,7 @@ from quire.api.generation.usage import Usage, UsageOptions
 from quire.api.http.dialect import Dialect
 from quire.api.http.request_io import disconnect_of, run_until_disconnect
 from quire.api.server_state import OpenRequest, Requester, RequestProgress, ServerState
-from quire.api.streaming.continuable_events import ContinuableEvents, check_continuable
+from quire.api.streaming.continuable_events import continuable
 from quire.api.streaming.event_stream import Events, EventStream, Writer
 from quire.api.streaming.resumable_stream import FollowStream, ResumableStream
 from quire.base.errors import InvalidParameter, QuireError
@@ -40,8 +40,9 @@ from quire.base.show import show
 from quire.config.server_config import ServerConfig
 from quire.config.tenants import ONLY_TENANT, Tenant
 
-STREAM_OPTIONS = {"include_usage", "include_obfuscation", "continuous_usage_stats", "resumable"} | {
-    "include_output_ids"
+STREAM_OPTIONS = {
+    *("include_usage", "include_obfuscation", "continuous_usage_stats", "resumable"),
+    "include_output_ids",
 }
 MAX_SALT_CHARS = 256
 # Surrounds a cache scope; no salt of a request may begin with it.
@@ -178,15 +179,14 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
         terms = replace(terms, speculation=await speculation_params(context))
     stream = flag(given, "stream")
     options = _stream_options(given, stream=stream)
-    if "output_answer_id" in given:
-        context.answer_id = answer_id(given, context)
+    cursor = read_cursor(given, context) if "output_cursor" in given else None
     generation_request = GenerationRequest(
         context=context,
         given=given,
         engine=engine,
         envelope=Envelope(
             id=context.answer_id,
-            created_s=int(time.time()),
+            created_s=int(time.time()) if cursor is None else cursor.created_s,
             model=engine.card.name,
             fingerprint=server_state.fingerprint(engine.card),
         ),
@@ -214,7 +214,7 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
         make_streams: Callable[..., ChoiceStreams] = ChoiceStreams
         if not CONTINUATION.isdisjoint(given):
             make_streams = continued_streams(
-                given, job.prompts, job.writer, vocab_size=engine.card.vocab_size, stream=stream
+                given, job.prompts, job.writer, cursor, engine.card.vocab_size
             )
         answers = make_streams(
             engine,
@@ -232,16 +232,19 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
         if not stream:
             return await _encoded(job, await answers.whole(), answers.usage)
         _refuse_ranked(job.prompts)
+        make_events: Callable[..., Events] = Events
         if options.output_ids:
-            check_continuable(job.prompts, is_resumable=options.resumable)
-        events = (ContinuableEvents if options.output_ids else Events)(
+            make_events = continuable(generation_request.envelope, job.prompts, options)
+        events = make_events(
             answers,
             job.writer,
             route.dialect,
-            open_.id,
+            context.answer_id,
             continuous_usage=options.continuous_usage or options.continuous_timings,
             reports_progress=terms.report_progress,
         )
+        if cursor is not None:
+            events.number = cursor.num_events
         if options.resumable and server_state.resumable_streams.has_room():
             return _resumable(server_state, context, events, open_)
         return EventStream(server_state, events, context.headers(), context.deadline, open_)

@@ -2,45 +2,79 @@
 
 With stream_options.include_output_ids a comment follows the events of each delta:
 
-    : {"output_ids": [411, 7], "held_tokens": 0, "seed": 42}
+    : {"output_ids": [411, 7], "output_cursor": "chatcmpl-...:1795648853:12:0", "seed": 42}
 
 A client that has all comments up to one, and all events before it, has an exact prefix of the
-answer: its `output_ids` joined, the last `held_tokens`, and the seed are the fields of a request
-that continues it. Comments are no events to other clients. Knows no dialect.
+stream: the `output_ids` joined, the last `output_cursor` and the seed (in the first comment) are
+the fields of a request that continues it. Comments are no events to other clients. Knows no
+dialect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 import msgspec
 
 from quire.api.generation.choice_streams import Prompt
+from quire.api.generation.continued_answer import Cursor
 from quire.api.streaming.event_stream import Events
 from quire.base.errors import InvalidParameter
 from quire.engine.output.text_delta import TextDelta
 
 
+class AnswerNames(Protocol):
+    """The id and the time of an answer."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def created_s(self) -> int: ...
+
+
+class StreamFlags(Protocol):
+    """Whether a stream can be resumed by its id."""
+
+    @property
+    def resumable(self) -> bool: ...
+
+
 class ContinuableEvents(Events):
     """As Events, of one prompt and one choice."""
+
+    def __init__(self, *arguments: Any, names: AnswerNames, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._names = names
+        self._is_first = True
 
     def _of_delta(self, prompt: int, delta: TextDelta) -> list[bytes]:
         events = super()._of_delta(prompt, delta)
         if delta.prompt_progress is not None or delta.finish_reason is not None:
             return events
-        cursor: dict[str, Any] = {"output_ids": delta.token_ids, "held_tokens": delta.held_tokens}
+        cursor = Cursor(
+            answer_id=self._names.id,
+            created_s=self._names.created_s,
+            num_events=self.number,
+            held_tokens=delta.held_tokens,
+        )
+        fields: dict[str, Any] = {"output_ids": delta.token_ids, "output_cursor": str(cursor)}
         if self._is_first:
             self._is_first = False
-            cursor["seed"] = delta.seed
-        return [*events, b": %b\n\n" % msgspec.json.encode(cursor)]
-
-    _is_first = True
+            fields["seed"] = delta.seed
+        return [*events, b": %b\n\n" % msgspec.json.encode(fields)]
 
 
-def check_continuable(prompts: Sequence[Prompt], *, is_resumable: bool) -> None:
-    """Refuse to report the tokens of several choices, or in a stream that is kept."""
-    if is_resumable:
+def continuable(
+    names: AnswerNames, prompts: Sequence[Prompt], options: StreamFlags
+) -> Callable[..., Events]:
+    """Return what makes the events of a stream that reports its output ids.
+
+    Raises InvalidParameter for several choices, and for a stream that is kept for its client.
+    """
+    if options.resumable:
         raise InvalidParameter(
             "stream_options has include_output_ids and resumable; a client needs one of the two "
             "to go on after a break: leave the other out",
@@ -52,3 +86,4 @@ def check_continuable(prompts: Sequence[Prompt], *, is_resumable: bool) -> None:
             f"{prompts[0].sampling.n}; one prompt and n = 1 are allowed: leave it out",
             param="stream_options",
         )
+    return partial(ContinuableEvents, names=names)
