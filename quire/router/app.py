@@ -95,6 +95,7 @@ class RouterApp:
             )
         headers = _forwarded(scope)
         key = self._admission.admit(headers)
+        answering: asyncio.Task[None] | None = None
         try:
             raw = await self._body(scope, receive)
             client.watch()
@@ -102,13 +103,14 @@ class RouterApp:
             answering = asyncio.ensure_future(self._dispatcher.answer(request, client))
             await asyncio.wait({answering, self.cut}, return_when=asyncio.FIRST_COMPLETED)
             if not answering.done():
-                answering.cancel()
-                await asyncio.gather(answering, return_exceptions=True)
                 raise Refusal(
                     503, "shutting_down", "the router has stopped before the answer was complete"
                 )
             answering.result()
         finally:
+            if answering is not None and not answering.done():
+                answering.cancel()
+                await asyncio.gather(answering, return_exceptions=True)
             self._admission.leave(key)
 
     async def _body(self, scope: dict[str, Any], receive: Receive) -> bytes:

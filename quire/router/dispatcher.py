@@ -77,8 +77,9 @@ class Attempt(AbstractContextManager["Attempt"]):
         """Send the request and wait for the head of the response. Raises ReplicaFault."""
         request, pool = self._request, self._fleet.pool(self.replica)
         headers = [header for header in request.headers if header[0] not in HOP_BY_HOP]
-        for _ in range(4):
-            exchange = await pool.send(b"POST", request.path.encode(), headers, body)
+        path = request.path.encode()
+        for is_fresh in (False, True):
+            exchange = await pool.send(b"POST", path, headers, body, is_fresh=is_fresh)
             self.exchange = exchange
             client.on_gone = exchange.fail
             if self._cut_reason:
@@ -248,12 +249,12 @@ class Answer:
             return None
         if self._client.started:
             return await self._successor()
-        model = self._request.model
-        if self._tried and not self._budget.take():
-            return None
-        if self._tried:
+        found = self._fleet.choose(self._key, self._request.model, exclude=self._tried)
+        if found is not None and self._tried:
+            if not self._budget.take():
+                return None
             self._metrics.retries.labels("failed" if self._failed else "refused").inc()
-        return self._fleet.choose(self._key, model, exclude=self._tried)
+        return found
 
     async def _successor(self) -> Replica | None:
         """Return a replica that can continue the stream; waits for one for some time."""

@@ -24,18 +24,20 @@ Headers = list[tuple[bytes, bytes]]
 _MAX_UNREAD_BYTES = 256 << 10
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_IDLE = 64
+# A connection that was kept for less is not closed for its idleness: its end is a failure.
+_STALE_AFTER_S = 1.0
 
 
 class Exchange:
     """One request and its response. status: 0 before there is one. last_s: when bytes came last."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, is_reused: bool) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, may_be_stale: bool) -> None:
         self.status = 0
         self.headers: Headers = []
         self.is_complete = False
         self.last_s = loop.time()
         self._loop = loop
-        self._is_reused = is_reused
+        self._may_be_stale = may_be_stale
         self._connection: _Connection | None = None
         self._pieces: deque[bytes] = deque()
         self._num_unread = 0
@@ -128,7 +130,7 @@ class Exchange:
         self._connection = None
         if self.is_complete or self._failure is not None:
             return
-        if self._is_reused and not self.status:
+        if self._may_be_stale and not self.status:
             self._failure = StaleConnection(why, is_suspect=False)
         else:
             self._failure = ReplicaFault(why, is_suspect=True)
@@ -146,6 +148,7 @@ class _Connection(asyncio.Protocol):
         self._headers: Headers = []
         self._head_bytes = 0
         self._keeps_alive = False
+        self.kept_s = 0.0
         self._loop = asyncio.get_running_loop()
 
     def send(self, exchange: Exchange, head: bytes, body: bytes) -> None:
@@ -183,12 +186,12 @@ class _Connection(asyncio.Protocol):
             self.abort()  # a kept connection has nothing to say
             return
         exchange.last_s = self._loop.time()
-        if not exchange.status:
-            self._head_bytes += len(data)
         try:
-            if self._head_bytes > _MAX_HEAD_BYTES and not exchange.status:
-                raise httptools.HttpParserError("the head is too long")
             parser.feed_data(data)
+            if not exchange.status:
+                self._head_bytes += len(data)
+                if self._head_bytes > _MAX_HEAD_BYTES:
+                    raise httptools.HttpParserError("the head is too long")
         except httptools.HttpParserError as error:
             self._exchange = None
             self.abort()
@@ -247,21 +250,30 @@ class ConnectionPool:
         self._idle: deque[_Connection] = deque()
 
     async def send(
-        self, method: bytes, path: bytes, headers: Sequence[tuple[bytes, bytes]], body: bytes
+        self,
+        method: bytes,
+        path: bytes,
+        headers: Sequence[tuple[bytes, bytes]],
+        body: bytes,
+        *,
+        is_fresh: bool = False,
     ) -> Exchange:
         """Send a request. Raises ReplicaFault where no connection can be made.
 
-        A kept connection that turns out to be closed fails with StaleConnection: send again.
+        A kept connection that turns out to be closed fails with StaleConnection: send again, once,
+        with is_fresh, on a new connection.
         """
         head = self._head(method, path, headers, len(body))
-        while self._idle:
+        loop = asyncio.get_running_loop()
+        while self._idle and not is_fresh:
             connection = self._idle.pop()
             if connection.is_open:
-                exchange = Exchange(asyncio.get_running_loop(), is_reused=True)
+                is_old = loop.time() - connection.kept_s > _STALE_AFTER_S
+                exchange = Exchange(loop, may_be_stale=is_old)
                 connection.send(exchange, head, body)
                 return exchange
         connection = await self._connect()
-        exchange = Exchange(asyncio.get_running_loop(), is_reused=False)
+        exchange = Exchange(loop, may_be_stale=False)
         connection.send(exchange, head, body)
         return exchange
 
@@ -286,6 +298,7 @@ class ConnectionPool:
     def keep(self, connection: _Connection) -> None:
         """Keep a connection for another request."""
         if len(self._idle) < _MAX_IDLE:
+            connection.kept_s = asyncio.get_running_loop().time()
             self._idle.append(connection)
         else:
             connection.abort()

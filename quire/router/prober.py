@@ -69,8 +69,10 @@ class Prober:
                 waiting.cancel()
                 await asyncio.sleep(0.02)  # failures of one replica come together
         finally:
-            for task in list(self._probing.values()):
+            probing = list(self._probing.values())
+            for task in probing:
                 task.cancel()
+            await asyncio.gather(*probing, return_exceptions=True)
 
     async def first_round(self) -> None:
         """Wait until each replica was probed once."""
@@ -144,8 +146,8 @@ class Prober:
             self._fleet.log.event(
                 "replica ready", replica=replica.name, models=",".join(replica.models)
             )
+            replica.progressed(now_s)
         replica.state, replica.reason, replica.is_fenced = "ready", "", False
-        replica.progressed(now_s)
         self._fleet.became_available()
 
     async def _read_models(self, replica: Replica) -> bool:
@@ -179,8 +181,8 @@ class Prober:
     ) -> tuple[int, Any]:
         pool, host = self._fleet.pool(replica), replica.url.shown.partition("//")[2]
         headers = [(b"host", host.encode()), *self._headers]
-        for _ in range(3):
-            exchange = await pool.send(b"GET", path, headers, b"")
+        for is_fresh in (False, True):
+            exchange = await pool.send(b"GET", path, headers, b"", is_fresh=is_fresh)
             try:
                 await exchange.head()
                 body = await exchange.body()

@@ -45,8 +45,8 @@ class RoutedRequest:
         options = self.fields.get("stream_options")
         self._options: Mapping[str, Any] = options if isinstance(options, dict) else {}
         self.shows_comments = bool(self._options.get("include_output_ids"))
-        given = self.fields.get("output_ids")
-        self.output_ids = array("q", given if isinstance(given, list) else ())
+        given = None if self.why_not else self.fields.get("output_ids")
+        self.output_ids = array("q", given or ())
         self.cursor: str | None = None
         self.num_delivered = 0
         if not self.why_not and self.fields.get("seed") is None:
