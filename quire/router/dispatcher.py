@@ -184,8 +184,8 @@ class Answer:
             await self._pass_on(attempt, exchange)
             return
         blocks = EventBlocks(shows_comments=request.shows_comments)
-        while data := await exchange.read():
-            for delta in blocks.push(data):
+        while received := await exchange.read():
+            for delta in blocks.push(received):
                 if delta.error is not None:
                     _check_final(delta.error)
                 if delta.cursor is not None:
@@ -204,11 +204,11 @@ class Answer:
     async def _pass_on(self, attempt: Attempt, exchange: Exchange) -> None:
         """Stream what cannot be continued."""
         client = self._client
-        while data := await exchange.read():
+        while received := await exchange.read():
             attempt.replica.progressed(self._loop.time())
             if not client.started:
                 await client.start(200, exchange.headers)
-            await client.write(data)
+            await client.write(received)
         if not client.started:
             await client.start(200, exchange.headers)
         await client.finish()

@@ -58,10 +58,10 @@ class EventBlocks:
         self._rest = b""
         self._pending: list[bytes] = []
 
-    def push(self, data: bytes) -> list[Delta]:
+    def push(self, received: bytes) -> list[Delta]:
         """Return the deltas that are complete now."""
         found: list[Delta] = []
-        *blocks, self._rest = (self._rest + data).split(b"\n\n")
+        *blocks, self._rest = (self._rest + received).split(b"\n\n")
         for block in blocks:
             if block.startswith(b":"):
                 cursor = _cursor_of(block)

@@ -1,4 +1,8 @@
-"""BoundedHeads: uvicorn's HTTP connection, with a bound on the size of a request's head."""
+"""BoundedHeads: uvicorn's HTTP connection, with a bound on the size of a request's head.
+
+uvicorn bounds heads for its other parser only. Always holds: a client that sends a head without an
+end is refused and closed after 64 KiB.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +26,11 @@ class BoundedHeads(HttpToolsProtocol):
         self._head_bytes = 0
         self._in_head = True
 
-    def data_received(self, data: bytes) -> None:
+    def data_received(self, received: bytes) -> None:
         """Parse more bytes, unless they belong to a head without an end."""
         if self._in_head:
-            self._head_bytes += len(data)
-        super().data_received(data)
+            self._head_bytes += len(received)
+        super().data_received(received)
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.transport.write(_TOO_LONG)
             self.transport.close()

@@ -180,16 +180,16 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
-    def data_received(self, data: bytes) -> None:
+    def data_received(self, received: bytes) -> None:
         exchange, parser = self._exchange, self._parser
         if exchange is None or parser is None:
             self.abort()  # a kept connection has nothing to say
             return
         exchange.last_s = self._loop.time()
         try:
-            parser.feed_data(data)
+            parser.feed_data(received)
             if not exchange.status:
-                self._head_bytes += len(data)
+                self._head_bytes += len(received)
                 if self._head_bytes > _MAX_HEAD_BYTES:
                     raise httptools.HttpParserError("the head is too long")
         except httptools.HttpParserError as error:

@@ -32,7 +32,7 @@ class _Health(msgspec.Struct):
 
 
 class _Models(msgspec.Struct):
-    data: list[dict[str, Any]]
+    entries: list[dict[str, Any]] = msgspec.field(name="data")
 
 
 class Prober:
@@ -160,13 +160,13 @@ class Prober:
             return False
         found = {
             str(entry["id"]): str(entry.get("system_fingerprint", ""))
-            for entry in models.data
+            for entry in models.entries
             if "id" in entry
         }
         if replica.models and found != replica.models:
             self._fleet.log.warning("models of a replica changed", replica=replica.name)
             self._fence(replica, "changed", "it serves another model now; it is checked again")
-        replica.models, replica.model_entries = found, models.data
+        replica.models, replica.model_entries = found, models.entries
         self._read_models_s[replica] = self._loop.time()
         return True
 

@@ -93,13 +93,13 @@ class Replica:
             self._gaps.append(gap_s)
         self.progress_s = now_s
 
-    def stall_s(self, least_s: float) -> float:
-        """Return how long it may make no progress: a multiple of the usual, at least `least_s`."""
+    def stall_s(self, min_s: float) -> float:
+        """Return how long it may make no progress: a multiple of the usual, at least `min_s`."""
         if not self._gaps:
-            return least_s
+            return min_s
         ordered = sorted(self._gaps)
         usual_s = ordered[int(0.99 * (len(ordered) - 1))]
-        return min(max(_STALL_MULTIPLE * usual_s, least_s), _MAX_STALL_FACTOR * least_s)
+        return min(max(_STALL_MULTIPLE * usual_s, min_s), _MAX_STALL_FACTOR * min_s)
 
     def fence(self, state: str, reason: str) -> None:
         """Send nothing until it was checked again; end what is open there."""

@@ -1,4 +1,8 @@
-"""Metrics of a router in Prometheus' text format, from a registry of its own."""
+"""Metrics of a router in Prometheus' text format, from a registry of its own.
+
+Counters are increased where things happen; gauges of replicas are read when they are scraped. Names
+begin with `quire_router_`, so that they stand beside those of the replicas.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,12 @@
-"""The policies by name."""
+"""The policies by name.
+
+settings.POLICIES lists the names, so that the command line needs none of the policies. Always
+holds: each name there has a policy here.
+"""
 
 from __future__ import annotations
 
-from quire.router.policies.least_tokens import LeastTokens
+from quire.router.policies.fewest_tokens import FewestTokens
 from quire.router.policies.policy import Policy
 from quire.router.policies.power_of_two import PowerOfTwo
 from quire.router.policies.round_robin import RoundRobin
@@ -17,7 +21,7 @@ def make_policy(settings: RouterSettings) -> Policy:
     if settings.policy == "round-robin":
         return RoundRobin()
     if settings.policy == "least-tokens":
-        return LeastTokens()
+        return FewestTokens()
     if settings.policy == "power-of-two":
         return PowerOfTwo()
     if settings.policy == "session-affinity":

@@ -1,4 +1,8 @@
-"""Round robin: each replica in turn."""
+"""Round robin: each replica in turn.
+
+Knows neither load nor prompts. Always holds: of replicas that stay available, each is chosen once
+before any is chosen twice.
+"""
 
 from __future__ import annotations
 

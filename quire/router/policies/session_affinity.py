@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from quire.router.policies.least_tokens import LeastTokens
+from quire.router.policies.fewest_tokens import FewestTokens
 from quire.router.policies.policy import PlainPolicy, RouteKey
 from quire.router.replica import Replica
 
@@ -18,7 +18,7 @@ class SessionAffinity(PlainPolicy):
     """The session is `prompt_cache_key`, or the header `x-session-id`."""
 
     def __init__(self) -> None:
-        self._others = LeastTokens()
+        self._others = FewestTokens()
 
     def choose(self, replicas: Sequence[Replica], key: RouteKey) -> Replica:
         """Return the replica of the session."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.router.policies.least_tokens import LeastTokens
+from quire.router.policies.fewest_tokens import FewestTokens
 from quire.router.policies.policy import RouteKey
 from quire.router.prefix_history import PrefixHistory
 from quire.router.replica import Replica
@@ -21,7 +21,7 @@ class WarmCache:
     def __init__(self, history: PrefixHistory, backlog_tokens: int) -> None:
         self._history = history
         self._backlog_tokens = backlog_tokens
-        self._others = LeastTokens()
+        self._others = FewestTokens()
         self.matched_blocks_total = 0
         self.blocks_total = 0
 

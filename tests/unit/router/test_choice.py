@@ -105,7 +105,7 @@ def test_round_robin_takes_turns() -> None:
     assert chosen == [0, 1, 2, 0, 1, 2]
 
 
-def test_least_tokens_and_power_of_two_avoid_the_loaded_one() -> None:
+def test_fewest_tokens_and_power_of_two_avoid_the_loaded_one() -> None:
     replicas = _replicas(3)
     _load(replicas[0], 1000)
     policy = make_policy(RouterSettings(policy="least-tokens"))

@@ -1,4 +1,4 @@
-"""Failover: who gets a stream next, what it is asked, and when it ends with an error instead."""
+"""Failover: where a stream goes on, with which request, and when it ends with an error instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Least tokens: the replica with the fewest open tokens; equals take turns."""
+"""Least tokens: the replica with the fewest open tokens; equals take turns.
+
+Open tokens are those of prompts without output yet, and of expected output, of the requests that
+this router has sent.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from quire.router.policies.round_robin import RoundRobin
 from quire.router.replica import Replica
 
 
-class LeastTokens(PlainPolicy):
+class FewestTokens(PlainPolicy):
     """Tokens of prompts without output yet, and of expected output."""
 
     def __init__(self) -> None:
