@@ -46,6 +46,7 @@ class Engine(Protocol):
         cache_salt: str = "",
         terms: SchedulingParams = DEFAULT_SCHEDULING,
         text_rules: TextRules = PLAIN_TEXT,
+        output_ids: Sequence[int] = (),
     ) -> AsyncIterator[TextDelta]: ...
 
     def num_waiting(self, request_id: str) -> int: ...

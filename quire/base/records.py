@@ -58,7 +58,8 @@ class Request:
     default one), `priority` (lower is served earlier), `deadline_ms` (the whole answer),
     `ttft_slo_ms` (its first token) and `tpot_slo_ms` (each further one, on average); deadline and
     ttft count from arrival_ms, None where not requested. explain_cache: its outputs have a
-    cache_use. report_progress: each chunk of its prompt but the last gives an output.
+    cache_use. report_progress: each chunk of its prompt but the last gives an output. output_ids:
+    tokens of the answer that are known already, as after a preemption; outputs begin after them.
     """
 
     request_id: str
@@ -79,6 +80,14 @@ class Request:
     explain_cache: bool = False
     report_progress: bool = False
     speculation: Speculation | None = None
+    output_ids: Int32s = field(default_factory=lambda: NO_INTS)
+
+    @property
+    def known_ids(self) -> Int32s:
+        """Return the tokens that are known at its arrival: the prompt, then `output_ids`."""
+        if not len(self.output_ids):
+            return np.ascontiguousarray(self.prompt_ids, np.int32)
+        return np.concatenate((self.prompt_ids, self.output_ids), dtype=np.int32)
 
 
 @dataclass(slots=True)  # made per event: frozen or by keywords it takes three times as long

@@ -67,7 +67,7 @@ class RequestTable:
     def token_limit(self, request: Request) -> int | None:
         """Return the most tokens `request` may have; None where it may not fit (see checks)."""
         prompt, sampling, limits = len(request.prompt_ids), request.sampling, self._limits
-        least = prompt + (sampling.max_tokens != 0)
+        least = prompt + len(request.output_ids) + (sampling.max_tokens != 0)
         limit = min(
             request.max_total_tokens, limits.max_model_len, self._shares.max_tokens(request)
         )

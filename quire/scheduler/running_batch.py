@@ -112,7 +112,8 @@ class RunningBatch:
         self.goal[slot] = known
         self.ceiling[slot] = self.longest[slot] = max(sequence.limit - 1, num_prompt_tokens)
         self.stored[slot] = stored
-        self.next_event[slot] = known + 1 if known == num_prompt_tokens else sequence.limit
+        first_ms = sequence.times.first_token_ms
+        self.next_event[slot] = sequence.limit if first_ms == first_ms else known + 1  # NaN: none
         # An empty slot has what most requests have of the following; release() sees to that.
         if sequence.limit == num_prompt_tokens:
             self._without_output[slot] = True
@@ -123,7 +124,7 @@ class RunningBatch:
         if sequence.scores is not None and sequence.has_positions_to_score:
             self._scored_until[slot] = num_prompt_tokens - 1
             self._num_scored += 1
-        if known > num_prompt_tokens:
+        if first_ms == first_ms:
             self.last_token_ms[slot] = sequence.times.last_token_ms
         if sequence.preemption.mirostat_mu:
             self.mirostat_mus[slot] = sequence.preemption.mirostat_mu

@@ -127,8 +127,7 @@ class Scheduler:
             num_free = len(self._batch.free_slots)
             check_queue_room(limits, self.predictor, self._queue, num_free, request)
         self._tenants.check_queue(request, self.predictor.retry_after_s)
-        token_ids = np.ascontiguousarray(request.prompt_ids, np.int32)
-        sequence = SequenceState(request, self._num_arrivals, limit, token_ids)
+        sequence = SequenceState(request, self._num_arrivals, limit, request.known_ids)
         self._num_arrivals += 1
         if request.speculation is not None and self._drafts is not None:
             self._drafts.note(sequence)

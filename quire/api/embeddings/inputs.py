@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.api.embeddings.fields import SIDES
 from quire.api.engine_protocol import Engine
 from quire.api.generation.fields import flag
 from quire.api.generation.request_context import (
@@ -20,8 +19,8 @@ from quire.api.generation.request_context import (
     check_text_bytes,
     checked_ids,
     encode,
-    num_kept_tokens,
 )
+from quire.api.generation.truncation import kept_tokens
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
 from quire.text.tokenizer import Tokenizer
@@ -41,18 +40,12 @@ class Cutting:
 
 def cutting_of(given: Mapping[str, Any], engine: Engine) -> Cutting:
     """Return the fields about length. Raises InvalidParameter."""
-    side = given.get("truncation_side", "right")
-    if side not in SIDES:
-        raise InvalidParameter(
-            f'truncation_side is {show(side)}; "right" (the end of the input is cut off) or "left" '
-            "is allowed",
-            param="truncation_side",
-        )
-    keep = num_kept_tokens(given, engine, 0)
+    kept = kept_tokens(given, engine, 0, default_side="right")
+    keep = None if kept is None else abs(kept.start or kept.stop)
     return Cutting(
         adds_special=flag(given, "add_special_tokens", default=True),
         keep_tokens=None if keep is None else min(keep, engine.card.max_model_len),
-        from_left=side == "left",
+        from_left=kept is not None and kept.stop is None,
     )
 
 

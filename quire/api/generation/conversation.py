@@ -264,7 +264,7 @@ def parsing_of(
         reading,
         tools,
         prompt=conversation.text,
-        request_id=request.request_id,
+        request_id=request.answer_id,
         includes_reasoning=includes_reasoning,
         call_prefix=call_prefix,
     )

@@ -99,7 +99,8 @@ _EVERYWHERE = (
     }
 )
 # Routes with texts as answers.
-_TEXTS = _EVERYWHERE | {"add_special_tokens", "response_format", "return_token_ids"}
+_CONTINUED = {"output_ids", "output_cursor"}
+_TEXTS = _EVERYWHERE | _CONTINUED | {"add_special_tokens", "response_format", "return_token_ids"}
 _TEXTS |= {"echo", "return_tokens_as_token_ids"}
 COMPLETIONS = _TEXTS | {"prompt", "suffix"}
 # Fields beside messages that change the prompt.
@@ -125,7 +126,7 @@ _CHAT_ONLY = {
 }
 CHAT = _TEXTS | _TEMPLATE | _CHAT_ONLY
 # Token ids in and out: no fields of texts.
-GENERATE = (_EVERYWHERE - {"logprob_token_ids"}) | {"tokens"}
+GENERATE = (_EVERYWHERE - {"logprob_token_ids"}) | _CONTINUED | {"tokens"}
 CONVERSATION = _TEMPLATE | {"messages"}
 APPLY_TEMPLATE = CONVERSATION | {"model"}
 TOKENIZE = APPLY_TEMPLATE | {"prompt", "content", "add_special_tokens", "return_token_strs"}

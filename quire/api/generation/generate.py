@@ -22,6 +22,12 @@ from starlette.responses import Response
 from quire.api.engine_protocol import Engine
 from quire.api.generation.answer_json import speeds_json, usage_json
 from quire.api.generation.choice_streams import Choice, ChoiceStreams, Prompt, PromptState
+from quire.api.generation.continued_answer import (
+    CONTINUATION,
+    Cursor,
+    continued_streams,
+    read_cursor,
+)
 from quire.api.generation.fields import SCHEDULING, flag, limited
 from quire.api.generation.request_context import RequestContext, open_request
 from quire.api.generation.speculation_fields import speculation_params
@@ -29,6 +35,7 @@ from quire.api.generation.usage import Usage, UsageOptions
 from quire.api.http.dialect import Dialect
 from quire.api.http.request_io import disconnect_of, run_until_disconnect
 from quire.api.server_state import OpenRequest, Requester, RequestProgress, ServerState
+from quire.api.streaming.continuable_events import continuable
 from quire.api.streaming.event_stream import Events, EventStream, Writer
 from quire.api.streaming.resumable_stream import FollowStream, ResumableStream
 from quire.base.errors import InvalidParameter, QuireError
@@ -38,7 +45,10 @@ from quire.base.show import show
 from quire.config.server_config import ServerConfig
 from quire.config.tenants import ONLY_TENANT, Tenant
 
-STREAM_OPTIONS = {"include_usage", "include_obfuscation", "continuous_usage_stats", "resumable"}
+STREAM_OPTIONS = {
+    *("include_usage", "include_obfuscation", "continuous_usage_stats", "resumable"),
+    "include_output_ids",
+}
 MAX_SALT_CHARS = 256
 # Surrounds a cache scope; no salt of a request may begin with it.
 _SEAL = "\0"
@@ -67,12 +77,13 @@ class Envelope:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamOptions:
     """Options of a stream. include_usage: a last chunk has the usage. continuous_usage,
-    continuous_timings: every chunk has them so far."""
+    continuous_timings: every chunk has them so far. output_ids: see ContinuableEvents."""
 
     include_usage: bool = False
     continuous_usage: bool = False
     continuous_timings: bool = False
     resumable: bool = False
+    output_ids: bool = False
 
 
 class ChunkWriter:
@@ -174,11 +185,12 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
         terms = replace(terms, speculation=await speculation_params(context))
     stream = flag(given, "stream")
     options = _stream_options(given, stream=stream)
+    cursor = read_cursor(given, context) if "output_cursor" in given else None
     generation_request = GenerationRequest(
         context=context,
         given=given,
         engine=engine,
-        envelope=_envelope(server_state, context),
+        envelope=_envelope(server_state, context, cursor),
         stream_options=options,
         config=server_state.config,
     )
@@ -195,7 +207,12 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
             await server_state.lifecycle.wait_while_paused()
             server_state.engine()  # it may have died meanwhile
         job = await route.read(generation_request)
-        answers = ChoiceStreams(
+        make_streams: Callable[..., ChoiceStreams] = ChoiceStreams
+        if not CONTINUATION.isdisjoint(given):
+            make_streams = continued_streams(
+                given, job.prompts, job.writer, cursor, engine.card.vocab_size
+            )
+        answers = make_streams(
             engine,
             server_state.metrics,
             job.prompts,
@@ -211,14 +228,19 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
         if not stream:
             return await _encoded(job, await answers.whole(), answers.usage)
         _refuse_ranked(job.prompts)
-        events = Events(
+        make_events: Callable[..., Events] = Events
+        if options.output_ids:
+            make_events = continuable(generation_request.envelope, job.prompts, options)
+        events = make_events(
             answers,
             job.writer,
             route.dialect,
-            open_.id,
+            context.answer_id,
             continuous_usage=options.continuous_usage or options.continuous_timings,
             reports_progress=terms.report_progress,
         )
+        if cursor is not None:
+            events.number = cursor.num_events
         if options.resumable and server_state.resumable_streams.has_room():
             return _resumable(server_state, context, events, open_)
         return EventStream(server_state, events, context.headers(), context.deadline, open_)
@@ -242,11 +264,13 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
     return Response(answered, headers=context.headers(), media_type="application/json")
 
 
-def _envelope(server_state: ServerState, context: RequestContext) -> Envelope:
+def _envelope(
+    server_state: ServerState, context: RequestContext, cursor: Cursor | None
+) -> Envelope:
     card = context.engine.card
     return Envelope(
-        id=context.request_id,
-        created_s=int(time.time()),
+        id=context.answer_id,
+        created_s=int(time.time()) if cursor is None else cursor.created_s,
         model=card.name,
         fingerprint=server_state.fingerprint(card),
     )
@@ -330,6 +354,7 @@ def _stream_options(given: Mapping[str, Any], *, stream: bool) -> StreamOptions:
         continuous_usage=bool(options.get("continuous_usage_stats")),
         continuous_timings=flag(given, "timings_per_token"),
         resumable=bool(options.get("resumable")),
+        output_ids=bool(options.get("include_output_ids")),
     )
 
 

@@ -50,7 +50,7 @@ class RequestContext:
         self.engine = engine
         self.config = server_state.config
         self.given = given
-        self.request_id = request_id
+        self.request_id = self.answer_id = request_id
         self.deadline = deadline
         self._thread_pools = server_state.thread_pools
         self._is_large = is_large

@@ -17,15 +17,17 @@ TRUNCATION = frozenset({"truncate_prompt_tokens", "truncation_side"})
 SIDES = ("left", "right")
 
 
-def kept_tokens(given: Mapping[str, Any], engine: Engine, max_tokens: int | None) -> slice | None:
+def kept_tokens(
+    given: Mapping[str, Any], engine: Engine, max_tokens: int | None, default_side: str = "left"
+) -> slice | None:
     """Return the tokens of a prompt to keep; None for all. Raises InvalidParameter.
 
-    From the end, or with truncation_side "right" from the beginning. -1 keeps what the context has
-    room for beside max_tokens (or one token).
+    Those of its end with truncation_side "left", which cuts off the beginning, or of its beginning
+    with "right". -1 keeps what the context has room for beside max_tokens (or one token).
     """
     if TRUNCATION.isdisjoint(given):
         return None
-    value, side = given.get("truncate_prompt_tokens"), given.get("truncation_side", "left")
+    value, side = given.get("truncate_prompt_tokens"), given.get("truncation_side", default_side)
     if side not in SIDES:
         raise InvalidParameter(
             f'truncation_side is {show(side)}; "left" (keep the end) and "right" (keep the '

@@ -112,6 +112,7 @@ class TokenGenerateWriter(ChunkWriter):
         super().__init__(envelope.frame("generation"), options)
         self._wants_logprobs = wants_logprobs
         self._num_prompt_top = num_prompt_top
+        self._begun: set[int] = set()
 
     def whole(self, choices: Sequence[Sequence[Choice]], usage: Usage) -> dict[str, Any]:
         """Return the body of a response that is not streamed."""
@@ -135,13 +136,16 @@ class TokenGenerateWriter(ChunkWriter):
         }
 
     def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
-        """Yield one chunk: the new ids."""
+        """Yield one chunk: the new ids; the first of a choice has its seed."""
         choice: dict[str, Any] = {
             "index": delta.index,
             "tokens": delta.token_ids,
             **self._logprobs(delta.logprobs),
             "finish_reason": delta.finish_reason,
         }
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            choice["seed"] = delta.seed
         if delta.finish_reason is not None:
             choice |= {"stop_reason": delta.stop_reason, "seed": delta.seed}
         yield {**self._frame, "choices": [choice], **self._scored(delta.prompt_logprobs)}

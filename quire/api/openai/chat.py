@@ -169,7 +169,8 @@ class ChatWriter(ChunkWriter):
             self._begun[delta.index] = parser
             role = {"role": "assistant", "content": "", "refusal": None}
             more = self._prompt_fields(delta.prompt_logprobs, begins=begins)
-            yield {**self._chunk(delta.index, role), **more}
+            seed = {} if self._returned.prompt_ids is None else dict[str, Any](seed=delta.seed)
+            yield {**self._chunk(delta.index, role, **seed), **more}
             if self._returned.echo:
                 yield self._chunk(delta.index, {"content": self._returned.echo})
         parser, reason = self._begun[delta.index], delta.finish_reason

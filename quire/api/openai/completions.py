@@ -190,6 +190,8 @@ class CompletionWriter(ChunkWriter):
         if begins:
             choice |= self._scored.get(prompt, {})
         choice |= self._ids(prompt, delta.token_ids, begins=begins)
+        if begins and self._returns_ids:
+            choice["seed"] = delta.seed
         if delta.finish_reason is not None:
             choice |= {"stop_reason": delta.stop_reason, "seed": delta.seed}
         yield self._chunk([choice])

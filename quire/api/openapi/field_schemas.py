@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from quire.api.generation.continued_answer import CURSOR
 from quire.api.generation.conversation import EFFORTS, MAX_MESSAGES
 from quire.api.generation.field_forms import MAX_BIAS_TEXT_CHARS
 from quire.api.generation.fields import CHAT, GENERATE
@@ -317,6 +318,8 @@ def _other_rows(known: Known) -> dict[str, Schema]:
         },
         "tokens": list_of(token_id),
         "content": TEXT,
+        "output_ids": list_of(token_id),
+        "output_cursor": {"type": "string", "pattern": f"^{CURSOR}$"},
         "stream": FLAG,
         "stream_options": object_of({name: or_null(FLAG) for name in sorted(STREAM_OPTIONS)}),
         "top_logprobs": {

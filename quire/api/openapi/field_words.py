@@ -101,6 +101,10 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "stop": "End before one of these strings.",
         "stop_sequences": "End before one of these strings.",
         "stop_token_ids": "End with one of these tokens.",
+        "output_ids": "Tokens of the answer that the client has: the answer continues after them. "
+        "They count as output; one prompt, n = 1, and the seed of the answer.",
+        "output_cursor": "With output_ids: where the stream stood after them, as its last comment "
+        "had it.",
         "include_stop_str_in_output": "Keep the stop string in the answer.",
         "ignore_eos": "Continue after the end-of-text token.",
         "skip_special_tokens": "Special tokens have no text in the answer; true by default.",
@@ -168,7 +172,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "stream": "Send the answer as server-sent events while it is generated.",
         "stream_options": "include_usage: one more chunk with the usage. "
         "continuous_usage_stats: the usage so far in every chunk. resumable: the stream "
-        "can be resumed after a disconnect.",
+        "can be resumed after a disconnect. include_output_ids: a comment after the events of each "
+        "delta has what a request needs to continue the answer.",
         "cache_control": "A breakpoint of the cache; without effect, since every prefix is cached.",
         "metadata": "user_id: a label of the user; without effect.",
         "store": "Keep the response, for GET and previous_response_id; true by default.",

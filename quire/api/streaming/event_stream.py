@@ -69,8 +69,8 @@ class Writer(Protocol):
 class Events:
     """Write the events of one request, numbered from 1.
 
-    continuous_usage: every chunk has the usage so far. reports_progress: events of prompt progress
-    precede the first chunk of each prompt.
+    number: of the last event. continuous_usage: every chunk has the usage so far.
+    reports_progress: events of prompt progress precede the first chunk of each prompt.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Events:
         # Prompts with progress still to be reported.
         self._in_progress = set(range(len(answers.prompts))) if reports_progress else set()
         self._writer = writer
-        self._number = 0
+        self.number = 0
         # By prompt and choice: the bytes before and after the text of a chunk that has only text,
         # and the kind of its event.
         self._around: dict[tuple[int, int], tuple[bytes, bytes, str]] = {}
@@ -176,8 +176,8 @@ class Events:
         return self.framing.event(self._next_number(), payload, chunk.get("type", ""))
 
     def _next_number(self) -> int:
-        self._number += 1
-        return self._number
+        self.number += 1
+        return self.number
 
 
 class PacedResponse(Response):

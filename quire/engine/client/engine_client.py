@@ -213,13 +213,14 @@ class EngineClient:
         cache_salt: str = "",
         terms: SchedulingParams = DEFAULT_SCHEDULING,
         text_rules: TextRules = PLAIN_TEXT,
+        output_ids: Sequence[int] = (),
     ) -> AsyncGenerator[TextDelta, None]:
         """Stream the n choices of one request, interleaved; each delta has its `index`.
 
         With best_of above n, and with beams, each choice comes as one delta at the end.
         Indexes count from `first_stream`: requests that share a seed and differ in it draw
         different noise. Requests with different `cache_salt` share no prefix; answers do not
-        depend on it.
+        depend on it. output_ids: known tokens of the answer; deltas begin after them.
 
         An async generator: close it (`aclose`) to abort what still runs. Raises at the first
         step RequestError where the request cannot be served (ContextTooLong with both numbers),
@@ -239,6 +240,7 @@ class EngineClient:
             terms=terms,
             encoder=self.tokenizer,
             shown_ids=text_rules.shown_ids,
+            output_ids=output_ids,
         )
         unread, stream_ids = self._register(request_id, requests, text_rules)
         ranking = Ranking(sampling, first_stream) if sampling.is_ranked else None

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from quire.base.records import Request, RequestOutput
+from quire.engine.output.continued_stream import ContinuedStream
 from quire.engine.output.output_stream import PLAIN_TEXT, OutputStream, TextDelta, TextRules
 from quire.engine.process.messages import Outputs
 from quire.text.tokenizer import Tokenizer
@@ -57,7 +58,9 @@ class OpenStreams(Generic[Owner]):
     ) -> None:
         """Expect outputs of these requests; the text goes to `owner`."""
         for request in requests:
-            self._open[request.request_id] = (OutputStream(tokenizer, request, rules), owner)
+            is_new = not (len(request.output_ids) or rules.held_tokens)
+            stream = (OutputStream if is_new else ContinuedStream)(tokenizer, request, rules)
+            self._open[request.request_id] = (stream, owner)
 
     def take(self, message: Outputs) -> tuple[list[tuple[Owner, TextDelta]], tuple[str, ...]]:
         """Return each owner's deltas, and the ids of streams that ended before the engine knew.

@@ -14,6 +14,7 @@ from quire.base.errors import ContextTooLong, InvalidParameter
 from quire.base.records import NO_RULES, Request, TokenRules
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
+from quire.engine.client.output_ids import check_output_ids
 from quire.engine.client.pooling_checks import check_task
 from quire.engine.client.speculation import NO_WISHES, speculation_of
 from quire.engine.client.token_rules import Encoder, token_rules
@@ -32,15 +33,16 @@ def make_requests(
     terms: SchedulingParams = DEFAULT_SCHEDULING,
     encoder: Encoder | None = None,
     shown_ids: Collection[int] = (),
+    output_ids: Sequence[int] = (),
 ) -> tuple[Request, ...]:
     """The streams of one caller's request; stream i has the id "<request_id>/<i>".
 
     There are n, or best_of where the best of them are to be found; beams have n: the scheduler
     knows how many it needs. All have the same seed; their noise differs by stream, numbered from
     `first_stream`. encoder: the model's tokenizer, needed where the parameters hold words.
-    shown_ids: special tokens that are text in the answer in any case. Raises InvalidParameter for
-    ids the model does not have and for an empty prompt, ContextTooLong where no output fits (none
-    is needed where max_tokens is 0).
+    shown_ids: special tokens that are text in the answer in any case. output_ids: known tokens of
+    the answer. Raises InvalidParameter for ids the model does not have and for an empty prompt,
+    ContextTooLong where no output fits (none is needed where max_tokens is 0).
     """
     prompt = _prompt(card, prompt_ids)
     if sampling.pooling is not None or not card.generates:
@@ -62,6 +64,8 @@ def make_requests(
     if terms.speculation is not None or card.speculates:
         speculation = speculation_of(card, terms.speculation or NO_WISHES)
     limit = room_tokens if sampling.max_tokens is None else sampling.max_tokens
+    if len(output_ids):
+        check_output_ids(output_ids, sampling, stop_ids, card.vocab_size, max_tokens=limit)
     return tuple(
         Request(
             request_id=f"{request_id}/{stream}",
@@ -82,6 +86,7 @@ def make_requests(
             explain_cache=terms.return_cached_tokens_details,
             report_progress=terms.report_progress and stream == first_stream,
             speculation=speculation,
+            output_ids=np.array(output_ids, np.int32),
         )
         for stream in range(first_stream, first_stream + num_streams)
     )

@@ -212,4 +212,4 @@ class SlotAllocator:
             fetched_tokens = sequence.kv.num_fetched_blocks * self._cache.block_size
             self.tier_hit_tokens_total[self._tier] += min(fetched_tokens, num_found)
         if not sequence.was_admitted:
-            sequence.kv.cached_tokens = num_found
+            sequence.kv.cached_tokens = min(num_found, sequence.num_prompt_tokens)

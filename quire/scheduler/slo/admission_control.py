@@ -34,7 +34,7 @@ def check_request(
 
     Raises ContextTooLong and InvalidParameter for what can never run.
     """
-    prompt, room = len(request.prompt_ids), limits.max_model_len
+    prompt, room = len(request.prompt_ids) + len(request.output_ids), limits.max_model_len
     most = limits.max_num_seqs + limits.max_queued_requests
     num_sequences = request.sampling.num_sequences
     if num_sequences > most:
@@ -44,10 +44,11 @@ def check_request(
             f"{limits.max_queued_requests} may wait here: at most {most} are allowed",
             param=param,
         )
-    if prompt < 1:
+    if not len(request.prompt_ids):
         raise InvalidParameter("the prompt has no tokens; at least one is needed", param="prompt")
     least = 0 if request.sampling.max_tokens == 0 else 1  # 0: it is scored, and no more
-    found = f"the prompt has {prompt} tokens" + " and one must be generated" * least
+    given = "the prompt has" if not len(request.output_ids) else "prompt and output_ids have"
+    found = f"{given} {prompt} tokens" + " and one must be generated" * least
     if prompt + least > room:
         raise ContextTooLong(
             f"{found}; the context length is {room} tokens: shorten the prompt", param="prompt"
@@ -94,7 +95,8 @@ def check_queue_room(
             f"try again later{_in_about(predictor)}",
             retry_after_s=predictor.retry_after_s(),
         )
-    tokens, max_tokens = len(request.prompt_ids), limits.max_queued_tokens
+    tokens = len(request.prompt_ids) + len(request.output_ids)
+    max_tokens = limits.max_queued_tokens
     # A prompt longer than all that may wait has its turn when nothing else waits.
     if max_tokens and len(queue) and queue.num_tokens + tokens > max_tokens:
         raise OverloadedError(

@@ -1,0 +1,89 @@
+"""ContinuableEvents: a stream that also reports what is needed to continue it elsewhere.
+
+With stream_options.include_output_ids a comment follows the events of each delta:
+
+    : {"output_ids": [411, 7], "output_cursor": "chatcmpl-...:1795648853:12:0", "seed": 42}
+
+A client that has all comments up to one, and all events before it, has an exact prefix of the
+stream: the `output_ids` joined, the last `output_cursor` and the seed (in the first comment) are
+the fields of a request that continues it. Comments are no events to other clients. Knows no
+dialect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+
+from quire.api.generation.choice_streams import Prompt
+from quire.api.generation.continued_answer import Cursor
+from quire.api.streaming.event_stream import Events
+from quire.base.errors import InvalidParameter
+from quire.engine.output.text_delta import TextDelta
+
+
+class AnswerNames(Protocol):
+    """The id and the time of an answer."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def created_s(self) -> int: ...
+
+
+class StreamFlags(Protocol):
+    """Whether a stream can be resumed by its id."""
+
+    @property
+    def resumable(self) -> bool: ...
+
+
+class ContinuableEvents(Events):
+    """As Events, of one prompt and one choice."""
+
+    def __init__(self, *arguments: Any, names: AnswerNames, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._names = names
+        self._is_first = True
+
+    def _of_delta(self, prompt: int, delta: TextDelta) -> list[bytes]:
+        events = super()._of_delta(prompt, delta)
+        if delta.prompt_progress is not None or delta.finish_reason is not None:
+            return events
+        cursor = Cursor(
+            answer_id=self._names.id,
+            created_s=self._names.created_s,
+            num_events=self.number,
+            held_tokens=delta.held_tokens,
+        )
+        fields: dict[str, Any] = {"output_ids": delta.token_ids, "output_cursor": str(cursor)}
+        if self._is_first:
+            self._is_first = False
+            fields["seed"] = delta.seed
+        return [*events, b": %b\n\n" % msgspec.json.encode(fields)]
+
+
+def continuable(
+    names: AnswerNames, prompts: Sequence[Prompt], options: StreamFlags
+) -> Callable[..., Events]:
+    """Return what makes the events of a stream that reports its output ids.
+
+    Raises InvalidParameter for several choices, and for a stream that is kept for its client.
+    """
+    if options.resumable:
+        raise InvalidParameter(
+            "stream_options has include_output_ids and resumable; a client needs one of the two "
+            "to go on after a break: leave the other out",
+            param="stream_options",
+        )
+    if len(prompts) != 1 or prompts[0].sampling.num_sequences != 1:
+        raise InvalidParameter(
+            f"stream_options.include_output_ids is given with {len(prompts)} prompts and n "
+            f"{prompts[0].sampling.n}; one prompt and n = 1 are allowed: leave it out",
+            param="stream_options",
+        )
+    return partial(ContinuableEvents, names=names)

@@ -1,0 +1,108 @@
+"""Admission: whether the router takes a request, and when a refused client should come again.
+
+429 where the client's key has too many open requests: only that client should slow down. 503 where
+the router or all replicas are full or gone: any client may try again later. `Retry-After` is the
+time in which the open tokens drain at the rate of the last seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+
+from quire.router.faults import Refusal
+from quire.router.fleet import Fleet
+
+_SHORTEST_S, _LONGEST_S = 1.0, 60.0
+_RATE_S = 10.0
+
+
+class Admission:
+    """num_open: requests that were admitted and have not ended."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._settings = fleet.settings
+        self._per_key: Counter[bytes] = Counter()
+        self._drained_tokens = 0.0
+        self._since_s = 0.0
+        self.num_open = 0
+        self.is_draining = False
+
+    def admit(self, headers: list[tuple[bytes, bytes]]) -> bytes:
+        """Count a request; return its key for `leave`. Raises Refusal."""
+        if self.is_draining:
+            raise Refusal(
+                503,
+                "shutting_down",
+                "the router is shutting down and accepts no new requests; use another router",
+                retry_after_s=max(self._settings.grace_s, 1.0),
+            )
+        if self.num_open >= self._settings.max_open:
+            raise Refusal(
+                503,
+                "overloaded",
+                f"{self.num_open} requests are open and at most {self._settings.max_open} may be "
+                "(--max-open-requests); try again later",
+                retry_after_s=self.retry_after_s(),
+            )
+        key = _key_of(headers)
+        most = self._settings.max_open_per_key
+        if most and self._per_key[key] >= most:
+            raise Refusal(
+                429,
+                "too_many_requests",
+                f"this key has {self._per_key[key]} open requests and may have {most} "
+                "(--max-open-per-key); wait until one has ended",
+                retry_after_s=_SHORTEST_S,
+            )
+        self.num_open += 1
+        self._per_key[key] += 1
+        return key
+
+    def leave(self, key: bytes) -> None:
+        """Count a request no more."""
+        self.num_open -= 1
+        self._per_key[key] -= 1
+        if not self._per_key[key]:
+            del self._per_key[key]
+
+    def drained(self, tokens: int, now_s: float) -> None:
+        """Note tokens that were computed; old ones fade."""
+        past_s = now_s - self._since_s
+        self._since_s = now_s
+        self._drained_tokens *= max(1.0 - past_s / _RATE_S, 0.0)
+        self._drained_tokens += tokens
+
+    def retry_after_s(self) -> float:
+        """Return in how many seconds the open tokens will be computed."""
+        backlog = sum(one.backlog_tokens for one in self._fleet.replicas.values())
+        rate = self._drained_tokens / _RATE_S
+        predicted_s = backlog / rate if rate else _SHORTEST_S
+        return min(max(predicted_s, _SHORTEST_S), _LONGEST_S)
+
+    def unavailable(self, model: str) -> Refusal:
+        """Return the refusal of a request that no replica can take now."""
+        if not self._fleet.knows(model):
+            served = sorted({name for one in self._fleet.replicas.values() for name in one.models})
+            return Refusal(
+                404,
+                "model_not_found",
+                f"model {model!r} is not served here; {' or '.join(map(repr, served))} is",
+                param="model",
+            )
+        states = ", ".join(f"{one.name} {one.state}" for one in self._fleet.replicas.values())
+        return Refusal(
+            503,
+            "no_replica",
+            f"no replica is available ({states}); try again later",
+            retry_after_s=self.retry_after_s(),
+        )
+
+
+def _key_of(headers: list[tuple[bytes, bytes]]) -> bytes:
+    """Return a digest of the client's key; of none, all clients without a key are one."""
+    for name, value in headers:
+        if name in (b"authorization", b"x-api-key"):
+            return hashlib.blake2b(value, digest_size=16).digest()
+    return b""

@@ -1,0 +1,114 @@
+"""ClientResponse: the response to one client, over ASGI, and whether the client is still there.
+
+Errors before the response begins are a status and a body; afterwards they are one event, and the
+stream ends without its end marker, as those of a replica do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import Any
+
+import msgspec
+
+from quire.router.faults import ClientGone, Refusal
+from quire.router.http_client import gone
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = Sequence[tuple[bytes, bytes]]
+
+# Headers of one connection, not of a message.
+HOP_BY_HOP = frozenset(
+    {
+        *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te"),
+        *(b"trailer", b"transfer-encoding", b"upgrade", b"content-length", b"expect"),
+    }
+)
+
+
+class ClientResponse:
+    """started: whether status and headers were sent. on_gone: called once the client has left."""
+
+    def __init__(self, receive: Receive, send: Send, path: str) -> None:
+        self._is_messages = path.startswith("/v1/messages")
+        self.started = False
+        self.status = 0
+        self.on_gone: Callable[[Exception], None] | None = None
+        self.is_gone = False
+        self._receive = receive
+        self._send = send
+        self._watch: asyncio.Task[None] | None = None
+
+    def watch(self) -> None:
+        """Notice from now on when the client leaves. The body must have been read."""
+        self._watch = asyncio.ensure_future(self._wait_until_gone())
+
+    async def _wait_until_gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.is_gone = True
+        if self.on_gone is not None:
+            self.on_gone(gone())
+
+    def unwatch(self) -> None:
+        """Notice no more."""
+        if self._watch is not None:
+            self._watch.cancel()
+
+    async def start(self, status: int, headers: Headers, *, length: int | None = None) -> None:
+        """Send status and headers, those of a connection left out."""
+        kept = [header for header in headers if header[0] not in HOP_BY_HOP]
+        if length is not None:
+            kept.append((b"content-length", b"%d" % length))
+        self.started, self.status = True, status
+        await self._send({"type": "http.response.start", "status": status, "headers": kept})
+
+    async def write(self, body: bytes) -> None:
+        """Send a piece; waits while the client does not read. Raises ClientGone."""
+        if self.is_gone:
+            raise ClientGone("the client has closed its connection")
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def finish(self, body: bytes = b"") -> None:
+        """Send the last piece."""
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
+        """Send a response that is not streamed."""
+        await self.start(status, headers, length=len(body))
+        await self.finish(body)
+
+    async def refuse(self, refusal: Refusal) -> None:
+        """Send an error of the router: as a response, or as the last event of a stream."""
+        error = _error_object(refusal)
+        body: dict[str, Any] = {"error": error}
+        if self._is_messages:  # Anthropic's form
+            of_kind = {404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error"}
+            kind = of_kind.get(refusal.status, "api_error")
+            body = {"type": "error", "error": {"type": kind, "message": error["message"]}}
+        raw = msgspec.json.encode(body)
+        if self.started:
+            kind_line = b"event: error\n" if self._is_messages else b""
+            await self.finish(b"%bdata: %b\n\n" % (kind_line, raw))
+            return
+        headers = [(b"content-type", b"application/json")]
+        if refusal.retry_after_s is not None:
+            headers.append((b"retry-after", b"%d" % max(round(refusal.retry_after_s + 0.5), 1)))
+        await self.whole(refusal.status, headers, raw)
+
+
+def _error_object(refusal: Refusal) -> dict[str, Any]:
+    kind = "invalid_request_error"
+    if refusal.status >= 500:
+        kind = "server_error"
+    elif refusal.status == 429:
+        kind = "rate_limit_error"
+    return {
+        "message": str(refusal),
+        "type": kind,
+        "param": refusal.param,
+        "code": refusal.code,
+    }

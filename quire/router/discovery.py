@@ -1,0 +1,112 @@
+"""Discovery: the addresses of the replicas, from a list or a watched file.
+
+A file has one address a line; empty lines and lines that begin with # are ignored. It is read again
+when it changes. A file that cannot be read as a whole (half-written, empty, with a malformed line)
+changes nothing: the last good list stays, and the log says why. Writers should write a new file and
+rename it, which is never seen half-written.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from quire.base.errors import InvalidParameter, SettingError
+from quire.base.log import Log
+from quire.base.server_url import ServerUrl, server_url
+
+_MAX_FILE_BYTES = 1 << 20
+_MAX_REPLICAS = 1024
+
+
+class Discovery(Protocol):
+    """Where the addresses of the replicas come from."""
+
+    def poll(self) -> tuple[ServerUrl, ...]:
+        """Return the addresses as of now. Cheap; called every probe."""
+
+
+class StaticList:
+    """Addresses that never change."""
+
+    def __init__(self, urls: tuple[ServerUrl, ...]) -> None:
+        self._urls = urls
+
+    def poll(self) -> tuple[ServerUrl, ...]:
+        """Return all."""
+        return self._urls
+
+
+class WatchedFile:
+    """Addresses in a file. Raises SettingError where it cannot be read at the start."""
+
+    def __init__(self, path: Path, log: Log) -> None:
+        self._path = path
+        self._log = log
+        self._seen = self._stamp()
+        try:
+            self._urls = self._read()
+        except (OSError, ValueError) as error:
+            raise SettingError(f"--replicas-file {path}: {_why(error)}") from error
+
+    def poll(self) -> tuple[ServerUrl, ...]:
+        """Return the addresses of the last good file."""
+        stamp = self._stamp()
+        if stamp == self._seen:
+            return self._urls
+        self._seen = stamp
+        try:
+            urls = self._read()
+        except (OSError, ValueError) as error:
+            self._log.warning(
+                "replicas file ignored",
+                file=str(self._path),
+                reason=_why(error),
+                kept=len(self._urls),
+            )
+            return self._urls
+        if urls != self._urls:
+            self._log.event("replicas file read", file=str(self._path), replicas=len(urls))
+        self._urls = urls
+        return urls
+
+    def _stamp(self) -> tuple[int, int, int]:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return (0, 0, 0)
+        return (found.st_mtime_ns, found.st_size, found.st_ino)
+
+    def _read(self) -> tuple[ServerUrl, ...]:
+        with self._path.open("rb") as file:
+            raw = file.read(_MAX_FILE_BYTES + 1)
+        if len(raw) > _MAX_FILE_BYTES:
+            raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")
+        if raw and not raw.endswith(b"\n"):
+            raise ValueError("its last line has no line break, so it may be half-written")
+        return parsed(raw.decode().splitlines())
+
+
+def parsed(lines: list[str]) -> tuple[ServerUrl, ...]:
+    """Return the addresses of lines, each once. Raises ValueError naming the line."""
+    urls: dict[str, ServerUrl] = {}
+    for number, line in enumerate(lines, 1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        try:
+            url = server_url(text)
+        except InvalidParameter as error:
+            raise ValueError(f"line {number}: {error}") from error
+        urls.setdefault(url.shown + url.path, url)
+    if not urls:
+        raise ValueError("it names no replica; write one address a line")
+    if len(urls) > _MAX_REPLICAS:
+        raise ValueError(f"it names {len(urls)} replicas; at most {_MAX_REPLICAS} are allowed")
+    return tuple(urls.values())
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)

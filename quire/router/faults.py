@@ -1,0 +1,47 @@
+"""Errors of the router: a replica that failed with a request, and what a client is told.
+
+A ReplicaFault says whether the request may be its cause, since a request is never tried on a third
+replica after two failed with it.
+"""
+
+from __future__ import annotations
+
+from quire.base.errors import QuireError
+
+
+class ReplicaFault(QuireError):
+    """An exchange with a replica that did not end as it should.
+
+    is_suspect: the replica failed while it worked on the request, so the request may be the cause.
+    """
+
+    def __init__(self, message: str, *, is_suspect: bool) -> None:
+        super().__init__(message)
+        self.is_suspect = is_suspect
+
+
+class StaleConnection(ReplicaFault):
+    """A connection that was kept open had been closed when it was used again."""
+
+
+class ClientGone(QuireError):
+    """The client has closed its connection."""
+
+
+class Refusal(QuireError):
+    """What the router itself answers: an HTTP status and OpenAI's error code."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        retry_after_s: float | None = None,
+        param: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s

@@ -1,0 +1,138 @@
+"""Fleet: the replicas as they are now, their connections, and the choice of one for a request.
+
+Follows a Discovery: a replica that it no longer names gets no new requests and ends those it has.
+Always holds: only available replicas are chosen; a stream that has output is continued only by a
+replica of its fingerprint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+
+from quire.base.log import Log
+from quire.router.discovery import Discovery
+from quire.router.http_client import ConnectionPool
+from quire.router.policies.policy import Policy, RouteKey
+from quire.router.policies.registry import make_policy
+from quire.router.replica import Replica
+from quire.router.settings import RouterSettings
+
+
+class Fleet:
+    """replicas: by name, those that the discovery names."""
+
+    def __init__(self, settings: RouterSettings, discovery: Discovery, log: Log) -> None:
+        self.settings = settings
+        self.log = log
+        self.policy: Policy = make_policy(settings)
+        self.replicas: dict[str, Replica] = {}
+        self._pools: dict[Replica, ConnectionPool] = {}
+        self._discovery = discovery
+        self._free_numbers: list[int] = []
+        self._num_numbers = 0
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self.probe_now = asyncio.Event()
+        self.follow()
+
+    def follow(self) -> None:
+        """Take over the addresses of the discovery."""
+        urls = {url.shown + url.path: url for url in self._discovery.poll()}
+        for name, url in urls.items():
+            if name not in self.replicas:
+                number = self._free_numbers.pop() if self._free_numbers else self._num_numbers
+                self._num_numbers += number == self._num_numbers
+                replica = Replica(url, number)
+                replica.on_fenced = self._fenced
+                self.replicas[name] = replica
+                self._pools[replica] = ConnectionPool(url, self.settings.connect_s)
+                self.log.event("replica added", replica=name)
+        for name in [name for name in self.replicas if name not in urls]:
+            replica = self.replicas.pop(name)
+            replica.state, replica.reason = "removed", "the discovery no longer names it"
+            self.policy.forget(replica)
+            self._free_numbers.append(replica.number)
+            self.log.event("replica removed", replica=name, open=len(replica.loads))
+            if not replica.loads:
+                self._pools.pop(replica).close()
+
+    def pool(self, replica: Replica) -> ConnectionPool:
+        """Return the connections to a replica."""
+        pool = self._pools.get(replica)
+        if pool is None:
+            pool = self._pools[replica] = ConnectionPool(replica.url, self.settings.connect_s)
+        return pool
+
+    def choose(
+        self,
+        key: RouteKey,
+        model: str,
+        *,
+        fingerprint: str = "",
+        exclude: Collection[Replica] = (),
+    ) -> Replica | None:
+        """Return the replica for a request; None if none is available.
+
+        fingerprint: that it must have; "" for any. exclude: those that were tried.
+        """
+        now_s = self._loop.time()
+        able = [
+            one
+            for one in self.replicas.values()
+            if one not in exclude
+            and one.is_available(now_s)
+            and one.serves(model)
+            and (not fingerprint or one.fingerprint(model) == fingerprint)
+        ]
+        return self.policy.choose(able, key) if able else None
+
+    def has_fingerprint(self, model: str, fingerprint: str) -> bool:
+        """Return whether a replica of this fingerprint is known, available or not."""
+        return any(one.fingerprint(model) == fingerprint for one in self.replicas.values())
+
+    def knows(self, model: str) -> bool:
+        """Return whether any replica serves `model`, or what replicas serve is not known yet."""
+        replicas = self.replicas.values()
+        return any(one.serves(model) or not one.models for one in replicas)
+
+    def suspect(self, replica: Replica) -> None:
+        """Send nothing more to a replica until a probe, which comes at once, has checked it."""
+        replica.breaker.failed(self._loop.time())
+        if not replica.is_fenced:
+            replica.is_fenced = True
+            replica.reason = "a request failed; it is checked"
+        self.probe_now.set()
+
+    def became_available(self) -> None:
+        """Wake those that wait for a replica."""
+        waiting, self._waiting = self._waiting, set()
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def wait_for_change(self, most_s: float) -> None:
+        """Wait until a replica became available, at most so long."""
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._waiting.add(future)
+        await asyncio.wait({future}, timeout=most_s)
+        self._waiting.discard(future)
+        future.cancel()
+
+    @property
+    def num_available(self) -> int:
+        """Replicas that take requests."""
+        now_s = self._loop.time()
+        return sum(one.is_available(now_s) for one in self.replicas.values())
+
+    def close(self) -> None:
+        """Close kept connections."""
+        for pool in self._pools.values():
+            pool.close()
+
+    def _fenced(self, replica: Replica) -> None:
+        self.policy.forget(replica)
+        self.pool(replica).close()
+        self.log.warning(
+            "replica fenced", replica=replica.name, state=replica.state, reason=replica.reason
+        )

@@ -1,0 +1,328 @@
+"""An HTTP/1.1 client for replicas: kept connections, and bodies that are read as they arrive.
+
+Over httptools (the parser of the server) and asyncio's transports. One `Exchange` is a request and
+its response; it ends with its body, or with a ReplicaFault when the connection ends early, is cut,
+or sends what is no HTTP. A reader that does not keep up pauses the connection, so the replica
+notices. Knows no JSON and no policy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import deque
+from collections.abc import Sequence
+from typing import cast
+
+import httptools
+
+from quire.base.server_url import ServerUrl, reason_of
+from quire.router.faults import ClientGone, ReplicaFault, StaleConnection
+
+Headers = list[tuple[bytes, bytes]]
+
+_MAX_UNREAD_BYTES = 256 << 10
+_MAX_HEAD_BYTES = 64 << 10
+_MAX_IDLE = 64
+# A connection that was kept for less is not closed for its idleness: its end is a failure.
+_STALE_AFTER_S = 1.0
+
+
+class Exchange:
+    """One request and its response. status: 0 before there is one. last_s: when bytes came last."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, may_be_stale: bool) -> None:
+        self.status = 0
+        self.headers: Headers = []
+        self.is_complete = False
+        self.last_s = loop.time()
+        self._loop = loop
+        self._may_be_stale = may_be_stale
+        self._connection: _Connection | None = None
+        self._pieces: deque[bytes] = deque()
+        self._num_unread = 0
+        self._failure: Exception | None = None
+        self._waiting: asyncio.Future[None] | None = None
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is read because the client does not keep up."""
+        return self._num_unread > _MAX_UNREAD_BYTES
+
+    async def head(self) -> None:
+        """Wait for status and headers. Raises ReplicaFault."""
+        while not self.status:
+            await self._wait()
+
+    async def read(self) -> bytes:
+        """Return what has arrived of the body, b"" at its end. Raises ReplicaFault."""
+        while not self._pieces:
+            if self.is_complete:
+                return b""
+            await self._wait()
+        pieces, was_paused = self._pieces, self.is_paused
+        piece = pieces.popleft() if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
+        self._num_unread = 0
+        if was_paused and self._connection is not None:
+            self._connection.resume()
+        return piece
+
+    async def body(self) -> bytes:
+        """Return the rest of the body."""
+        pieces = []
+        while piece := await self.read():
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def fail(self, error: Exception) -> None:
+        """End the exchange with an error, unless it has ended."""
+        if self.is_complete or self._failure is not None:
+            return
+        self._failure = error
+        self._wake()
+        self.close()
+
+    def close(self) -> None:
+        """Give up the connection unless the response is complete."""
+        connection, self._connection = self._connection, None
+        if connection is not None and not self.is_complete:
+            connection.abort()
+
+    async def _wait(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._waiting = self._loop.create_future()
+        try:
+            await self._waiting
+        finally:
+            self._waiting = None
+        if self._failure is not None and not self._pieces:
+            raise self._failure
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    # ---- called by the connection
+
+    def began(self, connection: _Connection) -> None:
+        self._connection = connection
+
+    def got_head(self, status: int, headers: Headers) -> None:
+        self.status, self.headers = status, headers
+        self._wake()
+
+    def got(self, piece: bytes) -> bool:
+        """Take a piece of the body; return whether to pause reading."""
+        self._pieces.append(piece)
+        self._num_unread += len(piece)
+        self._wake()
+        return self.is_paused
+
+    def completed(self) -> None:
+        self.is_complete = True
+        self._connection = None
+        self._wake()
+
+    def lost(self, why: str) -> None:
+        """The connection is gone."""
+        self._connection = None
+        if self.is_complete or self._failure is not None:
+            return
+        if self._may_be_stale and not self.status:
+            self._failure = StaleConnection(why, is_suspect=False)
+        else:
+            self._failure = ReplicaFault(why, is_suspect=True)
+        self._wake()
+
+
+class _Connection(asyncio.Protocol):
+    """One connection of a pool."""
+
+    def __init__(self, pool: ConnectionPool) -> None:
+        self._pool = pool
+        self._transport: asyncio.Transport | None = None
+        self._exchange: Exchange | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+        self._headers: Headers = []
+        self._head_bytes = 0
+        self._keeps_alive = False
+        self.kept_s = 0.0
+        self._loop = asyncio.get_running_loop()
+
+    def send(self, exchange: Exchange, head: bytes, body: bytes) -> None:
+        """Send a request."""
+        assert self._transport is not None
+        self._exchange = exchange
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers, self._head_bytes = [], 0
+        exchange.began(self)
+        self._transport.write(head + body if len(body) < 65536 else head)
+        if len(body) >= 65536:
+            self._transport.write(body)
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    def abort(self) -> None:
+        self._exchange = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    def resume(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    # ---- asyncio's callbacks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, received: bytes) -> None:
+        exchange, parser = self._exchange, self._parser
+        if exchange is None or parser is None:
+            self.abort()  # a kept connection has nothing to say
+            return
+        exchange.last_s = self._loop.time()
+        try:
+            parser.feed_data(received)
+            if not exchange.status:
+                self._head_bytes += len(received)
+                if self._head_bytes > _MAX_HEAD_BYTES:
+                    raise httptools.HttpParserError("the head is too long")
+        except httptools.HttpParserError as error:
+            self._exchange = None
+            self.abort()
+            exchange.lost(f"the replica sent what is no HTTP response ({error})")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._pool.dropped(self)
+        exchange, self._exchange = self._exchange, None
+        self._transport = None
+        if exchange is not None:
+            exchange.lost(
+                "the replica closed the connection before the response was complete"
+                if error is None
+                else f"the connection to the replica broke ({reason_of(error)})"
+            )
+
+    # ---- the parser's callbacks
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        assert self._parser is not None
+        self._keeps_alive = self._parser.should_keep_alive()
+        status = self._parser.get_status_code()
+        if self._exchange is not None and status >= 200:
+            self._exchange.got_head(status, self._headers)
+        self._headers = []
+
+    def on_body(self, body: bytes) -> None:
+        exchange = self._exchange
+        if exchange is not None and exchange.got(body) and self._transport is not None:
+            self._transport.pause_reading()
+
+    def on_message_complete(self) -> None:
+        exchange = self._exchange
+        if exchange is None or not exchange.status:
+            return
+        self._exchange = None
+        if self._transport is not None and exchange.is_paused:
+            self._transport.resume_reading()
+        exchange.completed()
+        if self._keeps_alive:
+            self._pool.keep(self)
+        else:
+            self.abort()
+
+
+class ConnectionPool:
+    """Connections to one replica."""
+
+    def __init__(self, url: ServerUrl, connect_s: float) -> None:
+        self._url = url
+        self._connect_s = connect_s
+        self._tls = ssl.create_default_context() if url.is_secure else None
+        self._idle: deque[_Connection] = deque()
+
+    async def send(
+        self,
+        method: bytes,
+        path: bytes,
+        headers: Sequence[tuple[bytes, bytes]],
+        body: bytes,
+        *,
+        is_fresh: bool = False,
+    ) -> Exchange:
+        """Send a request. Raises ReplicaFault where no connection can be made.
+
+        A kept connection that turns out to be closed fails with StaleConnection: send again, once,
+        with is_fresh, on a new connection.
+        """
+        head = self._head(method, path, headers, len(body))
+        loop = asyncio.get_running_loop()
+        while self._idle and not is_fresh:
+            connection = self._idle.pop()
+            if connection.is_open:
+                is_old = loop.time() - connection.kept_s > _STALE_AFTER_S
+                exchange = Exchange(loop, may_be_stale=is_old)
+                connection.send(exchange, head, body)
+                return exchange
+        connection = await self._connect()
+        exchange = Exchange(loop, may_be_stale=False)
+        connection.send(exchange, head, body)
+        return exchange
+
+    async def _connect(self) -> _Connection:
+        url, loop = self._url, asyncio.get_running_loop()
+        port = url.port or (443 if url.is_secure else 80)
+        try:
+            async with asyncio.timeout(self._connect_s):
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(self), url.host, port, ssl=self._tls
+                )
+        except TimeoutError:
+            why = f"no connection to {url.shown} within {self._connect_s:g} s"
+            raise ReplicaFault(why, is_suspect=False) from None
+        except OSError as error:
+            why = f"no connection to {url.shown} ({reason_of(error)})"
+            raise ReplicaFault(why, is_suspect=False) from error
+        if not connection.is_open:
+            raise ReplicaFault(f"{url.shown} closed the connection at once", is_suspect=False)
+        return connection
+
+    def keep(self, connection: _Connection) -> None:
+        """Keep a connection for another request."""
+        if len(self._idle) < _MAX_IDLE:
+            connection.kept_s = asyncio.get_running_loop().time()
+            self._idle.append(connection)
+        else:
+            connection.abort()
+
+    def dropped(self, connection: _Connection) -> None:
+        """Forget a connection that was closed."""
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def close(self) -> None:
+        """Close the kept connections."""
+        while self._idle:
+            self._idle.pop().abort()
+
+    def _head(
+        self, method: bytes, path: bytes, headers: Sequence[tuple[bytes, bytes]], num_bytes: int
+    ) -> bytes:
+        lines = [b"%b %b%b HTTP/1.1" % (method, self._url.path.encode(), path)]
+        lines += [b"%b: %b" % header for header in headers]
+        if num_bytes or method == b"POST":
+            lines.append(b"content-length: %d" % num_bytes)
+        return b"\r\n".join([*lines, b"", b""])
+
+
+def gone() -> ClientGone:
+    """Return the error of an exchange with a client that has left."""
+    return ClientGone("the client has closed its connection")

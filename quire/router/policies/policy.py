@@ -1,0 +1,50 @@
+"""Policy: choose a replica for a request. The protocol, and what a policy may read.
+
+A policy sees only replicas that may take the request. Choices may depend on anything; answers do
+not, since every replica of a fingerprint gives the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire.router.replica import Replica
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteKey:
+    """What of a request a policy reads. blocks: names of its prompt's blocks. session: the
+    client's key for affinity, "" without one. tokens: of prompt and expected output, estimated."""
+
+    blocks: Sequence[int] = ()
+    session: str = ""
+    tokens: int = 0
+
+
+class Policy(Protocol):
+    """A way to choose. replicas is never empty."""
+
+    def choose(self, replicas: Sequence[Replica], key: RouteKey) -> Replica: ...
+
+    def sent(self, replica: Replica, key: RouteKey) -> None:
+        """Note that the request was sent there."""
+
+    def forget(self, replica: Replica) -> None:
+        """Note that the replica has lost its cache, or is gone."""
+
+
+class PlainPolicy:
+    """A policy that remembers nothing of requests."""
+
+    def sent(self, replica: Replica, key: RouteKey) -> None:
+        """Keep nothing."""
+
+    def forget(self, replica: Replica) -> None:
+        """Keep nothing."""
+
+
+def least_loaded(replicas: Sequence[Replica]) -> Replica:
+    """Return the replica with the fewest tokens, then requests; the first of equals."""
+    return min(replicas, key=lambda one: (one.backlog_tokens, len(one.loads)))

@@ -1,0 +1,26 @@
+"""Power of two: of two replicas drawn at random, the one with fewer open tokens.
+
+Nearly as even as least tokens, and several routers that do not know of each other do not all choose
+the same replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from quire.router.policies.policy import PlainPolicy, RouteKey, least_loaded
+from quire.router.replica import Replica
+
+
+class PowerOfTwo(PlainPolicy):
+    """seed: of the draws; None for one of the system."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._random = Random(seed)
+
+    def choose(self, replicas: Sequence[Replica], key: RouteKey) -> Replica:
+        """Return the less loaded of two."""
+        if len(replicas) < 3:
+            return least_loaded(replicas)
+        return least_loaded(self._random.sample(list(replicas), 2))

@@ -1,0 +1,29 @@
+"""The policies by name.
+
+settings.POLICIES lists the names, so that the command line needs none of the policies. Always
+holds: each name there has a policy here.
+"""
+
+from __future__ import annotations
+
+from quire.router.policies.fewest_tokens import FewestTokens
+from quire.router.policies.policy import Policy
+from quire.router.policies.power_of_two import PowerOfTwo
+from quire.router.policies.round_robin import RoundRobin
+from quire.router.policies.session_affinity import SessionAffinity
+from quire.router.policies.warm_cache import WarmCache
+from quire.router.prefix_history import PrefixHistory
+from quire.router.settings import RouterSettings
+
+
+def make_policy(settings: RouterSettings) -> Policy:
+    """Return the policy of the settings."""
+    if settings.policy == "round-robin":
+        return RoundRobin()
+    if settings.policy == "least-tokens":
+        return FewestTokens()
+    if settings.policy == "power-of-two":
+        return PowerOfTwo()
+    if settings.policy == "session-affinity":
+        return SessionAffinity()
+    return WarmCache(PrefixHistory(settings.history_blocks), settings.backlog_tokens)

@@ -1,0 +1,31 @@
+"""Session affinity: requests with one session key go to one replica.
+
+By rendezvous hashing: when a replica leaves, only its sessions move. Requests without a key go
+where the fewest tokens are. Several routers choose alike, since the hash is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from quire.router.policies.fewest_tokens import FewestTokens
+from quire.router.policies.policy import PlainPolicy, RouteKey
+from quire.router.replica import Replica
+
+
+class SessionAffinity(PlainPolicy):
+    """The session is `prompt_cache_key`, or the header `x-session-id`."""
+
+    def __init__(self) -> None:
+        self._others = FewestTokens()
+
+    def choose(self, replicas: Sequence[Replica], key: RouteKey) -> Replica:
+        """Return the replica of the session."""
+        if not key.session:
+            return self._others.choose(replicas, key)
+        return max(replicas, key=lambda one: _weight(key.session, one.name))
+
+
+def _weight(session: str, name: str) -> bytes:
+    return hashlib.blake2b(f"{session}\0{name}".encode("utf-8", "surrogatepass")).digest()

@@ -1,0 +1,196 @@
+"""Prober: active health of the replicas, by progress.
+
+GET /health of a replica is 200 only while it makes progress. A replica that does not answer, or
+answers while its steps do not advance and its streams are silent, is fenced after its stall time:
+what is open there ends, and goes on elsewhere. A fenced replica is used again after its health and
+its fingerprints (GET /v1/models) were read. Reads nothing else of a replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from quire.base.server_url import key_headers
+from quire.router.faults import ReplicaFault, StaleConnection
+from quire.router.fleet import Fleet
+from quire.router.replica import Replica
+
+# States in which a replica takes no requests but finishes those it has.
+_LEAVING = ("draining", "paused")
+_MODELS_EVERY_S = 30.0
+
+
+class _Health(msgspec.Struct):
+    ok: bool
+    state: str
+    reason: str = ""
+    pending: int = 0
+    steps_total: int = 0
+
+
+class _Models(msgspec.Struct):
+    entries: list[dict[str, Any]] = msgspec.field(name="data")
+
+
+class Prober:
+    """Probes all replicas of a fleet until it is cancelled."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._settings = fleet.settings
+        self._loop = asyncio.get_running_loop()
+        self._answered_s: dict[Replica, float] = {}
+        self._read_models_s: dict[Replica, float] = {}
+        self._probing: dict[Replica, asyncio.Task[None]] = {}
+        headers = key_headers(self._settings.replica_key)
+        self._headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+
+    async def run(self) -> None:
+        """Probe until cancelled."""
+        fleet = self._fleet
+        try:
+            while True:
+                fleet.probe_now.clear()
+                fleet.follow()
+                for replica in list(fleet.replicas.values()):
+                    self._check_stall(replica)
+                    if replica not in self._probing:
+                        task = asyncio.ensure_future(self._probe(replica))
+                        self._probing[replica] = task
+                        task.add_done_callback(lambda _, one=replica: self._probing.pop(one, None))  # type: ignore[misc]
+                for known in (self._answered_s, self._read_models_s):
+                    for replica in [one for one in known if one.name not in fleet.replicas]:
+                        del known[replica]
+                waiting = asyncio.ensure_future(fleet.probe_now.wait())
+                await asyncio.wait({waiting}, timeout=self._settings.probe_s)
+                waiting.cancel()
+                await asyncio.sleep(0.02)  # failures of one replica come together
+        finally:
+            probing = list(self._probing.values())
+            for task in probing:
+                task.cancel()
+            await asyncio.gather(*probing, return_exceptions=True)
+
+    async def first_round(self) -> None:
+        """Wait until each replica was probed once."""
+        for replica in list(self._fleet.replicas.values()):
+            await self._probe(replica)
+
+    def _check_stall(self, replica: Replica) -> None:
+        """Fence a replica with silent streams; cut streams without even heartbeats."""
+        now_s, reading = self._loop.time(), []
+        for load in list(replica.loads):
+            if load.is_paused():
+                continue
+            reading.append(load)
+            if now_s - load.last_s() > self._settings.silence_s:
+                load.cut(f"no byte came for {self._settings.silence_s:g} s")
+        if replica.is_fenced or replica.state in _LEAVING or not reading:
+            return
+        stall_s = replica.stall_s(self._settings.stall_s)
+        quiet_s = now_s - max(replica.progress_s, min(load.began_s for load in reading))
+        if quiet_s > stall_s:
+            self._fence(replica, "stalled", f"no progress for {quiet_s:.1f} s")
+
+    async def _probe(self, replica: Replica) -> None:
+        try:
+            try:
+                async with asyncio.timeout(max(self._settings.stall_s / 2, 0.2)):
+                    status, health = await self._get(replica, b"/health", _Health)
+            except TimeoutError:
+                self._unanswered(replica)
+                return
+            self._answered_s[replica] = self._loop.time()
+            await self._judge(replica, status, health)
+        except ReplicaFault as fault:
+            is_quiet = self._loop.time() - replica.progress_s > self._settings.probe_s
+            if replica.state != "unreachable" and (is_quiet or replica.is_fenced):
+                self._fence(replica, "unreachable", str(fault))
+        except (msgspec.MsgspecError, TimeoutError) as error:
+            self._fence(
+                replica, "unknown", f"its /health is not that of a server of Quire: {error}"
+            )
+
+    def _unanswered(self, replica: Replica) -> None:
+        """No answer in time: fence it if nothing else shows that it lives."""
+        now_s = self._loop.time()
+        alive_s = max(self._answered_s.get(replica, 0.0), replica.progress_s)
+        if replica.is_fenced or now_s - alive_s > self._settings.stall_s * 0.9:
+            self._fence(replica, "stalled", "it does not answer /health")
+
+    async def _judge(self, replica: Replica, status: int, health: _Health) -> None:
+        now_s = self._loop.time()
+        if health.steps_total < replica.steps_total:
+            self._fence(replica, "restarted", "it has begun anew; it is checked again")
+        if health.steps_total != replica.steps_total or not health.pending:
+            replica.progressed(now_s)
+        replica.steps_total = health.steps_total
+        if not health.ok or status != 200:
+            if health.state in _LEAVING:
+                if replica.state != health.state:
+                    self._fleet.log.event(
+                        "replica takes no requests", replica=replica.name, state=health.state
+                    )
+                replica.state, replica.reason = health.state, health.reason
+                return
+            state = "stalled" if health.state == "ready" else health.state
+            self._fence(replica, state, health.reason)
+            return
+        old = now_s - self._read_models_s.get(replica, -_MODELS_EVERY_S) >= _MODELS_EVERY_S
+        if (replica.is_fenced or old) and not await self._read_models(replica):
+            return
+        if replica.is_fenced or replica.state != "ready":
+            self._fleet.log.event(
+                "replica ready", replica=replica.name, models=",".join(replica.models)
+            )
+            replica.progressed(now_s)
+        replica.state, replica.reason, replica.is_fenced = "ready", "", False
+        self._fleet.became_available()
+
+    async def _read_models(self, replica: Replica) -> bool:
+        """Read the fingerprints; return whether they could be read."""
+        async with asyncio.timeout(max(self._settings.stall_s / 2, 0.2)):
+            status, models = await self._get(replica, b"/v1/models", _Models, none_at=(401, 403))
+        if models is None:
+            reason = f"/v1/models answers {status}; give the replicas' key (--replica-key-file)"
+            self._fence(replica, "locked", reason)
+            return False
+        found = {
+            str(entry["id"]): str(entry.get("system_fingerprint", ""))
+            for entry in models.entries
+            if "id" in entry
+        }
+        if replica.models and found != replica.models:
+            self._fleet.log.warning("models of a replica changed", replica=replica.name)
+            self._fence(replica, "changed", "it serves another model now; it is checked again")
+        replica.models, replica.model_entries = found, models.entries
+        self._read_models_s[replica] = self._loop.time()
+        return True
+
+    def _fence(self, replica: Replica, state: str, reason: str) -> None:
+        if replica.state == state and replica.is_fenced and not replica.loads:
+            replica.reason = reason
+            return
+        replica.fence(state, reason)
+
+    async def _get(
+        self, replica: Replica, path: bytes, kind: Any, *, none_at: tuple[int, ...] = ()
+    ) -> tuple[int, Any]:
+        pool, host = self._fleet.pool(replica), replica.url.shown.partition("//")[2]
+        headers = [(b"host", host.encode()), *self._headers]
+        for is_fresh in (False, True):
+            exchange = await pool.send(b"GET", path, headers, b"", is_fresh=is_fresh)
+            try:
+                await exchange.head()
+                body = await exchange.body()
+            except StaleConnection:
+                continue
+            finally:
+                exchange.close()
+            if exchange.status in none_at:
+                return exchange.status, None
+            return exchange.status, msgspec.json.decode(body, type=kind)
+        raise ReplicaFault("it closes each connection", is_suspect=False)

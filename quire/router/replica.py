@@ -1,0 +1,112 @@
+"""Replica: one server behind the router, and what the router knows of it.
+
+Its load is what the router itself has sent there: no report of a replica is trusted for that.
+Always holds: a replica that failed or was unreachable is fenced until its health and its
+fingerprints were read again; requests are sent to available replicas only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from quire.base.server_url import ServerUrl
+from quire.router.breaker import CircuitBreaker
+
+# Gaps in progress that are remembered, and the multiple of the 99th percentile that is a stall.
+_NUM_GAPS = 512
+_SHORTEST_GAP_S = 0.01
+_STALL_MULTIPLE = 8.0
+_MAX_STALL_FACTOR = 6.0
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """One open request at a replica. tokens: of its prompt until it has output, and of the output
+    that is still expected. cut: ends its exchange with a reason. began_s: when it was sent. last_s:
+    returns when bytes arrived last. is_paused: returns whether the client does not read, so that
+    silence means nothing."""
+
+    tokens: int
+    cut: Callable[[str], None]
+    began_s: float
+    last_s: Callable[[], float]
+    is_paused: Callable[[], bool]
+
+
+class Replica:
+    """number: a bit of the masks in PrefixHistory. models: fingerprint by model name."""
+
+    def __init__(self, url: ServerUrl, number: int) -> None:
+        self.url = url
+        self.name = url.shown + url.path
+        self.number = number
+        self.state = "unknown"
+        self.reason = "not probed yet"
+        self.is_fenced = True
+        self.models: dict[str, str] = {}
+        self.model_entries: list[dict[str, Any]] = []
+        self.breaker = CircuitBreaker()
+        self.loads: set[Load] = set()
+        self.backlog_tokens = 0
+        self.steps_total = -1
+        self.progress_s = 0.0
+        self._gaps: deque[float] = deque(maxlen=_NUM_GAPS)
+        self.on_fenced: Callable[[Replica], None] | None = None
+
+    def is_available(self, now_s: float) -> bool:
+        """Return whether a request may be sent."""
+        return self.state == "ready" and not self.is_fenced and self.breaker.allows(now_s)
+
+    def serves(self, model: str) -> bool:
+        """Return whether it serves `model`; "" is any."""
+        return not model or model in self.models
+
+    def fingerprint(self, model: str) -> str:
+        """Return the fingerprint of its answers; "" where it is not known."""
+        return self.models.get(model) or (next(iter(self.models.values()), "") if not model else "")
+
+    def begin(self, load: Load) -> None:
+        """Count an open request."""
+        self.loads.add(load)
+        self.backlog_tokens += load.tokens
+        self.breaker.began()
+
+    def end(self, load: Load) -> None:
+        """Count it no more. Twice is once."""
+        if load in self.loads:
+            self.loads.discard(load)
+            self.backlog_tokens -= load.tokens
+
+    def reduce(self, load: Load, tokens: int) -> None:
+        """Note that `tokens` of what was expected are computed."""
+        done = min(tokens, load.tokens)
+        load.tokens -= done
+        self.backlog_tokens -= done
+
+    def progressed(self, now_s: float) -> None:
+        """Note that the replica computes."""
+        gap_s = now_s - self.progress_s
+        if self.progress_s and gap_s > _SHORTEST_GAP_S and self.loads:
+            self._gaps.append(gap_s)
+        self.progress_s = now_s
+
+    def stall_s(self, min_s: float) -> float:
+        """Return how long it may make no progress: a multiple of the usual, at least `min_s`."""
+        if not self._gaps:
+            return min_s
+        ordered = sorted(self._gaps)
+        usual_s = ordered[int(0.99 * (len(ordered) - 1))]
+        return min(max(_STALL_MULTIPLE * usual_s, min_s), _MAX_STALL_FACTOR * min_s)
+
+    def fence(self, state: str, reason: str) -> None:
+        """Send nothing until it was checked again; end what is open there."""
+        self.state, self.reason, self.is_fenced = state, reason, True
+        self.steps_total = -1
+        self._gaps.clear()
+        for load in list(self.loads):
+            load.cut(reason)
+        if self.on_fenced is not None:
+            self.on_fenced(self)

@@ -1,0 +1,83 @@
+"""Metrics of a router in Prometheus' text format, from a registry of its own.
+
+Counters are increased where things happen; gauges of replicas are read when they are scraped. Names
+begin with `quire_router_`, so that they stand beside those of the replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from quire.router.fleet import Fleet
+from quire.router.policies.warm_cache import WarmCache
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+class RouterMetrics:
+    """Counters of what the router did; gauges are read from the fleet when they are scraped."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._registry = registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, registry=registry)
+
+        self.requests = counter("quire_router_requests", "Requests answered", "route", "status")
+        self.tokens = counter("quire_router_streamed_tokens", "Tokens of continuable streams")
+        self.retries = counter("quire_router_retries", "Requests sent again, unstarted", "reason")
+        self.resumed = counter("quire_router_resumed_streams", "Streams continued elsewhere")
+        self.broken = counter("quire_router_broken_streams", "Streams ended by an error", "reason")
+        self.faults = counter("quire_router_replica_faults", "Failed exchanges", "replica")
+        self.refused = counter("quire_router_refused_requests", "Refused by the router", "code")
+        self.resume_seconds = Histogram(
+            "quire_router_resume_seconds",
+            "From the failure of a replica to the next event of a stream",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        registry.register(_FleetCollector(fleet))
+
+    def text(self) -> bytes:
+        """Return all metrics."""
+        return generate_latest(self._registry)
+
+
+class _FleetCollector(Collector):
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield the gauges of the replicas, and the hit rate of the policy."""
+        up = GaugeMetricFamily(
+            "quire_router_replica_available", "Whether it takes requests", labels=("replica",)
+        )
+        open_ = GaugeMetricFamily(
+            "quire_router_replica_open_requests", "Open requests", labels=("replica",)
+        )
+        backlog = GaugeMetricFamily(
+            "quire_router_replica_backlog_tokens",
+            "Tokens of open requests that are not computed yet, estimated",
+            labels=("replica",),
+        )
+        for replica in self._fleet.replicas.values():
+            names = (replica.name,)
+            up.add_metric(names, float(replica.state == "ready" and not replica.is_fenced))
+            open_.add_metric(names, len(replica.loads))
+            backlog.add_metric(names, replica.backlog_tokens)
+        yield from (up, open_, backlog)
+        policy = self._fleet.policy
+        if isinstance(policy, WarmCache):
+            yield GaugeMetricFamily(
+                "quire_router_prompt_blocks", "Blocks of routed prompts", policy.blocks_total
+            )
+            yield GaugeMetricFamily(
+                "quire_router_warm_blocks",
+                "Blocks of routed prompts that their replica had, by the router's history",
+                policy.matched_blocks_total,
+            )

@@ -1,0 +1,127 @@
+"""The router's process: start, serve, drain, exit code.
+
+A first signal drains: new requests are refused, open ones may end within the grace time, and are
+then ended with an error. A second ends at once. HTTP is uvicorn's; replicas are probed beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from quire.base.log import Log
+from quire.router.admission import Admission
+from quire.router.app import RouterApp
+from quire.router.discovery import Discovery
+from quire.router.fleet import Fleet
+from quire.router.head_bounds import BoundedHeads
+from quire.router.prober import Prober
+from quire.router.router_metrics import RouterMetrics
+from quire.router.settings import RouterSettings
+
+_LAST_EVENTS_S = 2.0
+_IDLE_CHECK_S = 0.05
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handling."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def run(
+    settings: RouterSettings,
+    discovery: Discovery,
+    listening: socket.socket,
+    log: Log,
+    announce: Callable[[int], None],
+) -> int:
+    """Serve until a signal; return the exit code. announce: called with the number of available
+    replicas once requests are accepted."""
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(settings, discovery, listening, log, announce))
+
+
+async def _serve(
+    settings: RouterSettings,
+    discovery: Discovery,
+    listening: socket.socket,
+    log: Log,
+    announce: Callable[[int], None],
+) -> int:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    fleet = Fleet(settings, discovery, log)
+    admission, metrics = Admission(fleet), RouterMetrics(fleet)
+    app = RouterApp(fleet, admission, metrics, log)
+    config = uvicorn.Config(
+        app,
+        http=BoundedHeads,
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=1,
+    )
+    server = _Server(config)
+
+    def on_signal(number: int) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    prober = Prober(fleet)
+    await prober.first_round()
+    probing = asyncio.ensure_future(prober.run())
+    serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+    announce(fleet.num_available)
+    stopped = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({stopped, serving, probing}, return_when=asyncio.FIRST_COMPLETED)
+        if probing.done():
+            log.error("the prober ended", reason=str(probing.exception()))
+            return 1
+        if serving.done():
+            log.error("the HTTP server ended by itself")
+            return 1
+        await _drain(admission, app, log, settings.grace_s)
+        return 0
+    finally:
+        server.should_exit = True
+        await asyncio.wait({serving}, timeout=_LAST_EVENTS_S)
+        for task in (probing, serving, stopped):
+            task.cancel()
+        await asyncio.gather(probing, serving, stopped, return_exceptions=True)
+        fleet.close()
+
+
+async def _drain(admission: Admission, app: RouterApp, log: Log, grace_s: float) -> None:
+    """Let open requests end within the grace time, then end them."""
+    admission.is_draining = True
+    log.event("draining", grace_s=grace_s, open=admission.num_open)
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + grace_s
+    while admission.num_open and loop.time() < until_s:
+        await asyncio.sleep(_IDLE_CHECK_S)
+    if admission.num_open:
+        log.warning("grace time is over; open requests are ended", open=admission.num_open)
+        app.cut.set_result(None)
+        until_s = loop.time() + _LAST_EVENTS_S
+        while admission.num_open and loop.time() < until_s:
+            await asyncio.sleep(_IDLE_CHECK_S)
+    log.event("stopped")

@@ -1,0 +1,59 @@
+"""RouterSettings: what the operator of a router may set, with every value checked.
+
+Knows no command line. Times are seconds, sizes are tokens or bytes, as the names say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.base.errors import SettingError
+
+POLICIES = ("warm-cache", "session-affinity", "least-tokens", "power-of-two", "round-robin")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSettings:
+    """policy: how a replica is chosen. backlog_tokens: how many more tokens than the least loaded
+    replica one may have and still be preferred for its cache. stall_s: the shortest time without
+    progress after which a replica counts as stalled; it grows with the gaps that are usual for the
+    replica, to six times this. max_open_per_key: 0 for no limit. max_retry_share: of all requests.
+    """
+
+    policy: str = "warm-cache"
+    backlog_tokens: int = 8192
+    probe_s: float = 0.5
+    stall_s: float = 10.0
+    silence_s: float = 120.0
+    connect_s: float = 2.0
+    resume_s: float = 30.0
+    grace_s: float = 30.0
+    max_open: int = 4096
+    max_open_per_key: int = 0
+    max_body_bytes: int = 64 << 20
+    history_blocks: int = 65536
+    max_retry_share: float = 0.2
+    replica_key: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise SettingError(
+                f"--policy is {self.policy!r}; one of {', '.join(POLICIES)} is allowed"
+            )
+        for name in ("probe_s", "stall_s", "silence_s", "connect_s", "resume_s"):
+            _check(name, getattr(self, name), above=0.0)
+        _check("grace_s", self.grace_s, above=-1e-9)
+        for name in ("max_open", "history_blocks", "max_body_bytes"):
+            _check(name, getattr(self, name), above=0)
+        for name in ("backlog_tokens", "max_open_per_key", "max_retry_share"):
+            _check(name, getattr(self, name), above=-1)
+        if self.stall_s < 2 * self.probe_s:
+            raise SettingError(
+                f"--stall-seconds is {self.stall_s:g} and replicas are probed every "
+                f"{self.probe_s:g} s; at least two probes must fit: raise it"
+            )
+
+
+def _check(name: str, value: float, *, above: float) -> None:
+    if not above < value < 1e12:
+        raise SettingError(f"{name} is {value}; a number above {max(above, 0):g} is allowed")

@@ -1,0 +1,88 @@
+"""A real `quire route` in its own process, in front of running servers."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from tests.serve.running_server import GIVE_UP_S, ROOT
+
+
+class RunningRouter:
+    """A router at a free loopback port; ready once constructed."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._err = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "quire", "route", *arguments, "--port", "0"],
+            stdout=subprocess.PIPE,
+            stderr=self._err,
+            text=True,
+            cwd=ROOT,
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        found = re.search(r":(\d+),", line)
+        assert found is not None, self.stderr()
+        self.port = int(found[1])
+
+    def __enter__(self) -> RunningRouter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(GIVE_UP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self._err.close()
+
+    def stderr(self) -> str:
+        """Return the log so far."""
+        self._err.seek(0)
+        return self._err.read()
+
+    def request(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
+        """Return status and body of one exchange."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=GIVE_UP_S)
+        try:
+            raw = None if body is None else json.dumps(body)
+            connection.request(method, path, raw, {"content-type": "application/json"})
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    def health(self) -> Any:
+        """Return the body of /health."""
+        return json.loads(self.request("GET", "/health")[1])
+
+    def metric(self, name: str) -> float:
+        """Return the sum of a metric over its labels."""
+        text = self.request("GET", "/metrics")[1].decode()
+        return sum(map(float, re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)))
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for a condition; fails with `what` after a long time."""
+        start = time.monotonic()
+        while not condition():
+            assert time.monotonic() - start < GIVE_UP_S, f"never happened: {what}"
+            time.sleep(0.01)

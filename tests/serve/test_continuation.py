@@ -1,0 +1,215 @@
+"""output_ids over real sockets: a stream cut after any delta continues byte for byte."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.serve.running_server import RunningServer
+
+OPTIONS = {"include_output_ids": True, "include_usage": True}
+COMPLETION = {
+    "prompt": "the sea and the stone",
+    "seed": 4,
+    "max_tokens": 40,
+    "ignore_eos": True,
+    "stream_options": OPTIONS,
+}
+GRAMMAR = {"regex": "[a-z]{3}-[0-9]{12}-(yes|no) [a-z ]{4,80}"}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("/v1/completions", COMPLETION),
+    "penalties": (
+        "/v1/completions",
+        {
+            **COMPLETION,
+            "temperature": 1.3,
+            "repetition_penalty": 1.3,
+            "frequency_penalty": 0.7,
+            "presence_penalty": 0.5,
+            "logprobs": 3,
+            "stop": ["e", "zz zz zz", "\ufffd\ufffd\ufffd"],
+            "min_tokens": 24,
+        },
+    ),
+    "stop held back": (
+        "/v1/completions",
+        {**COMPLETION, "return_token_ids": True, "logprobs": 1},
+    ),
+    "grammar": ("/v1/completions", {**COMPLETION, "structured_outputs": GRAMMAR}),
+    "grammar with logprobs": (
+        "/v1/completions",
+        {**COMPLETION, "structured_outputs": GRAMMAR, "logprobs": 0},
+    ),
+    "usage in every chunk": (
+        "/v1/completions",
+        {**COMPLETION, "stream_options": {**OPTIONS, "continuous_usage_stats": True}},
+    ),
+    "ids": (
+        "/generate",
+        {"tokens": [5, 9, 11], "seed": 3, "max_tokens": 24, "logprobs": 1}
+        | {"stream_options": OPTIONS, "ignore_eos": True, "dry_multiplier": 0.8},
+    ),
+    "chat": (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": "hello"}],
+            "seed": 5,
+            "max_tokens": 30,
+            "logprobs": True,
+            "top_logprobs": 2,
+            "stream_options": OPTIONS,
+        },
+    ),
+}
+
+
+def _stream(server: RunningServer, path: str, body: dict[str, Any]) -> list[bytes]:
+    """Return the blocks of a stream: events and comments."""
+    with server.stream(path, body) as reader:
+        assert reader.status == 200, reader.read()
+        return [block for block in reader.read().split(b"\n\n") if block]
+
+
+def _events(blocks: list[bytes]) -> list[bytes]:
+    return [block for block in blocks if not block.startswith(b":")]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_stream_cut_after_any_delta_continues_byte_for_byte(
+    server: RunningServer, name: str
+) -> None:
+    path, body = CASES[name]
+    if name == "stop held back":  # parts of the answer begin a stop string that never comes
+        plain = {key: value for key, value in body.items() if key != "stream_options"}
+        text = server.post(path, plain)[1]["choices"][0]["text"]
+        body = {**body, "stop": [text[at : at + 9] + "~#~" for at in range(20, 36)]}
+    blocks = _stream(server, path, body)
+    comments = [at for at, block in enumerate(blocks) if block.startswith(b": {")]
+    assert len(comments) > 5
+    cuts = sorted({*comments[:2], *comments[2::5], comments[-1]})
+    output_ids: list[int] = []
+    num_events = len(_events(blocks))
+    if name == "stop held back":
+        cursors = [json.loads(blocks[at][2:])["output_cursor"] for at in comments]
+        cuts += [at for at, one in zip(comments, cursors, strict=True) if not one.endswith(":0")]
+        assert any(not one.endswith(":0") for one in cursors), "some deltas hold tokens back"
+    for at in comments:
+        cursor = json.loads(blocks[at][2:])
+        output_ids += cursor["output_ids"]
+        if at not in cuts:
+            continue
+        again = {
+            **body,
+            "output_ids": output_ids,
+            "output_cursor": cursor["output_cursor"],
+        }
+        rest = _events(_stream(server, path, again))
+        wanted = _events(blocks[at:])
+        assert len(wanted) < num_events
+        if name == "grammar":  # forced tokens may come in other runs: the joined text is equal
+            assert _text(_events(blocks[:at])) + _text(rest) == _text(_events(blocks))
+            assert rest[-2:] == wanted[-2:] or _usage(rest) == _usage(wanted)
+            continue
+        assert [_without_cached(one) for one in rest] == [_without_cached(one) for one in wanted]
+
+
+def _text(events: list[bytes]) -> str:
+    chunks = [json.loads(one.partition(b"data: ")[2]) for one in events if b"[DONE]" not in one]
+    return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+
+
+def _usage(events: list[bytes]) -> Any:
+    return json.loads(events[-2].partition(b"data: ")[2])["usage"]["completion_tokens"]
+
+
+def _without_cached(event: bytes) -> Any:
+    """Return the event without the count of cached tokens, which depends on what ran before."""
+    name, _, data = event.partition(b"data: ")
+    if data == b"[DONE]":
+        return name, data
+    if b"cached_tokens" not in data:
+        return name, data  # byte for byte
+    chunk = json.loads(data)
+    chunk["usage"].pop("prompt_tokens_details")
+    return name, chunk
+
+
+def test_a_whole_answer_is_the_rest_and_counts_all_tokens(server: RunningServer) -> None:
+    body = {name: value for name, value in COMPLETION.items() if name != "stream_options"}
+    whole = server.post("/v1/completions", {**body, "return_token_ids": True, "logprobs": 0})[1]
+    choice = whole["choices"][0]
+    for cut in (1, 7, 39):
+        known = choice["token_ids"][:cut]
+        asked = {**body, "output_ids": known, "return_token_ids": True, "logprobs": 0}
+        rest = server.post("/v1/completions", asked)[1]
+        assert rest["choices"][0]["token_ids"] == choice["token_ids"][cut:]
+        assert choice["text"].endswith(rest["choices"][0]["text"])
+        wanted = choice["logprobs"]
+        got = rest["choices"][0]["logprobs"]
+        assert got["token_logprobs"] == wanted["token_logprobs"][cut:]
+        assert got["text_offset"] == wanted["text_offset"][cut:]
+        assert rest["usage"]["completion_tokens"] == 40
+        assert rest["choices"][0]["finish_reason"] == "length"
+
+
+def test_the_first_chunk_has_the_seed_beside_token_ids(server: RunningServer) -> None:
+    body = {"prompt": "the sea", "max_tokens": 4, "return_token_ids": True}
+    with server.stream("/v1/completions", body) as reader:
+        chunks = [chunk for chunk in reader if chunk != "[DONE]"]
+    assert chunks[0]["choices"][0]["seed"] == chunks[-1]["choices"][0]["seed"]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"n": 2}, "n 2"),
+        ({"best_of": 2}, "best_of 2"),
+        ({"prompt": ["a", "b"]}, "2 prompts"),
+        ({"echo": True}, "echo"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"mirostat": 2}, "mirostat"),
+        ({"seed": None}, "no seed"),
+        ({"output_ids": "5"}, "a list"),
+        ({"output_ids": [1, "2"]}, "token ids from 0"),
+        ({"output_ids": [10**9]}, "token ids from 0"),
+        ({"output_ids": [True]}, "token ids from 0"),
+        ({"output_ids": [5] * 40}, "complete"),
+        ({"output_ids": None, "output_cursor": f"cmpl-{'0' * 24}:1:2:3"}, "missing"),
+        ({"output_cursor": "cmpl-1:2"}, "output_cursor"),
+        ({"output_cursor": f"chatcmpl-{'0' * 24}:1:2:3"}, "output_cursor"),
+        ({"output_cursor": 7}, "output_cursor"),
+        ({"stream": True, "stream_options": {"resumable": True}}, "resumable"),
+    ],
+)
+def test_other_combinations_are_refused_by_name(
+    server: RunningServer, more: dict[str, Any], words: str
+) -> None:
+    body = {"prompt": "the sea", "seed": 1, "max_tokens": 40, "output_ids": [5, 6], **more}
+    status, answer = server.post("/v1/completions", body)
+    assert status == 400, answer
+    assert words in answer["error"]["message"]
+    assert answer["error"]["param"] in ("output_ids", "output_cursor")
+
+
+def test_the_end_token_among_known_tokens_is_refused(server: RunningServer) -> None:
+    body = {"tokens": [5], "seed": 1, "max_tokens": 9, "output_ids": [5, 6], "stop_token_ids": [6]}
+    status, answer = server.post("/generate", body)
+    assert status == 400
+    assert "ends an answer" in answer["error"]["message"]
+
+
+def test_known_tokens_that_leave_a_grammar_fail_that_request_only(server: RunningServer) -> None:
+    body = {**COMPLETION, "structured_outputs": {"choice": ["yes", "no"]}, "output_ids": [60, 61]}
+    del body["stream_options"]
+    status, answer = server.post("/v1/completions", body)
+    assert status == 400, answer
+    assert server.get("/health")[0] == 200
+
+
+def test_output_ids_of_several_choices_are_not_reported(server: RunningServer) -> None:
+    for more in ({"n": 2}, {"stream_options": {**OPTIONS, "resumable": True}}):
+        status, answer = server.post("/v1/completions", {**COMPLETION, "stream": True, **more})
+        assert status == 400
+        assert "include_output_ids" in answer["error"]["message"]

@@ -1,0 +1,180 @@
+"""`quire route` before three servers: streams survive a killed and a stopped server, byte for byte.
+
+The streams have seeds, penalties, grammars, log-probabilities, tools and stop strings. What may
+differ from the answer alone is what names it: its id, its time and its count of cached tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from tests.serve.running_router import RunningRouter
+from tests.serve.running_server import RunningServer
+
+MODEL = "quire/models/box"
+OPTIONS = {"include_usage": True}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "remember",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "place": {"type": "string", "maxLength": 60},
+                    "why": {"type": "string", "maxLength": 120},
+                },
+                "required": ["place", "why"],
+            },
+        },
+    }
+]
+PLAIN: dict[str, Any] = {
+    "prompt": "Once upon a time",
+    "max_tokens": 440,
+    "ignore_eos": True,
+    "stream_options": OPTIONS,
+}
+CHAT: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Tell me of a dog"}],
+    "max_tokens": 300,
+    "stream_options": OPTIONS,
+}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {**PLAIN, "seed": 1}),
+    ("/v1/completions", {**PLAIN, "seed": 2, "logprobs": 3, "temperature": 1.4}),
+    (
+        "/v1/completions",
+        {**PLAIN, "seed": 3, "repetition_penalty": 1.3, "frequency_penalty": 0.6}
+        | {"presence_penalty": 0.4, "dry_multiplier": 0.8, "min_tokens": 400},
+    ),
+    ("/v1/completions", {**PLAIN, "seed": 4, "stop": ["the end of", "zebra", "\n\n\n"]}),
+    (
+        "/v1/completions",
+        {**PLAIN, "seed": 5, "logprobs": 0}
+        | {"structured_outputs": {"regex": "([A-Z][a-z]{2,8} [a-z ]{20,60}\\. ){12}"}},
+    ),
+    ("/v1/completions", {**PLAIN, "seed": 6, "structured_outputs": {"regex": "[a-z ,]{900,1000}"}}),
+    ("/v1/chat/completions", {**CHAT, "seed": 7, "logprobs": True, "ignore_eos": True}),
+    (
+        "/v1/chat/completions",
+        {**CHAT, "seed": 8, "tools": TOOLS, "tool_choice": "required"},
+    ),
+    (
+        "/generate",
+        {"tokens": [5, 9, 11, 40], "seed": 9, "max_tokens": 440, "logprobs": 2}
+        | {"ignore_eos": True, "stream_options": OPTIONS, "frequency_penalty": 0.9},
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[RunningServer]]:
+    with ExitStack() as stack:
+        started = [
+            stack.enter_context(RunningServer(MODEL, "--threads", "1", wait=False))
+            for _ in range(3)
+        ]
+        for server in started:
+            server.until(lambda one=server: one.get("/health")[0] == 200, "ready")  # type: ignore[misc]
+        yield started
+
+
+def test_streams_survive_a_killed_and_a_stopped_server(servers: list[RunningServer]) -> None:
+    alone = [_streamed(servers[0], path, body) for path, body in CASES]
+    flags = ("--stall-seconds", "1.5", "--probe-seconds", "0.25", "--policy", "round-robin")
+    with RunningRouter(*(server.url for server in servers), *flags) as router:
+        for index, how in enumerate((signal.SIGKILL, signal.SIGSTOP), 1):
+            resumed = router.metric("quire_router_resumed_streams_total")
+            victim = servers[index]
+
+            def interrupt(victim: RunningServer = victim, how: int = how) -> None:
+                os.kill(victim.process.pid, how)
+
+            answers = _at_once(router, interrupt)
+            for (path, body), got, wanted in zip(CASES, answers, alone, strict=True):
+                assert _normal(got) == _normal(wanted), (how, path, body, got[-600:])
+                _check_names(got)
+            assert router.metric("quire_router_resumed_streams_total") > resumed, router.stderr()
+        assert router.metric("quire_router_broken_streams_total") == 0
+        states = {one["url"]: one["state"] for one in router.health()["replicas"]}
+        assert states[servers[1].url] == "unreachable"
+        assert states[servers[2].url] == "stalled"
+        os.kill(servers[2].process.pid, signal.SIGCONT)
+        router.until(lambda: router.health()["replicas_available"] == 2, "the stopped one returns")
+
+
+def _at_once(router: RunningRouter, interrupt: Any) -> list[bytes]:
+    """Stream all cases at once, and call `interrupt` when tokens of all of them may have come."""
+    before = router.metric("quire_router_streamed_tokens_total")
+    answers: dict[int, bytes] = {}
+
+    def stream(index: int) -> None:
+        path, body = CASES[index]
+        status, answers[index] = router.request("POST", path, {**body, "stream": True})
+        assert status == 200
+
+    threads = [threading.Thread(target=stream, args=(index,)) for index in range(len(CASES))]
+    for thread in threads:
+        thread.start()
+    router.until(
+        lambda: router.metric("quire_router_streamed_tokens_total") >= before + 5 * len(CASES),
+        "tokens of the streams",
+    )
+    interrupt()
+    for thread in threads:
+        thread.join()
+    return [answers[index] for index in range(len(CASES))]
+
+
+def _streamed(server: RunningServer, path: str, body: dict[str, Any]) -> bytes:
+    with server.stream(path, body) as reader:
+        return reader.read()
+
+
+def _normal(raw: bytes) -> bytes:
+    names = rb'"created":\d+|(?:cmpl|chatcmpl|gen|call)[-_][0-9a-f]{24}|"cached_tokens":\d+'
+    return re.sub(rb"(?m)^: *\n\n", b"", re.sub(names, b"", raw))
+
+
+def _check_names(raw: bytes) -> None:
+    """One id and one time for all chunks, and events numbered from 1 without a gap."""
+    assert len(set(re.findall(rb'"created":(\d+)', raw))) == 1
+    assert len(set(re.findall(rb'"id":"((?:cmpl|chatcmpl|gen)-[0-9a-f]{24})"', raw))) == 1
+    numbers = [int(number) for number in re.findall(rb"(?m)^id: [a-z]+-[0-9a-f]+:(\d+)$", raw)]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert b"output_cursor" not in raw
+    assert raw.rstrip().endswith(b"data: [DONE]")
+
+
+def test_whole_answers_models_and_refusals(servers: list[RunningServer]) -> None:
+    with RunningRouter(servers[0].url) as router:
+        body = {"prompt": "Once", "seed": 1, "max_tokens": 8}
+        status, raw = router.request("POST", "/v1/completions", body)
+        text = json.loads(raw)["choices"][0]["text"]
+        assert status == 200
+        assert text == servers[0].post("/v1/completions", body)[1]["choices"][0]["text"]
+        status, raw = router.request("GET", "/v1/models")
+        assert [one["id"] for one in json.loads(raw)["data"]] == ["box"]
+        assert router.request("GET", "/v1/models/box")[0] == 200
+        assert router.request("POST", "/tokenize", {"prompt": "a b"})[0] == 200
+        for method, path, sent, status, code in (
+            ("POST", "/v1/completions", {"prompt": "a", "model": "other"}, 404, "model_not_found"),
+            ("POST", "/v1/completions", {"prompt": 7}, 400, "invalid_value"),
+            ("POST", "/v1/responses", {}, 501, "not_routed"),
+            ("POST", "/admin/drain", {}, 501, "not_routed"),
+            ("GET", "/nothing", None, 404, "unknown_url"),
+            ("GET", "/v1/completions", None, 405, "method_not_allowed"),
+            ("POST", "/v1/completions?a=1", {"prompt": "a"}, 400, "invalid_value"),
+        ):
+            got, raw = router.request(method, path, sent)
+            assert (got, json.loads(raw)["error"]["code"]) == (status, code), raw

@@ -1,0 +1,237 @@
+"""Scripted replicas: HTTP servers in the test's event loop that stream, fail or stay silent.
+
+A FakeReplica streams the tokens 100, 101, ... after the request's output_ids, one event and one
+comment a token, as a server of Quire does with include_output_ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+from quire.base.log import Log
+from quire.base.server_url import server_url
+from quire.router.admission import Admission
+from quire.router.app import RouterApp
+from quire.router.discovery import StaticList
+from quire.router.fleet import Fleet
+from quire.router.prober import Prober
+from quire.router.router_metrics import RouterMetrics
+from quire.router.settings import RouterSettings
+
+LENGTH = 12
+
+
+class FakeReplica:
+    """fails_after: tokens of a stream after which the connection is cut; None: never. says: instead
+    of the cut, the bytes of an error event. status, body: of a whole answer. silent_after: tokens
+    after which nothing comes any more."""
+
+    def __init__(self, fingerprint: str = "fp_a", model: str = "box") -> None:
+        self.fingerprint = fingerprint
+        self.model = model
+        self.fails_after: int | None = None
+        self.says = b""
+        self.silent_after: int | None = None
+        self.status = 200
+        self.body = b'{"choices":[]}'
+        self.health: dict[str, Any] = {"ok": True, "state": "ready", "reason": "", "pending": 0}
+        self.steps_total = 1
+        self.requests: list[dict[str, Any]] = []
+        self.heads: list[bytes] = []
+        self.raw_answer: bytes | None = None
+        self.num_closed = 0
+        self.before_token: Callable[[int], None] = lambda count: None
+        self.closes_idle = False
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self.port = 0
+
+    async def start(self) -> None:
+        """Listen at a free port, or again at the former one."""
+        self._server = await asyncio.start_server(self._connection, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    def stop_listening(self, *, cuts: bool = False) -> None:
+        """Take no more connections. cuts: open ones end, too."""
+        assert self._server is not None
+        self._server.close()
+        for writer in self._writers if cuts else ():
+            writer.transport.abort()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            while await self._exchange(reader, writer):
+                pass
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            self.num_closed += 1
+            self._writers.discard(writer)
+            writer.close()
+            await asyncio.sleep(0)
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(
+            (int(line[15:]) for line in head.split(b"\r\n") if line.startswith(b"content-length:")),
+            0,
+        )
+        raw = await reader.readexactly(length)
+        path = head.split(b" ")[1]
+        if path == b"/health":
+            status = 200 if self.health["ok"] else 503
+            _whole(writer, status, {**self.health, "steps_total": self.steps_total})
+            return True
+        if path == b"/v1/models":
+            entry = {"id": self.model, "system_fingerprint": self.fingerprint}
+            _whole(writer, 200, {"data": [entry]})
+            return True
+        self.heads.append(head)
+        request = json.loads(raw)
+        self.requests.append(request)
+        if self.raw_answer is not None:
+            writer.write(self.raw_answer)
+            await writer.drain()
+            return False
+        if self.status != 200 or not request.get("stream"):
+            _whole(writer, self.status, self.body)
+            return True
+        return await self._stream(request, writer) and not self.closes_idle
+
+    async def _stream(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        writer.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
+            b"x-request-id: one\r\n\r\n"
+        )
+        known = request.get("output_ids", [])
+        for count, token in enumerate(range(100 + len(known), 100 + LENGTH)):
+            if self.silent_after == count:
+                await asyncio.Event().wait()
+            if self.fails_after == count:
+                if not self.says:
+                    # half of the next delta: an event without its comment
+                    _chunk(writer, b'data: {"token": %d}\n\n' % token)
+                    await writer.drain()
+                    return False
+                _chunk(writer, self.says)
+                _chunk(writer, b"")
+                return True
+            self.before_token(token)
+            fields = {"output_ids": [token], "output_cursor": f"gen-{'0' * 24}:1:{token - 99}:0"}
+            _chunk(writer, b'data: {"token": %d}\n\n' % token)
+            _chunk(writer, b": %b\n\n" % json.dumps(fields, separators=(",", ":")).encode())
+            await writer.drain()
+            await asyncio.sleep(0)
+        _chunk(writer, b"data: [DONE]\n\n")
+        _chunk(writer, b"")
+        return True
+
+
+def _whole(writer: asyncio.StreamWriter, status: int, body: Any) -> None:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    writer.write(
+        b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+        % (status, len(raw), raw)
+    )
+
+
+def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
+    writer.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+
+class Router:
+    """A router's application over fake replicas, and a client of it without sockets."""
+
+    def __init__(self, replicas: list[FakeReplica], **settings: Any) -> None:
+        urls = tuple(server_url(one.url) for one in replicas)
+        options = {"probe_s": 0.05, "stall_s": 0.4, "resume_s": 2.0, "policy": "round-robin"}
+        self.lines: list[str] = []
+        self.fleet = Fleet(
+            RouterSettings(**{**options, **settings}), StaticList(urls), Log("router", _Lines(self))
+        )
+        self.admission = Admission(self.fleet)
+        self.metrics = RouterMetrics(self.fleet)
+        self.app = RouterApp(self.fleet, self.admission, self.metrics, self.fleet.log)
+        self.prober = Prober(self.fleet)
+        self._probing: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self.prober.first_round()
+        self._probing = asyncio.ensure_future(self.prober.run())
+
+    async def close(self) -> None:
+        if self._probing is not None:
+            self._probing.cancel()
+            await asyncio.gather(self._probing, return_exceptions=True)
+        self.fleet.close()
+
+    async def post(
+        self,
+        path: str,
+        body: Any,
+        *,
+        headers: list[tuple[bytes, bytes]] | None = None,
+        leaves_after: int | None = None,
+        on_piece: Callable[[bytes], Any] = lambda piece: None,
+    ) -> tuple[int, dict[bytes, bytes], bytes]:
+        """Return status, headers and body. leaves_after: bytes after which the client leaves."""
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        sent, left = [False], asyncio.Event()
+        status, got_headers, pieces = [0], dict[bytes, bytes](), list[bytes]()
+
+        async def receive() -> dict[str, Any]:
+            if not sent[0]:
+                sent[0] = True
+                return {"type": "http.request", "body": raw, "more_body": False}
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                status[0] = message["status"]
+                got_headers.update(message["headers"])
+                return
+            pieces.append(message["body"])
+            waits = on_piece(message["body"])
+            if waits is not None:
+                await waits
+            if leaves_after is not None and sum(map(len, pieces)) >= leaves_after:
+                left.set()
+                await asyncio.sleep(0)
+
+        scope = {
+            "type": "http",
+            "method": "POST" if body is not None else "GET",
+            "path": path,
+            "query_string": b"",
+            "headers": [(b"host", b"localhost"), *(headers or [])],
+            "client": ("10.0.0.7", 5),
+        }
+        await self.app(scope, receive, send)  # type: ignore[arg-type]
+        return status[0], got_headers, b"".join(pieces)
+
+    def count(self, name: str) -> float:
+        """Return the sum of a metric over its labels."""
+        text = self.metrics.text().decode()
+        found = [line for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+
+
+class _Lines:
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    def write(self, line: str) -> int:
+        self._router.lines.append(line)
+        return len(line)
+
+    def flush(self) -> None:
+        """Lines are kept."""

@@ -1,0 +1,264 @@
+"""Discovery, policies, the prefix history, the breaker: which replica gets a request."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from quire.base.errors import SettingError
+from quire.base.log import Log
+from quire.base.server_url import server_url
+from quire.router.breaker import CircuitBreaker, RetryBudget
+from quire.router.discovery import WatchedFile
+from quire.router.event_blocks import EventBlocks
+from quire.router.policies.policy import RouteKey
+from quire.router.policies.power_of_two import PowerOfTwo
+from quire.router.policies.registry import make_policy
+from quire.router.prefix_history import BLOCK_BYTES, PrefixHistory, block_names
+from quire.router.replica import Load, Replica
+from quire.router.routed_request import RoutedRequest
+from quire.router.settings import POLICIES, RouterSettings
+
+
+def _replicas(count: int) -> list[Replica]:
+    return [Replica(server_url(f"http://127.0.0.1:{9000 + at}"), at) for at in range(count)]
+
+
+def _load(replica: Replica, tokens: int) -> Load:
+    load = Load(
+        tokens=tokens,
+        cut=lambda reason: None,
+        began_s=0.0,
+        last_s=lambda: 0.0,
+        is_paused=lambda: False,
+    )
+    replica.begin(load)
+    return load
+
+
+def _key(prompt: str, session: str = "") -> RouteKey:
+    return RouteKey(blocks=block_names("box", prompt.encode()), session=session, tokens=10)
+
+
+# ---- discovery
+
+
+def test_a_watched_file_is_followed_and_bad_versions_are_ignored(tmp_path: Path) -> None:
+    path, said = tmp_path / "replicas", io.StringIO()
+    path.write_text("# two\nhttp://a:1\n\nhttp://b:2\nhttp://a:1\n")
+    watched = WatchedFile(path, Log("router", said))
+    assert [one.shown for one in watched.poll()] == ["http://a:1", "http://b:2"]
+    for bad, why in (
+        (b"http://a:1\nhttp://b", "half-written"),
+        (b"", "names no replica"),
+        (b"http://a:1\nftp://b:2\n", "line 2"),
+        (b"\xff\xfe\n", "not UTF-8"),
+        (b"# " + b"x" * (1 << 20) + b"\n", "bytes"),
+        (b"http://a:99999\n", "line 1"),
+        ("".join(f"http://a:{at}\n" for at in range(1, 1100)).encode(), "at most 1024"),
+    ):
+        path.write_bytes(bad)
+        os.utime(path, ns=(len(said.getvalue()), 7))
+        assert [one.shown for one in watched.poll()] == ["http://a:1", "http://b:2"]
+        lines = said.getvalue()
+        assert why in lines.splitlines()[-1]
+        watched.poll()
+        assert said.getvalue() == lines, "each version is reported once"
+    path.unlink()
+    assert len(watched.poll()) == 2
+    path.write_text("http://c:3\n")
+    assert [one.shown for one in watched.poll()] == ["http://c:3"]
+
+
+def test_a_file_that_cannot_be_read_at_the_start_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="replicas-file"):
+        WatchedFile(tmp_path / "none", Log("router", io.StringIO()))
+
+
+# ---- policies
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_each_policy_chooses_an_offered_replica_and_spreads_equal_load(name: str) -> None:
+    policy, replicas, drawn = make_policy(RouterSettings(policy=name)), _replicas(5), Random(3)
+    used: Counter[int] = Counter()
+    for at in range(400):
+        offered = drawn.sample(replicas, drawn.randint(1, 5))
+        key = _key(f"{at} " * 300, session=f"s{at}")
+        chosen = policy.choose(offered, key)
+        assert chosen in offered
+        policy.sent(chosen, key)
+        _load(chosen, 10)
+        used[chosen.number] += 1
+    assert min(used.values()) > 40, used
+
+
+def test_round_robin_takes_turns() -> None:
+    policy, replicas = make_policy(RouterSettings(policy="round-robin")), _replicas(3)
+    chosen = [policy.choose(replicas, RouteKey()).number for _ in range(6)]
+    assert chosen == [0, 1, 2, 0, 1, 2]
+
+
+def test_fewest_tokens_and_power_of_two_avoid_the_loaded_one() -> None:
+    replicas = _replicas(3)
+    _load(replicas[0], 1000)
+    policy = make_policy(RouterSettings(policy="least-tokens"))
+    assert {policy.choose(replicas, RouteKey()).number for _ in range(6)} == {1, 2}
+    two = PowerOfTwo(seed=1)
+    assert {two.choose(replicas, RouteKey()).number for _ in range(60)} == {1, 2}
+
+
+def test_a_session_stays_and_only_those_of_a_lost_replica_move() -> None:
+    policy, replicas = make_policy(RouterSettings(policy="session-affinity")), _replicas(4)
+    keys = [RouteKey(session=f"user {at}") for at in range(200)]
+    before = [policy.choose(replicas, key).number for key in keys]
+    assert before == [policy.choose(replicas, key).number for key in keys]
+    after = [policy.choose(replicas[:3], key).number for key in keys]
+    for old, new in zip(before, after, strict=True):
+        assert old == new or old == 3
+
+
+def test_a_warm_replica_is_kept_until_its_backlog_is_too_long() -> None:
+    policy = make_policy(RouterSettings(backlog_tokens=500))
+    replicas = _replicas(3)
+    key = _key("a long system prompt " * 100)
+    first = policy.choose(replicas, key)
+    policy.sent(first, key)
+    longer = _key("a long system prompt " * 100 + "and a question " * 40)
+    load = _load(first, 500)
+    assert policy.choose(replicas, longer) is first
+    other = _load(first, 1)
+    assert policy.choose(replicas, longer) is not first
+    first.end(other)
+    assert policy.choose(replicas, longer) is first
+    policy.forget(first)
+    assert policy.choose(replicas, longer) is not first
+    first.end(load)
+
+
+def test_prefix_history_equals_a_plain_model_of_it() -> None:
+    """Against sets of prefixes, for drawn prompts that share beginnings."""
+    history, drawn = PrefixHistory(max_blocks=10**6), Random(5)
+    known: dict[int, set[bytes]] = {at: set() for at in range(4)}
+    texts = [bytes([65 + at]) * BLOCK_BYTES for at in range(3)]
+    for _ in range(300):
+        prompt = b"".join(drawn.choice(texts) for _ in range(drawn.randint(0, 6))) + b"tail"
+        names = block_names("box", prompt)
+        prefixes = [prompt[: BLOCK_BYTES * (at + 1)] for at in range(len(names))]
+        found = history.matched_blocks(names, 0b1111)
+        for number, have in known.items():
+            count = next((at for at, one in enumerate(prefixes) if one not in have), len(prefixes))
+            assert found[number] == count
+        number = drawn.randrange(4)
+        if drawn.random() < 0.05:
+            history.forget(number)
+            known[number].clear()
+        else:
+            history.note(names, number)
+            known[number].update(prefixes)
+
+
+def test_the_history_of_a_replica_is_bounded() -> None:
+    history = PrefixHistory(max_blocks=8)
+    for at in range(50):
+        history.note(block_names("box", f"{at:04d}".encode() * BLOCK_BYTES), 0)
+    assert len(history._masks) == 8
+    history.forget(0)
+    assert not history._masks
+
+
+def test_scopes_share_no_prefixes() -> None:
+    prompt = b"x" * BLOCK_BYTES * 3
+    assert block_names("box", prompt) != block_names("box\0salt", prompt)
+
+
+# ---- what requests ask for
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"prompt": "a"}, ""),
+        ({"prompt": ["a"]}, ""),
+        ({"prompt": [1, 2, 3]}, ""),
+        ({"prompt": [[1, 2]]}, ""),
+        ({"prompt": ["a", "b"]}, "2 prompts"),
+        ({"prompt": "a", "n": 1, "best_of": None}, ""),
+        ({"prompt": "a", "echo": True}, "echo"),
+        ({"prompt": "a", "best_of": 3}, "best_of"),
+        ({"prompt": "a", "stream_options": 5}, "stream_options"),
+        ({"prompt": "a", "stream_options": {"resumable": True}}, "resumable"),
+        ({"prompt": "a", "output_ids": ["x"]}, "output_ids"),
+    ],
+)
+def test_which_streams_can_be_continued(fields: dict[str, object], why: str) -> None:
+    request = RoutedRequest("/v1/completions", [], json.dumps({"stream": True, **fields}).encode())
+    assert bool(request.why_not) == bool(why)
+    assert why in request.why_not
+    again = json.loads(request.body())
+    assert ("seed" in again) == (not why)
+
+
+def test_deltas_do_not_depend_on_how_bytes_are_cut() -> None:
+    stream = (
+        b'id: a:1\ndata: {"x":1}\n\n: {"output_ids":[1],"output_cursor":"g:1:1:0"}\n\n'
+        b': \n\ndata: {"text":"data: {\\"error\\":1}"}\n\ndata: {"y":2}\n\n'
+        b': {"output_ids":[2,3],"output_cursor":"g:1:2:1"}\n\ndata: {"z":3}\n\ndata: [DONE]\n\n'
+    )
+    whole = EventBlocks().push(stream)
+    assert [delta.is_last for delta in whole] == [False, False, False, True]
+    assert whole[2].blocks.count(b"\n\n") == 2
+    assert b"".join(one.blocks for one in whole).count(b"data: ") == 5 + 1
+    for size in (1, 2, 3, 7, 50):
+        blocks = EventBlocks()
+        found = []
+        for at in range(0, len(stream), size):
+            found += blocks.push(stream[at : at + size])
+        assert found == whole
+
+
+# ---- breaker and budget
+
+
+def test_a_breaker_opens_after_three_failures_and_lets_one_request_try() -> None:
+    breaker = CircuitBreaker()
+    for _ in range(2):
+        breaker.failed(0.0)
+    assert breaker.allows(0.0)
+    breaker.failed(0.0)
+    assert not breaker.allows(0.9)
+    assert breaker.allows(1.0)
+    breaker.began()
+    assert not breaker.allows(1.0), "one at a time"
+    breaker.failed(1.0)
+    assert not breaker.allows(2.9)
+    assert breaker.allows(3.0)
+    breaker.began()
+    breaker.succeeded()
+    assert breaker.allows(3.0)
+
+
+def test_a_retry_budget_is_a_share_of_the_requests() -> None:
+    budget = RetryBudget(0.25)
+    assert [budget.take() for _ in range(11)] == [True] * 10 + [False]
+    for _ in range(4):
+        budget.requested()
+    assert [budget.take(), budget.take()] == [True, False]
+
+
+def test_settings_name_what_is_wrong() -> None:
+    for wrong, words in (
+        ({"policy": "best"}, "--policy"),
+        ({"stall_s": 0.5, "probe_s": 0.4}, "--stall-seconds"),
+        ({"connect_s": 0.0}, "connect_s"),
+        ({"max_open": 0}, "max_open"),
+        ({"resume_s": float("nan")}, "resume_s"),
+    ):
+        with pytest.raises(SettingError, match=words):
+            RouterSettings(**wrong)  # type: ignore[arg-type]
