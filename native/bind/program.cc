@@ -405,6 +405,8 @@ void bind_interpreter(nb::module_& module) {
              "first"_a, "end"_a,
              "Layers first .. end - 1 in the second arena, which keeps what is between layers.")
         .def("num_layers", &quire::Program::num_layers, "segment"_a)
+        .def("set_group", &quire::Program::set_group, "group"_a,
+             "The ranks that all_gather exchanges columns with.")
         .def("abort", &quire::Program::abort, "Stop the run in progress between two operations.")
         .def_prop_ro("ops_done", &quire::Program::ops_done)
         .def_prop_ro("pieces_read", &quire::Program::pieces_read,

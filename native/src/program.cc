@@ -196,6 +196,13 @@ int64_t Program::count_of(const ViewSpec& view, const StepInputs& inputs) const 
     return inputs.num_sequences;
 }
 
+RankGroup::Columns Program::columns_of(const AllGatherOp& op, const StepInputs& inputs) const {
+    const Rows x = rows(op.x);
+    const int64_t bytes = type_bytes(x.type);
+    return {static_cast<char*>(x.data), count_of(op.x, inputs), x.stride * bytes, x.width, op.unit,
+            bytes};
+}
+
 void Program::poison(const Segment& segment) {
     for (int64_t index : segment.own_buffers) {
         const BufferSpec& buffer = buffer_at(index);
@@ -322,6 +329,7 @@ void Program::run_op(const Operation& operation, const StepInputs& inputs) {
                 experts_.run({rows(op.x), rows(op.routing), rows(op.y), count_of(op.x, inputs),
                               *op.gate_up, *op.down, op.form, op.top_k, pool});
             },
+            [&](const AllGatherOp& op) { group_->all_gather(columns_of(op, inputs), *pool); },
             [](const auto& op) {
                 throw std::invalid_argument(std::string(op.kind) + " is row-wise");
             },

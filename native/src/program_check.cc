@@ -140,6 +140,12 @@ void Program::check_op(const Operation& operation) const {
                     refuse(op.kind, "routing weights and output must be f32");
                 }
             },
+            [](const AllGatherOp& op) {
+                const int64_t units = op.unit < 1 ? 0 : (op.x.width + op.unit - 1) / op.unit;
+                if (op.rank < 0 || op.rank >= op.degree || units < op.degree) {
+                    refuse(op.kind, "rank, degree and unit do not fit the columns");
+                }
+            },
             // Their geometry is the cache's, which check_step uses.
             [](const StoreKVOp&) {},
             [](const AttentionOp&) {},
@@ -201,6 +207,13 @@ void Program::check_step(const Operation& operation, const StepInputs& inputs) c
                 check_heads(op.kind, op.q, op.heads);
                 check_heads(op.kind, op.y, op.heads);
                 check_type(op.kind, op.q);
+            },
+            [&](const AllGatherOp& op) {
+                if (group_ == nullptr) refuse(op.kind, "there are no ranks to exchange with");
+                if (group_->rank() != op.rank || group_->degree() != op.degree) {
+                    refuse(op.kind, "the program is another rank's, or for other ranks");
+                }
+                group_->check_fits(columns_of(op, inputs));
             },
             [](const auto&) {},
         },

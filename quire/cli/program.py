@@ -18,6 +18,7 @@ from quire.models.registry import build_program, compute_dtype, open_model
 from quire.program.cost import StepShape
 from quire.program.kv_cache import KV_CACHE_DTYPES, with_kv_cache_dtype
 from quire.program.quantize import AUTO
+from quire.program.shard import shard
 from quire.program.table import format_program
 from quire.program.tensors import DType
 from quire.quant.scheme import scheme_names
@@ -71,6 +72,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="PATTERN=PRECISION for weights by name; may be given repeatedly",
     )
     parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="print the share of one of N ranks, with the bytes it receives (default 1)",
+    )
+    parser.add_argument(
+        "--rank", type=int, default=0, help="which rank's share, from 0 (default 0)"
+    )
+    parser.add_argument(
         "--all-layers", action="store_true", help="print every layer, not the first of its kind"
     )
 
@@ -95,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
     )
     kv_cache_dtype = DTYPE_NAMES.get(args.kv_cache_dtype, args.kv_cache_dtype)
     program = with_kv_cache_dtype(program, kv_cache_dtype)
+    program = shard(program, degree=args.tensor_parallel_size, rank=args.rank)
     step = StepShape([args.tokens] * args.sequences, [args.depth] * args.sequences)
     sys.stdout.write(format_program(program, step, all_layers=args.all_layers))
     return 0

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.errors import CapacityError, SettingError, WorkerError
+from quire.comm.communicator import Communicator
 from quire.config.machine import MachineMemory, machine_memory
 from quire.execute import reference_ops as ops
 from quire.execute.batch_check import check_batch, check_range
@@ -32,6 +33,7 @@ from quire.execute.reference_attention import PagedRows, attention
 from quire.execute.reference_experts import experts, route
 from quire.execute.rope_table import RopeTable, rope_bytes
 from quire.program.batch import ForwardBatch
+from quire.program.comm_ops import AllGather, share_of
 from quire.program.declarations import CacheSpec, Weight
 from quire.program.expert_ops import Experts, Route
 from quire.program.forms import IdSource
@@ -82,13 +84,21 @@ class _Cache:
 class ReferenceExecutor:
     """An Executor (see executor.py).
 
-    Raises WeightsError where the checkpoint is not what the program needs.
+    group: the ranks, where the program is one rank's. Raises WeightsError where the checkpoint is
+    not what the program needs.
     """
 
     name = "reference"
     recipe = "numpy"
 
-    def __init__(self, program: Program, checkpoint: Checkpoint, options: ExecutorOptions) -> None:
+    def __init__(
+        self,
+        program: Program,
+        checkpoint: Checkpoint,
+        options: ExecutorOptions,
+        *,
+        group: Communicator | None = None,
+    ) -> None:
         if options.pack_cache is not None:
             raise SettingError(
                 "pack_cache: the reference executor packs nothing; leave it out, or take the "
@@ -99,6 +109,7 @@ class ReferenceExecutor:
             raise ValueError(f"num_threads is {options.num_threads}; at least 1 is allowed")
         self._program = program
         self._limits = options.limits
+        self._group = group
         digest = WeightsDigest()
         coarse: dict[str, int] = {}
         self._weights, self._few, self._experts = _load(
@@ -327,6 +338,8 @@ class ReferenceExecutor:
                 self._write(op.y, route(op, self._read(op.x), self._weight(op.bias)))
             case Experts():
                 self._run_experts(op)
+            case AllGather():
+                self._all_gather(op)
             case _:
                 assert_never(op)
 
@@ -428,6 +441,19 @@ class ReferenceExecutor:
 
     def _copy(self, op: Copy) -> None:
         self._write(op.y, ops.copy(self._read(op.x)))
+
+    def _all_gather(self, op: AllGather) -> None:
+        if self._group is None or (self._group.rank, self._group.degree) != (op.rank, op.degree):
+            raise ValueError(f"{op.kind}: there are no ranks, or others, to exchange with")
+        x = self._read(op.x)
+        shares = [share_of(op.x.width, op.unit, rank, op.degree) for rank in range(op.degree)]
+        widest = max(end - start for start, end in shares)
+        own = np.zeros((len(x), widest), np.float32)  # parts are exchanged at equal sizes
+        start, end = shares[op.rank]
+        own[:, : end - start] = x[:, start:end]
+        parts = self._group.all_gather(own.reshape(-1).view(np.uint8))
+        for (start, end), part in zip(shares, parts, strict=True):
+            x[:, start:end] = part.view(np.float32).reshape(own.shape)[:, : end - start]
 
     def _gather_rows(self, op: GatherRows) -> None:
         x = self._read(op.x)

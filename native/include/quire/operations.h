@@ -232,9 +232,21 @@ struct ExpertsOp {
     }
 };
 
+struct AllGatherOp {
+    static constexpr const char* kind = "all_gather";
+    static constexpr bool is_row_wise = false;
+    ViewSpec x;
+    int64_t rank, degree, unit;
+    template <class Self, class Visit>
+    static void fields(Self& op, Visit&& visit) {
+        visit("x", op.x), visit("rank", op.rank), visit("degree", op.degree);
+        visit("unit", op.unit);
+    }
+};
+
 using Operation = std::variant<EmbedOp, NormOp, LinearOp, RopeOp, StoreKVOp, AttentionOp,
                                ActivationOp, AddOp, ScaleOp, SoftCapOp, CopyOp, GatherRowsOp,
-                               RouteOp, ExpertsOp>;
+                               RouteOp, ExpertsOp, AllGatherOp>;
 
 // Calls visit(name, field) for each field of an operation.
 template <class Visit>
