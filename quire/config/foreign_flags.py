@@ -29,7 +29,10 @@ _EAGER = "CUDA graphs are turned off by --enforce-eager"
 _THREADS = "threads are set by --threads N"
 _SEQS = "the maximum number of running requests is --max-num-seqs"
 _STEP = "the maximum number of tokens in a step is --max-num-batched-tokens"
-_ONE_DEVICE = "one process on one device serves a model here; leave it out"
+_ONE_DEVICE = (
+    "a model is served by one process, or by ranks on one machine (--tensor-parallel-size); leave "
+    "it out"
+)
 _RANKS = "the degree of tensor parallelism is --tensor-parallel-size"
 _DEVICE = "the GPU is chosen by --device"
 _LAYERS = "a GPU computes all layers (--executor torch) or none; leave it out"

@@ -19,7 +19,7 @@ columns. Refused by name: mixtures of experts, fp8 weights, and head counts that
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from quire.base.errors import SettingError
@@ -30,7 +30,6 @@ from quire.program.ops import (
     Activation,
     Attention,
     Copy,
-    Embed,
     Linear,
     Norm,
     Op,

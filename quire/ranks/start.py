@@ -81,7 +81,10 @@ def checkpoint_of(start: RankStart) -> Path:
 def ready_of(recipe: str, weights_digest: str) -> RankReady:
     """Return what a rank of this process says."""
     return RankReady(
-        version=installed_version(), numerics=NUMERICS_VERSION, recipe=recipe, weights_digest=weights_digest
+        version=installed_version(),
+        numerics=NUMERICS_VERSION,
+        recipe=recipe,
+        weights_digest=weights_digest,
     )
 
 

@@ -51,4 +51,3 @@ class _WatchedInbox:
     def wake(self) -> None:
         """See Inbox."""
         self._inbox.wake()
-

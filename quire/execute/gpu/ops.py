@@ -109,7 +109,7 @@ def _bound(op: Op, place: Place) -> Call:
         case GatherRows():
             return partial(_gather_rows, op, place)
         case AllGather():
-            raise AssertionError(f"{op.kind}: check_program rejects programs of several ranks")
+            raise AssertionError(f"{op.kind}: check_program rejects programs of ranks")
         case Route() | Experts():
             raise AssertionError(f"{op.kind}: check_program rejects programs with experts")
         case _:
