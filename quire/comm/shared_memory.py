@@ -48,11 +48,15 @@ def create_segment(degree: int, sizes: SegmentSizes) -> int:
             os.unlink(path)
         os.ftruncate(descriptor, sizes.total(degree))
     except OSError as error:
-        raise CapacityError(
-            f"shared memory of {sizes.total(degree)} bytes for {degree} ranks cannot be made: "
-            f"{error.strerror}"
-        ) from error
+        raise _no_memory(degree, sizes, error) from error
     return descriptor
+
+
+def _no_memory(degree: int, sizes: SegmentSizes, error: Exception) -> CapacityError:
+    return CapacityError(
+        f"shared memory of {sizes.total(degree)} bytes for {degree} ranks cannot be made: {error}; "
+        "lower tensor_parallel_size, or max_num_seqs and max_model_len, by which it grows"
+    )
 
 
 class SharedMemoryRank:
@@ -71,7 +75,10 @@ class SharedMemoryRank:
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.rank, self.degree = rank, degree
-        memory = np.frombuffer(mmap.mmap(descriptor, sizes.total(degree)), np.uint8)
+        try:
+            memory = np.frombuffer(mmap.mmap(descriptor, sizes.total(degree)), np.uint8)
+        except (OSError, ValueError) as error:
+            raise _no_memory(degree, sizes, error) from error
         self.native = _native.RankGroup(
             memory,
             rank=rank,

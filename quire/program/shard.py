@@ -126,16 +126,24 @@ class _Tile:
     first: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """Columns of a whole buffer, of which each rank has computed its share."""
+
+    region: Region
+    unit: int
+
+
 class _Sharding:
-    """One rewrite. A buffer is whole, split (`_split`: the rank has computed its own columns of
-    the whole width, in units), or narrowed (`_tiles`: it has room for the rank's columns only)."""
+    """One rewrite. A buffer is whole, narrowed (`_tiles`: it has room for the rank's columns only),
+    or split: `_split` has ranges of its columns, of each of which the rank has computed a share."""
 
     def __init__(self, program: Program, degree: int, rank: int) -> None:
         self._source, self._degree, self._rank = program, degree, rank
         self._heads = self._own_heads()
         self._tiles = self._narrowed()
         self._buffers = tuple(self._buffer(buffer) for buffer in program.buffers)
-        self._split: dict[int, int] = {}
+        self._split: dict[int, list[_Split]] = {}
         self._weights: dict[str, Weight] = dict(program.weights)
         self._uses = Counter(name for op in _ops(program) for name in op.weights)
         self._out: list[Op] = []
@@ -237,7 +245,9 @@ class _Sharding:
     def _rewritten(self, op: Op) -> Op:
         """Return the rank's operation, after the exchanges it needs."""
         if isinstance(op, Linear):
-            return self._linear(op)
+            *first, last = self._linear(op)
+            self._out += first
+            return last
         if isinstance(op, Attention):
             return self._attention(op)
         if self._is_of_heads(op):
@@ -245,9 +255,9 @@ class _Sharding:
         if isinstance(op, Activation):
             return self._activation(op)
         if isinstance(op, Scale | SoftCap | Copy) and self._is_split(op.x):
-            unit = self._split[op.x.buffer.index]
+            unit = self._split[op.x.buffer.index][0].unit
             if isinstance(op, Copy) and _fills(op.y):
-                self._split[op.y.buffer.index] = unit
+                self._note_split(op.y, unit)
                 return op.with_views(lambda view: self._share(view, unit))
             if not isinstance(op, Copy):
                 return op.with_views(lambda view: self._share(view, unit))
@@ -255,27 +265,38 @@ class _Sharding:
             self._whole(view)
         return op.with_views(self._over)
 
-    def _linear(self, op: Linear) -> Linear:
+    def _linear(self, op: Linear) -> list[Linear]:
+        """The rank's product; one for each part of the weight where their columns are exchanged,
+        since every rank has rows of every tensor."""
         self._whole(op.x)
-        x = self._over(op.x)
+        x, weight = self._over(op.x), self._source.weights[op.weight]
         tiles = self._tiles.get(op.y.buffer.index)
         if tiles is not None:
-            spans, y = [tile.span for tile in tiles], self._over(op.y)
-        else:
-            unit = self._unit(op.y.width)
-            if unit is None or not _fills(op.y):
-                return replace(op, x=x, y=self._over(op.y))
-            self._split[op.y.buffer.index] = unit
-            spans, y = [share_of(op.y.width, unit, self._rank, self._degree)], op.y
-            y = self._share(op.y, unit)
-        weight = self._sliced(op.weight, spans)
-        bias = None if op.bias is None else self._sliced(op.bias, spans)
+            spans = [tile.span for tile in tiles]
+            return [self._product(op, x, self._over(op.y), spans)]
+        made, first = [], 0
+        for part in weight.parts:
+            end, name = first + part.rows, f".{part.name}" if len(weight.parts) > 1 else ""
+            y, unit = op.y.columns(first, part.rows), self._unit(part.rows)
+            if unit is None:
+                made.append(self._product(op, x, self._over(y), [(first, end)], name))
+            else:
+                self._note_split(y, unit)
+                start, stop = share_of(part.rows, unit, self._rank, self._degree)
+                span = first + start, first + stop
+                made.append(self._product(op, x, self._share(y, unit), [span], name))
+            first = end
+        return made
+
+    def _product(self, op: Linear, x: View, y: View, spans: list[Span], suffix: str = "") -> Linear:
+        weight = self._sliced(op.weight, spans, suffix)
+        bias = None if op.bias is None else self._sliced(op.bias, spans, suffix)
         return replace(op, x=x, y=y, weight=weight, bias=bias)
 
     def _attention(self, op: Attention) -> Attention:
         unit = op.heads // self._degree * op.head_dim
         first, end = _kv_span(op.kv_heads, self._rank, self._degree)
-        self._split[op.y.buffer.index] = unit
+        self._note_split(op.y, unit)
         return replace(
             op,
             q=self._own_columns(op.q),
@@ -303,13 +324,13 @@ class _Sharding:
         if tiles is not None and _fills(op.y):
             unit = self._unit(op.y.width)
         elif all(self._is_split(view) for view in op.inputs) and _fills(op.y):
-            units = {self._split[view.buffer.index] for view in op.inputs}
+            units = {self._split[view.buffer.index][0].unit for view in op.inputs}
             unit = units.pop() if len(units) == 1 else None
         if unit is None:
             for view in op.inputs:
                 self._whole(view)
             return op.with_views(self._over)
-        self._split[op.y.buffer.index] = unit
+        self._note_split(op.y, unit)
 
         def own(view: View) -> View:
             if view.buffer.index in self._tiles:
@@ -322,7 +343,13 @@ class _Sharding:
     # ---- views and weights
 
     def _is_split(self, view: View) -> bool:
-        return view.buffer.index in self._split and _fills(view)
+        """Return whether a view is all of a buffer that is split as a whole."""
+        ranges = self._split.get(view.buffer.index, [])
+        return _fills(view) and [one.region for one in ranges] == [_region(view)]
+
+    def _note_split(self, view: View, unit: int) -> None:
+        """Note that the rank computes its share of a view, in units."""
+        self._split.setdefault(view.buffer.index, []).append(_Split(_region(view), unit))
 
     def _over(self, view: View) -> View:
         """The view on the rank's buffer: all of a narrowed one, else the same columns."""
@@ -351,22 +378,26 @@ class _Sharding:
 
     def _whole(self, view: View) -> None:
         """Exchange the columns of a buffer that is split."""
-        unit = self._split.pop(view.buffer.index, None)
-        if unit is not None:
-            buffer = self._buffers[view.buffer.index]
-            x = View(buffer, 0, buffer.width)
-            self._out.append(AllGather(x=x, rank=self._rank, degree=self._degree, unit=unit))
+        for one in self._split.pop(view.buffer.index, []):
+            buffer, (_, offset, width) = self._buffers[view.buffer.index], one.region
+            x = View(buffer, offset, width)
+            self._out.append(AllGather(x=x, rank=self._rank, degree=self._degree, unit=one.unit))
 
     def _reads(self, segments: Iterable[str]) -> Iterator[View]:
         for name in segments:
             for op in self._source.segments[name]:
                 yield from op.inputs
 
-    def _sliced(self, name: str, spans: list[Span]) -> str:
+    def _sliced(self, name: str, spans: list[Span], suffix: str) -> str:
         """Declare the rows `spans` of a weight; under a name of its own where another operation
         uses the weight too."""
         weight = self._source.weights[name]
-        own_name = name if self._uses[name] == 1 else f"{name}.share"
+        if self._uses[name] == 1:
+            own_name = name + suffix
+            if suffix:
+                self._weights.pop(name, None)
+        else:
+            own_name = f"{name}.share{suffix}"
         parts = tuple(part for span in spans for part in _rows_of(weight, span))
         self._weights[own_name] = replace(weight, name=own_name, parts=parts)
         return own_name

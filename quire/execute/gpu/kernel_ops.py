@@ -87,9 +87,7 @@ class KernelOps:
             case GatherRows():
                 return partial(_gather_rows, self, step)
             case AllGather():
-                raise AssertionError(
-                    f"{step.kind}: check_program rejects programs of ranks"
-                )
+                raise AssertionError(f"{step.kind}: check_program rejects programs of ranks")
             case Route() | Experts():
                 raise AssertionError(f"{step.kind}: check_program rejects programs with experts")
             case _:
