@@ -8,7 +8,6 @@ for bit (quire/program/shard.py).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
@@ -69,13 +68,18 @@ class RankedExecutorClass:
 
     def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
         """The memory of all ranks together."""
-        parts = [NativeExecutor.memory_for(own, limits) for own in self._programs(program)]
-        slots = 2 * self.degree * _slot_bytes(shard(program, degree=self.degree, rank=0))
+        programs = self.programs(program)
+        parts = [NativeExecutor.memory_for(own, limits) for own in programs]
+        slots = 2 * self.degree * _slot_bytes(programs[0])
         return ExecutorMemory(
             weights_bytes=sum(part.weights_bytes for part in parts),
             step_bytes=sum(part.step_bytes for part in parts) + slots,
             token_bytes=sum(part.token_bytes for part in parts),
         )
+
+    def programs(self, program: Program) -> list[Program]:
+        """Return each rank's share."""
+        return [shard(program, degree=self.degree, rank=rank) for rank in range(self.degree)]
 
     def head_rows(self, max_sequences: int) -> int:
         """See ExecutorSizing."""
@@ -96,7 +100,7 @@ class RankedExecutorClass:
     def __call__(
         self, program: Program, checkpoint: Checkpoint, options: ExecutorOptions
     ) -> RankedExecutor:
-        own = shard(program, degree=self.degree, rank=0)
+        own, *others = self.programs(program)
         sizes = SegmentSizes(
             slot_bytes=_slot_bytes(own),
             message_bytes=command_bytes(
@@ -115,10 +119,9 @@ class RankedExecutorClass:
             with ExitStack() as undo:
                 processes = RankProcesses(group)
                 undo.callback(processes.end)
-                for rank, part in enumerate(self._programs(program)):
-                    if rank:
-                        start = self._start(rank, part, checkpoint, options, sizes, cpus[rank])
-                        processes.start(start, segment)
+                for rank, part in enumerate(others, start=1):
+                    start = self._start(rank, part, checkpoint, options, sizes, cpus[rank])
+                    processes.start(start, segment)
                 executor = self._rank_zero(own, checkpoint, options, group, cpus[0])
                 loaded = ready_of(executor.recipe, executor.weights_digest)
                 for rank, ready in processes.ready():
@@ -129,10 +132,6 @@ class RankedExecutorClass:
         executor.processes = processes
         executor.reason, executor.end = processes.reason, processes.end
         return executor
-
-    def _programs(self, program: Program) -> Iterator[Program]:
-        for rank in range(self.degree):
-            yield shard(program, degree=self.degree, rank=rank)
 
     def _threads(self, options: ExecutorOptions) -> int:
         return max(options.num_threads // self.degree, 1)

@@ -134,7 +134,9 @@ def test_what_cannot_be_split_is_refused_by_name(tmp_path: Path) -> None:
         shard(program, degree=2, rank=2)
     with pytest.raises(SettingError, match="kept in fp8"):
         shard(quantize(program, "fp8"), degree=2, rank=0)
-    folder = write_tiny(tmp_path / "mixtral", MIXTRAL | {"vocab_size": 307, "max_position_embeddings": 64}, seed=1)
+    folder = write_tiny(
+        tmp_path / "mixtral", MIXTRAL | {"vocab_size": 307, "max_position_embeddings": 64}, seed=1
+    )
     mixtral = build_program(open_model(folder), dtype=DType.F32, max_positions=64)
     with pytest.raises(SettingError, match="experts of a mixture are not split yet"):
         shard(mixtral, degree=5, rank=0)
