@@ -1,5 +1,5 @@
-"""One Answer over ranks: requests of drawn cases, computed by several processes, get bit for bit the
-tokens and log-probabilities of one process.
+"""One Answer over ranks: requests of drawn cases, computed by several processes, get bit for bit
+the tokens and log-probabilities of one process.
 
 The processes of a model live over all its cases. Cases are those of test_one_answer.py, without KV
 tiers and draft models, which several ranks refuse; QUIRE_EXACT_RANK_CASES=500 runs more of them.
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +25,7 @@ from tests.models.cases_gemma import GEMMA3
 from tests.models.cases_qwen import QWEN3
 from tests.tiny_models import write_tiny, write_tiny_llama
 
-NUM_CASES = int(os.environ.get("QUIRE_EXACT_RANK_CASES", "24"))
+NUM_CASES = int(os.environ.get("QUIRE_EXACT_RANK_CASES", "14"))
 NUM_CASES_OF_FOUR = max(NUM_CASES // 6, 4)
 GOALS = ("preempted", "prefix_hit", "chunked", "layered", "structured", "accepted", "rejected")
 MAX_SHOWN = 10
@@ -99,7 +98,8 @@ def test_ranks_answer_as_one_process(
     wholes: list[Model], degree: int, num_cases: int, record_property: object
 ) -> None:
     alone, lines, reached = AloneRuns(), [], dict.fromkeys(GOALS, 0)
-    models = [ranks(whole, degree) for whole in wholes]
+    # More ranks than cores wait for each other: fewer models of them.
+    models = [ranks(whole, degree) for whole in (wholes if degree == 2 else wholes[-2:])]
     try:
         for number in range(num_cases):
             case = case_for_ranks(number, len(models))
