@@ -1,4 +1,5 @@
 // Bindings for the exchange between ranks. Every call that may wait releases the GIL.
+// Lengths are checked here, what fits a slot by the group. It keeps the shared memory alive.
 
 #include "quire/rank_group.h"
 

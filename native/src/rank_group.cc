@@ -1,4 +1,6 @@
-// Exchange between ranks in shared memory; see rank_group.h for the protocol.
+// Exchange between ranks in shared memory; rank_group.h has the protocol. Numbers that are waited
+// for are published with sequential consistency, after the bytes they stand for. A publisher enters
+// the system only if another rank sleeps.
 
 #include "quire/rank_group.h"
 

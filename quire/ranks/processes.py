@@ -155,7 +155,7 @@ def _line_of(descriptor: int) -> bytes:
     return line
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
+def _write_all(descriptor: int, line: bytes) -> None:
+    view = memoryview(line)
     while view:
         view = view[os.write(descriptor, view) :]
