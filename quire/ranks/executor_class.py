@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
 from quire.base import log as log_module
+from quire.base.log import Log
 from quire.base.version import installed_version
 from quire.comm.shared_memory import (
     TIMEOUT_S,
@@ -129,6 +130,12 @@ class RankedExecutorClass:
                 undo.pop_all()
         finally:
             os.close(segment)
+        Log("engine").event(
+            "ranks are started",
+            ranks=self.degree,
+            threads_of_each=self._threads(options),
+            cpus="; ".join(",".join(map(str, own_cpus)) for own_cpus in cpus) or "any",
+        )
         executor.processes = processes
         executor.reason, executor.end = processes.reason, processes.end
         return executor
