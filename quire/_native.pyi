@@ -195,6 +195,7 @@ def expert_bytes(
     top_k: int,
     hidden: int,
     inner: int,
+    own: int,
     dtype: str,
     num_threads: int,
 ) -> int: ...

@@ -454,12 +454,13 @@ void bind_program(nb::module_& module) {
     module.def(
         "expert_bytes",
         [](int64_t rows, int64_t experts, int64_t top_k, int64_t hidden, int64_t inner,
-           const std::string& dtype, int64_t num_threads) {
-            const quire::ExpertShape shape{rows, experts, top_k, hidden, inner, type_named(dtype)};
+           int64_t own, const std::string& dtype, int64_t num_threads) {
+            const quire::ExpertShape shape{rows,  experts, top_k, hidden,
+                                           inner, own,     type_named(dtype)};
             return quire::shared_expert_bytes(shape) +
                    num_threads * quire::expert_thread_bytes(shape);
         },
-        "rows"_a, nb::kw_only(), "experts"_a, "top_k"_a, "hidden"_a, "inner"_a, "dtype"_a,
+        "rows"_a, nb::kw_only(), "experts"_a, "top_k"_a, "hidden"_a, "inner"_a, "own"_a, "dtype"_a,
         "num_threads"_a, "Bytes of scratch memory of an operation with experts.");
     nb::exception<quire::Aborted>(module, "Aborted", PyExc_RuntimeError);
 }

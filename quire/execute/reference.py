@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import assert_never
 
 import numpy as np
@@ -389,6 +390,7 @@ class ReferenceExecutor:
             self._experts[op.gate_up],
             self._experts[op.down],
             round_inner=round_to_bf16 if op.x.dtype is DType.BF16 else ops.copy,
+            whole_inner=partial(self._gathered, op, self._program.weights[op.down].columns),
         )
         self._write(op.y, y)
 
@@ -443,17 +445,25 @@ class ReferenceExecutor:
         self._write(op.y, ops.copy(self._read(op.x)))
 
     def _all_gather(self, op: AllGather) -> None:
+        own = op.own
+        self._read(op.x)[:] = self._gathered(op, op.x.width, self._read(own))
+
+    def _gathered(self, op: AllGather | Experts, width: int, columns: Float32s) -> Float32s:
+        """All `width` columns, from those of this rank."""
+        if op.degree == 1:
+            return columns
         if self._group is None or (self._group.rank, self._group.degree) != (op.rank, op.degree):
             raise ValueError(f"{op.kind}: there are no ranks, or others, to exchange with")
-        x = self._read(op.x)
-        shares = [share_of(op.x.width, op.unit, rank, op.degree) for rank in range(op.degree)]
+        shares = [share_of(width, op.unit, rank, op.degree) for rank in range(op.degree)]
         widest = max(end - start for start, end in shares)
-        own = np.zeros((len(x), widest), np.float32)  # parts are exchanged at equal sizes
-        start, end = shares[op.rank]
-        own[:, : end - start] = x[:, start:end]
+        own = np.zeros((len(columns), widest), np.float32)  # parts are exchanged at equal sizes
+        own[:, : columns.shape[1]] = columns
         parts = self._group.all_gather(own.reshape(-1).view(np.uint8))
-        for (start, end), part in zip(shares, parts, strict=True):
-            x[:, start:end] = part.view(np.float32).reshape(own.shape)[:, : end - start]
+        rows = [part.view(np.float32).reshape(own.shape) for part in parts]
+        return np.concatenate(
+            [part[:, : end - start] for part, (start, end) in zip(rows, shares, strict=True)],
+            axis=1,
+        )
 
     def _gather_rows(self, op: GatherRows) -> None:
         x = self._read(op.x)

@@ -12,8 +12,11 @@ so that their activation needs no exchange. A product of fewer outputs than rank
 so do embeddings; a head that is also the embedding becomes a weight of its own. What elementwise
 operations compute from some columns is exchanged after them, once per result.
 
+Experts are split alike, each by itself: their inner columns are exchanged inside the operation. A
+router is whole on each rank, so that all choose the same.
+
 Always holds: buffers keep their numbers, and each rank exchanges at the same places the same
-columns. Refused by name: mixtures of experts, fp8 weights, and head counts that do not divide.
+columns. Refused by name: fp8 weights, and head counts that do not divide.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from dataclasses import dataclass, replace
 from quire.base.errors import SettingError
 from quire.program.comm_ops import AllGather, share_of
 from quire.program.declarations import CacheSpec, Weight, WeightPart
-from quire.program.expert_ops import Experts
+from quire.program.expert_ops import Experts, Route
 from quire.program.ops import (
     Activation,
     Attention,
@@ -64,7 +67,7 @@ def check_degree(program: Program, degree: int) -> None:
     """Raise SettingError unless the program can be split over `degree` ranks."""
     if not 1 <= degree <= MAX_DEGREE:
         raise SettingError(f"tensor_parallel_size is {degree}; 1 to {MAX_DEGREE} are allowed")
-    problems = _problems(program)
+    problems = _problems(program, degree)
     if degree > 1 and problems:
         raise SettingError(
             f"tensor_parallel_size is {degree}; {program.name} cannot be split over ranks: "
@@ -79,10 +82,11 @@ def check_degree(program: Program, degree: int) -> None:
         )
 
 
-def _problems(program: Program) -> list[str]:
+def _problems(program: Program, degree: int) -> list[str]:
     problems = []
-    if any(isinstance(op, Experts) for op in _ops(program)):
-        problems.append("experts of a mixture are not split yet (leave tensor_parallel_size out)")
+    inner = [program.weights[op.down] for op in _ops(program) if isinstance(op, Experts)]
+    if any(min(down.columns, down.expert_rows) < degree for down in inner):
+        problems.append(f"its experts have fewer columns than {degree}")
     floats = [w.name for w in program.weights.values() if w.quantized and w.quantized.is_float]
     if floats:
         problems.append(
@@ -140,6 +144,7 @@ class _Sharding:
 
     def __init__(self, program: Program, degree: int, rank: int) -> None:
         self._source, self._degree, self._rank = program, degree, rank
+        self._routed = {op.x.buffer.index for op in _ops(program) if isinstance(op, Route)}
         self._heads = self._own_heads()
         self._tiles = self._narrowed()
         self._buffers = tuple(self._buffer(buffer) for buffer in program.buffers)
@@ -250,6 +255,8 @@ class _Sharding:
             return last
         if isinstance(op, Attention):
             return self._attention(op)
+        if isinstance(op, Experts):
+            return self._experts(op)
         if self._is_of_heads(op):
             return self._of_heads(op)
         if isinstance(op, Activation):
@@ -278,7 +285,7 @@ class _Sharding:
         for part in weight.parts:
             end, name = first + part.rows, f".{part.name}" if len(weight.parts) > 1 else ""
             y, unit = op.y.columns(first, part.rows), self._unit(part.rows)
-            if unit is None:
+            if unit is None or op.y.buffer.index in self._routed:
                 made.append(self._product(op, x, self._over(y), [(first, end)], name))
             else:
                 self._note_split(y, unit)
@@ -310,6 +317,32 @@ class _Sharding:
         views = (*op.inputs, *op.outputs)
         can = _keeps_heads(op) or isinstance(op, StoreKV)
         return can and all(_region(view) in self._heads for view in views)
+
+    def _experts(self, op: Experts) -> Experts:
+        for view in op.inputs:
+            self._whole(view)
+        down = self._source.weights[op.down]
+        inner, width, experts = down.columns, op.y.width, range(down.experts)
+        inner_unit, unit = self._unit(inner), self._unit(width)
+        assert inner_unit is not None, "check_degree refuses too few columns"
+        assert unit is not None, "check_degree refuses too few columns"
+        start, end = share_of(inner, inner_unit, self._rank, self._degree)
+        halves = [(2 * expert + half) * inner for expert in experts for half in (0, 1)]
+        first, last = share_of(width, unit, self._rank, self._degree)
+        self._note_split(op.y, unit)
+        return replace(
+            op,
+            x=self._over(op.x),
+            routing=self._over(op.routing),
+            y=self._share(op.y, unit),
+            gate_up=self._sliced(op.gate_up, [(at + start, at + end) for at in halves], ""),
+            down=self._sliced(
+                op.down, [(at * width + first, at * width + last) for at in experts], ""
+            ),
+            rank=self._rank,
+            degree=self._degree,
+            unit=inner_unit,
+        )
 
     def _of_heads(self, op: Op) -> Op:
         """An operation on heads: the rank's only."""
@@ -427,7 +460,9 @@ def _rows_of(weight: Weight, span: Span) -> Iterator[WeightPart]:
     before = 0
     for part in weight.parts:
         start, end = max(span[0], before), min(span[1], before + part.rows)
-        if start < end:
+        if start == before and end == before + part.rows:
+            yield part
+        elif start < end:
             yield replace(
                 part,
                 rows=end - start,

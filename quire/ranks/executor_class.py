@@ -29,6 +29,7 @@ from quire.execute.executor import (
 )
 from quire.execute.native import NativeExecutor
 from quire.program.comm_ops import AllGather, share_of
+from quire.program.expert_ops import Experts
 from quire.program.program import Program
 from quire.program.serialize import to_plain
 from quire.program.shard import check_degree, shard
@@ -198,4 +199,7 @@ def _slot_bytes(program: Program) -> int:
             if isinstance(op, AllGather):
                 start, end = share_of(op.x.width, op.unit, 0, op.degree)  # rank 0's is the largest
                 parts.append((end - start) * op.x.dtype.itemsize)
+            if isinstance(op, Experts):
+                own = op.own_inner(program.weights[op.down].columns)
+                parts.append(own * op.x.dtype.itemsize)
     return max(parts)

@@ -21,6 +21,7 @@ from quire.ranks.executor_class import RankedExecutorClass
 from tests.conftest import SHOWN
 from tests.exact.rig import MAX_ROWS, MAX_SEQUENCES, AloneRuns, Model, differences, run_case
 from tests.exact.workload import VOCAB_SIZE, Case, draw_case
+from tests.models.cases_experts import MIXTRAL
 from tests.models.cases_gemma import GEMMA3
 from tests.models.cases_qwen import QWEN3
 from tests.tiny_models import write_tiny, write_tiny_llama
@@ -66,6 +67,7 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
         seed=18,
         dtype="bf16",
     )
+    mixtral = write_tiny(root / "mixtral", MIXTRAL | SIZE | heads, seed=19)
     made = [
         Model(llama, DType.F32),
         Model(tied, DType.BF16),
@@ -73,6 +75,7 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
         Model(gemma, DType.BF16),
         Model(llama, DType.F32, "int8", "int8"),
         Model(tied, DType.BF16, "int4-g32"),
+        Model(mixtral, DType.BF16),
     ]
     yield made
     for model in made:

@@ -31,7 +31,7 @@ from quire.program.tensors import DType
 from quire.ranks.rank_executor import RankExecutor
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
 from tests.models.case import Case
-from tests.models.cases import CASES, DENSE
+from tests.models.cases import CASES
 from tests.models.generate import logits_of
 from tests.rank_threads import on_all_ranks, shared_memory_ranks
 
@@ -44,8 +44,9 @@ PRECISIONS = (
     ("qwen2_tied", "int8", "int8"),
     ("qwen3_biases_untied", "int4-g32", "auto"),
     ("gemma3_mqa", "int4-g64-zp", "bf16"),
+    ("mixtral", "int8", "auto"),
 )
-REFERENCE = ("qwen2_tied", "qwen3_mqa", "gemma3_mqa")
+REFERENCE = ("qwen2_tied", "qwen3_mqa", "gemma3_mqa", "mixtral")
 
 
 def degrees_of(program: Program) -> list[int]:
@@ -93,7 +94,7 @@ def answers_of_ranks(
     return on_all_ranks(shared_memory_ranks(degree), run)
 
 
-@pytest.mark.parametrize("case", DENSE, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_ranks_give_the_bits_of_one_process(case: Case, tmp_path: Path) -> None:
     program, checkpoint = make(case, tmp_path)
     whole = answer(NativeExecutor(program, checkpoint, OPTIONS, poison=True), case)

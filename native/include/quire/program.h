@@ -124,6 +124,7 @@ class Program {
     std::vector<Unit> fuse(const std::vector<Operation>& ops) const;
     int64_t count_of(const ViewSpec& view, const StepInputs& inputs) const;
     RankGroup::Columns columns_of(const AllGatherOp& op, const StepInputs& inputs) const;
+    void check_group(const char* kind, int64_t rank, int64_t degree) const;
     // Defined in program_check.cc; each throws std::invalid_argument.
     void check_op(const Operation& op) const;  // when the program is built
     void check(const Segment& segment, const StepInputs& inputs) const;  // before each run

@@ -11,6 +11,7 @@ from quire.base.errors import SettingError
 from quire.models.registry import build_program, open_model
 from quire.program.comm_ops import AllGather, share_of
 from quire.program.cost import StepShape
+from quire.program.expert_ops import Experts
 from quire.program.ops import Attention, Embed, Linear
 from quire.program.program import Program
 from quire.program.quantize import quantize
@@ -134,9 +135,21 @@ def test_what_cannot_be_split_is_refused_by_name(tmp_path: Path) -> None:
         shard(program, degree=2, rank=2)
     with pytest.raises(SettingError, match="kept in fp8"):
         shard(quantize(program, "fp8"), degree=2, rank=0)
+
+
+def test_experts_are_split_by_outputs_and_routers_stay_whole(tmp_path: Path) -> None:
     folder = write_tiny(
         tmp_path / "mixtral", MIXTRAL | {"vocab_size": 307, "max_position_embeddings": 64}, seed=1
     )
     mixtral = build_program(open_model(folder), dtype=DType.F32, max_positions=64)
-    with pytest.raises(SettingError, match="experts of a mixture are not split yet"):
-        shard(mixtral, degree=5, rank=0)
+    routers = [name for name in mixtral.weights if name.endswith("router")]
+    for rank in range(5):
+        own = shard(mixtral, degree=5, rank=rank)
+        assert all(own.weights[name] == mixtral.weights[name] for name in routers)
+        assert own.weights["layers.0.experts.gate_up"].experts == 8
+        assert own.weights["layers.0.experts.gate_up"].expert_rows == 2 * 9
+        assert own.weights["layers.0.experts.down"].expert_rows == 12
+    step = StepShape([1], [0])
+    (experts,) = (op for op in own.segments["trunk"][:20] if isinstance(op, Experts))
+    # Of two chosen experts, the inner columns of the other four ranks.
+    assert experts.cost(own, step).comm_bytes == 2 * 36 * 4
