@@ -28,8 +28,8 @@ int64_t shared_expert_bytes(const ExpertShape& shape);
 int64_t expert_thread_bytes(const ExpertShape& shape);
 
 // Weights [experts, rows, columns] are packed expert by expert, each filled up to whole panels:
-// gate_up has 2 * inner rows an expert, down as many as y has columns. Each of several ranks has the
-// rows of its inner columns, `share`, and of its columns of y; inner columns are exchanged.
+// gate_up has 2 * inner rows an expert, down as many as y has columns. Each of several ranks has
+// the rows of its inner columns, `share`, and of its columns of y; inner columns are exchanged.
 struct ExpertsArgs {
     Rows x, routing, y;  // routing [rows, experts] and y are f32
     int64_t rows;
