@@ -407,6 +407,8 @@ void bind_interpreter(nb::module_& module) {
              "first"_a, "end"_a,
              "Layers first .. end - 1 in the second arena, which keeps what is between layers.")
         .def("num_layers", &quire::Program::num_layers, "segment"_a)
+        .def("set_group", &quire::Program::set_group, "group"_a,
+             "The ranks that all_gather exchanges columns with.")
         .def("abort", &quire::Program::abort, "Stop the run in progress between two operations.")
         .def_prop_ro("ops_done", &quire::Program::ops_done)
         .def_prop_ro("pieces_read", &quire::Program::pieces_read,
@@ -454,12 +456,13 @@ void bind_program(nb::module_& module) {
     module.def(
         "expert_bytes",
         [](int64_t rows, int64_t experts, int64_t top_k, int64_t hidden, int64_t inner,
-           const std::string& dtype, int64_t num_threads) {
-            const quire::ExpertShape shape{rows, experts, top_k, hidden, inner, type_named(dtype)};
+           int64_t own, const std::string& dtype, int64_t num_threads) {
+            const quire::ExpertShape shape{rows,  experts, top_k, hidden,
+                                           inner, own,     type_named(dtype)};
             return quire::shared_expert_bytes(shape) +
                    num_threads * quire::expert_thread_bytes(shape);
         },
-        "rows"_a, nb::kw_only(), "experts"_a, "top_k"_a, "hidden"_a, "inner"_a, "dtype"_a,
+        "rows"_a, nb::kw_only(), "experts"_a, "top_k"_a, "hidden"_a, "inner"_a, "own"_a, "dtype"_a,
         "num_threads"_a, "Bytes of scratch memory of an operation with experts.");
     nb::exception<quire::Aborted>(module, "Aborted", PyExc_RuntimeError);
 }

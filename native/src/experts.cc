@@ -23,6 +23,11 @@ int64_t batch_pairs(const ExpertShape& shape) {
     return std::min(shape.rows * shape.top_k, kBatchPairs);
 }
 
+// Columns of a pair's row: gate and up, and of several ranks all inner columns before them.
+int64_t inner_columns(const ExpertShape& shape) {
+    return shape.own == shape.inner ? 2 * shape.inner : shape.inner + 2 * shape.own;
+}
+
 int64_t line(int64_t width, Type type) { return round_up(width * type_bytes(type), 64); }
 
 // Rows of `bytes` bytes each from `data`.
@@ -74,7 +79,7 @@ int64_t shared_expert_bytes(const ExpertShape& shape) {
     areas.take<int32_t>(shape.experts + 1);
     areas.take<int64_t>(3 * shape.experts);
     areas.take<char>(batch * line(shape.hidden, shape.type));
-    areas.take<char>(batch * line(2 * shape.inner, shape.type));
+    areas.take<char>(batch * line(inner_columns(shape), shape.type));
     areas.take<char>(batch * line(shape.hidden, Type::f32));
     return areas.bytes();
 }
@@ -90,7 +95,7 @@ ExpertRunner::Pairs ExpertRunner::place(const ExpertShape& shape) const {
     placed.start = areas.take<int32_t>(shape.experts + 1);
     placed.pieces = areas.take<Piece>(shape.experts);
     placed.gathered = areas.take<char>(batch * line(shape.hidden, shape.type));
-    placed.inner = areas.take<char>(batch * line(2 * shape.inner, shape.type));
+    placed.inner = areas.take<char>(batch * line(inner_columns(shape), shape.type));
     placed.out = areas.take<char>(batch * line(shape.hidden, Type::f32));
     return placed;
 }
@@ -144,7 +149,7 @@ int64_t ExpertRunner::sort(const ExpertsArgs& args, const Pairs& pairs) const {
 
 void ExpertRunner::run(const ExpertsArgs& args) {
     const ExpertShape shape{args.rows, args.routing.width, args.top_k, args.x.width,
-                            args.down.columns(), args.x.type};
+                            args.down.columns(), args.share.end - args.share.start, args.x.type};
     if (args.rows == 0) return;
     const Pairs pairs = place(shape);
     const int64_t total = sort(args, pairs), most = batch_pairs(shape);
@@ -175,15 +180,23 @@ void ExpertRunner::run_batch(const ExpertsArgs& args, const ExpertShape& shape,
     experts_read_ += count;
     const Rows gathered = rows_at(pairs.gathered, line(shape.hidden, shape.type), shape.type,
                                   shape.hidden);
-    const Rows inner = rows_at(pairs.inner, line(2 * shape.inner, shape.type), shape.type,
-                               2 * shape.inner);
-    const Rows out = rows_at(pairs.out, line(shape.hidden, Type::f32), Type::f32, shape.hidden);
-    const Rows gate = from_column(inner, 0, shape.inner);
-    const Rows up = from_column(inner, shape.inner, shape.inner);
+    const int64_t columns = inner_columns(shape), own = shape.own;
+    const Rows all = rows_at(pairs.inner, line(columns, shape.type), shape.type, columns);
+    const Rows inner = from_column(all, 0, shape.inner);
+    const Rows halves = from_column(all, columns - 2 * own, 2 * own);
+    const Rows gate = from_column(halves, 0, own), up = from_column(halves, own, own);
+    const Rows out = rows_at(pairs.out, line(shape.hidden, Type::f32), Type::f32, args.y.width);
     kernels.gather_rows({args.x, gathered, end - first, pairs.row + first, args.pool});
-    products(args, args.gate_up, 2 * shape.inner, gathered, inner, pairs.pieces, count, first);
-    kernels.activation({gate, up, gate, end - first, args.form, args.pool});
-    products(args, args.down, shape.hidden, gate, out, pairs.pieces, count, first);
+    products(args, args.gate_up, 2 * own, gathered, halves, pairs.pieces, count, first);
+    kernels.activation({gate, up, from_column(inner, args.share.start, own), end - first,
+                        args.form, args.pool});
+    if (args.group != nullptr) {
+        const int64_t bytes = type_bytes(shape.type);
+        args.group->all_gather({static_cast<char*>(inner.data), end - first, inner.stride * bytes,
+                                shape.inner, args.unit, bytes},
+                               *args.pool);
+    }
+    products(args, args.down, args.y.width, inner, out, pairs.pieces, count, first);
     kernels.sum_experts({out, args.y, args.rows, args.top_k, pairs.place, pairs.weight, first, end,
                          args.pool});
 }

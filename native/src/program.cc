@@ -89,8 +89,10 @@ void Program::reserve_experts(const Operation& operation) {
     if (op == nullptr) return;
     int64_t rows = arena_.at(op->x.buffer).max_rows;
     if (apart_.num_buffers() > 0) rows = std::max(rows, apart_.at(op->x.buffer).max_rows);
-    experts_.reserve({rows, op->routing.width, op->top_k, op->x.width, op->down->columns(),
-                      arena_.at(op->x.buffer).type},
+    const int64_t inner = op->down->columns();
+    const Share share = share_of(inner, op->degree > 1 ? op->unit : inner, op->rank, op->degree);
+    experts_.reserve({rows, op->routing.width, op->top_k, op->x.width, inner,
+                      share.end - share.start, arena_.at(op->x.buffer).type},
                      *pool_);
 }
 
@@ -206,6 +208,13 @@ int64_t Program::count_of(const ViewSpec& view, const StepInputs& inputs) const 
         case RowCount::sequences: break;
     }
     return inputs.num_sequences;
+}
+
+RankGroup::Columns Program::columns_of(const AllGatherOp& op, const StepInputs& inputs) const {
+    const Rows x = rows(op.x);
+    const int64_t bytes = type_bytes(x.type);
+    return {static_cast<char*>(x.data), count_of(op.x, inputs), x.stride * bytes, x.width, op.unit,
+            bytes};
 }
 
 void Program::poison(const Segment& segment) {
@@ -331,9 +340,14 @@ void Program::run_op(const Operation& operation, const StepInputs& inputs) {
                                      inputs.sample_rows, pool});
             },
             [&](const ExpertsOp& op) {
+                const int64_t inner = op.down->columns();
+                const int64_t unit = op.degree > 1 ? op.unit : inner;
                 experts_.run({rows(op.x), rows(op.routing), rows(op.y), count_of(op.x, inputs),
-                              *op.gate_up, *op.down, op.form, op.top_k, pool});
+                              *op.gate_up, *op.down, op.form, op.top_k,
+                              share_of(inner, unit, op.rank, op.degree), unit,
+                              op.degree > 1 ? group_.get() : nullptr, pool});
             },
+            [&](const AllGatherOp& op) { group_->all_gather(columns_of(op, inputs), *pool); },
             [](const auto& op) {
                 throw std::invalid_argument(std::string(op.kind) + " is row-wise");
             },

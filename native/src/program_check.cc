@@ -18,6 +18,13 @@ void check_width(const char* kind, const ViewSpec& one, const ViewSpec& other) {
     if (one.width != other.width) refuse(kind, "views differ in width");
 }
 
+void check_ranks(const char* kind, int64_t rank, int64_t degree, int64_t unit, int64_t width) {
+    const int64_t units = unit < 1 ? 0 : (width + unit - 1) / unit;
+    if (rank < 0 || rank >= degree || units < degree) {
+        refuse(kind, "rank, degree and unit do not fit the columns");
+    }
+}
+
 void check_route(const RouteOp& op, Type x, Type y) {
     const int64_t experts = op.x.width;
     check_width(op.kind, op.x, op.y);
@@ -44,9 +51,14 @@ void check_experts(const ExpertsOp& op, Type x) {
             refuse(op.kind, "the input's dtype is not the weight's");
         }
     };
-    check(gate_up, 2 * down.columns());
+    const int64_t inner = down.columns();
+    check_ranks(op.kind, op.rank, op.degree, op.degree > 1 ? op.unit : inner, inner);
+    const Share share = share_of(inner, op.degree > 1 ? op.unit : inner, op.rank, op.degree);
+    check(gate_up, 2 * (share.end - share.start));
     check(down, op.y.width);
-    if (gate_up.columns() != op.x.width || op.y.width != op.x.width) {
+    const bool is_whole = op.degree == 1;
+    if (gate_up.columns() != op.x.width || op.y.width > op.x.width ||
+        (is_whole && op.y.width != op.x.width)) {
         refuse(op.kind, "views and weights differ in width");
     }
     if (op.top_k < 1 || op.top_k > experts) refuse(op.kind, "top_k is out of range");
@@ -140,6 +152,9 @@ void Program::check_op(const Operation& operation) const {
                     refuse(op.kind, "routing weights and output must be f32");
                 }
             },
+            [](const AllGatherOp& op) {
+                check_ranks(op.kind, op.rank, op.degree, op.unit, op.x.width);
+            },
             // Their geometry is the cache's, which check_step uses.
             [](const StoreKVOp&) {},
             [](const AttentionOp&) {},
@@ -202,9 +217,26 @@ void Program::check_step(const Operation& operation, const StepInputs& inputs) c
                 check_heads(op.kind, op.y, op.heads);
                 check_type(op.kind, op.q);
             },
+            [&](const AllGatherOp& op) {
+                check_group(op.kind, op.rank, op.degree);
+                group_->check_fits(columns_of(op, inputs));
+            },
+            [&](const ExpertsOp& op) {
+                if (op.degree == 1) return;
+                check_group(op.kind, op.rank, op.degree);
+                const int64_t bytes = type_bytes(buffer_at(op.x.buffer).type);
+                group_->check_fits({nullptr, 1, 0, op.down->columns(), op.unit, bytes});
+            },
             [](const auto&) {},
         },
         operation);
+}
+
+void Program::check_group(const char* kind, int64_t rank, int64_t degree) const {
+    if (group_ == nullptr) refuse(kind, "there are no ranks to exchange with");
+    if (group_->rank() != rank || group_->degree() != degree) {
+        refuse(kind, "the program is another rank's, or for other ranks");
+    }
 }
 
 void Program::check(const Segment& segment, const StepInputs& inputs) const {

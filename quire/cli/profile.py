@@ -9,6 +9,8 @@ import argparse
 
 from quire.cli.options import add_engine_arguments, engine_settings
 
+_NOT_HERE = frozenset({"chat_template", "served_model_name", "tensor_parallel_size"})
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the measured steps, then the engine's."""
@@ -34,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NUM",
         help="seconds of measurement for each step (default 3)",
     )
-    add_engine_arguments(parser, skip=frozenset({"chat_template", "served_model_name"}))
+    add_engine_arguments(parser, skip=_NOT_HERE)
 
 
 def run(arguments: argparse.Namespace) -> int:

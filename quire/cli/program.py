@@ -19,6 +19,7 @@ from quire.program.cost import StepShape
 from quire.program.first_layers import first_layers, num_layers
 from quire.program.kv_cache import KV_CACHE_DTYPES, with_kv_cache_dtype
 from quire.program.quantize import AUTO
+from quire.program.shard import shard
 from quire.program.table import format_program
 from quire.program.tensors import DType
 from quire.quant.scheme import scheme_names
@@ -78,6 +79,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print the first layers with the head, which propose tokens with --speculate self",
     )
     parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="print the share of one of N ranks, with the bytes it receives (default 1)",
+    )
+    parser.add_argument(
+        "--rank", type=int, default=0, help="which rank's share, from 0 (default 0)"
+    )
+    parser.add_argument(
         "--all-layers", action="store_true", help="print every layer, not the first of its kind"
     )
 
@@ -105,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
     if args.self_draft_layers is not None:
         _check("self-draft-layers", args.self_draft_layers, 1, num_layers(program))
         program = first_layers(program, args.self_draft_layers)
+    program = shard(program, degree=args.tensor_parallel_size, rank=args.rank)
     step = StepShape([args.tokens] * args.sequences, [args.depth] * args.sequences)
     sys.stdout.write(format_program(program, step, all_layers=args.all_layers))
     return 0

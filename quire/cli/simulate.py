@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from quire.sim.machine import Machine
 
 _NOT_HERE = frozenset(
-    {"chat_template", "record_plans", "trace_file", "timeline_steps", "scheduling_policy"}
-    | {"speculate", "draft_model"}
+    {
+        *("chat_template", "record_plans", "trace_file", "timeline_steps", "scheduling_policy"),
+        *("speculate", "draft_model", "tensor_parallel_size"),
+    }
 )
 
 

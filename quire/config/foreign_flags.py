@@ -29,7 +29,11 @@ _EAGER = "CUDA graphs are turned off by --enforce-eager"
 _THREADS = "threads are set by --threads N"
 _SEQS = "the maximum number of running requests is --max-num-seqs"
 _STEP = "the maximum number of tokens in a step is --max-num-batched-tokens"
-_ONE_DEVICE = "one process on one device serves a model here; leave it out"
+_ONE_DEVICE = (
+    "a model is served by one process, or by ranks on one machine (--tensor-parallel-size); leave "
+    "it out"
+)
+_RANKS = "the degree of tensor parallelism is --tensor-parallel-size"
 _DEVICE = "the GPU is chosen by --device"
 _LAYERS = "a GPU computes all layers (--executor torch) or none; leave it out"
 _KERNELS = "kernels are chosen by --executor and --numerics; leave it out"
@@ -95,8 +99,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--cpu-offload-gb": _LAYERS,
         "--kv-offloading-size": _HOST,
         "--kv-transfer-config": "KV blocks on disk are set by --kv-tier-path; leave it out",
-        "--tensor-parallel-size": _ONE_DEVICE,
-        "-tp": _ONE_DEVICE,
+        "-tp": _RANKS,
         "--pipeline-parallel-size": _ONE_DEVICE,
         "-pp": _ONE_DEVICE,
         "--data-parallel-size": _ONE_DEVICE,
@@ -161,8 +164,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--context-length": _CONTEXT,
         "--mem-fraction-static": _MEMORY,
         "--max-total-tokens": _MEMORY,
-        "--tp": _ONE_DEVICE,
-        "--tp-size": _ONE_DEVICE,
+        "--tp": _RANKS,
+        "--tp-size": _RANKS,
         "--dp": _ONE_DEVICE,
         "--dp-size": _ONE_DEVICE,
         "--pp-size": _ONE_DEVICE,

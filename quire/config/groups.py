@@ -378,6 +378,11 @@ class ExecutorConfig:
     num_threads: int | None = setting(
         None, "compute threads; default: the cores this process may use", flag="threads"
     )
+    tensor_parallel_size: int = setting(
+        1,
+        "tensor parallelism: processes (ranks) that compute each step together, with a share of "
+        "the weights, the KV cache and the threads; answers do not change (native executor)",
+    )
     pack_cache: str | None = setting(
         None,
         "directory that caches the packed weights, in a file of their size which the next start "
@@ -400,6 +405,13 @@ class ExecutorConfig:
             at_least("num_threads", self.num_threads, 1)
             if self.num_threads > 1024:
                 raise SettingError(f"num_threads is {self.num_threads}; at most 1024 are allowed")
+        at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        if self.tensor_parallel_size > 1 and self.executor != "native":
+            raise SettingError(
+                f"tensor_parallel_size is {self.tensor_parallel_size} and executor is "
+                f"{self.executor}: only the native executor computes with several ranks; take "
+                "--executor native, or leave it out"
+            )
         if self.trace_file == "":
             raise SettingError("trace_file is empty; give a file, or leave it out")
         if self.pack_cache == "":
@@ -430,8 +442,31 @@ class EngineConfig:
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
 
     def __post_init__(self) -> None:
+        if self.executor.tensor_parallel_size > 1:
+            self._check_ranks()
         if self.executor.trace_file is not None and not self.scheduler.timeline_steps:
             raise SettingError(
                 "trace_file is written from the steps kept for timelines, and timeline_steps is 0; "
                 "leave one of them out"
+            )
+
+    def _check_ranks(self) -> None:
+        """Raise SettingError for what several ranks do not support yet."""
+        given = f"tensor_parallel_size is {self.executor.tensor_parallel_size}"
+        if self.cache.has_tier:
+            raise SettingError(
+                f"{given}, and a KV tier is given (kv_tier_path or kv_tier_host_bytes), which "
+                "holds the blocks of one process only: leave one of them out"
+            )
+        if self.scheduler.draft_model is not None or self.scheduler.speculate == "draft":
+            raise SettingError(
+                f"{given}, and a draft model is asked for, which several ranks do not support "
+                "yet: take --speculate ngram or off, or leave tensor_parallel_size out"
+            )
+        if (threads := self.executor.num_threads) is not None and (
+            threads < self.executor.tensor_parallel_size
+        ):
+            raise SettingError(
+                f"{given} and num_threads is {threads}, which are divided over the ranks: give at "
+                "least one for each, or leave num_threads out"
             )

@@ -76,7 +76,8 @@ def expert_bytes(program: Program, limits: StepLimits) -> int:
             experts=op.routing.width,
             top_k=op.top_k,
             hidden=op.x.width,
-            inner=program.weights[op.down].columns,
+            inner=(inner := program.weights[op.down].columns),
+            own=op.own_inner(inner),
             dtype=str(op.x.dtype),
             num_threads=num_usable_cores(),
         )

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.errors import CapacityError, SettingError, WorkerError
+from quire.comm.communicator import Communicator
 from quire.config.machine import MachineMemory, machine_memory
 from quire.execute import reference_ops as ops
 from quire.execute.batch_check import check_batch, check_range
@@ -32,6 +34,7 @@ from quire.execute.reference_attention import PagedRows, attention
 from quire.execute.reference_experts import experts, route
 from quire.execute.rope_table import RopeTable, rope_bytes
 from quire.program.batch import ForwardBatch
+from quire.program.comm_ops import AllGather, share_of
 from quire.program.declarations import CacheSpec, Weight
 from quire.program.expert_ops import Experts, Route
 from quire.program.forms import IdSource
@@ -82,13 +85,21 @@ class _Cache:
 class ReferenceExecutor:
     """An Executor (see executor.py).
 
-    Raises WeightsError where the checkpoint is not what the program needs.
+    group: the ranks, where the program is one rank's. Raises WeightsError where the checkpoint is
+    not what the program needs.
     """
 
     name = "reference"
     recipe = "numpy"
 
-    def __init__(self, program: Program, checkpoint: Checkpoint, options: ExecutorOptions) -> None:
+    def __init__(
+        self,
+        program: Program,
+        checkpoint: Checkpoint,
+        options: ExecutorOptions,
+        *,
+        group: Communicator | None = None,
+    ) -> None:
         if options.pack_cache is not None:
             raise SettingError(
                 "pack_cache: the reference executor packs nothing; leave it out, or take the "
@@ -97,6 +108,7 @@ class ReferenceExecutor:
         binding = bind(program, checkpoint)
         if options.num_threads < 1:
             raise ValueError(f"num_threads is {options.num_threads}; at least 1 is allowed")
+        self._group = group
         digest = WeightsDigest()
         coarse: dict[str, int] = {}
         self._weights, self._few, self._experts = _load(
@@ -340,6 +352,8 @@ class ReferenceExecutor:
                 self._write(op.y, route(op, self._read(op.x), self._weight(op.bias)))
             case Experts():
                 self._run_experts(op)
+            case AllGather():
+                self._all_gather(op)
             case _:
                 assert_never(op)
 
@@ -389,6 +403,7 @@ class ReferenceExecutor:
             self._experts[op.gate_up],
             self._experts[op.down],
             round_inner=round_to_bf16 if op.x.dtype is DType.BF16 else ops.copy,
+            whole_inner=partial(self._gathered, op, self._program.weights[op.down].columns),
         )
         self._write(op.y, y)
 
@@ -441,6 +456,27 @@ class ReferenceExecutor:
 
     def _copy(self, op: Copy) -> None:
         self._write(op.y, ops.copy(self._read(op.x)))
+
+    def _all_gather(self, op: AllGather) -> None:
+        own = op.own
+        self._read(op.x)[:] = self._gathered(op, op.x.width, self._read(own))
+
+    def _gathered(self, op: AllGather | Experts, width: int, columns: Float32s) -> Float32s:
+        """All `width` columns, from those of this rank."""
+        if op.degree == 1:
+            return columns
+        if self._group is None or (self._group.rank, self._group.degree) != (op.rank, op.degree):
+            raise ValueError(f"{op.kind}: there are no ranks, or others, to exchange with")
+        shares = [share_of(width, op.unit, rank, op.degree) for rank in range(op.degree)]
+        widest = max(end - start for start, end in shares)
+        own = np.zeros((len(columns), widest), np.float32)  # parts are exchanged at equal sizes
+        own[:, : columns.shape[1]] = columns
+        parts = self._group.all_gather(own.reshape(-1).view(np.uint8))
+        rows = [part.view(np.float32).reshape(own.shape) for part in parts]
+        return np.concatenate(
+            [part[:, : end - start] for part, (start, end) in zip(rows, shares, strict=True)],
+            axis=1,
+        )
 
     def _gather_rows(self, op: GatherRows) -> None:
         x = self._read(op.x)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.execute.reference_ops import ONE, Matrix, activation, product
+from quire.execute.reference_ops import ONE, Matrix, activation, copy, product
 from quire.program.expert_ops import Experts, Route
 from quire.program.forms import RouterScore, RoutingForm
 
@@ -41,14 +41,16 @@ def experts(
     down: Sequence[Matrix],
     *,
     round_inner: Callable[[Float32s], Float32s],
+    whole_inner: Callable[[Float32s], Float32s] = copy,
 ) -> Float32s:
-    """Weighted sum [R, H] of the experts' outputs for x [R, H]; round_inner: to x's dtype."""
+    """Weighted sum [R, H] of the experts' outputs for x [R, H]; round_inner: to x's dtype.
+    whole_inner: all inner columns [R, I], from those of this rank."""
     chosen = (routing != 0) & (np.cumsum(routing != 0, axis=1) <= op.top_k)
     y = np.zeros((len(x), op.y.width), np.float32)
     for expert in np.flatnonzero(chosen.any(axis=0)).tolist():
         rows = np.flatnonzero(chosen[:, expert])
         gate, up = np.split(round_inner(product(x[rows], gate_up[expert], None)), 2, axis=1)
-        inner = round_inner(activation(gate, up, form=op.form))
+        inner = whole_inner(round_inner(activation(gate, up, form=op.form)))
         y[rows] += product(inner, down[expert], None) * routing[rows, expert, None]
     return y
 

@@ -17,6 +17,7 @@ class ReferenceFirstLayers(ReferenceExecutor):
     def __init__(self, model: ReferenceExecutor, program: Program, limits: StepLimits) -> None:
         self._model = model
         self._weights, self._few, self._experts = model._weights, model._few, model._experts
+        self._group = model._group
         self.coarse_rows, self.weights_digest = model.coarse_rows, model.weights_digest
         self._prepare(program, limits)
 

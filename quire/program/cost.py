@@ -69,7 +69,8 @@ class Cost:
 
     product_ops: of weight products. attention_ops: of the two products of attention. other_ops:
     all the rest, roughly (an exponential counts as one). weight_bytes and kv_bytes come from
-    memory; buffer_bytes are the step's own and may stay in caches.
+    memory; buffer_bytes are the step's own and may stay in caches. comm_bytes are received from
+    other ranks.
     """
 
     product_ops: int = 0
@@ -78,6 +79,7 @@ class Cost:
     weight_bytes: int = 0
     kv_bytes: int = 0
     buffer_bytes: int = 0
+    comm_bytes: int = 0
 
     @property
     def operations(self) -> int:
@@ -97,6 +99,7 @@ class Cost:
             weight_bytes=self.weight_bytes + other.weight_bytes,
             kv_bytes=self.kv_bytes + other.kv_bytes,
             buffer_bytes=self.buffer_bytes + other.buffer_bytes,
+            comm_bytes=self.comm_bytes + other.comm_bytes,
         )
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from quire.program.comm_ops import share_of
 from quire.program.cost import Cost, StepShape
 from quire.program.declarations import Declarations, Weight, WeightForm
 from quire.program.forms import QUANTIZING_OPS, ActivationForm, RouterScore, RoutingForm
@@ -90,7 +91,9 @@ class Experts(Operation):
     and their product are rounded to x's dtype, down's output is not rounded. An expert is computed
     for a row if its routing weight is not 0; of more than `top_k` in a row the first count.
 
-    gate_up [E, 2 I, H] and down [E, H, I] are weights with an expert axis.
+    gate_up [E, 2 I, H] and down [E, H, I] are weights with an expert axis. Of several ranks
+    (degree > 1) each has the rows of its columns: of gate and of up `share_of`(I, unit, ...), which
+    the ranks exchange before down, and as many of down as y is wide.
     """
 
     kind = "experts"
@@ -105,6 +108,16 @@ class Experts(Operation):
     down: WeightName
     form: ActivationForm
     top_k: int
+    rank: int = 0
+    degree: int = 1
+    unit: int = 0
+
+    def own_inner(self, inner: int) -> int:
+        """Return how many of `inner` inner columns this rank computes."""
+        if self.degree == 1:
+            return inner
+        start, end = share_of(inner, self.unit, self.rank, self.degree)
+        return end - start
 
     def check(self, declared: Declarations) -> None:
         """Weights have an expert per column of `routing` and the views' widths."""
@@ -113,14 +126,14 @@ class Experts(Operation):
         for weight in (gate_up, down):
             if weight.form is not WeightForm.MATRIX or weight.experts != experts:
                 raise ValueError(f"{weight.name} has {weight.experts} experts, not {experts}")
-        if gate_up.expert_rows != 2 * down.columns:
+        if gate_up.expert_rows != 2 * self.own_inner(down.columns):
             raise ValueError(f"{gate_up.name} has {gate_up.expert_rows} rows, not 2 per inner")
         if not 1 <= self.top_k <= experts:
             raise ValueError(f"top_k is {self.top_k}; there are {experts} experts")
         check_width("x", self.x, gate_up.columns)
-        for name, width in (("y", self.y.width), (down.name, down.expert_rows)):
-            if width != self.x.width:
-                raise ValueError(f"{name} is {width} wide, x {self.x.width}")
+        check_width("y", self.y, down.expert_rows)
+        if self.degree == 1 and self.y.width != self.x.width:
+            raise ValueError(f"y is {self.y.width} wide, x {self.x.width}")
         for name, view in (("routing", self.routing), ("y", self.y)):
             if view.dtype is not DType.F32:
                 raise ValueError(f"{name} is {view.dtype}; it must be f32")
@@ -128,7 +141,8 @@ class Experts(Operation):
     def detail(self, declared: Declarations) -> str:
         """See Operation."""
         weights = ", ".join(str(declared.weights[name]) for name in self.weights)
-        return f"{self.top_k} of {self.routing.width}: {weights} {self.form}"
+        words = f"{self.top_k} of {self.routing.width}: {weights} {self.form}"
+        return words + (f", rank {self.rank} of {self.degree}" if self.degree > 1 else "")
 
     def _cost(self, declared: Declarations, step: StepShape) -> Cost:
         rows = step.rows(self.x.buffer.rows)
@@ -136,11 +150,13 @@ class Experts(Operation):
         experts, pairs = self.routing.width, rows * self.top_k
         read = expected_experts(rows, self.top_k, experts)
         quantized = sum(w.columns for w in (gate_up, down) if w.scheme)
+        others = down.columns - self.own_inner(down.columns)
         return Cost(
             product_ops=2 * pairs * (gate_up.size + down.size) // experts,
             other_ops=pairs
             * (5 * down.columns + 2 * down.expert_rows + QUANTIZING_OPS * quantized),
             weight_bytes=round(read * sum(_expert_bytes(w) for w in (gate_up, down))),
+            comm_bytes=pairs * others * self.x.dtype.itemsize,
         )
 
 

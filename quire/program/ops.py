@@ -8,7 +8,8 @@ buffer's dtype, and nowhere else. The one exception is named by the numerics ver
 rounds its probabilities to the cache's dtype before the product with V (and where the cache holds
 int8 or fp8, multiplies each by its value's scale before).
 
-Route and Experts, the operations of a mixture of experts, are in expert_ops.py.
+Route and Experts, the operations of a mixture of experts, are in expert_ops.py; AllGather, the
+exchange between ranks, is in comm_ops.py.
 
 The fields of an operation (`schema` in operation.py) are also its encoding for the native executor:
 native/include/quire/operations.h declares the same fields by name, and
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import get_args
 
+from quire.program.comm_ops import AllGather
 from quire.program.cost import Cost, StepShape
 from quire.program.declarations import CacheSpec, Declarations, WeightForm
 from quire.program.expert_ops import Experts, Route
@@ -422,6 +424,7 @@ Op = (
     | GatherRows
     | Route
     | Experts
+    | AllGather
 )
 OPERATIONS: Mapping[str, type[Op]] = MappingProxyType({op.kind: op for op in get_args(Op)})
 

@@ -19,8 +19,8 @@ from quire.program.program import Program
 from quire.program.tensors import Rows, View
 
 SYMBOLS = MappingProxyType({Rows.TOKENS: "T", Rows.SAMPLES: "S", Rows.SEQUENCES: "Q"})
-HEADINGS = ("#", "operation", "reads", "writes", "with", "operations", "weights", "KV")
-RIGHT_ALIGNED = (0, 5, 6, 7)
+HEADINGS = ("#", "operation", "reads", "writes", "with", "operations", "weights", "KV", "received")
+RIGHT_ALIGNED = (0, 5, 6, 7, 8)
 MIN_HIDDEN = 4
 
 
@@ -100,11 +100,12 @@ def _row(program: Program, index: int, op: Op, step: StepShape) -> tuple[str, ..
     return (str(index), op.kind, reads, writes, op.detail(program), *_numbers(cost))
 
 
-def _numbers(cost: Cost) -> tuple[str, str, str]:
+def _numbers(cost: Cost) -> tuple[str, ...]:
     return (
         amount(cost.operations),
         amount(cost.weight_bytes, "B") if cost.weight_bytes else "",
         amount(cost.kv_bytes, "B") if cost.kv_bytes else "",
+        amount(cost.comm_bytes, "B") if cost.comm_bytes else "",
     )
 
 
@@ -113,10 +114,17 @@ def _shape(view: View) -> str:
 
 
 def _aligned(lines: Sequence[tuple[str, ...]]) -> str:
-    """Columns padded to their widest cell; a row without shapes may run over the empty ones."""
+    """Columns padded to their widest cell; a row without shapes may run over the empty ones. The
+    last column is left out where it is empty: one process receives nothing."""
+    if not any(line[-1] for line in lines[1:]):
+        lines = [line[:-1] for line in lines]
     widths = [
-        max(len(line[column]) for line in lines if line[column + 1 : column + 2] != ("",))
-        for column in range(len(HEADINGS))
+        max(
+            len(line[column])
+            for line in lines
+            if column in RIGHT_ALIGNED[1:] or line[column + 1 : column + 2] != ("",)
+        )
+        for column in range(len(lines[0]))
     ]
     return "\n".join(_aligned_line(line, widths) for line in lines)
 
@@ -167,6 +175,7 @@ def _summary(program: Program, step: StepShape) -> str:
         f"{amount(total.memory_bytes, 'B')} from memory (weights "
         f"{amount(total.weight_bytes, 'B')}, KV {amount(total.kv_bytes, 'B')}), "
         f"{amount(total.buffer_bytes, 'B')} in buffers"
+        + (f", {amount(total.comm_bytes, 'B')} from other ranks" if total.comm_bytes else "")
     )
     sizes = ", ".join(
         f"{len(group)} {form.value}: {amount(sum(group), 'B')}"

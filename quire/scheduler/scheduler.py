@@ -15,8 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
 from quire.base.block_copies import CopiesEnded, Tier
 from quire.base.cache_usage import CacheReport
 from quire.base.engine_snapshot import EngineSnapshot

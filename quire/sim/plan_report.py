@@ -26,7 +26,7 @@ LENGTHS = (128, 256, 1024, 4096, 8192, 32768, 131072)
 MAX_LENGTHS = 6
 COMPARED_TOKENS = 1024
 MAX_COLUMNS = 100
-NO_PARALLEL = "Quire computes on one device; there is no --tensor-parallel-size yet."
+NO_PARALLEL = "Quire computes on one device; ranks of --tensor-parallel-size share one machine."
 # Settings that may be changed when the model does not fit, from the smallest loss on.
 CHANGES: tuple[Mapping[str, Any], ...] = (
     {"dtype": "bf16"},

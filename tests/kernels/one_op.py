@@ -34,6 +34,10 @@ OPERANDS: Mapping[str, Sequence[str]] = MappingProxyType(
 WEIGHTS: Mapping[str, Sequence[str]] = MappingProxyType(
     {"route": ("bias",), "experts": ("gate_up", "down")}
 )
+# Fields that have a default in Python.
+DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {"experts": {"rank": 0, "degree": 1, "unit": 0}}
+)
 PANEL_ROWS = 32
 SHIFT = 3  # columns before an operand
 BEYOND = 5  # columns after it
@@ -117,7 +121,7 @@ class OneOp:
         weight_names = WEIGHTS.get(self.kind, ("weight", "bias"))
         views = [(i, self.shift, operand.width) for i, operand in enumerate(self.operands)]
         weights = [packed(pool, *weight) for weight in self.weights]
-        fields: dict[str, Any] = dict(self.values)
+        fields: dict[str, Any] = {**DEFAULTS.get(self.kind, {}), **self.values}
         for name, kind in _native.OPERATIONS[self.kind].items():
             if kind.startswith("view"):
                 at = operands.index(name)

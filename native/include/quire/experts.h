@@ -11,13 +11,15 @@
 
 #include "quire/kernels.h"
 #include "quire/memory.h"
+#include "quire/rank_group.h"
 #include "quire/weight.h"
 
 namespace quire {
 
-// Sizes of a layer. rows: of the largest step.
+// Sizes of a layer. rows: of the largest step. own: inner columns that this rank computes, all of
+// them in one process.
 struct ExpertShape {
-    int64_t rows, experts, top_k, hidden, inner;
+    int64_t rows, experts, top_k, hidden, inner, own;
     Type type;  // of x
 };
 
@@ -26,7 +28,8 @@ int64_t shared_expert_bytes(const ExpertShape& shape);
 int64_t expert_thread_bytes(const ExpertShape& shape);
 
 // Weights [experts, rows, columns] are packed expert by expert, each filled up to whole panels:
-// gate_up has 2 * inner rows an expert, down as many as y has columns.
+// gate_up has 2 * inner rows an expert, down as many as y has columns. Each of several ranks has
+// the rows of its inner columns, `share`, and of its columns of y; inner columns are exchanged.
 struct ExpertsArgs {
     Rows x, routing, y;  // routing [rows, experts] and y are f32
     int64_t rows;
@@ -34,6 +37,9 @@ struct ExpertsArgs {
     const Weight& down;
     Activation form;
     int64_t top_k;
+    Share share;
+    int64_t unit;
+    RankGroup* group;  // null in one process
     Pool* pool;
 };
 

@@ -224,17 +224,31 @@ struct ExpertsOp {
     WeightRef gate_up, down;
     Activation form;
     int64_t top_k;
+    int64_t rank, degree, unit;
     template <class Self, class Visit>
     static void fields(Self& op, Visit&& visit) {
         visit("x", op.x), visit("routing", op.routing), visit("y", op.y);
         visit("gate_up", op.gate_up), visit("down", op.down), visit("form", op.form);
         visit("top_k", op.top_k);
+        visit("rank", op.rank), visit("degree", op.degree), visit("unit", op.unit);
+    }
+};
+
+struct AllGatherOp {
+    static constexpr const char* kind = "all_gather";
+    static constexpr bool is_row_wise = false;
+    ViewSpec x;
+    int64_t rank, degree, unit;
+    template <class Self, class Visit>
+    static void fields(Self& op, Visit&& visit) {
+        visit("x", op.x), visit("rank", op.rank), visit("degree", op.degree);
+        visit("unit", op.unit);
     }
 };
 
 using Operation = std::variant<EmbedOp, NormOp, LinearOp, RopeOp, StoreKVOp, AttentionOp,
                                ActivationOp, AddOp, ScaleOp, SoftCapOp, CopyOp, GatherRowsOp,
-                               RouteOp, ExpertsOp>;
+                               RouteOp, ExpertsOp, AllGatherOp>;
 
 // Calls visit(name, field) for each field of an operation.
 template <class Visit>

@@ -14,6 +14,7 @@
 #include "quire/experts.h"
 #include "quire/kernels.h"
 #include "quire/operations.h"
+#include "quire/rank_group.h"
 #include "quire/weight.h"
 
 namespace quire {
@@ -94,6 +95,9 @@ class Program {
     void set_timed(bool timed);
     const std::vector<Unit>& units(int64_t segment) const { return segment_at(segment).units; }
 
+    // The ranks that operations exchange columns with. Without it such a segment cannot be run.
+    void set_group(std::shared_ptr<RankGroup> group) { group_ = std::move(group); }
+
     // Fills the buffers that a segment writes first with NaN before each of its runs.
     void set_poison(bool poison) { poison_ = poison; }
 
@@ -122,6 +126,8 @@ class Program {
     void reserve_experts(const Operation& op);
     std::vector<Unit> fuse(const std::vector<Operation>& ops) const;
     int64_t count_of(const ViewSpec& view, const StepInputs& inputs) const;
+    RankGroup::Columns columns_of(const AllGatherOp& op, const StepInputs& inputs) const;
+    void check_group(const char* kind, int64_t rank, int64_t degree) const;
     // Defined in program_check.cc; each throws std::invalid_argument.
     void check_op(const Operation& op) const;  // when the program is built
     void check(const Segment& segment, const StepInputs& inputs) const;  // before each run
@@ -142,6 +148,7 @@ class Program {
     const Arena* now_ = &arena_;  // the arena that operations use
     ExpertRunner experts_;
     std::shared_ptr<Memory> cache_ = std::make_shared<Memory>();
+    std::shared_ptr<RankGroup> group_;
     std::vector<Segment> segments_;
     std::vector<Rope> ropes_;
     CacheShape shape_{};

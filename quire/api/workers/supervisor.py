@@ -34,16 +34,12 @@ from quire.api.workers.worker_job import (
     job_line,
     socket_path,
 )
+from quire.base.child_process import command_of, environment_of_ours
 from quire.base.errors import QuireError, SettingError, WorkerError
 from quire.base.log import Log
 from quire.config.groups import EngineConfig
 from quire.config.server_config import ServerConfig
-from quire.engine.client.launch import (
-    EngineProcess,
-    command_of,
-    config_to_json,
-    environment_of_ours,
-)
+from quire.engine.client.launch import EngineProcess, config_to_json
 from quire.engine.client.process_link import ProcessLink
 from quire.engine.process.messages import (
     Failed,

@@ -36,7 +36,7 @@ from quire.engine.assembly.scheduler_factory import make_scheduler, scheduler_li
 from quire.engine.assembly.sizing import memory_needs, step_limits
 from quire.engine.assembly.vocabulary import model_tokenizer, model_vocabulary
 from quire.engine.assembly.warm_up import measure_cost, warm_up
-from quire.engine.core import EngineCore
+from quire.engine.core import EngineCore, Inbox
 from quire.engine.grammars import Grammars
 from quire.engine.mask_waits import TimedMaskWaits
 from quire.engine.model_card import ModelCard
@@ -87,6 +87,7 @@ class Engine:
     num_layers: int  # that the executor computes by themselves; 0 where it does not
     ops_done: Callable[[], int]  # operations of the executor so far; may be called in any thread
     close_drafts: Callable[[], None]  # frees a draft model
+    watched: Callable[[Inbox], Inbox]  # an inbox that also ends where a rank is lost
     trace: TraceFile | None = None
 
 
@@ -228,6 +229,7 @@ def _assembled(
         num_layers=num_layers,
         ops_done=lambda: executor.ops_done,
         close_drafts=_nothing if drafter is None else drafter.close,
+        watched=_watched(config, executor),
     )
 
 
@@ -381,6 +383,14 @@ def _drafter(
     )
 
 
+def _watched(config: EngineConfig, executor: Executor) -> Callable[[Inbox], Inbox]:
+    if config.executor.tensor_parallel_size == 1:
+        return lambda inbox: inbox
+    from quire.engine.assembly.ranks import watched
+
+    return partial(watched, executor)
+
+
 def _nothing() -> None:
     """Do nothing."""
 
@@ -451,6 +461,10 @@ def _pack_cache(settings: ExecutorConfig) -> PackCache | None:
 
 def _executor_class(settings: ExecutorConfig) -> ExecutorClass:
     # One of them, and only when it is wanted: start-up is felt.
+    if settings.tensor_parallel_size > 1:
+        from quire.engine.assembly.ranks import ranked_class
+
+        return ranked_class(settings)
     if settings.executor == "native":
         from quire.execute.native import NativeExecutor
 

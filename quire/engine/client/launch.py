@@ -16,29 +16,17 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import threading
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from quire.base.child_process import command_of, environment_of_ours
 from quire.base.errors import SettingError
 from quire.base.log_process import LogSettings
 from quire.config.groups import EngineConfig
 from quire.config.process_limits import check_open_files
 from quire.engine.client.socket_directory import SocketDirectory
-
-# Where our own package lies: installed, or a checkout that the new interpreter would not find.
-_PACKAGES = str(Path(__file__).resolve().parents[3])
-# -P: nothing is imported from the current folder, which may hold anything (a model's files). Our
-# packages' folder comes after the standard library and before whatever else is installed.
-_START = """
-import sys
-installed = (at for at, path in enumerate(sys.path) if path.endswith("-packages"))
-sys.path.insert(next(installed, len(sys.path)), sys.argv.pop(1))
-from importlib import import_module
-sys.exit(import_module(sys.argv.pop(1)).main())
-"""
 
 # The failure report must fit the pipe, which is read only once the process has ended.
 MAX_FAILURE_BYTES = 32 * 1024
@@ -165,16 +153,6 @@ class SharedEngine:
 
     def end(self, timeout_s: float) -> None:
         """Leave it as it is."""
-
-
-def command_of(module: str) -> list[str]:
-    """What starts a process of ours: `main` of a module, in a fresh interpreter."""
-    return [sys.executable, "-P", "-c", _START, _PACKAGES, module]
-
-
-def environment_of_ours() -> dict[str, str]:
-    """Return this process's environment without the API key, which is passed by other means."""
-    return {name: value for name, value in os.environ.items() if name != "QUIRE_API_KEY"}
 
 
 def config_to_json(config: EngineConfig) -> str:

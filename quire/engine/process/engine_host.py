@@ -60,7 +60,7 @@ def run_engine(
             ending.callback(engine.trace.close)
         emit(Outputs(outputs=None, stats=core.stats()))  # gauges are right before the first step
         emit(Ready(card=engine.card, notes=engine.notes))
-        serve(core, inbox, emit, clock.now_ms)
+        serve(core, engine.watched(inbox), emit, clock.now_ms)
         return True
     except MemoryError:
         emit(Failed(fault=fault_of(out_of_memory())))

@@ -20,6 +20,7 @@ from quire.execute.gpu import plain, plain_attention
 from quire.execute.gpu.kernels.cache_layout import CachePool
 from quire.execute.gpu.load import TORCH_TYPES, Fp8Weight, IntWeight, Loaded
 from quire.execute.gpu.step_buffers import Counts, StepBuffers
+from quire.program.comm_ops import AllGather
 from quire.program.expert_ops import Experts, Route
 from quire.program.forms import IdSource
 from quire.program.ops import (
@@ -107,6 +108,8 @@ def _bound(op: Op, place: Place) -> Call:
             return partial(_copy, op, place)
         case GatherRows():
             return partial(_gather_rows, op, place)
+        case AllGather():
+            raise AssertionError(f"{op.kind}: check_program rejects programs of ranks")
         case Route() | Experts():
             raise AssertionError(f"{op.kind}: check_program rejects programs with experts")
         case _:

@@ -22,7 +22,7 @@ from quire.config.groups import (
 from quire.config.server_config import ServerConfig
 
 GROUPS = (ModelConfig, CacheConfig, SchedulerConfig, ExecutorConfig, ServerConfig)
-MAX_FIELDS = 82
+MAX_FIELDS = 84
 FIELD_FLAGS = """
     --max-model-len --max-num-seqs --max-num-batched-tokens --block-size --kv-cache-memory
     --served-model-name --api-key --host --port --max-output-tokens --dtype
@@ -150,7 +150,7 @@ def test_keywords_accept_field_and_flag_names_and_sizes_as_text() -> None:
     ("name", "told"),
     [
         ("trust_remote_code", "code that comes with a model is never run"),
-        ("tensor_parallel_size", "one process on one device"),
+        ("pipeline_parallel_size", "a model is served by one process, or by ranks"),
         ("gpu_memory_utilization", "the KV cache's size is kv_cache_memory, as in 2GiB"),
         ("max_seq_len", "is max_model_len"),
     ],

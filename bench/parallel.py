@@ -1,0 +1,213 @@
+"""Ranks of one thread against threads of one process: steps in pairs, and the share of exchanges.
+
+    python -m bench.parallel [--shape qwen3-0.6b] [--degree 2] [--precision none] [--write]
+
+Both executors have the same number of threads in all, are loaded at once, and run the same step in
+turn, the order changing from pair to pair; their logits must be equal bit for bit. For each step:
+the median times, the median ratio within pairs (above 1: ranks are faster), the share of rank 0's
+time in exchanges, waiting included, and the bytes it receives, counted and by the cost model.
+
+Beside it, labelled as computed and measured nowhere: the same program on other machines, from their
+rates, with exchanges of columns (what is implemented) and with sums of parts (two all-reduces a
+layer, which would not keep the bits). Writes bench/results/parallel.json with --write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.checkpoints import SHAPES, random_checkpoint
+from quire.bench.machine import machine_card
+from quire.config.machine import num_usable_cores
+from quire.execute.executor import ExecutorOptions, StepLimits
+from quire.execute.native import NativeExecutor
+from quire.models.registry import build_program, open_model
+from quire.program.batch import CacheRows, ForwardBatch
+from quire.program.comm_ops import AllGather
+from quire.program.cost import StepShape
+from quire.program.program import Program
+from quire.program.quantize import quantize
+from quire.program.shard import shard
+from quire.program.tensors import DType
+from quire.ranks.executor_class import RankedExecutor, RankedExecutorClass
+from quire.weights.checkpoint import open_checkpoint
+
+RESULTS = Path(__file__).parent / "results" / "parallel.json"
+BLOCK_SIZE, DEPTH = 16, 512
+PREFILL_TOKENS = 256
+DECODED_ROWS = (1, 4, 16, 64)
+# Between two steps: threads of the executor that waits have gone to sleep.
+PAUSE_S = 0.005
+
+
+@dataclass(frozen=True)
+class Described:
+    """A machine by its rates. link_gb_per_s: what a rank receives. exchange_us: of one exchange."""
+
+    name: str
+    degree: int
+    rank_gb_per_s: float
+    link_gb_per_s: float
+    exchange_us: float
+
+
+DESCRIBED = (
+    Described("2 sockets of 64 cores", 2, 300.0, 60.0, 3.0),
+    Described("8 GPUs (H100, NVLink)", 8, 3000.0, 400.0, 10.0),
+)
+
+
+def step_batch(rows: int, tokens: int, vocab_size: int, seed: int) -> ForwardBatch:
+    """Return a step of `rows` sequences that compute `tokens` tokens each after DEPTH others."""
+    rng, columns = np.random.default_rng(seed), (DEPTH + tokens) // BLOCK_SIZE + 1
+    positions = np.tile(np.arange(DEPTH, DEPTH + tokens, dtype=np.int32), rows)
+    tables = np.arange(rows * columns, dtype=np.int32).reshape(rows, columns)
+    owner = np.repeat(np.arange(rows), tokens)
+    slots = tables[owner, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    starts = np.arange(rows + 1, dtype=np.int32) * tokens
+    return ForwardBatch(
+        token_ids=rng.integers(0, vocab_size, rows * tokens).astype(np.int32),
+        positions=positions,
+        rope_positions=positions,
+        caches=(CacheRows(kv_slots=slots.astype(np.int32), block_tables=tables),),
+        seq_starts=starts.astype(np.int32),
+        sample_rows=(starts[1:] - 1).astype(np.int32),
+    )
+
+
+def run_step(executor: NativeExecutor, batch: ForwardBatch) -> tuple[float, bytes]:
+    """Return the milliseconds of a step, and its logits."""
+    time.sleep(PAUSE_S)
+    rows = len(batch.sample_rows)
+    began_s = time.perf_counter()
+    executor.run_trunk(batch, head_rows=rows)
+    logits = executor.run_head(batch, 0, rows)
+    return 1e3 * (time.perf_counter() - began_s), logits.tobytes()
+
+
+def in_pairs(
+    whole: NativeExecutor, ranks: RankedExecutor, rows: int, tokens: int, pairs: int
+) -> dict[str, Any]:
+    """Return times of both executors. Exits where their logits differ."""
+    whole_ms, ranks_ms = [], []
+    received_bytes = 0
+    for number in range(-2, pairs):  # the first ones warm up
+        batch = step_batch(rows, tokens, whole.program.vocab_size, number + 2)
+        if number == 0:
+            ranks.set_timed(True)
+            received_bytes = ranks.group.native.received_bytes
+        order = (whole, ranks) if number % 2 else (ranks, whole)
+        found = {id(executor): run_step(executor, batch) for executor in order}
+        if found[id(whole)][1] != found[id(ranks)][1]:
+            sys.exit(f"ranks and one process differ in a step of {rows} x {tokens} tokens")
+        if number >= 0:
+            whole_ms.append(found[id(whole)][0])
+            ranks_ms.append(found[id(ranks)][0])
+    received_bytes = ranks.group.native.received_bytes - received_bytes
+    seconds = [unit for segment in ("trunk", "head") for unit in ranks.times(segment)]
+    exchanged = sum(s for ops, s in seconds if isinstance(ops[0], AllGather))
+    ranks.set_timed(False)
+    step = StepShape([tokens] * rows, [DEPTH] * rows)
+    ratios = [one / other for one, other in zip(whole_ms, ranks_ms, strict=True)]
+    return {
+        "rows": rows,
+        "tokens": tokens,
+        "one_process_ms": statistics.median(whole_ms),
+        "ranks_ms": statistics.median(ranks_ms),
+        "ratio": statistics.median(ratios),
+        "share_of_exchanges": exchanged / sum(s for _, s in seconds),
+        "received_bytes": received_bytes // pairs,
+        "received_bytes_by_cost": ranks.program.step_cost(step).comm_bytes,
+    }
+
+
+def computed(program: Program, machine: Described, rows: int) -> dict[str, Any]:
+    """Return a decode step by the rates of a machine: computed, not measured."""
+    step = StepShape([1] * rows, [DEPTH] * rows)
+    costs = [
+        shard(program, degree=machine.degree, rank=rank).step_cost(step)
+        for rank in range(machine.degree)
+    ]
+    own = shard(program, degree=machine.degree, rank=0)
+    gathers = [op for ops in own.segments.values() for op in ops if isinstance(op, AllGather)]
+    read_ms = max(cost.memory_bytes for cost in costs) / machine.rank_gb_per_s / 1e6
+    gathered_bytes = max(cost.comm_bytes for cost in costs)
+    layers = len(program.layer_starts)
+    width = program.outputs["hidden"].width
+    head_bytes = own.segment_cost("head", step).comm_bytes
+    # A ring all-reduce moves each element twice, less the rank's own share; in bf16.
+    share = (machine.degree - 1) / machine.degree
+    summed_bytes = round(2 * layers * rows * width * 2 * 2 * share) + head_bytes
+
+    def exchange_ms(number: int, num_bytes: int) -> float:
+        return number * machine.exchange_us / 1e3 + num_bytes / machine.link_gb_per_s / 1e6
+
+    one_ms = program.step_cost(step).memory_bytes / machine.rank_gb_per_s / 1e6
+    columns_ms = read_ms + exchange_ms(len(gathers), gathered_bytes)
+    sums_ms = read_ms + exchange_ms(2 * layers + 1, summed_bytes)
+    return {
+        "computed_for": asdict(machine),
+        "rows": rows,
+        "one_rank_ms": one_ms,
+        "columns": {"bytes": gathered_bytes, "step_ms": columns_ms, "speedup": one_ms / columns_ms},
+        "sums": {"bytes": summed_bytes, "step_ms": sums_ms, "speedup": one_ms / sums_ms},
+    }
+
+
+def main() -> None:
+    """Measure, write, print."""
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--precision", default="none")
+    parser.add_argument("--degree", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--write", action="store_true")
+    asked = parser.parse_args()
+    if num_usable_cores() < asked.degree:
+        sys.exit(f"{asked.degree} ranks need as many cores; there are {num_usable_cores()}")
+    folder = random_checkpoint(asked.shape)
+    plain = build_program(open_model(folder), dtype=DType.BF16, max_positions=1024)
+    program, checkpoint = quantize(plain, asked.precision), open_checkpoint(folder)
+    most = max(DECODED_ROWS)
+    limits = StepLimits(max_tokens=PREFILL_TOKENS, max_samples=most, max_sequences=most)
+    options = ExecutorOptions(limits=limits, num_threads=asked.degree)
+    whole = NativeExecutor(program, checkpoint, options)
+    ranks = RankedExecutorClass(degree=asked.degree)(program, checkpoint, options)
+    for executor in (whole, ranks):
+        executor.allocate_cache(most * (DEPTH // BLOCK_SIZE + 2), BLOCK_SIZE)
+    steps = [(rows, 1) for rows in DECODED_ROWS] + [(1, PREFILL_TOKENS)]
+    found: dict[str, Any] = {
+        "bench": "parallel",
+        "machine": machine_card(),
+        "shape": asked.shape,
+        "precision": asked.precision,
+        "degree": asked.degree,
+        "steps": [],
+        "computed": [computed(program, one, rows) for one in DESCRIBED for rows in (1, 64)],
+    }
+    for rows, tokens in steps:
+        entry = in_pairs(whole, ranks, rows, tokens, asked.pairs)
+        found["steps"].append(entry)
+        print(json.dumps(entry))
+    print(json.dumps(found["computed"], indent=1))
+    ranks.close()
+    whole.close()
+    if asked.write:
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+// Bindings for the exchange between ranks. Every call that may wait releases the GIL.
+// Lengths are checked here, what fits a slot by the group. It keeps the shared memory alive.
+
+#include "quire/rank_group.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using Shared = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Parts = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+}  // namespace
+
+void bind_rank_group(nb::module_& module) {
+    nb::class_<quire::RankGroup>(module, "RankGroup",
+                                 "The ranks of a model on this machine, in shared memory.")
+        .def("__init__",
+             [](quire::RankGroup* self, const Shared& memory, int rank, int degree,
+                int64_t slot_bytes, int64_t message_bytes, double timeout_s) {
+                 new (self) quire::RankGroup(reinterpret_cast<char*>(memory.data()),
+                                             static_cast<int64_t>(memory.size()), rank, degree,
+                                             {slot_bytes, message_bytes}, timeout_s);
+             },
+             "memory"_a, nb::kw_only(), "rank"_a, "degree"_a, "slot_bytes"_a, "message_bytes"_a,
+             "timeout_s"_a, nb::keep_alive<1, 2>(),
+             "memory: shared by all ranks, zero at first. timeout_s: the longest wait for a rank "
+             "that responds.")
+        .def_prop_ro("rank", &quire::RankGroup::rank)
+        .def_prop_ro("degree", &quire::RankGroup::degree)
+        .def_prop_ro("num_gathers", &quire::RankGroup::num_gathers,
+                     "Exchanges of columns so far.")
+        .def_prop_ro("received_bytes", &quire::RankGroup::received_bytes,
+                     "Bytes of columns received from other ranks so far.")
+        .def("all_gather",
+             [](quire::RankGroup& self, const Bytes& own, const Parts& out) {
+                 if (out.shape(0) != static_cast<size_t>(self.degree()) ||
+                     out.shape(1) != own.size()) {
+                     throw std::invalid_argument("out is not [degree, bytes of own]");
+                 }
+                 nb::gil_scoped_release release;
+                 self.all_gather(reinterpret_cast<const char*>(own.data()),
+                                 reinterpret_cast<char*>(out.data()),
+                                 static_cast<int64_t>(own.size()));
+             },
+             "own"_a, "out"_a, "Gather the bytes of all ranks in out [degree, bytes].")
+        .def("barrier",
+             [](quire::RankGroup& self) {
+                 nb::gil_scoped_release release;
+                 self.barrier();
+             })
+        .def("send",
+             [](quire::RankGroup& self, const Bytes& message) {
+                 nb::gil_scoped_release release;
+                 self.send(reinterpret_cast<const char*>(message.data()),
+                           static_cast<int64_t>(message.size()));
+             },
+             "message"_a, "Rank 0: send a message to all others.")
+        .def("receive",
+             [](quire::RankGroup& self) {
+                 const char* message = nullptr;
+                 int64_t size = 0;
+                 {
+                     nb::gil_scoped_release release;
+                     size = self.receive(&message);
+                 }
+                 return nb::bytes(message, static_cast<size_t>(size));
+             },
+             "Other ranks: wait for the next message, without limit, and return it.")
+        .def("abort", &quire::RankGroup::abort, "Let the waits of all ranks end with RankLost.")
+        .def_prop_ro("is_aborted", &quire::RankGroup::is_aborted);
+    module.def(
+        "rank_group_bytes",
+        [](int degree, int64_t slot_bytes, int64_t message_bytes) {
+            return quire::RankGroup::shared_bytes(degree, {slot_bytes, message_bytes});
+        },
+        "degree"_a, nb::kw_only(), "slot_bytes"_a, "message_bytes"_a, "Bytes of shared memory.");
+    nb::exception<quire::RankLost>(module, "RankLost", PyExc_RuntimeError);
+}

@@ -1,0 +1,117 @@
+// The ranks of one model on one machine, and what they exchange through shared memory: columns of
+// results (all_gather), and messages from rank 0 to the others. Moves bytes and computes nothing.
+//
+// Shared memory: a header; for each rank its words, each alone in a cache line; two slots per rank
+// for its parts; two buffers for messages. A rank writes its part into slot (n mod 2) of exchange n
+// and then publishes n. Two slots suffice: a rank publishes n + 1 after it has read all parts of n,
+// so a rank that has completed n + 1 may overwrite slot n.
+//
+// A wait spins, then yields to other threads, then sleeps in the system (a futex), so that it also
+// ends soon where ranks share cores. It is bounded: it ends with RankLost if another rank has said
+// that it cannot go on, if the rank waited for does not respond (a thread of each rank answers,
+// whatever the others compute), or after a time limit. Time in which this process was itself
+// suspended counts as little.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <stdexcept>
+#include <thread>
+
+#include "quire/pool.h"
+
+namespace quire {
+
+// Another rank is gone or does not respond; nothing can be exchanged any more.
+struct RankLost : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+class RankGroup {
+  public:
+    struct Sizes {
+        int64_t slot_bytes, message_bytes;
+    };
+
+    // Bytes of shared memory. Throws std::invalid_argument.
+    static int64_t shared_bytes(int degree, const Sizes& sizes);
+
+    // memory: at least shared_bytes, zero when the first rank opens it, aligned to 64; the caller
+    // keeps it alive. timeout_s: of a wait for a rank that responds.
+    RankGroup(char* memory, int64_t bytes, int rank, int degree, const Sizes& sizes,
+              double timeout_s);
+    ~RankGroup();
+    RankGroup(const RankGroup&) = delete;
+    RankGroup& operator=(const RankGroup&) = delete;
+
+    int rank() const { return rank_; }
+    int degree() const { return degree_; }
+    int64_t slot_bytes() const { return sizes_.slot_bytes; }
+    int64_t message_bytes() const { return sizes_.message_bytes; }
+    // Exchanges so far, and the bytes received in them.
+    int64_t num_gathers() const { return num_gathers_; }
+    int64_t received_bytes() const { return received_bytes_; }
+
+    // Fills `rows` rows of `width` columns from `data` on: each rank has its own columns, as
+    // share_of gives them. Collective: all ranks call it with equal sizes. Throws RankLost.
+    struct Columns {
+        char* data;
+        int64_t rows, stride_bytes, width, unit;
+        int64_t element_bytes;
+    };
+    void all_gather(const Columns& columns, Pool& pool);
+    // Throws std::invalid_argument unless a row's largest part fits a slot.
+    void check_fits(const Columns& columns) const;
+
+    // Gathers `bytes` bytes of each rank, in the order of ranks. Collective.
+    void all_gather(const char* own, char* out, int64_t bytes);
+    void barrier() { all_gather(nullptr, nullptr, 0); }
+
+    // Rank 0: sends a message to all others; waits until they have taken the one before the last.
+    void send(const char* message, int64_t bytes);
+    // Other ranks: waits for the next message, without limit, and returns its size; `message` stays
+    // until the next call.
+    int64_t receive(const char** message);
+
+    // Any thread: lets all ranks' waits end with RankLost.
+    void abort();
+    bool is_aborted() const;
+
+  private:
+    struct Word;
+    struct Header;
+    struct RankWords;
+
+    RankWords& words(int rank) const;
+    char* slot(int rank, uint32_t number) const;
+    char* message(uint32_t number) const;
+    void publish(Word& word, uint32_t value) const;
+    void wait(const Word& word, uint32_t number, int peer, bool bounded) const;
+    void answer();
+    [[noreturn]] void lost(int peer, const char* why) const;
+
+    char* memory_;
+    int rank_, degree_;
+    Sizes sizes_;
+    double timeout_s_;
+    uint32_t gathers_ = 0, messages_ = 0;
+    int64_t num_gathers_ = 0, received_bytes_ = 0;
+    int64_t spin_us_;
+    std::atomic<bool> stopping_{false};
+    std::thread answering_;
+};
+
+// The columns [start, end) of `width` that belong to a rank: quire/program/comm_ops.py.
+struct Share {
+    int64_t start, end;
+};
+inline Share share_of(int64_t width, int64_t unit, int64_t rank, int64_t degree) {
+    const int64_t units = (width + unit - 1) / unit;
+    const auto edge = [&](int64_t at) {
+        const int64_t column = (units * at + degree - 1) / degree * unit;
+        return column < width ? column : width;
+    };
+    return {edge(rank), edge(rank + 1)};
+}
+
+}  // namespace quire

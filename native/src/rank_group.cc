@@ -1,0 +1,342 @@
+// Exchange between ranks in shared memory; rank_group.h has the protocol. Numbers that are waited
+// for are published with sequential consistency, after the bytes they stand for. A publisher enters
+// the system only if another rank sleeps.
+
+#include "quire/rank_group.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <climits>
+#include <cstring>
+#include <ctime>
+#include <string>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace quire {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kMaxDegree = 64;
+constexpr int64_t kLine = 64;
+constexpr auto kYield = std::chrono::milliseconds(2);
+// A sleep before this process looks around again, and what it counts as at most: where it was
+// suspended in between, the other rank is not blamed.
+constexpr auto kSleep = std::chrono::milliseconds(50);
+constexpr double kSleepCountsS = 0.1;
+// An unbounded wait looks this often whether the group was aborted.
+constexpr auto kIdleSleep = std::chrono::seconds(2);
+constexpr auto kUntilAsked = std::chrono::hours(1);
+// After so many seconds a rank is asked whether it is there, and it has so many to answer.
+constexpr double kAskAfterS = 0.3, kAnswerWithinS = 1.2;
+// Rows are copied by several threads from this many bytes on.
+constexpr int64_t kCopyGrain = 1 << 16;
+
+int64_t round_up_to(int64_t bytes, int64_t to) { return (bytes + to - 1) / to * to; }
+
+void pause_cpu() {
+#if defined(__x86_64__)
+    _mm_pause();
+#else
+    std::this_thread::yield();
+#endif
+}
+
+// Sleeps while *word is `seen`, for at most `time`; may return early.
+void sleep_on(const std::atomic<uint32_t>& word, uint32_t seen, std::chrono::nanoseconds time) {
+#if defined(__linux__)
+    static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
+    timespec limit{};
+    limit.tv_sec = static_cast<time_t>(time.count() / 1'000'000'000);
+    limit.tv_nsec = static_cast<long>(time.count() % 1'000'000'000);
+    // Not FUTEX_PRIVATE_FLAG: the word is shared by processes.
+    syscall(SYS_futex, reinterpret_cast<const uint32_t*>(&word), FUTEX_WAIT, seen, &limit, nullptr,
+            0);
+#else
+    const auto deadline = Clock::now() + time;
+    const auto step = std::chrono::microseconds(time > kSleep ? 5000 : 100);
+    while (word.load() == seen && Clock::now() < deadline) std::this_thread::sleep_for(step);
+#endif
+}
+
+void wake_all(const std::atomic<uint32_t>& word) {
+#if defined(__linux__)
+    syscall(SYS_futex, reinterpret_cast<const uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr,
+            nullptr, 0);
+#else
+    (void)word;
+#endif
+}
+
+// Numbers wrap around: `value` has reached `number` if it is not before it.
+bool reached(uint32_t value, uint32_t number) {
+    return static_cast<int32_t>(value - number) >= 0;
+}
+
+}  // namespace
+
+// A number that one rank writes and others wait for, alone in a cache line.
+struct alignas(64) RankGroup::Word {
+    std::atomic<uint32_t> value;
+    mutable std::atomic<uint32_t> sleepers;
+};
+
+struct alignas(64) RankGroup::Header {
+    Word aborted;
+    Word sent;  // messages of rank 0
+    alignas(64) int64_t message_sizes[2];
+};
+
+struct alignas(64) RankGroup::RankWords {
+    Word ready;  // exchanges for which the rank's part is there
+    Word taken;  // messages the rank has taken
+    Word asked, answered;
+};
+
+int64_t RankGroup::shared_bytes(int degree, const Sizes& sizes) {
+    if (degree < 1 || degree > kMaxDegree) {
+        throw std::invalid_argument("degree is " + std::to_string(degree) + "; allowed are 1 to " +
+                                    std::to_string(kMaxDegree));
+    }
+    if (sizes.slot_bytes < 1 || sizes.message_bytes < 1) {
+        throw std::invalid_argument("slot_bytes and message_bytes must be above 0");
+    }
+    return static_cast<int64_t>(sizeof(Header)) +
+           degree * static_cast<int64_t>(sizeof(RankWords)) +
+           2 * degree * round_up_to(sizes.slot_bytes, kLine) +
+           2 * round_up_to(sizes.message_bytes, kLine);
+}
+
+RankGroup::RankGroup(char* memory, int64_t bytes, int rank, int degree, const Sizes& sizes,
+                     double timeout_s)
+    : memory_(memory), rank_(rank), degree_(degree), sizes_(sizes), timeout_s_(timeout_s) {
+    const int64_t needed = shared_bytes(degree, sizes);
+    if (bytes < needed) {
+        throw std::invalid_argument(std::to_string(bytes) + " bytes of shared memory; " +
+                                    std::to_string(needed) + " are needed");
+    }
+    if (rank < 0 || rank >= degree) {
+        throw std::invalid_argument("rank is " + std::to_string(rank) + " of " +
+                                    std::to_string(degree));
+    }
+    if (reinterpret_cast<uintptr_t>(memory) % kLine != 0) {
+        throw std::invalid_argument("the shared memory is not aligned to 64 bytes");
+    }
+    if (!(timeout_s > 0)) throw std::invalid_argument("timeout_s must be above 0");
+    // Ranks that share cores only delay each other by spinning.
+    spin_us_ = static_cast<int>(std::thread::hardware_concurrency()) >= degree ? 100 : 0;
+    answering_ = std::thread([this] { answer(); });
+}
+
+RankGroup::~RankGroup() {
+    stopping_.store(true);
+    words(rank_).asked.value.fetch_add(1);  // so that a sleep that begins now does not last
+    wake_all(words(rank_).asked.value);
+    answering_.join();
+}
+
+RankGroup::RankWords& RankGroup::words(int rank) const {
+    return reinterpret_cast<RankWords*>(memory_ + sizeof(Header))[rank];
+}
+
+char* RankGroup::slot(int rank, uint32_t number) const {
+    char* slots = memory_ + sizeof(Header) + static_cast<size_t>(degree_) * sizeof(RankWords);
+    return slots + (2 * rank + static_cast<int>(number & 1)) * round_up_to(sizes_.slot_bytes, kLine);
+}
+
+char* RankGroup::message(uint32_t number) const {
+    return slot(degree_, 0) +
+           static_cast<int64_t>(number & 1) * round_up_to(sizes_.message_bytes, kLine);
+}
+
+void RankGroup::publish(Word& word, uint32_t value) const {
+    word.value.store(value);
+    if (word.sleepers.load() > 0) wake_all(word.value);
+}
+
+void RankGroup::lost(int peer, const char* why) const {
+    throw RankLost("rank " + std::to_string(peer) + " " + why);
+}
+
+bool RankGroup::is_aborted() const {
+    return reinterpret_cast<const Header*>(memory_)->aborted.value.load() != 0;
+}
+
+void RankGroup::abort() {
+    auto& header = *reinterpret_cast<Header*>(memory_);
+    header.aborted.value.store(1);
+    wake_all(header.sent.value);
+    for (int rank = 0; rank < degree_; ++rank) {
+        wake_all(words(rank).ready.value);
+        wake_all(words(rank).taken.value);
+    }
+}
+
+// Answers other ranks in a thread of its own, so that a rank that computes for long is not taken
+// for one that is suspended. Sleeps until it is asked.
+void RankGroup::answer() {
+    RankWords& own = words(rank_);
+    while (!stopping_.load()) {
+        const uint32_t asked = own.asked.value.load();
+        if (own.answered.value.load() != asked) {
+            own.answered.value.store(asked);
+            continue;
+        }
+        sleep_on(own.asked.value, asked, kUntilAsked);
+    }
+}
+
+// Waits until the word has reached `number`. bounded: see rank_group.h.
+void RankGroup::wait(const Word& word, uint32_t number, int peer, bool bounded) const {
+    const auto ready = [&] { return reached(word.value.load(std::memory_order_acquire), number); };
+    if (ready()) return;
+    const auto began = Clock::now();
+    const auto spin = std::chrono::microseconds(spin_us_);
+    for (auto now = began; now - began < kYield; now = Clock::now()) {
+        for (int i = 0; i < 64; ++i) {
+            if (ready()) return;
+            pause_cpu();
+        }
+        if (now - began >= spin) std::this_thread::yield();
+    }
+    double waited_s = 0, asked_at_s = -1;
+    uint32_t question = 0;
+    RankWords& other = words(peer);
+    for (;;) {
+        if (is_aborted()) lost(peer, "or another one cannot go on");
+        const uint32_t seen = word.value.load();
+        if (reached(seen, number)) return;
+        const auto slept = Clock::now();
+        word.sleepers.fetch_add(1);
+        if (!reached(word.value.load(), number)) {
+            sleep_on(word.value, seen, bounded ? std::chrono::nanoseconds(kSleep)
+                                               : std::chrono::nanoseconds(kIdleSleep));
+        }
+        word.sleepers.fetch_sub(1);
+        if (!bounded) continue;
+        const std::chrono::duration<double> took = Clock::now() - slept;
+        waited_s += std::min(took.count(), kSleepCountsS);
+        if (waited_s > timeout_s_) lost(peer, "did not reach the same operation in time");
+        if (asked_at_s >= 0 && reached(other.answered.value.load(), question)) asked_at_s = -1;
+        if (asked_at_s < 0 && waited_s > kAskAfterS) {
+            question = other.asked.value.fetch_add(1) + 1;
+            asked_at_s = waited_s;
+            wake_all(other.asked.value);
+        }
+        if (asked_at_s >= 0 && waited_s - asked_at_s > kAnswerWithinS &&
+            !reached(other.answered.value.load(), question)) {
+            lost(peer, "does not respond");
+        }
+    }
+}
+
+void RankGroup::check_fits(const Columns& columns) const {
+    for (int rank = 0; rank < degree_; ++rank) {
+        const Share share = share_of(columns.width, columns.unit, rank, degree_);
+        const int64_t bytes = (share.end - share.start) * columns.element_bytes;
+        if (bytes > sizes_.slot_bytes) {
+            throw std::invalid_argument("a row's part of " + std::to_string(bytes) +
+                                        " bytes; slots have " + std::to_string(sizes_.slot_bytes));
+        }
+    }
+}
+
+void RankGroup::all_gather(const Columns& columns, Pool& pool) {
+    if (columns.rows == 0) return;
+    ++num_gathers_;
+    int64_t most = 1;  // bytes of a row's largest part
+    for (int rank = 0; rank < degree_; ++rank) {
+        const Share share = share_of(columns.width, columns.unit, rank, degree_);
+        most = std::max(most, (share.end - share.start) * columns.element_bytes);
+    }
+    const int64_t at_once = std::max<int64_t>(sizes_.slot_bytes / most, 1);
+    // Rows [first, first + count) of a rank's columns, to or from its slot.
+    const auto copy = [&](int rank, int64_t first, int64_t count, bool is_own) {
+        const Share share = share_of(columns.width, columns.unit, rank, degree_);
+        const int64_t bytes = (share.end - share.start) * columns.element_bytes;
+        char* part = slot(rank, gathers_);
+        char* data = columns.data + first * columns.stride_bytes +
+                     share.start * columns.element_bytes;
+        pool.deal(count, std::max<int64_t>(kCopyGrain / bytes, 1),
+                  [&](int64_t begin, int64_t end, int) {
+            for (int64_t row = begin; row < end; ++row) {
+                char* in_slot = part + row * bytes;
+                char* in_rows = data + row * columns.stride_bytes;
+                std::memcpy(is_own ? in_slot : in_rows, is_own ? in_rows : in_slot,
+                            static_cast<size_t>(bytes));
+            }
+        });
+        if (!is_own) received_bytes_ += count * bytes;
+    };
+    for (int64_t first = 0; first < columns.rows; first += at_once) {
+        const int64_t count = std::min(at_once, columns.rows - first);
+        ++gathers_;
+        copy(rank_, first, count, true);
+        publish(words(rank_).ready, gathers_);
+        for (int next = 1; next < degree_; ++next) {
+            const int other = (rank_ + next) % degree_;
+            wait(words(other).ready, gathers_, other, true);
+            copy(other, first, count, false);
+        }
+    }
+}
+
+void RankGroup::all_gather(const char* own, char* out, int64_t bytes) {
+    int64_t first = 0;
+    do {
+        const int64_t count = std::min(sizes_.slot_bytes, bytes - first);
+        ++gathers_;
+        if (count > 0) {
+            std::memcpy(slot(rank_, gathers_), own + first, static_cast<size_t>(count));
+        }
+        publish(words(rank_).ready, gathers_);
+        for (int rank = 0; rank < degree_; ++rank) {
+            wait(words(rank).ready, gathers_, rank, true);
+            if (count > 0) {
+                std::memcpy(out + rank * bytes + first, slot(rank, gathers_),
+                            static_cast<size_t>(count));
+            }
+        }
+        first += count;
+    } while (first < bytes);
+}
+
+void RankGroup::send(const char* bytes, int64_t size) {
+    if (rank_ != 0) throw std::invalid_argument("rank 0 sends messages");
+    if (size > sizes_.message_bytes) {
+        throw std::invalid_argument("a message of " + std::to_string(size) + " bytes; at most " +
+                                    std::to_string(sizes_.message_bytes) + " are allowed");
+    }
+    if (is_aborted()) throw RankLost("a rank cannot go on");
+    auto& header = *reinterpret_cast<Header*>(memory_);
+    ++messages_;
+    for (int rank = 1; rank < degree_; ++rank) {
+        wait(words(rank).taken, messages_ - 2, rank, true);
+    }
+    std::memcpy(message(messages_), bytes, static_cast<size_t>(size));
+    header.message_sizes[messages_ & 1] = size;
+    publish(header.sent, messages_);
+}
+
+int64_t RankGroup::receive(const char** bytes) {
+    if (rank_ == 0) throw std::invalid_argument("rank 0 sends messages and receives none");
+    auto& header = *reinterpret_cast<Header*>(memory_);
+    // The message before is given back.
+    publish(words(rank_).taken, messages_);
+    ++messages_;
+    wait(header.sent, messages_, 0, false);
+    *bytes = message(messages_);
+    return header.message_sizes[messages_ & 1];
+}
+
+}  // namespace quire

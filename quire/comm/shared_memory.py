@@ -1,0 +1,123 @@
+"""Ranks on one machine that exchange through shared memory: native/src/rank_group.cc.
+
+A segment is a file in memory without a name: it is passed to other processes as a descriptor, and
+the system frees it with the last of them, however they end. Knows no program and no process.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire import _native
+from quire.base.errors import CapacityError, DeviceLost
+from quire.comm.communicator import Bytes
+
+# The longest wait for a rank that responds but has not come; a rank that does not is found sooner.
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentSizes:
+    """What fits: a part of a rank in one exchange, and a message."""
+
+    slot_bytes: int
+    message_bytes: int
+
+    def total(self, degree: int) -> int:
+        """Return the bytes of a segment for `degree` ranks."""
+        return _native.rank_group_bytes(
+            degree, slot_bytes=self.slot_bytes, message_bytes=self.message_bytes
+        )
+
+
+def create_segment(degree: int, sizes: SegmentSizes) -> int:
+    """Return the descriptor of a new segment, zero-filled; the caller closes it.
+
+    Raises CapacityError where there is no memory for it.
+    """
+    try:
+        if hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create("quire-ranks", os.MFD_CLOEXEC)
+        else:
+            descriptor, path = tempfile.mkstemp(prefix="quire-ranks-")
+            os.unlink(path)
+        os.ftruncate(descriptor, sizes.total(degree))
+    except OSError as error:
+        raise _no_memory(degree, sizes, error) from error
+    return descriptor
+
+
+def _no_memory(degree: int, sizes: SegmentSizes, error: Exception) -> CapacityError:
+    return CapacityError(
+        f"shared memory of {sizes.total(degree)} bytes for {degree} ranks cannot be made: {error}; "
+        "lower tensor_parallel_size, or max_num_seqs and max_model_len, by which it grows"
+    )
+
+
+class SharedMemoryRank:
+    """A Communicator (see communicator.py) on a segment; `native` is what kernels exchange with.
+
+    timeout_s: the longest wait for a rank that responds.
+    """
+
+    def __init__(
+        self,
+        descriptor: int,
+        *,
+        rank: int,
+        degree: int,
+        sizes: SegmentSizes,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self.rank, self.degree = rank, degree
+        try:
+            memory = np.frombuffer(mmap.mmap(descriptor, sizes.total(degree)), np.uint8)
+        except (OSError, ValueError) as error:
+            raise _no_memory(degree, sizes, error) from error
+        self.native = _native.RankGroup(
+            memory,
+            rank=rank,
+            degree=degree,
+            slot_bytes=sizes.slot_bytes,
+            message_bytes=sizes.message_bytes,
+            timeout_s=timeout_s,
+        )
+
+    def all_gather(self, own: Bytes) -> Bytes:
+        """See Communicator."""
+        gathered = np.empty((self.degree, len(own)), np.uint8)
+        try:
+            self.native.all_gather(own, gathered)
+        except _native.RankLost as error:
+            raise DeviceLost(str(error)) from error
+        return gathered
+
+    def barrier(self) -> None:
+        """See Communicator."""
+        try:
+            self.native.barrier()
+        except _native.RankLost as error:
+            raise DeviceLost(str(error)) from error
+
+    def broadcast(self, message: bytes | None) -> bytes:
+        """See Communicator."""
+        try:
+            if message is None:
+                return bytes(self.native.receive())
+            self.native.send(np.frombuffer(message, np.uint8))
+        except _native.RankLost as error:
+            raise DeviceLost(str(error)) from error
+        return message
+
+    def abort(self) -> None:
+        """See Communicator."""
+        self.native.abort()
+
+    def close(self) -> None:
+        """See Communicator."""
+        del self.native

@@ -1,0 +1,53 @@
+"""Tensor parallelism in an engine: the executor class of several ranks, and an inbox that notices
+when one is lost.
+
+A part of the wiring, like assemble.py. Knows the settings; the ranks are in quire/ranks.
+"""
+
+from __future__ import annotations
+
+from quire.base.errors import SettingError
+from quire.config.groups import ExecutorConfig
+from quire.config.machine import num_usable_cores
+from quire.engine.core import Inbox
+from quire.engine.process.messages import ToEngine
+from quire.execute.executor import Executor
+from quire.ranks.executor_class import RankedExecutor, RankedExecutorClass
+
+
+def ranked_class(settings: ExecutorConfig) -> RankedExecutorClass:
+    """Return the executor class. Raises SettingError for more ranks than cores."""
+    degree, cores = settings.tensor_parallel_size, num_usable_cores()
+    if degree > cores:
+        raise SettingError(
+            f"tensor_parallel_size is {degree}, and this process may use {cores} CPU cores; at "
+            "most one rank per core is allowed, since ranks wait for each other in every layer"
+        )
+    return RankedExecutorClass(degree=degree)
+
+
+def watched(executor: Executor, inbox: Inbox) -> Inbox:
+    """Return an inbox that raises DeviceLost once a rank of the executor has ended."""
+    assert isinstance(executor, RankedExecutor), "made by ranked_class"
+    return _WatchedInbox(executor, inbox)
+
+
+class _WatchedInbox:
+    """An Inbox. An idle engine waits in it, so that the end of a rank must end this wait."""
+
+    def __init__(self, executor: RankedExecutor, inbox: Inbox) -> None:
+        self._executor, self._inbox = executor, inbox
+        executor.processes.on_lost = inbox.wake
+        if executor.processes.lost:  # before there was a wait to end
+            inbox.wake()
+
+    def take(self, wait_s: float | None) -> list[ToEngine]:
+        """See Inbox."""
+        messages = self._inbox.take(wait_s)
+        if why := self._executor.processes.lost:
+            raise self._executor.lost(why)
+        return messages
+
+    def wake(self) -> None:
+        """See Inbox."""
+        self._inbox.wake()

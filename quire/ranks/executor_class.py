@@ -1,0 +1,205 @@
+"""RankedExecutorClass: an executor of several ranks, as one to what uses it.
+
+Sizes the sum of all ranks' memory, since they share a machine; starts the other ranks' processes
+and loads rank 0's share meanwhile. Always holds: its answers are those of the native executor, bit
+for bit (quire/program/shard.py).
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+
+from quire.base import log as log_module
+from quire.base.log import Log
+from quire.base.version import installed_version
+from quire.comm.shared_memory import (
+    TIMEOUT_S,
+    SegmentSizes,
+    SharedMemoryRank,
+    create_segment,
+)
+from quire.config.machine import MachineMemory
+from quire.execute.executor import (
+    PART_TOKENS,
+    ExecutorMemory,
+    ExecutorOptions,
+    StepLimits,
+)
+from quire.execute.native import NativeExecutor
+from quire.program.comm_ops import AllGather, share_of
+from quire.program.expert_ops import Experts
+from quire.program.program import Program
+from quire.program.serialize import to_plain
+from quire.program.shard import check_degree, shard
+from quire.ranks.commands import command_bytes
+from quire.ranks.placement import cpus_of_ranks, run_on
+from quire.ranks.processes import RankProcesses
+from quire.ranks.rank_executor import MirroredExecutor
+from quire.ranks.start import RankStart, check_ready, ready_of
+from quire.weights.checkpoint import Checkpoint
+
+# Rows of a step that are exchanged at once: more than this are exchanged in parts.
+_SLOT_BYTES = 1 << 20
+
+
+class RankedExecutor(MirroredExecutor):
+    """The executor of rank 0, with the processes of the others."""
+
+    processes: RankProcesses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankedExecutorClass:
+    """An ExecutorClass (see quire/execute/executor.py).
+
+    binds: whether ranks are bound to processors. poison: fill buffers with NaN before each run, for
+    tests. timeout_s: the longest wait for a rank that responds.
+    """
+
+    degree: int
+    binds: bool = True
+    poison: bool = False
+    timeout_s: float = TIMEOUT_S
+
+    def check_program(self, program: Program) -> None:
+        """Raise SettingError where it cannot be split so, ModelError where a kernel lacks."""
+        check_degree(program, self.degree)
+        NativeExecutor.check_program(program)
+
+    def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
+        """The memory of all ranks together."""
+        programs = self.programs(program)
+        parts = [NativeExecutor.memory_for(own, limits) for own in programs]
+        slots = 2 * self.degree * _slot_bytes(programs[0])
+        return ExecutorMemory(
+            weights_bytes=sum(part.weights_bytes for part in parts),
+            step_bytes=sum(part.step_bytes for part in parts) + slots,
+            token_bytes=sum(part.token_bytes for part in parts),
+        )
+
+    def programs(self, program: Program) -> list[Program]:
+        """Return each rank's share."""
+        return [shard(program, degree=self.degree, rank=rank) for rank in range(self.degree)]
+
+    def head_rows(self, max_sequences: int) -> int:
+        """See ExecutorSizing."""
+        return NativeExecutor.head_rows(max_sequences)
+
+    def full_step_tokens(self) -> int:
+        """See ExecutorSizing."""
+        return NativeExecutor.full_step_tokens()
+
+    def available_memory(self) -> MachineMemory:
+        """See ExecutorClass."""
+        return NativeExecutor.available_memory()
+
+    def plans_in_flight(self) -> int:
+        """See ExecutorClass."""
+        return NativeExecutor.plans_in_flight()
+
+    def __call__(
+        self, program: Program, checkpoint: Checkpoint, options: ExecutorOptions
+    ) -> RankedExecutor:
+        own, *others = self.programs(program)
+        sizes = SegmentSizes(
+            slot_bytes=_slot_bytes(own),
+            message_bytes=command_bytes(
+                tokens=max(options.limits.max_tokens, PART_TOKENS),
+                samples=options.limits.max_samples,
+                sequences=options.limits.max_sequences,
+                positions=program.max_positions,
+            ),
+        )
+        cpus = cpus_of_ranks(self.degree) if self.binds else [()] * self.degree
+        segment = create_segment(self.degree, sizes)
+        try:
+            group = SharedMemoryRank(
+                segment, rank=0, degree=self.degree, sizes=sizes, timeout_s=self.timeout_s
+            )
+            with ExitStack() as undo:
+                processes = RankProcesses(group)
+                undo.callback(processes.end)
+                for rank, part in enumerate(others, start=1):
+                    start = self._start(rank, part, checkpoint, options, sizes, cpus[rank])
+                    processes.start(start, segment)
+                executor = self._rank_zero(own, checkpoint, options, group, cpus[0])
+                loaded = ready_of(executor.recipe, executor.weights_digest)
+                for rank, ready in processes.ready():
+                    check_ready(rank, ready, loaded)
+                undo.pop_all()
+        finally:
+            os.close(segment)
+        Log("engine").event(
+            "ranks are started",
+            ranks=self.degree,
+            threads_of_each=self._threads(options),
+            cpus="; ".join(",".join(map(str, own_cpus)) for own_cpus in cpus) or "any",
+        )
+        executor.processes = processes
+        executor.reason, executor.end = processes.reason, processes.end
+        return executor
+
+    def _threads(self, options: ExecutorOptions) -> int:
+        return max(options.num_threads // self.degree, 1)
+
+    def _rank_zero(
+        self,
+        program: Program,
+        checkpoint: Checkpoint,
+        options: ExecutorOptions,
+        group: SharedMemoryRank,
+        cpus: tuple[int, ...],
+    ) -> RankedExecutor:
+        run_on(cpus)
+        own = ExecutorOptions(
+            limits=options.limits,
+            num_threads=self._threads(options),
+            progress=options.progress,
+            pack_cache=options.pack_cache,
+        )
+        return RankedExecutor(program, checkpoint, own, group, poison=self.poison)
+
+    def _start(
+        self,
+        rank: int,
+        program: Program,
+        checkpoint: Checkpoint,
+        options: ExecutorOptions,
+        sizes: SegmentSizes,
+        cpus: tuple[int, ...],
+    ) -> RankStart:
+        cache = options.pack_cache
+        return RankStart(
+            rank=rank,
+            degree=self.degree,
+            version=installed_version(),
+            program=to_plain(program),
+            checkpoint=str(checkpoint.path.resolve()),
+            limits=asdict(options.limits),
+            num_threads=self._threads(options),
+            isa="",  # QUIRE_ISA and the machine are those of rank 0
+            cpus=cpus,
+            pack_cache=None if cache is None else str(cache.folder),
+            slot_bytes=sizes.slot_bytes,
+            message_bytes=sizes.message_bytes,
+            timeout_s=self.timeout_s,
+            log_level=log_module.process_level,
+            log_form=log_module.process_form,
+            poison=self.poison,
+        )
+
+
+def _slot_bytes(program: Program) -> int:
+    """Bytes of the largest part of a row, or more, so that several rows are exchanged at once."""
+    parts = [_SLOT_BYTES]
+    for ops in program.segments.values():
+        for op in ops:
+            if isinstance(op, AllGather):
+                start, end = share_of(op.x.width, op.unit, 0, op.degree)  # rank 0's is the largest
+                parts.append((end - start) * op.x.dtype.itemsize)
+            if isinstance(op, Experts):
+                own = op.own_inner(program.weights[op.down].columns)
+                parts.append(own * op.x.dtype.itemsize)
+    return max(parts)

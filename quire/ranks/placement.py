@@ -1,0 +1,56 @@
+"""Which processors each rank runs on, and binding a thread to them.
+
+Ranks get consecutive cores, with their hyperthreads, in the order of NUMA nodes, so that a rank's
+memory is near its cores. Knows no process. Reads /sys; elsewhere processors are taken in order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+_CPUS = Path("/sys/devices/system/cpu")
+
+
+def cpus_of_ranks(degree: int, *, root: Path = _CPUS) -> list[tuple[int, ...]]:
+    """Return the processors of each rank: equal shares of the cores this process may run on.
+
+    Empty where there are fewer cores than ranks, or the system binds no threads.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return [()] * degree
+    cores: dict[tuple[int, str], list[int]] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        cores.setdefault((_node_of(cpu, root), _siblings(cpu, root)), []).append(cpu)
+    ordered = [cores[core] for core in sorted(cores, key=lambda core: (core[0], cores[core][0]))]
+    each = len(ordered) // degree
+    if each == 0:
+        return [()] * degree
+    return [
+        tuple(cpu for core in ordered[rank * each : (rank + 1) * each] for cpu in core)
+        for rank in range(degree)
+    ]
+
+
+def run_on(cpus: Sequence[int]) -> None:
+    """Bind the calling thread, and the threads it starts from now on; nothing for no processors.
+
+    A system that refuses leaves it as it is: binding is for speed only.
+    """
+    if cpus and hasattr(os, "sched_setaffinity"):
+        with suppress(OSError):
+            os.sched_setaffinity(0, cpus)
+
+
+def _node_of(cpu: int, root: Path) -> int:
+    nodes = sorted((root / f"cpu{cpu}").glob("node[0-9]*"))
+    return int(nodes[0].name.removeprefix("node")) if nodes else 0
+
+
+def _siblings(cpu: int, root: Path) -> str:
+    try:
+        return (root / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(cpu)

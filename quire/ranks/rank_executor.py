@@ -1,0 +1,175 @@
+"""RankExecutor: the native executor of one rank, and MirroredExecutor, that of rank 0.
+
+A rank runs its share of the program; the exchanges are operations inside it, done by the compiled
+module. Rank 0 sends each call that touches memory to the others before it makes the call itself.
+Knows no process. Always holds: all ranks make the same calls in the same order; a group that has
+lost a rank never computes again (DeviceLost).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from quire.base.errors import DeviceLost
+from quire.comm.shared_memory import SharedMemoryRank
+from quire.execute.executor import ExecutorOptions
+from quire.execute.native import HEAD, NONE, TRUNK, Int32s, NativeExecutor
+from quire.program.batch import NO_SLOTS, ForwardBatch
+from quire.program.program import Program
+from quire.ranks.commands import (
+    Allocate,
+    Command,
+    CopyBlocks,
+    Run,
+    RunAgain,
+    RunLayers,
+    Stop,
+    Touch,
+    command_wire,
+)
+from quire.weights.checkpoint import Checkpoint
+
+
+class RankExecutor(NativeExecutor):
+    """A NativeExecutor of a rank's program, with the group its exchanges go through."""
+
+    def __init__(
+        self,
+        program: Program,
+        checkpoint: Checkpoint,
+        options: ExecutorOptions,
+        group: SharedMemoryRank,
+        *,
+        isa: str = "",
+        poison: bool = False,
+    ) -> None:
+        super().__init__(program, checkpoint, options, isa=isa, poison=poison)
+        self.group = group
+        self._native.set_group(group.native)
+        self._last: ForwardBatch | None = None  # of the last Run
+
+    def do(self, command: Command) -> None:
+        """Do what rank 0 does."""
+        match command:
+            case Allocate():
+                NativeExecutor.allocate_cache(self, command.num_blocks, command.block_size)
+            case Touch():
+                NativeExecutor.touch_blocks(self, command.layer, command.first, command.last)
+            case CopyBlocks():
+                NativeExecutor.copy_blocks(self, command.copy_from, command.copy_to)
+            case Run():
+                self._last = command.batch
+                self._reserve_angles(command.batch)
+                NativeExecutor._run(
+                    self, command.segment, command.batch, command.sample_rows, command.then
+                )
+            case RunAgain():
+                assert self._last is not None, "rank 0 runs the trunk first"
+                NativeExecutor._run(self, command.segment, self._last, command.sample_rows)
+            case RunLayers():
+                NativeExecutor.run_layers(self, command.batch, command.first, command.end)
+            case Stop():
+                raise AssertionError("Stop ends the loop")
+
+
+class MirroredExecutor(RankExecutor):
+    """The Executor of rank 0: what it does, all ranks do.
+
+    reason: says why the group is lost, where a process is known to have ended. end: called once at
+    the end.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        checkpoint: Checkpoint,
+        options: ExecutorOptions,
+        group: SharedMemoryRank,
+        *,
+        poison: bool = False,
+    ) -> None:
+        super().__init__(program, checkpoint, options, group, poison=poison)
+        self._wire = command_wire()
+        self.reason: Callable[[str], str] = str
+        self.end: Callable[[], None] = _nothing
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> None:
+        """See Executor."""
+        self._send(Allocate(num_blocks=num_blocks, block_size=block_size))
+        super().allocate_cache(num_blocks, block_size)
+
+    def touch_blocks(self, layer: int, first: int, last: int) -> None:
+        """See Executor."""
+        self._send(Touch(layer=layer, first=first, last=last))
+        super().touch_blocks(layer, first, last)
+
+    def copy_blocks(self, copy_from: Int32s, copy_to: Int32s) -> None:
+        """See Executor."""
+        if len(copy_from):
+            self._send(CopyBlocks(copy_from=copy_from, copy_to=copy_to))
+            super().copy_blocks(copy_from, copy_to)
+
+    def run_layers(self, batch: ForwardBatch, first: int, end: int) -> None:
+        """See LayeredExecutor."""
+        self._send(RunLayers(batch=batch, first=first, end=end))
+        with _Lost(self):
+            super().run_layers(batch, first, end)
+
+    def close(self) -> None:
+        """Let the other ranks stop; free threads and memory."""
+        try:
+            if not self.group.native.is_aborted:
+                self.group.broadcast(self._wire.encode(Stop()))
+        except DeviceLost:
+            pass  # it is over in any case
+        self.end()
+        super().close()
+
+    def _run(
+        self, segment: int, batch: ForwardBatch, sample_rows: Int32s, then: int = NONE
+    ) -> None:
+        if segment == HEAD:
+            self._send(RunAgain(segment=segment, sample_rows=sample_rows))
+        else:
+            plain = replace(batch, sample_rows=sample_rows, late_slots=NO_SLOTS)
+            self._send(Run(segment=TRUNK, then=then, batch=plain, sample_rows=sample_rows))
+        with _Lost(self):
+            super()._run(segment, batch, sample_rows, then)
+
+    def _send(self, command: Command) -> None:
+        try:
+            self.group.broadcast(self._wire.encode(command))
+        except DeviceLost as error:
+            raise self.lost(str(error)) from error
+
+    def lost(self, found: str) -> DeviceLost:
+        """End the group; return the error that says why."""
+        self.group.abort()
+        return DeviceLost(
+            f"a rank of the model is lost: {self.reason(found)}; the engine ends, since no rank "
+            "can go on alone: start it again, after a look at the system's log for a process "
+            "ended for its memory"
+        )
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+class _Lost:
+    """Turns what ends a run at one rank only into the loss of the group. A batch that all ranks
+    reject (ValueError) leaves them in step."""
+
+    def __init__(self, executor: MirroredExecutor) -> None:
+        self._executor = executor
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        if error is None or isinstance(error, ValueError):
+            return
+        raise self._executor.lost(str(error)) from error

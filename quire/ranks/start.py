@@ -1,0 +1,102 @@
+"""What a rank's process gets on its standard input, one line of JSON, and what it answers.
+
+Always holds: both sides are of one version of this package, or the start is refused; ranks that
+have loaded other weights or compute with other instructions are refused too.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.base.errors import ModelError, WorkerError
+from quire.base.version import installed_version
+from quire.program.program import NUMERICS_VERSION, Program
+from quire.program.serialize import from_plain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStart:
+    """How a rank begins. program: as plain values. cpus: the processors it may run on; empty: any.
+    limits: the largest step. log_level, log_form: as rank 0 logs. poison: fill buffers with NaN
+    before each run (for tests)."""
+
+    rank: int
+    degree: int
+    version: str
+    program: dict[str, Any]
+    checkpoint: str
+    limits: dict[str, int]
+    num_threads: int
+    isa: str
+    cpus: tuple[int, ...]
+    pack_cache: str | None
+    slot_bytes: int
+    message_bytes: int
+    timeout_s: float
+    log_level: str
+    log_form: str
+    poison: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReady:
+    """What a rank says of itself once its weights are loaded. All ranks must say the same."""
+
+    version: str
+    numerics: int
+    recipe: str
+    weights_digest: str
+
+
+def start_line(start: RankStart) -> bytes:
+    """Return the line of a start."""
+    return json.dumps(asdict(start)).encode() + b"\n"
+
+
+def read_start(line: bytes) -> RankStart:
+    """Read a line made by start_line. Raises WorkerError for another version's."""
+    fields: dict[str, Any] = json.loads(line)
+    if fields.get("version") != (own := installed_version()):
+        raise WorkerError(
+            f"rank 0 is of version {fields.get('version')}, this rank of {own}; start all ranks "
+            "from one installation"
+        )
+    fields["cpus"] = tuple(fields["cpus"])
+    return RankStart(**fields)
+
+
+def program_of(start: RankStart) -> Program:
+    """Return the rank's program."""
+    return from_plain(start.program)
+
+
+def checkpoint_of(start: RankStart) -> Path:
+    """Return the path of the weights."""
+    return Path(start.checkpoint)
+
+
+def ready_of(recipe: str, weights_digest: str) -> RankReady:
+    """Return what a rank of this process says."""
+    return RankReady(
+        version=installed_version(),
+        numerics=NUMERICS_VERSION,
+        recipe=recipe,
+        weights_digest=weights_digest,
+    )
+
+
+def check_ready(rank: int, ready: RankReady, own: RankReady) -> None:
+    """Raise ModelError where a rank differs from rank 0."""
+    differing = [
+        f"{name} is {value} there and {asdict(own)[name]} at rank 0"
+        for name, value in asdict(ready).items()
+        if value != asdict(own)[name]
+    ]
+    if differing:
+        raise ModelError(
+            f"rank {rank} has loaded something else than rank 0: {'; '.join(differing)}; the "
+            "model's files have changed during the start, or the installation: start again"
+        )

@@ -1,0 +1,173 @@
+"""One Answer over ranks: requests of drawn cases, computed by several processes, get bit for bit
+the tokens and log-probabilities of one process.
+
+The processes of a model live over all its cases. Cases are those of test_one_answer.py, without KV
+tiers and draft models, which several ranks refuse; QUIRE_EXACT_RANK_CASES=500 runs more of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from quire.execute.executor import Executor, ExecutorOptions, StepLimits
+from quire.program.comm_ops import AllGather
+from quire.program.program import Program
+from quire.program.tensors import DType
+from quire.ranks.executor_class import RankedExecutorClass
+from tests.conftest import SHOWN
+from tests.exact.rig import MAX_ROWS, MAX_SEQUENCES, AloneRuns, Model, differences, run_case
+from tests.exact.workload import VOCAB_SIZE, Case, draw_case
+from tests.models.cases_experts import MIXTRAL
+from tests.models.cases_gemma import GEMMA3
+from tests.models.cases_qwen import QWEN3
+from tests.tiny_models import write_tiny, write_tiny_llama
+
+NUM_CASES = int(os.environ.get("QUIRE_EXACT_RANK_CASES", "14"))
+NUM_CASES_OF_FOUR = max(NUM_CASES // 6, 4)
+GOALS = ("preempted", "prefix_hit", "chunked", "layered", "structured", "accepted", "rejected")
+MAX_SHOWN = 10
+SIZE = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 512, "num_hidden_layers": 2}
+LIMITS = StepLimits(max_tokens=MAX_ROWS, max_samples=MAX_SEQUENCES, max_sequences=MAX_SEQUENCES)
+
+
+class Ranks(Model):
+    """A model over several ranks, with the name of the model in one process: AloneRuns returns what
+    that has answered."""
+
+    def __init__(self, whole: Model, executor_class: RankedExecutorClass) -> None:
+        super().__init__(whole.folder, whole.dtype)
+        self.name, self.program = whole.name, whole.program
+        self.whole, self._class = whole, executor_class
+
+    def executor(self, num_threads: int) -> Executor:
+        """Return the one executor: each rank has one thread."""
+        return super().executor(1)
+
+    def make_executor(self, num_threads: int) -> Executor:
+        """Start the ranks."""
+        options = ExecutorOptions(limits=LIMITS, num_threads=num_threads)
+        return self._class(self.program, self.checkpoint, options)
+
+
+@pytest.fixture(scope="module")
+def wholes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
+    """Return models in one process: odd widths, heads that divide by 2 and by 4."""
+    root = tmp_path_factory.mktemp("ranks")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    llama = write_tiny_llama(root / "llama", seed=15, hidden_size=68, **heads)
+    tied = write_tiny_llama(root / "tied", seed=16, dtype="bf16", tie_word_embeddings=True, **heads)
+    qwen = write_tiny(root / "qwen", QWEN3 | SIZE | heads, seed=17)
+    gemma = write_tiny(
+        root / "gemma",
+        GEMMA3 | SIZE | heads | {"layer_types": ["sliding_attention", "full_attention"]},
+        seed=18,
+        dtype="bf16",
+    )
+    mixtral = write_tiny(root / "mixtral", MIXTRAL | SIZE | heads, seed=19)
+    made = [
+        Model(llama, DType.F32),
+        Model(tied, DType.BF16),
+        Model(qwen, DType.BF16),
+        Model(gemma, DType.BF16),
+        Model(llama, DType.F32, "int8", "int8"),
+        Model(tied, DType.BF16, "int4-g32"),
+        Model(mixtral, DType.BF16),
+    ]
+    yield made
+    for model in made:
+        model.close()
+
+
+def ranks(whole: Model, degree: int) -> Ranks:
+    """Return a model over ranks, with buffers full of NaN before each run."""
+    return Ranks(whole, RankedExecutorClass(degree=degree, binds=False, poison=True))
+
+
+def case_for_ranks(number: int, num_models: int) -> Case:
+    """Return a case without what several ranks refuse."""
+    case = draw_case(number, num_models=num_models, vocab_size=VOCAB_SIZE)
+    settings = replace(case.settings, tier_blocks=0, tier_in_host=False)
+    if settings.proposer == "model":
+        settings = replace(settings, proposer="ngram")
+    return replace(case, settings=settings)
+
+
+@pytest.mark.parametrize(("degree", "num_cases"), [(2, NUM_CASES), (4, NUM_CASES_OF_FOUR)])
+def test_ranks_answer_as_one_process(
+    wholes: list[Model], degree: int, num_cases: int, record_property: object
+) -> None:
+    alone, lines, reached = AloneRuns(), [], dict.fromkeys(GOALS, 0)
+    # More ranks than cores wait for each other: fewer models of them.
+    models = [ranks(whole, degree) for whole in (wholes if degree == 2 else wholes[-2:])]
+    try:
+        for number in range(num_cases):
+            case = case_for_ranks(number, len(models))
+            model = models[case.model]
+            for request in case.requests:
+                alone.of(model.whole, request)
+            outcome = run_case(model, case, alone=alone)
+            lines += differences(model.whole, outcome, alone)
+            for goal in GOALS:
+                reached[goal] += getattr(outcome, goal)
+    finally:
+        for model in models:
+            model.close()
+    record_property(SHOWN, f"{degree} ranks: {num_cases} cases; {reached}")  # type: ignore[operator]
+    assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
+    if degree == 2:
+        assert all(reached.values()), reached
+
+
+class _Faulty(RankedExecutorClass):
+    """Ranks with a fault in one of their programs."""
+
+    def change(self, op: AllGather, number: int) -> AllGather | None:
+        """Return an exchange of the trunk as it is planted; None leaves it out."""
+        raise NotImplementedError
+
+    def programs(self, program: Program) -> list[Program]:
+        return [self._planted(own) for own in super().programs(program)]
+
+    def _planted(self, own: Program) -> Program:
+        ops, number = [], 0
+        for op in own.segments["trunk"]:
+            changed = op
+            if isinstance(op, AllGather):
+                changed, number = self.change(op, number), number + 1
+            if changed is not None:
+                ops.append(changed)
+        return replace(own, segments={**own.segments, "trunk": tuple(ops)})
+
+
+class InAnotherOrder(_Faulty):
+    """Exchange columns in units of one instead of 32, so that they arrive at other places."""
+
+    def change(self, op: AllGather, number: int) -> AllGather | None:
+        return replace(op, unit=1) if number == 3 else op
+
+
+class Stale(_Faulty):
+    """Leave one exchange out: the columns of others are those of an earlier step, or NaN."""
+
+    def change(self, op: AllGather, number: int) -> AllGather | None:
+        return None if number == 2 else op
+
+
+@pytest.mark.parametrize("fault", [InAnotherOrder, Stale])
+def test_a_fault_in_an_exchange_is_detected(wholes: list[Model], fault: type[_Faulty]) -> None:
+    alone = AloneRuns()
+    model = Ranks(wholes[0], fault(degree=2, binds=False))
+    try:
+        for number in range(0, 6 * len(wholes), len(wholes)):
+            case = case_for_ranks(number, len(wholes))
+            for request in case.requests:
+                alone.of(model.whole, request)
+            if differences(model.whole, run_case(model, case, alone=alone), alone):
+                return
+    finally:
+        model.close()
+    pytest.fail("no case showed the fault")

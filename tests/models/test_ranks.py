@@ -1,0 +1,173 @@
+"""Tensor parallelism: every family gives the bits of one process, at every degree that works.
+
+Each rank runs its share of the program on an executor of its own, in a thread of its own. Widths
+are odd, so that shares are unequal and end inside panels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from quire.base.errors import SettingError
+from quire.comm.in_process import InProcessGroup, InProcessRank
+from quire.comm.shared_memory import SharedMemoryRank
+from quire.execute import reference_ops
+from quire.execute.executor import Executor, ExecutorOptions, StepLimits
+from quire.execute.native import NativeExecutor
+from quire.execute.reference import ReferenceExecutor
+from quire.models.registry import build_program, open_model
+from quire.program.comm_ops import AllGather
+from quire.program.kv_cache import with_kv_cache_dtype
+from quire.program.program import Program
+from quire.program.quantize import quantize
+from quire.program.shard import check_degree, shard
+from quire.program.tensors import DType
+from quire.ranks.rank_executor import RankExecutor
+from quire.weights.checkpoint import Checkpoint, open_checkpoint
+from tests.models.case import Case
+from tests.models.cases import CASES
+from tests.models.generate import logits_of
+from tests.rank_threads import on_all_ranks, shared_memory_ranks
+
+Float32s = NDArray[np.float32]
+TOKENS, CHUNK, MAX_POSITIONS = 40, 17, 64
+OPTIONS = ExecutorOptions(limits=StepLimits(max_tokens=CHUNK, max_samples=CHUNK, max_sequences=1))
+BY_NAME = {case.name: case for case in CASES}
+# Precisions that have kernels of their own.
+PRECISIONS = (
+    ("qwen2_tied", "int8", "int8"),
+    ("qwen3_biases_untied", "int4-g32", "auto"),
+    ("gemma3_mqa", "int4-g64-zp", "bf16"),
+    ("mixtral", "int8", "auto"),
+)
+REFERENCE = ("qwen2_tied", "qwen3_mqa", "gemma3_mqa", "mixtral")
+
+
+def degrees_of(program: Program) -> list[int]:
+    """Return the degrees above 1, up to 12, that work."""
+    works = []
+    for degree in range(2, 13):
+        try:
+            check_degree(program, degree)
+        except SettingError:
+            continue
+        works.append(degree)
+    return works
+
+
+def make(case: Case, folder: Path) -> tuple[Program, Checkpoint]:
+    """Return the whole program and its weights."""
+    path = case.write(folder)
+    dtype = DType.BF16 if case.stored == "bf16" else DType.F32
+    program = build_program(open_model(path), dtype=dtype, max_positions=MAX_POSITIONS)
+    return program, open_checkpoint(path)
+
+
+def answer(executor: Executor, case: Case) -> Float32s:
+    """Return the logits of a prompt fed in chunks."""
+    executor.allocate_cache(MAX_POSITIONS // 16 + 1, 16)
+    ids = (case.token_ids * TOKENS)[:TOKENS]
+    logits = logits_of(executor, ids, max_positions=MAX_POSITIONS, chunk=CHUNK)
+    executor.close()
+    return logits
+
+
+def answers_of_ranks(
+    case: Case,
+    program: Program,
+    checkpoint: Checkpoint,
+    degree: int,
+    change: Callable[[Program], Program] = lambda program: program,
+) -> list[Float32s]:
+    """Return the logits that each rank has, with native executors."""
+
+    def run(group: SharedMemoryRank) -> Float32s:
+        own = change(shard(program, degree=degree, rank=group.rank))
+        return answer(RankExecutor(own, checkpoint, OPTIONS, group, poison=True), case)
+
+    return on_all_ranks(shared_memory_ranks(degree), run)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_ranks_give_the_bits_of_one_process(case: Case, tmp_path: Path) -> None:
+    program, checkpoint = make(case, tmp_path)
+    whole = answer(NativeExecutor(program, checkpoint, OPTIONS, poison=True), case)
+    assert np.isfinite(whole).all()
+    degrees = degrees_of(program)
+    assert degrees
+    for degree in degrees[:2]:
+        for logits in answers_of_ranks(case, program, checkpoint, degree):
+            np.testing.assert_array_equal(logits, whole, strict=True)
+
+
+@pytest.mark.parametrize(("name", "precision", "kv_cache_dtype"), PRECISIONS)
+def test_quantized_ranks_give_the_bits_of_one_process(
+    name: str, precision: str, kv_cache_dtype: str, tmp_path: Path
+) -> None:
+    case = BY_NAME[name]
+    program, checkpoint = make(case, tmp_path)
+    program = with_kv_cache_dtype(quantize(program, precision), kv_cache_dtype)
+    whole = answer(NativeExecutor(program, checkpoint, OPTIONS, poison=True), case)
+    for degree in degrees_of(program)[:2]:
+        for logits in answers_of_ranks(case, program, checkpoint, degree):
+            np.testing.assert_array_equal(logits, whole, strict=True)
+
+
+def linear_by_row(x: Float32s, weight: Float32s, bias: Float32s | None) -> Float32s:
+    """Compute each output by itself: a BLAS product's last bits depend on the rows beside it."""
+    y = np.stack([(weight * row).sum(axis=1) for row in x])
+    return y if bias is None else y + bias
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_reference_ranks_give_the_bits_of_one_reference(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference_ops, "linear", linear_by_row)
+    case = BY_NAME[name]
+    program, checkpoint = make(case, tmp_path)
+    whole = answer(ReferenceExecutor(program, checkpoint, OPTIONS), case)
+
+    def run(group: InProcessRank) -> Float32s:
+        own = shard(program, degree=group.degree, rank=group.rank)
+        return answer(ReferenceExecutor(own, checkpoint, OPTIONS, group=group), case)
+
+    degree = degrees_of(program)[0]
+    for logits in on_all_ranks(InProcessGroup(degree).ranks(), run):
+        np.testing.assert_array_equal(logits, whole, strict=True)
+
+
+def without_one_gather(program: Program) -> Program:
+    """Leave out the last exchange of the trunk: other ranks' columns are those of earlier steps."""
+    trunk = list(program.segments["trunk"])
+    last = max(at for at, op in enumerate(trunk) if isinstance(op, AllGather))
+    del trunk[last]
+    return replace(program, segments={**program.segments, "trunk": tuple(trunk)})
+
+
+def in_another_order(program: Program) -> Program:
+    """Exchange columns in units of one, so that they arrive at the places of others."""
+    return replace(
+        program,
+        segments={
+            name: tuple(replace(op, unit=1) if isinstance(op, AllGather) else op for op in ops)
+            for name, ops in program.segments.items()
+        },
+    )
+
+
+@pytest.mark.parametrize("fault", [without_one_gather, in_another_order])
+def test_a_fault_in_an_exchange_is_detected(
+    fault: Callable[[Program], Program], tmp_path: Path
+) -> None:
+    case = BY_NAME["qwen2_tied"]
+    program, checkpoint = make(case, tmp_path)
+    whole = answer(NativeExecutor(program, checkpoint, OPTIONS), case)
+    wrong = answers_of_ranks(case, program, checkpoint, 2, fault)
+    assert not any(np.array_equal(logits, whole) for logits in wrong)

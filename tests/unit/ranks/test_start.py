@@ -1,0 +1,130 @@
+"""The start of ranks: versions, weights and memory are compared, and what differs is refused by
+name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quire.base.errors import DeviceLost, ModelError, WorkerError
+from quire.execute.executor import ExecutorOptions, StepLimits
+from quire.execute.native import NativeExecutor
+from quire.models.registry import build_program, open_model
+from quire.program.program import Program
+from quire.program.tensors import DType
+from quire.ranks import executor_class
+from quire.ranks.executor_class import RankedExecutorClass
+from quire.ranks.start import RankStart, check_ready, read_start, ready_of, start_line
+from quire.weights.checkpoint import open_checkpoint
+from tests.models.generate import logits_of
+from tests.tiny_models import write_tiny_llama
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+LIMITS = StepLimits(max_tokens=16, max_samples=16, max_sequences=1)
+OPTIONS = ExecutorOptions(limits=LIMITS)
+TWO = RankedExecutorClass(degree=2, binds=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with heads for two ranks."""
+    return write_tiny_llama(tmp_path_factory.mktemp("ranks"), seed=3, **HEADS)
+
+
+@pytest.fixture(scope="module")
+def program(folder: Path) -> Program:
+    """Its whole program."""
+    return build_program(open_model(folder), dtype=DType.F32, max_positions=64)
+
+
+def test_two_processes_answer_as_one(folder: Path, program: Program) -> None:
+    checkpoint, ids = open_checkpoint(folder), list(range(3, 35))
+    one = NativeExecutor(program, checkpoint, OPTIONS)
+    one.allocate_cache(5, 16)
+    two = TWO(program, checkpoint, OPTIONS)
+    two.allocate_cache(5, 16)
+    wanted = logits_of(one, ids, max_positions=64, chunk=16)
+    assert logits_of(two, ids, max_positions=64, chunk=16).tobytes() == wanted.tobytes()
+    assert two.weights_digest == one.weights_digest
+    assert two.group.native.num_gathers == 2 * (2 * 4 + 1)
+    two.close()
+    assert not two.processes.process_ids
+
+
+def test_a_rank_that_cannot_start_is_the_error_of_the_start(
+    folder: Path, program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor_class, "installed_version", lambda: "0.0.1")
+    with pytest.raises(
+        WorkerError, match=r"rank 1 .*exited with code 1: rank 0 is of version 0\.0\.1"
+    ):
+        TWO(program, open_checkpoint(folder), OPTIONS)
+
+
+def test_a_rank_of_other_weights_is_refused(
+    folder: Path, program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = write_tiny_llama(tmp_path, seed=4, **HEADS)
+    start = RankedExecutorClass._start
+
+    def elsewhere(*arguments: object) -> RankStart:
+        made: RankStart = start(*arguments)  # type: ignore[arg-type]
+        return replace(made, checkpoint=str(other))
+
+    monkeypatch.setattr(RankedExecutorClass, "_start", elsewhere)
+    with pytest.raises(ModelError, match="rank 1 has loaded something else than rank 0: weights_d"):
+        TWO(program, open_checkpoint(folder), OPTIONS)
+
+
+def test_a_rank_that_ends_between_steps_is_named(folder: Path, program: Program) -> None:
+    executor = TWO(program, open_checkpoint(folder), OPTIONS)
+    executor.allocate_cache(5, 16)
+    (process,) = executor.processes._processes
+    process.popen.kill()
+    process.popen.wait()
+    with pytest.raises(DeviceLost, match=r"rank 1 .* was ended by signal 9"):
+        logits_of(executor, [1, 2, 3], max_positions=64)
+    executor.close()
+
+
+def test_a_rejected_batch_leaves_the_ranks_in_step(folder: Path, program: Program) -> None:
+    executor = TWO(program, open_checkpoint(folder), OPTIONS)
+    executor.allocate_cache(5, 16)
+    before = logits_of(executor, [1, 2, 3], max_positions=64)
+    with pytest.raises(ValueError, match="token_ids"):
+        logits_of(executor, [1, 999, 3], max_positions=64)
+    assert logits_of(executor, [1, 2, 3], max_positions=64).tobytes() == before.tobytes()
+    executor.close()
+
+
+def test_memory_is_that_of_all_ranks(program: Program) -> None:
+    one = NativeExecutor.memory_for(program, LIMITS)
+    two = TWO.memory_for(program, LIMITS)
+    assert two.token_bytes == one.token_bytes
+    assert two.weights_bytes > one.weights_bytes  # norms and the embedding are on each
+    assert two.step_bytes > one.step_bytes
+    four = RankedExecutorClass(degree=4).memory_for(program, LIMITS)
+    assert four.token_bytes == 2 * one.token_bytes  # each KV head is on two ranks
+
+
+def test_a_start_is_one_line_and_what_ranks_say_is_compared(program: Program) -> None:
+    start = RankedExecutorClass(degree=2)._start(
+        1,
+        program,
+        type("Checkpoint", (), {"path": Path("model")})(),
+        OPTIONS,
+        executor_class.SegmentSizes(slot_bytes=1, message_bytes=1),
+        (0, 1),
+    )
+    line = start_line(start)
+    assert line.count(b"\n") == 1
+    assert read_start(line) == start
+    own = ready_of("avx2", "digest")
+    check_ready(1, own, own)
+    with pytest.raises(ModelError, match="recipe is amx there and avx2 at rank 0"):
+        check_ready(1, replace(own, recipe="amx"), own)
+    with pytest.raises(WorkerError, match="start all ranks from one installation"):
+        read_start(json.dumps({"version": "9"}).encode())
