@@ -185,6 +185,14 @@ class LayeredExecutor(Protocol):
 
 
 @runtime_checkable
+class TappedExecutor(Protocol):
+    """An Executor that hands out named outputs of its program (quire/program/taps.py)."""
+
+    def output(self, name: str, num_rows: int) -> NDArray[np.float32]:
+        """Return the first rows of an f32 output, of the trunk until the next run_trunk."""
+
+
+@runtime_checkable
 class AsyncExecutor(Protocol):
     """An Executor with a device that runs asynchronously and keeps the last token of each slot:
     batches may have late_slots, and calls return once the work is queued."""

@@ -56,9 +56,8 @@ ROW_CODES: Mapping[Rows, int] = MappingProxyType(
 class NativeExecutor:
     """An Executor (see executor.py).
 
-    isa: an instruction set by name; empty
-    takes QUIRE_ISA, else the machine's best. poison fills buffers with NaN before each run, for
-    tests. Raises WeightsError where the checkpoint is not what the program needs, CapacityError
+    isa: by name; empty takes QUIRE_ISA, else the machine's best. poison fills buffers with NaN
+    before each run, for tests. Raises WeightsError where the checkpoint is not what the program needs, CapacityError
     where memory does not suffice, SettingError for an instruction set this machine does not have.
     """
 
@@ -110,7 +109,9 @@ class NativeExecutor:
 
         block_size is 4, 8, or a multiple of 16 from 16 to 128.
         """
-        spec = self._program.caches[0]
+        spec = next(iter(self._program.caches), None)
+        if spec is None:
+            return
         try:
             self._native.allocate_cache(
                 dtype=str(spec.dtype),
@@ -313,10 +314,11 @@ class NativeExecutor:
         self._num_angles = self._ropes[0].num_positions
 
 
-def _arrays(batch: ForwardBatch, sample_rows: Int32s) -> dict[str, NDArray[np.int32]]:
+def _arrays(batch: ForwardBatch, sample_rows: Int32s) -> dict[str, NDArray[Any]]:
     """The arguments of a native run."""
     (cache,) = batch.caches
-    return {
+    fed = {"features": batch.features} if batch.features.size else {}
+    return fed | {
         "token_ids": batch.token_ids,
         "positions": batch.positions,
         "rope_positions": batch.rope_positions,

@@ -41,6 +41,7 @@ from quire.program.ops import (
     Attention,
     Copy,
     Embed,
+    Feed,
     GatherRows,
     Linear,
     Norm,
@@ -198,6 +199,10 @@ class ReferenceExecutor:
         self._run(self._program.segments["head"], batch, counts)
         return self._read(self._program.outputs["logits"])
 
+    def output(self, name: str, num_rows: int) -> Float32s:
+        """The first rows of a named output of the last run; see TappedExecutor."""
+        return self._read(self._program.outputs[name])[:num_rows]
+
     def sample(self, logits: Float32s, batch: SampleBatch) -> TokenChoice:
         """Choose a token for each row."""
         return choose(logits, batch)
@@ -270,12 +275,12 @@ class ReferenceExecutor:
             raise ValueError(f"a step of {count} {rows}; at most {most} are allowed")
 
     def _begin(self, batch: ForwardBatch) -> None:
-        num_caches = len(self._program.caches)
+        num_caches = max(len(self._program.caches), 1)
         if len(batch.caches) != num_caches:
             raise ValueError(f"rows of {len(batch.caches)} caches; the program has {num_caches}")
         check_batch(
             batch,
-            vocab_size=self._program.vocab_size,
+            vocab_size=_num_ids(self._program),
             num_blocks=self._num_blocks,
             block_size=self._block_size,
         )
@@ -301,6 +306,8 @@ class ReferenceExecutor:
         match op:
             case Embed():
                 self._embed(op, batch)
+            case Feed():
+                self._feed(op, batch)
             case Norm():
                 self._norm(op)
             case Linear():
@@ -350,6 +357,14 @@ class ReferenceExecutor:
             ids = batch.rope_positions
             check_range("rope_positions", ids, 0, len(table))
         self._write(op.y, ops.embed(table, ids))
+
+    def _feed(self, op: Feed, batch: ForwardBatch) -> None:
+        rows, columns = batch.features.shape
+        if (rows, columns) != (len(batch.token_ids), op.y.width):
+            raise ValueError(
+                f"features are [{rows}, {columns}]; [{len(batch.token_ids)}, {op.y.width}] are read"
+            )
+        self._write(op.y, ops.copy(batch.features))
 
     def _norm(self, op: Norm) -> None:
         if op.delta is not None:
@@ -432,6 +447,16 @@ class ReferenceExecutor:
     def _gather_rows(self, op: GatherRows) -> None:
         x = self._read(op.x)
         self._write(op.y, ops.gather_rows(x, self._sample_rows))
+
+
+def _num_ids(program: Program) -> int:
+    """Token ids that a batch may have: the rows of the table that they are looked up in."""
+    tables = [
+        program.weights[op.weight].rows
+        for op in program.segments["trunk"]
+        if isinstance(op, Embed) and op.ids is IdSource.TOKENS
+    ]
+    return min(tables, default=program.vocab_size)
 
 
 def _counts(batch: ForwardBatch) -> dict[Rows, int]:

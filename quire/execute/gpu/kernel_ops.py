@@ -32,6 +32,7 @@ from quire.program.ops import (
     Attention,
     Copy,
     Embed,
+    Feed,
     GatherRows,
     Linear,
     Norm,
@@ -85,8 +86,8 @@ class KernelOps:
                 return partial(_copy, self, step)
             case GatherRows():
                 return partial(_gather_rows, self, step)
-            case Route() | Experts():
-                raise AssertionError(f"{step.kind}: check_program rejects programs with experts")
+            case Feed() | Route() | Experts():
+                raise AssertionError(f"{step.kind}: check_program rejects programs with it")
             case _:
                 assert_never(step)
 

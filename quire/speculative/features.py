@@ -1,0 +1,98 @@
+"""FeatureRing: hidden states of the newest positions that the target computed, for draft heads.
+
+The runner puts rows in, by slot and position; proposers take them out. Bounded: a new row takes the
+place of the oldest of all slots, so that a request whose rows are gone has no drafts until it is
+computed again. Knows no executor. Always holds: of two rows of a position the newer one is found,
+and rows of a slot's earlier request are never found once its next one has a row. Letters: N rows,
+R rows that are kept, W columns.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+from numpy.typing import NDArray
+
+Index = NDArray[np.intp]
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+Float32s = NDArray[np.float32]
+
+
+class FeatureRing:
+    """At most `num_rows` rows of `width` columns. Two threads may use it."""
+
+    def __init__(self, num_rows: int, width: int, num_slots: int) -> None:
+        self.rows: Float32s = np.zeros((num_rows, width), np.float32)  # [R, W]
+        self._slots: Index = np.full(num_rows, -1, np.intp)
+        self._positions: Int32s = np.zeros(num_rows, np.int32)
+        self._tenancies: Int64s = np.zeros(num_rows, np.int64)
+        self._serials: Int64s = np.zeros(num_rows, np.int64)  # the order they came in, from 1 on
+        self._tenancy: Int64s = np.full(num_slots, -1, np.int64)  # of each slot's newest row
+        self._num_put = 0
+        self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the memory it takes."""
+        return ring_bytes(*self.rows.shape)
+
+    def put(self, slots: Index, tenancies: Int64s, positions: Int32s, rows: Float32s) -> None:
+        """Keep rows [N, W] of slots[i] at positions[i]; only the last R of more.
+
+        tenancies: numbers that grow whenever a slot is given to another request.
+        """
+        most = len(self.rows)
+        if len(rows) > most:
+            slots, tenancies, positions, rows = (
+                part[-most:] for part in (slots, tenancies, positions, rows)
+            )
+        with self._lock:
+            serials = self._num_put + np.arange(len(rows))
+            at = serials % most
+            self.rows[at] = rows
+            self._slots[at], self._positions[at], self._tenancies[at] = slots, positions, tenancies
+            self._serials[at] = serials + 1
+            self._tenancy[slots] = tenancies
+            self._num_put += len(rows)
+
+    def find(self, slots: Index, positions: Int32s) -> Index:
+        """Return the places of the rows of slots[i] at positions[i]; -1 where there is none."""
+        with self._lock:
+            return self._find(slots, positions)
+
+    def take(self, slots: Index, positions: Int32s) -> tuple[Index, Float32s]:
+        """Return which rows there are [N] (see find), and copies of those that are."""
+        with self._lock:
+            places = self._find(slots, positions)
+            return places, self.rows[places[places >= 0]]
+
+    def first_of_run(self, slot: int, end: int) -> int:
+        """Return the first position of the longest run of rows of `slot` that ends at position
+        end - 1; `end` if that one is missing."""
+        with self._lock:
+            own = (self._slots == slot) & (self._tenancies == self._tenancy[slot])
+            positions = np.unique(self._positions[own])
+        positions = positions[positions < end]
+        if not len(positions) or positions[-1] != end - 1:
+            return end
+        # A run counts down with its places.
+        steps = positions - np.arange(len(positions))
+        return int(positions[np.searchsorted(steps, steps[-1])])
+
+    def _find(self, slots: Index, positions: Int32s) -> Index:
+        if not len(slots):
+            return np.empty(0, np.intp)
+        fits = self._slots == slots[:, None]  # [N, R]
+        fits &= self._positions == positions[:, None]
+        fits &= self._tenancies == self._tenancy[slots][:, None]
+        serials = np.where(fits, self._serials, 0)
+        places: Index = serials.argmax(axis=1)
+        places[~fits.any(axis=1)] = -1
+        return places
+
+
+def ring_bytes(num_rows: int, width: int) -> int:
+    """Return the memory of a ring: f32 rows and what is known of each."""
+    return num_rows * (4 * width + 8 + 4 + 8 + 8)
