@@ -56,8 +56,8 @@ ROW_CODES: Mapping[Rows, int] = MappingProxyType(
 class NativeExecutor:
     """An Executor (see executor.py).
 
-    isa: by name; empty takes QUIRE_ISA, else the machine's best. poison fills buffers with NaN
-    before each run, for tests. Raises WeightsError where the checkpoint is not what the program needs, CapacityError
+    isa: by name; empty takes QUIRE_ISA, else the machine's best. poison: fill buffers with NaN
+    before each run. Raises WeightsError where the checkpoint is not the program's, CapacityError
     where memory does not suffice, SettingError for an instruction set this machine does not have.
     """
 

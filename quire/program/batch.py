@@ -36,7 +36,8 @@ class ForwardBatch:
     """One step's inputs, all int32 and C-contiguous.
 
     Sequence s owns rows seq_starts[s]:seq_starts[s+1], at consecutive `positions`. caches: one for
-    each of the program's cache groups, in order; one that nothing reads where it has none. sample_rows index token rows, ascending.
+    each of the program's cache groups, in order; without any, one that nothing reads.
+    sample_rows index token rows, ascending.
     late_slots, where it is not empty: row i takes the token chosen last for slot late_slots[i],
     which only the device has yet, and token_ids[i] where that is -1. features: what a Feed reads.
     """

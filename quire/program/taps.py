@@ -1,10 +1,12 @@
-"""with_taps: the same program, which also keeps its residual stream after chosen layers.
+"""Hidden states of a program as outputs: the stream after chosen layers, and what the head reads.
 
     with_taps(program, (2, 16, 29)).outputs["taps"]    # [T, 3 * H], f32
+    with_head_input(program).outputs["head_input"]     # [S, H], in the program's dtype
 
-A rewrite; loads nothing. A copy follows the operation that completes the stream of a layer, so that
-no other operation changes: a tapped program gives the same answers in every bit. Knows no reader of
-the taps. Always holds: layer i is what lies from attention i to the next attention's inputs.
+Rewrites; they load nothing. A copy follows the operation that completes the stream of a layer; what
+the head reads is only named. No other operation changes, so a tapped program gives the same answers
+in every bit. Knows no reader of the taps. Always holds: layer i is what lies from attention i to
+the next attention's inputs.
 """
 
 from __future__ import annotations
@@ -12,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from quire.program.ops import Attention, Copy, Op
+from quire.program.ops import Attention, Copy, Linear, Op
 from quire.program.program import Program
 from quire.program.tensors import Buffer, DType, Rows, View
 
-TAPS = "taps"
+TAPS, HEAD_INPUT = "taps", "head_input"
 
 
 def num_layers_of(program: Program) -> int:
@@ -53,6 +55,18 @@ def with_taps(program: Program, layers: Sequence[int]) -> Program:
         segments={**program.segments, "trunk": tuple(trunk)},
         outputs={**program.outputs, TAPS: View(buffer, 0, width)},
     )
+
+
+def with_head_input(program: Program) -> Program:
+    """Return the program with an output "head_input": what the product onto the vocabulary reads.
+
+    Raises ValueError where no product writes the logits.
+    """
+    logits = program.outputs["logits"].buffer
+    for op in program.segments["head"]:
+        if isinstance(op, Linear) and op.y.buffer == logits:
+            return replace(program, outputs={**program.outputs, HEAD_INPUT: op.x})
+    raise ValueError(f"{program.name}: no product writes the logits")
 
 
 def _completed_at(program: Program, hidden: View, layer: int) -> int:

@@ -45,9 +45,8 @@ class FeatureRing:
         """
         most = len(self.rows)
         if len(rows) > most:
-            slots, tenancies, positions, rows = (
-                part[-most:] for part in (slots, tenancies, positions, rows)
-            )
+            slots, tenancies = slots[-most:], tenancies[-most:]
+            positions, rows = positions[-most:], rows[-most:]
         with self._lock:
             serials = self._num_put + np.arange(len(rows))
             at = serials % most

@@ -61,6 +61,7 @@ from quire.runner.model_runner import ModelRunner, OutputConstraints
 from quire.runner.prefault import Prefault
 from quire.scheduler.limits import SchedulerLimits
 from quire.speculative.drafter import Drafter
+from quire.speculative.proposer import CostlyProposer
 from quire.structured.compiler import GrammarCompiler
 from quire.text.template_files import source_in_force
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
@@ -68,6 +69,8 @@ from quire.weights.pack_cache import PackCache
 
 if TYPE_CHECKING:
     from quire.engine.assembly.draft_model import SizedDraft
+    from quire.engine.assembly.heads import SizedHeads
+    from quire.runner.tapped_runner import Taps
     from quire.transfer.folder import TierFolder
 
 
@@ -140,6 +143,12 @@ class _SizedModel:
     step_limits: StepLimits
     memory: MemoryPlan
     draft: SizedDraft | None = None
+    heads: SizedHeads | None = None
+
+    @property
+    def run_program(self) -> Program:
+        """The program that is run: with its hidden states as outputs where heads read them."""
+        return self.program if self.heads is None else self.heads.tap(self.program)
 
 
 def _assembled(
@@ -172,7 +181,8 @@ def _assembled(
             report=report,
         )
     texts, compiler = _text_sources(config, model.spec, clock)
-    runner = ModelRunner(
+    taps = None if model.heads is None else model.heads.taps(limits.max_num_seqs)
+    runner = _runner_class(taps)(
         executor,
         num_slots=limits.max_num_seqs,
         max_model_len=memory.max_model_len,
@@ -186,7 +196,7 @@ def _assembled(
     cost = None
     if limits.step_budget_ms:
         cost = measure_cost(runner, limits, memory.num_blocks, clock)
-    drafter = _drafter(config, max_drafts, limits, model, executor, clock, report)
+    drafter = _drafter(config, max_drafts, limits, model, executor, clock, report, taps)
     scheduler = make_scheduler(
         config,
         limits,
@@ -219,7 +229,7 @@ def _assembled(
         ),
         notes=(
             *memory.text().splitlines(),
-            *([] if model.draft is None else [model.draft.note(memory.max_model_len)]),
+            *(part.note(memory.max_model_len) for part in (model.draft, model.heads) if part),
             *([] if tier is None else [tier.note]),
         ),
         step_tokens=model.step_limits.max_tokens,
@@ -248,9 +258,11 @@ def _sized_model(config: EngineConfig) -> _SizedModel:
             config.cache.kv_tier_host_bytes, executor_class.available_memory(), machine_memory()
         )
     limits = step_limits(config, executor_class)
-    draft = _sized_draft(config, spec, executor_class)
-    needs = NO_DRAFT if draft is None else draft.needs
-    memory = _memory(config, spec, longest, executor_class, limits, needs)
+    heads = _sized_heads(config, spec, longest, executor_class)
+    draft = None if heads is not None else _sized_draft(config, spec, executor_class)
+    needs = next((part.needs for part in (draft, heads) if part is not None), NO_DRAFT)
+    run = longest if heads is None else heads.tap(longest)
+    memory = _memory(config, spec, run, executor_class, limits, needs)
     return _SizedModel(
         folder=folder,
         spec=spec,
@@ -260,6 +272,7 @@ def _sized_model(config: EngineConfig) -> _SizedModel:
         step_limits=limits,
         memory=memory,
         draft=draft,
+        heads=heads,
     )
 
 
@@ -272,7 +285,7 @@ def _loaded_executor(
 ) -> Executor:
     """Load the weights and allocate the KV cache."""
     executor = model.executor_class(
-        model.program,
+        model.run_program,
         model.checkpoint,
         ExecutorOptions(
             limits=model.step_limits,
@@ -297,6 +310,31 @@ def _limits(config: EngineConfig, model: _SizedModel, num_layers: int) -> Schedu
     )
 
 
+def _sized_heads(
+    config: EngineConfig, spec: ModelSpec, program: Program, executor_class: ExecutorClass
+) -> SizedHeads | None:
+    settings = config.scheduler
+    if settings.speculate in ("off", "ngram", "draft") and settings.draft_model is None:
+        return None
+    from quire.engine.assembly.heads import head_kind, sized_heads  # only where they are used
+
+    kind = head_kind(config)
+    if kind is None:
+        return None
+    heads = sized_heads(config, kind, spec, program, executor_class)
+    for head in heads.programs:
+        executor_class.check_program(head)
+    return heads
+
+
+def _runner_class(taps: Taps | None) -> Callable[..., ModelRunner]:
+    if taps is None:
+        return ModelRunner
+    from quire.runner.tapped_runner import TappedRunner
+
+    return partial(TappedRunner, taps=taps)
+
+
 def _sized_draft(
     config: EngineConfig, spec: ModelSpec, executor_class: ExecutorClass
 ) -> SizedDraft | None:
@@ -318,23 +356,37 @@ def _drafter(
     executor: Executor,
     clock: Clock,
     report: Report,
+    taps: Taps | None,
 ) -> Drafter | None:
-    """Return the source of drafts, and load the draft model where there is one."""
+    """Return the source of drafts, and load the draft model or the heads where there are some."""
     if not max_drafts:
         return None
-    proposer = None
+    options = ExecutorOptions(
+        limits=model.step_limits,
+        num_threads=num_compute_threads(config.executor.num_threads),
+        pack_cache=_pack_cache(config.executor),
+        beside=executor if limits.plans_in_flight == 1 else None,
+    )
+    proposer: CostlyProposer | None = None
+    if model.heads is not None and taps is not None:
+        from quire.engine.assembly.heads import load_heads
+
+        proposer = load_heads(
+            model.heads,
+            taps,
+            model.executor_class,
+            options,
+            memory=model.memory,
+            limits=limits,
+            clock=clock,
+        )
     if model.draft is not None:
         from quire.engine.assembly.draft_model import load_draft
 
         proposer = load_draft(
             model.draft,
             model.executor_class,
-            ExecutorOptions(
-                limits=model.step_limits,
-                num_threads=num_compute_threads(config.executor.num_threads),
-                pack_cache=_pack_cache(config.executor),
-                beside=executor if limits.plans_in_flight == 1 else None,
-            ),
+            options,
             memory=model.memory,
             block_size=config.cache.block_size,
             limits=limits,

@@ -220,13 +220,13 @@ def _time_passes(proposer: ModelProposer, num_slots: int) -> None:
     one = np.zeros(1, np.intp)
     for _ in range(_ROUNDS):
         known.admit(0, np.zeros(_PROMPT_TOKENS, np.int32), _PROMPT_TOKENS)
-        proposer.begin(0, _made_up_request())
+        proposer.begin(0, made_up_request())
         proposer.propose(known, one, np.ones(1, np.int32), no_drafts(1, 1))
     for num in sorted({1, num_slots}):
         slots, limits = np.arange(num), np.full(num, 3, np.int32)
         for slot in range(num):
             known.admit(slot, np.zeros(2, np.int32), 2)
-            proposer.begin(slot, _made_up_request())
+            proposer.begin(slot, made_up_request())
         for _ in range(_ROUNDS):
             proposer.propose(known, slots, limits, no_drafts(num, 3))
         for slot in range(num):
@@ -235,7 +235,8 @@ def _time_passes(proposer: ModelProposer, num_slots: int) -> None:
     proposer.drafting_ms = 0.0
 
 
-def _made_up_request() -> Request:
+def made_up_request() -> Request:
+    """Return a request that passes are timed with."""
     return Request(
         request_id="warm-up",
         group_id="warm-up",
