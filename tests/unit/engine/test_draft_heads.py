@@ -168,7 +168,7 @@ def test_wrong_configurations_are_refused(
     with pytest.raises(ConfigError, match=message):
         LLM(model, speculate="medusa", draft_model=str(folder), **SETTINGS)
     hidden = write_medusa(tmp_path / "other", tensors, hidden_size=61)
-    with pytest.raises(ModelError, match="hidden_size in config.json is 61; the model's is 60"):
+    with pytest.raises(ModelError, match=r"hidden_size in config.json is 61; the model's is 60"):
         LLM(model, speculate="medusa", draft_model=str(hidden), **SETTINGS)
 
 
@@ -177,13 +177,13 @@ def test_settings_that_contradict_the_files_are_refused(model: Path, tmp_path: P
     folder = str(write_medusa(tmp_path / "heads", tensors))
     with pytest.raises(SettingError, match="holds medusa heads; set --speculate medusa"):
         LLM(model, speculate="draft", draft_model=folder, **SETTINGS)
-    with pytest.raises(SettingError, match="speculate is medusa, and .* holds a draft model"):
+    with pytest.raises(SettingError, match=r"speculate is medusa, and .* holds a draft model"):
         LLM(model, speculate="medusa", draft_model=str(model), **SETTINGS)
     with pytest.raises(SettingError, match="no heads are given; give --draft-model"):
         LLM(model, speculate="medusa", **SETTINGS)
     pickled = write_medusa(tmp_path / "pickled", tensors)
     (pickled / "model.safetensors").rename(pickled / "medusa_lm_head.pt")
-    with pytest.raises(WeightsError, match="the weights are pickles .medusa_lm_head.pt."):
+    with pytest.raises(WeightsError, match=r"the weights are pickles .medusa_lm_head.pt."):
         LLM(model, speculate="medusa", draft_model=str(pickled), **SETTINGS)
 
 
