@@ -23,8 +23,8 @@ TOPICS = (
     "cow", "doll", "dragon", "duck", "fairy", "farmer", "fish", "flower", "fox", "garden", "ghost",
     "goat", "hat", "hen", "horse", "house", "kite", "lion", "lizard", "monkey", "monster", "mouse",
     "owl", "park", "pig", "pirate", "princess", "puppy", "queen", "rabbit", "robot", "rose",
-    "sheep", "ship", "snail", "snake", "squirrel", "star", "sun", "teddy bear", "tiger", "toy", "train",
-    "truck", "turtle", "wizard", "wolf",
+    "sheep", "ship", "snail", "snake", "squirrel", "star", "sun", "teddy bear", "tiger", "toy",
+    "train", "truck", "turtle", "wizard", "wolf",
 )  # fmt: skip
 
 

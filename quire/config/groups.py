@@ -249,17 +249,17 @@ class SchedulerConfig:
         "number of last steps for which timelines of requests are kept (quire why), fewer if they "
         "take more than 256 bytes each (many prompts or drafts), at most 8388608; 0: no timelines",
     )
-    speculate: Literal["off", "ngram", "draft", "medusa"] = setting(
+    speculate: Literal["off", "ngram", "draft", "medusa", "eagle"] = setting(
         "off",
         "speculative decoding of requests that do not set it (field speculation): ngram proposes "
         "what followed the last tokens earlier in the request, draft asks --draft-model, medusa "
-        "asks heads trained for the model (--draft-model); answers do not change",
+        "and eagle ask heads trained for the model (--draft-model); answers do not change",
     )
     draft_model: str | None = setting(
         None,
         "smaller model with the same tokenizer that proposes tokens: a directory, a GGUF file, or "
-        "ORG/NAME; or draft heads trained for the model; default with --speculate draft and "
-        "medusa: what comes with the built-in model",
+        "ORG/NAME; or draft heads trained for the model; default with --speculate draft "
+        "and eagle: what comes with the built-in model",
     )
     max_draft_tokens: int = setting(
         8,
@@ -297,7 +297,7 @@ class SchedulerConfig:
             )
 
     def _check_speculation(self) -> None:
-        one_of("speculate", self.speculate, ("off", "ngram", "draft", "medusa"))
+        one_of("speculate", self.speculate, ("off", "ngram", "draft", "medusa", "eagle"))
         if not 0 <= self.max_draft_tokens <= MAX_DRAFT_TOKENS:
             raise SettingError(
                 f"max_draft_tokens is {self.max_draft_tokens}; it must be 0 to {MAX_DRAFT_TOKENS}"
@@ -315,7 +315,7 @@ class SchedulerConfig:
             reason = "speculate is ngram" if self.max_draft_tokens else "max_draft_tokens is 0"
             raise SettingError(
                 f"draft_model is {self.draft_model} and {reason}, so that it would never be used; "
-                "set --speculate draft (medusa for heads), or leave the draft model out"
+                "set --speculate draft (medusa or eagle for heads), or leave it out"
             )
 
 

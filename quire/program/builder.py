@@ -283,6 +283,11 @@ class ProgramBuilder:
         self._ops.append(Copy(x=x, y=y))
         return y
 
+    def copy(self, x: View, out: View) -> View:
+        """x, rounded to the dtype of `out`."""
+        self._ops.append(Copy(x=x, y=out))
+        return out
+
     def begin_head(self, x: View) -> View:
         """Start the head segment: the rows of x that sample."""
         self.output("hidden", x)

@@ -9,6 +9,7 @@ target. Knows no proposer and no policy.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +36,8 @@ class HeadRunner:
     caches allocated.
 
     max_samples: rows of a slice of a head. vocabulary: the token ids of its logits, for a head over
-    a part of the `vocab_size` tokens; None: all. feeds_back: hidden states are returned.
+    a part of the `vocab_size` tokens; None: all. fuse: for a head that is fed its own hidden states
+    (EAGLE-3), makes such a row of the target's; it is then head 0, fused, and head 1, fed back.
     """
 
     def __init__(
@@ -46,13 +48,13 @@ class HeadRunner:
         max_samples: int,
         vocab_size: int,
         vocabulary: Int32s | None = None,
-        feeds_back: bool = False,
+        fuse: Executor | None = None,
     ) -> None:
         self._executors, self._tables = tuple(executors), tables
         self._sampling = KeptSampleBatch(tables)
         self._max_samples = max_samples
         self._vocab_size, self._vocabulary = vocab_size, vocabulary
-        self._feeds_back = feeds_back
+        self._fuse = fuse
         self._num_plans = 0
 
     @property
@@ -74,13 +76,16 @@ class HeadRunner:
 
     def compute(self, head: int, rows: HeadRows) -> tuple[Int32s, Float32s]:
         """See HeadModel."""
-        executor, batch = self._executors[head], self._batch(rows)
+        executor, batch = self._executors[head if self._fuse is None else 0], self._batch(rows)
+        if self._fuse is not None and head == 0:
+            self._fuse.run_trunk(batch)
+            fused = self._output(self._fuse, len(rows.token_ids))
+            batch = replace(batch, features=np.ascontiguousarray(fused))
         num_rows, most = len(rows.slots), self._max_samples
         executor.run_trunk(batch, head_rows=num_rows if num_rows <= most else 0)
         hidden = np.empty((num_rows, 0), np.float32)
-        if self._feeds_back:
-            assert isinstance(executor, TappedExecutor)
-            hidden = executor.output(FED_BACK, len(rows.token_ids))[batch.sample_rows].copy()
+        if self._fuse is not None:
+            hidden = self._output(executor, len(rows.token_ids))[batch.sample_rows]
         sampled = np.full(num_rows, -1, np.int32)
         for first in range(0, num_rows, most):
             part = slice(first, min(first + most, num_rows))
@@ -97,6 +102,8 @@ class HeadRunner:
         self._tables.grammars.close()
         for executor in reversed(self._executors):
             executor.close()
+        if self._fuse is not None:
+            self._fuse.close()
 
     def _batch(self, rows: HeadRows) -> ForwardBatch:
         """Return the rows as executors read them, their positions counted in the head's cache."""
@@ -108,7 +115,7 @@ class HeadRunner:
         size = self._tables.block_size
         kv_slots = np.full(num_tokens, -1, np.int32)
         num_columns = 1
-        if self._feeds_back:
+        if self._fuse is not None:
             columns = positions // size
             kv_slots = self._tables.blocks[rows.slots[row_of], columns] * np.int32(size)
             kv_slots += positions % size
@@ -126,6 +133,13 @@ class HeadRunner:
             sample_rows=seq_starts[1:] - np.int32(1),
             features=np.ascontiguousarray(rows.features),
         )
+
+    @staticmethod
+    def _output(executor: Executor, num_rows: int) -> Float32s:
+        """Return rows of the hidden states that an executor computed, until its next run."""
+        assert isinstance(executor, TappedExecutor), "heads run on such executors only"
+        rows: Float32s = executor.output(FED_BACK, num_rows)
+        return rows
 
     def _spread(self, logits: Float32s) -> Float32s:
         """Return logits of all tokens, -inf for those that the head does not know."""

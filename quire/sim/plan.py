@@ -127,7 +127,9 @@ class Planner:
         self._check(program)
         limits = step_limits(config, self._sizing)
         kind = head_kind(config)
-        heads = kind and sized_heads(config, kind, self.spec, program, self._sizing)
+        heads = kind and sized_heads(
+            config, kind, self.spec, program, self._checkpoint, self._sizing
+        )
         needs = memory_needs(
             config,
             heads.tap(program) if heads else program,

@@ -82,8 +82,8 @@ def train(
             if not math.isfinite(value):
                 raise SettingError(f"the loss of step {step} is {value}; lower --lr")
             (loss / settings.batch).backward()
-            for name, value in {"loss": value, **numbers}.items():
-                averages[name] = 0.98 * averages.get(name, value) + 0.02 * value
+            for name, new in {"loss": value, **numbers}.items():
+                averages[name] = 0.98 * averages.get(name, new) + 0.02 * new
         torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
         optimizer.step()
         step += 1

@@ -258,7 +258,7 @@ def _sized_model(config: EngineConfig) -> _SizedModel:
             config.cache.kv_tier_host_bytes, executor_class.available_memory(), machine_memory()
         )
     limits = step_limits(config, executor_class)
-    heads = _sized_heads(config, spec, longest, executor_class)
+    heads = _sized_heads(config, spec, longest, checkpoint, executor_class)
     draft = None if heads is not None else _sized_draft(config, spec, executor_class)
     needs = next((part.needs for part in (draft, heads) if part is not None), NO_DRAFT)
     run = longest if heads is None else heads.tap(longest)
@@ -311,7 +311,11 @@ def _limits(config: EngineConfig, model: _SizedModel, num_layers: int) -> Schedu
 
 
 def _sized_heads(
-    config: EngineConfig, spec: ModelSpec, program: Program, executor_class: ExecutorClass
+    config: EngineConfig,
+    spec: ModelSpec,
+    program: Program,
+    checkpoint: Checkpoint,
+    executor_class: ExecutorClass,
 ) -> SizedHeads | None:
     settings = config.scheduler
     if settings.speculate in ("off", "ngram", "draft") and settings.draft_model is None:
@@ -321,8 +325,8 @@ def _sized_heads(
     kind = head_kind(config)
     if kind is None:
         return None
-    heads = sized_heads(config, kind, spec, program, executor_class)
-    for head in heads.programs:
+    heads = sized_heads(config, kind, spec, program, checkpoint, executor_class)
+    for head in heads.files.programs:
         executor_class.check_program(head)
     return heads
 

@@ -1,27 +1,25 @@
-"""Draft heads of an engine (--speculate medusa): checked and sized before a byte is loaded.
+"""Draft heads of an engine (--speculate medusa or eagle): sized before a byte is loaded, then
+loaded beside the model.
 
 Heads guess from hidden states of the model, so its program is tapped and its runner keeps rows of
-them. They are trained for one model: sizes are compared with it, and differences are listed. Heads
-take part in no fingerprint: they change no answer.
+them. Heads take part in no fingerprint: they change no answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from quire.base.clock import Clock
-from quire.base.errors import ModelError, SettingError
-from quire.base.regular_file import is_present
+from quire.base.errors import SettingError
 from quire.base.token_table import TokenTable
 from quire.base.user_path import user_path
 from quire.config.groups import EngineConfig
 from quire.config.memory import DraftNeeds, MemoryPlan
-from quire.engine.assembly.draft_model import made_up_request
+from quire.engine.assembly.draft_model import PASS_TOKENS, made_up_request
+from quire.engine.assembly.head_files import KINDS, HeadFiles, Kind, kind_of, read_heads
 from quire.engine.assembly.model_files import model_folder
 from quire.execute.executor import (
     Executor,
@@ -30,57 +28,65 @@ from quire.execute.executor import (
     ExecutorSizing,
     StepLimits,
 )
-from quire.models.config_reader import ConfigReader, load_config
-from quire.models.medusa import build_medusa_head, head_tensors, read_medusa
 from quire.models.model_folder import box_path, head_box_path
 from quire.models.registry import compute_dtype
 from quire.models.spec import ModelSpec
 from quire.program.program import Program
-from quire.program.taps import HEAD_INPUT, with_head_input
-from quire.program.tensors import DType
+from quire.program.taps import HEAD_INPUT, TAPS, with_head_input, with_taps
 from quire.runner.head_runner import HeadRunner
 from quire.runner.slot_tables import SlotTables
 from quire.runner.tapped_runner import Taps
 from quire.scheduler.limits import SchedulerLimits
+from quire.speculative.draft_model import DraftLimits
+from quire.speculative.eagle import EagleProposer
 from quire.speculative.features import FeatureRing, ring_bytes
 from quire.speculative.medusa import MedusaProposer
 from quire.speculative.proposer import CostlyProposer, no_drafts
-from quire.weights.checkpoint import Checkpoint, open_checkpoint
-from quire.weights.chosen_tensors import ChosenTensors
+from quire.weights.checkpoint import Checkpoint
 
-if TYPE_CHECKING:
-    from quire.speculative.head_proposer import HeadRequests
-
-Kind = Literal["medusa"]
-KINDS: tuple[Kind, ...] = ("medusa",)
-MEDUSA_FILE = "medusa_lm_head.safetensors"
+# Rows of hidden states that are kept at least where prompts are read, too.
+PROMPT_ROWS = 1024
 # Rounds of passes that are timed before the first request.
 _ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedHeads:
-    """Draft heads that fit the model. programs, checkpoints: of each head. ring_rows: how many rows
-    of hidden states are kept, each `ring_width` wide."""
+    """Draft heads that fit the model. ring_rows: how many rows of hidden states are kept, each
+    `ring_width` wide."""
 
     kind: Kind
     folder: Path
-    programs: tuple[Program, ...]
-    checkpoints: tuple[Checkpoint, ...]
+    files: HeadFiles
     limits: StepLimits
     ring_rows: int
     ring_width: int
     needs: DraftNeeds
-    tap: Callable[[Program], Program]
+
+    def tap(self, program: Program) -> Program:
+        """Return the model's program with the outputs that the heads read."""
+        return tapped(program, self.files)
 
     def note(self, max_model_len: int) -> str:
         """Return a line for the log."""
-        return f"draft heads: {len(self.programs)} {self.kind} heads of {self.folder}"
+        longest = self.files.max_positions
+        note = f"draft heads: {self.kind} heads of {self.folder}"
+        if longest < max_model_len:
+            note += (
+                f"; they count {longest} positions, fewer than max-model-len {max_model_len}: "
+                "requests have no drafts beyond them"
+            )
+        return note
 
     def taps(self, num_slots: int) -> Taps:
         """Return an empty store for the hidden states of requests in `num_slots` slots."""
         ring = FeatureRing(self.ring_rows, self.ring_width, num_slots)
-        return Taps(ring=ring, of_layers=False)
+        return Taps(ring=ring, of_layers=bool(self.files.taps))
+
+
+def tapped(program: Program, files: HeadFiles) -> Program:
+    """Return the target's program with the outputs that heads read."""
+    return with_taps(program, files.taps) if files.taps else with_head_input(program)
 
 
 def head_kind(config: EngineConfig) -> Kind | None:
@@ -93,7 +99,7 @@ def head_kind(config: EngineConfig) -> Kind | None:
     asked = next((kind for kind in KINDS if kind == wanted), None)
     if settings.draft_model is None:
         return asked
-    found = _kind_of(user_path(settings.draft_model))
+    found = kind_of(user_path(settings.draft_model))
     if asked is not None and found != asked:
         what = "a draft model" if found is None else f"{found} heads"
         rather = "draft" if found is None else found
@@ -110,11 +116,17 @@ def head_kind(config: EngineConfig) -> Kind | None:
 
 
 def sized_heads(
-    config: EngineConfig, kind: Kind, spec: ModelSpec, program: Program, sizing: ExecutorSizing
+    config: EngineConfig,
+    kind: Kind,
+    spec: ModelSpec,
+    program: Program,
+    target: Checkpoint | None,
+    sizing: ExecutorSizing,
 ) -> SizedHeads:
     """Read the heads' configuration, compare it with the model's program, and size them.
 
-    Raises ModelError or SettingError for heads that cannot be used.
+    target: the model's checkpoint; None where heads are only sized. Raises ModelError or
+    SettingError for heads that cannot be used.
     """
     if config.executor.executor == "torch":
         raise SettingError(
@@ -122,33 +134,33 @@ def sized_heads(
             "out; take --executor native, or another value of --speculate"
         )
     folder = _folder(config, kind)
+    files = read_heads(kind, folder, program, target, compute_dtype(spec, config.model.dtype))
     max_num_seqs = config.scheduler.max_num_seqs
     limits = StepLimits(
-        max_tokens=max_num_seqs,
+        max_tokens=max(PASS_TOKENS, 2 * max_num_seqs) if files.taps else max_num_seqs,
         max_samples=sizing.head_rows(max_num_seqs),
         max_sequences=max_num_seqs,
     )
-    dtype = compute_dtype(spec, config.model.dtype)
-    programs, checkpoints = _medusa(folder, program, dtype)
-    needed = [sizing.memory_for(one, limits) for one in programs]
-    width = with_head_input(program).outputs[HEAD_INPUT].width
-    # What two steps leave of all requests.
+    needed = [sizing.memory_for(one, limits) for one in files.programs]
+    width = tapped(program, files).outputs[TAPS if files.taps else HEAD_INPUT].width
+    # What two steps of drafts leave of all requests, and the end of a prompt.
     ring_rows = 2 * max_num_seqs * (config.scheduler.max_draft_tokens + 1)
+    if files.taps:
+        ring_rows += max(PROMPT_ROWS, config.scheduler.max_num_batched_tokens or 0)
+    longest = config.model.max_model_len or spec.max_positions
     return SizedHeads(
         kind=kind,
         folder=folder,
-        programs=programs,
-        checkpoints=checkpoints,
+        files=files,
         limits=limits,
         ring_rows=ring_rows,
         ring_width=width,
         needs=DraftNeeds(
             weights_bytes=sum(one.weights_bytes for one in needed),
             step_bytes=sum(one.step_bytes for one in needed) + ring_bytes(ring_rows, width),
-            token_bytes=0,
-            max_model_len=config.model.max_model_len or spec.max_positions,
+            token_bytes=sum(one.token_bytes for one in needed),
+            max_model_len=min(longest, files.max_positions) if files.taps else longest,
         ),
-        tap=with_head_input,
     )
 
 
@@ -163,34 +175,49 @@ def load_heads(
     clock: Clock,
 ) -> CostlyProposer:
     """Load the heads and time their passes. options: as the model's, with `beside`."""
+    files, num_slots = heads.files, limits.max_num_seqs
     executors: list[Executor] = []
-    for program, checkpoint in zip(heads.programs, heads.checkpoints, strict=True):
+    for program, checkpoint in zip(files.programs, files.checkpoints, strict=True):
         beside = options.beside or next(iter(executors), None)
         executor = executor_class(
             program, checkpoint, replace(options, limits=heads.limits, beside=beside)
         )
-        executor.allocate_cache(1, memory.block_size)
+        executor.allocate_cache(max(memory.draft_blocks, 1), memory.block_size)
         executors.append(executor)
     tables = SlotTables(
-        num_slots=limits.max_num_seqs,
+        num_slots=num_slots,
         max_model_len=memory.max_model_len,
         block_size=memory.block_size,
         jump_ahead=False,
     )
+    layers, fuse = (executors[:1], executors[1]) if files.taps else (executors, None)
     runner = HeadRunner(
-        executors,
+        layers,
         tables,
         max_samples=heads.limits.max_samples,
-        vocab_size=heads.programs[0].vocab_size,
+        vocab_size=files.programs[-1].vocab_size,
+        vocabulary=files.vocabulary,
+        fuse=fuse,
     )
-    proposer = MedusaProposer(
-        runner,
-        taps.ring,
-        num_heads=len(executors),
-        num_slots=limits.max_num_seqs,
-        now_ms=clock.now_ms,
-    )
-    _time_passes(proposer, proposer.requests, taps.ring, limits.max_num_seqs)
+    proposer: EagleProposer | MedusaProposer
+    if files.taps:
+        sizes = DraftLimits(
+            num_slots=num_slots,
+            num_blocks=memory.draft_blocks,
+            block_size=memory.block_size,
+            max_model_len=min(files.max_positions, memory.max_model_len),
+            max_tokens=heads.limits.max_tokens,
+        )
+        proposer = EagleProposer(runner, taps.ring, sizes, clock.now_ms)
+    else:
+        proposer = MedusaProposer(
+            runner,
+            taps.ring,
+            num_heads=len(executors),
+            num_slots=num_slots,
+            now_ms=clock.now_ms,
+        )
+    _time_passes(proposer, taps.ring, num_slots)
     return proposer
 
 
@@ -207,75 +234,25 @@ def _folder(config: EngineConfig, kind: Kind) -> Path:
     return head_box_path(kind)
 
 
-def _kind_of(folder: Path) -> Kind | None:
-    """Return what kind of heads a directory holds, by its config.json; None: something else."""
-    if not folder.is_dir() or not is_present(folder / "config.json"):
-        return None
-    values = load_config(folder / "config.json")
-    names = values.get("architectures")
-    first = names[0] if isinstance(names, list) and names else None
-    if values.get("model_type") == "medusa" or "medusa_num_heads" in values:
-        return "medusa"
-    return "medusa" if first == "MedusaModel" else None
-
-
-def _medusa(
-    folder: Path, program: Program, dtype: DType
-) -> tuple[tuple[Program, ...], tuple[Checkpoint, ...]]:
-    """Return the program and the tensors of each head, compared with the target's `program`."""
-    where = folder / "config.json"
-    spec = read_medusa(ConfigReader(load_config(where), where=str(where)))
-    has_own_file = is_present(folder / MEDUSA_FILE) and not is_present(folder / "model.safetensors")
-    checkpoint = open_checkpoint(folder / MEDUSA_FILE if has_own_file else folder)
-    heads = head_tensors(spec, checkpoint.names, str(folder))
-    hidden_size = with_head_input(program).outputs[HEAD_INPUT].width
-    problems = [
-        f"{name} in config.json is {found}; the model's is {needed}"
-        for name, found, needed in (
-            ("hidden_size", spec.hidden_size, hidden_size),
-            ("vocab_size", spec.vocab_size, program.vocab_size),
-        )
-        if found not in (0, needed)
-    ]
-    head = build_medusa_head(
-        spec, hidden_size=hidden_size, vocab_size=program.vocab_size, dtype=dtype
-    )
-    shapes = head.source_shapes()
-    for tensors in heads:
-        for name, stored in tensors.items():
-            found = checkpoint.describe(stored)[1]
-            if found != shapes[name]:
-                problems.append(f"{stored} is {list(found)}; the model needs {list(shapes[name])}")
-    if problems:
-        raise ModelError(
-            f"{folder}: these Medusa heads were made for another model than {program.name} with "
-            f"hidden size {hidden_size} and {program.vocab_size} token ids:"
-            + "".join(f"\n  - {problem}" for problem in problems[:20])
-            + "\ntake heads that were trained for this model, or train some with "
-            "`python -m quire.train.medusa`"
-        )
-    chosen = tuple(
-        ChosenTensors(folder, {name: (checkpoint, stored) for name, stored in tensors.items()})
-        for tensors in heads
-    )
-    return (head,) * len(heads), chosen
-
-
 def _time_passes(
-    proposer: CostlyProposer, requests: HeadRequests, ring: FeatureRing, num_slots: int
+    proposer: EagleProposer | MedusaProposer, ring: FeatureRing, num_slots: int
 ) -> None:
-    """Time passes of one request and of all, so that the first decisions know what drafts cost."""
-    known = TokenTable(num_slots, 8)
-    for num in sorted({1, num_slots}):
-        slots = np.arange(num)
-        for slot in range(num):
-            known.admit(slot, np.zeros(2, np.int32), 2)
-            proposer.begin(slot, made_up_request())
+    """Time passes of one request and of all, and over a prompt, so that the first decisions know
+    what drafts cost."""
+    prompt = min(32, len(ring.rows))
+    for num, length in ((1, prompt), (1, 3), (num_slots, 3)):
+        slots, known = np.arange(num), TokenTable(num_slots, prompt)
         for round_ in range(_ROUNDS):
-            rows = np.zeros((num, ring.rows.shape[1]), np.float32)
-            ring.put(slots, np.full(num, -1 - round_, np.int64), np.zeros(num, np.int32), rows)
+            for slot in range(num):
+                known.admit(slot, np.zeros(length, np.int32), length)
+                proposer.begin(slot, made_up_request())
+            positions = np.tile(np.arange(length - 1, dtype=np.int32), num)
+            of_rows = np.repeat(slots, length - 1)
+            rows = np.zeros((len(of_rows), ring.rows.shape[1]), np.float32)
+            # Numbers below those of real requests.
+            ring.put(of_rows, np.full(len(of_rows), -1 - round_, np.int64), positions, rows)
             proposer.propose(known, slots, np.full(num, 3, np.int32), no_drafts(num, 3))
         for slot in range(num):
             proposer.end(slot)
-    requests.pass_times.settle()
+    proposer.requests.pass_times.settle()
     proposer.drafting_ms = 0.0
