@@ -180,12 +180,12 @@ def build_eagle(spec: EagleSpec, *, vocab_size: int, dtype: DType, max_positions
     )
 
 
-def build_fuse(
-    spec: EagleSpec, *, target_hidden_size: int, vocab_size: int, dtype: DType
-) -> Program:
-    """Return the program of `fc`: hidden states of the target [T, 3 * H] to "hidden" [T, H]."""
+def build_fuse(spec: EagleSpec, *, columns: int, vocab_size: int, dtype: DType) -> Program:
+    """Return the program of `fc`: hidden states of the target [T, columns] to "hidden" [T, H].
+
+    vocab_size: of the target; batches of both programs have the same token ids.
+    """
     p = ProgramBuilder("EagleFuse", dtype=dtype)
-    columns = NUM_TAPS * target_hidden_size
     weight = p.matrix("fc", [WeightPart("fc", FUSE, spec.layer.hidden_size)], columns)
     y = p.linear(p.rounded(p.feed(columns)), weight, dtype=DType.F32)
     p.output("hidden", y)

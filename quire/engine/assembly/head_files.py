@@ -139,7 +139,7 @@ def _eagle(
     layer = build_eagle(
         spec, vocab_size=program.vocab_size, dtype=dtype, max_positions=max_positions
     )
-    fuse = build_fuse(spec, target_hidden_size=width, vocab_size=program.vocab_size, dtype=dtype)
+    fuse = build_fuse(spec, columns=NUM_TAPS * width, vocab_size=program.vocab_size, dtype=dtype)
     names = {ours: theirs for theirs, ours in SOURCES.items() if theirs in checkpoint.names}
     expected = {*SOURCES, FUSE, D2T, T2D}
     problems += [
