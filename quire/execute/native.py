@@ -109,9 +109,7 @@ class NativeExecutor:
 
         block_size is 4, 8, or a multiple of 16 from 16 to 128.
         """
-        spec = next(iter(self._program.caches), None)
-        if spec is None:
-            return
+        spec = self._program.caches[0]
         try:
             self._native.allocate_cache(
                 dtype=str(spec.dtype),
@@ -178,9 +176,8 @@ class NativeExecutor:
         """Layers first .. end - 1 of the trunk, see LayeredExecutor."""
         self._reserve_angles(batch)
         try:
-            self._native.run_layers(
-                TRUNK, **_arrays(batch, batch.sample_rows[:0]), first=first, end=end
-            )
+            arrays = _arrays(batch, batch.sample_rows[:0])
+            self._native.run_layers(TRUNK, **arrays, first=first, end=end)
         except _native.Aborted as error:
             raise WorkerError(str(error)) from error
 
@@ -300,7 +297,8 @@ class NativeExecutor:
         self, segment: int, batch: ForwardBatch, sample_rows: Int32s, then: int = NONE
     ) -> None:
         try:
-            self._native.run(segment, **_arrays(batch, sample_rows), then=then)
+            arrays = _arrays(batch, sample_rows)
+            self._native.run(segment, **arrays, features=batch.features, then=then)
         except _native.Aborted as error:
             raise WorkerError(str(error)) from error
 
@@ -314,11 +312,10 @@ class NativeExecutor:
         self._num_angles = self._ropes[0].num_positions
 
 
-def _arrays(batch: ForwardBatch, sample_rows: Int32s) -> dict[str, NDArray[Any]]:
+def _arrays(batch: ForwardBatch, sample_rows: Int32s) -> dict[str, NDArray[np.int32]]:
     """The arguments of a native run."""
     (cache,) = batch.caches
-    fed = {"features": batch.features} if batch.features.size else {}
-    return fed | {
+    return {
         "token_ids": batch.token_ids,
         "positions": batch.positions,
         "rope_positions": batch.rope_positions,

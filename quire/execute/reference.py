@@ -9,7 +9,7 @@ can pass unseen. Knows nothing of requests; NumPy decides how many threads its p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 import numpy as np
@@ -275,13 +275,14 @@ class ReferenceExecutor:
             raise ValueError(f"a step of {count} {rows}; at most {most} are allowed")
 
     def _begin(self, batch: ForwardBatch) -> None:
-        num_caches = max(len(self._program.caches), 1)
-        if len(batch.caches) != num_caches:
+        num_caches = len(self._program.caches)
+        if len(batch.caches) != max(num_caches, 1):
             raise ValueError(f"rows of {len(batch.caches)} caches; the program has {num_caches}")
+        has_cache = num_caches > 0
         check_batch(
-            batch,
+            batch if has_cache else replace(batch, caches=()),
             vocab_size=_num_ids(self._program),
-            num_blocks=self._num_blocks,
+            num_blocks=self._num_blocks if has_cache else 1,
             block_size=self._block_size,
         )
         for table in self._ropes:
@@ -359,12 +360,11 @@ class ReferenceExecutor:
         self._write(op.y, ops.embed(table, ids))
 
     def _feed(self, op: Feed, batch: ForwardBatch) -> None:
-        rows, columns = batch.features.shape
-        if (rows, columns) != (len(batch.token_ids), op.y.width):
-            raise ValueError(
-                f"features are [{rows}, {columns}]; [{len(batch.token_ids)}, {op.y.width}] are read"
-            )
-        self._write(op.y, ops.copy(batch.features))
+        read, shape = batch.features, (len(batch.token_ids), op.y.width)
+        if read is None or read.shape != shape:
+            found = None if read is None else list(read.shape)
+            raise ValueError(f"features are {found}; {list(shape)} are read")
+        self._write(op.y, ops.copy(read))
 
     def _norm(self, op: Norm) -> None:
         if op.delta is not None:

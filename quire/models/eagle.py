@@ -2,7 +2,7 @@
 
 The layout of SafeAILab's checkpoints: `fc` makes one vector of the three hidden states at a
 position; `midlayer` reads it beside the embedding of the token after that position, each normed;
-`norm` and `lm_head` give logits over a part of the vocabulary, whose token ids are
+`norm` and `lm_head` give logits over a part of the vocabulary, the token ids
 `arange + d2t`. The stream that leaves the layer takes the place of `fc`'s vector at positions that
 the target has not computed yet. Knows no file but config.json and no executor.
 """

@@ -1,9 +1,9 @@
 """Medusa heads: each guesses one later token from the target's last hidden state.
 
 The layout of FasterDecoding/Medusa: head i is `num_layers` residual blocks, x + silu(W x + b), and
-a product onto the vocabulary; it guesses the token i + 2 positions after the one whose hidden state
-it reads. A head is a Program of its own, so that only as many are computed as are asked for. Knows
-no file but config.json and no executor.
+a product onto the vocabulary; it reads the hidden state at a position and guesses the token i + 2
+positions later. A head is a Program of its own, so that only as many are computed as are asked for.
+Knows no file but config.json and no executor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""ForwardBatch: the inputs of one step of a program.
+"""ForwardBatch: the inputs of one step of a program, in flat arrays.
 
-Built by the runner, read by executors. Flat arrays only. Letters: T token rows, S sequences,
-C table columns, R sample rows.
+Built by the runner, read by executors. T token rows, S sequences, C table columns, R sample rows.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from numpy.typing import NDArray
 Int32s = NDArray[np.int32]
 NO_SLOTS: Int32s = np.empty(0, np.int32)
 NO_SLOTS.setflags(write=False)
-NO_FEATURES: NDArray[np.float32] = np.empty((0, 0), np.float32)
-NO_FEATURES.setflags(write=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +33,10 @@ class ForwardBatch:
     """One step's inputs, all int32 and C-contiguous.
 
     Sequence s owns rows seq_starts[s]:seq_starts[s+1], at consecutive `positions`. caches: one for
-    each of the program's cache groups, in order; without any, one that nothing reads.
-    sample_rows index token rows, ascending.
-    late_slots, where it is not empty: row i takes the token chosen last for slot late_slots[i],
-    which only the device has yet, and token_ids[i] where that is -1. features: what a Feed reads.
+    each of the program's cache groups, in order; without any, one that nothing reads. sample_rows
+    index token rows, ascending. late_slots, where it is not empty: row i takes the token chosen
+    last for slot late_slots[i], which only the device has yet, and token_ids[i] where that is -1.
+    features: what a Feed reads.
     """
 
     token_ids: Int32s  # [T]
@@ -49,4 +46,4 @@ class ForwardBatch:
     seq_starts: Int32s  # [S + 1]
     sample_rows: Int32s  # [R]
     late_slots: Int32s = field(default_factory=lambda: NO_SLOTS)  # [T] or empty
-    features: NDArray[np.float32] = field(default_factory=lambda: NO_FEATURES)  # [T, W] or empty
+    features: NDArray[np.float32] | None = None  # [T, W]

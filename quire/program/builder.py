@@ -107,7 +107,7 @@ class ProgramBuilder:
         return y
 
     def space(self, name: str, width: int) -> View:
-        """A new buffer in the program's dtype whose columns operations write one by one."""
+        """A new buffer in the program's dtype, for operations that write parts of its columns."""
         return self._new(name, width, self.dtype)
 
     def norm(

@@ -29,8 +29,8 @@ def num_layers_of(program: Program) -> int:
 def with_taps(program: Program, layers: Sequence[int]) -> Program:
     """Return the program with an output "taps": the stream after each of `layers`, side by side.
 
-    Raises ValueError for layers that the program lacks or names twice, and for a program whose
-    layers do not add to one stream.
+    Raises ValueError for layers that the program lacks or names twice, and where layers
+    do not add to one stream.
     """
     num_layers = num_layers_of(program)
     if not layers or len(set(layers)) != len(layers) or not set(layers) <= set(range(num_layers)):

@@ -1,7 +1,7 @@
 """FeatureRing: hidden states of the newest positions that the target computed, for draft heads.
 
 The runner puts rows in, by slot and position; proposers take them out. Bounded: a new row takes the
-place of the oldest of all slots, so that a request whose rows are gone has no drafts until it is
+place of the oldest of all slots, so that a request without rows has no drafts until it is
 computed again. Knows no executor. Always holds: of two rows of a position the newer one is found,
 and rows of a slot's earlier request are never found once its next one has a row. Letters: N rows,
 R rows that are kept, W columns.

@@ -1,4 +1,4 @@
-"""Teacher: the model whose drafts are wanted, computed over texts by Quire's native executor.
+"""Teacher: the model that heads are trained for, computed over texts by the native executor.
 
 Gives hidden states and logits of each position. So heads are trained on the hidden states that they
 will be given, of any model that Quire runs and in its precision, and no model is written a second

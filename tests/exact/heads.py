@@ -69,8 +69,8 @@ class Heads:
         """Return a proposer for a case, and where its runner leaves hidden states: often few."""
         num_slots, size = settings.max_num_seqs, settings.block_size
         num_blocks = max(settings.draft_blocks, 3)
-        for executor in self.executors:
-            executor.allocate_cache(num_blocks, size)
+        if self.kind == "eagle":
+            self.executors[0].allocate_cache(num_blocks, size)
         tables = SlotTables(
             num_slots=num_slots, max_model_len=max_model_len, block_size=size, jump_ahead=False
         )

@@ -182,7 +182,8 @@ def load_heads(
         executor = executor_class(
             program, checkpoint, replace(options, limits=heads.limits, beside=beside)
         )
-        executor.allocate_cache(max(memory.draft_blocks, 1), memory.block_size)
+        if program.caches:
+            executor.allocate_cache(memory.draft_blocks, memory.block_size)
         executors.append(executor)
     tables = SlotTables(
         num_slots=num_slots,

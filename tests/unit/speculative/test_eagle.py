@@ -23,7 +23,7 @@ SLOTS, BLOCK, LENGTH = 4, 4, 60
 
 
 def features_of(slot: int, position: int) -> list[float]:
-    """Return the target's hidden state: it says whose it is."""
+    """Return the target's hidden state, which names slot and position."""
     return [float(slot), float(position)]
 
 
@@ -94,7 +94,7 @@ class Rig:
         self.tenancy = np.zeros(SLOTS, np.int64)
 
     def begin(self, slot: int, num_tokens: int, *, computed_from: int = 0) -> None:
-        """Admit a request whose target has computed all but its last token."""
+        """Admit a request of which the target has computed all but the last token."""
         self.known.admit(slot, np.arange(3, 3 + num_tokens, dtype=np.int32), num_tokens)
         self.tenancy[slot] += 1
         request = Request(
