@@ -106,9 +106,13 @@ def _medusa(folder: Path, config: ConfigReader, program: Program, dtype: DType) 
     for tensors in heads:
         problems += _wrong_shapes(head, checkpoint, tensors)
     _raise(folder, "medusa", program, width, problems)
+    # Each has a place of its own, as the cache of packed weights goes by it.
     chosen = [
-        ChosenTensors(folder, {name: (checkpoint, stored) for name, stored in tensors.items()})
-        for tensors in heads
+        ChosenTensors(
+            folder / f"head-{number}",
+            {name: (checkpoint, stored) for name, stored in tensors.items()},
+        )
+        for number, tensors in enumerate(heads)
     ]
     return HeadFiles(
         programs=(head,) * len(heads),

@@ -140,6 +140,22 @@ def test_heads_without_speculate_serve_requests_that_ask(
     assert watched.drafts
 
 
+def test_packed_heads_are_kept_apart(model: Path, tmp_path: Path, watched: Watched) -> None:
+    tensors = medusa_tensors(hidden_size=HIDDEN, vocab_size=VOCAB)
+    folder = write_medusa(tmp_path / "heads", tensors)
+    runs = []
+    cache = {"pack_cache": str(tmp_path / "cache")}
+    for settings in ({}, cache, cache):
+        merged = {**SETTINGS, "draft_model": str(folder), **settings}
+        with LLM(model, speculate="medusa", **merged) as llm:
+            watched.drafts.clear()
+            llm.generate([PROMPTS[0]], SAMPLING[0])
+            runs.append(watched.drafts.copy())
+    assert len(list((tmp_path / "cache").iterdir())) == 4
+    assert len(runs[0]) > 10
+    assert runs[0] == runs[1] == runs[2]
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
