@@ -1,4 +1,7 @@
-"""The arguments that trainings of draft heads share, and the order of their parts."""
+"""The arguments that trainings of draft heads share, and the order of their parts.
+
+Texts come first, then the training, then the head in its published layout. Knows no kind of head.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Progress of a training: lines on standard error, at most one every few seconds."""
+"""Progress of a training: lines on standard error, at most one every few seconds.
+
+Knows no training. Always holds: the last line of something that was counted to its end is printed.
+"""
 
 from __future__ import annotations
 

@@ -334,7 +334,7 @@ def _sized_heads(
 def _runner_class(taps: Taps | None) -> Callable[..., ModelRunner]:
     if taps is None:
         return ModelRunner
-    from quire.runner.tapped_runner import TappedRunner
+    from quire.engine.assembly.heads import TappedRunner
 
     return partial(TappedRunner, taps=taps)
 

@@ -35,7 +35,7 @@ from quire.program.program import Program
 from quire.program.taps import HEAD_INPUT, TAPS, with_head_input, with_taps
 from quire.runner.head_runner import HeadRunner
 from quire.runner.slot_tables import SlotTables
-from quire.runner.tapped_runner import Taps
+from quire.runner.tapped_runner import TappedRunner, Taps
 from quire.scheduler.limits import SchedulerLimits
 from quire.speculative.draft_model import DraftLimits
 from quire.speculative.eagle import EagleProposer
@@ -44,6 +44,7 @@ from quire.speculative.medusa import MedusaProposer
 from quire.speculative.proposer import CostlyProposer, no_drafts
 from quire.weights.checkpoint import Checkpoint
 
+__all__ = ["SizedHeads", "TappedRunner", "head_kind", "load_heads", "sized_heads"]
 # Rows of hidden states that are kept at least where prompts are read, too.
 PROMPT_ROWS = 1024
 # Rounds of passes that are timed before the first request.

@@ -18,8 +18,17 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from quire.train import eagle, medusa  # noqa: E402
 
-COMMON = ["--tokens", "600", "--answer-tokens", "20", "--max-num-seqs", "8", "--batch", "2"]
-COMMON += ["--threads", "1", "--lr", "0.003", "--form", "both", "--checkpoint-steps", "3"]
+SHARED_ARGUMENTS = [
+    "--tokens",
+    "600",
+    "--answer-tokens",
+    "20",
+    "--max-num-seqs",
+    "8",
+    "--batch",
+    "2",
+]
+SHARED_ARGUMENTS += ["--threads", "1", "--lr", "0.003", "--form", "both", "--checkpoint-steps", "3"]
 KINDS: dict[str, tuple[Any, list[str]]] = {
     "medusa": (medusa.main, ["--heads", "2"]),
     "eagle": (eagle.main, ["--rounds", "3", "--draft-vocab-size", "200"]),
@@ -41,7 +50,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(kind: str, model: Path, prompts: Path, out: Path, steps: int, *more: str) -> int:
     main, own = KINDS[kind]
     given = ["--model", str(model), "--prompts", str(prompts), "--out", str(out)]
-    code: int = main([*given, *COMMON, *own, "--steps", str(steps), *more])
+    code: int = main([*given, *SHARED_ARGUMENTS, *own, "--steps", str(steps), *more])
     return code
 
 
