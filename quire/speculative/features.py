@@ -28,7 +28,8 @@ class FeatureRing:
         self._slots: Index = np.full(num_rows, -1, np.intp)
         self._positions: Int32s = np.zeros(num_rows, np.int32)
         self._tenancies: Int64s = np.zeros(num_rows, np.int64)
-        self._serials: Int64s = np.zeros(num_rows, np.int64)  # the order they came in, from 1 on
+        # The newest row of a slot at the positions that are equal modulo R.
+        self._places = np.full((num_slots, num_rows), -1, np.int32)
         self._tenancy: Int64s = np.full(num_slots, -1, np.int64)  # of each slot's newest row
         self._num_put = 0
         self._lock = threading.Lock()
@@ -36,7 +37,7 @@ class FeatureRing:
     @property
     def num_bytes(self) -> int:
         """Return the memory it takes."""
-        return ring_bytes(*self.rows.shape)
+        return ring_bytes(*self.rows.shape, num_slots=len(self._tenancy))
 
     def put(self, slots: Index, tenancies: Int64s, positions: Int32s, rows: Float32s) -> None:
         """Keep rows [N, W] of slots[i] at positions[i]; only the last R of more.
@@ -48,11 +49,10 @@ class FeatureRing:
             slots, tenancies = slots[-most:], tenancies[-most:]
             positions, rows = positions[-most:], rows[-most:]
         with self._lock:
-            serials = self._num_put + np.arange(len(rows))
-            at = serials % most
+            at = (self._num_put + np.arange(len(rows))) % most
             self.rows[at] = rows
             self._slots[at], self._positions[at], self._tenancies[at] = slots, positions, tenancies
-            self._serials[at] = serials + 1
+            self._places[slots, positions % most] = at
             self._tenancy[slots] = tenancies
             self._num_put += len(rows)
 
@@ -70,28 +70,20 @@ class FeatureRing:
     def first_of_run(self, slot: int, end: int) -> int:
         """Return the first position of the longest run of rows of `slot` that ends at position
         end - 1; `end` if that one is missing."""
+        num = min(end, len(self.rows))
+        positions = np.arange(end - 1, end - 1 - num, -1, dtype=np.int32)
         with self._lock:
-            own = (self._slots == slot) & (self._tenancies == self._tenancy[slot])
-            positions = np.unique(self._positions[own])
-        positions = positions[positions < end]
-        if not len(positions) or positions[-1] != end - 1:
-            return end
-        # A run counts down with its places.
-        steps = positions - np.arange(len(positions))
-        return int(positions[np.searchsorted(steps, steps[-1])])
+            is_there = self._find(np.full(num, slot), positions) >= 0
+        return end - (num if is_there.all() else int(is_there.argmin()))
 
     def _find(self, slots: Index, positions: Int32s) -> Index:
-        if not len(slots):
-            return np.empty(0, np.intp)
-        fits = self._slots == slots[:, None]  # [N, R]
-        fits &= self._positions == positions[:, None]
-        fits &= self._tenancies == self._tenancy[slots][:, None]
-        serials = np.where(fits, self._serials, 0)
-        places: Index = serials.argmax(axis=1)
-        places[~fits.any(axis=1)] = -1
-        return places
+        places: Index = self._places[slots, positions % len(self.rows)].astype(np.intp)
+        is_right = self._slots[places] == slots
+        is_right &= self._positions[places] == positions
+        is_right &= self._tenancies[places] == self._tenancy[slots]
+        return np.where(is_right & (places >= 0), places, -1)
 
 
-def ring_bytes(num_rows: int, width: int) -> int:
-    """Return the memory of a ring: f32 rows and what is known of each."""
-    return num_rows * (4 * width + 8 + 4 + 8 + 8)
+def ring_bytes(num_rows: int, width: int, *, num_slots: int) -> int:
+    """Return the memory of a ring: f32 rows, what is known of each, and the table of places."""
+    return num_rows * (4 * width + 8 + 4 + 8 + 4 * num_slots)

@@ -158,7 +158,8 @@ def sized_heads(
         ring_width=width,
         needs=DraftNeeds(
             weights_bytes=sum(one.weights_bytes for one in needed),
-            step_bytes=sum(one.step_bytes for one in needed) + ring_bytes(ring_rows, width),
+            step_bytes=sum(one.step_bytes for one in needed)
+            + ring_bytes(ring_rows, width, num_slots=max_num_seqs),
             token_bytes=sum(one.token_bytes for one in needed),
             max_model_len=min(longest, files.max_positions) if files.taps else longest,
         ),
