@@ -8,7 +8,8 @@ then a row per further draft.
 
 Hidden states are there for what the target computed lately (FeatureRing), not for cached prefixes
 and not for all of a long prompt. A request's rows begin at the first position of the newest
-unbroken run, its origin, and the head counts positions from there. Always holds: the first
+unbroken run, its origin, and the head counts positions from there. Where it can count no further,
+they begin anew with the newest half of that. Always holds: the first
 `_computed[slot]` rows from the origin on are of known tokens and the target's hidden states; a
 request without the hidden states at L - 2, or without blocks, has no drafts. Letters: N rows.
 """
@@ -140,15 +141,17 @@ class EagleProposer:
 
     def _start(self, slot: int, end: int) -> int:
         """Return the first row of `slot` to compute, of those before `end`; `end` if the last one
-        cannot be. A slot with a gap begins at a new origin."""
+        cannot be. A slot with a gap, or at the end of what the head counts, begins at a new
+        origin."""
         # The last row is computed for its logits, even if it was before.
         next_ = int(min(self._origin[slot] + self._computed[slot], end - 1))
         self._computed[slot] = max(next_ - self._origin[slot], 0)
-        if self._computed[slot]:
+        longest = self._limits.max_model_len
+        if self._computed[slot] and end - self._origin[slot] <= longest:
             missing = np.arange(next_, end, dtype=np.int32)
             if (self._ring.find(np.full(len(missing), slot), missing) >= 0).all():
                 return next_
-        first = self._ring.first_of_run(slot, end)
+        first = max(self._ring.first_of_run(slot, end), end - max(longest // 2, 1))
         if first < end:
             self._origin[slot], self._computed[slot] = first, 0
         return first

@@ -75,7 +75,7 @@ class SizedHeads:
         if longest < max_model_len:
             note += (
                 f"; they count {longest} positions, fewer than max-model-len {max_model_len}: "
-                "requests have no drafts beyond them"
+                "in longer requests they begin anew"
             )
         return note
 

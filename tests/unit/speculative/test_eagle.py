@@ -84,10 +84,12 @@ class FakeHead:
 class Rig:
     """A proposer with what the target would leave behind."""
 
-    def __init__(self, *, num_blocks: int = 40, max_tokens: int = 64, ring_rows: int = 200) -> None:
+    def __init__(
+        self, *, num_blocks: int = 40, max_tokens: int = 64, max_model_len: int = LENGTH
+    ) -> None:
         self.head = FakeHead(num_blocks)
-        self.ring = FeatureRing(ring_rows, 2, SLOTS)
-        limits = DraftLimits(SLOTS, num_blocks, BLOCK, LENGTH, max_tokens)
+        self.ring = FeatureRing(200, 2, SLOTS)
+        limits = DraftLimits(SLOTS, num_blocks, BLOCK, max_model_len, max_tokens)
         times = count()
         self.proposer = EagleProposer(self.head, self.ring, limits, lambda: float(next(times)))
         self.known = TokenTable(SLOTS, LENGTH)
@@ -191,6 +193,21 @@ def test_without_the_newest_hidden_state_there_are_no_drafts_and_later_a_new_ori
     rig.head.passes.clear()
     assert rig.propose([0]).counts.tolist() == [3]
     assert rig.head.passes[0] == (FROM_TARGET, {0: (0, 2)})
+
+
+def test_rows_begin_anew_where_the_head_counts_no_further() -> None:
+    rig = Rig(max_model_len=10)
+    rig.begin(0, 11)
+    assert rig.propose([0]).counts.tolist() == [3]  # 5 rows of 10
+    assert rig.head.passes[0] == (FROM_TARGET, {0: (0, 5)})
+    for token in range(5):
+        rig.append(0, [token])
+        counts = rig.propose([0]).counts.tolist()
+        assert counts == [min(3, 10 - (6 + token) + 1)]
+    rig.append(0, [3])
+    rig.head.passes.clear()
+    assert rig.propose([0]).counts.tolist() == [3]
+    assert rig.head.passes[0] == (FROM_TARGET, {0: (0, 5)})
 
 
 def test_rows_of_an_earlier_request_are_not_read() -> None:
