@@ -28,7 +28,7 @@ from quire.execute.executor import (
     ExecutorSizing,
     StepLimits,
 )
-from quire.models.model_folder import box_path, head_box_path
+from quire.models.model_folder import box_path, check_model_folder, head_box_path
 from quire.models.registry import compute_dtype
 from quire.models.spec import ModelSpec
 from quire.program.program import Program
@@ -101,6 +101,8 @@ def head_kind(config: EngineConfig) -> Kind | None:
     if settings.draft_model is None:
         return asked
     found = kind_of(user_path(settings.draft_model))
+    if asked is not None and found is None:
+        check_model_folder(user_path(settings.draft_model))  # what is there, if it is no model
     if asked is not None and found != asked:
         what = "a draft model" if found is None else f"{found} heads"
         rather = "draft" if found is None else found
