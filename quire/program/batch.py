@@ -30,7 +30,7 @@ class CacheRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
-    """One step's inputs, all int32 and C-contiguous.
+    """One step's inputs, C-contiguous and, but for features, int32.
 
     Sequence s owns rows seq_starts[s]:seq_starts[s+1], at consecutive `positions`. caches: one for
     each of the program's cache groups, in order; without any, one that nothing reads. sample_rows
