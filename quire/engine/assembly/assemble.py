@@ -334,9 +334,9 @@ def _sized_heads(
 def _runner_class(taps: Taps | None) -> Callable[..., ModelRunner]:
     if taps is None:
         return ModelRunner
-    from quire.engine.assembly.heads import TappedRunner
+    from quire.engine.assembly.heads import runner_class
 
-    return partial(TappedRunner, taps=taps)
+    return runner_class(taps)
 
 
 def _sized_draft(

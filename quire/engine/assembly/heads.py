@@ -7,7 +7,9 @@ them. Heads take part in no fingerprint: they change no answer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +36,7 @@ from quire.models.spec import ModelSpec
 from quire.program.program import Program
 from quire.program.taps import HEAD_INPUT, TAPS, with_head_input, with_taps
 from quire.runner.head_runner import HeadRunner
+from quire.runner.model_runner import ModelRunner
 from quire.runner.slot_tables import SlotTables
 from quire.runner.tapped_runner import TappedRunner, Taps
 from quire.scheduler.limits import SchedulerLimits
@@ -44,7 +47,6 @@ from quire.speculative.medusa import MedusaProposer
 from quire.speculative.proposer import CostlyProposer, no_drafts
 from quire.weights.checkpoint import Checkpoint
 
-__all__ = ["SizedHeads", "TappedRunner", "head_kind", "load_heads", "sized_heads"]
 # Rows of hidden states that are kept at least where prompts are read, too.
 PROMPT_ROWS = 1024
 # Rounds of passes that are timed before the first request.
@@ -83,6 +85,11 @@ class SizedHeads:
         """Return an empty store for the hidden states of requests in `num_slots` slots."""
         ring = FeatureRing(self.ring_rows, self.ring_width, num_slots)
         return Taps(ring=ring, of_layers=bool(self.files.taps))
+
+
+def runner_class(taps: Taps) -> Callable[..., ModelRunner]:
+    """Return what makes the runner of a tapped program, with the arguments of ModelRunner."""
+    return partial(TappedRunner, taps=taps)
 
 
 def tapped(program: Program, files: HeadFiles) -> Program:
