@@ -365,43 +365,51 @@ def _drafter(
     """Return the source of drafts, and load the draft model or the heads where there are some."""
     if not max_drafts:
         return None
+    return make_drafter(
+        max_drafts,
+        num_slots=limits.max_num_seqs,
+        vocab_size=model.spec.vocab_size,
+        report=report,
+        model=_loaded_proposer(config, limits, model, executor, clock, taps),
+    )
+
+
+def _loaded_proposer(
+    config: EngineConfig,
+    limits: SchedulerLimits,
+    model: _SizedModel,
+    executor: Executor,
+    clock: Clock,
+    taps: Taps | None,
+) -> CostlyProposer | None:
+    """Load the draft model or the heads; None without either."""
+    if model.draft is None and model.heads is None:
+        return None
     options = ExecutorOptions(
         limits=model.step_limits,
         num_threads=num_compute_threads(config.executor.num_threads),
         pack_cache=_pack_cache(config.executor),
         beside=executor if limits.plans_in_flight == 1 else None,
     )
-    proposer: CostlyProposer | None = None
-    if model.heads is not None and taps is not None:
+    memory, executor_class = model.memory, model.executor_class
+    if model.heads is not None:
         from quire.engine.assembly.heads import load_heads
 
-        proposer = load_heads(
-            model.heads,
-            taps,
-            model.executor_class,
-            options,
-            memory=model.memory,
-            limits=limits,
-            clock=clock,
+        assert taps is not None, "the runner keeps hidden states for heads"
+        return load_heads(
+            model.heads, taps, executor_class, options, memory=memory, limits=limits, clock=clock
         )
-    if model.draft is not None:
-        from quire.engine.assembly.draft_model import load_draft
+    from quire.engine.assembly.draft_model import load_draft
 
-        proposer = load_draft(
-            model.draft,
-            model.executor_class,
-            options,
-            memory=model.memory,
-            block_size=config.cache.block_size,
-            limits=limits,
-            clock=clock,
-        )
-    return make_drafter(
-        max_drafts,
-        num_slots=limits.max_num_seqs,
-        vocab_size=model.spec.vocab_size,
-        report=report,
-        model=proposer,
+    assert model.draft is not None
+    return load_draft(
+        model.draft,
+        executor_class,
+        options,
+        memory=memory,
+        block_size=config.cache.block_size,
+        limits=limits,
+        clock=clock,
     )
 
 

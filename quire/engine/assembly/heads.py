@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from quire.base.clock import Clock
-from quire.base.errors import SettingError
+from quire.base.errors import ModelError, SettingError
 from quire.base.token_table import TokenTable
 from quire.base.user_path import user_path
 from quire.config.groups import EngineConfig
@@ -93,8 +93,12 @@ def runner_class(taps: Taps) -> Callable[..., ModelRunner]:
 
 
 def tapped(program: Program, files: HeadFiles) -> Program:
-    """Return the target's program with the outputs that heads read."""
-    return with_taps(program, files.taps) if files.taps else with_head_input(program)
+    """Return the target's program with the outputs that heads read. Raises ModelError where it has
+    none such."""
+    try:
+        return with_taps(program, files.taps) if files.taps else with_head_input(program)
+    except ValueError as error:
+        raise ModelError(f"draft heads: {error}; set --speculate ngram or draft") from error
 
 
 def head_kind(config: EngineConfig) -> Kind | None:

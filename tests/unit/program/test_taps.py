@@ -24,6 +24,7 @@ from quire.weights.checkpoint import Checkpoint, open_checkpoint
 from quire.weights.chosen_tensors import ChosenTensors
 from quire.weights.dtypes import from_bf16_bits
 from tests.models.cases_gemma import GEMMA3
+from tests.models.cases_opt import AS_350M, BASE
 from tests.tiny_models import write_tiny, write_tiny_llama
 
 IDS = np.array([3, 9, 27, 81, 5, 6], np.int32)
@@ -138,3 +139,12 @@ def test_families_with_norms_around_their_sublayers_are_tapped(tmp_path: Path) -
     assert np.array_equal(taps[:, width:], native.output("hidden", len(IDS)))
     assert not np.array_equal(taps[:, :width], taps[:, width:])
     assert "Gemma3ForCausalLM" in FAMILIES
+
+
+def test_a_stream_that_is_normed_at_each_sum_is_not_tapped(tmp_path: Path) -> None:
+    size = {"vocab_size": 307, "max_position_embeddings": 512}
+    folder = write_tiny(tmp_path, BASE | AS_350M | size, seed=2)
+    program = build_program(open_model(folder), dtype=DType.F32, max_positions=64)
+    with pytest.raises(ValueError, match="layer 0 does not add to the stream"):
+        with_taps(program, (0,))
+    assert with_head_input(program).outputs[HEAD_INPUT].width == 35
