@@ -131,6 +131,7 @@ class Program:
         seq_starts: _Int32s,
         block_tables: _Int32s,
         sample_rows: _Int32s,
+        features: NDArray[np.float32] | None = None,
         then: int = -1,
     ) -> None: ...
     def run_layers(

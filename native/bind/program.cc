@@ -312,9 +312,17 @@ quire::StepInputs inputs_of(const Int32s& token_ids, const Int32s& positions,
 
 void run(quire::Program& self, int64_t segment, const Int32s& token_ids, const Int32s& positions,
          const Int32s& rope_positions, const Int32s& kv_slots, const Int32s& seq_starts,
-         const Table& block_tables, const Int32s& sample_rows, int64_t then) {
-    const quire::StepInputs inputs = inputs_of(token_ids, positions, rope_positions, kv_slots,
-                                               seq_starts, block_tables, sample_rows);
+         const Table& block_tables, const Int32s& sample_rows,
+         const std::optional<Floats>& features, int64_t then) {
+    quire::StepInputs inputs = inputs_of(token_ids, positions, rope_positions, kv_slots,
+                                         seq_starts, block_tables, sample_rows);
+    if (features) {
+        if (features->shape(0) != token_ids.size()) {
+            throw std::invalid_argument("features have not a row for each token");
+        }
+        inputs.features = features->data();
+        inputs.feature_columns = static_cast<int64_t>(features->shape(1));
+    }
     nb::gil_scoped_release release;
     const ComputeTime counted;
     self.run(segment, inputs);
@@ -401,7 +409,9 @@ void bind_interpreter(nb::module_& module) {
              "copy_from"_a, "copy_to"_a)
         .def("run", &run, "segment"_a, nb::kw_only(), "token_ids"_a, "positions"_a,
              "rope_positions"_a, "kv_slots"_a, "seq_starts"_a, "block_tables"_a, "sample_rows"_a,
-             "then"_a = -1, "then: a segment that follows at once, on the same inputs; -1 none.")
+             "features"_a = nb::none(), "then"_a = -1,
+             "features: what a feed reads. then: a segment that follows at once, on the same "
+             "inputs; -1 none.")
         .def("run_layers", &run_layers, "segment"_a, nb::kw_only(), "token_ids"_a, "positions"_a,
              "rope_positions"_a, "kv_slots"_a, "seq_starts"_a, "block_tables"_a, "sample_rows"_a,
              "first"_a, "end"_a,

@@ -379,6 +379,12 @@ void Program::run_rows(const Operation& operation, const StepInputs& inputs, int
                                    at(op.y), pool});
                 }
             },
+            [&](const FeedOp& op) {
+                const int64_t columns = inputs.feature_columns;
+                // The kernel reads its source only.
+                auto* data = const_cast<float*>(inputs.features + first * columns);
+                kernels.copy({Rows{data, columns, Type::f32, columns}, at(op.y), count, pool});
+            },
             [&](const NormOp& op) {
                 kernels.norm({at(op.x), maybe(op.delta), at(op.y), count,
                               op.form == NormForm::layer, static_cast<float>(op.eps),

@@ -101,6 +101,11 @@ void Program::check_op(const Operation& operation) const {
                     refuse(op.kind, "the output has not a row for each token");
                 }
             },
+            [&](const FeedOp& op) {
+                if (buffer_at(op.y.buffer).rows != RowCount::tokens) {
+                    refuse(op.kind, "the output has not a row for each token");
+                }
+            },
             [&](const NormOp& op) {
                 const int64_t run = op.group > 0 ? op.group : op.x.width;
                 if (op.x.width % run != 0 || (op.weight && (*op.weight)->rows() != run)) {
@@ -191,6 +196,11 @@ void Program::check_step(const Operation& operation, const StepInputs& inputs) c
             [&](const EmbedOp& op) {
                 check_range(op.ids == IdSource::tokens ? "token_ids" : "rope_positions",
                             inputs.ids(op.ids), inputs.num_tokens, 0, op.weight->rows());
+            },
+            [&](const FeedOp& op) {
+                if (inputs.features == nullptr || inputs.feature_columns != op.y.width) {
+                    refuse(op.kind, "the batch's features have not the output's width");
+                }
             },
             [&](const RopeOp& op) {
                 const auto index = static_cast<size_t>(op.rope);

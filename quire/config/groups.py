@@ -21,7 +21,7 @@ KV_CACHE_DTYPES = ("auto", "f32", "bf16", "int8", "fp8")
 # quire/scheduler/policy/policies.py
 POLICIES = ("fcfs", "priority", "sjf", "fair", "edf")
 # Proposers of draft tokens, and none.
-SPECULATE = ("off", "ngram", "draft", "self")
+SPECULATE = ("off", "ngram", "draft", "self", "medusa", "eagle")
 # The default size of the disk tier.
 KV_TIER_BYTES = 8 * 1024**3
 # Names that checkpoints and other engines use.
@@ -264,16 +264,18 @@ class SchedulerConfig:
         "number of last steps for which timelines of requests are kept (quire why), fewer if they "
         "take more than 256 bytes each (many prompts or drafts), at most 8388608; 0: no timelines",
     )
-    speculate: Literal["off", "ngram", "draft", "self"] = setting(
+    speculate: Literal["off", "ngram", "draft", "self", "medusa", "eagle"] = setting(
         "off",
         "speculative decoding of requests that do not set it (field speculation): ngram proposes "
         "what followed the last tokens earlier in the request, draft asks --draft-model, self asks "
-        "the model's own first layers; answers do not change",
+        "the model's own first layers, medusa and eagle ask heads trained for the model "
+        "(--draft-model); answers do not change",
     )
     draft_model: str | None = setting(
         None,
         "smaller model with the same tokenizer that proposes tokens: a directory, a GGUF file, or "
-        "ORG/NAME; default with --speculate draft: the draft model of the built-in model",
+        "ORG/NAME; or draft heads trained for the model; default with --speculate draft "
+        "and eagle: what comes with the built-in model",
     )
     self_draft_layers: int | None = setting(
         None,
@@ -349,7 +351,7 @@ class SchedulerConfig:
             reason = reason if self.max_draft_tokens else "max_draft_tokens is 0"
             raise SettingError(
                 f"draft_model is {self.draft_model} and {reason}, so that it would never be used; "
-                "set --speculate draft, or leave the draft model out"
+                "set --speculate draft (medusa or eagle for heads), or leave it out"
             )
 
 

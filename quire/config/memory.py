@@ -22,9 +22,10 @@ OWN_SHARE = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftNeeds:
-    """What a draft model takes besides, likewise; max_model_len: its longest context.
+    """What a draft model, or draft heads, take besides; max_model_len: the longest context.
 
-    Its KV cache has as many blocks as the model's, as far as its requests can use them.
+    The KV cache has as many blocks as the model's, as far as requests can use them; token_bytes 0:
+    there is none.
     """
 
     weights_bytes: int
@@ -71,6 +72,7 @@ class MemoryPlan:
     """
 
     num_blocks: int
+    block_size: int
     draft_blocks: int = 0
     max_model_len: int
     kv_bytes: int
@@ -108,7 +110,7 @@ def plan_memory(needs: MemoryNeeds, memory: MachineMemory) -> MemoryPlan:
             f"{mib(RESERVE_BYTES)} reserve, {mib(block_bytes)} for one KV block), "
             f"{mib(memory.available_bytes)} are available ({memory.limit}); {memory.remedy}, "
             "take a smaller model, or lower --max-num-batched-tokens or --max-num-seqs"
-            f"{', or leave the draft model out' if draft.token_bytes else ''}"
+            f"{', or leave the draft model out' if draft.weights_bytes else ''}"
         )
     num_blocks = _num_blocks(needs, memory, fixed_bytes)
     max_model_len, notes = _context(needs, num_blocks)
@@ -134,6 +136,7 @@ def plan_memory(needs: MemoryNeeds, memory: MachineMemory) -> MemoryPlan:
     )
     return MemoryPlan(
         num_blocks=num_blocks,
+        block_size=needs.block_size,
         draft_blocks=draft_blocks,
         max_model_len=max_model_len,
         kv_bytes=num_blocks * block_bytes,
@@ -200,24 +203,31 @@ def _slot_bytes(needs: MemoryNeeds, left_bytes: int) -> int:
 def _draft_text(needs: MemoryNeeds) -> str:
     """Return what a draft model takes, as part of an error; "" without one."""
     draft = needs.draft
-    if not draft.token_bytes:
+    if not draft.weights_bytes:
         return ""
+    block_bytes = needs.block_size * draft.token_bytes
+    block = f" and {mib(block_bytes)} for one KV block" if block_bytes else ""
     return (
-        f"{mib(draft.weights_bytes)} weights, {mib(draft.step_bytes)} step buffers and "
-        f"{mib(needs.block_size * draft.token_bytes)} for one KV block of the draft model, "
+        f"{mib(draft.weights_bytes)} weights, {mib(draft.step_bytes)} step buffers{block} of the "
+        "draft model, "
     )
 
 
 def _draft_lines(needs: MemoryNeeds, num_blocks: int) -> tuple[MemoryLine, ...]:
     """Return the lines of a draft model, or of a model that drafts itself; none without either."""
     draft = needs.draft
-    if not draft.token_bytes:
+    if not draft.weights_bytes:
         own = MemoryLine(what="step buffers of drafts", num_bytes=-draft.step_bytes)
         return (own,) if draft.step_bytes else ()
     kv_bytes = num_blocks * needs.block_size * draft.token_bytes
-    return (
+    lines = (
         MemoryLine(what="draft model: weights", num_bytes=-draft.weights_bytes),
         MemoryLine(what="draft model: step buffers", num_bytes=-draft.step_bytes),
+    )
+    if not kv_bytes:
+        return lines
+    return (
+        *lines,
         MemoryLine(
             what=f"draft model: KV cache ({num_blocks} blocks of {needs.block_size} tokens)",
             num_bytes=-kv_bytes,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -191,6 +191,15 @@ class LayeredExecutor(Protocol):
         """Compute layers first .. end - 1 of the trunk for the rows of `batch`, one sequence of at
         most PART_TOKENS. The same batch goes through all layers, in order, from 0 on; nothing is
         sampled. Bits are those of run_trunk."""
+
+
+@runtime_checkable
+class TappedExecutor(Protocol):
+    """An Executor that hands out named outputs of its program (quire/program/taps.py)."""
+
+    def output(self, name: str, num_rows: int) -> NDArray[Any]:
+        """Return the first rows of an output, bf16 perhaps as uint16: the trunk's hold until the
+        next run_trunk, the head's until the next run_head."""
 
 
 @runtime_checkable

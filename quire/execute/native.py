@@ -56,10 +56,9 @@ ROW_CODES: Mapping[Rows, int] = MappingProxyType(
 class NativeExecutor:
     """An Executor (see executor.py).
 
-    isa: an instruction set by name; empty takes QUIRE_ISA, else the machine's best. poison fills
-    buffers with NaN before each run, for tests. Raises WeightsError where the checkpoint is not
-    what the program needs, CapacityError where memory does not suffice, SettingError for an
-    instruction set this machine does not have.
+    isa: by name; empty takes QUIRE_ISA, else the machine's best. poison: fill buffers with NaN
+    before each run. Raises WeightsError where the checkpoint is not the program's, CapacityError
+    where memory does not suffice, SettingError for an instruction set this machine does not have.
     """
 
     name = "native"
@@ -180,9 +179,8 @@ class NativeExecutor:
         """Layers first .. end - 1 of the trunk, see LayeredExecutor."""
         self._reserve_angles(batch)
         try:
-            self._native.run_layers(
-                TRUNK, **_arrays(batch, batch.sample_rows[:0]), first=first, end=end
-            )
+            arrays = _arrays(batch, batch.sample_rows[:0])
+            self._native.run_layers(TRUNK, **arrays, first=first, end=end)
         except _native.Aborted as error:
             raise WorkerError(str(error)) from error
 
@@ -305,7 +303,8 @@ class NativeExecutor:
         self, segment: int, batch: ForwardBatch, sample_rows: Int32s, then: int = NONE
     ) -> None:
         try:
-            self._native.run(segment, **_arrays(batch, sample_rows), then=then)
+            arrays = _arrays(batch, sample_rows)
+            self._native.run(segment, **arrays, features=batch.features, then=then)
         except _native.Aborted as error:
             raise WorkerError(str(error)) from error
 

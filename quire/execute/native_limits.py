@@ -95,7 +95,7 @@ def _expert_problems(program: Program) -> Iterator[str]:
 
 
 def _cache_problems(program: Program) -> Iterator[str]:
-    if len(program.caches) != 1:
+    if len(program.caches) > 1:
         yield f"it has {len(program.caches)} KV caches; one is held"
     for cache in program.caches:
         if cache.head_dim > _native.MAX_HEAD_DIM:

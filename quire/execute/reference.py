@@ -9,7 +9,7 @@ can pass unseen. Knows nothing of requests; NumPy decides how many threads its p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import assert_never
 
@@ -44,6 +44,7 @@ from quire.program.ops import (
     Attention,
     Copy,
     Embed,
+    Feed,
     GatherRows,
     Linear,
     Norm,
@@ -213,6 +214,10 @@ class ReferenceExecutor:
         """See PoolingExecutor."""
         return self._run_samples("pool", "pooled", batch, first, count)
 
+    def output(self, name: str, num_rows: int) -> Float32s:
+        """The first rows of a named output of the last run; see TappedExecutor."""
+        return self._read(self._program.outputs[name])[:num_rows]
+
     def sample(self, logits: Float32s, batch: SampleBatch) -> TokenChoice:
         """Choose a token for each row."""
         return choose(logits, batch)
@@ -296,12 +301,13 @@ class ReferenceExecutor:
 
     def _begin(self, batch: ForwardBatch) -> None:
         num_caches = len(self._program.caches)
-        if len(batch.caches) != num_caches:
+        if len(batch.caches) != max(num_caches, 1):
             raise ValueError(f"rows of {len(batch.caches)} caches; the program has {num_caches}")
+        has_cache = num_caches > 0
         check_batch(
-            batch,
-            vocab_size=self._program.vocab_size,
-            num_blocks=self._num_blocks,
+            batch if has_cache else replace(batch, caches=()),
+            vocab_size=_num_ids(self._program),
+            num_blocks=self._num_blocks if has_cache else 1,
             block_size=self._block_size,
         )
         for table in self._ropes:
@@ -326,6 +332,8 @@ class ReferenceExecutor:
         match op:
             case Embed():
                 self._embed(op, batch)
+            case Feed():
+                self._feed(op, batch)
             case Norm():
                 self._norm(op)
             case Linear():
@@ -377,6 +385,13 @@ class ReferenceExecutor:
             ids = batch.rope_positions
             check_range("rope_positions", ids, 0, len(table))
         self._write(op.y, ops.embed(table, ids))
+
+    def _feed(self, op: Feed, batch: ForwardBatch) -> None:
+        read, shape = batch.features, (len(batch.token_ids), op.y.width)
+        if read is None or read.shape != shape:
+            found = None if read is None else list(read.shape)
+            raise ValueError(f"features are {found}; {list(shape)} are read")
+        self._write(op.y, ops.copy(read))
 
     def _norm(self, op: Norm) -> None:
         if op.delta is not None:
@@ -481,6 +496,16 @@ class ReferenceExecutor:
     def _gather_rows(self, op: GatherRows) -> None:
         x = self._read(op.x)
         self._write(op.y, ops.gather_rows(x, self._sample_rows))
+
+
+def _num_ids(program: Program) -> int:
+    """Token ids that a batch may have: the rows of the table that they are looked up in."""
+    tables = [
+        program.weights[op.weight].rows
+        for op in program.segments["trunk"]
+        if isinstance(op, Embed) and op.ids is IdSource.TOKENS
+    ]
+    return min(tables, default=program.vocab_size)
 
 
 def _counts(batch: ForwardBatch) -> dict[Rows, int]:

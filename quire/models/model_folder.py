@@ -42,6 +42,17 @@ def draft_box_path() -> Path:
     return draft
 
 
+def head_box_path(kind: str) -> Path:
+    """Return the directory of the built-in model's draft heads. Raises ConfigError if absent."""
+    heads = Path(__file__).parent / f"box_{kind}"
+    if not (heads / "config.json").is_file():
+        raise ConfigError(
+            f"{heads}: this installation has no {kind} heads for the built-in model; give some "
+            "with --draft-model"
+        )
+    return heads
+
+
 def read_vocab_size(path: Path) -> int:
     """Return how many token ids the model has; 0 if that is stated in no valid form.
 

@@ -1,7 +1,6 @@
-"""ForwardBatch: the inputs of one step of a program.
+"""ForwardBatch: the inputs of one step of a program, in flat arrays.
 
-Built by the runner, read by executors. Flat arrays only. Letters: T token rows, S sequences,
-C table columns, R sample rows.
+Built by the runner, read by executors. T token rows, S sequences, C table columns, R sample rows.
 """
 
 from __future__ import annotations
@@ -31,12 +30,13 @@ class CacheRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
-    """One step's inputs, all int32 and C-contiguous.
+    """One step's inputs, C-contiguous and, but for features, int32.
 
     Sequence s owns rows seq_starts[s]:seq_starts[s+1], at consecutive `positions`. caches: one for
-    each of the program's cache groups, in order. sample_rows index token rows, ascending.
-    late_slots, where it is not empty: row i takes the token chosen last for slot late_slots[i],
-    which only the device has yet, and token_ids[i] where that is -1.
+    each of the program's cache groups, in order; without any, one that nothing reads. sample_rows
+    index token rows, ascending. late_slots, where it is not empty: row i takes the token chosen
+    last for slot late_slots[i], which only the device has yet, and token_ids[i] where that is -1.
+    features: what a Feed reads.
     """
 
     token_ids: Int32s  # [T]
@@ -46,3 +46,4 @@ class ForwardBatch:
     seq_starts: Int32s  # [S + 1]
     sample_rows: Int32s  # [R]
     late_slots: Int32s = field(default_factory=lambda: NO_SLOTS)  # [T] or empty
+    features: NDArray[np.float32] | None = None  # [T, W]

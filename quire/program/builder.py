@@ -18,6 +18,7 @@ from quire.program.ops import (
     Attention,
     Copy,
     Embed,
+    Feed,
     GatherRows,
     Linear,
     Norm,
@@ -99,6 +100,16 @@ class ProgramBuilder:
         self._ops.append(Embed(y=y, weight=weight, ids=ids))
         return y
 
+    def feed(self, width: int, *, dtype: DType = DType.F32) -> View:
+        """The batch's features, a row per token."""
+        y = self._new("features", width, dtype)
+        self._ops.append(Feed(y=y))
+        return y
+
+    def space(self, name: str, width: int) -> View:
+        """A new buffer in the program's dtype, for operations that write parts of its columns."""
+        return self._new(name, width, self.dtype)
+
     def norm(
         self,
         x: View,
@@ -110,12 +121,13 @@ class ProgramBuilder:
         bias: str | None = None,
         dtype: DType | None = None,
         out_name: str = "normed",
+        out: View | None = None,
     ) -> View:
         """Norm of x, after x += delta where a delta is given (x is then also an output).
 
-        Without a weight it is ones; dtype defaults to the program's.
+        Without a weight it is ones; dtype defaults to the program's. out: where it is written.
         """
-        y = self._new(out_name, x.width, dtype or self.dtype)
+        y = out or self._new(out_name, x.width, dtype or self.dtype)
         self._ops.append(
             Norm(x=x, delta=delta, y=y, form=form, eps=eps, group=0, weight=weight, bias=bias)
         )
@@ -270,6 +282,11 @@ class ProgramBuilder:
         y = self._new("rounded", x.width, self.dtype)
         self._ops.append(Copy(x=x, y=y))
         return y
+
+    def copy(self, x: View, out: View) -> View:
+        """x, rounded to the dtype of `out`."""
+        self._ops.append(Copy(x=x, y=out))
+        return out
 
     def begin_head(self, x: View) -> View:
         """Start the head segment: the rows of x that sample."""

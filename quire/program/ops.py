@@ -61,6 +61,22 @@ class Embed(Operation):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Feed(Operation):
+    """y[T, W] = the batch's features [T, W], f32, rounded to y's dtype."""
+
+    kind = "feed"
+    reads = ()
+    writes = ("y",)
+
+    y: View
+
+    def check(self, declared: Declarations) -> None:
+        """The output has a row per token."""
+        if self.y.buffer.rows is not Rows.TOKENS:
+            raise ValueError(f"y has {self.y.buffer.rows} rows; features have one per token")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Norm(Operation):
     """y = norm(x) * weight + bias, after x += delta where there is a delta.
 
@@ -411,6 +427,7 @@ class GatherRows(Operation):
 
 Op = (
     Embed
+    | Feed
     | Norm
     | Linear
     | Rope

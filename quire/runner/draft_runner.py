@@ -68,25 +68,7 @@ class DraftRunner:
 
     def admit(self, slot: int, request: Request, num_prompt_tokens: int) -> None:
         """Take over the sampling parameters of `request`."""
-        sampling = request.sampling
-        assert sampling.seed is not None, "parameters are resolved"
-        admission = Admission(
-            slot=slot,
-            request_id=request.request_id,
-            stream=request.stream,
-            token_ids=NO_INTS,
-            num_prompt_tokens=num_prompt_tokens,
-            stop_ids=request.stop_ids,
-            sampling=replace(
-                sampling,
-                seed=sampling.seed ^ self._seed_change,
-                structured_outputs=None,
-                logprobs=None,
-                prompt_logprobs=None,
-                logprob_token_ids=(),
-            ),
-            rules=request.rules,
-        )
+        admission = draft_admission(slot, request, num_prompt_tokens, self._seed_change)
         self._tables.apply(self._plan(admissions=(admission,)))
 
     def retire(self, slot: int) -> None:
@@ -121,3 +103,28 @@ class DraftRunner:
     def _plan(self, **parts: object) -> StepPlan:
         self._num_passes += 1
         return StepPlan(step=self._num_passes, **parts)  # type: ignore[arg-type]
+
+
+def draft_admission(
+    slot: int, request: Request, num_prompt_tokens: int, seed_change: int = 0
+) -> Admission:
+    """Return what tables that drafts are sampled with take over of a request, without tokens."""
+    sampling = request.sampling
+    assert sampling.seed is not None, "parameters are resolved"
+    return Admission(
+        slot=slot,
+        request_id=request.request_id,
+        stream=request.stream,
+        token_ids=NO_INTS,
+        num_prompt_tokens=num_prompt_tokens,
+        stop_ids=request.stop_ids,
+        sampling=replace(
+            sampling,
+            seed=sampling.seed ^ seed_change,
+            structured_outputs=None,
+            logprobs=None,
+            prompt_logprobs=None,
+            logprob_token_ids=(),
+        ),
+        rules=request.rules,
+    )

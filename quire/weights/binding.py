@@ -65,6 +65,10 @@ class Binding:
         self.checkpoint = checkpoint
         self._names = names  # names in the checkpoint, by names in the program
 
+    def stored_name(self, part: WeightPart) -> str:
+        """Return the checkpoint's name of the tensor of which `part` is a slice."""
+        return self._names[part.source]
+
     def tensor(self, part: WeightPart) -> StoredTensor:
         """Return the whole stored tensor of which `part` is a slice."""
         return self.checkpoint.tensor(self._names[part.source])

@@ -4,7 +4,8 @@ Format (huggingface/safetensors): 8 bytes little-endian header length, a JSON ob
 tensor's dtype, shape and data_offsets (relative to the end of the header), then the data. What
 always holds after opening: tensors cover the data without gap or overlap, each has exactly the
 bytes its dtype and shape need, and all dtypes are f32, f16 or bf16, fp8 (with scales:
-fp8_checkpoint.py), or those of masks in old files, which are ignored. Values are not inspected.
+fp8_checkpoint.py), or those of masks in old files, which are ignored, and of the token tables of
+draft heads. Values are not inspected.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ MAX_SHOWN_PROBLEMS = 20
 LENGTH_BYTES = 8
 LFS_POINTER = b"version https://git-lfs"
 
-DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16", "F8_E4M3": FP8, "U8": "u8", "BOOL": "bool"}
+DTYPES = {
+    **{"F32": "f32", "F16": "f16", "BF16": "bf16", "F8_E4M3": FP8},
+    **{"U8": "u8", "BOOL": "bool", "I64": "i64"},
+}
+INT64_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +44,8 @@ class StoredTensor:
     """A tensor as it lies in the file: `raw` uint8 [bytes], read-only, a view of the mapping.
 
     `dtype` is "f32", "f16" or "bf16"; `array` views the same bytes typed and shaped (bf16 as
-    uint16). A mask is "u8" or "bool" and has no `array`, nor has fp8, "f8_e4m3". The start need not
-    be aligned to the element size.
+    uint16). A mask is "u8" or "bool" and has no `array`, nor has fp8, "f8_e4m3", or a table of
+    whole numbers, "i64". The start need not be aligned to the element size.
     """
 
     name: str
@@ -166,9 +171,7 @@ def _read_entry(name: str, described: Any, data_start: int, problems: list[str])
         problems.append(f"{name}: data_offsets is {offsets!r}; [start, end] is allowed")
         return None
     kind = DTYPES[dtype]
-    needed = prod(shape) * (
-        BYTE_TYPE_BYTES if kind not in NUMPY_TYPES else NUMPY_TYPES[kind].itemsize
-    )
+    needed = prod(shape) * _element_bytes(kind)
     if offsets[1] - offsets[0] != needed:
         problems.append(
             f"{name}: {dtype} {shape} needs {needed} bytes, but data_offsets {offsets} "
@@ -177,6 +180,12 @@ def _read_entry(name: str, described: Any, data_start: int, problems: list[str])
         return None
     start, end = data_start + offsets[0], data_start + offsets[1]
     return _Entry(DTYPES[dtype], tuple(shape), start, end)
+
+
+def _element_bytes(kind: str) -> int:
+    if kind in NUMPY_TYPES:
+        return NUMPY_TYPES[kind].itemsize
+    return INT64_BYTES if kind == "i64" else BYTE_TYPE_BYTES
 
 
 def _are_sizes(values: Any) -> bool:

@@ -22,7 +22,7 @@ from quire.speculative.draft_model import DraftLimits, ModelProposer
 from quire.speculative.drafter import Drafter
 from quire.speculative.ngram import NgramProposer
 from quire.speculative.prediction import PredictionProposer
-from quire.speculative.proposer import Drafts, Proposer
+from quire.speculative.proposer import CostlyProposer, Drafts, Proposer
 from quire.speculative.self_draft import SelfDrafter, SelfProposer
 from tests.exact.workload import VOCAB_SIZE, Settings
 
@@ -115,7 +115,7 @@ def self_proposer(executor: Executor, settings: Settings, max_model_len: int) ->
 
 
 def draft_source(
-    settings: Settings, answer: Answer, model: ModelProposer | None = None
+    settings: Settings, answer: Answer, model: CostlyProposer | None = None
 ) -> Drafter | None:
     """Return the source of a case; None for a case without drafts."""
     if not settings.proposer:

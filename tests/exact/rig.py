@@ -11,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -42,6 +43,7 @@ from quire.execute.executor import (
     ExecutorOptions,
     LayeredExecutor,
     StepLimits,
+    TappedExecutor,
 )
 from quire.execute.native import NativeExecutor
 from quire.execute.native_first_layers import NativeFirstLayers
@@ -56,12 +58,14 @@ from quire.program.quantize import quantize
 from quire.program.tensors import DType
 from quire.runner.handle import Handle
 from quire.runner.model_runner import ModelRunner, OutputConstraints
+from quire.runner.tapped_runner import TappedRunner, Taps
 from quire.runner.tier_mover import TierMover
 from quire.scheduler.cost.transfer_cost import RestoreMode
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.speculative.drafter import Drafter
+from quire.speculative.proposer import CostlyProposer
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.vocabulary import Vocabulary
 from quire.text.detokenizer import JoinRules
@@ -72,6 +76,7 @@ from quire.transfer.segment import segment_bytes
 from quire.transfer.store import BlockStore
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
 from tests.exact.drafts import IS_RIGHT, draft_source, model_proposer, self_proposer
+from tests.exact.heads import HEADS, Heads
 from tests.exact.workload import (
     ALONE,
     ALONE_WITH_BEAMS,
@@ -184,6 +189,27 @@ class Model:
         self._first_layers: dict[
             tuple[int, bool, bool], NativeFirstLayers | ReferenceFirstLayers
         ] = {}
+        self._heads: dict[str, Heads] = {}
+        self._tapped: dict[tuple[str, int], Executor] = {}
+
+    def heads(self, kind: str) -> Heads:
+        """Return draft heads for this model, created on first use."""
+        if kind not in self._heads:
+            self._heads[kind] = Heads(
+                kind,
+                self.folder,
+                self.program,
+                self.checkpoint,
+                lambda program, checkpoint: self._make(program, checkpoint, 1),
+            )
+        return self._heads[kind]
+
+    def tapped_executor(self, kind: str, num_threads: int) -> Executor:
+        """Return an executor that hands out what the heads read, created on first use."""
+        key = kind, num_threads
+        if key not in self._tapped:
+            self._tapped[key] = self._make(self.heads(kind).program, self.checkpoint, num_threads)
+        return self._tapped[key]
 
     def draft_executor(self) -> Executor:
         """Return another executor of the same model, which drafts for it."""
@@ -222,9 +248,12 @@ class Model:
 
     def make_executor(self, num_threads: int) -> Executor:
         """Create the native executor, with all buffers filled with NaN before each run."""
+        return self._make(self.program, self.checkpoint, num_threads)
+
+    def _make(self, program: Program, checkpoint: Checkpoint, num_threads: int) -> Executor:
         return NativeExecutor(
-            self.program,
-            self.checkpoint,
+            program,
+            checkpoint,
             ExecutorOptions(
                 limits=StepLimits(
                     max_tokens=MAX_ROWS, max_samples=MAX_SEQUENCES, max_sequences=MAX_SEQUENCES
@@ -245,6 +274,10 @@ class Model:
         if self._draft_executor is not None:
             self._draft_executor.close()
             self._draft_executor = None
+        for closable in (*self._heads.values(), *self._tapped.values()):
+            closable.close()
+        self._heads.clear()
+        self._tapped.clear()
 
 
 class WatchedRunner:
@@ -285,10 +318,14 @@ def run_case(
     """
     if case.settings.proposer == "self" and not model.drafts_itself:
         case = replace(case, settings=replace(case.settings, proposer="sometimes"))
-    source = make_drafts(model, case, AloneRuns() if alone is None else alone)
-    executor = wrap_executor(model.executor(case.settings.num_threads))
-    runner = WatchedRunner(make_runner(executor, case.settings, runner_type))
-    if case.settings.proposer == "self":
+    source, taps = make_drafts(model, case, AloneRuns() if alone is None else alone)
+    num_threads, kind = case.settings.num_threads, case.settings.proposer
+    plain = (
+        model.executor(num_threads) if taps is None else model.tapped_executor(kind, num_threads)
+    )
+    executor = wrap_executor(plain)
+    runner = WatchedRunner(make_runner(executor, case.settings, runner_type, taps))
+    if kind == "self":
         first_layers_of(model, case.settings).share_cache()
     core = make_core(
         runner,
@@ -363,21 +400,24 @@ def run_case(
     )
 
 
-def make_drafts(model: Model, case: Case, alone: AloneRuns) -> Drafter | None:
-    """Return the draft source of a case. The answers are computed first, as they use the executor
-    of the model."""
+def make_drafts(model: Model, case: Case, alone: AloneRuns) -> tuple[Drafter | None, Taps | None]:
+    """Return the draft source of a case, and where heads find hidden states. The answers are
+    computed first, as they use the executor of the model."""
     answers: dict[str, list[int]] = {}
     if case.settings.proposer in IS_RIGHT:
         for request in case.requests:
             if request.speculation is not None:
                 stream = alone.of(model, request)
                 answers[request.request_id] = [token_id for token_id, _ in stream.tokens]
-    settings, drafts = case.settings, None
+    settings, taps = case.settings, None
+    drafts: CostlyProposer | None = None
     if settings.proposer == "model":
         drafts = model_proposer(model.draft_executor(), settings, MAX_MODEL_LEN)
     if settings.proposer == "self":
         drafts = self_proposer(first_layers_of(model, settings), settings, MAX_MODEL_LEN)
-    return draft_source(settings, lambda request: answers[request.request_id], drafts)
+    if settings.proposer in HEADS and isinstance(model.executor(1), NativeExecutor):
+        drafts, taps = model.heads(settings.proposer).proposer(settings, MAX_MODEL_LEN)
+    return draft_source(settings, lambda request: answers[request.request_id], drafts), taps
 
 
 def first_layers_of(model: Model, settings: Settings) -> NativeFirstLayers | ReferenceFirstLayers:
@@ -401,11 +441,19 @@ def _has_ends(case: Case, runner: WatchedRunner, *, stop: bool) -> bool:
 
 
 def make_runner(
-    executor: Executor, settings: Settings, runner_type: type[ModelRunner] = ModelRunner
+    executor: Executor,
+    settings: Settings,
+    runner_type: type[ModelRunner] = ModelRunner,
+    taps: Taps | None = None,
 ) -> ModelRunner:
-    """Return a runner with a fresh KV pool."""
+    """Return a runner with a fresh KV pool. taps: where it leaves hidden states."""
     executor.allocate_cache(settings.num_blocks, settings.block_size)
-    return runner_type(
+    make: Callable[..., ModelRunner] = runner_type
+    if taps is not None and isinstance(executor, TappedExecutor):
+        bases = dict.fromkeys((TappedRunner, runner_type))
+        order = (TappedRunner,) if runner_type is ModelRunner else tuple(bases)
+        make = partial(type("Tapped", order, {}), taps=taps)
+    return make(
         executor,
         num_slots=settings.max_num_seqs,
         max_model_len=MAX_MODEL_LEN,

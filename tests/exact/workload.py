@@ -73,7 +73,7 @@ class Settings:
     layered: bool = False  # layered prefill where it is possible
     jump_ahead: bool = True  # append forced tokens; a request alone takes a step per token
     proposer: str = ""  # of draft tokens (drafts.py); "" for none
-    draft_blocks: int = 0  # KV blocks of the draft model, where that is the proposer
+    draft_blocks: int = 0  # KV blocks of the draft model or head, where that is the proposer
     draft_noise: bool = True  # the draft model samples with the noise of the target
     max_drafts: int = 0
     adaptive: bool = False  # as many drafts as the control chooses, instead of all
@@ -195,6 +195,14 @@ def _with_drafts(
         )
     if rng.random() < 0.25:
         settings = replace(settings, proposer="self")
+
+    heads = random.Random(f"heads {arrivals[0].requests[0].request_id}")
+    if heads.random() < 0.2:
+        settings = replace(
+            settings,
+            proposer=heads.choice(("medusa", "eagle")),
+            draft_blocks=heads.choice((3, 20, 100)),
+        )
 
     def speculating(request: Request) -> Request:
         own = random.Random(f"drafts {request.group_id}")

@@ -25,6 +25,7 @@ NO_INTS = np.empty(0, np.int32)
 OPERANDS: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         "embed": ("y",),
+        "feed": ("y",),
         "norm": ("x", "y", "delta"),
         "activation": ("gate", "y", "up"),
         "experts": ("x", "routing", "y"),
@@ -90,7 +91,7 @@ class OneOp:
         inputs: Mapping[int, Float32s],
         *,
         num_rows: int,
-        batch: Mapping[str, NDArray[np.int32]] = MappingProxyType({}),
+        batch: Mapping[str, NDArray[Any]] = MappingProxyType({}),
     ) -> list[Float32s]:
         """Return all operands' rows after the run; `inputs` by operand index, the others
         start as NaN.

@@ -63,6 +63,16 @@ struct EmbedOp {
     }
 };
 
+struct FeedOp {
+    static constexpr const char* kind = "feed";
+    static constexpr bool is_row_wise = true;
+    ViewSpec y;
+    template <class Self, class Visit>
+    static void fields(Self& op, Visit&& visit) {
+        visit("y", op.y);
+    }
+};
+
 struct NormOp {
     static constexpr const char* kind = "norm";
     static constexpr bool is_row_wise = true;
@@ -246,7 +256,7 @@ struct AllGatherOp {
     }
 };
 
-using Operation = std::variant<EmbedOp, NormOp, LinearOp, RopeOp, StoreKVOp, AttentionOp,
+using Operation = std::variant<EmbedOp, FeedOp, NormOp, LinearOp, RopeOp, StoreKVOp, AttentionOp,
                                ActivationOp, AddOp, ScaleOp, SoftCapOp, CopyOp, GatherRowsOp,
                                RouteOp, ExpertsOp, AllGatherOp>;
 

@@ -29,6 +29,8 @@ struct StepInputs {
     const int32_t* seq_starts = nullptr;
     const int32_t* block_tables = nullptr;
     const int32_t* sample_rows = nullptr;
+    const float* features = nullptr;  // [num_tokens, feature_columns]
+    int64_t feature_columns = 0;
 
     // Ids that an embedding looks up.
     const int32_t* ids(IdSource source) const {

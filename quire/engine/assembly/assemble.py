@@ -64,6 +64,7 @@ from quire.runner.model_runner import ModelRunner, OutputConstraints
 from quire.runner.prefault import Prefault
 from quire.scheduler.limits import SchedulerLimits
 from quire.speculative.drafter import Drafter
+from quire.speculative.proposer import CostlyProposer
 from quire.structured.compiler import GrammarCompiler
 from quire.text.template_files import source_in_force
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
@@ -71,8 +72,9 @@ from quire.weights.pack_cache import PackCache
 
 if TYPE_CHECKING:
     from quire.engine.assembly.draft_model import SizedDraft
+    from quire.engine.assembly.heads import SizedHeads
     from quire.engine.assembly.self_draft_size import SizedSelfDraft
-    from quire.speculative.draft_model import ModelProposer
+    from quire.runner.tapped_runner import Taps
     from quire.transfer.folder import TierFolder
 
 
@@ -146,7 +148,13 @@ class _SizedModel:
     step_limits: StepLimits
     memory: MemoryPlan
     draft: SizedDraft | SizedSelfDraft | None = None
+    heads: SizedHeads | None = None
     pooling: PoolingSpec | None = None
+
+    @property
+    def run_program(self) -> Program:
+        """The program that is run: with its hidden states as outputs where heads read them."""
+        return self.program if self.heads is None else self.heads.tap(self.program)
 
 
 def _assembled(
@@ -176,7 +184,8 @@ def _assembled(
             tier_folder, config.cache, executor, fingerprint=fingerprint, clock=clock, report=report
         )
     texts, compiler = _text_sources(config, model.spec, clock)
-    runner = ModelRunner(
+    taps = None if model.heads is None else model.heads.taps(limits.max_num_seqs)
+    runner = _runner_class(taps)(
         executor,
         num_slots=limits.max_num_seqs,
         max_model_len=memory.max_model_len,
@@ -189,7 +198,7 @@ def _assembled(
     warm_up(runner, limits, num_blocks=memory.num_blocks)
     budgets = bool(limits.step_budget_ms)
     cost = measure_cost(runner, limits, memory.num_blocks, clock) if budgets else None
-    drafter = _drafter(config, max_drafts, limits, model, executor, clock, report)
+    drafter = _drafter(config, max_drafts, limits, model, executor, clock, report, taps)
     scheduler = make_scheduler(
         config,
         limits,
@@ -222,7 +231,7 @@ def _assembled(
         ),
         notes=(
             *memory.text().splitlines(),
-            *([] if model.draft is None else [model.draft.note(memory.max_model_len)]),
+            *(part.note(memory.max_model_len) for part in (model.draft, model.heads) if part),
             *([] if tier is None else [tier.note]),
         ),
         step_tokens=model.step_limits.max_tokens,
@@ -260,9 +269,11 @@ def _sized_model(config: EngineConfig) -> _SizedModel:
             config.cache.kv_tier_host_bytes, executor_class.available_memory(), machine_memory()
         )
     limits = step_limits(config, executor_class)
-    draft = _sized_draft(config, spec, longest, executor_class)
-    needs = NO_DRAFT if draft is None else draft.needs
-    memory = _memory(config, spec, longest, executor_class, limits, needs)
+    heads = _sized_heads(config, spec, longest, checkpoint, executor_class)
+    draft = None if heads is not None else _sized_draft(config, spec, longest, executor_class)
+    needs = next((part.needs for part in (draft, heads) if part is not None), NO_DRAFT)
+    run = longest if heads is None else heads.tap(longest)
+    memory = _memory(config, spec, run, executor_class, limits, needs)
     return _SizedModel(
         folder=folder,
         spec=spec,
@@ -272,6 +283,7 @@ def _sized_model(config: EngineConfig) -> _SizedModel:
         step_limits=limits,
         memory=memory,
         draft=draft,
+        heads=heads,
         pooling=pooling,
     )
 
@@ -285,7 +297,7 @@ def _loaded_executor(
 ) -> Executor:
     """Load the weights and allocate the KV cache."""
     executor = model.executor_class(
-        model.program,
+        model.run_program,
         model.checkpoint,
         ExecutorOptions(
             limits=model.step_limits,
@@ -308,6 +320,35 @@ def _limits(config: EngineConfig, model: _SizedModel, num_layers: int) -> Schedu
         step_tokens=model.step_limits.max_tokens,
         plans_in_flight=model.executor_class.plans_in_flight(),
     )
+
+
+def _sized_heads(
+    config: EngineConfig,
+    spec: ModelSpec,
+    program: Program,
+    checkpoint: Checkpoint,
+    executor_class: ExecutorClass,
+) -> SizedHeads | None:
+    settings = config.scheduler
+    if settings.speculate not in ("medusa", "eagle") and settings.draft_model is None:
+        return None
+    from quire.engine.assembly.heads import head_kind, sized_heads  # only where they are used
+
+    kind = head_kind(config)
+    if kind is None:
+        return None
+    heads = sized_heads(config, kind, spec, program, checkpoint, executor_class)
+    for head in heads.files.programs:
+        executor_class.check_program(head)
+    return heads
+
+
+def _runner_class(taps: Taps | None) -> Callable[..., ModelRunner]:
+    if taps is None:
+        return ModelRunner
+    from quire.engine.assembly.heads import runner_class
+
+    return runner_class(taps)
 
 
 def _sized_draft(
@@ -335,51 +376,78 @@ def _drafter(
     executor: Executor,
     clock: Clock,
     report: Report,
+    taps: Taps | None,
 ) -> Drafter | None:
-    """Return the source of drafts, and load the draft model where there is one."""
+    """Return the source of drafts, and load the draft model or the heads where there are some."""
     if not max_drafts:
         return None
-    drafter: type[Drafter] = Drafter
-    proposer: ModelProposer | None = None
-    num_threads = num_compute_threads(config.executor.num_threads)
-    if config.scheduler.drafts_itself:
-        from quire.engine.assembly.self_draft import load_self_draft
-        from quire.speculative.self_draft import SelfDrafter
-
-        drafter = SelfDrafter
-        proposer = load_self_draft(
-            cast("SizedSelfDraft", model.draft),
-            executor,
-            memory=model.memory,
-            block_size=config.cache.block_size,
-            limits=limits,
-            num_threads=num_threads,
-            clock=clock,
-        )
-    elif model.draft is not None:
-        from quire.engine.assembly.draft_model import load_draft
-
-        proposer = load_draft(
-            cast("SizedDraft", model.draft),
-            model.executor_class,
-            ExecutorOptions(
-                limits=model.step_limits,
-                num_threads=num_threads,
-                pack_cache=_pack_cache(config.executor),
-                beside=executor if limits.plans_in_flight == 1 else None,
-            ),
-            memory=model.memory,
-            block_size=config.cache.block_size,
-            limits=limits,
-            clock=clock,
-        )
     return make_drafter(
         max_drafts,
         num_slots=limits.max_num_seqs,
         vocab_size=model.spec.vocab_size,
         report=report,
-        model=proposer,
-        drafter=drafter,
+        model=_loaded_proposer(config, limits, model, executor, clock, taps),
+        drafter=_drafter_class(config),
+    )
+
+
+def _drafter_class(config: EngineConfig) -> type[Drafter]:
+    if not config.scheduler.drafts_itself:
+        return Drafter
+    from quire.speculative.self_draft import SelfDrafter
+
+    return SelfDrafter
+
+
+def _loaded_proposer(
+    config: EngineConfig,
+    limits: SchedulerLimits,
+    model: _SizedModel,
+    executor: Executor,
+    clock: Clock,
+    taps: Taps | None,
+) -> CostlyProposer | None:
+    """Load what computes drafts: the model's first layers, a draft model or heads; None without."""
+    if model.draft is None and model.heads is None:
+        return None
+    memory, executor_class = model.memory, model.executor_class
+    num_threads = num_compute_threads(config.executor.num_threads)
+    block_size = config.cache.block_size
+    if config.scheduler.drafts_itself:
+        from quire.engine.assembly.self_draft import load_self_draft
+
+        return load_self_draft(
+            cast("SizedSelfDraft", model.draft),
+            executor,
+            memory=memory,
+            block_size=block_size,
+            limits=limits,
+            num_threads=num_threads,
+            clock=clock,
+        )
+    options = ExecutorOptions(
+        limits=model.step_limits,
+        num_threads=num_threads,
+        pack_cache=_pack_cache(config.executor),
+        beside=executor if limits.plans_in_flight == 1 else None,
+    )
+    if model.heads is not None:
+        from quire.engine.assembly.heads import load_heads
+
+        assert taps is not None, "the runner keeps hidden states for heads"
+        return load_heads(
+            model.heads, taps, executor_class, options, memory=memory, limits=limits, clock=clock
+        )
+    from quire.engine.assembly.draft_model import load_draft
+
+    return load_draft(
+        cast("SizedDraft", model.draft),
+        executor_class,
+        options,
+        memory=memory,
+        block_size=block_size,
+        limits=limits,
+        clock=clock,
     )
 
 

@@ -5,8 +5,6 @@ Decides from the configuration how many drafts the executor verifies; refuses wh
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from quire.base.errors import SettingError
 from quire.base.report import Report
 from quire.config.groups import EngineConfig
@@ -14,9 +12,7 @@ from quire.speculative.control import AdaptiveControl
 from quire.speculative.drafter import Drafter
 from quire.speculative.ngram import NgramProposer
 from quire.speculative.prediction import PredictionProposer
-
-if TYPE_CHECKING:
-    from quire.speculative.draft_model import ModelProposer
+from quire.speculative.proposer import CostlyProposer
 
 
 def max_draft_tokens(config: EngineConfig) -> int:
@@ -48,7 +44,7 @@ def make_drafter(
     num_slots: int,
     vocab_size: int,
     report: Report,
-    model: ModelProposer | None = None,
+    model: CostlyProposer | None = None,
     drafter: type[Drafter] = Drafter,
 ) -> Drafter:
     """Return a source of up to max_drafts draft tokens a step for requests that speculate.

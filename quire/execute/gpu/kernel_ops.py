@@ -33,6 +33,7 @@ from quire.program.ops import (
     Attention,
     Copy,
     Embed,
+    Feed,
     GatherRows,
     Linear,
     Norm,
@@ -86,10 +87,8 @@ class KernelOps:
                 return partial(_copy, self, step)
             case GatherRows():
                 return partial(_gather_rows, self, step)
-            case AllGather():
-                raise AssertionError(f"{step.kind}: check_program rejects programs of ranks")
-            case Route() | Experts():
-                raise AssertionError(f"{step.kind}: check_program rejects programs with experts")
+            case AllGather() | Feed() | Route() | Experts():
+                raise AssertionError(f"{step.kind}: check_program rejects programs with it")
             case _:
                 assert_never(step)
 

@@ -29,6 +29,7 @@ from quire.program.ops import (
     Attention,
     Copy,
     Embed,
+    Feed,
     GatherRows,
     Linear,
     Norm,
@@ -108,10 +109,8 @@ def _bound(op: Op, place: Place) -> Call:
             return partial(_copy, op, place)
         case GatherRows():
             return partial(_gather_rows, op, place)
-        case AllGather():
-            raise AssertionError(f"{op.kind}: check_program rejects programs of ranks")
-        case Route() | Experts():
-            raise AssertionError(f"{op.kind}: check_program rejects programs with experts")
+        case AllGather() | Feed() | Route() | Experts():
+            raise AssertionError(f"{op.kind}: check_program rejects programs with it")
         case _:
             assert_never(op)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from quire.program.comm_ops import AllGather
 from quire.program.declarations import FP8_CACHE
-from quire.program.ops import Embed
+from quire.program.ops import Embed, Feed
 from quire.program.program import Program
 
 
@@ -22,6 +22,8 @@ def unsupported(program: Program, device: str, *, is_gpu: bool, has_fp8: bool) -
             "its embedding is also the head and kept in 4 bits or in blocks, which rows are "
             "not gathered from on a GPU (--head-precision int8, fp8 or none)"
         )
+    if any(isinstance(op, Feed) for ops in program.segments.values() for op in ops):
+        problems.append("it reads features of another model, which this executor does not feed")
     if any(weight.experts for weight in program.weights.values()):
         problems.append(
             "it is a mixture of experts, which this executor has no operations for "

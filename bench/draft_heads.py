@@ -1,0 +1,108 @@
+"""Acceptance of draft heads, by temperature and position, beside that of the draft model.
+
+    python -m bench.draft_heads
+    python -m bench.draft_heads --model MODEL --heads eagle=HEAD medusa=HEADS
+
+The shape of bench/speculation.py's draft measurement: 24 different prompts at once, 128 tokens
+each, a fixed number of drafts in each step. It counts, and takes no times, so it may run beside
+other programs. Every answer is compared with that without drafts; a difference ends the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.speculation import OFF, ON, check, sampling_of, story_prompts, tokens_of
+from quire.bench.machine import machine_card
+from quire.engine.assembly import drafts as assembly
+from quire.engine.library.llm import LLM
+from quire.speculative.control import FixedControl
+from quire.speculative.drafter import Drafter
+
+BUILT_IN = ("draft=", "eagle=")
+
+
+class Acceptance:
+    """Drafts and accepted ones by their place in the draft, and rows with drafts."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.rows = 0
+        self.drafted: Counter[int] = Counter()
+        self.accepted: Counter[int] = Counter()
+
+    def note(self, drafted: list[int], accepted: list[int]) -> None:
+        """Count the rows of a step."""
+        self.rows += len(drafted)
+        for num_drafted, num_accepted in zip(drafted, accepted, strict=True):
+            self.drafted.update(range(num_drafted))
+            self.accepted.update(range(num_accepted))
+
+    def cell(self) -> dict[str, Any]:
+        """Return what was counted."""
+        drafted, accepted = sum(self.drafted.values()), sum(self.accepted.values())
+        return {
+            "drafted": drafted,
+            "acceptance": round(accepted / drafted, 4) if drafted else None,
+            "tokens_per_row": round(1 + accepted / self.rows, 3) if self.rows else None,
+            "by_position": [
+                round(self.accepted[place] / self.drafted[place], 4)
+                for place in sorted(self.drafted)
+            ],
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
+    parser.add_argument("--model", default="", help="default: the built-in model")
+    parser.add_argument(
+        "--heads",
+        nargs="+",
+        default=BUILT_IN,
+        metavar="KIND=PATH",
+        help="what drafts: a value of --speculate and of --draft-model",
+    )
+    parser.add_argument("--drafts", type=int, default=4, help="in each step")
+    parser.add_argument("--batch", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=128, help="of an answer")
+    parser.add_argument("--temperature", nargs="+", type=float, default=(0.0, 0.6, 1.0))
+    parser.add_argument("--out", type=Path, default=Path("bench/results/draft_heads.json"))
+    args = parser.parse_args()
+    assembly.AdaptiveControl = lambda *_: FixedControl(args.drafts)  # type: ignore
+    seen = Acceptance()
+    Drafter.verified = _counting(Drafter.verified, seen)  # type: ignore[method-assign]
+    cells = []
+    for given in args.heads:
+        kind, _, path = given.partition("=")
+        draft_model = {"draft_model": path} if path else {}
+        with LLM(args.model, max_num_seqs=args.batch, speculate=kind, **draft_model) as llm:
+            for temperature in args.temperature:
+                prompts = story_prompts(args.batch)
+                sampling = sampling_of(args.tokens, temperature)
+                plain = tokens_of(llm, prompts, sampling, OFF)
+                seen.clear()
+                check(llm, prompts, sampling, ON, plain)
+                cells.append({"proposer": kind, "temperature": temperature} | seen.cell())
+                print(json.dumps(cells[-1]), flush=True)
+    result = {"bench": "draft_heads", "machine": machine_card(), "drafts": args.drafts}
+    args.out.write_text(json.dumps(result | {"cells": cells}, indent=1) + "\n")
+
+
+def _counting(verified: Callable[..., None], seen: Acceptance) -> Callable[..., None]:
+    def counted(self: Drafter, index: Any, drafted: Any, accepted: Any) -> None:
+        seen.note(drafted.tolist(), accepted.tolist())
+        verified(self, index, drafted, accepted)
+
+    return counted
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""Draft heads as they lie in a directory: their kind, their programs and their tensors.
+
+Compares configuration, shapes and token tables with the target's program, and reads no weights but
+these tables. Differences are listed together, with what the model needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.errors import ModelError
+from quire.base.regular_file import is_present
+from quire.base.show import show
+from quire.models.config_reader import ConfigReader, load_config
+from quire.models.eagle import (
+    D2T,
+    EMBEDDING,
+    FUSE,
+    NUM_TAPS,
+    SOURCES,
+    T2D,
+    EagleSpec,
+    build_eagle,
+    build_fuse,
+    read_eagle,
+    usual_taps,
+)
+from quire.models.medusa import build_medusa_head, head_tensors, read_medusa
+from quire.program.forms import IdSource
+from quire.program.ops import Embed
+from quire.program.program import Program
+from quire.program.taps import HEAD_INPUT, num_layers_of, with_head_input
+from quire.program.tensors import DType
+from quire.weights.binding import bind
+from quire.weights.checkpoint import Checkpoint, open_checkpoint
+from quire.weights.chosen_tensors import ChosenTensors
+
+Kind = Literal["medusa", "eagle"]
+KINDS: tuple[Kind, ...] = ("medusa", "eagle")
+MEDUSA_FILE = "medusa_lm_head.safetensors"
+MAX_LISTED = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadFiles:
+    """Heads that fit the target.
+
+    programs, checkpoints: of Medusa's heads; of EAGLE's layer and then of its `fc`. taps: the
+    layers of the target that are read; empty: what its head reads. vocabulary: the token ids of
+    the logits; None: all. max_positions: how far the heads count.
+    """
+
+    programs: tuple[Program, ...]
+    checkpoints: tuple[Checkpoint, ...]
+    taps: tuple[int, ...]
+    vocabulary: NDArray[np.int32] | None
+    max_positions: int
+
+
+def kind_of(folder: Path) -> Kind | None:
+    """Return what kind of heads a directory holds, by its config.json; None: something else."""
+    if not folder.is_dir() or not is_present(folder / "config.json"):
+        return None
+    values = load_config(folder / "config.json")
+    names = values.get("architectures")
+    first = str(names[0]) if isinstance(names, list) and names else ""
+    is_medusa = values.get("model_type") == "medusa" or "medusa_num_heads" in values
+    if is_medusa or first == "MedusaModel":
+        return "medusa"
+    is_eagle = "eagle3" in first.lower() or "draft_vocab_size" in values
+    return "eagle" if is_eagle else None
+
+
+def read_heads(
+    kind: Kind, folder: Path, program: Program, target: Checkpoint | None, dtype: DType
+) -> HeadFiles:
+    """Return the heads in `folder`, compared with the target's `program` and its checkpoint.
+
+    target: None where no weights are read: the program then lacks the target's embedding. Raises
+    ModelError for heads of another model, ConfigError and WeightsError for damaged ones.
+    """
+    where = folder / "config.json"
+    config = ConfigReader(load_config(where), where=str(where))
+    if kind == "medusa":
+        return _medusa(folder, config, program, dtype)
+    return _eagle(folder, config, program, target, dtype)
+
+
+def _medusa(folder: Path, config: ConfigReader, program: Program, dtype: DType) -> HeadFiles:
+    spec = read_medusa(config)
+    has_own_file = is_present(folder / MEDUSA_FILE) and not is_present(folder / "model.safetensors")
+    checkpoint = open_checkpoint(folder / MEDUSA_FILE if has_own_file else folder)
+    heads = head_tensors(spec, checkpoint.names, str(folder))
+    width = with_head_input(program).outputs[HEAD_INPUT].width
+    head = build_medusa_head(spec, hidden_size=width, vocab_size=program.vocab_size, dtype=dtype)
+    problems = _differing(
+        ("hidden_size", spec.hidden_size, width),
+        ("vocab_size", spec.vocab_size, program.vocab_size),
+    )
+    for tensors in heads:
+        problems += _wrong_shapes(head, checkpoint, tensors)
+    _raise(folder, "medusa", program, width, problems)
+    # Each has a place of its own, as the cache of packed weights goes by it.
+    chosen = [
+        ChosenTensors(
+            folder / f"head-{number}",
+            {name: (checkpoint, stored) for name, stored in tensors.items()},
+        )
+        for number, tensors in enumerate(heads)
+    ]
+    return HeadFiles(
+        programs=(head,) * len(heads),
+        checkpoints=tuple(chosen),
+        taps=(),
+        vocabulary=None,
+        max_positions=program.max_positions,
+    )
+
+
+def _eagle(
+    folder: Path, config: ConfigReader, program: Program, target: Checkpoint | None, dtype: DType
+) -> HeadFiles:
+    spec = read_eagle(config)
+    checkpoint = open_checkpoint(folder)
+    width, num_layers = program.outputs["hidden"].width, num_layers_of(program)
+    taps = spec.taps or usual_taps(num_layers)
+    problems = _differing(
+        ("vocab_size", spec.vocab_size, program.vocab_size),
+        ("target_hidden_size", spec.target_hidden_size, width),
+    )
+    problems += [
+        f"layer id {layer + 1} in config.json is beyond the model's {num_layers} layers"
+        for layer in taps
+        if layer >= num_layers
+    ]
+    max_positions = min(spec.layer.max_positions, program.max_positions)
+    layer = build_eagle(
+        spec, vocab_size=program.vocab_size, dtype=dtype, max_positions=max_positions
+    )
+    fuse = build_fuse(spec, columns=NUM_TAPS * width, vocab_size=program.vocab_size, dtype=dtype)
+    names = {ours: theirs for theirs, ours in SOURCES.items() if theirs in checkpoint.names}
+    expected = {*SOURCES, FUSE, D2T, T2D}
+    problems += [
+        f"{show(name)} is no tensor of an EAGLE-3 head"
+        for name in checkpoint.names
+        if name not in expected
+    ]
+    embedding = SOURCES[EMBEDDING]
+    problems += [
+        f"{theirs} is missing"
+        for theirs in (*SOURCES, FUSE)
+        if theirs not in checkpoint.names and theirs != EMBEDDING
+    ]
+    problems += _wrong_shapes(layer, checkpoint, names)
+    if FUSE in checkpoint.names:
+        problems += _wrong_shapes(fuse, checkpoint, {FUSE: FUSE})
+    sources: dict[str, tuple[Checkpoint, str]] = {
+        name: (checkpoint, stored) for name, stored in names.items()
+    }
+    if EMBEDDING not in checkpoint.names:
+        stored, columns = _embedding_of(program, target)
+        if target is not None:
+            sources[embedding] = target, stored
+        if columns != spec.layer.hidden_size:
+            problems.append(
+                f"{EMBEDDING} is missing, and the model's embedding has {columns} columns, not "
+                f"the {spec.layer.hidden_size} of hidden_size"
+            )
+    vocabulary, wrong = _vocabulary(spec, checkpoint, program.vocab_size)
+    _raise(folder, "eagle", program, width, problems + wrong)
+    return HeadFiles(
+        programs=(layer, fuse),
+        checkpoints=(
+            ChosenTensors(folder, sources),
+            ChosenTensors(folder, {FUSE: (checkpoint, FUSE)}),
+        ),
+        taps=taps,
+        vocabulary=vocabulary,
+        max_positions=max_positions,
+    )
+
+
+def _embedding_of(program: Program, target: Checkpoint | None) -> tuple[str, int]:
+    """Return the stored name of the target's embedding ("" where it is not there), and its
+    columns."""
+    for op in program.segments["trunk"]:
+        if isinstance(op, Embed) and op.ids is IdSource.TOKENS:
+            weight = program.weights[op.weight]
+            if target is None:
+                return "", weight.columns
+            return bind(program, target).stored_name(weight.parts[0]), weight.columns
+    raise ModelError(f"{program.name}: the model looks up no token embeddings")
+
+
+def _vocabulary(
+    spec: EagleSpec, checkpoint: Checkpoint, vocab_size: int
+) -> tuple[NDArray[np.int32] | None, list[str]]:
+    """Return the token ids of the head's logits, None if they are all in order; and problems."""
+    num_ids = spec.layer.vocab_size
+    if D2T not in checkpoint.names:
+        if num_ids == spec.vocab_size:
+            return None, []
+        return None, [f"{D2T} is missing; draft_vocab_size {num_ids} needs it"]
+    table = checkpoint.tensor(D2T)
+    if table.dtype != "i64" or table.shape != (num_ids,):
+        return None, [f"{D2T} is {table.dtype} {list(table.shape)}; i64 [{num_ids}] is needed"]
+    # The file aligns no tensor.
+    ids = np.frombuffer(table.raw.tobytes(), "<i8") + np.arange(num_ids)
+    if ((ids < 0) | (ids >= vocab_size)).any() or len(np.unique(ids)) != num_ids:
+        return None, [f"{D2T} does not lead to {num_ids} different ids from 0 to {vocab_size - 1}"]
+    problems = []
+    if T2D in checkpoint.names:
+        mask = checkpoint.tensor(T2D)
+        is_known = np.zeros(vocab_size, np.bool_)
+        is_known[ids] = True
+        fits = mask.dtype == "bool" and mask.shape == (vocab_size,)
+        if not fits or not np.array_equal(mask.raw != 0, is_known):
+            problems.append(f"{T2D} names other tokens than {D2T}")
+    return ids.astype(np.int32), problems
+
+
+def _differing(*values: tuple[str, int, int]) -> list[str]:
+    """Return what config.json says otherwise than the model; 0: nothing."""
+    return [
+        f"{name} in config.json is {found}; the model's is {needed}"
+        for name, found, needed in values
+        if found not in (0, needed)
+    ]
+
+
+def _wrong_shapes(program: Program, checkpoint: Checkpoint, names: Mapping[str, str]) -> list[str]:
+    """Return tensors of other shapes than `program` needs. names: the stored ones, by its own."""
+    needed = program.source_shapes()
+    return [
+        f"{stored} is {list(checkpoint.describe(stored)[1])}; {list(needed[name])} is needed"
+        for name, stored in names.items()
+        if checkpoint.describe(stored)[1] != needed[name]
+    ]
+
+
+def _raise(folder: Path, kind: Kind, program: Program, width: int, problems: list[str]) -> None:
+    if not problems:
+        return
+    listed = "".join(f"\n  - {problem}" for problem in problems[:MAX_LISTED])
+    if len(problems) > MAX_LISTED:
+        listed += f"\n  - and {len(problems) - MAX_LISTED} more"
+    reads = f"{NUM_TAPS} hidden states of {width}" if kind == "eagle" else f"hidden size {width}"
+    raise ModelError(
+        f"{folder}: these {kind} heads do not fit {program.name} ({reads}, {program.vocab_size} "
+        f"token ids):{listed}\ntake heads that were trained for this model, or train some with "
+        f"`python -m quire.train.{kind}`"
+    )

@@ -1,0 +1,192 @@
+"""EAGLE-3 heads: a decoder layer that guesses from hidden states of three layers of the target.
+
+The layout of SafeAILab's checkpoints: `fc` makes one vector of the three hidden states at a
+position; `midlayer` reads it beside the embedding of the token after that position, each normed;
+`norm` and `lm_head` give logits over a part of the vocabulary, the token ids
+`arange + d2t`. The stream that leaves the layer takes the place of `fc`'s vector at positions that
+the target has not computed yet. Knows no file but config.json and no executor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from quire.base.errors import ModelError
+from quire.base.show import show
+from quire.models import layers
+from quire.models.config_reader import ConfigReader
+from quire.models.decoder_config import ACTIVATIONS, MAX_POSITIONS, MIN_POSITIONS, read_dtype
+from quire.models.rope_reader import read_rope
+from quire.models.spec import (
+    AttentionSpec,
+    GenerationSpec,
+    HeadSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+    RotarySpec,
+)
+from quire.program.builder import ProgramBuilder
+from quire.program.declarations import CacheSpec, WeightPart
+from quire.program.forms import ActivationForm
+from quire.program.program import Program
+from quire.program.tensors import DType
+
+NUM_TAPS = 3
+# By the names in a checkpoint: those that the builder below gives.
+SOURCES: Mapping[str, str] = {
+    "norm.weight": "model.norm.weight",
+    "lm_head.weight": "lm_head.weight",
+    "embed_tokens.weight": "model.embed_tokens.weight",
+    **{
+        f"midlayer.{name}.weight": f"model.layers.0.{name}.weight"
+        for name in (
+            *("input_layernorm", "hidden_norm", "post_attention_layernorm"),
+            *(f"self_attn.{part}_proj" for part in "qkvo"),
+            *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
+        )
+    },
+}
+FUSE, D2T, T2D, EMBEDDING = "fc.weight", "d2t", "t2d", "embed_tokens.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleSpec:
+    """layer: the shape of the layer; its vocab_size is that of the logits. vocab_size,
+    target_hidden_size: of the target, 0 where config.json does not say. taps: the layers after
+    which hidden states are read; empty: the usual ones. norms_residual: the layer adds to the
+    normed vector, not to the vector itself."""
+
+    layer: ModelSpec
+    vocab_size: int
+    target_hidden_size: int
+    taps: tuple[int, ...]
+    norms_residual: bool
+
+
+def usual_taps(num_layers: int) -> tuple[int, ...]:
+    """Return the layers that heads read which say nothing else: the inputs of layers 2, n / 2 and
+    n - 3, so the streams after the layers before them. Raises ModelError for too few layers."""
+    taps = (1, num_layers // 2 - 1, num_layers - 4)
+    if min(taps) < 0 or len(set(taps)) != NUM_TAPS:
+        raise ModelError(
+            f"the model has {num_layers} layers, too few for the usual hidden states of EAGLE-3 "
+            "heads; give eagle_aux_hidden_state_layer_ids in their config.json, three different "
+            "numbers: layer i is read before it is computed"
+        )
+    return taps
+
+
+def read_eagle(config: ConfigReader) -> EagleSpec:
+    """Return the head's configuration; keys that say nothing of it are passed over.
+
+    Raises ConfigError with every problem of the file.
+    """
+    hidden_size = config.whole("hidden_size", 1, 2**20)
+    num_heads = config.whole("num_attention_heads", 1, 2**16)
+    max_positions = config.whole("max_position_embeddings", MIN_POSITIONS, MAX_POSITIONS)
+    vocab_size = config.whole("vocab_size", 1, 2**24)
+    config.require("num_hidden_layers", (1,), "heads of one layer are supported")
+    for key in ("attention_bias", "mlp_bias"):
+        config.require(key, (False,), "heads with biases are not supported")
+    if not config.has("head_dim") and hidden_size % num_heads:
+        config.note(f"hidden_size {hidden_size} is no multiple of {num_heads} heads")
+    num_kv_heads = config.whole("num_key_value_heads", 1, 2**16, default=num_heads)
+    if num_heads % num_kv_heads:
+        config.note(f"num_attention_heads {num_heads} is no multiple of {num_kv_heads} KV heads")
+    spec = ModelSpec(
+        architecture="EagleHead",
+        vocab_size=config.whole("draft_vocab_size", 1, 2**24, default=vocab_size),
+        hidden_size=hidden_size,
+        num_layers=1,
+        max_positions=max_positions,
+        dtype=read_dtype(config),
+        attention=AttentionSpec(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=config.whole("head_dim", 1, 2**12, default=max(hidden_size // num_heads, 1)),
+        ),
+        mlp=MlpSpec(
+            size=config.whole("intermediate_size", 1, 2**22),
+            activation=ActivationForm(config.choice("hidden_act", ACTIVATIONS, default="silu")),
+        ),
+        rotary=RotarySpec(full=read_rope(config, max_positions)),
+        norm=NormSpec(eps=config.number("rms_norm_eps", 1e-12, 0.1, default=1e-6)),
+        head=HeadSpec(is_tied=False),
+        generation=GenerationSpec(bos_ids=(), eos_ids=()),
+    )
+    taps = _read_taps(config)
+    eagle = EagleSpec(
+        layer=spec,
+        vocab_size=vocab_size,
+        target_hidden_size=config.whole("target_hidden_size", 1, 2**20, default=0),
+        taps=taps,
+        norms_residual=config.flag("norm_before_residual", default=False),
+    )
+    config.pass_over_all()
+    config.finish()
+    return eagle
+
+
+def _read_taps(config: ConfigReader) -> tuple[int, ...]:
+    """Return the layers after which hidden states are read; config.json counts those before which
+    they are. Empty where it has none."""
+    key = "eagle_aux_hidden_state_layer_ids"
+    value = config.take(key)
+    section = config.take("eagle_config")
+    if value is None and isinstance(section, dict):
+        value = section.get(key)
+        if section.get("use_aux_hidden_state") is False:
+            config.note("eagle_config.use_aux_hidden_state is false; EAGLE-3 heads read some")
+    if value is None:
+        return ()
+    fine = isinstance(value, list) and all(type(one) is int and one > 0 for one in value)
+    if not fine or len(set(value)) != NUM_TAPS or len(value) != NUM_TAPS:
+        config.note(f"{key} is {show(value)}; {NUM_TAPS} different numbers from 1 are allowed")
+        return ()
+    return tuple(one - 1 for one in value)
+
+
+def build_eagle(spec: EagleSpec, *, vocab_size: int, dtype: DType, max_positions: int) -> Program:
+    """Return the program of the layer and its head: vectors [T, H] and token ids in, logits of
+    `draft_vocab_size` tokens out, and the stream [T, H] as "hidden". vocab_size: of the target."""
+    own = spec.layer
+    p = ProgramBuilder("EagleHead", dtype=dtype)
+    attention, width = own.attention, own.hidden_size
+    p.cache(CacheSpec("paged", 1, attention.num_kv_heads, attention.head_dim, dtype))
+    ropes = layers.declare_ropes(p, own, max_positions)
+    part = WeightPart("embed", "model.embed_tokens.weight", vocab_size)
+    embedded = p.embed(p.table("embed", part, width))  # [T, H]
+    head = p.matrix("head", [WeightPart("head", "lm_head.weight", own.vocab_size)], width)
+    both = p.space("both", 2 * width)
+    names = [f"layers.0.{name}" for name in ("input_layernorm", "hidden_norm")]
+    weights = [
+        p.vector(name, [WeightPart("norm", f"model.{name}.weight", width)]) for name in names
+    ]
+    eps = own.norm.eps
+    p.norm(embedded, weights[0], eps=eps, out=both.columns(0, width))
+    x = p.feed(width)  # [T, H]
+    if spec.norms_residual:
+        x = p.norm(x, weights[1], eps=eps, dtype=DType.F32)
+        p.copy(x, both.columns(width, width))
+    else:
+        p.norm(x, weights[1], eps=eps, out=both.columns(width, width))
+    q, k, v = layers.qkv(p, own, both, 0)
+    delta = layers.self_attention(p, own, (q, k, v), 0, ropes)
+    h = layers.norm(p, own, x, "model.layers.0.post_attention_layernorm", delta)
+    return layers.finish(
+        p, own, x, layers.gated_mlp(p, own, h, 0), head, max_positions=max_positions
+    )
+
+
+def build_fuse(spec: EagleSpec, *, columns: int, vocab_size: int, dtype: DType) -> Program:
+    """Return the program of `fc`: hidden states of the target [T, columns] to "hidden" [T, H].
+
+    vocab_size: of the target; batches of both programs have the same token ids.
+    """
+    p = ProgramBuilder("EagleFuse", dtype=dtype)
+    weight = p.matrix("fc", [WeightPart("fc", FUSE, spec.layer.hidden_size)], columns)
+    y = p.linear(p.rounded(p.feed(columns)), weight, dtype=DType.F32)
+    p.output("hidden", y)
+    return p.build(vocab_size=vocab_size, max_positions=1)

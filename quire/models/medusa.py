@@ -1,0 +1,121 @@
+"""Medusa heads: each guesses one later token from the target's last hidden state.
+
+The layout of FasterDecoding/Medusa: head i is `num_layers` residual blocks, x + silu(W x + b), and
+a product onto the vocabulary; it reads the hidden state at a position and guesses the token i + 2
+positions later. A head is a Program of its own, so that only as many are computed as are asked for.
+Knows no file but config.json and no executor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from quire.base.errors import ModelError
+from quire.base.show import show
+from quire.models.config_reader import ConfigReader
+from quire.models.decoder_config import read_dtype
+from quire.program.builder import ProgramBuilder
+from quire.program.declarations import WeightPart
+from quire.program.forms import ActivationForm
+from quire.program.program import Program
+from quire.program.tensors import DType
+
+MAX_HEADS = 64
+# What published files have before "HEAD.LAYER.linear.weight".
+_NAME = re.compile(r"(?:medusa_lm_head\.|medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MedusaSpec:
+    """num_heads heads of num_layers residual blocks each. hidden_size and vocab_size: what
+    config.json says of them, 0 where it does not."""
+
+    num_heads: int
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    dtype: str
+
+
+def read_medusa(config: ConfigReader) -> MedusaSpec:
+    """Return the heads' configuration; keys that say nothing of them are passed over.
+
+    Raises ConfigError with every problem of the file.
+    """
+    is_named = config.has("medusa_num_heads")
+    heads, layers = ("medusa_num_heads", "medusa_num_layers")
+    if not is_named:
+        heads, layers = "num_heads", "num_hidden_layers"
+    num_heads = config.whole(heads, 1, MAX_HEADS)
+    num_layers = config.whole(layers, 1, 64, default=1)
+    spec = MedusaSpec(
+        num_heads=num_heads,
+        num_layers=num_layers,
+        hidden_size=config.whole("hidden_size", 1, 2**20, default=0),
+        vocab_size=config.whole("vocab_size", 1, 2**24, default=0),
+        dtype=read_dtype(config),
+    )
+    truncated = config.take("truncated_vocab_size")
+    if truncated is not None and truncated != spec.vocab_size:
+        config.note(
+            f"truncated_vocab_size is {show(truncated)}: heads over a part of the vocabulary are "
+            "not supported; train them with `python -m quire.train.medusa`, or take EAGLE-3"
+        )
+    config.pass_over_all()
+    config.finish()
+    return spec
+
+
+def build_medusa_head(
+    spec: MedusaSpec, *, hidden_size: int, vocab_size: int, dtype: DType
+) -> Program:
+    """Return the program of one head; its tensors are named without the head's number."""
+    p = ProgramBuilder("MedusaHead", dtype=dtype)
+    x = p.feed(hidden_size)  # [T, H]
+    for layer in range(spec.num_layers):
+        source = f"{layer}.linear"
+        weight = p.matrix(
+            f"block.{layer}", [WeightPart("linear", f"{source}.weight", hidden_size)], hidden_size
+        )
+        part = WeightPart("linear", f"{source}.bias", hidden_size)
+        bias = p.vector(f"block.{layer}.bias", [part])
+        added = p.activation(p.linear(p.rounded(x), weight, bias=bias), form=ActivationForm.SILU)
+        p.add(x, added)
+    x = p.begin_head(x)  # [S, H]
+    part = WeightPart("head", f"{spec.num_layers}.weight", vocab_size)
+    head = p.matrix("head", [part], hidden_size)
+    p.output("logits", p.linear(p.rounded(x), head, dtype=DType.F32, out_name="logits"))
+    return p.build(vocab_size=vocab_size, max_positions=1)
+
+
+def head_tensors(spec: MedusaSpec, names: Iterable[str], where: str) -> list[dict[str, str]]:
+    """Return for each head the names of its tensors, by those that its program gives them.
+
+    More heads than the configuration counts are left out. Raises ModelError for names that are no
+    head's, and for heads that lack tensors.
+    """
+    heads: list[dict[str, str]] = [{} for _ in range(spec.num_heads)]
+    strange = []
+    for name in names:
+        match = _NAME.fullmatch(name)
+        if match is None:
+            strange.append(name)
+        elif int(match[1]) < spec.num_heads:
+            heads[int(match[1])][f"{match[2]}.{match[3] or ''}{match[4]}"] = name
+    expected = {
+        f"{layer}.linear.{kind}" for layer in range(spec.num_layers) for kind in ("weight", "bias")
+    } | {f"{spec.num_layers}.weight"}
+    problems = [f"{show(name)} is no tensor of a Medusa head" for name in strange[:5]]
+    for number, tensors in enumerate(heads):
+        lacking, more = sorted(expected - set(tensors)), sorted(set(tensors) - expected)
+        problems += [f"head {number} lacks {name}" for name in lacking]
+        problems += [f"head {number} has {name}, which is not expected" for name in more]
+    if problems:
+        raise ModelError(
+            f"{where}: not the Medusa heads that config.json describes ({spec.num_heads} heads of "
+            f"{spec.num_layers} layers, tensors medusa_lm_head.HEAD.LAYER.linear.weight and so on):"
+            + "".join(f"\n  - {problem}" for problem in problems[:20])
+        )
+    return heads

@@ -1,0 +1,83 @@
+"""TappedRunner: a ModelRunner that keeps hidden states of what it computes, for draft heads.
+
+After the trunk it keeps the tapped layers of all token rows, or after each slice of the head what
+the head read, by slot and position (FeatureRing). Knows no proposer. Always holds: rows are kept in
+the order of the plans; parts of prompts that are computed by layers leave none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.errors import ModelError
+from quire.base.records import StepPlan, StepResult
+from quire.execute.executor import Executor, TappedExecutor
+from quire.program.taps import HEAD_INPUT, TAPS
+from quire.runner.batch_builder import Index, Int32s
+from quire.runner.grammar_rows import Masks
+from quire.runner.model_runner import ModelRunner
+from quire.runner.step_result import no_rows, step_result
+from quire.runner.step_run import RunnerResources, StepRun
+from quire.speculative.features import FeatureRing
+from quire.weights.dtypes import from_bf16_bits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taps:
+    """Where hidden states go. of_layers: those of tapped layers, of all token rows; else what the
+    head reads, of the rows that sample."""
+
+    ring: FeatureRing
+    of_layers: bool
+
+
+class TappedRunner(ModelRunner):
+    """See ModelRunner for `settings`. Raises ModelError for an executor without outputs."""
+
+    def __init__(self, executor: Executor, *, taps: Taps, **settings: Any) -> None:
+        if not isinstance(executor, TappedExecutor):
+            raise ModelError(
+                f"the {executor.name} executor hands out no hidden states, which draft heads need; "
+                "take --executor native, or another value of --speculate"
+            )
+        super().__init__(executor, **settings)
+        self._taps = taps
+
+    def _rows_result(self, plan: StepPlan) -> StepResult:
+        if len(plan.slots) == 0:
+            return no_rows(plan)
+        run = _TappedRun(plan, self._resources, self._taps)
+        return step_result(plan, self.tables, self._computed(plan, run), run.rows)
+
+
+class _TappedRun(StepRun):
+    """A StepRun that keeps hidden states as soon as they are computed."""
+
+    def __init__(self, plan: StepPlan, resources: RunnerResources, taps: Taps) -> None:
+        super().__init__(plan, resources)
+        self._taps = taps
+
+    def begin(self) -> None:
+        """Run the trunk, and keep the tapped layers."""
+        super().begin()
+        if not self._taps.of_layers:
+            return
+        slots = np.repeat(self._plan.slots, self._plan.counts).astype(np.intp)
+        self._keep(TAPS, slots, self._batch.positions)
+
+    def _choose_slice(self, first: int, slots: Index, positions: Int32s, masks: Masks) -> None:
+        super()._choose_slice(first, slots, positions, masks)
+        if not self._taps.of_layers:
+            self._keep(HEAD_INPUT, slots, positions - np.int32(1))
+
+    def _keep(self, name: str, slots: Index, positions: Int32s) -> None:
+        tables, executor = self._resources.tables, self._resources.executor
+        assert isinstance(executor, TappedExecutor)
+        rows: NDArray[Any] = executor.output(name, len(slots))
+        if rows.dtype == np.uint16:
+            rows = from_bf16_bits(rows)
+        self._taps.ring.put(slots, tables.tenancy[slots], positions, rows)

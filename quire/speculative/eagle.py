@@ -1,0 +1,230 @@
+"""EagleProposer: drafts from an EAGLE-3 head, for all slots as one batch.
+
+The head has a row for each position p of a request: the target's hidden states at p and the token
+at p + 1. Its last row, p = L - 2 of L known tokens, guesses the token at L; each further row takes
+the guess and the head's own hidden state in place of the target's. So a call first computes the
+rows that the target's last steps made possible, over those that were computed with guesses, and
+then a row per further draft.
+
+Hidden states are there for what the target computed lately (FeatureRing), not for cached prefixes
+and not for all of a long prompt. A request's rows begin at the first position of the newest
+unbroken run, its origin, and the head counts positions from there. Where it can count no further,
+they begin anew with the newest half of that. Always holds: the first
+`_computed[slot]` rows from the origin on are of known tokens and the target's hidden states; a
+request without the hidden states at L - 2, or without blocks, has no drafts. Letters: N rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.records import Request
+from quire.base.token_table import TokenTable
+from quire.speculative.draft_blocks import DraftBlocks
+from quire.speculative.draft_model import MIN_CATCH_UP, DraftLimits
+from quire.speculative.features import FeatureRing
+from quire.speculative.head_proposer import HeadModel, HeadRequests, HeadRows
+from quire.speculative.proposer import Drafts
+
+Index = NDArray[np.intp]
+Int32s = NDArray[np.int32]
+Float32s = NDArray[np.float32]
+Float64s = NDArray[np.float64]
+# Heads of the HeadModel: a row of the target's hidden states, and one of the head's own.
+FROM_TARGET, FROM_ITSELF = 0, 1
+
+
+class _Due(NamedTuple):
+    """Rows that can be computed with the target's hidden states: counts[i] from position starts[i]
+    of slots[i] on, and how many drafts limits[i] may follow. places: in the call."""
+
+    places: Index
+    slots: Index
+    starts: Int32s
+    counts: Int32s
+    limits: Int32s
+
+
+class EagleProposer:
+    """A CostlyProposer over `model`. now_ms: times the passes."""
+
+    def __init__(
+        self,
+        model: HeadModel,
+        ring: FeatureRing,
+        limits: DraftLimits,
+        now_ms: Callable[[], float],
+    ) -> None:
+        num_slots = limits.num_slots
+        self.requests = HeadRequests(model, num_slots, now_ms)
+        self._model, self._ring, self._limits = model, ring, limits
+        self.blocks = DraftBlocks(num_slots, limits.num_blocks, limits.block_size, model.set_blocks)
+        self.drafting_ms = 0.0
+        self.catch_up_ms = math.inf
+        self._origin: Int32s = np.zeros(num_slots, np.int32)
+        self._computed: Int32s = np.zeros(num_slots, np.int32)
+
+    def close(self) -> None:
+        """Free the head."""
+        self._model.close()
+
+    def begin(self, slot: int, request: Request) -> None:
+        """See Proposer."""
+        self.end(slot)
+        self.requests.begin(slot, request)
+
+    def end(self, slot: int) -> None:
+        """See Proposer."""
+        self.requests.end(slot)
+        self.blocks.release(slot)
+        self._origin[slot] = self._computed[slot] = 0
+
+    def possible(self, tokens: TokenTable, slots: Index, limits: Int32s) -> Int32s:
+        """See CostlyProposer: none without the newest hidden states, or without blocks."""
+        lengths = tokens.lengths[slots]
+        room = np.where(self._ring.find(slots, lengths - 2) >= 0, limits, 0)
+        if not self.blocks.num_free:
+            held = self.blocks.capacity[slots] - (lengths - 2 - self._origin[slots])
+            room = np.minimum(room, held)
+        return np.maximum(room, 0).astype(np.int32)
+
+    def pass_ms(self, num_requests: int) -> Float64s:
+        """See CostlyProposer."""
+        return self.requests.pass_times.table(num_requests)
+
+    def behind_ms(self, tokens: TokenTable, slots: Index) -> Float64s:
+        """See CostlyProposer: of rows beyond those that a pass for drafts computes anyway, at most
+        those that hidden states are kept of."""
+        next_ = self._origin[slots] + self._computed[slots]
+        behind = np.clip(tokens.lengths[slots] - next_ - 3, 0, len(self._ring.rows))
+        behind_ms: Float64s = behind * self.requests.pass_times.token_ms
+        return behind_ms
+
+    def propose(self, tokens: TokenTable, slots: Index, limits: Int32s, drafts: Drafts) -> None:
+        """See Proposer."""
+        began_ms = self.requests.now_ms()
+        try:
+            lengths = self.requests.follow(tokens, slots)
+            due = self._due(slots, lengths, limits)
+            if len(due.places):
+                self._draft(due, drafts)
+        finally:
+            self.drafting_ms += self.requests.now_ms() - began_ms
+
+    def verified(self, slots: Index, drafted: Int32s, accepted: Int32s) -> None:
+        """Do nothing: rows of guesses are computed again with the target's hidden states."""
+
+    def _due(self, slots: Index, lengths: Int32s, limits: Int32s) -> _Due:
+        """Return what can be computed; take blocks."""
+        found: list[tuple[int, int, int, int, int]] = []
+        for index, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
+            end = length - 1
+            start = self._start(slot, end)
+            if start >= end:
+                continue
+            room = self._room(slot, end - int(self._origin[slot]), int(limits[index]))
+            if room > 0:
+                found.append((index, slot, start, end - start, room))
+        table: Int32s = np.array(found, np.int32).reshape(-1, 5)
+        return _Due(
+            places=table[:, 0].astype(np.intp),
+            slots=table[:, 1].astype(np.intp),
+            starts=table[:, 2],
+            counts=table[:, 3],
+            limits=table[:, 4],
+        )
+
+    def _start(self, slot: int, end: int) -> int:
+        """Return the first row of `slot` to compute, of those before `end`; `end` if the last one
+        cannot be. A slot with a gap, or at the end of what the head counts, begins at a new
+        origin."""
+        # The last row is computed for its logits, even if it was before.
+        next_ = int(min(self._origin[slot] + self._computed[slot], end - 1))
+        self._computed[slot] = max(next_ - self._origin[slot], 0)
+        longest = self._limits.max_model_len
+        if self._computed[slot] and end - self._origin[slot] <= longest:
+            missing = np.arange(next_, end, dtype=np.int32)
+            if (self._ring.find(np.full(len(missing), slot), missing) >= 0).all():
+                return next_
+        first = max(self._ring.first_of_run(slot, end), end - max(longest // 2, 1))
+        if first < end:
+            self._origin[slot], self._computed[slot] = first, 0
+        return first
+
+    def _room(self, slot: int, num_rows: int, limit: int) -> int:
+        """Return how many drafts context and blocks allow after `num_rows` rows; take blocks."""
+        limit = min(limit, self._limits.max_model_len - num_rows + 1)
+        if limit < 1:
+            return 0
+        wanted = num_rows + limit - 1
+        if wanted > self.blocks.capacity[slot]:
+            self.blocks.grow(slot, num_rows, wanted)
+        return min(limit, int(self.blocks.capacity[slot]) - num_rows + 1)
+
+    def _draft(self, due: _Due, drafts: Drafts) -> None:
+        """Compute the rows that are due, then a row per further draft."""
+        counts = self._allotted(due.counts)
+        some = counts.nonzero()[0]
+        slots, starts, counts = due.slots[some], due.starts[some], counts[some]
+        limits, index = due.limits[some], due.places[some]
+        sampled, hidden = self._from_target(slots, starts, counts)
+        self._computed[slots] += counts
+        known = self.requests.known[slots]
+        going = ((sampled >= 0) & (starts + counts == known - 1)).nonzero()[0]
+        for place in range(int(limits.max(initial=0))):
+            if not len(going):
+                return
+            ids, positions = sampled[going], known[going] + np.int32(place)
+            drafts.ids[index[going], place] = ids
+            drafts.counts[index[going]] = place + 1
+            self._model.tokens.put(slots[going], positions, ids)
+            more = limits[going] > place + 1
+            going, ids, positions = going[more], ids[more], positions[more]
+            if not len(going):
+                return
+            rows = HeadRows(
+                slots=slots[going],
+                starts=positions - 1 - self._origin[slots[going]],
+                counts=np.ones(len(going), np.int32),
+                positions=positions + 1,
+                token_ids=ids,
+                features=hidden[going],
+            )
+            sampled[going], hidden[going] = self.requests.compute(FROM_ITSELF, rows)
+            going = going[sampled[going] >= 0]
+
+    def _from_target(self, slots: Index, starts: Int32s, counts: Int32s) -> tuple[Int32s, Float32s]:
+        """Compute rows of the target's hidden states."""
+        row_of = np.repeat(np.arange(len(slots)), counts)
+        within = np.arange(len(row_of)) - (np.cumsum(counts) - counts)[row_of]
+        positions = (starts[row_of] + within).astype(np.int32)
+        of_rows = slots[row_of]
+        places, features = self._ring.take(of_rows, positions)
+        if (places < 0).any():
+            raise RuntimeError("hidden states were displaced while drafts were made from them")
+        rows = HeadRows(
+            slots=slots,
+            starts=starts - self._origin[slots],
+            counts=counts,
+            positions=starts + counts + 1,
+            token_ids=self._model.tokens.at(of_rows, positions + 1),
+            features=features,
+        )
+        return self.requests.compute(FROM_TARGET, rows)
+
+    def _allotted(self, pending: Int32s) -> Int32s:
+        """Return how many of its `pending` rows each request computes in this call: those with the
+        fewest come first."""
+        most, times = self._limits.max_tokens, self.requests.pass_times
+        behind = times.max_tokens(self.catch_up_ms, most)
+        num_rows = min(2 * len(pending) + max(behind, MIN_CATCH_UP), most)
+        order = np.argsort(pending, kind="stable")
+        before = np.cumsum(pending[order]) - pending[order]
+        counts = np.empty_like(pending)
+        counts[order] = np.clip(num_rows - before, 0, pending[order])
+        return counts

@@ -1,0 +1,89 @@
+"""FeatureRing: hidden states of the newest positions that the target computed, for draft heads.
+
+The runner puts rows in, by slot and position; proposers take them out. Bounded: a new row takes the
+place of the oldest of all slots, so that a request without rows has no drafts until it is
+computed again. Knows no executor. Always holds: of two rows of a position the newer one is found,
+and rows of a slot's earlier request are never found once its next one has a row. Letters: N rows,
+R rows that are kept, W columns.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+from numpy.typing import NDArray
+
+Index = NDArray[np.intp]
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+Float32s = NDArray[np.float32]
+
+
+class FeatureRing:
+    """At most `num_rows` rows of `width` columns. Two threads may use it."""
+
+    def __init__(self, num_rows: int, width: int, num_slots: int) -> None:
+        self.rows: Float32s = np.zeros((num_rows, width), np.float32)  # [R, W]
+        self._slots: Index = np.full(num_rows, -1, np.intp)
+        self._positions: Int32s = np.zeros(num_rows, np.int32)
+        self._tenancies: Int64s = np.zeros(num_rows, np.int64)
+        # The newest row of a slot at the positions that are equal modulo R.
+        self._places = np.full((num_slots, num_rows), -1, np.int32)
+        self._tenancy: Int64s = np.full(num_slots, -1, np.int64)  # of each slot's newest row
+        self._num_put = 0
+        self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the memory it takes."""
+        return ring_bytes(*self.rows.shape, num_slots=len(self._tenancy))
+
+    def put(self, slots: Index, tenancies: Int64s, positions: Int32s, rows: Float32s) -> None:
+        """Keep rows [N, W] of slots[i] at positions[i]; only the last R of more.
+
+        tenancies: numbers that grow whenever a slot is given to another request.
+        """
+        most = len(self.rows)
+        if len(rows) > most:
+            slots, tenancies = slots[-most:], tenancies[-most:]
+            positions, rows = positions[-most:], rows[-most:]
+        with self._lock:
+            at = (self._num_put + np.arange(len(rows))) % most
+            self.rows[at] = rows
+            self._slots[at], self._positions[at], self._tenancies[at] = slots, positions, tenancies
+            self._places[slots, positions % most] = at
+            self._tenancy[slots] = tenancies
+            self._num_put += len(rows)
+
+    def find(self, slots: Index, positions: Int32s) -> Index:
+        """Return the places of the rows of slots[i] at positions[i]; -1 where there is none."""
+        with self._lock:
+            return self._find(slots, positions)
+
+    def take(self, slots: Index, positions: Int32s) -> tuple[Index, Float32s]:
+        """Return which rows there are [N] (see find), and copies of those that are."""
+        with self._lock:
+            places = self._find(slots, positions)
+            return places, self.rows[places[places >= 0]]
+
+    def first_of_run(self, slot: int, end: int) -> int:
+        """Return the first position of the longest run of rows of `slot` that ends at position
+        end - 1; `end` if that one is missing."""
+        num = min(end, len(self.rows))
+        positions = np.arange(end - 1, end - 1 - num, -1, dtype=np.int32)
+        with self._lock:
+            is_there = self._find(np.full(num, slot), positions) >= 0
+        return end - (num if is_there.all() else int(is_there.argmin()))
+
+    def _find(self, slots: Index, positions: Int32s) -> Index:
+        places: Index = self._places[slots, positions % len(self.rows)].astype(np.intp)
+        is_right = self._slots[places] == slots
+        is_right &= self._positions[places] == positions
+        is_right &= self._tenancies[places] == self._tenancy[slots]
+        return np.where(is_right & (places >= 0), places, -1)
+
+
+def ring_bytes(num_rows: int, width: int, *, num_slots: int) -> int:
+    """Return the memory of a ring: f32 rows, what is known of each, and the table of places."""
+    return num_rows * (4 * width + 8 + 4 + 8 + 4 * num_slots)

@@ -1,0 +1,98 @@
+"""Teacher: the model that heads are trained for, computed over texts by the native executor.
+
+Gives hidden states and logits of each position. So heads are trained on the hidden states that they
+will be given, of any model that Quire runs and in its precision, and no model is written a second
+time. Knows no PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.execute.executor import HEAD_ROWS, ExecutorOptions, StepLimits
+from quire.execute.native import NativeExecutor
+from quire.models.registry import build_program, compute_dtype, open_model
+from quire.program.batch import CacheRows, ForwardBatch
+from quire.program.program import Program
+from quire.program.taps import HEAD_INPUT, TAPS, num_layers_of, with_head_input, with_taps
+from quire.weights.checkpoint import open_checkpoint
+from quire.weights.dtypes import from_bf16_bits
+
+Float32s = NDArray[np.float32]
+_BLOCK_SIZE = 16
+
+
+class Lesson(NamedTuple):
+    """Of each position of a text: what the head read [T, W], the tapped layers [T, L * H] (empty
+    without any), and the logits [T, V]."""
+
+    head_input: Float32s
+    taps: Float32s
+    logits: Float32s
+
+
+class Teacher:
+    """Computes texts of at most `max_tokens` tokens. layers: the tapped ones."""
+
+    def __init__(
+        self, folder: Path, *, max_tokens: int, num_threads: int, layers: Sequence[int] = ()
+    ) -> None:
+        self.spec = open_model(folder)
+        self.checkpoint = open_checkpoint(folder)
+        self.max_tokens = min(max_tokens, self.spec.max_positions)
+        self.dtype = compute_dtype(self.spec)
+        program = build_program(self.spec, dtype=self.dtype, max_positions=self.max_tokens)
+        self.num_layers = num_layers_of(program)
+        self.layers = tuple(layers)
+        self.program: Program = with_head_input(program)
+        if layers:
+            self.program = with_taps(self.program, layers)
+        limits = StepLimits(max_tokens=self.max_tokens, max_samples=HEAD_ROWS, max_sequences=1)
+        self._executor = NativeExecutor(
+            self.program, self.checkpoint, ExecutorOptions(limits=limits, num_threads=num_threads)
+        )
+        self._num_blocks = -(-self.max_tokens // _BLOCK_SIZE)
+        self._executor.allocate_cache(self._num_blocks, _BLOCK_SIZE)
+
+    @property
+    def head_width(self) -> int:
+        """Return the columns of what the head reads."""
+        return self.program.outputs[HEAD_INPUT].width
+
+    def lesson(self, ids: Sequence[int]) -> Lesson:
+        """Compute a text."""
+        num_tokens = len(ids)
+        numbers = np.arange(num_tokens, dtype=np.int32)
+        batch = ForwardBatch(
+            token_ids=np.array(ids, np.int32),
+            positions=numbers,
+            rope_positions=numbers,
+            caches=(
+                CacheRows(
+                    kv_slots=numbers,
+                    block_tables=np.arange(self._num_blocks, dtype=np.int32)[None],
+                ),
+            ),
+            seq_starts=np.array([0, num_tokens], np.int32),
+            sample_rows=numbers,
+        )
+        self._executor.run_trunk(batch)
+        taps = np.empty((num_tokens, 0), np.float32)
+        if self.layers:
+            taps = self._executor.output(TAPS, num_tokens).copy()
+        inputs, logits = [], []
+        for first in range(0, num_tokens, HEAD_ROWS):
+            count = min(HEAD_ROWS, num_tokens - first)
+            logits.append(self._executor.run_head(batch, first, count).copy())
+            read = self._executor.output(HEAD_INPUT, count)
+            inputs.append(from_bf16_bits(read) if read.dtype == np.uint16 else read.copy())
+        return Lesson(np.concatenate(inputs), taps, np.concatenate(logits))
+
+    def close(self) -> None:
+        """Free the model."""
+        self._executor.close()

@@ -1,0 +1,156 @@
+"""Texts that a model wrote, to train its draft heads on: generated once, kept as token ids.
+
+A line of texts.jsonl is a JSON object with `ids`, prompt and answer, and `num_prompt_tokens`. A
+generation that was interrupted continues after the last whole line. The answer of a line depends on
+the model, the settings and the line's number only. Knows no PyTorch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.base.errors import SettingError
+from quire.base.sampling_params import SamplingParams
+from quire.base.strict_json import parse_object
+from quire.engine.library.answers import Answer
+from quire.engine.library.llm import LLM
+from quire.train.progress import Progress
+
+MAX_LINE_BYTES = 1 << 22
+# Prompts in one call, and so in one piece of the file.
+_PER_CALL = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Token ids of a prompt and what the model wrote after it."""
+
+    ids: tuple[int, ...]
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSettings:
+    """What is generated: at least num_tokens tokens of answers of at most answer_tokens each, at
+    the temperatures in turn. form: "text", or "chat" for prompts that are messages of a user, or
+    "both" in turn."""
+
+    num_tokens: int
+    answer_tokens: int
+    temperatures: tuple[float, ...]
+    form: str
+    seed: int
+    max_num_seqs: int
+    threads: int | None
+
+    def is_chat(self, number: int) -> bool:
+        """Return whether the prompt of a line is a message."""
+        return self.form == "chat" or (self.form == "both" and number % 2 == 1)
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Return the lines of a file that are not empty. Raises SettingError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"--prompts {path}: cannot be read: {error}") from error
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise SettingError(f"--prompts {path}: there is no prompt in it; write one per line")
+    return prompts
+
+
+def generated_texts(
+    model: str, prompts: Sequence[str], settings: TextSettings, path: Path, progress: Progress
+) -> list[Text]:
+    """Return the texts in `path`, generated as far as they are not there yet."""
+    texts = _read(path)
+    done = sum(len(text.ids) - text.num_prompt_tokens for text in texts)
+    if done >= settings.num_tokens:
+        return texts
+    options = {"threads": settings.threads} if settings.threads else {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with LLM(model, max_num_seqs=settings.max_num_seqs, **options) as llm, path.open("a") as file:
+        while done < settings.num_tokens:
+            numbers = range(len(texts), len(texts) + _PER_CALL)
+            new = _answered(llm, prompts, settings, numbers)
+            for text in new:
+                line = {"ids": list(text.ids), "num_prompt_tokens": text.num_prompt_tokens}
+                file.write(json.dumps(line) + "\n")
+            file.flush()
+            texts += new
+            done += sum(len(text.ids) - text.num_prompt_tokens for text in new)
+            progress.show("texts", min(done, settings.num_tokens), settings.num_tokens)
+    return texts
+
+
+def _answered(
+    llm: LLM, prompts: Sequence[str], settings: TextSettings, numbers: range
+) -> list[Text]:
+    asked = [prompts[number % len(prompts)] for number in numbers]
+    temperatures = settings.temperatures
+    sampling = [
+        SamplingParams(
+            # Each prompt comes at all temperatures.
+            temperature=temperatures[(number + number // len(prompts)) % len(temperatures)],
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            max_tokens=settings.answer_tokens,
+            seed=settings.seed + number,
+        )
+        for number in numbers
+    ]
+    chats = [number for number in numbers if settings.is_chat(number)]
+    plain = [number for number in numbers if not settings.is_chat(number)]
+    at = numbers.start
+    answers: dict[int, Answer] = {}
+    if chats:
+        answers |= zip(
+            chats,
+            llm.chat(
+                [[{"role": "user", "content": asked[number - at]}] for number in chats],
+                [sampling[number - at] for number in chats],
+                progress=False,
+            ),
+            strict=True,
+        )
+    if plain:
+        answers |= zip(
+            plain,
+            llm.generate(
+                [asked[number - at] for number in plain],
+                [sampling[number - at] for number in plain],
+                progress=False,
+            ),
+            strict=True,
+        )
+    return [
+        Text((*answer.prompt_ids, *answer.outputs[0].token_ids), len(answer.prompt_ids))
+        for answer in (answers[number] for number in numbers)
+    ]
+
+
+def _read(path: Path) -> list[Text]:
+    """Return the whole lines of a file, and cut off a last one that is not."""
+    if not path.exists():
+        return []
+    raw = path.read_bytes()
+    end = raw.rfind(b"\n") + 1
+    if end < len(raw):
+        with path.open("r+b") as file:
+            file.truncate(end)
+    texts = []
+    for number, line in enumerate(raw[:end].splitlines(), start=1):
+        try:
+            values = parse_object(line, limit_bytes=MAX_LINE_BYTES)
+            text = Text(tuple(map(int, values["ids"])), int(values["num_prompt_tokens"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise SettingError(
+                f"{path}: line {number} is no text ({error}); delete the file to generate it anew"
+            ) from error
+        texts.append(text)
+    return texts

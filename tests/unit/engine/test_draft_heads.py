@@ -1,0 +1,353 @@
+"""Draft heads in the whole engine: the drafts they propose, equal answers, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.base.errors import ConfigError, ModelError, QuireError, SettingError, WeightsError
+from quire.base.scheduling_params import SchedulingParams
+from quire.base.speculation_params import SpeculationParams
+from quire.config.flags import engine_config
+from quire.engine.assembly.heads import sized_heads
+from quire.speculative.control import AdaptiveControl
+from quire.speculative.eagle import EagleProposer
+from quire.speculative.medusa import MedusaProposer
+from quire.train.tensor_file import write_tensors
+from quire.weights.checkpoint import open_checkpoint
+from tests.draft_heads import eagle_tensors, medusa_tensors, write_eagle, write_medusa
+from tests.safetensors_writer import write_safetensors
+from tests.tiny_models import write_tiny_llama
+
+HIDDEN, VOCAB = 60, 307
+OFF = SchedulingParams(speculation=SpeculationParams(is_on=False))
+SETTINGS: dict[str, Any] = {"threads": 1, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+PROMPTS = [[5, 6, 7, 8, 9] * 9, [20, 21, 22], [5, 6, 7, 8]]
+SAMPLING = [
+    SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=1),
+    SamplingParams(temperature=0.9, max_tokens=40, seed=3, frequency_penalty=0.4),
+    SamplingParams(temperature=0.7, max_tokens=30, seed=4, min_tokens=9, top_k=3),
+]
+
+
+@dataclass
+class Watched:
+    """What a proposer proposed: the last known token of each request, and its drafts."""
+
+    drafts: list[tuple[int, list[int]]]
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    """Watch all drafts of heads, and let the control take every draft."""
+    seen = Watched([])
+
+    def watching(propose: Any) -> Any:
+        def watch(self: object, tokens: Any, slots: Any, limits: Any, drafts: Any) -> None:
+            propose(self, tokens, slots, limits, drafts)
+            for row, slot in enumerate(slots.tolist()):
+                last = int(tokens.tokens[slot, tokens.lengths[slot] - 1])
+                seen.drafts.append((last, drafts.ids[row, : drafts.counts[row]].tolist()))
+
+        return watch
+
+    for proposer in (MedusaProposer, EagleProposer):
+        monkeypatch.setattr(proposer, "propose", watching(proposer.propose))
+    monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
+    return seen
+
+
+def copying_heads(model: Path, num_heads: int) -> dict[str, Any]:
+    """Return heads that guess what the model's own head says of the same hidden state: at
+    temperature 0 the last known token."""
+    head = open_checkpoint(model).read_f32("lm_head.weight")
+    tensors = medusa_tensors(hidden_size=HIDDEN, vocab_size=VOCAB, num_heads=num_heads)
+    return {name: head if name.endswith(".1.weight") else 0 * old for name, old in tensors.items()}
+
+
+@pytest.fixture(scope="module")
+def copying(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = write_medusa(tmp_path_factory.mktemp("heads"), copying_heads(model, 3))
+    with LLM(model, speculate="medusa", draft_model=str(folder), **SETTINGS) as llm:
+        yield llm
+
+
+def generated(llm: LLM, terms: SchedulingParams | None = None) -> list[tuple[object, ...]]:
+    answers = llm.generate(PROMPTS, SAMPLING, terms=terms)
+    return [
+        (answer.token_ids, [token.logprob for token in answer.logprobs], answer.finish_reason)
+        for (answer,) in (answer.outputs for answer in answers)
+    ]
+
+
+def test_answers_are_those_without_heads(copying: LLM, watched: Watched) -> None:
+    plain = generated(copying, OFF)
+    assert not watched.drafts
+    assert generated(copying) == plain
+    assert len(watched.drafts) > 60
+
+
+def test_heads_read_the_hidden_state_before_the_last_token(copying: LLM, watched: Watched) -> None:
+    copying.generate([PROMPTS[0]], SAMPLING[0])
+    assert len(watched.drafts) > 10
+    assert all(set(drafts) == {last} for last, drafts in watched.drafts)
+    assert all(len(drafts) == 3 for _, drafts in watched.drafts[:-3])
+
+
+@pytest.mark.parametrize("executor", ["reference", "native"])
+def test_both_executors_and_two_plans_in_flight(
+    model: Path, tmp_path: Path, watched: Watched, executor: str
+) -> None:
+    folder = write_medusa(tmp_path, copying_heads(model, 2))
+    settings = {**SETTINGS, "executor": executor, "draft_model": str(folder)}
+    with LLM(model, speculate="medusa", plans_in_flight=2, dtype="bf16", **settings) as llm:
+        plain = generated(llm, OFF)
+        assert generated(llm) == plain
+    assert len(watched.drafts) > 60
+    assert sum(len(drafts) for _, drafts in watched.drafts) > 60
+
+
+def test_preempted_requests_go_on(model: Path, tmp_path: Path, watched: Watched) -> None:
+    folder = write_medusa(tmp_path, copying_heads(model, 2))
+    few = {**SETTINGS, "kv_cache_memory": "40k", "block_size": 4, "max_model_len": 100}
+    with LLM(model, speculate="medusa", draft_model=str(folder), **few) as llm:
+        plain = generated(llm, OFF)
+        assert generated(llm) == plain
+    assert watched.drafts
+
+
+def test_heads_without_speculate_serve_requests_that_ask(
+    model: Path, tmp_path: Path, watched: Watched
+) -> None:
+    folder = write_medusa(
+        tmp_path,
+        medusa_tensors(hidden_size=HIDDEN, vocab_size=VOCAB, prefix=""),
+        file="medusa_lm_head.safetensors",
+        model_type=None,
+    )
+    with LLM(model, draft_model=str(folder), **SETTINGS) as llm:
+        watched.drafts.clear()  # those that were timed
+        plain = generated(llm)
+        assert not watched.drafts
+        assert generated(llm, SchedulingParams(speculation=SpeculationParams(is_on=True))) == plain
+        assert "draft model: weights" in llm.memory_text
+    assert watched.drafts
+
+
+def test_packed_heads_are_kept_apart(model: Path, tmp_path: Path, watched: Watched) -> None:
+    tensors = medusa_tensors(hidden_size=HIDDEN, vocab_size=VOCAB)
+    folder = write_medusa(tmp_path / "heads", tensors)
+    runs = []
+    cache = {"pack_cache": str(tmp_path / "cache")}
+    for settings in ({}, cache, cache):
+        merged = {**SETTINGS, "draft_model": str(folder), **settings}
+        with LLM(model, speculate="medusa", **merged) as llm:
+            watched.drafts.clear()
+            llm.generate([PROMPTS[0]], SAMPLING[0])
+            runs.append(watched.drafts.copy())
+    assert len(list((tmp_path / "cache").iterdir())) == 4
+    assert len(runs[0]) > 10
+    assert runs[0] == runs[1] == runs[2]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"hidden_size": 64}, ModelError, "is \\[64, 64\\]; \\[60, 60\\] is needed"),
+        ({"vocab_size": 300}, ModelError, "is \\[300, 60\\]; \\[307, 60\\] is needed"),
+        ({"num_heads": 2}, ModelError, "head 2 lacks 0.linear.bias"),
+        ({"num_layers": 2}, ModelError, "head 0 has 1.linear.bias, which is not expected"),
+        ({"prefix": "heads."}, ModelError, "heads.0.0.linear.weight. is no tensor of a Medusa"),
+    ],
+)
+def test_heads_of_another_model_are_refused(
+    model: Path, tmp_path: Path, change: dict[str, Any], error: type[QuireError], message: str
+) -> None:
+    sizes: dict[str, Any] = {"hidden_size": HIDDEN, "vocab_size": VOCAB}
+    folder = write_medusa(tmp_path, {}, medusa_num_heads=3)
+    write = medusa_tensors(**(sizes | change))
+    write_safetensors(folder / "model.safetensors", write)
+    with pytest.raises(error, match=message):
+        LLM(model, speculate="medusa", draft_model=str(folder), **SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"medusa_num_heads": 0}, "medusa_num_heads is 0; a whole number from 1 to 64"),
+        ({"medusa_num_layers": "one"}, "medusa_num_layers is .one."),
+        ({"truncated_vocab_size": 100}, "heads over a part of the vocabulary are not supported"),
+    ],
+)
+def test_wrong_configurations_are_refused(
+    model: Path, tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    tensors = medusa_tensors(hidden_size=HIDDEN, vocab_size=VOCAB)
+    folder = write_medusa(tmp_path, tensors, **config)
+    with pytest.raises(ConfigError, match=message):
+        LLM(model, speculate="medusa", draft_model=str(folder), **SETTINGS)
+    hidden = write_medusa(tmp_path / "other", tensors, hidden_size=61)
+    with pytest.raises(ModelError, match=r"hidden_size in config.json is 61; the model's is 60"):
+        LLM(model, speculate="medusa", draft_model=str(hidden), **SETTINGS)
+
+
+def test_settings_that_contradict_the_files_are_refused(model: Path, tmp_path: Path) -> None:
+    tensors = medusa_tensors(hidden_size=HIDDEN, vocab_size=VOCAB)
+    folder = str(write_medusa(tmp_path / "heads", tensors))
+    with pytest.raises(SettingError, match="holds medusa heads; set --speculate medusa"):
+        LLM(model, speculate="draft", draft_model=folder, **SETTINGS)
+    with pytest.raises(SettingError, match=r"speculate is medusa, and .* holds a draft model"):
+        LLM(model, speculate="medusa", draft_model=str(model), **SETTINGS)
+    with pytest.raises(ConfigError, match=r"no such folder; give a folder with config\.json"):
+        LLM(model, speculate="medusa", draft_model=str(tmp_path / "none"), **SETTINGS)
+    with pytest.raises(SettingError, match="no heads are given; give --draft-model"):
+        LLM(model, speculate="medusa", **SETTINGS)
+    pickled = write_medusa(tmp_path / "pickled", tensors)
+    (pickled / "model.safetensors").rename(pickled / "medusa_lm_head.pt")
+    with pytest.raises(WeightsError, match=r"the weights are pickles .medusa_lm_head.pt."):
+        LLM(model, speculate="medusa", draft_model=str(pickled), **SETTINGS)
+
+
+def test_a_head_that_overflows_costs_only_its_drafts(
+    model: Path, tmp_path: Path, watched: Watched
+) -> None:
+    tensors = medusa_tensors(hidden_size=HIDDEN, vocab_size=VOCAB)
+    tensors["medusa_lm_head.1.1.weight"][:] = np.nan
+    folder = write_medusa(tmp_path, tensors)
+    with LLM(model, speculate="medusa", draft_model=str(folder), **SETTINGS) as llm:
+        assert generated(llm) == generated(llm, OFF)
+    assert {len(drafts) for _, drafts in watched.drafts} == {1}
+
+
+@pytest.fixture(scope="module")
+def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("deep"), seed=3, num_hidden_layers=3)
+
+
+@pytest.fixture(scope="module")
+def eagle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tensors = eagle_tensors(hidden_size=HIDDEN, vocab_size=VOCAB)
+    return write_eagle(tmp_path_factory.mktemp("eagle"), tensors, vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"executor": "reference"},
+        {"plans_in_flight": 2, "dtype": "bf16"},
+        {"kv_cache_memory": "60k", "block_size": 4, "max_model_len": 100},
+        {"enable_prefix_caching": False, "max_num_batched_tokens": 7},
+    ],
+)
+def test_answers_are_those_without_an_eagle_head(
+    deep_model: Path, eagle: Path, watched: Watched, settings: dict[str, Any]
+) -> None:
+    merged = {**SETTINGS, "draft_model": str(eagle), **settings}
+    with LLM(deep_model, speculate="eagle", **merged) as llm:
+        watched.drafts.clear()
+        plain = generated(llm, OFF)
+        assert not watched.drafts
+        assert generated(llm) == plain
+        assert generated(llm) == plain  # with cached prefixes, of which hidden states are missing
+    drafts = [draft for _, drafts in watched.drafts for draft in drafts]
+    assert len(drafts) > 300
+    known = eagle_tensors(hidden_size=HIDDEN, vocab_size=VOCAB)["d2t"] + np.arange(90)
+    assert set(drafts) <= set(known.tolist())
+
+
+def test_both_executors_draft_alike(deep_model: Path, eagle: Path, watched: Watched) -> None:
+    drafts = []
+    for executor in ("native", "reference"):
+        settings = {**SETTINGS, "executor": executor, "draft_model": str(eagle)}
+        with LLM(deep_model, speculate="eagle", **settings) as llm:
+            watched.drafts.clear()
+            llm.generate([PROMPTS[0]], SAMPLING[0])
+            drafts.append(watched.drafts.copy())
+    assert len(drafts[0]) > 10
+    assert drafts[0] == drafts[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "message"),
+    [
+        ({"fc.weight": (60, 120)}, {}, r"fc.weight is \[60, 120\]; \[60, 180\] is needed"),
+        ({"lm_head.weight": (80, 60)}, {"draft_vocab_size": 90}, r"lm_head.weight is \[80, 60\]"),
+        ({"more": (2, 2)}, {}, "more. is no tensor of an EAGLE-3 head"),
+        ({"norm.weight": None}, {}, "norm.weight is missing"),
+        ({"d2t": None}, {}, "d2t is missing; draft_vocab_size 90 needs it"),
+        ({"d2t": (89,)}, {}, r"d2t is f32 \[89\]; i64 \[90\] is needed"),
+        ({}, {"vocab_size": 300}, "vocab_size in config.json is 300; the model's is 307"),
+        ({}, {"target_hidden_size": 64}, "target_hidden_size in config.json is 64"),
+        ({}, {"eagle_config": None}, "the model has 3 layers, too few for the usual"),
+        (
+            {},
+            {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]},
+            "layer id 4 in config.json is beyond the model's 3 layers",
+        ),
+        ({}, {"hidden_size": 64, "head_dim": 8}, "embed_tokens.weight is missing, and the model's"),
+    ],
+)
+def test_eagle_heads_of_another_model_are_refused(
+    deep_model: Path,
+    tmp_path: Path,
+    change: dict[str, Any],
+    config: dict[str, Any],
+    message: str,
+) -> None:
+    tensors = eagle_tensors(hidden_size=HIDDEN, vocab_size=VOCAB)
+    folder = write_eagle(tmp_path, tensors, **{"vocab_size": VOCAB, **config})
+    for name, shape in change.items():
+        tensors.pop(name, None)
+        if shape is not None:
+            tensors[name] = np.ones(shape, np.float32)
+    write_tensors(folder / "model.safetensors", tensors, {})
+    with pytest.raises(ModelError, match=message):
+        LLM(deep_model, speculate="eagle", draft_model=str(folder), **SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2: heads of one layer"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 2, 2]}, "3 different numbers from 1"),
+        ({"attention_bias": True}, "heads with biases are not supported"),
+        ({"rope_scaling": {"rope_type": "curly"}}, "curly"),
+    ],
+)
+def test_wrong_eagle_configurations_are_refused(
+    deep_model: Path, tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    tensors = eagle_tensors(hidden_size=HIDDEN, vocab_size=VOCAB)
+    folder = write_eagle(tmp_path, tensors, **{"vocab_size": VOCAB, **config})
+    with pytest.raises(ConfigError, match=message):
+        LLM(deep_model, speculate="eagle", draft_model=str(folder), **SETTINGS)
+
+
+def test_token_tables_that_disagree_are_refused(deep_model: Path, tmp_path: Path) -> None:
+    tensors = eagle_tensors(hidden_size=HIDDEN, vocab_size=VOCAB)
+    tensors["t2d"] = ~tensors["t2d"]
+    folder = write_eagle(tmp_path, tensors, vocab_size=VOCAB)
+    with pytest.raises(ModelError, match="t2d names other tokens than d2t"):
+        LLM(deep_model, speculate="eagle", draft_model=str(folder), **SETTINGS)
+    tensors["d2t"][-1] = 2**40
+    write_tensors(folder / "model.safetensors", tensors, {})
+    with pytest.raises(ModelError, match="d2t does not lead to 90 different ids from 0 to 306"):
+        LLM(deep_model, speculate="eagle", draft_model=str(folder), **SETTINGS)
+
+
+def test_the_memory_of_an_eagle_head_is_planned(deep_model: Path, eagle: Path) -> None:
+    with LLM(deep_model, speculate="eagle", draft_model=str(eagle), **SETTINGS) as llm:
+        assert "draft model: weights" in llm.memory_text
+        assert "draft model: KV cache (" in llm.memory_text
+    with pytest.raises(SettingError, match="hidden states of the model, which --executor torch"):
+        sized_heads(
+            engine_config({"model": str(deep_model), "executor": "torch"}),
+            *("eagle", None, None, None, None),  # type: ignore[arg-type]
+        )
