@@ -74,7 +74,7 @@ def json_schema(
 ) -> Grammar:
     """JSON that a schema allows; a text is the schema written down."""
     if isinstance(schema, str):
-        schema = _parsed(schema, param)
+        schema = _parsed(schema, f"{param}.json", param)
     if not isinstance(schema, bool | Mapping):
         raise InvalidParameter(
             f"{param}: the schema is {show(schema)}; an object is allowed", param=param
@@ -129,7 +129,7 @@ def grammar(text: str, *, param: str = FIELD) -> Grammar:
 def structural_tag(tag: Mapping[str, Any] | str, *, param: str = FIELD) -> Grammar:
     """Free text with parts in it that follow schemas, from their triggers on."""
     if isinstance(tag, str):
-        tag = _parsed(tag, param)
+        tag = _parsed(tag, f"{param}.structural_tag", param)
     if not isinstance(tag, Mapping):
         raise InvalidParameter(
             f"{param}: structural_tag is {show(tag)}; an object is allowed", param=param
@@ -233,17 +233,17 @@ def _text(value: Any, what: str, param: str) -> str:
     return value
 
 
-def _parsed(text: str, param: str) -> Any:
+def _parsed(text: str, path: str, param: str) -> Any:
     if len(text) > MAX_CHARS:
         raise InvalidParameter(
-            f"{param} has {len(text)} characters; at most {MAX_CHARS} are allowed", param=param
+            f"{path} has {len(text)} characters; at most {MAX_CHARS} are allowed", param=param
         )
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidParameter(
-            f"{param} is not JSON ({type(error).__name__}: {str(error)[:100]}); send an object, or "
-            "one written as JSON",
+            f"{path} is a text that is not JSON ({str(error)[:100]}); send an object, or one "
+            "written as JSON",
             param=param,
         ) from None
 

@@ -8,11 +8,15 @@ from __future__ import annotations
 import os
 import socket
 import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from quire.base.errors import InvalidParameter
 
+# Variables with the key for a server; the first that is set counts.
+KEY_VARIABLES = ("QUIRE_API_KEY", "OPENAI_API_KEY")
+KEY_DEFAULT = "default: $QUIRE_API_KEY, else $OPENAI_API_KEY"
 _EXAMPLE = "http://127.0.0.1:8000"
 
 
@@ -49,6 +53,11 @@ def server_url(url: str) -> ServerUrl:
     )
 
 
+def default_key(environment: Mapping[str, str]) -> str:
+    """Return the key for a server that no flag gives, "" for none: the same for all commands."""
+    return next((environment[name] for name in KEY_VARIABLES if environment.get(name)), "")
+
+
 def key_headers(api_key: str | None) -> dict[str, str]:
     """Return the header with the key, none without a key. Raises InvalidParameter."""
     if not api_key:
@@ -77,14 +86,14 @@ def unreachable_text(shown: str, error: BaseException) -> str:
     )
 
 
-def key_refused_text(shown: str, *, has_key: bool, variable: str) -> str:
-    """Return the error for status 401. has_key: a key was sent. variable: its default's source."""
+def key_refused_text(shown: str, *, has_key: bool) -> str:
+    """Return the error for status 401. has_key: a key was sent."""
     if has_key:
         return (
             f"{shown} does not know the key that was sent; give one of the server's keys with "
-            f"--api-key, or in {variable}"
+            f"--api-key, or in {KEY_VARIABLES[0]}"
         )
-    return f"{shown} needs a key: give one with --api-key, or in {variable}"
+    return f"{shown} needs a key: give one with --api-key, or in {KEY_VARIABLES[0]}"
 
 
 def reason_of(error: BaseException) -> str:

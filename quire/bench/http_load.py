@@ -106,17 +106,17 @@ async def served_model(target: Target) -> ServedModel:
         raise WorkerError(f"{target.url} lists no models; name one with --model") from None
     except (OSError, ValueError, LookupError, TypeError, TimeoutError, Refused) as error:
         raise WorkerError(
-            why_unusable(target.url, error, has_key=bool(target.api_key), variable="OPENAI_API_KEY")
+            why_unusable(target.url, error, has_key=bool(target.api_key))
             or f"{target.url} lists no models ({reason_of(error)}); give the address of an "
             "OpenAI-compatible server, or name a model with --model"
         ) from error
 
 
-def why_unusable(url: str, error: Exception, *, has_key: bool, variable: str) -> str:
+def why_unusable(url: str, error: Exception, *, has_key: bool) -> str:
     """Return the error for a server that does not answer or refuses the key, else an empty text."""
     shown = address_of(url).shown
     if isinstance(error, Refused) and error.status == _UNAUTHORIZED:
-        return key_refused_text(shown, has_key=has_key, variable=variable)
+        return key_refused_text(shown, has_key=has_key)
     return unreachable_text(shown, error) if isinstance(error, OSError) else ""
 
 

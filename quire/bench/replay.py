@@ -114,7 +114,7 @@ class HttpSender:
         except (OSError, ValueError, LookupError, TypeError, Refused) as error:
             has_key = bool(self._api_key)
             raise WorkerError(
-                why_unusable(url, error, has_key=has_key, variable="QUIRE_API_KEY")
+                why_unusable(url, error, has_key=has_key)
                 or f"{url} is no server of Quire ({reason_of(error)}); recordings are replayed to "
                 "Quire only, `quire bench serve --trace` sends their lengths to any server"
             ) from error

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from quire.base.server_url import KEY_DEFAULT, default_key
 from quire.cli.options import (
     add_engine_arguments,
     engine_settings,
@@ -126,9 +127,9 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--api-key",
-        default=os.environ.get("OPENAI_API_KEY", ""),
+        default=default_key(os.environ),
         metavar="KEY",
-        help="key for the server (default: $OPENAI_API_KEY)",
+        help=f"key for the server ({KEY_DEFAULT})",
     )
     parser.add_argument(
         "--rates",

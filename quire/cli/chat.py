@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import TextIO
 
 from quire.base.errors import InvalidParameter, QuireError, StepRowError, WorkerError
+from quire.base.server_url import KEY_DEFAULT, default_key
 from quire.cli.chat_backends import ChatBackend, LocalBackend, RemoteBackend
 from quire.cli.exit_codes import REFUSED, SUCCESS
 from quire.cli.options import (
@@ -70,9 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--api-key",
-        default=os.environ.get("OPENAI_API_KEY", ""),
+        default=default_key(os.environ),
         metavar="KEY",
-        help="key for --url (default: $OPENAI_API_KEY)",
+        help=f"key for --url ({KEY_DEFAULT})",
     )
     add_sampling_arguments(parser)
 

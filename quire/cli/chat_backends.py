@@ -171,7 +171,7 @@ class RemoteBackend:
             message = f"{self._shown_url} answers {response.status} {response.reason}"
         if response.status == 401:
             has_key = "Authorization" in self._headers
-            text = key_refused_text(self._shown_url, has_key=has_key, variable="OPENAI_API_KEY")
+            text = key_refused_text(self._shown_url, has_key=has_key)
             return RequestError(f"{text} (the server's words: {message})")
         if response.status == 404:
             return UnknownModel(message)

@@ -81,7 +81,7 @@ def _check(arguments: argparse.Namespace) -> int:
     effective(arguments)
     for warning in warnings:
         print(f"warning: {warning}")
-    print(f"{arguments.file} is valid; it gives {len(arguments.sources)} settings")
+    print(f"{arguments.file} is valid; it gives {_settings(len(arguments.sources))}")
     return 0
 
 
@@ -116,3 +116,7 @@ def _print_table(values: dict[str, Sourced], *, variables: bool) -> None:
     widths[1] = min(widths[1], 40)
     for key, value, last in rows:
         print(f"{key:{widths[0]}}  {value:{widths[1]}}  {last}")
+
+
+def _settings(number: int) -> str:
+    return "1 setting" if number == 1 else f"{number} settings"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.base.errors import InvalidParameter
+from quire.base.server_url import KEY_DEFAULT, default_key
 from quire.cli.exit_codes import FAILED, SUCCESS
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-key",
         default=argparse.SUPPRESS,
         metavar="KEY",
-        help="key of the server (default: $QUIRE_API_KEY); effects are predicted with an admin's "
+        help=f"key of the server ({KEY_DEFAULT}); effects are predicted with an admin's "
         "key, or on the server's machine",
     )
     server.add_argument(
@@ -128,7 +129,7 @@ def _server(arguments: argparse.Namespace) -> int:
         ttft_s=given.get("goal_ttft_ms", 1e3 * DEFAULT_GOALS.ttft_s) / 1e3,
         tpot_s=given.get("goal_tpot_ms", 1e3 * DEFAULT_GOALS.tpot_s) / 1e3,
     )
-    key = given.get("api_key", os.environ.get("QUIRE_API_KEY"))
+    key = given.get("api_key", default_key(os.environ))
     reader = ServerReader(arguments.url, api_key=key)
     exam = examine_server(reader, seconds=given.get("seconds", _SECONDS), goals=goals, wait=_wait)
     about = exam.about

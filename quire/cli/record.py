@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from quire.base.errors import SettingError, WorkerError
+from quire.base.server_url import KEY_DEFAULT, default_key
 
 MAX_FILE_BYTES = 8 << 30
 
@@ -41,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--api-key",
-        default=os.environ.get("QUIRE_API_KEY", ""),
+        default=default_key(os.environ),
         metavar="KEY",
-        help="an admin's key (default: $QUIRE_API_KEY)",
+        help=f"an admin's key ({KEY_DEFAULT})",
     )
 
 
@@ -165,7 +166,7 @@ async def _received(arguments: argparse.Namespace) -> AsyncGenerator[bytes, None
     except (OSError, Refused) as error:
         way_out = "; leave out --content" if arguments.content else ""
         raise WorkerError(
-            why_unusable(arguments.url, error, has_key=has_key, variable="QUIRE_API_KEY")
+            why_unusable(arguments.url, error, has_key=has_key)
             or f"{address.shown} does not record: {error}{way_out}"
         ) from error
     except ValueError as error:

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from quire.base.server_url import KEY_DEFAULT, default_key
 from quire.cli.exit_codes import FAILED, SUCCESS
 from quire.cli.options import add_engine_arguments, engine_settings, positive_int
 
@@ -28,9 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--api-key",
-        default=os.environ.get("QUIRE_API_KEY", ""),
+        default=default_key(os.environ),
         metavar="KEY",
-        help="key for the server (default: $QUIRE_API_KEY)",
+        help=f"key for the server ({KEY_DEFAULT})",
     )
     parser.add_argument(
         "--speed",

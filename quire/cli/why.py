@@ -15,7 +15,14 @@ from typing import Any
 from urllib.parse import quote
 
 from quire.base.errors import InvalidParameter, WorkerError
-from quire.base.server_url import key_headers, key_refused_text, server_url, unreachable_text
+from quire.base.server_url import (
+    KEY_DEFAULT,
+    default_key,
+    key_headers,
+    key_refused_text,
+    server_url,
+    unreachable_text,
+)
 from quire.cli.timeline_view import drawn
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
@@ -36,10 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--api-key",
-        default=os.environ.get("QUIRE_API_KEY") or os.environ.get("OPENAI_API_KEY", ""),
+        default=default_key(os.environ),
         metavar="KEY",
-        help="the key that sent the request, or an admin key (default: $QUIRE_API_KEY, else "
-        "$OPENAI_API_KEY)",
+        help=f"the key that sent the request, or an admin key ({KEY_DEFAULT})",
     )
     parser.add_argument("--json", action="store_true", help="print the server's JSON, no drawing")
 
@@ -72,8 +78,7 @@ def timeline_of(url: str, request_id: str, api_key: str) -> dict[str, Any]:
             text = f"{unreachable_text(shown, error)}; give its address with --url"
             raise WorkerError(text) from error
     if response.status == _UNAUTHORIZED:
-        variable = "QUIRE_API_KEY"
-        raise WorkerError(key_refused_text(shown, has_key=bool(api_key), variable=variable))
+        raise WorkerError(key_refused_text(shown, has_key=bool(api_key)))
     try:
         found = json.loads(content)
     except ValueError as error:

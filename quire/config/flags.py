@@ -58,11 +58,12 @@ def flag_of(setting: Field[Any]) -> str:
 def in_flags(text: str) -> str:
     """Replace names of settings in an error message by their flags.
 
-    A name without underscore is replaced only at the beginning, since it may be an English word.
+    A name without underscore is replaced only at the beginning, since it may be an English word;
+    one in double quotes is what a file says.
     """
     for group in (*get_type_hints(EngineConfig).values(), ServerConfig):
         for setting in fields(group):
-            at = r"(?<![\w-])" if "_" in setting.name else "^"
+            at = r"(?<![\w\"-])" if "_" in setting.name else "^"
             text = re.sub(rf"{at}{setting.name}(?![\w-])", flag_of(setting), text)
     return text
 

@@ -166,7 +166,10 @@ def _document(file: Path, raw: bytes) -> dict[str, Any]:
 def _tenants(document: Mapping[str, Any]) -> tuple[Tenant, ...]:
     for name in document:
         if name != "tenants":
-            raise ValueError(f"it has {show(name)}; only `tenants` is known, as in [tenants.NAME]")
+            raise ValueError(
+                f"it has {show(name)}; only `tenants` is known, as in [tenants.NAME]; settings of "
+                "the server belong in a file of --config"
+            )
     entries = document.get("tenants")
     if not isinstance(entries, dict) or not entries:
         raise ValueError("it names no tenant; write one as [tenants.NAME] with its keys")

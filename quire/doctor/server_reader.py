@@ -92,7 +92,7 @@ class ServerReader:
             return reply
         if reply.status == 401:
             has_key = "Authorization" in self._headers
-            text = key_refused_text(self.shown + path, has_key=has_key, variable="QUIRE_API_KEY")
+            text = key_refused_text(self.shown + path, has_key=has_key)
             raise WorkerError(text)
         raise WorkerError(f"{self.shown}{path} {self._what_instead(reply.status)}")
 

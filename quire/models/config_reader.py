@@ -70,8 +70,8 @@ class ConfigReader:
     def note(self, problem: str, *, of: Iterable[str] = ()) -> None:
         """Remember a problem; once, though two readers may meet it.
 
-        of: the keys whose values the problem is about, beyond the one it names. It is not noted
-        where one of them has a problem of its own: its value is made up then.
+        of: keys with values that the problem follows from. It is not noted where one of them has a
+        problem of its own: its value is made up then.
         """
         if problem not in self.problems and self._unusable.isdisjoint(of):
             self.problems.append(problem)

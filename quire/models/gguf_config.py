@@ -32,6 +32,7 @@ from quire.models.gguf_rope import (
 )
 from quire.models.gguf_values import plain_values
 from quire.models.model_folder import EMBEDDING
+from quire.models.refusals import gguf_kind
 from quire.models.spec import ExpertsSpec, ModelSpec
 
 Json = dict[str, Any]
@@ -77,8 +78,8 @@ def read_gguf(path: Path, read_family: ReadFamily) -> ModelSpec:
     named = model.metadata.get("general.architecture")
     if not isinstance(named, str) or named not in MEANINGS:
         raise ConfigError(
-            f"{path}: general.architecture is {show(named)}, which is not read from GGUF; these "
-            f"are: {', '.join(MEANINGS)}"
+            f"{path}: general.architecture is {show(named)}, which is not read from GGUF"
+            f"{gguf_kind(named)}; these are: {', '.join(MEANINGS)}"
         )
     meaning = MEANINGS[named]
     config = ConfigReader(plain_values(model.metadata, f"{named}."), where=f"{path}: {named}.*")

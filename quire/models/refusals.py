@@ -171,3 +171,36 @@ def _reason(values: Mapping[str, Any], running: Iterable[str]) -> str:
             f"family: {RECIPE}"
         )
     return f"take a checkpoint of a family that runs, or add this one: {RECIPE}"
+
+
+# What GGUF calls architectures that are no decoders of text, or that do not run here.
+_GGUF_KINDS: tuple[tuple[str, str], ...] = (
+    (
+        r"clip|mmproj|siglip",
+        "it is the part of a model that reads pictures or sound (mmproj); take the GGUF file of "
+        "its text model, from the same repository",
+    ),
+    (r"adapter|lora|control_?vector", "it is an adapter; merge it into the model's weights"),
+    (
+        r".*bert.*|.*embed.*|eurobert|t5encoder",
+        "it is an encoder for embeddings, which writes no text",
+    ),
+    (r"t5.*|.*bart.*", "it is an encoder with a decoder; only models that are one decoder run"),
+    (
+        r".*mamba.*|.*rwkv.*|jamba|.*ssm.*|qwen3next|lfm2.*|falcon-h1|nemotron_h",
+        "it has state-space or recurrent layers, which are not supported",
+    ),
+    (r".*vl.*|.*omni.*|mllama|llama4", "it also reads pictures or sound; only text models run"),
+    (r".*moe.*|deepseek.*|grok|dbrx|gpt-?oss", "it is a mixture of experts that does not run yet"),
+    (r"flux|sd\d?|wan|whisper|.*tts.*|wavtokenizer.*", "it makes or reads pictures or sound"),
+)
+
+
+def gguf_kind(architecture: object) -> str:
+    """Return what a GGUF architecture is, to be put after its name; empty if that is unknown."""
+    if not isinstance(architecture, str):
+        return ""
+    for pattern, kind in _GGUF_KINDS:
+        if re.fullmatch(pattern, architecture[:100], re.IGNORECASE):
+            return f": {kind}"
+    return ""

@@ -1,21 +1,17 @@
 """Why the rows of a plan failed: what the model computed, or what their requests exclude.
 
-Called only if a row has failed. Knows slots and positions, no logits: a row whose request excludes
-no token can only lack one because the model computed none.
+Called only if a row has failed. Knows slots and positions, no logits: if a request excludes no
+token, its row can only lack one because the model computed none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from quire.base.records import Bools, RowError, StepPlan
 from quire.runner.batch_builder import SampledRows
 from quire.runner.slot_tables import SlotTables
 from quire.runner.token_runs import first_messages
-
-if TYPE_CHECKING:
-    from quire.runner.step_result import Computed
 
 _NOT_FINITE = "the model computed NaN or infinity"
 _REMEDY = "the weights are damaged (download them again), or numbers overflow (try --dtype f32)"
@@ -37,13 +33,16 @@ def row_errors(
     plan: StepPlan,
     tables: SlotTables,
     sampled: SampledRows,
-    computed: Computed,
-    unsure: Mapping[int, str],
+    *,
+    messages: Mapping[int, str],
+    broken: Mapping[int, str],
 ) -> tuple[RowError, ...]:
-    """Return the errors of the `failed` rows [N]. unsure: messages by sampled position, of tokens
-    that a grammar or a stop watch could not judge."""
-    messages = {**computed.no_mask, **unsure}
-    reasons = {**(first_messages(messages, sampled) if messages else {}), **computed.broken}
+    """Return the errors of the `failed` rows [N].
+
+    messages: by sampled position, of tokens that a grammar or a stop watch excluded or could not
+    judge. broken: by row, of rows that failed when computed alone.
+    """
+    reasons = {**(first_messages(messages, sampled) if messages else {}), **broken}
     return tuple(
         RowError(row=row, message=reasons.get(row) or _reason(int(plan.slots[row]), tables))
         for row in failed.nonzero()[0].tolist()

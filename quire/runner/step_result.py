@@ -95,7 +95,12 @@ def step_result(
     if failed is not None or follow.forced or follow.complete:
         runs = cut_runs(runs, sampled, failed, follow)
     _append(runs, tables)
-    choice = runs.choice
+    choice, errors = runs.choice, tuple[RowError, ...]()
+    if failed is not None:
+        messages = {**computed.no_mask, **unsure}
+        errors = row_errors(
+            failed, plan, tables, sampled, messages=messages, broken=computed.broken
+        )
     return StepResult(
         step=plan.step,
         token_counts=runs.counts,
@@ -109,9 +114,7 @@ def step_result(
         scores=None if scored is None else scored.scores,
         complete=runs.complete,
         candidates=choice.candidates,
-        errors=()
-        if failed is None
-        else row_errors(failed, plan, tables, sampled, computed, unsure),
+        errors=errors,
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -139,6 +139,10 @@ def _some(rows: RowReader, first: int, count: int) -> Piece:
     )
 
 
+# The number of a layer in a weight's name, as in model.layers.3.mlp, h.3.attn or blk.3.attn_q.
+_LAYER = re.compile(r"(?:[\w-]+\.)*?(?:layers|h|blk|blocks)\.(\d{1,6})\.")
+
+
 def bind(program: Program, checkpoint: Checkpoint) -> Binding:
     """Bind the program. Raises WeightsError unless the checkpoint matches it exactly."""
     shapes = program.source_shapes()
@@ -169,12 +173,39 @@ def bind(program: Program, checkpoint: Checkpoint) -> Binding:
                 )
         elif not BUFFERS.fullmatch(name):
             problems.append(f"{name} (shape {list(shape)}) is not part of {program.name}")
+    cause, layers = _other_layers(set(expected), present, checkpoint.described_by)
+    left = [one for one in problems if _layer_of(one) not in layers]
+    if len(left) < len(problems) - 1:  # a layer has several weights
+        problems = [cause, *left]
     raise_problems(
         f"{checkpoint.path}: weights and {checkpoint.described_by} disagree",
         problems,
         advice="They are of two models, or one is damaged: take both from one download",
     )
     return Binding(checkpoint, names)
+
+
+def _other_layers(
+    expected: Set[str], present: Set[str], described_by: str
+) -> tuple[str, frozenset[int]]:
+    """Return what is wrong with the number of layers, and the layers that only one side has."""
+    asked = frozenset(map(_layer_of, expected)) - {None}
+    found = frozenset(map(_layer_of, present)) - {None}
+    other = {layer for layer in asked ^ found if layer is not None}
+    if not (asked and found and other) or min(other) < min(len(asked), len(found)):
+        return "", frozenset()
+    setting = " (num_hidden_layers)" if described_by == "config.json" else ""
+    cause = (
+        f"there are weights of {len(found)} layers, and {described_by} asks for {len(asked)}"
+        f"{setting}; correct the number if it was changed"
+    )
+    return cause, frozenset(other)
+
+
+def _layer_of(name: str) -> int | None:
+    """Return the number of the layer in the name of a weight, or in a problem that begins so."""
+    match = _LAYER.match(name)
+    return None if match is None else int(match[1])
 
 
 def _names(sources: Mapping[str, object], checkpoint: Checkpoint) -> dict[str, str]:

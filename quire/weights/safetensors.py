@@ -125,11 +125,17 @@ def _read_entries(path: Path, content: NDArray[np.uint8]) -> dict[str, _Entry]:
     data_start = LENGTH_BYTES + length
     raw = content[LENGTH_BYTES:data_start].tobytes()
     if raw[:1] != b"{":
-        raise WeightsError(f"{path}: the header is not a JSON object; this is no safetensors file")
+        raise WeightsError(
+            f"{path}: the header is not a JSON object; this is no safetensors file, or a damaged "
+            "one: copy or download it again"
+        )
     try:
         header = parse_object(raw, limit_bytes=MAX_HEADER_BYTES)
     except ValueError as error:
-        raise WeightsError(f"{path}: the header cannot be read: {error}") from error
+        raise WeightsError(
+            f"{path}: the header cannot be read: {error}; the file is damaged: copy or download it "
+            "again"
+        ) from error
     _check_metadata(path, header.pop("__metadata__", None))
 
     problems: list[str] = []

@@ -108,12 +108,12 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def _effort(effort: Any) -> str | None:
-    if not isinstance(effort, str | None):
+    if effort is not None and effort not in EFFORTS:
         raise InvalidParameter(
-            f"reasoning_effort is {show(effort)}; a string is allowed: {', '.join(EFFORTS)}",
+            f"reasoning_effort is {show(effort)}; {', '.join(EFFORTS)} are allowed",
             param="reasoning_effort",
         )
-    return effort
+    return None if effort is None else str(effort)
 
 
 def _template_of(

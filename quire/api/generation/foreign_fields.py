@@ -107,12 +107,13 @@ class Unserved:
     """A field accepted only at values that ask for nothing, and why it is refused otherwise.
 
     unless: another field and its value that give one more value the neutral meaning:
-    (value, field, the other field's value).
+    (value, field, the other field's value). instead: what to do; by default the field is left out.
     """
 
     allowed: tuple[Any, ...]
     why: str
     unless: tuple[Any, str, Any] | None = None
+    instead: str = "leave it out"
 
 
 _TAIL_FREE = "tail-free sampling is not implemented (min_p is similar)"
@@ -129,9 +130,15 @@ UNSERVED: Mapping[str, Unserved] = {
     # OpenAI
     "store": Unserved(allowed=(False,), why="answers are not stored"),
     "service_tier": Unserved(allowed=("auto", "default", "standard_only"), why="there is one tier"),
-    "functions": Unserved(allowed=([],), why="functions are given as tools"),
+    "functions": Unserved(
+        allowed=([],),
+        why="functions are given as tools",
+        instead='write each as an entry of tools: {"type": "function", "function": {...}}',
+    ),
     "function_call": Unserved(
-        allowed=("none", "auto"), why="tool_choice selects the function to call"
+        allowed=("none", "auto"),
+        why="tool_choice selects the function to call",
+        instead='write it as tool_choice: {"type": "function", "function": {"name": "..."}}',
     ),
     "modalities": Unserved(allowed=(["text"],), why=_TEXT_ONLY),
     "audio": Unserved(allowed=(), why=_TEXT_ONLY),
@@ -248,6 +255,10 @@ HINTS: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+# Of these, the values of fields that their API restricts.
+HINT_VALUES: Mapping[str, tuple[Any, ...]] = {"verbosity": ("low", "medium", "high")}
+
+
 _TYPES: Mapping[str, type | tuple[type, ...]] = {
     "string": str,
     "object": dict,
@@ -281,6 +292,7 @@ def take_foreign(
         elif name in NO_EFFECT:
             _check_type(name, value)
         elif name in HINTS:
+            _check_hint(name, value)
             if not any(same_json(value, neutral) for neutral in HINTS[name]):
                 ignored.append(name)
         elif warn_unknown:
@@ -340,6 +352,14 @@ def _check_type(name: str, value: Any) -> None:
         raise InvalidParameter(f"{name} is {show(value)}; {words} is allowed", param=name)
 
 
+def _check_hint(name: str, value: Any) -> None:
+    allowed = HINT_VALUES.get(name)
+    if allowed is not None and not any(same_json(value, one) for one in allowed):
+        raise InvalidParameter(
+            f"{name} is {show(value)}; {', '.join(allowed)} are allowed", param=name
+        )
+
+
 def _check_unserved(name: str, value: Any, body: Mapping[str, Any]) -> None:
     rule = UNSERVED[name]
     if any(same_json(value, allowed) for allowed in rule.allowed):
@@ -350,7 +370,7 @@ def _check_unserved(name: str, value: Any, body: Mapping[str, Any]) -> None:
             return
     allowed = " or ".join(["null", *map(show, rule.allowed)])
     raise InvalidParameter(
-        f"{name} is {show(value)}: {rule.why}; leave it out ({allowed} is accepted)", param=name
+        f"{name} is {show(value)}: {rule.why}; {rule.instead} ({allowed} is accepted)", param=name
     )
 
 

@@ -203,7 +203,7 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
 
     async def answer() -> bytes | Response:
         """Return the body of a whole answer, or the response that streams it."""
-        if not server_state.lifecycle.accepting.is_set():
+        if not server_state.lifecycle.accepting.is_set() and given.get("background") is not True:
             await server_state.lifecycle.wait_while_paused()
             server_state.engine()  # it may have died meanwhile
         job = await route.read(generation_request)

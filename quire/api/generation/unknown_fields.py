@@ -47,6 +47,9 @@ _WRAPPERS = frozenset(
     | {"extra_body", "params", "settings"}
 )
 _SYSTEM = frozenset({"system", "system_prompt", "instructions"})
+# Names of the switch of reasoning.
+_SWITCHES = frozenset({"think", "reasoning_mode", "thinking_mode"})
+_OF_MESSAGES = frozenset({"stop_sequences", "metadata", "service_tier"})
 # What /v1/responses has in place of fields of other APIs.
 _OF_RESPONSES = {
     **dict.fromkeys(_SYSTEM, "instructions"),
@@ -77,6 +80,12 @@ def unknown_field(name: str, honoured: frozenset[str], body: Mapping[str, Any]) 
         return _error(name, f" of this request, which takes {own}; {also}{where}")
     if (advice := _advice(name, honoured)) is not None:
         return _error(name, f" of this request; {advice}")
+    if _counts(honoured) and (name in CHAT or name in _OF_MESSAGES):
+        return _error(
+            name,
+            " of this request, which counts the tokens of a prompt; it belongs to POST "
+            "/v1/messages and changes no prompt: leave it out",
+        )
     near = _near(name, honoured)
     route = next((route for route, fields in _ROUTES if name in fields), "")
     where = f" of this request, but of {route}" if route else " of this request"
@@ -93,6 +102,11 @@ def _compared_input(honoured: frozenset[str]) -> str:
     if "text_1" in honoured:
         return "text_1 and text_2"
     return "query and documents" if "top_n" in honoured else ""
+
+
+def _counts(honoured: frozenset[str]) -> bool:
+    """Return whether a route only counts the tokens of a message's prompt."""
+    return "output_config" in honoured and "max_tokens" not in honoured
 
 
 def _error(name: str, said: str) -> InvalidParameter:
@@ -143,6 +157,13 @@ def _advice(name: str, honoured: frozenset[str]) -> str | None:
         return 'write it as the first message: {"role": "system", "content": "..."}'
     if name in _SYSTEM and "prompt" in honoured:
         return "write it at the beginning of the prompt"
+    if name in _SWITCHES and "reasoning_effort" in honoured:
+        return (
+            'write it as reasoning_effort: "none" switches reasoning off, "low", "medium" and '
+            '"high" on'
+        )
+    if name.startswith("speculative.") and "speculation" in honoured:
+        return 'write it as speculation: "off", "auto" or {"max_draft_tokens": NUM}'
     if name == "format" and "response_format" in honoured:
         return 'write it as response_format, such as {"type": "json_object"}'
     return None

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import enum
 import hmac
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,6 +30,7 @@ from quire.base.errors import NotAuthorized
 from quire.config.tenants import ONLY_TENANT, Tenant, key_digest
 
 OPEN_PATHS = frozenset({"/", "/health", "/version", "/docs", "/openapi.json"})
+_KEY_IN_QUERY = re.compile(rb"(?:^|&)(api[_-]?key|key|access_token)=", re.IGNORECASE)
 # The files of the web page, which are the same for every client.
 _OPEN_TOP = "/web/"
 # Paths that count the requests of all tenants: only the keys of admins and of --api-key open them.
@@ -107,15 +109,19 @@ class Keys:
         read_key: Callable[[], bytes],
         *,
         is_here: Callable[[], bool] = lambda: True,
+        query: bytes = b"",
     ) -> Caller:
         """Return the sender of a request to `path`. Raises NotAuthorized or NotAdmin.
 
         read_key: returns the key of the request, or raises NotAuthorized. is_here: returns whether
-        the request comes from this machine, or to a listener that only this machine reaches.
+        the request comes from this machine, or to a listener that only this machine reaches. query:
+        of the address, where a key is not read.
         """
         if is_open(path):
             return self._keyless
-        caller = self._caller_of(read_key()) if self.needed(path) else self._keyless
+        caller = self._keyless
+        if self.needed(path):
+            caller = self._caller_of(_read(read_key, query))
         if is_guarded(path):
             _check_admin(caller, is_here)
         elif is_below(path, COUNTING_PATHS) and not caller.sees_all:
@@ -132,6 +138,21 @@ class Keys:
         if not any(matches):
             raise NotAuthorized("the API key is not one of this server's keys; check it")
         return self._callers[matches.index(True)][1]
+
+
+def _read(read_key: Callable[[], bytes], query: bytes) -> bytes:
+    """Return the key of a request. Raises NotAuthorized, which says if the address has one."""
+    try:
+        return read_key()
+    except NotAuthorized as error:
+        named = _KEY_IN_QUERY.search(query)
+        if named is None:
+            raise
+        raise NotAuthorized(
+            f"{error}. The address has {named[1].decode()}=..., which is not read, because "
+            "addresses are logged by proxies; leave it out, and replace the key if others read "
+            "such logs"
+        ) from error
 
 
 def _scoped(caller: Caller, isolates: bool) -> Caller:

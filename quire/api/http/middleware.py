@@ -115,6 +115,7 @@ class RequestMiddleware:
                     path,
                     lambda: exchange.dialect.read_key(headers),
                     is_here=lambda: self._for_admins or is_here(scope),
+                    query=scope["query_string"],
                 )
             is_admin = caller.admin is Admin.ANYWHERE
             scope["state"] |= {"tenant": caller.tenant, "key": caller.key, "is_admin": is_admin}

@@ -14,6 +14,8 @@ from quire.base.errors import NotAuthorized
 
 # Statuses below 500 that are not the fault of the request.
 _SERVER_SIDE = (408, 409)
+# Headers in which other APIs take the key.
+_OTHER_HEADERS = (b"x-api-key", b"api-key", b"x-goog-api-key")
 
 
 class OpenAIFraming:
@@ -46,7 +48,9 @@ class OpenAIDialect:
         """Return the key of `Authorization: Bearer KEY`. Raises NotAuthorized."""
         authorization = next((value for name, value in headers if name == b"authorization"), None)
         if authorization is None:
-            raise NotAuthorized("no API key was sent; send `Authorization: Bearer KEY`")
+            other = next((name.decode() for name, _ in headers if name in _OTHER_HEADERS), "")
+            found = f"; {other} is not read here" if other else ""
+            raise NotAuthorized(f"no API key was sent{found}; send `Authorization: Bearer KEY`")
         scheme, _, key = authorization.partition(b" ")
         if scheme.lower() != b"bearer" or not key.strip():
             raise NotAuthorized(

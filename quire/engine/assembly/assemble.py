@@ -169,8 +169,6 @@ def _assembled(
     num_threads = num_compute_threads(config.executor.num_threads)
     pack_cache, max_drafts = _pack_cache(config.executor), max_draft_tokens(config)
     model = _sized_model(config)
-    for warning in model.spec.generation.warnings:
-        Log("engine").warning(warning)
     memory, program = model.memory, model.program
     executor = _loaded_executor(config, model, progress, pack_cache, num_threads)
     num_layers = executor.num_layers if isinstance(executor, LayeredExecutor) else 0
@@ -306,7 +304,10 @@ def _loaded_executor(
             pack_cache=pack_cache,
         ),
     )
-    warn_of_coarse(Log("engine"), model.program, executor.coarse_rows)
+    log = Log("engine")
+    for warning in model.spec.generation.warnings:
+        log.warning(warning)
+    warn_of_coarse(log, model.program, executor.coarse_rows)
     executor.allocate_cache(model.memory.num_blocks, config.cache.block_size)
     return executor
 

@@ -16,6 +16,7 @@ from quire.api.http.request_io import parse
 from quire.base.errors import QuireError
 from quire.base.grammar import Grammar, GrammarKind
 from quire.structured.rejection import rejection
+from tests.gguf_writer import write_gguf
 from tests.tiny_models import write_tiny_llama
 from tests.unit.cli.command import quire_main
 
@@ -36,6 +37,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = json.loads((good / "config.json").read_bytes())
     config["vocab_size"] += 1
     (root / "other-vocab/config.json").write_text(json.dumps(config))
+    for name, num_layers in (("more-layers", 1), ("fewer-layers", 4)):
+        shutil.copytree(good, root / name)
+        config["vocab_size"], config["num_hidden_layers"] = 307, num_layers
+        (root / name / "config.json").write_text(json.dumps(config))
+    shutil.copytree(good, root / "cut-header")
+    header = bytearray((good / "model.safetensors").read_bytes())
+    header[20] = 0xFF
+    (root / "cut-header/model.safetensors").write_bytes(header)
+    for name in ("clip", "nomic-bert", "mamba2", "unheard-of"):
+        write_gguf(root / f"{name}.gguf", {"general.architecture": name}, {})
     (root / "twice.toml").write_text("port = 1\nport = 2\n")
     (root / "empty").mkdir()
     (root / "file").write_text("x")
@@ -51,6 +62,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("complete no-config -p x", "no config.json; there are generation_config.json, "),
         ("complete link -p x", "this is a link to /nowhere/model, which does not exist; restore"),
         ("complete other-vocab -p x", "or one is damaged: take both from one download"),
+        (
+            "complete more-layers -p x",
+            "disagree: 1 problem\n  - there are weights of 2 layers, and "
+            "config.json asks for 1 (num_hidden_layers); correct the number if it was changed\n",
+        ),
+        ("complete fewer-layers -p x", "1 problem\n  - there are weights of 2 layers, and config"),
+        ("complete cut-header -p x", "the file is damaged: copy or download it again\n"),
+        ("complete clip.gguf -p x", "it is the part of a model that reads pictures or sound (mmp"),
+        ("complete nomic-bert.gguf -p x", ": it is an encoder for embeddings, which writes no te"),
+        ("complete mamba2.gguf -p x", "it has state-space or recurrent layers, which are not sup"),
+        ("complete unheard-of.gguf -p x", "which is not read from GGUF; these are: llama, qwen2"),
         ("complete file -p x", "this is a file, and no GGUF file; give a directory with config"),
         ("complete good/config.json -p x", "a file of a model; give its directory, good\n"),
         ("complete hf://a/b -p x", "hf://a/b: this is an address; give the model's name: a/b, "),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from quire.base.server_url import default_key
 from quire.obs.recording import RecordedRequest, RecordingHeader, encode_line
 from tests.unit.cli.command import quire_main
 
@@ -27,7 +28,6 @@ HEADER = RecordingHeader(
 REQUEST = RecordedRequest(
     arrival_ms=0.0, prompt_tokens=1, output_tokens=(1,), finish_reasons=("length",)
 )
-VARIABLES = {"chat": "OPENAI_API_KEY", "bench": "OPENAI_API_KEY"}
 
 
 class _Refuses(BaseHTTPRequestHandler):
@@ -73,12 +73,23 @@ def _error_of(name: str, url: str, *words: str) -> str:
 def test_a_server_with_keys_is_answered_with_the_flag(
     name: str, address: str, folder: Path
 ) -> None:
-    variable = VARIABLES.get(name, "QUIRE_API_KEY")
+    variable = "QUIRE_API_KEY"
     said = _error_of(name, f"http://{address}")
     assert f"needs a key: give one with --api-key, or in {variable}" in said
     said = _error_of(name, f"http://{address}/v1", "--api-key", "wrong")
     assert "does not know the key that was sent; give one of the server's keys with --api" in said
     assert "wrong" not in said
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_reads_the_key_from_the_same_variables(
+    name: str, address: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "wrong")
+    assert "does not know the key that was sent" in _error_of(name, f"http://{address}")
+    assert default_key({"OPENAI_API_KEY": "b", "QUIRE_API_KEY": "a"}) == "a"
+    assert default_key({"OPENAI_API_KEY": "b", "QUIRE_API_KEY": ""}) == "b"
+    assert not default_key({})
 
 
 @pytest.mark.parametrize("name", COMMANDS)

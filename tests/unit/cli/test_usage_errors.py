@@ -17,7 +17,7 @@ from tests.unit.cli.command import quire_main
         ("bench serve --url http://x", "URL is given without a flag: quire bench serve URL\n"),
         ("bench serve --host x --port 1", "URL is given without a flag: quire bench serve URL\n"),
         ("why --request-id x", "REQUEST_ID is given without a flag: quire why REQUEST_ID\n"),
-        ("why x --id x", "REQUEST_ID is given without a flag: quire why REQUEST_ID\n"),
+        ("why x --id x", "REQUEST_ID is given without a flag: quire why REQUEST_ID; "),
         ("completion bash --shell x", "SHELL is given without a flag: quire completion SHELL\n"),
         ("doctor --model x", "quire doctor takes no model; leave it out; quire plan MODEL predic"),
         ("record http://x y --model x", "quire record takes no model; leave it out\n"),

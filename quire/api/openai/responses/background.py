@@ -27,17 +27,29 @@ from quire.api.streaming.resumable_stream import ResumableStream
 
 
 class BackgroundEvents(Events):
-    """The events of a background response: the first of them precede the first token."""
+    """The events of a background response: the first of them precede the first token.
+
+    While the server is paused the response is queued.
+    """
 
     def __init__(
-        self, answers: ChoiceStreams, writer: ResponseWriter, dialect: Dialect, request_id: str
+        self,
+        server_state: ServerState,
+        answers: ChoiceStreams,
+        writer: ResponseWriter,
+        dialect: Dialect,
+        request_id: str,
     ) -> None:
         super().__init__(answers, writer, dialect, request_id)
+        self._server_state = server_state
         self._response = writer
 
     async def write(self, put: Put) -> None:
         """Hand all events to `put`."""
         await put([self._event(chunk) for chunk in self._response.begin()], False)
+        if self._server_state.lifecycle.paused:
+            await self._server_state.lifecycle.wait_while_paused()
+            self._server_state.engine()  # it may have died meanwhile
         await super().write(put)
 
     def snapshot(self) -> dict[str, Any]:

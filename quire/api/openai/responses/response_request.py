@@ -185,7 +185,7 @@ class ResponseRequest:
                     retry_after_s=1.0,
                 )
             open_ = self._request.state.open_request
-            events = BackgroundEvents(answers, writer, self.dialect, open_.id)
+            events = BackgroundEvents(server_state, answers, writer, self.dialect, open_.id)
             background = BackgroundResponse(
                 server_state, events, request.context.deadline, open_, self.save
             )

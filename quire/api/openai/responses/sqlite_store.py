@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -122,6 +123,12 @@ def _opened(path: str) -> sqlite3.Connection:
         database.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
         database.commit()
     except (OSError, sqlite3.Error) as error:
+        largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if largest != resource.RLIM_INFINITY:
+            error = type(error)(
+                f"{error}, perhaps as this process may write files of {largest} bytes only "
+                "(RLIMIT_FSIZE): raise it, as in `ulimit -f unlimited`"
+            )
         raise SettingError(
             f"responses_store is {path!r}, which cannot be used: {error}; give the path of a "
             "SQLite file that this server made, or of a new file"

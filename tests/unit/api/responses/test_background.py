@@ -286,3 +286,20 @@ def test_a_reader_that_falls_behind_a_dropping_journal_is_cut() -> None:
             await journal.after(0)
 
     asyncio.run(use())
+
+
+def test_while_the_server_is_paused_it_is_queued_and_can_be_cancelled() -> None:
+    async def use(site: Site, gate: Gate) -> None:
+        gate.open.set()
+        site.server_state.lifecycle.pause()
+        id_, other = await begun(site), await begun(site)
+        assert (await read(site, id_)).json["status"] == "queued"
+        assert not site.engine.asked
+        cancelled = await site.post(f"{PATH}/{other}/cancel", {})
+        assert cancelled.json["status"] == "cancelled"
+        site.server_state.lifecycle.resume()
+        await site.server_state.idle.wait()
+        assert (await read(site, id_)).json["status"] == "completed"
+        assert len(site.engine.asked) == 1
+
+    on_site(use)

@@ -407,7 +407,7 @@ def test_an_unwritable_record_is_a_setting_error_before_packing(
     for file in model.iterdir():
         content = file.read_bytes()
         (tmp_path / file.name).write_bytes(content[:20] if "safetensors" in file.name else content)
-    with pytest.raises(SettingError, match="--record-plans"):
+    with pytest.raises(SettingError, match="record_plans"):
         LLM(tmp_path, record_plans=str(tmp_path))
 
 
