@@ -111,8 +111,14 @@ async def prompted_job(
     return GenerationJob(prompts=[prompt], writer=writer)
 
 
-def loading_job(request: GenerationRequest, *, is_chat: bool) -> GenerationJob:
-    """Return the job of a request without a prompt: the model is loaded, and stays so."""
+def loading_job(
+    request: GenerationRequest, sampling: SamplingParams, *, is_chat: bool
+) -> GenerationJob:
+    """Return the job of a request without a prompt: the model is loaded, and stays so.
+
+    The parameters are checked as those of the shortest prompt.
+    """
+    request.engine.check([0], request.limited(sampling, 1, default_tokens=None))
     envelope = request.envelope
     content = loaded_json(
         envelope.model,

@@ -42,7 +42,6 @@ def llama_cpp_rows(known: Known) -> dict[str, Schema]:
         },
         "n_predict": {"anyOf": [limit, {"enum": [-1, -2]}]},
         "max_tokens": {**rows["max_tokens"], "description": "Another name of n_predict."},
-        "seed": {**rows["seed"], "minimum": -1},
         "n_probs": {**_COUNT, "maximum": sampling.MAX_TOP_LOGPROBS},
         "id_slot": {**_PLACE, "maximum": 2**31 - 1},
         "repeat_last_n": _PLACE,

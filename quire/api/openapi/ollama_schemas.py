@@ -181,7 +181,6 @@ def _options(known: Known) -> Schema:
         options[name] = {**rows[ours], "description": f"{ours} of other APIs."}
     limit = {"type": "integer", "minimum": 1, "maximum": max_output(known)}
     options["num_predict"] = {"anyOf": [limit, {"enum": [-1, -2]}]}
-    options["seed"] = {**rows["seed"], "minimum": -1}
     for name, kind in RUNTIME_OPTIONS.items():
         options[name] = {"type": _TYPES.get(kind, "number")}
     for name, (allowed, why) in NEUTRAL_OPTIONS.items():
