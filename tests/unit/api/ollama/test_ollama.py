@@ -236,6 +236,7 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"max_tokens": 9, "repetition_penalty": 1.5, "stop": ["a"]},
     ),
     ({"options": {"seed": 7, "num_predict": -1, "min_p": 0.25}}, {"min_p": 0.25}),
+    ({"options": {"seed": 7, "num_predict": 4096}}, {}),
     ({"options": {"seed": 7, "num_gpu": 1, "num_thread": 4, "tfs_z": 1.0}}, {}),
     ({"logprobs": True, "top_logprobs": 2}, {"logprobs": True, "top_logprobs": 2}),
     ({"priority": 3, "cache_salt": "a"}, {"priority": 3, "cache_salt": "a"}),
