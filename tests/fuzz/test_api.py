@@ -53,6 +53,7 @@ MAX_OPTIONAL = 5
 # An unattainable deadline is rejected, and a missed one ends its request.
 HONEST = {(503, "deadline_missed"), (504, "timeout")}
 HONEST |= {(529, "overloaded_error"), (504, "timeout_error")}  # in Anthropic's form
+HONEST |= {(503, 503), (504, 504)}  # in llama.cpp's form
 RESPONSE_ENDS = (
     'data: {"type":"response.completed"',
     'data: {"type":"response.incomplete"',

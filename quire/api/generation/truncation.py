@@ -1,16 +1,18 @@
-"""Which tokens of a prompt are kept: `truncate_prompt_tokens` and `truncation_side`.
+"""What is cut: prompts by `truncate_prompt_tokens` and `truncation_side`, limits by the context.
 
-Entered only by requests with one of the fields. Knows no tokens. Always holds: a prompt is cut only
+Not entered by a plain request of OpenAI's API. Knows no tokens. Always holds: a prompt is cut only
 if the request says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from quire.api.engine_protocol import Engine
 from quire.base.errors import InvalidParameter
+from quire.base.sampling_params import SamplingParams
 from quire.base.show import show
 
 TRUNCATION = frozenset({"truncate_prompt_tokens", "truncation_side"})
@@ -55,3 +57,14 @@ def kept_tokens(
     if value < 0:
         num_kept = max(engine.card.max_model_len - (1 if max_tokens is None else max_tokens), 1)
     return slice(-num_kept, None) if side == "left" else slice(num_kept)
+
+
+def fitted(sampling: SamplingParams, room_tokens: int) -> SamplingParams:
+    """Return the parameters with a max_tokens that the context has room for.
+
+    For APIs in which an answer ends where the context is full, whatever limit was requested.
+    """
+    asked_tokens = sampling.max_tokens or 0
+    if not asked_tokens > room_tokens >= max(sampling.min_tokens, 1):
+        return sampling
+    return replace(sampling, max_tokens=room_tokens)

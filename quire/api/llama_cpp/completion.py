@@ -22,6 +22,7 @@ from quire.api.generation.generate import (
     generate,
 )
 from quire.api.generation.request_context import checked_ids, encode
+from quire.api.generation.truncation import fitted
 from quire.api.llama_cpp.answer_writer import AnswerWriter
 from quire.api.llama_cpp.dialect import LLAMA_CPP
 from quire.api.llama_cpp.fields import LLAMA_COMPLETION, LLAMA_INFILL
@@ -126,6 +127,7 @@ async def _job(
     """Return the job of a prompt. The answer has its text: as it was sent, or decoded."""
     token_ids = await _ids(request, parts, sampling, adds_special=adds_special)
     sampling = request.limited(sampling, len(token_ids), default_tokens=None)
+    sampling = fitted(sampling, request.engine.card.max_model_len - len(token_ids))
     text = parts[0]
     if len(parts) > 1 or not isinstance(text, str):
         decode = request.engine.tokenizer.decode

@@ -24,10 +24,10 @@ async def read_chat(request: GenerationRequest) -> GenerationJob:
     given = request.given
     check_plain_fields(given)
     messages = history_of(given.get("messages", []))
-    if not messages:
-        return loading_job(request, is_chat=True)
     sampling = read_sampling(request)
     offer = offer_of({"tools": given["tools"]}) if "tools" in given else None
+    if not messages:
+        return loading_job(request, sampling, is_chat=True)
     conversation = await conversation_of(request, messages, offer)
     sampling, parser = parsing_of(
         request.context, offer, conversation, sampling, includes_reasoning=True

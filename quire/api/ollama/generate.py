@@ -46,16 +46,16 @@ async def read_generate(request: GenerationRequest) -> GenerationJob:
                 "out",
                 param=name,
             )
-    if not prompt and not suffix:
-        return loading_job(request, is_chat=False)
+    before = checked_ids(request.engine, context, param="context") if context else []
     sampling = read_sampling(request)
+    if not prompt and not suffix:
+        return loading_job(request, sampling, is_chat=False)
     if suffix:
         return await _filled_in(request, prompt, suffix, sampling)
     if is_raw or (request.engine.template is None and not system):
         return await prompted_job(
             request, prompt, sampling, None, param="prompt", is_chat=False, add_special_tokens=True
         )
-    before = checked_ids(request.engine, context, param="context") if context else []
     said = [{"role": "system", "content": system}] if system else []
     conversation = await conversation_of(request, [*said, {"role": "user", "content": prompt}])
     sampling, parser = parsing_of(

@@ -17,6 +17,7 @@ from quire.api.generation.choice_streams import ChoiceStreams, Prompt
 from quire.api.generation.fields import sampling_of
 from quire.api.generation.generate import GenerationJob, GenerationRequest
 from quire.api.generation.request_context import encode
+from quire.api.generation.truncation import fitted
 from quire.api.ollama.answer_writer import AnswerWriter, loaded_json
 from quire.api.ollama.request import (
     as_named_here,
@@ -81,7 +82,8 @@ async def prompted_job(
 ) -> GenerationJob:
     """Tokenize a prompt and return its job. before: ids that precede those of the text.
 
-    param: the field of the text. Without a limit the answer may fill the context.
+    param: the field of the text. Without a limit, or with one that the context has no room for, the
+    answer may fill the context.
     """
     engine = request.engine
     token_ids = await encode(
@@ -99,6 +101,7 @@ async def prompted_job(
             param=param,
         )
     sampling = request.limited(sampling, len(token_ids), default_tokens=None)
+    sampling = fitted(sampling, max_model_len - len(token_ids))
     writer = AnswerWriter(
         request.envelope,
         parser,
@@ -111,8 +114,16 @@ async def prompted_job(
     return GenerationJob(prompts=[prompt], writer=writer)
 
 
-def loading_job(request: GenerationRequest, *, is_chat: bool) -> GenerationJob:
-    """Return the job of a request without a prompt: the model is loaded, and stays so."""
+def loading_job(
+    request: GenerationRequest, sampling: SamplingParams, *, is_chat: bool
+) -> GenerationJob:
+    """Return the job of a request without a prompt: the model is loaded, and stays so.
+
+    The parameters are checked as those of the shortest prompt.
+    """
+    room_tokens = request.engine.card.max_model_len - 1
+    sampling = fitted(request.limited(sampling, 1, default_tokens=None), room_tokens)
+    request.engine.check([0], sampling)
     envelope = request.envelope
     content = loaded_json(
         envelope.model,

@@ -86,7 +86,11 @@ def effort_of(given: Mapping[str, Any]) -> str | None:
 
 
 def check_plain_fields(given: Mapping[str, Any]) -> None:
-    """Check fields that cannot change an answer, and those that may only ask for nothing."""
+    """Check fields that cannot change an answer, and those that may only ask for nothing.
+
+    Also those that only some requests read, so that a malformed one is refused in each.
+    """
+    effort_of(given)
     if not is_keep_alive(given.get("keep_alive")):
         raise InvalidParameter(
             f'keep_alive is {show(given["keep_alive"])}; seconds or a duration such as "5m" is '

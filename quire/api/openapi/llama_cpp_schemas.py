@@ -16,10 +16,8 @@ from quire.api.openapi.field_schemas import (
     Known,
     Schema,
     list_of,
-    max_output,
     object_of,
     or_null,
-    sampling_rows,
     token_id_row,
     whole_object,
 )
@@ -33,16 +31,15 @@ _PLACE: Schema = {"type": "integer", "minimum": -1}
 
 def llama_cpp_rows(known: Known) -> dict[str, Schema]:
     """Return the fields that have another form than in other APIs, or exist here only."""
-    rows, token_id = sampling_rows(known), token_id_row(known)
-    limit = {"type": "integer", "minimum": 0, "maximum": max_output(known)}
+    token_id = token_id_row(known)
+    limit = {"type": "integer", "minimum": 0, "maximum": known.max_output_tokens or 2**31 - 1}
     return {
         "prompt": {
             "anyOf": [TEXT, list_of({"anyOf": [token_id, TEXT]}, least=1)],
             "description": "A text, token ids, or a list of both that makes one prompt.",
         },
         "n_predict": {"anyOf": [limit, {"enum": [-1, -2]}]},
-        "max_tokens": {**rows["max_tokens"], "description": "Another name of n_predict."},
-        "seed": {**rows["seed"], "minimum": -1},
+        "max_tokens": {**limit, "description": "Another name of n_predict."},
         "n_probs": {**_COUNT, "maximum": sampling.MAX_TOP_LOGPROBS},
         "id_slot": {**_PLACE, "maximum": 2**31 - 1},
         "repeat_last_n": _PLACE,

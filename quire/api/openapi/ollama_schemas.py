@@ -25,7 +25,6 @@ from quire.api.openapi.field_schemas import (
     Known,
     Schema,
     list_of,
-    max_output,
     object_of,
     or_null,
     sampling_rows,
@@ -179,9 +178,8 @@ def _options(known: Known) -> Schema:
     options: dict[str, Schema] = {name: rows[name] for name in sorted(OPTIONS)}
     for name, ours in RENAMED.items():
         options[name] = {**rows[ours], "description": f"{ours} of other APIs."}
-    limit = {"type": "integer", "minimum": 1, "maximum": max_output(known)}
+    limit = {"type": "integer", "minimum": 1, "maximum": known.max_output_tokens or 2**31 - 1}
     options["num_predict"] = {"anyOf": [limit, {"enum": [-1, -2]}]}
-    options["seed"] = {**rows["seed"], "minimum": -1}
     for name, kind in RUNTIME_OPTIONS.items():
         options[name] = {"type": _TYPES.get(kind, "number")}
     for name, (allowed, why) in NEUTRAL_OPTIONS.items():

@@ -126,6 +126,7 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
     ({"n_predict": 3}, {"max_tokens": 3}),
     ({"n_predict": -1}, {"max_tokens": 510}),
+    ({"n_predict": 4096}, {"max_tokens": 510}),
     ({"prompt": [97, 98]}, {"prompt": [97, 98]}),
     ({"prompt": [[97, 98]]}, {"prompt": [97, 98]}),
     ({"prompt": ["ab"]}, {}),

@@ -164,6 +164,24 @@ def test_without_a_prompt_nothing_is_generated(path: str, keep: Any, reason: str
     assert (answer["done"], answer["done_reason"], made.asked) == (True, reason, [])
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"think": 3},
+        {"options": {"temperature": "hot"}},
+        {"format": 3},
+        {"top_logprobs": 21, "logprobs": True},
+        {"keep_alive": True},
+    ],
+)
+def test_malformed_fields_are_refused_in_requests_that_do_not_need_them(wrong: Any) -> None:
+    assert next(iter(wrong)) in refusal(wrong)
+    assert next(iter(wrong)) in refusal(wrong, path=GENERATE)
+    assert next(iter(wrong)) in refusal({**wrong, "prompt": "a", "raw": True}, path=GENERATE)
+    assert "tools is" in refusal({"tools": 3})
+    assert "context holds" in refusal({"context": [-1]}, path=GENERATE)
+
+
 # A conversation here, and the same one in OpenAI's form.
 SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
@@ -218,6 +236,7 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"max_tokens": 9, "repetition_penalty": 1.5, "stop": ["a"]},
     ),
     ({"options": {"seed": 7, "num_predict": -1, "min_p": 0.25}}, {"min_p": 0.25}),
+    ({"options": {"seed": 7, "num_predict": 4096}}, {}),
     ({"options": {"seed": 7, "num_gpu": 1, "num_thread": 4, "tfs_z": 1.0}}, {}),
     ({"logprobs": True, "top_logprobs": 2}, {"logprobs": True, "top_logprobs": 2}),
     ({"priority": 3, "cache_salt": "a"}, {"priority": 3, "cache_salt": "a"}),
