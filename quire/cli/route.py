@@ -156,8 +156,8 @@ def _check_exposure(arguments: argparse.Namespace, settings: RouterSettings) -> 
         return
     raise SettingError(
         f"--host is {arguments.host} and the replicas seem to need no key, so any client that "
-        "reaches this address could use them; give the replicas keys and --replica-key-file, or add "
-        "--insecure"
+        "reaches this address could use them; give the replicas keys and --replica-key-file, or "
+        "add --insecure"
     )
 
 
@@ -168,9 +168,13 @@ def _listen(host: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, *_, address = found[0]
         listening = socket.socket(family, socket.SOCK_STREAM)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(1024)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(1024)
+        except OSError:
+            listening.close()
+            raise
     except OSError as error:
         raise SettingError(
             f"cannot listen at {host} port {port} ({error}); choose another --host or --port"
