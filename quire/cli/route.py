@@ -155,21 +155,27 @@ def _check_exposure(arguments: argparse.Namespace, settings: RouterSettings) -> 
     if is_local or arguments.insecure or settings.replica_key:
         return
     raise SettingError(
-        f"--host is {arguments.host} and the replicas seem to need no key, so anybody who reaches "
-        "this address could use them; give the replicas keys and --replica-key-file, or add "
-        "--insecure"
+        f"--host is {arguments.host} and the replicas seem to need no key, so any client that "
+        "reaches this address could use them; give the replicas keys and --replica-key-file, or "
+        "add --insecure"
     )
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    if not 0 <= port <= 65535:
+        raise SettingError(f"--port is {port}; a number from 0 to 65535 is allowed")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, *_, address = found[0]
         listening = socket.socket(family, socket.SOCK_STREAM)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(1024)
-    except (OSError, OverflowError) as error:
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(1024)
+        except OSError:
+            listening.close()
+            raise
+    except OSError as error:
         raise SettingError(
             f"cannot listen at {host} port {port} ({error}); choose another --host or --port"
         ) from error

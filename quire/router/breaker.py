@@ -38,7 +38,9 @@ class CircuitBreaker:
         self._is_trying = False
 
     def failed(self, now_s: float) -> None:
-        """Count a failure."""
+        """Count a failure; those of requests that were open when it opened are no further ones."""
+        if self._num_failures >= _FAILURES and now_s < self._until_s:
+            return
         self._num_failures += 1
         self._is_trying = False
         if self._num_failures >= _FAILURES:

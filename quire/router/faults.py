@@ -1,4 +1,4 @@
-"""Errors of the router: a replica that failed with a request, and what a client is told.
+"""Errors of the router: a replica that failed with a request, and the router's own refusals.
 
 A ReplicaFault says whether the request may be its cause, since a request is never tried on a third
 replica after two failed with it.

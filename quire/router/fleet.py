@@ -54,8 +54,14 @@ class Fleet:
             self.policy.forget(replica)
             self._free_numbers.append(replica.number)
             self.log.event("replica removed", replica=name, open=len(replica.loads))
+
+    def leaving(self) -> list[Replica]:
+        """Return removed replicas with open requests; forget those without."""
+        removed = [one for one in self._pools if one.state == "removed"]
+        for replica in removed:
             if not replica.loads:
                 self._pools.pop(replica).close()
+        return [one for one in removed if one.loads]
 
     def pool(self, replica: Replica) -> ConnectionPool:
         """Return the connections to a replica."""
@@ -111,11 +117,11 @@ class Fleet:
             if not future.done():
                 future.set_result(None)
 
-    async def wait_for_change(self, most_s: float) -> None:
+    async def wait_for_change(self, limit_s: float) -> None:
         """Wait until a replica became available, at most so long."""
         future: asyncio.Future[None] = self._loop.create_future()
         self._waiting.add(future)
-        await asyncio.wait({future}, timeout=most_s)
+        await asyncio.wait({future}, timeout=limit_s)
         self._waiting.discard(future)
         future.cancel()
 

@@ -61,8 +61,10 @@ class Prober:
                         task = asyncio.ensure_future(self._probe(replica))
                         self._probing[replica] = task
                         task.add_done_callback(lambda _, one=replica: self._probing.pop(one, None))  # type: ignore[misc]
+                for replica in fleet.leaving():
+                    self._check_stall(replica)
                 for known in (self._answered_s, self._read_models_s):
-                    for replica in [one for one in known if one.name not in fleet.replicas]:
+                    for replica in [one for one in known if one.state == "removed"]:
                         del known[replica]
                 waiting = asyncio.ensure_future(fleet.probe_now.wait())
                 await asyncio.wait({waiting}, timeout=self._settings.probe_s)
@@ -76,8 +78,7 @@ class Prober:
 
     async def first_round(self) -> None:
         """Wait until each replica was probed once."""
-        for replica in list(self._fleet.replicas.values()):
-            await self._probe(replica)
+        await asyncio.gather(*map(self._probe, self._fleet.replicas.values()))
 
     def _check_stall(self, replica: Replica) -> None:
         """Fence a replica with silent streams; cut streams without even heartbeats."""
@@ -104,7 +105,8 @@ class Prober:
                 self._unanswered(replica)
                 return
             self._answered_s[replica] = self._loop.time()
-            await self._judge(replica, status, health)
+            if replica.state != "removed":  # it may be by now
+                await self._judge(replica, status, health)
         except ReplicaFault as fault:
             is_quiet = self._loop.time() - replica.progress_s > self._settings.probe_s
             if replica.state != "unreachable" and (is_quiet or replica.is_fenced):

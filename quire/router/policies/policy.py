@@ -45,6 +45,6 @@ class PlainPolicy:
         """Keep nothing."""
 
 
-def least_loaded(replicas: Sequence[Replica]) -> Replica:
+def lightest(replicas: Sequence[Replica]) -> Replica:
     """Return the replica with the fewest tokens, then requests; the first of equals."""
     return min(replicas, key=lambda one: (one.backlog_tokens, len(one.loads)))

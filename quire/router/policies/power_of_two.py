@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from quire.router.policies.policy import PlainPolicy, RouteKey, least_loaded
+from quire.router.policies.policy import PlainPolicy, RouteKey, lightest
 from quire.router.replica import Replica
 
 
@@ -22,5 +22,5 @@ class PowerOfTwo(PlainPolicy):
     def choose(self, replicas: Sequence[Replica], key: RouteKey) -> Replica:
         """Return the less loaded of two."""
         if len(replicas) < 3:
-            return least_loaded(replicas)
-        return least_loaded(self._random.sample(list(replicas), 2))
+            return lightest(replicas)
+        return lightest(self._random.sample(list(replicas), 2))
