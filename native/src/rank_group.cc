@@ -38,7 +38,7 @@ constexpr double kSleepCountsS = 0.1;
 constexpr auto kIdleSleep = std::chrono::seconds(2);
 constexpr auto kUntilAsked = std::chrono::hours(1);
 // After so many seconds a rank is asked whether it is there, and it has so many to answer.
-constexpr double kAskAfterS = 0.3, kAnswerWithinS = 1.2;
+constexpr double kAskAfterS = 0.2, kAnswerWithinS = 1.0;
 // Rows are copied by several threads from this many bytes on.
 constexpr int64_t kCopyGrain = 1 << 16;
 
