@@ -1,5 +1,6 @@
-// Bindings for the exchange between ranks. Every call that may wait releases the GIL.
-// Lengths are checked here, what fits a slot by the group. It keeps the shared memory alive.
+// Bindings for the exchange between ranks. Every call that may wait releases the GIL, so that a
+// rank's other threads go on. Lengths are checked here, what fits a slot by the group. The group
+// keeps the shared memory alive.
 
 #include "quire/rank_group.h"
 

@@ -33,12 +33,12 @@ constexpr auto kYield = std::chrono::milliseconds(2);
 // A sleep before this process looks around again, and what it counts as at most: where it was
 // suspended in between, the other rank is not blamed.
 constexpr auto kSleep = std::chrono::milliseconds(50);
-constexpr double kSleepCountsS = 0.1;
+constexpr double kSleepCountsS = 0.25;
 // An unbounded wait looks this often whether the group was aborted.
 constexpr auto kIdleSleep = std::chrono::seconds(2);
 constexpr auto kUntilAsked = std::chrono::hours(1);
 // After so many seconds a rank is asked whether it is there, and it has so many to answer.
-constexpr double kAskAfterS = 0.3, kAnswerWithinS = 1.2;
+constexpr double kAskAfterS = 0.2, kAnswerWithinS = 1.0;
 // Rows are copied by several threads from this many bytes on.
 constexpr int64_t kCopyGrain = 1 << 16;
 

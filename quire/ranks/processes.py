@@ -23,7 +23,7 @@ from quire.ranks.start import RankReady, RankStart, start_line
 
 # How long a process may take to end by itself, and how long its end is waited for as the reason
 # of a lost exchange.
-_END_S, _REASON_S = 2.0, 0.5
+_END_S, _REASON_S = 2.0, 0.2
 _MAX_LINE_BYTES = 32 * 1024
 
 
