@@ -17,7 +17,7 @@ Int64s = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 # Pooled sums are in units of 1 / POOL_SCALE.
-POOL_SCALE = 2.0**30
+POOL_SCALE = 2.0**28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

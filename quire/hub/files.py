@@ -1,12 +1,14 @@
 """Choose the files of a repository that Quire needs, from their names and sizes.
 
-Safetensors models need the configuration, the tokenizer, chat templates, and the shards their index
-names; GGUF models need one file, or all parts of a split one. Pickles, other frameworks' weights
-and copies in subdirectories are never chosen. Pure: reads no file and no network.
+Safetensors models need the configuration, the tokenizer, chat templates, the files that say how
+embeddings are made, and the shards their index names; GGUF models need one file, or all parts of a
+split one. Pickles, other frameworks' weights and copies in subdirectories are never chosen. Pure:
+reads no file and no network.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -23,7 +25,10 @@ CONFIG = "config.json"
 # Files that describe the model: whether it can be loaded, and from which files.
 CONFIGURATION = (CONFIG, "generation_config.json", INDEX_FILE)
 _SMALL = (CONFIG, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
-          "added_tokens.json", "chat_template.json", "chat_template.jinja")  # fmt: skip
+          "added_tokens.json", "chat_template.json", "chat_template.jinja", "modules.json",
+          "config_sentence_transformers.json", "sentence_bert_config.json")  # fmt: skip
+# Of embedding models: what quire/models/pooling_files.py reads beside these.
+_POOLING = re.compile(r"\d{1,3}_Pooling/config\.json")
 # In the order in which quire.text.sources looks for a tokenizer; the first that is there is used.
 _TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("*.tiktoken",),
                ("vocab.json", "merges.txt"))  # fmt: skip
@@ -113,6 +118,7 @@ def _small_files(listing: Listing, name: HubName) -> list[RemoteFile]:
         for path in listing
         if path.startswith(f"{TEMPLATES}/") and path.endswith(".jinja") and path.count("/") == 1
     )
+    found += sorted(path for path in listing if _POOLING.fullmatch(path))
     for kinds in _TOKENIZERS:
         group = [path for kind in kinds for path in _matching(listing, kind)]
         if len(group) >= len(kinds):

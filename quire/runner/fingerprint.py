@@ -44,6 +44,10 @@ FILES = (
     "chat_template.json",
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    "*_Pooling/config.json",
 )
 
 

@@ -1,6 +1,6 @@
 """Sums of final hidden rows of prompts that are pooled, as the rows are computed.
 
-A row is rounded to multiples of 2^-30 and summed as 64-bit integers, so that a sum is exact and the
+A row is rounded to multiples of 2^-28 and summed as 64-bit integers, so that a sum is exact and the
 same however a prompt is cut into chunks, steps and slices. Knows slots and positions; decides
 nothing, divides nothing. Always holds: a row that is not finite, or too large for an exact sum,
 fails its own request only. Letters: N rows of the plan, P of them pooled, S token rows to sum, H
@@ -25,7 +25,7 @@ Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-# Larger values fail: sums of 2^19 rows of such values fit into 64 bits.
+# Larger values fail: sums of 2^21 rows (MAX_MEAN_TOKENS) of such values fit into 64 bits.
 MAX_VALUE = 2.0**14
 POOL_FAILED = (
     "the prompt has no embedding: a final hidden value is NaN, infinite or beyond 16384, which the "

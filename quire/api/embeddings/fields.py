@@ -1,4 +1,8 @@
-"""The request fields of /v1/embeddings, /pooling, /v1/score and /v1/rerank."""
+"""The request fields of /v1/embeddings, /pooling, /v1/score and /v1/rerank.
+
+Knows names and allowed words only. Always holds: no field of sampling is among them, since nothing
+is generated.
+"""
 
 from __future__ import annotations
 

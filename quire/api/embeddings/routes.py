@@ -40,7 +40,7 @@ def embedding_routes(server_state: ServerState, dialect: Dialect) -> list[Route]
     return [
         Route(
             path,
-            _handler(
+            _endpoint(
                 server_state,
                 GenerationRoute(honoured=honoured, id_prefix=prefix, read=read, dialect=dialect),
             ),
@@ -51,7 +51,7 @@ def embedding_routes(server_state: ServerState, dialect: Dialect) -> list[Route]
     ]
 
 
-def _handler(
+def _endpoint(
     server_state: ServerState, route: GenerationRoute
 ) -> Callable[[Request], Awaitable[Response]]:
     async def post(request: Request) -> Response:

@@ -69,11 +69,11 @@ class ScoreWriter(ChunkWriter):
 
     def whole(self, choices: Sequence[Sequence[Choice]], usage: Usage) -> dict[str, Any]:
         """Return the body."""
-        data = [
+        written = [
             {"object": "score", "index": index, "score": score}
             for index, score in enumerate(self.scores(choices))
         ]
-        return {**self._frame, "data": data, "usage": usage_json(usage)}
+        return {**self._frame, "data": written, "usage": usage_json(usage)}
 
     def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
         """Yield nothing: scores are not streamed."""

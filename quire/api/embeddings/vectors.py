@@ -64,11 +64,11 @@ class VectorWriter(ChunkWriter):
     def whole(self, choices: Sequence[Sequence[Choice]], usage: Usage) -> dict[str, Any]:
         """Return the body."""
         key = "embedding" if self._form.kind == "embedding" else "data"
-        data = [
+        written = [
             {"object": self._form.kind, "index": index, key: self._written(choice)}
             for index, (choice,) in enumerate(choices)
         ]
-        return {**self._frame, "data": data, "usage": usage_json(usage)}
+        return {**self._frame, "data": written, "usage": usage_json(usage)}
 
     def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
         """Yield nothing: vectors are not streamed."""

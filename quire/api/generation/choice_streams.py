@@ -16,7 +16,7 @@ from typing import cast
 from msgspec import structs
 
 from quire.api.engine_protocol import Engine
-from quire.api.generation.interleaving import interleaved
+from quire.api.generation.interleaving import MAX_RUNS, SHORT_RUNS, interleaved
 from quire.api.generation.usage import (
     PLAIN_USAGE,
     Timings,
@@ -91,8 +91,7 @@ class ChoiceStreams:
         usage_options: UsageOptions = PLAIN_USAGE,
     ) -> None:
         self.prompts = prompts
-        self._cache_salt = cache_salt
-        self._terms = terms
+        self._cache_salt, self._terms = cache_salt, terms
         self._usage_options = usage_options
         self._engine = engine
         self._metrics = metrics
@@ -197,7 +196,8 @@ class ChoiceStreams:
 
     def _merged(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
         runs = [self._run(at, prompt) for at, prompt in enumerate(self.prompts)]
-        return runs[0] if len(runs) == 1 else interleaved(runs)
+        most = SHORT_RUNS if self.prompts[0].sampling.pooling else MAX_RUNS
+        return runs[0] if len(runs) == 1 else interleaved(runs, max_runs=most)
 
     async def _run(self, at: int, prompt: Prompt) -> AsyncGenerator[tuple[int, TextDelta], None]:
         # All prompts have one seed; different stream numbers give equal prompts different answers.

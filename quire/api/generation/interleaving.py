@@ -16,19 +16,24 @@ T = TypeVar("T")
 
 # Items that wait for their reader; a slow one stops the generators at this many.
 _QUEUED_ITEMS = 256
-# Generators that run at the same time.
-MAX_RUNS = 256
+# Generators that run at the same time: as many as a request may have choices, or as leave room in
+# the engine's queue beside many short prompts.
+MAX_RUNS, SHORT_RUNS = 1024, 256
 
 
 async def interleaved(
-    runs: Sequence[AsyncGenerator[T, None]], *, max_queued: int = _QUEUED_ITEMS
+    runs: Sequence[AsyncGenerator[T, None]],
+    *,
+    max_queued: int = _QUEUED_ITEMS,
+    max_runs: int = MAX_RUNS,
 ) -> AsyncGenerator[T, None]:
     """Yield the items of all runs in order of arrival. The first error ends all runs.
 
     max_queued: items that wait for their reader; beside these each run waits with one more.
+    max_runs: how many run at the same time.
     """
     queue: asyncio.Queue[T | None] = asyncio.Queue(max_queued)
-    room = asyncio.Semaphore(MAX_RUNS)
+    room = asyncio.Semaphore(max_runs)
 
     async def feed(run: AsyncIterator[T]) -> None:
         async with aclosing(cast(AsyncGenerator[T, None], run)) as items, room:

@@ -14,6 +14,8 @@ from quire.config.groups import ModelConfig
 from quire.models.pooling_files import PoolingSpec, plain_pooling, read_pooling
 from quire.models.spec import ModelSpec
 
+MAX_MEAN_TOKENS = 1 << 21
+
 
 def model_pooling(config: ModelConfig, folder: Path, spec: ModelSpec) -> PoolingSpec | None:
     """Return how embeddings are made; None where they are off.
@@ -38,6 +40,7 @@ def model_pooling(config: ModelConfig, folder: Path, spec: ModelSpec) -> Pooling
         pooling = plain_pooling(size)
     if pooling is not None and config.convert == "embed":
         pooling = replace(pooling, embeds=True)
+    _check_length(pooling, config.max_model_len or spec.max_positions)
     if config.matryoshka_dimensions is None:
         return pooling
     if pooling is None:
@@ -46,6 +49,15 @@ def model_pooling(config: ModelConfig, folder: Path, spec: ModelSpec) -> Pooling
             "so it makes no embeddings; add --convert embed, or leave it out"
         )
     return _with_dimensions(pooling, config.matryoshka_dimensions)
+
+
+def _check_length(pooling: PoolingSpec | None, num_tokens: int) -> None:
+    """Refuse contexts of which sums could exceed 64 bits (quire/runner/pooling.py)."""
+    if pooling is not None and pooling.pooling == "mean" and num_tokens > MAX_MEAN_TOKENS:
+        raise SettingError(
+            f"the model has {num_tokens} positions, and embeddings that are a mean take at most "
+            f"{MAX_MEAN_TOKENS}; lower --max-model-len, or turn embeddings off (--convert none)"
+        )
 
 
 def _with_dimensions(pooling: PoolingSpec, given: str) -> PoolingSpec:

@@ -103,6 +103,20 @@ def test_only_the_files_that_are_read_are_requested(hub: FakeHub, sharded: Path)
     assert "it fits" in shown.lines[3]
 
 
+def test_the_files_of_an_embedding_model_are_pulled(hub: FakeHub, tiny: Path) -> None:
+    own = {
+        "modules.json": b"[]",
+        "config_sentence_transformers.json": b"{}",
+        "sentence_bert_config.json": b"{}",
+        "1_Pooling/config.json": b"{}",
+    }
+    junk = {"2_Dense/model.safetensors": b"junk", "1_Pooling/other.json": b"junk"}
+    hub.add("acme/embedder", files_of(tiny) | own | junk)
+    path, _ = pulled("acme/embedder")
+    assert {name: (path / name).read_bytes() for name in own} == own
+    assert not any((path / name).exists() for name in junk)
+
+
 def test_a_second_pull_requests_no_file(hub: FakeHub, tiny: Path) -> None:
     hub.add("acme/tiny", tiny)
     path, _ = pulled("acme/tiny")

@@ -200,6 +200,15 @@ def test_the_setting_adds_to_what_the_folder_says(tmp_path: Path) -> None:
             ModelConfig(matryoshka_dimensions=wrong)
 
 
+def test_a_mean_of_too_many_tokens_is_refused(tmp_path: Path) -> None:
+    mean = {"pooling_mode_lasttoken": False, "pooling_mode_mean_tokens": True}
+    folder = write(tmp_path, files(pooling=mean), max_position_embeddings=1 << 22)
+    spec = open_model(folder)
+    with pytest.raises(SettingError, match="at most 2097152"):
+        model_pooling(ModelConfig(), folder, spec)
+    assert model_pooling(ModelConfig(max_model_len=1 << 21), folder, spec) is not None
+
+
 def test_a_decoder_without_a_head_makes_embeddings_only(tmp_path: Path) -> None:
     folder = write(tmp_path, {}, architectures=["LlamaModel"])
     spec = open_model(folder)
