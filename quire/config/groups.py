@@ -460,10 +460,14 @@ class EngineConfig:
                 f"{given}, and a KV tier is given (kv_tier_path or kv_tier_host_bytes), which "
                 "holds the blocks of one process only: leave one of them out"
             )
-        if self.scheduler.draft_model is not None or self.scheduler.speculate == "draft":
+        settings = self.scheduler
+        if settings.speculate not in ("off", "ngram") or (
+            settings.draft_model is not None or settings.self_draft_layers is not None
+        ):
             raise SettingError(
-                f"{given}, and a draft model is asked for, which several ranks do not support "
-                "yet: take --speculate ngram or off, or leave tensor_parallel_size out"
+                f"{given}, and a draft model, draft heads or the model's first layers are asked "
+                "for, which several ranks do not support yet: take --speculate ngram or off, or "
+                "leave tensor_parallel_size out"
             )
         if (threads := self.executor.num_threads) is not None and (
             threads < self.executor.tensor_parallel_size

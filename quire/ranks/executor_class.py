@@ -65,6 +65,12 @@ class RankedExecutorClass:
 
     def check_program(self, program: Program) -> None:
         """Raise SettingError where it cannot be split so, ModelError where a kernel lacks."""
+        if "pool" in program.segments:
+            raise SettingError(
+                f"tensor_parallel_size is {self.degree}, and the model makes embeddings, which "
+                "several ranks do not support yet: leave tensor_parallel_size out, or set --convert "
+                "none to generate text"
+            )
         check_degree(program, self.degree)
         NativeExecutor.check_program(program)
 

@@ -28,6 +28,7 @@ from tests.tiny_models import write_tiny, write_tiny_llama
 
 NUM_CASES = int(os.environ.get("QUIRE_EXACT_RANK_CASES", "14"))
 NUM_CASES_OF_FOUR = max(NUM_CASES // 6, 4)
+COMPUTED = ("model", "self", "medusa", "eagle")  # proposers that one process computes
 GOALS = ("preempted", "prefix_hit", "chunked", "layered", "structured", "accepted", "rejected")
 MAX_SHOWN = 10
 SIZE = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 512, "num_hidden_layers": 2}
@@ -91,7 +92,7 @@ def case_for_ranks(number: int, num_models: int) -> Case:
     """Return a case without what several ranks refuse."""
     case = draw_case(number, num_models=num_models, vocab_size=VOCAB_SIZE)
     settings = replace(case.settings, tier_blocks=0, tier_in_host=False)
-    if settings.proposer == "model":
+    if settings.proposer in COMPUTED:
         settings = replace(settings, proposer="ngram")
     return replace(case, settings=settings)
 

@@ -42,14 +42,20 @@ def test_two_ranks_answer_as_one_process() -> None:
         ({"executor": "reference"}, "executor is reference: only the native executor"),
         ({"executor": "torch"}, "executor is torch: only the native executor"),
         ({"kv_tier_path": "tier"}, "holds the blocks of one process only"),
-        ({"draft_model": "draft"}, "draft model is asked for"),
-        ({"speculate": "draft"}, "draft model is asked for"),
+        ({"draft_model": "draft"}, "draft heads or the model.s first layers are asked"),
+        ({"speculate": "eagle"}, "draft heads or the model.s first layers are asked"),
+        ({"self_draft_layers": 1}, "draft heads or the model.s first layers are asked"),
         ({"num_threads": 1}, "num_threads is 1, which are divided over the ranks"),
     ],
 )
 def test_what_several_ranks_do_not_support_is_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingError, match=words):
         engine_config({"tensor_parallel_size": 2, **settings})
+
+
+def test_embeddings_of_several_ranks_are_refused() -> None:
+    with pytest.raises(SettingError, match="makes embeddings, which several ranks do not support"):
+        LLM(tensor_parallel_size=2, num_threads=2, convert="embed")
 
 
 def test_no_rank_and_more_ranks_than_cores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
