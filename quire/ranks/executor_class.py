@@ -8,6 +8,7 @@ for bit (quire/program/shard.py).
 from __future__ import annotations
 
 import os
+import weakref
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
@@ -141,8 +142,9 @@ class RankedExecutorClass:
             "ranks are started",
             ranks=self.degree,
             threads_of_each=self._threads(options),
-            cpus="; ".join(",".join(map(str, own_cpus)) for own_cpus in cpus) or "any",
+            cpus="; ".join(",".join(map(str, own_cpus)) or "any" for own_cpus in cpus),
         )
+        weakref.finalize(executor, processes.end)  # where a later part of the start fails
         executor.processes = processes
         executor.reason, executor.end = processes.reason, processes.end
         return executor

@@ -100,10 +100,9 @@ def test_ranks_give_the_bits_of_one_process(case: Case, tmp_path: Path) -> None:
     whole = answer(NativeExecutor(program, checkpoint, OPTIONS, poison=True), case)
     assert np.isfinite(whole).all()
     degrees = degrees_of(program)
-    assert degrees
-    for degree in degrees[:2]:
-        for logits in answers_of_ranks(case, program, checkpoint, degree):
-            np.testing.assert_array_equal(logits, whole, strict=True)
+    degree = degrees[case.seed % len(degrees)]  # over all cases, every degree
+    for logits in answers_of_ranks(case, program, checkpoint, degree):
+        np.testing.assert_array_equal(logits, whole, strict=True)
 
 
 @pytest.mark.parametrize(("name", "precision", "kv_cache_dtype"), PRECISIONS)

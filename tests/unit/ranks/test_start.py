@@ -3,13 +3,14 @@ name."""
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from quire.base.errors import DeviceLost, ModelError, WorkerError
+from quire.base.errors import CapacityError, DeviceLost, ModelError, WorkerError
 from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.models.registry import build_program, open_model
@@ -98,6 +99,16 @@ def test_a_rejected_batch_leaves_the_ranks_in_step(folder: Path, program: Progra
         logits_of(executor, [1, 999, 3], max_positions=64)
     assert logits_of(executor, [1, 2, 3], max_positions=64).tobytes() == before.tobytes()
     executor.close()
+
+
+def test_ranks_end_with_an_executor_that_nothing_closes(folder: Path, program: Program) -> None:
+    executor = TWO(program, open_checkpoint(folder), OPTIONS)
+    (process,) = executor.processes._processes
+    with pytest.raises(CapacityError):
+        executor.allocate_cache(1 << 40, 16)
+    del executor
+    gc.collect()
+    assert process.popen.poll() is not None
 
 
 def test_memory_is_that_of_all_ranks(program: Program) -> None:
