@@ -20,7 +20,7 @@ class MissReason(StrEnum):
     )
     EVICTED = "evicted"  # it was known, and its block was given to others
     OTHER_SALT = "other_salt"  # the same tenant has it under another salt
-    SCORED = "prompt_is_scored"  # log-probabilities of the prompt are computed, never found
+    SCORED = "prompt_is_scored"  # its log-probabilities, or its mean, are computed
     DISABLED = "disabled"  # the server runs without prefix caching
 
 

@@ -66,7 +66,8 @@ class Sender(Protocol):
 
 
 class HttpSender:
-    """A server of Quire, asked over `POST /generate`. Raises WorkerError if it lists no model."""
+    """A server of Quire, asked over `POST /generate`, and for embeddings over `/v1/embeddings`.
+    Raises WorkerError if it lists no model."""
 
     is_exact = False  # the field is not part of the API
 
@@ -79,6 +80,10 @@ class HttpSender:
         self.vocab_size = entry["vocab_size"]
 
     async def send(self, request: ReplayRequest) -> AsyncIterator[tuple[int, Sequence[int]]]:
+        if "pooling" in request.sampling:
+            await self._embed(request)
+            yield 0, ()
+            return
         body = {
             "tokens": list(request.prompt_ids),
             **body_fields(request.sampling),
@@ -101,6 +106,15 @@ class HttpSender:
                 for choice in event["choices"]:
                     yield int(choice["index"]), choice["tokens"]
         raise Refused("the stream ended before [DONE]")
+
+    async def _embed(self, request: ReplayRequest) -> None:
+        """Send an embedding; its vector is not compared."""
+        ids, form = list(request.prompt_ids), {"encoding_format": "base64"}
+        body = {"input": ids, **form, **request.scheduling}
+        lines = exchange(self._address, "POST", "/v1/embeddings", body, api_key=self._api_key)
+        async with asyncio.timeout(self._timeout_s):
+            async for _ in lines:
+                pass
 
     async def _model(self, url: str) -> dict[str, Any]:
         try:
@@ -181,6 +195,8 @@ def replay_requests(
 
 def _sampling(one: RecordedRequest) -> dict[str, Any]:
     """Return the fields to send: those recorded, with the lengths of the recording."""
+    if "pooling" in one.sampling:  # it ends with its prompt
+        return {**one.sampling, "max_tokens": 0}
     longest = max(*one.output_tokens, 1)
     if one.prompt_ids is None:
         kept = {name: value for name, value in one.sampling.items() if name not in CONTENT}

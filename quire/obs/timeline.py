@@ -62,7 +62,7 @@ MISS_WORDS = {
     MissReason.NOT_FOUND: "not found in the cache",
     MissReason.EVICTED: "its block was evicted",
     MissReason.OTHER_SALT: "cached under another cache_salt of the same tenant",
-    MissReason.SCORED: "log-probabilities of the prompt are always computed",
+    MissReason.SCORED: "log-probabilities of a prompt, or means of its rows, are always computed",
     MissReason.DISABLED: "prefix caching is off (--no-enable-prefix-caching)",
 }
 PARTIAL_BLOCK = "partial_block"

@@ -129,6 +129,19 @@ def test_a_recording_without_content_is_replayed_with_its_lengths(
     assert json.loads(simulated.stdout)["settings"]["num_requests"] == 1
 
 
+def test_embeddings_are_recorded_and_sent_again(server: RunningServer, tmp_path: Path) -> None:
+    def record(file: Path, *flags: str) -> Path:
+        with recording(server, file, *flags):
+            assert server.post("/v1/embeddings", {"input": ["the sea", "the wind"]})[0] == 200
+            server.until(lambda: file.read_bytes().count(b"\n") >= 3, "they are recorded")
+        return file
+
+    for file in (record(tmp_path / "lengths"), record(tmp_path / "content", "--content")):
+        code, outcome = outcome_of(str(file), "--url", server.url)
+        assert (code, outcome["num_errors"], outcome["num_different"]) == (0, 0, 0), outcome
+        assert (outcome["num_requests"], outcome["output_tokens"]) == (2, 0)
+
+
 _REFUSED: list[tuple[Callable[[str, Path], list[str]], int, str]] = [
     (lambda url, path: ["record", url, str(path), "--seconds", "0"], 2, "--seconds is 0.0"),
     (lambda url, path: ["record", url, str(path / "no" / "file")], 2, "cannot be written"),
