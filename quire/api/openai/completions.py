@@ -135,7 +135,7 @@ class CompletionWriter(ChunkWriter):
         num_prompt_top: int | None,
         special_ids: Collection[int],
         returns_ids: bool,
-        names_ids: bool,
+        names_ids: bool = False,
         options: StreamOptions,
     ) -> None:
         super().__init__(envelope.frame("text_completion"), options)
