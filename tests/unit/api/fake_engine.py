@@ -260,6 +260,7 @@ class FakeEngine:
         cache_salt: str = "",
         terms: SchedulingParams = DEFAULT_SCHEDULING,
         text_rules: TextRules = PLAIN_TEXT,
+        output_ids: Sequence[int] = (),
     ) -> AsyncIterator[TextDelta]:
         self.asked.append(
             Asked(

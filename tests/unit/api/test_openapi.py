@@ -199,6 +199,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
     "logprob_token_ids": {"logprobs": 0},
     "xtc_probability": {"temperature": 1.0},
+    "output_ids": {"seed": 1},
     "stream_options": {"stream": True},
 }
 # Fields with requirements at one of their bounds.
