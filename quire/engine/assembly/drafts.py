@@ -1,4 +1,8 @@
-"""The source of draft tokens of an engine: its proposers and their control."""
+"""The source of draft tokens of an engine: its proposers and their control.
+
+Knows no executor: all verify drafts. Always holds: an engine has one proposer of its own beside the
+predictions that requests bring.
+"""
 
 from __future__ import annotations
 
