@@ -335,9 +335,14 @@ class SchedulerConfig:
             )
         if self.self_draft_layers is not None:
             at_least("self_draft_layers", self.self_draft_layers, 1)
-            if self.speculate in ("ngram", "draft") or self.draft_model is not None:
+            other = ""
+            if not self.max_draft_tokens:
+                other = "max_draft_tokens is 0"
+            elif self.draft_model is not None:
+                other = "a draft model is given"
+            elif self.speculate in ("ngram", "draft"):
                 other = f"speculate is {self.speculate}"
-                other = other if self.draft_model is None else "a draft model is given"
+            if other:
                 raise SettingError(
                     f"self_draft_layers is {self.self_draft_layers} and {other}, so that it would "
                     "never be used; set --speculate self, or leave it out"

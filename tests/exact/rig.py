@@ -15,7 +15,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from random import Random
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -160,11 +160,14 @@ class Outcome:
     plans: list[tuple[StepPlan, StepResult]]
 
 
-class Model:
-    """A model and its executors, one per thread count. drafts_itself: whether its first layers can
-    draft for it."""
+class SharedCache(Executor, Protocol):
+    """An executor of a model's first layers, in the cache of the model's."""
 
-    drafts_itself = True
+    def share_cache(self) -> None: ...
+
+
+class Model:
+    """A model and its executors, one per thread count."""
 
     def __init__(
         self, folder: Path, dtype: DType, precision: str = "none", kv_cache_dtype: str = "auto"
@@ -186,9 +189,7 @@ class Model:
         self.checkpoint: Checkpoint = open_checkpoint(folder)
         self._executors: dict[int, Executor] = {}
         self._draft_executor: Executor | None = None
-        self._first_layers: dict[
-            tuple[int, bool, bool], NativeFirstLayers | ReferenceFirstLayers
-        ] = {}
+        self._first_layers: dict[tuple[int, bool, bool], SharedCache] = {}
         self._heads: dict[str, Heads] = {}
         self._tapped: dict[tuple[str, int], Executor] = {}
 
@@ -217,9 +218,7 @@ class Model:
             self._draft_executor = self.make_executor(1)
         return self._draft_executor
 
-    def first_layers(
-        self, num_threads: int, *, is_beside: bool, is_whole: bool
-    ) -> NativeFirstLayers | ReferenceFirstLayers:
+    def first_layers(self, num_threads: int, *, is_beside: bool, is_whole: bool) -> SharedCache:
         """Return half of the layers of the executor with `num_threads`, or all.
 
         is_beside: they are computed while the executor computes in another thread.
@@ -231,14 +230,21 @@ class Model:
             limits = StepLimits(
                 max_tokens=MAX_SEQUENCES, max_samples=MAX_SEQUENCES, max_sequences=MAX_SEQUENCES
             )
-            executor = self.executor(num_threads)
             own_threads = num_threads if is_beside else 0
-            self._first_layers[key] = (
-                NativeFirstLayers(executor, program, limits, num_threads=own_threads, poison=True)
-                if isinstance(executor, NativeExecutor)
-                else ReferenceFirstLayers(cast(ReferenceExecutor, executor), program, limits)
+            self._first_layers[key] = self.make_first_layers(
+                self.executor(num_threads), program, limits, own_threads
             )
         return self._first_layers[key]
+
+    def make_first_layers(
+        self, executor: Executor, program: Program, limits: StepLimits, own_threads: int
+    ) -> SharedCache:
+        """Create the executor of the first layers of `executor`."""
+        if isinstance(executor, NativeExecutor):
+            return NativeFirstLayers(
+                executor, program, limits, num_threads=own_threads, poison=True
+            )
+        return ReferenceFirstLayers(cast(ReferenceExecutor, executor), program, limits)
 
     def executor(self, num_threads: int) -> Executor:
         """Return the executor with `num_threads`, created on first use."""
@@ -316,8 +322,6 @@ def run_case(
 
     alone: knows the answers that proposers need.
     """
-    if case.settings.proposer == "self" and not model.drafts_itself:
-        case = replace(case, settings=replace(case.settings, proposer="sometimes"))
     source, taps = make_drafts(model, case, AloneRuns() if alone is None else alone)
     num_threads, kind = case.settings.num_threads, case.settings.proposer
     plain = (
@@ -420,7 +424,7 @@ def make_drafts(model: Model, case: Case, alone: AloneRuns) -> tuple[Drafter | N
     return draft_source(settings, lambda request: answers[request.request_id], drafts), taps
 
 
-def first_layers_of(model: Model, settings: Settings) -> NativeFirstLayers | ReferenceFirstLayers:
+def first_layers_of(model: Model, settings: Settings) -> SharedCache:
     """Return the executor that drafts where the model drafts by itself."""
     return model.first_layers(
         settings.num_threads,

@@ -22,13 +22,15 @@ from quire.base.rare_records import Speculation  # noqa: E402
 from quire.base.records import Request  # noqa: E402
 from quire.base.scheduling_params import SchedulingParams  # noqa: E402
 from quire.base.speculation_params import SpeculationParams  # noqa: E402
-from quire.execute.executor import Executor  # noqa: E402
+from quire.execute.executor import Executor, StepLimits  # noqa: E402
 from quire.execute.gpu.executor import TorchExecutor  # noqa: E402
+from quire.execute.gpu.first_layers import TorchFirstLayers  # noqa: E402
+from quire.program.program import Program  # noqa: E402
 from quire.program.tensors import DType  # noqa: E402
 from quire.runner import step_result  # noqa: E402
 from quire.speculative.control import AdaptiveControl  # noqa: E402
 from quire.speculative.drafter import Drafter  # noqa: E402
-from tests.exact.rig import AloneRuns, Model, differences, run_case  # noqa: E402
+from tests.exact.rig import AloneRuns, SharedCache, differences, run_case  # noqa: E402
 from tests.exact.test_overlap import plain  # noqa: E402
 from tests.exact.workload import (  # noqa: E402
     ALONE,
@@ -39,13 +41,14 @@ from tests.exact.workload import (  # noqa: E402
     draw_case,
 )
 from tests.gpu.launch_capture import LaunchCapture  # noqa: E402
+from tests.gpu.test_exact_answers import TorchModel  # noqa: E402
 from tests.gpu.test_overlap import SlowModel, with_settings  # noqa: E402
 from tests.gpu.torch_models import BLOCK_SIZE, torch_executor  # noqa: E402
 from tests.tiny_models import write_tiny_llama  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
-PROPOSERS = ("sometimes", "alternating", "ngram")
+PROPOSERS = ("sometimes", "self", "model")
 PROMPTS = [[5, 6, 7, 8, 9] * 4, [20, 21, 22], [5, 6, 7, 8]]
 SAMPLING = [
     SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1),
@@ -54,10 +57,14 @@ SAMPLING = [
 ]
 
 
-class KernelModel(Model):
+class KernelModel(TorchModel):
     """A model that is computed by kernels, in captured steps."""
 
-    drafts_itself = False
+    def make_first_layers(
+        self, executor: Executor, program: Program, limits: StepLimits, own_threads: int
+    ) -> SharedCache:
+        assert isinstance(executor, TorchExecutor)
+        return TorchFirstLayers(executor, program, limits, capture=LaunchCapture(), poison=True)
 
     def make_executor(self, num_threads: int) -> Executor:
         return torch_executor(
@@ -97,16 +104,21 @@ def drawn(number: int, *, reads_tokens: bool) -> Case:
         replace(case, arrivals=arrivals),
         plans_in_flight=2,
         proposer=PROPOSERS[number % len(PROPOSERS)],
+        draft_blocks=20,
         max_drafts=4,
     )
 
 
-@pytest.mark.parametrize("reads_tokens", [False, True], ids=["plain", "penalties and grammars"])
+@pytest.mark.parametrize(
+    ("reads_tokens", "numbers"),
+    [(False, (0, 1, 2)), (True, (0,))],
+    ids=["plain", "penalties and grammars"],
+)
 def test_drafts_beside_steps_in_flight_change_no_answer(
-    slow: SlowModel, reads_tokens: bool
+    slow: SlowModel, reads_tokens: bool, numbers: tuple[int, ...]
 ) -> None:
     lines, accepted, rejected, alone = [], 0, 0, AloneRuns()
-    for number in range(2):
+    for number in numbers:
         outcome = run_case(slow, drawn(number, reads_tokens=reads_tokens), alone=alone)
         lines += differences(slow, outcome, alone)
         accepted += outcome.accepted
@@ -140,8 +152,9 @@ def request(number: int, prompt: list[int], **sampling: Any) -> Request:
     )
 
 
-def test_kernels_verify_drafts_in_captured_steps(folder: Path) -> None:
-    """Two plans in flight; the head of rows with drafts is in the graph."""
+@pytest.mark.parametrize("proposer", ["alternating", "self"])
+def test_kernels_verify_drafts_in_captured_steps(folder: Path, proposer: str) -> None:
+    """Two plans in flight; the head of rows with drafts is in the graph, as are drafts."""
     model, alone = KernelModel(folder, DType.F32), AloneRuns()
     requests = (request(1, [5, 6, 7], temperature=0.0, logprobs=1), request(2, [9], top_k=5))
     settings: Settings = replace(
@@ -150,7 +163,7 @@ def test_kernels_verify_drafts_in_captured_steps(folder: Path) -> None:
         max_num_batched_tokens=16,
         max_samples=16,
         plans_in_flight=2,
-        proposer="alternating",
+        proposer=proposer,
         max_drafts=3,
     )
     arrivals = tuple(Arrival(at_step=0, requests=(one,), cancel_at=(None,)) for one in requests)
@@ -164,7 +177,7 @@ def test_kernels_verify_drafts_in_captured_steps(folder: Path) -> None:
         outcome = run_case(model, case, alone=alone)
         assert not differences(model, outcome, alone)
         assert outcome.accepted
-        assert outcome.rejected
+        assert outcome.rejected == (proposer == "alternating")  # the only layer is always right
         assert executor.steps_replayed > before
     finally:
         model.close()
@@ -178,10 +191,26 @@ def generated(llm: LLM, terms: Any = None) -> list[tuple[object, ...]]:
     ]
 
 
-@pytest.mark.parametrize("plans_in_flight", [1, 2])
-def test_an_engine_verifies_prompt_lookup_and_predictions(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, plans_in_flight: int
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("deep") / "m", seed=5, num_hidden_layers=3)
+
+
+@pytest.mark.parametrize(
+    ("plans_in_flight", "settings"),
+    [
+        (1, {"speculate": "ngram"}),
+        (2, {"speculate": "ngram"}),
+        (1, {"speculate": "self", "self_draft_layers": 2}),
+        (2, {"speculate": "self", "self_draft_layers": 2}),
+        (2, {"speculate": "draft", "draft_model": ""}),
+    ],
+)
+def test_an_engine_drafts_and_verifies(
+    deep: Path, monkeypatch: pytest.MonkeyPatch, plans_in_flight: int, settings: dict[str, Any]
 ) -> None:
+    if "draft_model" in settings:
+        settings["draft_model"] = str(deep)
     verified, accepted = Drafter.verified, []
 
     def watched(self: Drafter, index: Any, drafted: Any, good: Any) -> None:
@@ -190,20 +219,21 @@ def test_an_engine_verifies_prompt_lookup_and_predictions(
 
     monkeypatch.setattr(Drafter, "verified", watched)
     monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
-    settings: dict[str, Any] = {"executor": "torch", "device": "cpu", "threads": 1}
+    sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64}
     with LLM(
-        folder,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        max_model_len=64,
-        speculate="ngram",
+        deep,
+        executor="torch",
+        device="cpu",
+        threads=1,
         plans_in_flight=plans_in_flight,
+        **sizes,
         **settings,
     ) as llm:
         off = SchedulingParams(speculation=SpeculationParams(is_on=False))
         answers = generated(llm, off)
         assert not accepted
         assert generated(llm) == answers
+        assert accepted or settings["speculate"] == "ngram"  # texts may not repeat themselves
         accepted.clear()
         right = [
             SchedulingParams(speculation=SpeculationParams(prediction_ids=answer[0]))  # type: ignore[arg-type]

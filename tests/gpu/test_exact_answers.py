@@ -12,9 +12,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from quire.execute.executor import Executor  # noqa: E402
+from quire.execute.executor import Executor, StepLimits  # noqa: E402
+from quire.execute.gpu.executor import TorchExecutor  # noqa: E402
+from quire.execute.gpu.first_layers import TorchFirstLayers  # noqa: E402
+from quire.program.program import Program  # noqa: E402
 from quire.program.tensors import DType  # noqa: E402
-from tests.exact.rig import AloneRuns, Model, differences, run_case  # noqa: E402
+from tests.exact.rig import AloneRuns, Model, SharedCache, differences, run_case  # noqa: E402
 from tests.exact.workload import VOCAB_SIZE, draw_case  # noqa: E402
 from tests.gpu.torch_models import BLOCK_SIZE, torch_executor  # noqa: E402
 from tests.models.cases_mistral import MISTRAL  # noqa: E402
@@ -29,7 +32,11 @@ MAX_ROWS = 512
 class TorchModel(Model):
     """A model of tests/exact on the torch executor."""
 
-    drafts_itself = False
+    def make_first_layers(
+        self, executor: Executor, program: Program, limits: StepLimits, own_threads: int
+    ) -> SharedCache:
+        assert isinstance(executor, TorchExecutor)
+        return TorchFirstLayers(executor, program, limits, poison=True)
 
     def make_executor(self, num_threads: int) -> Executor:
         return torch_executor(self.folder, self.program, max_tokens=MAX_ROWS, blocks=BLOCK_SIZE)

@@ -37,10 +37,9 @@ from tests.tiny_models import write_tiny_llama  # noqa: E402
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 
-class SlowModel(Model):
+class SlowModel(TorchModel):
     """A model on a slow device."""
 
-    drafts_itself = False
     stream: LazyStream
 
     def make_executor(self, num_threads: int) -> Executor:

@@ -26,7 +26,7 @@ from quire.base.user_path import user_path
 from quire.config.groups import EngineConfig, ExecutorConfig
 from quire.config.machine import machine_memory, num_compute_threads
 from quire.config.memory import NO_DRAFT, DraftNeeds, MemoryPlan, mib, plan_memory
-from quire.engine.assembly.drafts import make_drafter, max_draft_tokens
+from quire.engine.assembly.drafts import make_drafter
 from quire.engine.assembly.initial_costs import initial_step_costs
 from quire.engine.assembly.model_files import model_folder, model_name
 from quire.engine.assembly.pooling import model_pooling
@@ -167,7 +167,7 @@ def _assembled(
     tier_folder: TierFolder | None,
 ) -> Engine:
     num_threads = num_compute_threads(config.executor.num_threads)
-    pack_cache, max_drafts = _pack_cache(config.executor), max_draft_tokens(config)
+    pack_cache, max_drafts = _pack_cache(config.executor), config.scheduler.max_draft_tokens
     model = _sized_model(config)
     memory, program = model.memory, model.program
     executor = _loaded_executor(config, model, progress, pack_cache, num_threads)

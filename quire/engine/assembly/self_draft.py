@@ -74,6 +74,13 @@ def _first_layers_of(model: Executor, draft: SizedSelfDraft, num_threads: int) -
         short = NativeFirstLayers(native, draft.program, draft.limits, num_threads=num_threads)
         short.share_cache()
         return short
+    if model.name == "torch":
+        from quire.execute.gpu.executor import TorchExecutor
+        from quire.execute.gpu.first_layers import TorchFirstLayers
+
+        on_device = TorchFirstLayers(cast(TorchExecutor, model), draft.program, draft.limits)
+        on_device.share_cache()
+        return on_device
     from quire.execute.reference import ReferenceExecutor
     from quire.execute.reference_first_layers import ReferenceFirstLayers
 

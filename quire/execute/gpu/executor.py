@@ -63,7 +63,7 @@ DEFAULT_LAUNCH = LaunchOptions()
 
 class TorchExecutor:
     """An Executor (see quire/execute/executor.py). poison: fill buffers with NaN before each run,
-    for tests."""
+    for tests. pool: of another executor, in place of its own."""
 
     name = "torch"
 
@@ -77,6 +77,7 @@ class TorchExecutor:
         limits: StepLimits,
         launch: LaunchOptions = DEFAULT_LAUNCH,
         poison: bool = False,
+        pool: KvPool | None = None,
     ) -> None:
         self._stream = stream_of(device) if launch.stream is None else launch.stream
         self.recipe = recipe_of(device, exact=exact)
@@ -94,7 +95,7 @@ class TorchExecutor:
             stream=self._stream,
         )
         self._last = LastTokens(limits.max_sequences, self._stream, device, by_kernels=runs_kernels)
-        self._pool = KvPool(program, device, self._stream)
+        self._pool = KvPool(program, device, self._stream) if pool is None else pool
         self._port: BlockPort | None = None
         self._place = Place(
             program=program,

@@ -13,7 +13,6 @@ from quire.base.errors import SettingError
 from quire.base.scheduling_params import SchedulingParams
 from quire.base.speculation_params import SpeculationParams
 from quire.config.flags import engine_config
-from quire.engine.assembly.drafts import max_draft_tokens
 from quire.speculative.control import AdaptiveControl
 from quire.speculative.drafter import Drafter
 
@@ -70,20 +69,7 @@ def test_the_card_says_what_is_offered(drafting: LLM) -> None:
     assert (drafting.card.max_draft_tokens, drafting.card.speculates) == (8, True)
 
 
-@pytest.mark.parametrize(
-    ("settings", "num_drafts"),
-    [({}, 8), ({"max_draft_tokens": 0}, 0), ({"executor": "torch", "speculate": "ngram"}, 8)],
-)
-def test_how_many_drafts_an_engine_verifies(settings: dict[str, object], num_drafts: int) -> None:
-    assert max_draft_tokens(engine_config({"model": "x", **settings})) == num_drafts
-
-
 def test_what_cannot_be_had_is_refused_at_the_start() -> None:
-    for asked in ({"speculate": "draft"}, {"speculate": "self"}, {"self_draft_layers": 2}):
-        with pytest.raises(
-            SettingError, match="executor is torch, which verifies draft tokens and"
-        ):
-            max_draft_tokens(engine_config({"model": "x", "executor": "torch", **asked}))
     with pytest.raises(SettingError, match="max_draft_tokens is 0"):
         engine_config({"model": "x", "speculate": "ngram", "max_draft_tokens": 0})
     with pytest.raises(SettingError, match="it must be 0 to 64"):

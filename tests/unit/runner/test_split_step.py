@@ -18,7 +18,7 @@ from quire.execute.executor import StepMemoryError
 from quire.program.batch import ForwardBatch
 from quire.sampling.batch import SampleBatch, TokenChoice
 from tests.unit.runner.deferred_executor import DeferredExecutor
-from tests.unit.runner.plans import admission_of, plan_of, runner_of
+from tests.unit.runner.plans import admission_of, ints, plan_of, runner_of
 from tests.unit.runner.scripted_executor import FAILS, ScriptedExecutor
 
 TOO_MUCH = 13  # a token with a row that never fits
@@ -133,6 +133,27 @@ def test_a_step_in_parts_gives_the_results_of_the_whole(
     assert len(executor.batches) > 1
     assert (runner.tables.tokens.tokens == roomy.tables.tokens.tokens).all()
     assert (runner.tables.rare.mirostat_mu == roomy.tables.rare.mirostat_mu).all()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("max_rows", [99, 1])
+def test_drafts_are_verified_in_parts(max_rows: int, overlap: bool) -> None:
+    """The token at a position is its number: the drafts of slot 0 are right, wrong; one of slot 1
+    is right."""
+    runner = runner_of(tight(Room(max_rows), overlap=overlap), overlap=overlap)
+    plan = plan_of(
+        1,
+        [(0, 1, 3, 3), (1, 2, 2, 2), (2, 1, 1, 1)],
+        admissions=(admission_of(0, [7, 8]), admission_of(1, [7, 8, 9]), admission_of(2, [5, 6])),
+        blocks={slot: [2 * slot, 2 * slot + 1] for slot in range(3)},
+        draft_counts=ints(2, 1, 0),
+        draft_ids=ints(2, 9, 3),
+    )
+    result = runner.collect(runner.submit(plan))
+    assert result.token_counts.tolist() == [2, 2, 1]
+    assert result.token_ids.tolist() == [2, 3, 3, 4, 2]
+    assert runner.tables.tokens.lengths[:3].tolist() == [4, 5, 3]
+    assert runner.tables.tokens.tokens[0, :6].tolist() == [7, 8, 2, 3, 0, 0]
 
 
 @pytest.mark.parametrize("overlap", [False, True])

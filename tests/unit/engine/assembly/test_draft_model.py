@@ -17,7 +17,6 @@ from quire.config.flags import engine_config
 from quire.config.machine import MachineMemory
 from quire.config.memory import plan_memory
 from quire.engine.assembly.draft_model import check_vocabulary, draft_folder, sized_draft
-from quire.engine.assembly.drafts import max_draft_tokens
 from quire.engine.assembly.sizing import memory_needs, step_limits
 from quire.execute.native import NativeExecutor
 from quire.models.model_folder import draft_box_path
@@ -105,12 +104,11 @@ def test_the_built_in_model_has_a_draft_model_and_others_need_one(model: Path) -
         ({"speculate": "ngram"}, "draft_model is x and speculate is ngram, so that it would never"),
         ({"max_draft_tokens": 0}, "draft_model is x and max_draft_tokens is 0"),
         ({"draft_model": ""}, "draft_model is empty"),
-        ({"executor": "torch"}, "a draft model is given and executor is torch"),
     ],
 )
 def test_contradictions_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError, match=message):
-        max_draft_tokens(engine_config({"model": "m", "draft_model": "x"} | settings))
+        engine_config({"model": "m", "draft_model": "x"} | settings)
 
 
 def test_differences_of_tokens_are_listed_before_anything_is_loaded(

@@ -153,6 +153,10 @@ def test_buffers_of_passes_are_all_that_the_memory_plan_adds(deep: Path) -> None
         ({"self_draft_layers": 2, "draft_model": "x", "speculate": "off"}, "a draft model is giv"),
         ({"draft_model": "x"}, "draft_model is x and speculate is self, so that it would never"),
         ({"max_draft_tokens": 0}, "speculate is self and max_draft_tokens is 0"),
+        (
+            {"self_draft_layers": 2, "max_draft_tokens": 0, "speculate": "off"},
+            "self_draft_layers is 2 and max_draft_tokens is 0, so that it would never be used",
+        ),
         ({"speculate": "selfish"}, "speculate is 'selfish'"),
     ],
 )
