@@ -16,7 +16,7 @@ constexpr double kMinConfidence = 0.2, kMaxConfidence = 1.0;
 constexpr double kMinPriorTrials = 2.0, kMaxPriorTrials = 16.0;
 constexpr double kMaxTrials = 64.0;
 constexpr double kFade = 0.99;
-constexpr double kLeastTrials = 4.0, kEndedWeight = 0.1;
+constexpr double kMinTrials = 4.0, kEndedWeight = 0.1;
 constexpr double kFewTrials = 0.5;
 constexpr double kUnlikely = 0.02;
 constexpr int kMaxRounds = 8;
@@ -152,7 +152,7 @@ DraftCounts::DraftCounts(size_t num_slots, size_t max_drafts)
 void DraftCounts::learn_correlation(size_t slot) {
     const size_t kind = kinds_[slot];
     const double tried = tried_[slot * max_drafts_];
-    if (tried < kLeastTrials) return;
+    if (tried < kMinTrials) return;
     const double mean = (all_accepted_[kind][0] + 1.0) / (all_tried_[kind][0] + 1.0);
     const double variance = std::max(mean * (1.0 - mean), 0.01);
     const double error = accepted_[slot * max_drafts_] - tried * mean;

@@ -33,7 +33,7 @@ MAX_TRIALS = 64.0
 # What a step leaves of the counts, so that rejected positions are tried again.
 FADE = 0.99
 # Trials of a request from which on it says how much requests differ, and the weight of one.
-LEAST_TRIALS, ENDED_WEIGHT = 4.0, 0.1
+MIN_TRIALS, ENDED_WEIGHT = 4.0, 0.1
 # Fewer trials are none: positions behind such a one are not known.
 FEW_TRIALS = 0.5
 # A series of equal outcomes less likely than this, by the counts, replaces them.
@@ -116,7 +116,7 @@ class PlainDraftCounts:
     def _learn_correlation(self, slot: int) -> None:
         """Learn from a request that has ended how much more such requests differ than chance."""
         kind, tried = int(self._kinds[slot]), float(self._tried[slot, 0])
-        if tried < LEAST_TRIALS:
+        if tried < MIN_TRIALS:
             return
         mean = float(self._prior(kind)[0])
         variance = max(mean * (1.0 - mean), 0.01)
