@@ -1,5 +1,6 @@
-// Drafts: plain loops over the rows of a step. Each would take microseconds for each of a dozen
-// array operations otherwise, which is a large part of the step of a small model.
+// Drafts: plain loops over the rows of a step. As array operations each would take microseconds for
+// a dozen of them, which is a large part of the step of a small model. Arguments were checked in
+// native/bind/drafts.cc; the twins in Python say what each loop means.
 
 #include "quire/drafts.h"
 
