@@ -31,11 +31,11 @@ def speculation_rows(result: dict[str, Any]) -> list[str]:
     found: dict[str, dict[str, Any]] = result["cells"]
     there = [cell for cell in all_cells() if cell.name in found]
     rows = []
-    for _, group in groupby([cell for cell in there if cell.part != "llama"], key=_line):
+    for _, group in groupby([cell for cell in there if cell.part != "llama.cpp"], key=_line):
         rows += _speed_row(list(group), found)
-    rows += _control_rows([cell for cell in there if cell.part != "llama"], found)
+    rows += _control_rows([cell for cell in there if cell.part != "llama.cpp"], found)
     for cell in there:
-        if cell.part == "llama":
+        if cell.part == "llama.cpp":
             rows.append(_llama_row(cell, found[cell.name]))
     return rows
 

@@ -4,7 +4,7 @@ small: models that write text, by proposer, temperature and batch, on published 
 model samples with the noise of the target and, to compare, with noise of its own. shapes: random
 checkpoints in the shapes of real models, with a proposer of fixed acceptance, labelled synthetic.
 repeats: prompt lookup where the answer repeats the prompt, with the text forced on such a
-checkpoint. llama: beside llama.cpp's speculation. All but llama compare the adaptive control with
+checkpoint. llama.cpp: beside its speculation. All but the last compare the adaptive control with
 fixed numbers of drafts. Refuses to report where tokens differ.
 
 The results are written after each cell; a further run measures what is missing. Run:
@@ -108,7 +108,7 @@ class Run:
             of_engine = list(group)
             if self._left_s() < MIN_LEFT_S:
                 return
-            if part == "llama":
+            if part == "llama.cpp":
                 from bench.speculation.llama import measure_llama
 
                 for cell in of_engine:

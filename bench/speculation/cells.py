@@ -12,7 +12,7 @@ TEMPERATURES = (0.0, 0.6, 1.0)
 BATCHES = (1, 4, 16, 64)
 ACCEPTANCES = (0.3, 0.5, 0.7, 0.9)
 SHAPES = ("qwen3-0.6b", "llama-3.2-1b")
-PARTS = ("small", "shapes", "repeats", "llama")
+PARTS = ("small", "shapes", "repeats", "llama.cpp")
 # Tokens of an answer by batch: large batches take long steps.
 TOKENS = {1: 128, 4: 96, 16: 64, 64: 32}
 QUICK_TOKENS = {1: 32, 4: 16, 16: 16, 64: 4}
@@ -80,7 +80,7 @@ def all_cells() -> list[Cell]:
         for batch in BATCHES
     ]
     cells += [
-        Cell(part="llama", model=model, proposer=proposer, batch=1)
+        Cell(part="llama.cpp", model=model, proposer=proposer, batch=1)
         for model, proposer in (("qwen3-0.6b", "ngram"), ("stories260K", "draft"))
     ]
     return cells

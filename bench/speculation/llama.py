@@ -14,6 +14,7 @@ from typing import Any
 from bench.checkpoints import cache_folder
 from bench.peers.child import Peer, PeerFailed
 from bench.peers.convert import Unavailable, converted
+from bench.peers.places import is_installed
 from bench.speculation.cells import Cell
 from bench.speculation.engines import MAX_DRAFTS, model_path, proposer_settings
 from bench.speculation.measure import Extent
@@ -28,6 +29,8 @@ SMALL_VOCABULARY, SHAPE_VOCABULARY = 512, 100_000
 def measure_llama(cell: Cell, num_tokens: int, extent: Extent) -> dict[str, Any]:
     """Return seconds of all four sides in each round; {"refused": why} where llama.cpp is not
     installed or does not speculate so."""
+    if not is_installed("llama.cpp"):
+        return {"refused": "llama.cpp is not installed; run: bench/peers/setup llama.cpp"}
     sides: dict[str, Peer] = {}
     try:
         return _rounds(cell, num_tokens, extent, sides)

@@ -128,6 +128,7 @@ void chances(DraftCounts& counts, const Slots& slots, int32_t num_steps, const C
     require(found.shape(0) == slots.shape(0) && found.shape(1) == counts.max_drafts(),
             "chances have another shape than slots and drafts");
     for (size_t i = 0; i < slots.shape(0); ++i) checked_slot(counts, slots(i));
+    counts.fade_all(slots.shape(0), slots.data(), num_steps);
     for (size_t i = 0; i < slots.shape(0); ++i) {
         double* row = found.data() + i * found.shape(1);
         counts.chances(static_cast<size_t>(slots(i)), num_steps, row);

@@ -1,5 +1,6 @@
-// Drafts: plain loops over the rows of a step. Each would take microseconds for each of a dozen
-// array operations otherwise, which is a large part of the step of a small model.
+// Drafts: plain loops over the rows of a step. As array operations each would take microseconds for
+// a dozen of them, which is a large part of the step of a small model. Arguments were checked in
+// native/bind/drafts.cc; the twins in Python say what each loop means.
 
 #include "quire/drafts.h"
 
@@ -12,21 +13,24 @@ namespace quire {
 namespace {
 
 // As in quire/speculative/plain_counts.py.
-constexpr double kConfidence = 1.0;
+constexpr double kMinConfidence = 0.2, kMaxConfidence = 1.0;
+constexpr double kMinPriorTrials = 2.0, kMaxPriorTrials = 16.0;
 constexpr double kMaxTrials = 64.0;
 constexpr double kFade = 0.99;
-constexpr double kPriorTrials = 2.0;
+constexpr double kMinTrials = 4.0, kEndedWeight = 0.1;
+constexpr double kFewTrials = 0.5;
 constexpr double kUnlikely = 0.02;
 constexpr int kMaxRounds = 8;
 constexpr double kSmallestMs = 1e-9;
 
 // The upper end of Wilson's interval.
-double upper_bound(double tried, double accepted, double prior) {
-    const double num = tried + kPriorTrials;
-    const double mean = std::clamp((accepted + kPriorTrials * prior) / num, 0.0, 1.0);
-    const double square = kConfidence * kConfidence;
+double upper_bound(double tried, double accepted, double prior, double prior_trials,
+                   double confidence) {
+    const double num = tried + prior_trials;
+    const double mean = std::clamp((accepted + prior_trials * prior) / num, 0.0, 1.0);
+    const double square = confidence * confidence;
     const double spread =
-        kConfidence * std::sqrt(mean * (1.0 - mean) / num + square / (4.0 * num * num));
+        confidence * std::sqrt(mean * (1.0 - mean) / num + square / (4.0 * num * num));
     return std::min((mean + square / (2.0 * num) + spread) / (1.0 + square / num), 1.0);
 }
 
@@ -138,36 +142,69 @@ DraftCounts::DraftCounts(size_t num_slots, size_t max_drafts)
       tried_(num_slots * max_drafts),
       accepted_(num_slots * max_drafts),
       series_(num_slots),
-      kinds_(num_slots) {
+      kinds_(num_slots),
+      changed_(num_slots) {
     for (size_t kind = 0; kind < 2; ++kind) {
-        all_tried_[kind].assign(max_drafts, 1.0);
-        all_accepted_[kind].assign(max_drafts, 1.0);
+        all_tried_[kind].assign(max_drafts, 0.0);
+        all_accepted_[kind].assign(max_drafts, 0.0);
     }
 }
 
+void DraftCounts::learn_correlation(size_t slot) {
+    const size_t kind = kinds_[slot];
+    const double tried = tried_[slot * max_drafts_];
+    if (tried < kMinTrials) return;
+    const double mean = (all_accepted_[kind][0] + 1.0) / (all_tried_[kind][0] + 1.0);
+    const double variance = std::max(mean * (1.0 - mean), 0.01);
+    const double error = accepted_[slot * max_drafts_] - tried * mean;
+    const double found = (error * error / (tried * variance) - 1.0) / (tried - 1.0);
+    correlation_[kind] += kEndedWeight * (std::min(found, 1.0) - correlation_[kind]);
+}
+
 void DraftCounts::begin(size_t slot, bool predicts) {
+    if (max_drafts_) learn_correlation(slot);
     kinds_[slot] = predicts;
-    series_[slot] = 0;
+    series_[slot] = changed_[slot] = 0;
     std::fill_n(tried_.data() + slot * max_drafts_, max_drafts_, 0.0);
     std::fill_n(accepted_.data() + slot * max_drafts_, max_drafts_, 0.0);
+}
+
+void DraftCounts::fade_all(size_t num, const int64_t* slots, int32_t num_steps) {
+    bool has[2] = {false, false};
+    for (size_t i = 0; i < num; ++i) has[kinds_[static_cast<size_t>(slots[i])]] = true;
+    const double fade = std::pow(kFade, num_steps);
+    for (size_t kind = 0; kind < 2; ++kind) {
+        if (!has[kind]) continue;
+        for (double& tried : all_tried_[kind]) tried *= fade;
+        for (double& accepted : all_accepted_[kind]) accepted *= fade;
+    }
 }
 
 void DraftCounts::chances(size_t slot, int32_t num_steps, double* found) {
     double* tried = tried_.data() + slot * max_drafts_;
     double* accepted = accepted_.data() + slot * max_drafts_;
     const size_t kind = kinds_[slot];
-    const double fade = num_steps == 1 ? kFade : std::pow(kFade, num_steps);
-    double chance = 1.0, first = 1.0;
+    const std::vector<double>&all_tried = all_tried_[kind], &all_accepted = all_accepted_[kind];
+    const double weight = prior_trials(slot);
+    const double differ = (kMaxPriorTrials - weight) / (kMaxPriorTrials - kMinPriorTrials);
+    const double more = changed_[slot] ? 0.0 : (kMaxConfidence - kMinConfidence) * differ;
+    size_t depth = 0;
+    for (const double num : all_tried) depth += num > kFewTrials;
+    const double fade = std::pow(kFade, num_steps);
+    double chance = 1.0, prior = 1.0;
     for (size_t at = 0; at < max_drafts_; ++at) {
         tried[at] *= fade;
         accepted[at] *= fade;
-        const double prior = all_accepted_[kind][at] / all_tried_[kind][at];
-        double bound = upper_bound(tried[at], accepted[at], prior);
-        if (at == 0) first = bound;
-        if (tried[at] < 1.0) bound = std::min(bound, first);  // not tried: no better than the first
-        chance *= bound;
-        found[at] = chance;
+        prior = (all_accepted[at] + prior) / (all_tried[at] + 1.0);
+        chance *= upper_bound(tried[at], accepted[at], prior, weight, kMinConfidence + more);
+        found[at] = at < 2 * depth + 1 ? chance : 0.0;
     }
+}
+
+double DraftCounts::prior_trials(size_t slot) const {
+    if (changed_[slot]) return kMinPriorTrials;
+    const double least = 1.0 / (kMaxPriorTrials + 1.0);
+    return std::max(1.0 / std::max(correlation_[kinds_[slot]], least) - 1.0, kMinPriorTrials);
 }
 
 void DraftCounts::notice_change(size_t slot, bool is_accepted) {
@@ -176,9 +213,14 @@ void DraftCounts::notice_change(size_t slot, bool is_accepted) {
     series = series * outcome > 0 ? series + outcome : outcome;
     double* tried = tried_.data() + slot * max_drafts_;
     double* accepted = accepted_.data() + slot * max_drafts_;
-    const double equal = series > 0 ? *accepted : *tried - *accepted;  // such outcomes so far
+    const size_t kind = kinds_[slot];
+    const double rate = (all_accepted_[kind][0] + 1.0) / (all_tried_[kind][0] + 1.0);
+    const double weight = prior_trials(slot);
+    const double equal = series > 0 ? *accepted + weight * rate
+                                    : *tried - *accepted + weight * (1.0 - rate);
     const auto length = static_cast<double>(std::abs(series));
-    if (std::pow((equal + 1.0) / (*tried + 1.0), length) >= kUnlikely) return;
+    if (std::pow((equal + 1.0) / (*tried + weight + 1.0), length) >= kUnlikely) return;
+    changed_[slot] = 1;
     std::fill_n(tried, max_drafts_, 0.0);
     std::fill_n(accepted, max_drafts_, 0.0);
     *tried = length;

@@ -1,12 +1,14 @@
 """Counts of accepted drafts by slot and position, and the lengths of drafts that pay: the plain
 twins of the native DraftCounts and draft_lengths.
 
-The probability that a draft is accepted is estimated from the request's own counts by position, as
-an upper confidence bound, so that what is uncertain is tried and what fails is not; confidence
-fades while nothing is tried, so that it is tried again. Requests without counts of their own have
-the acceptance of all. A series of equal outcomes that the counts make unlikely replaces them, so
-that a collapse is noticed within a few steps. Always holds: a position that was not tried is no
-better than the first.
+The probability that a draft is accepted is estimated by position from the request's own counts and
+from those of all requests, which weigh the more the less requests differ: the beta-binomial model,
+with the correlation within requests measured at the end of each. The estimate is an upper
+confidence bound; where requests differ, it is farther above the mean, so that each of them is
+tried. What is not tried fades, towards acceptance, so that it is tried again. Positions are tried
+one after the other, up to twice as far as any request has come. A series of equal outcomes that all
+this makes unlikely replaces the request's counts, and what others experienced counts little for it
+from then on, so that a collapse is noticed within a few steps.
 """
 
 from __future__ import annotations
@@ -20,14 +22,20 @@ Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
 Float64s = NDArray[np.float64]
 
-# Standard deviations between the estimate and its upper bound.
-CONFIDENCE = 1.0
+# Standard deviations between the estimate and its upper bound, where requests are alike and where
+# they differ most.
+MIN_CONFIDENCE, MAX_CONFIDENCE = 0.2, 1.0
+# Trials that the experience with all requests counts for, where they differ most and where they are
+# alike.
+MIN_PRIOR_TRIALS, MAX_PRIOR_TRIALS = 2.0, 16.0
 # Trials that the counts of a position remember.
 MAX_TRIALS = 64.0
 # What a step leaves of the counts, so that rejected positions are tried again.
 FADE = 0.99
-# Trials that the engine's experience with all requests counts for.
-PRIOR_TRIALS = 2.0
+# Trials of a request from which on it says how much requests differ, and the weight of one.
+MIN_TRIALS, ENDED_WEIGHT = 4.0, 0.1
+# Fewer trials are none: positions behind such a one are not known.
+FEW_TRIALS = 0.5
 # A series of equal outcomes less likely than this, by the counts, replaces them.
 UNLIKELY = 0.02
 # Rounds in which the rate of a step with drafts is found; two are enough for most steps.
@@ -50,16 +58,19 @@ class PlainDraftCounts:
         self._accepted: Float64s = np.zeros((num_slots, max_drafts))
         # The last outcomes at the first position: so many were accepted (> 0) or not (< 0).
         self._series = np.zeros(num_slots, np.int64)
-        # Of all requests, without and with predictions; at first one trial that succeeded, so that
-        # drafts are tried at all.
+        # Of all requests, without and with predictions.
         self._kinds = np.zeros(num_slots, np.intp)
-        self._all = Trials(np.ones((2, max_drafts)), np.ones((2, max_drafts)))
+        self._all = Trials(np.zeros((2, max_drafts)), np.zeros((2, max_drafts)))
+        self._correlation = [0.0, 0.0]  # of two outcomes of a request
+        self._changed = np.zeros(num_slots, np.bool_)  # outcomes contradicted all experience
 
     def begin(self, slot: int, predicts: bool) -> None:
         """Note that another request runs in `slot`; predicts: it brings a prediction."""
+        self._learn_correlation(slot)
         self._kinds[slot] = predicts
         self._tried[slot] = self._accepted[slot] = 0.0
         self._series[slot] = 0
+        self._changed[slot] = False
 
     def chances(self, slots: Index, num_steps: int, found: Float64s) -> None:
         """Fill found [B, K]: the probability that a draft and all before it are accepted.
@@ -69,11 +80,50 @@ class PlainDraftCounts:
         fade = FADE**num_steps
         self._tried[slots] *= fade
         self._accepted[slots] *= fade
-        trials = Trials(self._tried[slots], self._accepted[slots])
-        prior = (self._all.accepted / self._all.tried)[self._kinds[slots]]
-        bounds = upper_bounds(trials, prior)
-        bounds = np.where(trials.tried < 1.0, np.minimum(bounds, bounds[:, :1]), bounds)
-        found[:] = np.cumprod(bounds, axis=1, dtype=np.float64)
+        columns = np.arange(self._max_drafts)
+        for kind in np.unique(self._kinds[slots]).tolist():
+            rows = self._kinds[slots] == kind
+            self._all.tried[kind] *= fade
+            self._all.accepted[kind] *= fade
+            trials = Trials(self._tried[slots[rows]], self._accepted[slots[rows]])
+            weights = self._prior_trials(slots[rows])
+            differ = (MAX_PRIOR_TRIALS - weights) / (MAX_PRIOR_TRIALS - MIN_PRIOR_TRIALS)
+            more = np.where(self._changed[slots[rows]], 0.0, MAX_CONFIDENCE - MIN_CONFIDENCE)
+            confidence = MIN_CONFIDENCE + more * differ
+            bounds = upper_bounds(trials, self._prior(kind), weights[:, None], confidence[:, None])
+            chances = np.cumprod(bounds, axis=1, dtype=np.float64)
+            depth = int(np.count_nonzero(self._all.tried[kind] > FEW_TRIALS))
+            found[rows] = np.where(columns < 2 * depth + 1, chances, 0.0)
+
+    def _prior(self, kind: int) -> Float64s:
+        """Return the acceptance of all requests by position, near that of the position before where
+        little was tried."""
+        mean, means = 1.0, []
+        for tried, accepted in zip(
+            self._all.tried[kind].tolist(), self._all.accepted[kind].tolist(), strict=True
+        ):
+            mean = (accepted + mean) / (tried + 1.0)
+            means.append(mean)
+        return np.array(means)
+
+    def _prior_trials(self, slots: Index) -> Float64s:
+        """Return how many trials the experience with all requests counts for, by slot."""
+        correlation = np.array(self._correlation)[self._kinds[slots]]
+        trials = 1.0 / np.maximum(correlation, 1.0 / (MAX_PRIOR_TRIALS + 1.0)) - 1.0
+        trials = np.where(self._changed[slots], MIN_PRIOR_TRIALS, trials)
+        return np.maximum(trials, MIN_PRIOR_TRIALS)
+
+    def _learn_correlation(self, slot: int) -> None:
+        """Learn from a request that has ended how much more such requests differ than chance."""
+        kind, tried = int(self._kinds[slot]), float(self._tried[slot, 0])
+        if tried < MIN_TRIALS:
+            return
+        mean = float(self._prior(kind)[0])
+        variance = max(mean * (1.0 - mean), 0.01)
+        error = float(self._accepted[slot, 0]) - tried * mean
+        found = (error * error / (tried * variance) - 1.0) / (tried - 1.0)
+        known = self._correlation[kind]
+        self._correlation[kind] = known + ENDED_WEIGHT * (min(found, 1.0) - known)
 
     def verified(self, slots: Index, drafted: Int32s, accepted: Int32s) -> None:
         """Count outcomes: of drafted[i] drafts the first accepted[i] were right."""
@@ -103,23 +153,29 @@ class PlainDraftCounts:
         series = np.where(tried, series, self._series[slots])
         self._series[slots] = series
         successes, trials = self._accepted[slots, 0], self._tried[slots, 0]
-        equal = np.where(series > 0, successes, trials - successes)  # such outcomes so far
-        likelihood = ((equal + 1.0) / (trials + 1.0)) ** np.abs(series)
+        rate = (self._all.accepted[:, 0] + 1.0) / (self._all.tried[:, 0] + 1.0)
+        rate, weights = rate[self._kinds[slots]], self._prior_trials(slots)
+        successes, failures = successes + weights * rate, trials - successes + weights * (1 - rate)
+        equal = np.where(series > 0, successes, failures)  # such outcomes as far as known
+        likelihood = ((equal + 1.0) / (trials + weights + 1.0)) ** np.abs(series)
         changed = tried & (likelihood < UNLIKELY)
+        self._changed[slots[changed]] = True
         self._tried[slots[changed]] = self._accepted[slots[changed]] = 0.0
         self._tried[slots[changed], 0] = np.abs(series[changed])
         self._accepted[slots[changed], 0] = np.maximum(series[changed], 0)
 
 
-def upper_bounds(trials: Trials, prior: Float64s) -> Float64s:
+def upper_bounds(
+    trials: Trials, prior: Float64s, prior_trials: float | Float64s, confidence: float | Float64s
+) -> Float64s:
     """Return upper confidence bounds (Wilson) of acceptance, by request and position [B, K].
 
-    prior [B, K]: acceptance of all such requests, which counts as PRIOR_TRIALS trials.
+    prior [K]: acceptance of all such requests, which counts as prior_trials trials.
     """
-    num = trials.tried + PRIOR_TRIALS
-    mean = np.clip((trials.accepted + PRIOR_TRIALS * prior) / num, 0.0, 1.0)
-    square = CONFIDENCE * CONFIDENCE
-    spread = CONFIDENCE * np.sqrt(mean * (1.0 - mean) / num + square / (4.0 * num * num))
+    num = trials.tried + prior_trials
+    mean = np.clip((trials.accepted + prior_trials * prior) / num, 0.0, 1.0)
+    square = confidence * confidence
+    spread = confidence * np.sqrt(mean * (1.0 - mean) / num + square / (4.0 * num * num))
     bounds: Float64s = (mean + square / (2.0 * num) + spread) / (1.0 + square / num)
     return np.minimum(bounds, 1.0)
 

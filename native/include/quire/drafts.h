@@ -58,19 +58,26 @@ class DraftCounts {
     size_t num_slots() const { return kinds_.size(); }
     size_t max_drafts() const { return max_drafts_; }
     void begin(size_t slot, bool predicts);
+    // Let confidence in all requests fade, of the kinds of these slots.
+    void fade_all(size_t num, const int64_t* slots, int32_t num_steps);
     // The probability that drafts 0 to k of a slot are all accepted, for each k < max_drafts.
     void chances(size_t slot, int32_t num_steps, double* found);
     void verified(size_t num, const int64_t* slots, const int32_t* drafted,
                   const int32_t* accepted);
 
   private:
+    // How many trials the experience with all requests counts for in a slot.
+    double prior_trials(size_t slot) const;
     void notice_change(size_t slot, bool accepted);
+    void learn_correlation(size_t slot);
 
     size_t max_drafts_;
     std::vector<double> tried_, accepted_;  // [slots, max_drafts]
     std::vector<int64_t> series_;           // the last equal outcomes at the first position
     std::vector<uint8_t> kinds_;            // whether the request brings a prediction
+    std::vector<uint8_t> changed_;          // whether outcomes contradicted all experience
     std::array<std::vector<double>, 2> all_tried_, all_accepted_;  // by kind
+    std::array<double, 2> correlation_{};                          // of outcomes of a request
 };
 
 }  // namespace quire

@@ -106,7 +106,7 @@ def test_lines_show_speeds_goals_and_what_was_refused() -> None:
 
     one = Cell(part="shapes", model="qwen3-0.6b", proposer="synthetic", batch=1, acceptance=0.7)
     many = Cell(part="shapes", model="qwen3-0.6b", proposer="synthetic", batch=64, acceptance=0.7)
-    peer = Cell(part="llama", model="qwen3-0.6b", proposer="ngram", batch=1)
+    peer = Cell(part="llama.cpp", model="qwen3-0.6b", proposer="ngram", batch=1)
     lookup = Cell(part="small", model="box", proposer="ngram", batch=4, temperature=1.0)
     lines = speculation_rows(
         {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,11 @@ from quire.base.errors import SettingError
 from quire.base.records import StepPlan, StepResult
 from quire.engine.record import RecordingRunner, open_record
 from quire.obs.timing import Goals
+from quire.sim import drafts
 from quire.sim.drafts import DraftAcceptance, draft_acceptance, recorded_rates
 from quire.sim.run import Run, simulate
 from quire.sim.summary import comparison_text, summary_of
+from quire.speculative.control import AdaptiveControl, Control, FixedControl
 from tests.unit.sim.made import DEFAULTS, config, drawn_requests, machine, request
 
 ALWAYS, NEVER = DraftAcceptance((1.0,), 3), DraftAcceptance((0.0,), 3)
@@ -175,3 +178,29 @@ def test_acceptance_is_read_from_recorded_plans(tmp_path: Path) -> None:
     damaged.write_bytes(b"\xff" * 64)
     with pytest.raises(SettingError, match="no recording of plans"):
         recorded_rates(damaged)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("running", [1, 4])
+def test_the_control_is_about_as_good_as_the_best_fixed_number(
+    running: int, rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In virtual time, from the second wave of requests on."""
+
+    def busy_ms(control: Callable[..., Control] | None) -> float:
+        if control is not None:
+            monkeypatch.setattr(drafts, "AdaptiveControl", control)
+        acceptance = None if control is None else DraftAcceptance((rate,), 4)
+        found = []
+        for num_waves in (1, 4):
+            requests = [
+                request(1e6 * wave, 16, 60) for wave in range(num_waves) for _ in range(running)
+            ]
+            run = simulate(requests, DEFAULTS, machine(), config(), acceptance=acceptance)
+            found.append(run.busy_ms)
+        return found[1] - found[0]
+
+    best_ms = min(
+        busy_ms(None), *(busy_ms(lambda *_, num=num: FixedControl(num)) for num in (1, 2, 4))
+    )
+    assert busy_ms(AdaptiveControl) <= best_ms / 0.95

@@ -34,7 +34,11 @@ def verify(control: AdaptiveControl, accepted: int, times: int, drafted: int = M
 
 def test_drafts_that_are_accepted_are_made_and_others_not() -> None:
     control = AdaptiveControl(2, MAX_DRAFTS)
-    assert chosen(control, 0.2) == MAX_DRAFTS  # nothing is known: try
+    lengths = []
+    for _ in range(3):  # nothing is known: try, one position after the other
+        lengths.append(chosen(control, 0.2))
+        verify(control, lengths[-1], 1, lengths[-1])
+    assert lengths == [1, 3, MAX_DRAFTS]
     verify(control, MAX_DRAFTS, 20)
     assert chosen(control, 0.5) == MAX_DRAFTS
     verify(control, 1, 40)
@@ -75,7 +79,28 @@ def test_a_new_request_begins_with_the_experience_of_all() -> None:
     control.begin(1, predicts=False)
     assert chosen(control, 0.5) == 0
     control.begin(1, predicts=True)  # of which nothing is known
-    assert chosen(control, 0.5) == MAX_DRAFTS
+    assert chosen(control, 0.5) == 1
+
+
+def test_where_requests_differ_each_is_tried_and_where_they_are_alike_few_are() -> None:
+    """Of 24 requests half of the drafts are right: those of every second request, or every second
+    draft of all."""
+    lengths = {}
+    for kind in ("differ", "alike"):
+        control, tried = AdaptiveControl(2, MAX_DRAFTS), 0
+        for number in range(24):
+            control.begin(1, predicts=False)
+            for at in range(12):
+                verify(control, (number if kind == "differ" else at) % 2, 1, 1)
+        control.begin(1, predicts=False)
+        for _ in range(20):
+            num = chosen(control, 0.55)  # half of them are not worth it
+            tried += num > 0
+            if num:
+                verify(control, 0, 1, 1)
+        lengths[kind] = tried
+    assert 1 <= lengths["differ"] <= 8
+    assert lengths["alike"] == 0
 
 
 def test_without_a_cost_the_last_one_counts() -> None:
@@ -151,8 +176,9 @@ def test_no_drafts_where_the_host_takes_as_long_as_they_save() -> None:
 
 
 def test_bounds_are_above_the_mean_and_tighten() -> None:
-    few = upper_bounds(Trials(np.array([[4.0]]), np.array([[2.0]])), np.array([[0.5]]))
-    many = upper_bounds(Trials(np.array([[64.0]]), np.array([[32.0]])), np.array([[0.5]]))
+    prior = (np.array([0.5]), 2.0, 1.0)
+    few = upper_bounds(Trials(np.array([[4.0]]), np.array([[2.0]])), *prior)
+    many = upper_bounds(Trials(np.array([[64.0]]), np.array([[32.0]])), *prior)
     assert 0.5 < many[0, 0] < few[0, 0] < 1.0
 
 

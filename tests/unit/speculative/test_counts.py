@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -23,6 +23,7 @@ def ints(values: list[int]) -> NDArray[np.int32]:
     return np.array(values, np.int32)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_the_native_counts_are_the_plain_ones(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -42,6 +43,7 @@ def test_the_native_counts_are_the_plain_ones(seed: int) -> None:
         np.testing.assert_allclose(*found, rtol=1e-12)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_the_native_lengths_are_the_plain_ones(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -97,6 +99,7 @@ class Case:
         ]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_the_native_loops_over_drafts_are_the_plain_ones(seed: int) -> None:
     case = Case(seed)
