@@ -330,6 +330,23 @@ def test_wrong_eagle_configurations_are_refused(
         LLM(deep_model, speculate="eagle", draft_model=str(folder), **SETTINGS)
 
 
+def test_other_names_of_the_eagle_layer_are_read(
+    deep_model: Path, eagle: Path, tmp_path: Path, watched: Watched
+) -> None:
+    tensors = eagle_tensors(hidden_size=HIDDEN, vocab_size=VOCAB)
+    renamed = {name.replace("midlayer.", "model.layers.0."): one for name, one in tensors.items()}
+    other = write_eagle(tmp_path, tensors, vocab_size=VOCAB)
+    write_tensors(other / "model.safetensors", renamed, {})
+    drafts = []
+    for folder in (eagle, other):
+        with LLM(deep_model, speculate="eagle", draft_model=str(folder), **SETTINGS) as llm:
+            watched.drafts.clear()
+            llm.generate([PROMPTS[0]], SAMPLING[0])
+            drafts.append(watched.drafts.copy())
+    assert len(drafts[0]) > 10
+    assert drafts[0] == drafts[1]
+
+
 def test_token_tables_that_disagree_are_refused(deep_model: Path, tmp_path: Path) -> None:
     tensors = eagle_tensors(hidden_size=HIDDEN, vocab_size=VOCAB)
     tensors["t2d"] = ~tensors["t2d"]
