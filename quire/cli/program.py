@@ -19,6 +19,7 @@ from quire.program.cost import StepShape
 from quire.program.kv_cache import KV_CACHE_DTYPES, with_kv_cache_dtype
 from quire.program.quantize import AUTO
 from quire.program.table import format_program
+from quire.program.taps import with_taps
 from quire.program.tensors import DType
 from quire.quant.scheme import scheme_names
 
@@ -71,6 +72,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="PATTERN=PRECISION for weights by name; may be given repeatedly",
     )
     parser.add_argument(
+        "--taps",
+        type=int,
+        nargs="+",
+        metavar="LAYER",
+        help="keep the stream after these layers, as EAGLE-3 heads read it (layers count from 0)",
+    )
+    parser.add_argument(
         "--all-layers", action="store_true", help="print every layer, not the first of its kind"
     )
 
@@ -95,6 +103,11 @@ def run(args: argparse.Namespace) -> int:
     )
     kv_cache_dtype = DTYPE_NAMES.get(args.kv_cache_dtype, args.kv_cache_dtype)
     program = with_kv_cache_dtype(program, kv_cache_dtype)
+    if args.taps:
+        try:
+            program = with_taps(program, args.taps)
+        except ValueError as error:
+            raise InvalidParameter(f"--taps: {error}", param="taps") from error
     step = StepShape([args.tokens] * args.sequences, [args.depth] * args.sequences)
     sys.stdout.write(format_program(program, step, all_layers=args.all_layers))
     return 0
