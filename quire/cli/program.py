@@ -21,6 +21,7 @@ from quire.program.kv_cache import KV_CACHE_DTYPES, with_kv_cache_dtype
 from quire.program.quantize import AUTO
 from quire.program.shard import shard
 from quire.program.table import format_program
+from quire.program.taps import with_taps
 from quire.program.tensors import DType
 from quire.quant.scheme import scheme_names
 
@@ -73,6 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="PATTERN=PRECISION for weights by name; may be given repeatedly",
     )
     parser.add_argument(
+        "--taps",
+        type=int,
+        nargs="+",
+        metavar="LAYER",
+        help="keep the stream after these layers, as EAGLE-3 heads read it (layers count from 0)",
+    )
+    parser.add_argument(
         "--self-draft-layers",
         type=int,
         metavar="NUM",
@@ -116,6 +124,11 @@ def run(args: argparse.Namespace) -> int:
     if args.self_draft_layers is not None:
         _check("self-draft-layers", args.self_draft_layers, 1, num_layers(program))
         program = first_layers(program, args.self_draft_layers)
+    if args.taps:
+        try:
+            program = with_taps(program, args.taps)
+        except ValueError as error:
+            raise InvalidParameter(f"--taps: {error}", param="taps") from error
     program = shard(program, degree=args.tensor_parallel_size, rank=args.rank)
     step = StepShape([args.tokens] * args.sequences, [args.depth] * args.sequences)
     sys.stdout.write(format_program(program, step, all_layers=args.all_layers))

@@ -24,7 +24,9 @@ from quire.program.tensors import DType
 
 MAX_HEADS = 64
 # What published files have before "HEAD.LAYER.linear.weight".
-_NAME = re.compile(r"(?:medusa_lm_head\.|medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
+_NAME = re.compile(
+    r"(?:medusa_lm_head\.|medusa_heads?\.)?([0-9]{1,4})\.([0-9]{1,4})\.(linear\.)?(weight|bias)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

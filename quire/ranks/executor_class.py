@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
 from quire.base import log as log_module
+from quire.base.errors import SettingError
 from quire.base.log import Log
 from quire.base.version import installed_version
 from quire.comm.shared_memory import (
@@ -69,8 +70,8 @@ class RankedExecutorClass:
         if "pool" in program.segments:
             raise SettingError(
                 f"tensor_parallel_size is {self.degree}, and the model makes embeddings, which "
-                "several ranks do not support yet: leave tensor_parallel_size out, or set --convert "
-                "none to generate text"
+                "several ranks do not support yet: leave tensor_parallel_size out, or take --convert "
+                "none and generate text"
             )
         check_degree(program, self.degree)
         NativeExecutor.check_program(program)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.errors import SettingError
 from quire.execute.executor import HEAD_ROWS, ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.models.registry import build_program, compute_dtype, open_model
@@ -65,7 +66,12 @@ class Teacher:
         return self.program.outputs[HEAD_INPUT].width
 
     def lesson(self, ids: Sequence[int]) -> Lesson:
-        """Compute a text."""
+        """Compute a text. Raises SettingError for ids that the model does not have."""
+        if not 0 <= min(ids) <= max(ids) < self.program.vocab_size:
+            raise SettingError(
+                f"a text has token ids from {min(ids)} to {max(ids)}; the model has 0 to "
+                f"{self.program.vocab_size - 1}: delete texts.jsonl to generate it anew"
+            )
         num_tokens = len(ids)
         numbers = np.arange(num_tokens, dtype=np.int32)
         batch = ForwardBatch(

@@ -1,6 +1,7 @@
 """Texts that a model wrote, to train its draft heads on: generated once, kept as token ids.
 
-A line of texts.jsonl is a JSON object with `ids`, prompt and answer, and `num_prompt_tokens`. A
+The first line of texts.jsonl says how the texts were made; each further one is a JSON object with
+`ids`, prompt and answer, and `num_prompt_tokens`. Texts that were made otherwise are refused. A
 generation that was interrupted continues after the last whole line. The answer of a line depends on
 the model, the settings and the line's number only. Knows no PyTorch.
 """
@@ -46,6 +47,17 @@ class TextSettings:
     max_num_seqs: int
     threads: int | None
 
+    def origin(self, model: str) -> str:
+        """Return the first line of a file of such texts."""
+        made = {
+            "model": model,
+            "form": self.form,
+            "answer_tokens": self.answer_tokens,
+            "temperatures": list(self.temperatures),
+            "seed": self.seed,
+        }
+        return json.dumps(made)
+
     def is_chat(self, number: int) -> bool:
         """Return whether the prompt of a line is a message."""
         return self.form == "chat" or (self.form == "both" and number % 2 == 1)
@@ -67,13 +79,16 @@ def generated_texts(
     model: str, prompts: Sequence[str], settings: TextSettings, path: Path, progress: Progress
 ) -> list[Text]:
     """Return the texts in `path`, generated as far as they are not there yet."""
-    texts = _read(path)
+    origin = settings.origin(model)
+    texts = _read(path, origin)
     done = sum(len(text.ids) - text.num_prompt_tokens for text in texts)
     if done >= settings.num_tokens:
         return texts
     options = {"threads": settings.threads} if settings.threads else {}
     path.parent.mkdir(parents=True, exist_ok=True)
     with LLM(model, max_num_seqs=settings.max_num_seqs, **options) as llm, path.open("a") as file:
+        if not texts:
+            file.write(origin + "\n")
         while done < settings.num_tokens:
             numbers = range(len(texts), len(texts) + _PER_CALL)
             new = _answered(llm, prompts, settings, numbers)
@@ -134,17 +149,20 @@ def _answered(
     ]
 
 
-def _read(path: Path) -> list[Text]:
+def _read(path: Path, origin: str) -> list[Text]:
     """Return the whole lines of a file, and cut off a last one that is not."""
     if not path.exists():
         return []
     raw = path.read_bytes()
     end = raw.rfind(b"\n") + 1
-    if end < len(raw):
-        with path.open("r+b") as file:
-            file.truncate(end)
+    first, *lines = raw[:end].splitlines() or [b""]
+    if first.decode(errors="replace") != origin and raw:
+        raise SettingError(
+            f"{path} has texts that were made otherwise ({first[:500].decode(errors='replace')}, "
+            f"not {origin}); give another --out, or delete the file to generate it anew"
+        )
     texts = []
-    for number, line in enumerate(raw[:end].splitlines(), start=1):
+    for number, line in enumerate(lines, start=2):
         try:
             values = parse_object(line, limit_bytes=MAX_LINE_BYTES)
             text = Text(tuple(map(int, values["ids"])), int(values["num_prompt_tokens"]))
@@ -153,4 +171,8 @@ def _read(path: Path) -> list[Text]:
                 f"{path}: line {number} is no text ({error}); delete the file to generate it anew"
             ) from error
         texts.append(text)
+    keep = end if texts else 0
+    if keep < len(raw):
+        with path.open("r+b") as file:
+            file.truncate(keep)
     return texts

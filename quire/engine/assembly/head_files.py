@@ -144,29 +144,28 @@ def _eagle(
         spec, vocab_size=program.vocab_size, dtype=dtype, max_positions=max_positions
     )
     fuse = build_fuse(spec, columns=NUM_TAPS * width, vocab_size=program.vocab_size, dtype=dtype)
-    names = {ours: theirs for theirs, ours in SOURCES.items() if theirs in checkpoint.names}
-    expected = {*SOURCES, FUSE, D2T, T2D}
+    stored = {_canonical(name): name for name in checkpoint.names}
+    names = {ours: stored[theirs] for theirs, ours in SOURCES.items() if theirs in stored}
     problems += [
         f"{show(name)} is no tensor of an EAGLE-3 head"
-        for name in checkpoint.names
-        if name not in expected
+        for canonical, name in stored.items()
+        if canonical not in {*SOURCES, FUSE, D2T, T2D}
     ]
-    embedding = SOURCES[EMBEDDING]
     problems += [
         f"{theirs} is missing"
         for theirs in (*SOURCES, FUSE)
-        if theirs not in checkpoint.names and theirs != EMBEDDING
+        if theirs not in stored and theirs != EMBEDDING
     ]
     problems += _wrong_shapes(layer, checkpoint, names)
-    if FUSE in checkpoint.names:
-        problems += _wrong_shapes(fuse, checkpoint, {FUSE: FUSE})
+    if FUSE in stored:
+        problems += _wrong_shapes(fuse, checkpoint, {FUSE: stored[FUSE]})
     sources: dict[str, tuple[Checkpoint, str]] = {
-        name: (checkpoint, stored) for name, stored in names.items()
+        name: (checkpoint, stored_name) for name, stored_name in names.items()
     }
-    if EMBEDDING not in checkpoint.names:
-        stored, columns = _embedding_of(program, target)
+    if EMBEDDING not in stored:
+        embedding, columns = _embedding_of(program, target)
         if target is not None:
-            sources[embedding] = target, stored
+            sources[SOURCES[EMBEDDING]] = target, embedding
         if columns != spec.layer.hidden_size:
             problems.append(
                 f"{EMBEDDING} is missing, and the model's embedding has {columns} columns, not "
@@ -178,12 +177,18 @@ def _eagle(
         programs=(layer, fuse),
         checkpoints=(
             ChosenTensors(folder, sources),
-            ChosenTensors(folder, {FUSE: (checkpoint, FUSE)}),
+            ChosenTensors(folder, {FUSE: (checkpoint, stored.get(FUSE, FUSE))}),
         ),
         taps=taps,
         vocabulary=vocabulary,
         max_positions=max_positions,
     )
+
+
+def _canonical(name: str) -> str:
+    """Return a tensor's name as SafeAILab's checkpoints have it; others call the layer 0."""
+    name = name.removeprefix("model.")
+    return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
 
 
 def _embedding_of(program: Program, target: Checkpoint | None) -> tuple[str, int]:

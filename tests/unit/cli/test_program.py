@@ -25,6 +25,13 @@ def test_the_program_of_the_built_in_model_is_printed() -> None:
         assert said in done.stdout
 
 
+def test_tapped_layers_are_printed() -> None:
+    done = quire_main("program", "--taps", "0", "2", "4", "--all-layers")
+    assert done.returncode == 0
+    assert done.stdout.count("[T x 256] f32") > 3
+    assert "taps.44[512:768]" in done.stdout
+
+
 def test_only_the_configuration_is_required(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
     words = ("--tokens", "3", "--depth", "9", "--sequences", "2", "--dtype", "bf16")
@@ -54,6 +61,10 @@ def test_the_first_layers_are_printed() -> None:
         (("--tokens", "0"), "--tokens is 0; 1 to 512 is allowed"),
         (("--tokens", "513"), "--tokens is 513; 1 to 512 is allowed"),
         (("--depth", "512"), "--depth is 512; 0 to 511 is allowed"),
+        (
+            ("--taps", "0", "5"),
+            "layers [0, 5] cannot be tapped; LlamaForCausalLM has the layers 0 to 4",
+        ),
         (("--sequences", "-1"), "--sequences is -1; 1 to"),
     ],
 )

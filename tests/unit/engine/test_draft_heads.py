@@ -330,6 +330,23 @@ def test_wrong_eagle_configurations_are_refused(
         LLM(deep_model, speculate="eagle", draft_model=str(folder), **SETTINGS)
 
 
+def test_other_names_of_the_eagle_layer_are_read(
+    deep_model: Path, eagle: Path, tmp_path: Path, watched: Watched
+) -> None:
+    tensors = eagle_tensors(hidden_size=HIDDEN, vocab_size=VOCAB)
+    renamed = {name.replace("midlayer.", "model.layers.0."): one for name, one in tensors.items()}
+    other = write_eagle(tmp_path, tensors, vocab_size=VOCAB)
+    write_tensors(other / "model.safetensors", renamed, {})
+    drafts = []
+    for folder in (eagle, other):
+        with LLM(deep_model, speculate="eagle", draft_model=str(folder), **SETTINGS) as llm:
+            watched.drafts.clear()
+            llm.generate([PROMPTS[0]], SAMPLING[0])
+            drafts.append(watched.drafts.copy())
+    assert len(drafts[0]) > 10
+    assert drafts[0] == drafts[1]
+
+
 def test_token_tables_that_disagree_are_refused(deep_model: Path, tmp_path: Path) -> None:
     tensors = eagle_tensors(hidden_size=HIDDEN, vocab_size=VOCAB)
     tensors["t2d"] = ~tensors["t2d"]
@@ -351,3 +368,24 @@ def test_the_memory_of_an_eagle_head_is_planned(deep_model: Path, eagle: Path) -
             engine_config({"model": str(deep_model), "executor": "torch"}),
             *("eagle", None, None, None, None),  # type: ignore[arg-type]
         )
+
+
+def test_the_built_in_head_drafts_for_the_built_in_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = np.zeros(2, np.int64)
+    verified = EagleProposer.verified
+
+    def counted(self: EagleProposer, slots: Any, drafted: Any, accepted: Any) -> None:
+        counts[:] += drafted.sum(), accepted.sum()
+        verified(self, slots, drafted, accepted)
+
+    monkeypatch.setattr(EagleProposer, "verified", counted)
+    monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
+    prompts = ["Write a story about a cat.", "What can a boat do?"]
+    sampling = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+    with LLM(speculate="eagle", max_draft_tokens=3, threads=1, max_num_seqs=2) as llm:
+        plain = [answer.token_ids for answer in llm.generate(prompts, sampling, terms=OFF)]
+        assert not counts.any()
+        assert [answer.token_ids for answer in llm.generate(prompts, sampling)] == plain
+    drafted, accepted = counts.tolist()
+    assert drafted > 50
+    assert accepted > 0.25 * drafted

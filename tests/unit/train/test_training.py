@@ -73,7 +73,7 @@ def test_a_training_that_is_interrupted_goes_on_as_if_it_had_not_been(
     for name in one.names:
         assert one.tensor(name).raw.tobytes() == other.tensor(name).raw.tobytes()
     assert (whole / "texts.jsonl").read_bytes() == (parts / "texts.jsonl").read_bytes()
-    assert trained(kind, deep_model, prompts, parts, 12, "--seed", "5") == 1
+    assert trained(kind, deep_model, prompts, parts, 12, "--batch", "3") == 1
     assert "checkpoint of a training with other settings" in capsys.readouterr().err
 
 
@@ -172,6 +172,11 @@ def test_the_trained_head_and_the_served_one_compute_the_same(
 def test_what_cannot_be_trained_is_refused(
     deep_model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    texts = tmp_path / "other" / "texts.jsonl"
+    texts.parent.mkdir()
+    texts.write_text('{"model": "another"}\n')
+    assert trained("medusa", deep_model, prompts, texts.parent, 3) == 1
+    assert "has texts that were made otherwise" in capsys.readouterr().err
     empty = tmp_path / "empty.txt"
     empty.write_text("\n\n")
     assert trained("medusa", deep_model, empty, tmp_path, 3) == 1
