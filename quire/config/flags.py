@@ -16,7 +16,7 @@ from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from quire.base.errors import QuireError, SettingError
+from quire.base.errors import CapacityError, SettingError
 from quire.config.foreign_flags import instead_of_setting
 from quire.config.groups import EngineConfig
 from quire.config.server_config import ServerConfig
@@ -70,10 +70,13 @@ def in_flags(text: str) -> str:
 
 @contextmanager
 def keywords_in_errors() -> Iterator[None]:
-    """Name keyword arguments in place of flags, in errors of a program that has no command line."""
+    """Name keyword arguments in place of flags, in errors about settings.
+
+    Errors about a model's files keep the flags: they are the same for every program.
+    """
     try:
         yield
-    except QuireError as error:
+    except (SettingError, CapacityError) as error:
         text = re.sub(
             r"(?<![\w-])--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), str(error)
         )

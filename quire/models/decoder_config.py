@@ -103,12 +103,7 @@ def read_decoder(
     num_layers = config.whole(names["num_hidden_layers"], 1, 10_000)
     is_tied = config.flag("tie_word_embeddings", default=default_tied)
     dtype = read_dtype(config)
-    eos_ids = config.ids("eos_token_id", vocab_size, past=True)
-    generation = GenerationSpec(
-        bos_ids=config.ids("bos_token_id", vocab_size, past=True),
-        eos_ids=eos_ids,
-        warnings=eos_warnings(config, vocab_size, eos_ids),
-    )
+    generation = _read_ends(config, vocab_size)
 
     mlp = _complete(mlp, {"size": lambda: config.whole("intermediate_size", 1, 2**22)})
     attention = _complete(
@@ -238,6 +233,15 @@ def _read_head_dim(config: ConfigReader, hidden_size: int, num_heads: int, defau
     if head_dim % 2:
         config.note(f"head_dim is {head_dim}; rotary angles need an even number", of=HEAD_DIM_KEYS)
     return head_dim
+
+
+def _read_ends(config: ConfigReader, vocab_size: int) -> GenerationSpec:
+    eos_ids = config.ids("eos_token_id", vocab_size, past=True)
+    return GenerationSpec(
+        bos_ids=config.ids("bos_token_id", vocab_size, past=True),
+        eos_ids=eos_ids,
+        warnings=eos_warnings(config, vocab_size, eos_ids),
+    )
 
 
 def eos_warnings(

@@ -109,7 +109,7 @@ def test_a_quantized_file_is_rejected_by_its_kind(folders: dict[str, Path], tmp_
     even = write_tiny_llama(tmp_path / "even", hidden_size=64, head_dim=32, intermediate_size=96)
     quantized = write_gguf_of(even, tmp_path / "tiny.Q8_0.gguf", kind="Q8_0")
     for settings in ({"quantization": "int4"}, {"head_precision": "int4"}, {"keep": ["*.o=int4"]}):
-        with pytest.raises(SettingError, match=r"quantized already \(Q8_0\); .* --quantization, "):
+        with pytest.raises(SettingError, match=r"quantized already \(Q8_0\); .* quantization, "):
             LLM(quantized, **settings)
     assert answer(quantized)[1] == "int8"
     assert answer(quantized, quantization="none")[1] == "none"
