@@ -70,8 +70,8 @@ class RankedExecutorClass:
         if "pool" in program.segments:
             raise SettingError(
                 f"tensor_parallel_size is {self.degree}, and the model makes embeddings, which "
-                "several ranks do not support yet: leave tensor_parallel_size out, or take --convert "
-                "none and generate text"
+                "several ranks do not support yet: leave tensor_parallel_size out, or take "
+                "--convert none and generate text"
             )
         check_degree(program, self.degree)
         NativeExecutor.check_program(program)
