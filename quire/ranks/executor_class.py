@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
 from quire.base import log as log_module
-from quire.base.errors import SettingError
 from quire.base.log import Log
 from quire.base.version import installed_version
 from quire.comm.shared_memory import (
@@ -67,12 +66,6 @@ class RankedExecutorClass:
 
     def check_program(self, program: Program) -> None:
         """Raise SettingError where it cannot be split so, ModelError where a kernel lacks."""
-        if "pool" in program.segments:
-            raise SettingError(
-                f"tensor_parallel_size is {self.degree}, and the model makes embeddings, which "
-                "several ranks do not support yet: leave tensor_parallel_size out, or take "
-                "--convert none and generate text"
-            )
         check_degree(program, self.degree)
         NativeExecutor.check_program(program)
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from quire.base.errors import DeviceLost
 from quire.comm.shared_memory import SharedMemoryRank
 from quire.execute.executor import ExecutorOptions
-from quire.execute.native import HEAD, NONE, TRUNK, Int32s, NativeExecutor
+from quire.execute.native import NONE, TRUNK, Int32s, NativeExecutor
 from quire.program.batch import NO_SLOTS, ForwardBatch
 from quire.program.program import Program
 from quire.ranks.commands import (
@@ -129,7 +129,7 @@ class MirroredExecutor(RankExecutor):
     def _run(
         self, segment: int, batch: ForwardBatch, sample_rows: Int32s, then: int = NONE
     ) -> None:
-        if segment == HEAD:
+        if segment != TRUNK:
             self._send(RunAgain(segment=segment, sample_rows=sample_rows))
         else:
             plain = replace(batch, sample_rows=sample_rows, late_slots=NO_SLOTS)

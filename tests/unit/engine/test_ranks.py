@@ -53,9 +53,15 @@ def test_what_several_ranks_do_not_support_is_refused(settings: dict[str, Any], 
         engine_config({"tensor_parallel_size": 2, **settings})
 
 
-def test_embeddings_of_several_ranks_are_refused() -> None:
-    with pytest.raises(SettingError, match="makes embeddings, which several ranks do not support"):
-        LLM(tensor_parallel_size=2, num_threads=2, convert="embed")
+def test_embeddings_of_several_ranks_have_the_bits_of_one() -> None:
+    found = []
+    for degree in (1, 2):
+        llm = LLM(tensor_parallel_size=degree, num_threads=2, convert="embed")
+        found.append(
+            [one.embedding.tobytes() for one in llm.embed(["A dog barks.", "Rain falls. " * 9])]
+        )
+        llm.close()
+    assert found[0] == found[1]
 
 
 def test_no_rank_and_more_ranks_than_cores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
