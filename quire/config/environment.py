@@ -61,7 +61,7 @@ def _unknown(variable: str, known: list[str]) -> str:
     by_name = {name.removeprefix(_PREFIX): name for name in known}
     near = [
         by_name[name]
-        for name in get_close_matches(variable.removeprefix(_PREFIX)[:60], by_name, 1, 0.8)
+        for name in get_close_matches(variable.removeprefix(_PREFIX)[:60], by_name, 1, 0.75)
     ]
     hint = f"did you mean {near[0]}?" if near else "quire config show --env lists all variables"
     return f"the environment variable {variable} is not known and has no effect; {hint}"

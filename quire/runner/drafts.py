@@ -4,7 +4,7 @@ Verification is one comparison. The token sampled at a position is a function of
 noise keyed by (seed, stream, position, token id), so it is the token that a single step would have
 sampled if all tokens before it are those of the answer. A run therefore stands up to and including
 the first sampled token that differs from the draft at its position, at any temperature.
-The loops are native (native/src/drafts.cc); plain_drafts.py is their reference.
+The loops are native (native/src/drafts.cc); plain_drafts.py has their plain twins.
 """
 
 from __future__ import annotations
@@ -12,9 +12,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from quire import _native
 from quire.base.records import StepPlan
 from quire.base.token_table import TokenTable
+
+try:
+    from quire import _native as loops
+except ImportError:  # missing in installations with PyTorch only
+    from quire.runner import plain_drafts as loops  # type: ignore[no-redef]
 
 Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
@@ -23,14 +27,14 @@ Bools = NDArray[np.bool_]
 
 def drop_after_mismatch(plan: StepPlan, token_ids: Int32s) -> None:
     """Set the sampled tokens [R] behind the first one that differs from its draft to -1."""
-    _native.drop_after_mismatch(plan.draft_counts, plan.draft_ids, plan.sample_counts, token_ids)
+    loops.drop_after_mismatch(plan.draft_counts, plan.draft_ids, plan.sample_counts, token_ids)
 
 
 def put_drafts(plan: StepPlan, tokens: TokenTable) -> None:
     """Append the drafts of a plan to the known tokens, until `take_back_drafts`."""
     counts = plan.draft_counts
     firsts = plan.starts + plan.counts - counts
-    _native.put_drafts(plan.slots, firsts, counts, plan.draft_ids, tokens.tokens, tokens.lengths)
+    loops.put_drafts(plan.slots, firsts, counts, plan.draft_ids, tokens.tokens, tokens.lengths)
 
 
 def take_back_drafts(
@@ -46,6 +50,6 @@ def take_back_drafts(
     if stays is not None:
         row_stays[sampled_rows] = stays
     firsts = plan.starts + plan.counts - counts
-    _native.take_back_drafts(
+    loops.take_back_drafts(
         *(plan.slots, firsts, counts, plan.draft_ids, row_stays), tokens.tokens, tokens.lengths
     )

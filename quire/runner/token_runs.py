@@ -16,9 +16,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from quire import _native
 from quire.base.records import NO_BOOLS, Bools, Candidates
 from quire.runner.batch_builder import SampledRows
+from quire.runner.drafts import loops
 from quire.runner.grammar_rows import Follow
 from quire.sampling.batch import TokenChoice
 
@@ -90,7 +90,7 @@ def _leading_runs(runs: TokenRuns, failed: Bools | None) -> TokenRuns:
     if failed is None:
         failed = np.zeros(len(sample_counts), np.bool_)
     counts, kept = np.empty_like(sample_counts), np.empty(len(token_ids), np.intp)
-    source = kept[: _native.leading_tokens(sample_counts, token_ids, failed, counts, kept)]
+    source = kept[: loops.leading_tokens(sample_counts, token_ids, failed, counts, kept)]
     return TokenRuns(
         counts=counts,
         slots=runs.slots[source],

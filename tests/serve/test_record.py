@@ -44,7 +44,7 @@ def recording(server: RunningServer, file: Path, *flags: str) -> Iterator[None]:
         process.send_signal(signal.SIGINT)
         said = process.stderr.read()
         assert process.wait(60) == 0, said
-        assert re.search(r"\d+ requests are in", said)
+        assert re.search(r"\d+ requests? (is|are) in", said)
     finally:
         process.kill()
         process.wait()

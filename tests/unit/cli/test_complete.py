@@ -81,7 +81,7 @@ def test_a_failure_is_one_line_and_exit_code_2(
 def test_invalid_text_is_rejected(model: Path) -> None:
     done = quire_main("complete", str(model), given=b"ab\xff")
     assert done.returncode == 2
-    assert "lone surrogate U+DCFF at character 2" in done.stderr
+    assert "standard input is not UTF-8: its byte 2 is 0xff" in done.stderr
 
 
 def test_a_directory_without_a_model_is_rejected(tmp_path: Path) -> None:
