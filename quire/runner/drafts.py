@@ -20,6 +20,8 @@ try:
 except ImportError:  # missing in installations with PyTorch only
     from quire.runner import plain_drafts as loops  # type: ignore[no-redef]
 
+__all__ = ["drop_after_mismatch", "loops", "put_drafts", "take_back_drafts"]
+
 Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
 Bools = NDArray[np.bool_]

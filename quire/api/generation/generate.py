@@ -228,19 +228,7 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
         if not stream:
             return await _encoded(job, await answers.whole(), answers.usage)
         _refuse_ranked(job.prompts)
-        make_events: Callable[..., Events] = Events
-        if options.output_ids:
-            make_events = continuable(generation_request.envelope, job.prompts, options)
-        events = make_events(
-            answers,
-            job.writer,
-            route.dialect,
-            context.answer_id,
-            continuous_usage=options.continuous_usage or options.continuous_timings,
-            reports_progress=terms.report_progress,
-        )
-        if cursor is not None:
-            events.number = cursor.num_events
+        events = _events(generation_request, job, answers, route.dialect, cursor, terms)
         if options.resumable and server_state.resumable_streams.has_room():
             return _resumable(server_state, context, events, open_)
         return EventStream(server_state, events, context.headers(), context.deadline, open_)
@@ -262,6 +250,32 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
         return answered
     server_state.requests.end(open_)
     return Response(answered, headers=context.headers(), media_type="application/json")
+
+
+def _events(
+    request: GenerationRequest,
+    job: GenerationJob,
+    answers: ChoiceStreams,
+    dialect: Dialect,
+    cursor: Cursor | None,
+    terms: SchedulingParams,
+) -> Events:
+    """Return the events of a streamed answer."""
+    options = request.stream_options
+    make_events: Callable[..., Events] = Events
+    if options.output_ids:
+        make_events = continuable(request.envelope, job.prompts, options)
+    events = make_events(
+        answers,
+        job.writer,
+        dialect,
+        request.context.answer_id,
+        continuous_usage=options.continuous_usage or options.continuous_timings,
+        reports_progress=terms.report_progress,
+    )
+    if cursor is not None:
+        events.number = cursor.num_events
+    return events
 
 
 def _envelope(
