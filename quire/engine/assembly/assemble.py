@@ -194,8 +194,7 @@ def _assembled(
         constraints=OutputConstraints(matchers=compiler, watches=texts),
     )
     warm_up(runner, limits, num_blocks=memory.num_blocks)
-    budgets = bool(limits.step_budget_ms)
-    cost = measure_cost(runner, limits, memory.num_blocks, clock) if budgets else None
+    cost = measure_cost(runner, limits, memory.num_blocks, clock) if limits.step_budget_ms else None
     drafter = _drafter(config, max_drafts, limits, model, executor, clock, report, taps)
     scheduler = make_scheduler(
         config,
