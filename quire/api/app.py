@@ -21,6 +21,7 @@ from quire.api.admin.version import ADMIN_OVERVIEW, OVERVIEW, show_version
 from quire.api.anthropic.dialect import ANTHROPIC
 from quire.api.anthropic.messages import messages_routes
 from quire.api.embeddings.routes import embedding_routes
+from quire.api.embeddings.vectors import read_embeddings
 from quire.api.http.dialect import Dialect
 from quire.api.http.errors import UnknownRoute
 from quire.api.http.middleware import RequestMiddleware
@@ -48,12 +49,13 @@ from quire.base.show import show
 
 # For paths without another dialect, and before the path of a request is known.
 DEFAULT_DIALECT: Dialect = OPENAI
+_LLAMA_CPP_PATHS = ("/completion", "/infill", "/embedding", "/embeddings", "/props", "/slots")
 # By path or prefix of paths. The GenerationRoute of such a path has the same dialect.
 DIALECTS: Mapping[str, Dialect] = {
     "/v1/messages": ANTHROPIC,
     "/v1/responses": RESPONSES_DIALECT,
     "/api": OLLAMA,
-    **dict.fromkeys(("/completion", "/infill", "/props", "/slots"), LLAMA_CPP),
+    **dict.fromkeys(_LLAMA_CPP_PATHS, LLAMA_CPP),
 }
 
 
@@ -73,8 +75,8 @@ def routes_of(server_state: ServerState, siblings: SiblingWorkers | None = None)
         Route("/v1/completions", completions.post, methods=["POST"]),
         Route("/v1/chat/completions", chat.post, methods=["POST"]),
         *messages_routes(server_state),
-        *ollama_routes(server_state),
-        *llama_cpp_routes(server_state),
+        *ollama_routes(server_state, read_embeddings),
+        *llama_cpp_routes(server_state, read_embeddings),
         *_responses_routes(server_state, siblings),
         *embedding_routes(server_state, DEFAULT_DIALECT),
         Route("/generate", token_generate.post, methods=["POST"]),

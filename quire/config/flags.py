@@ -169,16 +169,18 @@ def _add_flag(section: Any, setting: Field[Any], hint: Any) -> None:
         ),
     }
     kind = kind_of(hint)
+    short = setting.metadata.get("short_flag")
+    names = (flag,) if short is None else (flag, short)
     if kind is bool:
-        section.add_argument(flag, action=argparse.BooleanOptionalAction, **shared)
+        section.add_argument(*names, action=argparse.BooleanOptionalAction, **shared)
     elif get_origin(kind) is Literal:
-        section.add_argument(flag, choices=get_args(kind), **shared)
+        section.add_argument(*names, choices=get_args(kind), **shared)
     elif get_origin(kind) is tuple:
         action = _AppendToTuple
-        section.add_argument(flag, action=action, metavar=_metavar(setting), **shared)
+        section.add_argument(*names, action=action, metavar=_metavar(setting), **shared)
     else:
         section.add_argument(
-            flag, type=reader_of(setting, kind), metavar=_metavar(setting), **shared
+            *names, type=reader_of(setting, kind), metavar=_metavar(setting), **shared
         )
 
 

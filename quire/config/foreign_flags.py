@@ -33,12 +33,19 @@ _ONE_DEVICE = (
     "a model is served by one process, or by ranks on one machine (--tensor-parallel-size); leave "
     "it out"
 )
+_REPLICAS = (
+    "replicas are servers of their own behind one address: quire route; for more processes that "
+    "speak HTTP before one engine, --api-processes; leave it out"
+)
 _RANKS = "the degree of tensor parallelism is --tensor-parallel-size"
 _DEVICE = "the GPU is chosen by --device"
 _LAYERS = "a GPU computes all layers (--executor torch) or none; leave it out"
 _KERNELS = "kernels are chosen by --executor and --numerics; leave it out"
-_DRAFT = "speculative decoding is set by --speculate; a draft model by --draft-model"
-_DRAFT_MODEL = "a draft model is set by --draft-model, with --speculate draft"
+_DRAFT = "speculative decoding is set by --speculate; a draft model or draft heads by --draft-model"
+_DRAFT_MODEL = (
+    "a draft model is set by --draft-model, with --speculate draft (EAGLE-3 and Medusa heads with "
+    "eagle and medusa)"
+)
 _DRAFT_TOKENS = "the maximum number of draft tokens is --max-draft-tokens"
 _LORA = "there are no LoRA adapters yet: merge the adapter into the model's weights"
 _CHUNKS = "chunked prefill is always on; leave it out"
@@ -99,11 +106,10 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--cpu-offload-gb": _LAYERS,
         "--kv-offloading-size": _HOST,
         "--kv-transfer-config": "KV blocks on disk are set by --kv-tier-path; leave it out",
-        "-tp": _RANKS,
         "--pipeline-parallel-size": _ONE_DEVICE,
         "-pp": _ONE_DEVICE,
-        "--data-parallel-size": _ONE_DEVICE,
-        "-dp": _ONE_DEVICE,
+        "--data-parallel-size": _REPLICAS,
+        "-dp": _REPLICAS,
         "--enable-expert-parallel": _ONE_DEVICE,
         "--distributed-executor-backend": _ONE_DEVICE,
         "--speculative-config": _DRAFT,
@@ -166,8 +172,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--max-total-tokens": _MEMORY,
         "--tp": _RANKS,
         "--tp-size": _RANKS,
-        "--dp": _ONE_DEVICE,
-        "--dp-size": _ONE_DEVICE,
+        "--dp": _REPLICAS,
+        "--dp-size": _REPLICAS,
         "--pp-size": _ONE_DEVICE,
         "--ep-size": _ONE_DEVICE,
         "--nnodes": _ONE_DEVICE,
@@ -187,6 +193,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--enable-torch-compile": _KERNELS,
         "--grammar-backend": _GRAMMARS,
         "--speculative-algorithm": _DRAFT,
+        "--speculative-draft-model-path": _DRAFT_MODEL,
         "--lora-paths": _LORA,
         "--enable-metrics": _METRICS,
         "--log-requests": _LOGS,

@@ -389,6 +389,7 @@ class ExecutorConfig:
         1,
         "tensor parallelism: processes (ranks) that compute each step together, with a share of "
         "the weights, the KV cache and the threads; answers do not change (native executor)",
+        short_flag="-tp",
     )
     pack_cache: str | None = setting(
         None,

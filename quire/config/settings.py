@@ -14,12 +14,19 @@ from quire.base.errors import SettingError
 from quire.config.foreign_flags import foreign_value
 
 
-def setting(default: Any, text: str, *, flag: str | None = None, secret: bool = False) -> Any:
+def setting(
+    default: Any,
+    text: str,
+    *,
+    flag: str | None = None,
+    short_flag: str | None = None,
+    secret: bool = False,
+) -> Any:
     """Return a field with a default, the help text of its flag, and the flag if not its name.
 
-    secret: the value is never printed.
+    short_flag: another spelling of the flag, with its dash. secret: the value is never printed.
     """
-    metadata: dict[str, Any] = {"help": text, "secret": secret}
+    metadata: dict[str, Any] = {"help": text, "secret": secret, "short_flag": short_flag}
     return field(default=default, metadata=metadata if flag is None else metadata | {"flag": flag})
 
 

@@ -24,6 +24,7 @@ from quire.router.router_metrics import CONTENT_TYPE, RouterMetrics
 ROUTED = (
     *("/v1/chat/completions", "/v1/completions", "/generate", "/v1/messages"),
     *("/v1/messages/count_tokens", "/tokenize", "/detokenize", "/apply_template"),
+    *("/v1/embeddings", "/pooling", "/v1/score", "/v1/rerank"),
 )
 _JSON = [(b"content-type", b"application/json")]
 _AT_ONE_REPLICA = {

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import pydantic
 import pytest
 
+from tests.clients.conftest import BOX
 from tests.clients.scripts import TEMPLATE, call, pieces
 from tests.serve.running_server import RunningServer
 from tests.serve.scripted_server import ScriptedServer
@@ -82,6 +83,22 @@ def test_models_are_listed_shown_and_running(client: Any) -> None:
     shown = client.show("box")
     assert shown.modelinfo["llama.context_length"] == 512
     assert shown.capabilities[0] == "completion"
+
+
+def test_embeddings_are_those_of_openais_route() -> None:
+    texts = ["a little dog", "rain falls"]
+    with RunningServer(BOX, "--threads", "1", "--convert", "embed") as server:
+        client = ollama.Client(host=server.url)
+        wanted = server.post("/v1/embeddings", {"input": texts})[1]["data"]
+        answer = client.embed("box", texts, keep_alive=5, options={"num_ctx": 64})
+        assert [list(one) for one in answer.embeddings] == [one["embedding"] for one in wanted]
+        assert answer.prompt_eval_count > 0
+        one = client.embed("box", texts[1], truncate=False)
+        assert [*one.embeddings[0]] == wanted[1]["embedding"]
+        plain = server.post("/v1/embeddings", {"input": texts[0], "normalize": False})[1]["data"]
+        assert [*client.embeddings("box", texts[0]).embedding] == plain[0]["embedding"]
+        with pytest.raises(ollama.ResponseError, match=r"options\.temperature"):
+            client.embed("box", texts, options={"temperature": 1})
 
 
 def test_python_functions_are_tools() -> None:

@@ -35,7 +35,6 @@ from quire.base.report import Field
 from quire.cache.manager import CacheManager
 from quire.cache.tier_map import TierMap
 from quire.engine.core import EngineCore
-from quire.engine.stop_texts import StopTexts
 from quire.execute.executor import (
     PART_TOKENS,
     AsyncExecutor,
@@ -66,9 +65,6 @@ from quire.scheduler.policy.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.speculative.drafter import Drafter
 from quire.speculative.proposer import CostlyProposer
-from quire.structured.compiler import GrammarCompiler
-from quire.structured.vocabulary import Vocabulary
-from quire.text.detokenizer import JoinRules
 from quire.transfer.disk import DiskStore
 from quire.transfer.folder import TierFolder
 from quire.transfer.host import HostStore
@@ -77,11 +73,11 @@ from quire.transfer.store import BlockStore
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
 from tests.exact.drafts import IS_RIGHT, draft_source, model_proposer, self_proposer
 from tests.exact.heads import HEADS, Heads
+from tests.exact.letters import GRAMMARS, TEXTS
 from tests.exact.workload import (
     ALONE,
     ALONE_WITH_BEAMS,
     MAX_MODEL_LEN,
-    VOCAB_SIZE,
     Arrival,
     Case,
     Settings,
@@ -469,58 +465,6 @@ def make_runner(
             matchers=GRAMMARS, watches=TEXTS, jump_ahead=settings.jump_ahead
         ),
     )
-
-
-def _token_bytes() -> list[bytes]:
-    """Return the bytes of each token id: nothing for 0 and 1, then printable ASCII, then longer
-    pieces, so that most texts have several tokenizations.
-    """
-    letters = [bytes([code]) for code in range(32, 127)]
-    pairs = [one + other for one in letters[65:85] for other in letters[65:91]]
-    pieces = [b'{"', b'"}', b'": ', b', "', b"true", b"false", b"null", *pairs]
-    return ([b"", b"<end>", *letters, *pieces] + [b""] * VOCAB_SIZE)[:VOCAB_SIZE]
-
-
-def _encode(text: str) -> list[int]:
-    """Encode greedily, longest token first: the tiny models have no tokenizer."""
-    raw, ids, place = text.encode(), [], 0
-    while place < len(raw):
-        token = max((t for t in TOKEN_IDS if raw.startswith(t, place)), key=len)
-        ids.append(TOKEN_IDS[token])
-        place += len(token)
-    return ids
-
-
-TOKEN_BYTES = _token_bytes()
-TOKEN_IDS = {token: id_ for id_, token in enumerate(TOKEN_BYTES) if id_ > 1 and token}
-GRAMMARS = GrammarCompiler(
-    lambda: Vocabulary(
-        token_bytes=TOKEN_BYTES, special_ids=frozenset({0, 1}), eos_ids=(1,), encode=_encode
-    ),
-    now_ms=lambda: 0.0,
-    # Smaller than the number of grammars of a case: a preempted request mostly finds its grammar
-    # evicted and recompiles it, so its tokens are replayed on a fresh lexer.
-    max_kept=2,
-)
-
-
-class Letters:
-    """The part of a tokenizer that converts ids to text."""
-
-    pieces: Any  # this object
-    rules = JoinRules(byte_level=True)
-    special_ids = frozenset({0, 1})
-
-    def __init__(self) -> None:
-        self.pieces = self
-
-    def piece(self, token_id: int) -> str | bytes:
-        return TOKEN_BYTES[token_id].decode() or b""
-
-    first_piece = piece
-
-
-TEXTS = StopTexts(lambda: cast(Any, Letters()))
 
 
 class TemporaryStore(DiskStore):

@@ -399,7 +399,6 @@ def test_a_fault_in_the_runner_is_detected(
         keep_runs_after_mismatches,
         count_all_drafts_in_histories,
         mask_drafts_alike,
-        draft_in_blocks_of_others,
     ],
 )
 def test_a_fault_in_verification_is_detected(
@@ -412,17 +411,31 @@ def test_a_fault_in_verification_is_detected(
     assert _cases_until_found(models, alone) is not None
 
 
+def test_a_fault_in_the_blocks_of_drafts_is_detected(
+    models: list[Model], alone: AloneRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft_in_blocks_of_others(monkeypatch)
+    # Few cases draft with the model's first layers, so the others are left out.
+    assert _cases_until_found(models, alone, num_cases=400, proposer="self") is not None
+
+
 def _cases_until_found(
     models: list[Model],
     alone: AloneRuns,
     *,
     num_cases: int = MAX_CASES,
+    proposer: str | None = None,
     wrap_executor: Callable[[Executor], Executor] = lambda executor: executor,
     runner_type: type[ModelRunner] = ModelRunner,
 ) -> int | None:
-    """Return how many cases run until a difference appears; None if no case shows one."""
+    """Return how many cases are drawn until a difference appears; None if no case shows one.
+
+    proposer: run only the cases with this proposer.
+    """
     for number in range(num_cases):
         case = draw_case(number, num_models=len(models), vocab_size=VOCAB_SIZE)
+        if proposer is not None and case.settings.proposer != proposer:
+            continue
         model = models[case.model]
         outcome = run_case(
             model, case, wrap_executor=wrap_executor, runner_type=runner_type, alone=alone

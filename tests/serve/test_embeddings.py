@@ -205,6 +205,79 @@ def test_two_thousand_inputs_are_one_request(server: RunningServer) -> None:
     assert (vectors(server, input=texts[1500]) == found[1500]).all()
 
 
+def test_ollamas_and_llama_cpps_forms_have_the_same_vectors(server: RunningServer) -> None:
+    wanted = vectors(server, input=TEXTS)
+    status, answer = server.post("/api/embed", {"input": TEXTS, "options": {"num_ctx": 64}})
+    assert status == 200, answer
+    assert (np.array(answer["embeddings"], np.float32) == wanted).all()
+    assert answer["model"] == server.get("/v1/models")[1]["data"][0]["id"]
+    assert answer["prompt_eval_count"] > 0
+    assert answer["total_duration"] > 0 == answer["load_duration"]
+    long = vectors(server, input=TEXTS[0], normalize=False)[0]
+    status, answer = server.post("/api/embeddings", {"prompt": TEXTS[0], "keep_alive": "5m"})
+    assert (status, answer.keys()) == (200, {"embedding"})
+    assert (np.array(answer["embedding"], np.float32) == long).all()
+    for path, name in (("/embedding", "content"), ("/embeddings", "input")):
+        status, answer = server.post(path, {name: TEXTS})
+        assert (status, [one["index"] for one in answer]) == (200, [*range(len(TEXTS))])
+        assert (np.array([one["embedding"][0] for one in answer], np.float32) == wanted).all()
+    status, answer = server.post("/embedding", {"content": [5, 6, 7], "embd_normalize": -1})
+    as_ids = vectors(server, input=[5, 6, 7], normalize=False)
+    assert (np.array(answer[0]["embedding"], np.float32) == as_ids).all()
+
+
+def test_ollamas_form_cuts_inputs_beyond_the_context_unless_asked_not_to(
+    server: RunningServer,
+) -> None:
+    long = "x" * 40_000
+    status, answer = server.post("/api/embed", {"input": long, "dimensions": 8})
+    assert (status, len(answer["embeddings"][0])) == (200, 8)
+    cut = vectors(server, input=long, dimensions=8, truncate_prompt_tokens=-1)
+    assert (np.array(answer["embeddings"], np.float32) == cut).all()
+    status, answer = server.post("/api/embed", {"input": long, "truncate": False})
+    assert status == 400
+    assert "32768" in answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/api/embed", {}, "input is missing"),
+        ("/api/embed", {"input": [5, 6]}, "/v1/embeddings also takes token ids"),
+        ("/api/embed", {"input": []}, "list of texts is needed"),
+        ("/api/embed", {"input": "a", "options": {"temperature": 1}}, "options.temperature"),
+        ("/api/embed", {"input": "a", "options": {"num_predict": 4}}, "options.num_predict"),
+        ("/api/embed", {"input": "a", "options": {"num_gpu": "all"}}, "options.num_gpu"),
+        ("/api/embed", {"input": "a", "options": 5}, "options is 5"),
+        ("/api/embed", {"input": "a", "keep_alive": []}, "keep_alive"),
+        ("/api/embed", {"input": "a", "stream": True}, "stream"),
+        ("/api/embed", {"input": "a", "dimensions": 61}, "1 to 60"),
+        ("/api/embed", {"input": ["a"] * 2049}, "2048"),
+        ("/api/embed", {"input": "a", "model": "other"}, "is not served here"),
+        ("/api/embeddings", {"prompt": ["a"]}, "prompt is"),
+        ("/api/embeddings", {"prompt": "x" * 40_000}, "32768"),
+        ("/api/embeddings", {"input": "a"}, "input"),
+        ("/embedding", {"content": "a", "input": "a"}, "leave one out"),
+        ("/embedding", {"content": []}, "content"),
+        ("/embedding", {}, "input is missing"),
+        ("/embedding", {"content": "a", "embd_normalize": 1}, "embd_normalize is 1"),
+        ("/embedding", {"content": "a", "embd_normalize": True}, "embd_normalize is true"),
+    ],
+)
+def test_other_forms_refuse_by_name(
+    beside_a_healthy_stream: RunningServer, path: str, body: dict[str, Any], words: str
+) -> None:
+    status, answer = beside_a_healthy_stream.post(path, body)
+    assert status in (400, 404)
+    error = answer["error"]
+    if path.startswith("/api"):
+        assert isinstance(error, str)
+        assert words in error
+    else:
+        assert error["code"] == status
+        assert words in error["message"]
+
+
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A model with sentence-transformers files: the mean, prompts, no shorter vectors."""
@@ -285,6 +358,8 @@ def test_a_model_without_embeddings_says_what_to_start(tmp_path: Path) -> None:
             (SCORE, {"text_1": "a", "text_2": "b"}),
         ):
             assert "--convert embed" in refused(plain, path, body, "model")
+        for path in ("/api/embed", "/embedding"):
+            assert "--convert embed" in str(plain.post(path, {"input": "a"})[1]["error"])
 
 
 def test_generation_goes_on_beside_many_embeddings(server: RunningServer) -> None:

@@ -81,7 +81,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 def servers() -> Iterator[list[RunningServer]]:
     with ExitStack() as stack:
         started = [
-            stack.enter_context(RunningServer(MODEL, "--threads", "1", wait=False))
+            stack.enter_context(
+                RunningServer(MODEL, "--threads", "1", "--convert", "embed", wait=False)
+            )
             for _ in range(3)
         ]
         for server in started:
@@ -167,6 +169,15 @@ def test_whole_answers_models_and_refusals(servers: list[RunningServer]) -> None
         assert [one["id"] for one in json.loads(raw)["data"]] == ["box"]
         assert router.request("GET", "/v1/models/box")[0] == 200
         assert router.request("POST", "/tokenize", {"prompt": "a b"})[0] == 200
+        for path, body, key in (
+            ("/v1/embeddings", {"input": ["a dog", "rain"]}, "data"),
+            ("/pooling", {"input": "a dog"}, "data"),
+            ("/v1/score", {"text_1": "a dog", "text_2": ["a cat", "rain"]}, "data"),
+            ("/v1/rerank", {"query": "a dog", "documents": ["a cat", "rain"]}, "results"),
+        ):
+            status, raw = router.request("POST", path, body)
+            assert status == 200, raw
+            assert json.loads(raw)[key] == servers[0].post(path, body)[1][key]
         for method, path, sent, status, code in (
             ("POST", "/v1/completions", {"prompt": "a", "model": "other"}, 404, "model_not_found"),
             ("POST", "/v1/completions", {"prompt": 7}, 400, "invalid_value"),

@@ -207,12 +207,7 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
             await server_state.lifecycle.wait_while_paused()
             server_state.engine()  # it may have died meanwhile
         job = await route.read(generation_request)
-        make_streams: Callable[..., ChoiceStreams] = ChoiceStreams
-        if not CONTINUATION.isdisjoint(given):
-            make_streams = continued_streams(
-                given, job.prompts, job.writer, cursor, engine.card.vocab_size
-            )
-        answers = make_streams(
+        answers = _streams_of(job, given, cursor, engine)(
             engine,
             server_state.metrics,
             job.prompts,
@@ -227,8 +222,16 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
             return job.respond(answers)
         if not stream:
             return await _encoded(job, await answers.whole(), answers.usage)
-        _refuse_ranked(job.prompts)
-        events = _events(generation_request, job, answers, route.dialect, cursor, terms)
+        events = _events_of(job, generation_request)(
+            answers,
+            job.writer,
+            route.dialect,
+            context.answer_id,
+            continuous_usage=options.continuous_usage or options.continuous_timings,
+            reports_progress=terms.report_progress,
+        )
+        if cursor is not None:
+            events.number = cursor.num_events
         if options.resumable and server_state.resumable_streams.has_room():
             return _resumable(server_state, context, events, open_)
         return EventStream(server_state, events, context.headers(), context.deadline, open_)
@@ -252,30 +255,20 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
     return Response(answered, headers=context.headers(), media_type="application/json")
 
 
-def _events(
-    request: GenerationRequest,
-    job: GenerationJob,
-    answers: ChoiceStreams,
-    dialect: Dialect,
-    cursor: Cursor | None,
-    terms: SchedulingParams,
-) -> Events:
-    """Return the events of a streamed answer."""
+def _streams_of(
+    job: GenerationJob, given: Mapping[str, Any], cursor: Cursor | None, engine: Engine
+) -> Callable[..., ChoiceStreams]:
+    """Return what runs the prompts of a job."""
+    if CONTINUATION.isdisjoint(given):
+        return ChoiceStreams
+    return continued_streams(given, job.prompts, job.writer, cursor, engine.card.vocab_size)
+
+
+def _events_of(job: GenerationJob, request: GenerationRequest) -> Callable[..., Events]:
+    """Return what writes the events of a job's stream. Raises InvalidParameter for ranked ones."""
+    _refuse_ranked(job.prompts)
     options = request.stream_options
-    make_events: Callable[..., Events] = Events
-    if options.output_ids:
-        make_events = continuable(request.envelope, job.prompts, options)
-    events = make_events(
-        answers,
-        job.writer,
-        dialect,
-        request.context.answer_id,
-        continuous_usage=options.continuous_usage or options.continuous_timings,
-        reports_progress=terms.report_progress,
-    )
-    if cursor is not None:
-        events.number = cursor.num_events
-    return events
+    return continuable(request.envelope, job.prompts, options) if options.output_ids else Events
 
 
 def _envelope(

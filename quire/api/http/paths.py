@@ -17,7 +17,6 @@ _RECORD = "use GET /admin/record"
 _PAUSE = "use POST /admin/pause"
 _TIMELINE = "use GET /v1/requests/ID/timeline"
 _ONE_MODEL = "one model is served; it is chosen when the server starts (quire pull downloads one)"
-_EMBED = "use POST /v1/embeddings"
 
 # Paths of other servers, and what to use here.
 FOREIGN_PATHS: Mapping[str, str] = {
@@ -28,14 +27,10 @@ FOREIGN_PATHS: Mapping[str, str] = {
     "/api/create": _ONE_MODEL,
     "/api/delete": _ONE_MODEL,
     "/api/copy": _ONE_MODEL,
-    "/api/embed": _EMBED,
-    "/api/embeddings": _EMBED,
     # llama.cpp
-    "/embedding": _EMBED,
     "/lora-adapters": "LoRA adapters are not implemented",
     # vLLM and SGLang
     "/responses": "use POST /v1/responses",
-    "/embeddings": _EMBED,
     "/ping": _HEALTH,
     "/health_generate": _HEALTH,
     "/invocations": f"use {_CHAT} or {_COMPLETE}",

@@ -35,4 +35,18 @@ _EVERYWHERE = ((SAMPLING | SCHEDULING) - _NOT_CARRIED) | {
     "speculation",
 }
 LLAMA_COMPLETION = _EVERYWHERE | {"add_special_tokens", "prediction"}
+LLAMA_EMBEDDING = frozenset(
+    {
+        "model",
+        "input",
+        "content",
+        "embd_normalize",
+        "dimensions",
+        "prompt_name",
+        "add_special_tokens",
+        "cache_salt",
+        "priority",
+        "deadline_ms",
+    }
+)
 LLAMA_INFILL = _EVERYWHERE | {"input_prefix", "input_suffix", "input_extra"}

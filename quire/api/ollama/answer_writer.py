@@ -161,7 +161,7 @@ class AnswerWriter:
             "done": True,
             "done_reason": "length" if self._reason is FinishReason.LENGTH else "stop",
             **context,
-            **_counts(usage),
+            **counts_json(usage),
             "seed": self._seed,
         }
 
@@ -186,7 +186,7 @@ def moment(time_s: int) -> str:
     return datetime.fromtimestamp(time_s, UTC).isoformat().replace("+00:00", "Z")
 
 
-def _counts(usage: Usage) -> dict[str, int]:
+def counts_json(usage: Usage) -> dict[str, int]:
     """Return the counts, and durations in nanoseconds."""
     timings = usage.timings
     first_ms = total_ms = prefill_ms = 0.0

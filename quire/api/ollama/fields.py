@@ -47,6 +47,21 @@ OLLAMA_GENERATE = _EVERYWHERE | {
     "raw",
     "images",
 }
+_OF_VECTORS = frozenset(
+    {
+        "model",
+        "options",
+        "keep_alive",
+        "dimensions",
+        "normalize",
+        "prompt_name",
+        "cache_salt",
+        "priority",
+        "deadline_ms",
+    }
+)
+OLLAMA_EMBED = _OF_VECTORS | {"input", "truncate"}
+OLLAMA_EMBEDDINGS = _OF_VECTORS | {"prompt"}
 OLLAMA_SHOW = frozenset({"model", "name", "verbose"})
 
 # Entries of options with our names, and those that have another name in Ollama.

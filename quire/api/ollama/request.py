@@ -34,16 +34,7 @@ _OURS = {ours: name for name, ours in RENAMED.items()}
 
 def sampling_fields(context: RequestContext) -> dict[str, Any]:
     """Return the sampling fields under our names. Raises InvalidParameter."""
-    given = context.given
-    options = given.get("options", {})
-    if not isinstance(options, dict):
-        raise _fault(
-            f'options is {show(options)}; an object such as {{"temperature": 0}} is allowed'
-        )
-    fields: dict[str, Any] = {}
-    for name, value in options.items():
-        if value is not None:
-            _read_option(context, name, value, fields)
+    given, fields = context.given, _read_options(context)
     if fields.get("max_tokens") in _NO_LIMIT:
         del fields["max_tokens"]
     if fields.get("seed") == -1:
@@ -51,6 +42,15 @@ def sampling_fields(context: RequestContext) -> dict[str, Any]:
     if (requested := given.get("format", "")) != "":
         fields["response_format"] = _response_format(requested)
     return fields
+
+
+def check_options_of_vectors(context: RequestContext) -> None:
+    """Refuse options of sampling, since nothing is generated. Raises InvalidParameter."""
+    for name in _read_options(context):
+        raise _fault(
+            f"options.{_OURS.get(name, name)} is an option of generation, and a vector is computed "
+            "without sampling; leave it out"
+        )
 
 
 def num_top_logprobs(given: Mapping[str, Any]) -> int | None:
@@ -91,12 +91,7 @@ def check_plain_fields(given: Mapping[str, Any]) -> None:
     Also those that only some requests read, so that a malformed one is refused in each.
     """
     effort_of(given)
-    if not is_keep_alive(given.get("keep_alive")):
-        raise InvalidParameter(
-            f'keep_alive is {show(given["keep_alive"])}; seconds or a duration such as "5m" is '
-            "allowed; it has no effect: the model stays loaded",
-            param="keep_alive",
-        )
+    check_keep_alive(given)
     for name, why in (
         ("truncate", "a prompt longer than the context is an error: send a shorter one"),
         ("shift", "an answer ends where the context is full: ask for fewer tokens"),
@@ -105,6 +100,16 @@ def check_plain_fields(given: Mapping[str, Any]) -> None:
             raise InvalidParameter(
                 f"{name} is true; {why}, and leave {name} out (false is accepted)", param=name
             )
+
+
+def check_keep_alive(given: Mapping[str, Any]) -> None:
+    """Check `keep_alive`, which has no effect."""
+    if not is_keep_alive(given.get("keep_alive")):
+        raise InvalidParameter(
+            f'keep_alive is {show(given["keep_alive"])}; seconds or a duration such as "5m" is '
+            "allowed; it has no effect: the model stays loaded",
+            param="keep_alive",
+        )
 
 
 def check_window(given: Mapping[str, Any], sampling: SamplingParams) -> None:
@@ -142,6 +147,20 @@ def as_named_here(error: InvalidParameter) -> InvalidParameter:
     if param == "reasoning_effort":
         return InvalidParameter(said.replace(param, "think"), param="think")
     return error
+
+
+def _read_options(context: RequestContext) -> dict[str, Any]:
+    """Return the entries of `options` for sampling, under our names, and check the others."""
+    options = context.given.get("options", {})
+    if not isinstance(options, dict):
+        raise _fault(
+            f'options is {show(options)}; an object such as {{"temperature": 0}} is allowed'
+        )
+    fields: dict[str, Any] = {}
+    for name, value in options.items():
+        if value is not None:
+            _read_option(context, name, value, fields)
+    return fields
 
 
 def _read_option(context: RequestContext, name: str, value: Any, fields: dict[str, Any]) -> None:

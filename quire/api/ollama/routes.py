@@ -1,7 +1,7 @@
 """The routes of Ollama's API, as app.py lists them.
 
-Routes of a store of models (pull, push, create, copy, delete, blobs) and of embeddings are not
-served; http/paths.py says what to use in place of each.
+Routes of a store of models (pull, push, create, copy, delete, blobs) are not served; http/paths.py
+says what to use in place of each. Knows no vectors: app.py hands in what reads their fields.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from starlette.routing import Route
 from quire.api.generation.generate import GenerationRoute, generate
 from quire.api.ollama.chat import read_chat
 from quire.api.ollama.dialect import OLLAMA
+from quire.api.ollama.embed import embed_routes
 from quire.api.ollama.fields import OLLAMA_CHAT, OLLAMA_GENERATE
 from quire.api.ollama.generate import read_generate
 from quire.api.ollama.models import OllamaModelsRoutes
@@ -23,14 +24,15 @@ from quire.api.server_state import ServerState
 _IMPLIED = frozenset({"stream", "return_timings"})
 
 
-def ollama_routes(server_state: ServerState) -> list[Route]:
-    """Return the routes of this API."""
+def ollama_routes(server_state: ServerState, read_vectors: Read) -> list[Route]:
+    """Return the routes of this API. read_vectors: checks the fields of /v1/embeddings."""
     models = OllamaModelsRoutes(server_state)
     chat = AnsweringRoute(server_state, OLLAMA_CHAT, read_chat, id_prefix="chat-")
     complete = AnsweringRoute(server_state, OLLAMA_GENERATE, read_generate, id_prefix="gen-")
     return [
         Route("/api/chat", chat.post, methods=["POST"]),
         Route("/api/generate", complete.post, methods=["POST"]),
+        *embed_routes(server_state, read_vectors),
         Route("/api/tags", models.tags, methods=["GET"]),
         Route("/api/ps", models.ps, methods=["GET"]),
         Route("/api/show", models.show, methods=["POST"]),

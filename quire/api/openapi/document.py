@@ -18,9 +18,13 @@ from quire.api.http.errors import HEAD_TOO_LARGE, SHAPES, ErrorShape, ForeignPag
 from quire.api.openapi.answer_schemas import answer_schemas
 from quire.api.openapi.embedding_schemas import embedding_rows
 from quire.api.openapi.field_schemas import Known, Schema, body_schema
-from quire.api.openapi.llama_cpp_schemas import infill_rows, llama_cpp_rows
+from quire.api.openapi.llama_cpp_schemas import (
+    infill_rows,
+    llama_cpp_embedding_rows,
+    llama_cpp_rows,
+)
 from quire.api.openapi.messages_schemas import messages_rows
-from quire.api.openapi.ollama_schemas import ollama_rows
+from quire.api.openapi.ollama_schemas import ollama_embed_rows, ollama_rows
 from quire.api.openapi.operation import ERRORS, JSON, Form, Operation
 from quire.api.openapi.operations import OPERATIONS, PATH_WORDS
 from quire.api.openapi.responses_schemas import responses_rows
@@ -39,8 +43,10 @@ _OWN_ROWS: Mapping[Form, Callable[[Known], Mapping[str, Schema]]] = {
     "messages": lambda known: messages_rows(),
     "responses": responses_rows,
     "ollama": ollama_rows,
+    "ollama_embed": ollama_embed_rows,
     "llama_cpp": llama_cpp_rows,
     "llama_cpp_infill": infill_rows,
+    "llama_cpp_embedding": llama_cpp_embedding_rows,
     "embeddings": embedding_rows,
 }
 # Errors of any route.

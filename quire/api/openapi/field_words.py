@@ -133,6 +133,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "dimensions": "Keep the first so many numbers of a vector, brought to length 1 again; only "
         "sizes for which the model was trained (Matryoshka).",
         "normalize": "Bring vectors to length 1; as the model's files say if it is left out.",
+        "embd_normalize": "2: bring vectors to length 1 (default); -1: leave them as they are.",
         "task": "embed: one vector a text.",
         "top_n": "Return only this many documents.",
         "return_documents": "Return each document's text with its score; false by default.",

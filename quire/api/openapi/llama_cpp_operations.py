@@ -6,12 +6,23 @@ Knows the routes by method and path, and the names of llama_cpp_schemas.py; no H
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from quire.api.http.errors import NotAdmin
-from quire.api.llama_cpp.fields import LLAMA_COMPLETION, LLAMA_INFILL
+from quire.api.llama_cpp.fields import LLAMA_COMPLETION, LLAMA_EMBEDDING, LLAMA_INFILL
 from quire.api.openapi.operation import ENGINE, TOKENS, Operation
 from quire.base.errors import InvalidParameter
 
+_EMBEDDING = Operation(
+    says="One vector for each input in the form of llama.cpp's API.",
+    tag="llama.cpp",
+    answer="LlamaCppEmbeddings",
+    title="LlamaCppEmbeddingRequest",
+    body=LLAMA_EMBEDDING,
+    example={"content": "A dog barks."},
+    errors=TOKENS,
+    form="llama_cpp_embedding",
+)
 LLAMA_CPP_OPERATIONS: Mapping[str, Operation] = {
     "POST /completion": Operation(
         says="Continue a prompt in the form of llama.cpp's API, whole or streamed.",
@@ -36,6 +47,8 @@ LLAMA_CPP_OPERATIONS: Mapping[str, Operation] = {
         errors=TOKENS,
         form="llama_cpp_infill",
     ),
+    "POST /embedding": _EMBEDDING,
+    "POST /embeddings": replace(_EMBEDDING, says="The same under its older name."),
     "GET /props": Operation(
         says="The server's properties: default parameters, context length, chat template.",
         tag="llama.cpp",

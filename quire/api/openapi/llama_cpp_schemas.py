@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from quire.api.http.errors import HEAD_TOO_LARGE, SHAPES
 from quire.api.llama_cpp.dialect import TOO_LONG, error_type
+from quire.api.llama_cpp.embedding import NORMS
 from quire.api.llama_cpp.request import Returned
 from quire.api.llama_cpp.settings import settings_json
+from quire.api.openapi.embedding_schemas import embedding_rows
 from quire.api.openapi.field_schemas import (
     FLAG,
     OBJECT,
@@ -56,6 +58,21 @@ def infill_rows(known: Known) -> dict[str, Schema]:
     return {**llama_cpp_rows(known), "prompt": text}
 
 
+def llama_cpp_embedding_rows(known: Known) -> dict[str, Schema]:
+    """Return those of /embedding."""
+    own = embedding_rows(known)
+    return {
+        "input": own["input"],
+        "content": {**own["input"], "description": "Another name of input."},
+        "dimensions": own["dimensions"],
+        "prompt_name": own["prompt_name"],
+        "embd_normalize": {
+            "enum": sorted(NORMS),
+            "description": "2: bring vectors to length 1 (default); -1: leave them as they are.",
+        },
+    }
+
+
 def llama_cpp_answers() -> dict[str, Schema]:
     """Return answers, events and errors by name."""
     speeds = {"timings": _ref("Speeds")}
@@ -92,6 +109,9 @@ def llama_cpp_answers() -> dict[str, Schema]:
     return {
         "LlamaCppCompletion": object_of({**ended, **probabilities}, needed=tuple(ended)),
         "LlamaCppEvent": {"anyOf": [event, last]},
+        "LlamaCppEmbeddings": list_of(
+            whole_object(index=_COUNT, embedding=list_of(list_of(_NUMBER), least=1, most=1))
+        ),
         "LlamaCppProps": _props(),
         "LlamaCppSlots": list_of(_slot()),
         "LlamaCppError": _error(),

@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from quire.api.ollama.fields import OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_SHOW
+from quire.api.ollama.fields import (
+    OLLAMA_CHAT,
+    OLLAMA_EMBED,
+    OLLAMA_EMBEDDINGS,
+    OLLAMA_GENERATE,
+    OLLAMA_SHOW,
+)
 from quire.api.openapi.operation import BODY, ENGINE, HI, LINES, TOKENS, Operation
 from quire.base.errors import InvalidParameter
 
@@ -35,6 +41,28 @@ OLLAMA_OPERATIONS: Mapping[str, Operation] = {
         errors=TOKENS,
         form="ollama",
         stream_media=LINES,
+    ),
+    "POST /api/embed": Operation(
+        says="One vector for each text in the form of Ollama's API.",
+        tag="Ollama",
+        answer="OllamaEmbed",
+        title="OllamaEmbedRequest",
+        body=OLLAMA_EMBED,
+        needed=frozenset({"input"}),
+        example={"input": ["A dog barks.", "Rain falls."]},
+        errors=TOKENS,
+        form="ollama_embed",
+    ),
+    "POST /api/embeddings": Operation(
+        says="The vector of one text in the older form of Ollama's API.",
+        tag="Ollama",
+        answer="OllamaEmbedding",
+        title="OllamaEmbeddingsRequest",
+        body=OLLAMA_EMBEDDINGS,
+        needed=frozenset({"prompt"}),
+        example={"prompt": "A dog barks."},
+        errors=TOKENS,
+        form="ollama_embed",
     ),
     "POST /api/show": Operation(
         says="The served model: its template, context length and capabilities.",

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from quire.api.embeddings.inputs import MAX_INPUTS
 from quire.api.generation.conversation import MAX_MESSAGES
+from quire.api.ollama.embed import COUNTS as EMBED_COUNTS
 from quire.api.ollama.fields import (
     NEUTRAL_OPTIONS,
     NUM_CTX,
@@ -81,6 +83,34 @@ def ollama_rows(known: Known) -> dict[str, Schema]:
     }
 
 
+def ollama_embed_rows(known: Known) -> dict[str, Schema]:
+    """Return those of /api/embed and /api/embeddings."""
+    texts = list_of(TEXT, least=1, most=MAX_INPUTS)
+    options = _options(known)
+    options["properties"] |= {key: {"type": "null"} for key in (*OPTIONS, *RENAMED)}
+    return {
+        "input": {"anyOf": [TEXT, texts], "description": "A text or texts; one vector for each."},
+        "prompt": {**TEXT, "description": "The text."},
+        "truncate": {
+            **FLAG,
+            "description": "Cut inputs beyond the context at their end; true by default. With "
+            "false they are refused.",
+        },
+        "dimensions": {"type": "integer", "minimum": 1},
+        "normalize": {
+            **FLAG,
+            "description": "Bring vectors to length 1; by default /api/embed does, and "
+            "/api/embeddings does not.",
+        },
+        "prompt_name": TEXT,
+        "options": {
+            **options,
+            "description": "How Ollama computes; without effect. Options of sampling are refused.",
+        },
+        "keep_alive": ollama_rows(known)["keep_alive"],
+    }
+
+
 def ollama_answers() -> dict[str, Schema]:
     """Return answers, lines and errors by name."""
     counts = ("total_duration", "load_duration", "prompt_eval_count", "prompt_eval_duration")
@@ -123,6 +153,12 @@ def ollama_answers() -> dict[str, Schema]:
         "OllamaCompletionLine": {
             "anyOf": [_framed(completion, line, thinking), _framed(completion, ended, context)]
         },
+        "OllamaEmbed": whole_object(
+            model=TEXT,
+            embeddings=list_of(list_of({"type": "number"})),
+            **dict.fromkeys(EMBED_COUNTS, _COUNT),
+        ),
+        "OllamaEmbedding": whole_object(embedding=list_of({"type": "number"})),
         "OllamaModels": whole_object(models=list_of(whole_object(**listed))),
         "OllamaRunning": whole_object(models=list_of(whole_object(**listed, **running))),
         "OllamaModel": _described(),

@@ -36,7 +36,15 @@ LINES = "application/x-ndjson"
 
 Errors = tuple[type[QuireError], ...]
 Form = Literal[
-    "chat", "messages", "responses", "ollama", "llama_cpp", "llama_cpp_infill", "embeddings"
+    "chat",
+    "messages",
+    "responses",
+    "ollama",
+    "ollama_embed",
+    "llama_cpp",
+    "llama_cpp_infill",
+    "llama_cpp_embedding",
+    "embeddings",
 ]
 # Schemas of errors, by the form of an operation.
 ERRORS: Mapping[Form, str] = {
@@ -45,8 +53,10 @@ ERRORS: Mapping[Form, str] = {
     "embeddings": "Error",
     "messages": "AnthropicError",
     "ollama": "OllamaError",
+    "ollama_embed": "OllamaError",
     "llama_cpp": "LlamaCppError",
     "llama_cpp_infill": "LlamaCppError",
+    "llama_cpp_embedding": "LlamaCppError",
 }
 
 ENGINE: Errors = (OverloadedError, ShuttingDown, WorkerError, DeviceLost)

@@ -30,8 +30,14 @@ from quire.api.generation.fields import (
 from quire.api.generation.foreign_fields import HINTS, NO_EFFECT, SYNONYMS, UNSERVED
 from quire.api.http.auth import is_open
 from quire.api.http.origins import is_guarded
-from quire.api.llama_cpp.fields import LLAMA_COMPLETION, LLAMA_INFILL
-from quire.api.ollama.fields import OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_SHOW
+from quire.api.llama_cpp.fields import LLAMA_COMPLETION, LLAMA_EMBEDDING, LLAMA_INFILL
+from quire.api.ollama.fields import (
+    OLLAMA_CHAT,
+    OLLAMA_EMBED,
+    OLLAMA_EMBEDDINGS,
+    OLLAMA_GENERATE,
+    OLLAMA_SHOW,
+)
 from quire.api.openai.responses.fields import RESPONSES
 from quire.api.openapi.document import document, served
 from quire.api.openapi.error_words import error_rows
@@ -53,6 +59,7 @@ from tests.unit.api.said import full_document, validator
 
 HONOURED = CHAT | COMPLETIONS | GENERATE | TOKENIZE | DETOKENIZE | APPLY_TEMPLATE
 HONOURED |= MESSAGES | RESPONSES | OLLAMA_CHAT | OLLAMA_GENERATE | OLLAMA_SHOW
+HONOURED |= OLLAMA_EMBED | OLLAMA_EMBEDDINGS | LLAMA_EMBEDDING
 HONOURED |= LLAMA_COMPLETION | LLAMA_INFILL
 HONOURED |= EMBEDDINGS | POOLING | SCORE | RERANK
 FULL = full_document()

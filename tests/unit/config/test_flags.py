@@ -54,6 +54,12 @@ def test_no_flags_give_the_defaults() -> None:
         assert config_from_flags(group, arguments) == group()
 
 
+@pytest.mark.parametrize("spelling", ["-tp 2", "--tensor-parallel-size 2", "-tp=2"])
+def test_the_degree_of_tensor_parallelism_is_spelled_as_elsewhere(spelling: str) -> None:
+    arguments = _parser().parse_args(spelling.split())
+    assert config_from_flags(ExecutorConfig, arguments).tensor_parallel_size == 2
+
+
 def test_a_flag_sets_its_group() -> None:
     line = (
         "--kv-cache-memory 2GiB --no-enable-prefix-caching --api-key a --api-key b --threads 3 "
