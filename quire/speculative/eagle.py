@@ -220,8 +220,8 @@ class EagleProposer:
             is_kept = is_whole[row_of]
             row_of, positions = row_of[is_kept], positions[is_kept]
         token_ids = self._model.tokens.at(slots[row_of], positions + 1)
-        some, slots, starts, counts = (one[is_whole] for one in (some, slots, starts, counts))
-        return some, HeadRows(
+        slots, starts, counts = slots[is_whole], starts[is_whole], counts[is_whole]
+        return some[is_whole], HeadRows(
             slots=slots,
             starts=starts - self._origin[slots],
             counts=counts,
