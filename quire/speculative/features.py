@@ -31,8 +31,9 @@ class FeatureRing:
         self._tenancies: Int64s = np.zeros(num_rows, np.int64)
         # The newest row of a slot at the positions that are equal modulo R.
         self._places = np.full((num_slots, num_rows), -1, np.int32)
-        self._tenancy: Int64s = np.full(num_slots, -1, np.int64)  # of each slot's newest row
-        self._ended: Int64s = np.full(num_slots, -1, np.int64)  # the newest that was forgotten
+        none = np.iinfo(np.int64).min
+        self._tenancy: Int64s = np.full(num_slots, none, np.int64)  # of each slot's newest row
+        self._ended: Int64s = np.full(num_slots, none, np.int64)  # the newest that was forgotten
         self._num_put = 0
         self._lock = threading.Lock()
 
