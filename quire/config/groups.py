@@ -340,7 +340,7 @@ class SchedulerConfig:
                 other = "max_draft_tokens is 0"
             elif self.draft_model is not None:
                 other = "a draft model is given"
-            elif self.speculate in ("ngram", "draft"):
+            elif self.speculate not in ("off", "self"):
                 other = f"speculate is {self.speculate}"
             if other:
                 raise SettingError(

@@ -1,6 +1,7 @@
 """with_pooling: the same program with a segment that computes final hidden rows without logits.
 
     with_pooling(program)
+    without_pooling(with_pooling(program)) == program
 
 The segment "pool" does what the head does before its product with the vocabulary: it gathers rows
 and norms them, over buffers of its own, so that it may run at any time between the trunk and the
@@ -55,6 +56,20 @@ def with_pooling(program: Program) -> Program:
         segments=segments,
         outputs={**program.outputs, POOLED: over(last)},
     )
+
+
+def without_pooling(program: Program) -> Program:
+    """Return the program as it was before `with_pooling`, the last of its rewrites; a program
+    without the segment as it is."""
+    if POOL not in program.segments:
+        return program
+    first = min(view.buffer.index for op in program.segments[POOL] for view in op.outputs)
+    segments = {name: ops for name, ops in program.segments.items() if name != POOL}
+    outputs = {name: view for name, view in program.outputs.items() if name != POOLED}
+    views = [view for ops in segments.values() for op in ops for view in (*op.inputs, *op.outputs)]
+    if any(view.buffer.index >= first for view in (*views, *outputs.values())):
+        raise ValueError(f"{program.name}: it was rewritten after it got its segment {POOL!r}")
+    return replace(program, buffers=program.buffers[:first], segments=segments, outputs=outputs)
 
 
 def _before_logits(program: Program) -> tuple[Op, ...]:

@@ -1,6 +1,7 @@
 """The router's ASGI application: its routes, and what surrounds each request.
 
-Generation routes are dispatched, and so are requests that any replica answers alike (/tokenize).
+Generation routes are dispatched, and so are requests that any replica answers alike (/tokenize,
+/v1/embeddings). Dialects with streams and errors of another form (Ollama's, llama.cpp's) are not.
 Models are listed as the replicas list them; health and metrics are the router's own. Routes with
 state at one replica (stored responses, admin) are refused by name.
 """
@@ -23,17 +24,28 @@ from quire.router.router_metrics import CONTENT_TYPE, RouterMetrics
 
 ROUTED = (
     *("/v1/chat/completions", "/v1/completions", "/generate", "/v1/messages"),
-    *("/v1/messages/count_tokens", "/tokenize", "/detokenize", "/apply_template"),
+    *("/v1/messages/count_tokens", "/tokenize", "/detokenize"),
+    *("/apply_template", "/apply-template"),
     *("/v1/embeddings", "/pooling", "/v1/score", "/v1/rerank"),
 )
 _JSON = [(b"content-type", b"application/json")]
-_AT_ONE_REPLICA = {
+_USE_OPENAI = "; send it to a replica, or use /v1/chat/completions, /v1/completions or " + (
+    "/v1/embeddings here"
+)
+_OLLAMA = f"its streams and errors have Ollama's form{_USE_OPENAI}"
+_LLAMA_CPP = f"its streams and errors have llama.cpp's form{_USE_OPENAI}"
+_NOT_ROUTED = {
     "/v1/responses": "stored responses are kept by one server; send the request to a replica, or "
     "use /v1/chat/completions here",
     "/v1/requests": "requests are listed by the replica that has them; ask each replica",
     "/v1/engine": "each replica has its own engine; ask each replica",
     "/v1/cache": "each replica has its own cache; ask each replica",
     "/admin": "admin routes act on one server; send them to each replica",
+    "/api": _OLLAMA,
+    "/completion": _LLAMA_CPP,
+    "/infill": _LLAMA_CPP,
+    "/props": "each replica has its own settings; ask each replica",
+    "/slots": "each replica has its own slots; ask each replica",
 }
 
 
@@ -196,7 +208,7 @@ def _forwarded(scope: dict[str, Any]) -> list[tuple[bytes, bytes]]:
 
 
 def _unknown(method: str, path: str) -> Refusal:
-    for top, why in _AT_ONE_REPLICA.items():
+    for top, why in _NOT_ROUTED.items():
         if path == top or path.startswith(f"{top}/"):
             return Refusal(501, "not_routed", f"the router does not route {path}: {why}")
     shown = path[:100]

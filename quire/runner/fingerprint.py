@@ -11,6 +11,9 @@ give one answer. What a server adds (ceilings, parsers of answers) is in quire/a
 block_fingerprint, of a block of keys and values: what computes them and how they lie. Tokens are
 ids, so no tokenizer, template or default is part of it: where only these have changed, blocks are
 found again, on disk too.
+
+Whether embeddings are served (--convert embed) is part of neither: no token and no block depends
+on it, and an embedding is made of what the program without it computes.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from quire.base.errors import ConfigError
 from quire.base.gguf_model import find_gguf
 from quire.base.gguf_open import open_gguf
 from quire.base.regular_file import read_regular
+from quire.program.pooling import without_pooling
 from quire.program.program import Program
 from quire.program.serialize import digest as program_digest
 
@@ -67,7 +71,7 @@ def system_fingerprint(
     for part in (
         weights_digest,
         files_digest(folder),
-        program_digest(program),
+        program_digest(without_pooling(program)),
         recipe,
         str(max_model_len),
         str(parallel_degree),
@@ -99,7 +103,7 @@ def block_fingerprint(
         executor,
         recipe,
         weights_digest,
-        program_digest(program),
+        program_digest(without_pooling(program)),
         str(block_size),
         str(block_bytes),
     ):

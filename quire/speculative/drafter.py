@@ -147,6 +147,8 @@ class Drafter:
             return np.zeros(len(index), np.bool_)
         drafts, may_compute = self._found(tokens, index, limits)
         limits = drafts.counts + may_compute
+        if self._rest_steps:  # the last costs, which did not pay, may no longer hold: ask again
+            return limits > 0
         counts = self._chosen(tokens, index, limits, may_compute > 0, None)
         return counts > 0
 

@@ -82,6 +82,7 @@ class EagleProposer:
         """See Proposer."""
         self.requests.end(slot)
         self.blocks.release(slot)
+        self._ring.forget(slot)
         self._origin[slot] = self._computed[slot] = 0
 
     def possible(self, tokens: TokenTable, slots: Index, limits: Int32s) -> Int32s:
@@ -169,10 +170,12 @@ class EagleProposer:
     def _draft(self, due: _Due, drafts: Drafts) -> None:
         """Compute the rows that are due, then a row per further draft."""
         counts = self._allotted(due.counts)
-        some = counts.nonzero()[0]
+        some, rows = self._rows_of_target(due, counts)
+        if not len(some):
+            return
         slots, starts, counts = due.slots[some], due.starts[some], counts[some]
         limits, index = due.limits[some], due.places[some]
-        sampled, hidden = self._from_target(slots, starts, counts)
+        sampled, hidden = self.requests.compute(FROM_TARGET, rows)
         self._computed[slots] += counts
         known = self.requests.known[slots]
         going = ((sampled >= 0) & (starts + counts == known - 1)).nonzero()[0]
@@ -198,24 +201,34 @@ class EagleProposer:
             sampled[going], hidden[going] = self.requests.compute(FROM_ITSELF, rows)
             going = going[sampled[going] >= 0]
 
-    def _from_target(self, slots: Index, starts: Int32s, counts: Int32s) -> tuple[Int32s, Float32s]:
-        """Compute rows of the target's hidden states."""
+    def _rows_of_target(self, due: _Due, counts: Int32s) -> tuple[Index, HeadRows]:
+        """Return which requests have rows to compute, at most counts[i], and the rows.
+
+        With plans in flight the target's thread may have displaced hidden states that were there
+        when `due` was made: such a request has no drafts this time.
+        """
+        some = counts.nonzero()[0]
+        slots, starts, counts = due.slots[some], due.starts[some], counts[some]
         row_of = np.repeat(np.arange(len(slots)), counts)
         within = np.arange(len(row_of)) - (np.cumsum(counts) - counts)[row_of]
         positions = (starts[row_of] + within).astype(np.int32)
-        of_rows = slots[row_of]
-        places, features = self._ring.take(of_rows, positions)
-        if (places < 0).any():
-            raise RuntimeError("hidden states were displaced while drafts were made from them")
-        rows = HeadRows(
+        places, features = self._ring.take(slots[row_of], positions)
+        is_whole = np.ones(len(slots), np.bool_)
+        is_whole[row_of[places < 0]] = False
+        if not is_whole.all():
+            features = features[is_whole[row_of[places >= 0]]]
+            is_kept = is_whole[row_of]
+            row_of, positions = row_of[is_kept], positions[is_kept]
+        token_ids = self._model.tokens.at(slots[row_of], positions + 1)
+        slots, starts, counts = slots[is_whole], starts[is_whole], counts[is_whole]
+        return some[is_whole], HeadRows(
             slots=slots,
             starts=starts - self._origin[slots],
             counts=counts,
             positions=starts + counts + 1,
-            token_ids=self._model.tokens.at(of_rows, positions + 1),
+            token_ids=token_ids,
             features=features,
         )
-        return self.requests.compute(FROM_TARGET, rows)
 
     def _allotted(self, pending: Int32s) -> Int32s:
         """Return how many of its `pending` rows each request computes in this call: those with the

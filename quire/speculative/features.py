@@ -3,7 +3,8 @@
 The runner puts rows in, by slot and position; proposers take them out. Bounded: a new row takes the
 place of the oldest of all slots, so that a request without rows has no drafts until it is
 computed again. Knows no executor. Always holds: of two rows of a position the newer one is found,
-and rows of a slot's earlier request are never found once its next one has a row. Letters: N rows,
+and rows of a slot's earlier request are never found once it is forgotten, or its next one has a
+row. Letters: N rows,
 R rows that are kept, W columns.
 """
 
@@ -30,7 +31,9 @@ class FeatureRing:
         self._tenancies: Int64s = np.zeros(num_rows, np.int64)
         # The newest row of a slot at the positions that are equal modulo R.
         self._places = np.full((num_slots, num_rows), -1, np.int32)
-        self._tenancy: Int64s = np.full(num_slots, -1, np.int64)  # of each slot's newest row
+        none = np.iinfo(np.int64).min
+        self._tenancy: Int64s = np.full(num_slots, none, np.int64)  # of each slot's newest row
+        self._ended: Int64s = np.full(num_slots, none, np.int64)  # the newest that was forgotten
         self._num_put = 0
         self._lock = threading.Lock()
 
@@ -55,6 +58,11 @@ class FeatureRing:
             self._places[slots, positions % most] = at
             self._tenancy[slots] = tenancies
             self._num_put += len(rows)
+
+    def forget(self, slot: int) -> None:
+        """Find no row that `slot` has so far, nor a later one of the same request."""
+        with self._lock:
+            self._ended[slot] = self._tenancy[slot]
 
     def find(self, slots: Index, positions: Int32s) -> Index:
         """Return the places of the rows of slots[i] at positions[i]; -1 where there is none."""
@@ -81,6 +89,7 @@ class FeatureRing:
         is_right = self._slots[places] == slots
         is_right &= self._positions[places] == positions
         is_right &= self._tenancies[places] == self._tenancy[slots]
+        is_right &= self._tenancies[places] > self._ended[slots]
         return np.where(is_right & (places >= 0), places, -1)
 
 

@@ -53,6 +53,7 @@ class MedusaProposer:
     def end(self, slot: int) -> None:
         """See Proposer."""
         self.requests.end(slot)
+        self._ring.forget(slot)
 
     def possible(self, tokens: TokenTable, slots: Index, limits: Int32s) -> Int32s:
         """See CostlyProposer: at most a draft per head, where the hidden state is there."""

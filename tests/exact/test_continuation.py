@@ -6,6 +6,7 @@ can be continued gets the first tokens of its answer as output_ids.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import replace
 from random import Random
@@ -17,7 +18,9 @@ from tests.exact.conftest import VOCAB_SIZE
 from tests.exact.rig import AloneRuns, Model, Stream, run_case
 from tests.exact.workload import Case, draw_case
 
-FIRST_CASE, NUM_CASES = 300, 36
+FIRST_CASE = int(os.environ.get("QUIRE_CONTINUATION_FIRST", "300"))
+NUM_CASES = int(os.environ.get("QUIRE_CONTINUATION_CASES", "36"))
+ENOUGH_FOR_COVERAGE = 36
 
 
 def test_a_cut_answer_continues_with_the_tokens_of_the_whole(
@@ -33,6 +36,7 @@ def test_a_cut_answer_continues_with_the_tokens_of_the_whole(
         lines += outcome.problems
         seen["preempted"] += outcome.preempted
         seen["accepted"] += outcome.accepted
+        seen[case.settings.proposer] += 1
         for request in case.requests:
             whole = wholes.get(request.request_id)
             if whole is None:
@@ -48,6 +52,8 @@ def test_a_cut_answer_continues_with_the_tokens_of_the_whole(
             if rest.tokens != wanted or rest.error is not None:
                 lines.append(f"case {number}, {request.request_id}: {rest}, wanted {wanted}")
     assert not lines, "\n".join(lines[:5])
+    if NUM_CASES < ENOUGH_FOR_COVERAGE:
+        return
     least = {"continued": 60, "preempted": 10, "grammar": 8, "penalty": 8, "logprobs": 20}
     assert all(seen[name] >= count for name, count in least.items()), seen
 

@@ -129,6 +129,20 @@ def test_a_recording_without_content_is_replayed_with_its_lengths(
     assert json.loads(simulated.stdout)["settings"]["num_requests"] == 1
 
 
+def test_a_continued_request_is_recorded_as_the_whole_answer(
+    server: RunningServer, tmp_path: Path
+) -> None:
+    asked = {**ASKED[0], "return_token_ids": True}
+    ids = server.post("/v1/completions", asked)[1]["choices"][0]["token_ids"]
+    file = tmp_path / "continued.jsonl"
+    with recording(server, file, "--content"):
+        assert server.post("/v1/completions", {**asked, "output_ids": ids[:9]})[0] == 200
+        server.until(lambda: file.read_bytes().count(b"\n") >= 2, "it is recorded")
+    assert read_recording(file).requests[0].output_ids == (tuple(ids),)
+    code, outcome = outcome_of(str(file), "--url", server.url)
+    assert (code, outcome["num_compared"], outcome["num_different"]) == (0, 1, 0), outcome
+
+
 def test_embeddings_are_recorded_and_sent_again(server: RunningServer, tmp_path: Path) -> None:
     def record(file: Path, *flags: str) -> Path:
         with recording(server, file, *flags):

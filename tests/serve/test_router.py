@@ -183,6 +183,13 @@ def test_whole_answers_models_and_refusals(servers: list[RunningServer]) -> None
             ("POST", "/v1/completions", {"prompt": 7}, 400, "invalid_value"),
             ("POST", "/v1/responses", {}, 501, "not_routed"),
             ("POST", "/admin/drain", {}, 501, "not_routed"),
+            ("POST", "/api/chat", {"model": "box"}, 501, "not_routed"),
+            ("GET", "/api/tags", None, 501, "not_routed"),
+            ("POST", "/completion", {"prompt": "a"}, 501, "not_routed"),
+            ("POST", "/infill", {"input_prefix": "a"}, 501, "not_routed"),
+            ("GET", "/props", None, 501, "not_routed"),
+            # The replica's refusal: it serves no embeddings.
+            ("POST", "/v1/embeddings", {"input": "a"}, 400, "invalid_value"),
             ("GET", "/nothing", None, 404, "unknown_url"),
             ("GET", "/v1/completions", None, 405, "method_not_allowed"),
             ("POST", "/v1/completions?a=1", {"prompt": "a"}, 400, "invalid_value"),

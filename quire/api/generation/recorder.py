@@ -200,7 +200,10 @@ class RecordingEngine:
 
 
 class _Outcome:
-    """What came of one request so far. options: further arguments of Engine.generate."""
+    """What came of one request so far. options: further arguments of Engine.generate.
+
+    A request with output_ids is recorded as the whole answer: that is what a replay computes.
+    """
 
     def __init__(
         self,
@@ -217,6 +220,7 @@ class _Outcome:
         self._first_stream: int = options.get("first_stream", 0)
         self._terms: SchedulingParams = options.get("terms", DEFAULT_SCHEDULING)
         self._output_ids: list[list[int]] = [[] for _ in range(sampling.n)]
+        self._known_ids: list[int] = list(options.get("output_ids", ()))  # of the only choice
         self._reasons = ["abort"] * sampling.n
         self._times: list[RequestTimes] = []
 
@@ -235,6 +239,8 @@ class _Outcome:
 
     def add(self, delta: TextDelta) -> None:
         at = delta.index - self._first_stream
+        if delta.known is not None:  # tokens after output_ids that the client has
+            self._output_ids[at] += delta.known.token_ids
         self._output_ids[at] += delta.token_ids
         if delta.finish_reason is not None:
             self._reasons[at] = delta.finish_reason.value
@@ -247,10 +253,13 @@ class _Outcome:
         begin_ms = min((times.arrival_ms for times in self._times), default=0.0)
         first_ms = min((times.first_token_ms for times in self._times), default=math.nan)
         last_ms = max((times.last_token_ms for times in self._times), default=math.nan)
+        output_ids = list(self._output_ids)
+        if self._known_ids:
+            output_ids[0] = self._known_ids + output_ids[0]
         return RecordedRequest(
             arrival_ms=self._arrival_ms,
             prompt_tokens=len(self._prompt_ids),
-            output_tokens=tuple(map(len, self._output_ids)),
+            output_tokens=tuple(map(len, output_ids)),
             finish_reasons=tuple(self._reasons),
             block_ids=recorder.block_ids(self._prompt_ids, self._salt),
             ttft_ms=_positive(first_ms - begin_ms),
@@ -259,7 +268,7 @@ class _Outcome:
             scheduling=scheduling_fields(self._terms),
             first_stream=self._first_stream,
             prompt_ids=tuple(self._prompt_ids) if content else None,
-            output_ids=tuple(map(tuple, self._output_ids)) if content else None,
+            output_ids=tuple(map(tuple, output_ids)) if content else None,
         )
 
 

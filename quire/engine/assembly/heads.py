@@ -7,6 +7,7 @@ them. Heads take part in no fingerprint: they change no answer.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -256,17 +257,18 @@ def _time_passes(
     """Time passes of one request and of all, and over a prompt, so that the first decisions know
     what drafts cost."""
     prompt = min(32, len(ring.rows))
-    for num, length in ((1, prompt), (1, 3), (num_slots, 3)):
+    kinds = ((1, prompt), (1, 3), (num_slots, 3))
+    tenancies = itertools.count(-len(kinds) * _ROUNDS)  # below those of real requests
+    for num, length in kinds:
         slots, known = np.arange(num), TokenTable(num_slots, prompt)
-        for round_ in range(_ROUNDS):
+        for _ in range(_ROUNDS):
             for slot in range(num):
                 known.admit(slot, np.zeros(length, np.int32), length)
                 proposer.begin(slot, made_up_request())
             positions = np.tile(np.arange(length - 1, dtype=np.int32), num)
             of_rows = np.repeat(slots, length - 1)
             rows = np.zeros((len(of_rows), ring.rows.shape[1]), np.float32)
-            # Numbers below those of real requests.
-            ring.put(of_rows, np.full(len(of_rows), -1 - round_, np.int64), positions, rows)
+            ring.put(of_rows, np.full(len(of_rows), next(tenancies)), positions, rows)
             proposer.propose(known, slots, np.full(num, 3, np.int32), no_drafts(num, 3))
         for slot in range(num):
             proposer.end(slot)

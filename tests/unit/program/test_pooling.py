@@ -14,9 +14,10 @@ from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.batch import CacheRows, ForwardBatch
 from quire.program.ops import Linear
-from quire.program.pooling import with_pooling
+from quire.program.pooling import with_pooling, without_pooling
 from quire.program.program import Program
 from quire.program.serialize import from_plain, to_plain
+from quire.program.taps import with_taps
 from quire.program.tensors import DType
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.dtypes import from_bf16_bits
@@ -126,3 +127,11 @@ def test_a_program_is_rewritten_once(tmp_path: Path) -> None:
     program = with_pooling(program_of(write_tiny_llama(tmp_path / "m", seed=1)))
     with pytest.raises(ValueError, match="'pool' already"):
         with_pooling(program)
+
+
+def test_a_rewrite_can_be_taken_back_while_it_is_the_last(tmp_path: Path) -> None:
+    plain = program_of(write_tiny_llama(tmp_path / "m", seed=1))
+    assert without_pooling(plain) is plain
+    assert without_pooling(with_pooling(plain)) == plain
+    with pytest.raises(ValueError, match="rewritten after"):
+        without_pooling(with_taps(with_pooling(plain), (0,)))

@@ -15,6 +15,7 @@ import pytest
 import quire.text
 from quire.models.registry import build_program, open_model
 from quire.program import serialize
+from quire.program.pooling import with_pooling
 from quire.program.program import Program
 from quire.program.tensors import DType
 from quire.runner.fingerprint import FILES, block_fingerprint, system_fingerprint
@@ -145,3 +146,11 @@ def test_rope_and_numerics_count_for_blocks(folder: Path, monkeypatch: pytest.Mo
     assert before != block_fingerprint(replace(program, ropes=(turned,)), **OF_BLOCKS)
     monkeypatch.setattr(serialize, "NUMERICS_VERSION", -1)
     assert before != block_fingerprint(program, **OF_BLOCKS)
+
+
+def test_serving_embeddings_changes_neither(folder: Path) -> None:
+    program = _program(folder)
+    pooled = with_pooling(program)
+    assert block_fingerprint(pooled, **OF_BLOCKS) == block_fingerprint(program, **OF_BLOCKS)
+    before = system_fingerprint(program, folder, **PLAIN)
+    assert system_fingerprint(pooled, folder, **PLAIN) == before

@@ -225,6 +225,28 @@ def test_no_model_runs_where_its_drafts_do_not_pay() -> None:
     assert model.is_closed
 
 
+def test_requests_wait_to_be_judged_anew_after_a_rest() -> None:
+    case = Case(ScriptedProposer(), AdaptiveControl(NUM_SLOTS, MAX_DRAFTS))
+    case.begin(0, [1, 2, 3], 3)
+    index, limits = np.array([0]), ints(MAX_DRAFTS)
+    dear = StepCost(step_ms=1.0, step_tokens=1, draft_ms=np.full(1, 100.0))
+    counts, _ = case.drafter.propose(case.tokens, index, limits, lambda: dear)
+    assert counts.tolist() == [0]
+    num_waits = 0
+    for _ in range(40):  # with steps in flight no request is asked that does not wait
+        case.drafter.skips_step()
+        waits = case.drafter.would_propose(case.tokens, index, limits).any()
+        if waits:
+            num_waits += 1
+            case.drafter.propose(case.tokens, index, limits, lambda: dear)
+    assert 3 <= num_waits <= 6  # after 1, 2, 4, 8, 16 steps
+    while case.drafter.skips_step():
+        pass
+    assert case.drafter.would_propose(case.tokens, index, limits).all()
+    assert case.propose(0) == [[7]]
+    assert case.drafter.would_propose(case.tokens, index, limits).all()
+
+
 def test_lookups_rest_while_texts_repeat_nothing() -> None:
     case = Case(NgramProposer(NUM_SLOTS))
     case.begin(0, [1, 2, 3, 4], 4)

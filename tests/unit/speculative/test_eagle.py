@@ -249,3 +249,36 @@ def test_a_failure_is_passed_on_and_changes_nothing() -> None:
         rig.propose([0])
     rig.head.fails = False
     assert rig.propose([0]).counts.tolist() == [3]
+
+
+def test_rows_displaced_while_drafts_are_made_cost_one_request_one_call() -> None:
+    rig = Rig()
+    rig.begin(0, 8)
+    rig.begin(1, 8)
+    take = rig.ring.take
+
+    def late(slots: NDArray[np.intp], positions: Int32s) -> tuple[NDArray[np.intp], object]:
+        """Displace all rows of slot 0 just before, as the target's thread may."""
+        rig.ring.take = take  # type: ignore[method-assign]
+        rig.computed(1, 0, 7)
+        at = np.arange(200 - 14, dtype=np.int32)
+        rig.ring.put(np.full(len(at), 3), np.ones(len(at), np.int64), at, np.zeros((len(at), 2)))
+        rig.computed(1, 0, 7)
+        return take(slots, positions)
+
+    rig.ring.take = late  # type: ignore[method-assign, assignment]
+    assert rig.propose([0, 1]).counts.tolist() == [0, 3]
+    rig.computed(0, 0, 7)
+    assert rig.propose([0, 1]).counts.tolist() == [3, 3]
+
+
+def test_a_request_never_drafts_from_rows_of_the_one_before_it_in_its_slot() -> None:
+    rig = Rig()
+    rig.begin(0, 20)
+    assert rig.propose([0]).counts.tolist() == [3]
+    rig.begin(0, 12, computed_from=11)  # all but its last token was cached
+    assert rig.possible(0) == 0
+    assert rig.propose([0]).counts.tolist() == [0]
+    rig.append(0, [5])
+    assert rig.propose([0]).counts.tolist() == [3]
+    assert rig.head.passes[-3][1] == {0: (0, 1)}

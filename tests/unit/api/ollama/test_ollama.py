@@ -425,9 +425,7 @@ def test_a_configuration_that_names_no_architecture_is_no_error(text: str, tmp_p
     assert shown["details"]["family"] == "unknown"
 
 
-@pytest.mark.parametrize(
-    "path", ["pull", "push", "create", "copy", "delete", "blobs/sha256:ab", "embed", "embeddings"]
-)
+@pytest.mark.parametrize("path", ["pull", "push", "create", "copy", "delete", "blobs/sha256:ab"])
 def test_routes_of_a_store_of_models_are_refused_by_name(path: str) -> None:
     reply = ask({}, path=f"/api/{path}")
     assert reply.status == 404

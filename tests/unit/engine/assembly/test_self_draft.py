@@ -150,6 +150,7 @@ def test_buffers_of_passes_are_all_that_the_memory_plan_adds(deep: Path) -> None
         ({"self_draft_layers": 6}, "self_draft_layers is 6 and the model has 6 layers.*1 to 5"),
         ({"self_draft_layers": 0}, "self_draft_layers is 0"),
         ({"self_draft_layers": 2, "speculate": "ngram"}, "and speculate is ngram, so that it"),
+        ({"self_draft_layers": 2, "speculate": "eagle"}, "and speculate is eagle, so that it"),
         ({"self_draft_layers": 2, "draft_model": "x", "speculate": "off"}, "a draft model is giv"),
         ({"draft_model": "x"}, "draft_model is x and speculate is self, so that it would never"),
         ({"max_draft_tokens": 0}, "speculate is self and max_draft_tokens is 0"),
