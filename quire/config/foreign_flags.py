@@ -37,7 +37,10 @@ _RANKS = "the degree of tensor parallelism is --tensor-parallel-size"
 _DEVICE = "the GPU is chosen by --device"
 _LAYERS = "a GPU computes all layers (--executor torch) or none; leave it out"
 _KERNELS = "kernels are chosen by --executor and --numerics; leave it out"
-_DRAFT = "speculative decoding is set by --speculate; a draft model by --draft-model"
+_DRAFT = (
+    "speculative decoding is set by --speculate off, ngram, draft, self, medusa or eagle, with "
+    "--draft-model and --max-draft-tokens"
+)
 _DRAFT_MODEL = "a draft model is set by --draft-model, with --speculate draft"
 _DRAFT_TOKENS = "the maximum number of draft tokens is --max-draft-tokens"
 _LORA = "there are no LoRA adapters yet: merge the adapter into the model's weights"

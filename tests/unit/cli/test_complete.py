@@ -61,8 +61,8 @@ def test_the_prompt_may_be_piped_in(model: Path) -> None:
     [
         (["--logprobs", "2", "-p", "x"], "--logprobs is shown with --json only"),
         (["--echo", "--json", "-p", "x"], "leave out --echo"),
-        (["-p", "x", "--temperature", "nan"], "temperature is NaN; a finite number"),
-        (["-p", "x", "--max-tokens", "100000"], "max_tokens is 100000"),
+        (["-p", "x", "--temperature", "nan"], "--temperature is NaN; a finite number"),
+        (["-p", "x", "--max-tokens", "100000"], "--max-tokens is 100000"),
         (["-p", "x", "--max-num-seqs", "0"], "--max-num-seqs is 0; at least 1"),
         (["-p", "x", "--stop", ""], 'stop holds ""'),
     ],
@@ -81,7 +81,7 @@ def test_a_failure_is_one_line_and_exit_code_2(
 def test_invalid_text_is_rejected(model: Path) -> None:
     done = quire_main("complete", str(model), given=b"ab\xff")
     assert done.returncode == 2
-    assert "lone surrogate U+DCFF at character 2" in done.stderr
+    assert "standard input is not UTF-8: its byte 2 is 0xff" in done.stderr
 
 
 def test_a_directory_without_a_model_is_rejected(tmp_path: Path) -> None:
