@@ -197,7 +197,7 @@ class Prober:
 
 
 def _why_invalid(replica: Replica, error: Exception) -> str:
-    """Return what is wrong with a replica whose answer could not be read."""
+    """Return what is wrong with a replica after an answer that cannot be read."""
     url = replica.url
     advice = (
         f"give the server's address without a path: {url.shown}"
