@@ -28,6 +28,7 @@ from quire.base.server_url import (
     server_url,
     unreachable_text,
 )
+from quire.cli.options import sampling_flags_in_errors
 
 if TYPE_CHECKING:
     from quire.engine.library.async_llm import AsyncLLM
@@ -66,7 +67,8 @@ class LocalBackend:
             self._runner.run(self._llm.start())
             client = self._llm.client
             self.name = client.card.name
-            self._sampling = client.default_sampling().changed(**sampling)
+            with sampling_flags_in_errors():
+                self._sampling = client.default_sampling().changed(**sampling)
             if client.template is None:
                 raise TokenizerError(
                     f"{self.name} has no chat template; use `quire complete`, put a "

@@ -21,6 +21,7 @@ from quire.cli.options import (
     check_utf8,
     engine_settings,
     given_sampling,
+    sampling_flags_in_errors,
 )
 from quire.cli.pull import add_pull_flag, pull_if_asked
 
@@ -65,7 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
         prompt = check_utf8(sys.stdin.read(), "standard input")
     check_utf8(prompt, "--prompt")
     try:
-        return asyncio.run(_complete(arguments, prompt))
+        with sampling_flags_in_errors():
+            return asyncio.run(_complete(arguments, prompt))
     except ConfigError as error:
         if arguments.prompt is not None or not arguments.model:
             raise

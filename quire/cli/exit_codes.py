@@ -21,9 +21,12 @@ EXIT_CODES: Mapping[int, tuple[str, str]] = {
         "",
     ),
     FAILED: (
-        "The engine, the GPU or the HTTP server failed, or the output could not be written. "
+        "The engine, the GPU or the HTTP server failed, also that of `quire route`, or the output "
+        "could not be written. `quire chat --url`, `quire bench serve`, `quire record` and "
+        "`quire why`: the server cannot be reached. "
         "`quire plan`: the model does not fit. `quire doctor`: a problem was found. "
-        "`quire replay`: a request failed, or a token differs. `quire why`: there is no timeline.",
+        "`quire replay`: a request failed, or a token differs. `quire complete`: the answer ended "
+        "with an error. `quire why`: there is no timeline.",
         "Read the last lines of standard error; a service manager may restart the server.",
     ),
     REFUSED: (

@@ -8,18 +8,32 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from quire.base.errors import InvalidParameter
+from quire.base.errors import InvalidParameter, RequestError
 from quire.base.grammar import Grammar, grammar_of
 from quire.config.flags import add_flags
 from quire.config.groups import CacheConfig, ExecutorConfig, ModelConfig, SchedulerConfig
 from quire.config.server_config import ServerConfig
 
+
+def positive_int(text: str) -> int:
+    """Parse an argument as an integer of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
 _ENGINE_GROUPS = (ModelConfig, CacheConfig, SchedulerConfig, ExecutorConfig)
-_SAMPLING: tuple[tuple[str, type, str], ...] = (
+_SAMPLING: tuple[tuple[str, Callable[[str], Any], str], ...] = (
     ("temperature", float, "0 always takes the most likely token; higher values vary more"),
     ("top_k", int, "sample from this many of the most likely tokens; 0: all"),
     ("top_p", float, "sample from the most likely tokens with this total probability"),
@@ -39,7 +53,7 @@ _SAMPLING: tuple[tuple[str, type, str], ...] = (
     ("mirostat_tau", float, "mirostat's target surprise in bits; default 5"),
     ("mirostat_eta", float, "mirostat's learning rate; default 0.1"),
     ("seed", int, "the same seed gives the same answer"),
-    ("max_tokens", int, "maximum output tokens; default: what the context holds"),
+    ("max_tokens", positive_int, "maximum output tokens; default: what the context holds"),
     ("min_tokens", int, "minimum output tokens"),
 )
 
@@ -113,6 +127,11 @@ def apply_sources(arguments: argparse.Namespace, environment: Mapping[str, str])
     for name, sourced in arguments.sources.items():
         if name in taken:
             setattr(arguments, name, sourced.value)
+    if arguments.subcommand in ("serve", "config"):
+        from quire.config.foreign_variables import unread_variables
+
+        unread = unread_variables(environment, arguments.sources)
+        more = [*more, unread] if unread else more
     return warnings + more
 
 
@@ -174,6 +193,21 @@ def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
     return fields
 
 
+@contextmanager
+def sampling_flags_in_errors() -> Iterator[None]:
+    """Name the flag in place of the field, in errors about sampling."""
+    try:
+        yield
+    except RequestError as error:
+        name = error.param or ""
+        if name in {field for field, _, _ in _SAMPLING}:
+            flag = "--" + name.replace("_", "-")
+            at = r"(?<![\w\"-])" if "_" in name else "^"  # else it may be an English word
+            text = re.sub(rf"{at}{name}(?![\w-])", flag, str(error))
+            error.args = (text, *error.args[1:])
+        raise
+
+
 def _structured_outputs(text: str) -> Grammar:
     """Parse an argument into a grammar."""
     try:
@@ -207,17 +241,6 @@ def check_utf8(text: str, what: str) -> str:
                 "it, as with iconv -f LATIN1 -t UTF-8"
             )
     return text
-
-
-def positive_int(text: str) -> int:
-    """Parse an argument as an integer of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return value
 
 
 def positive_float(text: str) -> float:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from quire.base.errors import InvalidParameter, SettingError
 from quire.base.log import Log
-from quire.base.server_url import key_headers, server_url
-from quire.router.discovery import Discovery, StaticList, WatchedFile
+from quire.base.server_url import key_headers
+from quire.router.discovery import Discovery, StaticList, WatchedFile, replica_url
 from quire.router.settings import POLICIES, RouterSettings
 
 _DEFAULTS = RouterSettings()
@@ -33,7 +33,12 @@ _SECONDS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments."""
-    parser.add_argument("replicas", metavar="URL", nargs="*", help="addresses of the replicas")
+    parser.add_argument(
+        "replicas",
+        metavar="URL",
+        nargs="*",
+        help="addresses of the replicas, without a path, as in http://127.0.0.1:8000",
+    )
     parser.add_argument(
         "--replicas-file",
         metavar="FILE",
@@ -131,7 +136,7 @@ def _discovery(arguments: argparse.Namespace, log: Log) -> Discovery:
     if arguments.replicas_file:
         return WatchedFile(Path(arguments.replicas_file), log)
     try:
-        urls = [server_url(url) for url in arguments.replicas]
+        urls = [replica_url(url) for url in arguments.replicas]
     except InvalidParameter as error:
         raise SettingError(str(error)) from error
     return StaticList(tuple({url.shown + url.path: url for url in urls}.values()))

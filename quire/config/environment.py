@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from typing import Any, get_origin
 
 from quire.base.errors import SettingError
-from quire.config.flags import reader_of
+from quire.config.flags import flag_of, reader_of
 from quire.config.sources import SETTINGS, Setting, Source, Sourced
 
 # The variable of --config.
@@ -73,13 +73,12 @@ def _parsed(setting: Setting, text: str) -> Any:
             return (text,)
         return tuple(part.strip() for part in text.split(",") if part.strip())
     value: Any = text
+    where = f"{setting.variable} ({flag_of(setting.field)})"
     if setting.kind is bool:
         value = _WORDS.get(text.strip().lower(), text)
     elif setting.name.endswith("_bytes") or setting.kind in (int, float):
         try:
             value = reader_of(setting.field, setting.kind)(text)
         except (ValueError, argparse.ArgumentTypeError):
-            raise SettingError(
-                f"{setting.variable} is {text!r}; {setting.allowed} is expected"
-            ) from None
-    return setting.check(value, setting.variable)
+            raise SettingError(f"{where} is {text!r}; {setting.allowed} is expected") from None
+    return setting.check(value, where)

@@ -77,11 +77,26 @@ def keywords_in_errors() -> Iterator[None]:
     try:
         yield
     except (SettingError, CapacityError) as error:
-        text = re.sub(
-            r"(?<![\w-])--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), str(error)
-        )
-        error.args = (text, *error.args[1:])
+        error.args = (in_keywords(str(error)), *error.args[1:])
         raise
+
+
+def in_keywords(text: str) -> str:
+    """Replace flags in an error message by keyword arguments, values of a choice in quotes."""
+    choices = {
+        flag_of(setting): tuple(map(str, get_args(kind_of(hints[setting.name]))))
+        for group in get_type_hints(EngineConfig).values()
+        for hints in (get_type_hints(group),)
+        for setting in fields(group)
+    } | {"--matryoshka-dimensions": ("any",)}
+
+    def keyword(found: re.Match[str]) -> str:
+        name, value = found[1][2:].replace("-", "_"), found[2] or ""
+        if value.strip() in choices.get(found[1], ()):
+            return f'{name}="{value.strip()}"'
+        return name + value
+
+    return re.sub(r"(?<![\w-])(--[a-z][a-z-]+)( [a-z0-9]+\b)?", keyword, text)
 
 
 def add_flags(

@@ -41,7 +41,10 @@ _RANKS = "the degree of tensor parallelism is --tensor-parallel-size"
 _DEVICE = "the GPU is chosen by --device"
 _LAYERS = "a GPU computes all layers (--executor torch) or none; leave it out"
 _KERNELS = "kernels are chosen by --executor and --numerics; leave it out"
-_DRAFT = "speculative decoding is set by --speculate; a draft model or draft heads by --draft-model"
+_DRAFT = (
+    "speculative decoding is set by --speculate off, ngram, draft, self, medusa or eagle, with "
+    "--draft-model and --max-draft-tokens"
+)
 _DRAFT_MODEL = (
     "a draft model is set by --draft-model, with --speculate draft (EAGLE-3 and Medusa heads with "
     "eagle and medusa)"

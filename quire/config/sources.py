@@ -19,6 +19,7 @@ from quire.config.server_config import ServerConfig
 
 # Shown in place of a secret.
 SECRET = "(set)"
+_PORTS = ("port", "admin_port")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,8 @@ class Setting:
             return f"one of {', '.join(map(str, get_args(self.kind)))}"
         if get_origin(self.kind) is tuple:
             return "a string or a list of strings"
+        if self.name in _PORTS:
+            return "a whole number from 0 to 65535"
         return TYPE_NAMES[self.kind]
 
     def shown(self, value: object) -> str:

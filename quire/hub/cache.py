@@ -44,7 +44,10 @@ def with_local_model(config: EngineConfig) -> EngineConfig:
     """
     draft = config.scheduler.draft_model
     if draft is not None and hub_name(draft) is not None:
-        path = str(local_model(draft))
+        try:
+            path = str(local_model(draft))
+        except ConfigError as error:
+            raise ConfigError(f"--draft-model {error}") from None
         config = replace(config, scheduler=replace(config.scheduler, draft_model=path))
     name = hub_name(config.model.model)
     if name is None:

@@ -43,8 +43,9 @@ def selected(entries: Sequence[Entry], names: Sequence[str]) -> list[Entry]:
             near = [one.name for one in entries if len(name) > 2 and name in one.name][:1]
             hint = f"did you mean {near[0]}? " if near else ""
             raise SettingError(
-                f"nothing here is called {name!r}; {hint}quire models lists: {listed}. Packed "
-                "weights and KV tiers are found with --pack-cache and --kv-tier-path"
+                f"nothing here is called {name!r}; {hint}quire models lists: {listed}. Models are "
+                f"those of the Hugging Face cache {cache_dir()}, and HF_HOME names another place; "
+                "packed weights and KV tiers are found with --pack-cache and --kv-tier-path"
             )
         found += [entry for entry in matching if entry not in found]
     return found

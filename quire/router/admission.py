@@ -91,11 +91,10 @@ class Admission:
                 f"model {model!r} is not served here; {' or '.join(map(repr, served))} is",
                 param="model",
             )
-        states = ", ".join(f"{one.name} {one.state}" for one in self._fleet.replicas.values())
         return Refusal(
             503,
             "no_replica",
-            f"no replica is available ({states}); try again later",
+            f"no replica is available: {self._fleet.why_none()}; try again later",
             retry_after_s=self.retry_after_s(),
         )
 

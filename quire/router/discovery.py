@@ -8,6 +8,7 @@ rename it, which is never seen half-written.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -87,6 +88,16 @@ class WatchedFile:
         return parsed(raw.decode().splitlines())
 
 
+def replica_url(text: str) -> ServerUrl:
+    """Parse the address of a replica. Raises InvalidParameter.
+
+    The /v1 of clients' base URLs is left out: the router adds the paths. Any other path is kept,
+    for servers behind a proxy.
+    """
+    url = server_url(text)
+    return replace(url, path=url.path.removesuffix("/v1").rstrip("/"))
+
+
 def parsed(lines: list[str]) -> tuple[ServerUrl, ...]:
     """Return the addresses of lines, each once. Raises ValueError naming the line."""
     urls: dict[str, ServerUrl] = {}
@@ -95,7 +106,7 @@ def parsed(lines: list[str]) -> tuple[ServerUrl, ...]:
         if not text or text.startswith("#"):
             continue
         try:
-            url = server_url(text)
+            url = replica_url(text)
         except InvalidParameter as error:
             raise ValueError(f"line {number}: {error}") from error
         urls.setdefault(url.shown + url.path, url)

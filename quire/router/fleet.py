@@ -18,6 +18,8 @@ from quire.router.policies.registry import make_policy
 from quire.router.replica import Replica
 from quire.router.settings import RouterSettings
 
+_MAX_NAMED = 4
+
 
 class Fleet:
     """replicas: by name, those that the discovery names."""
@@ -101,6 +103,22 @@ class Fleet:
         """Return whether any replica serves `model`, or what replicas serve is not known yet."""
         replicas = self.replicas.values()
         return any(one.serves(model) or not one.models for one in replicas)
+
+    def why_none(self) -> str:
+        """Return why no replica takes requests, and what to do."""
+        replicas = list(self.replicas.values())
+        states = [
+            f"{one.name} {one.state}" + (f": {one.reason}" if one.reason else "")
+            for one in replicas[:_MAX_NAMED]
+        ]
+        if len(replicas) > _MAX_NAMED:
+            states.append(f"{len(replicas) - _MAX_NAMED} more")
+        advice = f"each is probed every {self.settings.probe_s:g} s and joins by itself"
+        down = next((one for one in replicas if one.state == "unreachable"), None)
+        if down is not None:
+            port = down.url.port or (443 if down.url.is_secure else 80)
+            advice += f": start it on its machine, as in `quire serve --port {port}`"
+        return f"{'; '.join(states)}; {advice}"
 
     def suspect(self, replica: Replica) -> None:
         """Send nothing more to a replica until a probe, which comes at once, has checked it."""

@@ -112,9 +112,7 @@ class Prober:
             if replica.state != "unreachable" and (is_quiet or replica.is_fenced):
                 self._fence(replica, "unreachable", str(fault))
         except (msgspec.MsgspecError, TimeoutError) as error:
-            self._fence(
-                replica, "unknown", f"its /health is not that of a server of Quire: {error}"
-            )
+            self._fence(replica, "invalid", _why_invalid(replica, error))
 
     def _unanswered(self, replica: Replica) -> None:
         """No answer in time: fence it if nothing else shows that it lives."""
@@ -196,3 +194,14 @@ class Prober:
                 return exchange.status, None
             return exchange.status, msgspec.json.decode(body, type=kind)
         raise ReplicaFault("it closes each connection", is_suspect=False)
+
+
+def _why_invalid(replica: Replica, error: Exception) -> str:
+    """Return what is wrong with a replica after an answer that cannot be read."""
+    url = replica.url
+    advice = (
+        f"give the server's address without a path: {url.shown}"
+        if url.path
+        else "give the address of a server of Quire"
+    )
+    return f"its /health is not that of a server of Quire ({error}); {advice}"

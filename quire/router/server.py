@@ -89,6 +89,8 @@ async def _serve(
     await prober.first_round()
     probing = asyncio.ensure_future(prober.run())
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+    if not fleet.num_available:
+        log.warning("no replica is available yet", reason=fleet.why_none())
     announce(fleet.num_available)
     stopped = asyncio.ensure_future(stop.wait())
     try:

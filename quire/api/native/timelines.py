@@ -90,11 +90,14 @@ def _why_none(id_or_name: str, answer: TimelinesReported) -> str:
     """Return why there is no timeline, and how long timelines are kept."""
     if not answer.kept_steps:
         return "timelines are off: the server was started with --timeline-steps 0"
+    minutes = f"{answer.kept_ms / _MINUTE_MS:.1f}"
+    # A server that has computed little has kept it all: a time would say nothing.
+    span = "" if minutes == "0.0" else f" (here the last {minutes} minutes)"
     return (
         f"no timeline of request {show(id_or_name)} is kept: no request was sent with this id and "
-        f"key, or it is older than the last {answer.kept_steps:,} steps (here the last "
-        f"{answer.kept_ms / _MINUTE_MS:.1f} minutes) or the last {MAX_HISTORIES:,} requests; "
-        "--timeline-steps keeps more steps"
+        f"key, or it is older than the last {answer.kept_steps:,} steps{span} or the last "
+        f"{MAX_HISTORIES:,} requests; check the id and the key (--api-key of quire why), or start "
+        "with a larger --timeline-steps"
     )
 
 

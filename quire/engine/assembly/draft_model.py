@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from quire.base.clock import Clock
-from quire.base.errors import ModelError, SettingError, TokenizerError
+from quire.base.errors import ConfigError, ModelError, SettingError, TokenizerError
 from quire.base.rare_records import Speculation
 from quire.base.records import Request
 from quire.base.sampling_params import SamplingParams
@@ -104,7 +104,10 @@ def sized_draft(config: EngineConfig, spec: ModelSpec, sizing: ExecutorSizing) -
     folder = draft_folder(config)
     if folder is None:
         return None
-    own = open_model(folder)
+    try:
+        own = open_model(folder)
+    except ConfigError as error:
+        raise ConfigError(f"--draft-model {error}") from None
     check_vocabulary(model_folder(config.model), spec.vocab_size, folder, own.vocab_size)
     checkpoint = open_checkpoint(folder)
     longest = min(own.max_positions, config.model.max_model_len or spec.max_positions)

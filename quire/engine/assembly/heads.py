@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from quire.base.clock import Clock
-from quire.base.errors import ModelError, SettingError
+from quire.base.errors import ConfigError, ModelError, SettingError
 from quire.base.token_table import TokenTable
 from quire.base.user_path import user_path
 from quire.config.groups import EngineConfig
@@ -114,7 +114,10 @@ def head_kind(config: EngineConfig) -> Kind | None:
         return asked
     found = kind_of(user_path(settings.draft_model))
     if asked is not None and found is None:
-        check_model_folder(user_path(settings.draft_model))  # what is there, if it is no model
+        try:
+            check_model_folder(user_path(settings.draft_model))  # what is there, if it is no model
+        except ConfigError as error:
+            raise ConfigError(f"--draft-model {error}") from None
     if asked is not None and found != asked:
         what = "a draft model" if found is None else f"{found} heads"
         rather = "draft" if found is None else found

@@ -78,7 +78,10 @@ def _check_supported(folder: Path) -> None:
     """Raise ConfigError if the model is not supported: report that rather than its tokenizer."""
     from quire.models.registry import open_model  # all architectures
 
-    open_model(folder)
+    try:
+        open_model(folder)
+    except QuireError as error:
+        raise error from None  # the tokenizer's error would be shown before it
 
 
 def _check_objects(name: str, given: object) -> None:

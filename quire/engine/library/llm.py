@@ -20,12 +20,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from quire.base.clock import Clock
-from quire.base.errors import OverloadedError
+from quire.base.errors import InvalidParameter, OverloadedError
 from quire.base.gguf_open import gguf_read_once
 from quire.base.sampling_checks import MAX_N
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
-from quire.config.flags import engine_config, keywords_in_errors
+from quire.config.flags import engine_config, in_keywords, keywords_in_errors
 from quire.config.groups import EngineConfig
 from quire.engine.client.open_streams import OpenStreams
 from quire.engine.client.pooling_checks import pooling_of
@@ -174,8 +174,11 @@ class LLM:
         model's prompts, which precedes each text; None: its default, "": none. Raises RequestError
         where the model makes no embeddings, or a prompt or an argument cannot be served.
         """
-        pooling = pooling_of(self.card)
-        size = checked_dimensions(dimensions, pooling, self.card.name)
+        try:
+            pooling = pooling_of(self.card)
+            size = checked_dimensions(dimensions, pooling, self.card.name)
+        except InvalidParameter as error:  # it names the server's flags
+            raise InvalidParameter(in_keywords(str(error)), param=error.param) from None
         before = prompt_text(prompt_name, pooling)
         texts = [before + one if isinstance(one, str) else one for one in prompts_of(prompts)]
         jobs = self._jobs(texts, pooling_params(pooling), terms, special_tokens=True)

@@ -68,7 +68,7 @@ def checked_dimensions(value: object, pooling: PoolingSpec, name: str) -> int | 
         allowed = (
             f"model {name} has {pooling.size} dimensions and was not declared to keep its meaning "
             "when it is cut (Matryoshka): leave dimensions out, or start with "
-            "--matryoshka-dimensions if the model was trained so"
+            "--matryoshka-dimensions any (or a list such as 256,512) if the model was trained so"
         )
     raise InvalidParameter(f"dimensions is {show(value)}; {allowed}", param="dimensions")
 

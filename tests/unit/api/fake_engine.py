@@ -208,6 +208,7 @@ class FakeEngine:
         self.num_snapshots = 0
         self.reports: tuple[TimelineReport, ...] = ()
         self.kept_steps = 512
+        self.kept_ms = 90_000.0
         self.timelines_asked: list[str] = []
 
     async def cache_report(self, *, num_prefixes: int = 0) -> CacheReport:
@@ -224,7 +225,7 @@ class FakeEngine:
             ask_id=1,
             reports=self.reports if request_id != "?" else (),
             kept_steps=self.kept_steps,
-            kept_ms=90_000.0,
+            kept_ms=self.kept_ms,
         )
 
     async def flush_cache(self) -> int:

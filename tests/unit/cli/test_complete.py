@@ -61,8 +61,8 @@ def test_the_prompt_may_be_piped_in(model: Path) -> None:
     [
         (["--logprobs", "2", "-p", "x"], "--logprobs is shown with --json only"),
         (["--echo", "--json", "-p", "x"], "leave out --echo"),
-        (["-p", "x", "--temperature", "nan"], "temperature is NaN; a finite number"),
-        (["-p", "x", "--max-tokens", "100000"], "max_tokens is 100000"),
+        (["-p", "x", "--temperature", "nan"], "--temperature is NaN; a finite number"),
+        (["-p", "x", "--max-tokens", "100000"], "--max-tokens is 100000"),
         (["-p", "x", "--max-num-seqs", "0"], "--max-num-seqs is 0; at least 1"),
         (["-p", "x", "--stop", ""], 'stop holds ""'),
     ],

@@ -97,6 +97,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("complete https://huggingface.co/a/b?x=1 -p x", "an address; give the model's name: a/b"),
         ("complete ~nobody-of-this-name/x -p x", "~nobody-of-this-name/x: no such folder"),
         ("complete good -p x --temperature hot", "--temperature: 'hot' is not a number"),
+        (
+            "complete good -p x --max-tokens=-5",
+            "--max-tokens: '-5' is not a whole number of at lea",
+        ),
+        ("complete good -p x --top-p 3", "complete: --top-p is 3.0; a finite number from 0.0 to"),
+        ("complete good -p x --draft-model ./none", "complete: --draft-model none: no such folde"),
+        ("complete good -p x --draft-model ./empty", "--draft-model empty: there is no config.js"),
+        ("complete good -p x --draft-model a/b", "complete: --draft-model a/b is neither a path"),
+        (
+            "complete good -p x --speculate eagle --draft-model ./none",
+            "complete: --draft-model none: no such folder; give",
+        ),
+        (
+            "serve --speculative-config {}",
+            "--speculate off, ngram, draft, self, medusa or eagle, with --draft-model and --max-dr",
+        ),
         ("complete good -p x --seed 1e9", "--seed: '1e9' is not a whole number"),
         ("serve good --pack-cache file --port 0", "name a directory that you may write to"),
         ("serve good --api-key-file none", "none cannot be read (No such file or directory); give"),
@@ -135,6 +151,8 @@ def test_a_file_as_the_cache_of_models_is_named(
 def test_names_of_vllm_lead_to_what_there_is() -> None:
     with pytest.raises(ImportError, match="use AsyncLLM"):
         _ = quire.AsyncLLMEngine
+    with pytest.raises(AttributeError, match="use embed"):
+        _ = LLM.__new__(LLM).encode
     with pytest.raises(AttributeError, match="it has generate"):
         _ = LLM.__new__(LLM).generat
 
@@ -196,3 +214,27 @@ def test_a_schema_of_an_unknown_type_names_the_types() -> None:
     grammar = Grammar(kind=GrammarKind.JSON_SCHEMA, text=text)
     said = str(rejection(grammar, "Invalid type: blob"))
     assert 'the schema has the type "blob" (at #/properties/a/type); array, boolean,' in said
+
+
+def test_a_variable_is_named_with_its_flag_and_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_PORT", "eighty")
+    monkeypatch.setenv("OLLAMA_HOST", "0.0.0.0:11434")
+    said = quire_main("serve").stderr
+    assert "QUIRE_PORT (--port) is 'eighty'; a whole number from 0 to 65535 is expected" in said
+    monkeypatch.setenv("QUIRE_PORT", "99999")
+    said = quire_main("serve").stderr
+    assert "--port (QUIRE_PORT) is 99999; 0 to 65535 is allowed" in said
+    monkeypatch.delenv("QUIRE_PORT")
+    said = quire_main("config", "show").stderr
+    assert said.startswith("quire config: warning: variables of other programs are set and not re")
+    assert said.count("OLLAMA_HOST (set QUIRE_HOST and QUIRE_PORT)") == said.count("\n") == 1
+    assert not quire_main("config", "show", "--port", "1").stderr
+
+
+def test_a_model_that_is_not_there_is_one_error(folder: Path) -> None:
+    with pytest.raises(QuireError, match="no such folder") as caught:
+        LLM(folder / "none")
+    error: BaseException | None = caught.value
+    assert error is not None
+    assert error.__cause__ is None
+    assert error.__suppress_context__

@@ -11,6 +11,7 @@ import pytest
 from quire.base.errors import SettingError
 from quire.cli import route
 from quire.cli.main import command_parser
+from quire.router.discovery import parsed, replica_url
 
 
 def _run(*words: str) -> int:
@@ -35,6 +36,22 @@ def _run(*words: str) -> int:
 def test_wrong_arguments_say_what_is_allowed(words: list[str], message: str) -> None:
     with pytest.raises(SettingError, match=message):
         _run(*words)
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("http://a:1/v1", "http://a:1"),
+        ("http://a:1/v1/", "http://a:1"),
+        ("http://a:1/", "http://a:1"),
+        ("a:1", "http://a:1"),
+        ("http://a:1/box/v1", "http://a:1/box"),
+        ("http://a:1/boxv1", "http://a:1/boxv1"),
+    ],
+)
+def test_the_path_of_clients_is_left_out_of_a_replica_s_address(text: str, kept: str) -> None:
+    for url in (replica_url(text), *parsed([text, kept])):
+        assert url.shown + url.path == kept
 
 
 def test_an_empty_key_file_is_refused(tmp_path: Path) -> None:

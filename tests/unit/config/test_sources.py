@@ -11,6 +11,8 @@ from quire.base.errors import SettingError
 from quire.config.admin_keys import read_api_keys
 from quire.config.config_file import read_config_file, write_config
 from quire.config.environment import read_environment
+from quire.config.flags import flag_of
+from quire.config.foreign_variables import INSTEAD, unread_variables
 from quire.config.sources import DEFAULT, SETTINGS, Setting, Source, Sourced, merged, with_sources
 
 EVERY = list(SETTINGS.values())
@@ -89,7 +91,8 @@ def test_a_value_of_a_wrong_type_is_rejected_in_a_file(setting: Setting, tmp_pat
 def test_an_invalid_variable_is_rejected_with_its_name(setting: Setting) -> None:
     with pytest.raises(SettingError) as caught:
         read_environment({setting.variable: "many"})
-    assert str(caught.value) == f"{setting.variable} is 'many'; {setting.allowed} is expected"
+    where = f"{setting.variable} ({flag_of(setting.field)})"
+    assert str(caught.value) == f"{where} is 'many'; {setting.allowed} is expected"
 
 
 def test_keys_may_stand_at_the_top_or_in_a_table_with_dashes_or_underscores(tmp_path: Path) -> None:
@@ -125,8 +128,8 @@ def test_keys_may_stand_at_the_top_or_in_a_table_with_dashes_or_underscores(tmp_
         ("max-num-seqs = 1\nmax_num_seqs = 2", ":2: max_num_seqs is already set at"),
         ("port = 1\nport = 2", "not valid TOML: Cannot overwrite a value (at line 2"),
         ("port = ", "not valid TOML: Invalid value (at line 1"),
-        ('port = "80"', ":1: port is '80'; a whole number is expected"),
-        ("port = true", ":1: port is True; a whole number is expected"),
+        ('port = "80"', ":1: port is '80'; a whole number from 0 to 65535 is"),
+        ("port = true", ":1: port is True; a whole number from 0 to 65535 is"),
         ("insecure = 1", ":1: insecure is 1; true or false is expected"),
         ("cors-origin = [1]", ":1: cors-origin is [1]; a string or a list of strings is expected"),
         ('dtype = "f64"', ":1: dtype is 'f64'; one of auto, f32, bf16, float32, bfloat16 is"),
@@ -233,3 +236,28 @@ def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
     path.write_text("\n")
     with pytest.raises(SettingError, match="has no key; write one per line"):
         read_api_keys(str(path))
+
+
+@pytest.mark.parametrize("variable", INSTEAD)
+def test_a_variable_of_another_engine_is_answered_by_what_is_read_here(variable: str) -> None:
+    said = unread_variables({variable: "a secret"}, ())
+    assert f"are set and not read: {variable} (set " in said
+    assert "secret" not in said
+    for name in INSTEAD[variable]:
+        assert (name if name == "HF_HOME" else SETTINGS[name].variable) in said
+        assert not unread_variables({variable: "x", "HF_HOME": "y"}, {name})
+
+
+def test_variables_of_other_engines_are_one_warning() -> None:
+    environment = {
+        "OLLAMA_HOST": "0.0.0.0:11434",
+        "VLLM_API_KEY": "k",
+        "VLLM_PORT": "",
+        "HOME": "x",
+    }
+    assert unread_variables(environment, ()) == (
+        "variables of other programs are set and not read: OLLAMA_HOST (set QUIRE_HOST and "
+        "QUIRE_PORT), VLLM_API_KEY (set QUIRE_API_KEY); quire config show --env lists those that "
+        "are"
+    )
+    assert not unread_variables({"VLLM_PORT": "tcp://10.0.0.1:8000", "HOME": "x"}, ())

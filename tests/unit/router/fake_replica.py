@@ -86,7 +86,7 @@ class FakeReplica:
         )
         raw = await reader.readexactly(length)
         path = head.split(b" ")[1]
-        if path == b"/health":
+        if path.endswith(b"/health"):
             status = 200 if self.health["ok"] else 503
             _whole(writer, status, {**self.health, "steps_total": self.steps_total})
             return True

@@ -423,3 +423,57 @@ def test_bodies_beyond_the_limit_are_refused_before_they_are_read_whole() -> Non
         assert (status, json.loads(body)["error"]["code"]) == (413, "body_too_large")
 
     run([FakeReplica()], story, max_body_bytes=4096)
+
+
+class Behind(FakeReplica):
+    """A server with another /health, at an address with a path."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path, self.health = path, {"ok": True}
+
+    @property
+    def url(self) -> str:
+        return super().url + self.path
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/v2", "give the server's address without a path: http://127.0.0.1:"),
+        ("", "give the address of a server of Quire"),
+    ],
+)
+def test_why_a_replica_is_none_is_in_the_log_and_the_answer(path: str, said: str) -> None:
+    async def story(router: Router) -> None:
+        status, _, body = await stream(router)
+        message = json.loads(body)["error"]["message"]
+        (line,) = [line for line in router.lines if "replica fenced" in line]
+        for text in (message, line):
+            assert "its /health is not that of a server of Quire" in text
+            assert said in text
+        assert status == 503
+        assert "probed every 0.05 s and joins by itself; try again later" in message
+
+    run([Behind(path)], story)
+
+
+def test_replicas_that_are_not_there_yet_join_by_themselves() -> None:
+    replica = FakeReplica()
+
+    async def story(router: Router) -> None:
+        replica.stop_listening(cuts=True)
+        while router.fleet.num_available:
+            router.fleet.probe_now.set()
+            await asyncio.sleep(0.01)
+        status, _, body = await stream(router)
+        message = json.loads(body)["error"]["message"]
+        assert status == 503
+        assert f"start it on its machine, as in `quire serve --port {replica.port}`" in message
+        assert f"{replica.url} unreachable: " in message
+        await replica.start()
+        while not router.fleet.num_available:
+            await asyncio.sleep(0.01)
+        assert (await stream(router))[2] == ANSWER
+
+    run([replica], story)

@@ -21,11 +21,13 @@ from quire.base.show import show
 OPEN_STATUSES = ("queued", "in_progress")
 
 
-def unknown_response(id_: str, *, param: str | None = None) -> UnknownResponse:
+def unknown_response(
+    id_: str, *, param: str | None = None, advice: str = "; check the id and the key"
+) -> UnknownResponse:
     """Return the error for an id of which nothing is stored."""
     return UnknownResponse(
         f"no response {show(id_)} is stored for this key: it was never made with this key, or with "
-        "store: false, was deleted, or evicted by newer ones (--responses-store-size)",
+        "store: false, was deleted, or evicted by newer ones (--responses-store-size)" + advice,
         param=param,
     )
 
@@ -46,7 +48,11 @@ async def earlier_items(store: ResponseStore, key: bytes, id_: Any) -> list[Item
     while next_id is not None:
         stored = await store.find(key, next_id)
         if stored is None:
-            raise unknown_response(next_id, param=param)
+            raise unknown_response(
+                next_id,
+                param=param,
+                advice="; check the id and the key, or send the whole conversation as input",
+            )
         response = msgspec.json.decode(stored.response)
         if response["status"] in OPEN_STATUSES:
             raise InvalidParameter(

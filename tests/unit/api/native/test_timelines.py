@@ -121,6 +121,12 @@ def test_a_missing_timeline_says_how_long_they_are_kept_and_what_changes_that() 
         assert reply.status == 404
         for said in ("512 steps", "1.5 minutes", "8,192 requests", "--timeline-steps"):
             assert said in reply.error["message"]
+        site.engine.kept_ms = 2900.0  # nothing was computed for long: no time is said
+        idle = (await site.get("/v1/requests/nobodys/timeline")).error["message"]
+        assert (
+            "the last 512 steps or the last 8,192 requests; check the id and the key (--api-k"
+            in idle
+        )
         id_ = (await site.post(COMPLETIONS, {"prompt": "a"})).json["id"]  # the engine has none
         assert (await site.get(f"/v1/requests/{id_}/timeline")).status == 404
         site.engine.kept_steps = 0
