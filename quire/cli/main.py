@@ -145,6 +145,14 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False)
 
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        # argparse abbreviates flags of one dash all the same: -t is llama.cpp's, not -tp.
+        return [
+            found
+            for found in super()._get_option_tuples(option_string)
+            if option_string.startswith(found[1])
+        ]
+
     def error(self, message: str) -> NoReturn:
         from quire.cli.usage_errors import (  # slow imports
             with_help_of_required,

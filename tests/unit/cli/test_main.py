@@ -205,6 +205,12 @@ def test_flags_of_other_engines_are_rejected_with_the_alternative(
     assert not [text for text in INSTEAD.values() if text not in shown]
 
 
+def test_a_flag_of_one_dash_is_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "-t", "8"])
+    assert f"unknown arguments: -t; {INSTEAD['-t']}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flag", [flag for flag in INSTEAD if flag.startswith("-h")])
 def test_a_foreign_flag_that_begins_like_help_is_rejected_as_others(
     flag: str, capsys: pytest.CaptureFixture[str]
