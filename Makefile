@@ -20,7 +20,7 @@ demo: $(STAMP)-run  ## set up, start the server, stream an answer, shut down
 	@$(BIN)/python examples/demo.py
 
 test: $(STAMP)-test  ## set up and run the default test suite
-	@$(BIN)/python -m pytest -n 2 --dist loadfile
+	@$(BIN)/python -m pytest -n 3 --dist loadfile
 
 lint: $(STAMP)-lint  ## formatter, linter, types, import contracts, prose
 	@$(BIN)/ruff format --check .
