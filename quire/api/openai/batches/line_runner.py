@@ -36,7 +36,7 @@ from quire.base.errors import (
 if TYPE_CHECKING:
     from quire.api.server_state import ServerState
 
-# Fields whose answer is no single body.
+# Fields that make an answer more than one body.
 _UNFIT = ("stream", "background")
 # Errors of the line, though of classes that otherwise say to try again.
 _OF_THE_LINE = (DeadlineMissed, TimedOut, StepRowError)

@@ -189,7 +189,7 @@ def move_to(
 
 
 def forget_lines(database: Connection, id_: str) -> None:
-    """Remove the lines of a batch whose input is refused, or was not read to its end."""
+    """Remove the lines of a batch: its input is refused, or was not read to its end."""
     database.execute("DELETE FROM lines WHERE batch = ?", (id_,))
 
 

@@ -76,7 +76,7 @@ class BatchWorker:
         task.add_done_callback(lambda _: self._forget(batch.id))
 
     def cancel(self, id_: str) -> None:
-        """End the lines of a batch, whose status is `cancelling`."""
+        """End the lines of a batch that is `cancelling`."""
         task = self._batches.get(id_)
         if task is not None and id_ not in self._cancelled:
             self._cancelled.add(id_)

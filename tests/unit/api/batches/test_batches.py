@@ -1,4 +1,4 @@
-"""Files and batches with a scripted engine: forms, bounds, order, errors, cancellation, restarts."""
+"""Files and batches with a scripted engine: forms, bounds, order, errors, cancels, restarts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import pytest
 
 from quire.api.openai.batches import input_lines, stored_batches
 from quire.api.openai.batches.multipart import MultipartReader, Part, boundary_of
+from quire.api.server_state import OpenRequest, Requester
 from quire.base.errors import RequestError, SettingError
 from quire.config.server_config import ServerConfig
-from quire.config.tenants import Tenant, key_digest
+from quire.config.tenants import MAX_PRIORITY, Tenant, key_digest
 from tests.unit.api.fake_engine import FakeEngine, Reply, Site
+from tests.unit.api.responses.asking import engine
 
 FILES, BATCHES, ENDPOINT = "/v1/files", "/v1/batches", "/v1/completions"
 FORM = {"content-type": "multipart/form-data; boundary=X"}
@@ -70,7 +72,8 @@ async def lines_of(site: Site, file: str | None) -> list[Any]:
     if file is None:
         return []
     reply = await site.get(f"{FILES}/{file}/content")
-    assert reply.status == 200 and len(reply.body) == int(reply.headers["content-length"])
+    assert reply.status == 200
+    assert len(reply.body) == int(reply.headers["content-length"])
     return [json.loads(entry) for entry in reply.body.splitlines()]
 
 
@@ -112,7 +115,8 @@ def test_results_are_in_the_order_of_the_lines(store: Path) -> None:
         assert [entry["custom_id"] for entry in output] == [f"id-{n}" for n in (0, 1, 2, 3, 4, 7)]
         alone = (await site.post(ENDPOINT, line(3)["body"])).json
         body = output[3]["response"]["body"]
-        assert body["choices"] == alone["choices"] and output[3]["error"] is None
+        assert body["choices"] == alone["choices"]
+        assert output[3]["error"] is None
         errors = await lines_of(site, batch["error_file_id"])
         assert [entry["custom_id"] for entry in errors] == ["id-5", "id-6"]
         params = [entry["response"]["body"]["error"]["param"] for entry in errors]
@@ -151,7 +155,8 @@ def test_a_file_with_a_wrong_line_fails_as_a_whole(
 ) -> None:
     async def use(site: Site) -> None:
         batch = await ended(site, await started(site, lines))
-        assert batch["status"] == "failed" and batch["output_file_id"] is None
+        assert batch["status"] == "failed"
+        assert batch["output_file_id"] is None
         found = batch["errors"]["data"][0]
         assert (found["code"], found["line"]) == (code, at)
         assert site.engine.asked == []
@@ -171,7 +176,7 @@ def test_a_file_of_too_many_lines_fails(store: Path, monkeypatch: pytest.MonkeyP
 
 def test_lines_over_several_chunks_of_a_file_arrive_whole(store: Path) -> None:
     async def use(site: Site) -> None:
-        lines = [line(n, prompt="p" * 1500, user=f"{n}-" + "é" * 3000) for n in range(60)]
+        lines = [line(n, prompt="p" * 20, user=f"{n}-" + "é" * 3000) for n in range(60)]
         content = "\n".join(json.dumps(entry, ensure_ascii=False) for entry in lines).encode()
         raw = form_of(content)
         file = (await site.call("POST", FILES, raw, headers=FORM, part_bytes=999)).json
@@ -219,12 +224,15 @@ def test_a_cancelled_batch_keeps_what_it_has(store: Path) -> None:
         reply = await site.post(f"{BATCHES}/{id_}/cancel", b"")
         assert reply.json["status"] == "cancelling"
         batch = await ended(site, id_)
-        assert batch["status"] == "cancelled" and batch["cancelled_at"]
+        assert batch["status"] == "cancelled"
+        assert batch["cancelled_at"]
         num_done = batch["request_counts"]["completed"]
         output = await lines_of(site, batch["output_file_id"])
-        assert len(output) == num_done and 2 <= num_done < 40
+        assert len(output) == num_done
+        assert 2 <= num_done < 40
         again = await site.post(f"{BATCHES}/{id_}/cancel", b"")
-        assert again.status == 400 and "cancelled" in again.error["message"]
+        assert again.status == 400
+        assert "cancelled" in again.error["message"]
         assert site.server_state.requests.num_open == 0
 
     on_site(store, use, batch_lines=1)
@@ -238,7 +246,8 @@ def test_lines_that_do_not_run_in_time_are_errors(
     async def use(site: Site) -> None:
         site.server_state.lifecycle.pause()
         batch = await ended(site, await started(site, [line(0), line(1)]))
-        assert batch["status"] == "expired" and batch["output_file_id"] is None
+        assert batch["status"] == "expired"
+        assert batch["output_file_id"] is None
         errors = await lines_of(site, batch["error_file_id"])
         assert [entry["error"]["code"] for entry in errors] == ["batch_expired"] * 2
         assert site.engine.asked == []
@@ -248,8 +257,6 @@ def test_lines_that_do_not_run_in_time_are_errors(
 
 def test_lines_wait_while_others_have_the_server(store: Path) -> None:
     async def use(site: Site) -> None:
-        from quire.api.server_state import OpenRequest, Requester
-
         other = OpenRequest("other", Requester(), ENDPOINT)
         site.server_state.requests.begin(other)
         id_ = await started(site, [line(0)])
@@ -257,7 +264,7 @@ def test_lines_wait_while_others_have_the_server(store: Path) -> None:
         assert site.engine.asked == []
         site.server_state.requests.end(other)
         assert (await ended(site, id_))["status"] == "completed"
-        assert site.engine.asked[0].terms.priority == 1000
+        assert site.engine.asked[0].terms.priority == MAX_PRIORITY
 
     on_site(store, use, batch_lines=1)
 
@@ -270,18 +277,18 @@ def test_other_endpoints(store: Path) -> None:
         batch = await ended(site, await started(site, [entry, bad], "/v1/responses"))
         assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}, batch
 
-    from tests.unit.api.responses.asking import engine
-
     on_site(store, use, engine("a", "b"))
 
 
 def test_each_key_has_its_own(store: Path) -> None:
-    tenant = Tenant("one", (key_digest(b"k1"),), priority_max=7)
-    other = Tenant("two", (key_digest(b"k2"),))
+    tenant = Tenant(name="one", key_digests=(key_digest(b"k1"),), priority_max=7)
+    other = Tenant(name="two", key_digests=(key_digest(b"k2"),))
 
     async def run() -> None:
         site = Site(
-            FakeEngine("a", "b"), tenants=[Tenant("default"), tenant, other], batch_store=str(store)
+            FakeEngine("a", "b"),
+            tenants=[Tenant(name="default"), tenant, other],
+            batch_store=str(store),
         )
         mine, theirs = ({"authorization": f"Bearer {key}"} for key in ("k1", "k2"))
         file = (await upload(site, [line(0)], mine)).json["id"]
@@ -316,7 +323,9 @@ def test_a_file_name_is_a_label(store: Path, name: str) -> None:
     async def use(site: Site) -> None:
         file = (await upload(site, [line(0)], name=name.replace("\\", "\\\\"))).json
         shown = file["filename"]
-        assert shown and not set(shown) & set("/\\\0\u202e") and shown not in ("..", ".")
+        assert shown
+        assert not set(shown) & set("/\\\0\u202e")
+        assert shown not in ("..", ".")
         assert len(shown) <= 512
 
     on_site(store, use)
@@ -365,7 +374,8 @@ def test_the_files_of_a_key_are_bounded(store: Path) -> None:
     async def use(site: Site) -> None:
         assert (await upload(site, [b"x" * 600])).status == 200
         reply = await upload(site, [b"x" * 600])
-        assert reply.status == 413 and "--batch-store-size" in reply.error["message"]
+        assert reply.status == 413
+        assert "--batch-store-size" in reply.error["message"]
         assert len((await site.get(FILES)).json["data"]) == 1
 
     on_site(store, use, batch_store_bytes=1000)
@@ -388,7 +398,8 @@ def test_a_wrong_batch_is_refused(store: Path, more: dict[str, Any], param: str)
         file = (await upload(site, [line(0)])).json["id"]
         body = {"input_file_id": file, "endpoint": ENDPOINT, "completion_window": "24h"} | more
         reply = await site.post(BATCHES, body)
-        assert reply.status in (400, 404) and reply.error["param"] == param
+        assert reply.status in (400, 404)
+        assert reply.error["param"] == param
 
     on_site(store, use)
 
@@ -399,7 +410,8 @@ def test_an_input_file_stays_while_its_batch_runs(store: Path) -> None:
         file = (await upload(site, [line(0)])).json["id"]
         id_ = (await create(site, file)).json["id"]
         reply = await site.call("DELETE", f"{FILES}/{file}", b"")
-        assert reply.status == 400 and id_ in reply.error["message"]
+        assert reply.status == 400
+        assert id_ in reply.error["message"]
 
     on_site(store, use)
 
@@ -412,7 +424,8 @@ def test_without_a_store_the_flag_is_named() -> None:
             await site.get(f"{BATCHES}/x"),
             await site.post(BATCHES, {}),
         ):
-            assert reply.status == 400 and "--batch-store FILE" in reply.error["message"]
+            assert reply.status == 400
+            assert "--batch-store FILE" in reply.error["message"]
 
     asyncio.run(run())
 
