@@ -320,7 +320,7 @@ def _form_value(name: str, value: str) -> str:
     return f"@{value}" if name == "file" else value
 
 
-def _curl(method: str, path: str, body: str | None, form: str, *, needs_key: bool) -> str:
+def _curl(method: str, path: str, body: str | None, form: str = "", *, needs_key: bool) -> str:
     parts = [f"curl {ORIGIN}{path}"]
     if method not in ("GET", "POST") or (method == "POST" and body is None and not form):
         parts[0] = f"curl -X {method} {ORIGIN}{path}"

@@ -216,11 +216,11 @@ class _Upload:
         self._name = _label_of(part.filename)
 
     async def _store(self, num_bytes: int) -> None:
-        number, data = self._num_chunks, bytes(self._waiting[:num_bytes])
+        number, chunk = self._num_chunks, bytes(self._waiting[:num_bytes])
         del self._waiting[:num_bytes]
         self._num_chunks += 1
         key, id_, max_bytes = self._key, self._id, self._max_bytes
-        await self._journal.run(lambda db: add_chunk(db, key, id_, number, data, max_bytes))
+        await self._journal.run(lambda db: add_chunk(db, key, id_, number, chunk, max_bytes))
 
 
 def _label_of(filename: str) -> str:
@@ -243,13 +243,13 @@ def _too_large() -> BodyTooLarge:
 
 def page_of(found: list[dict[str, object]], limit: int) -> Response:
     """Return a page of a list, of which one entry more than `limit` was read."""
-    data = found[:limit]
+    listed = found[:limit]
     return JSONResponse(
         {
             "object": "list",
-            "data": data,
-            "first_id": data[0]["id"] if data else None,
-            "last_id": data[-1]["id"] if data else None,
+            "data": listed,
+            "first_id": listed[0]["id"] if listed else None,
+            "last_id": listed[-1]["id"] if listed else None,
             "has_more": len(found) > limit,
         }
     )

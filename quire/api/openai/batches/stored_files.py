@@ -73,11 +73,11 @@ def begin_file(database: Connection, key: bytes) -> str:
 
 
 def add_chunk(
-    database: Connection, key: bytes, id_: str, number: int, data: bytes, max_bytes: int
+    database: Connection, key: bytes, id_: str, number: int, chunk: bytes, max_bytes: int
 ) -> None:
     """Add a chunk of an upload. Raises BodyTooLarge if the files of its key are too large then."""
-    database.execute("INSERT INTO chunks VALUES (?, ?, ?)", (id_, number, data))
-    database.execute("UPDATE files SET bytes = bytes + ? WHERE id = ?", (len(data), id_))
+    database.execute("INSERT INTO chunks VALUES (?, ?, ?)", (id_, number, chunk))
+    database.execute("UPDATE files SET bytes = bytes + ? WHERE id = ?", (len(chunk), id_))
     (used_bytes,) = database.execute(
         "SELECT sum(bytes) FROM files WHERE key = ?", (key,)
     ).fetchone()
@@ -188,5 +188,5 @@ def read_span(database: Connection, id_: str, start: int, size: int) -> bytes:
         "SELECT data FROM chunks WHERE file = ? AND number BETWEEN ? AND ? ORDER BY number",
         (id_, first, last),
     )
-    data: bytes = b"".join(row[0] for row in rows)
-    return data[start - first * CHUNK_BYTES :][:size]
+    chunks: bytes = b"".join(row[0] for row in rows)
+    return chunks[start - first * CHUNK_BYTES :][:size]
