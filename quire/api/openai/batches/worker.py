@@ -112,6 +112,8 @@ class BatchWorker:
         """Run a batch to its end. A journal that cannot be written now is tried again."""
         while True:
             try:
+                # As it is now: a batch that was validated must not be validated again.
+                batch = await self._in_journal(find_batch, batch.key, batch.id)
                 end = await self._end_of(batch)
                 # Not to be cancelled: the batch must not stay between its states.
                 finish = asyncio.ensure_future(self._finish(batch, end))
@@ -122,7 +124,6 @@ class BatchWorker:
             except Exception as error:  # noqa: BLE001  as with a full disk
                 self._server_state.log.error("batch interrupted", batch=batch.id, error=repr(error))
                 await asyncio.sleep(_AFTER_FAULT_S)
-            batch = await self._in_journal(find_batch, batch.key, batch.id)
 
     async def _end_of(self, batch: StoredBatch) -> str:
         """Run the lines of a batch; return the status that it ends with."""

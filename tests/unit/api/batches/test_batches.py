@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+import sqlite3
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from quire.api.openai.batches import input_lines, stored_batches
 from quire.api.openai.batches.multipart import MultipartReader, Part, boundary_of
 from quire.api.server_state import OpenRequest, Requester
-from quire.base.errors import RequestError, SettingError
+from quire.base.errors import OverloadedError, RequestError, SettingError
 from quire.config.server_config import ServerConfig
 from quire.config.tenants import MAX_PRIORITY, Tenant, key_digest
 from tests.unit.api.fake_engine import FakeEngine, Reply, Site
@@ -213,6 +214,52 @@ def test_a_restart_continues_with_the_lines_without_a_result(store: Path) -> Non
 
     on_site(store, end, rest)
     assert len(rest.asked) <= 12 - 3
+
+
+def test_a_line_that_ends_the_server_again_and_again_is_an_error(store: Path) -> None:
+    async def begin(site: Site) -> str:
+        site.server_state.lifecycle.pause()
+        id_ = await started(site, [line(0), line(1)])
+        async with asyncio.timeout(60):
+            while (await site.get(f"{BATCHES}/{id_}")).json["status"] != "in_progress":
+                await asyncio.sleep(0.01)
+        return id_
+
+    id_ = on_site(store, begin)
+    database = sqlite3.connect(store)
+    with database:
+        attempts = stored_batches.MAX_ATTEMPTS
+        database.execute("UPDATE lines SET attempts = ? WHERE number = 0", (attempts,))
+    database.close()
+
+    async def end(site: Site) -> None:
+        batch = await ended(site, id_)
+        assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
+        (error,) = await lines_of(site, batch["error_file_id"])
+        assert (error["custom_id"], error["error"]["code"]) == ("id-0", "server_ended")
+
+    on_site(store, end)
+
+
+def test_a_line_that_the_engine_has_no_room_for_is_tried_again(store: Path) -> None:
+    class Full(FakeEngine):
+        num_refused = 0
+
+        async def generate(self, *asked: Any, **more: Any) -> AsyncGenerator[Any, None]:
+            if not self.num_refused:
+                self.num_refused += 1
+                raise OverloadedError("the queue is full", retry_after_s=1.0)
+            async for delta in super().generate(*asked, **more):
+                yield delta
+
+    full = Full("a", "b")
+
+    async def use(site: Site) -> None:
+        batch = await ended(site, await started(site, [line(0)]))
+        assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+        assert full.num_refused == 1
+
+    on_site(store, use, full)
 
 
 def test_a_cancelled_batch_keeps_what_it_has(store: Path) -> None:
