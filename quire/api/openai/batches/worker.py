@@ -21,6 +21,7 @@ from starlette.routing import Route
 from quire.api.openai.batches.input_lines import InputCheck, decode_line
 from quire.api.openai.batches.line_runner import NotNow, run_line
 from quire.api.openai.batches.stored_batches import (
+    ENDED,
     MAX_ATTEMPTS,
     Line,
     StoredBatch,
@@ -73,7 +74,7 @@ class BatchWorker:
             return  # the next start continues it
         task = asyncio.ensure_future(self._run(batch))
         self._batches[batch.id] = task
-        task.add_done_callback(lambda _: self._forget(batch.id))
+        task.add_done_callback(lambda _: self._ended(batch))
 
     def cancel(self, id_: str) -> None:
         """End the lines of a batch that is `cancelling`."""
@@ -82,9 +83,13 @@ class BatchWorker:
             self._cancelled.add(id_)
             task.cancel()
 
-    def _forget(self, id_: str) -> None:
-        self._batches.pop(id_, None)
-        self._cancelled.discard(id_)
+    def _ended(self, batch: StoredBatch) -> None:
+        """Forget a task. One that a cancel ended, wherever it was, leaves the batch to end."""
+        task = self._batches.pop(batch.id)
+        if batch.id in self._cancelled:
+            self._cancelled.discard(batch.id)
+            if task.cancelled():
+                self.begin(batch)
 
     async def _resume(self) -> None:
         while self._server_state.loaded_engine is None:
@@ -114,6 +119,8 @@ class BatchWorker:
             try:
                 # As it is now: a batch that was validated must not be validated again.
                 batch = await self._in_journal(find_batch, batch.key, batch.id)
+                if batch.status in ENDED:
+                    return
                 end = await self._end_of(batch)
                 # Not to be cancelled: the batch must not stay between its states.
                 finish = asyncio.ensure_future(self._finish(batch, end))
@@ -134,13 +141,6 @@ class BatchWorker:
                 await self._run_lines(batch)
         except TimeoutError:
             return "expired"
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            is_stopping = self._server_state.lifecycle.stopping.done()
-            if task is None or batch.id not in self._cancelled or is_stopping:
-                raise
-            task.uncancel()
-            return "cancelled"
         return "completed"
 
     async def _finish(self, batch: StoredBatch, end: str) -> None:
