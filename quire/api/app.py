@@ -34,6 +34,7 @@ from quire.api.native.token_generate import TokenGenerateRoute
 from quire.api.native.tokenize import TokenizeRoutes
 from quire.api.ollama.dialect import OLLAMA
 from quire.api.ollama.routes import ollama_routes
+from quire.api.openai.batches.routes import batch_routes
 from quire.api.openai.chat import ChatRoute
 from quire.api.openai.completions import CompletionsRoute
 from quire.api.openai.dialect import OPENAI
@@ -92,6 +93,7 @@ def routes_of(server_state: ServerState, siblings: SiblingWorkers | None = None)
         *_status_routes(server_state),
         *_page_routes(server_state, OVERVIEW),
     ]
+    routes += batch_routes(server_state, routes)
     if server_state.config.admin_port is None:
         routes += _admin_routes(server_state, siblings)
     return routes

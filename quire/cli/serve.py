@@ -79,6 +79,10 @@ def run(arguments: argparse.Namespace) -> int:
         from quire.api.openai.responses.open_store import store_of  # not needed by other commands
 
         store_of(server).close()
+    if server.batch_store is not None:
+        from quire.api.openai.batches.journal import BatchJournal  # not needed by other commands
+
+        BatchJournal(server.batch_store).close()
     for_admins = listen_for_admins(server)
     listening = listen(server, has_tenants=tenants is not None)
     file = SocketFile(listening)

@@ -159,6 +159,21 @@ class ServerConfig:
         "removed; 0: none are stored",
         flag="responses-store-size",
     )
+    batch_store: str | None = setting(
+        None,
+        "SQLite file of files and batches (/v1/files, /v1/batches), which continue after a "
+        "restart; default: these routes are off",
+    )
+    batch_store_bytes: int = setting(
+        8 * 1024 * 1024 * 1024,
+        "size of the files of each API key, beyond which uploads are refused",
+        flag="batch-store-size",
+    )
+    batch_lines: int = setting(
+        8,
+        "lines of batches that run at once on an idle server; each open request of others takes "
+        "the place of one",
+    )
     max_body_bytes: int = setting(
         8 * 1024 * 1024, "largest request body, as in 8MiB", flag="max-body"
     )
@@ -222,6 +237,13 @@ class ServerConfig:
         at_least("resume_s", self.resume_s, 0)
         at_least("resume_memory_bytes", self.resume_memory_bytes, 0)
         at_least("responses_store_bytes", self.responses_store_bytes, 0)
+        at_least("batch_store_bytes", self.batch_store_bytes, 1)
+        at_least("batch_lines", self.batch_lines, 1)
+        if self.batch_store is not None and self.api_processes > 1:
+            raise SettingError(
+                f"batch_store is given and api_processes is {self.api_processes}; one process has "
+                "the journal of batches: leave api_processes at 1, or leave batch_store out"
+            )
         at_least("max_body_bytes", self.max_body_bytes, 1024)
         at_least("watchdog_s", self.watchdog_s, 0.001)
 

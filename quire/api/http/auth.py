@@ -132,6 +132,12 @@ class Keys:
             )
         return caller
 
+    def owner(self, digest: bytes) -> Caller | None:
+        """Return the caller with the key of that digest (b"": without keys), if there is one."""
+        if not digest:
+            return self.open_caller
+        return next((caller for key, caller in self._callers if key == digest), None)
+
     def _caller_of(self, key: bytes) -> Caller:
         sent = bytes.fromhex(key_digest(key))
         matches = [hmac.compare_digest(sent, digest) for digest, _ in self._callers]

@@ -82,6 +82,14 @@ class UnknownResponse(RequestError):
     """No response with that id is stored for this key."""
 
 
+class UnknownFile(RequestError):
+    """No file with that id is stored for this key."""
+
+
+class UnknownBatch(RequestError):
+    """No batch with that id is stored for this key."""
+
+
 class ResumeGone(RequestError):
     """The stream cannot resume there: those events are no longer kept."""
 
@@ -117,6 +125,8 @@ SHAPES: dict[type[QuireError], ErrorShape] = {
     MethodNotAllowed: ErrorShape(status=405, code="method_not_allowed"),
     UnknownRequest: ErrorShape(status=404, code="unknown_request"),
     UnknownResponse: ErrorShape(status=404, code="response_not_found"),
+    UnknownFile: ErrorShape(status=404, code="file_not_found"),
+    UnknownBatch: ErrorShape(status=404, code="batch_not_found"),
     ResumeGone: ErrorShape(status=410, code="resume_gone"),
     NothingToChoose: ErrorShape(status=400, code="no_token_to_choose"),
     Aborted: ErrorShape(status=409, code="aborted"),

@@ -47,7 +47,7 @@ FOREIGN_PATHS: Mapping[str, str] = {
     "/abort_request": "use DELETE /v1/requests/ID",
     "/inference/v1/generate": f"use {_TOKENS}",
     # Anthropic, text-generation-inference, KoboldCpp
-    "/v1/messages/batches": "batches are not stored; send the requests at once",
+    "/v1/messages/batches": "use POST /v1/batches with OpenAI's forms",
     "/messages": "the base URL of Anthropic's clients ends before /v1; use POST /v1/messages",
     "/generate_stream": f"use {_COMPLETE} with stream: true",
     "/info": f"use {_MODELS}",
@@ -60,7 +60,6 @@ FOREIGN_PATHS: Mapping[str, str] = {
     "/v1/moderations": "nothing is moderated here",
     "/v1/load_lora_adapter": "adapters are not supported; merge one into its model with peft",
     "/v1/unload_lora_adapter": "adapters are not supported; merge one into its model with peft",
-    "/v1/files": "files are not stored",
     "/v1/assistants": f"assistants are not implemented; use {_CHAT}",
     "/v1/threads": f"threads are not implemented; use {_CHAT}",
     "/v1/fine_tuning/jobs": "models are not trained here",
@@ -86,7 +85,6 @@ FOREIGN_PATHS: Mapping[str, str] = {
     "/pause": _PAUSE,
     "/drain": "use POST /admin/drain",
     "/resume": "use POST /admin/resume",
-    "/v1/batches": "batches are not stored; send the requests at once, with a low priority",
 }
 
 

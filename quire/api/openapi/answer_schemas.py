@@ -12,6 +12,7 @@ import msgspec
 from quire.api.generation.usage import Speeds, Timings
 from quire.api.http.errors import HEAD_TOO_LARGE, SHAPES
 from quire.api.openai.dialect import error_type
+from quire.api.openapi.batch_schemas import batch_answers
 from quire.api.openapi.embedding_schemas import embedding_answers
 from quire.api.openapi.field_schemas import (
     FLAG,
@@ -58,6 +59,7 @@ def answer_schemas() -> dict[str, Schema]:
         **ollama_answers(),
         **llama_cpp_answers(),
         **embedding_answers(),
+        **batch_answers(),
         "Error": _error(),
     }
     return {**_answers(), **chunks, **others}

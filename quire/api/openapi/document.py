@@ -112,7 +112,7 @@ def _operation(method: str, path: str, operation: Operation, *, needs_key: bool)
         written["parameters"] = parameters
     if operation.title:
         content = {"schema": _ref(operation.title), "example": dict(operation.example)}
-        written["requestBody"] = {"required": True, "content": {JSON: content}}
+        written["requestBody"] = {"required": True, "content": {operation.body_media: content}}
     if needs_key:
         written["security"] = [{"key": []}]
     return written

@@ -22,6 +22,8 @@ from quire.api.http.errors import (
     ReaderGone,
     ResumeGone,
     SlowReader,
+    UnknownBatch,
+    UnknownFile,
     UnknownRequest,
     UnknownResponse,
     UnknownRoute,
@@ -53,6 +55,8 @@ ADVICE: Mapping[type[QuireError], str] = {
         "Check the id and the key: a request is visible to the key that sent it, until a minute "
         "after its end."
     ),
+    UnknownFile: "List the files of the key with GET /v1/files.",
+    UnknownBatch: "List the batches of the key with GET /v1/batches.",
     UnknownResponse: (
         "Check the id and the key; send the conversation as `input` instead, or raise "
         "`--responses-store-size` on the server."

@@ -87,6 +87,7 @@ class Operation:
     the request, None without a body; plain: the schema of a body outside the table of fields.
     needed: required fields. unhealthy: 503 has the same answer. others: further parameters. also:
     other media of a text, by the request. form: the API of the fields and errors.
+    body_media: of the request.
     """
 
     says: str
@@ -105,3 +106,4 @@ class Operation:
     also: tuple[str, ...] = ()
     form: Form = "chat"
     stream_media: str = EVENTS
+    body_media: str = JSON

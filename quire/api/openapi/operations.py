@@ -35,6 +35,7 @@ from quire.api.openai.responses.stored_routes import (
     NUM_LISTED,
     ORDERS,
 )
+from quire.api.openapi.batch_operations import BATCH_OPERATIONS
 from quire.api.openapi.field_schemas import TEXT, Schema, object_of
 from quire.api.openapi.llama_cpp_operations import LLAMA_CPP_OPERATIONS
 from quire.api.openapi.ollama_operations import OLLAMA_OPERATIONS
@@ -202,6 +203,7 @@ OPERATIONS: Mapping[str, Operation] = {
         errors=TEXTS,
         form="messages",
     ),
+    **BATCH_OPERATIONS,
     **OLLAMA_OPERATIONS,
     **LLAMA_CPP_OPERATIONS,
     "POST /generate": Operation(

@@ -142,10 +142,16 @@ def _group(document: Schema, tag: str, listed: Iterable[tuple[str, str, Schema]]
 
 def _operation(document: Schema, method: str, path: str, operation: Schema) -> str:
     body = operation.get("requestBody")
-    example = None
+    example, form = None, ""
     if body is not None:
-        content = body["content"]["application/json"]
-        example = json.dumps(content["example"])
+        ((media, content),) = body["content"].items()
+        if media == "application/json":
+            example = json.dumps(content["example"])
+        else:
+            form = " ".join(
+                f"-F {name}={_form_value(name, value)}"
+                for name, value in content["example"].items()
+            )
     needs_key = "security" in operation
     return (
         f'<article id="{_anchor(operation)}"{_for_script(method, path, example)}>'
@@ -153,7 +159,7 @@ def _operation(document: Schema, method: str, path: str, operation: Schema) -> s
         f"{'' if needs_key or not _has_keys(document) else ' <small>needs no key</small>'}</h3>"
         f"<p>{escape(operation['summary'])}</p>"
         f"{_parameters(operation)}{_fields(document, operation)}"
-        f"{_responses(operation)}{_pre(_curl(method, path, example, needs_key=needs_key))}"
+        f"{_responses(operation)}{_pre(_curl(method, path, example, form, needs_key=needs_key))}"
         "</article>"
     )
 
@@ -190,7 +196,8 @@ def _fields(document: Schema, operation: Schema) -> str:
     body = operation.get("requestBody")
     if body is None:
         return ""
-    name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    (content,) = body["content"].values()
+    name = content["schema"]["$ref"].rpartition("/")[2]
     schema = document["components"]["schemas"][name]
     properties, needed = schema["properties"], schema["required"]
     honoured = {name: one for name, one in properties.items() if "x-quire" not in one}
@@ -309,14 +316,20 @@ def _table(head: tuple[str, ...], rows: str) -> str:
     return f'<div class="wide"><table>{head_row}<tbody>{rows}</tbody></table></div>'
 
 
-def _curl(method: str, path: str, body: str | None, *, needs_key: bool) -> str:
+def _form_value(name: str, value: str) -> str:
+    return f"@{value}" if name == "file" else value
+
+
+def _curl(method: str, path: str, body: str | None, form: str = "", *, needs_key: bool) -> str:
     parts = [f"curl {ORIGIN}{path}"]
-    if method not in ("GET", "POST") or (method == "POST" and body is None):
+    if method not in ("GET", "POST") or (method == "POST" and body is None and not form):
         parts[0] = f"curl -X {method} {ORIGIN}{path}"
     if needs_key:
         parts.append('-H "Authorization: Bearer KEY"')
     if body is not None:
         parts += ['-H "Content-Type: application/json"', f"-d '{body}'"]
+    if form:
+        parts.append(form)
     return " \\\n  ".join(parts)
 
 

@@ -1,0 +1,275 @@
+"""/v1/files: upload the input of a batch, list files, read their content, delete them.
+
+An upload goes to the journal as it arrives. Always holds: an upload that is refused or breaks off
+leaves nothing behind; each key sees its own files only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from quire.api.http.request_io import BODY_TIME_S, ClientDisconnected, disconnect_of
+from quire.api.openai.batches.multipart import MultipartReader, Part, boundary_of
+from quire.api.openai.batches.stored_files import (
+    CHUNK_BYTES,
+    StoredFile,
+    add_chunk,
+    begin_file,
+    content_part,
+    delete_file,
+    drop_file,
+    find_file,
+    finish_file,
+    list_files,
+)
+from quire.api.openai.responses.stored_routes import whole_of
+from quire.base.errors import BodyTooLarge, InvalidParameter, ShuttingDown, TimedOut
+from quire.base.show import show
+
+if TYPE_CHECKING:
+    from quire.api.openai.batches.journal import BatchJournal
+    from quire.api.server_state import ServerState
+
+MAX_FILE_BYTES = 512 * 1024 * 1024
+MAX_LISTED = 10_000
+ORDERS = ("asc", "desc")
+PURPOSES = ("batch", "batch_output")
+_MAX_NAME_CHARS, _MAX_PURPOSE_BYTES = 512, 64
+# Beside the file, a form has heads and a purpose.
+_FORM_BYTES = 64 * 1024
+
+
+class FileRoutes:
+    """The routes."""
+
+    def __init__(self, server_state: ServerState, journal: BatchJournal) -> None:
+        self._server_state = server_state
+        self._journal = journal
+
+    def routes(self) -> list[Route]:
+        """Return them."""
+        return [
+            Route("/v1/files", self.upload, methods=["POST"]),
+            Route("/v1/files", self.list, methods=["GET"]),
+            Route("/v1/files/{id}", self.one, methods=["GET"]),
+            Route("/v1/files/{id}", self.delete, methods=["DELETE"]),
+            Route("/v1/files/{id}/content", self.content, methods=["GET"]),
+        ]
+
+    async def upload(self, request: Request) -> Response:
+        """Store a file."""
+        reader = MultipartReader(boundary_of(request.headers.get("content-type", "")))
+        length = request.headers.get("content-length", "")
+        if length.isascii() and length.isdigit() and int(length) > MAX_FILE_BYTES + _FORM_BYTES:
+            raise _too_large()
+        max_bytes, key = self._server_state.config.batch_store_bytes, request.state.key
+        id_ = await self._journal.run(lambda db: begin_file(db, key))
+        upload = _Upload(self._journal, key, id_, max_bytes)
+        file = None
+        try:
+            async for piece in self._pieces(request):
+                for item in reader.feed(piece):
+                    await upload.take(item)
+            reader.close()
+            file = await upload.finish()
+        except ClientDisconnect as error:
+            raise ClientDisconnected from error
+        finally:
+            if file is None:
+                await asyncio.shield(self._journal.run(lambda db: drop_file(db, id_)))
+        return JSONResponse(file.as_json())
+
+    async def _pieces(self, request: Request) -> AsyncIterator[bytes]:
+        """Yield the body, while it proceeds and the server is not stopping."""
+        pieces = aiter(request.stream())
+        while True:
+            if self._server_state.lifecycle.stopping.done():
+                raise ShuttingDown("the server is shutting down; upload the file again later")
+            try:
+                async with asyncio.timeout(BODY_TIME_S):
+                    piece = await anext(pieces)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                raise TimedOut(
+                    f"no part of the file came for {BODY_TIME_S:g} s; upload it again"
+                ) from None
+            yield piece
+
+    async def list(self, request: Request) -> Response:
+        """Return a page of the files of a key."""
+        query, key = request.query_params, request.state.key
+        limit = whole_of(query, "limit", 1, MAX_LISTED) if "limit" in query else MAX_LISTED
+        order = query.get("order", "desc")
+        if order not in ORDERS:
+            raise InvalidParameter(
+                f'order is {show(order)}; "asc" or "desc" is allowed', param="order"
+            )
+        files = await self._journal.run(
+            lambda db: list_files(
+                db,
+                key,
+                purpose=query.get("purpose"),
+                after=query.get("after"),
+                limit=limit + 1,
+                oldest=order == "asc",
+            )
+        )
+        return page_of([file.as_json() for file in files], limit)
+
+    async def one(self, request: Request) -> Response:
+        """Return one file."""
+        return JSONResponse((await self._find(request)).as_json())
+
+    async def content(self, request: Request) -> Response:
+        """Return the bytes of a file."""
+        file = await self._find(request)
+
+        return _Content(self._journal, file)
+
+    async def delete(self, request: Request) -> Response:
+        """Remove a file."""
+        id_, key = request.path_params["id"], request.state.key
+        await self._journal.run(lambda db: delete_file(db, key, id_))
+        return JSONResponse({"id": id_, "object": "file", "deleted": True})
+
+    async def _find(self, request: Request) -> StoredFile:
+        id_, key = request.path_params["id"], request.state.key
+        return await self._journal.run(lambda db: find_file(db, key, id_))
+
+
+class _Content(Response):
+    """The content of a file, read part by part while the client reads it."""
+
+    def __init__(self, journal: BatchJournal, file: StoredFile) -> None:
+        size = str(file.num_bytes)
+        headers = {"content-length": size, "x-content-type-options": "nosniff"}
+        super().__init__(headers=headers, media_type="application/octet-stream")
+        self._journal, self._file = journal, file
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        disconnected = disconnect_of(scope, receive)
+        try:
+            part = await self._part(0)
+            while part is not None and not disconnected.done():
+                content, at = part
+                part = await self._part(at)
+                # The last part is marked: a client that has it may send its next request at once.
+                more = part is not None
+                await send({"type": "http.response.body", "body": content, "more_body": more})
+        finally:
+            if isinstance(disconnected, asyncio.Task):
+                disconnected.cancel()
+
+    async def _part(self, at: int) -> tuple[bytes, int] | None:
+        return await self._journal.run(partial(content_part, file=self._file, at=at))
+
+
+class _Upload:
+    """One form as it arrives. max_bytes: of all files of its key."""
+
+    def __init__(self, journal: BatchJournal, key: bytes, id_: str, max_bytes: int) -> None:
+        self._journal, self._key, self._id, self._max_bytes = journal, key, id_, max_bytes
+        self._part: Part | None = None
+        self._name: str | None = None
+        self._purpose: bytes | None = None
+        self._waiting = bytearray()
+        self._num_chunks = self._num_bytes = 0
+
+    async def take(self, item: Part | bytes) -> None:
+        """Take the head of a part, or a piece of its content."""
+        if isinstance(item, Part):
+            self._begin(item)
+        elif self._part is not None and self._part.name == "file":
+            self._waiting += item
+            self._num_bytes += len(item)
+            if self._num_bytes > MAX_FILE_BYTES:
+                raise _too_large()
+            while len(self._waiting) >= CHUNK_BYTES:
+                await self._store(CHUNK_BYTES)
+        else:
+            self._purpose = (self._purpose or b"") + item
+            if len(self._purpose) > _MAX_PURPOSE_BYTES:
+                raise _wrong_purpose(self._purpose)
+
+    async def finish(self) -> StoredFile:
+        """Check the fields, and store the rest. Raises InvalidParameter."""
+        name = self._name
+        if name is None:
+            raise InvalidParameter(
+                "file is missing; send it as a part with a filename", param="file"
+            )
+        if self._purpose != b"batch":
+            raise _wrong_purpose(self._purpose)
+        if not self._num_bytes:
+            raise InvalidParameter("file is empty; send lines of JSON", param="file")
+        if self._waiting:
+            await self._store(len(self._waiting))
+        return await self._journal.run(lambda db: finish_file(db, self._id, name, "batch"))
+
+    def _begin(self, part: Part) -> None:
+        if part.name not in ("file", "purpose"):
+            raise InvalidParameter(
+                f"field {show(part.name)} is not known here; file and purpose are (files are kept "
+                "until they are deleted)",
+                param=part.name,
+            )
+        is_file = part.name == "file"
+        if (self._name if is_file else self._purpose) is not None:
+            raise InvalidParameter(f"{part.name} is given twice", param=part.name)
+        self._part = part
+        if not is_file:
+            self._purpose = b""
+            return
+        if part.filename is None:
+            raise InvalidParameter("file has no filename; send it as a file", param="file")
+        self._name = _label_of(part.filename)
+
+    async def _store(self, num_bytes: int) -> None:
+        number, chunk = self._num_chunks, bytes(self._waiting[:num_bytes])
+        del self._waiting[:num_bytes]
+        self._num_chunks += 1
+        key, id_, max_bytes = self._key, self._id, self._max_bytes
+        await self._journal.run(lambda db: add_chunk(db, key, id_, number, chunk, max_bytes))
+
+
+def _label_of(filename: str) -> str:
+    """Return a file's name as it is shown: its last part, without control characters."""
+    last = filename.replace("\\", "/").rpartition("/")[2]
+    shown = "".join(c for c in last if c.isprintable())[:_MAX_NAME_CHARS]
+    return "file" if shown in ("", ".", "..") else shown
+
+
+def _wrong_purpose(purpose: bytes | None) -> InvalidParameter:
+    found = "missing" if purpose is None else show(purpose[:80].decode(errors="replace"))
+    return InvalidParameter(f'purpose is {found}; "batch" is allowed', param="purpose")
+
+
+def _too_large() -> BodyTooLarge:
+    return BodyTooLarge(
+        f"the file is too large; at most {MAX_FILE_BYTES} bytes are allowed: split it"
+    )
+
+
+def page_of(found: list[dict[str, object]], limit: int) -> Response:
+    """Return a page of a list, of which one entry more than `limit` was read."""
+    listed = found[:limit]
+    return JSONResponse(
+        {
+            "object": "list",
+            "data": listed,
+            "first_id": listed[0]["id"] if listed else None,
+            "last_id": listed[-1]["id"] if listed else None,
+            "has_more": len(found) > limit,
+        }
+    )

@@ -1,0 +1,246 @@
+"""BatchWorker: runs the lines of batches in what capacity other requests leave.
+
+A line starts only while the lines and the open requests of others are together fewer than
+--batch-lines. Batches of one key run one after the other, those of different keys line by line in
+turn. Knows no HTTP. Always holds: a batch that has not ended is continued after a restart; lines
+with a result never run again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from sqlite3 import Connection
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+from starlette.routing import Route
+
+from quire.api.openai.batches.input_lines import InputCheck, decode_line
+from quire.api.openai.batches.line_runner import NotNow, run_line
+from quire.api.openai.batches.stored_batches import (
+    ENDED,
+    MAX_ATTEMPTS,
+    Line,
+    StoredBatch,
+    begin_attempt,
+    begin_lines,
+    end_batch,
+    find_batch,
+    forget_lines,
+    move_to,
+    next_lines,
+    save_result,
+    unfinished,
+)
+from quire.api.openai.batches.stored_files import new_id, read_span
+
+if TYPE_CHECKING:
+    from quire.api.openai.batches.journal import BatchJournal
+    from quire.api.server_state import ServerState
+
+T = TypeVar("T")
+
+# While there is no room for a line, it is looked for so often.
+_POLL_S = 0.05
+# A line that the server could not run now is tried again after this.
+_AGAIN_S = 1.0
+# After a failure of the journal, as with a full disk, a batch waits this long.
+_AFTER_FAULT_S = 10.0
+_LINES_READ = 64
+
+
+class BatchWorker:
+    """Runs batches until the server stops. routes: of the lines, by endpoint."""
+
+    def __init__(
+        self, server_state: ServerState, journal: BatchJournal, routes: Mapping[str, Route]
+    ) -> None:
+        self._server_state, self._journal, self._routes = server_state, journal, routes
+        self._num_running = 0
+        self._turn = asyncio.Lock()
+        self._key_turns: dict[bytes, asyncio.Lock] = {}
+        self._batches: dict[str, asyncio.Task[None]] = {}
+        self._cancelled: set[str] = set()
+        self._ends: set[asyncio.Task[None]] = set()
+        self._main = asyncio.ensure_future(self._resume())
+        server_state.lifecycle.stopping.add_done_callback(lambda _: self._stop())
+
+    def begin(self, batch: StoredBatch) -> None:
+        """Run a batch, which the journal has."""
+        if self._server_state.lifecycle.stopping.done() or batch.id in self._batches:
+            return  # the next start continues it
+        task = asyncio.ensure_future(self._run(batch))
+        self._batches[batch.id] = task
+        task.add_done_callback(lambda _: self._ended(batch))
+
+    def cancel(self, id_: str) -> None:
+        """End the lines of a batch that is `cancelling`."""
+        task = self._batches.get(id_)
+        if task is not None and id_ not in self._cancelled:
+            self._cancelled.add(id_)
+            task.cancel()
+
+    def _ended(self, batch: StoredBatch) -> None:
+        """Forget a task. One that a cancel ended, wherever it was, leaves the batch to end."""
+        task = self._batches.pop(batch.id)
+        if batch.id in self._cancelled:
+            self._cancelled.discard(batch.id)
+            if task.cancelled():
+                self.begin(batch)
+
+    async def _resume(self) -> None:
+        while self._server_state.loaded_engine is None:
+            await asyncio.sleep(_POLL_S)
+        for batch in await self._journal.run(unfinished):
+            self.begin(batch)
+
+    def _stop(self) -> None:
+        """End what runs and close the journal; a server that drains waits for it."""
+        tasks = [self._main, *self._batches.values()]
+        for task in tasks:
+            task.cancel()
+        held = ExitStack()
+        held.enter_context(self._server_state.track_request(counts=True))
+
+        async def close() -> None:
+            with held:
+                await asyncio.gather(*tasks, return_exceptions=True)
+                await asyncio.gather(*self._ends, return_exceptions=True)
+                self._journal.close()
+
+        self._closing = asyncio.ensure_future(close())
+
+    async def _run(self, batch: StoredBatch) -> None:
+        """Run a batch to its end. A journal that cannot be written now is tried again."""
+        while True:
+            try:
+                # As it is now: a batch that was validated must not be validated again.
+                batch = await self._in_journal(find_batch, batch.key, batch.id)
+                if batch.status in ENDED:
+                    return
+                end = await self._end_of(batch)
+                # Not to be cancelled: the batch must not stay between its states.
+                finish = asyncio.ensure_future(self._finish(batch, end))
+                self._ends.add(finish)
+                finish.add_done_callback(self._ends.discard)
+                await asyncio.shield(finish)
+                return
+            except Exception as error:  # noqa: BLE001  as with a full disk
+                self._server_state.log.error("batch interrupted", batch=batch.id, error=repr(error))
+                await asyncio.sleep(_AFTER_FAULT_S)
+
+    async def _end_of(self, batch: StoredBatch) -> str:
+        """Run the lines of a batch; return the status that it ends with."""
+        if batch.status == "cancelling":
+            return "cancelled"
+        try:
+            async with asyncio.timeout(batch.expires_s - time.time()):
+                await self._run_lines(batch)
+        except TimeoutError:
+            return "expired"
+        return "completed"
+
+    async def _finish(self, batch: StoredBatch, end: str) -> None:
+        if end == "expired":
+            await self._expire(batch)
+        await self._in_journal(end_batch, batch.id, end)
+        self._server_state.log.event("batch ended", batch=batch.id, status=end)
+
+    async def _run_lines(self, batch: StoredBatch) -> None:
+        if batch.status == "validating" and not await self._validate(batch):
+            return
+        turn = self._key_turns.setdefault(batch.key, asyncio.Lock())
+        async with turn, asyncio.TaskGroup() as lines:
+            first = 0
+            while found := await self._in_journal(next_lines, batch.id, first, _LINES_READ):
+                for line in found:
+                    await self._take_room()
+                    task = lines.create_task(self._run_line(batch, line))
+                    task.add_done_callback(lambda _: self._leave_room())
+                first = found[-1].number + 1
+        await self._in_journal(move_to, batch.id, "finalizing")
+
+    async def _validate(self, batch: StoredBatch) -> bool:
+        """Read the input of a batch; return whether its lines may run."""
+        check = InputCheck(batch, self._server_state.config.max_body_bytes)
+        await check.read(self._journal)
+        if not check.faults:
+            return await self._in_journal(begin_lines, batch.id, check.num_lines) is not None
+
+        def fail(database: Connection) -> None:
+            forget_lines(database, batch.id)
+            move_to(database, batch.id, "failed", check.faults)
+
+        await self._journal.run(fail)
+        return False
+
+    async def _take_room(self) -> None:
+        """Wait until a line may start."""
+        async with self._turn:
+            while not self._has_room():
+                await asyncio.sleep(_POLL_S)
+            self._num_running += 1
+
+    def _has_room(self) -> bool:
+        lifecycle, limit = self._server_state.lifecycle, self._server_state.config.batch_lines
+        # Lines are open requests too, but not from their first moment to their last.
+        others = max(0, self._server_state.requests.num_open - self._num_running)
+        return self._num_running + others < limit and not (lifecycle.paused or lifecycle.draining)
+
+    def _leave_room(self) -> None:
+        self._num_running -= 1
+
+    async def _run_line(self, batch: StoredBatch, line: Line) -> None:
+        if line.attempts >= MAX_ATTEMPTS:
+            message = f"the server ended {line.attempts} times while this line ran"
+            await self._save_error(batch, line, "server_ended", message)
+            return
+        await self._in_journal(begin_attempt, batch.id, line.number)
+        raw = await self._in_journal(read_span, batch.input, line.start, line.size)
+        body = bytes(decode_line(raw).body)
+        while True:
+            caller = self._server_state.keys.owner(batch.key)
+            if caller is None:
+                message = "the API key of this batch is no longer one of this server's keys"
+                await self._save_error(batch, line, "invalid_api_key", message)
+                return
+            try:
+                route = self._routes[batch.endpoint]
+                status, request_id, answer = await run_line(self._server_state, route, caller, body)
+                break
+            except NotNow:
+                await asyncio.sleep(_AGAIN_S)
+        response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(answer)}
+        result = _result(line.custom_id, response, None)
+        await self._in_journal(save_result, batch.id, line.number, result, status != 200)
+
+    async def _save_error(self, batch: StoredBatch, line: Line, code: str, message: str) -> None:
+        result = _result(line.custom_id, None, {"code": code, "message": message})
+        await self._in_journal(save_result, batch.id, line.number, result, True)
+
+    async def _expire(self, batch: StoredBatch) -> None:
+        """Write an error for each line that did not run in time."""
+        first = 0
+        while lines := await self._in_journal(next_lines, batch.id, first, _LINES_READ):
+            for line in lines:
+                await self._save_error(
+                    batch, line, "batch_expired", "this line did not run within 24 hours"
+                )
+            first = lines[-1].number + 1
+
+    async def _in_journal(self, work: Callable[..., T], *args: object) -> T:
+        return await self._journal.run(lambda database: work(database, *args))
+
+
+def _result(custom_id: str, response: object, error: object) -> bytes:
+    """Return a line of an output file."""
+    entry = {
+        "id": new_id("batch_req_"),
+        "custom_id": custom_id,
+        "response": response,
+        "error": error,
+    }
+    return msgspec.json.encode(entry) + b"\n"
