@@ -60,15 +60,14 @@ _SERVICE_ADDRESS = "tcp://"
 def unread_variables(environment: Mapping[str, str], given: Collection[str]) -> str:
     """Return a warning about variables of other engines that are set; "" for none.
 
-    given: the names of settings that were given; a variable with its setting given needs no hint.
+    given: the names of settings that were given, which need no hint.
     """
-    parts = [
-        f"{variable} (set {' and '.join(map(_variable_of, names))})"
-        for variable, names in INSTEAD.items()
-        if environment.get(variable)
-        and not environment[variable].startswith(_SERVICE_ADDRESS)
-        and not any(_is_given(name, environment, given) for name in names)
-    ]
+    parts = []
+    for variable, names in INSTEAD.items():
+        value = environment.get(variable, "")
+        left = [name for name in names if not _is_given(name, environment, given)]
+        if left and value and not value.startswith(_SERVICE_ADDRESS):
+            parts.append(f"{variable} (set {' and '.join(map(_variable_of, left))})")
     if not parts:
         return ""
     return (

@@ -228,7 +228,7 @@ def test_a_variable_is_named_with_its_flag_and_range(monkeypatch: pytest.MonkeyP
     said = quire_main("config", "show").stderr
     assert said.startswith("quire config: warning: variables of other programs are set and not re")
     assert said.count("OLLAMA_HOST (set QUIRE_HOST and QUIRE_PORT)") == said.count("\n") == 1
-    assert not quire_main("config", "show", "--port", "1").stderr
+    assert not quire_main("config", "show", "--port", "1", "--host", "::1").stderr
 
 
 def test_a_model_that_is_not_there_is_one_error(folder: Path) -> None:

@@ -245,7 +245,7 @@ def test_a_variable_of_another_engine_is_answered_by_what_is_read_here(variable:
     assert "secret" not in said
     for name in INSTEAD[variable]:
         assert (name if name == "HF_HOME" else SETTINGS[name].variable) in said
-        assert not unread_variables({variable: "x", "HF_HOME": "y"}, {name})
+    assert not unread_variables({variable: "x", "HF_HOME": "y"}, INSTEAD[variable])
 
 
 def test_variables_of_other_engines_are_one_warning() -> None:
@@ -260,4 +260,5 @@ def test_variables_of_other_engines_are_one_warning() -> None:
         "QUIRE_PORT), VLLM_API_KEY (set QUIRE_API_KEY); quire config show --env lists those that "
         "are"
     )
+    assert "OLLAMA_HOST (set QUIRE_HOST), " in unread_variables(environment, {"port"})
     assert not unread_variables({"VLLM_PORT": "tcp://10.0.0.1:8000", "HOME": "x"}, ())

@@ -89,7 +89,10 @@ def test_a_response_is_found_with_its_key_only(settings: Any) -> None:
             assert reply.status == unknown.status == 404
             assert reply.error["message"].replace(id_, "resp_0") == unknown.error["message"]
         continued = {**ASKED, "previous_response_id": id_}
-        assert (await site.post(PATH, continued, headers=other)).status == 404
+        refused = await site.post(PATH, continued, headers=other)
+        assert refused.status == 404
+        advice = "; check the id and the key, or send the whole conversation as input"
+        assert refused.error["message"].endswith(advice)
         reference = {**ASKED, "input": [{"type": "item_reference", "id": f"msg_{id_[5:]}o0"}]}
         assert (await site.post(PATH, reference, headers=other)).status == 400
         assert (await site.post(PATH, reference, headers=own)).status == 200
