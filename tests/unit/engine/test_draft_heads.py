@@ -200,13 +200,13 @@ def test_wrong_configurations_are_refused(
 def test_settings_that_contradict_the_files_are_refused(model: Path, tmp_path: Path) -> None:
     tensors = medusa_tensors(hidden_size=HIDDEN, vocab_size=VOCAB)
     folder = str(write_medusa(tmp_path / "heads", tensors))
-    with pytest.raises(SettingError, match="holds medusa heads; set --speculate medusa"):
+    with pytest.raises(SettingError, match='holds medusa heads; set speculate="medusa"'):
         LLM(model, speculate="draft", draft_model=folder, **SETTINGS)
     with pytest.raises(SettingError, match=r"speculate is medusa, and .* holds a draft model"):
         LLM(model, speculate="medusa", draft_model=str(model), **SETTINGS)
     with pytest.raises(ConfigError, match=r"no such folder; give a folder with config\.json"):
         LLM(model, speculate="medusa", draft_model=str(tmp_path / "none"), **SETTINGS)
-    with pytest.raises(SettingError, match="no heads are given; give --draft-model"):
+    with pytest.raises(SettingError, match="no heads are given; give draft_model"):
         LLM(model, speculate="medusa", **SETTINGS)
     pickled = write_medusa(tmp_path / "pickled", tensors)
     (pickled / "model.safetensors").rename(pickled / "medusa_lm_head.pt")
