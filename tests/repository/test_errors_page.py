@@ -46,6 +46,21 @@ def test_every_error_is_on_the_page() -> None:
     assert {(int(status), code or None) for status, code in rows} == sent
 
 
+def test_every_error_of_the_router_is_on_the_page() -> None:
+    found = set()
+    for file in (ROOT / "quire" / "router").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Refusal":
+                found.add(tuple(ast.literal_eval(one) for one in node.args[:2]))
+    shared = {"invalid_value", "model_not_found", "unknown_url", "method_not_allowed"}
+    shared |= {"body_too_large", "overloaded", "shutting_down"}
+    rows = re.findall(r"^\| `(\w+)` \| (\d{3}) \|", _page(), re.M)
+    own = {(int(status), code) for code, status in rows}
+    assert own == {error for error in found if error[1] not in shared}
+    assert {code for _, code in found} >= shared
+    assert all(f"`{code}`" in _page() for code in shared)
+
+
 def test_every_exit_code_is_on_the_page() -> None:
     rows = re.findall(r"^\| (\d+) \| ", _page().partition('id="exit-codes"')[2], re.M)
     assert list(map(int, rows)) == list(EXIT_CODES)

@@ -200,7 +200,7 @@ def test_wrong_configurations_are_refused(
 def test_settings_that_contradict_the_files_are_refused(model: Path, tmp_path: Path) -> None:
     tensors = medusa_tensors(hidden_size=HIDDEN, vocab_size=VOCAB)
     folder = str(write_medusa(tmp_path / "heads", tensors))
-    with pytest.raises(SettingError, match="holds medusa heads; set speculate medusa"):
+    with pytest.raises(SettingError, match='holds medusa heads; set speculate="medusa"'):
         LLM(model, speculate="draft", draft_model=folder, **SETTINGS)
     with pytest.raises(SettingError, match=r"speculate is medusa, and .* holds a draft model"):
         LLM(model, speculate="medusa", draft_model=str(model), **SETTINGS)

@@ -168,5 +168,5 @@ def test_contradictions_are_rejected(deep: Path, settings: dict[str, Any], messa
 
 def test_a_single_layer_cannot_draft(tmp_path: Path) -> None:
     flat = write_tiny_llama(tmp_path / "flat", num_hidden_layers=1)
-    with pytest.raises(SettingError, match=r"has 1 layers.*set speculate ngram or off"):
+    with pytest.raises(SettingError, match=r'has 1 layers.*set speculate="ngram" or off'):
         LLM(flat, **SETTINGS)
