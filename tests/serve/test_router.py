@@ -188,8 +188,7 @@ def test_whole_answers_models_and_refusals(servers: list[RunningServer]) -> None
             ("POST", "/completion", {"prompt": "a"}, 501, "not_routed"),
             ("POST", "/infill", {"input_prefix": "a"}, 501, "not_routed"),
             ("GET", "/props", None, 501, "not_routed"),
-            # The replica's refusal: it serves no embeddings.
-            ("POST", "/v1/embeddings", {"input": "a"}, 400, "invalid_value"),
+            ("POST", "/v1/embeddings", {"input": 7}, 400, "invalid_value"),  # the replica's refusal
             ("GET", "/nothing", None, 404, "unknown_url"),
             ("GET", "/v1/completions", None, 405, "method_not_allowed"),
             ("POST", "/v1/completions?a=1", {"prompt": "a"}, 400, "invalid_value"),
