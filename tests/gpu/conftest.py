@@ -28,3 +28,12 @@ if IS_INSTALLED:
         torch.use_deterministic_algorithms(True, warn_only=True)
         yield
         torch.use_deterministic_algorithms(False)
+
+    @pytest.fixture(autouse=True)
+    def threads_stay_as_they_were() -> Iterator[None]:
+        """Restore the number of PyTorch's threads, which an engine sets for its process: the last
+        bits of a product on the CPU, a stand-in for the GPU's, depend on it.
+        """
+        num_threads = torch.get_num_threads()
+        yield
+        torch.set_num_threads(num_threads)
