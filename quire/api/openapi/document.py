@@ -40,7 +40,7 @@ _ABOUT = (
 # Fields with an own schema, by the form of an operation.
 _OWN_ROWS: Mapping[Form, Callable[[Known], Mapping[str, Schema]]] = {
     "chat": lambda known: {},
-    "messages": lambda known: messages_rows(),
+    "messages": messages_rows,
     "responses": responses_rows,
     "ollama": ollama_rows,
     "ollama_embed": ollama_embed_rows,

@@ -14,8 +14,10 @@ from quire.api.openapi.field_schemas import (
     FLAG,
     OBJECT,
     TEXT,
+    Known,
     Schema,
     list_of,
+    max_output,
     object_of,
     or_null,
     whole_object,
@@ -25,13 +27,14 @@ from quire.base import sampling_checks as sampling
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 
 
-def messages_rows() -> dict[str, Schema]:
+def messages_rows(known: Known) -> dict[str, Schema]:
     """Return the fields that have another form than in other APIs, or exist here only."""
     cache_control = _cache_control()
     stop = {"type": "string", "minLength": 1, "maxLength": sampling.MAX_STOP_STRING_CHARS}
     text = _block("text", {"text": TEXT}, cache_control=or_null(cache_control))
     schema = object_of({"type": {"const": "json_schema"}, "schema": OBJECT})
     return {
+        "max_tokens": {"type": "integer", "minimum": 1, "maximum": max_output(known)},
         "messages": list_of({"anyOf": [_user(text), _assistant(text)]}, least=1, most=MAX_MESSAGES),
         "system": {"anyOf": [TEXT, list_of(text)]},
         "stop_sequences": list_of(stop, most=sampling.MAX_STOP_STRINGS),
