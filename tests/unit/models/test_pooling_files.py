@@ -116,7 +116,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no mode": (files(pooling={"pooling_mode_lasttoken": False}), "0 pooling modes"),
     "a mode that is none": (files(pooling={"pooling_mode": "cls"}), "lasttoken and mean"),
     "another width": (files(pooling={"word_embedding_dimension": 61}), "60 columns"),
-    "a key nobody knows": (files(pooling={"pooling_mode_magic": True}), "pooling_mode_magic"),
+    "an unknown key": (files(pooling={"pooling_mode_magic": True}), "pooling_mode_magic"),
     "a mean without the prompt": (
         files(
             pooling={
