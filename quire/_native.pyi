@@ -1,7 +1,7 @@
 """The compiled module, for type checkers; native/bind has the definitions and docstrings."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +56,25 @@ class Pool:
     @property
     def isa(self) -> str: ...
 
+class WeightStream:
+    def __init__(
+        self,
+        descriptor: int,
+        ranges: Sequence[tuple[int, int]],
+        window_bytes: int,
+        *,
+        is_direct: bool,
+    ) -> None: ...
+    def read(self, range: int) -> bytes: ...
+    @property
+    def bytes_read(self) -> int: ...
+    @property
+    def waited_s(self) -> float: ...
+    @property
+    def bytes_held(self) -> int: ...
+
 class Weight:
+    @overload
     def __init__(
         self,
         form: str,
@@ -65,6 +83,17 @@ class Weight:
         columns: int,
         scheme: str = "",
         packed: NDArray[np.uint8] = ...,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        form: str,
+        dtype: str,
+        rows: int,
+        columns: int,
+        scheme: str,
+        stream: WeightStream,
+        range: int,
     ) -> None: ...
     def fill(
         self,
@@ -89,6 +118,8 @@ class Weight:
     def num_bytes(self) -> int: ...
     @property
     def coarse_rows(self) -> int: ...
+    @property
+    def stream(self) -> WeightStream | None: ...
     @property
     def packed(self) -> NDArray[np.uint8]: ...
 

@@ -15,6 +15,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "quire/isa.h"
+#include "quire/weight_stream.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -86,9 +87,49 @@ void bind_pool(nb::module_& module) {
 
 nb::object packed_of(nb::handle self) {
     const auto& weight = nb::cast<const quire::Weight&>(self);
+    if (weight.stream() != nullptr) {
+        throw std::invalid_argument("the bytes of this weight are in a file");
+    }
     const size_t shape[1] = {static_cast<size_t>(weight.bytes())};
     return nb::cast(nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(weight.data(), 1, shape,
                                                                        self));
+}
+
+void bind_weight_stream(nb::module_& module) {
+    nb::class_<quire::WeightStream>(module, "WeightStream",
+                                    "Ranges of a file that are read ahead, in their order, over "
+                                    "and over: see native/include/quire/weight_stream.h.")
+        .def("__init__",
+             [](quire::WeightStream* self, int descriptor,
+                const std::vector<std::tuple<int64_t, int64_t>>& ranges, int64_t window_bytes,
+                bool is_direct) {
+                 std::vector<quire::WeightStream::Range> all;
+                 for (const auto& [offset, bytes] : ranges) all.push_back({offset, bytes});
+                 new (self) quire::WeightStream(descriptor, std::move(all), window_bytes,
+                                                is_direct);
+             },
+             "descriptor"_a, "ranges"_a, "window_bytes"_a, nb::kw_only(), "is_direct"_a,
+             "ranges: (offset, bytes) each. is_direct: the file was opened with O_DIRECT.")
+        .def("read",
+             [](quire::WeightStream& self, int64_t range) {
+                 std::string why;
+                 {
+                     nb::gil_scoped_release release;
+                     why = self.acquire(range, [] { return false; });
+                 }
+                 if (!why.empty()) throw quire::Aborted(why);
+                 const nb::bytes content(self.data(range),
+                                         static_cast<size_t>(self.bytes(range)));
+                 self.release(range);
+                 return content;
+             },
+             "range"_a, "The bytes of a range (for tests). Raises Aborted where it is not read.")
+        .def_prop_ro("bytes_read", &quire::WeightStream::bytes_read)
+        .def_prop_ro("waited_s",
+                     [](const quire::WeightStream& self) { return 1e-9 * static_cast<double>(
+                                                               self.waited_ns()); },
+                     "Seconds that steps waited for bytes.")
+        .def_prop_ro("bytes_held", &quire::WeightStream::bytes_held, "In memory, or being read.");
 }
 
 void bind_weight(nb::module_& module) {
@@ -112,6 +153,15 @@ void bind_weight(nb::module_& module) {
              nb::keep_alive<1, 7>(),
              "packed: uint8 [num_bytes] that `packed` of such a weight gave, aligned to 64 and "
              "followed by 64 readable bytes; used where it lies.")
+        .def("__init__",
+             [](quire::Weight* self, const std::string& form, const std::string& dtype,
+                int64_t rows, int64_t columns, const std::string& scheme,
+                const std::shared_ptr<quire::WeightStream>& stream, int64_t range) {
+                 new (self) quire::Weight(form_named(form), type_named(dtype), rows, columns,
+                                          scheme_named(scheme), stream, range);
+             },
+             "form"_a, "dtype"_a, "rows"_a, "columns"_a, "scheme"_a, "stream"_a, "range"_a,
+             "One that a stream reads for each use.")
         .def("fill",
              [](quire::Weight& self, quire::Pool& pool, int64_t first, int64_t count,
                 const Bytes& source, const std::string& source_dtype, float offset,
@@ -150,6 +200,9 @@ void bind_weight(nb::module_& module) {
         .def_prop_ro("coarse_rows", &quire::Weight::coarse_rows,
                      "Rows it was filled with that 8 bits are too coarse for: see "
                      "quire/quant/int_weights.py.")
+        .def_prop_ro("stream",
+                     [](const quire::Weight& self) { return self.shared_stream(); },
+                     "The WeightStream that reads it, or None.")
         .def_prop_ro("packed", &packed_of, "All bytes as they lie, a read-only view.");
     module.attr("PACKED_LAYOUT") = quire::kPackedLayout;
 }
@@ -459,6 +512,7 @@ void bind_interpreter(nb::module_& module) {
 
 void bind_program(nb::module_& module) {
     bind_pool(module);
+    bind_weight_stream(module);
     bind_weight(module);
     bind_interpreter(module);
     module.attr("OPERATIONS") = operation_table();

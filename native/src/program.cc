@@ -7,8 +7,11 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <functional>
 #include <iterator>
 #include <utility>
+
+#include "quire/weight_stream.h"
 
 namespace quire {
 
@@ -36,6 +39,33 @@ int64_t rows_at_once(int64_t rows, int64_t width, int num_threads) {
     const int64_t least = std::max<int64_t>(kUnitElements / width, 1);
     return std::max(least, std::min(kUnitRows, rows / (4 * num_threads)));
 }
+
+// Keeps the weights of a unit in memory while it is computed. Throws Aborted where one cannot be
+// read.
+class Streamed {
+  public:
+    Streamed(const std::vector<const Weight*>& weights, const std::function<bool()>& is_stopped)
+        : weights_(weights) {
+        for (; count_ < weights_.size(); ++count_) {
+            const Weight& weight = *weights_[count_];
+            const std::string why = weight.stream()->acquire(weight.range(), is_stopped);
+            if (why.empty()) continue;
+            release();
+            throw Aborted(why);
+        }
+    }
+    ~Streamed() { release(); }
+    Streamed(const Streamed&) = delete;
+    Streamed& operator=(const Streamed&) = delete;
+
+  private:
+    void release() {
+        for (size_t i = 0; i < count_; ++i) weights_[i]->stream()->release(weights_[i]->range());
+    }
+
+    const std::vector<const Weight*>& weights_;
+    size_t count_ = 0;
+};
 
 int64_t nanoseconds() {
     const auto now = std::chrono::steady_clock::now().time_since_epoch();
@@ -80,7 +110,31 @@ void Program::add_segment(std::vector<Operation> ops) {
         }
     }
     segment.ops = std::move(ops);
+    find_streamed(segment);
     segments_.push_back(std::move(segment));
+}
+
+void Program::find_streamed(Segment& segment) const {
+    std::vector<std::vector<const Weight*>> streamed(segment.units.size());
+    bool any = false;
+    for (size_t i = 0; i < segment.units.size(); ++i) {
+        const Unit& unit = segment.units[i];
+        const auto add = [&](const Weight& weight) {
+            if (weight.stream() == nullptr) return;
+            streamed[i].push_back(&weight);
+            any = true;
+        };
+        for (size_t op = unit.first; op < unit.first + unit.count; ++op) {
+            each_field(segment.ops[op], [&](const char*, const auto& field) {
+                using Field = std::decay_t<decltype(field)>;
+                if constexpr (std::is_same_v<Field, WeightRef>) add(*field);
+                if constexpr (std::is_same_v<Field, std::optional<WeightRef>>) {
+                    if (field) add(**field);
+                }
+            });
+        }
+    }
+    if (any) segment.streamed = std::move(streamed);
 }
 
 // Takes the scratch memory of an operation with experts, for the largest step of either arena.
@@ -284,7 +338,14 @@ void Program::run_units(Segment& segment, size_t first, size_t end, const StepIn
             throw Aborted(std::string("the step was told to stop before ") +
                           kind_of(segment.ops[unit.first]));
         }
-        run_unit(segment, unit, inputs);
+        if (segment.streamed.empty()) {
+            run_unit(segment, unit, inputs);
+        } else {
+            const Streamed weights(segment.streamed[i], [&] {
+                return aborted_.load(std::memory_order_relaxed) == run.number;
+            });
+            run_unit(segment, unit, inputs);
+        }
         ops_done_.fetch_add(static_cast<int64_t>(unit.count), std::memory_order_relaxed);
         if (!timed_) continue;
         const int64_t now = nanoseconds();

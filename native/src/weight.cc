@@ -5,6 +5,7 @@
 // the division of a weight into parts; padding is not written and stays zero.
 
 #include "quire/weight.h"
+#include "quire/weight_stream.h"
 
 #include <cstring>
 #include <stdexcept>
@@ -288,6 +289,13 @@ Weight::Weight(Form form, Type type, int64_t rows, int64_t columns, IntScheme in
     memory_ = Memory::borrowed(packed, static_cast<std::size_t>(bytes));
 }
 
+Weight::Weight(Form form, Type type, int64_t rows, int64_t columns, IntScheme ints,
+               std::shared_ptr<WeightStream> stream, int64_t range)
+    : Weight(form, type, rows, columns, ints, stream->data(range), stream->bytes(range)) {
+    stream_ = std::move(stream);
+    range_ = range;
+}
+
 int64_t Weight::packed_size() const {
     if (has_ints()) return int_packed_bytes(rows_, columns_, ints_);
     if (form_ == Form::matrix) return packed_bytes(rows_, columns_, type_);
@@ -352,6 +360,7 @@ void Weight::fill(Pool& pool, int64_t first, int64_t count, const SourceRows& so
 }
 
 std::vector<float> Weight::row(int64_t row) const {
+    if (stream_) throw std::logic_error("the rows of this weight are in a file");
     if (row < 0 || row >= rows_) throw std::out_of_range("row " + std::to_string(row));
     std::vector<float> values(static_cast<std::size_t>(columns_));
     for (int64_t k = 0; k < columns_; ++k) {

@@ -396,6 +396,11 @@ class ExecutorConfig:
         "directory that caches the packed weights, in a file of their size which the next start "
         "maps; default: weights are packed at each start",
     )
+    disk_offload_gb: str | None = setting(
+        None,
+        "GiB of weights that stay in the file of pack_cache and are read from it in each step, for "
+        "models larger than memory; auto: as many as do not fit (native executor)",
+    )
     record_plans: str | None = setting(
         None, "record every step's plan and result in this file, for replay"
     )
@@ -424,6 +429,29 @@ class ExecutorConfig:
             raise SettingError("trace_file is empty; give a file, or leave it out")
         if self.pack_cache == "":
             raise SettingError("pack_cache is empty; give a directory, or leave it out")
+        if self.disk_offload_gb is not None:
+            self._check_offload(self.disk_offload_gb)
+
+    @property
+    def disk_offload_bytes(self) -> int | None:
+        """The bytes of disk_offload_gb, None where it is auto."""
+        assert self.disk_offload_gb is not None, "there is an offload"
+        return None if self.disk_offload_gb == "auto" else int(float(self.disk_offload_gb) * 2**30)
+
+    def _check_offload(self, size: str) -> None:
+        given = f"disk_offload_gb is {size}"
+        if size != "auto" and not re.fullmatch(r"\d{1,6}(\.\d{1,6})?", size):
+            raise SettingError(f"{given}; a number of GiB, as in 12 or 1.5, or auto is needed")
+        if self.executor != "native" or self.tensor_parallel_size > 1:
+            raise SettingError(
+                f"{given}: only the native executor with one rank reads weights from disk; take "
+                "--executor native and no --tensor-parallel-size, or leave it out"
+            )
+        if self.pack_cache is None:
+            raise SettingError(
+                f"{given} and pack_cache is not given, whose file the weights are read from; give "
+                "--pack-cache DIRECTORY, on a fast disk"
+            )
 
     def _check_device(self) -> None:
         for name, unset in (("device", None), ("numerics", None), ("enforce_eager", False)):
@@ -452,6 +480,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.executor.tensor_parallel_size > 1:
             self._check_ranks()
+        if self.executor.disk_offload_gb is not None:
+            self._check_drafts("disk_offload_gb", "which read the weights in another order")
         if self.executor.trace_file is not None and not self.scheduler.timeline_steps:
             raise SettingError(
                 "trace_file is written from the steps kept for timelines, and timeline_steps is 0; "
@@ -466,19 +496,23 @@ class EngineConfig:
                 f"{given}, and a KV tier is given (kv_tier_path or kv_tier_host_bytes), which "
                 "holds the blocks of one process only: leave one of them out"
             )
-        settings = self.scheduler
-        if settings.speculate not in ("off", "ngram") or (
-            settings.draft_model is not None or settings.self_draft_layers is not None
-        ):
-            raise SettingError(
-                f"{given}, and a draft model, draft heads or the model's first layers are asked "
-                "for, which several ranks do not support yet: take --speculate ngram or off, or "
-                "leave tensor_parallel_size out"
-            )
+        self._check_drafts("tensor_parallel_size", "which several ranks do not support yet")
         if (threads := self.executor.num_threads) is not None and (
             threads < self.executor.tensor_parallel_size
         ):
             raise SettingError(
                 f"{given} and num_threads is {threads}, which are divided over the ranks: give at "
                 "least one for each, or leave num_threads out"
+            )
+
+    def _check_drafts(self, name: str, reason: str) -> None:
+        """Raise SettingError for drafts that are computed, with the setting `name`."""
+        settings = self.scheduler
+        if settings.speculate not in ("off", "ngram") or (
+            settings.draft_model is not None or settings.self_draft_layers is not None
+        ):
+            raise SettingError(
+                f"{name} is {getattr(self.executor, name)}, and a draft model, draft heads or the "
+                f"model's first layers are asked for, {reason}: take --speculate ngram or off, or "
+                f"leave {name} out"
             )

@@ -27,7 +27,7 @@ from quire.execute.executor import (
 from quire.execute.layout import lay_out
 from quire.execute.native_limits import full_step_tokens, memory_of, problems_of
 from quire.execute.native_ops import encode, encode_view
-from quire.execute.packing import load
+from quire.execute.packing import LoadWeights, load
 from quire.execute.rope_table import RopeTable
 from quire.program.batch import ForwardBatch
 from quire.program.ops import Op
@@ -57,8 +57,9 @@ class NativeExecutor:
     """An Executor (see executor.py).
 
     isa: by name; empty takes QUIRE_ISA, else the machine's best. poison: fill buffers with NaN
-    before each run. Raises WeightsError where the checkpoint is not the program's, CapacityError
-    where memory does not suffice, SettingError for an instruction set this machine does not have.
+    before each run. load_weights: in place of packing.load. Raises WeightsError where the
+    checkpoint is not the program's, CapacityError where memory does not suffice, SettingError for
+    an instruction set this machine does not have.
     """
 
     name = "native"
@@ -72,6 +73,7 @@ class NativeExecutor:
         *,
         isa: str = "",
         poison: bool = False,
+        load_weights: LoadWeights = load,
     ) -> None:
         self.check_program(program)
         binding = bind(program, checkpoint)
@@ -86,7 +88,7 @@ class NativeExecutor:
         self._num_angles = 0  # positions that all of them cover
         try:
             self._native = place_buffers(program, options.limits, self.pool)
-            packed = load(program, binding, self.pool, options.progress, options.pack_cache)
+            packed = load_weights(program, binding, self.pool, options.progress, options.pack_cache)
         except MemoryError as error:
             raise CapacityError(
                 f"{program.name}: {program.weight_bytes} bytes of weights and a step of "

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ from quire.weights.binding import Binding, Piece
 from quire.weights.content import WeightsDigest
 from quire.weights.pack_cache import (
     PackCache,
+    PackedFile,
     PackWriter,
     Recipe,
     Unusable,
@@ -46,6 +48,10 @@ class Packed:
     coarse_rows: Mapping[str, int]
 
 
+# `load`, or what stands in its place.
+LoadWeights = Callable[[Program, Binding, _native.Pool, Progress | None, PackCache | None], Packed]
+
+
 def load(
     program: Program,
     binding: Binding,
@@ -56,17 +62,21 @@ def load(
     """All weights. With a cache its file is mapped, or made where it cannot be used."""
     if cache is None:
         return pack(program, binding, pool, progress)
-    recipe = _recipe(program, binding.checkpoint.path)
+    recipe = recipe_of(program, binding.checkpoint.path)
     path = cache.path(recipe, binding.checkpoint.path)
     try:
-        found = _mapped(path, recipe, program, binding, pool, progress)
+        found = packed_file(path, program, binding, pool, progress)
     except FileNotFoundError:
         pass
     except Unusable as why:
         cache.log.warning("packed weights are made anew", file=str(path), reason=str(why))
     else:
         cache.log.event("packed weights are mapped", file=str(path))
-        return found
+        weights = {
+            name: _native.Weight(*weight_arguments(weight), found.weights[name])
+            for name, weight in program.weights.items()
+        }
+        return Packed(weights=weights, digest=found.weights_digest, coarse_rows=found.coarse_rows)
     writer = _Keeper(cache, path, recipe, program, binding)
     try:
         packed = pack(program, binding, pool, progress, writer)
@@ -76,8 +86,15 @@ def load(
         writer.end()
 
 
+class Keeper(Protocol):
+    """Takes weights as they are packed."""
+
+    def add(self, name: str, weight: _native.Weight, pool: _native.Pool) -> bool:
+        """Take a weight that is packed; returns whether it stays in memory, too."""
+
+
 class _Keeper:
-    """Writes weights to a cache's file while they are packed; where that fails, says so once."""
+    """A Keeper. Writes weights to a cache's file while they are packed; logs a failure once."""
 
     def __init__(
         self, cache: PackCache, path: Path, recipe: Recipe, program: Program, binding: Binding
@@ -94,14 +111,15 @@ class _Keeper:
         except OSError as error:
             self._give_up(error)
 
-    def add(self, name: str, weight: _native.Weight, pool: _native.Pool) -> None:
-        """Append a weight that is packed."""
+    def add(self, name: str, weight: _native.Weight, pool: _native.Pool) -> bool:
+        """See Keeper."""
         if self._writer is not None:
             packed = weight.packed
             try:
                 self._writer.add(name, packed, _native.content_digest(packed, pool))
             except OSError as error:
                 self._give_up(error)
+        return True
 
     def finish(self, packed: Packed) -> None:
         """All weights were added."""
@@ -132,15 +150,10 @@ class _Keeper:
         )
 
 
-def _mapped(
-    path: Path,
-    recipe: Recipe,
-    program: Program,
-    binding: Binding,
-    pool: _native.Pool,
-    progress: Progress | None,
-) -> Packed:
-    """The weights where they lie in a file."""
+def packed_file(
+    path: Path, program: Program, binding: Binding, pool: _native.Pool, progress: Progress | None
+) -> PackedFile:
+    """Map and verify a program's weights in a file. Raises Unusable, and FileNotFoundError."""
     total, done = program.weight_bytes, 0
 
     def digest(content: NDArray[np.uint8]) -> tuple[int, int]:
@@ -152,19 +165,15 @@ def _mapped(
 
     found = read_packed(
         path,
-        recipe,
-        sizes={name: _empty_weight(weight).num_bytes for name, weight in program.weights.items()},
+        recipe_of(program, binding.checkpoint.path),
+        sizes={name: empty_weight(weight).num_bytes for name, weight in program.weights.items()},
         stamp=stamp_of(binding.checkpoint.files),
         weights_digest=lambda: _digest_of_sources(program, binding, pool),
         digest=digest,
     )
     if progress is not None:
         progress(total, total)
-    weights = {
-        name: _native.Weight(*_shape(weight), found.weights[name])
-        for name, weight in program.weights.items()
-    }
-    return Packed(weights=weights, digest=found.weights_digest, coarse_rows=found.coarse_rows)
+    return found
 
 
 def _digest_of_sources(program: Program, binding: Binding, pool: _native.Pool) -> str:
@@ -178,7 +187,8 @@ def _digest_of_sources(program: Program, binding: Binding, pool: _native.Pool) -
     return digest.hexdigest()
 
 
-def _recipe(program: Program, checkpoint: Path) -> Recipe:
+def recipe_of(program: Program, checkpoint: Path) -> Recipe:
+    """What a file of packed weights is made for."""
     # A weight's repr has all that says how its elements become bytes.
     text = "\n".join(repr(weight) for weight in program.weights.values())
     return Recipe(model=checkpoint.resolve().name, layout=_native.PACKED_LAYOUT, text=text)
@@ -189,14 +199,16 @@ def pack(
     binding: Binding,
     pool: _native.Pool,
     progress: Progress | None,
-    keeper: _Keeper | None = None,
+    keeper: Keeper | None = None,
 ) -> Packed:
-    """All weights in the kernels' layout; source pages are dropped after each tensor."""
+    """All weights in the kernels' layout that stay in memory; source pages are dropped after each
+    tensor."""
     packed: dict[str, _native.Weight] = {}
+    coarse: dict[str, int] = {}
     digest = WeightsDigest()
     total, done = program.weight_bytes, 0
     for name, weight in program.weights.items():
-        packed[name] = native = _empty_weight(weight)
+        native = empty_weight(weight)
         rows_before = 0
         for part in _joined(weight):
             stored = binding.content(part)
@@ -223,9 +235,10 @@ def pack(
             if not digest.holds(stored):  # made from something else than its own bytes
                 digest.add(stored, _native.content_digest(stored.raw, pool))
             binding.release(part)
-        if keeper is not None:
-            keeper.add(name, native, pool)
-    coarse = {name: native.coarse_rows for name, native in packed.items() if native.coarse_rows}
+        if native.coarse_rows:
+            coarse[name] = native.coarse_rows
+        if keeper is None or keeper.add(name, native, pool):
+            packed[name] = native
     return Packed(weights=packed, digest=digest.hexdigest(), coarse_rows=coarse)
 
 
@@ -279,7 +292,8 @@ def _packed_row(weight: Weight, row: int) -> int:
     return expert * (_packed_rows(weight) // weight.experts) + inside
 
 
-def _shape(weight: Weight) -> tuple[str, str, int, int, str]:
+def weight_arguments(weight: Weight) -> tuple[str, str, int, int, str]:
+    """The first arguments of _native.Weight."""
     return (
         str(weight.form),
         str(weight.dtype),
@@ -289,5 +303,6 @@ def _shape(weight: Weight) -> tuple[str, str, int, int, str]:
     )
 
 
-def _empty_weight(weight: Weight) -> _native.Weight:
-    return _native.Weight(*_shape(weight))
+def empty_weight(weight: Weight) -> _native.Weight:
+    """One to be filled; takes address space only until then."""
+    return _native.Weight(*weight_arguments(weight))

@@ -20,6 +20,7 @@ from quire.program.quantize import precision_text
 from quire.program.table import amount
 from quire.program.tensors import DType
 from quire.quant.scheme import PLAIN
+from quire.sim.disk_offload import disk_offload, offload_text
 from quire.sim.plan import PARALLEL_DEGREES, Planner, SizedModel, product_precision
 
 LENGTHS = (128, 256, 1024, 4096, 8192, 32768, 131072)
@@ -68,6 +69,7 @@ def plan_outcome(planner: Planner) -> dict[str, Any]:
         "lengths": [_at_length(planner, shown, length) for length in _lengths(planner, shown)],
         "compared_tokens": _compared_tokens(planner),
         "changes": [] if fits else list(_changes(planner)),
+        "disk_offload": None if fits else disk_offload(planner, asked),
         "tensor_parallel": None if fits else _parallel(planner, asked),
         "notes": list(_notes(planner, shown)),
     }
@@ -96,6 +98,8 @@ def plan_text(outcome: Mapping[str, Any]) -> str:
         parts.append(_changes_text(outcome["changes"], outcome["compared_tokens"]))
     if outcome["tensor_parallel"] is not None:
         parts.append(_parallel_text(outcome["tensor_parallel"]))
+    if outcome["disk_offload"] is not None:
+        parts.append(offload_text(outcome["disk_offload"], outcome["compared_tokens"]))
     if outcome["notes"]:
         parts.extend(map(_wrapped, outcome["notes"]))
     return "\n\n".join(parts)

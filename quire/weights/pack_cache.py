@@ -91,11 +91,30 @@ class PackedFile:
     """Verified weights as views of the mapped file, and the digest of their checkpoint.
 
     coarse_rows: the number of rows too coarse for their format, by name, counted while packing.
+    starts: the place of each weight in the file at `path`.
     """
 
     weights: Mapping[str, Bytes]
     weights_digest: str
     coarse_rows: Mapping[str, int]
+    path: Path
+    starts: Mapping[str, int]
+    mapped: mmap.mmap
+    opened: os.stat_result
+
+    def forget(self, names: Sequence[str]) -> None:
+        """Give the pages of some weights back to the system; they are read again if used."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for name in names:
+                size = -(-len(self.weights[name]) // mmap.PAGESIZE) * mmap.PAGESIZE
+                self.mapped.madvise(mmap.MADV_DONTNEED, self.starts[name], size)
+
+    def is_same(self, found: os.stat_result) -> bool:
+        """Return whether `found` is of the file whose weights were verified, as it was then."""
+        one, other = (
+            (of.st_dev, of.st_ino, of.st_size, of.st_mtime_ns) for of in (self.opened, found)
+        )
+        return one == other
 
 
 class PackCache:
@@ -176,6 +195,10 @@ def read_packed(
             weights=weights,
             weights_digest=index["weights_digest"],
             coarse_rows=index["coarse_rows"],
+            path=path,
+            starts={name: entry[0] for name, entry in index["tensors"].items()},
+            mapped=mapped,
+            opened=os.fstat(descriptor),
         )
     finally:
         os.close(descriptor)

@@ -120,6 +120,8 @@ class Program {
         std::vector<Unit> units;  // all operations, in order
         std::vector<size_t> attentions;  // units
         std::vector<int64_t> own_buffers;  // written first here
+        // By unit, the weights that a stream reads; empty where no unit has any.
+        std::vector<std::vector<const Weight*>> streamed;
         bool uses_cache = false, uses_samples = false;
     };
 
@@ -135,6 +137,7 @@ class Program {
     void check(const Segment& segment, const StepInputs& inputs) const;  // before each run
     void check_step(const Operation& op, const StepInputs& inputs) const;
     void check_cache(const StepInputs& inputs) const;
+    void find_streamed(Segment& segment) const;
     void run_units(Segment& segment, size_t first, size_t end, const StepInputs& inputs);
     void run_unit(const Segment& segment, const Unit& unit, const StepInputs& inputs);
     void run_op(const Operation& op, const StepInputs& inputs);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "quire/hash.h"
@@ -11,6 +12,8 @@
 #include "quire/memory.h"
 
 namespace quire {
+
+class WeightStream;
 
 enum class Form : int32_t { matrix = 0, table = 1, vector = 2 };
 enum class Source : int32_t { f32 = 0, f16 = 1, bf16 = 2 };
@@ -42,6 +45,11 @@ class Weight {
     Weight(Form form, Type type, int64_t rows, int64_t columns, IntScheme ints,
            const char* packed, int64_t bytes);
 
+    // Wraps a packed weight that a stream reads as its range `range`: its bytes may be used between
+    // acquire() and release() of the stream only. Throws as above.
+    Weight(Form form, Type type, int64_t rows, int64_t columns, IntScheme ints,
+           std::shared_ptr<WeightStream> stream, int64_t range);
+
     // Converts `count` rows of `source` into rows first .. first + count, adding `offset` to each
     // element in f32. Throws std::out_of_range past the last row of the weight or the source, and
     // std::logic_error if the weight was packed before.
@@ -59,6 +67,10 @@ class Weight {
     // Returns the rows filled so far for which 8 bits are too coarse: a few elements dominate the
     // others.
     int64_t coarse_rows() const { return coarse_rows_; }
+    // The stream that reads it, or null where its bytes are always there.
+    WeightStream* stream() const { return stream_.get(); }
+    const std::shared_ptr<WeightStream>& shared_stream() const { return stream_; }
+    int64_t range() const { return range_; }
     const float* vector() const { return reinterpret_cast<const float*>(memory_.data()); }
 
     // Returns row `row` as f32, for checks.
@@ -73,6 +85,8 @@ class Weight {
     IntScheme ints_;
     int64_t coarse_rows_ = 0;
     Memory memory_;
+    std::shared_ptr<WeightStream> stream_;
+    int64_t range_ = 0;
 };
 
 }  // namespace quire

@@ -256,7 +256,7 @@ def _sized_model(config: EngineConfig) -> _SizedModel:
     pooling = model_pooling(config.model, folder, spec)
     if pooling is not None and pooling.embeds:
         longest = with_pooling(longest)
-    executor_class = _executor_class(config.executor)
+    executor_class = _executor_class(config)
     executor_class.check_program(longest)
     if config.cache.kv_tier_host_bytes is not None:
         # Imported only where the tier is used: it takes a megabyte.
@@ -527,12 +527,19 @@ def _pack_cache(settings: ExecutorConfig) -> PackCache | None:
     return PackCache(user_path(settings.pack_cache), Log("engine"))
 
 
-def _executor_class(settings: ExecutorConfig) -> ExecutorClass:
+def _executor_class(config: EngineConfig) -> ExecutorClass:
+    settings = config.executor
     # One of them, and only when it is wanted: start-up is felt.
     if settings.tensor_parallel_size > 1:
         from quire.engine.assembly.ranks import ranked_class
 
         return ranked_class(settings)
+    if settings.disk_offload_gb is not None:
+        from quire.execute.streamed_weights import StreamingExecutorClass
+
+        return StreamingExecutorClass(
+            offload_bytes=settings.disk_offload_bytes, kv_bytes=config.cache.kv_cache_memory_bytes
+        )
     if settings.executor == "native":
         from quire.execute.native import NativeExecutor
 
