@@ -2,7 +2,7 @@
 
     python -m bench.disk_offload [--shape llama-3.2-1b] [--share 1.5] [--rounds 5] [--write]
 
-A child process in a control group of its own, whose limit is the packed weights' size over the
+A child process in a control group of its own, with a limit of the packed weights' size over the
 share, loads the model with weights on disk (`--disk-offload-gb auto`) and runs steps of 1 and 16
 rows, each after a plain read of as many bytes of the same file past the page cache. A second child
 without a limit holds all weights in memory; logits must be equal bit for bit. Reports the share of

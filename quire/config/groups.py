@@ -449,7 +449,7 @@ class ExecutorConfig:
             )
         if self.pack_cache is None:
             raise SettingError(
-                f"{given} and pack_cache is not given, whose file the weights are read from; give "
+                f"{given} and pack_cache is not given: the weights are read from its file; give "
                 "--pack-cache DIRECTORY, on a fast disk"
             )
 

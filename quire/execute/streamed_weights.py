@@ -43,6 +43,9 @@ from quire.weights.pack_cache import (
 
 # Read ahead at least, where so much is streamed: a fast disk's bytes of some ten milliseconds.
 WINDOW_BYTES = 128 << 20
+# Of a token of a running request in the tables of scheduler and worker: its id and its share of a
+# block's entries (quire/config/memory.py).
+TABLE_ENTRY_BYTES = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +134,7 @@ class StreamingExecutorClass:
     def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
         """See ExecutorSizing: without the weights on disk, with the window for reading ahead."""
         whole = NativeExecutor.memory_for(program, limits)
-        plan = self._plan(program, whole)
+        plan = self._plan(program, limits)
         return ExecutorMemory(
             weights_bytes=whole.weights_bytes - plan.saved_bytes,
             step_bytes=whole.step_bytes,
@@ -157,39 +160,67 @@ class StreamingExecutorClass:
     def __call__(
         self, program: Program, checkpoint: Checkpoint, options: ExecutorOptions
     ) -> NativeExecutor:
-        plan = self._plan(program, NativeExecutor.memory_for(program, options.limits))
+        plan = self._plan(program, options.limits)
         return NativeExecutor(
             program, checkpoint, options, load_weights=partial(load_streamed, plan)
         )
 
-    def _plan(self, program: Program, whole: ExecutorMemory) -> StreamPlan:
+    def _plan(self, program: Program, limits: StepLimits) -> StreamPlan:
         key = tuple(program.weights)
         if key not in self._plans:
-            self._plans[key] = self._chosen(program, whole)
+            self._plans[key] = self._chosen(program, limits)
         return self._plans[key]
 
-    def _chosen(self, program: Program, whole: ExecutorMemory) -> StreamPlan:
+    def _chosen(self, program: Program, limits: StepLimits) -> StreamPlan:
         if self.offload_bytes is not None:
             return plan_stream(program, self.offload_bytes)
+        whole = NativeExecutor.memory_for(program, limits)
         available_bytes = self.available_memory().available_bytes
-        return fitting_stream(program, whole, available_bytes, self.kv_bytes)
+        return fitting_stream(
+            program,
+            whole,
+            available_bytes,
+            kv_bytes=self.kv_bytes,
+            max_sequences=limits.max_sequences,
+        )
 
 
 def fitting_stream(
-    program: Program, whole: ExecutorMemory, available_bytes: int, kv_bytes: int | None
+    program: Program,
+    whole: ExecutorMemory,
+    available_bytes: int,
+    *,
+    kv_bytes: int | None,
+    max_sequences: int,
 ) -> StreamPlan:
-    """Choose as few weights as do not fit in memory beside buffers, reserve and KV cache.
+    """Choose as few weights as do not fit in memory beside buffers, reserve and KV cache; all that
+    can be read from disk where even these are too few, which the memory plan then reports.
 
     whole: what the program takes with all weights in memory. kv_bytes: of the KV cache; None: the
-    default share of what is left beside the buffers. Raises SettingError where too much is left.
+    default share of what is left beside the buffers, and of the tables of max_sequences requests.
     """
-    left = available_bytes - RESERVE_BYTES - whole.step_bytes
-    excess = whole.weights_bytes - left
-    excess += int(left * (1 - DEFAULT_SHARE)) if kv_bytes is None else kv_bytes
-    plan = plan_stream(program, 0)
-    while plan.saved_bytes < excess:  # the window takes a part of what is saved
-        plan = plan_stream(program, plan.streamed_bytes + excess - plan.saved_bytes)
+    left = max(available_bytes - RESERVE_BYTES - whole.step_bytes, 0)
+    if kv_bytes is None:
+        kv_bytes = int(left * (1 - DEFAULT_SHARE))
+    else:
+        num_tokens = min(program.max_positions, kv_bytes // whole.token_bytes)
+        kv_bytes += max_sequences * num_tokens * TABLE_ENTRY_BYTES
+    excess = whole.weights_bytes + kv_bytes - left
+    plan, everything = plan_stream(program, 0), streamable_bytes(program)
+    while plan.saved_bytes < excess and plan.streamed_bytes < everything:
+        # The window takes a part of what is saved.
+        wanted = plan.streamed_bytes + excess - plan.saved_bytes
+        plan = plan_stream(program, min(wanted, everything))
     return plan
+
+
+def streamable_bytes(program: Program) -> int:
+    """Return the bytes of all weights that can be read from disk in each step."""
+    return sum(
+        empty_weight(program.weights[name]).num_bytes
+        for group in _streamable(program)
+        for name in group
+    )
 
 
 def load_streamed(

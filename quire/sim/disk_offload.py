@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from quire.base.errors import SettingError
+from quire.config.memory import DEFAULT_SHARE, MemoryNeeds, num_blocks_of
 from quire.execute.executor import ExecutorMemory
 from quire.execute.streamed_weights import fitting_stream
 from quire.obs.report import table
-from quire.sim.plan import Planner, SizedModel
+from quire.sim.plan import Planner, SizedModel, fitted
 
 # A network disk or SATA, and two generations of NVMe.
 DISK_GB_PER_S = (0.5, 3.0, 7.0)
@@ -32,11 +33,15 @@ def disk_offload(planner: Planner, sized: SizedModel) -> dict[str, Any] | None:
         step_bytes=needs.step_bytes,
         token_bytes=needs.token_bytes,
     )
-    try:
-        stream = fitting_stream(
-            sized.program, whole, planner.memory.available_bytes, needs.kv_cache_memory_bytes
-        )
-    except SettingError:  # not even without all layers
+    stream = fitting_stream(
+        sized.program,
+        whole,
+        planner.memory.available_bytes,
+        kv_bytes=_kv_bytes(planner, needs),
+        max_sequences=needs.max_num_seqs,
+    )
+    saved = replace(needs, weights_bytes=needs.weights_bytes - stream.saved_bytes)
+    if fitted(saved, planner.memory, concurrency=planner.concurrency)[1]:
         return None
     if not stream.streamed_bytes:  # the weights fit, something else does not
         return None
@@ -51,6 +56,15 @@ def disk_offload(planner: Planner, sized: SizedModel) -> dict[str, Any] | None:
     }
 
 
+def _kv_bytes(planner: Planner, needs: MemoryNeeds) -> int | None:
+    """Return the bytes of a KV cache that was asked for, by its size or by what it must hold."""
+    if needs.kv_cache_memory_bytes is not None or planner.context is None:
+        return needs.kv_cache_memory_bytes
+    blocks = (planner.concurrency or 1) * num_blocks_of(planner.context, needs.block_size)
+    # The plan takes a share of what is left for the KV cache.
+    return int((blocks + 1) * needs.block_size * needs.token_bytes / DEFAULT_SHARE) + 1
+
+
 def _at_rate(
     planner: Planner, sized: SizedModel, num_bytes: int, gb_per_s: float, length: int
 ) -> dict[str, Any]:
@@ -60,7 +74,7 @@ def _at_rate(
         return planner.step_s(sized.program, [1] * batch, [length - 1] * batch)
 
     low, high = 1, MAX_BATCH
-    while low < high:  # the first whose computation takes as long as the disk
+    while low < high:  # the first that computes as long as the disk reads
         middle = (low + high) // 2
         low, high = (low, middle) if step_s(middle) >= disk_s else (middle + 1, high)
     return {

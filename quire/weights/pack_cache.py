@@ -110,7 +110,7 @@ class PackedFile:
                 self.mapped.madvise(mmap.MADV_DONTNEED, self.starts[name], size)
 
     def is_same(self, found: os.stat_result) -> bool:
-        """Return whether `found` is of the file whose weights were verified, as it was then."""
+        """Return whether `found` is of the file that was verified, as it was then."""
         one, other = (
             (of.st_dev, of.st_ino, of.st_size, of.st_mtime_ns) for of in (self.opened, found)
         )

@@ -82,7 +82,7 @@ class WeightStream {
     mutable std::mutex lock_;
     std::condition_variable to_readers_, to_users_;
     size_t next_ = 0;          // the range to be read after the one being read
-    size_t being_read_ = 0;    // the one whose chunks are handed out
+    size_t being_read_ = 0;    // its chunks are handed out
     std::deque<size_t> to_drop_;
     int64_t held_bytes_ = 0;
     std::string error_;  // of the last read; nothing is read until an acquire() has seen it

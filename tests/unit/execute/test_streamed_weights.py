@@ -169,6 +169,8 @@ def test_memory_is_planned_without_what_stays_on_disk(
     least = tight.memory_for(program, LIMITS)
     assert 0 < least.weights_bytes <= whole.weights_bytes - 200_000
     assert tight.memory_for(program, LIMITS) == least
+    everything = StreamingExecutorClass(offload_bytes=None, kv_bytes=1 << 40)
+    assert 0 < everything.memory_for(program, LIMITS).weights_bytes < least.weights_bytes
 
 
 def answers(folder: Path, **settings: Any) -> list[Any]:

@@ -129,6 +129,26 @@ def test_a_70b_in_int8_decodes_about_48_tokens_a_second_on_an_h100(tmp_path: Pat
     )
 
 
+def test_a_70b_runs_with_weights_on_disk_from_a_batch_on(tmp_path: Path) -> None:
+    folder = config_folder(tmp_path / "m", LLAMA_3_70B)
+    outcome = plan_outcome(Planner({"model": folder}, HERE, memory_bytes=64 * GIB))
+    offload = outcome["disk_offload"]
+    kept_bytes = outcome["weights_bytes"] - offload["streamed_bytes"] + offload["window_bytes"]
+    assert outcome["weights_bytes"] > 64 * GIB > kept_bytes > 30 * GIB
+    assert offload["gib"] * GIB >= offload["streamed_bytes"]
+    slow, *_, fast = offload["rates"]
+    assert slow["batch"] > fast["batch"]
+    assert slow["tokens_per_s"] < fast["tokens_per_s"]
+    for rate in offload["rates"]:
+        disk_s = offload["streamed_bytes"] / rate["disk_gb_per_s"] / 1e9
+        assert rate["tokens_per_s"] <= 1 / disk_s
+        assert rate["batch_tokens_per_s"] <= rate["batch"] / disk_s
+    assert f"--disk-offload-gb {offload['gib']:g}" in plan_text(outcome)
+    # Not where even the embedding and the head are too large, nor on GPUs.
+    assert plan_outcome(Planner({"model": folder}, HERE, memory_bytes=GIB))["disk_offload"] is None
+    assert plan_outcome(_planner(tmp_path, LLAMA_3_70B))["disk_offload"] is None
+
+
 def test_a_405b_needs_more_devices_the_more_bits_it_has(tmp_path: Path) -> None:
     degrees = {
         quantization: plan_outcome(_planner(tmp_path, LLAMA_3_405B, quantization=quantization))[
