@@ -14,6 +14,7 @@ from typing import Any
 
 from quire.base.server_url import ServerUrl
 from quire.router.breaker import CircuitBreaker
+from quire.router.first_token_times import FirstTokenTimes
 
 # Gaps in progress that are remembered, and the multiple of the 99th percentile that is a stall.
 _NUM_GAPS = 512
@@ -49,6 +50,7 @@ class Replica:
         self.models: dict[str, str] = {}
         self.model_entries: list[dict[str, Any]] = []
         self.breaker = CircuitBreaker()
+        self.first_token_times = FirstTokenTimes()
         self.loads: set[Load] = set()
         self.backlog_tokens = 0
         self.steps_total = -1
@@ -106,6 +108,7 @@ class Replica:
         self.state, self.reason, self.is_fenced = state, reason, True
         self.steps_total = -1
         self._gaps.clear()
+        self.first_token_times = FirstTokenTimes()  # of the process that was
         for load in list(self.loads):
             load.cut(reason)
         if self.on_fenced is not None:
