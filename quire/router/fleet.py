@@ -104,6 +104,12 @@ class Fleet:
         replicas = self.replicas.values()
         return any(one.serves(model) or not one.models for one in replicas)
 
+    def is_served(self, model: str) -> bool:
+        """Return whether an available replica serves `model`."""
+        now_s = self._loop.time()
+        replicas = self.replicas.values()
+        return any(one.serves(model) and one.is_available(now_s) for one in replicas)
+
     def why_none(self) -> str:
         """Return why no replica takes requests, and what to do."""
         replicas = list(self.replicas.values())

@@ -9,41 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.unit.router.fake_replica import LENGTH, FakeReplica, Router
+from tests.unit.router.fake_replica import LENGTH, FakeReplica, Router, run
 
 STREAM: dict[str, Any] = {"tokens": [1, 2], "seed": 5, "stream": True, "max_tokens": LENGTH}
 WHOLE = b"".join(b'data: {"token": %d}\n\n' % token for token in range(100, 100 + LENGTH))
 ANSWER = WHOLE + b"data: [DONE]\n\n"
 ERROR_EVENT = b'data: {"error":{"message":"it ends","code":"%s"}}\n\n'
-
-
-def run(
-    replicas: list[FakeReplica],
-    story: Callable[[Router], Awaitable[Any]],
-    **settings: Any,
-) -> Any:
-    """Run a story with a router before the replicas; nothing of it may be left open."""
-
-    async def go() -> Any:
-        for replica in replicas:
-            await replica.start()
-        router = Router(replicas, **settings)
-        try:
-            await router.start()
-            async with asyncio.timeout(20):
-                result = await story(router)
-            assert router.admission.num_open == 0
-            for replica in router.fleet.replicas.values():
-                assert not replica.loads
-                assert replica.backlog_tokens == 0
-            return result
-        finally:
-            await router.close()
-            for one in replicas:
-                one.stop_listening(cuts=True)
-            await asyncio.sleep(0.01)  # both ends notice
-
-    return asyncio.run(go())
 
 
 def stream(router: Router, **fields: Any) -> Awaitable[tuple[int, dict[bytes, bytes], bytes]]:
