@@ -10,6 +10,7 @@ import asyncio
 import io
 import shutil
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -206,6 +207,26 @@ def test_expired_leases_go_and_an_empty_redis_takes_no_replica_away() -> None:
         assert await leases.read()
         assert not leases.poll()
         await link.close()
+        await fake.stop()
+
+    asyncio.run(story())
+
+
+def test_the_command_holds_a_lease_until_it_is_ended() -> None:
+    async def story() -> None:
+        fake = FakeRedis()
+        await fake.start()
+        words = ("-m", "quire", "lease", "10.0.0.1:8000/v1", "--redis", fake.url)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *words, stderr=asyncio.subprocess.DEVNULL
+        )
+        async with asyncio.timeout(60):
+            while not fake.values:
+                await asyncio.sleep(0.01)
+            assert list(fake.values) == ["quire:replica:http://10.0.0.1:8000"]
+            process.terminate()
+            assert await process.wait() == 0
+        assert not fake.values
         await fake.stop()
 
     asyncio.run(story())
