@@ -89,6 +89,8 @@ class RouterApp:
                 raise Refusal(405, "method_not_allowed", f"{path} takes {allowed}, not {method}")
             await self._dispatch(scope, path, receive, client)
         elif method != "GET":
+            if path in ("/health", "/metrics", "/v1/models", *LISTS):
+                raise Refusal(405, "method_not_allowed", f"{path} takes GET, not {method}")
             raise _unknown(method, path)
         elif path == "/health":
             await self._health(client)

@@ -37,8 +37,8 @@ class ModelChoice:
         self._is_large = False
         self._shown: bytes | None = None
         self._asked = request.model or features.names.default
-        if not request.fields:
-            return  # nothing that names a model; replicas refuse what is no object
+        if not request.fields or not isinstance(request.fields.get("model", ""), str | None):
+            return  # no object, or no name: replicas say what is wrong with it
         if not self._asked:
             self._check_unambiguous()
             return

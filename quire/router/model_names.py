@@ -59,8 +59,8 @@ class ModelNames:
             found = [served[one] for one in models if one in served]
             if not found:
                 continue
-            lengths = [one["max_model_len"] for one in found if "max_model_len" in one]
-            longer = served.get(alias.longer, {}).get("max_model_len", 0)
+            lengths = [length for one in found if (length := _length(one))]
+            longer = _length(served.get(alias.longer, {}))
             entry: dict[str, Any] = {
                 "id": name,
                 "object": "model",
@@ -72,6 +72,11 @@ class ModelNames:
                 entry["max_model_len"] = max(min(lengths), longer)
             listed.append(entry)
         return listed
+
+
+def _length(entry: Mapping[str, Any]) -> int:
+    found = entry.get("max_model_len")
+    return found if isinstance(found, int) else 0
 
 
 def _targets(name: str, table: str | ModelTable) -> list[Target]:

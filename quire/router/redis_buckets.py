@@ -71,8 +71,10 @@ class RedisBuckets:
         self, quota: Quota, tokens: int, *, is_settling: bool
     ) -> tuple[bool, float] | None:
         """Run the script; None while Redis is down."""
-        if self.is_down and self._now() < self._retry_s:
-            return None
+        if self.is_down:
+            if self._now() < self._retry_s:
+                return None
+            self._retry_s = self._now() + _RETRY_S  # one request finds out, the others do not wait
         arguments = [f"{quota.tokens_per_s:.9f}", str(quota.burst_tokens), str(tokens)]
         try:
             has_taken, number = await self._run(

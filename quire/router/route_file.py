@@ -180,7 +180,8 @@ def parse_route_file(text: str) -> RouteFile:
         found = msgspec.convert(document, RouteFile)
     except msgspec.ValidationError as error:
         what, _, place = str(error).partition(" - at `$.")
-        raise ValueError(f"{place.rstrip('`')}: {what[:1].lower()}{what[1:]}") from error
+        what = what[:1].lower() + what[1:]
+        raise ValueError(f"{place.rstrip('`')}: {what}" if place else what) from error
     _check_whole(found)
     return found
 

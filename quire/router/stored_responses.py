@@ -53,15 +53,15 @@ def needed_id(request: RoutedRequest) -> str:
 
 
 class StoredResponses:
-    """Ids of the newest responses, each with its key's digest."""
+    """The replicas of the newest responses, by name: one that returns still has them."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._holders: OrderedDict[tuple[bytes, str], Replica] = OrderedDict()
+        self._holders: OrderedDict[tuple[bytes, str], str] = OrderedDict()
 
     def note(self, key: bytes, id_: str, replica: Replica) -> None:
         """A replica has created a response for a key."""
-        self._holders[key, id_] = replica
+        self._holders[key, id_] = replica.name
         self._holders.move_to_end((key, id_))
         while len(self._holders) > _MAX_IDS:
             self._holders.popitem(last=False)
@@ -72,8 +72,11 @@ class StoredResponses:
         Raises Refusal where the response is, or may be, at a replica that is not available.
         """
         now_s = asyncio.get_running_loop().time()
-        known = self._holders.get((key, id_))
-        if known is not None:
+        name = self._holders.get((key, id_))
+        if name is not None:
+            known = self._fleet.replicas.get(name)
+            if known is None:
+                raise _unavailable(id_, f"it is stored at {name}, which was removed")
             if known.is_available(now_s):
                 return known
             raise home_unavailable(id_, known)

@@ -184,6 +184,20 @@ def test_a_prompt_that_does_not_fit_goes_to_the_longer_model(path: str, body: by
     assert _models_asked(long) == {"long": 2}
 
 
+def test_what_is_no_name_is_the_replicas_to_refuse() -> None:
+    one, two = FakeReplica("fp_1", "one"), FakeReplica("fp_2", "two")
+
+    async def story(router: Router) -> None:
+        for model in (5, ["one"], {"a": 1}):
+            await router.post("/v1/completions", {"model": model, "prompt": "a"})
+
+    run([one, two], story, _features(default="two"))
+    assert [request["model"] for request in one.requests + two.requests if request] == [
+        *(5, {"a": 1}),
+        ["one"],
+    ]
+
+
 def test_a_stream_that_does_not_fit_begins_at_the_longer_model() -> None:
     short, long = FakeReplica("fp_1", "one"), FakeReplica("fp_2", "long")
     short.status, short.body = 400, TOO_LONG

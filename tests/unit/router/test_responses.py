@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from typing import Any
 
 import pytest
 
+from quire.router.discovery import StaticList
 from tests.unit.router.fake_replica import FakeReplica, Router, run
 
 KEY = [(b"authorization", b"Bearer one")]
@@ -111,8 +113,6 @@ def test_a_response_of_a_replica_that_is_away_says_where_it_is() -> None:
         first.stop_listening(cuts=True)
         while router.fleet.num_available > 1:
             router.fleet.probe_now.set()
-            import asyncio
-
             await asyncio.sleep(0.01)
         for id_, why in (
             (made["id"], f"it is stored at {first.url}, which is unreachable"),
@@ -123,6 +123,27 @@ def test_a_response_of_a_replica_that_is_away_says_where_it_is() -> None:
             assert why in body["error"]["message"]
             assert "send the whole conversation" in body["error"]["message"]
         assert (await _create(router))[0] == 200, "new ones are made elsewhere"
+
+    run([first, second], story)
+
+
+def test_a_replica_that_was_removed_and_returns_still_has_its_responses() -> None:
+    first, second = Storing("a"), Storing("b")
+
+    async def story(router: Router) -> None:
+        _, made = await _create(router)
+        urls = router.fleet._discovery.poll()
+        router.fleet._discovery = StaticList(urls[1:])
+        router.fleet.follow()
+        status, body = await _create(router, previous_response_id=made["id"])
+        assert status == 503
+        assert f"{first.url}, which was removed" in body["error"]["message"]
+        router.fleet._discovery = StaticList(urls)
+        router.fleet.follow()
+        while router.fleet.num_available < 2:
+            router.fleet.probe_now.set()
+            await asyncio.sleep(0.01)
+        assert (await _create(router, previous_response_id=made["id"]))[0] == 200
 
     run([first, second], story)
 

@@ -90,6 +90,7 @@ def test_a_whole_file_is_read() -> None:
         ("[tenants.a]\ntokens-per-minute = 1", "has no key-digests"),
         ("[tenants.a]\ntokens-per-minute = 1\nkey-digests = ['x']", "matching regex"),
         ("[redis]\nurl = 'redis://a'", "neither leases = true nor quotas"),
+        ("[models]\n'' = 'a'", "expected `str` of length >= 1"),
         ("port = 1\nport = 2", "not valid TOML"),
         ("a = [" + "[" * 5000, "nested too deeply|not valid TOML"),
     ],
