@@ -48,5 +48,4 @@ async def _hold(link: RedisLink, prefix: str, address: str, log: Log) -> int:
     if not holding.cancelled():
         log.error("the lease is no longer held", reason=str(holding.exception()))
         return 1
-    log.event("gave the lease up", address=address)
     return 0

@@ -63,6 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--port", type=int, help=f"port to listen at; 0: a free one (default {_DEFAULT_PORT})"
     )
     parser.add_argument(
+        "--reuse-port",
+        action="store_true",
+        help="let several routers listen at one port; the system divides connections among them",
+    )
+    parser.add_argument(
         "--policy",
         choices=POLICIES,
         help=f"how a replica is chosen (default {_DEFAULTS.policy})",
@@ -120,7 +125,8 @@ def run(arguments: argparse.Namespace) -> int:
     discovery, features = _parts(arguments, file, log)
     host = _given(arguments.host, file.host, _DEFAULT_HOST)
     _check_exposure(host, settings, is_insecure=arguments.insecure)
-    listening = _listen(host, _given(arguments.port, file.port, _DEFAULT_PORT))
+    port = _given(arguments.port, file.port, _DEFAULT_PORT)
+    listening = _listen(host, port, reuses_port=arguments.reuse_port or file.reuse_port)
     host, port = listening.getsockname()[:2]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -241,7 +247,7 @@ def _check_exposure(host: str, settings: RouterSettings, *, is_insecure: bool) -
     )
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, *, reuses_port: bool) -> socket.socket:
     if not 0 <= port <= 65535:
         raise SettingError(f"--port is {port}; a number from 0 to 65535 is allowed")
     try:
@@ -250,6 +256,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listening = socket.socket(family, socket.SOCK_STREAM)
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if reuses_port:
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listening.bind(address)
             listening.listen(1024)
         except OSError:

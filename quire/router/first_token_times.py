@@ -1,7 +1,8 @@
 """FirstTokenTimes: how long a replica takes to the first token, by the length of the prompt.
 
-Kept for each replica, in classes of prompts; in one class lengths differ by less than factor of
-two. Is given times and reads no clock. Always holds: nothing is predicted from fewer than 20 answers.
+Kept for each replica in classes of prompts: in a class, lengths differ by less than a factor of
+two. Is given times and reads no clock. Always holds: nothing is predicted from fewer than 20
+answers.
 """
 
 from __future__ import annotations

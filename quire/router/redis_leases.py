@@ -100,5 +100,6 @@ async def hold_lease(link: RedisLink, prefix: str, url: str, log: Log) -> None:
     finally:
         try:
             await link.remove(key)
+            log.event("gave the lease up", address=url)
         except RedisDown:
             log.warning("the lease could not be given up; it expires by itself", lease_s=LEASE_S)

@@ -122,6 +122,7 @@ class RouteFile(Table, frozen=True):
     replicas_file: str = ""
     host: str | UnsetType = msgspec.UNSET
     port: Port | UnsetType = msgspec.UNSET
+    reuse_port: bool = False
     policy: str | UnsetType = msgspec.UNSET
     backlog_tokens: int | UnsetType = msgspec.UNSET
     probe_seconds: Seconds | UnsetType = msgspec.UNSET

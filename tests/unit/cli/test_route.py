@@ -99,6 +99,17 @@ def test_flags_count_before_the_file_and_the_file_before_defaults(tmp_path: Path
     assert settings.stall_s == RouterSettings().stall_s
 
 
+def test_several_routers_may_share_a_port() -> None:
+    first = route._listen("127.0.0.1", 0, reuses_port=True)
+    port = first.getsockname()[1]
+    with pytest.raises(SettingError, match="cannot listen"):
+        route._listen("127.0.0.1", port, reuses_port=False)
+    second = route._listen("127.0.0.1", port, reuses_port=True)
+    assert second.getsockname() == first.getsockname()
+    first.close()
+    second.close()
+
+
 def test_a_lease_needs_an_address_and_a_redis() -> None:
     for words, message in (
         (["ftp://a", "--redis", "redis://a"], "http://"),
