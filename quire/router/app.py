@@ -45,6 +45,8 @@ class RouterApp:
         self._metrics = metrics
         self._features = features or Features()
         self._dispatcher = Dispatcher(fleet, admission, metrics, self._features)
+        if (lanes := self._features.lanes) is not None:
+            metrics.watch_lanes(lambda: lanes.limit, lambda: lanes.num_waiting)
         self._lists = ModelLists(fleet, self._features.names, list(self._features.cascades))
         self._log = log
         self._max_body_bytes = fleet.settings.max_body_bytes

@@ -22,10 +22,17 @@ _ENDS = (b'data: {"error":', b"data: [DONE]")
 
 
 class Attempt(AbstractContextManager["Attempt"]):
-    """early: what was read of the body before it is passed on."""
+    """early: what was read of the body before it is passed on. holds: `open` waits for the first
+    tokens."""
 
     def __init__(
-        self, fleet: Fleet, replica: Replica, request: RoutedRequest, client: ClientResponse
+        self,
+        fleet: Fleet,
+        replica: Replica,
+        request: RoutedRequest,
+        client: ClientResponse,
+        *,
+        is_long: bool = False,
     ) -> None:
         self.replica = replica
         self._fleet = fleet
@@ -36,6 +43,7 @@ class Attempt(AbstractContextManager["Attempt"]):
         self._is_over = False
         self._exchange: Exchange | None = None
         self.early = b""
+        self.holds = True
         began_s = self._loop.time()
         self.load = Load(
             tokens=request.prompt_tokens + request.output_tokens,
@@ -43,6 +51,7 @@ class Attempt(AbstractContextManager["Attempt"]):
             began_s=began_s,
             last_s=lambda: began_s if self._exchange is None else self._exchange.last_s,
             is_paused=lambda: self._exchange is not None and self._exchange.is_paused,
+            is_long=is_long,
         )
 
     def __enter__(self) -> Attempt:
@@ -116,9 +125,12 @@ class Attempt(AbstractContextManager["Attempt"]):
         raise ReplicaFault("it closes each connection", is_suspect=False)
 
     async def open(self, body: bytes) -> None:
-        """Send the request, and read a stream up to its first tokens. Raises ReplicaFault."""
+        """Send the request, and read a stream up to its first tokens while it holds.
+
+        Raises ReplicaFault.
+        """
         exchange = await self.send(body)
-        while exchange.status == 200 and not self.has_output:
+        while exchange.status == 200 and self.holds and not self.has_output:
             received = await exchange.read()
             self.early += received
             if not received or any(end in self.early for end in _ENDS):
@@ -127,7 +139,10 @@ class Attempt(AbstractContextManager["Attempt"]):
     def _end(self) -> None:
         self._is_over = True
         self._forget_exchange()
+        is_long = self.load.is_long
         self.replica.end(self.load)
+        if is_long:
+            self._fleet.became_available()  # a place is free
 
     def _forget_exchange(self) -> None:
         if self._exchange is not None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from quire.router.cascade import Cascade
 from quire.router.hedging import Hedger
+from quire.router.lanes import Lanes
 from quire.router.model_names import ModelNames
 from quire.router.quotas import Quotas
 from quire.router.route_file import RouteFile
@@ -18,11 +19,12 @@ from quire.router.route_file import RouteFile
 
 @dataclass(slots=True, kw_only=True)
 class Features:
-    """hedger, quotas: None where they are off."""
+    """hedger, lanes, quotas: None where they are off."""
 
     names: ModelNames = field(default_factory=lambda: ModelNames({}))
     cascades: Mapping[str, Cascade] = field(default_factory=dict)
     hedger: Hedger | None = None
+    lanes: Lanes | None = None
     quotas: Quotas | None = None
 
     @property
@@ -38,5 +40,6 @@ def features_of(file: RouteFile, quotas: Quotas | None) -> Features:
         names=ModelNames(file.models, file.default_model),
         cascades={name: Cascade(name, table) for name, table in file.cascades.items()},
         hedger=None if hedging is None else Hedger(hedging.share, hedging.percentile),
+        lanes=None if file.lanes is None else Lanes(file.lanes),
         quotas=quotas,
     )

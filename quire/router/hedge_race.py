@@ -37,7 +37,8 @@ class Race:
         return not opening.done()
 
     async def first_alone(self) -> None:
-        """Wait for the first attempt. Raises what it raises."""
+        """Wait for the first attempt, no longer for its first tokens. Raises what it raises."""
+        self.first.holds = False
         await self._opening[self.first]
 
     async def run(

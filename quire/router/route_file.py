@@ -77,6 +77,17 @@ class HedgingTable(Table, frozen=True):
     percentile: Annotated[float, Meta(ge=50, le=99.9)] = 95.0
 
 
+class LanesTable(Table, frozen=True):
+    """Bounds of long prompts. ttft_ms: the target for the first tokens of short prompts, to which
+    the limit of long ones is adapted; 0: the limit is fixed."""
+
+    long_prompt_tokens: Count = 4096
+    max_long_per_replica: Annotated[int, Meta(ge=1, le=10_000)] = 2
+    max_wait_seconds: Seconds = 30.0
+    max_waiting: Annotated[int, Meta(ge=0, le=1_000_000)] = 1000
+    ttft_ms: Annotated[int, Meta(ge=0, le=3_600_000)] = 0
+
+
 class QuotaTable(Table, frozen=True):
     """Tokens that each key may use. burst_tokens: 0 for those of one minute."""
 
@@ -138,6 +149,7 @@ class RouteFile(Table, frozen=True):
     models: dict[Name, str | ModelTable] = {}
     cascades: dict[Name, CascadeTable] = {}
     hedging: HedgingTable | None = None
+    lanes: LanesTable | None = None
     quotas: QuotaTable | None = None
     tenants: dict[Name, TenantTable] = {}
     redis: RedisTable | None = None

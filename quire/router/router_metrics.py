@@ -6,9 +6,9 @@ begin with `quire_router_`, so that they stand beside those of the replicas.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -61,6 +61,14 @@ class RouterMetrics:
             registry=registry,
         )
         registry.register(_FleetCollector(fleet))
+
+    def watch_lanes(self, limit: Callable[[], float], num_waiting: Callable[[], float]) -> None:
+        """Read the lane of long prompts when metrics are scraped."""
+        for name, text, read in (
+            ("quire_router_long_prompt_limit", "Long prompts that a replica computes", limit),
+            ("quire_router_long_prompts_waiting", "Long prompts that wait", num_waiting),
+        ):
+            Gauge(name, text, registry=self._registry).set_function(read)
 
     def text(self) -> bytes:
         """Return all metrics."""
