@@ -95,15 +95,16 @@ def test_prompts_wait_in_turn_and_those_that_leave_make_room() -> None:
 
 def test_a_prompt_that_waits_too_long_or_beside_too_many_is_refused() -> None:
     only = FakeReplica()
+    features = _features(max_waiting=1, max_wait_seconds=0.2)
+    lanes = features.lanes
+    assert lanes is not None
 
     async def story(router: Router) -> None:
         only.gate = asyncio.Event()
         first = asyncio.ensure_future(router.post("/generate", LONG))
         await _until(lambda: _num_long(only) == 1)
         waiting = asyncio.ensure_future(router.post("/generate", LONG))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await _until(lambda: lanes.num_waiting == 1)
         status, headers, body = await router.post("/generate", LONG)
         error = json.loads(body)["error"]
         assert (status, error["code"]) == (503, "overloaded")
@@ -115,7 +116,7 @@ def test_a_prompt_that_waits_too_long_or_beside_too_many_is_refused() -> None:
         only.gate.set()
         assert (await first)[0] == 200
 
-    run([only], story, _features(max_waiting=1, max_wait_seconds=0.2), stall_s=5.0)
+    run([only], story, features, stall_s=5.0)
 
 
 def test_a_model_that_no_replica_serves_is_not_waited_for() -> None:
