@@ -20,7 +20,7 @@ from quire.router.event_blocks import ErrorBody, EventBlocks, error_in
 from quire.router.faults import ClientGone, Refusal, ReplicaFault
 from quire.router.features import Features
 from quire.router.fleet import Fleet
-from quire.router.hedge_race import Race
+from quire.router.hedge_race import OVERLOADED, Race
 from quire.router.hedging import Hedger
 from quire.router.model_choice import ModelChoice
 from quire.router.replica import Replica
@@ -207,7 +207,7 @@ class Answer:
         body = attempt.early + await exchange.body()
         status, error = exchange.status, error_in(body)
         code = error.code if isinstance(error.code, str) else ""
-        if status == 503 or code in _LEAVING:
+        if status in OVERLOADED or code in _LEAVING:
             self._refused = (status, exchange.headers, body)
             self._is_refused = True
             return False
@@ -239,6 +239,8 @@ class Answer:
                 request.used_prompt_tokens, request.used_output_tokens = used
             elif status != 200:
                 request.used_prompt_tokens = request.used_output_tokens = 0
+            else:
+                request.used_output_tokens = request.reserved_tokens - request.prompt_tokens
         if request.path == RESPONSES and status == 200 and (id_ := created_id(body)):
             self._responses.note(self._client_key, id_, replica)
 
@@ -273,6 +275,7 @@ class Answer:
         client, request, exchange = self._client, self._request, attempt.exchange
         start = b"" if request.path == RESPONSES else None
         last: deque[bytes] = deque(maxlen=_LAST_PIECES)
+        counts_usage = self._features.counts_usage
         while received := await exchange.read():
             attempt.replica.progressed(self._loop.time())
             if start is not None:  # the first event has the id
@@ -282,12 +285,14 @@ class Answer:
                 start = None if id_ or len(start) > MAX_START_BYTES else start
             if not client.started:
                 await client.start(200, exchange.headers)
-            last.append(received)
+            if counts_usage:  # at least a token an event, until the usage is known
+                last.append(received)
+                num_events = received.count(b"\n\n") or received.count(b"\n")
+                request.used_output_tokens = max(request.used_output_tokens, 0) + num_events
             await client.write(received)
         if not client.started:
             await client.start(200, exchange.headers)
-        used = used_tokens(b"".join(last)) if self._features.counts_usage else None
-        if used is not None:
+        if (used := used_tokens(b"".join(last))) is not None:
             request.used_prompt_tokens, request.used_output_tokens = used
         await client.finish()
 

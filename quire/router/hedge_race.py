@@ -13,6 +13,9 @@ from quire.router.attempt import Attempt
 from quire.router.faults import ReplicaFault
 from quire.router.hedging import Hedger
 
+# Statuses of a replica that is full; Anthropic's API has one of its own.
+OVERLOADED = (503, 529)
+
 
 class Race:
     """first: the attempt that may be late. body: what both are sent."""
@@ -59,7 +62,7 @@ class Race:
                 except ReplicaFault as fault:
                     on_fault(attempt, fault)
                     continue
-                if attempt.exchange.status != 503:
+                if attempt.exchange.status not in OVERLOADED:
                     return attempt
                 refused = refused or attempt
         return refused

@@ -199,6 +199,10 @@ class Router:
 
     async def start(self) -> None:
         await self.prober.first_round()
+        for _ in range(50):  # a loaded machine may answer no probe in time
+            if all(one.state != "stalled" for one in self.fleet.replicas.values()):
+                break
+            await self.prober.first_round()
         self._probing = asyncio.ensure_future(self.prober.run())
 
     async def close(self) -> None:

@@ -221,6 +221,20 @@ def test_full_replicas_are_passed_over_and_their_refusal_returned_at_last() -> N
     run([first, second], story)
 
 
+def test_anthropic_s_own_status_of_a_full_server_is_no_failure() -> None:
+    first, second = FakeReplica(), FakeReplica()
+    first.status, first.body = 529, b'{"type":"error","error":{"type":"overloaded_error"}}'
+    second.body = b'{"type":"message"}'
+
+    async def story(router: Router) -> None:
+        assert (await router.post("/v1/messages", {"messages": []}))[2] == second.body
+        assert router.count("quire_router_replica_faults_total") == 0
+        second.status, second.body = first.status, first.body
+        assert (await router.post("/v1/messages", {"messages": []}))[0] == 529
+
+    run([first, second], story)
+
+
 def test_a_refused_request_is_not_tried_elsewhere() -> None:
     first, second = FakeReplica(), FakeReplica()
     first.status, first.body = 400, b'{"error":{"message":"wrong","code":"invalid_value"}}'

@@ -164,6 +164,20 @@ def test_streams_of_other_dialects_pay_their_usage(
     run([only], story, _features(clock, 6000))
 
 
+def test_what_reports_no_usage_is_charged_by_its_events_or_its_limit() -> None:
+    clock, only = Clock(), FakeReplica()
+
+    async def story(router: Router) -> None:
+        fields = {"prompt": [7] * 10, "n": 2, "max_tokens": 50}  # two choices: not continuable
+        await router.post("/v1/completions", {**fields, "stream": True})
+        streamed = _used(router) - 10
+        assert LENGTH <= streamed <= 2 * LENGTH + 1
+        await router.post("/v1/completions", fields)
+        assert _used(router) == 10 + streamed + 10 + 2 * 50
+
+    run([only], story, _features(clock, 6000))
+
+
 def test_refused_requests_and_free_routes_pay_nothing() -> None:
     clock, only = Clock(), FakeReplica()
     only.status, only.body = 401, b'{"error":{"message":"no key","code":"invalid_api_key"}}'
