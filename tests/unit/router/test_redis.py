@@ -19,10 +19,14 @@ import pytest
 
 from quire.base.errors import SettingError
 from quire.base.log import Log
+from quire.cli import route
+from quire.cli.main import command_parser
+from quire.router.faults import Refusal
 from quire.router.quotas import LocalBuckets, Quota, Reservation
 from quire.router.redis_buckets import RedisBuckets
 from quire.router.redis_leases import LEASE_S, RedisLeases, hold_lease
 from quire.router.redis_link import RedisDown, RedisLink
+from quire.router.route_file import read_route_file
 from tests.unit.router.fake_redis import FakeRedis
 
 # A burst of 1000 that fills so slowly that no test sees it.
@@ -207,6 +211,40 @@ def test_expired_leases_go_and_an_empty_redis_takes_no_replica_away() -> None:
         assert await leases.read()
         assert not leases.poll()
         await link.close()
+        await fake.stop()
+
+    asyncio.run(story())
+
+
+def test_a_router_with_a_file_finds_replicas_and_shares_quotas(tmp_path: Path) -> None:
+    async def story() -> None:
+        fake = FakeRedis()
+        await fake.start()
+        path = tmp_path / "route.toml"
+        path.write_text(
+            f'[redis]\nurl = "{fake.url}"\nprefix = "fleet:"\nleases = true\ntimeout-ms = 5000\n'
+            "[quotas]\ntokens-per-minute = 60\n"
+        )
+        arguments = command_parser(["route"]).parse_args(["route", "--config", str(path)])
+        file = read_route_file(str(path))
+        discovery, features = route._parts(arguments, file, Log("router", io.StringIO()))
+        fake.values["fleet:replica:http://10.0.0.5:8000"] = ("1", fake.now_s + 9)
+        assert isinstance(discovery, RedisLeases)
+        assert await discovery.read()
+        assert [one.shown for one in discovery.poll()] == ["http://10.0.0.5:8000"]
+        changed = asyncio.Event()
+        watching = asyncio.ensure_future(discovery.watch(changed.set))
+        fake.values.clear()
+        await changed.wait()
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        assert features.quotas is not None
+        assert await features.quotas.reserve(b"key", 50) is not None
+        with pytest.raises(Refusal, match="60 a minute"):
+            await features.quotas.reserve(b"key", 50)
+        assert fake.num_scripts == 2
+        assert next(iter(fake.buckets)).startswith("fleet:quota:key:")
+        await discovery._link.close()
         await fake.stop()
 
     asyncio.run(story())
