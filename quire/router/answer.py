@@ -202,6 +202,8 @@ class Answer:
         if exchange.status == 200 and request.is_stream:
             if not client.started:
                 self._fingerprint = attempt.replica.fingerprint(request.model)
+            if self._choice.judges_stream:
+                return await self._judged_stream(attempt)
             await self._stream(attempt)
             return True
         body = attempt.early + await exchange.body()
@@ -269,6 +271,33 @@ class Answer:
                 await client.write(delta.blocks)
             received = await exchange.read()
         raise ReplicaFault(f"{replica.name} ended the stream early", is_suspect=True)
+
+    async def _judged_stream(self, attempt: Attempt) -> bool:
+        """Hold a stream until it is complete; as _try. The client has nothing of it before."""
+        request, client, exchange = self._request, self._client, attempt.exchange
+        blocks = EventBlocks(shows_comments=request.shows_comments)
+        held, num_tokens, is_complete = list[bytes](), 0, False
+        received = attempt.early or await exchange.read()
+        while received:
+            for delta in blocks.push(received):
+                if delta.error is not None:
+                    _check_final(delta.error)
+                if delta.cursor is not None:
+                    self._count(attempt, len(delta.cursor.output_ids))
+                    num_tokens += len(delta.cursor.output_ids)
+                held.append(delta.blocks)
+                is_complete = is_complete or delta.is_last
+            received = await exchange.read()
+        if not is_complete:
+            raise ReplicaFault(f"{attempt.replica.name} ended the stream early", is_suspect=True)
+        events = b"".join(held)
+        if self._choice.is_changed_by_stream(events, num_tokens):
+            self._begin_anew()
+            return False
+        request.num_delivered = num_tokens
+        await client.start(200, exchange.headers)
+        await client.finish(self._choice.shown_events(events))
+        return True
 
     async def _pass_on(self, attempt: Attempt) -> None:
         """Stream what cannot be continued."""

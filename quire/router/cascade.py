@@ -2,9 +2,9 @@
 
 Rules (length, tools, the operator's expressions) send hard requests to the large model at once.
 A whole answer of the small model is judged once it is complete: by the mean log-probability of its
-tokens, by whether its JSON is complete, by a refusal or a cut. Streams are routed by the rules
-only, since what was delivered cannot be taken back. Knows no replica. Expressions come from the
-configuration and never from a request.
+tokens, by whether its JSON is complete, by a refusal or a cut. A stream is judged only if it may
+be held until it is complete, since what was delivered cannot be taken back. Knows no replica.
+Expressions come from the configuration and never from a request.
 """
 
 from __future__ import annotations
@@ -49,13 +49,15 @@ class Cascade:
 
         Asks for the log-probabilities that the judge needs.
         """
-        if request.is_stream or request.path not in _JUDGED or not self._table.escalate:
+        table = self._table
+        if request.path not in _JUDGED or not table.escalate:
             return None
-        is_chat = request.path.endswith("chat/completions")
-        adds = "low-confidence" in self._table.escalate and not _asks_logprobs(request.fields)
-        judge = Judge(self._table, request, hides_logprobs=adds)
+        if request.is_stream and (request.why_not or not table.judge_streams):
+            return None
+        adds = "low-confidence" in table.escalate and not _asks_logprobs(request.fields)
+        judge = Judge(table, request, hides_logprobs=adds)
         if adds:
-            request.raw = _encode({**request.fields, "logprobs": True if is_chat else 0})
+            request.change("logprobs", True if request.path.endswith("chat/completions") else 0)
         return judge
 
 
@@ -67,28 +69,54 @@ class Judge:
     ) -> None:
         self._table = table
         self._hides_logprobs = hides_logprobs
-        self._raw = request.raw
+        self._given = request.fields.get("logprobs")
         self._wants_json = _wants_json(request.fields)
 
     def undo(self, request: RoutedRequest) -> None:
-        """Give the request the body that the client sent."""
-        request.raw = self._raw
+        """Ask for what the client asked for."""
+        if self._hides_logprobs:
+            request.change("logprobs", self._given)
 
     def verdict(self, body: bytes) -> tuple[str, bytes]:
         """Return why the large model must answer, "" where it need not, and the client's body."""
-        try:
-            answer = msgspec.json.decode(body)
-            choices = [one for one in answer["choices"] if isinstance(one, dict)]
-        except (msgspec.MsgspecError, TypeError, KeyError):
-            return "", body  # not an answer: passed on as it is
+        answer = _object(body)
+        choices = _choices(answer)
         reasons = [why for one in choices if (why := self._why(one))]
-        if reasons:
-            return reasons[0], body
-        if not self._hides_logprobs:
-            return "", body
+        if reasons or not choices or not self._hides_logprobs:
+            return (reasons[0] if reasons else ""), body
         for one in choices:
             one["logprobs"] = None
         return "", _encode(answer)
+
+    def stream_verdict(self, events: bytes) -> str:
+        """Return why the large model must answer instead of a whole stream; "" if it need not."""
+        text, known, finish, message = "", list[Any](), None, dict[str, Any]()
+        for block in events.split(b"\n\n"):
+            for choice in _choices(_object(block[block.find(b"data: ") + 6 :])):
+                delta = choice.get("delta")
+                delta = delta if isinstance(delta, dict) else {}
+                piece = delta.get("content", choice.get("text"))
+                text += piece if isinstance(piece, str) else ""
+                known += [{"logprob": one} for one in _logprobs(choice.get("logprobs"))]
+                finish = choice.get("finish_reason") or finish
+                message |= {key: delta[key] for key in ("refusal", "tool_calls") if delta.get(key)}
+        whole = {"message": {**message, "content": text}, "logprobs": {"content": known}}
+        return self._why({**whole, "finish_reason": finish})
+
+    def shown_events(self, events: bytes) -> bytes:
+        """Return events for the client: without what only the router has asked for."""
+        if not self._hides_logprobs:
+            return events
+        shown = []
+        for block in events.split(b"\n\n"):
+            start = block.find(b"data: {")
+            event = _object(block[start + 6 :]) if start >= 0 else None
+            if choices := _choices(event):
+                for one in choices:
+                    one["logprobs"] = None
+                block = block[: start + 6] + _encode(event)
+            shown.append(block)
+        return b"\n\n".join(shown)
 
     def _why(self, choice: Mapping[str, Any]) -> str:
         escalate, finish = self._table.escalate, choice.get("finish_reason")
@@ -107,6 +135,19 @@ class Judge:
             if known and sum(known) / len(known) < self._table.min_mean_logprob:
                 return "low-confidence"
         return ""
+
+
+def _object(raw: bytes) -> Any:
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.MsgspecError, UnicodeError):
+        return None
+
+
+def _choices(answer: Any) -> list[dict[str, Any]]:
+    """Return the choices of an answer; none of what is no answer, which is passed on as it is."""
+    found = answer.get("choices") if isinstance(answer, dict) else None
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
 def _asks_logprobs(fields: Mapping[str, Any]) -> bool:

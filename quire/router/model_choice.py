@@ -8,6 +8,8 @@ Always holds: the model changes only while the client has no byte of an answer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from quire.router.admission import Admission
 from quire.router.cascade import Cascade, Judge
 from quire.router.event_blocks import ErrorBody
@@ -36,6 +38,7 @@ class ModelChoice:
         self._judge: Judge | None = None
         self._is_large = False
         self._shown: bytes | None = None
+        self._events_of: Callable[[bytes], bytes] | None = None
         self._asked = request.model or features.names.default
         if not request.fields or not isinstance(request.fields.get("model", ""), str | None):
             return  # no object, or no name: replicas say what is wrong with it
@@ -60,16 +63,40 @@ class ModelChoice:
         if judge is None or self._cascade is None or status != 200:
             return False
         reason, self._shown = judge.verdict(body)
-        self._metrics.cascade.labels(self._cascade.name, reason or "small").inc()
-        if not reason:
-            return False
         used = used_tokens(body)
         spent = sum(max(one, 0) for one in used) if used is not None else request.prompt_tokens
-        request.replaced_tokens += spent
-        self._metrics.cascade_tokens.labels(self._cascade.name, "small", "replaced").inc(spent)
-        self._shown = None
+        return self._is_escalated(self._cascade, judge, reason, spent)
+
+    @property
+    def judges_stream(self) -> bool:
+        """Whether a stream is held until it is complete."""
+        return self._judge is not None and self._request.is_stream
+
+    def is_changed_by_stream(self, events: bytes, num_tokens: int) -> bool:
+        """Return whether a whole stream is replaced: another model is asked then."""
+        judge, self._judge = self._judge, None
+        if judge is None or self._cascade is None:
+            return False
+        reason = judge.stream_verdict(events)
+        self._events_of = judge.shown_events
+        spent = self._request.prompt_tokens + num_tokens
+        return self._is_escalated(self._cascade, judge, reason, spent)
+
+    def shown_events(self, events: bytes) -> bytes:
+        """Return events of a judged stream for the client."""
+        return events if self._events_of is None else self._events_of(events)
+
+    def _is_escalated(self, cascade: Cascade, judge: Judge, reason: str, spent: int) -> bool:
+        """Count a verdict; ask the large model where there is a reason. spent: its tokens."""
+        self._metrics.cascade.labels(cascade.name, reason or "small").inc()
+        if not reason:
+            return False
+        self._request.replaced_tokens += spent
+        self._metrics.cascade_tokens.labels(cascade.name, "small", "replaced").inc(spent)
+        self._shown, self._events_of = None, None
         self._is_large = True
-        self._use(self._cascade.large)
+        judge.undo(self._request)
+        self._use(cascade.large)
         return True
 
     def shown(self, body: bytes) -> bytes:

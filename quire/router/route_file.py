@@ -58,7 +58,8 @@ class CascadeTable(Table, frozen=True):
     """A name that is answered by a small model where it suffices.
 
     large_patterns: expressions of the operator; a prompt with a match goes to the large model.
-    escalate: the reasons for which an answer of the small model is replaced.
+    escalate: the reasons for which an answer of the small model is replaced. judge_streams: hold
+    streams of the small model until they can be judged.
     """
 
     small: Name
@@ -68,6 +69,7 @@ class CascadeTable(Table, frozen=True):
     large_patterns: tuple[Pattern, ...] = ()
     escalate: tuple[Reason, ...] = ("low-confidence", "failed-grammar", "refusal")
     min_mean_logprob: Annotated[float, Meta(ge=-100, le=0)] = -1.0
+    judge_streams: bool = False
 
 
 class HedgingTable(Table, frozen=True):

@@ -94,6 +94,14 @@ class RoutedRequest:
             if self.why_not:
                 self.raw = _encode(self.fields)
 
+    def change(self, name: str, value: object) -> None:
+        """Set a field of what replicas are asked; None: leave it out."""
+        self.fields.pop(name, None)
+        if value is not None:
+            self.fields[name] = value
+        if self.why_not:
+            self.raw = _encode(self.fields)
+
     def used_tokens(self) -> int:
         """Return the tokens that the answer took, estimated where they are not known."""
         prompt = self.used_prompt_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire.router.cascade import Cascade
@@ -173,3 +174,100 @@ def test_completions_are_judged_by_their_own_form() -> None:
 
     run([small, large], story, _features())
     assert small.requests[0]["logprobs"] == 0
+
+
+# ---- streams that are held
+
+
+def _events(*pieces: tuple[str, float], **last: Any) -> bytes:
+    """Return a chat's stream as a replica sends it, with a comment after each token."""
+    blocks = []
+    for number, (text, logprob) in enumerate(pieces):
+        choice = {
+            "index": 0,
+            "delta": {"content": text},
+            "logprobs": {"content": [{"token": text, "logprob": logprob}]},
+            "finish_reason": None,
+        }
+        blocks.append(b"data: %b" % json.dumps({"choices": [choice]}).encode())
+        comment = {"output_ids": [number], "output_cursor": f"chat-0:1:{number + 1}:0"}
+        blocks.append(b": %b" % json.dumps(comment, separators=(",", ":")).encode())
+    choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop", **last}
+    blocks += [b"data: %b" % json.dumps({"choices": [choice]}).encode(), b"data: [DONE]", b""]
+    return b"\n\n".join(blocks)
+
+
+def _streaming(table: CascadeTable = TABLE) -> Features:
+    return _features(msgspec.structs.replace(table, judge_streams=True))
+
+
+def _texts(body: bytes) -> str:
+    found = [json.loads(one[6:]) for one in body.split(b"\n\n") if one.startswith(b"data: {")]
+    return "".join(one["choices"][0]["delta"].get("content", "") for one in found)
+
+
+def _scripted(replica: FakeReplica, events: bytes) -> None:
+    replica.fails_after, replica.says = 0, events
+
+
+def test_a_confident_stream_is_passed_on_without_its_logprobs() -> None:
+    small, large = _replicas(b"")
+    _scripted(small, _events(("a ", -0.1), ("b", -0.2)))
+
+    async def story(router: Router) -> None:
+        status, headers, body = await router.post("/v1/chat/completions", _chat(stream=True))
+        assert (status, _texts(body)) == (200, "a b")
+        assert headers[b"content-type"] == b"text/event-stream"
+        assert b'"logprob"' not in body
+        assert b"output_cursor" not in body
+        assert body.endswith(b"data: [DONE]\n\n")
+        asks = _chat(stream=True, logprobs=True)
+        body = (await router.post("/v1/chat/completions", asks))[2]
+        assert body.count(b'"logprob"') == 2
+        assert _decision(router, "small") == 2
+
+    run([small, large], story, _streaming())
+    assert small.requests[0]["logprobs"] is True
+    assert not large.requests
+
+
+@pytest.mark.parametrize(
+    ("events", "fields", "decision"),
+    [
+        (_events(("a", -0.1), ("b", -9.0)), {}, "low-confidence"),
+        (_events(("{", -0.1)), {"response_format": {"type": "json_object"}}, "failed-grammar"),
+        (_events(("a", -0.1), finish_reason="content_filter"), {}, "refusal"),
+        (_events(("", -0.1), delta={"refusal": "no"}), {}, "refusal"),
+    ],
+)
+def test_a_stream_that_is_not_good_enough_is_replaced(
+    events: bytes, fields: dict[str, Any], decision: str
+) -> None:
+    small, large = _replicas(b"")
+    _scripted(small, events)
+    _scripted(large, _events(("from ", -5.0), ("large", -5.0)))
+
+    async def story(router: Router) -> None:
+        body = (await router.post("/v1/chat/completions", _chat(stream=True, **fields)))[2]
+        assert _texts(body) == "from large"
+        assert _decision(router, decision) == 1
+
+    run([small, large], story, _streaming())
+    assert "logprobs" not in large.requests[0]
+    assert "output_ids" not in large.requests[0]
+    assert small.requests[0]["seed"] == large.requests[0]["seed"]
+
+
+def test_a_held_stream_of_a_replica_that_fails_is_computed_anew() -> None:
+    first, second = FakeReplica("fp_1", "small"), FakeReplica("fp_1", "small")
+    whole = _events(("a ", -0.1), ("b", -0.2))
+    _scripted(first, whole[: whole.index(b"data: [DONE]")])
+    _scripted(second, whole)
+
+    async def story(router: Router) -> None:
+        body = (await router.post("/v1/chat/completions", _chat(stream=True)))[2]
+        assert _texts(body) == "a b"
+        assert router.count("quire_router_replica_faults_total") == 1
+
+    run([first, second], story, _streaming())
+    assert "output_ids" not in second.requests[0], "nothing was delivered"
