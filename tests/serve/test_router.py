@@ -273,6 +273,48 @@ def test_a_conversation_of_responses_stays_at_its_server(
         assert 'quire_router_quota_tokens_total{kind="used"}' in text
 
 
+CASCADES = """
+[cascades.replaced]
+small = "box"
+large = "story"
+min-mean-logprob = 0
+judge-streams = true
+
+[cascades.kept]
+small = "story"
+large = "none"
+min-mean-logprob = -100
+judge-streams = true
+
+[models]
+story = "box"
+"""
+
+
+def test_cascades_before_a_real_server(servers: list[RunningServer], tmp_path: Path) -> None:
+    file = tmp_path / "route.toml"
+    file.write_text(CASCADES)
+    body = {"messages": CHAT["messages"], "max_tokens": 16, "seed": 4, "ignore_eos": True}
+    path = "/v1/chat/completions"
+    alone = servers[0].post(path, body)[1]
+    with RunningRouter("--config", str(file), servers[0].url) as router:
+        for model in ("replaced", "kept"):
+            status, raw = router.request("POST", path, {**body, "model": model})
+            whole = json.loads(raw)
+            assert (status, whole["choices"]) == (200, alone["choices"])
+            assert whole["usage"]["completion_tokens"] == 16
+            sent = {**body, "model": model, "stream": True}
+            status, raw = router.request("POST", path, sent)
+            assert _texts(raw) == _texts(_streamed(servers[0], path, {**sent, "model": "box"}))
+            assert (b'"logprob"' in raw, raw.endswith(b"data: [DONE]\n\n")) == (False, True)
+        text = router.request("GET", "/metrics")[1].decode()
+        for labels in (
+            'cascade="replaced",decision="low-confidence"',
+            'cascade="kept",decision="small"',
+        ):
+            assert f"quire_router_cascade_decisions_total{{{labels}}} 2.0" in text
+
+
 def _alone(server: RunningServer, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
     """Return status and body of a server without the router."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=GIVE_UP_S)
