@@ -205,7 +205,8 @@ def _parts(arguments: argparse.Namespace, file: RouteFile, log: Log) -> tuple[Di
         discovery = KubernetesEndpoints(file.kubernetes, log)
     else:
         discovery = _discovery(list(file.replicas), file.replicas_file, log)
-    return discovery, features_of(file, quotas)
+    is_down = None if buckets is None or quotas is None else (lambda: buckets.is_down)
+    return discovery, features_of(file, quotas, is_down)
 
 
 def _discovery(replicas: list[str], replicas_file: str | None, log: Log) -> Discovery:

@@ -45,12 +45,20 @@ class RouterApp:
         self._metrics = metrics
         self._features = features or Features()
         self._dispatcher = Dispatcher(fleet, admission, metrics, self._features)
-        if (lanes := self._features.lanes) is not None:
-            metrics.watch_lanes(lambda: lanes.limit, lambda: lanes.num_waiting)
+        self._watch_features()
         self._lists = ModelLists(fleet, self._features.names, list(self._features.cascades))
         self._log = log
         self._max_body_bytes = fleet.settings.max_body_bytes
         self.cut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def _watch_features(self) -> None:
+        lanes, is_down = self._features.lanes, self._features.is_redis_down
+        watch = self._metrics.watch
+        if lanes is not None:
+            watch("long_prompt_limit", "Long prompts a replica computes", lambda: lanes.limit)
+            watch("long_prompts_waiting", "Long prompts that wait", lambda: lanes.num_waiting)
+        if is_down is not None:
+            watch("redis_down", "Whether quotas are local", lambda: float(is_down()))
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

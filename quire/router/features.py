@@ -6,7 +6,7 @@ are made of the file, and nothing of requests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from quire.router.cascade import Cascade
@@ -19,13 +19,14 @@ from quire.router.route_file import RouteFile
 
 @dataclass(slots=True, kw_only=True)
 class Features:
-    """hedger, lanes, quotas: None where they are off."""
+    """hedger, lanes, quotas: None where they are off. is_redis_down: None without Redis."""
 
     names: ModelNames = field(default_factory=lambda: ModelNames({}))
     cascades: Mapping[str, Cascade] = field(default_factory=dict)
     hedger: Hedger | None = None
     lanes: Lanes | None = None
     quotas: Quotas | None = None
+    is_redis_down: Callable[[], bool] | None = None
 
     @property
     def counts_usage(self) -> bool:
@@ -33,7 +34,9 @@ class Features:
         return self.quotas is not None or bool(self.cascades)
 
 
-def features_of(file: RouteFile, quotas: Quotas | None) -> Features:
+def features_of(
+    file: RouteFile, quotas: Quotas | None, is_redis_down: Callable[[], bool] | None = None
+) -> Features:
     """Return the features of a configuration file."""
     hedging = file.hedging
     return Features(
@@ -42,4 +45,5 @@ def features_of(file: RouteFile, quotas: Quotas | None) -> Features:
         hedger=None if hedging is None else Hedger(hedging.share, hedging.percentile),
         lanes=None if file.lanes is None else Lanes(file.lanes),
         quotas=quotas,
+        is_redis_down=is_redis_down,
     )

@@ -105,7 +105,7 @@ class Fleet:
     def knows(self, model: str) -> bool:
         """Return whether any replica serves `model`, or what replicas serve is not known yet."""
         replicas = self.replicas.values()
-        return any(one.serves(model) or not one.models for one in replicas)
+        return not replicas or any(one.serves(model) or not one.models for one in replicas)
 
     def is_served(self, model: str, exclude: Collection[Replica] = ()) -> bool:
         """Return whether an available replica serves `model`."""
@@ -118,6 +118,8 @@ class Fleet:
     def why_none(self) -> str:
         """Return why no replica takes requests, and what to do."""
         replicas = list(self.replicas.values())
+        if not replicas:
+            return "none is known; replicas join by themselves once the discovery names them"
         states = [
             f"{one.name} {one.state}" + (f": {one.reason}" if one.reason else "")
             for one in replicas[:_MAX_NAMED]

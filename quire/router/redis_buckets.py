@@ -49,13 +49,11 @@ class RedisBuckets:
         self._now = now
         self._retry_s = 0.0
         self.is_down = False
-        self.num_local = 0
 
     async def reserve(self, quota: Quota, tokens: int) -> Reservation | float:
         """Take tokens, or return in how many seconds there are enough."""
         found = await self._take(quota, tokens, is_settling=False)
         if found is None:
-            self.num_local += 1
             return await self._local.reserve(quota, tokens)
         has_taken, number = found
         if not has_taken:

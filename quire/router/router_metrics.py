@@ -62,13 +62,9 @@ class RouterMetrics:
         )
         registry.register(_FleetCollector(fleet))
 
-    def watch_lanes(self, limit: Callable[[], float], num_waiting: Callable[[], float]) -> None:
-        """Read the lane of long prompts when metrics are scraped."""
-        for name, text, read in (
-            ("quire_router_long_prompt_limit", "Long prompts that a replica computes", limit),
-            ("quire_router_long_prompts_waiting", "Long prompts that wait", num_waiting),
-        ):
-            Gauge(name, text, registry=self._registry).set_function(read)
+    def watch(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Read a gauge of a feature when metrics are scraped."""
+        Gauge(f"quire_router_{name}", text, registry=self._registry).set_function(read)
 
     def text(self) -> bytes:
         """Return all metrics."""

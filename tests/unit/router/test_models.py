@@ -69,6 +69,21 @@ def test_a_target_without_weight_and_an_unknown_name_get_nothing() -> None:
     assert names.choose("other", "", lambda model: True) is None
 
 
+def test_without_any_replica_a_request_may_come_again() -> None:
+    async def story(router: Router) -> None:
+        for model in ("box", ""):
+            fields = {"tokens": [1], **({"model": model} if model else {})}
+            status, headers, body = await router.post("/generate", fields)
+            assert (status, json.loads(body)["error"]["code"]) == (503, "no_replica")
+            assert "once the discovery names them" in json.loads(body)["error"]["message"]
+            assert b"retry-after" in headers
+        assert (await router.post("/health", None))[0] == 503
+        assert (await router.post("/api/tags", None))[0] == 503
+        assert json.loads((await router.post("/v1/models", None))[2])["data"] == []
+
+    run([], story)
+
+
 # ---- requests
 
 

@@ -239,6 +239,8 @@ def test_a_router_with_a_file_finds_replicas_and_shares_quotas(tmp_path: Path) -
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         assert features.quotas is not None
+        assert features.is_redis_down is not None
+        assert not features.is_redis_down()
         assert await features.quotas.reserve(b"key", 50) is not None
         with pytest.raises(Refusal, match="60 a minute"):
             await features.quotas.reserve(b"key", 50)
