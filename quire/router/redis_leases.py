@@ -1,8 +1,9 @@
 """RedisLeases: replicas that hold a lease in Redis, as a Discovery; and how a lease is held.
 
 A lease is a key that expires, `PREFIX` + `replica:` + the address. Knows no health: the prober
-checks replicas. Always holds: while Redis is down, and for one lease time after it has returned,
-the last list stays, so a Redis that was restarted empty takes no replica away.
+checks replicas. Always holds: a replica leaves the list only after its lease was absent for longer
+than holders need to renew theirs, as seen by a Redis that answers; so a Redis that is down, or was
+restarted empty, takes no replica away.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from quire.router.redis_link import RedisDown, RedisLink
 
 LEASE_S = 15.0
 _READ_EVERY_S = 1.0
-_HOLD_S = LEASE_S
+_RENEW_EVERY_S = LEASE_S / 3
+ABSENT_S = _RENEW_EVERY_S + 1.0
 
 
 class RedisLeases:
@@ -30,7 +32,7 @@ class RedisLeases:
         self._log = log
         self._now = now
         self._urls: dict[str, ServerUrl] = {}
-        self._hold_until_s = 0.0
+        self._absent_since_s: dict[str, float] = {}
         self._is_down = False
         self._refused: set[str] = set()
 
@@ -60,11 +62,15 @@ class RedisLeases:
             return False
         now_s = self._now()
         if self._is_down:
-            self._is_down, self._hold_until_s = False, now_s + _HOLD_S
+            self._is_down = False
+            self._absent_since_s.clear()
             self._log.event("leases are read again", replicas=len(keys))
         found = self._parsed(keys)
-        if now_s < self._hold_until_s:
-            found = self._urls | found
+        absent = self._urls.keys() - found.keys()
+        since_s = self._absent_since_s = {
+            name: self._absent_since_s.get(name, now_s) for name in absent
+        }
+        found |= {name: self._urls[name] for name in absent if now_s - since_s[name] < ABSENT_S}
         has_changed = found.keys() != self._urls.keys()
         self._urls = found
         return has_changed
@@ -96,7 +102,7 @@ async def hold_lease(link: RedisLink, prefix: str, url: str, log: Log) -> None:
                 if not is_down:
                     log.warning("the lease could not be renewed", reason=str(error))
                 is_down = True
-            await asyncio.sleep(LEASE_S / 3)
+            await asyncio.sleep(_RENEW_EVERY_S)
     finally:
         try:
             await link.remove(key)

@@ -24,7 +24,7 @@ from quire.cli.main import command_parser
 from quire.router.faults import Refusal
 from quire.router.quotas import LocalBuckets, Quota, Reservation
 from quire.router.redis_buckets import RedisBuckets
-from quire.router.redis_leases import LEASE_S, RedisLeases, hold_lease
+from quire.router.redis_leases import ABSENT_S, LEASE_S, RedisLeases, hold_lease
 from quire.router.redis_link import RedisDown, RedisLink
 from quire.router.route_file import read_route_file
 from tests.unit.router.fake_redis import FakeRedis
@@ -117,8 +117,8 @@ def test_two_routers_share_one_quota(is_real: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_real", [False, True])
 def test_leases_are_found_and_given_up(is_real: bool, tmp_path: Path) -> None:
     async def story(url: str) -> None:
-        link, log = RedisLink(url, 5.0), Log("router", io.StringIO())
-        leases = RedisLeases(link, "quire:", log, Clock())
+        link, log, clock = RedisLink(url, 5.0), Log("router", io.StringIO()), Clock()
+        leases = RedisLeases(link, "quire:", log, clock)
         holding = [
             asyncio.ensure_future(hold_lease(link, "quire:", f"http://10.0.0.{at}:8000", log))
             for at in (1, 2)
@@ -130,6 +130,8 @@ def test_leases_are_found_and_given_up(is_real: bool, tmp_path: Path) -> None:
         assert not await leases.read(), "nothing has changed"
         holding[0].cancel()
         await asyncio.gather(holding[0], return_exceptions=True)
+        assert not await leases.read(), "absent for a moment only"
+        clock.now_s += ABSENT_S
         assert await leases.read()
         assert [one.shown for one in leases.poll()] == ["http://10.0.0.2:8000"]
         holding[1].cancel()
@@ -198,8 +200,21 @@ def test_expired_leases_go_and_an_empty_redis_takes_no_replica_away() -> None:
         fake.now_s += LEASE_S / 2
         await link.put("quire:replica:http://10.0.0.2:8000", "1", LEASE_S)
         fake.now_s += LEASE_S / 2 + 1
+        assert not await leases.read()
+        clock.now_s += ABSENT_S
         assert await leases.read()
         assert [one.shown for one in leases.poll()] == ["http://10.0.0.2:8000"]
+        lease = fake.values.copy()
+        fake.values.clear()  # a fast restart that no reading has noticed
+        await leases.read()
+        clock.now_s += ABSENT_S / 2
+        await leases.read()
+        fake.values = lease
+        await leases.read()
+        fake.values = {}
+        clock.now_s += ABSENT_S / 2
+        assert not await leases.read()
+        assert len(leases.poll()) == 1, "the lease was renewed in between"
         await fake.stop()
         assert not await leases.read()
         assert len(leases.poll()) == 1, "while Redis is down the list stays"
@@ -207,7 +222,7 @@ def test_expired_leases_go_and_an_empty_redis_takes_no_replica_away() -> None:
         await fake.start()
         await leases.read()
         assert len(leases.poll()) == 1, "and until leases can have been renewed"
-        clock.now_s += LEASE_S + 1
+        clock.now_s += ABSENT_S
         assert await leases.read()
         assert not leases.poll()
         await link.close()
@@ -234,7 +249,7 @@ def test_a_router_with_a_file_finds_replicas_and_shares_quotas(tmp_path: Path) -
         assert [one.shown for one in discovery.poll()] == ["http://10.0.0.5:8000"]
         changed = asyncio.Event()
         watching = asyncio.ensure_future(discovery.watch(changed.set))
-        fake.values.clear()
+        fake.values["fleet:replica:http://10.0.0.6:8000"] = ("1", fake.now_s + 9)
         await changed.wait()
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
