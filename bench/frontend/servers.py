@@ -27,6 +27,9 @@ _TICK_HZ = os.sysconf("SC_CLK_TCK")
 class Child:
     """One server, ready after construction. words: the arguments after `python -m`."""
 
+    # In its output once it is ready.
+    READY = "ready in "
+
     def __init__(self, *words: str) -> None:
         self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by close)
         self._process = subprocess.Popen(
@@ -38,7 +41,7 @@ class Child:
         )
         self.pid = self._process.pid
         try:
-            self._await("ready in ")
+            self._await(self.READY)
             self.port = int(re.findall(r"(?:address=)?http://[0-9.]+:(\d+)", self.output())[0])
         except BaseException:
             self.close()

@@ -1,21 +1,29 @@
 """`quire route URL URL ...`: one address for several servers, with failover of streams.
 
 Loads no model. Prints the address on standard output like `quire serve`, and everything else as
-log lines on standard error.
+log lines on standard error. A flag counts before the same setting in the configuration file.
 """
 
 from __future__ import annotations
 
 import argparse
 import socket
+import time
 from pathlib import Path
+from typing import Any
+
+from msgspec import UNSET
 
 from quire.base.errors import InvalidParameter, SettingError
 from quire.base.log import Log
 from quire.base.server_url import key_headers
 from quire.router.discovery import Discovery, StaticList, WatchedFile, replica_url
+from quire.router.features import Features, features_of
+from quire.router.quotas import Buckets, LocalBuckets, Quotas
+from quire.router.route_file import RouteFile, read_route_file
 from quire.router.settings import POLICIES, RouterSettings
 
+_DEFAULT_HOST, _DEFAULT_PORT = "127.0.0.1", 8080
 _DEFAULTS = RouterSettings()
 _SECONDS = {
     "probe_s": ("--probe-seconds", "read the health of each replica so often"),
@@ -44,18 +52,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a file with one address a line, read again when it changes, instead of URLs",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
-    parser.add_argument("--port", type=int, default=8080, help="port to listen at; 0: a free one")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="a TOML file with these settings, and with models, quotas, hedging, cascades, Redis "
+        "and Kubernetes (docs/router.md); flags count before it",
+    )
+    parser.add_argument("--host", help=f"address to listen at (default {_DEFAULT_HOST})")
+    parser.add_argument(
+        "--port", type=int, help=f"port to listen at; 0: a free one (default {_DEFAULT_PORT})"
+    )
+    parser.add_argument(
+        "--reuse-port",
+        action="store_true",
+        help="let several routers listen at one port; the system divides connections among them",
+    )
     parser.add_argument(
         "--policy",
         choices=POLICIES,
-        default=_DEFAULTS.policy,
         help=f"how a replica is chosen (default {_DEFAULTS.policy})",
     )
     parser.add_argument(
         "--backlog-tokens",
         type=int,
-        default=_DEFAULTS.backlog_tokens,
         metavar="N",
         help="policy warm-cache: a replica with so many more open tokens than the least loaded "
         f"one is not preferred for its cache (default {_DEFAULTS.backlog_tokens})",
@@ -66,14 +85,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             flag,
             dest=name,
             type=float,
-            default=default,
             metavar="S",
             help=f"{text} (default {default:g})",
         )
     parser.add_argument(
         "--max-open-requests",
+        dest="max_open",
         type=int,
-        default=_DEFAULTS.max_open,
         metavar="N",
         help=f"open requests of all clients; more are refused with 503 (default "
         f"{_DEFAULTS.max_open})",
@@ -81,7 +99,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-open-per-key",
         type=int,
-        default=_DEFAULTS.max_open_per_key,
         metavar="N",
         help="open requests of one API key; more are refused with 429 (default 0: no limit)",
     )
@@ -103,17 +120,13 @@ def run(arguments: argparse.Namespace) -> int:
     from quire.router.server import run as serve  # imports uvicorn
 
     log = Log("router")
-    settings = RouterSettings(
-        policy=arguments.policy,
-        backlog_tokens=arguments.backlog_tokens,
-        max_open=arguments.max_open_requests,
-        max_open_per_key=arguments.max_open_per_key,
-        replica_key=_key(arguments.replica_key_file),
-        **{name: getattr(arguments, name) for name in _SECONDS},
-    )
-    discovery = _discovery(arguments, log)
-    _check_exposure(arguments, settings)
-    listening = _listen(arguments.host, arguments.port)
+    file = RouteFile() if arguments.config is None else read_route_file(arguments.config)
+    settings = _settings(arguments, file)
+    discovery, features = _parts(arguments, file, log)
+    host = _given(arguments.host, file.host, _DEFAULT_HOST)
+    _check_exposure(host, settings, is_insecure=arguments.insecure)
+    port = _given(arguments.port, file.port, _DEFAULT_PORT)
+    listening = _listen(host, port, reuses_port=arguments.reuse_port or file.reuse_port)
     host, port = listening.getsockname()[:2]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -124,19 +137,88 @@ def run(arguments: argparse.Namespace) -> int:
             flush=True,
         )
 
-    return serve(settings, discovery, listening, log, announce)
+    return serve(settings, discovery, listening, log, announce, features)
 
 
-def _discovery(arguments: argparse.Namespace, log: Log) -> Discovery:
-    if bool(arguments.replicas) == bool(arguments.replicas_file):
+def _given(flag: Any, in_file: Any, default: Any) -> Any:
+    """Return a flag's value, else that of the file, else the default."""
+    if flag is not None:
+        return flag
+    return default if in_file is UNSET else in_file
+
+
+def _settings(arguments: argparse.Namespace, file: RouteFile) -> RouterSettings:
+    """Return the settings of the flags and of the file. Raises SettingError."""
+    in_file = {
+        "policy": file.policy,
+        "backlog_tokens": file.backlog_tokens,
+        "max_open": file.max_open_requests,
+        "max_open_per_key": file.max_open_per_key,
+        "probe_s": file.probe_seconds,
+        "stall_s": file.stall_seconds,
+        "silence_s": file.silence_seconds,
+        "connect_s": file.connect_seconds,
+        "resume_s": file.resume_seconds,
+        "grace_s": file.grace_seconds,
+    }
+    values = {
+        name: _given(getattr(arguments, name), value, getattr(_DEFAULTS, name))
+        for name, value in in_file.items()
+    }
+    key_file = _given(arguments.replica_key_file, file.replica_key_file, None)
+    return RouterSettings(**values, replica_key=_key(key_file))
+
+
+def _parts(arguments: argparse.Namespace, file: RouteFile, log: Log) -> tuple[Discovery, Features]:
+    """Return the discovery and the features; what is not configured is not imported."""
+    has_addresses = bool(arguments.replicas or arguments.replicas_file)
+    quotas, buckets = None, None
+    leases: Discovery | None = None
+    if file.redis is not None:
+        from quire.router.redis_buckets import RedisBuckets
+        from quire.router.redis_leases import RedisLeases
+        from quire.router.redis_link import RedisLink
+
+        link = RedisLink(file.redis.url, file.redis.timeout_ms / 1000)
+        local = LocalBuckets(time.monotonic, file.redis.routers)
+        buckets = RedisBuckets(link, file.redis.prefix, local, log, time.monotonic)
+        if file.redis.leases:
+            leases = RedisLeases(link, file.redis.prefix, log, time.monotonic)
+    if file.quotas is not None or file.tenants:
+        store: Buckets = buckets or LocalBuckets(time.monotonic)
+        quotas = Quotas(file.quotas, file.tenants, store)
+    if has_addresses:
+        discovery = _discovery(list(arguments.replicas), arguments.replicas_file, log)
+    elif (
+        sum([bool(file.replicas or file.replicas_file), file.kubernetes is not None, bool(leases)])
+        > 1
+    ):
+        raise SettingError(
+            f"{arguments.config}: replicas are given in several ways; keep one of replicas, "
+            "replicas-file, [kubernetes] and leases of [redis]"
+        )
+    elif leases is not None:
+        discovery = leases
+    elif file.kubernetes is not None:
+        from quire.router.kubernetes_endpoints import KubernetesEndpoints
+
+        discovery = KubernetesEndpoints(file.kubernetes, log)
+    else:
+        discovery = _discovery(list(file.replicas), file.replicas_file, log)
+    is_down = None if buckets is None or quotas is None else (lambda: buckets.is_down)
+    return discovery, features_of(file, quotas, is_down)
+
+
+def _discovery(replicas: list[str], replicas_file: str | None, log: Log) -> Discovery:
+    if bool(replicas) == bool(replicas_file):
         raise SettingError(
             "give the addresses of the replicas, as in `quire route http://127.0.0.1:8000 "
             "http://127.0.0.1:8001`, or --replicas-file FILE, not both"
         )
-    if arguments.replicas_file:
-        return WatchedFile(Path(arguments.replicas_file), log)
+    if replicas_file:
+        return WatchedFile(Path(replicas_file), log)
     try:
-        urls = [replica_url(url) for url in arguments.replicas]
+        urls = [replica_url(url) for url in replicas]
     except InvalidParameter as error:
         raise SettingError(str(error)) from error
     return StaticList(tuple({url.shown + url.path: url for url in urls}.values()))
@@ -155,18 +237,18 @@ def _key(path: str | None) -> str | None:
     return key
 
 
-def _check_exposure(arguments: argparse.Namespace, settings: RouterSettings) -> None:
-    is_local = arguments.host in ("127.0.0.1", "::1", "localhost")
-    if is_local or arguments.insecure or settings.replica_key:
+def _check_exposure(host: str, settings: RouterSettings, *, is_insecure: bool) -> None:
+    is_local = host in ("127.0.0.1", "::1", "localhost")
+    if is_local or is_insecure or settings.replica_key:
         return
     raise SettingError(
-        f"--host is {arguments.host} and the replicas seem to need no key, so any client that "
+        f"--host is {host} and the replicas seem to need no key, so any client that "
         "reaches this address could use them; give the replicas keys and --replica-key-file, or "
         "add --insecure"
     )
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, *, reuses_port: bool) -> socket.socket:
     if not 0 <= port <= 65535:
         raise SettingError(f"--port is {port}; a number from 0 to 65535 is allowed")
     try:
@@ -175,6 +257,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listening = socket.socket(family, socket.SOCK_STREAM)
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if reuses_port:
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listening.bind(address)
             listening.listen(1024)
         except OSError:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 
 from quire.router.faults import Refusal
 from quire.router.fleet import Fleet
 
 _SHORTEST_S, _LONGEST_S = 1.0, 60.0
 _RATE_S = 10.0
+_MAX_SHOWN_CHARS = 200
 
 
 class Admission:
@@ -81,20 +83,26 @@ class Admission:
         predicted_s = backlog / rate if rate else _SHORTEST_S
         return min(max(predicted_s, _SHORTEST_S), _LONGEST_S)
 
-    def unavailable(self, model: str) -> Refusal:
-        """Return the refusal of a request that no replica can take now."""
-        if not self._fleet.knows(model):
-            served = sorted({name for one in self._fleet.replicas.values() for name in one.models})
+    def unavailable(self, model: str, asked: str, names: Sequence[str]) -> Refusal:
+        """Return the refusal of a request that no replica can take now.
+
+        asked: the name that the client sent. names: those that are no model of a replica.
+        """
+        if asked not in names and not self._fleet.knows(model):
+            served = {name for one in self._fleet.replicas.values() for name in one.models}
+            listed = sorted(served | set(names))
             return Refusal(
                 404,
                 "model_not_found",
-                f"model {model!r} is not served here; {' or '.join(map(repr, served))} is",
+                f"model {asked[:_MAX_SHOWN_CHARS]!r} is not served here; "
+                f"{' or '.join(map(repr, listed))} is",
                 param="model",
             )
+        of = f" of model {model!r}" if asked in names else ""
         return Refusal(
             503,
             "no_replica",
-            f"no replica is available: {self._fleet.why_none()}; try again later",
+            f"no replica{of} is available: {self._fleet.why_none()}; try again later",
             retry_after_s=self.retry_after_s(),
         )
 

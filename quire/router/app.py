@@ -1,9 +1,8 @@
 """The router's ASGI application: its routes, and what surrounds each request.
 
-Generation routes are dispatched, and so are requests that any replica answers alike (/tokenize,
-/v1/embeddings). Dialects with streams and errors of another form (Ollama's, llama.cpp's) are not.
-Models are listed as the replicas list them; health and metrics are the router's own. Routes with
-state at one replica (stored responses, admin) are refused by name.
+Routes of routes.py are dispatched to replicas. Models are listed as the replicas list them, each
+once, with the aliases; health and metrics are the router's own. Routes with state at one replica
+(admin, files) are refused by name.
 """
 
 from __future__ import annotations
@@ -18,50 +17,48 @@ from quire.router.admission import Admission
 from quire.router.client_response import ClientResponse, Message, Receive, Send
 from quire.router.dispatcher import Dispatcher
 from quire.router.faults import ClientGone, Refusal
+from quire.router.features import Features
 from quire.router.fleet import Fleet
+from quire.router.model_lists import ModelLists
+from quire.router.quotas import Reservation, key_in
 from quire.router.routed_request import RoutedRequest
 from quire.router.router_metrics import CONTENT_TYPE, RouterMetrics
+from quire.router.routes import LISTS, NOT_ROUTED, RESPONSES, ROUTES, STORED_PATH
 
-ROUTED = (
-    *("/v1/chat/completions", "/v1/completions", "/generate", "/v1/messages"),
-    *("/v1/messages/count_tokens", "/tokenize", "/detokenize"),
-    *("/apply_template", "/apply-template"),
-    *("/v1/embeddings", "/pooling", "/v1/score", "/v1/rerank"),
-)
 _JSON = [(b"content-type", b"application/json")]
-_USE_OPENAI = "; send it to a replica, or use /v1/chat/completions, /v1/completions or " + (
-    "/v1/embeddings here"
-)
-_OLLAMA = f"its streams and errors have Ollama's form{_USE_OPENAI}"
-_LLAMA_CPP = f"its streams and errors have llama.cpp's form{_USE_OPENAI}"
-_NOT_ROUTED = {
-    "/v1/responses": "stored responses are kept by one server; send the request to a replica, or "
-    "use /v1/chat/completions here",
-    "/v1/requests": "requests are listed by the replica that has them; ask each replica",
-    "/v1/engine": "each replica has its own engine; ask each replica",
-    "/v1/cache": "each replica has its own cache; ask each replica",
-    "/admin": "admin routes act on one server; send them to each replica",
-    "/api": _OLLAMA,
-    "/completion": _LLAMA_CPP,
-    "/infill": _LLAMA_CPP,
-    "/props": "each replica has its own settings; ask each replica",
-    "/slots": "each replica has its own slots; ask each replica",
-}
+_STORED_METHODS = ("GET", "POST", "DELETE")
 
 
 class RouterApp:
     """The application."""
 
     def __init__(
-        self, fleet: Fleet, admission: Admission, metrics: RouterMetrics, log: Log
+        self,
+        fleet: Fleet,
+        admission: Admission,
+        metrics: RouterMetrics,
+        log: Log,
+        features: Features | None = None,
     ) -> None:
         self._fleet = fleet
         self._admission = admission
         self._metrics = metrics
-        self._dispatcher = Dispatcher(fleet, admission, metrics)
+        self._features = features or Features()
+        self._dispatcher = Dispatcher(fleet, admission, metrics, self._features)
+        self._watch_features()
+        self._lists = ModelLists(fleet, self._features.names, list(self._features.cascades))
         self._log = log
         self._max_body_bytes = fleet.settings.max_body_bytes
         self.cut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def _watch_features(self) -> None:
+        lanes, is_down = self._features.lanes, self._features.is_redis_down
+        watch = self._metrics.watch
+        if lanes is not None:
+            watch("long_prompt_limit", "Long prompts a replica computes", lambda: lanes.limit)
+            watch("long_prompts_waiting", "Long prompts that wait", lambda: lanes.num_waiting)
+        if is_down is not None:
+            watch("redis_down", "Whether quotas are local", lambda: float(is_down()))
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -76,18 +73,34 @@ class RouterApp:
             await client.refuse(refusal)
         finally:
             client.unwatch()
-            route = path if path in ROUTED else "other"
+            route = path if path in ROUTES else "other"
+            if STORED_PATH.fullmatch(path):
+                route = RESPONSES + "/ID"
             self._metrics.requests.labels(route, str(client.status or "gone")).inc()
 
     async def _answer(
         self, scope: dict[str, Any], path: str, receive: Receive, client: ClientResponse
     ) -> None:
         method = scope["method"]
-        if path in ROUTED:
-            if method != "POST":
-                raise Refusal(405, "method_not_allowed", f"{path} takes POST, not {method}")
+        if path in ROUTES:
+            wanted = ROUTES[path].method
+            if method != wanted:
+                raise Refusal(405, "method_not_allowed", f"{path} takes {wanted}, not {method}")
+            if scope["query_string"]:
+                raise Refusal(
+                    400,
+                    "invalid_value",
+                    "the query has parameters; send them as fields of the body",
+                )
+            await self._dispatch(scope, path, receive, client)
+        elif STORED_PATH.fullmatch(path):
+            if method not in _STORED_METHODS:
+                allowed = ", ".join(_STORED_METHODS)
+                raise Refusal(405, "method_not_allowed", f"{path} takes {allowed}, not {method}")
             await self._dispatch(scope, path, receive, client)
         elif method != "GET":
+            if path in ("/health", "/metrics", "/v1/models", *LISTS):
+                raise Refusal(405, "method_not_allowed", f"{path} takes GET, not {method}")
             raise _unknown(method, path)
         elif path == "/health":
             await self._health(client)
@@ -95,25 +108,34 @@ class RouterApp:
             headers = [(b"content-type", CONTENT_TYPE.encode())]
             await client.whole(200, headers, self._metrics.text())
         elif path == "/v1/models" or path.startswith("/v1/models/"):
-            await self._models(path.removeprefix("/v1/models").strip("/"), client)
+            name = path.removeprefix("/v1/models").strip("/")
+            await client.whole(200, _JSON, msgspec.json.encode(self._lists.openai(name)))
+        elif path in LISTS:
+            status, body = await self._lists.ollama(path, _forwarded(scope))
+            await client.whole(status, _JSON, body)
         else:
             raise _unknown(method, path)
 
     async def _dispatch(
         self, scope: dict[str, Any], path: str, receive: Receive, client: ClientResponse
     ) -> None:
-        if scope["query_string"]:
-            raise Refusal(
-                400, "invalid_value", "the query has parameters; send them as fields of the body"
-            )
         headers = _forwarded(scope)
         key = self._admission.admit(headers)
         answering: asyncio.Task[None] | None = None
+        reservation: Reservation | None = None
+        request: RoutedRequest | None = None
         try:
             raw = await self._body(scope, receive)
             client.watch()
-            request = RoutedRequest(path, headers, raw)
-            answering = asyncio.ensure_future(self._dispatcher.answer(request, client))
+            request = RoutedRequest(
+                path,
+                headers,
+                raw,
+                method=scope["method"].encode(),
+                query=scope["query_string"],
+            )
+            reservation = await self._reserve(headers, request)
+            answering = asyncio.ensure_future(self._dispatcher.answer(request, client, key))
             await asyncio.wait({answering, self.cut}, return_when=asyncio.FIRST_COMPLETED)
             if not answering.done():
                 raise Refusal(
@@ -125,6 +147,29 @@ class RouterApp:
                 answering.cancel()
                 await asyncio.gather(answering, return_exceptions=True)
             self._admission.leave(key)
+            if reservation is not None and request is not None:
+                await self._settle(reservation, request, client)
+
+    async def _reserve(
+        self, headers: list[tuple[bytes, bytes]], request: RoutedRequest
+    ) -> Reservation | None:
+        """Take the tokens that a request may use from its key's quota. Raises Refusal."""
+        quotas = self._features.quotas
+        if quotas is None:
+            return None
+        reservation = await quotas.reserve(key_in(headers), request.reserved_tokens)
+        if reservation is not None:
+            self._metrics.quota_tokens.labels("reserved").inc(reservation.tokens)
+        return reservation
+
+    async def _settle(
+        self, reservation: Reservation, request: RoutedRequest, client: ClientResponse
+    ) -> None:
+        """Charge what a request has used; a request that was refused has used nothing."""
+        is_refused = client.status >= 400 or (not client.started and not client.is_gone)
+        used = request.replaced_tokens if is_refused else request.used_tokens()
+        await reservation.settle(used)
+        self._metrics.quota_tokens.labels("used").inc(used)
 
     async def _body(self, scope: dict[str, Any], receive: Receive) -> bytes:
         """Read the body, of a bounded size."""
@@ -175,26 +220,6 @@ class RouterApp:
             msgspec.json.encode(body),
         )
 
-    async def _models(self, name: str, client: ClientResponse) -> None:
-        """List the models of all replicas, each once; or one of them."""
-        entries: dict[str, dict[str, Any]] = {}
-        for replica in self._fleet.replicas.values():
-            for entry in replica.model_entries:
-                entries.setdefault(str(entry.get("id")), entry)
-        if not name:
-            body: Any = {"object": "list", "data": list(entries.values())}
-        elif name in entries:
-            body = entries[name]
-        else:
-            served = " or ".join(map(repr, entries)) or "none yet"
-            raise Refusal(
-                404,
-                "model_not_found",
-                f"model {name!r} is not served here; served are: {served}",
-                param="model",
-            )
-        await client.whole(200, _JSON, msgspec.json.encode(body))
-
 
 def _forwarded(scope: dict[str, Any]) -> list[tuple[bytes, bytes]]:
     """Return the request's headers, with its client's address added to x-forwarded-for."""
@@ -208,13 +233,13 @@ def _forwarded(scope: dict[str, Any]) -> list[tuple[bytes, bytes]]:
 
 
 def _unknown(method: str, path: str) -> Refusal:
-    for top, why in _NOT_ROUTED.items():
+    for top, why in NOT_ROUTED.items():
         if path == top or path.startswith(f"{top}/"):
-            return Refusal(501, "not_routed", f"the router does not route {path}: {why}")
+            return Refusal(501, "not_routed", f"the router does not route {path[:100]}: {why}")
     shown = path[:100]
     return Refusal(
         404,
         "unknown_url",
-        f"there is no {method} {shown!r} here; routed are {', '.join(ROUTED)}, and there are "
+        f"there is no {method} {shown!r} here; routed are {', '.join(ROUTES)}, and there are "
         "/v1/models, /health and /metrics",
     )

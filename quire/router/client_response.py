@@ -10,10 +10,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
-import msgspec
-
+from quire.router.error_forms import error_body, error_event
 from quire.router.faults import ClientGone, Refusal
 from quire.router.http_client import gone
+from quire.router.routes import form_of
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -30,13 +30,14 @@ HOP_BY_HOP = frozenset(
 
 
 class ClientResponse:
-    """started: whether status and headers were sent. on_gone: called once the client has left."""
+    """started: whether status and headers were sent. on_gone: what is called once the client has
+    left."""
 
     def __init__(self, receive: Receive, send: Send, path: str) -> None:
-        self._is_messages = path.startswith("/v1/messages")
+        self._path = path
         self.started = False
         self.status = 0
-        self.on_gone: Callable[[Exception], None] | None = None
+        self.on_gone: set[Callable[[Exception], None]] = set()
         self.is_gone = False
         self._receive = receive
         self._send = send
@@ -50,8 +51,8 @@ class ClientResponse:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self.is_gone = True
-        if self.on_gone is not None:
-            self.on_gone(gone())
+        for call in tuple(self.on_gone):
+            call(gone())
 
     def unwatch(self) -> None:
         """Notice no more."""
@@ -83,32 +84,11 @@ class ClientResponse:
 
     async def refuse(self, refusal: Refusal) -> None:
         """Send an error of the router: as a response, or as the last event of a stream."""
-        error = _error_object(refusal)
-        body: dict[str, Any] = {"error": error}
-        if self._is_messages:  # Anthropic's form
-            of_kind = {404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error"}
-            kind = of_kind.get(refusal.status, "api_error")
-            body = {"type": "error", "error": {"type": kind, "message": error["message"]}}
-        raw = msgspec.json.encode(body)
+        form = form_of(self._path)
         if self.started:
-            kind_line = b"event: error\n" if self._is_messages else b""
-            await self.finish(b"%bdata: %b\n\n" % (kind_line, raw))
+            await self.finish(error_event(form, self._path, refusal))
             return
         headers = [(b"content-type", b"application/json")]
         if refusal.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % max(round(refusal.retry_after_s + 0.5), 1)))
-        await self.whole(refusal.status, headers, raw)
-
-
-def _error_object(refusal: Refusal) -> dict[str, Any]:
-    kind = "invalid_request_error"
-    if refusal.status >= 500:
-        kind = "server_error"
-    elif refusal.status == 429:
-        kind = "rate_limit_error"
-    return {
-        "message": str(refusal),
-        "type": kind,
-        "param": refusal.param,
-        "code": refusal.code,
-    }
+        await self.whole(refusal.status, headers, error_body(form, refusal))

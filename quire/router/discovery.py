@@ -1,4 +1,4 @@
-"""Discovery: the addresses of the replicas, from a list or a watched file.
+"""Discovery: the addresses of the replicas; StaticList and WatchedFile.
 
 A file has one address a line; empty lines and lines that begin with # are ignored. It is read again
 when it changes. A file that cannot be read as a whole (half-written, empty, with a malformed line)
@@ -8,6 +8,7 @@ rename it, which is never seen half-written.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -26,8 +27,25 @@ class Discovery(Protocol):
     def poll(self) -> tuple[ServerUrl, ...]:
         """Return the addresses as of now. Cheap; called every probe."""
 
+    async def read(self) -> bool:
+        """Read the addresses once, where `poll` does not; return whether they have changed."""
 
-class StaticList:
+    async def watch(self, changed: Callable[[], None]) -> None:
+        """Keep the addresses current until cancelled; call `changed` when they have changed."""
+
+
+class Unwatched:
+    """A discovery that needs no task: `poll` does all."""
+
+    async def read(self) -> bool:
+        """Read nothing."""
+        return False
+
+    async def watch(self, changed: Callable[[], None]) -> None:
+        """Return at once."""
+
+
+class StaticList(Unwatched):
     """Addresses that never change."""
 
     def __init__(self, urls: tuple[ServerUrl, ...]) -> None:
@@ -38,7 +56,7 @@ class StaticList:
         return self._urls
 
 
-class WatchedFile:
+class WatchedFile(Unwatched):
     """Addresses in a file. Raises SettingError where it cannot be read at the start."""
 
     def __init__(self, path: Path, log: Log) -> None:

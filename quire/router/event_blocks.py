@@ -15,19 +15,28 @@ _ERROR = (b'data: {"error":', b'\ndata: {"error":')
 
 
 class CursorComment(msgspec.Struct, frozen=True):
-    """A comment of ContinuableEvents. output_ids: of one delta."""
+    """A comment of ContinuableEvents. output_ids: of one delta. prompt_tokens: in the first."""
 
     output_ids: list[int]
     output_cursor: str
     seed: int | None = None
+    prompt_tokens: int | None = None
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """The `error` object of an event or a response."""
+    """The `error` object of an event or a response, in the form of any API."""
 
     message: str = ""
-    code: str | None = None
+    code: str | int | None = None
     param: str | None = None
+    kind: str | None = msgspec.field(name="type", default=None)
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether prompt and output do not fit the context of the model."""
+        if self.code == "context_length_exceeded" or self.kind == "exceed_context_size_error":
+            return True
+        return self.message.startswith("prompt is too long: ")
 
 
 class ErrorEvent(msgspec.Struct, frozen=True):

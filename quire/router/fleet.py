@@ -79,10 +79,12 @@ class Fleet:
         *,
         fingerprint: str = "",
         exclude: Collection[Replica] = (),
+        max_long: int | None = None,
     ) -> Replica | None:
         """Return the replica for a request; None if none is available.
 
-        fingerprint: that it must have; "" for any. exclude: those that were tried.
+        fingerprint: that it must have; "" for any. exclude: those that were tried. max_long: of the
+        long prompts that it computes, with this one; None for any number.
         """
         now_s = self._loop.time()
         able = [
@@ -92,6 +94,7 @@ class Fleet:
             and one.is_available(now_s)
             and one.serves(model)
             and (not fingerprint or one.fingerprint(model) == fingerprint)
+            and (max_long is None or one.num_long < max_long)
         ]
         return self.policy.choose(able, key) if able else None
 
@@ -102,11 +105,21 @@ class Fleet:
     def knows(self, model: str) -> bool:
         """Return whether any replica serves `model`, or what replicas serve is not known yet."""
         replicas = self.replicas.values()
-        return any(one.serves(model) or not one.models for one in replicas)
+        return not replicas or any(one.serves(model) or not one.models for one in replicas)
+
+    def is_served(self, model: str, exclude: Collection[Replica] = ()) -> bool:
+        """Return whether an available replica serves `model`."""
+        now_s = self._loop.time()
+        return any(
+            one.serves(model) and one not in exclude and one.is_available(now_s)
+            for one in self.replicas.values()
+        )
 
     def why_none(self) -> str:
         """Return why no replica takes requests, and what to do."""
         replicas = list(self.replicas.values())
+        if not replicas:
+            return "none is known; replicas join by themselves once the discovery names them"
         states = [
             f"{one.name} {one.state}" + (f": {one.reason}" if one.reason else "")
             for one in replicas[:_MAX_NAMED]

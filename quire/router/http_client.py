@@ -241,12 +241,14 @@ class _Connection(asyncio.Protocol):
 
 
 class ConnectionPool:
-    """Connections to one replica."""
+    """Connections to one server. tls: what is trusted, in place of the system's authorities."""
 
-    def __init__(self, url: ServerUrl, connect_s: float) -> None:
+    def __init__(
+        self, url: ServerUrl, connect_s: float, *, tls: ssl.SSLContext | None = None
+    ) -> None:
         self._url = url
         self._connect_s = connect_s
-        self._tls = ssl.create_default_context() if url.is_secure else None
+        self._tls = tls or (ssl.create_default_context() if url.is_secure else None)
         self._idle: deque[_Connection] = deque()
 
     async def send(
@@ -276,6 +278,19 @@ class ConnectionPool:
         exchange = Exchange(loop, may_be_stale=False)
         connection.send(exchange, head, body)
         return exchange
+
+    async def get(self, path: bytes, headers: Sequence[tuple[bytes, bytes]]) -> tuple[int, bytes]:
+        """Return status and body of a GET. Raises ReplicaFault."""
+        for is_fresh in (False, True):
+            exchange = await self.send(b"GET", path, headers, b"", is_fresh=is_fresh)
+            try:
+                await exchange.head()
+                return exchange.status, await exchange.body()
+            except StaleConnection:
+                continue
+            finally:
+                exchange.close()
+        raise ReplicaFault("it closes each connection", is_suspect=False)
 
     async def _connect(self) -> _Connection:
         url, loop = self._url, asyncio.get_running_loop()

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from quire.base.server_url import key_headers
-from quire.router.faults import ReplicaFault, StaleConnection
+from quire.router.faults import ReplicaFault
 from quire.router.fleet import Fleet
 from quire.router.replica import Replica
 
@@ -181,19 +181,10 @@ class Prober:
     ) -> tuple[int, Any]:
         pool, host = self._fleet.pool(replica), replica.url.shown.partition("//")[2]
         headers = [(b"host", host.encode()), *self._headers]
-        for is_fresh in (False, True):
-            exchange = await pool.send(b"GET", path, headers, b"", is_fresh=is_fresh)
-            try:
-                await exchange.head()
-                body = await exchange.body()
-            except StaleConnection:
-                continue
-            finally:
-                exchange.close()
-            if exchange.status in none_at:
-                return exchange.status, None
-            return exchange.status, msgspec.json.decode(body, type=kind)
-        raise ReplicaFault("it closes each connection", is_suspect=False)
+        status, body = await pool.get(path, headers)
+        if status in none_at:
+            return status, None
+        return status, msgspec.json.decode(body, type=kind)
 
 
 def _why_invalid(replica: Replica, error: Exception) -> str:

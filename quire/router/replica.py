@@ -14,6 +14,7 @@ from typing import Any
 
 from quire.base.server_url import ServerUrl
 from quire.router.breaker import CircuitBreaker
+from quire.router.first_token_times import FirstTokenTimes
 
 # Gaps in progress that are remembered, and the multiple of the 99th percentile that is a stall.
 _NUM_GAPS = 512
@@ -24,16 +25,21 @@ _MAX_STALL_FACTOR = 6.0
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """One open request at a replica. tokens: of its prompt until it has output, and of the output
-    that is still expected. cut: ends its exchange with a reason. began_s: when it was sent. last_s:
-    returns when bytes arrived last. is_paused: returns whether the client does not read, so that
-    silence means nothing."""
+    """One open request at a replica.
+
+    tokens: of its prompt until it has output, and of the output that is still expected. cut: ends
+    its exchange with a reason. began_s: when it was sent. last_s: returns when bytes arrived last.
+    is_paused: returns whether the client does not read, so that silence means nothing. is_new: it
+    has no output. is_long: it counts as a long prompt.
+    """
 
     tokens: int
     cut: Callable[[str], None]
     began_s: float
     last_s: Callable[[], float]
     is_paused: Callable[[], bool]
+    is_new: bool = True
+    is_long: bool = False
 
 
 class Replica:
@@ -49,8 +55,10 @@ class Replica:
         self.models: dict[str, str] = {}
         self.model_entries: list[dict[str, Any]] = []
         self.breaker = CircuitBreaker()
+        self.first_token_times = FirstTokenTimes()
         self.loads: set[Load] = set()
         self.backlog_tokens = 0
+        self.num_long = 0
         self.steps_total = -1
         self.progress_s = 0.0
         self._gaps: deque[float] = deque(maxlen=_NUM_GAPS)
@@ -72,6 +80,7 @@ class Replica:
         """Count an open request."""
         self.loads.add(load)
         self.backlog_tokens += load.tokens
+        self.num_long += load.is_long
         self.breaker.began()
 
     def end(self, load: Load) -> None:
@@ -79,6 +88,12 @@ class Replica:
         if load in self.loads:
             self.loads.discard(load)
             self.backlog_tokens -= load.tokens
+            self.computed_prompt(load)
+
+    def computed_prompt(self, load: Load) -> None:
+        """Count a request no more as a long prompt. Twice is once."""
+        self.num_long -= load.is_long
+        load.is_long = False
 
     def reduce(self, load: Load, tokens: int) -> None:
         """Note that `tokens` of what was expected are computed."""
@@ -106,6 +121,7 @@ class Replica:
         self.state, self.reason, self.is_fenced = state, reason, True
         self.steps_total = -1
         self._gaps.clear()
+        self.first_token_times = FirstTokenTimes()  # of the process that was
         for load in list(self.loads):
             load.cut(reason)
         if self.on_fenced is not None:

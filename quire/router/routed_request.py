@@ -17,12 +17,16 @@ import msgspec
 from quire.router.event_blocks import CursorComment
 from quire.router.policies.policy import RouteKey
 from quire.router.prefix_history import block_names
+from quire.router.routes import ROUTES, Route
 
-# Routes with streams that can be continued from output_ids.
-CONTINUABLE = ("/v1/chat/completions", "/v1/completions", "/generate")
-_PROMPT_FIELDS = ("system", "tools", "messages", "prompt", "tokens")
+# Of the paths below /v1/responses: they compute nothing anew.
+_STORED = Route(generates=False, is_free=True)
+_PROMPT_FIELDS = ("system", "instructions", "tools", "messages", "input", "prompt", "tokens")
+# Fields with the number of tokens that an answer may have, in the order in which they count.
+_LIMIT_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "n_predict")
 _BYTES_PER_TOKEN = 4
 _USUAL_TOKENS = 256
+_MAX_TOKENS, _MAX_ANSWERS = 2**31, 4096
 _encode = msgspec.json.Encoder().encode
 
 
@@ -31,17 +35,36 @@ class RoutedRequest:
 
     model: "" for any. is_stream: whether its answer is streamed. why_not: why its stream cannot be
     continued; "" if it can. output_ids: of the answer so far; cursor: where its stream stands.
+    output_tokens: expected, for the load of a replica. reserved_tokens: as many as it may use.
+    used_prompt_tokens, used_output_tokens: as far as they are known; -1 before. replaced_tokens: of
+    an answer that a cascade has replaced.
     """
 
-    def __init__(self, path: str, headers: list[tuple[bytes, bytes]], raw: bytes) -> None:
+    def __init__(
+        self,
+        path: str,
+        headers: list[tuple[bytes, bytes]],
+        raw: bytes,
+        *,
+        method: bytes = b"POST",
+        query: bytes = b"",
+    ) -> None:
         self.path = path
+        self.method = method
+        self.target = path.encode() + (b"?" + query if query else b"")
+        self.route = ROUTES.get(path, _STORED)
         self.headers = headers
         self.raw = raw
         self.fields = _fields(raw)
         model = self.fields.get("model")
+        if model is None and path == "/api/show":
+            model = self.fields.get("name")
         self.model = model if isinstance(model, str) else ""
-        self.is_stream = self.fields.get("stream") is True
-        self.why_not = _why_not_continuable(path, self.fields) if self.is_stream else "it is whole"
+        stream = self.fields.get("stream", self.route.streams)
+        self.is_stream = stream is True or b"stream=true" in query.split(b"&")
+        self.why_not = "it is whole"
+        if self.is_stream:
+            self.why_not = _why_not_continuable(path, self.route, self.fields)
         options = self.fields.get("stream_options")
         self._options: Mapping[str, Any] = options if isinstance(options, dict) else {}
         self.shows_comments = bool(self._options.get("include_output_ids"))
@@ -51,8 +74,39 @@ class RoutedRequest:
         self.num_delivered = 0
         if not self.why_not and self.fields.get("seed") is None:
             self.fields["seed"] = secrets.randbits(31)
-        self.prompt_tokens = len(raw) // _BYTES_PER_TOKEN
-        self.output_tokens = _expected_tokens(self.fields)
+        self.prompt_tokens = _prompt_tokens(self.fields, raw)
+        asked = _asked_tokens(self.fields)
+        self.output_tokens = min(asked, _USUAL_TOKENS) if self.route.generates else 0
+        self.reserved_tokens = 0
+        if not self.route.is_free:
+            output = asked * _num_answers(self.fields) if self.route.generates else 0
+            self.reserved_tokens = self.prompt_tokens + output
+        self.used_prompt_tokens = self.used_output_tokens = -1
+        self.replaced_tokens = 0
+
+    def use_model(self, model: str) -> None:
+        """Ask replicas for another model than the client named."""
+        if model != self.model:
+            self.model = model
+            self.fields["model"] = model
+            if self.path == "/api/show":
+                self.fields.pop("name", None)
+            if self.why_not:
+                self.raw = _encode(self.fields)
+
+    def change(self, name: str, value: object) -> None:
+        """Set a field of what replicas are asked; None: leave it out."""
+        self.fields.pop(name, None)
+        if value is not None:
+            self.fields[name] = value
+        if self.why_not:
+            self.raw = _encode(self.fields)
+
+    def used_tokens(self) -> int:
+        """Return the tokens that the answer took, estimated where they are not known."""
+        prompt = self.used_prompt_tokens
+        output = max(self.used_output_tokens, self.num_delivered)
+        return (self.prompt_tokens if prompt < 0 else prompt) + output + self.replaced_tokens
 
     def key(self) -> RouteKey:
         """Return what policies read."""
@@ -63,7 +117,7 @@ class RoutedRequest:
         scope = f"{self.model}\0{salt if isinstance(salt, str) else ''}"
         return RouteKey(
             blocks=block_names(scope, prompt),
-            session=self._session(),
+            session=self.session,
             tokens=self.prompt_tokens + self.output_tokens,
         )
 
@@ -87,8 +141,12 @@ class RoutedRequest:
         self.output_ids.extend(cursor.output_ids)
         self.num_delivered += len(cursor.output_ids)
         self.cursor = cursor.output_cursor
+        if cursor.prompt_tokens is not None:
+            self.used_prompt_tokens = cursor.prompt_tokens
 
-    def _session(self) -> str:
+    @property
+    def session(self) -> str:
+        """Return the client's key for affinity; "" without one."""
         key = self.fields.get("prompt_cache_key")
         if isinstance(key, str) and key:
             return key
@@ -105,15 +163,32 @@ def _fields(raw: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _expected_tokens(fields: Mapping[str, Any]) -> int:
-    asked = fields.get("max_completion_tokens", fields.get("max_tokens"))
-    is_count = isinstance(asked, int) and not isinstance(asked, bool) and asked >= 0
-    return min(asked, _USUAL_TOKENS) if is_count else _USUAL_TOKENS
+def _prompt_tokens(fields: Mapping[str, Any], raw: bytes) -> int:
+    """Return the tokens of the prompt: exact where they are ids, else estimated."""
+    for name in ("tokens", "prompt"):
+        given = fields.get(name)
+        if isinstance(given, list) and given and type(given[0]) is int:
+            return len(given)
+    return len(raw) // _BYTES_PER_TOKEN
 
 
-def _why_not_continuable(path: str, fields: Mapping[str, Any]) -> str:
+def _asked_tokens(fields: Mapping[str, Any]) -> int:
+    """Return how many tokens the answer may have; the usual number where it is not limited."""
+    options = fields.get("options")
+    given = [fields.get(name) for name in _LIMIT_FIELDS]
+    given.append(options.get("num_predict") if isinstance(options, dict) else None)
+    found = next((one for one in given if type(one) is int and one >= 0), _USUAL_TOKENS)
+    return min(found, _MAX_TOKENS)
+
+
+def _num_answers(fields: Mapping[str, Any]) -> int:
+    given = [one for name in ("n", "best_of") if type(one := fields.get(name)) is int]
+    return min(max(*given, 1, 1), _MAX_ANSWERS)
+
+
+def _why_not_continuable(path: str, route: Route, fields: Mapping[str, Any]) -> str:
     """Return why the stream of a request cannot be continued; "" if it can."""
-    if path not in CONTINUABLE:
+    if not route.is_continuable:
         return f"{path} takes no output_ids"
     prompt = fields.get("prompt")
     if isinstance(prompt, list) and len(prompt) != 1 and not all(type(t) is int for t in prompt):

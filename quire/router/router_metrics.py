@@ -6,9 +6,9 @@ begin with `quire_router_`, so that they stand beside those of the replicas.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -35,6 +35,25 @@ class RouterMetrics:
         self.broken = counter("quire_router_broken_streams", "Streams ended by an error", "reason")
         self.faults = counter("quire_router_replica_faults", "Failed exchanges", "replica")
         self.refused = counter("quire_router_refused_requests", "Refused by the router", "code")
+        self.hedges = counter("quire_router_hedges", "Requests with a late first token", "outcome")
+        self.hedged_tokens = counter("quire_router_hedged_tokens", "Prompt tokens sent twice")
+        self.hedgeable_tokens = counter(
+            "quire_router_hedge_base_tokens", "Prompt tokens of which hedges may use a share"
+        )
+        self.longer = counter(
+            "quire_router_longer_model", "Prompts sent to a model of longer context", "model"
+        )
+        self.cascade = counter(
+            "quire_router_cascade_decisions", "Decisions of cascades", "cascade", "decision"
+        )
+        self.cascade_tokens = counter(
+            "quire_router_cascade_tokens",
+            "Tokens of prompt and output that cascades took",
+            *("cascade", "model", "use"),
+        )
+        self.quota_tokens = counter(
+            "quire_router_quota_tokens", "Tokens that quotas were charged", "kind"
+        )
         self.resume_seconds = Histogram(
             "quire_router_resume_seconds",
             "From the failure of a replica to the next event of a stream",
@@ -42,6 +61,10 @@ class RouterMetrics:
             registry=registry,
         )
         registry.register(_FleetCollector(fleet))
+
+    def watch(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Read a gauge of a feature when metrics are scraped."""
+        Gauge(f"quire_router_{name}", text, registry=self._registry).set_function(read)
 
     def text(self) -> bytes:
         """Return all metrics."""

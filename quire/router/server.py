@@ -19,6 +19,7 @@ from quire.base.log import Log
 from quire.router.admission import Admission
 from quire.router.app import RouterApp
 from quire.router.discovery import Discovery
+from quire.router.features import Features
 from quire.router.fleet import Fleet
 from quire.router.head_bounds import BoundedHeads
 from quire.router.prober import Prober
@@ -43,13 +44,14 @@ def run(
     listening: socket.socket,
     log: Log,
     announce: Callable[[int], None],
+    features: Features,
 ) -> int:
     """Serve until a signal; return the exit code. announce: called with the number of available
     replicas once requests are accepted."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(settings, discovery, listening, log, announce))
+        return runner.run(_serve(settings, discovery, listening, log, announce, features))
 
 
 async def _serve(
@@ -58,11 +60,13 @@ async def _serve(
     listening: socket.socket,
     log: Log,
     announce: Callable[[int], None],
+    features: Features,
 ) -> int:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    await discovery.read()
     fleet = Fleet(settings, discovery, log)
     admission, metrics = Admission(fleet), RouterMetrics(fleet)
-    app = RouterApp(fleet, admission, metrics, log)
+    app = RouterApp(fleet, admission, metrics, log, features)
     config = uvicorn.Config(
         app,
         http=BoundedHeads,
@@ -88,12 +92,14 @@ async def _serve(
     prober = Prober(fleet)
     await prober.first_round()
     probing = asyncio.ensure_future(prober.run())
+    watching = asyncio.ensure_future(discovery.watch(fleet.probe_now.set))
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
     if not fleet.num_available:
         log.warning("no replica is available yet", reason=fleet.why_none())
     announce(fleet.num_available)
     stopped = asyncio.ensure_future(stop.wait())
     try:
+        watching.add_done_callback(lambda task: _check_watch(task, log))
         await asyncio.wait({stopped, serving, probing}, return_when=asyncio.FIRST_COMPLETED)
         if probing.done():
             log.error("the prober ended", reason=str(probing.exception()))
@@ -106,10 +112,17 @@ async def _serve(
     finally:
         server.should_exit = True
         await asyncio.wait({serving}, timeout=_LAST_EVENTS_S)
-        for task in (probing, serving, stopped):
+        tasks = (probing, watching, serving, stopped)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(probing, serving, stopped, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         fleet.close()
+
+
+def _check_watch(task: asyncio.Task[None], log: Log) -> None:
+    """Log that a discovery failed; the last addresses stay."""
+    if not task.cancelled() and task.exception() is not None:
+        log.error("the discovery ended; replicas stay as they are", reason=str(task.exception()))
 
 
 async def _drain(admission: Admission, app: RouterApp, log: Log, grace_s: float) -> None:

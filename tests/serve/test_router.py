@@ -6,6 +6,7 @@ differ from the answer alone is what names it: its id, its time and its count of
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -13,12 +14,13 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.serve.running_router import RunningRouter
-from tests.serve.running_server import RunningServer
+from tests.serve.running_server import GIVE_UP_S, RunningServer
 
 MODEL = "quire/models/box"
 OPTIONS = {"include_usage": True}
@@ -181,13 +183,12 @@ def test_whole_answers_models_and_refusals(servers: list[RunningServer]) -> None
         for method, path, sent, status, code in (
             ("POST", "/v1/completions", {"prompt": "a", "model": "other"}, 404, "model_not_found"),
             ("POST", "/v1/completions", {"prompt": 7}, 400, "invalid_value"),
-            ("POST", "/v1/responses", {}, 501, "not_routed"),
             ("POST", "/admin/drain", {}, 501, "not_routed"),
-            ("POST", "/api/chat", {"model": "box"}, 501, "not_routed"),
-            ("GET", "/api/tags", None, 501, "not_routed"),
-            ("POST", "/completion", {"prompt": "a"}, 501, "not_routed"),
-            ("POST", "/infill", {"input_prefix": "a"}, 501, "not_routed"),
+            ("POST", "/v1/files", {}, 501, "not_routed"),
+            ("GET", "/v1/batches/x", None, 501, "not_routed"),
             ("GET", "/props", None, 501, "not_routed"),
+            ("GET", "/v1/responses/resp_1", None, 404, "response_not_found"),
+            ("GET", "/v1/responses/a%0d%0ab", None, 404, "unknown_url"),
             ("POST", "/v1/embeddings", {"input": 7}, 400, "invalid_value"),  # the replica's refusal
             ("GET", "/nothing", None, 404, "unknown_url"),
             ("GET", "/v1/completions", None, 405, "method_not_allowed"),
@@ -195,3 +196,132 @@ def test_whole_answers_models_and_refusals(servers: list[RunningServer]) -> None
         ):
             got, raw = router.request(method, path, sent)
             assert (got, json.loads(raw)["error"]["code"]) == (status, code), raw
+
+
+def test_other_dialects_are_answered_as_by_the_replica(servers: list[RunningServer]) -> None:
+    with RunningRouter(servers[0].url) as router:
+        seed = {"seed": 3, "temperature": 0.0}
+        options = {**seed, "num_predict": 8}
+        chat = {"messages": [{"role": "user", "content": "Tell me of a dog"}]}
+        for path, body in (
+            ("/api/chat", {"model": "box", **chat, "options": options}),
+            ("/api/generate", {"model": "box", "prompt": "Once", "options": options}),
+            ("/completion", {"prompt": "Once", "n_predict": 8, "stream": True, **seed}),
+            ("/infill", {"input_prefix": "Once", "input_suffix": "end", "n_predict": 4, **seed}),
+            ("/api/show", {"model": "box"}),
+            ("/api/embed", {"model": "box", "input": "a dog"}),
+        ):
+            status, raw = router.request("POST", path, body)
+            alone, wanted = _alone(servers[0], "POST", path, body)
+            assert (status, _form(raw)) == (alone, _form(wanted)), path
+            assert _texts(raw) == _texts(wanted), path
+        assert json.loads(router.request("GET", "/api/tags")[1])["models"][0]["name"] == "box"
+        assert router.request("GET", "/api/version") == _alone(servers[0], "GET", "/api/version")
+        status, raw = router.request("POST", "/api/chat", {"model": "other", **chat})
+        assert (status, list(json.loads(raw))) == (404, ["error"])
+
+
+def _texts(raw: bytes) -> list[bytes]:
+    return re.findall(rb'"(?:content|response)":"((?:[^"\\]|\\.)*)"', raw)
+
+
+def _form(raw: bytes) -> bytes:
+    """Return a body without what depends on time, on sampling without a seed and on ids."""
+    return re.sub(rb'(?<=:)(?:-?[0-9][0-9.e-]*|"[^"]*")|-?[0-9][0-9.e-]*', b"", raw)
+
+
+def test_a_conversation_of_responses_stays_at_its_server(
+    servers: list[RunningServer], tmp_path: Path
+) -> None:
+    file = tmp_path / "route.toml"
+    file.write_text(
+        f'replicas = ["{servers[0].url}", "{servers[2].url}"]\npolicy = "round-robin"\n'
+        '[models]\nstory = "box"\n[hedging]\n[quotas]\ntokens-per-minute = 1_000_000\n'
+    )
+    with RunningRouter("--config", str(file)) as router:
+        made = []
+        for _ in range(2):
+            body = {"model": "story", "input": "a dog", "max_output_tokens": 8, "seed": 1}
+            status, raw = router.request("POST", "/v1/responses", body)
+            assert status == 200, raw
+            made.append(json.loads(raw)["id"])
+        homes = [
+            [
+                _alone(one, "GET", f"/v1/responses/{id_}", None)[0]
+                for one in (servers[0], servers[2])
+            ]
+            for id_ in made
+        ]
+        assert homes == [[200, 404], [404, 200]]
+        with RunningRouter("--config", str(file)) as second:  # it has seen none of them
+            for id_ in made:
+                more = {"model": "box", "input": "Go on.", "previous_response_id": id_}
+                status, raw = second.request(
+                    "POST", "/v1/responses", {**more, "max_output_tokens": 4, "stream": True}
+                )
+                assert (status, b"response.incomplete" in raw) == (200, True), raw
+                last = json.loads(re.findall(rb"data: (.*)", raw)[-1])["response"]["id"]
+                assert second.request("GET", f"/v1/responses/{last}/input_items?limit=1")[0] == 200
+                assert second.request("DELETE", f"/v1/responses/{id_}")[0] == 200
+                assert second.request("GET", f"/v1/responses/{id_}")[0] == 404
+        stream = {"model": "story", "prompt": "Once", "seed": 1, "max_tokens": 8, "stream": True}
+        status, raw = router.request("POST", "/v1/completions", stream)
+        assert _normal(raw) == _normal(
+            _streamed(servers[0], "/v1/completions", {**stream, "model": "box"})
+        )
+        text = router.request("GET", "/metrics")[1].decode()
+        assert 'quire_router_quota_tokens_total{kind="used"}' in text
+
+
+CASCADES = """
+[cascades.replaced]
+small = "box"
+large = "story"
+min-mean-logprob = 0
+judge-streams = true
+
+[cascades.kept]
+small = "story"
+large = "none"
+min-mean-logprob = -100
+judge-streams = true
+
+[models]
+story = "box"
+"""
+
+
+def test_cascades_before_a_real_server(servers: list[RunningServer], tmp_path: Path) -> None:
+    file = tmp_path / "route.toml"
+    file.write_text(CASCADES)
+    body = {"messages": CHAT["messages"], "max_tokens": 16, "seed": 4, "ignore_eos": True}
+    path = "/v1/chat/completions"
+    alone = servers[0].post(path, body)[1]
+    with RunningRouter("--config", str(file), servers[0].url) as router:
+        for model in ("replaced", "kept"):
+            status, raw = router.request("POST", path, {**body, "model": model})
+            whole = json.loads(raw)
+            assert (status, whole["choices"]) == (200, alone["choices"])
+            assert whole["usage"]["completion_tokens"] == 16
+            sent = {**body, "model": model, "stream": True}
+            status, raw = router.request("POST", path, sent)
+            assert _texts(raw) == _texts(_streamed(servers[0], path, {**sent, "model": "box"}))
+            assert (b'"logprob"' in raw, raw.endswith(b"data: [DONE]\n\n")) == (False, True)
+        text = router.request("GET", "/metrics")[1].decode()
+        for labels in (
+            'cascade="replaced",decision="low-confidence"',
+            'cascade="kept",decision="small"',
+        ):
+            assert f"quire_router_cascade_decisions_total{{{labels}}} 2.0" in text
+
+
+def _alone(server: RunningServer, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
+    """Return status and body of a server without the router."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=GIVE_UP_S)
+    try:
+        raw = None if body is None else json.dumps(body)
+        connection.request(method, path, raw, {"content-type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()

@@ -2,12 +2,12 @@
 
 With stream_options.include_output_ids a comment follows the events of each delta:
 
-    : {"output_ids": [411, 7], "output_cursor": "chatcmpl-...:1795648853:12:0", "seed": 42}
+    : {"output_ids": [411, 7], "output_cursor": "chatcmpl-...:1795648853:12:0", "seed": 42, ...}
 
 A client that has all comments up to one, and all events before it, has an exact prefix of the
-stream: the `output_ids` joined, the last `output_cursor` and the seed (in the first comment) are
-the fields of a request that continues it. Comments are no events to other clients. Knows no
-dialect.
+stream: the `output_ids` joined, the last `output_cursor` and the seed (in the first comment, with
+the number of prompt tokens) are the fields of a request that continues it. Comments are no events
+to other clients. Knows no dialect.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ContinuableEvents(Events):
         fields: dict[str, Any] = {"output_ids": delta.token_ids, "output_cursor": str(cursor)}
         if self._is_first:
             self._is_first = False
-            fields["seed"] = delta.seed
+            fields |= {"seed": delta.seed, "prompt_tokens": delta.num_prompt_tokens}
         return [*events, b": %b\n\n" % msgspec.json.encode(fields)]
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from quire.base.errors import SettingError
-from quire.cli import route
+from quire.cli import lease, route
 from quire.cli.main import command_parser
 from quire.router.discovery import parsed, replica_url
+from quire.router.route_file import read_route_file
+from quire.router.settings import RouterSettings
 
 
 def _run(*words: str) -> int:
@@ -61,11 +63,68 @@ def test_an_empty_key_file_is_refused(tmp_path: Path) -> None:
         _run("http://a:1", "--replica-key-file", str(path))
 
 
+@pytest.mark.parametrize(
+    ("text", "words", "message"),
+    [
+        ("", [], "give the addresses"),
+        ("polcy = 'x'", ["http://a:1"], "did you mean policy"),
+        ("policy = 'best'", ["http://a:1"], "--policy"),
+        ("replicas = ['ftp://a']", [], "http://"),
+        ("replicas = ['http://a:1']\nreplicas-file = 'x'", [], "not both"),
+        ("replicas = ['http://a:1']\n[kubernetes]\nservice = 'q'", [], "in several ways"),
+        ("[kubernetes]\nservice = 'q'", [], "run the router in the cluster"),
+        ("replicas = ['http://a:1']\nhost = '0.0.0.0'", [], "--insecure"),
+        ("[redis]\nurl = 'http://a'\nleases = true", [], "redis"),
+        ("replica-key-file = '/nowhere/key'", ["http://a:1"], "replica-key-file"),
+    ],
+)
+def test_wrong_files_say_what_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: list[str], message: str
+) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    path = tmp_path / "route.toml"
+    path.write_text(text)
+    with pytest.raises(SettingError, match=message):
+        _run("--config", str(path), *words)
+
+
+def test_flags_count_before_the_file_and_the_file_before_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "route.toml"
+    path.write_text("policy = 'round-robin'\nprobe-seconds = 2\nmax-open-requests = 7\n")
+    words = ["route", "--config", str(path), "--policy", "least-tokens"]
+    arguments = command_parser(["route"]).parse_args(words)
+    settings = route._settings(arguments, read_route_file(str(path)))
+    assert settings.policy == "least-tokens"
+    assert (settings.probe_s, settings.max_open) == (2.0, 7)
+    assert settings.stall_s == RouterSettings().stall_s
+
+
+def test_several_routers_may_share_a_port() -> None:
+    first = route._listen("127.0.0.1", 0, reuses_port=True)
+    port = first.getsockname()[1]
+    with pytest.raises(SettingError, match="cannot listen"):
+        route._listen("127.0.0.1", port, reuses_port=False)
+    second = route._listen("127.0.0.1", port, reuses_port=True)
+    assert second.getsockname() == first.getsockname()
+    first.close()
+    second.close()
+
+
+def test_a_lease_needs_an_address_and_a_redis() -> None:
+    for words, message in (
+        (["ftp://a", "--redis", "redis://a"], "http://"),
+        (["http://a:1", "--redis", "a"], r"\[redis\] url"),
+    ):
+        with pytest.raises(SettingError, match=message):
+            lease.run(command_parser(["lease"]).parse_args(["lease", *words]))
+
+
 def test_the_router_imports_no_engine_and_no_numpy() -> None:
     code = (
         "import sys, quire.cli.route, quire.router.server; "
         "print([name for name in sys.modules if name.split('.')[0] in ('numpy', 'zmq')"
-        " or name.startswith(('quire.engine', 'quire.execute', 'quire.models'))])"
+        " or name.startswith(('redis', 'quire.router.redis', 'quire.router.kubernetes',"
+        " 'quire.engine', 'quire.execute', 'quire.models'))])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from quire.base.log import Log
@@ -16,6 +16,7 @@ from quire.base.server_url import server_url
 from quire.router.admission import Admission
 from quire.router.app import RouterApp
 from quire.router.discovery import StaticList
+from quire.router.features import Features
 from quire.router.fleet import Fleet
 from quire.router.prober import Prober
 from quire.router.router_metrics import RouterMetrics
@@ -27,11 +28,19 @@ LENGTH = 12
 class FakeReplica:
     """fails_after: tokens of a stream after which the connection is cut; None: never. says: instead
     of the cut, the bytes of an error event. status, body: of a whole answer. silent_after: tokens
-    after which nothing comes any more."""
+    after which nothing comes any more. answer: returns status and body of a request by method, path
+    and fields, or None for the usual answer. gate: streams have their first token once it is set.
+    """
 
-    def __init__(self, fingerprint: str = "fp_a", model: str = "box") -> None:
+    def __init__(self, fingerprint: str = "fp_a", *models: str) -> None:
         self.fingerprint = fingerprint
-        self.model = model
+        self.models = models or ("box",)
+        self.answer: Callable[[str, str, dict[str, Any]], tuple[int, bytes] | None] = (
+            lambda method, path, fields: None
+        )
+        self.gate: asyncio.Event | None = None
+        self.began = asyncio.Event()
+        self.prompt_tokens: int | None = None
         self.fails_after: int | None = None
         self.says = b""
         self.silent_after: int | None = None
@@ -47,6 +56,7 @@ class FakeReplica:
         self.closes_idle = False
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
+        self._readers: list[asyncio.StreamReader] = []
         self.port = 0
 
     async def start(self) -> None:
@@ -65,8 +75,14 @@ class FakeReplica:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def num_left(self) -> int:
+        """Connections that the other end has closed."""
+        return sum(one.at_eof() or one.exception() is not None for one in self._readers)
+
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
+        self._readers.append(reader)
         try:
             while await self._exchange(reader, writer):
                 pass
@@ -85,18 +101,25 @@ class FakeReplica:
             0,
         )
         raw = await reader.readexactly(length)
-        path = head.split(b" ")[1]
+        method, path = head.split(b" ")[:2]
         if path.endswith(b"/health"):
             status = 200 if self.health["ok"] else 503
             _whole(writer, status, {**self.health, "steps_total": self.steps_total})
             return True
         if path == b"/v1/models":
-            entry = {"id": self.model, "system_fingerprint": self.fingerprint}
-            _whole(writer, 200, {"data": [entry]})
+            entries = [
+                {"id": model, "system_fingerprint": self.fingerprint, "max_model_len": 100}
+                for model in self.models
+            ]
+            _whole(writer, 200, {"data": entries})
             return True
         self.heads.append(head)
-        request = json.loads(raw)
+        request = json.loads(raw or b"{}")
         self.requests.append(request)
+        answered = self.answer(method.decode(), path.decode(), request)
+        if answered is not None:
+            _whole(writer, *answered)
+            return True
         if self.raw_answer is not None:
             writer.write(self.raw_answer)
             await writer.drain()
@@ -111,6 +134,10 @@ class FakeReplica:
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
             b"x-request-id: one\r\n\r\n"
         )
+        await writer.drain()
+        self.began.set()
+        if self.gate is not None:
+            await self.gate.wait()
         known = request.get("output_ids", [])
         for count, token in enumerate(range(100 + len(known), 100 + LENGTH)):
             if self.silent_after == count:
@@ -125,7 +152,12 @@ class FakeReplica:
                 _chunk(writer, b"")
                 return True
             self.before_token(token)
-            fields = {"output_ids": [token], "output_cursor": f"gen-{'0' * 24}:1:{token - 99}:0"}
+            fields: dict[str, Any] = {
+                "output_ids": [token],
+                "output_cursor": f"gen-{'0' * 24}:1:{token - 99}:0",
+            }
+            if count == 0 and self.prompt_tokens is not None:
+                fields["prompt_tokens"] = self.prompt_tokens
             _chunk(writer, b'data: {"token": %d}\n\n' % token)
             _chunk(writer, b": %b\n\n" % json.dumps(fields, separators=(",", ":")).encode())
             await writer.drain()
@@ -150,7 +182,9 @@ def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
 class Router:
     """A router's application over fake replicas, and a client of it without sockets."""
 
-    def __init__(self, replicas: list[FakeReplica], **settings: Any) -> None:
+    def __init__(
+        self, replicas: list[FakeReplica], features: Features | None = None, **settings: Any
+    ) -> None:
         urls = tuple(server_url(one.url) for one in replicas)
         options = {"probe_s": 0.05, "stall_s": 0.4, "resume_s": 2.0, "policy": "round-robin"}
         self.lines: list[str] = []
@@ -159,12 +193,16 @@ class Router:
         )
         self.admission = Admission(self.fleet)
         self.metrics = RouterMetrics(self.fleet)
-        self.app = RouterApp(self.fleet, self.admission, self.metrics, self.fleet.log)
+        self.app = RouterApp(self.fleet, self.admission, self.metrics, self.fleet.log, features)
         self.prober = Prober(self.fleet)
         self._probing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         await self.prober.first_round()
+        for _ in range(50):  # a loaded machine may answer no probe in time
+            if all(one.state != "stalled" for one in self.fleet.replicas.values()):
+                break
+            await self.prober.first_round()
         self._probing = asyncio.ensure_future(self.prober.run())
 
     async def close(self) -> None:
@@ -180,10 +218,13 @@ class Router:
         *,
         headers: list[tuple[bytes, bytes]] | None = None,
         leaves_after: int | None = None,
+        method: str = "",
+        query: bytes = b"",
         on_piece: Callable[[bytes], Any] = lambda piece: None,
     ) -> tuple[int, dict[bytes, bytes], bytes]:
         """Return status, headers and body. leaves_after: bytes after which the client leaves."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        raw = b"" if body is None else raw
         sent, left = [False], asyncio.Event()
         status, got_headers, pieces = [0], dict[bytes, bytes](), list[bytes]()
 
@@ -209,9 +250,9 @@ class Router:
 
         scope = {
             "type": "http",
-            "method": "POST" if body is not None else "GET",
+            "method": method or ("POST" if body is not None else "GET"),
             "path": path,
-            "query_string": b"",
+            "query_string": query,
             "headers": [(b"host", b"localhost"), *(headers or [])],
             "client": ("10.0.0.7", 5),
         }
@@ -223,6 +264,36 @@ class Router:
         text = self.metrics.text().decode()
         found = [line for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
         return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+
+
+def run(
+    replicas: list[FakeReplica],
+    story: Callable[[Router], Awaitable[Any]],
+    features: Features | None = None,
+    **settings: Any,
+) -> Any:
+    """Run a story with a router before the replicas; nothing of it may be left open."""
+
+    async def go() -> Any:
+        for replica in replicas:
+            await replica.start()
+        router = Router(replicas, features, **settings)
+        try:
+            await router.start()
+            async with asyncio.timeout(20):
+                result = await story(router)
+            assert router.admission.num_open == 0
+            for replica in router.fleet.replicas.values():
+                assert not replica.loads
+                assert replica.backlog_tokens == 0
+            return result
+        finally:
+            await router.close()
+            for one in replicas:
+                one.stop_listening(cuts=True)
+            await asyncio.sleep(0.01)  # both ends notice
+
+    return asyncio.run(go())
 
 
 class _Lines:

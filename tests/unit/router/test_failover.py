@@ -9,41 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.unit.router.fake_replica import LENGTH, FakeReplica, Router
+from tests.unit.router.fake_replica import LENGTH, FakeReplica, Router, run
 
 STREAM: dict[str, Any] = {"tokens": [1, 2], "seed": 5, "stream": True, "max_tokens": LENGTH}
 WHOLE = b"".join(b'data: {"token": %d}\n\n' % token for token in range(100, 100 + LENGTH))
 ANSWER = WHOLE + b"data: [DONE]\n\n"
 ERROR_EVENT = b'data: {"error":{"message":"it ends","code":"%s"}}\n\n'
-
-
-def run(
-    replicas: list[FakeReplica],
-    story: Callable[[Router], Awaitable[Any]],
-    **settings: Any,
-) -> Any:
-    """Run a story with a router before the replicas; nothing of it may be left open."""
-
-    async def go() -> Any:
-        for replica in replicas:
-            await replica.start()
-        router = Router(replicas, **settings)
-        try:
-            await router.start()
-            async with asyncio.timeout(20):
-                result = await story(router)
-            assert router.admission.num_open == 0
-            for replica in router.fleet.replicas.values():
-                assert not replica.loads
-                assert replica.backlog_tokens == 0
-            return result
-        finally:
-            await router.close()
-            for one in replicas:
-                one.stop_listening(cuts=True)
-            await asyncio.sleep(0.01)  # both ends notice
-
-    return asyncio.run(go())
 
 
 def stream(router: Router, **fields: Any) -> Awaitable[tuple[int, dict[bytes, bytes], bytes]]:
@@ -246,6 +217,20 @@ def test_full_replicas_are_passed_over_and_their_refusal_returned_at_last() -> N
         second.status, second.body = first.status, first.body
         status, _, body = await stream(router)
         assert (status, body) == (503, first.body)
+
+    run([first, second], story)
+
+
+def test_anthropic_s_own_status_of_a_full_server_is_no_failure() -> None:
+    first, second = FakeReplica(), FakeReplica()
+    first.status, first.body = 529, b'{"type":"error","error":{"type":"overloaded_error"}}'
+    second.body = b'{"type":"message"}'
+
+    async def story(router: Router) -> None:
+        assert (await router.post("/v1/messages", {"messages": []}))[2] == second.body
+        assert router.count("quire_router_replica_faults_total") == 0
+        second.status, second.body = first.status, first.body
+        assert (await router.post("/v1/messages", {"messages": []}))[0] == 529
 
     run([first, second], story)
 

@@ -1,0 +1,171 @@
+"""python -m bench.router: the router's own cost, and what hedging gains and costs.
+
+    python -m bench.router --part cost       processor time per token and per request
+    python -m bench.router --part hedging    first tokens with one slow replica of four
+
+Replicas are scripted processes that compute nothing, so that the router is what is measured.
+Streams are checked: a number of a wrong answer is not written. Writes bench/results/router.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.compare import quire_state
+from bench.frontend.servers import REPOSITORY, Child
+from quire.bench.machine import machine_card
+
+PARTS = ("cost", "hedging")
+PROMPT_TOKENS = 64
+REPLICA = "bench.router.scripted_replica"
+
+
+async def first_token_s(port: int, num_tokens: int) -> float:
+    """Stream one answer; return the time to its first token. Raises SystemExit if it is wrong."""
+    body = {"tokens": [1] * PROMPT_TOKENS, "max_tokens": num_tokens, "stream": True, "seed": 1}
+    raw = json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    start_s = time.monotonic()
+    writer.write(
+        b"POST /generate HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(raw), raw)
+    )
+    first_s, answer = 0.0, b""
+    while piece := await reader.read(65536):
+        answer += piece
+        if not first_s and b'"token":' in answer:
+            first_s = time.monotonic() - start_s
+    writer.close()
+    found = [int(number) for number in re.findall(rb'"token":(\d+)', answer)]
+    if found != list(range(num_tokens)) or b"[DONE]" not in answer:
+        raise SystemExit(f"a stream was wrong: {answer[:300]!r} ... {answer[-300:]!r}")
+    return first_s
+
+
+async def load(port: int, *, streams: int, rounds: int, num_tokens: int) -> list[float]:
+    """Return the times to the first token of `streams` clients with `rounds` requests each."""
+
+    async def client() -> list[float]:
+        return [await first_token_s(port, num_tokens) for _ in range(rounds)]
+
+    return [
+        one for times in await asyncio.gather(*(client() for _ in range(streams))) for one in times
+    ]
+
+
+def cpu_s(pid: int) -> float:
+    """Return the processor time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class Fleet:
+    """A router before scripted replicas."""
+
+    def __init__(self, stack: ExitStack, replicas: Sequence[tuple[str, ...]], file: str) -> None:
+        ports = [stack.enter_context(Child(REPLICA, *words)).port for words in replicas]
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        path = Path(folder) / "route.toml"
+        path.write_text(file)
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        self.router = stack.enter_context(Router("--config", str(path), *urls, "--port", "0"))
+
+    def metric(self, name: str) -> float:
+        """Return the sum of a metric over its labels."""
+
+        async def read() -> bytes:
+            reader, writer = await asyncio.open_connection("127.0.0.1", self.router.port)
+            writer.write(b"GET /metrics HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+            text = await reader.read()
+            writer.close()
+            return text
+
+        found = re.findall(rf"(?m)^{name}(?:{{[^}}]*}})? (\S+)\r?$", asyncio.run(read()).decode())
+        return sum(map(float, found))
+
+
+class Router(Child):
+    """`quire route`, ready once it routes."""
+
+    READY = "routing at "
+
+    def __init__(self, *words: str) -> None:
+        super().__init__("quire", "route", *words)
+        found = re.search(r"routing at http://[0-9.]+:(\d+)", self.output())
+        assert found is not None
+        self.port = int(found[1])
+
+
+def cost(rounds: int) -> dict[str, Any]:
+    """Return microseconds of processor time per token and per request."""
+    with ExitStack() as stack:
+        fleet = Fleet(stack, [("--first-ms", "0", "--token-ms", "1")] * 2, "")
+        pid, port = fleet.router.pid, fleet.router.port
+        asyncio.run(load(port, streams=8, rounds=2, num_tokens=20))  # warm
+        samples = []
+        for num_tokens in (1, 257):
+            start_s = cpu_s(pid)
+            asyncio.run(load(port, streams=8, rounds=rounds, num_tokens=num_tokens))
+            samples.append((cpu_s(pid) - start_s) / (8 * rounds) * 1e6)
+        return {
+            "streams": 8 * rounds,
+            "us_per_request": samples[0],
+            "us_per_token": (samples[1] - samples[0]) / 256,
+        }
+
+
+def hedging(rounds: int) -> dict[str, Any]:
+    """Return first tokens with and without hedging, and its extra work."""
+    usual = ("--first-ms", "20", "--token-ms", "1")
+    slow = (*usual, "--slow-ms", "400", "--slow-share", "0.04")
+    result: dict[str, Any] = {"replicas": 4, "slow_replicas": 1, "slow_share": 0.04}
+    for name, file in (("off", ""), ("on", "[hedging]\n")):
+        with ExitStack() as stack:
+            fleet = Fleet(stack, [usual, usual, usual, slow], f'policy = "round-robin"\n{file}')
+            port = fleet.router.port
+            asyncio.run(load(port, streams=4, rounds=60, num_tokens=4))  # history
+            times = sorted(asyncio.run(load(port, streams=4, rounds=rounds, num_tokens=16)))
+            result[name] = {
+                "requests": len(times),
+                "p50_ms": median(times) * 1000,
+                "p99_ms": times[int(0.99 * (len(times) - 1))] * 1000,
+                "max_ms": times[-1] * 1000,
+            }
+            if file:
+                hedged = fleet.metric("quire_router_hedged_tokens_total")
+                base = fleet.metric("quire_router_hedge_base_tokens_total")
+                result[name] |= {"extra_prompt_share": hedged / base}
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--part", choices=PARTS, action="append")
+    parser.add_argument("--rounds", type=int, default=250, help="requests of each client")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "bench/results/router.json")
+    arguments = parser.parse_args()
+    result: dict[str, Any] = {"bench": "router", "machine": machine_card(), "quire": quire_state()}
+    measures = {"cost": cost, "hedging": hedging}
+    for part in arguments.part or PARTS:
+        result[part] = measures[part](arguments.rounds)
+        print(part, json.dumps(result[part]))
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,480 @@
+"""Answer: the attempts of one request, until the client has its answer.
+
+A whole answer is passed on once it is complete, so it can be computed anew at any time. A stream
+that has output goes on at another replica of its fingerprint, from the tokens that were delivered.
+Always holds: the client gets each byte of an answer once and in order; a request is tried on no
+third replica after two failed with it; what was refused was not computed, so refusals do not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+
+from quire.router.admission import Admission
+from quire.router.attempt import Attempt
+from quire.router.breaker import RetryBudget
+from quire.router.client_response import ClientResponse
+from quire.router.event_blocks import ErrorBody, EventBlocks, error_in
+from quire.router.faults import ClientGone, Refusal, ReplicaFault
+from quire.router.features import Features
+from quire.router.fleet import Fleet
+from quire.router.hedge_race import OVERLOADED, Race
+from quire.router.hedging import Hedger
+from quire.router.model_choice import ModelChoice
+from quire.router.replica import Replica
+from quire.router.routed_request import RoutedRequest
+from quire.router.router_metrics import RouterMetrics
+from quire.router.routes import RESPONSES
+from quire.router.stored_responses import (
+    MAX_START_BYTES,
+    StoredResponses,
+    created_id,
+    home_unavailable,
+    needed_id,
+)
+from quire.router.usage import used_tokens
+
+MAX_FAILURES = 2
+# Error codes of a replica that is ending: another can go on, and the request is not the cause.
+_LEAVING = frozenset({"shutting_down", "overloaded", "queue_timeout"})
+# Error codes of a replica that failed with the request.
+_FAILED = frozenset({"worker_error", "device_lost", "step_row_error", "internal_error"})
+_RETRY_EVERY_S = 0.25
+# The usage of a stream is in one of its last pieces.
+_LAST_PIECES = 8
+# So long a stream waits for another replica before it goes on at the one that failed.
+_RETURN_S = 1.0
+
+
+@dataclass(slots=True, kw_only=True)
+class AnswerParts:
+    """What all answers of a router use."""
+
+    fleet: Fleet
+    admission: Admission
+    metrics: RouterMetrics
+    features: Features
+    budget: RetryBudget
+    responses: StoredResponses
+
+
+class Answer:
+    """The attempts of one request. home: the only replica that can answer; None for any. tried:
+    replicas that failed with it or refused it."""
+
+    def __init__(
+        self,
+        parts: AnswerParts,
+        request: RoutedRequest,
+        client: ClientResponse,
+        choice: ModelChoice,
+        key: bytes,
+        home: Replica | None,
+    ) -> None:
+        self._fleet = parts.fleet
+        self._admission = parts.admission
+        self._metrics = parts.metrics
+        self._features = parts.features
+        self._budget = parts.budget
+        self._responses = parts.responses
+        self._loop = asyncio.get_running_loop()
+        self._request = request
+        self._client = client
+        self._choice = choice
+        self._client_key = key
+        self._home = home
+        lanes = self._features.lanes
+        self._is_long = lanes is not None and lanes.is_long(request.prompt_tokens)
+        self._key = request.key()
+        self._tried: set[Replica] = set()
+        self._failed: list[str] = []
+        self._failed_at: set[Replica] = set()
+        self._resume_until_s = 0.0
+        self._is_refused = False
+        self._refused: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
+        self._fingerprint = ""
+        self._failed_s = 0.0
+
+    async def run(self) -> None:
+        """Try replicas until one has answered."""
+        while True:
+            replica = await self._replica()
+            if replica is None:
+                await self._give_up()
+                return
+            self._tried.add(replica)
+            try:
+                with self._attempt(replica) as attempt:
+                    self._fleet.policy.sent(replica, self._key)
+                    if await self._try(attempt):
+                        return
+            except ReplicaFault as fault:
+                self._note(replica, fault)
+
+    async def _try(self, attempt: Attempt) -> bool:
+        """Run one attempt; return whether the client has its answer. Raises ReplicaFault."""
+        hedger = self._features.hedger
+        if hedger is not None and not (self._request.why_not or self._client.started):
+            return await self._race(hedger, attempt)
+        await attempt.send(self._request.body())
+        return await self._take(attempt)
+
+    async def _race(self, hedger: Hedger, first: Attempt) -> bool:
+        """Run an attempt, and a second one where its first tokens are late; as _try."""
+        race = Race(hedger, first, self._request.body())
+        try:
+            if await race.is_late(self._request.prompt_tokens):
+                spare = self._spare(hedger, first.replica)
+                if spare is not None:
+                    return await self._hedge(race, spare)
+            await race.first_alone()
+        finally:
+            await race.close()
+        return await self._take(first)
+
+    async def _hedge(self, race: Race, replica: Replica) -> bool:
+        """Send the request to a second replica as well, and pass on what begins first."""
+        self._tried.add(replica)
+        with self._attempt(replica) as second:
+            self._fleet.policy.sent(replica, self._key)
+            winner = await race.run(second, self._failed_in_race)
+            await race.close()
+            for attempt in (race.first, second):
+                if attempt is not winner and attempt.replica not in self._failed_at:
+                    self._note_first_tokens(attempt)  # or for how long it was waited for
+                    attempt.cancel()
+                    self._tried.discard(attempt.replica)
+            outcome = "failed" if winner is None else "won" if winner is second else "lost"
+            self._metrics.hedges.labels(outcome).inc()
+            if winner is None:
+                return False
+            try:
+                return await self._take(winner)
+            except ReplicaFault as fault:
+                self._failed_in_race(winner, fault)
+                return False
+
+    def _failed_in_race(self, attempt: Attempt, fault: ReplicaFault) -> None:
+        """End an attempt that failed outside of its own context."""
+        attempt.fail()
+        self._note(attempt.replica, fault)
+
+    def _spare(self, hedger: Hedger, first: Replica) -> Replica | None:
+        """Return a replica for a hedge; None where there is none or the budget is used up."""
+        request, fleet = self._request, self._fleet
+        found = fleet.choose(
+            self._key,
+            request.model,
+            fingerprint=first.fingerprint(request.model),
+            exclude={first, *self._tried},
+            max_long=self._max_long,
+        )
+        if found is None:
+            self._metrics.hedges.labels("no_replica").inc()
+        elif not hedger.budget.take(request.prompt_tokens):
+            self._metrics.hedges.labels("no_budget").inc()
+            return None
+        else:
+            self._metrics.hedged_tokens.inc(request.prompt_tokens)
+        return found
+
+    def _note_first_tokens(self, attempt: Attempt) -> None:
+        """Learn how long a replica takes to the first token."""
+        attempt.replica.first_token_times.note(self._request.prompt_tokens, attempt.age_s)
+
+    def _begin_output(self, attempt: Attempt) -> None:
+        """A stream has its first tokens."""
+        load, lanes = attempt.load, self._features.lanes
+        load.is_new = False
+        if not self._request.num_delivered:
+            self._note_first_tokens(attempt)
+        if load.is_long:
+            attempt.replica.computed_prompt(load)
+            self._fleet.became_available()
+        elif lanes is not None:
+            lanes.began_short(attempt.age_s)
+
+    async def _take(self, attempt: Attempt) -> bool:
+        """Pass on a response after its head has arrived; as _try."""
+        request, client, exchange = self._request, self._client, attempt.exchange
+        if exchange.status == 200 and request.is_stream:
+            if not client.started:
+                self._fingerprint = attempt.replica.fingerprint(request.model)
+            if self._choice.judges_stream:
+                return await self._judged_stream(attempt)
+            await self._stream(attempt)
+            return True
+        body = attempt.early + await exchange.body()
+        status, error = exchange.status, error_in(body)
+        code = error.code if isinstance(error.code, str) else ""
+        if status in OVERLOADED or code in _LEAVING:
+            self._refused = (status, exchange.headers, body)
+            self._is_refused = True
+            return False
+        if code in _FAILED or (status >= 500 and status != 504):
+            self._refused = (status, exchange.headers, body)
+            raise ReplicaFault(f"it answered {status} {code}".rstrip(), is_suspect=True)
+        if client.started:  # it accepted the same request before
+            message = error.message or f"status {status}"
+            raise Refusal(502, "resume_refused", f"the stream cannot go on: {message}")
+        if self._choice.is_changed_by(status, error, body):
+            self._begin_anew()
+            return False
+        self._read_whole(attempt.replica, status, body)
+        await client.whole(status, exchange.headers, self._choice.shown(body))
+        return True
+
+    def _begin_anew(self) -> None:
+        """Another model is asked: whatever replicas refused before, they were not asked this."""
+        self._key = self._request.key()
+        self._tried.clear()
+        self._refused = None
+
+    def _read_whole(self, replica: Replica, status: int, body: bytes) -> None:
+        """Read what the router needs of a whole answer before it is passed on."""
+        request = self._request
+        if self._features.counts_usage and not request.route.is_free:
+            used = used_tokens(body)
+            if used is not None:
+                request.used_prompt_tokens, request.used_output_tokens = used
+            elif status != 200:
+                request.used_prompt_tokens = request.used_output_tokens = 0
+            else:
+                request.used_output_tokens = request.reserved_tokens - request.prompt_tokens
+        if request.path == RESPONSES and status == 200 and (id_ := created_id(body)):
+            self._responses.note(self._client_key, id_, replica)
+
+    async def _stream(self, attempt: Attempt) -> None:
+        request, client, replica = self._request, self._client, attempt.replica
+        if request.why_not:
+            await self._pass_on(attempt)
+            return
+        exchange = attempt.exchange
+        blocks = EventBlocks(shows_comments=request.shows_comments)
+        received = attempt.early or await exchange.read()
+        while received:
+            for delta in blocks.push(received):
+                if delta.error is not None:
+                    _check_final(delta.error)
+                if delta.cursor is not None:
+                    self._count(attempt, len(delta.cursor.output_ids))
+                if not client.started:
+                    await client.start(200, exchange.headers)
+                if delta.is_last:
+                    await client.finish(delta.blocks)
+                    return
+                # The journal first: a client that leaves in between needs no journal.
+                if delta.cursor is not None:
+                    request.delivered(delta.cursor)
+                await client.write(delta.blocks)
+            received = await exchange.read()
+        raise ReplicaFault(f"{replica.name} ended the stream early", is_suspect=True)
+
+    async def _judged_stream(self, attempt: Attempt) -> bool:
+        """Hold a stream until it is complete; as _try. The client has nothing of it before."""
+        request, client, exchange = self._request, self._client, attempt.exchange
+        blocks = EventBlocks(shows_comments=request.shows_comments)
+        held, num_tokens, is_complete = list[bytes](), 0, False
+        received = attempt.early or await exchange.read()
+        while received:
+            for delta in blocks.push(received):
+                if delta.error is not None:
+                    _check_final(delta.error)
+                if delta.cursor is not None:
+                    self._count(attempt, len(delta.cursor.output_ids))
+                    num_tokens += len(delta.cursor.output_ids)
+                held.append(delta.blocks)
+                is_complete = is_complete or delta.is_last
+            received = await exchange.read()
+        if not is_complete:
+            raise ReplicaFault(f"{attempt.replica.name} ended the stream early", is_suspect=True)
+        events = b"".join(held)
+        if self._choice.is_changed_by_stream(events, num_tokens):
+            self._begin_anew()
+            return False
+        request.num_delivered = num_tokens
+        await client.start(200, exchange.headers)
+        await client.finish(self._choice.shown_events(events))
+        return True
+
+    async def _pass_on(self, attempt: Attempt) -> None:
+        """Stream what cannot be continued."""
+        client, request, exchange = self._client, self._request, attempt.exchange
+        start = b"" if request.path == RESPONSES else None
+        last: deque[bytes] = deque(maxlen=_LAST_PIECES)
+        counts_usage = self._features.counts_usage
+        while received := await exchange.read():
+            attempt.replica.progressed(self._loop.time())
+            if start is not None:  # the first event has the id
+                start += received
+                if id_ := created_id(start):
+                    self._responses.note(self._client_key, id_, attempt.replica)
+                start = None if id_ or len(start) > MAX_START_BYTES else start
+            if not client.started:
+                await client.start(200, exchange.headers)
+            if counts_usage:  # at least a token an event, until the usage is known
+                last.append(received)
+                num_events = received.count(b"\n\n") or received.count(b"\n")
+                request.used_output_tokens = max(request.used_output_tokens, 0) + num_events
+            await client.write(received)
+        if not client.started:
+            await client.start(200, exchange.headers)
+        if (used := used_tokens(b"".join(last))) is not None:
+            request.used_prompt_tokens, request.used_output_tokens = used
+        await client.finish()
+
+    def _count(self, attempt: Attempt, num_tokens: int) -> None:
+        now_s, load = self._loop.time(), attempt.load
+        if load.is_new:
+            self._begin_output(attempt)
+        attempt.replica.progressed(now_s)
+        if self._failed_s:
+            self._metrics.resume_seconds.observe(now_s - self._failed_s)
+            self._failed_s = 0.0
+        expected = self._request.output_tokens
+        computed = num_tokens + max(load.tokens - expected, 0)  # with the first, the prompt
+        attempt.replica.reduce(load, computed)
+        self._admission.drained(computed, now_s)
+        self._metrics.tokens.inc(num_tokens)
+
+    def _note(self, replica: Replica, fault: ReplicaFault) -> None:
+        """A replica has failed."""
+        self._metrics.faults.labels(replica.name).inc()
+        self._fleet.log.warning(
+            "replica failed with a request",
+            replica=replica.name,
+            reason=str(fault),
+            tokens=self._request.num_delivered,
+            started=self._client.started,
+        )
+        if fault.is_suspect:
+            self._failed.append(f"{replica.name}: {fault}")
+        self._failed_at.add(replica)
+        if self._client.started:
+            now_s = self._loop.time()
+            self._failed_s = self._failed_s or now_s
+            self._resume_until_s = now_s + self._fleet.settings.resume_s
+
+    async def _replica(self) -> Replica | None:
+        """Return the next replica to try; None where the request ends here."""
+        if len(self._failed) >= MAX_FAILURES:
+            return None
+        if self._client.started:
+            return await self._successor()
+        if self._home is not None:
+            is_able = self._home.is_available(self._loop.time())
+            return self._home if is_able and self._home not in self._tried else None
+        found = await self._place()
+        if found is not None and self._tried:
+            if not self._budget.take():
+                return None
+            self._metrics.retries.labels("failed" if self._failed else "refused").inc()
+        return found
+
+    async def _place(self) -> Replica | None:
+        """Return an available replica; a long prompt waits for one with room."""
+        model, lanes = self._request.model, self._features.lanes
+
+        def choose() -> Replica | None:
+            return self._fleet.choose(
+                self._key, model, exclude=self._tried, max_long=self._max_long
+            )
+
+        if lanes is None or not self._is_long:
+            return choose()
+        return await lanes.place(
+            self._fleet,
+            choose,
+            lambda: self._fleet.is_served(model, self._tried),
+            lambda: self._client.is_gone,
+        )
+
+    @property
+    def _max_long(self) -> int | None:
+        lanes = self._features.lanes
+        return lanes.limit if lanes is not None and self._is_long else None
+
+    def _attempt(self, replica: Replica) -> Attempt:
+        return Attempt(self._fleet, replica, self._request, self._client, is_long=self._is_long)
+
+    async def _successor(self) -> Replica | None:
+        """Return a replica that can continue the stream; waits for one for some time."""
+        request, fleet = self._request, self._fleet
+        if request.why_not:
+            return None
+        if self._is_refused:  # the successor was full
+            self._is_refused = False
+            await fleet.wait_for_change(_RETRY_EVERY_S)
+        while True:
+            if self._client.is_gone:
+                raise ClientGone("the client has closed its connection")
+            now_s = self._loop.time()
+            # A replica that failed is the last choice: it was fenced and checked since.
+            may_return = self._failed_s and now_s - self._failed_s > _RETURN_S
+            for exclude in (self._failed_at, ()) if may_return else (self._failed_at,):
+                found = fleet.choose(
+                    self._key, request.model, fingerprint=self._fingerprint, exclude=exclude
+                )
+                if found is not None:
+                    self._metrics.resumed.inc()
+                    return found
+            if now_s >= self._resume_until_s or not fleet.has_fingerprint(
+                request.model, self._fingerprint
+            ):
+                return None
+            await fleet.wait_for_change(min(self._resume_until_s - now_s, _RETRY_EVERY_S))
+
+    async def _give_up(self) -> None:
+        """End a request that no replica has answered. Raises Refusal."""
+        client = self._client
+        if client.started:
+            raise self._broken()
+        if len(self._failed) >= MAX_FAILURES:
+            raise Refusal(
+                502,
+                "replicas_failed",
+                f"{len(self._failed)} replicas failed with this request, so it is tried on no "
+                f"other ({'; '.join(self._failed)})",
+            )
+        if self._refused is not None:
+            status, headers, body = self._refused
+            await client.whole(status, headers, body)
+            return
+        if self._failed:
+            raise Refusal(
+                503,
+                "replica_failed",
+                f"a replica failed with this request and no other is available "
+                f"({self._failed[0]}); try again",
+                retry_after_s=self._admission.retry_after_s(),
+            )
+        if self._home is not None:
+            raise home_unavailable(needed_id(self._request), self._home)
+        raise self._choice.unavailable(self._admission)
+
+    def _broken(self) -> Refusal:
+        """Return the error event of a stream that cannot go on."""
+        request = self._request
+        if len(self._failed) >= MAX_FAILURES:
+            reason = "two_failures"
+            why = f"two replicas failed with it ({'; '.join(self._failed)})"
+        elif request.why_not:
+            reason = "not_continuable"
+            why = f"its replica failed, and it cannot be continued exactly: {request.why_not}"
+        else:
+            reason = "no_equal_replica"
+            why = (
+                f"its replica failed, and no other replica with fingerprint {self._fingerprint} is "
+                "available; only that one gives the same answer"
+            )
+        self._metrics.broken.labels(reason).inc()
+        return Refusal(503, "stream_broken", f"the stream cannot go on: {why}")
+
+
+def _check_final(error: ErrorBody) -> None:
+    """Raise ReplicaFault for an error after which another replica can go on."""
+    code = error.code or ""
+    if code in _LEAVING or code in _FAILED:
+        raise ReplicaFault(f"{code}: {error.message}", is_suspect=code in _FAILED)

@@ -1,0 +1,156 @@
+"""Attempt: one exchange of a request with a replica, counted as load while it lasts.
+
+Knows no other attempt. Always holds: an attempt ends once, with a verdict for the breaker or
+without one; its exchange is closed and its load is no longer counted afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+from quire.router.client_response import HOP_BY_HOP, ClientResponse
+from quire.router.faults import ClientGone, ReplicaFault, StaleConnection
+from quire.router.fleet import Fleet
+from quire.router.http_client import Exchange
+from quire.router.replica import Load, Replica
+from quire.router.routed_request import RoutedRequest
+
+_OUTPUT = b': {"output_ids":'
+_ENDS = (b'data: {"error":', b"data: [DONE]")
+
+
+class Attempt(AbstractContextManager["Attempt"]):
+    """early: what was read of the body before it is passed on. holds: `open` waits for the first
+    tokens."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        replica: Replica,
+        request: RoutedRequest,
+        client: ClientResponse,
+        *,
+        is_long: bool = False,
+    ) -> None:
+        self.replica = replica
+        self._fleet = fleet
+        self._request = request
+        self._client = client
+        self._loop = asyncio.get_running_loop()
+        self._cut_reason = ""
+        self._is_over = False
+        self._exchange: Exchange | None = None
+        self.early = b""
+        self.holds = True
+        began_s = self._loop.time()
+        self.load = Load(
+            tokens=request.prompt_tokens + request.output_tokens,
+            cut=self._cut,
+            began_s=began_s,
+            last_s=lambda: began_s if self._exchange is None else self._exchange.last_s,
+            is_paused=lambda: self._exchange is not None and self._exchange.is_paused,
+            is_long=is_long,
+        )
+
+    def __enter__(self) -> Attempt:
+        self.replica.begin(self.load)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._is_over:
+            return
+        self._end()
+        if isinstance(error, ReplicaFault):
+            self._fleet.suspect(self.replica)
+        elif error is None:
+            self.replica.breaker.succeeded()
+        else:
+            self.replica.breaker.gave_up()
+
+    def cancel(self) -> None:
+        """End without a verdict: another attempt has the answer."""
+        if not self._is_over:
+            self._end()
+            self.replica.breaker.gave_up()
+
+    def fail(self) -> None:
+        """End as failed, where no error passes through the context."""
+        if not self._is_over:
+            self._end()
+            self._fleet.suspect(self.replica)
+
+    @property
+    def exchange(self) -> Exchange:
+        """The exchange, once the request was sent."""
+        assert self._exchange is not None
+        return self._exchange
+
+    @property
+    def has_output(self) -> bool:
+        """Whether its first tokens were read."""
+        return _OUTPUT in self.early
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it began."""
+        return self._loop.time() - self.load.began_s
+
+    async def send(self, body: bytes) -> Exchange:
+        """Send the request and wait for the head of the response. Raises ReplicaFault."""
+        request, pool, client = self._request, self._fleet.pool(self.replica), self._client
+        headers = [header for header in request.headers if header[0] not in HOP_BY_HOP]
+        for is_fresh in (False, True):
+            self._forget_exchange()
+            exchange = await pool.send(
+                request.method, request.target, headers, body, is_fresh=is_fresh
+            )
+            self._exchange = exchange
+            client.on_gone.add(exchange.fail)
+            if self._cut_reason:
+                exchange.fail(ReplicaFault(self._cut_reason, is_suspect=True))
+            if client.is_gone:
+                raise ClientGone("the client has closed its connection")
+            try:
+                await exchange.head()
+            except StaleConnection:
+                continue
+            return exchange
+        raise ReplicaFault("it closes each connection", is_suspect=False)
+
+    async def open(self, body: bytes) -> None:
+        """Send the request, and read a stream up to its first tokens while it holds.
+
+        Raises ReplicaFault.
+        """
+        exchange = await self.send(body)
+        while exchange.status == 200 and self.holds and not self.has_output:
+            received = await exchange.read()
+            self.early += received
+            if not received or any(end in self.early for end in _ENDS):
+                return
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._forget_exchange()
+        is_long = self.load.is_long
+        self.replica.end(self.load)
+        if is_long:
+            self._fleet.became_available()  # a place is free
+
+    def _forget_exchange(self) -> None:
+        if self._exchange is not None:
+            self._client.on_gone.discard(self._exchange.fail)
+            self._exchange.close()
+            self._exchange = None
+
+    def _cut(self, reason: str) -> None:
+        self._cut_reason = reason
+        if self._exchange is not None:
+            self._exchange.fail(ReplicaFault(reason, is_suspect=True))

@@ -1,0 +1,75 @@
+"""Race: two attempts of one request until one of them has output.
+
+Knows neither replicas nor budgets. Always holds: once a race is closed, at most the winner's
+exchange is read; an attempt that fails does not end the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from quire.router.attempt import Attempt
+from quire.router.faults import ReplicaFault
+from quire.router.hedging import Hedger
+
+# Statuses of a replica that is full; Anthropic's API has one of its own.
+OVERLOADED = (503, 529)
+
+
+class Race:
+    """first: the attempt that may be late. body: what both are sent."""
+
+    def __init__(self, hedger: Hedger, first: Attempt, body: bytes) -> None:
+        self.first = first
+        self._hedger = hedger
+        self._body = body
+        self._opening = {first: asyncio.ensure_future(first.open(body))}
+
+    async def is_late(self, prompt_tokens: int) -> bool:
+        """Wait for the first attempt as long as is usual; return whether it needs longer."""
+        opening = self._opening[self.first]
+        delay_s = self._hedger.delay_s(self.first.replica, prompt_tokens)
+        if delay_s is None:
+            return False
+        usual = asyncio.ensure_future(self._hedger.wait(delay_s))
+        try:
+            await asyncio.wait({opening, usual}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            usual.cancel()
+        return not opening.done()
+
+    async def first_alone(self) -> None:
+        """Wait for the first attempt, no longer for its first tokens. Raises what it raises."""
+        self.first.holds = False
+        await self._opening[self.first]
+
+    async def run(
+        self, second: Attempt, on_fault: Callable[[Attempt, ReplicaFault], None]
+    ) -> Attempt | None:
+        """Return the attempt that has a response first; None where both have failed.
+
+        A refusal (503) of one does not count while the other can still answer.
+        """
+        self._opening[second] = asyncio.ensure_future(second.open(self._body))
+        refused: Attempt | None = None
+        waiting = dict(self._opening)
+        while waiting:
+            await asyncio.wait(waiting.values(), return_when=asyncio.FIRST_COMPLETED)
+            for attempt in [one for one, opening in waiting.items() if opening.done()]:
+                try:
+                    waiting.pop(attempt).result()
+                except ReplicaFault as fault:
+                    on_fault(attempt, fault)
+                    continue
+                if attempt.exchange.status not in OVERLOADED:
+                    return attempt
+                refused = refused or attempt
+        return refused
+
+    async def close(self) -> None:
+        """Stop waiting for either."""
+        openings = list(self._opening.values())
+        for opening in openings:
+            opening.cancel()
+        await asyncio.gather(*openings, return_exceptions=True)

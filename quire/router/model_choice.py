@@ -1,0 +1,147 @@
+"""ModelChoice: which model answers one request, and when another one takes over.
+
+An alias or a cascade names the first model. A prompt that does not fit its context goes to the
+longer model, where one is configured: the replica's own refusal says so, since the router has no
+tokenizer. An answer of a cascade's small model that is not good enough goes to the large one.
+Always holds: the model changes only while the client has no byte of an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quire.router.admission import Admission
+from quire.router.cascade import Cascade, Judge
+from quire.router.event_blocks import ErrorBody
+from quire.router.faults import Refusal
+from quire.router.features import Features
+from quire.router.fleet import Fleet
+from quire.router.routed_request import RoutedRequest
+from quire.router.router_metrics import RouterMetrics
+from quire.router.usage import used_tokens
+
+_MAX_NAMED = 20
+
+
+class ModelChoice:
+    """Sets the model of the request; raises Refusal where none is named and several are served."""
+
+    def __init__(
+        self, fleet: Fleet, features: Features, metrics: RouterMetrics, request: RoutedRequest
+    ) -> None:
+        self._fleet = fleet
+        self._features = features
+        self._metrics = metrics
+        self._request = request
+        self._longer = ""
+        self._cascade: Cascade | None = None
+        self._judge: Judge | None = None
+        self._is_large = False
+        self._shown: bytes | None = None
+        self._events_of: Callable[[bytes], bytes] | None = None
+        self._asked = request.model or features.names.default
+        if not request.fields or not isinstance(request.fields.get("model", ""), str | None):
+            return  # no object, or no name: replicas say what is wrong with it
+        if not self._asked:
+            self._check_unambiguous()
+            return
+        self._cascade = features.cascades.get(self._asked)
+        if self._cascade is None:
+            self._use(self._asked)
+        else:
+            self._begin_cascade(self._cascade)
+
+    def is_changed_by(self, status: int, error: ErrorBody, body: bytes) -> bool:
+        """Return whether this response is replaced: another model is asked then."""
+        request = self._request
+        if status == 400 and self._longer and error.is_too_long:
+            self._metrics.longer.labels(request.model).inc()
+            request.use_model(self._longer)
+            self._longer = ""
+            return True
+        judge, self._judge = self._judge, None
+        if judge is None or self._cascade is None or status != 200:
+            return False
+        reason, self._shown = judge.verdict(body)
+        used = used_tokens(body)
+        spent = sum(max(one, 0) for one in used) if used is not None else request.prompt_tokens
+        return self._is_escalated(self._cascade, judge, reason, spent)
+
+    @property
+    def judges_stream(self) -> bool:
+        """Whether a stream is held until it is complete."""
+        return self._judge is not None and self._request.is_stream
+
+    def is_changed_by_stream(self, events: bytes, num_tokens: int) -> bool:
+        """Return whether a whole stream is replaced: another model is asked then."""
+        judge, self._judge = self._judge, None
+        if judge is None or self._cascade is None:
+            return False
+        reason = judge.stream_verdict(events)
+        self._events_of = judge.shown_events
+        spent = self._request.prompt_tokens + num_tokens
+        return self._is_escalated(self._cascade, judge, reason, spent)
+
+    def shown_events(self, events: bytes) -> bytes:
+        """Return events of a judged stream for the client."""
+        return events if self._events_of is None else self._events_of(events)
+
+    def _is_escalated(self, cascade: Cascade, judge: Judge, reason: str, spent: int) -> bool:
+        """Count a verdict; ask the large model where there is a reason. spent: its tokens."""
+        self._metrics.cascade.labels(cascade.name, reason or "small").inc()
+        if not reason:
+            return False
+        self._request.replaced_tokens += spent
+        self._metrics.cascade_tokens.labels(cascade.name, "small", "replaced").inc(spent)
+        self._shown, self._events_of = None, None
+        self._is_large = True
+        judge.undo(self._request)
+        self._use(cascade.large)
+        return True
+
+    def shown(self, body: bytes) -> bytes:
+        """Return the body for the client: without what only the router has asked for."""
+        return body if self._shown is None else self._shown
+
+    def ended(self) -> None:
+        """Count what a cascade's answer took."""
+        if self._cascade is not None:
+            which = "large" if self._is_large else "small"
+            tokens = self._request.used_tokens() - self._request.replaced_tokens
+            self._metrics.cascade_tokens.labels(self._cascade.name, which, "answered").inc(tokens)
+
+    def unavailable(self, admission: Admission) -> Refusal:
+        """Return the refusal of a request that no replica can take now."""
+        names = [*self._features.names.names, *self._features.cascades]
+        return admission.unavailable(self._request.model, self._asked, names)
+
+    def _begin_cascade(self, cascade: Cascade) -> None:
+        rule = cascade.rule(self._request)
+        self._is_large = bool(rule)
+        self._use(cascade.large if rule else cascade.small)
+        if rule:
+            self._metrics.cascade.labels(cascade.name, rule).inc()
+            return
+        self._judge = cascade.judge(self._request)
+        if self._judge is None:
+            self._metrics.cascade.labels(cascade.name, "small_not_judged").inc()
+
+    def _use(self, name: str) -> None:
+        """Ask for the model of a name, which may be an alias."""
+        chosen = self._features.names.choose(name, self._request.session, self._fleet.is_served)
+        self._longer = "" if chosen is None else chosen.longer
+        self._request.use_model(name if chosen is None else chosen.model)
+
+    def _check_unambiguous(self) -> None:
+        served = [set(one.models) for one in self._fleet.replicas.values() if one.models]
+        if not served or set.intersection(*served):
+            return
+        names = sorted(set.union(*served) | set(self._features.names.names))
+        shown = ", ".join(map(repr, names[:_MAX_NAMED]))
+        raise Refusal(
+            400,
+            "invalid_value",
+            f"the body names no model and the replicas serve several; name one of them as model: "
+            f"{shown}",
+            param="model",
+        )

@@ -1,0 +1,111 @@
+"""RedisLeases: replicas that hold a lease in Redis, as a Discovery; and how a lease is held.
+
+A lease is a key that expires, `PREFIX` + `replica:` + the address. Knows no health: the prober
+checks replicas. Always holds: a replica leaves the list only after its lease was absent for longer
+than holders need to renew theirs, as seen by a Redis that answers; so a Redis that is down, or was
+restarted empty, takes no replica away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from quire.base.errors import InvalidParameter
+from quire.base.log import Log
+from quire.base.server_url import ServerUrl
+from quire.router.discovery import replica_url
+from quire.router.redis_link import RedisDown, RedisLink
+
+LEASE_S = 15.0
+_READ_EVERY_S = 1.0
+_RENEW_EVERY_S = LEASE_S / 3
+ABSENT_S = _RENEW_EVERY_S + 1.0
+
+
+class RedisLeases:
+    """The addresses with a lease."""
+
+    def __init__(self, link: RedisLink, prefix: str, log: Log, now: Callable[[], float]) -> None:
+        self._link = link
+        self._prefix = f"{prefix}replica:"
+        self._log = log
+        self._now = now
+        self._urls: dict[str, ServerUrl] = {}
+        self._absent_since_s: dict[str, float] = {}
+        self._is_down = False
+        self._refused: set[str] = set()
+
+    def poll(self) -> tuple[ServerUrl, ...]:
+        """Return the addresses of the last reading."""
+        return tuple(self._urls.values())
+
+    async def watch(self, changed: Callable[[], None]) -> None:
+        """Read the leases again and again until cancelled."""
+        while True:
+            if await self.read():
+                changed()
+            await asyncio.sleep(_READ_EVERY_S)
+
+    async def read(self) -> bool:
+        """Read the leases once; return whether the list has changed."""
+        try:
+            keys = await self._link.keys(self._prefix)
+        except RedisDown as error:
+            if not self._is_down:
+                self._log.warning(
+                    "replicas stay as they are while Redis is down",
+                    reason=str(error),
+                    kept=len(self._urls),
+                )
+            self._is_down = True
+            return False
+        now_s = self._now()
+        if self._is_down:
+            self._is_down = False
+            self._absent_since_s.clear()
+            self._log.event("leases are read again", replicas=len(keys))
+        found = self._parsed(keys)
+        absent = self._urls.keys() - found.keys()
+        since_s = self._absent_since_s = {
+            name: self._absent_since_s.get(name, now_s) for name in absent
+        }
+        found |= {name: self._urls[name] for name in absent if now_s - since_s[name] < ABSENT_S}
+        has_changed = found.keys() != self._urls.keys()
+        self._urls = found
+        return has_changed
+
+    def _parsed(self, keys: list[str]) -> dict[str, ServerUrl]:
+        found: dict[str, ServerUrl] = {}
+        for key in sorted(keys):
+            text = key.removeprefix(self._prefix)
+            try:
+                url = replica_url(text)
+            except InvalidParameter as error:
+                if text not in self._refused and len(self._refused) < 1000:
+                    self._refused.add(text)
+                    self._log.warning("lease ignored", key=key[:200], reason=str(error))
+                continue
+            found.setdefault(url.shown + url.path, url)
+        return found
+
+
+async def hold_lease(link: RedisLink, prefix: str, url: str, log: Log) -> None:
+    """Hold the lease of a replica until cancelled, then give it up."""
+    key, is_down = f"{prefix}replica:{url}", False
+    try:
+        while True:
+            try:
+                await link.put(key, "1", LEASE_S)
+                is_down = False
+            except RedisDown as error:
+                if not is_down:
+                    log.warning("the lease could not be renewed", reason=str(error))
+                is_down = True
+            await asyncio.sleep(_RENEW_EVERY_S)
+    finally:
+        try:
+            await link.remove(key)
+            log.event("gave the lease up", address=url)
+        except RedisDown:
+            log.warning("the lease could not be given up; it expires by itself", lease_s=LEASE_S)

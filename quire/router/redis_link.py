@@ -1,0 +1,83 @@
+"""The connection to Redis: the only file that imports the `redis` package.
+
+For quotas that several routers share, and for leases of replicas. Knows the commands that these
+need and nothing of their meaning. Always holds: whatever goes wrong with Redis is a RedisDown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from quire.base.errors import QuireError, SettingError
+
+_T = TypeVar("_T")
+
+
+class RedisDown(QuireError):
+    """Redis did not answer as it should, in time."""
+
+
+class RedisLink:
+    """Connections to one server, each command within `timeout_s`."""
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        try:
+            import redis
+            import redis.asyncio
+        except ImportError as error:
+            raise SettingError(
+                "[redis] needs the package redis; install it with pip install 'quire-llm[redis]'"
+            ) from error
+        try:
+            self._client: Any = redis.asyncio.Redis.from_url(
+                url,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                decode_responses=True,
+                protocol=2,
+            )
+        except ValueError as error:
+            raise SettingError(
+                f"[redis] url: {error}; write it like redis://127.0.0.1:6379/0"
+            ) from error
+        self._errors = (redis.RedisError, OSError, TimeoutError)
+        self._timeout_s = timeout_s
+
+    def script(self, text: str) -> Callable[[str, list[str]], Awaitable[Any]]:
+        """Return a script as a function of one key and its arguments. Raises RedisDown."""
+        registered = self._client.register_script(text)
+
+        def run(key: str, arguments: list[str]) -> Awaitable[Any]:
+            return self._within(registered(keys=[key], args=arguments))
+
+        return run
+
+    async def keys(self, prefix: str) -> list[str]:
+        """Return the keys with a prefix. Raises RedisDown."""
+
+        async def scan() -> list[str]:
+            return [key async for key in self._client.scan_iter(match=f"{prefix}*", count=1000)]
+
+        return await self._within(scan())
+
+    async def put(self, key: str, value: str, ttl_s: float) -> None:
+        """Set a key that expires. Raises RedisDown."""
+        await self._within(self._client.set(key, value, px=max(round(ttl_s * 1000), 1)))
+
+    async def remove(self, key: str) -> None:
+        """Remove a key. Raises RedisDown."""
+        await self._within(self._client.delete(key))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def _within(self, doing: Awaitable[_T]) -> _T:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await doing
+        except self._errors as error:
+            reason = str(error) or type(error).__name__
+            raise RedisDown(f"Redis did not answer: {reason}") from error

@@ -1,0 +1,280 @@
+"""RouteFile: the configuration file of a router, a TOML file with typed tables.
+
+    replicas = ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
+
+    [models.chat]
+    targets = [{model = "qwen-1", weight = 95}, {model = "qwen-2", weight = 5}]
+
+Keys at the top level are those of the command line's flags. Knows no replica: whether a model is
+served is not checked here, since replicas come and go. Always holds: an unknown key, a wrong type
+and a number out of range are errors that name their place.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+from msgspec import Meta, Struct, UnsetType
+
+from quire.base.errors import SettingError
+
+MAX_FILE_BYTES = 1 << 20
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Seconds = Annotated[float, Meta(gt=0, le=86400)]
+Count = Annotated[int, Meta(ge=1, le=2**40)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Pattern = Annotated[str, Meta(min_length=1, max_length=1000)]
+Reason = Literal["low-confidence", "failed-grammar", "refusal", "length"]
+Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class Table(Struct, frozen=True, forbid_unknown_fields=True, rename=lambda n: n.replace("_", "-")):
+    """A table of the file; keys have dashes where attributes have underscores."""
+
+
+class Target(Table, frozen=True):
+    """A model as replicas name it, and its share of an alias. weight 0: it gets nothing."""
+
+    model: Name
+    weight: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
+
+
+class ModelTable(Table, frozen=True):
+    """A name for clients. longer: the model for prompts that the target's context cannot hold."""
+
+    targets: tuple[Target, ...] = ()
+    longer: str = ""
+
+
+class CascadeTable(Table, frozen=True):
+    """A name that is answered by a small model where it suffices.
+
+    large_patterns: expressions of the operator; a prompt with a match goes to the large model.
+    escalate: the reasons for which an answer of the small model is replaced. judge_streams: hold
+    streams of the small model until they can be judged.
+    """
+
+    small: Name
+    large: Name
+    max_prompt_tokens: Count = 2000
+    tools: Literal["small", "large"] = "large"
+    large_patterns: tuple[Pattern, ...] = ()
+    escalate: tuple[Reason, ...] = ("low-confidence", "failed-grammar", "refusal")
+    min_mean_logprob: Annotated[float, Meta(ge=-100, le=0)] = -1.0
+    judge_streams: bool = False
+
+
+class HedgingTable(Table, frozen=True):
+    """share: of the prompt tokens of all requests, which hedges may compute again."""
+
+    share: Annotated[float, Meta(gt=0, le=0.5)] = 0.03
+    percentile: Annotated[float, Meta(ge=50, le=99.9)] = 95.0
+
+
+class LanesTable(Table, frozen=True):
+    """Bounds of long prompts. ttft_ms: the target for the first tokens of short prompts, to which
+    the limit of long ones is adapted; 0: the limit is fixed."""
+
+    long_prompt_tokens: Count = 4096
+    max_long_per_replica: Annotated[int, Meta(ge=1, le=10_000)] = 2
+    max_wait_seconds: Seconds = 30.0
+    max_waiting: Annotated[int, Meta(ge=0, le=1_000_000)] = 1000
+    ttft_ms: Annotated[int, Meta(ge=0, le=3_600_000)] = 0
+
+
+class QuotaTable(Table, frozen=True):
+    """Tokens that each key may use. burst_tokens: 0 for those of one minute."""
+
+    tokens_per_minute: Count
+    burst_tokens: Annotated[int, Meta(ge=0, le=2**40)] = 0
+
+
+class TenantTable(QuotaTable, frozen=True):
+    """Keys that share one quota. key_digests: SHA-256 of each key, in hex."""
+
+    key_digests: tuple[Digest, ...] = ()
+
+
+class RedisTable(Table, frozen=True):
+    """Where several routers share quotas, and where replicas hold leases.
+
+    routers: how many share the quotas; each allows that part alone while Redis is down.
+    """
+
+    url: Name
+    prefix: Annotated[str, Meta(min_length=1, max_length=64, pattern="^[A-Za-z0-9_:.-]+$")] = (
+        "quire:"
+    )
+    routers: Annotated[int, Meta(ge=1, le=1000)] = 1
+    timeout_ms: Annotated[int, Meta(ge=1, le=10_000)] = 250
+    leases: bool = False
+
+
+class KubernetesTable(Table, frozen=True):
+    """The Service with the replicas' endpoints. namespace: "" for the router's own. port: the name
+    of the endpoints' port; "" where there is one."""
+
+    service: Name
+    namespace: str = ""
+    port: str = ""
+    secure: bool = False
+
+
+class RouteFile(Table, frozen=True):
+    """The whole file. What is not set is the flag's default."""
+
+    replicas: tuple[Name, ...] = ()
+    replicas_file: str = ""
+    host: str | UnsetType = msgspec.UNSET
+    port: Port | UnsetType = msgspec.UNSET
+    reuse_port: bool = False
+    policy: str | UnsetType = msgspec.UNSET
+    backlog_tokens: int | UnsetType = msgspec.UNSET
+    probe_seconds: Seconds | UnsetType = msgspec.UNSET
+    stall_seconds: Seconds | UnsetType = msgspec.UNSET
+    silence_seconds: Seconds | UnsetType = msgspec.UNSET
+    connect_seconds: Seconds | UnsetType = msgspec.UNSET
+    resume_seconds: Seconds | UnsetType = msgspec.UNSET
+    grace_seconds: Annotated[float, Meta(ge=0, le=86400)] | UnsetType = msgspec.UNSET
+    max_open_requests: Count | UnsetType = msgspec.UNSET
+    max_open_per_key: Annotated[int, Meta(ge=0)] | UnsetType = msgspec.UNSET
+    replica_key_file: str | UnsetType = msgspec.UNSET
+    default_model: str = ""
+    models: dict[Name, str | ModelTable] = {}
+    cascades: dict[Name, CascadeTable] = {}
+    hedging: HedgingTable | None = None
+    lanes: LanesTable | None = None
+    quotas: QuotaTable | None = None
+    tenants: dict[Name, TenantTable] = {}
+    redis: RedisTable | None = None
+    kubernetes: KubernetesTable | None = None
+
+
+def read_route_file(path: str) -> RouteFile:
+    """Read and check a file. Raises SettingError."""
+    try:
+        with Path(path).expanduser().open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+        text = raw.decode()
+    except OSError as error:
+        raise SettingError(
+            f"the configuration file {path} cannot be read ({error.strerror}); give a TOML file"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise SettingError(f"the configuration file {path} is not UTF-8") from error
+    if len(raw) > MAX_FILE_BYTES:
+        raise SettingError(
+            f"the configuration file {path} has more than {MAX_FILE_BYTES} bytes; give a TOML file "
+            "of settings"
+        )
+    try:
+        return parse_route_file(text)
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise SettingError(f"the configuration file {path}: {why}") from error
+
+
+def parse_route_file(text: str) -> RouteFile:
+    """Return the settings of a file's text. Raises ValueError that says what is wrong where."""
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(
+            f"it is not valid TOML: {error}; write each setting once, as in port = 8080"
+        ) from error
+    _check_names(RouteFile, document, "")
+    try:
+        found = msgspec.convert(document, RouteFile)
+    except msgspec.ValidationError as error:
+        what, _, place = str(error).partition(" - at `$.")
+        what = what[:1].lower() + what[1:]
+        raise ValueError(f"{place.rstrip('`')}: {what}" if place else what) from error
+    _check_whole(found)
+    return found
+
+
+def _check_whole(found: RouteFile) -> None:
+    """Check what no single key can say. Raises ValueError."""
+    for name in found.models:
+        if name in found.cascades:
+            raise ValueError(f"{name!r} is in [models] and in [cascades]; rename one of them")
+        table = found.models[name]
+        if isinstance(table, ModelTable):
+            if table.targets and not any(one.weight for one in table.targets):
+                raise ValueError(f"models.{name}: each target has weight 0; give one a weight")
+            if not table.targets and not table.longer:
+                raise ValueError(f"models.{name} has no targets; write targets = [{{model = ...}}]")
+            models = [one.model for one in table.targets]
+            if len(set(models)) < len(models):
+                raise ValueError(f"models.{name}: a model is a target twice; keep one of them")
+        elif not table:
+            raise ValueError(f"models.{name} is empty; give the name of a model")
+    for name, cascade in found.cascades.items():
+        for pattern in cascade.large_patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(
+                    f"cascades.{name}: large-patterns has {pattern!r}, which is no regular "
+                    f"expression ({error})"
+                ) from error
+    holders: dict[str, str] = {}
+    for name, tenant in found.tenants.items():
+        if not tenant.key_digests:
+            raise ValueError(
+                f"tenants.{name} has no key-digests; give the SHA-256 of each key "
+                "(printf %s KEY | sha256sum)"
+            )
+        for digest in tenant.key_digests:
+            if holders.setdefault(digest, name) != name:
+                raise ValueError(
+                    f"tenants {holders[digest]} and {name} have a key in common; each key belongs "
+                    "to one tenant"
+                )
+    if found.redis is not None and not found.redis.leases and not (found.quotas or found.tenants):
+        raise ValueError(
+            "[redis] has neither leases = true nor quotas to share; add one, or leave it out"
+        )
+
+
+def _check_names(kind: type[Struct], entries: Mapping[str, Any], place: str) -> None:
+    """Raise ValueError for the first key that a table does not have, with the nearest one."""
+    known = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    for key, value in entries.items():
+        where = f"{place}.{key}" if place else key
+        if key not in known:
+            near = get_close_matches(key.replace("_", "-")[:60], known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
+            raise ValueError(f"{where} is not a setting; {hint}")
+        inner = _table_in(known[key])
+        if inner is None:
+            continue
+        if isinstance(value, list):
+            for number, one in enumerate(value):
+                if isinstance(one, dict):
+                    _check_names(inner, one, f"{where}[{number}]")
+        elif _is_mapping(known[key]):
+            for name, one in value.items() if isinstance(value, dict) else ():
+                if isinstance(one, dict):
+                    _check_names(inner, one, f"{where}.{name}")
+        elif isinstance(value, dict):
+            _check_names(inner, value, where)
+
+
+def _table_in(kind: Any) -> type[Struct] | None:
+    """Return the table that a key's type holds, in a list or under names; None without one."""
+    if isinstance(kind, type) and issubclass(kind, Struct):
+        return kind
+    return next((found for one in get_args(kind) if (found := _table_in(one)) is not None), None)
+
+
+def _is_mapping(kind: Any) -> bool:
+    return getattr(kind, "__origin__", None) is dict

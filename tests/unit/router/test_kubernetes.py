@@ -1,0 +1,287 @@
+"""Kubernetes: endpoints of a Service are listed and watched, before a fake API server."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from quire.base.errors import SettingError
+from quire.base.log import Log
+from quire.base.server_url import server_url
+from quire.router.kubernetes_endpoints import KubernetesEndpoints
+from quire.router.route_file import KubernetesTable
+
+TABLE = KubernetesTable(service="quire", port="http")
+
+
+def _slice(name: str, *addresses: str, version: str = "1", **more: Any) -> dict[str, Any]:
+    return {
+        "metadata": {"name": name, "resourceVersion": version},
+        "addressType": "IPv4",
+        "endpoints": [{"addresses": [one], "conditions": {"ready": True}} for one in addresses],
+        "ports": [{"name": "metrics", "port": 9}, {"name": "http", "port": 8000}],
+        **more,
+    }
+
+
+class FakeApiServer:
+    """Answers lists from `slices`, and streams to each watch what `send` is given."""
+
+    def __init__(self) -> None:
+        self.slices: list[dict[str, Any]] = []
+        self.version = "10"
+        self.page = 500
+        self.status = 200
+        self.queries: list[dict[str, str]] = []
+        self.heads: list[str] = []
+        self.watches: list[asyncio.Queue[bytes | None]] = []
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self.port = 0
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._connection, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    def stop(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+
+    def send(self, kind: str, changed: dict[str, Any]) -> None:
+        """Send an event to the newest watch."""
+        self.watches[-1].put_nowait(json.dumps({"type": kind, "object": changed}).encode() + b"\n")
+
+    @property
+    def lists(self) -> list[dict[str, str]]:
+        return [one for one in self.queries if "watch" not in one]
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                await self._answer(head, writer)
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+    async def _answer(self, head: str, writer: asyncio.StreamWriter) -> None:
+        self.heads.append(head)
+        query = {
+            key: values[0] for key, values in parse_qs(urlsplit(head.split(" ")[1]).query).items()
+        }
+        self.queries.append(query)
+        if self.status != 200:
+            _whole(writer, self.status, {"code": self.status, "message": "forbidden: no rights"})
+        elif "watch" in query:
+            queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+            self.watches.append(queue)
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            while (line := await queue.get()) is not None:
+                half = len(line) // 2
+                for part in (line[:half], line[half:]):  # cut anywhere
+                    writer.write(b"%x\r\n%b\r\n" % (len(part), part))
+                    await writer.drain()
+            writer.write(b"0\r\n\r\n")
+        else:
+            start = int(query.get("continue", "0"))
+            end = start + self.page
+            metadata = {"resourceVersion": self.version}
+            if end < len(self.slices):
+                metadata["continue"] = str(end)
+            _whole(writer, 200, {"metadata": metadata, "items": self.slices[start:end]})
+        await writer.drain()
+
+
+def _whole(writer: asyncio.StreamWriter, status: int, body: Any) -> None:
+    raw = json.dumps(body).encode()
+    writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(raw), raw))
+
+
+def _account(folder: Path) -> Path:
+    (folder / "token").write_text("secret-1\n")
+    (folder / "namespace").write_text("models")
+    return folder
+
+
+Story = Callable[[FakeApiServer, KubernetesEndpoints], Awaitable[None]]
+
+
+def _run(folder: Path, story: Story, table: KubernetesTable = TABLE, said: Any = None) -> None:
+    async def go() -> None:
+        fake = FakeApiServer()
+        await fake.start()
+        endpoints = KubernetesEndpoints(
+            table,
+            Log("router", said or io.StringIO()),
+            account=_account(folder),
+            api_server=server_url(f"http://127.0.0.1:{fake.port}"),
+            wait=lambda seconds: asyncio.sleep(0.001),
+        )
+        try:
+            async with asyncio.timeout(20):
+                await story(fake, endpoints)
+        finally:
+            fake.stop()
+            await asyncio.sleep(0.01)
+
+    asyncio.run(go())
+
+
+def _shown(endpoints: KubernetesEndpoints) -> list[str]:
+    return [one.shown for one in endpoints.poll()]
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def test_slices_of_all_pages_are_listed_with_the_account_s_token(tmp_path: Path) -> None:
+    async def story(fake: FakeApiServer, endpoints: KubernetesEndpoints) -> None:
+        fake.page = 2
+        fake.slices = [_slice(f"s{at}", f"10.0.0.{at}", "10.0.0.1") for at in range(1, 6)]
+        assert await endpoints.read()
+        assert _shown(endpoints) == [f"http://10.0.0.{at}:8000" for at in range(1, 6)]
+        assert not await endpoints.read()
+        path = "/apis/discovery.k8s.io/v1/namespaces/models/endpointslices?"
+        assert fake.heads[0].startswith(f"GET {path}")
+        assert "authorization: Bearer secret-1\r\n" in fake.heads[0]
+        assert fake.queries[0]["labelSelector"] == "kubernetes.io/service-name=quire"
+        (tmp_path / "token").write_text("secret-2")
+        await endpoints.read()
+        assert "authorization: Bearer secret-2\r\n" in fake.heads[-1], "tokens are rotated"
+
+    _run(tmp_path, story)
+
+
+def test_changes_arrive_by_the_watch(tmp_path: Path) -> None:
+    async def story(fake: FakeApiServer, endpoints: KubernetesEndpoints) -> None:
+        changes: list[int] = []
+        fake.slices = [_slice("a", "10.0.0.1")]
+        watching = asyncio.ensure_future(endpoints.watch(lambda: changes.append(1)))
+        await _until(lambda: bool(fake.watches))
+        assert _shown(endpoints) == ["http://10.0.0.1:8000"]
+        fake.send("ADDED", _slice("b", "10.0.0.2", version="11"))
+        await _until(lambda: len(endpoints.poll()) == 2)
+        gone = _slice("b", "10.0.0.2", version="12")
+        gone["endpoints"][0]["conditions"] = {"ready": False}
+        fake.send("MODIFIED", gone)
+        await _until(lambda: len(endpoints.poll()) == 1)
+        fake.send("DELETED", _slice("a", "10.0.0.1", version="13"))
+        await _until(lambda: not endpoints.poll())
+        assert len(changes) == 4
+        fake.send("BOOKMARK", {"metadata": {"resourceVersion": "20"}})
+        fake.watches[-1].put_nowait(None)  # the server ends the watch
+        await _until(lambda: len(fake.watches) == 2)
+        assert fake.queries[-1]["resourceVersion"] == "20", "it goes on where it was"
+        assert len(fake.lists) == 1
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+    _run(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"type":"ERROR","object":{"code":410,"message":"too old"}}\n',
+        b'{"type":"ERROR","object":{"code":500,"message":"broken"}}\n',
+        b"half of a l\n",
+        b'{"type":"ADDED","object":{"endpoints":7}}\n',
+    ],
+)
+def test_a_watch_that_fails_is_listed_anew(tmp_path: Path, line: bytes) -> None:
+    async def story(fake: FakeApiServer, endpoints: KubernetesEndpoints) -> None:
+        fake.slices = [_slice("a", "10.0.0.1")]
+        watching = asyncio.ensure_future(endpoints.watch(lambda: None))
+        await _until(lambda: bool(fake.watches))
+        fake.slices = [_slice("a", "10.0.0.7")]
+        fake.watches[-1].put_nowait(line)
+        await _until(lambda: _shown(endpoints) == ["http://10.0.0.7:8000"])
+        assert len(fake.lists) == 2
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+    _run(tmp_path, story)
+
+
+def test_the_last_list_stays_while_the_api_server_is_away(tmp_path: Path) -> None:
+    said = io.StringIO()
+
+    async def story(fake: FakeApiServer, endpoints: KubernetesEndpoints) -> None:
+        fake.slices = [_slice("a", "10.0.0.1")]
+        watching = asyncio.ensure_future(endpoints.watch(lambda: None))
+        await _until(lambda: bool(fake.watches))
+        fake.stop()
+        await _until(lambda: "no connection" in said.getvalue())
+        assert _shown(endpoints) == ["http://10.0.0.1:8000"]
+        fake.status = 403
+        await fake.start()
+        await _until(lambda: "bind the rights list and watch" in said.getvalue())
+        assert _shown(endpoints) == ["http://10.0.0.1:8000"]
+        fake.status = 200
+        fake.slices = [_slice("a", "10.0.0.2")]
+        await _until(lambda: _shown(endpoints) == ["http://10.0.0.2:8000"])
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+    _run(tmp_path, story, said=said)
+
+
+def test_kinds_of_endpoints(tmp_path: Path) -> None:
+    said = io.StringIO()
+
+    async def story(fake: FakeApiServer, endpoints: KubernetesEndpoints) -> None:
+        leaving = _slice("d", "10.0.0.4")
+        leaving["endpoints"][0]["conditions"] = {"ready": True, "terminating": True}
+        unknown = _slice("e", "10.0.0.5")
+        unknown["endpoints"][0]["conditions"] = {}
+        fake.slices = [
+            _slice("a", "fd00::1", addressType="IPv6"),
+            _slice("b", ports=[{"name": "other", "port": 1}]),
+            _slice("c", "10.0.0.3", ports=[{"name": "other", "port": 1}]),
+            leaving,
+            unknown,
+            {"metadata": {"name": "f"}, "endpoints": None, "ports": None},
+        ]
+        await endpoints.read()
+        assert _shown(endpoints) == ["http://[fd00::1]:8000", "http://10.0.0.5:8000"]
+        assert "no port named 'http' (there are: 'other')" in said.getvalue()
+
+    _run(tmp_path, story, said=said)
+
+
+def test_one_port_needs_no_name_and_replicas_may_speak_tls(tmp_path: Path) -> None:
+    async def story(fake: FakeApiServer, endpoints: KubernetesEndpoints) -> None:
+        fake.slices = [_slice("a", "10.0.0.3", ports=[{"name": "", "port": 443}])]
+        await endpoints.read()
+        assert _shown(endpoints) == ["https://10.0.0.3:443"]
+        assert "/namespaces/other/" in fake.heads[0]
+
+    _run(tmp_path, story, KubernetesTable(service="quire", namespace="other", secure=True))
+
+
+def test_outside_a_pod_the_start_says_what_is_missing(tmp_path: Path, monkeypatch: Any) -> None:
+    log = Log("router", io.StringIO())
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(SettingError, match="run the router in the cluster"):
+        KubernetesEndpoints(TABLE, log, account=tmp_path)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    with pytest.raises(SettingError, match=r"ca\.crt"):
+        KubernetesEndpoints(TABLE, log, account=tmp_path)
+    with pytest.raises(SettingError, match="token"):
+        KubernetesEndpoints(
+            TABLE, log, account=tmp_path, api_server=server_url("http://127.0.0.1:1")
+        )

@@ -1,0 +1,225 @@
+"""Quotas in tokens: reserved, settled, refused with the time of the refill; and shared in Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from random import Random
+from typing import Any
+
+import pytest
+
+from quire.router.features import Features
+from quire.router.quotas import LocalBuckets, Quota, Quotas, Reservation
+from quire.router.route_file import QuotaTable, TenantTable
+from tests.unit.router.fake_replica import LENGTH, FakeReplica, Router, run
+
+
+class Clock:
+    """A clock that stands still until the test moves it."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _bearer(key: str) -> list[tuple[bytes, bytes]]:
+    return [(b"authorization", b"Bearer " + key.encode())]
+
+
+def _features(
+    clock: Clock, per_minute: int | None, **tenants: tuple[int, tuple[str, ...]]
+) -> Features:
+    default = None if per_minute is None else QuotaTable(tokens_per_minute=per_minute)
+    tables = {
+        name: TenantTable(tokens_per_minute=rate, key_digests=tuple(map(_digest, keys)))
+        for name, (rate, keys) in tenants.items()
+    }
+    return Features(quotas=Quotas(default, tables, LocalBuckets(clock)))
+
+
+# ---- buckets
+
+
+def test_a_bucket_equals_a_plain_model_of_it() -> None:
+    clock, drawn = Clock(), Random(4)
+    buckets, quota = LocalBuckets(clock), Quota("one", 10.0, 500)
+    level = 500.0
+
+    async def go() -> None:
+        nonlocal level
+        open_: list[Reservation] = []
+        for _ in range(2000):
+            passed_s = drawn.choice((0.0, 0.5, 3.0))
+            clock.now_s += passed_s
+            level = min(level + passed_s * 10.0, 500.0)
+            if open_ and drawn.random() < 0.5:
+                one = open_.pop(drawn.randrange(len(open_)))
+                used = drawn.randint(0, 2 * one.tokens)
+                await one.settle(used)
+                level = min(level + one.tokens - used, 500.0)
+                continue
+            tokens = drawn.randint(1, 200)
+            found = await buckets.reserve(quota, tokens)
+            if level >= tokens:
+                assert isinstance(found, Reservation)
+                open_.append(found)
+                level -= tokens
+            else:
+                assert found == pytest.approx((tokens - level) / 10.0)
+
+    asyncio.run(go())
+
+
+def test_buckets_of_many_keys_are_bounded() -> None:
+    buckets = LocalBuckets(Clock())
+
+    async def go() -> None:
+        for at in range(100_100):
+            await buckets.reserve(Quota(f"key {at}", 1.0, 10), 1)
+
+    asyncio.run(go())
+    assert len(buckets._levels) == 100_000
+
+
+# ---- requests
+
+
+def test_a_request_reserves_what_it_may_use_and_pays_what_it_used() -> None:
+    clock, only = Clock(), FakeReplica()
+    only.body = b'{"choices":[],"usage":{"prompt_tokens":40,"completion_tokens":60}}'
+
+    async def story(router: Router) -> None:
+        key = _bearer("a")
+        body = {"prompt": [7] * 100, "max_tokens": 800}
+        assert (await router.post("/v1/completions", body, headers=key))[0] == 200
+        # 1000 less 100 that were used are as much as this may use.
+        assert (await router.post("/v1/completions", body, headers=key))[0] == 200
+        status, headers, raw = await router.post("/v1/completions", body, headers=key)
+        error = json.loads(raw)["error"]
+        assert (status, error["code"], error["type"]) == (429, "quota_exceeded", "rate_limit_error")
+        assert 6 <= int(headers[b"retry-after"]) <= 7, "100 of 900 are missing at 1000 a minute"
+        assert "1000 a minute" in error["message"]
+        assert (await router.post("/v1/completions", body, headers=_bearer("b")))[0] == 200
+        clock.now_s += 6.01
+        assert (await router.post("/v1/completions", body, headers=key))[0] == 200
+        assert router.count("quire_router_quota_tokens_total") == 4 * 900 + 4 * 100
+
+    run([only], story, _features(clock, 1000))
+    assert len(only.requests) == 4
+
+
+def test_streams_pay_their_prompt_and_what_was_delivered() -> None:
+    clock, only = Clock(), FakeReplica()
+    only.prompt_tokens = 30
+    features = _features(clock, 6000)
+    assert features.quotas is not None
+
+    async def story(router: Router) -> None:
+        fields = {"tokens": [1] * 30, "stream": True, "max_tokens": 500}
+        await router.post("/generate", fields)
+        assert _used(router) == 30 + LENGTH
+        only.prompt_tokens = 41  # what the replica says counts
+        await router.post("/generate", fields)
+        assert _used(router) == 30 + 41 + 2 * LENGTH
+        only.silent_after = 6
+        await router.post("/generate", fields, leaves_after=60)
+        charged = _used(router) - (30 + 41 + 2 * LENGTH)
+        assert 41 < charged <= 41 + 6, "a client that leaves pays for what it got"
+
+    run([only], story, features)
+
+
+def _used(router: Router) -> float:
+    wanted = 'quire_router_quota_tokens_total{kind="used"}'
+    text = router.metrics.text().decode()
+    return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(wanted))
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "tail"),
+    [
+        ("/v1/messages", {"messages": []}, b'{"usage":{"input_tokens":40,"output_tokens":2}}'),
+        ("/api/chat", {"messages": []}, b'{"done":true,"prompt_eval_count":40,"eval_count":2}'),
+        ("/completion", {"prompt": "a"}, b'{"tokens_predicted":2,"tokens_evaluated":40}'),
+    ],
+)
+def test_streams_of_other_dialects_pay_their_usage(
+    path: str, fields: dict[str, Any], tail: bytes
+) -> None:
+    clock, only = Clock(), FakeReplica()
+    only.fails_after, only.says = 3, b"data: %b\n\n" % tail
+
+    async def story(router: Router) -> None:
+        assert (await router.post(path, {**fields, "stream": True}))[0] == 200
+        assert _used(router) == 42
+
+    run([only], story, _features(clock, 6000))
+
+
+def test_what_reports_no_usage_is_charged_by_its_events_or_its_limit() -> None:
+    clock, only = Clock(), FakeReplica()
+
+    async def story(router: Router) -> None:
+        fields = {"prompt": [7] * 10, "n": 2, "max_tokens": 50}  # two choices: not continuable
+        await router.post("/v1/completions", {**fields, "stream": True})
+        streamed = _used(router) - 10
+        assert LENGTH <= streamed <= 2 * LENGTH + 1
+        await router.post("/v1/completions", fields)
+        assert _used(router) == 10 + streamed + 10 + 2 * 50
+
+    run([only], story, _features(clock, 6000))
+
+
+def test_refused_requests_and_free_routes_pay_nothing() -> None:
+    clock, only = Clock(), FakeReplica()
+    only.status, only.body = 401, b'{"error":{"message":"no key","code":"invalid_api_key"}}'
+
+    async def story(router: Router) -> None:
+        body = {"prompt": "a", "max_tokens": 900}
+        for _ in range(20):
+            assert (await router.post("/v1/completions", body))[0] == 401
+        only.status = 200
+        for _ in range(200):
+            assert (await router.post("/tokenize", {"prompt": "a" * 900}))[0] == 200
+        assert (await router.post("/v1/completions", body))[0] == 200
+
+    run([only], story, _features(clock, 1000))
+
+
+def test_keys_of_a_tenant_share_its_quota_and_others_may_have_none() -> None:
+    clock, only = Clock(), FakeReplica()
+    only.body = b'{"usage":{"prompt_tokens":0,"completion_tokens":500}}'
+
+    async def story(router: Router) -> None:
+        body = {"prompt": [1], "max_tokens": 499}
+        for key, status in (("a", 200), ("b", 200), ("a", 429), ("other", 200), ("other", 200)):
+            got = await router.post("/v1/completions", body, headers=_bearer(key))
+            assert got[0] == status, key
+        got = await router.post("/v1/completions", body, headers=[(b"x-api-key", b"b")])
+        assert got[0] == 429, "the same key in the other header"
+        for _ in range(3):
+            assert (await router.post("/v1/completions", body))[0] == 200, "no key, no limit"
+
+    run([only], story, _features(clock, None, acme=(1000, ("a", "b"))))
+
+
+def test_a_request_beyond_the_burst_says_so_without_a_time() -> None:
+    clock, only = Clock(), FakeReplica()
+
+    async def story(router: Router) -> None:
+        for fields in ({"max_tokens": 5000}, {"max_tokens": 400, "n": 4}):
+            status, headers, body = await router.post("/v1/completions", {"prompt": [1], **fields})
+            assert (status, json.loads(body)["error"]["code"]) == (429, "quota_exceeded")
+            assert "holds 1000 at most" in json.loads(body)["error"]["message"]
+            assert b"retry-after" not in headers
+
+    run([only], story, _features(clock, 1000))
+    assert not only.requests
