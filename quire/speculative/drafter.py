@@ -152,8 +152,12 @@ class Drafter:
                 return True
             if balance is not None and not balance.allows_drafts:
                 return True
-            if self._lookup is not None and not self._may_find(self._lookup, tokens):
-                return True
+            if self._lookup is not None:
+                try:
+                    if not self._lookup.may_find(tokens):
+                        return True
+                except Exception:  # noqa: BLE001  `propose` finds out for which request
+                    return rests.takes_plain_step()
         return rests.takes_plain_step()
 
     def would_propose(self, tokens: TokenTable, index: Index, limits: Int32s) -> Bools:
@@ -202,14 +206,6 @@ class Drafter:
             pays=bool(np.logical_or.reduce(drafts.counts)), step_ms=self._step_ms
         )
         return self._joined(drafts)
-
-    def _may_find(self, lookup: LookupProposer, tokens: TokenTable) -> bool:
-        """Return whether `lookup` may find something; if that raises, `propose` finds out for which
-        request."""
-        try:
-            return lookup.may_find(tokens)
-        except Exception:  # noqa: BLE001  as above
-            return True
 
     def _joined(self, drafts: Drafts) -> tuple[Int32s, Int32s]:
         """Return the counts and the drafts of all, in order."""
