@@ -244,9 +244,8 @@ class DraftRows(StepExtension):
         tokens take without drafts, less what the step took longer."""
         self._timed = None
         gained_ms, num_rows = 0.0, len(plan.slots)
-        if np.add.reduce(plan.counts) == num_rows + len(
-            plan.draft_ids
-        ):  # else the time is a rough guess
+        num_known = int(np.add.reduce(plan.counts)) - len(plan.draft_ids)
+        if num_known == num_rows:  # the predicted time of a prompt is a rough guess
             gained_ms = num_accepted * plain_ms / num_rows - (ms - plain_ms)
         self._source.note_step(plain_ms, gained_ms, computed_ms)
 
