@@ -3,9 +3,9 @@
     python -m bench.draft_heads
     python -m bench.draft_heads --model MODEL --heads eagle=HEAD medusa=HEADS
 
-The shape of bench/speculation.py's draft measurement: 24 different prompts at once, 128 tokens
-each, a fixed number of drafts in each step. It counts, and takes no times, so it may run beside
-other programs. Every answer is compared with that without drafts; a difference ends the run.
+24 different prompts at once, 128 tokens each, a fixed number of drafts in each step. It counts, and
+takes no times, so it may run beside other programs. Every answer is compared with that without
+drafts; a difference ends the run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.speculation import OFF, ON, check, sampling_of, story_prompts, tokens_of
+from bench.speculation.measure import OFF, ON, Load, tokens_of
+from quire.base.sampling_params import SamplingParams
 from quire.bench.machine import machine_card
 from quire.engine.assembly import drafts as assembly
 from quire.engine.library.llm import LLM
@@ -25,6 +26,8 @@ from quire.speculative.control import FixedControl
 from quire.speculative.drafter import Drafter
 
 BUILT_IN = ("draft=", "eagle=")
+QUESTIONS = ("Write a story about a {}.", "What can a {} do?", "Write about a {} and a friend.")
+TOPICS = ("cat", "dog", "boat", "tree", "bird", "frog", "girl", "king")
 
 
 class Acceptance:
@@ -85,15 +88,27 @@ def main() -> None:
         draft_model = {"draft_model": path} if path else {}
         with LLM(args.model, max_num_seqs=args.batch, speculate=kind, **draft_model) as llm:
             for temperature in args.temperature:
-                prompts = story_prompts(args.batch)
-                sampling = sampling_of(args.tokens, temperature)
-                plain = tokens_of(llm, prompts, sampling, OFF)
+                load = load_of(args.batch, args.tokens, temperature)
+                plain = tokens_of(llm, load, OFF)
                 seen.clear()
-                check(llm, prompts, sampling, ON, plain)
+                if tokens_of(llm, load, ON) != plain:
+                    raise SystemExit("drafts changed the tokens of an answer; nothing is reported")
                 cells.append({"proposer": kind, "temperature": temperature} | seen.cell())
                 print(json.dumps(cells[-1]), flush=True)
     result = {"bench": "draft_heads", "machine": machine_card(), "drafts": args.drafts}
     args.out.write_text(json.dumps(result | {"cells": cells}, indent=1) + "\n")
+
+
+def load_of(num: int, num_tokens: int, temperature: float) -> Load:
+    """Return different questions, with answers of exactly num_tokens."""
+    prompts = [
+        QUESTIONS[number % len(QUESTIONS)].format(TOPICS[number // len(QUESTIONS) % len(TOPICS)])
+        for number in range(num)
+    ]
+    sampling = SamplingParams(
+        temperature=temperature, max_tokens=num_tokens, ignore_eos=True, seed=7
+    )
+    return Load(prompts=prompts, sampling=[sampling] * num)
 
 
 def _counting(verified: Callable[..., None], seen: Acceptance) -> Callable[..., None]:

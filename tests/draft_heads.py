@@ -126,7 +126,7 @@ def write_eagle(
         "max_position_embeddings": 512,
         "vocab_size": vocab_size,
         "draft_vocab_size": len(tensors["lm_head.weight"]),
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
         **config,
     }
     kept = {key: value for key, value in values.items() if value is not None}

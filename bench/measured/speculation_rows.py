@@ -7,13 +7,13 @@ that could not be measured is named with the reason.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
 from typing import Any
 
 from bench.speculation.cells import GOAL_CONTROL, Cell, all_cells
 
 _PROPOSERS = {
     "ngram": "prompt lookup",
+    "history": "prompt lookup with earlier answers",
     "draft": "draft model",
     "independent": "draft model with noise of its own",
     "synthetic": "a proposer of fixed acceptance (synthetic)",
@@ -22,6 +22,7 @@ _PARTS = {
     "small": "questions",
     "shapes": "random weights",
     "repeats": "answers that repeat their prompt, forced on random weights",
+    "history": "answers that repeat earlier ones, forced on random weights",
 }
 _MODELS = {"box": "built-in model"}
 
@@ -31,8 +32,12 @@ def speculation_rows(result: dict[str, Any]) -> list[str]:
     found: dict[str, dict[str, Any]] = result["cells"]
     there = [cell for cell in all_cells() if cell.name in found]
     rows = []
-    for _, group in groupby([cell for cell in there if cell.part != "llama.cpp"], key=_line):
-        rows += _speed_row(list(group), found)
+    lines: dict[tuple[Any, ...], list[Cell]] = {}
+    for cell in there:
+        if cell.part != "llama.cpp":
+            lines.setdefault(_line(cell), []).append(cell)
+    for group in lines.values():
+        rows += _speed_row(group, found)
     rows += _control_rows([cell for cell in there if cell.part != "llama.cpp"], found)
     for cell in there:
         if cell.part == "llama.cpp":
@@ -41,7 +46,7 @@ def speculation_rows(result: dict[str, Any]) -> list[str]:
 
 
 def _line(cell: Cell) -> tuple[Any, ...]:
-    return (*cell.engine, cell.temperature, cell.acceptance)
+    return cell.part, cell.model, cell.proposer, cell.temperature, cell.acceptance
 
 
 def _speed_row(cells: list[Cell], found: dict[str, dict[str, Any]]) -> Iterator[str]:

@@ -4,8 +4,9 @@ small: models that write text, by proposer, temperature and batch, on published 
 model samples with the noise of the target and, to compare, with noise of its own. shapes: random
 checkpoints in the shapes of real models, with a proposer of fixed acceptance, labelled synthetic.
 repeats: prompt lookup where the answer repeats the prompt, with the text forced on such a
-checkpoint. llama.cpp: beside its speculation. All but the last compare the adaptive control with
-fixed numbers of drafts. Refuses to report where tokens differ.
+checkpoint. history: likewise, where it repeats earlier answers. llama.cpp: beside its speculation.
+All but the last compare the adaptive control with fixed numbers of drafts. Refuses to report where
+tokens differ.
 
 The results are written after each cell; a further run measures what is missing. Run:
 python -m bench.speculation [--quick] [--only TEXT ...] [--list] [--again] [--out FILE]

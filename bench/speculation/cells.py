@@ -12,10 +12,13 @@ TEMPERATURES = (0.0, 0.6, 1.0)
 BATCHES = (1, 4, 16, 64)
 ACCEPTANCES = (0.3, 0.5, 0.7, 0.9)
 SHAPES = ("qwen3-0.6b", "llama-3.2-1b")
-PARTS = ("small", "shapes", "repeats", "llama.cpp")
+PARTS = ("small", "shapes", "repeats", "history", "llama.cpp")
 # Tokens of an answer by batch: large batches take long steps.
 TOKENS = {1: 128, 4: 96, 16: 64, 64: 32}
 QUICK_TOKENS = {1: 32, 4: 16, 16: 16, 64: 4}
+# Requests of a cell of part `small`, in batches: the batch is kept full but at the end, as answers
+# that are drafted for end earlier than others.
+WAVES = 4
 # Pairs of proposer and model in part `small`; "independent": noise of its own, for comparison.
 SMALL = (
     *(("box", "ngram"), ("box", "draft"), ("box", "independent")),
@@ -46,9 +49,14 @@ class Cell:
         return f"{self.part}/{self.model}/{self.proposer}/{how}/b{self.batch}"
 
     @property
-    def engine(self) -> tuple[str, str, str]:
+    def max_num_seqs(self) -> int:
+        """Return how many requests the engine runs at once."""
+        return self.batch if self.part == "small" else max(BATCHES)
+
+    @property
+    def engine(self) -> tuple[str, str, str, int]:
         """Return what selects the engine; cells with the same one share it."""
-        return self.part, self.model, self.proposer
+        return self.part, self.model, self.proposer, self.max_num_seqs
 
     @property
     def goal(self) -> float:
@@ -65,8 +73,8 @@ def all_cells() -> list[Cell]:
     cells = [
         Cell(part="small", model=model, proposer=proposer, batch=batch, temperature=temperature)
         for model, proposer in SMALL
-        for temperature in TEMPERATURES
         for batch in BATCHES
+        for temperature in TEMPERATURES
     ]
     cells += [
         Cell(part="shapes", model=shape, proposer="synthetic", batch=batch, acceptance=acceptance)
@@ -79,6 +87,7 @@ def all_cells() -> list[Cell]:
         for shape in SHAPES
         for batch in BATCHES
     ]
+    cells += [Cell(part="history", model=shape, proposer="history", batch=1) for shape in SHAPES]
     cells += [
         Cell(part="llama.cpp", model=model, proposer=proposer, batch=1)
         for model, proposer in (("qwen3-0.6b", "ngram"), ("stories260K", "draft"))
@@ -97,7 +106,7 @@ def quick_cells() -> list[Cell]:
         cell
         for cell in all_cells()
         if (cell.part, cell.model, cell.acceptance, cell.batch) in first
-        or (cell.part == "repeats" and cell.model == "qwen3-0.6b" and cell.batch == 1)
+        or (cell.part in ("repeats", "history") and cell.model == "qwen3-0.6b" and cell.batch == 1)
         or (
             cell.part == "small"
             and (cell.model, cell.proposer) in (("box", "ngram"), ("box", "draft"))
@@ -105,5 +114,5 @@ def quick_cells() -> list[Cell]:
             and cell.temperature != 0.6
         )
     ]
-    order = {"shapes": 0, "repeats": 1, "small": 2}
+    order = {"shapes": 0, "repeats": 1, "history": 2, "small": 3}
     return sorted(chosen, key=lambda cell: order[cell.part])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,17 +16,18 @@ import numpy as np
 
 from bench.checkpoints import random_checkpoint
 from bench.data import outside
-from bench.speculation.cells import BATCHES, Cell
+from bench.speculation.cells import WAVES, Cell
 from bench.speculation.measure import OFF, Load, tokens_of
 from bench.speculation.proposers import (
+    CountedHistory,
     CountedModel,
     CountedNgrams,
     FixedAcceptance,
     SwitchControl,
 )
-from bench.speculation.texts import Forced, questions, repeated_passages
+from bench.speculation.texts import Forced, Prompts, edited_answers, questions, repeated_passages
 from quire.base.sampling_params import SamplingParams
-from quire.engine.assembly import draft_model
+from quire.engine.assembly import draft_model, drafting
 from quire.engine.assembly import drafts as assembly
 from quire.engine.library.llm import LLM
 from quire.runner.draft_runner import DraftRunner
@@ -34,6 +36,10 @@ MAX_DRAFTS = 8
 PROMPT_TOKENS = 64  # of part shapes
 PROMPT_CHARACTERS = 160  # of part small: the models have short contexts
 SEED = 7
+# Part history: other answers between two equal ones, and how many of them are kept.
+HISTORY_ANSWERS, KEPT_ANSWERS = 8, 3
+HISTORY_PROMPT_TOKENS = 16
+HISTORY_TOKENS = KEPT_ANSWERS * 128
 
 
 @contextmanager
@@ -44,12 +50,13 @@ def engine_of(cell: Cell) -> Iterator[LLM]:
         FixedAcceptance if cell.proposer == "synthetic" else CountedNgrams
     )
     draft_model.ModelProposer = CountedModel  # type: ignore[misc]
+    drafting.HistoryProposer = CountedHistory  # type: ignore[misc]
     draft_model.DraftRunner = partial(  # type: ignore[misc]
         DraftRunner, shares_noise=cell.proposer != "independent"
     )
     with LLM(
         model_path(cell.model),
-        max_num_seqs=max(BATCHES),
+        max_num_seqs=cell.max_num_seqs,
         max_draft_tokens=MAX_DRAFTS,
         enable_prefix_caching=False,
         **proposer_settings(cell),
@@ -69,6 +76,8 @@ def proposer_settings(cell: Cell) -> Mapping[str, Any]:
     if cell.proposer in ("draft", "independent"):
         draft = None if cell.model == "box" else str(outside("llama2xs"))
         return {"speculate": "draft", "draft_model": draft}
+    if cell.proposer == "history":
+        return {"speculate": "ngram", "speculate_history_tokens": HISTORY_TOKENS}
     return {"speculate": "ngram"}
 
 
@@ -89,20 +98,40 @@ class Loads:
         )
         if cell.part == "repeats":
             return self._repeats(cell, llm)
+        if cell.part == "history":
+            return self._history(cell, llm)
         if cell.part == "shapes":
             return self._synthetic(cell, llm, sampling)
-        prompts = [text[:PROMPT_CHARACTERS] for text in questions(cell.batch)]
-        return Load(prompts=prompts, sampling=[sampling] * cell.batch)
+        num = WAVES * cell.batch
+        prompts = [text[:PROMPT_CHARACTERS] for text in questions(num)]
+        return Load(prompts=prompts, sampling=[sampling] * num)
 
     def _repeats(self, cell: Cell, llm: LLM) -> Load:
-        self._forced = self._forced or Forced()
-        num_tokens = self._num_tokens[cell.batch]
-        made = repeated_passages(cell.batch, num_tokens, llm.card.vocab_size)
-        sampling = [
-            SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, seed=seed)
-            for seed in self._forced.answer(*made)
+        made = repeated_passages(cell.batch, self._num_tokens[cell.batch], llm.card.vocab_size)
+        return Load(prompts=made[0], sampling=self._forced_sampling(*made))
+
+    def _history(self, cell: Cell, llm: LLM) -> Load:
+        """Return requests with prompts that say nothing of their answers, which are versions of one
+        text; as many as are kept are found at a time."""
+        num_tokens, vocab_size = self._num_tokens[cell.batch], llm.card.vocab_size
+        answers = edited_answers(HISTORY_ANSWERS, num_tokens, vocab_size)
+        shape = (HISTORY_ANSWERS, HISTORY_PROMPT_TOKENS)
+        prompts = np.random.default_rng(2).integers(5, vocab_size, shape, np.int32).tolist()
+        loads = [
+            Load(prompts=[prompt], sampling=[sampling])
+            for prompt, sampling in zip(
+                prompts, self._forced_sampling(prompts, answers), strict=True
+            )
         ]
-        return Load(prompts=made[0], sampling=sampling)
+        return replace(loads[0], others=loads[1:])
+
+    def _forced_sampling(self, prompts: Prompts, answers: Prompts) -> list[SamplingParams]:
+        """Return parameters of requests that are answered so."""
+        self._forced = self._forced or Forced()
+        return [
+            SamplingParams(temperature=0.0, max_tokens=len(answer), ignore_eos=True, seed=seed)
+            for seed, answer in zip(self._forced.answer(prompts, answers), answers, strict=True)
+        ]
 
     def _synthetic(self, cell: Cell, llm: LLM, sampling: SamplingParams) -> Load:
         assert cell.acceptance is not None, "the proposer is synthetic"

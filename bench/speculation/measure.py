@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 from bench.speculation.proposers import COUNTS, SwitchControl
@@ -26,10 +27,12 @@ MAX_ROUNDS = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Requests of a cell. sampling: of each request."""
+    """Requests of a cell. sampling: of each request. others: in turn with these, other requests of
+    as many tokens, so that none is answered twice in a row."""
 
     prompts: Sequence[Any]
     sampling: Sequence[SamplingParams]
+    others: Sequence[Load] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +50,9 @@ def measure(llm: LLM, load: Load, extent: Extent) -> dict[str, Any]:
     """Return seconds of all sides in each round, at least one, and what follows from them."""
     sides: list[tuple[str, int | None]] = [("off", None), ("auto", None)]
     sides += [(f"k{num}", num) for num in extent.fixed]
-    expected = tokens_of(llm, load, OFF)  # warms up, too
+    in_turn = cycle([(one, tokens_of(llm, one, OFF)) for one in (load, *load.others)])  # warms up
     for _, fixed in sides[1:]:
-        _run(llm, load, ON, fixed, expected)
+        _run(llm, *next(in_turn), ON, fixed)
     rounds: list[dict[str, float]] = []
     counted: dict[str, list[int]] = {name: [0, 0, 0] for name, _ in sides}
     end_s = time.perf_counter() + extent.min_s
@@ -62,8 +65,9 @@ def measure(llm: LLM, load: Load, extent: Extent) -> dict[str, Any]:
         first = len(rounds) % len(sides)
         for name, fixed in sides[first:] + sides[:first]:
             COUNTS.clear()
+            requests = next(in_turn)
             began_s = time.perf_counter()
-            _run(llm, load, OFF if name == "off" else ON, fixed, expected)
+            _run(llm, *requests, OFF if name == "off" else ON, fixed)
             seconds[name] = max(round(time.perf_counter() - began_s, 6), 1e-6)
             for place, more in enumerate((COUNTS.rows, COUNTS.drafted, COUNTS.accepted)):
                 counted[name][place] += more
@@ -78,7 +82,7 @@ def tokens_of(llm: LLM, load: Load, terms: SchedulingParams) -> Tokens:
 
 
 def _run(
-    llm: LLM, load: Load, terms: SchedulingParams, fixed: int | None, expected: Tokens
+    llm: LLM, load: Load, expected: Tokens, terms: SchedulingParams, fixed: int | None
 ) -> None:
     SwitchControl.fixed = fixed
     if tokens_of(llm, load, terms) != expected:

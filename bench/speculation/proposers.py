@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from quire.base.records import Request
 from quire.base.token_table import TokenTable
 from quire.speculative.control import AdaptiveControl, StepCost
+from quire.speculative.draft_balance import DraftBalance
 from quire.speculative.draft_model import ModelProposer
+from quire.speculative.history import HistoryProposer
 from quire.speculative.ngram import NgramProposer
 from quire.speculative.proposer import Drafts
 
@@ -55,6 +57,13 @@ class CountedModel(ModelProposer):
         COUNTS.add(drafted, accepted)
 
 
+class CountedHistory(HistoryProposer):
+    """Prompt lookup with earlier answers, with counts of what became of its drafts."""
+
+    def verified(self, slots: Index, drafted: Int32s, accepted: Int32s) -> None:
+        COUNTS.add(drafted, accepted)
+
+
 class FixedAcceptance(CountedNgrams):
     """Proposes the known answer of each prompt; each token is right with probability `rate`."""
 
@@ -74,6 +83,9 @@ class FixedAcceptance(CountedNgrams):
     def end(self, slot: int) -> None:
         self._drafts.pop(slot, None)
 
+    def may_find(self, tokens: TokenTable) -> bool:
+        return True
+
     def propose(self, tokens: TokenTable, slots: Index, limits: Int32s, drafts: Drafts) -> None:
         done = tokens.lengths[slots] - tokens.prompt_lengths[slots]
         for row, slot in enumerate(slots.tolist()):
@@ -82,10 +94,38 @@ class FixedAcceptance(CountedNgrams):
             drafts.counts[row] = len(following)
 
 
+class SwitchBalance(DraftBalance):
+    """A balance of the adaptive side only; fixed ones are always allowed."""
+
+    def drafted(self, gained_ms: float, step_ms: float) -> None:
+        if SwitchControl.fixed is None:
+            super().drafted(gained_ms, step_ms)
+
+    def plain(self, step_ms: float) -> None:
+        if SwitchControl.fixed is None:
+            super().plain(step_ms)
+
+    def computed(self, ms: float) -> None:
+        if SwitchControl.fixed is None:
+            super().computed(ms)
+
+    @property
+    def allows_drafts(self) -> bool:  # type: ignore[override]
+        return SwitchControl.fixed is not None or self._allows
+
+    @allows_drafts.setter
+    def allows_drafts(self, allows: bool) -> None:
+        self._allows = allows
+
+
 class SwitchControl(AdaptiveControl):
     """The adaptive control, or as many drafts as `fixed` says; None: adaptive."""
 
     fixed: int | None = None
+
+    def __init__(self, num_slots: int, max_drafts: int) -> None:
+        super().__init__(num_slots, max_drafts)
+        self.balance = SwitchBalance()
 
     def limits(self, slots: Index, limits: Int32s, cost: StepCost | None) -> Int32s:
         """See Control."""

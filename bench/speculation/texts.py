@@ -50,16 +50,24 @@ def repeated_passages(num: int, num_tokens: int, vocab_size: int) -> tuple[Promp
     text = outside(PASSAGE).read_text(encoding="utf-8")
     ids = word_ids(text[: 12 * num * PASSAGE_WORDS + 10_000], vocab_size)
     rng = np.random.default_rng(1)
-    prompts, answers = [], []
-    for number in range(num):
-        first = number * PASSAGE_WORDS
-        passage = ids[first : first + PASSAGE_WORDS]
-        answer = np.resize(passage, num_tokens)
-        edited = rng.random(num_tokens) < 1.0 / EDITED
-        answer = np.where(edited, ids[rng.integers(0, len(ids), num_tokens)], answer)
-        prompts.append(passage.tolist())
-        answers.append(answer.tolist())
-    return prompts, answers
+    passages = [ids[number * PASSAGE_WORDS :][:PASSAGE_WORDS] for number in range(num)]
+    answers = [_edited(passage, ids, num_tokens, rng) for passage in passages]
+    return [passage.tolist() for passage in passages], answers
+
+
+def edited_answers(num: int, num_tokens: int, vocab_size: int) -> Prompts:
+    """Return versions of one passage, each with some words changed."""
+    text = outside(PASSAGE).read_text(encoding="utf-8")
+    ids, rng = word_ids(text[:10_000], vocab_size), np.random.default_rng(3)
+    return [_edited(ids[:PASSAGE_WORDS], ids, num_tokens, rng) for _ in range(num)]
+
+
+def _edited(passage: Int32s, ids: Int32s, num_tokens: int, rng: np.random.Generator) -> list[int]:
+    """Return `num_tokens` of a passage, one in EDITED replaced by one of `ids`."""
+    is_edited = rng.random(num_tokens) < 1.0 / EDITED
+    others = ids[rng.integers(0, len(ids), num_tokens)]
+    edited: list[int] = np.where(is_edited, others, np.resize(passage, num_tokens)).tolist()
+    return edited
 
 
 class Forced:

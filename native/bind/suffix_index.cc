@@ -1,22 +1,29 @@
 // Bindings for the suffix index (quire/speculative/suffix.py is its reference), one text per slot
-// and many slots per call. Shapes and numbers are checked here, so that native/src can trust them:
-// what is wrong raises ValueError before anything is read.
+// and many slots per call, and for the history of other texts that a slot may share. Shapes and
+// numbers are checked here, so that native/src can trust them: what is wrong raises ValueError
+// before anything is read.
 
 #include "quire/suffix_index.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
 
 #include <algorithm>
 #include <memory>
 #include <stdexcept>
+#include <utility>
 #include <vector>
+
+#include "quire/token_history.h"
 
 namespace nb = nanobind;
 
 namespace {
 
+using quire::Match;
 using quire::SuffixIndex;
+using quire::TokenHistory;
 using Slots = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Numbers = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Texts = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -24,30 +31,56 @@ using Counts = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Table = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Ids = nb::ndarray<nb::numpy, int32_t, nb::ndim<1>, nb::c_contig>;
 
-// The indexes of all slots.
+// The text of a slot, and other texts that its drafts may come from.
+struct SlotTexts {
+    SuffixIndex own;
+    std::shared_ptr<TokenHistory> others;
+};
+
+// Of all slots.
 class Indexes {
   public:
     explicit Indexes(size_t num_slots) : of_slot_(num_slots) {}
 
-    SuffixIndex& at(int64_t slot) {
+    SlotTexts& at(int64_t slot) {
         if (slot < 0 || static_cast<size_t>(slot) >= of_slot_.size()) {
             throw std::invalid_argument("a slot is out of range");
         }
         return of_slot_[static_cast<size_t>(slot)];
     }
 
+    void forget(int64_t slot) {
+        at(slot).own.forget();
+        at(slot).others.reset();
+    }
+
   private:
-    std::vector<SuffixIndex> of_slot_;
+    std::vector<SlotTexts> of_slot_;
 };
 
-// What follows the first `length` tokens of `text`; returns how many ids there are.
-int32_t own_continuation(SuffixIndex& index, const int32_t* text, int32_t length, int32_t limit,
-                         int32_t* ids) {
-    index.learn(text, length);
-    const int32_t end = index.longest_match(text, text, length, length);
-    if (!end) return 0;
+// The text of a slot in a table, checked.
+const int32_t* text_of(const Texts& tokens, int64_t slot, int32_t length) {
+    if (slot < 0 || static_cast<size_t>(slot) >= tokens.shape(0) || length < 0 ||
+        static_cast<size_t>(length) > tokens.shape(1)) {
+        throw std::invalid_argument("a text or a limit is longer than its row");
+    }
+    return tokens.data() + static_cast<size_t>(slot) * tokens.shape(1);
+}
+
+// What follows the first `length` tokens of `text`; returns how many ids there are. The longer
+// match wins, that of the text itself among equal ones.
+int32_t continuation(SlotTexts& texts, const int32_t* text, int32_t length, int32_t limit,
+                     int32_t* ids) {
+    texts.own.learn(text, length);
+    const Match own = texts.own.longest_match(text, text, length, length);
+    if (texts.others && own.length < SuffixIndex::kMaxMatch) {
+        const Match other = texts.others->longest_match(text, length);
+        if (other.length > own.length) return texts.others->continuation(other, limit, ids);
+    }
+    if (!own.end) return 0;
     for (int32_t i = 0; i < limit; ++i) {
-        const int32_t from = end + i;  // beyond the text it goes on with itself
+        const auto from = static_cast<int32_t>(own.end) + i;
+        // Beyond the text it goes on with itself.
         ids[i] = from < length ? text[from] : ids[from - length];
     }
     return limit;
@@ -61,25 +94,40 @@ void propose(Indexes& indexes, const Texts& tokens, const Slots& slots, const Nu
         throw std::invalid_argument("slots and what belongs to them differ in length");
     }
     for (size_t i = 0; i < num; ++i) {
-        SuffixIndex& index = indexes.at(slots(i));
-        if (static_cast<size_t>(slots(i)) >= tokens.shape(0) || lengths(i) < 0 ||
-            static_cast<size_t>(lengths(i)) > tokens.shape(1) || limits(i) < 0 ||
-            static_cast<size_t>(limits(i)) > ids.shape(1)) {
+        SlotTexts& texts = indexes.at(slots(i));
+        const int32_t* text = text_of(tokens, slots(i), lengths(i));
+        if (limits(i) < 0 || static_cast<size_t>(limits(i)) > ids.shape(1)) {
             throw std::invalid_argument("a text or a limit is longer than its row");
         }
-        const int32_t* text = tokens.data() + static_cast<size_t>(slots(i)) * tokens.shape(1);
-        int32_t* found = ids.data() + i * ids.shape(1);
-        counts(i) = own_continuation(index, text, lengths(i), limits(i), found);
+        counts(i) =
+            continuation(texts, text, lengths(i), limits(i), ids.data() + i * ids.shape(1));
     }
+}
+
+// Whether a call for any of the slots would find something; lengths are by slot.
+bool finds_any(Indexes& indexes, const Texts& tokens, const Slots& slots, const Numbers& lengths) {
+    for (size_t i = 0; i < slots.shape(0); ++i) {
+        SlotTexts& texts = indexes.at(slots(i));
+        if (static_cast<size_t>(slots(i)) >= lengths.shape(0)) {
+            throw std::invalid_argument("a slot is out of range");
+        }
+        const int32_t length = lengths(static_cast<size_t>(slots(i)));
+        const int32_t* text = text_of(tokens, slots(i), length);
+        texts.own.learn(text, length);
+        if (texts.own.repeats(text, length)) return true;
+        if (texts.others && texts.others->knows(text, length)) return true;
+    }
+    return false;
 }
 
 Ids follow(Indexes& indexes, int64_t slot, const Numbers& text, const Numbers& tail,
            int32_t limit) {
-    SuffixIndex& index = indexes.at(slot);
+    SuffixIndex& index = indexes.at(slot).own;
     const auto length = static_cast<int32_t>(text.shape(0));
     const auto tail_length = static_cast<int32_t>(tail.shape(0));
     index.learn(text.data(), length);
-    int32_t end = index.longest_match(text.data(), tail.data(), tail_length, length);
+    auto end = static_cast<int32_t>(
+        index.longest_match(text.data(), tail.data(), tail_length, length).end);
     if (tail_length == 1 && length > 0 && text(0) == tail(0)) end = 1;
     const bool found = end > 0 || tail_length == 0;
     const int32_t count = found ? std::max(std::min(limit, length - end), 0) : 0;
@@ -90,16 +138,47 @@ Ids follow(Indexes& indexes, int64_t slot, const Numbers& text, const Numbers& t
     return Ids(owned, {static_cast<size_t>(count)}, owner);
 }
 
+void check_max_tokens(size_t max_tokens) {
+    if (max_tokens < 1 || max_tokens > (size_t{1} << 40)) {
+        throw std::invalid_argument("a history has at least one token");
+    }
+}
+
 }  // namespace
 
 void bind_suffix_index(nb::module_& module) {
+    nb::class_<TokenHistory>(module, "TokenHistory",
+                             "Texts that have ended; see quire.speculative.plain_history.")
+        .def("__init__",
+             [](TokenHistory* history, size_t max_tokens) {
+                 check_max_tokens(max_tokens);
+                 new (history) TokenHistory(max_tokens);
+             },
+             nb::arg("max_tokens"))
+        .def_static("num_bytes",
+                    [](size_t max_tokens) {
+                        check_max_tokens(max_tokens);
+                        return TokenHistory::num_bytes(max_tokens);
+                    },
+                    nb::arg("max_tokens"))
+        .def_prop_ro("num_compared", &TokenHistory::num_compared)
+        .def("add",
+             [](TokenHistory& history, const Numbers& tokens) {
+                 history.add(tokens.data(), tokens.shape(0));
+             },
+             nb::arg("tokens"));
     nb::class_<Indexes>(module, "SuffixIndex",
                         "Continuations of texts, one per slot; see quire.speculative.suffix.")
         .def(nb::init<size_t>(), nb::arg("num_slots"))
-        .def("forget", [](Indexes& indexes, int64_t slot) { indexes.at(slot).forget(); },
-             nb::arg("slot"))
+        .def("forget", &Indexes::forget, nb::arg("slot"))
+        .def("share",
+             [](Indexes& indexes, int64_t slot, std::shared_ptr<TokenHistory> others) {
+                 indexes.at(slot).others = std::move(others);
+             },
+             nb::arg("slot"), nb::arg("others"))
         .def("propose", &propose, nb::arg("tokens"), nb::arg("slots"), nb::arg("lengths"),
              nb::arg("limits"), nb::arg("ids"), nb::arg("counts"))
+        .def("finds_any", &finds_any, nb::arg("tokens"), nb::arg("slots"), nb::arg("lengths"))
         .def("follow", &follow, nb::arg("slot"), nb::arg("text"), nb::arg("tail"),
              nb::arg("limit"));
 }

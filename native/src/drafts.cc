@@ -19,7 +19,7 @@ constexpr double kMaxTrials = 64.0;
 constexpr double kFade = 0.99;
 constexpr double kMinTrials = 4.0, kEndedWeight = 0.1;
 constexpr double kFewTrials = 0.5;
-constexpr double kUnlikely = 0.02;
+constexpr double kUnlikely = 0.005;
 constexpr int kMaxRounds = 8;
 constexpr double kSmallestMs = 1e-9;
 

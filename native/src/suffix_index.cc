@@ -16,12 +16,16 @@ constexpr int32_t kMaxSteps = 8 * SuffixIndex::kMaxCandidates;
 
 }  // namespace
 
-size_t SuffixIndex::bucket(const int32_t* end) const {
+uint64_t hash_of_pair(const int32_t* end) {
     const uint64_t pair = static_cast<uint64_t>(static_cast<uint32_t>(end[-2])) << 32 |
                           static_cast<uint32_t>(end[-1]);
     uint64_t mixed = (pair ^ pair >> 29) * 0x9E3779B97F4A7C15ull;
     mixed = (mixed ^ mixed >> 32) * 0xD6E8FEB86659FD93ull;
-    return static_cast<size_t>(mixed >> 32) & (heads_.size() - 1);
+    return mixed >> 32;
+}
+
+size_t SuffixIndex::bucket(const int32_t* end) const {
+    return static_cast<size_t>(hash_of_pair(end)) & (heads_.size() - 1);
 }
 
 void SuffixIndex::insert(const int32_t* text, int32_t end) {
@@ -44,9 +48,9 @@ void SuffixIndex::learn(const int32_t* text, int32_t length) {
     }
 }
 
-int32_t SuffixIndex::longest_match(const int32_t* text, const int32_t* tail, int32_t tail_length,
-                                   int32_t before) const {
-    if (tail_length < kMinMatch || heads_.empty()) return 0;
+Match SuffixIndex::longest_match(const int32_t* text, const int32_t* tail, int32_t tail_length,
+                                 int32_t before) const {
+    if (tail_length < kMinMatch || heads_.empty()) return {};
     const int32_t* tail_end = tail + tail_length;
     int32_t best = kMinMatch - 1, best_end = 0, candidates = 0, steps = 0;
     for (int32_t end = heads_[bucket(tail_end)]; end > 0 && steps < kMaxSteps;
@@ -59,7 +63,18 @@ int32_t SuffixIndex::longest_match(const int32_t* text, const int32_t* tail, int
         if (length > best) best = length, best_end = end;
         if (++candidates == kMaxCandidates || best == kMaxMatch) break;
     }
-    return best_end;
+    return {best_end, best_end ? best : 0};
+}
+
+bool SuffixIndex::repeats(const int32_t* text, int32_t length) const {
+    if (length < kMinMatch || heads_.empty()) return false;
+    const int32_t last = text[length - 1], before = text[length - 2];
+    int32_t steps = 0;
+    for (int32_t end = heads_[bucket(text + length)]; end > 0 && steps < kMaxSteps;
+         end = previous_[static_cast<size_t>(end)], ++steps) {
+        if (end < length && text[end - 1] == last && text[end - 2] == before) return true;
+    }
+    return false;
 }
 
 void SuffixIndex::forget() {

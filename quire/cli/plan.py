@@ -30,7 +30,7 @@ _SIZING = frozenset(
         *("dtype", "quantization", "head_precision", "keep"),
         *("block_size", "kv_cache_memory_bytes", "kv_cache_dtype"),
         *("max_num_batched_tokens", "num_threads"),
-        *("speculate", "draft_model", "self_draft_layers"),
+        *("speculate", "draft_model", "self_draft_layers", "speculate_history_tokens"),
     }
 )
 

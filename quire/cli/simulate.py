@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 _NOT_HERE = frozenset(
     {
         *("chat_template", "record_plans", "trace_file", "timeline_steps", "scheduling_policy"),
-        *("speculate", "draft_model", "tensor_parallel_size"),
+        *("speculate", "draft_model", "self_draft_layers", "speculate_history_tokens"),
+        "tensor_parallel_size",
     }
 )
 

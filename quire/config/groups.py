@@ -282,6 +282,11 @@ class SchedulerConfig:
         "how many of the model's first layers propose tokens, fewer than all; default with "
         "--speculate self: a fifth, at least one",
     )
+    speculate_history_tokens: int = setting(
+        0,
+        "number of output tokens of each tenant (and cache_salt) that have ended, in which prompt "
+        "lookup also finds what followed the last tokens, at most 16777216; 0: none are kept",
+    )
     max_draft_tokens: int = setting(
         8,
         f"maximum number of proposed tokens of a request in one step, 0 to {MAX_DRAFT_TOKENS}; 0: "
@@ -318,6 +323,16 @@ class SchedulerConfig:
             )
 
     @property
+    def has_drafting(self) -> bool:
+        """Whether more than prompt lookup in the request itself proposes tokens."""
+        return bool(
+            self.speculate not in ("off", "ngram")
+            or self.draft_model is not None
+            or self.self_draft_layers is not None
+            or self.speculate_history_tokens
+        )
+
+    @property
     def drafts_itself(self) -> bool:
         """Whether the first layers of the model propose tokens."""
         return self.speculate == "self" or self.self_draft_layers is not None
@@ -333,6 +348,7 @@ class SchedulerConfig:
                 f"speculate is {self.speculate} and max_draft_tokens is 0; set --speculate off, or "
                 "allow draft tokens"
             )
+        self._check_history()
         if self.self_draft_layers is not None:
             at_least("self_draft_layers", self.self_draft_layers, 1)
             other = ""
@@ -357,6 +373,25 @@ class SchedulerConfig:
             raise SettingError(
                 f"draft_model is {self.draft_model} and {reason}, so that it would never be used; "
                 "set --speculate draft (medusa or eagle for heads), or leave it out"
+            )
+
+    def _check_history(self) -> None:
+        num = self.speculate_history_tokens
+        at_least("speculate_history_tokens", num, 0)
+        at_most("speculate_history_tokens", num, 1 << 24, "in 16 histories: 5 GiB")
+        if not num:
+            return
+        other = ""
+        if not self.max_draft_tokens:
+            other = "max_draft_tokens is 0"
+        elif self.speculate not in ("off", "ngram"):
+            other = f"speculate is {self.speculate}"
+        elif self.draft_model is not None or self.self_draft_layers is not None:
+            other = "something else than prompt lookup drafts"
+        if other:
+            raise SettingError(
+                f"speculate_history_tokens is {num} and {other}, so that they would never be used; "
+                "set --speculate ngram, or leave it out"
             )
 
 

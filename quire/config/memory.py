@@ -25,13 +25,14 @@ class DraftNeeds:
     """What a draft model, or draft heads, take besides; max_model_len: the longest context.
 
     The KV cache has as many blocks as the model's, as far as requests can use them; token_bytes 0:
-    there is none.
+    there is none. history_bytes: of earlier answers that prompt lookup keeps.
     """
 
     weights_bytes: int
     step_bytes: int
     token_bytes: int
     max_model_len: int
+    history_bytes: int = 0
 
 
 NO_DRAFT = DraftNeeds(weights_bytes=0, step_bytes=0, token_bytes=0, max_model_len=0)
@@ -96,7 +97,7 @@ def plan_memory(needs: MemoryNeeds, memory: MachineMemory) -> MemoryPlan:
     """
     draft = needs.draft
     fixed_bytes = needs.weights_bytes + needs.step_bytes + RESERVE_BYTES
-    fixed_bytes += draft.weights_bytes + draft.step_bytes
+    fixed_bytes += draft.weights_bytes + draft.step_bytes + draft.history_bytes
     slot_bytes = _slot_bytes(needs, memory.available_bytes - fixed_bytes)
     fixed_bytes += slot_bytes
     left_bytes = memory.available_bytes - fixed_bytes
@@ -111,6 +112,7 @@ def plan_memory(needs: MemoryNeeds, memory: MachineMemory) -> MemoryPlan:
             f"{mib(memory.available_bytes)} are available ({memory.limit}); {memory.remedy}, "
             "take a smaller model, or lower --max-num-batched-tokens or --max-num-seqs"
             f"{', or leave the draft model out' if draft.weights_bytes else ''}"
+            f"{', or lower --speculate-history-tokens' if draft.history_bytes else ''}"
         )
     num_blocks = _num_blocks(needs, memory, fixed_bytes)
     max_model_len, notes = _context(needs, num_blocks)
@@ -201,8 +203,10 @@ def _slot_bytes(needs: MemoryNeeds, left_bytes: int) -> int:
 
 
 def _draft_text(needs: MemoryNeeds) -> str:
-    """Return what a draft model takes, as part of an error; "" without one."""
+    """Return what a draft model or a history takes, as part of an error; "" without."""
     draft = needs.draft
+    if draft.history_bytes:
+        return f"{mib(draft.history_bytes)} history of answers, "
     if not draft.weights_bytes:
         return ""
     block_bytes = needs.block_size * draft.token_bytes
@@ -214,8 +218,10 @@ def _draft_text(needs: MemoryNeeds) -> str:
 
 
 def _draft_lines(needs: MemoryNeeds, num_blocks: int) -> tuple[MemoryLine, ...]:
-    """Return the lines of a draft model, or of a model that drafts itself; none without either."""
+    """Return the lines of a draft model, of a model that drafts itself, or of a history."""
     draft = needs.draft
+    if draft.history_bytes:
+        return (MemoryLine(what="history of answers", num_bytes=-draft.history_bytes),)
     if not draft.weights_bytes:
         own = MemoryLine(what="step buffers of drafts", num_bytes=-draft.step_bytes)
         return (own,) if draft.step_bytes else ()

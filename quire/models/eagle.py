@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from quire.base.errors import ModelError
 from quire.base.show import show
@@ -34,6 +35,8 @@ from quire.program.program import Program
 from quire.program.tensors import DType
 
 NUM_TAPS = 3
+TAP_KEY = "eagle_aux_hidden_state_layer_ids"
+DTYPE_KEYS = ("torch_dtype", "dtype")
 # By the names in a checkpoint: those that the builder below gives.
 SOURCES: Mapping[str, str] = {
     "norm.weight": "model.norm.weight",
@@ -78,6 +81,18 @@ def usual_taps(num_layers: int) -> tuple[int, ...]:
     return taps
 
 
+def flat_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a config.json on one level: the layout of the speculators library has
+    the layer in transformer_layer_config."""
+    layer = values.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        return dict(values)
+    top = {name: value for name, value in values.items() if value is not None}
+    if not top.keys().isdisjoint(DTYPE_KEYS):
+        layer = {name: value for name, value in layer.items() if name not in DTYPE_KEYS}
+    return {**layer, **top}
+
+
 def read_eagle(config: ConfigReader) -> EagleSpec:
     """Return the head's configuration; keys that say nothing of it are passed over.
 
@@ -90,6 +105,7 @@ def read_eagle(config: ConfigReader) -> EagleSpec:
     config.require("num_hidden_layers", (1,), "heads of one layer are supported")
     for key in ("attention_bias", "mlp_bias"):
         config.require(key, (False,), "heads with biases are not supported")
+    config.require("norm_before_fc", (False,), "heads that norm hidden states are not supported")
     if not config.has("head_dim") and hidden_size % num_heads:
         config.note(f"hidden_size {hidden_size} is no multiple of {num_heads} heads")
     num_kv_heads = config.whole("num_key_value_heads", 1, 2**16, default=num_heads)
@@ -130,22 +146,26 @@ def read_eagle(config: ConfigReader) -> EagleSpec:
 
 
 def _read_taps(config: ConfigReader) -> tuple[int, ...]:
-    """Return the layers after which hidden states are read; config.json counts those before which
-    they are. Empty where it has none."""
-    key = "eagle_aux_hidden_state_layer_ids"
+    """Return the layers after which hidden states are read. Empty where config.json has none.
+
+    At its top, as vLLM has them, numbers are of layers before which they are read; in eagle_config,
+    as SGLang and the checkpoints trained for it have them, of layers after which they are.
+    """
+    key, least = TAP_KEY, 1
     value = config.take(key)
     section = config.take("eagle_config")
-    if value is None and isinstance(section, dict):
-        value = section.get(key)
+    if not value and isinstance(section, dict):
+        value, least, key = section.get(key), 0, f"eagle_config.{key}"
         if section.get("use_aux_hidden_state") is False:
             config.note("eagle_config.use_aux_hidden_state is false; EAGLE-3 heads read some")
-    if value is None:
+    if value is None or value == []:
         return ()
-    fine = isinstance(value, list) and all(type(one) is int and one > 0 for one in value)
+    fine = isinstance(value, list) and all(type(one) is int and one >= least for one in value)
     if not fine or len(set(value)) != NUM_TAPS or len(value) != NUM_TAPS:
-        config.note(f"{key} is {show(value)}; {NUM_TAPS} different numbers from 1 are allowed")
+        allowed = f"{NUM_TAPS} different numbers from {least} are allowed"
+        config.note(f"{key} is {show(value)}; {allowed}")
         return ()
-    return tuple(one - 1 for one in value)
+    return tuple(one - least for one in value)
 
 
 def build_eagle(spec: EagleSpec, *, vocab_size: int, dtype: DType, max_positions: int) -> Program:

@@ -27,18 +27,22 @@ MAX_HEADS = 64
 _NAME = re.compile(
     r"(?:medusa_lm_head\.|medusa_heads?\.)?([0-9]{1,4})\.([0-9]{1,4})\.(linear\.)?(weight|bias)"
 )
+# And what those for vLLM have.
+_BLOCK = re.compile(r"(?:medusa_heads\.)?blocks\.([0-9]{1,4})\.layers\.([0-9]{1,4})\.(weight|bias)")
+_HEAD = re.compile(r"(?:medusa_heads\.)?lm_heads\.([0-9]{1,4})\.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MedusaSpec:
     """num_heads heads of num_layers residual blocks each. hidden_size and vocab_size: what
-    config.json says of them, 0 where it does not."""
+    config.json says of them, 0 where it does not. has_bias: of the blocks."""
 
     num_heads: int
     num_layers: int
     hidden_size: int
     vocab_size: int
     dtype: str
+    has_bias: bool = True
 
 
 def read_medusa(config: ConfigReader) -> MedusaSpec:
@@ -81,8 +85,10 @@ def build_medusa_head(
         weight = p.matrix(
             f"block.{layer}", [WeightPart("linear", f"{source}.weight", hidden_size)], hidden_size
         )
-        part = WeightPart("linear", f"{source}.bias", hidden_size)
-        bias = p.vector(f"block.{layer}.bias", [part])
+        bias = None
+        if spec.has_bias:
+            part = WeightPart("linear", f"{source}.bias", hidden_size)
+            bias = p.vector(f"block.{layer}.bias", [part])
         added = p.activation(p.linear(p.rounded(x), weight, bias=bias), form=ActivationForm.SILU)
         p.add(x, added)
     x = p.begin_head(x)  # [S, H]
@@ -90,6 +96,25 @@ def build_medusa_head(
     head = p.matrix("head", [part], hidden_size)
     p.output("logits", p.linear(p.rounded(x), head, dtype=DType.F32, out_name="logits"))
     return p.build(vocab_size=vocab_size, max_positions=1)
+
+
+def has_biases(names: Iterable[str]) -> bool:
+    """Return whether the blocks of heads with such tensors have biases: those for vLLM may have
+    none."""
+    blocks = [match for name in names if (match := _BLOCK.fullmatch(name))]
+    return not blocks or any(match[3] == "bias" for match in blocks)
+
+
+def _place(name: str, num_layers: int) -> tuple[int, str] | None:
+    """Return the head of a tensor, and the name that its program gives it; None for another
+    tensor."""
+    if match := _BLOCK.fullmatch(name):
+        return int(match[1]), f"{int(match[2])}.linear.{match[3]}"
+    if match := _HEAD.fullmatch(name):
+        return int(match[1]), f"{num_layers}.weight"
+    if match := _NAME.fullmatch(name):
+        return int(match[1]), f"{match[2]}.{match[3] or ''}{match[4]}"
+    return None
 
 
 def head_tensors(spec: MedusaSpec, names: Iterable[str], where: str) -> list[dict[str, str]]:
@@ -101,14 +126,15 @@ def head_tensors(spec: MedusaSpec, names: Iterable[str], where: str) -> list[dic
     heads: list[dict[str, str]] = [{} for _ in range(spec.num_heads)]
     strange = []
     for name in names:
-        match = _NAME.fullmatch(name)
-        if match is None:
+        found = _place(name, spec.num_layers)
+        if found is None:
             strange.append(name)
-        elif int(match[1]) < spec.num_heads:
-            heads[int(match[1])][f"{match[2]}.{match[3] or ''}{match[4]}"] = name
-    expected = {
-        f"{layer}.linear.{kind}" for layer in range(spec.num_layers) for kind in ("weight", "bias")
-    } | {f"{spec.num_layers}.weight"}
+        elif found[0] < spec.num_heads:
+            heads[found[0]][found[1]] = name
+    kinds = ("weight", "bias") if spec.has_bias else ("weight",)
+    expected = {f"{layer}.linear.{kind}" for layer in range(spec.num_layers) for kind in kinds} | {
+        f"{spec.num_layers}.weight"
+    }
     problems = [f"{show(name)} is no tensor of a Medusa head" for name in strange[:5]]
     for number, tensors in enumerate(heads):
         lacking, more = sorted(expected - set(tensors)), sorted(set(tensors) - expected)

@@ -57,23 +57,27 @@ class DraftCost(NamedTuple):
 class DraftSource(Protocol):
     """Proposes tokens for running requests, by slot (quire.speculative.drafter).
 
-    max_drafts: most drafts of a request in one step.
+    max_drafts: most drafts of a request in one step. drafting_ms: milliseconds that computing them
+    took so far, inside `propose`. learns: whether `learn` is called. notes_plain_steps: whether
+    `note_step` is called for steps without drafts.
     """
 
     max_drafts: int
-
-    @property
-    def drafting_ms(self) -> float:
-        """Return the milliseconds that computing drafts took so far, inside `propose`."""
+    drafting_ms: float
+    learns: bool
+    notes_plain_steps: bool
 
     def begin(self, slot: int, request: Request) -> None:
         """Note that `request` runs in `slot`, from its start or again after a preemption."""
 
+    def learn(self, slot: int, output: Int32s) -> None:
+        """Note the output of the request in `slot`, which has ended; `end` follows."""
+
     def end(self, slot: int) -> None:
         """Note that the request in `slot` has left it."""
 
-    def skips_step(self) -> bool:
-        """Return whether no drafts are proposed in this step; asked once a step."""
+    def skips_step(self, tokens: TokenTable) -> bool:
+        """Return whether no drafts are proposed in this step; asked once a step, and cheap."""
 
     def would_propose(self, tokens: TokenTable, index: Index, limits: Int32s) -> Bools:
         """Return which of slots `index` would get drafts now; computes no model."""
@@ -87,6 +91,10 @@ class DraftSource(Protocol):
 
     def verified(self, index: Index, drafted: Int32s, accepted: Int32s) -> None:
         """Note that of drafted[i] drafts the first accepted[i] were tokens of the answer."""
+
+    def note_step(self, step_ms: float, gained_ms: float | None, computed_ms: float) -> None:
+        """Note a step that takes about `step_ms` without drafts, and what time its drafts gained;
+        None: it had none. computed_ms: computing drafts took so long since the last call."""
 
 
 @runtime_checkable

@@ -17,8 +17,7 @@ from quire.config.flags import engine_config
 from quire.config.groups import EngineConfig
 from quire.config.machine import MachineMemory, machine_memory
 from quire.config.memory import MemoryNeeds, MemoryPlan, mib, num_blocks_of, plan_memory
-from quire.engine.assembly.draft_model import draft_needs
-from quire.engine.assembly.heads import head_kind, sized_heads
+from quire.engine.assembly.drafting import sized_drafting
 from quire.engine.assembly.model_files import model_folder
 from quire.engine.assembly.precision import weights_if_there
 from quire.engine.assembly.programs import engine_program
@@ -126,18 +125,15 @@ class Planner:
         program = engine_program(config, self.spec, self._checkpoint)
         self._check(program)
         limits = step_limits(config, self._sizing)
-        kind = head_kind(config)
-        heads = kind and sized_heads(
-            config, kind, self.spec, program, self._checkpoint, self._sizing
-        )
+        drafting = sized_drafting(config, self.spec, program, self._checkpoint, self._sizing)
         needs = memory_needs(
             config,
-            heads.tap(program) if heads else program,
+            drafting.tap(program),
             self._sizing,
             limits,
             model_max_len=self.spec.max_positions,
             device_is_own=self.memory.is_own,
-            draft=heads.needs if heads else draft_needs(config, self.spec, self._sizing),
+            draft=drafting.needs,
         )
         plan, problem = fitted(needs, self.memory, concurrency=merged.get("max_num_seqs"))
         return SizedModel(

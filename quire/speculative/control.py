@@ -4,8 +4,8 @@ A draft is worth verifying if the tokens expected from it cost less than tokens 
 if P / draft_ms exceeds step_tokens / step_ms, where P is the probability that the draft and all
 before it are accepted (counts: DraftCounts), and draft_ms includes the time to compute it where a
 draft model does. What drafts cost whatever their number, by step and by row, must be gained
-besides. A pure function of counts and predicted times: no clock. Always holds: no choice changes
-an answer.
+besides. Where drafts lost time lately, as it was measured, none are made for a while. A function of
+counts and times that are given: no clock. Always holds: no choice changes an answer.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire._native import DraftCounts, draft_lengths
+from quire.speculative.draft_balance import DraftBalance
 
 Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
@@ -54,13 +55,15 @@ class StepCost(NamedTuple):
         if self.passes is None:
             return self.draft_ms
         ms, rows = self.passes
-        num = int(np.count_nonzero(rows))
+        num = int(np.add.reduce(rows))
         share_ms: Float64s = rows * (ms[num] / max(num, 1))
         return self.draft_ms + share_ms
 
 
 class Control(Protocol):
-    """Chooses lengths of drafts, by slot."""
+    """Chooses lengths of drafts, by slot. balance: what they gained; None: it does not matter."""
+
+    balance: DraftBalance | None
 
     def begin(self, slot: int, *, predicts: bool) -> None:
         """Note that another request runs in `slot`; predicts: it brings a prediction."""
@@ -77,6 +80,8 @@ class Control(Protocol):
 
 class FixedControl:
     """Always as many drafts as allowed, at most `num_drafts`."""
+
+    balance: DraftBalance | None = None
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = np.int32(num_drafts)
@@ -99,6 +104,7 @@ class AdaptiveControl:
         self._max_drafts = max_drafts
         self._counts = DraftCounts(num_slots, max_drafts)
         self._last_cost: StepCost | None = None
+        self.balance: DraftBalance | None = DraftBalance()
 
     def begin(self, slot: int, *, predicts: bool) -> None:
         """See Control."""
@@ -132,7 +138,7 @@ def best_lengths(chances: Float64s, limits: Int32s, cost: StepCost) -> Int32s:
     lengths, draft_ms = np.empty(len(limits), np.int32), cost.with_passes()
     times = (cost.step_ms, cost.step_tokens, cost.once_ms, cost.row_ms, MARGIN)
     draft_lengths(chances, limits, draft_ms, *times, lengths)
-    if cost.passes is None or not lengths.any():
+    if cost.passes is None or not np.logical_or.reduce(lengths):
         return lengths
     rate = cost.step_tokens / max(cost.step_ms, 1e-9)
     return _without_poor_passes(lengths, chances, cost, rate)

@@ -20,24 +20,20 @@ from quire.base.records import NO_INTS, Request
 from quire.base.report import Report
 from quire.base.token_table import TokenTable
 from quire.speculative.control import Control, Passes, StepCost
-from quire.speculative.proposer import CostlyProposer, Drafts, Proposer, no_drafts
+from quire.speculative.proposer import (
+    CostlyProposer,
+    Drafts,
+    LearningProposer,
+    LookupProposer,
+    Proposer,
+    no_drafts,
+)
+from quire.speculative.rests import DraftRests
 
 Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
 Bools = NDArray[np.bool_]
 Cost = Callable[[], "PredictedCost"]
-# Where no draft pays, the control is asked again after 1, 2, 4, ... steps up to so many; and when
-# another request begins beside others, after so many at most.
-MAX_REST_STEPS = 16
-FEW_REST_STEPS = 2
-# While texts repeat nothing, lookups rest a step longer after so many that found nothing, and at
-# most so long: a repetition of a few tokens would be missed otherwise.
-EMPTY_PER_REST_STEP = 8
-MAX_EMPTY_REST_STEPS = 3
-# Of so many steps with drafts in turn, one has none: what drafts add to a step is judged against
-# steps without. The first comes sooner.
-STEPS_PER_PLAIN = 64
-STEPS_BEFORE_PLAIN = 1
 # How long a draft model may catch up with prompts in a step, in times of the step.
 CATCH_UP_SHARE = 0.5
 # Over so many drafts the cost of catching up with a request is spread when the control decides.
@@ -81,23 +77,21 @@ class Drafter:
         vocab_size: int,
         report: Report,
     ) -> None:
-        self.max_drafts = max_drafts
+        self.max_drafts, self.drafting_ms, self.notes_plain_steps = max_drafts, 0.0, False
         self._proposer, self._prediction = proposer, prediction
         self._costly = proposer if isinstance(proposer, CostlyProposer) else None
+        self._lookup = proposer if isinstance(proposer, LookupProposer) else None
+        self._learner = proposer if isinstance(proposer, LearningProposer) else None
+        self.learns = self._learner is not None
         self._control, self._report, self._vocab_size = control, report, vocab_size
+        self._balance = control.balance
         self._request_ids = [""] * num_slots
-        self._rest_steps = self._resting = 0  # of the present rest: how long, and what is left
-        self._num_empty = 0  # lookups in turn that found nothing
-        self._until_plain = STEPS_BEFORE_PLAIN
+        self._rests = DraftRests()
+        self._step_ms = 0.0  # of the step for which the control was asked last
         self._num_predicting = 0  # requests that bring a prediction
         # Which slots ask either proposer.
         self._asks_proposer = np.zeros(num_slots, np.bool_)
         self._asks_prediction = np.zeros(num_slots, np.bool_)
-
-    @property
-    def drafting_ms(self) -> float:
-        """Return the milliseconds that computing drafts took so far."""
-        return 0.0 if self._costly is None else self._costly.drafting_ms
 
     def close(self) -> None:
         """Free what the proposer holds."""
@@ -109,10 +103,7 @@ class Drafter:
         speculation = request.speculation
         assert speculation is not None, "only requests that speculate begin"
         self._request_ids[slot] = request.request_id
-        is_alone = not (self._asks_proposer.any() or self._num_predicting)
-        most = 0 if is_alone else FEW_REST_STEPS
-        self._rest_steps, self._resting = min(self._rest_steps, most), min(self._resting, most)
-        self._num_empty = 0
+        self._rests.begin(is_alone=not (self._asks_proposer.any() or self._num_predicting))
         self._asks_proposer[slot] = speculation.uses_proposer
         self._asks_prediction[slot] = len(speculation.prediction_ids) > 0
         self._num_predicting += len(speculation.prediction_ids) > 0
@@ -124,6 +115,14 @@ class Drafter:
                 except Exception as error:  # noqa: BLE001  of whatever proposes: no draft, no harm
                     self._give_up(slot, error)
 
+    def learn(self, slot: int, output: Int32s) -> None:
+        """See DraftSource."""
+        if self._learner is not None and self._asks_proposer[slot]:
+            try:
+                self._learner.learn(slot, output)
+            except Exception as error:  # noqa: BLE001  of whatever proposes: nothing is learned
+                self._give_up(slot, error)
+
     def end(self, slot: int) -> None:
         """See DraftSource."""
         for proposer, asks in self._proposers():
@@ -131,23 +130,44 @@ class Drafter:
                 proposer.end(slot)
         self._asks_nothing(slot)
 
-    def skips_step(self) -> bool:
+    def note_step(self, step_ms: float, gained_ms: float | None, computed_ms: float) -> None:
         """See DraftSource."""
-        if not self._until_plain:
-            self._until_plain = STEPS_PER_PLAIN
-            return True
-        if not self._resting or self._num_predicting:
-            return False
-        self._resting -= 1
-        return True
+        balance = self._balance
+        if balance is None:
+            return
+        if computed_ms > 0.0:
+            balance.computed(computed_ms)
+        if gained_ms is None:
+            balance.plain(step_ms)
+        else:
+            balance.drafted(gained_ms, step_ms)
+        self.notes_plain_steps = not balance.is_settled
+
+    def skips_step(self, tokens: TokenTable) -> bool:
+        """See DraftSource."""
+        rests, balance = self._rests, self._balance
+        if not self._num_predicting:
+            if rests.left:
+                rests.left -= 1
+                return True
+            if balance is not None and not balance.allows_drafts:
+                return True
+            if self._lookup is not None:
+                try:
+                    if not self._lookup.may_find(tokens):
+                        return True
+                except Exception:  # noqa: BLE001  `propose` finds out for which request
+                    return rests.takes_plain_step()
+        return rests.takes_plain_step()
 
     def would_propose(self, tokens: TokenTable, index: Index, limits: Int32s) -> Bools:
         """See DraftSource."""
-        if self._resting and not self._num_predicting:
+        is_off = self._balance is not None and not self._balance.allows_drafts
+        if (self._rests.left or is_off) and not self._num_predicting:
             return np.zeros(len(index), np.bool_)
         drafts, may_compute = self._found(tokens, index, limits)
         limits = drafts.counts + may_compute
-        if self._rest_steps:  # the last costs, which did not pay, may no longer hold: ask again
+        if self._rests.last:  # the last costs, which did not pay, may no longer hold: ask again
             return limits > 0
         counts = self._chosen(tokens, index, limits, may_compute > 0, None)
         return counts > 0
@@ -161,7 +181,7 @@ class Drafter:
             return self._looked_up(tokens, index, drafts, cost)
         is_computed = may_compute > 0
         counts = self._chosen(tokens, index, drafts.counts + may_compute, is_computed, cost)
-        self._note_choice(pays=bool(counts.any()))
+        self._rests.note_choice(pays=bool(np.logical_or.reduce(counts)), step_ms=self._step_ms)
         drafts.counts[~is_computed] = counts[~is_computed]
         some = (is_computed & (counts > 0)).nonzero()[0]
         if len(some):
@@ -171,6 +191,7 @@ class Drafter:
             share = math.inf if is_alone else CATCH_UP_SHARE
             self._costly.catch_up_ms = share * predicted.step_ms
             self._ask(self._proposer, tokens, index[some], counts[some], made)
+            self.drafting_ms = self._costly.drafting_ms
             drafts.ids[some], drafts.counts[some] = made
         return self._joined(drafts)
 
@@ -178,38 +199,28 @@ class Drafter:
         self, tokens: TokenTable, index: Index, drafts: Drafts, cost: Cost
     ) -> tuple[Int32s, Int32s]:
         """Return what of the `drafts` found pays; no model is computed."""
-        if not np.count_nonzero(drafts.counts):
-            self._num_empty += 1
-            longest = min(self._num_empty // EMPTY_PER_REST_STEP, MAX_EMPTY_REST_STEPS)
-            self._resting = max(self._resting, longest)
+        if not np.logical_or.reduce(drafts.counts):
             return drafts.counts, NO_INTS
-        self._num_empty = 0
         drafts.counts[:] = self._chosen(tokens, index, drafts.counts, drafts.counts < 0, cost)
-        self._note_choice(pays=bool(drafts.counts.any()))
+        self._rests.note_choice(
+            pays=bool(np.logical_or.reduce(drafts.counts)), step_ms=self._step_ms
+        )
         return self._joined(drafts)
 
     def _joined(self, drafts: Drafts) -> tuple[Int32s, Int32s]:
         """Return the counts and the drafts of all, in order."""
-        if not drafts.counts.any():
+        if not np.logical_or.reduce(drafts.counts):
             return drafts.counts, NO_INTS
         return drafts.counts, drafts.ids[np.arange(self.max_drafts) < drafts.counts[:, None]]
-
-    def _note_choice(self, *, pays: bool) -> None:
-        """Rest where no draft pays, longer each time; let a step without drafts come at times."""
-        if pays:
-            self._rest_steps = self._resting = 0
-            self._until_plain -= 1
-        else:
-            self._rest_steps = self._resting = min(max(2 * self._rest_steps, 1), MAX_REST_STEPS)
-            self._until_plain = STEPS_PER_PLAIN
 
     def _found(self, tokens: TokenTable, index: Index, limits: Int32s) -> tuple[Drafts, Int32s]:
         """Return the drafts that are known without computing a model, and for requests that have
         none how many could be computed."""
         drafts = no_drafts(len(index), self.max_drafts)
         may_compute = np.zeros(len(index), np.int32)
-        if self._costly is None and not self._num_predicting and self._asks_proposer[index].all():
-            self._ask(self._proposer, tokens, index, limits, drafts)  # the plain case: all at once
+        is_plain = self._costly is None and not self._num_predicting
+        if is_plain and np.logical_and.reduce(self._asks_proposer[index]):  # all at once
+            self._ask(self._proposer, tokens, index, limits, drafts)
             return drafts, may_compute
         for proposer, asks in self._proposers():
             some = (asks[index] & (limits > 0) & (drafts.counts == 0)).nonzero()[0]
@@ -244,15 +255,16 @@ class Drafter:
             draft_ms = predicted.draft_ms[some]
             if self._costly is not None:
                 rows = is_computed[some]
-                passes = Passes(self._costly.pass_ms(int(np.count_nonzero(rows))), rows)
+                passes = Passes(self._costly.pass_ms(int(np.add.reduce(rows))), rows)
                 behind_ms = self._costly.behind_ms(tokens, index[some])
                 draft_ms = draft_ms + rows * behind_ms / DRAFTS_PER_CATCH_UP
+            self._step_ms = predicted.step_ms
             of_some = StepCost(
                 predicted.step_ms,
                 predicted.step_tokens,
                 draft_ms,
                 passes,
-                1 + self._rest_steps,
+                1 + self._rests.last,
                 predicted.once_ms,
                 predicted.row_ms,
             )
@@ -265,9 +277,9 @@ class Drafter:
         self._control.verified(index, drafted, accepted)
         for proposer, asks in self._proposers():
             some = asks[index]
-            if some.all():
+            if np.logical_and.reduce(some):
                 proposer.verified(index, drafted, accepted)
-            elif some.any():
+            elif np.logical_or.reduce(some):
                 proposer.verified(index[some], drafted[some], accepted[some])
 
     def _proposers(self) -> tuple[tuple[Proposer, NDArray[np.bool_]], ...]:

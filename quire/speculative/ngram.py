@@ -20,18 +20,28 @@ Int32s = NDArray[np.int32]
 
 
 class NgramProposer:
-    """A Proposer for `num_slots` slots."""
+    """A LookupProposer for `num_slots` slots."""
 
     def __init__(self, num_slots: int) -> None:
         self._index = SuffixIndex(num_slots)
+        self._begun: set[int] = set()
+        self._slots: Index = np.empty(0, np.intp)  # these, as the index takes them
 
     def begin(self, slot: int, request: Request) -> None:
         """See Proposer."""
         self._index.forget(slot)
+        self._begun.add(slot)
+        self._slots = np.array(sorted(self._begun), np.intp)
 
     def end(self, slot: int) -> None:
         """See Proposer."""
         self._index.forget(slot)
+        self._begun.discard(slot)
+        self._slots = np.array(sorted(self._begun), np.intp)
+
+    def may_find(self, tokens: TokenTable) -> bool:
+        """See LookupProposer: whether the last tokens of any request occurred before."""
+        return self._index.finds_any(tokens.tokens, self._slots, tokens.lengths)
 
     def propose(self, tokens: TokenTable, slots: Index, limits: Int32s, drafts: Drafts) -> None:
         """See Proposer."""

@@ -37,7 +37,7 @@ MIN_TRIALS, ENDED_WEIGHT = 4.0, 0.1
 # Fewer trials are none: positions behind such a one are not known.
 FEW_TRIALS = 0.5
 # A series of equal outcomes less likely than this, by the counts, replaces them.
-UNLIKELY = 0.02
+UNLIKELY = 0.005
 # Rounds in which the rate of a step with drafts is found; two are enough for most steps.
 MAX_ROUNDS = 8
 

@@ -76,3 +76,19 @@ class CostlyProposer(Proposer, Protocol):
 
     def close(self) -> None:
         """Free threads and memory; no further calls follow."""
+
+
+@runtime_checkable
+class LookupProposer(Proposer, Protocol):
+    """A Proposer that can say cheaply whether it finds anything."""
+
+    def may_find(self, tokens: TokenTable) -> bool:
+        """Return whether `propose` may find something now, for any slot that has begun."""
+
+
+@runtime_checkable
+class LearningProposer(Proposer, Protocol):
+    """A Proposer that learns from answers that have ended."""
+
+    def learn(self, slot: int, output: Int32s) -> None:
+        """Note the output tokens of the request in `slot`, which has ended."""

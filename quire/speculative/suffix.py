@@ -4,7 +4,8 @@ SuffixIndex.
 Occurrences of the last MIN_MATCH tokens are compared backwards, the MAX_CANDIDATES latest ones, up
 to MAX_MATCH tokens; the longest match wins, the latest among equal ones. Drafts are the tokens
 behind it. Where these reach the end of the text they go on with themselves, so that a repetition is
-continued. Chains of occurrences by hash cost 12 bytes and one insertion per token, where a suffix
+continued. A slot may share a history of other texts, of which a longer match than that of its own
+text wins. Chains of occurrences by hash cost 12 bytes and one insertion per token, where a suffix
 automaton would cost some hundred bytes for matches that are longer than they need to be: what
 follows a match of 32 tokens is hardly more certain than what follows one of 8.
 """
@@ -14,11 +15,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.speculative.plain_history import MAX_CANDIDATES, MAX_MATCH, PlainTokenHistory
+
 Int32s = NDArray[np.int32]
 
 MIN_MATCH = 2
-MAX_MATCH = 32
-MAX_CANDIDATES = 32
 
 
 class PlainSuffixIndex:
@@ -27,11 +28,29 @@ class PlainSuffixIndex:
     def __init__(self, num_slots: int) -> None:
         self._known = [0] * num_slots
         self._ends: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(num_slots)]
+        self._others: list[PlainTokenHistory | None] = [None] * num_slots
 
     def forget(self, slot: int) -> None:
         """Begin another text."""
         self._known[slot] = 0
         self._ends[slot] = {}
+        self._others[slot] = None
+
+    def share(self, slot: int, others: PlainTokenHistory | None) -> None:
+        """Propose from `others` as well, where these have a longer match than the text of `slot`.
+
+        None: from its own text only.
+        """
+        self._others[slot] = others
+
+    def finds_any(self, tokens: Int32s, slots: NDArray[np.intp], lengths: Int32s) -> bool:
+        """Return whether `propose` finds something for any of `slots`. lengths: by slot."""
+        for slot in slots.tolist():
+            text = tokens[slot, : lengths[slot]].tolist()
+            self._learn(slot, text)
+            if self._continuation(slot, text, 1):
+                return True
+        return False
 
     def propose(
         self,
@@ -72,6 +91,12 @@ class PlainSuffixIndex:
 
     def _continuation(self, slot: int, text: list[int], limit: int) -> list[int]:
         end = self._longest(slot, text, text, before=len(text))
+        others = self._others[slot]
+        if others is not None:
+            own_length = _match_length(text, end, text) if end else 0
+            match = others.longest_match(text)
+            if match.length > own_length:
+                return others.continuation(match, limit)
         if not end:
             return []
         period = len(text) - end

@@ -25,7 +25,16 @@ from torch.nn import functional
 
 from quire.base.errors import QuireError, SettingError
 from quire.execute.quantized_weights import read_f32
-from quire.models.eagle import D2T, EMBEDDING, FUSE, NUM_TAPS, SOURCES, T2D, usual_taps
+from quire.models.eagle import (
+    D2T,
+    EMBEDDING,
+    FUSE,
+    NUM_TAPS,
+    SOURCES,
+    T2D,
+    TAP_KEY,
+    usual_taps,
+)
 from quire.models.registry import open_model
 from quire.models.spec import ModelSpec
 from quire.program.forms import IdSource
@@ -298,10 +307,9 @@ def _config(
         "vocab_size": teacher.program.vocab_size,
         "draft_vocab_size": len(head.token_ids),
         "torch_dtype": {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[task.dtype],
-        "eagle_config": {
-            "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": [one + 1 for one in taps],
-        },
+        # Read before these layers by vLLM, and after those by SGLang.
+        TAP_KEY: [one + 1 for one in taps],
+        "eagle_config": {"use_aux_hidden_state": True, TAP_KEY: list(taps)},
     }
 
 

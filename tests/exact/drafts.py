@@ -20,6 +20,7 @@ from quire.runner.draft_runner import DraftRunner
 from quire.speculative.control import AdaptiveControl, Control, FixedControl
 from quire.speculative.draft_model import DraftLimits, ModelProposer
 from quire.speculative.drafter import Drafter
+from quire.speculative.history import HistoryProposer
 from quire.speculative.ngram import NgramProposer
 from quire.speculative.prediction import PredictionProposer
 from quire.speculative.proposer import CostlyProposer, Drafts, Proposer
@@ -129,6 +130,8 @@ def draft_source(
     if settings.adaptive:
         control = AdaptiveControl(num_slots, settings.max_drafts)
     proposer: Proposer = NgramProposer(num_slots) if model is None else model
+    if model is None and settings.max_drafts % 2:
+        proposer = HistoryProposer(num_slots, 64)
     if settings.proposer in IS_RIGHT:
         proposer = OracleProposer(answer, IS_RIGHT[settings.proposer])
     return (SelfDrafter if settings.proposer == "self" else Drafter)(

@@ -29,6 +29,7 @@ from quire.program.program import Program  # noqa: E402
 from quire.program.tensors import DType  # noqa: E402
 from quire.runner import step_result  # noqa: E402
 from quire.speculative.control import AdaptiveControl  # noqa: E402
+from quire.speculative.draft_balance import DraftBalance  # noqa: E402
 from quire.speculative.drafter import Drafter  # noqa: E402
 from tests.exact.rig import AloneRuns, SharedCache, differences, run_case  # noqa: E402
 from tests.exact.test_overlap import plain  # noqa: E402
@@ -219,6 +220,7 @@ def test_an_engine_drafts_and_verifies(
 
     monkeypatch.setattr(Drafter, "verified", watched)
     monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
+    monkeypatch.setattr(DraftBalance, "_add", lambda self, gained_ms, step_ms: None)
     sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64}
     with LLM(
         deep,

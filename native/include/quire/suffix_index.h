@@ -9,6 +9,15 @@
 
 namespace quire {
 
+// The longest match of a text's last tokens: where it ends, 0 for none, and how long it is.
+struct Match {
+    int64_t end = 0;
+    int32_t length = 0;
+};
+
+// The hash of the two tokens before `end`.
+uint64_t hash_of_pair(const int32_t* end);
+
 class SuffixIndex {
   public:
     static constexpr int32_t kMinMatch = 2;
@@ -18,9 +27,11 @@ class SuffixIndex {
     // Take in what `text` has beyond the tokens known so far; those must not have changed.
     void learn(const int32_t* text, int32_t length);
     // Return where in the text the longest match of the last tokens of `tail` ends, before the
-    // position `before`; 0 where there is none.
-    int32_t longest_match(const int32_t* text, const int32_t* tail, int32_t tail_length,
-                          int32_t before) const;
+    // position `before`.
+    Match longest_match(const int32_t* text, const int32_t* tail, int32_t tail_length,
+                        int32_t before) const;
+    // Return whether the last tokens of the text occurred before: whether longest_match finds any.
+    bool repeats(const int32_t* text, int32_t length) const;
     void forget();
 
   private:

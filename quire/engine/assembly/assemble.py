@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO
 
 from quire._native import BlockOperations
 from quire.base.clock import Clock
@@ -64,16 +64,13 @@ from quire.runner.model_runner import ModelRunner, OutputConstraints
 from quire.runner.prefault import Prefault
 from quire.scheduler.limits import SchedulerLimits
 from quire.speculative.drafter import Drafter
-from quire.speculative.proposer import CostlyProposer
 from quire.structured.compiler import GrammarCompiler
 from quire.text.template_files import source_in_force
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
 from quire.weights.pack_cache import PackCache
 
 if TYPE_CHECKING:
-    from quire.engine.assembly.draft_model import SizedDraft
-    from quire.engine.assembly.heads import SizedHeads
-    from quire.engine.assembly.self_draft_size import SizedSelfDraft
+    from quire.engine.assembly.drafting import SizedDrafting
     from quire.runner.tapped_runner import Taps
     from quire.transfer.folder import TierFolder
 
@@ -147,14 +144,13 @@ class _SizedModel:
     executor_class: ExecutorClass
     step_limits: StepLimits
     memory: MemoryPlan
-    draft: SizedDraft | SizedSelfDraft | None = None
-    heads: SizedHeads | None = None
+    drafting: SizedDrafting | None = None
     pooling: PoolingSpec | None = None
 
     @property
     def run_program(self) -> Program:
         """The program that is run: with its hidden states as outputs where heads read them."""
-        return self.program if self.heads is None else self.heads.tap(self.program)
+        return self.program if self.drafting is None else self.drafting.tap(self.program)
 
 
 def _assembled(
@@ -167,7 +163,7 @@ def _assembled(
     tier_folder: TierFolder | None,
 ) -> Engine:
     num_threads = num_compute_threads(config.executor.num_threads)
-    pack_cache, max_drafts = _pack_cache(config.executor), config.scheduler.max_draft_tokens
+    pack_cache = _pack_cache(config.executor)
     model = _sized_model(config)
     memory, program = model.memory, model.program
     executor = _loaded_executor(config, model, progress, pack_cache, num_threads)
@@ -182,7 +178,7 @@ def _assembled(
             tier_folder, config.cache, executor, fingerprint=fingerprint, clock=clock, report=report
         )
     texts, compiler = _text_sources(config, model.spec, clock)
-    taps = None if model.heads is None else model.heads.taps(limits.max_num_seqs)
+    taps = None if model.drafting is None else model.drafting.taps(limits.max_num_seqs)
     runner = _runner_class(taps)(
         executor,
         num_slots=limits.max_num_seqs,
@@ -195,7 +191,7 @@ def _assembled(
     )
     warm_up(runner, limits, num_blocks=memory.num_blocks)
     cost = measure_cost(runner, limits, memory.num_blocks, clock) if limits.step_budget_ms else None
-    drafter = _drafter(config, max_drafts, limits, model, executor, clock, report, taps)
+    drafter = _drafter(config, limits, model, executor, clock, report, taps)
     scheduler = make_scheduler(
         config,
         limits,
@@ -223,12 +219,12 @@ def _assembled(
         core=core,
         card=replace(
             _card(config, model, executor, max_num_seqs=limits.max_num_seqs),
-            max_draft_tokens=max_drafts,
+            max_draft_tokens=config.scheduler.max_draft_tokens,
             speculates=config.scheduler.speculate != "off",
         ),
         notes=(
             *memory.text().splitlines(),
-            *(part.note(memory.max_model_len) for part in (model.draft, model.heads) if part),
+            *([] if model.drafting is None else model.drafting.notes(memory.max_model_len)),
             *([] if tier is None else [tier.note]),
         ),
         step_tokens=model.step_limits.max_tokens,
@@ -266,10 +262,9 @@ def _sized_model(config: EngineConfig) -> _SizedModel:
             config.cache.kv_tier_host_bytes, executor_class.available_memory(), machine_memory()
         )
     limits = step_limits(config, executor_class)
-    heads = _sized_heads(config, spec, longest, checkpoint, executor_class)
-    draft = None if heads is not None else _sized_draft(config, spec, longest, executor_class)
-    needs = next((part.needs for part in (draft, heads) if part is not None), NO_DRAFT)
-    run = longest if heads is None else heads.tap(longest)
+    drafting = _sized_drafting(config, spec, longest, checkpoint, executor_class)
+    needs = NO_DRAFT if drafting is None else drafting.needs
+    run = longest if drafting is None else drafting.tap(longest)
     memory = _memory(config, spec, run, executor_class, limits, needs)
     return _SizedModel(
         folder=folder,
@@ -279,8 +274,7 @@ def _sized_model(config: EngineConfig) -> _SizedModel:
         executor_class=executor_class,
         step_limits=limits,
         memory=memory,
-        draft=draft,
-        heads=heads,
+        drafting=drafting,
         pooling=pooling,
     )
 
@@ -322,55 +316,32 @@ def _limits(config: EngineConfig, model: _SizedModel, num_layers: int) -> Schedu
     )
 
 
-def _sized_heads(
+def _sized_drafting(
     config: EngineConfig,
     spec: ModelSpec,
     program: Program,
     checkpoint: Checkpoint,
     executor_class: ExecutorClass,
-) -> SizedHeads | None:
-    settings = config.scheduler
-    if settings.speculate not in ("medusa", "eagle") and settings.draft_model is None:
+) -> SizedDrafting | None:
+    if not config.scheduler.has_drafting:
         return None
-    from quire.engine.assembly.heads import head_kind, sized_heads  # only where they are used
+    from quire.engine.assembly.drafting import sized_drafting  # only where it is used
 
-    kind = head_kind(config)
-    if kind is None:
-        return None
-    heads = sized_heads(config, kind, spec, program, checkpoint, executor_class)
-    for head in heads.files.programs:
-        executor_class.check_program(head)
-    return heads
+    drafting = sized_drafting(config, spec, program, checkpoint, executor_class)
+    drafting.check(executor_class)
+    return drafting
 
 
 def _runner_class(taps: Taps | None) -> Callable[..., ModelRunner]:
     if taps is None:
         return ModelRunner
-    from quire.engine.assembly.heads import runner_class
+    from quire.engine.assembly.heads import runner_class  # only where it is used
 
     return runner_class(taps)
 
 
-def _sized_draft(
-    config: EngineConfig, spec: ModelSpec, program: Program, executor_class: ExecutorClass
-) -> SizedDraft | SizedSelfDraft | None:
-    if config.scheduler.drafts_itself:
-        from quire.engine.assembly.self_draft_size import sized_self_draft
-
-        return sized_self_draft(config, program, executor_class)
-    if config.scheduler.speculate != "draft" and config.scheduler.draft_model is None:
-        return None
-    from quire.engine.assembly.draft_model import sized_draft  # only where it is used
-
-    draft = sized_draft(config, spec, executor_class)
-    if draft is not None:
-        executor_class.check_program(draft.program)
-    return draft
-
-
 def _drafter(
     config: EngineConfig,
-    max_drafts: int,
     limits: SchedulerLimits,
     model: _SizedModel,
     executor: Executor,
@@ -378,77 +349,37 @@ def _drafter(
     report: Report,
     taps: Taps | None,
 ) -> Drafter | None:
-    """Return the source of drafts, and load the draft model or the heads where there are some."""
+    """Return the source of drafts, and load what computes them where something does."""
+    max_drafts, drafting = config.scheduler.max_draft_tokens, model.drafting
     if not max_drafts:
         return None
-    return make_drafter(
+    make = partial(
+        make_drafter,
         max_drafts,
         num_slots=limits.max_num_seqs,
         vocab_size=model.spec.vocab_size,
         report=report,
-        model=_loaded_proposer(config, limits, model, executor, clock, taps),
-        drafter=_drafter_class(config),
     )
+    if drafting is None:
+        return make()
+    from quire.engine.assembly.drafting import loaded_proposer
 
-
-def _drafter_class(config: EngineConfig) -> type[Drafter]:
-    if not config.scheduler.drafts_itself:
-        return Drafter
-    from quire.speculative.self_draft import SelfDrafter
-
-    return SelfDrafter
-
-
-def _loaded_proposer(
-    config: EngineConfig,
-    limits: SchedulerLimits,
-    model: _SizedModel,
-    executor: Executor,
-    clock: Clock,
-    taps: Taps | None,
-) -> CostlyProposer | None:
-    """Load what computes drafts: the model's first layers, a draft model or heads; None without."""
-    if model.draft is None and model.heads is None:
-        return None
-    memory, executor_class = model.memory, model.executor_class
-    num_threads = num_compute_threads(config.executor.num_threads)
-    block_size = config.cache.block_size
-    if config.scheduler.drafts_itself:
-        from quire.engine.assembly.self_draft import load_self_draft
-
-        return load_self_draft(
-            cast("SizedSelfDraft", model.draft),
-            executor,
-            memory=memory,
-            block_size=block_size,
-            limits=limits,
-            num_threads=num_threads,
-            clock=clock,
-        )
     options = ExecutorOptions(
         limits=model.step_limits,
-        num_threads=num_threads,
+        num_threads=num_compute_threads(config.executor.num_threads),
         pack_cache=_pack_cache(config.executor),
-        beside=executor if limits.plans_in_flight == 1 else None,
     )
-    if model.heads is not None:
-        from quire.engine.assembly.heads import load_heads
-
-        assert taps is not None, "the runner keeps hidden states for heads"
-        return load_heads(
-            model.heads, taps, executor_class, options, memory=memory, limits=limits, clock=clock
-        )
-    from quire.engine.assembly.draft_model import load_draft
-
-    return load_draft(
-        cast("SizedDraft", model.draft),
-        executor_class,
+    proposer = loaded_proposer(
+        drafting,
+        executor,
+        model.executor_class,
         options,
-        memory=memory,
-        block_size=block_size,
+        memory=model.memory,
         limits=limits,
         clock=clock,
+        taps=taps,
     )
+    return make(proposer=proposer, drafter=drafting.drafter_class)
 
 
 def _watched(config: EngineConfig, executor: Executor) -> Callable[[Inbox], Inbox]:

@@ -22,10 +22,9 @@ from quire.base.sampling_params import SamplingParams
 from quire.base.token_table import TokenTable
 from quire.base.user_path import user_path
 from quire.config.groups import EngineConfig, ModelConfig
-from quire.config.memory import NO_DRAFT, DraftNeeds, MemoryPlan
+from quire.config.memory import DraftNeeds, MemoryPlan
 from quire.engine.assembly.model_files import model_folder
 from quire.engine.assembly.programs import engine_program
-from quire.engine.assembly.self_draft_size import sized_self_draft
 from quire.engine.assembly.vocabulary import model_tokenizer
 from quire.execute.executor import (
     ExecutorClass,
@@ -86,14 +85,6 @@ def draft_folder(config: EngineConfig) -> Path | None:
             "none"
         )
     return draft_box_path()
-
-
-def draft_needs(config: EngineConfig, spec: ModelSpec, sizing: ExecutorSizing) -> DraftNeeds:
-    """Return what the draft model of `config`, or drafting by itself, needs beside `spec`'s."""
-    if config.scheduler.drafts_itself:
-        return sized_self_draft(config, engine_program(config, spec, None), sizing).needs
-    draft = sized_draft(config, spec, sizing)
-    return NO_DRAFT if draft is None else draft.needs
 
 
 def sized_draft(config: EngineConfig, spec: ModelSpec, sizing: ExecutorSizing) -> SizedDraft | None:

@@ -11,7 +11,7 @@ from quire.speculative.control import AdaptiveControl
 from quire.speculative.drafter import Drafter
 from quire.speculative.ngram import NgramProposer
 from quire.speculative.prediction import PredictionProposer
-from quire.speculative.proposer import CostlyProposer
+from quire.speculative.proposer import Proposer
 
 
 def make_drafter(
@@ -20,15 +20,15 @@ def make_drafter(
     num_slots: int,
     vocab_size: int,
     report: Report,
-    model: CostlyProposer | None = None,
+    proposer: Proposer | None = None,
     drafter: type[Drafter] = Drafter,
 ) -> Drafter:
     """Return a source of up to max_drafts draft tokens a step for requests that speculate.
 
-    model: proposes in place of prompt lookup. drafter: the class of the source.
+    proposer: in place of prompt lookup. drafter: the class of the source.
     """
     return drafter(
-        NgramProposer(num_slots) if model is None else model,
+        NgramProposer(num_slots) if proposer is None else proposer,
         PredictionProposer(num_slots),
         AdaptiveControl(num_slots, max_drafts),
         num_slots=num_slots,

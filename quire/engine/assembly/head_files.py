@@ -7,14 +7,14 @@ these tables. Differences are listed together, with what the model needs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.base.errors import ModelError
+from quire.base.errors import ModelError, WeightsError
 from quire.base.regular_file import is_present
 from quire.base.show import show
 from quire.models.config_reader import ConfigReader, load_config
@@ -28,22 +28,30 @@ from quire.models.eagle import (
     EagleSpec,
     build_eagle,
     build_fuse,
+    flat_config,
     read_eagle,
     usual_taps,
 )
-from quire.models.medusa import build_medusa_head, head_tensors, read_medusa
+from quire.models.medusa import build_medusa_head, has_biases, head_tensors, read_medusa
 from quire.program.forms import IdSource
 from quire.program.ops import Embed
 from quire.program.program import Program
 from quire.program.taps import HEAD_INPUT, num_layers_of, with_head_input
 from quire.program.tensors import DType
 from quire.weights.binding import bind
-from quire.weights.checkpoint import Checkpoint, open_checkpoint
+from quire.weights.checkpoint import (
+    PICKLE_SUFFIXES,
+    SINGLE_FILE,
+    Checkpoint,
+    open_checkpoint,
+)
 from quire.weights.chosen_tensors import ChosenTensors
 
 Kind = Literal["medusa", "eagle"]
 KINDS: tuple[Kind, ...] = ("medusa", "eagle")
 MEDUSA_FILE = "medusa_lm_head.safetensors"
+# Architectures of heads that read one hidden state.
+OLDER_EAGLES = ("EAGLEModel", "EagleModel", "EagleLlamaForCausalLM", "EagleSpeculator")
 MAX_LISTED = 20
 
 
@@ -73,8 +81,15 @@ def kind_of(folder: Path) -> Kind | None:
     is_medusa = values.get("model_type") == "medusa" or "medusa_num_heads" in values
     if is_medusa or first == "MedusaModel":
         return "medusa"
-    is_eagle = "eagle3" in first.lower() or "draft_vocab_size" in values
-    return "eagle" if is_eagle else None
+    if "eagle3" in first.lower() or "draft_vocab_size" in values:
+        return "eagle"
+    if first in OLDER_EAGLES or values.get("model_type") == "eagle":
+        raise ModelError(
+            f"{folder}: these are heads of EAGLE 1 or 2 (architecture {show(first)}); EAGLE-3 "
+            "heads (with draft_vocab_size in config.json) and Medusa heads are read: take such "
+            "heads for this model, or train some with `python -m quire.train.eagle`"
+        )
+    return None
 
 
 def read_heads(
@@ -86,16 +101,36 @@ def read_heads(
     ModelError for heads of another model, ConfigError and WeightsError for damaged ones.
     """
     where = folder / "config.json"
-    config = ConfigReader(load_config(where), where=str(where))
+    values = load_config(where)
+    _check_weights(kind, folder)
     if kind == "medusa":
+        config = ConfigReader(values, where=str(where))
         return _medusa(folder, config, program, dtype)
+    config = ConfigReader(flat_config(values), where=str(where))
     return _eagle(folder, config, program, target, dtype)
+
+
+def _check_weights(kind: Kind, folder: Path) -> None:
+    """Raise WeightsError where all there is are pickles, with what converts them."""
+    files = sorted(file.name for file in folder.iterdir() if file.is_file())
+    pickles = [name for name in files if name.endswith(PICKLE_SUFFIXES)]
+    if not pickles or any(name.endswith(".safetensors") for name in files):
+        return
+    target = MEDUSA_FILE if kind == "medusa" else SINGLE_FILE
+    raise WeightsError(
+        f"{folder}: the weights of these {kind} heads are pickles ({', '.join(pickles[:3])}), "
+        "which are rejected because loading one can run any code it contains. Convert them in that "
+        "directory, with PyTorch and safetensors installed:\n"
+        f'  python -c "import torch, safetensors.torch as s; s.save_file({{n: t.contiguous() for '
+        f"n, t in torch.load('{pickles[0]}', weights_only=True).items()}}, '{target}')\""
+    )
 
 
 def _medusa(folder: Path, config: ConfigReader, program: Program, dtype: DType) -> HeadFiles:
     spec = read_medusa(config)
     has_own_file = is_present(folder / MEDUSA_FILE) and not is_present(folder / "model.safetensors")
     checkpoint = open_checkpoint(folder / MEDUSA_FILE if has_own_file else folder)
+    spec = replace(spec, has_bias=has_biases(checkpoint.names))
     heads = head_tensors(spec, checkpoint.names, str(folder))
     width = with_head_input(program).outputs[HEAD_INPUT].width
     head = build_medusa_head(spec, hidden_size=width, vocab_size=program.vocab_size, dtype=dtype)
@@ -144,7 +179,11 @@ def _eagle(
         spec, vocab_size=program.vocab_size, dtype=dtype, max_positions=max_positions
     )
     fuse = build_fuse(spec, columns=NUM_TAPS * width, vocab_size=program.vocab_size, dtype=dtype)
-    stored = {_canonical(name): name for name in checkpoint.names}
+    stored = {
+        _canonical(name): name
+        for name in checkpoint.names
+        if not name.endswith("rotary_emb.inv_freq")  # computed from config.json
+    }
     names = {ours: stored[theirs] for theirs, ours in SOURCES.items() if theirs in stored}
     problems += [
         f"{show(name)} is no tensor of an EAGLE-3 head"

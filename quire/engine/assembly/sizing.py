@@ -6,6 +6,8 @@ call the same functions, so they agree.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from quire.config.groups import EngineConfig
 from quire.config.memory import NO_DRAFT, DraftNeeds, MemoryNeeds
 from quire.execute.executor import ExecutorSizing, StepLimits
@@ -39,9 +41,11 @@ def memory_needs(
 ) -> MemoryNeeds:
     """Return what `program` needs in memory, as plan_memory takes it.
 
-    device_is_own: the device's memory is not the host's. draft: what a draft model needs.
+    device_is_own: the device's memory is not the host's. draft: what drafts need.
     """
     needed = sizing.memory_for(program, limits)
+    if device_is_own:  # a history is in host memory
+        draft = replace(draft, history_bytes=0)
     buffer_bytes = 0
     if config.cache.has_tier:
         from quire.engine.assembly.tier import moving_bytes  # only where a tier is used

@@ -86,6 +86,9 @@ class DraftRows(StepExtension):
         self.was_used = False
         self.rejected: Int32s = np.zeros(0, np.int32)
         self._drafting_ms = 0.0  # of the source, when it was asked last
+        # Of the last step with drafts, until it is verified: its time, what it is predicted to take
+        # without drafts, and what computing them took.
+        self._timed: tuple[float, float, float] | None = None
 
     def took(self, plan: StepPlan, ms: float) -> float:
         """Note that a plan took `ms`; return what the cost model may learn from it: 0 for nothing.
@@ -93,13 +96,17 @@ class DraftRows(StepExtension):
         Passes of a draft model are no cost of rows, and steps with drafts have prices of their own.
         """
         before, self._drafting_ms = self._drafting_ms, self._source.drafting_ms
-        ms -= self._drafting_ms - before
-        predicted = self._predicted.pop(plan.step, None)
+        computed_ms = self._drafting_ms - before
+        ms -= computed_ms
+        predicted = self._predicted.pop(plan.step, None) if self._predicted else None
         if predicted is None:
             self._knows_plain = self._knows_plain or bool((plan.counts == 1).all())
+            if computed_ms or self._source.notes_plain_steps:
+                self._source.note_step(ms, None, computed_ms)
             return ms
         if self._knows_plain:  # before, the prediction that drafts are compared with is a guess
             self._prices.note(predicted, ms)
+            self._timed = (ms, predicted.plain_ms, computed_ms)
         return 0.0
 
     @property
@@ -120,6 +127,8 @@ class DraftRows(StepExtension):
         """Let requests that will speculate wait until their last token is known."""
         batch = self._batch
         if batch.active is not self._active:
+            if self._source.learns:
+                self._learn_outputs()
             self._enter_slots()
         if not self._overlaps or not self.is_active:
             return
@@ -136,13 +145,15 @@ class DraftRows(StepExtension):
         batch = self._batch
         if batch.active is not self._active:  # requests were admitted in this step
             self._enter_slots()
-        if not (self._num_speculating and step.builder.has_rows) or self._source.skips_step():
+        if not self._num_speculating or self._source.skips_step(batch.tokens):
+            return
+        if not step.builder.has_rows:
             return
         rows = Rows(*step.builder.joined_rows())
         limits = self._limits(rows.slot_index, rows.ends)
         can = (rows.ends == batch.tokens.lengths[rows.slot_index]) & (limits > 0)
         can &= (rows.counts == 1) & (rows.sample_counts == 1)
-        num_able = np.count_nonzero(can)
+        num_able = int(np.add.reduce(can))
         if not num_able or step.budget.spent:
             return
         index, ends, places = rows.slot_index, rows.ends, None
@@ -168,13 +179,13 @@ class DraftRows(StepExtension):
         fits = step.budget.allot(ends, counts)
         fits = np.minimum(fits, self._blocks(step, index, ends, fits))
         has_drafts = fits > 0
-        if not has_drafts.any():
+        if not np.logical_or.reduce(has_drafts):
             return
         if self._kv_source is not None:  # blocks in which the next drafts can be computed
             grows, room = index[has_drafts], self._batch.ceiling[index] - ends
             ahead = np.minimum(fits + 1 + self._source.max_drafts, room)
             self._blocks(step, grows, ends[has_drafts], ahead[has_drafts])
-        if (fits < counts).any():
+        if np.logical_or.reduce(fits < counts):
             in_fit = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
             ids = ids[in_fit < np.repeat(fits, counts)]
         of_rows = fits
@@ -189,7 +200,7 @@ class DraftRows(StepExtension):
         if len(self._predicted) > MAX_PREDICTED:  # left by steps with errors, which teach nothing
             self._predicted.clear()
         self._predicted[step.builder.step] = DraftedStep(
-            int(np.count_nonzero(has_drafts)),
+            int(np.add.reduce(has_drafts)),
             cost().step_ms,
             float(self._drafts_ms(ends) @ fits),
         )
@@ -209,7 +220,7 @@ class DraftRows(StepExtension):
             drafted, accepted = drafted[rows], accepted[rows]
             index, starts = index[rows], starts[rows]
         has_drafts = drafted > 0
-        if not has_drafts.all():
+        if not np.logical_and.reduce(has_drafts):
             drafted, accepted = drafted[has_drafts], accepted[has_drafts]
             index, starts = index[has_drafts], starts[has_drafts]
         self.was_used = True
@@ -222,7 +233,21 @@ class DraftRows(StepExtension):
             self._stats.count(num, good)
         slots = index.astype(np.intp)
         self._source.verified(slots, drafted, accepted)
+        if self._timed is not None:
+            self._note_gain(*self._timed, plan, int(np.add.reduce(accepted)))
         return VerifiedRows(slots, starts, accepted)
+
+    def _note_gain(
+        self, ms: float, plain_ms: float, computed_ms: float, plan: StepPlan, num_accepted: int
+    ) -> None:
+        """Let the source know what the accepted drafts of a step gained: as much time as so many
+        tokens take without drafts, less what the step took longer."""
+        self._timed = None
+        gained_ms, num_rows = 0.0, len(plan.slots)
+        num_known = int(np.add.reduce(plan.counts)) - len(plan.draft_ids)
+        if num_known == num_rows:  # the predicted time of a prompt is a rough guess
+            gained_ms = num_accepted * plain_ms / num_rows - (ms - plain_ms)
+        self._source.note_step(plain_ms, gained_ms, computed_ms)
 
     def advance(self, verified: VerifiedRows) -> None:
         """Count the accepted positions as computed. The runs were appended."""
@@ -238,6 +263,18 @@ class DraftRows(StepExtension):
         flight yield is open."""
         self._batch.goal[index] = self._batch.scheduled[index]
         self._batch.forget_totals()
+
+    def _learn_outputs(self) -> None:
+        """Note the outputs of requests that have ended since the last step.
+
+        Their rows of the table are intact as long as no request was admitted.
+        """
+        tokens = self._batch.tokens
+        for slot, known in enumerate(self._sequences):
+            if known is None or known.alive or not self._max_drafts[slot]:
+                continue
+            begin, end = known.num_prompt_tokens, int(tokens.lengths[slot])
+            self._source.learn(slot, tokens.tokens[slot, begin:end])
 
     def _enter_slots(self) -> None:
         """Note which requests are in the slots now."""
@@ -274,7 +311,7 @@ class DraftRows(StepExtension):
     def _cost(self, rows: Rows, ends: Int32s) -> DraftCost:
         price, prices = self._speed.latest, self._prices
         rows_ms = float(np.add.reduce(price.rows_ms(rows.starts, rows.counts)))
-        num_sampled = int(np.count_nonzero(rows.sample_counts))
+        num_sampled = int(np.add.reduce(rows.sample_counts > 0))
         return DraftCost(
             step_ms=price.fixed_ms + rows_ms + num_sampled * price.score_ms,
             step_tokens=num_sampled,

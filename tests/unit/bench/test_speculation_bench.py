@@ -99,6 +99,17 @@ def test_words_of_a_text_keep_their_ids() -> None:
     assert all(256 <= token_id < 1000 for token_id in ids)
 
 
+def test_cells_of_a_line_are_together_whatever_their_order() -> None:
+    found = {"speedups": {"auto": 1.0}, "acceptance": None, "control_of_best": 1.0}
+    cells = [
+        cell for cell in all_cells() if cell.part in ("small", "history") and cell.model != "box"
+    ]
+    lines = speculation_rows({"cells": {cell.name: found for cell in cells}})
+    assert len(lines) == 2 * 3 + 2 + 1  # proposers, temperatures; shapes; the control
+    assert all(line.count("batch") == 4 for line in lines[:6])
+    assert "earlier answers" in lines[-2]
+
+
 def test_lines_show_speeds_goals_and_what_was_refused() -> None:
     def found(speedup: float, control: float) -> dict[str, Any]:
         speedups = {"auto": speedup, "k4": 1.0}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,9 @@ from quire.base.scheduling_params import SchedulingParams
 from quire.base.speculation_params import SpeculationParams
 from quire.config.flags import engine_config
 from quire.engine.assembly.heads import sized_heads
+from quire.models.eagle import TAP_KEY
 from quire.speculative.control import AdaptiveControl
+from quire.speculative.draft_balance import DraftBalance
 from quire.speculative.eagle import EagleProposer
 from quire.speculative.medusa import MedusaProposer
 from quire.train.tensor_file import write_tensors
@@ -60,6 +64,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     for proposer in (MedusaProposer, EagleProposer):
         monkeypatch.setattr(proposer, "propose", watching(proposer.propose))
     monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
+    monkeypatch.setattr(DraftBalance, "_add", lambda self, gained_ms, step_ms: None)
     return seen
 
 
@@ -210,7 +215,7 @@ def test_settings_that_contradict_the_files_are_refused(model: Path, tmp_path: P
         LLM(model, speculate="medusa", **SETTINGS)
     pickled = write_medusa(tmp_path / "pickled", tensors)
     (pickled / "model.safetensors").rename(pickled / "medusa_lm_head.pt")
-    with pytest.raises(WeightsError, match=r"the weights are pickles .medusa_lm_head.pt."):
+    with pytest.raises(WeightsError, match=r"(?s)pickles .medusa_lm_head.pt.*'medusa_lm_head.saf"):
         LLM(model, speculate="medusa", draft_model=str(pickled), **SETTINGS)
 
 
@@ -286,6 +291,7 @@ def test_both_executors_draft_alike(deep_model: Path, eagle: Path, watched: Watc
         ({}, {"vocab_size": 300}, "vocab_size in config.json is 300; the model's is 307"),
         ({}, {"target_hidden_size": 64}, "target_hidden_size in config.json is 64"),
         ({}, {"eagle_config": None}, "the model has 3 layers, too few for the usual"),
+        ({}, {"eagle_config": {TAP_KEY: []}}, "the model has 3 layers, too few for the usual"),
         (
             {},
             {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]},
@@ -316,7 +322,9 @@ def test_eagle_heads_of_another_model_are_refused(
     ("config", "message"),
     [
         ({"num_hidden_layers": 2}, "num_hidden_layers is 2: heads of one layer"),
-        ({"eagle_aux_hidden_state_layer_ids": [0, 2, 2]}, "3 different numbers from 1"),
+        ({TAP_KEY: [0, 2, 2]}, "3 different numbers from 1"),
+        ({"eagle_config": {TAP_KEY: [0, 1]}}, "eagle_config.*3 different numbers from 0"),
+        ({"norm_before_fc": True}, "heads that norm hidden states are not supported"),
         ({"attention_bias": True}, "heads with biases are not supported"),
         ({"rope_scaling": {"rope_type": "curly"}}, "curly"),
     ],
@@ -380,6 +388,7 @@ def test_the_built_in_head_drafts_for_the_built_in_model(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(EagleProposer, "verified", counted)
     monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
+    monkeypatch.setattr(DraftBalance, "_add", lambda self, gained_ms, step_ms: None)
     prompts = ["Write a story about a cat.", "What can a boat do?"]
     sampling = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
     with LLM(speculate="eagle", max_draft_tokens=3, threads=1, max_num_seqs=2) as llm:
@@ -389,3 +398,65 @@ def test_the_built_in_head_drafts_for_the_built_in_model(monkeypatch: pytest.Mon
     drafted, accepted = counts.tolist()
     assert drafted > 50
     assert accepted > 0.25 * drafted
+
+
+def test_heads_of_older_kinds_and_pickles_say_what_to_do(deep_model: Path, tmp_path: Path) -> None:
+    tensors = eagle_tensors(hidden_size=HIDDEN, vocab_size=VOCAB)
+    folder = write_eagle(tmp_path / "pickled", tensors, vocab_size=VOCAB)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(WeightsError, match=r"(?s)pickles \(pytorch_model.bin\).*weights_only=True"):
+        LLM(deep_model, speculate="eagle", draft_model=str(folder), **SETTINGS)
+    older = tmp_path / "older"
+    older.mkdir()
+    for config in ({"architectures": ["EAGLEModel"]}, {"model_type": "eagle"}):
+        (older / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ModelError, match="heads of EAGLE 1 or 2"):
+            LLM(deep_model, speculate="eagle", draft_model=str(older), **SETTINGS)
+
+
+def test_heads_of_the_speculators_library_are_read(
+    deep_model: Path, eagle: Path, tmp_path: Path, watched: Watched
+) -> None:
+    tensors = eagle_tensors(hidden_size=HIDDEN, vocab_size=VOCAB)
+    other = write_eagle(tmp_path, tensors, vocab_size=VOCAB)
+    config = json.loads((other / "config.json").read_text())
+    top = {name: config.pop(name) for name in ("draft_vocab_size", TAP_KEY) if name in config}
+    taps = config.pop("eagle_config", {}).get(TAP_KEY)
+    if taps is not None:  # there they count layers after which hidden states are read
+        top[TAP_KEY] = [one + 1 for one in taps]
+    top |= {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}
+    nested = {"torch_dtype": None, **config}
+    (other / "config.json").write_text(
+        json.dumps({**top, "target_hidden_size": None, "transformer_layer_config": nested})
+    )
+    renamed = {name.replace("midlayer.", "layers.0."): one for name, one in tensors.items()}
+    renamed["layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    write_tensors(other / "model.safetensors", renamed, {})
+    drafts = []
+    for folder in (eagle, other):
+        with LLM(deep_model, speculate="eagle", draft_model=str(folder), **SETTINGS) as llm:
+            watched.drafts.clear()
+            llm.generate([PROMPTS[0]], SAMPLING[0])
+            drafts.append(watched.drafts.copy())
+    assert drafts[0] == drafts[1]
+    assert drafts[0]
+
+
+def test_medusa_heads_for_vllm_are_read(model: Path, tmp_path: Path, watched: Watched) -> None:
+    tensors = {}
+    for name, tensor in copying_heads(model, 2).items():
+        head, layer = re.findall(r"([0-9]+)\.([0-9]+)\.", name)[0]
+        if "linear" not in name:
+            tensors[f"lm_heads.{head}.weight"] = tensor
+        elif "weight" in name:  # there is no bias
+            tensors[f"blocks.{head}.layers.{layer}.weight"] = tensor
+    write_tensors(tmp_path / "model.safetensors", tensors, {})
+    folder = tmp_path
+    config = {"architectures": ["MedusaModel"], "model_type": "medusa", "num_heads": 2}
+    config |= {"num_hidden_layers": 1, "hidden_size": HIDDEN, "vocab_size": VOCAB}
+    (folder / "config.json").write_text(json.dumps(config))
+    with LLM(model, speculate="medusa", draft_model=str(folder), **SETTINGS) as llm:
+        watched.drafts.clear()
+        llm.generate([PROMPTS[0]], SAMPLING[0])
+    assert len(watched.drafts) > 10
+    assert all(set(drafts) == {last} for last, drafts in watched.drafts)

@@ -14,6 +14,7 @@ from quire.base.scheduling_params import SchedulingParams
 from quire.base.speculation_params import SpeculationParams
 from quire.config.flags import engine_config
 from quire.speculative.control import AdaptiveControl
+from quire.speculative.draft_balance import DraftBalance
 from quire.speculative.drafter import Drafter
 
 PROMPTS = [[5, 6, 7, 8, 9] * 4, [20, 21, 22], [5, 6, 7, 8]]
@@ -56,6 +57,7 @@ def test_answers_are_those_without_speculation(
     monkeypatch.setattr(Drafter, "verified", watched)
     # All drafts, whatever they cost on this machine.
     monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
+    monkeypatch.setattr(DraftBalance, "_add", lambda self, gained_ms, step_ms: None)
     plain = generated(drafting, terms_of(is_on=False))
     assert not accepted
     assert generated(drafting, None) == plain
@@ -74,3 +76,50 @@ def test_what_cannot_be_had_is_refused_at_the_start() -> None:
         engine_config({"model": "x", "speculate": "ngram", "max_draft_tokens": 0})
     with pytest.raises(SettingError, match="it must be 0 to 64"):
         engine_config({"model": "x", "max_draft_tokens": 65})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"speculate": "draft"}, "speculate_history_tokens is 64 and speculate is draft"),
+        ({"speculate": "self"}, "speculate_history_tokens is 64 and speculate is self"),
+        ({"draft_model": "y"}, "something else than prompt lookup drafts"),
+        ({"self_draft_layers": 1}, "something else than prompt lookup drafts"),
+        ({"max_draft_tokens": 0}, "speculate_history_tokens is 64 and max_draft_tokens is 0"),
+        ({"speculate_history_tokens": -1}, "speculate_history_tokens is -1"),
+        ({"speculate_history_tokens": 1 << 25}, "at most 16777216 is allowed"),
+    ],
+)
+def test_a_history_that_would_never_be_used_is_refused(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SettingError, match=message):
+        engine_config({"model": "x", "speculate_history_tokens": 64, **settings})
+
+
+def test_earlier_answers_are_proposed_within_a_tenant(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
+    monkeypatch.setattr(DraftBalance, "_add", lambda self, gained_ms, step_ms: None)
+    verified, accepted = Drafter.verified, [0]
+
+    def watched(self: Drafter, index: Any, drafted: Any, good: Any) -> None:
+        accepted[-1] += int(good.sum())
+        verified(self, index, drafted, good)
+
+    monkeypatch.setattr(Drafter, "verified", watched)
+    sampling = SamplingParams(temperature=1.0, max_tokens=40, seed=3, ignore_eos=True)
+    off = SchedulingParams(speculation=SpeculationParams(is_on=False))
+    settings: dict[str, Any] = {"threads": 1, "max_num_seqs": 4, "speculate": "ngram"}
+    with LLM(model, speculate_history_tokens=100, **settings) as llm:
+        assert "history of answers" in llm.memory_text
+        answers = []
+        for terms in (off, *(SchedulingParams(tenant=name) for name in ("a", "a", "b", "a"))):
+            [answer] = llm.generate([[5, 6, 7]], sampling, terms=terms)
+            answers.append(answer.outputs[0].token_ids)
+            accepted.append(0)
+    assert answers == [answers[0]] * 5
+    assert accepted[0] == 0
+    assert min(accepted[2], accepted[4]) >= 25  # of 40 tokens
+    assert max(accepted[1], accepted[3]) <= 5

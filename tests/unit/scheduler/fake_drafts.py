@@ -29,6 +29,8 @@ class FakeDrafts:
     ) -> None:
         self.max_drafts = max_drafts
         self.drafting_ms = 0.0
+        self.learns = self.notes_plain_steps = True
+        self.learned: list[tuple[str, list[int]]] = []  # of which requests, and what
         self.reports: list[tuple[int, int]] = []  # drafted and accepted, by row
         self._answer, self._right = answer, right
         self._random = Random(max_drafts)
@@ -41,8 +43,17 @@ class FakeDrafts:
     def end(self, slot: int) -> None:
         del self._live[slot]
 
-    def skips_step(self) -> bool:
+    def skips_step(self, tokens: TokenTable) -> bool:
         return False
+
+    def learn(self, slot: int, output: Int32s) -> None:
+        request, answer = self._live[slot]
+        self.learned.append((request.request_id, output.tolist()))
+        assert output.tolist() == list(answer[: len(output)])
+
+    def note_step(self, step_ms: float, gained_ms: float | None, computed_ms: float) -> None:
+        assert step_ms >= 0.0
+        assert computed_ms >= 0.0
 
     def would_propose(
         self, tokens: TokenTable, index: NDArray[np.intp], limits: Int32s

@@ -180,7 +180,7 @@ def test_acceptance_is_read_from_recorded_plans(tmp_path: Path) -> None:
         recorded_rates(damaged)
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("rate", [0.0, 0.5, 0.8, 0.9])
 @pytest.mark.parametrize("running", [1, 4])
 def test_the_control_is_about_as_good_as_the_best_fixed_number(
     running: int, rate: float, monkeypatch: pytest.MonkeyPatch
@@ -203,4 +203,4 @@ def test_the_control_is_about_as_good_as_the_best_fixed_number(
     best_ms = min(
         busy_ms(None), *(busy_ms(lambda *_, num=num: FixedControl(num)) for num in (1, 2, 4))
     )
-    assert busy_ms(AdaptiveControl) <= best_ms / 0.95
+    assert busy_ms(AdaptiveControl) <= best_ms / 0.97

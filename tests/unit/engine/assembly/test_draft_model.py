@@ -22,6 +22,7 @@ from quire.execute.native import NativeExecutor
 from quire.models.model_folder import draft_box_path
 from quire.models.registry import open_model
 from quire.speculative.control import AdaptiveControl
+from quire.speculative.draft_balance import DraftBalance
 from quire.speculative.drafter import Drafter
 from tests.gguf_convert import write_gguf_of
 from tests.tiny_models import write_tiny_llama
@@ -56,6 +57,7 @@ def all_drafts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     monkeypatch.setattr(Drafter, "verified", watched)
     monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
+    monkeypatch.setattr(DraftBalance, "_add", lambda self, gained_ms, step_ms: None)
     return counts
 
 

@@ -14,13 +14,14 @@ from quire.base.speculation_params import SpeculationParams
 from quire.config.flags import engine_config
 from quire.config.machine import MachineMemory
 from quire.config.memory import plan_memory
-from quire.engine.assembly.draft_model import draft_needs
+from quire.engine.assembly.drafting import sized_drafting
 from quire.engine.assembly.programs import engine_program
 from quire.engine.assembly.self_draft_size import sized_self_draft
 from quire.engine.assembly.sizing import memory_needs, step_limits
 from quire.execute.native import NativeExecutor
 from quire.models.registry import open_model
 from quire.speculative.control import AdaptiveControl
+from quire.speculative.draft_balance import DraftBalance
 from quire.speculative.drafter import Drafter
 from quire.speculative.self_draft import SelfProposer
 from tests.tiny_models import write_tiny_llama
@@ -54,6 +55,7 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     monkeypatch.setattr(Drafter, "verified", watched)
     monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
+    monkeypatch.setattr(DraftBalance, "_add", lambda self, gained_ms, step_ms: None)
     return counts
 
 
@@ -125,12 +127,13 @@ def test_a_fifth_of_the_layers_drafts_by_default(deep: Path) -> None:
 def test_buffers_of_passes_are_all_that_the_memory_plan_adds(deep: Path) -> None:
     config = engine_config({"model": str(deep), **SETTINGS, "kv_cache_memory": "1MiB"})
     spec = open_model(deep)
-    needs = draft_needs(config, spec, NativeExecutor)
+    program = engine_program(config, spec, None)
+    needs = sized_drafting(config, spec, program, None, NativeExecutor).needs
     assert (needs.weights_bytes, needs.token_bytes) == (0, 0)
     assert needs.step_bytes > 0
     sized = memory_needs(
         config,
-        engine_program(config, spec, None),
+        program,
         NativeExecutor,
         step_limits(config, NativeExecutor),
         model_max_len=64,

@@ -1,0 +1,56 @@
+"""DraftBalance: whether drafts gained more time lately than they cost, as it was measured.
+
+Probabilities and prices can be wrong, and drafts that are tried to learn them cost time. So what
+drafts gained and lost is added up, and where the sum is not positive, none are made for a while: a
+small share of the time without drafts is what may be lost by trying. The first passes of a draft
+model over a prompt are an investment: their time is counted over the steps that follow. Knows no
+clock: times are arguments. Always holds: drafts lose little more than LOSS_SHARE of the time in the
+long run, and for each time that they stop paying, what they gained last.
+"""
+
+from __future__ import annotations
+
+# Of the time of steps without drafts, what may be lost by trying drafts again.
+LOSS_SHARE = 0.01
+# Gains and losses are remembered up to the time of so many steps, and a step counts as a loss of so
+# many at most: it may have been held up by something else.
+MAX_GAIN_STEPS, MAX_LOSS_STEPS, MAX_LOST_STEPS = 16.0, 3.0, 2.0
+# Of the time that computing drafts took, a step counts so much of what is not counted yet.
+PAID_PER_STEP = 1 / 64
+
+
+class DraftBalance:
+    """Begins as if some steps had been gained, so that several are tried.
+
+    allows_drafts: whether they gained more than they lost. is_settled: no step without drafts
+    changes anything.
+    """
+
+    def __init__(self) -> None:
+        self.allows_drafts = self.is_settled = True
+        self._ms = self._unpaid_ms = 0.0
+        self._is_new = True
+
+    def drafted(self, gained_ms: float, step_ms: float) -> None:
+        """Note a step with drafts, which would have taken `step_ms` without. A loss is negative."""
+        self._add(max(gained_ms, -MAX_LOST_STEPS * step_ms), step_ms)
+
+    def plain(self, step_ms: float) -> None:
+        """Note a step without drafts."""
+        if not self.is_settled:
+            self._add(LOSS_SHARE * step_ms, step_ms)
+
+    def computed(self, ms: float) -> None:
+        """Note that computing drafts took so long."""
+        self._unpaid_ms += ms
+        self.is_settled = False
+
+    def _add(self, gained_ms: float, step_ms: float) -> None:
+        if self._is_new:
+            self._is_new, self._ms = False, MAX_GAIN_STEPS * step_ms
+        due_ms = PAID_PER_STEP * self._unpaid_ms
+        self._unpaid_ms = self._unpaid_ms - due_ms if due_ms > 1e-3 * step_ms else 0.0
+        ms = self._ms + gained_ms - due_ms
+        self._ms = min(max(ms, -MAX_LOSS_STEPS * step_ms), MAX_GAIN_STEPS * step_ms)
+        self.allows_drafts = self._ms > 0.0
+        self.is_settled = self.allows_drafts and not self._unpaid_ms
