@@ -4,7 +4,7 @@
 
 CPU seconds mean the same on a loaded machine, so this is how the cost of a change to the suite is
 measured. The time of a process that is still running counts where it is used: a server shared by
-files is no cost of the file that ends it. QUIRE_SUITE_COST=test prints each test instead of each
+files is no cost of the file that ends it. SUITE_COST=test prints each test instead of each
 file. Knows no test. Always holds: the time of a process that its parent did not wait for, because
 the parent was killed, is counted up to the last look at it only.
 """
@@ -75,7 +75,7 @@ class SuiteCost:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Collect, in the process that reports."""
-        by_test = os.environ.get("QUIRE_SUITE_COST") == "test"
+        by_test = os.environ.get("SUITE_COST") == "test"
         name = report.nodeid if by_test else report.nodeid.partition("::")[0]
         for key, seconds in report.user_properties:
             if key == NAME and isinstance(seconds, float) and report.when == "teardown":
