@@ -16,6 +16,7 @@ opened nothing, so a fork of it is a fresh start. It ends with the process that 
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import gc
 import json
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).parents[2]
+GIVE_UP_S = 60.0
 ENGINE, WORKER = "quire.engine.process.main", "quire.api.workers.worker"
 # What a server, its engine and its workers import; the rest comes with these.
 MODULES = (
@@ -44,6 +46,7 @@ MODULES = (
     ENGINE,
     WORKER,
 )
+WORKERS_FLAG = "--api-processes"  # its value is the next word
 _MAX_BYTES = 1 << 17
 _MAX_DESCRIPTORS = 16
 _ABOVE = 200  # descriptors that a process receives are first moved beyond those it needs
@@ -114,6 +117,11 @@ class Loader:
         self._orders.send(json.dumps({"reap": pid}).encode())
         return self._answer()
 
+    def close(self) -> None:
+        """End the process."""
+        self._orders.close()
+        self.process.wait(GIVE_UP_S)
+
     def _answer(self) -> int:
         raw = self._orders.recv(_MAX_BYTES)
         assert raw, f"the preloading process has ended: {self.process.wait()}"
@@ -122,7 +130,9 @@ class Loader:
 
 @lru_cache(maxsize=1)
 def _loader() -> Loader:
-    return Loader()
+    loader = Loader()
+    atexit.register(loader.close)
+    return loader
 
 
 def start(words: Sequence[str], out: IO[str], err: IO[str]) -> Preloaded:
@@ -178,9 +188,6 @@ def _serve(words: list[str], environment: Mapping[str, str], descriptors: list[i
     sys.argv = ["quire", *words]
     code: int = import_module("quire.cli.main").main(words)
     return code
-
-
-WORKERS_FLAG = "--api-processes"
 
 
 @dataclass(frozen=True, slots=True)

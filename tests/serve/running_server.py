@@ -35,8 +35,8 @@ ROOT = Path(__file__).parents[2]
 class RunningServer:
     """A server at a free loopback port; ready once constructed, unless wait is False.
 
-    Its modules are preloaded (preloaded.py), unless it is started for its start: with fresh, without
-    wait, or with an environment or a limit of its own.
+    Its modules are preloaded (preloaded.py), except with `fresh`, without `wait`, and with its own
+    environment or limit of files.
     """
 
     def __init__(
