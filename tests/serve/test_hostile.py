@@ -21,6 +21,8 @@ COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/gener
 ASKED = [{"role": "user", "content": "a"}]
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 MAX_MESSAGE_CHARS = 3000
+# On a machine with many times as much work as cores the limit of time may be reached first.
+BEYOND_TIME = "was not compiled within"
 
 
 def doubling(keyword: str, depth: int) -> dict[str, Any]:
@@ -91,7 +93,8 @@ def test_a_hostile_grammar_is_rejected(beside_a_healthy_stream: RunningServer, c
     body = {"prompt": "a", "max_tokens": 2, "structured_outputs": {form: value}}
     status, answer = beside_a_healthy_stream.post(COMPLETIONS, body)
     assert (status, answer["error"]["param"]) == (400, "structured_outputs"), answer
-    assert words in answer["error"]["message"]
+    message = answer["error"]["message"]
+    assert words in message or BEYOND_TIME in message
     assert len(answer["error"]["message"]) < MAX_MESSAGE_CHARS
     assert "backtrace" not in answer["error"]["message"]
 
