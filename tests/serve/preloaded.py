@@ -170,7 +170,7 @@ def main() -> int:
 def _serve(words: list[str], environment: Mapping[str, str], descriptors: list[int]) -> int:
     """Be the server of an order; or one of its children, which it forks first."""
     _become(environment, dict(zip((1, 2), descriptors, strict=True)))
-    num_workers = int(words[words.index("--api-processes") + 1]) if WORKERS_FLAG in words else 1
+    num_workers = int(words[words.index(WORKERS_FLAG) + 1]) if WORKERS_FLAG in words else 1
     modules = [ENGINE] + [WORKER] * num_workers * (num_workers > 1)
     waiting: list[_Waiting] = []
     for module in modules:
