@@ -11,7 +11,7 @@ STAMP   = $(VENV)/.quire
 COMPILER = $(shell for c in $${CXX:-c++ g++ clang++}; do command -v $$c && break; done 2>/dev/null)
 NATIVE  = CMakeLists.txt pyproject.toml $(shell find native -name '*.cc' -o -name '*.h')
 
-.PHONY: demo test lint docs parity gpu fuzz browser clients clients-installed bench clean help
+.PHONY: demo test exact lint docs parity gpu fuzz browser clients clients-installed bench clean help
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | sort
@@ -21,6 +21,10 @@ demo: $(STAMP)-run  ## set up, start the server, stream an answer, shut down
 
 test: $(STAMP)-test  ## set up and run the default test suite
 	@$(BIN)/python -m pytest -n 3 --dist loadfile
+
+exact: $(STAMP)-test  ## several times as many drawn cases of exactness and of the scheduler
+	@QUIRE_EXACT_CASES=400 QUIRE_EXACT_RANK_CASES=40 QUIRE_DRAWN_CASES=300 \
+		$(BIN)/python -m pytest -n 3 --dist loadfile tests/exact tests/unit/scheduler
 
 lint: $(STAMP)-lint  ## formatter, linter, types, import contracts, prose
 	@$(BIN)/ruff format --check .

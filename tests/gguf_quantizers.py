@@ -16,7 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 Float32s = NDArray[np.float32]
+Float64s = NDArray[np.float64]
+Codes = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
 F = np.float32
+MAX_BLOCKS = 1 << 14  # encoded at once, which bounds the memory
+SHIFTS_OF_TWO = np.arange(0, 8, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,145 +161,139 @@ def scalar_values(kind: str, block: bytes) -> list[np.float32]:
     return readers[kind](block) if kind in readers else _small(kind, block)
 
 
-# ---- encoding
+# ---- encoding, of all blocks [blocks, elements] at once
 
 
 def quantized(values: Float32s, kind: str) -> bytes:
     """Quantize rows of blocks; the last dimension must be a multiple of the block."""
-    writers: dict[str, Callable[[Float32s], bytes]] = {
+    writers: dict[str, Callable[[Float32s], Bytes]] = {
         "Q2_K": _to_q2_k, "Q3_K": _to_q3_k, "Q4_K": _to_q4_k, "Q5_K": _to_q5_k, "Q6_K": _to_q6_k,
     }  # fmt: skip
-    size = BLOCKS[kind].size
-    runs = np.ascontiguousarray(values, np.float32).reshape(-1, size)
+    runs = np.ascontiguousarray(values, np.float32).reshape(-1, BLOCKS[kind].size)
     write = writers.get(kind) or partial(_to_small, kind)
-    written: dict[bytes, bytes] = {}  # large weights repeat values (see tiny_models)
-    blocks = []
-    for run in runs:
-        content = run.tobytes()
-        if content not in written:
-            written[content] = write(run)
-        blocks.append(written[content])
-    return b"".join(blocks)
+    parts = (runs[at : at + MAX_BLOCKS] for at in range(0, len(runs), MAX_BLOCKS))
+    return b"".join(write(part).tobytes() for part in parts)
 
 
-def _stored_half(value: float) -> tuple[bytes, float]:
-    half = np.float16(value)
-    return half.tobytes(), float(half)
+def _stored_halves(values: Float64s) -> tuple[Bytes, Float64s]:
+    """Return float16s as bytes [blocks, 2], and their values."""
+    halves = values.astype(np.float16)
+    return halves[:, None].view(np.uint8), halves.astype(np.float64)
 
 
-def _codes(values: Float32s, scale: float, low: int, high: int, offset: float = 0.0) -> list[int]:
-    if scale == 0:
-        return [max(low, 0)] * len(values)
-    return [int(code) for code in np.clip(np.rint((values - offset) / scale), low, high)]
+def _codes(
+    values: Float32s, scales: Float64s, low: int, high: int, offsets: Float64s | None = None
+) -> Codes:
+    """Return codes of values [..., elements], by scale and offset [...]."""
+    scale = scales.astype(np.float32)[..., None]
+    if offsets is not None:
+        values = values - offsets.astype(np.float32)[..., None]
+    scaled = np.divide(values, scale, out=np.zeros_like(values), where=scale != 0)
+    return np.clip(np.rint(scaled), low, high).astype(np.int64)
 
 
-def _packed_nibbles(codes: list[int], run: int) -> bytes:
+def _packed_nibbles(codes: Codes, run: int) -> Bytes:
     """Pack codes i and i + run of each 2 * run into a byte."""
-    return bytes(
-        codes[start + at] & 15 | (codes[start + run + at] & 15) << 4
-        for start in range(0, len(codes), 2 * run)
-        for at in range(run)
-    )
+    pairs = codes.reshape(len(codes), -1, 2, run) & 15
+    return _bytes(pairs[:, :, 0] | pairs[:, :, 1] << 4)
 
 
-def _to_small(kind: str, run: Float32s) -> bytes:
+def _bytes(values: Codes) -> Bytes:
+    return values.reshape(len(values), -1).astype(np.uint8)
+
+
+def _to_small(kind: str, runs: Float32s) -> Bytes:
     bits = int(kind[1])
     if kind[3] == "0":
         top = (1 << bits - 1) - 1
-        raw, scale = _stored_half(float(np.abs(run).max()) / top)
-        codes = _codes(run, scale, -top - 1, top)
+        head, scales = _stored_halves(np.abs(runs).max(1).astype(np.float64) / top)
+        codes = _codes(runs, scales, -top - 1, top)
         if bits == 8:
-            return raw + np.array(codes, np.int8).tobytes()
-        codes, head = [code + top + 1 for code in codes], raw
+            return np.hstack([head, _bytes(codes)])
+        codes += top + 1
     else:
-        raw, scale = _stored_half(float(run.max() - run.min()) / ((1 << bits) - 1))
-        least, offset = _stored_half(float(run.min()))
-        codes, head = _codes(run, scale, 0, (1 << bits) - 1, offset), raw + least
-    if bits == 5:
-        head += sum((code >> 4) << place for place, code in enumerate(codes)).to_bytes(4, "little")
-    return head + _packed_nibbles(codes, 16)
+        spans = (runs.max(1) - runs.min(1)).astype(np.float64)
+        head, scales = _stored_halves(spans / ((1 << bits) - 1))
+        least, offsets = _stored_halves(runs.min(1).astype(np.float64))
+        head = np.hstack([head, least])
+        codes = _codes(runs, scales, 0, (1 << bits) - 1, offsets)
+    fifths = np.packbits((codes >> 4).astype(np.bool_), axis=1, bitorder="little")
+    parts = [head, fifths] if bits == 5 else [head]
+    return np.hstack([*parts, _packed_nibbles(codes, 16)])
 
 
 def _groups_with_minima(
-    run: Float32s, size: int, bits: int, scale_bits: int
-) -> tuple[bytes, list[int], list[int], list[int]]:
+    runs: Float32s, size: int, bits: int, scale_bits: int
+) -> tuple[Bytes, Codes, Codes, Codes]:
     """Return the two float16s, a small scale and minimum per group, and the codes."""
-    groups = run.reshape(-1, size)
+    groups = runs.reshape(len(runs), -1, size)
     top, most = (1 << bits) - 1, (1 << scale_bits) - 1
-    spans = [(max(0.0, -float(group.min())), group) for group in groups]
-    scales = [(float(group.max()) + least) / top for least, group in spans]
-    d_raw, d = _stored_half(max(*scales, 1e-6) / most)
-    min_raw, min_unit = _stored_half(max(*(least for least, _ in spans), 1e-6) / most)
-    small = [min(most, max(0, round(scale / d))) for scale in scales]
-    minima = [min(most, round(least / min_unit)) for least, _ in spans]
-    codes: list[int] = []
-    for scale, minimum, group in zip(small, minima, groups, strict=True):
-        codes += _codes(group, d * scale, 0, top, -min_unit * minimum)
-    return d_raw + min_raw, small, minima, codes
+    least = np.maximum(0.0, -groups.min(2).astype(np.float64))
+    scales = (groups.max(2).astype(np.float64) + least) / top
+    d_raw, d = _stored_halves(np.maximum(scales.max(1), 1e-6) / most)
+    min_raw, min_unit = _stored_halves(np.maximum(least.max(1), 1e-6) / most)
+    small = np.clip(np.rint(scales / d[:, None]), 0, most)
+    minima = np.minimum(most, np.rint(least / min_unit[:, None]))
+    codes = _codes(groups, d[:, None] * small, 0, top, -min_unit[:, None] * minima)
+    halves = np.hstack([d_raw, min_raw])
+    return halves, small.astype(np.int64), minima.astype(np.int64), codes.reshape(runs.shape)
 
 
-def _packed_two_bits(codes: list[int]) -> bytes:
+def _packed_two_bits(codes: Codes) -> Bytes:
     """Pack codes 32 apart into a byte, four of each 128."""
-    return bytes(
-        sum((codes[half + at + 32 * place] & 3) << 2 * place for place in range(4))
-        for half in range(0, 256, 128)
-        for at in range(32)
-    )
+    places = codes.reshape(len(codes), 2, 4, 32) & 3
+    return _bytes((places << SHIFTS_OF_TWO[:, None]).sum(2))
 
 
-def _planes(bits: list[int]) -> bytes:
+def _planes(bits: Codes) -> Bytes:
     """Return bit planes: bit p of byte b belongs to element 32 p + b."""
-    return bytes(sum(bits[32 * place + at] << place for place in range(8)) for at in range(32))
+    return _bytes((bits.reshape(len(bits), 8, 32) << np.arange(8)[:, None]).sum(1))
 
 
-def _packed_scales(scales: list[int], minima: list[int]) -> bytes:
-    low = bytes(scales[at] & 63 | scales[at + 4] >> 4 << 6 for at in range(4))
-    middle = bytes(minima[at] & 63 | minima[at + 4] >> 4 << 6 for at in range(4))
-    return low + middle + bytes(scales[at] & 15 | (minima[at] & 15) << 4 for at in range(4, 8))
+def _packed_scales(scales: Codes, minima: Codes) -> Bytes:
+    low, middle = (part[:, :4] & 63 | part[:, 4:] >> 4 << 6 for part in (scales, minima))
+    high = scales[:, 4:] & 15 | (minima[:, 4:] & 15) << 4
+    return _bytes(np.hstack([low, middle, high]))
 
 
-def _to_q2_k(run: Float32s) -> bytes:
-    halves, scales, minima, codes = _groups_with_minima(run, 16, 2, 4)
-    both = bytes(scale | least << 4 for scale, least in zip(scales, minima, strict=True))
-    return both + _packed_two_bits(codes) + halves
+def _to_q2_k(runs: Float32s) -> Bytes:
+    halves, scales, minima, codes = _groups_with_minima(runs, 16, 2, 4)
+    return np.hstack([_bytes(scales | minima << 4), _packed_two_bits(codes), halves])
 
 
-def _to_q4_k(run: Float32s) -> bytes:
-    halves, scales, minima, codes = _groups_with_minima(run, 32, 4, 6)
-    return halves + _packed_scales(scales, minima) + _packed_nibbles(codes, 32)
+def _to_q4_k(runs: Float32s) -> Bytes:
+    halves, scales, minima, codes = _groups_with_minima(runs, 32, 4, 6)
+    return np.hstack([halves, _packed_scales(scales, minima), _packed_nibbles(codes, 32)])
 
 
-def _to_q5_k(run: Float32s) -> bytes:
-    halves, scales, minima, codes = _groups_with_minima(run, 32, 5, 6)
-    head = halves + _packed_scales(scales, minima)
-    return head + _planes([code >> 4 for code in codes]) + _packed_nibbles(codes, 32)
+def _to_q5_k(runs: Float32s) -> Bytes:
+    halves, scales, minima, codes = _groups_with_minima(runs, 32, 5, 6)
+    head = [halves, _packed_scales(scales, minima), _planes(codes >> 4)]
+    return np.hstack([*head, _packed_nibbles(codes, 32)])
 
 
-def _signed_groups(run: Float32s, bits: int, scale_bits: int) -> tuple[bytes, list[int], list[int]]:
+def _signed_groups(runs: Float32s, bits: int, scale_bits: int) -> tuple[Bytes, Codes, Codes]:
     """Return the float16, a signed scale per group of 16, and codes from 0."""
-    groups, top = run.reshape(-1, 16), 1 << bits - 1
+    groups, top = runs.reshape(len(runs), -1, 16), 1 << bits - 1
     most = (1 << scale_bits - 1) - 1
-    peaks = [float(group[np.abs(group).argmax()]) / -top for group in groups]
-    raw, d = _stored_half(max(*(abs(peak) for peak in peaks), 1e-6) / most)
-    scales = [max(-most - 1, min(most, round(peak / d))) for peak in peaks]
-    codes: list[int] = []
-    for scale, group in zip(scales, groups, strict=True):
-        codes += [code + top for code in _codes(group, d * scale, -top, top - 1)]
-    return raw, scales, codes
+    largest = np.abs(groups).argmax(2)[:, :, None]
+    peaks = np.take_along_axis(groups, largest, 2)[:, :, 0].astype(np.float64) / -top
+    raw, d = _stored_halves(np.maximum(np.abs(peaks).max(1), 1e-6) / most)
+    scales = np.clip(np.rint(peaks / d[:, None]), -most - 1, most)
+    codes = _codes(groups, d[:, None] * scales, -top, top - 1) + top
+    return raw, scales.astype(np.int64), codes.reshape(runs.shape)
 
 
-def _to_q3_k(run: Float32s) -> bytes:
-    raw, scales, codes = _signed_groups(run, 3, 6)
-    moved = [scale + 32 for scale in scales]
-    low = bytes(moved[at] & 15 | (moved[at + 8] & 15) << 4 for at in range(8))
-    high = bytes(
-        sum(moved[at + 4 * place] >> 4 << 2 * place for place in range(4)) for at in range(4)
-    )
-    return _planes([code >> 2 for code in codes]) + _packed_two_bits(codes) + low + high + raw
+def _to_q3_k(runs: Float32s) -> Bytes:
+    raw, scales, codes = _signed_groups(runs, 3, 6)
+    moved = scales + 32
+    low = moved[:, :8] & 15 | (moved[:, 8:] & 15) << 4
+    high = (moved.reshape(-1, 4, 4) >> 4 << SHIFTS_OF_TWO[:, None]).sum(1)
+    parts = [_planes(codes >> 2), _packed_two_bits(codes), _bytes(low), _bytes(high), raw]
+    return np.hstack(parts)
 
 
-def _to_q6_k(run: Float32s) -> bytes:
-    raw, scales, codes = _signed_groups(run, 6, 8)
-    low = _packed_nibbles(codes, 64)
-    high = _packed_two_bits([code >> 4 for code in codes])
-    return low + high + np.array(scales, np.int8).tobytes() + raw
+def _to_q6_k(runs: Float32s) -> Bytes:
+    raw, scales, codes = _signed_groups(runs, 6, 8)
+    low, high = _packed_nibbles(codes, 64), _packed_two_bits(codes >> 4)
+    return np.hstack([low, high, _bytes(scales), raw])

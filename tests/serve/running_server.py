@@ -24,6 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.serve import preloaded
+
 GIVE_UP_S = 60.0
 # By default an idle engine prefaults 1 GiB of KV cache: a quarter of the CPU time of a start.
 NO_PREFAULT = ("--kv-touch-ahead", "0")
@@ -31,29 +33,39 @@ ROOT = Path(__file__).parents[2]
 
 
 class RunningServer:
-    """A server at a free loopback port; ready once constructed, unless wait is False."""
+    """A server at a free loopback port; ready once constructed, unless wait is False.
+
+    Its modules are preloaded (preloaded.py), except with `fresh`, without `wait`, and with its own
+    environment or limit of files.
+    """
 
     def __init__(
         self,
         model: Path | str,
         *flags: str,
         wait: bool = True,
+        fresh: bool = False,
         environment: dict[str, str] | None = None,
         files: int | None = None,
         at: tuple[str, ...] = ("--port", "0"),
     ) -> None:
         self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by kill)
         self._err = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        command = [sys.executable, "-m", "quire", "serve", str(model), *at, *NO_PREFAULT, *flags]
-        if files is not None:
-            command = ["/bin/sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
-        self.process = subprocess.Popen(
-            command,
-            stdout=self._out,
-            stderr=self._err,
-            cwd=ROOT,
-            env={**os.environ, **(environment or {})},
-        )
+        words = ["serve", str(model), *at, *NO_PREFAULT, *flags]
+        self.process: subprocess.Popen[bytes] | preloaded.Preloaded
+        if fresh or not wait or environment is not None or files is not None:
+            command = [sys.executable, "-m", "quire", *words]
+            if files is not None:
+                command = ["/bin/sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
+            self.process = subprocess.Popen(
+                command,
+                stdout=self._out,
+                stderr=self._err,
+                cwd=ROOT,
+                env={**os.environ, **(environment or {})},
+            )
+        else:
+            self.process = preloaded.start(words, self._out, self._err)
         self.port = 0
         try:
             if "--port" in at:

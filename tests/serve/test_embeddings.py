@@ -119,17 +119,23 @@ def test_scores_are_cosines_and_documents_come_in_their_order(
     assert [(one["index"], "document" in one) for one in few] == [(at, False) for at in order[:2]]
 
 
-def test_inputs_beyond_the_context_are_refused_or_cut(
-    beside_a_healthy_stream: RunningServer,
-) -> None:
-    server, long = beside_a_healthy_stream, list(range(2, 302)) * 110
+@pytest.fixture(scope="module")
+def narrow(tiny: Path) -> Iterator[RunningServer]:
+    """A server with a short context, so that inputs beyond it are cheap to compute."""
+    flags = ("--convert", "embed", "--matryoshka-dimensions", "any", "--threads", "1")
+    with RunningServer(tiny, "--max-model-len", "512", *flags) as server:
+        yield server
+
+
+def test_inputs_beyond_the_context_are_refused_or_cut(narrow: RunningServer) -> None:
+    server, long = narrow, list(range(2, 302)) * 2
     message = refused(server, EMBEDDINGS, {"input": ["a", long]}, "input")
     assert "mixes kinds" in message
     message = refused(server, EMBEDDINGS, {"input": long}, "input")
-    assert "32768" in message
-    assert "33000" in message
-    message = refused(server, RERANK, {"query": "a", "documents": ["b " * 80_000]}, "documents")
-    assert "32768" in message
+    assert "512" in message
+    assert "600" in message
+    message = refused(server, RERANK, {"query": "a", "documents": ["b " * 1_400]}, "documents")
+    assert "512" in message
     short = vectors(server, input=long[:10])
     assert (vectors(server, input=long, truncate_prompt_tokens=10) == short).all()
     end = vectors(server, input=long, truncate_prompt_tokens=10, truncation_side="left")
@@ -138,7 +144,7 @@ def test_inputs_beyond_the_context_are_refused_or_cut(
     tokens = server.post("/tokenize", {"prompt": "hello there"})[1]["tokens"]
     cut = vectors(server, input="hello there", truncate_prompt_tokens=4)
     assert (cut == vectors(server, input=tokens[:4])).all()
-    assert (vectors(server, input="b " * 80_000, truncate_prompt_tokens=-1) != 0).any()
+    assert (vectors(server, input="b " * 1_400, truncate_prompt_tokens=-1) != 0).any()
 
 
 @pytest.mark.parametrize(
@@ -227,16 +233,16 @@ def test_ollamas_and_llama_cpps_forms_have_the_same_vectors(server: RunningServe
 
 
 def test_ollamas_form_cuts_inputs_beyond_the_context_unless_asked_not_to(
-    server: RunningServer,
+    narrow: RunningServer,
 ) -> None:
-    long = "x" * 40_000
+    server, long = narrow, "x" * 700
     status, answer = server.post("/api/embed", {"input": long, "dimensions": 8})
     assert (status, len(answer["embeddings"][0])) == (200, 8)
     cut = vectors(server, input=long, dimensions=8, truncate_prompt_tokens=-1)
     assert (np.array(answer["embeddings"], np.float32) == cut).all()
     status, answer = server.post("/api/embed", {"input": long, "truncate": False})
     assert status == 400
-    assert "32768" in answer["error"]
+    assert "512" in answer["error"]
 
 
 @pytest.mark.parametrize(

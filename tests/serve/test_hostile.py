@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import socket
+from http.client import HTTPConnection
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/gener
 ASKED = [{"role": "user", "content": "a"}]
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 MAX_MESSAGE_CHARS = 3000
+# On a machine with many times as much work as cores the limit of time may be reached first.
+BEYOND_TIME = "was not compiled within"
 
 
 def doubling(keyword: str, depth: int) -> dict[str, Any]:
@@ -90,7 +93,8 @@ def test_a_hostile_grammar_is_rejected(beside_a_healthy_stream: RunningServer, c
     body = {"prompt": "a", "max_tokens": 2, "structured_outputs": {form: value}}
     status, answer = beside_a_healthy_stream.post(COMPLETIONS, body)
     assert (status, answer["error"]["param"]) == (400, "structured_outputs"), answer
-    assert words in answer["error"]["message"]
+    message = answer["error"]["message"]
+    assert words in message or BEYOND_TIME in message
     assert len(answer["error"]["message"]) < MAX_MESSAGE_CHARS
     assert "backtrace" not in answer["error"]["message"]
 
@@ -309,6 +313,7 @@ def test_a_value_of_a_wrong_type_is_rejected_by_field_name(
     """Each field with each value that the server's own OpenAPI document does not allow."""
     _, document = beside_a_healthy_stream.get("/openapi.json")
     num_refused = 0
+    connection = HTTPConnection("127.0.0.1", beside_a_healthy_stream.port, timeout=GIVE_UP_S)
     for field, schema in document["components"]["schemas"][title]["properties"].items():
         if field in HINTS:
             continue
@@ -316,12 +321,15 @@ def test_a_value_of_a_wrong_type_is_rejected_by_field_name(
         for value in WRONG:
             if allowed.is_valid(value):
                 continue
-            status, answer = beside_a_healthy_stream.post(path, {**asked, field: value})
+            connection.request("POST", path, json.dumps({**asked, field: value}))
+            response = connection.getresponse()
+            status, answer = response.status, json.loads(response.read())
             expected = 404 if field == "model" and isinstance(value, str) else 400
             assert status == expected, (field, value, answer)
             assert answer["error"]["param"] == field, (field, value, answer)
             assert len(answer["error"]["message"]) < 600
             num_refused += 1
+    connection.close()
     assert num_refused > 300
 
 

@@ -82,14 +82,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 @pytest.fixture(scope="module")
 def servers() -> Iterator[list[RunningServer]]:
     with ExitStack() as stack:
-        started = [
-            stack.enter_context(
-                RunningServer(MODEL, "--threads", "1", "--convert", "embed", wait=False)
-            )
-            for _ in range(3)
-        ]
-        for server in started:
-            server.until(lambda one=server: one.get("/health")[0] == 200, "ready")  # type: ignore[misc]
+        flags = ("--threads", "1", "--convert", "embed")
+        started = [stack.enter_context(RunningServer(MODEL, *flags)) for _ in range(3)]
         yield started
 
 

@@ -34,7 +34,7 @@ from quire.scheduler.running_batch import RunningBatch
 from quire.scheduler.sequence import SequenceState
 from quire.scheduler.speculation.draft_rows import DraftRows, VerifiedRows
 from tests.unit.scheduler.fake_worker import VOCAB, FakeWorker, make_request
-from tests.unit.scheduler.harness import Harness, Setup
+from tests.unit.scheduler.harness import NUM_DRAWN, Harness, Setup
 
 
 class LastCome(FirstCome):
@@ -216,13 +216,13 @@ def draw_beams(random: Random, max_num_seqs: int) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=70, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=NUM_DRAWN, deadline=None, suppress_health_check=list(HealthCheck))
 @given(random=st.randoms(use_true_random=False), num_operations=st.integers(0, 60))
 def test_every_request_gets_the_tokens_it_gets_alone(random: Random, num_operations: int) -> None:
     run_case(random, draw_setup(random), num_operations)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=NUM_DRAWN, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     random=st.randoms(use_true_random=False),
     num_operations=st.integers(0, 60),

@@ -9,6 +9,7 @@ import asyncio
 import os
 import resource
 import sqlite3
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -20,6 +21,7 @@ T = TypeVar("T")
 
 _SCHEMA_VERSION = 1
 _BUSY_S = 5.0
+_RETRY_S = 0.05
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
     key BLOB, id TEXT, previous TEXT, response BLOB, items BLOB, bytes INTEGER, used INTEGER,
@@ -111,17 +113,7 @@ def _opened(path: str) -> sqlite3.Connection:
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         database = sqlite3.connect(path, timeout=_BUSY_S, check_same_thread=False)
-        (version,) = database.execute("PRAGMA user_version").fetchone()
-        if version not in (0, _SCHEMA_VERSION):
-            raise SettingError(
-                f"responses_store is {path!r}, a file of version {version}, and this server reads "
-                f"version {_SCHEMA_VERSION}; give another path"
-            )
-        database.execute("PRAGMA journal_mode = WAL")
-        database.execute("PRAGMA synchronous = NORMAL")
-        database.executescript(_SCHEMA)
-        database.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
-        database.commit()
+        _prepare(database, path)
     except (OSError, sqlite3.Error) as error:
         largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         if largest != resource.RLIM_INFINITY:
@@ -134,3 +126,28 @@ def _opened(path: str) -> sqlite3.Connection:
             "SQLite file that this server made, or of a new file"
         ) from error
     return database
+
+
+def _prepare(database: sqlite3.Connection, path: str) -> None:
+    """Create what the file lacks; wait for another process that does the same.
+
+    The switch to WAL fails at once while another connection writes, whatever the timeout.
+    """
+    for attempts_left in reversed(range(round(_BUSY_S / _RETRY_S))):
+        try:
+            (version,) = database.execute("PRAGMA user_version").fetchone()
+            if version not in (0, _SCHEMA_VERSION):
+                raise SettingError(
+                    f"responses_store is {path!r}, a file of version {version}, and this server "
+                    f"reads version {_SCHEMA_VERSION}; give another path"
+                )
+            database.execute("PRAGMA journal_mode = WAL")
+            database.execute("PRAGMA synchronous = NORMAL")
+            database.executescript(_SCHEMA)
+            database.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+            database.commit()
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or not attempts_left:
+                raise
+            time.sleep(_RETRY_S)

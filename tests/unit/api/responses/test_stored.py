@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.api.openai.responses import sqlite_store
 from quire.api.openai.responses.open_store import store_of
 from quire.api.openai.responses.store import (
     MemoryStore,
@@ -257,6 +259,39 @@ def test_a_file_that_is_no_store_is_refused(tmp_path: Path) -> None:
     for path in (other, tmp_path / "missing" / "store", tmp_path):
         with pytest.raises(SettingError, match="responses_store"):
             store_of(ServerConfig(responses_store=str(path)))
+
+
+def test_a_file_that_another_process_is_creating_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "responses")
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    waits: list[float] = []
+
+    def end_other(seconds: float) -> None:
+        waits.append(seconds)
+        other.execute("ROLLBACK")
+
+    monkeypatch.setattr(f"{sqlite_store.__name__}.time.sleep", end_other)
+    store_of(ServerConfig(), path).close()
+    assert len(waits) == 1
+    other.execute("BEGIN EXCLUSIVE")  # nothing of the store holds the file
+    other.close()
+
+
+def test_a_file_that_stays_locked_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "responses")
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    waits: list[float] = []
+    monkeypatch.setattr(f"{sqlite_store.__name__}.time.sleep", waits.append)
+    with pytest.raises(SettingError, match="database is locked"):
+        store_of(ServerConfig(), path)
+    assert len(waits) > 10
+    other.close()
 
 
 def test_a_store_that_fails_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:

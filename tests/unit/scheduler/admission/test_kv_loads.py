@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from quire.base.records import FinishReason
 from tests.unit.scheduler.fake_worker import VOCAB, make_request
-from tests.unit.scheduler.harness import Harness, Setup
+from tests.unit.scheduler.harness import NUM_DRAWN, Harness, Setup
 from tests.unit.scheduler.test_properties import COST, LastCome, add_group, draw_setup
 
 MET = ("preempted", "moved", "saved", "fetched", "broken", "vanished")
@@ -54,7 +54,7 @@ def run_case(random: Random) -> Harness:
     return harness
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=NUM_DRAWN, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 2**32))
 def test_requests_match_their_run_alone_under_any_transfers(seed: int) -> None:
     run_case(Random(seed))

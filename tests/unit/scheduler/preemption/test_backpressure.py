@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quire.base.records import FinishReason
 from tests.unit.scheduler.fake_worker import make_request
-from tests.unit.scheduler.harness import Harness, Setup
+from tests.unit.scheduler.harness import NUM_DRAWN, Harness, Setup
 from tests.unit.scheduler.test_properties import draw_setup, run_case
 
 
@@ -136,7 +136,7 @@ def test_beams_are_not_held() -> None:
     harness.check_end()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=NUM_DRAWN, deadline=None, suppress_health_check=list(HealthCheck))
 @given(random=st.randoms(use_true_random=False), num_operations=st.integers(0, 60))
 def test_holds_change_no_token_and_the_audit_passes(random: Random, num_operations: int) -> None:
     run_case(random, draw_setup(random), num_operations, hold_share=0.3)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from quire.base.errors import ContextTooLong, InvalidParameter, SettingError, TenantLimit
 from quire.scheduler.tenants.tenant_usage import REPORT_EVERY_MS, TenantLimits
 from tests.unit.scheduler.fake_worker import VOCAB, make_request
-from tests.unit.scheduler.harness import Harness, Setup
+from tests.unit.scheduler.harness import NUM_DRAWN, Harness, Setup
 from tests.unit.scheduler.test_properties import LastCome, draw_setup
 
 
@@ -308,7 +308,7 @@ def add_drawn(random: Random, found: Harness, name: str, prefix: list[int], *, a
             return
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=NUM_DRAWN, deadline=None, suppress_health_check=list(HealthCheck))
 @given(random=st.randoms(use_true_random=False), num_operations=st.integers(0, 60))
 def test_with_any_floors_and_ceilings_requests_end_with_the_tokens_alone(
     random: Random, num_operations: int
@@ -318,7 +318,7 @@ def test_with_any_floors_and_ceilings_requests_end_with_the_tokens_alone(
     run_case(random, setup, num_operations, strictly=False)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=NUM_DRAWN, deadline=None, suppress_health_check=list(HealthCheck))
 @given(random=st.randoms(use_true_random=False), num_operations=st.integers(0, 60))
 def test_floors_stay_free_and_ceilings_stay_kept_after_every_plan(
     random: Random, num_operations: int
