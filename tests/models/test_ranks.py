@@ -23,6 +23,12 @@ from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.comm_ops import AllGather
+from quire.program.expert_parallel import (
+    ExpertPlacement,
+    even_placement,
+    mixtures,
+    placement_by_load,
+)
 from quire.program.kv_cache import with_kv_cache_dtype
 from quire.program.program import Program
 from quire.program.quantize import quantize
@@ -32,6 +38,7 @@ from quire.ranks.rank_executor import RankExecutor
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
 from tests.models.case import Case
 from tests.models.cases import CASES
+from tests.models.cases_experts import CASES as EXPERT_CASES
 from tests.models.generate import logits_of
 from tests.rank_threads import on_all_ranks, shared_memory_ranks
 
@@ -118,6 +125,38 @@ def test_quantized_ranks_give_the_bits_of_one_process(
             np.testing.assert_array_equal(logits, whole, strict=True)
 
 
+def placements_of(case: Case, program: Program, degree: int) -> list[ExpertPlacement]:
+    """Return an even placement, and one by drawn loads with copies."""
+    rng = np.random.default_rng(case.seed)
+    loads = [
+        (rng.pareto(0.8, op.routing.width) * 9).astype(int).tolist() for op in mixtures(program)
+    ]
+    return [
+        even_placement(program, degree),
+        placement_by_load(program, degree, loads, redundant=case.seed % 4),
+    ]
+
+
+@pytest.mark.parametrize("case", EXPERT_CASES, ids=lambda case: case.name)
+def test_distributed_experts_give_the_bits_of_one_process(case: Case, tmp_path: Path) -> None:
+    program, checkpoint = make(case, tmp_path)
+    if case.seed % 3 == 0:
+        program = quantize(program, "int8")
+    executor = NativeExecutor(program, checkpoint, OPTIONS, poison=True)
+    whole, digest = answer(executor, case), executor.weights_digest
+    degree = degrees_of(program)[0]
+    for placement in placements_of(case, program, degree):
+
+        def run(group: SharedMemoryRank, placement: ExpertPlacement = placement) -> Float32s:
+            own = shard(program, degree=degree, rank=group.rank, placement=placement)
+            executor = RankExecutor(own, checkpoint, OPTIONS, group, poison=True)
+            assert executor.weights_digest == digest
+            return answer(executor, case)
+
+        for logits in on_all_ranks(shared_memory_ranks(degree), run):
+            np.testing.assert_array_equal(logits, whole, strict=True)
+
+
 def linear_by_row(x: Float32s, weight: Float32s, bias: Float32s | None) -> Float32s:
     """Compute each output by itself: a BLAS product's last bits depend on the rows beside it."""
     y = np.stack([(weight * row).sum(axis=1) for row in x])
@@ -138,6 +177,25 @@ def test_reference_ranks_give_the_bits_of_one_reference(
         return answer(ReferenceExecutor(own, checkpoint, OPTIONS, group=group), case)
 
     degree = degrees_of(program)[0]
+    for logits in on_all_ranks(InProcessGroup(degree).ranks(), run):
+        np.testing.assert_array_equal(logits, whole, strict=True)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_reference_ranks_distribute_experts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference_ops, "linear", linear_by_row)
+    case = BY_NAME[name]
+    program, checkpoint = make(case, tmp_path)
+    whole = answer(ReferenceExecutor(program, checkpoint, OPTIONS), case)
+    degree = degrees_of(program)[0]
+    placement = placements_of(case, program, degree)[1]
+
+    def run(group: InProcessRank) -> Float32s:
+        own = shard(program, degree=group.degree, rank=group.rank, placement=placement)
+        return answer(ReferenceExecutor(own, checkpoint, OPTIONS, group=group), case)
+
     for logits in on_all_ranks(InProcessGroup(degree).ranks(), run):
         np.testing.assert_array_equal(logits, whole, strict=True)
 

@@ -72,6 +72,7 @@ from quire.weights.pack_cache import PackCache
 
 if TYPE_CHECKING:
     from quire.engine.assembly.draft_model import SizedDraft
+    from quire.engine.assembly.expert_loads import ExpertLoads
     from quire.engine.assembly.heads import SizedHeads
     from quire.engine.assembly.self_draft_size import SizedSelfDraft
     from quire.runner.tapped_runner import Taps
@@ -219,6 +220,7 @@ def _assembled(
         touch_ahead=_prefault(config, model, executor),
         grammars=Grammars(compiler, texts),
     )
+    core.expert_loads = _expert_loads(program, executor)
     return Engine(
         core=core,
         card=replace(
@@ -459,6 +461,19 @@ def _watched(config: EngineConfig, executor: Executor) -> Callable[[Inbox], Inbo
     return partial(watched, executor)
 
 
+def _expert_loads(program: Program, executor: Executor) -> ExpertLoads | None:
+    if not any(weight.experts > 1 for weight in program.weights.values()):
+        return None
+    from quire.engine.assembly.expert_loads import expert_loads_of
+
+    return expert_loads_of(executor)
+
+
+def _split_degree(settings: ExecutorConfig) -> int:
+    """Return the degree of a parallelism that splits sums, on which answers depend."""
+    return settings.tensor_parallel_size if settings.tp_mode == "fast" else 1
+
+
 def _nothing() -> None:
     """Do nothing."""
 
@@ -593,6 +608,7 @@ def _card(
             weights_digest=executor.weights_digest,
             recipe=executor.recipe,
             max_model_len=memory.max_model_len,
+            parallel_degree=_split_degree(config.executor),
             chat_template=source_in_force(folder, config.model.chat_template),
         ),
         generation_defaults=dict(spec.generation.defaults),
