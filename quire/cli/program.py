@@ -16,10 +16,11 @@ from quire.hub.cache import local_model
 from quire.models.model_folder import box_path
 from quire.models.registry import build_program, compute_dtype, open_model
 from quire.program.cost import StepShape
+from quire.program.expert_parallel import even_placement
 from quire.program.first_layers import first_layers, num_layers
 from quire.program.kv_cache import KV_CACHE_DTYPES, with_kv_cache_dtype
 from quire.program.quantize import AUTO
-from quire.program.shard import shard
+from quire.program.shard import SPLIT_EXPERTS, shard
 from quire.program.table import format_program
 from quire.program.taps import with_taps
 from quire.program.tensors import DType
@@ -94,6 +95,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print the share of one of N ranks, with the bytes it receives (default 1)",
     )
     parser.add_argument(
+        "--enable-expert-parallel",
+        action="store_true",
+        help="with --tensor-parallel-size: whole experts are distributed over the ranks",
+    )
+    parser.add_argument(
         "--rank", type=int, default=0, help="which rank's share, from 0 (default 0)"
     )
     parser.add_argument(
@@ -129,7 +135,16 @@ def run(args: argparse.Namespace) -> int:
             program = with_taps(program, args.taps)
         except ValueError as error:
             raise InvalidParameter(f"--taps: {error}", param="taps") from error
-    program = shard(program, degree=args.tensor_parallel_size, rank=args.rank)
+    degree, placement = args.tensor_parallel_size, SPLIT_EXPERTS
+    if args.enable_expert_parallel:
+        if degree < 2:
+            raise InvalidParameter(
+                "--enable-expert-parallel distributes experts over the ranks of "
+                "--tensor-parallel-size; give at least 2",
+                param="enable-expert-parallel",
+            )
+        placement = even_placement(program, degree)
+    program = shard(program, degree=degree, rank=args.rank, placement=placement)
     step = StepShape([args.tokens] * args.sequences, [args.depth] * args.sequences)
     sys.stdout.write(format_program(program, step, all_layers=args.all_layers))
     return 0
