@@ -107,7 +107,9 @@ def run(arguments: argparse.Namespace) -> int:
     from quire.sim.plan import Planner, check_model
     from quire.sim.plan_report import plan_outcome, plan_text
 
-    if not arguments.devices and (arguments.devices_per_node or arguments.network_gb_per_s):
+    if not arguments.devices and (
+        arguments.devices_per_node is not None or arguments.network_gb_per_s is not None
+    ):
         raise SettingError(
             "--devices-per-node and --network-gb-per-s describe where --devices are: give it too"
         )
@@ -126,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
                 network_gb_per_s=arguments.network_gb_per_s,
             )
             ranks = settings.get("tensor_parallel_size", 1)
-            if arguments.link_gb_per_s and not arguments.devices and ranks == 1:
+            if arguments.link_gb_per_s is not None and not arguments.devices and ranks == 1:
                 raise SettingError(
                     "--link-gb-per-s is between devices: give --devices or --tensor-parallel-size"
                 )

@@ -266,12 +266,21 @@ def reasons(
             "pipeline stages send one row a token, which slow links bear; a single request gains "
             "nothing from them"
         )
+    fitting = [plan for plan in plans if not plan.problem]
+    small = min(fitting, key=lambda plan: (plan.layout.devices, plan.one_ms))
+    if small.layout.devices < layout.devices:
+        others = num_devices // small.layout.devices
+        yield (
+            f"{others} replicas of {small.layout} would read the weights {others} times and give "
+            f"{others * small.tokens_per_s:,.0f} tokens/s in all, against "
+            f"{replicas * chosen.tokens_per_s:,.0f}"
+        )
     if replicas > 1:
         yield (
             f"{replicas} replicas of {layout.devices} device{'s' * (layout.devices > 1)}, behind "
             "`quire route`: replicas exchange nothing"
         )
-    fastest = min((plan for plan in plans if not plan.problem), key=lambda plan: plan.one_ms)
+    fastest = min(fitting, key=lambda plan: plan.one_ms)
     if fastest.layout != layout:
         yield (
             f"for the latency of one request take {fastest.layout}: {fastest.one_ms:.3g} ms a "

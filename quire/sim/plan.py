@@ -32,7 +32,7 @@ from quire.execute.native import NativeExecutor
 from quire.execute.native_limits import full_step_tokens
 from quire.execute.rope_table import rope_bytes
 from quire.models.registry import open_model
-from quire.program.cost import StepShape
+from quire.program.cost import Cost, StepShape
 from quire.program.declarations import WeightForm
 from quire.program.program import Program
 from quire.sim.cost import roofline_ms
@@ -175,24 +175,24 @@ class Planner:
         )
 
     def sized_step_s(self, sized: SizedModel, counts: list[int], starts: list[int]) -> float:
-        """Return the least seconds of a step of all ranks: of the slowest, with its exchanges."""
+        """Return the least seconds of a step of all ranks: of the largest, with its exchanges."""
         if len(sized.shares) == 1:
             return self.step_s(sized.program, counts, starts)
         ranks = len(sized.shares) if self.device.name == THIS else 1  # they share its rates
-        step = StepShape(counts, starts)
-        received_s = max(
-            share.step_cost(step).comm_bytes / self.links.node_gb_per_s / 1e9
-            for share in sized.shares
-        )
-        waited_s = 1e-6 * self.links.exchange_us * exchanges_of(sized.shares[0])
-        computed_s = max(self.step_s(share, counts, starts) for share in sized.shares)
-        return ranks * computed_s + received_s + waited_s
+        share = max(sized.shares, key=lambda one: one.weight_bytes)
+        cost = share.step_cost(StepShape(counts, starts))
+        received_s = cost.comm_bytes / self.links.node_gb_per_s / 1e9
+        waited_s = 1e-6 * self.links.exchange_us * exchanges_of(share)
+        return ranks * self._cost_s(share, cost) + received_s + waited_s
 
     def step_s(self, program: Program, counts: list[int], starts: list[int]) -> float:
         """Return the least seconds of a step with these rows."""
+        return self._cost_s(program, program.step_cost(StepShape(counts, starts)))
+
+    def _cost_s(self, program: Program, cost: Cost) -> float:
         device = self.device
         ms = roofline_ms(
-            program.step_cost(StepShape(counts, starts)),
+            cost,
             gb_per_s=device.gb_per_s,
             product_gflop_per_s=device.gflop_per_s(product_precision(program)),
             attention_gflop_per_s=device.gflop_per_s(str(program.caches[0].dtype)),

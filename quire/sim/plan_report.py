@@ -403,7 +403,7 @@ def _ranks_text(ranks: Mapping[str, Any]) -> str:
 
 def _layouts_text(layouts: Mapping[str, Any]) -> str:
     headings = (
-        *("Layout", "replicas", "fits", "weights", "KV per token", "received"),
+        *("Layout", "replicas", "fits", "weights", "received"),
         *("tok/s of one", "speedup", "all at once", "efficiency"),
     )
     rows = [
@@ -412,7 +412,6 @@ def _layouts_text(layouts: Mapping[str, Any]) -> str:
             str(row["replicas"]),
             "yes" if row["fits"] else "no",
             amount(row["weights_bytes"], "B"),
-            f"{row['kv_bytes_per_token']:,} B",
             amount(row["received_bytes_per_token"], "B"),
             _rate(row["one_request_tokens_per_s"]),
             f"{row['one_request_speedup']:.2g}x",
@@ -424,8 +423,8 @@ def _layouts_text(layouts: Mapping[str, Any]) -> str:
     about = (
         f"Computed, not measured, for {layouts['devices']} devices: {layouts['links']}, "
         f"{layouts['exchange_us']:g} us assumed for an exchange; {layouts['requests']} requests at "
-        f"a depth of {layouts['tokens']:,} tokens. Weights, KV cache and received bytes (a decoded "
-        "token) are those of a rank. Speedup: of one request over one device that held all. "
+        f"a depth of {layouts['tokens']:,} tokens. Weights and received bytes (a decoded token) "
+        "are those of a rank. Speedup: of one request over one device that held all. "
         "Efficiency: the speedup of all over the devices of a replica."
     )
     if layouts["recommended"] is None:

@@ -22,7 +22,7 @@ from quire.execute.executor import Executor, ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
-from quire.program.comm_ops import AllGather
+from quire.program.comm_ops import AllGather, AllReduce
 from quire.program.expert_parallel import (
     ExpertPlacement,
     even_placement,
@@ -32,6 +32,7 @@ from quire.program.expert_parallel import (
 from quire.program.kv_cache import with_kv_cache_dtype
 from quire.program.program import Program
 from quire.program.quantize import quantize
+from quire.program.row_parallel import TpMode
 from quire.program.shard import check_degree, shard
 from quire.program.tensors import DType
 from quire.ranks.rank_executor import RankExecutor
@@ -76,11 +77,11 @@ def make(case: Case, folder: Path) -> tuple[Program, Checkpoint]:
     return program, open_checkpoint(path)
 
 
-def answer(executor: Executor, case: Case) -> Float32s:
+def answer(executor: Executor, case: Case, chunk: int = CHUNK) -> Float32s:
     """Return the logits of a prompt fed in chunks."""
     executor.allocate_cache(MAX_POSITIONS // 16 + 1, 16)
     ids = (case.token_ids * TOKENS)[:TOKENS]
-    logits = logits_of(executor, ids, max_positions=MAX_POSITIONS, chunk=CHUNK)
+    logits = logits_of(executor, ids, max_positions=MAX_POSITIONS, chunk=chunk)
     executor.close()
     return logits
 
@@ -198,6 +199,51 @@ def test_reference_ranks_distribute_experts(
 
     for logits in on_all_ranks(InProcessGroup(degree).ranks(), run):
         np.testing.assert_array_equal(logits, whole, strict=True)
+
+
+@pytest.mark.parametrize("name", ["qwen2_tied", "gemma2_bf16", "mixtral", "qwen2_moe", "gpt2_bf16"])
+def test_sums_in_the_order_of_ranks_are_the_same_on_all_and_near_one_process(
+    name: str, tmp_path: Path
+) -> None:
+    case = BY_NAME[name]
+    program, checkpoint = make(case, tmp_path)
+    whole = answer(NativeExecutor(program, checkpoint, OPTIONS, poison=True), case)
+    degree = degrees_of(program)[0]
+    shares = [shard(program, degree=degree, rank=r, mode=TpMode.FAST) for r in range(degree)]
+    assert any(isinstance(op, AllReduce) for op in shares[0].segments["trunk"])
+
+    def run(group: SharedMemoryRank, chunk: int = CHUNK) -> tuple[Float32s, str]:
+        own = shares[group.rank]
+        executor = RankExecutor(own, checkpoint, OPTIONS, group, poison=True)
+        digest = executor.weights_digest
+        return answer(executor, case, chunk), digest
+
+    found = on_all_ranks(shared_memory_ranks(degree), run)
+    first = found[0][0]
+    assert len({digest for _, digest in found}) == 1
+    for logits, _ in found:
+        np.testing.assert_array_equal(logits, first, strict=True)
+    # Rows stay independent of each other: other chunks give the same bits.
+    for logits, _ in on_all_ranks(shared_memory_ranks(degree), lambda group: run(group, 5)):
+        np.testing.assert_array_equal(logits, first, strict=True)
+    allowed = 0.05 if case.stored == "bf16" else 1e-4
+    assert np.abs(first - whole).max() <= allowed * np.abs(whole).max()
+
+
+def test_reference_ranks_sum_as_the_compiled_ones(tmp_path: Path) -> None:
+    case = BY_NAME["qwen2_tied"]
+    program, checkpoint = make(case, tmp_path)
+    degree = degrees_of(program)[0]
+    shares = [shard(program, degree=degree, rank=r, mode=TpMode.FAST) for r in range(degree)]
+
+    def run(group: InProcessRank) -> Float32s:
+        return answer(ReferenceExecutor(shares[group.rank], checkpoint, OPTIONS, group=group), case)
+
+    one, *others = on_all_ranks(InProcessGroup(degree).ranks(), run)
+    for other in others:
+        np.testing.assert_array_equal(other, one, strict=True)
+    whole = answer(NativeExecutor(program, checkpoint, OPTIONS), case)
+    assert np.abs(one - whole).max() <= 1e-3 * np.abs(whole).max()
 
 
 def without_one_gather(program: Program) -> Program:
