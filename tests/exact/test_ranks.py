@@ -18,6 +18,7 @@ from quire.program.comm_ops import AllGather
 from quire.program.expert_parallel import ExpertPlan
 from quire.program.expert_parallel import mixtures as mixtures_of
 from quire.program.program import Program
+from quire.program.row_parallel import TpMode
 from quire.program.tensors import DType
 from quire.ranks.executor_class import RankedExecutorClass
 from tests.conftest import SHOWN
@@ -185,6 +186,23 @@ def test_distributed_experts_answer_as_one_process(
     assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
     if degree == 2:
         assert all(reached.values()), reached
+
+
+def test_sums_in_the_order_of_ranks_depend_on_nothing_but_the_degree(wholes: list[Model]) -> None:
+    alone, lines = AloneRuns(), []
+    for whole in (wholes[1], wholes[4], wholes[6]):  # bf16, int8 and a mixture
+        fast = RankedExecutorClass(degree=2, mode=TpMode.FAST, binds=False, poison=True)
+        model = Ranks(whole, fast)
+        model.name += " fast"
+        try:
+            for number in range(3):
+                case = case_for_ranks(number, 1)
+                for request in case.requests:
+                    alone.of(model, request)  # by the same ranks
+                lines += differences(model, run_case(model, case, alone=alone), alone)
+        finally:
+            model.close()
+    assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
 
 
 class _Faulty(RankedExecutorClass):

@@ -58,6 +58,22 @@ def test_what_several_ranks_do_not_support_is_refused(settings: dict[str, Any], 
         engine_config({"tensor_parallel_size": 2, **settings})
 
 
+@needs_two_cores
+def test_a_degree_that_splits_sums_is_part_of_the_fingerprint() -> None:
+    found = []
+    for settings in (
+        {},
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 2, "tp_mode": "fast"},
+    ):
+        llm = LLM(num_threads=2, **settings)
+        answer = llm.generate("Once upon a time", SamplingParams(max_tokens=8, temperature=0.0))
+        found.append((llm.card.fingerprint, len(answer[0].outputs[0].token_ids)))
+        llm.close()
+    assert found[0] == found[1] != found[2]
+    assert found[2][1] == 8
+
+
 def test_embeddings_of_several_ranks_have_the_bits_of_one() -> None:
     found = []
     for degree in (1, 2):
@@ -153,6 +169,8 @@ def test_loads_that_are_no_models_are_refused(tmp_path: Path, text: str, words: 
             {"num_redundant_experts": 1, "tensor_parallel_size": 2, "enable_expert_parallel": True},
             "num_redundant_experts is 1 without expert_load_file",
         ),
+        ({"tp_mode": "fast"}, "tp_mode is fast and tensor_parallel_size is 1"),
+        ({"tp_mode": "quick", "tensor_parallel_size": 2}, "tp_mode is .quick"),
         ({"num_redundant_experts": -1}, "num_redundant_experts is -1"),
         (
             {"expert_load_file": "", "tensor_parallel_size": 2, "enable_expert_parallel": True},
