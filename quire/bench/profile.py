@@ -450,7 +450,8 @@ def _name(program: Program, op: Op) -> str:
     if isinstance(op, Experts):
         down = program.weights[op.down]
         shape = f"{down.expert_rows} -> {down.columns} {down.scheme or down.dtype}"
-        return f"experts {op.top_k} of {down.experts}: {shape}"
+        here = f" ({down.experts} here)" if op.holders else ""
+        return f"experts {op.top_k} of {op.routing.width}{here}: {shape}"
     if not isinstance(op, Linear):
         return op.kind
     weight = program.weights[op.weight]

@@ -117,7 +117,7 @@ class Experts(Operation):
 
     @property
     def own_experts(self) -> tuple[int, ...]:
-        """The experts whose weights this rank has, in order."""
+        """The experts that this rank has the weights of, in order."""
         if not self.holders:
             return tuple(range(self.routing.width))
         return tuple(e for e, holders in enumerate(self.holders) if holders >> self.rank & 1)

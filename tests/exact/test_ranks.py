@@ -146,7 +146,7 @@ def mixtures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
 
 
 def distributed(whole: Model, degree: int, plan: ExpertPlan) -> Ranks:
-    """Return a mixture whose experts are distributed over ranks."""
+    """Return a mixture with its experts distributed over ranks."""
     made = RankedExecutorClass(degree=degree, experts=plan, binds=False, poison=True)
     return Ranks(whole, made)
 
