@@ -62,8 +62,7 @@ class EngineCollector:
         yield _hits_by_tier(stats)
         yield from _preemptions(stats)
         yield from _drafts(stats)
-        if stats.expert_tokens_total:
-            yield _expert_tokens(stats)
+        yield _expert_tokens(stats)
 
 
 class TenantCollector:

@@ -1,5 +1,6 @@
 // Rows of the scratch memory of experts, and how many pairs of a row and an expert are computed
 // together: shared by experts.cc and expert_parallel.cc.
+// Always holds: rows begin at multiples of 64 bytes.
 #pragma once
 
 #include <algorithm>

@@ -167,11 +167,10 @@ def _assembled(
     record: BinaryIO | None,
     tier_folder: TierFolder | None,
 ) -> Engine:
-    num_threads = num_compute_threads(config.executor.num_threads)
     pack_cache, max_drafts = _pack_cache(config.executor), config.scheduler.max_draft_tokens
     model = _sized_model(config)
     memory, program = model.memory, model.program
-    executor = _loaded_executor(config, model, progress, pack_cache, num_threads)
+    executor = _loaded_executor(config, model, progress, pack_cache)
     num_layers = executor.num_layers if isinstance(executor, LayeredExecutor) else 0
     limits = _limits(config, model, num_layers)
     fingerprint = _block_fingerprint(config, program, executor)
@@ -292,7 +291,6 @@ def _loaded_executor(
     model: _SizedModel,
     progress: Progress | None,
     pack_cache: PackCache | None,
-    num_threads: int,
 ) -> Executor:
     """Load the weights and allocate the KV cache."""
     executor = model.executor_class(
@@ -300,7 +298,7 @@ def _loaded_executor(
         model.checkpoint,
         ExecutorOptions(
             limits=model.step_limits,
-            num_threads=num_threads,
+            num_threads=num_compute_threads(config.executor.num_threads),
             progress=progress,
             pack_cache=pack_cache,
         ),
