@@ -31,7 +31,7 @@ _SIZING = frozenset(
         *("block_size", "kv_cache_memory_bytes", "kv_cache_dtype"),
         *("max_num_batched_tokens", "num_threads"),
         *("speculate", "draft_model", "self_draft_layers"),
-        *("tensor_parallel_size", "enable_expert_parallel"),
+        *("tensor_parallel_size", "tp_mode", "enable_expert_parallel"),
         *("expert_load_file", "num_redundant_experts"),
     }
 )

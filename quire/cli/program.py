@@ -20,6 +20,7 @@ from quire.program.expert_parallel import even_placement
 from quire.program.first_layers import first_layers, num_layers
 from quire.program.kv_cache import KV_CACHE_DTYPES, with_kv_cache_dtype
 from quire.program.quantize import AUTO
+from quire.program.row_parallel import TpMode
 from quire.program.shard import SPLIT_EXPERTS, shard
 from quire.program.table import format_program
 from quire.program.taps import with_taps
@@ -100,6 +101,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --tensor-parallel-size: whole experts are distributed over the ranks",
     )
     parser.add_argument(
+        "--tp-mode",
+        choices=list(map(str, TpMode)),
+        default="exact",
+        help="with --tensor-parallel-size: fast splits half of the products by inputs",
+    )
+    parser.add_argument(
         "--rank", type=int, default=0, help="which rank's share, from 0 (default 0)"
     )
     parser.add_argument(
@@ -135,7 +142,13 @@ def run(args: argparse.Namespace) -> int:
             program = with_taps(program, args.taps)
         except ValueError as error:
             raise InvalidParameter(f"--taps: {error}", param="taps") from error
-    degree, placement = args.tensor_parallel_size, SPLIT_EXPERTS
+    degree, placement, mode = args.tensor_parallel_size, SPLIT_EXPERTS, TpMode(args.tp_mode)
+    if mode is TpMode.FAST and degree < 2:
+        raise InvalidParameter(
+            "--tp-mode fast splits products over the ranks of --tensor-parallel-size; give at "
+            "least 2",
+            param="tp-mode",
+        )
     if args.enable_expert_parallel:
         if degree < 2:
             raise InvalidParameter(
@@ -144,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
                 param="enable-expert-parallel",
             )
         placement = even_placement(program, degree)
-    program = shard(program, degree=degree, rank=args.rank, placement=placement)
+    program = shard(program, degree=degree, rank=args.rank, placement=placement, mode=mode)
     step = StepShape([args.tokens] * args.sequences, [args.depth] * args.sequences)
     sys.stdout.write(format_program(program, step, all_layers=args.all_layers))
     return 0

@@ -20,6 +20,7 @@ from quire.program.cost import StepShape
 from quire.program.expert_parallel import even_placement, mixtures
 from quire.program.ops import Embed
 from quire.program.program import Program
+from quire.program.row_parallel import TpMode
 from quire.program.shard import SPLIT_EXPERTS, check_degree, shard
 from quire.sim.cost import roofline_ms
 from quire.sim.links import Links
@@ -84,10 +85,11 @@ class LayoutPlanner:
         num_devices: int,
         num_tokens: int,
         requests: int,
+        mode: TpMode = TpMode.EXACT,
     ) -> None:
         if not 1 <= num_devices <= MAX_DEVICES:
             raise SettingError(f"--devices is {num_devices}; 1 to {MAX_DEVICES} are allowed")
-        self._planner, self._sized, self.links = planner, sized, links
+        self._planner, self._sized, self.links, self._mode = planner, sized, links, mode
         self.num_devices, self.num_tokens, self.requests = num_devices, num_tokens, requests
         self._share = cache(self._largest_share)
         self._costs = cache(self._cost_ms)
@@ -123,7 +125,7 @@ class LayoutPlanner:
         """The program of rank 0, which has the units that do not divide."""
         program = self._sized.program
         placement = even_placement(program, tensor) if experts else SPLIT_EXPERTS
-        return shard(program, degree=tensor, rank=0, placement=placement)
+        return shard(program, degree=tensor, rank=0, placement=placement, mode=self._mode)
 
     def _plan(self, layout: Layout) -> LayoutPlan:
         needs = self._needs(layout)

@@ -18,6 +18,7 @@ from quire.obs.report import table
 from quire.program.cost import StepShape
 from quire.program.kv_cache import kv_cache_text
 from quire.program.quantize import precision_text
+from quire.program.row_parallel import TpMode
 from quire.program.table import amount
 from quire.program.tensors import DType
 from quire.quant.scheme import PLAIN
@@ -252,6 +253,7 @@ def _ranks(planner: Planner, sized: SizedModel) -> dict[str, Any]:
     return {
         "tensor_parallel_size": len(sized.shares),
         "enable_expert_parallel": sized.config.executor.enable_expert_parallel,
+        "tp_mode": sized.config.executor.tp_mode,
         "links": planner.links.about,
         "exchanges_per_step": exchanges_of(sized.shares[0]),
         "step_tokens": sized.step_tokens,
@@ -270,6 +272,7 @@ def _ranks(planner: Planner, sized: SizedModel) -> dict[str, Any]:
 def _layouts(planner: Planner, sized: SizedModel, num_devices: int) -> dict[str, Any]:
     whole = planner.size(
         tensor_parallel_size=None,
+        tp_mode=None,
         enable_expert_parallel=None,
         expert_load_file=None,
         num_redundant_experts=None,
@@ -282,6 +285,7 @@ def _layouts(planner: Planner, sized: SizedModel, num_devices: int) -> dict[str,
             num_devices=num_devices,
             num_tokens=_compared_tokens(planner),
             requests=sized.needs.max_num_seqs,
+            mode=TpMode(sized.config.executor.tp_mode),
         )
     )
 

@@ -6,6 +6,7 @@ are odd, so that shares are unequal and end inside panels.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from quire.base.errors import SettingError
+from quire.base.log import Log
 from quire.comm.in_process import InProcessGroup, InProcessRank
 from quire.comm.shared_memory import SharedMemoryRank
 from quire.execute import reference_ops
@@ -37,6 +39,8 @@ from quire.program.shard import check_degree, shard
 from quire.program.tensors import DType
 from quire.ranks.rank_executor import RankExecutor
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
+from quire.weights.pack_cache import PackCache
+from tests.gguf_convert import write_gguf_of
 from tests.models.case import Case
 from tests.models.cases import CASES
 from tests.models.cases_experts import CASES as EXPERT_CASES
@@ -156,6 +160,35 @@ def test_distributed_experts_give_the_bits_of_one_process(case: Case, tmp_path: 
 
         for logits in on_all_ranks(shared_memory_ranks(degree), run):
             np.testing.assert_array_equal(logits, whole, strict=True)
+
+
+@pytest.mark.parametrize("is_stacked", [False, True], ids=["a tensor each", "stacked"])
+def test_distributed_experts_are_kept_packed_by_rank(is_stacked: bool, tmp_path: Path) -> None:
+    case = BY_NAME["qwen3_moe"]
+    program, checkpoint = make(case, tmp_path / "m")
+    if is_stacked:
+        path = write_gguf_of(tmp_path / "m", tmp_path / "m.gguf")
+        program = build_program(open_model(path), dtype=DType.F32, max_positions=MAX_POSITIONS)
+        checkpoint = open_checkpoint(path)
+    executor = NativeExecutor(program, checkpoint, OPTIONS)
+    whole, digest = answer(executor, case), executor.weights_digest
+    degree = degrees_of(program)[0]
+    placement = placements_of(case, program, degree)[1]
+    log = io.StringIO()
+    cache = PackCache(tmp_path / "packed", Log("ranks", log))
+
+    def run(group: SharedMemoryRank) -> Float32s:
+        own = shard(program, degree=degree, rank=group.rank, placement=placement)
+        options = replace(OPTIONS, pack_cache=cache)
+        executor = RankExecutor(own, checkpoint, options, group, poison=True)
+        assert executor.weights_digest == digest
+        return answer(executor, case)
+
+    for _ in range(2):
+        for logits in on_all_ranks(shared_memory_ranks(degree), run):
+            np.testing.assert_array_equal(logits, whole, strict=True)
+    assert log.getvalue().count("packed weights are kept") == degree
+    assert log.getvalue().count("packed weights are mapped") == degree
 
 
 def linear_by_row(x: Float32s, weight: Float32s, bias: Float32s | None) -> Float32s:

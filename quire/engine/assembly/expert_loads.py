@@ -18,7 +18,7 @@ from quire.execute.native import NativeExecutor
 
 EVERY_MS = 1_000.0
 MAX_FILE_BYTES = 64 << 20
-_LINE = re.compile(EXPERT_TOKENS + r"_total\{(.*)\} ([0-9.]+(?:e\+?[0-9]+)?)")
+_LINE = re.compile(EXPERT_TOKENS + r"_total\{(.*)\} ([0-9]{1,18}(?:\.[0-9]*)?(?:e\+?[0-9]{1,2})?)")
 _LABEL = re.compile(r'(layer|expert)="([0-9]{1,6})"')
 
 Loads = tuple[tuple[int, ...], ...]

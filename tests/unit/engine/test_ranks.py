@@ -149,6 +149,9 @@ def test_distributed_experts_answer_as_one_process_and_are_placed_by_their_load(
         ("nothing\n", "has no quire_expert_tokens_total for the layers"),
         ('quire_expert_tokens_total{expert="0",layer="1"} 3.0\n', "from 0 on"),
         ('quire_expert_tokens_total{expert="1",layer="0"} 3.0\n', "some experts of layer 0"),
+        ('quire_expert_tokens_total{expert="0",layer="0"} 1e999\n', "for the layers"),
+        ('quire_expert_tokens_total{expert="0",layer="0"} NaN\n', "for the layers"),
+        ('quire_expert_tokens_total{expert="-1",layer="0"} 4\n', "for the layers"),
     ],
 )
 def test_loads_that_are_no_models_are_refused(tmp_path: Path, text: str, words: str) -> None:
