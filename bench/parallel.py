@@ -211,6 +211,7 @@ def main() -> None:
     num_blocks = most * (DEPTH // BLOCK_SIZE + 2)
     whole.allocate_cache(num_blocks, BLOCK_SIZE)
     mode, plan = TpMode(asked.mode), expert_plan(asked.experts, whole, asked.degree)
+    whole.allocate_cache(num_blocks, BLOCK_SIZE)  # as empty as that of the ranks
     made = RankedExecutorClass(degree=asked.degree, experts=plan, mode=mode)
     ranks = made(program, checkpoint, options)
     ranks.allocate_cache(num_blocks, BLOCK_SIZE)

@@ -340,16 +340,26 @@ void RankGroup::all_to_all(const Shares& shares, const int64_t* counts, const in
 
 namespace {
 
-float read(const char* data, int64_t at, Type type) {
-    if (type == Type::f32) return reinterpret_cast<const float*>(data)[at];
-    return widen(reinterpret_cast<const bf16*>(data)[at]);
-}
+// Columns are added up in blocks that stay in registers or the first cache.
+constexpr int64_t kSumColumns = 256;
 
-void write(char* data, int64_t at, Type type, float value) {
-    if (type == Type::f32) {
-        reinterpret_cast<float*>(data)[at] = value;
-    } else {
-        reinterpret_cast<bf16*>(data)[at] = round_bf16(value);
+float widened(float value) { return value; }
+float widened(bf16 value) { return widen(value); }
+void store(float value, float& to) { to = value; }
+void store(float value, bf16& to) { to = round_bf16(value); }
+
+// to[start .. end) = the sum of row_of(rank)[start .. end), in the order of ranks.
+template <class T, class RowOf>
+void sum_columns(T* to, int64_t start, int64_t end, int degree, RowOf&& row_of) {
+    float sums[kSumColumns];
+    for (int64_t first = start; first < end; first += kSumColumns) {
+        const int64_t count = std::min(kSumColumns, end - first);
+        std::fill_n(sums, count, 0.0f);
+        for (int rank = 0; rank < degree; ++rank) {
+            const T* from = row_of(rank) + first;
+            for (int64_t i = 0; i < count; ++i) sums[i] += widened(from[i]);
+        }
+        for (int64_t i = 0; i < count; ++i) store(sums[i], to[first + i]);
     }
 }
 
@@ -385,12 +395,16 @@ void RankGroup::all_reduce(const Columns& columns, Type type, Pool& pool) {
         pool.deal(count, std::max<int64_t>(kCopyGrain / row_bytes, 1),
                   [&](int64_t begin, int64_t end, int) {
             for (int64_t row = begin; row < end; ++row) {
-                for (int64_t column = own.start; column < own.end; ++column) {
-                    float sum = 0.0f;
-                    for (int rank = 0; rank < degree_; ++rank) {
-                        sum += read(slot(rank, gathers_) + row * row_bytes, column, type);
-                    }
-                    write(rows + row * columns.stride_bytes, column, type, sum);
+                char* to = rows + row * columns.stride_bytes;
+                const auto part = [&](int rank) {
+                    return slot(rank, gathers_) + row * row_bytes;
+                };
+                if (type == Type::f32) {
+                    sum_columns(reinterpret_cast<float*>(to), own.start, own.end, degree_,
+                                [&](int rank) { return reinterpret_cast<float*>(part(rank)); });
+                } else {
+                    sum_columns(reinterpret_cast<bf16*>(to), own.start, own.end, degree_,
+                                [&](int rank) { return reinterpret_cast<bf16*>(part(rank)); });
                 }
             }
         });
