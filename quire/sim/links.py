@@ -6,8 +6,8 @@ upper bounds. The time of one exchange is an assumption and is printed as such. 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 from quire.base.errors import SettingError
 from quire.sim.hardware import THIS, Device
@@ -35,19 +35,23 @@ class Links:
         node_gb_per_s: float | None = None,
         network_gb_per_s: float | None = None,
     ) -> Links:
-        """Return other links where a number is given. Raises SettingError."""
-        given: dict[str, Any] = {
-            "per_node": per_node,
-            "node_gb_per_s": node_gb_per_s,
-            "network_gb_per_s": network_gb_per_s,
-        }
-        changes = {name: value for name, value in given.items() if value is not None}
-        for name, value in changes.items():
-            if not value > 0:
-                raise SettingError(f"{name} is {value}; it must be above 0")
-        if not changes:
+        """Return other links where a number is given. Raises SettingError, with the flags' names."""
+        for flag, value in (
+            ("devices-per-node", per_node),
+            ("link-gb-per-s", node_gb_per_s),
+            ("network-gb-per-s", network_gb_per_s),
+        ):
+            if value is not None and not 0 < value < math.inf:
+                raise SettingError(f"--{flag} is {value}; it must be above 0")
+        if (per_node, node_gb_per_s, network_gb_per_s) == (None, None, None):
             return self
-        return replace(self, about="links as given", **changes)
+        return replace(
+            self,
+            about="links as given",
+            per_node=per_node or self.per_node,
+            node_gb_per_s=node_gb_per_s or self.node_gb_per_s,
+            network_gb_per_s=network_gb_per_s or self.network_gb_per_s,
+        )
 
 
 def links_of(device: Device) -> Links:

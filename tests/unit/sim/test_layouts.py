@@ -157,7 +157,7 @@ def test_every_device_has_links(device: Device) -> None:
 
 
 def test_wrong_links_and_numbers_of_devices_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"node_gb_per_s is -1\.0; it must be above 0"):
+    with pytest.raises(SettingError, match=r"--link-gb-per-s is -1\.0; it must be above 0"):
         LINKS.with_rates(node_gb_per_s=-1.0)
     assert LINKS.with_rates() is LINKS
     assert LINKS.with_rates(per_node=2).per_node == 2
