@@ -35,7 +35,7 @@ class Links:
         node_gb_per_s: float | None = None,
         network_gb_per_s: float | None = None,
     ) -> Links:
-        """Return other links where a number is given. Raises SettingError, with the flags' names."""
+        """Return other links where a number is given. Raises SettingError by the flags' names."""
         for flag, value in (
             ("devices-per-node", per_node),
             ("link-gb-per-s", node_gb_per_s),
