@@ -88,6 +88,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NUM",
         help="print the first layers with the head, which propose tokens with --speculate self",
     )
+    _add_ranks(parser)
+    parser.add_argument(
+        "--all-layers", action="store_true", help="print every layer, not the first of its kind"
+    )
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    """Add what selects a rank's share."""
     parser.add_argument(
         "--tensor-parallel-size",
         type=int,
@@ -108,9 +116,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--rank", type=int, default=0, help="which rank's share, from 0 (default 0)"
-    )
-    parser.add_argument(
-        "--all-layers", action="store_true", help="print every layer, not the first of its kind"
     )
 
 
