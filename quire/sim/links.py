@@ -105,7 +105,7 @@ _SOCKETS = Links(
     message_us=20.0,
 )
 _THIS = Links(
-    about="machines like this one, 10 Gb/s network (assumed)",
+    about="20 GB/s between ranks of this machine, a 10 Gb/s network to others like it (assumed)",
     per_node=1,
     node_gb_per_s=20.0,
     network_gb_per_s=1.25,

@@ -14,6 +14,7 @@ from quire.engine.assembly.sizing import step_limits
 from quire.execute.native import NativeExecutor
 from quire.program.cost import StepShape
 from quire.program.expert_parallel import ExpertPlan
+from quire.program.row_parallel import TpMode
 from quire.program.shard import shard
 from quire.ranks.executor_class import RankedExecutorClass
 from quire.sim.hardware import DEVICES, Device, find_device
@@ -147,6 +148,21 @@ def test_whole_experts_are_a_layout_of_mixtures_only(tmp_path: Path) -> None:
     assert {layout.tensor for layout in experts} == {2, 4}
     assert str(experts[0]) == "TP 2 + EP"
     assert not any(plan.layout.experts for plan in layouts(planner(tmp_path), 2).plans())
+
+
+@pytest.mark.parametrize(
+    ("degree", "exact", "fast"), [(2, 4_259_840, 2_621_440), (8, 7_454_720, 4_587_520)]
+)
+def test_the_bytes_of_both_modes_are_those_of_the_page(
+    tmp_path: Path, degree: int, exact: int, fast: int
+) -> None:
+    program = planner(tmp_path).size().program
+    token = StepShape([1], [511])
+    for mode, received in ((TpMode.EXACT, exact), (TpMode.FAST, fast)):
+        own = shard(program, degree=degree, rank=0, mode=mode)
+        assert own.segment_cost("trunk", token).comm_bytes == received
+        page = (Path(__file__).parents[3] / "docs" / "parallel.md").read_text()
+        assert f" {round(received / 1e3):,} kB |" in page
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
