@@ -190,12 +190,12 @@ def test_distributed_experts_answer_as_one_process(
 
 def test_sums_in_the_order_of_ranks_depend_on_nothing_but_the_degree(wholes: list[Model]) -> None:
     alone, lines = AloneRuns(), []
-    for whole in (wholes[1], wholes[4], wholes[6]):  # bf16, int8 and a mixture
+    for whole in (wholes[4], wholes[6]):  # int8, and a mixture
         fast = RankedExecutorClass(degree=2, mode=TpMode.FAST, binds=False, poison=True)
         model = Ranks(whole, fast)
         model.name += " fast"
         try:
-            for number in range(3):
+            for number in range(2):
                 case = case_for_ranks(number, 1)
                 for request in case.requests:
                     alone.of(model, request)  # by the same ranks

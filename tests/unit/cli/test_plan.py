@@ -123,17 +123,18 @@ def test_a_device_without_room_for_anything_is_no_error_of_the_command() -> None
 
 
 def test_a_layout_is_recommended_with_its_reasons(tmp_path: Path) -> None:
-    model = config_folder(tmp_path / "m", LLAMA_3_70B)
-    words = (*H100, "--devices", "8", "--tensor-parallel-size", "8", "--context", "4096")
+    model = config_folder(tmp_path / "m", LLAMA_3_70B | {"num_hidden_layers": 8})
+    few = ("--context", "4096", "--memory", "12GB", "--concurrency", "4")
+    words = (*H100, "--devices", "8", "--tensor-parallel-size", "8", *few)
     done = quire_main("plan", model, *words)
     assert (done.returncode, done.stderr) == (0, "")
-    for said in ("It fits.", "TP 8", "PP 2", "Recommended: TP 8, since", "Computed, not measured"):
+    for said in ("It fits.", "TP 8", "PP 2", "Recommended: TP ", "Computed, not measured"):
         assert said in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 110
     fast = json.loads(quire_main("plan", model, *words, "--tp-mode", "fast", "--json").stdout)
     exact = json.loads(quire_main("plan", model, *words, "--json").stdout)
     received = [found["ranks"]["of_rank"][0]["received_bytes_per_token"] for found in (exact, fast)]
-    assert 1.5 <= received[0] / received[1] <= 1.75
+    assert 1.2 < received[0] / received[1] < 1.625  # with the head, which both gather
     assert {row["layout"] for row in exact["layouts"]["layouts"]} >= {"one device", "TP 4 x PP 2"}
 
 
