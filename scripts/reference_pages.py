@@ -31,6 +31,7 @@ from quire.api.openapi.error_words import error_rows
 from quire.api.openapi.field_schemas import Known
 from quire.api.openapi.field_words import GROUPS
 from quire.api.openapi.operations import OPERATIONS
+from quire.base.engine_stats import EngineStats
 from quire.cli.exit_codes import EXIT_CODES, SIGNALLED
 from quire.cli.serve import add_arguments
 from quire.config.environment import FILE_VARIABLE
@@ -235,6 +236,7 @@ def _values(schema: Mapping[str, Any]) -> str:
 def metrics() -> str:
     """Return a table of the metrics a server shows."""
     rows, source = [], Metrics(("name",))
+    source.see(EngineStats(expert_tokens_total=((0,),)))  # a mixture, for its labels
     # A labelled metric that has counted nothing has no sample to read its labels from.
     collectors = source._shown._names_to_collectors
     for family in text_string_to_metric_families(source.text().decode()):

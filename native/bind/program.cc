@@ -236,6 +236,10 @@ struct TypeName<int64_t> {
     static std::string text() { return "int"; }
 };
 template <>
+struct TypeName<std::vector<uint64_t>> {
+    static std::string text() { return "ints"; }
+};
+template <>
 struct TypeName<double> {
     static std::string text() { return "float"; }
 };
@@ -479,6 +483,8 @@ void bind_interpreter(nb::module_& module) {
                      "however many rows were computed with them.")
         .def_prop_ro("experts_read", &quire::Program::experts_read,
                      "Reads of an expert's weights so far; for many rows at once it is one.")
+        .def_prop_ro("expert_loads", &quire::Program::expert_loads,
+                     "For each operation with several experts, the rows that chose each so far.")
         .def("set_timed", &quire::Program::set_timed, "timed"_a,
              "Take the time of each unit from now on, beginning at zero; or no longer.")
         .def("units",
@@ -520,13 +526,15 @@ void bind_program(nb::module_& module) {
     module.def(
         "expert_bytes",
         [](int64_t rows, int64_t experts, int64_t top_k, int64_t hidden, int64_t inner,
-           int64_t own, const std::string& dtype, int64_t num_threads) {
-            const quire::ExpertShape shape{rows,  experts, top_k, hidden,
-                                           inner, own,     type_named(dtype)};
+           int64_t own, const std::string& dtype, int64_t num_threads, int64_t degree,
+           int64_t share) {
+            const quire::ExpertShape shape{rows, experts,           top_k,  hidden, inner,
+                                           own,  type_named(dtype), degree, share};
             return quire::shared_expert_bytes(shape) +
                    num_threads * quire::expert_thread_bytes(shape);
         },
         "rows"_a, nb::kw_only(), "experts"_a, "top_k"_a, "hidden"_a, "inner"_a, "own"_a, "dtype"_a,
-        "num_threads"_a, "Bytes of scratch memory of an operation with experts.");
+        "num_threads"_a, "degree"_a = 0, "share"_a = 0,
+        "Bytes of scratch memory of an operation with experts.");
     nb::exception<quire::Aborted>(module, "Aborted", PyExc_RuntimeError);
 }

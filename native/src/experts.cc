@@ -8,31 +8,20 @@
 #include <algorithm>
 #include <cstring>
 
+#include "quire/expert_scratch.h"
+
 namespace quire {
 
 namespace {
 
-// Pairs computed together: enough that the products of many rows are bound by arithmetic.
-constexpr int64_t kBatchPairs = 1024;
 // Rows a thread multiplies by its panels at a time, which bounds the memory it packs them in.
 constexpr int64_t kRowsAtOnce = 192;
 // Below so many products of a panel a second thread costs more than it gives.
 constexpr int64_t kLeastWork = 16384;
 
-int64_t batch_pairs(const ExpertShape& shape) {
-    return std::min(shape.rows * shape.top_k, kBatchPairs);
-}
-
 // Columns of a pair's row: gate and up, and of several ranks all inner columns before them.
 int64_t inner_columns(const ExpertShape& shape) {
     return shape.own == shape.inner ? 2 * shape.inner : shape.inner + 2 * shape.own;
-}
-
-int64_t line(int64_t width, Type type) { return round_up(width * type_bytes(type), 64); }
-
-// Rows of `bytes` bytes each from `data`.
-Rows rows_at(char* data, int64_t bytes, Type type, int64_t width) {
-    return {data, bytes / type_bytes(type), type, width};
 }
 
 Rows from_row(Rows rows, int64_t row) {
@@ -81,6 +70,10 @@ int64_t shared_expert_bytes(const ExpertShape& shape) {
     areas.take<char>(batch * line(shape.hidden, shape.type));
     areas.take<char>(batch * line(inner_columns(shape), shape.type));
     areas.take<char>(batch * line(shape.hidden, Type::f32));
+    if (shape.degree > 0) {
+        for (int i = 0; i < 2; ++i) areas.take<int32_t>(shape.degree * shape.experts);
+        areas.take<char>(pairs * line(shape.share, Type::f32));
+    }
     return areas.bytes();
 }
 
@@ -97,6 +90,11 @@ ExpertRunner::Pairs ExpertRunner::place(const ExpertShape& shape) const {
     placed.gathered = areas.take<char>(batch * line(shape.hidden, shape.type));
     placed.inner = areas.take<char>(batch * line(inner_columns(shape), shape.type));
     placed.out = areas.take<char>(batch * line(shape.hidden, Type::f32));
+    if (shape.degree > 0) {
+        placed.part = areas.take<int32_t>(shape.degree * shape.experts);
+        placed.next = areas.take<int32_t>(shape.degree * shape.experts);
+        placed.all = areas.take<char>(pairs * line(shape.share, Type::f32));
+    }
     return placed;
 }
 
@@ -113,8 +111,8 @@ void ExpertRunner::poison() {
     if (memory_.bytes() > 0) std::memset(memory_.data(), 0xff, memory_.bytes());
 }
 
-// Lists the pairs; returns how many there are.
-int64_t ExpertRunner::sort(const ExpertsArgs& args, const Pairs& pairs) const {
+// Lists each row's experts with their weights, and counts each expert's rows in start[expert + 1].
+void ExpertRunner::choose(const ExpertsArgs& args, const Pairs& pairs) const {
     const int64_t experts = args.routing.width;
     std::fill_n(pairs.start, experts + 1, 0);
     for (int64_t row = 0; row < args.rows; ++row) {
@@ -130,6 +128,15 @@ int64_t ExpertRunner::sort(const ExpertsArgs& args, const Pairs& pairs) const {
         }
         for (; chosen < end; ++chosen) pairs.expert[chosen] = -1;
     }
+    if (args.load == nullptr) return;
+    for (int64_t expert = 0; expert < experts; ++expert) {
+        args.load[expert] += pairs.start[expert + 1];
+    }
+}
+
+// Places the pairs in the order of the experts; returns how many there are.
+int64_t ExpertRunner::sort(const ExpertsArgs& args, const Pairs& pairs) const {
+    const int64_t experts = args.routing.width;
     for (int64_t expert = 0; expert < experts; ++expert) {
         pairs.start[expert + 1] += pairs.start[expert];
     }
@@ -148,10 +155,16 @@ int64_t ExpertRunner::sort(const ExpertsArgs& args, const Pairs& pairs) const {
 }
 
 void ExpertRunner::run(const ExpertsArgs& args) {
-    const ExpertShape shape{args.rows, args.routing.width, args.top_k, args.x.width,
-                            args.down.columns(), args.share.end - args.share.start, args.x.type};
+    const bool is_distributed = args.holders != nullptr;
+    const int64_t inner = args.down.columns(), share = args.share.end - args.share.start;
+    const ExpertShape shape{args.rows, args.routing.width, args.top_k, args.x.width, inner,
+                            is_distributed ? inner : share, args.x.type,
+                            is_distributed ? args.group->degree() : 0,
+                            is_distributed ? share : 0};
     if (args.rows == 0) return;
     const Pairs pairs = place(shape);
+    choose(args, pairs);
+    if (is_distributed) return run_distributed(args, shape, pairs);
     const int64_t total = sort(args, pairs), most = batch_pairs(shape);
     if (total == 0) return run_batch(args, shape, pairs, 0, 0);
     for (int64_t first = 0; first < total;) {
@@ -170,35 +183,44 @@ void ExpertRunner::run(const ExpertsArgs& args) {
 // Pairs first .. end. The first batch clears y.
 void ExpertRunner::run_batch(const ExpertsArgs& args, const ExpertShape& shape,
                              const Pairs& pairs, int64_t first, int64_t end) {
-    const KernelTable& kernels = args.pool->kernels();
     int64_t count = 0;
     for (int64_t expert = 0; expert < shape.experts; ++expert) {
         const int64_t from = std::max<int64_t>(pairs.start[expert], first);
         const int64_t to = std::min<int64_t>(pairs.start[expert + 1], end);
         if (from < to) pairs.pieces[count++] = {expert, from, to};
     }
+    const Rows out = outputs(args, shape, pairs, count, first, end);
+    args.pool->kernels().sum_experts({out, args.y, args.rows, args.top_k, pairs.place,
+                                      pairs.weight, first, end, args.pool});
+}
+
+// What the experts give for pairs first .. end, which are the first `count` pieces.
+Rows ExpertRunner::outputs(const ExpertsArgs& args, const ExpertShape& shape, const Pairs& pairs,
+                           int64_t count, int64_t first, int64_t end) {
+    const KernelTable& kernels = args.pool->kernels();
     experts_read_ += count;
     const Rows gathered = rows_at(pairs.gathered, line(shape.hidden, shape.type), shape.type,
                                   shape.hidden);
     const int64_t columns = inner_columns(shape), own = shape.own;
+    const int64_t own_first = own == shape.inner ? 0 : args.share.start;
     const Rows all = rows_at(pairs.inner, line(columns, shape.type), shape.type, columns);
     const Rows inner = from_column(all, 0, shape.inner);
     const Rows halves = from_column(all, columns - 2 * own, 2 * own);
     const Rows gate = from_column(halves, 0, own), up = from_column(halves, own, own);
-    const Rows out = rows_at(pairs.out, line(shape.hidden, Type::f32), Type::f32, args.y.width);
+    const int64_t width = shape.degree > 0 ? shape.hidden : args.y.width;
+    const Rows out = rows_at(pairs.out, line(shape.hidden, Type::f32), Type::f32, width);
     kernels.gather_rows({args.x, gathered, end - first, pairs.row + first, args.pool});
     products(args, args.gate_up, 2 * own, gathered, halves, pairs.pieces, count, first);
-    kernels.activation({gate, up, from_column(inner, args.share.start, own), end - first,
-                        args.form, args.pool});
-    if (args.group != nullptr) {
+    kernels.activation({gate, up, from_column(inner, own_first, own), end - first, args.form,
+                        args.pool});
+    if (args.group != nullptr && shape.degree == 0) {
         const int64_t bytes = type_bytes(shape.type);
         args.group->all_gather({static_cast<char*>(inner.data), end - first, inner.stride * bytes,
                                 shape.inner, args.unit, bytes},
                                *args.pool);
     }
-    products(args, args.down, args.y.width, inner, out, pairs.pieces, count, first);
-    kernels.sum_experts({out, args.y, args.rows, args.top_k, pairs.place, pairs.weight, first, end,
-                         args.pool});
+    products(args, args.down, width, inner, out, pairs.pieces, count, first);
+    return out;
 }
 
 // y = x @ W.T, expert by expert, n outputs each; row 0 of x and y is pair `first`.

@@ -91,7 +91,7 @@ void Program::add_segment(std::vector<Operation> ops) {
     for (const Segment& earlier : segments_) {
         for (int64_t buffer : earlier.own_buffers) seen[static_cast<size_t>(buffer)] = true;
     }
-    for (const Operation& op : ops) {
+    for (Operation& op : ops) {
         check_op(op);
         reserve_experts(op);
         segment.uses_samples |= std::holds_alternative<GatherRowsOp>(op);
@@ -137,16 +137,33 @@ void Program::find_streamed(Segment& segment) const {
     if (any) segment.streamed = std::move(streamed);
 }
 
+namespace {
+
+// The inner columns that a rank computes.
+Share inner_share(const ExpertsOp& op) {
+    const int64_t inner = op.down->columns();
+    if (op.degree == 1 || !op.holders.empty()) return {0, inner};
+    return share_of(inner, op.unit, op.rank, op.degree);
+}
+
+}  // namespace
+
 // Takes the scratch memory of an operation with experts, for the largest step of either arena.
-void Program::reserve_experts(const Operation& operation) {
-    const auto* op = std::get_if<ExpertsOp>(&operation);
+void Program::reserve_experts(Operation& operation) {
+    auto* op = std::get_if<ExpertsOp>(&operation);
     if (op == nullptr) return;
+    if (op->routing.width > 1) {
+        op->load = static_cast<int64_t>(expert_loads_.size());
+        expert_loads_.emplace_back(static_cast<size_t>(op->routing.width), 0);
+    }
     int64_t rows = arena_.at(op->x.buffer).max_rows;
     if (apart_.num_buffers() > 0) rows = std::max(rows, apart_.at(op->x.buffer).max_rows);
     const int64_t inner = op->down->columns();
-    const Share share = share_of(inner, op->degree > 1 ? op->unit : inner, op->rank, op->degree);
+    const Share share = inner_share(*op);
+    const bool is_distributed = !op->holders.empty();
     experts_.reserve({rows, op->routing.width, op->top_k, op->x.width, inner,
-                      share.end - share.start, arena_.at(op->x.buffer).type},
+                      share.end - share.start, arena_.at(op->x.buffer).type,
+                      is_distributed ? op->degree : 0, is_distributed ? op->y.width : 0},
                      *pool_);
 }
 
@@ -264,10 +281,11 @@ int64_t Program::count_of(const ViewSpec& view, const StepInputs& inputs) const 
     return inputs.num_sequences;
 }
 
-RankGroup::Columns Program::columns_of(const AllGatherOp& op, const StepInputs& inputs) const {
-    const Rows x = rows(op.x);
+RankGroup::Columns Program::columns_of(const ViewSpec& view, int64_t unit,
+                                       const StepInputs& inputs) const {
+    const Rows x = rows(view);
     const int64_t bytes = type_bytes(x.type);
-    return {static_cast<char*>(x.data), count_of(op.x, inputs), x.stride * bytes, x.width, op.unit,
+    return {static_cast<char*>(x.data), count_of(view, inputs), x.stride * bytes, x.width, unit,
             bytes};
 }
 
@@ -401,14 +419,23 @@ void Program::run_op(const Operation& operation, const StepInputs& inputs) {
                                      inputs.sample_rows, pool});
             },
             [&](const ExpertsOp& op) {
-                const int64_t inner = op.down->columns();
-                const int64_t unit = op.degree > 1 ? op.unit : inner;
+                const bool is_distributed = !op.holders.empty();
+                const Share share = is_distributed
+                                        ? share_of(op.x.width, op.unit, op.rank, op.degree)
+                                        : inner_share(op);
+                int64_t* load = op.load < 0 ? nullptr : load_of(op.load);
                 experts_.run({rows(op.x), rows(op.routing), rows(op.y), count_of(op.x, inputs),
                               *op.gate_up, *op.down, op.form, op.top_k,
-                              share_of(inner, unit, op.rank, op.degree), unit,
-                              op.degree > 1 ? group_.get() : nullptr, pool});
+                              share, op.unit, op.degree > 1 ? group_.get() : nullptr,
+                              is_distributed ? op.holders.data() : nullptr, load, pool});
             },
-            [&](const AllGatherOp& op) { group_->all_gather(columns_of(op, inputs), *pool); },
+            [&](const AllGatherOp& op) {
+                group_->all_gather(columns_of(op.x, op.unit, inputs), *pool);
+            },
+            [&](const AllReduceOp& op) {
+                group_->all_reduce(columns_of(op.x, op.unit, inputs), buffer_at(op.x.buffer).type,
+                                   *pool);
+            },
             [](const auto& op) {
                 throw std::invalid_argument(std::string(op.kind) + " is row-wise");
             },

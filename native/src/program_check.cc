@@ -39,29 +39,54 @@ void check_route(const RouteOp& op, Type x, Type y) {
     }
 }
 
+void check_holders(const ExpertsOp& op) {
+    const int64_t experts = op.routing.width, inner = op.down->columns();
+    if (static_cast<int64_t>(op.holders.size()) != experts || op.degree < 2) {
+        refuse(op.kind, "holders are not the experts', or there is one rank");
+    }
+    const uint64_t all = op.degree < 64 ? (uint64_t{1} << op.degree) - 1 : ~uint64_t{0};
+    int64_t own = 0;
+    for (uint64_t holders : op.holders) {
+        if (holders == 0 || (holders & ~all) != 0) {
+            refuse(op.kind, "an expert is on no rank, or on one that does not exist");
+        }
+        own += static_cast<int64_t>(holders >> op.rank & 1);
+    }
+    check_ranks(op.kind, op.rank, op.degree, op.unit, op.x.width);
+    const Share share = share_of(op.x.width, op.unit, op.rank, op.degree);
+    if (op.gate_up->rows() != own * round_up(2 * inner, kPanel) ||
+        op.down->rows() != own * round_up(op.x.width, kPanel) ||
+        op.y.width != share.end - share.start) {
+        refuse(op.kind, "a weight has not the rank's experts, or y not its columns");
+    }
+}
+
 void check_experts(const ExpertsOp& op, Type x) {
     const Weight &gate_up = *op.gate_up, &down = *op.down;
     const int64_t experts = op.routing.width;
-    const auto check = [&](const Weight& weight, int64_t rows) {
-        if (weight.form() != Form::matrix) refuse(op.kind, "a weight is not a matrix");
-        if (weight.rows() != experts * round_up(rows, kPanel)) {
-            refuse(op.kind, "a weight has not the experts' rows, filled up to panels");
-        }
-        if (!weight.has_ints() && x != weight.type()) {
+    for (const Weight* weight : {&gate_up, &down}) {
+        if (weight->form() != Form::matrix) refuse(op.kind, "a weight is not a matrix");
+        if (!weight->has_ints() && x != weight->type()) {
             refuse(op.kind, "the input's dtype is not the weight's");
         }
-    };
+    }
+    if (op.top_k < 1 || op.top_k > experts) refuse(op.kind, "top_k is out of range");
+    if (gate_up.columns() != op.x.width) refuse(op.kind, "views and weights differ in width");
+    if (!op.holders.empty()) return check_holders(op);
     const int64_t inner = down.columns();
     check_ranks(op.kind, op.rank, op.degree, op.degree > 1 ? op.unit : inner, inner);
     const Share share = share_of(inner, op.degree > 1 ? op.unit : inner, op.rank, op.degree);
+    const auto check = [&](const Weight& weight, int64_t rows) {
+        if (weight.rows() != experts * round_up(rows, kPanel)) {
+            refuse(op.kind, "a weight has not the experts' rows, filled up to panels");
+        }
+    };
     check(gate_up, 2 * (share.end - share.start));
     check(down, op.y.width);
     const bool is_whole = op.degree == 1;
-    if (gate_up.columns() != op.x.width || op.y.width > op.x.width ||
-        (is_whole && op.y.width != op.x.width)) {
+    if (op.y.width > op.x.width || (is_whole && op.y.width != op.x.width)) {
         refuse(op.kind, "views and weights differ in width");
     }
-    if (op.top_k < 1 || op.top_k > experts) refuse(op.kind, "top_k is out of range");
 }
 
 }  // namespace
@@ -160,6 +185,9 @@ void Program::check_op(const Operation& operation) const {
             [](const AllGatherOp& op) {
                 check_ranks(op.kind, op.rank, op.degree, op.unit, op.x.width);
             },
+            [](const AllReduceOp& op) {
+                check_ranks(op.kind, op.rank, op.degree, op.unit, op.x.width);
+            },
             // Their geometry is the cache's, which check_step uses.
             [](const StoreKVOp&) {},
             [](const AttentionOp&) {},
@@ -229,11 +257,20 @@ void Program::check_step(const Operation& operation, const StepInputs& inputs) c
             },
             [&](const AllGatherOp& op) {
                 check_group(op.kind, op.rank, op.degree);
-                group_->check_fits(columns_of(op, inputs));
+                group_->check_fits(columns_of(op.x, op.unit, inputs));
+            },
+            [&](const AllReduceOp& op) {
+                check_group(op.kind, op.rank, op.degree);
+                const int64_t row_bytes = op.x.width * type_bytes(buffer_at(op.x.buffer).type);
+                group_->check_fits({nullptr, 1, 0, op.degree, 1, row_bytes});
             },
             [&](const ExpertsOp& op) {
                 if (op.degree == 1) return;
                 check_group(op.kind, op.rank, op.degree);
+                if (!op.holders.empty()) {
+                    const int64_t row_bytes = op.x.width * type_bytes(Type::f32);
+                    return group_->check_fits({nullptr, 1, 0, op.degree, 1, row_bytes});
+                }
                 const int64_t bytes = type_bytes(buffer_at(op.x.buffer).type);
                 group_->check_fits({nullptr, 1, 0, op.down->columns(), op.unit, bytes});
             },

@@ -27,7 +27,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kMaxDegree = 64;
 constexpr int64_t kLine = 64;
 constexpr auto kYield = std::chrono::milliseconds(2);
 // A sleep before this process looks around again, and what it counts as at most: where it was
@@ -289,6 +288,129 @@ void RankGroup::all_gather(const Columns& columns, Pool& pool) {
             copy(other, first, count, false);
         }
     }
+}
+
+void RankGroup::all_to_all(const Shares& shares, const int64_t* counts, const int64_t* firsts,
+                           Pool& pool) {
+    const int64_t row_bytes = shares.width * shares.element_bytes;
+    if (row_bytes > sizes_.slot_bytes) {
+        throw std::invalid_argument("a row of " + std::to_string(row_bytes) +
+                                    " bytes; slots have " + std::to_string(sizes_.slot_bytes));
+    }
+    ++num_gathers_;
+    const Share own = share_of(shares.width, shares.unit, rank_, degree_);
+    const int64_t first_byte = own.start * shares.element_bytes;
+    const int64_t bytes = (own.end - own.start) * shares.element_bytes;
+    const int64_t at_once = sizes_.slot_bytes / row_bytes;
+    const int64_t most = *std::max_element(counts, counts + degree_);
+    const auto copy = [&](char* to, int64_t to_stride, const char* from, int64_t from_stride,
+                          int64_t count, int64_t size) {
+        if (count == 0) return;
+        pool.deal(count, std::max<int64_t>(kCopyGrain / size, 1),
+                  [&](int64_t begin, int64_t end, int) {
+            for (int64_t row = begin; row < end; ++row) {
+                std::memcpy(to + row * to_stride, from + row * from_stride,
+                            static_cast<size_t>(size));
+            }
+        });
+    };
+    const auto out = [&](int rank, int64_t row) {
+        return shares.out + (firsts[rank] + row) * shares.out_stride_bytes;
+    };
+    for (int64_t first = 0; first < most; first += at_once) {
+        const auto rows_of = [&](int rank) {
+            return std::clamp<int64_t>(counts[rank] - first, 0, at_once);
+        };
+        const char* rows = shares.own + first * shares.own_stride_bytes;
+        ++gathers_;
+        copy(slot(rank_, gathers_), row_bytes, rows, shares.own_stride_bytes, rows_of(rank_),
+             row_bytes);
+        publish(words(rank_).ready, gathers_);
+        copy(out(rank_, first), shares.out_stride_bytes, rows + first_byte,
+             shares.own_stride_bytes, rows_of(rank_), bytes);
+        for (int next = 1; next < degree_; ++next) {
+            const int other = (rank_ + next) % degree_;
+            wait(words(other).ready, gathers_, other, true);
+            copy(out(other, first), shares.out_stride_bytes, slot(other, gathers_) + first_byte,
+                 row_bytes, rows_of(other), bytes);
+            received_bytes_ += rows_of(other) * bytes;
+        }
+    }
+}
+
+namespace {
+
+// Columns are added up in blocks that stay in registers or the first cache.
+constexpr int64_t kSumColumns = 256;
+
+float widened(float value) { return value; }
+float widened(bf16 value) { return widen(value); }
+void store(float value, float& to) { to = value; }
+void store(float value, bf16& to) { to = round_bf16(value); }
+
+// to[start .. end) = the sum of row_of(rank)[start .. end), in the order of ranks.
+template <class T, class RowOf>
+void sum_columns(T* to, int64_t start, int64_t end, int degree, RowOf&& row_of) {
+    float sums[kSumColumns];
+    for (int64_t first = start; first < end; first += kSumColumns) {
+        const int64_t count = std::min(kSumColumns, end - first);
+        std::fill_n(sums, count, 0.0f);
+        for (int rank = 0; rank < degree; ++rank) {
+            const T* from = row_of(rank) + first;
+            for (int64_t i = 0; i < count; ++i) sums[i] += widened(from[i]);
+        }
+        for (int64_t i = 0; i < count; ++i) store(sums[i], to[first + i]);
+    }
+}
+
+}  // namespace
+
+void RankGroup::all_reduce(const Columns& columns, Type type, Pool& pool) {
+    if (columns.rows == 0) return;
+    const int64_t row_bytes = columns.width * columns.element_bytes;
+    if (row_bytes > sizes_.slot_bytes) {
+        throw std::invalid_argument("a row of " + std::to_string(row_bytes) +
+                                    " bytes; slots have " + std::to_string(sizes_.slot_bytes));
+    }
+    ++num_gathers_;
+    const Share own = share_of(columns.width, columns.unit, rank_, degree_);
+    const int64_t at_once = sizes_.slot_bytes / row_bytes;
+    for (int64_t first = 0; first < columns.rows; first += at_once) {
+        const int64_t count = std::min(at_once, columns.rows - first);
+        char* rows = columns.data + first * columns.stride_bytes;
+        ++gathers_;
+        pool.deal(count, std::max<int64_t>(kCopyGrain / row_bytes, 1),
+                  [&](int64_t begin, int64_t end, int) {
+            for (int64_t row = begin; row < end; ++row) {
+                std::memcpy(slot(rank_, gathers_) + row * row_bytes,
+                            rows + row * columns.stride_bytes, static_cast<size_t>(row_bytes));
+            }
+        });
+        publish(words(rank_).ready, gathers_);
+        for (int next = 1; next < degree_; ++next) {
+            const int other = (rank_ + next) % degree_;
+            wait(words(other).ready, gathers_, other, true);
+            received_bytes_ += count * (own.end - own.start) * columns.element_bytes;
+        }
+        pool.deal(count, std::max<int64_t>(kCopyGrain / row_bytes, 1),
+                  [&](int64_t begin, int64_t end, int) {
+            for (int64_t row = begin; row < end; ++row) {
+                char* to = rows + row * columns.stride_bytes;
+                const auto part = [&](int rank) {
+                    return slot(rank, gathers_) + row * row_bytes;
+                };
+                if (type == Type::f32) {
+                    sum_columns(reinterpret_cast<float*>(to), own.start, own.end, degree_,
+                                [&](int rank) { return reinterpret_cast<float*>(part(rank)); });
+                } else {
+                    sum_columns(reinterpret_cast<bf16*>(to), own.start, own.end, degree_,
+                                [&](int rank) { return reinterpret_cast<bf16*>(part(rank)); });
+                }
+            }
+        });
+    }
+    all_gather(columns, pool);
+    --num_gathers_;  // counted as one with the sum
 }
 
 void RankGroup::all_gather(const char* own, char* out, int64_t bytes) {

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 PREEMPTION_COSTS_MS = (
     *(1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1_000.0, 3_000.0, 10_000.0, 30_000.0, 100_000.0),
 )
+# The metric of expert_tokens_total, which --expert-load-file reads.
+EXPERT_TOKENS = "quire_expert_tokens"
 
 
 @dataclass(slots=True, kw_only=True)  # made in every step: frozen, it takes three times as long
@@ -63,4 +65,7 @@ class EngineStats:
     # Of these drafts, by position in the row: how many there were, and how many were accepted.
     draft_tokens_total: tuple[int, ...] = ()
     accepted_draft_tokens_total: tuple[int, ...] = ()
+    # By mixture and expert, the rows that chose it; empty where there is none, and mostly (they are
+    # added from time to time).
+    expert_tokens_total: tuple[tuple[int, ...], ...] = ()
     last_step_ms: float = 0.0  # engine clock when the last step ended

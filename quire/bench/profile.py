@@ -90,10 +90,6 @@ def measure_profile(
     config = with_local_model(engine_config({"model": model, **settings}))
     if config.executor.executor != "native":
         raise SettingError("executor is not native; only the native executor takes times")
-    if config.executor.tensor_parallel_size > 1:
-        raise SettingError(
-            "tensor_parallel_size is above 1 and times are taken in one process: leave it out"
-        )
     progress.say("packing the weights")
     engine = assemble(config, clock=Clock(), report=_ignore)
     runner, card = engine.core.runner, engine.card
@@ -127,6 +123,7 @@ def measure_profile(
     return result(
         "profile",
         {"model": card.name, "depth": depth, "sequences": sequences, **settings},
+        ranks=config.executor.tensor_parallel_size,
         threads=threads,
         usable_cores=num_usable_cores(),
         recipe=card.recipe,
@@ -145,6 +142,11 @@ def profile_text(outcome: Mapping[str, Any]) -> str:
         f"{outcome['settings']['model']}: {outcome['dtype']}, weights {outcome['quantization']}, "
         f"{outcome['recipe']}, {threads} threads"
     )
+    if outcome["ranks"] > 1:
+        about += (
+            f"\nrank 0 of {outcome['ranks']}: its share of the operations; limits are those of its "
+            "threads alone, and times of exchanges include waiting for the other ranks"
+        )
     parts = [about, _limits_text(outcome["limits"])]
     parts += [_step_text(step) for step in outcome["steps"]]
     advice = _advice(outcome)
@@ -448,7 +450,8 @@ def _name(program: Program, op: Op) -> str:
     if isinstance(op, Experts):
         down = program.weights[op.down]
         shape = f"{down.expert_rows} -> {down.columns} {down.scheme or down.dtype}"
-        return f"experts {op.top_k} of {down.experts}: {shape}"
+        here = f" ({down.experts} here)" if op.holders else ""
+        return f"experts {op.top_k} of {op.routing.width}{here}: {shape}"
     if not isinstance(op, Linear):
         return op.kind
     weight = program.weights[op.weight]

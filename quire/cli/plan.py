@@ -31,6 +31,8 @@ _SIZING = frozenset(
         *("block_size", "kv_cache_memory_bytes", "kv_cache_dtype"),
         *("max_num_batched_tokens", "num_threads"),
         *("speculate", "draft_model", "self_draft_layers", "speculate_history_tokens"),
+        *("tensor_parallel_size", "tp_mode", "enable_expert_parallel"),
+        *("expert_load_file", "num_redundant_experts"),
     }
 )
 
@@ -68,6 +70,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests at once; with --context, so many of that length must fit (default 64, as "
         "far as they fit)",
     )
+    parser.add_argument(
+        "--devices",
+        type=positive_int,
+        default=0,
+        metavar="NUM",
+        help="recommend a layout of the model over so many of these devices",
+    )
+    parser.add_argument(
+        "--devices-per-node",
+        type=positive_int,
+        metavar="NUM",
+        help="devices with fast links to each other (default: usual for the device)",
+    )
+    parser.add_argument(
+        "--link-gb-per-s",
+        type=float,
+        metavar="NUM",
+        help="what a device receives from its node (default: usual for the device)",
+    )
+    parser.add_argument(
+        "--network-gb-per-s",
+        type=float,
+        metavar="NUM",
+        help="what a device receives from other nodes (default: usual for the device)",
+    )
     add_engine_arguments(parser, only=_SIZING)
 
 
@@ -76,9 +103,16 @@ def run(arguments: argparse.Namespace) -> int:
     from quire.hub.cache import local_model
     from quire.obs.report import show
     from quire.sim.hardware import THIS, find_device
+    from quire.sim.links import links_of
     from quire.sim.plan import Planner, check_model
     from quire.sim.plan_report import plan_outcome, plan_text
 
+    if not arguments.devices and (
+        arguments.devices_per_node is not None or arguments.network_gb_per_s is not None
+    ):
+        raise SettingError(
+            "--devices-per-node and --network-gb-per-s describe where --devices are: give it too"
+        )
     device = None if arguments.device_name.lower() == THIS else find_device(arguments.device_name)
     try:
         with _described(arguments.model) as settings:
@@ -88,8 +122,18 @@ def run(arguments: argparse.Namespace) -> int:
             if device is None:
                 check_model(settings)  # a wrong model or flag is reported before measuring
                 device = _this_machine(settings.get("num_threads"))
-            planner = Planner(settings, device, memory_bytes=arguments.memory)
-            outcome = plan_outcome(planner)
+            links = links_of(device).with_rates(
+                per_node=arguments.devices_per_node,
+                node_gb_per_s=arguments.link_gb_per_s,
+                network_gb_per_s=arguments.network_gb_per_s,
+            )
+            ranks = settings.get("tensor_parallel_size", 1)
+            if arguments.link_gb_per_s is not None and not arguments.devices and ranks == 1:
+                raise SettingError(
+                    "--link-gb-per-s is between devices: give --devices or --tensor-parallel-size"
+                )
+            planner = Planner(settings, device, memory_bytes=arguments.memory, links=links)
+            outcome = plan_outcome(planner, num_devices=arguments.devices)
     except (SettingError, CapacityError) as error:
         raise type(error)(_own_flags(str(error))) from error
     show(outcome, _own_flags(plan_text(outcome)), as_json=arguments.json)

@@ -16,10 +16,12 @@ from quire.hub.cache import local_model
 from quire.models.model_folder import box_path
 from quire.models.registry import build_program, compute_dtype, open_model
 from quire.program.cost import StepShape
+from quire.program.expert_parallel import even_placement
 from quire.program.first_layers import first_layers, num_layers
 from quire.program.kv_cache import KV_CACHE_DTYPES, with_kv_cache_dtype
 from quire.program.quantize import AUTO
-from quire.program.shard import shard
+from quire.program.row_parallel import TpMode
+from quire.program.shard import SPLIT_EXPERTS, shard
 from quire.program.table import format_program
 from quire.program.taps import with_taps
 from quire.program.tensors import DType
@@ -86,6 +88,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NUM",
         help="print the first layers with the head, which propose tokens with --speculate self",
     )
+    _add_ranks(parser)
+    parser.add_argument(
+        "--all-layers", action="store_true", help="print every layer, not the first of its kind"
+    )
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    """Add what selects a rank's share."""
     parser.add_argument(
         "--tensor-parallel-size",
         type=int,
@@ -94,10 +104,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print the share of one of N ranks, with the bytes it receives (default 1)",
     )
     parser.add_argument(
-        "--rank", type=int, default=0, help="which rank's share, from 0 (default 0)"
+        "--enable-expert-parallel",
+        action="store_true",
+        help="with --tensor-parallel-size: whole experts are distributed over the ranks",
     )
     parser.add_argument(
-        "--all-layers", action="store_true", help="print every layer, not the first of its kind"
+        "--tp-mode",
+        choices=list(map(str, TpMode)),
+        default="exact",
+        help="with --tensor-parallel-size: fast splits half of the products by inputs",
+    )
+    parser.add_argument(
+        "--rank", type=int, default=0, help="which rank's share, from 0 (default 0)"
     )
 
 
@@ -129,7 +147,22 @@ def run(args: argparse.Namespace) -> int:
             program = with_taps(program, args.taps)
         except ValueError as error:
             raise InvalidParameter(f"--taps: {error}", param="taps") from error
-    program = shard(program, degree=args.tensor_parallel_size, rank=args.rank)
+    degree, placement, mode = args.tensor_parallel_size, SPLIT_EXPERTS, TpMode(args.tp_mode)
+    if mode is TpMode.FAST and degree < 2:
+        raise InvalidParameter(
+            "--tp-mode fast splits products over the ranks of --tensor-parallel-size; give at "
+            "least 2",
+            param="tp-mode",
+        )
+    if args.enable_expert_parallel:
+        if degree < 2:
+            raise InvalidParameter(
+                "--enable-expert-parallel distributes experts over the ranks of "
+                "--tensor-parallel-size; give at least 2",
+                param="enable-expert-parallel",
+            )
+        placement = even_placement(program, degree)
+    program = shard(program, degree=degree, rank=args.rank, placement=placement, mode=mode)
     step = StepShape([args.tokens] * args.sequences, [args.depth] * args.sequences)
     sys.stdout.write(format_program(program, step, all_layers=args.all_layers))
     return 0

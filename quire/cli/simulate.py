@@ -26,7 +26,6 @@ _NOT_HERE = frozenset(
     {
         *("chat_template", "record_plans", "trace_file", "timeline_steps", "scheduling_policy"),
         *("speculate", "draft_model", "self_draft_layers", "speculate_history_tokens"),
-        "tensor_parallel_size",
     }
 )
 
@@ -131,6 +130,19 @@ def _add_machine(section: argparse._ArgumentGroup) -> None:
         metavar="NUM",
         help="its fixed time per step (default 0)",
     )
+    section.add_argument(
+        "--link-gb-per-s",
+        type=float,
+        metavar="NUM",
+        help="what a rank of --tensor-parallel-size receives from the others (default 60, the "
+        "memory of another socket); the ranks share the other rates",
+    )
+    section.add_argument(
+        "--exchange-us",
+        type=float,
+        metavar="NUM",
+        help="the time of one exchange beside its bytes (default 3)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -227,7 +239,24 @@ def _machine(arguments: argparse.Namespace, config: EngineConfig) -> Machine:
             "one of them, or none to measure the model here"
         )
     if arguments.profile:
-        return read_machine(Path(arguments.profile))
+        machine = read_machine(Path(arguments.profile))
+        asked, measured = config.executor.tensor_parallel_size, machine.about["ranks"]
+        if asked not in (1, measured):
+            raise SettingError(
+                f"tensor_parallel_size is {asked} and {arguments.profile} was measured with "
+                f"{measured}: leave it out, or measure such a profile with --save-profile"
+            )
+        return machine
+    links = {
+        name: value
+        for name, value in vars(arguments).items()
+        if name in ("link_gb_per_s", "exchange_us") and value is not None
+    }
+    if links and (not described or config.executor.tensor_parallel_size == 1):
+        raise SettingError(
+            "--link-gb-per-s and --exchange-us describe the links of ranks: give them with "
+            "--gb-per-s, --gflop-per-s and --tensor-parallel-size"
+        )
     if described:
         if arguments.gb_per_s is None or arguments.gflop_per_s is None:
             raise SettingError("--gb-per-s and --gflop-per-s must be given together")
@@ -236,6 +265,7 @@ def _machine(arguments: argparse.Namespace, config: EngineConfig) -> Machine:
             gb_per_s=arguments.gb_per_s,
             gflop_per_s=arguments.gflop_per_s,
             fixed_ms=arguments.fixed_ms,
+            **links,
         )
     profile = measure_machine(config)
     if arguments.save_profile:

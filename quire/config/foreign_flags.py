@@ -38,6 +38,9 @@ _REPLICAS = (
     "speak HTTP before one engine, --api-processes; leave it out"
 )
 _RANKS = "the degree of tensor parallelism is --tensor-parallel-size"
+_EXPERT_RANKS = (
+    "experts are distributed over the ranks of --tensor-parallel-size by --enable-expert-parallel"
+)
 _DEVICE = "the GPU is chosen by --device"
 _LAYERS = "a GPU computes all layers (--executor torch) or none; leave it out"
 _KERNELS = "kernels are chosen by --executor and --numerics; leave it out"
@@ -113,7 +116,6 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "-pp": _ONE_DEVICE,
         "--data-parallel-size": _REPLICAS,
         "-dp": _REPLICAS,
-        "--enable-expert-parallel": _ONE_DEVICE,
         "--distributed-executor-backend": _ONE_DEVICE,
         "--speculative-config": _DRAFT,
         "--num-speculative-tokens": _DRAFT_TOKENS,
@@ -178,7 +180,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--dp": _REPLICAS,
         "--dp-size": _REPLICAS,
         "--pp-size": _ONE_DEVICE,
-        "--ep-size": _ONE_DEVICE,
+        "--ep-size": _EXPERT_RANKS,
         "--nnodes": _ONE_DEVICE,
         "--dist-init-addr": _ONE_DEVICE,
         "--max-running-requests": _SEQS,

@@ -426,6 +426,27 @@ class ExecutorConfig:
         "the weights, the KV cache and the threads; answers do not change (native executor)",
         short_flag="-tp",
     )
+    tp_mode: Literal["exact", "fast"] = setting(
+        "exact",
+        "with --tensor-parallel-size: exact, answers are those of one process; fast, half of the "
+        "products are split by their inputs and summed in the order of ranks: fewer bytes are "
+        "exchanged, and answers depend on the degree",
+    )
+    enable_expert_parallel: bool = setting(
+        False,
+        "with --tensor-parallel-size: distribute the experts of a mixture over the ranks instead "
+        "of splitting each expert; answers do not change",
+    )
+    expert_load_file: str | None = setting(
+        None,
+        "with --enable-expert-parallel: place experts so that ranks have equal work, by the loads "
+        "in this file: a copy of a server's /metrics, with quire_expert_tokens_total",
+    )
+    num_redundant_experts: int = setting(
+        0,
+        "with --expert-load-file: further copies of the most chosen experts of each layer, on "
+        "other ranks",
+    )
     pack_cache: str | None = setting(
         None,
         "directory that caches the packed weights, in a file of their size which the next start "
@@ -460,6 +481,7 @@ class ExecutorConfig:
                 f"{self.executor}: only the native executor computes with several ranks; take "
                 "--executor native, or leave it out"
             )
+        self._check_experts()
         if self.trace_file == "":
             raise SettingError("trace_file is empty; give a file, or leave it out")
         if self.pack_cache == "":
@@ -486,6 +508,32 @@ class ExecutorConfig:
             raise SettingError(
                 f"{given} and pack_cache is not given: the weights are read from its file; give "
                 "--pack-cache DIRECTORY, on a fast disk"
+            )
+
+    def _check_experts(self) -> None:
+        one_of("tp_mode", self.tp_mode, ("exact", "fast"))
+        if self.tp_mode == "fast" and self.tensor_parallel_size == 1:
+            raise SettingError(
+                "tp_mode is fast and tensor_parallel_size is 1: one process splits no product; "
+                "give at least 2, or leave tp_mode out"
+            )
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise SettingError(
+                "enable_expert_parallel is given and tensor_parallel_size is 1: experts are "
+                "distributed over its ranks; give at least 2, or leave enable_expert_parallel out"
+            )
+        if self.expert_load_file == "":
+            raise SettingError("expert_load_file is empty; give a file, or leave it out")
+        if self.expert_load_file is not None and not self.enable_expert_parallel:
+            raise SettingError(
+                "expert_load_file is given without enable_expert_parallel, which places experts; "
+                "give both, or leave it out"
+            )
+        at_least("num_redundant_experts", self.num_redundant_experts, 0)
+        if self.num_redundant_experts and self.expert_load_file is None:
+            raise SettingError(
+                f"num_redundant_experts is {self.num_redundant_experts} without expert_load_file, "
+                "by which the most chosen experts are found; give both, or leave it out"
             )
 
     def _check_device(self) -> None:

@@ -129,6 +129,7 @@ class EngineCore:
         self.tier = tier
         self.touch_ahead = touch_ahead
         self.grammars = grammars
+        self.expert_loads: Callable[[EngineStats], tuple[tuple[int, ...], ...]] | None = None
         self._plans_in_flight = plans_in_flight
         self.steps = StepCounts()
         self.timelines = TimelineAnswers(scheduler)
@@ -212,7 +213,10 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Counters and gauges as of now."""
-        return self.scheduler.stats()
+        stats = self.scheduler.stats()
+        if self.expert_loads is not None:
+            stats.expert_tokens_total = self.expert_loads(stats)
+        return stats
 
     def ask_cache(self, ask: QueryCache) -> CacheReported:
         """What the prefix cache holds; flushed first where that is asked for."""

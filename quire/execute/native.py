@@ -252,6 +252,11 @@ class NativeExecutor:
         or, where these are over a thousand, two."""
         return self._native.experts_read
 
+    @property
+    def expert_loads(self) -> list[list[int]]:
+        """For each operation with several experts, the rows that chose each expert so far."""
+        return self._native.expert_loads
+
     def abort(self) -> None:
         """Make the run in progress raise WorkerError before its next operation. Any thread."""
         self._native.abort()

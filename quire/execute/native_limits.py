@@ -80,6 +80,8 @@ def expert_bytes(program: Program, limits: StepLimits) -> int:
             own=op.own_inner(inner),
             dtype=str(op.x.dtype),
             num_threads=num_usable_cores(),
+            degree=op.degree if op.holders else 0,
+            share=op.y.width if op.holders else 0,
         )
         for ops in program.segments.values()
         for op in ops

@@ -23,7 +23,7 @@ from quire import _native
 from quire.execute.executor import Progress
 from quire.program.declarations import Weight, WeightPart
 from quire.program.program import Program
-from quire.weights.binding import Binding, Piece
+from quire.weights.binding import Binding, Piece, own_columns
 from quire.weights.content import WeightsDigest
 from quire.weights.pack_cache import (
     PackCache,
@@ -184,7 +184,18 @@ def _digest_of_sources(program: Program, binding: Binding, pool: _native.Pool) -
             if not digest.holds(stored := binding.content(part)):
                 digest.add(stored, _native.content_digest(stored.raw, pool))
             binding.release(part)
+    _digest_elsewhere(program, binding, pool, digest)
     return digest.hexdigest()
+
+
+def _digest_elsewhere(
+    program: Program, binding: Binding, pool: _native.Pool, digest: WeightsDigest
+) -> None:
+    """Add the tensors that other ranks have: the digest is that of the whole checkpoint."""
+    for source in program.elsewhere:
+        stored = binding.content_of(source)
+        digest.add(stored, _native.content_digest(stored.raw, pool))
+        binding.release_source(source)
 
 
 def recipe_of(program: Program, checkpoint: Path) -> Recipe:
@@ -213,7 +224,8 @@ def pack(
         for part in _joined(weight):
             stored = binding.content(part)
             is_new, makers = not digest.holds(stored), list(binding.pieces(part))
-            for piece in _made_ahead(makers, pool.num_threads):
+            for whole in _made_ahead(makers, pool.num_threads):
+                piece = own_columns(whole, part, weight.columns)
                 content = native.fill(
                     pool,
                     _packed_row(weight, rows_before),
@@ -239,6 +251,7 @@ def pack(
             coarse[name] = native.coarse_rows
         if keeper is None or keeper.add(name, native, pool):
             packed[name] = native
+    _digest_elsewhere(program, binding, pool, digest)
     return Packed(weights=packed, digest=digest.hexdigest(), coarse_rows=coarse)
 
 
@@ -266,7 +279,7 @@ def _joined(weight: Weight) -> list[WeightPart]:
         last = joined[-1] if joined else None
         if (
             last is not None
-            and last.source == part.source
+            and (last.source, last.first_column) == (part.source, part.first_column)
             and last.first_row + last.rows == part.first_row
             and (not weight.experts or rows_before % weight.expert_rows)
         ):

@@ -20,9 +20,13 @@ Float32s = NDArray[np.float32]
 
 def read_f32(weight: Weight, binding: Binding) -> Float32s:
     """All rows in float32, [rows, columns] or [rows] of a vector."""
-    return np.concatenate([binding.read_f32(part) for part in weight.parts]) + np.float32(
-        weight.offset
-    )
+    parts = []
+    for part in weight.parts:
+        values = binding.read_f32(part)
+        if part.of_columns:  # row-parallel: some columns
+            values = values[:, part.first_column : part.first_column + weight.columns]
+        parts.append(values)
+    return np.concatenate(parts) + np.float32(weight.offset)
 
 
 def quantize_weight(weight: Weight, binding: Binding) -> tuple[IntMatrix | Fp8Matrix, int]:

@@ -31,10 +31,10 @@ from quire.execute.executor import (
 )
 from quire.execute.quantized_weights import quantize_weight, read_f32
 from quire.execute.reference_attention import PagedRows, attention
-from quire.execute.reference_experts import experts, route
+from quire.execute.reference_experts import distributed_experts, experts, route
 from quire.execute.rope_table import RopeTable, rope_bytes
 from quire.program.batch import ForwardBatch
-from quire.program.comm_ops import AllGather, share_of
+from quire.program.comm_ops import AllGather, AllReduce, share_of
 from quire.program.declarations import CacheSpec, Weight
 from quire.program.expert_ops import Experts, Route
 from quire.program.forms import IdSource
@@ -362,6 +362,8 @@ class ReferenceExecutor:
                 self._run_experts(op)
             case AllGather():
                 self._all_gather(op)
+            case AllReduce():
+                self._all_reduce(op)
             case _:
                 assert_never(op)
 
@@ -411,6 +413,9 @@ class ReferenceExecutor:
         self._write(op.y, ops.product(self._read(op.x), weight, self._weight(op.bias)))
 
     def _run_experts(self, op: Experts) -> None:
+        if op.holders:
+            self._run_distributed_experts(op)
+            return
         y = experts(
             op,
             self._read(op.x),
@@ -419,6 +424,18 @@ class ReferenceExecutor:
             self._experts[op.down],
             round_inner=round_to_bf16 if op.x.dtype is DType.BF16 else ops.copy,
             whole_inner=partial(self._gathered, op, self._program.weights[op.down].columns),
+        )
+        self._write(op.y, y)
+
+    def _run_distributed_experts(self, op: Experts) -> None:
+        y = distributed_experts(
+            op,
+            self._read(op.x),
+            self._read(op.routing),
+            self._experts[op.gate_up],
+            self._experts[op.down],
+            round_inner=round_to_bf16 if op.x.dtype is DType.BF16 else ops.copy,
+            all_ranks=self._group_of(op).all_gather,
         )
         self._write(op.y, y)
 
@@ -476,22 +493,34 @@ class ReferenceExecutor:
         own = op.own
         self._read(op.x)[:] = self._gathered(op, op.x.width, self._read(own))
 
+    def _all_reduce(self, op: AllReduce) -> None:
+        own = np.ascontiguousarray(self._read(op.x))
+        parts = self._group_of(op).all_gather(own.reshape(-1).view(np.uint8))
+        total = np.zeros_like(own)
+        for part in parts:  # in the order of ranks
+            total += part.view(np.float32).reshape(own.shape)
+        self._write(op.x, total)
+
     def _gathered(self, op: AllGather | Experts, width: int, columns: Float32s) -> Float32s:
         """All `width` columns, from those of this rank."""
         if op.degree == 1:
             return columns
-        if self._group is None or (self._group.rank, self._group.degree) != (op.rank, op.degree):
-            raise ValueError(f"{op.kind}: there are no ranks, or others, to exchange with")
+        group = self._group_of(op)
         shares = [share_of(width, op.unit, rank, op.degree) for rank in range(op.degree)]
         widest = max(end - start for start, end in shares)
         own = np.zeros((len(columns), widest), np.float32)  # parts are exchanged at equal sizes
         own[:, : columns.shape[1]] = columns
-        parts = self._group.all_gather(own.reshape(-1).view(np.uint8))
+        parts = group.all_gather(own.reshape(-1).view(np.uint8))
         rows = [part.view(np.float32).reshape(own.shape) for part in parts]
         return np.concatenate(
             [part[:, : end - start] for part, (start, end) in zip(rows, shares, strict=True)],
             axis=1,
         )
+
+    def _group_of(self, op: AllGather | AllReduce | Experts) -> Communicator:
+        if self._group is None or (self._group.rank, self._group.degree) != (op.rank, op.degree):
+            raise ValueError(f"{op.kind}: there are no ranks, or others, to exchange with")
+        return self._group
 
     def _gather_rows(self, op: GatherRows) -> None:
         x = self._read(op.x)
@@ -540,6 +569,9 @@ def _load(
         done += weight.num_bytes
         if progress is not None:
             progress(done, total)
+    for source in program.elsewhere:
+        digest.add(binding.content_of(source))
+        binding.release_source(source)
     return loaded, few, of_experts
 
 

@@ -11,10 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.execute.reference_ops import ONE, Matrix, activation, copy, product
+from quire.program.comm_ops import share_of
 from quire.program.expert_ops import Experts, Route
 from quire.program.forms import RouterScore, RoutingForm
 
 Float32s = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
 
 # Keeps the sum of chosen scores above 0; too small to change any other sum.
 SMALLEST_SUM = np.float32(1e-20)
@@ -52,6 +54,37 @@ def experts(
         gate, up = np.split(round_inner(product(x[rows], gate_up[expert], None)), 2, axis=1)
         inner = whole_inner(round_inner(activation(gate, up, form=op.form)))
         y[rows] += product(inner, down[expert], None) * routing[rows, expert, None]
+    return y
+
+
+def distributed_experts(
+    op: Experts,
+    x: Float32s,
+    routing: Float32s,
+    gate_up: Sequence[Matrix],
+    down: Sequence[Matrix],
+    *,
+    round_inner: Callable[[Float32s], Float32s],
+    all_ranks: Callable[[Bytes], Bytes],
+) -> Float32s:
+    """This rank's columns [R, share] of the weighted sum; gate_up and down are of its experts.
+    all_ranks: gather the bytes of all ranks. An expert of several ranks is computed by the first.
+    """
+    chosen = (routing != 0) & (np.cumsum(routing != 0, axis=1) <= op.top_k)
+    start, end = share_of(op.x.width, op.unit, op.rank, op.degree)
+    outputs = np.zeros((len(op.holders), len(x), op.x.width), np.float32)
+    for own, expert in enumerate(op.own_experts):
+        rows = np.flatnonzero(chosen[:, expert])
+        if len(rows) and op.first_rank(expert) == op.rank:
+            gate, up = np.split(round_inner(product(x[rows], gate_up[own], None)), 2, axis=1)
+            inner = round_inner(activation(gate, up, form=op.form))
+            outputs[expert, rows] = product(inner, down[own], None)
+    parts = all_ranks(outputs.reshape(-1).view(np.uint8))
+    y = np.zeros((len(x), end - start), np.float32)
+    for expert in np.flatnonzero(chosen.any(axis=0)).tolist():
+        of_rank = parts[op.first_rank(expert)].view(np.float32).reshape(outputs.shape)[expert]
+        rows = np.flatnonzero(chosen[:, expert])
+        y[rows] += of_rank[rows, start:end] * routing[rows, expert, None]
     return y
 
 

@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import (
 )
 
 from quire.base.clock import Clock
-from quire.base.engine_stats import PREEMPTION_COSTS_MS, EngineStats
+from quire.base.engine_stats import EXPERT_TOKENS, PREEMPTION_COSTS_MS, EngineStats
 
 # The device's busy share is of so much time before a scrape, from samples so far apart.
 BUSY_WINDOW_MS, BUSY_SAMPLE_MS = 60_000.0, 1_000.0
@@ -62,6 +62,7 @@ class EngineCollector:
         yield _hits_by_tier(stats)
         yield from _preemptions(stats)
         yield from _drafts(stats)
+        yield _expert_tokens(stats)
 
 
 class TenantCollector:
@@ -219,6 +220,18 @@ def _drafts(stats: EngineStats) -> Iterable[Metric]:
         for position, count in enumerate(counts or (0,), start=1):
             family.add_metric((str(position),), count)
         yield family
+
+
+def _expert_tokens(stats: EngineStats) -> Metric:
+    family = CounterMetricFamily(
+        EXPERT_TOKENS,
+        "Tokens that chose an expert, by mixture of experts in the model's order and expert",
+        labels=("layer", "expert"),
+    )
+    for layer, counts in enumerate(stats.expert_tokens_total):
+        for expert, count in enumerate(counts):
+            family.add_metric((str(layer), str(expert)), count)
+    return family
 
 
 def _hits_by_tier(stats: EngineStats) -> Metric:

@@ -1,11 +1,14 @@
-"""AllGather, the operation by which ranks exchange columns, and which columns belong to a rank.
+"""AllGather, by which ranks exchange columns, AllReduce, by which they add up partial results, and
+which columns belong to a rank.
 
-Knows no transport. Always holds: an exchange moves bytes and computes nothing, so that no result
-depends on the number of ranks, on their order or on the transport.
+Knows no transport. Always holds: AllGather moves bytes and computes nothing, so that no result
+depends on the number of ranks, on their order or on the transport. AllReduce adds in the order of
+ranks, so that a result depends on their number, and on nothing else.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quire.program.cost import Cost, StepShape
@@ -32,6 +35,11 @@ class AllGather(Operation):
     unit: int
 
     @property
+    def exchanges(self) -> int:
+        """See Operation."""
+        return 1
+
+    @property
     def own(self) -> View:
         """The columns that this rank has computed."""
         start, end = share_of(self.x.width, self.unit, self.rank, self.degree)
@@ -39,13 +47,7 @@ class AllGather(Operation):
 
     def check(self, declared: Declarations) -> None:
         """The rank is one of the ranks, and each of them has a column."""
-        if not 0 <= self.rank < self.degree:
-            raise ValueError(f"rank is {self.rank}; there are {self.degree} ranks")
-        if self.unit < 1 or -(-self.x.width // self.unit) < self.degree:
-            raise ValueError(
-                f"{self.x.width} columns in units of {self.unit} are too few for {self.degree} "
-                "ranks"
-            )
+        _check_columns(self)
 
     def detail(self, declared: Declarations) -> str:
         """See Operation."""
@@ -54,6 +56,55 @@ class AllGather(Operation):
     def _cost(self, declared: Declarations, step: StepShape) -> Cost:
         others = self.x.width - self.own.width
         return Cost(comm_bytes=step.rows(self.x.buffer.rows) * others * self.x.dtype.itemsize)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllReduce(Operation):
+    """x[R, N] = the sum of what the ranks have in x, in f32 in the order of ranks, rounded once.
+
+    In place. A rank receives its own columns (`share_of`(N, unit, ...)) of all other ranks and adds
+    them up; the sums are then exchanged like those of AllGather.
+    """
+
+    kind = "all_reduce"
+    reads = ("x",)
+    writes = ("x",)
+    is_row_wise = False
+
+    x: View
+    rank: int
+    degree: int
+    unit: int
+
+    @property
+    def exchanges(self) -> int:
+        """See Operation."""
+        return 2
+
+    def check(self, declared: Declarations) -> None:
+        """The rank is one of the ranks, and each of them has a column."""
+        _check_columns(self)
+
+    def detail(self, declared: Declarations) -> str:
+        """See Operation."""
+        return f"sum of {self.degree} ranks, in their order"
+
+    def _cost(self, declared: Declarations, step: StepShape) -> Cost:
+        start, end = share_of(self.x.width, self.unit, self.rank, self.degree)
+        rows, own, others = step.rows(self.x.buffer.rows), end - start, self.degree - 1
+        received = own * others + self.x.width - own
+        return Cost(
+            other_ops=rows * own * others, comm_bytes=rows * received * self.x.dtype.itemsize
+        )
+
+
+def _check_columns(op: AllGather | AllReduce) -> None:
+    if not 0 <= op.rank < op.degree:
+        raise ValueError(f"rank is {op.rank}; there are {op.degree} ranks")
+    if op.unit < 1 or -(-op.x.width // op.unit) < op.degree:
+        raise ValueError(
+            f"{op.x.width} columns in units of {op.unit} are too few for {op.degree} ranks"
+        )
 
 
 def share_of(width: int, unit: int, rank: int, degree: int) -> tuple[int, int]:
@@ -65,3 +116,8 @@ def share_of(width: int, unit: int, rank: int, degree: int) -> tuple[int, int]:
     units = -(-width // unit)
     start, end = (-(-units * edge // degree) * unit for edge in (rank, rank + 1))
     return min(start, width), min(end, width)
+
+
+def num_exchanges(ops: Iterable[Operation]) -> int:
+    """Return how often ranks wait for each other in a sequence of operations."""
+    return sum(op.exchanges for op in ops)

@@ -33,7 +33,8 @@ class WeightPart:
     They are rows first_row .. first_row + rows - 1 of a tensor of `of_rows` rows, or all of it
     where of_rows is 0. transposed: the tensor is stored [columns, rows], as GPT-2 stores its
     products. stacked: the tensor holds so many experts, [stacked, of_rows / stacked, columns], and
-    rows are counted through all of them; 0 for a matrix. A vector's rows are its elements.
+    rows are counted through all of them; 0 for a matrix. A vector's rows are its elements. Where
+    of_columns is not 0, the weight has columns first_column and on of the tensor's `of_columns`.
     """
 
     name: str  # as in "q"
@@ -43,6 +44,8 @@ class WeightPart:
     of_rows: int = 0
     transposed: bool = False
     stacked: int = 0
+    first_column: int = 0
+    of_columns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +121,12 @@ class Weight:
 
     def source_shape(self, part: WeightPart) -> tuple[int, ...]:
         """Shape of the whole tensor that `part`, one of this weight's, is cut from."""
-        rows = part.of_rows or part.rows
+        rows, columns = part.of_rows or part.rows, part.of_columns or self.columns
         if self.form is WeightForm.VECTOR:
             return (rows,)
         if part.stacked:
-            return (part.stacked, rows // part.stacked, self.columns)
-        return (self.columns, rows) if part.transposed else (rows, self.columns)
+            return (part.stacked, rows // part.stacked, columns)
+        return (columns, rows) if part.transposed else (rows, columns)
 
     def __str__(self) -> str:
         size = f"{self.rows}" if not self.columns else f"{self.expert_rows} x {self.columns}"

@@ -93,7 +93,9 @@ class Experts(Operation):
 
     gate_up [E, 2 I, H] and down [E, H, I] are weights with an expert axis. Of several ranks
     (degree > 1) each has the rows of its columns: of gate and of up `share_of`(I, unit, ...), which
-    the ranks exchange before down, and as many of down as y is wide.
+    the ranks exchange before down, and as many of down as y is wide. Or whole experts are
+    distributed (holders: bit r of an expert's number is set where rank r has it): a rank has the
+    weights of its own, and y is `share_of`(H, unit, ...), summed from the outputs of all ranks.
     """
 
     kind = "experts"
@@ -111,10 +113,35 @@ class Experts(Operation):
     rank: int = 0
     degree: int = 1
     unit: int = 0
+    holders: tuple[int, ...] = ()
+
+    @property
+    def own_experts(self) -> tuple[int, ...]:
+        """The experts that this rank has the weights of, in order."""
+        if not self.holders:
+            return tuple(range(self.routing.width))
+        return tuple(e for e, holders in enumerate(self.holders) if holders >> self.rank & 1)
+
+    @property
+    def exchanges(self) -> int:
+        """See Operation."""
+        return 1 if self.degree > 1 else 0
+
+    def first_rank(self, expert: int) -> int:
+        """Return the lowest rank that has a distributed expert."""
+        return (self.holders[expert] & -self.holders[expert]).bit_length() - 1
+
+    @property
+    def expected_share(self) -> float:
+        """Share of all pairs of a row and an expert that this rank computes, where rows choose all
+        experts alike."""
+        if not self.holders:
+            return 1.0
+        return sum(1 / self.holders[e].bit_count() for e in self.own_experts) / len(self.holders)
 
     def own_inner(self, inner: int) -> int:
         """Return how many of `inner` inner columns this rank computes."""
-        if self.degree == 1:
+        if self.degree == 1 or self.holders:
             return inner
         start, end = share_of(inner, self.unit, self.rank, self.degree)
         return end - start
@@ -122,42 +149,74 @@ class Experts(Operation):
     def check(self, declared: Declarations) -> None:
         """Weights have an expert per column of `routing` and the views' widths."""
         gate_up, down = declared.weights[self.gate_up], declared.weights[self.down]
-        experts = self.routing.width
+        experts, own = self.routing.width, len(self.own_experts)
         for weight in (gate_up, down):
-            if weight.form is not WeightForm.MATRIX or weight.experts != experts:
-                raise ValueError(f"{weight.name} has {weight.experts} experts, not {experts}")
+            if weight.form is not WeightForm.MATRIX or weight.experts != own:
+                raise ValueError(f"{weight.name} has {weight.experts} experts, not {own}")
         if gate_up.expert_rows != 2 * self.own_inner(down.columns):
             raise ValueError(f"{gate_up.name} has {gate_up.expert_rows} rows, not 2 per inner")
         if not 1 <= self.top_k <= experts:
             raise ValueError(f"top_k is {self.top_k}; there are {experts} experts")
         check_width("x", self.x, gate_up.columns)
-        check_width("y", self.y, down.expert_rows)
+        if self.holders:
+            self._check_holders()
+        else:
+            check_width("y", self.y, down.expert_rows)
         if self.degree == 1 and self.y.width != self.x.width:
             raise ValueError(f"y is {self.y.width} wide, x {self.x.width}")
         for name, view in (("routing", self.routing), ("y", self.y)):
             if view.dtype is not DType.F32:
                 raise ValueError(f"{name} is {view.dtype}; it must be f32")
 
+    def _check_holders(self) -> None:
+        if len(self.holders) != self.routing.width or self.degree < 2:
+            raise ValueError(
+                f"holders of {len(self.holders)} experts over {self.degree} ranks; there are "
+                f"{self.routing.width} experts"
+            )
+        if not all(0 < holders < 1 << self.degree for holders in self.holders):
+            raise ValueError(f"an expert is on none of the {self.degree} ranks, or on another")
+        start, end = share_of(self.x.width, self.unit, self.rank, self.degree)
+        check_width("y", self.y, end - start)
+
     def detail(self, declared: Declarations) -> str:
         """See Operation."""
         weights = ", ".join(str(declared.weights[name]) for name in self.weights)
         words = f"{self.top_k} of {self.routing.width}: {weights} {self.form}"
+        if self.holders:
+            words += f", experts {_ranges(self.own_experts)}, all_to_all of outputs"
         return words + (f", rank {self.rank} of {self.degree}" if self.degree > 1 else "")
 
     def _cost(self, declared: Declarations, step: StepShape) -> Cost:
         rows = step.rows(self.x.buffer.rows)
         gate_up, down = declared.weights[self.gate_up], declared.weights[self.down]
         experts, pairs = self.routing.width, rows * self.top_k
-        read = expected_experts(rows, self.top_k, experts)
+        held, own_pairs = len(self.own_experts), pairs * self.expected_share
+        read = expected_experts(rows, self.top_k, experts) * held / experts
         quantized = sum(w.columns for w in (gate_up, down) if w.scheme)
         others = down.columns - self.own_inner(down.columns)
+        comm_bytes = pairs * others * self.x.dtype.itemsize
+        if self.holders:  # this rank's columns of the outputs of all other ranks' experts
+            comm_bytes = round((pairs - own_pairs) * self.y.width * self.y.dtype.itemsize)
         return Cost(
-            product_ops=2 * pairs * (gate_up.size + down.size) // experts,
-            other_ops=pairs
-            * (5 * down.columns + 2 * down.expert_rows + QUANTIZING_OPS * quantized),
+            product_ops=round(2 * own_pairs * (gate_up.size + down.size) / held),
+            other_ops=round(
+                own_pairs * (5 * down.columns + 2 * down.expert_rows + QUANTIZING_OPS * quantized)
+            ),
             weight_bytes=round(read * sum(_expert_bytes(w) for w in (gate_up, down))),
-            comm_bytes=pairs * others * self.x.dtype.itemsize,
+            comm_bytes=comm_bytes,
         )
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """Ascending numbers as text, as in 0-3,7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in runs)
 
 
 def expected_experts(rows: int, top_k: int, experts: int) -> float:

@@ -23,8 +23,8 @@ WeightName = Annotated[str, _WEIGHT]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldType:
-    """The type of an operation's field: "view", "weight", "int", "float", or the choice's names
-    joined by "|"; `choice` is the enumeration of a choice."""
+    """The type of an operation's field: "view", "weight", "int", "ints", "float", or the names
+    of a choice joined by "|"; `choice` is its enumeration."""
 
     name: str
     is_optional: bool = False
@@ -76,6 +76,11 @@ class Operation:
             if kind.name != "view"
         }
 
+    @property
+    def exchanges(self) -> int:
+        """How often ranks wait for each other in it."""
+        return 0
+
     def with_views(self, change: Callable[[View], View]) -> Self:
         """Return the operation with each of its views replaced by `change(view)`."""
         views = {name: getattr(self, name) for name in dict.fromkeys((*self.reads, *self.writes))}
@@ -124,6 +129,8 @@ def _field_type(hint: Any) -> FieldType:
         return FieldType(name=hint.__metadata__[0], is_optional=is_optional)
     if hint is View:
         return FieldType(name="view", is_optional=is_optional)
+    if hint == tuple[int, ...]:
+        return FieldType(name="ints", is_optional=is_optional)
     if issubclass(hint, StrEnum):
         names = "|".join(choice.value for choice in hint)
         return FieldType(name=names, is_optional=is_optional, choice=hint)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import get_args
 
-from quire.program.comm_ops import AllGather
+from quire.program.comm_ops import AllGather, AllReduce
 from quire.program.cost import Cost, StepShape
 from quire.program.declarations import CacheSpec, Declarations, WeightForm
 from quire.program.expert_ops import Experts, Route
@@ -442,6 +442,7 @@ Op = (
     | Route
     | Experts
     | AllGather
+    | AllReduce
 )
 OPERATIONS: Mapping[str, type[Op]] = MappingProxyType({op.kind: op for op in get_args(Op)})
 

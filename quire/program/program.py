@@ -8,7 +8,7 @@ buffer, every weight an operation names is in the table, every buffer read was w
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quire.program.cost import Cost, StepShape
 from quire.program.declarations import CacheSpec, RopeSpec, Weight, WeightForm
@@ -25,7 +25,8 @@ class Program:
 
     segments: name -> operations; "trunk" runs on all token rows of a step, "head" on slices of
     the sample rows (after its gather_rows). outputs: named taps, at least "hidden" (trunk) and
-    "logits" (head, f32). vocab_size is the width of the logits.
+    "logits" (head, f32). vocab_size is the width of the logits. elsewhere: tensors that other ranks
+    have instead, with their shapes; a checkpoint is compared and digested whole.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Program:
     outputs: Mapping[str, View]
     vocab_size: int
     max_positions: int
+    elsewhere: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._check_sources()
@@ -71,12 +73,14 @@ class Program:
         return tuple(at for at, op in enumerate(trunk) if isinstance(op, Attention))
 
     def source_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each tensor the weights come from, by its name, in the order they are named."""
-        return {
+        """Shape of each tensor the weights come from, by its name, in the order they are named;
+        then those that other ranks have."""
+        own = {
             part.source: weight.source_shape(part)
             for weight in self.weights.values()
             for part in weight.parts
         }
+        return own | dict(self.elsewhere)
 
     def _check_op(self, op: Op, written: Set[int]) -> None:
         for view in (*op.inputs, *op.outputs):

@@ -42,6 +42,12 @@ def to_plain(program: Program) -> Plain:
         ],
         "ropes": [[list(r.inv_freq), r.attention_scale] for r in program.ropes],
         "outputs": {name: _view_to_plain(view) for name, view in program.outputs.items()},
+        # Left out where it is empty, so that digests of whole programs stay what they are.
+        **(
+            {"elsewhere": {name: list(shape) for name, shape in program.elsewhere.items()}}
+            if program.elsewhere
+            else {}
+        ),
     }
 
 
@@ -70,6 +76,7 @@ def from_plain(plain: Mapping[str, Any]) -> Program:
         outputs={name: _view_from_plain(view, buffers) for name, view in plain["outputs"].items()},
         vocab_size=plain["vocab_size"],
         max_positions=plain["max_positions"],
+        elsewhere={name: tuple(shape) for name, shape in plain.get("elsewhere", {}).items()},
     )
 
 
@@ -111,8 +118,10 @@ def _op_from_plain(plain: Mapping[str, Any], buffers: tuple[Buffer, ...]) -> Op:
         for name, view in zip(names, plain[views], strict=False):
             values[name] = _view_from_plain(view, buffers)
     for name, value in plain["attrs"].items():
-        choice = schema(operation)[name].choice
-        values[name] = value if choice is None else choice(value)
+        kind = schema(operation)[name]
+        if kind.name == "ints":
+            value = tuple(value)
+        values[name] = value if kind.choice is None else kind.choice(value)
     return operation(**values)
 
 
@@ -144,6 +153,8 @@ def _weight_to_plain(weight: Weight) -> Plain:
 
 def _part_to_plain(part: WeightPart) -> list[Any]:
     fields = [part.name, part.source, part.rows, part.first_row, part.of_rows, part.transposed]
+    if part.of_columns:
+        return [*fields, part.stacked, part.first_column, part.of_columns]
     return [*fields, part.stacked] if part.stacked else fields
 
 

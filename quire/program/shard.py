@@ -4,7 +4,9 @@
 
 Every product is split by its outputs: a rank has some rows of the weight and computes those columns
 of the result, with the whole input. Where whole rows are needed again an AllGather exchanges the
-columns. No sum is ever split, so all bits are those of the whole program, at every degree.
+columns. No sum is ever split, so all bits are those of the whole program, at every degree. In the
+mode `fast` products of such columns are split by these inputs instead, and their sums exchanged
+(row_parallel.py).
 
 Queries, keys and values are split by heads, and a rank's KV cache has its KV heads only; where
 there are fewer KV heads than ranks, several ranks have the same one. Gate and up are split alike,
@@ -12,8 +14,9 @@ so that their activation needs no exchange. A product of fewer outputs than rank
 so do embeddings; a head that is also the embedding becomes a weight of its own. What elementwise
 operations compute from some columns is exchanged after them, once per result.
 
-Experts are split alike, each by itself: their inner columns are exchanged inside the operation. A
-router is whole on each rank, so that all choose the same.
+Experts are split alike, each by itself: their inner columns are exchanged inside the operation. Or
+whole experts are distributed (expert_parallel.py). A router is whole on each rank, so that all
+choose the same.
 
 Always holds: buffers keep their numbers, and each rank exchanges at the same places the same
 columns. Refused by name: fp8 weights, and head counts that do not divide.
@@ -26,9 +29,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from quire.base.errors import SettingError
-from quire.program.comm_ops import AllGather, share_of
+from quire.program.comm_ops import AllGather, AllReduce, share_of
 from quire.program.declarations import CacheSpec, Weight, WeightPart
 from quire.program.expert_ops import Experts, Route
+from quire.program.expert_parallel import ExpertPlacement, Span, spans_of
 from quire.program.ops import (
     Activation,
     Attention,
@@ -42,6 +46,7 @@ from quire.program.ops import (
     StoreKV,
 )
 from quire.program.program import Program
+from quire.program.row_parallel import TpMode, with_columns
 from quire.program.tensors import Buffer, View
 
 # Rows of a panel of packed weights: shares of whole panels are computed without padding.
@@ -49,25 +54,37 @@ PANEL_ROWS = 32
 MAX_DEGREE = 64
 
 Region = tuple[int, int, int]  # buffer, offset and width of a view
-Span = tuple[int, int]  # first column and the column after the last
+# Of no mixture: every expert is split by columns.
+SPLIT_EXPERTS = ExpertPlacement({})
 
 
-def shard(program: Program, *, degree: int, rank: int) -> Program:
+def shard(
+    program: Program,
+    *,
+    degree: int,
+    rank: int,
+    placement: ExpertPlacement = SPLIT_EXPERTS,
+    mode: TpMode = TpMode.EXACT,
+) -> Program:
     """Return the program of rank `rank` of `degree`; the program itself for a degree of 1.
 
-    Raises SettingError with the degrees that work where this one does not.
+    placement: the ranks of whole experts; experts that it does not name are split. mode: whether
+    products of columns that ranks have computed are split by these inputs (row_parallel.py). Raises
+    SettingError with the degrees that work where this one does not.
     """
-    check_degree(program, degree)
+    check_degree(program, degree, placement)
     if not 0 <= rank < degree:
         raise SettingError(f"rank is {rank}; 0 to {degree - 1} are allowed for {degree} ranks")
-    return program if degree == 1 else _Sharding(program, degree, rank).program()
+    if degree == 1:
+        return program
+    return _Sharding(program, degree, rank, placement, mode).program()
 
 
-def check_degree(program: Program, degree: int) -> None:
+def check_degree(program: Program, degree: int, placement: ExpertPlacement = SPLIT_EXPERTS) -> None:
     """Raise SettingError unless the program can be split over `degree` ranks."""
     if not 1 <= degree <= MAX_DEGREE:
         raise SettingError(f"tensor_parallel_size is {degree}; 1 to {MAX_DEGREE} are allowed")
-    problems = _problems(program, degree)
+    problems = _problems(program, degree, placement)
     if degree > 1 and problems:
         raise SettingError(
             f"tensor_parallel_size is {degree}; {program.name} cannot be split over ranks: "
@@ -82,9 +99,13 @@ def check_degree(program: Program, degree: int) -> None:
         )
 
 
-def _problems(program: Program, degree: int) -> list[str]:
+def _problems(program: Program, degree: int, placement: ExpertPlacement) -> list[str]:
     problems = []
-    inner = [program.weights[op.down] for op in _ops(program) if isinstance(op, Experts)]
+    inner = [
+        program.weights[op.down]
+        for op in _ops(program)
+        if isinstance(op, Experts) and not placement.of(op)
+    ]
     if any(min(down.columns, down.expert_rows) < degree for down in inner):
         problems.append(f"its experts have fewer columns than {degree}")
     floats = [w.name for w in program.weights.values() if w.quantized and w.quantized.is_float]
@@ -142,13 +163,22 @@ class _Sharding:
     """One rewrite. A buffer is whole, narrowed (`_tiles`: it has room for the rank's columns only),
     or split: `_split` has ranges of its columns, of each of which the rank has computed a share."""
 
-    def __init__(self, program: Program, degree: int, rank: int) -> None:
+    def __init__(
+        self,
+        program: Program,
+        degree: int,
+        rank: int,
+        placement: ExpertPlacement,
+        mode: TpMode,
+    ) -> None:
         self._source, self._degree, self._rank = program, degree, rank
+        self._placement, self._mode = placement, mode
         self._routed = {op.x.buffer.index for op in _ops(program) if isinstance(op, Route)}
         self._heads = self._own_heads()
         self._tiles = self._narrowed()
         self._buffers = tuple(self._buffer(buffer) for buffer in program.buffers)
         self._split: dict[int, list[_Split]] = {}
+        self._used: dict[int, list[_Split]] = {}  # split, and read by a product of its own columns
         self._weights: dict[str, Weight] = dict(program.weights)
         self._uses = Counter(name for op in _ops(program) for name in op.weights)
         self._out: list[Op] = []
@@ -161,6 +191,8 @@ class _Sharding:
             self._out = []
             for op in ops:
                 self._out.append(self._rewritten(op))
+                for view in op.outputs:
+                    self._used.pop(view.buffer.index, None)
             left.remove(name)
             for view in (*source.outputs.values(), *self._reads(left)):
                 self._whole(view)
@@ -172,7 +204,14 @@ class _Sharding:
             weights=self._weights,
             caches=tuple(self._cache(cache) for cache in source.caches),
             outputs={name: self._over(view) for name, view in source.outputs.items()},
+            elsewhere=self._elsewhere(),
         )
+
+    def _elsewhere(self) -> dict[str, tuple[int, ...]]:
+        """The tensors of which other ranks have all rows."""
+        own = {part.source for weight in self._weights.values() for part in weight.parts}
+        shapes = self._source.source_shapes()
+        return {source: shape for source, shape in shapes.items() if source not in own}
 
     # ---- what belongs to the rank, decided before the rewrite
 
@@ -249,6 +288,8 @@ class _Sharding:
 
     def _rewritten(self, op: Op) -> Op:
         """Return the rank's operation, after the exchanges it needs."""
+        if isinstance(op, Linear) and self._is_row_parallel(op):
+            return self._row_parallel(op)
         if isinstance(op, Linear):
             *first, last = self._linear(op)
             self._out += first
@@ -295,6 +336,33 @@ class _Sharding:
             first = end
         return made
 
+    def _is_row_parallel(self, op: Linear) -> bool:
+        """Return whether a product is split by its inputs, of which the rank has a share."""
+        if self._mode is TpMode.EXACT or not self._is_split(op.x):
+            return False
+        is_own = self._uses[op.weight] == 1 and (op.bias is None or self._uses[op.bias] == 1)
+        index = op.y.buffer.index
+        is_whole = index not in self._routed and index not in self._tiles
+        return is_own and is_whole and self._unit(op.y.width) is not None
+
+    def _row_parallel(self, op: Linear) -> AllReduce:
+        """The product of the rank's columns, added up over the ranks; a bias by rank 0."""
+        (split,) = self._split.pop(op.x.buffer.index)
+        self._used[op.x.buffer.index] = [split]
+        start, end = share_of(op.x.width, split.unit, self._rank, self._degree)
+        self._weights[op.weight] = with_columns(self._source.weights[op.weight], start, end)
+        bias = op.bias if self._rank == 0 else None
+        if op.bias is not None and bias is None:
+            del self._weights[op.bias]
+        y = self._over(op.y)
+        self._out.append(replace(op, x=self._share(op.x, split.unit), y=y, bias=bias))
+        return self._sum(y)
+
+    def _sum(self, y: View) -> AllReduce:
+        unit = self._unit(y.width)
+        assert unit is not None, "products of fewer outputs than ranks stay whole"
+        return AllReduce(x=y, rank=self._rank, degree=self._degree, unit=unit)
+
     def _product(self, op: Linear, x: View, y: View, spans: list[Span], suffix: str = "") -> Linear:
         weight = self._sliced(op.weight, spans, suffix)
         bias = None if op.bias is None else self._sliced(op.bias, spans, suffix)
@@ -318,9 +386,11 @@ class _Sharding:
         can = _keeps_heads(op) or isinstance(op, StoreKV)
         return can and all(_region(view) in self._heads for view in views)
 
-    def _experts(self, op: Experts) -> Experts:
+    def _experts(self, op: Experts) -> Experts | AllReduce:
         for view in op.inputs:
             self._whole(view)
+        if holders := self._placement.of(op):
+            return self._whole_experts(op, holders)
         down = self._source.weights[op.down]
         inner, width, experts = down.columns, op.y.width, range(down.experts)
         inner_unit, unit = self._unit(inner), self._unit(width)
@@ -328,6 +398,12 @@ class _Sharding:
         assert unit is not None, "check_degree refuses too few columns"
         start, end = share_of(inner, inner_unit, self._rank, self._degree)
         halves = [(2 * expert + half) * inner for expert in experts for half in (0, 1)]
+        gate_up = self._sliced(op.gate_up, [(at + start, at + end) for at in halves], "")
+        if self._mode is TpMode.FAST:
+            self._weights[op.down] = with_columns(down, start, end)
+            views = op.with_views(self._over)
+            self._out.append(replace(views, gate_up=gate_up))
+            return self._sum(views.y)
         first, last = share_of(width, unit, self._rank, self._degree)
         self._note_split(op.y, unit)
         return replace(
@@ -335,13 +411,29 @@ class _Sharding:
             x=self._over(op.x),
             routing=self._over(op.routing),
             y=self._share(op.y, unit),
-            gate_up=self._sliced(op.gate_up, [(at + start, at + end) for at in halves], ""),
+            gate_up=gate_up,
             down=self._sliced(
                 op.down, [(at * width + first, at * width + last) for at in experts], ""
             ),
             rank=self._rank,
             degree=self._degree,
             unit=inner_unit,
+        )
+
+    def _whole_experts(self, op: Experts, holders: tuple[int, ...]) -> Experts:
+        """The rank's experts, and its columns of the sum over all of them."""
+        unit = self._unit(op.y.width)
+        assert unit is not None, "check_degree refuses too few columns"
+        self._note_split(op.y, unit)
+        made = replace(op, rank=self._rank, degree=self._degree, unit=unit, holders=holders)
+        own, weights = made.own_experts, self._source.weights
+        return replace(
+            made,
+            x=self._over(op.x),
+            routing=self._over(op.routing),
+            y=self._share(op.y, unit),
+            gate_up=self._sliced(op.gate_up, spans_of(weights[op.gate_up], own), "", len(own)),
+            down=self._sliced(op.down, spans_of(weights[op.down], own), "", len(own)),
         )
 
     def _of_heads(self, op: Op) -> Op:
@@ -411,7 +503,8 @@ class _Sharding:
 
     def _whole(self, view: View) -> None:
         """Exchange the columns of a buffer that is split."""
-        for one in self._split.pop(view.buffer.index, []):
+        index = view.buffer.index
+        for one in self._split.pop(index, []) or self._used.pop(index, []):
             buffer, (_, offset, width) = self._buffers[view.buffer.index], one.region
             x = View(buffer, offset, width)
             self._out.append(AllGather(x=x, rank=self._rank, degree=self._degree, unit=one.unit))
@@ -421,10 +514,11 @@ class _Sharding:
             for op in self._source.segments[name]:
                 yield from op.inputs
 
-    def _sliced(self, name: str, spans: list[Span], suffix: str) -> str:
-        """Declare the rows `spans` of a weight; under a name of its own where another operation
-        uses the weight too."""
+    def _sliced(self, name: str, spans: list[Span], suffix: str, experts: int | None = None) -> str:
+        """Declare the rows `spans` of a weight, of so many experts; under a name of its own where
+        another operation uses the weight too."""
         weight = self._source.weights[name]
+        experts = weight.experts if experts is None else experts
         if self._uses[name] == 1:
             own_name = name + suffix
             if suffix:
@@ -432,7 +526,7 @@ class _Sharding:
         else:
             own_name = f"{name}.share{suffix}"
         parts = tuple(part for span in spans for part in _rows_of(weight, span))
-        self._weights[own_name] = replace(weight, name=own_name, parts=parts)
+        self._weights[own_name] = replace(weight, name=own_name, parts=parts, experts=experts)
         return own_name
 
 

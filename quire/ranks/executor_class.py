@@ -29,11 +29,13 @@ from quire.execute.executor import (
     StepLimits,
 )
 from quire.execute.native import NativeExecutor
-from quire.program.comm_ops import AllGather, share_of
+from quire.program.comm_ops import AllGather, AllReduce, share_of
 from quire.program.expert_ops import Experts
+from quire.program.expert_parallel import ExpertPlacement, ExpertPlan
 from quire.program.program import Program
+from quire.program.row_parallel import TpMode
 from quire.program.serialize import to_plain
-from quire.program.shard import check_degree, shard
+from quire.program.shard import SPLIT_EXPERTS, check_degree, shard
 from quire.ranks.commands import command_bytes
 from quire.ranks.placement import cpus_of_ranks, run_on
 from quire.ranks.processes import RankProcesses
@@ -55,18 +57,22 @@ class RankedExecutor(MirroredExecutor):
 class RankedExecutorClass:
     """An ExecutorClass (see quire/execute/executor.py).
 
-    binds: whether ranks are bound to processors. poison: fill buffers with NaN before each run, for
-    tests. timeout_s: the longest wait for a rank that responds.
+    experts: how whole experts are placed on ranks; None: each expert is split by columns. mode:
+    whether products are split by inputs too. binds: whether ranks are bound to processors. poison:
+    fill buffers with NaN before each run, for tests. timeout_s: the longest wait for a rank that
+    responds.
     """
 
     degree: int
+    experts: ExpertPlan | None = None
+    mode: TpMode = TpMode.EXACT
     binds: bool = True
     poison: bool = False
     timeout_s: float = TIMEOUT_S
 
     def check_program(self, program: Program) -> None:
         """Raise SettingError where it cannot be split so, ModelError where a kernel lacks."""
-        check_degree(program, self.degree)
+        check_degree(program, self.degree, self.placement(program))
         NativeExecutor.check_program(program)
 
     def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
@@ -82,7 +88,17 @@ class RankedExecutorClass:
 
     def programs(self, program: Program) -> list[Program]:
         """Return each rank's share."""
-        return [shard(program, degree=self.degree, rank=rank) for rank in range(self.degree)]
+        placement = self.placement(program)
+        return [
+            shard(program, degree=self.degree, rank=rank, placement=placement, mode=self.mode)
+            for rank in range(self.degree)
+        ]
+
+    def placement(self, program: Program) -> ExpertPlacement:
+        """Return the ranks of whole experts. Raises SettingError."""
+        if self.experts is None:
+            return SPLIT_EXPERTS
+        return self.experts.placement(program, self.degree)
 
     def head_rows(self, max_sequences: int) -> int:
         """See ExecutorSizing."""
@@ -201,7 +217,11 @@ def _slot_bytes(program: Program) -> int:
             if isinstance(op, AllGather):
                 start, end = share_of(op.x.width, op.unit, 0, op.degree)  # rank 0's is the largest
                 parts.append((end - start) * op.x.dtype.itemsize)
-            if isinstance(op, Experts):
+            if isinstance(op, AllReduce):
+                parts.append(op.x.width * op.x.dtype.itemsize)
+            if isinstance(op, Experts) and op.holders:
+                parts.append(op.x.width * op.y.dtype.itemsize)  # a row of an expert's output
+            elif isinstance(op, Experts):
                 own = op.own_inner(program.weights[op.down].columns)
                 parts.append(own * op.x.dtype.itemsize)
     return max(parts)

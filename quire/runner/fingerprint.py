@@ -4,9 +4,10 @@ system_fingerprint, of an answer: every byte of the weights (as the executor dig
 files of a model's folder that decide how text becomes tokens and back and what is asked by default
 (of a GGUF file: its metadata), the chat template where another than the model's own is in force,
 the program that runs with the numerics version, the executor's recipe (instruction set), the degree
-of a parallelism that splits sums (none does: tensor parallelism splits outputs only, and the
-program is the whole one), the KV dtype and the context length. Two engines with one fingerprint
-give one answer. What a server adds (ceilings, parsers of answers) is in quire/api/server_state.py.
+of a parallelism that splits sums (`--tp-mode fast`; else tensor parallelism splits outputs only,
+and the program is the whole one), the KV dtype and the context length. Two engines with one
+fingerprint give one answer. What a server adds (ceilings, parsers of answers) is in
+quire/api/server_state.py.
 
 block_fingerprint, of a block of keys and values: what computes them and how they lie. Tokens are
 ids, so no tokenizer, template or default is part of it: where only these have changed, blocks are

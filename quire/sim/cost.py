@@ -174,18 +174,26 @@ class RooflineCost:
     """The program's operations and bytes over the machine's rates.
 
     Products, and attention, each take as long as the slower of arithmetic and memory; other
-    arithmetic is ignored. fixed_ms: overhead of each step.
+    arithmetic is ignored. fixed_ms: overhead of each step. link_gb_per_s: of what a rank receives
+    from others.
     """
 
     def __init__(
-        self, program: Program, *, gb_per_s: float, gflop_per_s: float, fixed_ms: float
+        self,
+        program: Program,
+        *,
+        gb_per_s: float,
+        gflop_per_s: float,
+        fixed_ms: float,
+        link_gb_per_s: float = math.inf,
     ) -> None:
         self._per_byte_ms = 1e3 / (gb_per_s * 1e9)
         self._per_op_ms = 1e3 / (gflop_per_s * 1e9)
         self._fixed_ms = fixed_ms
         self._prices = _prices(program)
         self._experts = _experts(program)
-        # Milliseconds of weights, products, keys and values, and attention, by feature.
+        self._per_received_ms = 1e3 / (link_gb_per_s * 1e9)
+        # Milliseconds of weights, products, keys and values, attention and exchanges, by feature.
         self._times_ms = np.array(
             [
                 [price * per_ms for price in self._prices[name]]
@@ -194,6 +202,7 @@ class RooflineCost:
                     ("product_ops", self._per_op_ms),
                     ("kv_bytes", self._per_byte_ms),
                     ("attention_ops", self._per_op_ms),
+                    ("comm_bytes", self._per_received_ms),
                 )
             ]
         )
@@ -214,20 +223,22 @@ class RooflineCost:
         return self._fixed_ms + rows_ms + layers.share * self._ms((1.0, count, 0.0, pairs, end))
 
     def _ms(self, features: tuple[float, ...]) -> float:
-        weights_ms, products_ms, kv_ms, attention_ms = (self._times_ms @ features).tolist()
+        found = (self._times_ms @ features).tolist()
+        weights_ms, products_ms, kv_ms, attention_ms, received_ms = found
         weights_ms += self._per_byte_ms * _read_experts(self._experts, features[1])
-        return float(max(weights_ms, products_ms) + max(kv_ms, attention_ms))
+        return float(max(weights_ms, products_ms) + max(kv_ms, attention_ms) + received_ms)
 
     def linear(self) -> LinearCost:
         """Return the cost model of a step budget: weights as fixed time (of experts those of one
         row), arithmetic by token."""
         ops, attended = self._prices["product_ops"], self._prices["attention_ops"]
+        received = self._prices["comm_bytes"]
         weight_bytes = self._prices["weight_bytes"][0] + _read_experts(self._experts, 1.0)
         return LinearCost(
             fixed_ms=self._fixed_ms + weight_bytes * self._per_byte_ms,
-            token_ms=ops[1] * self._per_op_ms,
+            token_ms=ops[1] * self._per_op_ms + received[1] * self._per_received_ms,
             position_ms=attended[3] * self._per_op_ms,
-            score_ms=ops[2] * self._per_op_ms,
+            score_ms=ops[2] * self._per_op_ms + received[2] * self._per_received_ms,
         )
 
 

@@ -21,9 +21,12 @@ from quire.models.registry import open_model
 from quire.program.program import Program
 from quire.scheduler.cost.step_cost import LinearCost
 from quire.sim.cost import RooflineCost, StepCost
+from quire.sim.ranks import RanksCost, shares_of
 
 # Default KV cache memory: results must not depend on the free memory of this machine.
 DEFAULT_KV_BYTES = 4 * 2**30
+# Of ranks on one machine: memory of another socket, and a wait that spins.
+DEFAULT_LINK_GB_PER_S, DEFAULT_EXCHANGE_US = 60.0, 3.0
 # Bounds of the default step size of a described machine.
 MIN_STEP_TOKENS, MAX_STEP_TOKENS = 64, 8192
 
@@ -84,27 +87,54 @@ def ridge_step_tokens(linear: LinearCost) -> int:
 
 
 def described_machine(
-    config: EngineConfig, *, gb_per_s: float, gflop_per_s: float, fixed_ms: float
+    config: EngineConfig,
+    *,
+    gb_per_s: float,
+    gflop_per_s: float,
+    fixed_ms: float,
+    link_gb_per_s: float = DEFAULT_LINK_GB_PER_S,
+    exchange_us: float = DEFAULT_EXCHANGE_US,
 ) -> Machine:
     """Return a machine given by its rates, with the config's model. Loads no weights.
 
+    Ranks of the config share the machine: each has its part of the rates, and receives from the
+    others at link_gb_per_s, in exchange_us more for each exchange.
+
     Raises ModelError or SettingError as an engine would.
     """
-    for name, value in (("gb_per_s", gb_per_s), ("gflop_per_s", gflop_per_s)):
+    above_zero = {
+        "gb_per_s": gb_per_s,
+        "gflop_per_s": gflop_per_s,
+        "link_gb_per_s": link_gb_per_s,
+    }
+    for name, value in above_zero.items():
         if not value > 0:
             raise SettingError(f"{name} is {value}; it must be above 0")
-    if not fixed_ms >= 0:
-        raise SettingError(f"fixed_ms is {fixed_ms}; it must be at least 0")
+    for name, value in (("fixed_ms", fixed_ms), ("exchange_us", exchange_us)):
+        if not value >= 0:
+            raise SettingError(f"{name} is {value}; it must be at least 0")
     program = planned_program(config)
-    cost = RooflineCost(program, gb_per_s=gb_per_s, gflop_per_s=gflop_per_s, fixed_ms=fixed_ms)
+    about: dict[str, Any] = {
+        "gb_per_s": gb_per_s,
+        "gflop_per_s": gflop_per_s,
+        "fixed_ms": fixed_ms,
+    }
+    cost: RooflineCost | RanksCost
+    shares = shares_of(program, config.executor)
+    if len(shares) > 1:
+        links = {"link_gb_per_s": link_gb_per_s, "exchange_us": exchange_us}
+        cost = RanksCost(shares, **about, **links)
+        about |= {"ranks": len(shares), **links}
+    else:
+        cost = RooflineCost(program, **about)
     linear = cost.linear()
     return Machine(
         name=model_name(config.model),
         cost=cost,
         linear=linear,
-        token_bytes=sum(cache.token_bytes for cache in program.caches),
+        token_bytes=sum(cache.token_bytes for share in shares for cache in share.caches),
         max_model_len=program.max_positions,
         step_tokens=ridge_step_tokens(linear),
         num_layers=len(program.layer_starts) if config.executor.executor != "torch" else 0,
-        about={"gb_per_s": gb_per_s, "gflop_per_s": gflop_per_s, "fixed_ms": fixed_ms},
+        about=about,
     )

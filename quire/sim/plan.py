@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.base.errors import CapacityError, ModelError, SettingError
 from quire.config.flags import engine_config
-from quire.config.groups import EngineConfig
+from quire.config.groups import EngineConfig, ExecutorConfig
 from quire.config.machine import MachineMemory, machine_memory
 from quire.config.memory import MemoryNeeds, MemoryPlan, mib, num_blocks_of, plan_memory
 from quire.engine.assembly.drafting import sized_drafting
@@ -31,26 +31,41 @@ from quire.execute.native import NativeExecutor
 from quire.execute.native_limits import full_step_tokens
 from quire.execute.rope_table import rope_bytes
 from quire.models.registry import open_model
-from quire.program.cost import StepShape
+from quire.program.cost import Cost, StepShape
 from quire.program.declarations import WeightForm
 from quire.program.program import Program
 from quire.sim.cost import roofline_ms
 from quire.sim.hardware import THIS, Device
+from quire.sim.links import Links, links_of
+from quire.sim.ranks import exchanges_of, largest_memory, shared_memory_of, shares_of
 
 PARALLEL_DEGREES = (2, 4, 8, 16, 32)
+
+
+ONE_RANK = ExecutorConfig()
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSizing:
     """An ExecutorSizing (quire/execute/executor.py) for a device that need not be here.
 
-    On a GPU the scratch of single kernels is not counted: it belongs to the reserve.
+    On a GPU the scratch of single kernels is not counted: it belongs to the reserve. settings: with
+    several ranks, each is on a device of its own, or all on this machine.
     """
 
     device: Device
+    settings: ExecutorConfig = ONE_RANK
 
     def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
         """See ExecutorSizing."""
+        if self.settings.tensor_parallel_size == 1:
+            return self._memory_of(program, limits)
+        if self.device.name == THIS:
+            return shared_memory_of(program, self.settings, limits)
+        shares = shares_of(program, self.settings)
+        return largest_memory([self._memory_of(share, limits) for share in shares])
+
+    def _memory_of(self, program: Program, limits: StepLimits) -> ExecutorMemory:
         if not self.device.is_gpu:
             return NativeExecutor.memory_for(program, limits)
         return ExecutorMemory(
@@ -72,10 +87,12 @@ class DeviceSizing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedModel:
-    """A model with its settings on a device. plan: None where it does not fit; see problem."""
+    """A model with its settings on a device, or on one for each rank. shares: the ranks' programs.
+    plan: None where it does not fit; see problem."""
 
     config: EngineConfig
     program: Program
+    shares: tuple[Program, ...]
     needs: MemoryNeeds
     step_tokens: int
     plan: MemoryPlan | None
@@ -97,12 +114,18 @@ class SizedModel:
 class Planner:
     """Sizes one model on one device, with the settings given and with changes to them.
 
-    settings: of an engine, by field name. memory_bytes: instead of the device's. Raises
-    ModelError where the model cannot be read, and SettingError where the memory is not known.
+    settings: of an engine, by field name. memory_bytes: instead of the device's. links: between
+    devices, or the usual ones. Raises ModelError where the model cannot be read, and SettingError
+    where the memory is not known.
     """
 
     def __init__(
-        self, settings: Mapping[str, Any], device: Device, *, memory_bytes: int | None = None
+        self,
+        settings: Mapping[str, Any],
+        device: Device,
+        *,
+        memory_bytes: int | None = None,
+        links: Links | None = None,
     ) -> None:
         self.device, self._settings = device, dict(settings)
         self.memory = device_memory(device, memory_bytes)
@@ -111,6 +134,7 @@ class Planner:
         self.spec = open_model(folder)
         self._checkpoint = weights_if_there(folder)
         self._sizing = DeviceSizing(device)
+        self.links = links or links_of(device)
         # What must fit: None where it was not asked for.
         self.context: int | None = config.model.max_model_len
         self.concurrency: int | None = self._settings.get("max_num_seqs")
@@ -124,12 +148,14 @@ class Planner:
         config = engine_config({name: value for name, value in merged.items() if value is not None})
         program = engine_program(config, self.spec, self._checkpoint)
         self._check(program)
-        limits = step_limits(config, self._sizing)
-        drafting = sized_drafting(config, self.spec, program, self._checkpoint, self._sizing)
+        shares = shares_of(program, config.executor)
+        sizing = replace(self._sizing, settings=config.executor)
+        limits = step_limits(config, sizing)
+        drafting = sized_drafting(config, self.spec, program, self._checkpoint, sizing)
         needs = memory_needs(
             config,
             drafting.tap(program),
-            self._sizing,
+            sizing,
             limits,
             model_max_len=self.spec.max_positions,
             device_is_own=self.memory.is_own,
@@ -139,17 +165,32 @@ class Planner:
         return SizedModel(
             config=config,
             program=program,
+            shares=shares,
             needs=needs,
             step_tokens=limits.max_tokens,
             plan=plan,
             problem=problem,
         )
 
+    def sized_step_s(self, sized: SizedModel, counts: list[int], starts: list[int]) -> float:
+        """Return the least seconds of a step of all ranks: of the largest, with its exchanges."""
+        if len(sized.shares) == 1:
+            return self.step_s(sized.program, counts, starts)
+        ranks = len(sized.shares) if self.device.name == THIS else 1  # they share its rates
+        share = max(sized.shares, key=lambda one: one.weight_bytes)
+        cost = share.step_cost(StepShape(counts, starts))
+        received_s = cost.comm_bytes / self.links.node_gb_per_s / 1e9
+        waited_s = 1e-6 * self.links.exchange_us * exchanges_of(share)
+        return ranks * self._cost_s(share, cost) + received_s + waited_s
+
     def step_s(self, program: Program, counts: list[int], starts: list[int]) -> float:
         """Return the least seconds of a step with these rows."""
+        return self._cost_s(program, program.step_cost(StepShape(counts, starts)))
+
+    def _cost_s(self, program: Program, cost: Cost) -> float:
         device = self.device
         ms = roofline_ms(
-            program.step_cost(StepShape(counts, starts)),
+            cost,
             gb_per_s=device.gb_per_s,
             product_gflop_per_s=device.gflop_per_s(product_precision(program)),
             attention_gflop_per_s=device.gflop_per_s(str(program.caches[0].dtype)),
@@ -160,14 +201,14 @@ class Planner:
         """Return the least seconds to compute a prompt alone, in steps of the largest size."""
         starts = range(0, num_tokens, sized.step_tokens)
         return sum(
-            self.step_s(sized.program, [min(sized.step_tokens, num_tokens - start)], [start])
+            self.sized_step_s(sized, [min(sized.step_tokens, num_tokens - start)], [start])
             for start in starts
         )
 
     def decode_tokens_per_s(self, sized: SizedModel, num_tokens: int, requests: int = 1) -> float:
         """Return the most tokens per second of so many requests, all at a depth of num_tokens."""
         starts = [num_tokens - 1] * requests
-        return requests / self.step_s(sized.program, [1] * requests, starts)
+        return requests / self.sized_step_s(sized, [1] * requests, starts)
 
     def parallel_degree(self, sized: SizedModel) -> tuple[int, MemoryNeeds] | None:
         """Return the fewest equal devices that the model fits on when its tensors are split.

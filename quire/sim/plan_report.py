@@ -15,13 +15,17 @@ from quire.config.memory import mib, num_blocks_of
 from quire.engine.assembly.model_files import model_name
 from quire.models.registry import compute_dtype
 from quire.obs.report import table
+from quire.program.cost import StepShape
 from quire.program.kv_cache import kv_cache_text
 from quire.program.quantize import precision_text
+from quire.program.row_parallel import TpMode
 from quire.program.table import amount
 from quire.program.tensors import DType
 from quire.quant.scheme import PLAIN
 from quire.sim.disk_offload import disk_offload, offload_text
+from quire.sim.layouts import LayoutPlanner, layouts_outcome
 from quire.sim.plan import PARALLEL_DEGREES, Planner, SizedModel, product_precision
+from quire.sim.ranks import exchanges_of
 
 LENGTHS = (128, 256, 1024, 4096, 8192, 32768, 131072)
 MAX_LENGTHS = 6
@@ -40,8 +44,11 @@ CHANGES: tuple[Mapping[str, Any], ...] = (
 _FLAGS = {"max_model_len": "--context", "max_num_seqs": "--concurrency"}
 
 
-def plan_outcome(planner: Planner) -> dict[str, Any]:
-    """Size the model and return everything that `quire plan` prints."""
+def plan_outcome(planner: Planner, *, num_devices: int = 0) -> dict[str, Any]:
+    """Size the model and return everything that `quire plan` prints.
+
+    num_devices: to recommend a layout for; 0: none is asked for.
+    """
     asked = planner.size()
     fits = not asked.problem
     # Where the asked context is too long: what the device holds without asking for one.
@@ -70,7 +77,9 @@ def plan_outcome(planner: Planner) -> dict[str, Any]:
         "compared_tokens": _compared_tokens(planner),
         "changes": [] if fits else list(_changes(planner)),
         "disk_offload": None if fits else disk_offload(planner, asked),
-        "tensor_parallel": None if fits else _parallel(planner, asked),
+        "tensor_parallel": None if fits or len(asked.shares) > 1 else _parallel(planner, asked),
+        "ranks": _ranks(planner, asked) if len(asked.shares) > 1 else None,
+        "layouts": _layouts(planner, asked, num_devices) if num_devices else None,
         "notes": list(_notes(planner, shown)),
     }
 
@@ -100,6 +109,10 @@ def plan_text(outcome: Mapping[str, Any]) -> str:
         parts.append(_parallel_text(outcome["tensor_parallel"]))
     if outcome["disk_offload"] is not None:
         parts.append(offload_text(outcome["disk_offload"], outcome["compared_tokens"]))
+    if outcome["ranks"] is not None:
+        parts.append(_ranks_text(outcome["ranks"]))
+    if outcome["layouts"] is not None:
+        parts.append(_layouts_text(outcome["layouts"]))
     if outcome["notes"]:
         parts.extend(map(_wrapped, outcome["notes"]))
     return "\n\n".join(parts)
@@ -237,6 +250,50 @@ def _parallel(planner: Planner, sized: SizedModel) -> dict[str, Any]:
     }
 
 
+def _ranks(planner: Planner, sized: SizedModel) -> dict[str, Any]:
+    """Return what each rank has and receives: of a decoded token, and of a full step."""
+    depth = _compared_tokens(planner) - 1
+    token, step = StepShape([1], [depth]), StepShape([sized.step_tokens], [0])
+    return {
+        "tensor_parallel_size": len(sized.shares),
+        "enable_expert_parallel": sized.config.executor.enable_expert_parallel,
+        "tp_mode": sized.config.executor.tp_mode,
+        "links": planner.links.about,
+        "exchanges_per_step": exchanges_of(sized.shares[0]),
+        "step_tokens": sized.step_tokens,
+        "of_rank": [
+            {
+                "weights_bytes": share.weight_bytes,
+                "kv_bytes_per_token": sum(cache.token_bytes for cache in share.caches),
+                "received_bytes_per_token": share.step_cost(token).comm_bytes,
+                "received_bytes_per_step": share.step_cost(step).comm_bytes,
+            }
+            for share in sized.shares
+        ],
+    }
+
+
+def _layouts(planner: Planner, sized: SizedModel, num_devices: int) -> dict[str, Any]:
+    whole = planner.size(
+        tensor_parallel_size=None,
+        tp_mode=None,
+        enable_expert_parallel=None,
+        expert_load_file=None,
+        num_redundant_experts=None,
+    )
+    return layouts_outcome(
+        LayoutPlanner(
+            planner,
+            whole,
+            planner.links,
+            num_devices=num_devices,
+            num_tokens=_compared_tokens(planner),
+            requests=sized.needs.max_num_seqs,
+            mode=TpMode(sized.config.executor.tp_mode),
+        )
+    )
+
+
 def _notes(planner: Planner, sized: SizedModel) -> Iterator[str]:
     """Yield lines on what may be unexpected."""
     if sized.plan is not None:
@@ -331,6 +388,59 @@ def _parallel_text(parallel: Mapping[str, Any]) -> str:
         f"{amount(parallel['weights_bytes'], 'B')} of weights and "
         f"{parallel['kv_bytes_per_token']:,} B of KV cache per token on each. {NO_PARALLEL}"
     )
+
+
+def _ranks_text(ranks: Mapping[str, Any]) -> str:
+    headings = ("Rank", "weights", "KV per token", "received a token", "a full step")
+    rows = [
+        (
+            str(rank),
+            amount(of_rank["weights_bytes"], "B"),
+            f"{of_rank['kv_bytes_per_token']:,} B",
+            amount(of_rank["received_bytes_per_token"], "B"),
+            amount(of_rank["received_bytes_per_step"], "B"),
+        )
+        for rank, of_rank in enumerate(ranks["of_rank"])
+    ]
+    about = (
+        f"Computed: {ranks['exchanges_per_step']} exchanges a step; a full one has "
+        f"{ranks['step_tokens']} tokens. Links: {ranks['links']}."
+    )
+    return f"{table(headings, rows)}\n{_wrapped(about)}"
+
+
+def _layouts_text(layouts: Mapping[str, Any]) -> str:
+    headings = (
+        *("Layout", "replicas", "fits", "weights", "received"),
+        *("tok/s of one", "speedup", "all at once", "efficiency"),
+    )
+    rows = [
+        (
+            row["layout"],
+            str(row["replicas"]),
+            "yes" if row["fits"] else "no",
+            amount(row["weights_bytes"], "B"),
+            amount(row["received_bytes_per_token"], "B"),
+            _rate(row["one_request_tokens_per_s"]),
+            f"{row['one_request_speedup']:.2g}x",
+            _rate(row["all_tokens_per_s"]),
+            f"{100 * row['efficiency']:.0f} %",
+        )
+        for row in layouts["layouts"]
+    ]
+    about = (
+        f"Computed, not measured, for {layouts['devices']} devices: {layouts['links']}, "
+        f"{layouts['exchange_us']:g} us assumed for an exchange; {layouts['requests']} requests at "
+        f"a depth of {layouts['tokens']:,} tokens. Weights and received bytes (a decoded token) "
+        "are those of a rank. Speedup: of one request over one device that held all. "
+        "Efficiency: the speedup of all over the devices of a replica."
+    )
+    if layouts["recommended"] is None:
+        advice = "No layout of so many devices holds the model."
+    else:
+        why = "; ".join(layouts["reasons"])
+        advice = f"Recommended: {layouts['recommended']}, since {why}."
+    return f"{table(headings, rows)}\n{_wrapped(about)}\n\n{_wrapped(advice)}"
 
 
 def _rate(per_s: float) -> str:

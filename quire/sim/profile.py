@@ -33,6 +33,7 @@ from quire.scheduler.cost.step_cost import LinearCost
 from quire.scheduler.limits import SchedulerLimits
 from quire.sim.cost import MeasuredCost, Points
 from quire.sim.machine import Machine, planned_program
+from quire.sim.ranks import token_bytes_of
 
 VERSION = 1
 _GREEDY = SamplingParams(temperature=0.0, seed=0)
@@ -65,7 +66,7 @@ def measure_machine(config: EngineConfig, *, progress: Progress | None = None) -
         progress.say("measuring the loop")
         cost = MeasuredCost(**_points(measured))
         measured["loop_ms"] = _loop_ms(engine, cost, clock)
-        token_bytes = sum(cache.token_bytes for cache in planned_program(config).caches)
+        token_bytes = token_bytes_of(config, planned_program(config))
     progress.clear()
     return {
         "profile_version": VERSION,
@@ -76,6 +77,7 @@ def measure_machine(config: EngineConfig, *, progress: Progress | None = None) -
         "max_model_len": card.max_model_len,
         "step_tokens": engine.step_tokens,
         "num_layers": engine.num_layers,
+        "ranks": config.executor.tensor_parallel_size,
         "token_bytes": token_bytes,
         **measured,
         "linear": asdict(linear),
@@ -110,7 +112,10 @@ def machine_of(profile: Mapping[str, Any], *, where: str = "the profile") -> Mac
             max_model_len=int(profile["max_model_len"]),
             step_tokens=int(profile["step_tokens"]),
             num_layers=int(profile.get("num_layers", 0)),
-            about={name: profile[name] for name in ("dtype", "quantization", "recipe")},
+            about={
+                **{name: profile[name] for name in ("dtype", "quantization", "recipe")},
+                "ranks": int(profile.get("ranks", 1)),
+            },
         )
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise SettingError(

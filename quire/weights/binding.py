@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -75,7 +75,11 @@ class Binding:
 
     def content(self, part: WeightPart) -> StoredTensor:
         """Return the digested content of the tensor of which `part` is a slice."""
-        return self.checkpoint.content(self._names[part.source])
+        return self.content_of(part.source)
+
+    def content_of(self, source: str) -> StoredTensor:
+        """Return the digested content of a tensor by its name in the program."""
+        return self.checkpoint.content(self._names[source])
 
     def pieces(self, part: WeightPart) -> Iterator[Callable[[], Piece]]:
         """Yield the part's rows in order, as functions that produce each piece in any thread.
@@ -104,7 +108,7 @@ class Binding:
         )
 
     def read_f32(self, part: WeightPart) -> NDArray[np.float32]:
-        """Return a new float32 copy of the part's rows: [rows, columns], or [rows] for a vector."""
+        """Return a new float32 copy of the part's rows, with all columns; [rows] for a vector."""
         name, rows = self._names[part.source], slice(part.first_row, part.first_row + part.rows)
         if part.transposed:
             return np.ascontiguousarray(self.checkpoint.read_f32(name)[:, rows].T)
@@ -122,7 +126,25 @@ class Binding:
 
     def release(self, part: WeightPart) -> None:
         """Drop the pages of the tensor of which `part` is a slice."""
-        self.checkpoint.release(self._names[part.source])
+        self.release_source(part.source)
+
+    def release_source(self, source: str) -> None:
+        """Drop the pages of a tensor by its name in the program."""
+        self.checkpoint.release(self._names[source])
+
+
+def own_columns(piece: Piece, part: WeightPart, columns: int) -> Piece:
+    """Return the piece with the part's columns only, which are `columns`."""
+    if not part.of_columns:
+        return piece
+    raw, end = piece.raw.view(np.uint8), part.first_column + columns
+    if piece.transposed:
+        own = raw.reshape(part.of_columns, -1)[part.first_column : end]
+        return replace(piece, raw=np.ascontiguousarray(own).reshape(-1), is_content=False)
+    size = NUMPY_TYPES[piece.dtype].itemsize
+    rows = raw.reshape(-1, part.of_columns * size)[piece.first_row : piece.first_row + piece.rows]
+    own = np.ascontiguousarray(rows[:, part.first_column * size : end * size])
+    return replace(piece, raw=own.reshape(-1), first_row=0, of_rows=piece.rows, is_content=False)
 
 
 def _some(rows: RowReader, first: int, count: int) -> Piece:

@@ -15,13 +15,16 @@ import pytest
 
 from quire.execute.executor import Executor, ExecutorOptions, StepLimits
 from quire.program.comm_ops import AllGather
+from quire.program.expert_parallel import ExpertPlan
+from quire.program.expert_parallel import mixtures as mixtures_of
 from quire.program.program import Program
+from quire.program.row_parallel import TpMode
 from quire.program.tensors import DType
 from quire.ranks.executor_class import RankedExecutorClass
 from tests.conftest import SHOWN
 from tests.exact.rig import MAX_ROWS, MAX_SEQUENCES, AloneRuns, Model, differences, run_case
 from tests.exact.workload import VOCAB_SIZE, Case, draw_case
-from tests.models.cases_experts import MIXTRAL
+from tests.models.cases_experts import MIXTRAL, QWEN3_MOE
 from tests.models.cases_gemma import GEMMA3
 from tests.models.cases_qwen import QWEN3
 from tests.tiny_models import write_tiny, write_tiny_llama
@@ -123,6 +126,85 @@ def test_ranks_answer_as_one_process(
         assert all(reached.values()), reached
 
 
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
+    """Return mixtures in one process: numbers of experts that 2 and 4 do not divide."""
+    root = tmp_path_factory.mktemp("mixtures")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    mixtral = write_tiny(
+        root / "mixtral", MIXTRAL | SIZE | heads | {"num_local_experts": 7}, seed=21
+    )
+    qwen = write_tiny(root / "qwen", QWEN3_MOE | SIZE | heads, seed=22)
+    made = [
+        Model(mixtral, DType.BF16),
+        Model(qwen, DType.F32),
+        Model(qwen, DType.BF16, "int8"),
+    ]
+    yield made
+    for model in made:
+        model.close()
+
+
+def distributed(whole: Model, degree: int, plan: ExpertPlan) -> Ranks:
+    """Return a mixture with its experts distributed over ranks."""
+    made = RankedExecutorClass(degree=degree, experts=plan, binds=False, poison=True)
+    return Ranks(whole, made)
+
+
+def skewed(whole: Model) -> ExpertPlan:
+    """Return a plan for a few experts that most rows choose, with copies of them."""
+    loads = [
+        [1000 // (1 + expert) for expert in range(op.routing.width)]
+        for op in mixtures_of(whole.program)
+    ]
+    return ExpertPlan(loads=tuple(map(tuple, loads)), redundant=3)
+
+
+@pytest.mark.parametrize(("degree", "num_cases"), [(2, NUM_CASES), (4, NUM_CASES_OF_FOUR)])
+def test_distributed_experts_answer_as_one_process(
+    mixtures: list[Model], degree: int, num_cases: int, record_property: object
+) -> None:
+    alone, lines, reached = AloneRuns(), [], dict.fromkeys(GOALS, 0)
+    models = [
+        distributed(whole, degree, ExpertPlan() if number % 2 else skewed(whole))
+        for number, whole in enumerate(mixtures if degree == 2 else mixtures[:2])
+    ]
+    try:
+        for number in range(num_cases):
+            case = case_for_ranks(number, len(models))
+            model = models[case.model]
+            for request in case.requests:
+                alone.of(model.whole, request)
+            outcome = run_case(model, case, alone=alone)
+            lines += differences(model.whole, outcome, alone)
+            for goal in GOALS:
+                reached[goal] += getattr(outcome, goal)
+    finally:
+        for model in models:
+            model.close()
+    record_property(SHOWN, f"experts on {degree} ranks: {num_cases} cases; {reached}")  # type: ignore[operator]
+    assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
+    if degree == 2:
+        assert all(reached.values()), reached
+
+
+def test_sums_in_the_order_of_ranks_depend_on_nothing_but_the_degree(wholes: list[Model]) -> None:
+    alone, lines = AloneRuns(), []
+    for whole in (wholes[4], wholes[6]):  # int8, and a mixture
+        fast = RankedExecutorClass(degree=2, mode=TpMode.FAST, binds=False, poison=True)
+        model = Ranks(whole, fast)
+        model.name += " fast"
+        try:
+            for number in range(2):
+                case = case_for_ranks(number, 1)
+                for request in case.requests:
+                    alone.of(model, request)  # by the same ranks
+                lines += differences(model, run_case(model, case, alone=alone), alone)
+        finally:
+            model.close()
+    assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
+
+
 class _Faulty(RankedExecutorClass):
     """Ranks with a fault in one of their programs."""
 
@@ -156,6 +238,32 @@ class Stale(_Faulty):
 
     def change(self, op: AllGather, number: int) -> AllGather | None:
         return None if number == 2 else op
+
+
+class OtherExperts(RankedExecutorClass):
+    """Rank 1 takes the weights of its last expert for those of its first, and the reverse."""
+
+    def programs(self, program: Program) -> list[Program]:
+        zero, one = super().programs(program)
+        weights = dict(one.weights)
+        for op in mixtures_of(one):
+            down = weights[op.down]
+            first, *middle, last = down.by_expert()
+            parts = [*last.parts, *(p for w in middle for p in w.parts), *first.parts]
+            weights[op.down] = replace(down, parts=tuple(parts))
+        return [zero, replace(one, weights=weights)]
+
+
+def test_experts_of_other_weights_are_detected(mixtures: list[Model]) -> None:
+    alone = AloneRuns()
+    model = Ranks(mixtures[0], OtherExperts(degree=2, experts=ExpertPlan(), binds=False))
+    try:
+        case = case_for_ranks(0, 1)
+        for request in case.requests:
+            alone.of(model.whole, request)
+        assert differences(model.whole, run_case(model, case, alone=alone), alone)
+    finally:
+        model.close()
 
 
 @pytest.mark.parametrize("fault", [InAnotherOrder, Stale])

@@ -37,7 +37,7 @@ WEIGHTS: Mapping[str, Sequence[str]] = MappingProxyType(
 )
 # Fields that have a default in Python.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {"experts": {"rank": 0, "degree": 1, "unit": 0}}
+    {"experts": {"rank": 0, "degree": 1, "unit": 0, "holders": ()}}
 )
 PANEL_ROWS = 32
 SHIFT = 3  # columns before an operand

@@ -6,6 +6,7 @@ are odd, so that shares are unequal and end inside panels.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from quire.base.errors import SettingError
+from quire.base.log import Log
 from quire.comm.in_process import InProcessGroup, InProcessRank
 from quire.comm.shared_memory import SharedMemoryRank
 from quire.execute import reference_ops
@@ -22,16 +24,26 @@ from quire.execute.executor import Executor, ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
-from quire.program.comm_ops import AllGather
+from quire.program.comm_ops import AllGather, AllReduce
+from quire.program.expert_parallel import (
+    ExpertPlacement,
+    even_placement,
+    mixtures,
+    placement_by_load,
+)
 from quire.program.kv_cache import with_kv_cache_dtype
 from quire.program.program import Program
 from quire.program.quantize import quantize
+from quire.program.row_parallel import TpMode
 from quire.program.shard import check_degree, shard
 from quire.program.tensors import DType
 from quire.ranks.rank_executor import RankExecutor
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
+from quire.weights.pack_cache import PackCache
+from tests.gguf_convert import write_gguf_of
 from tests.models.case import Case
 from tests.models.cases import CASES
+from tests.models.cases_experts import CASES as EXPERT_CASES
 from tests.models.generate import logits_of
 from tests.rank_threads import on_all_ranks, shared_memory_ranks
 
@@ -69,11 +81,11 @@ def make(case: Case, folder: Path) -> tuple[Program, Checkpoint]:
     return program, open_checkpoint(path)
 
 
-def answer(executor: Executor, case: Case) -> Float32s:
+def answer(executor: Executor, case: Case, chunk: int = CHUNK) -> Float32s:
     """Return the logits of a prompt fed in chunks."""
     executor.allocate_cache(MAX_POSITIONS // 16 + 1, 16)
     ids = (case.token_ids * TOKENS)[:TOKENS]
-    logits = logits_of(executor, ids, max_positions=MAX_POSITIONS, chunk=CHUNK)
+    logits = logits_of(executor, ids, max_positions=MAX_POSITIONS, chunk=chunk)
     executor.close()
     return logits
 
@@ -118,6 +130,67 @@ def test_quantized_ranks_give_the_bits_of_one_process(
             np.testing.assert_array_equal(logits, whole, strict=True)
 
 
+def placements_of(case: Case, program: Program, degree: int) -> list[ExpertPlacement]:
+    """Return an even placement, and one by drawn loads with copies."""
+    rng = np.random.default_rng(case.seed)
+    loads = [
+        (rng.pareto(0.8, op.routing.width) * 9).astype(int).tolist() for op in mixtures(program)
+    ]
+    return [
+        even_placement(program, degree),
+        placement_by_load(program, degree, loads, redundant=case.seed % 4),
+    ]
+
+
+@pytest.mark.parametrize("case", EXPERT_CASES, ids=lambda case: case.name)
+def test_distributed_experts_give_the_bits_of_one_process(case: Case, tmp_path: Path) -> None:
+    program, checkpoint = make(case, tmp_path)
+    if case.seed % 3 == 0:
+        program = quantize(program, "int8")
+    executor = NativeExecutor(program, checkpoint, OPTIONS, poison=True)
+    whole, digest = answer(executor, case), executor.weights_digest
+    degree = degrees_of(program)[0]
+    for placement in placements_of(case, program, degree):
+
+        def run(group: SharedMemoryRank, placement: ExpertPlacement = placement) -> Float32s:
+            own = shard(program, degree=degree, rank=group.rank, placement=placement)
+            executor = RankExecutor(own, checkpoint, OPTIONS, group, poison=True)
+            assert executor.weights_digest == digest
+            return answer(executor, case)
+
+        for logits in on_all_ranks(shared_memory_ranks(degree), run):
+            np.testing.assert_array_equal(logits, whole, strict=True)
+
+
+@pytest.mark.parametrize("is_stacked", [False, True], ids=["a tensor each", "stacked"])
+def test_distributed_experts_are_kept_packed_by_rank(is_stacked: bool, tmp_path: Path) -> None:
+    case = BY_NAME["qwen3_moe"]
+    program, checkpoint = make(case, tmp_path / "m")
+    if is_stacked:
+        path = write_gguf_of(tmp_path / "m", tmp_path / "m.gguf")
+        program = build_program(open_model(path), dtype=DType.F32, max_positions=MAX_POSITIONS)
+        checkpoint = open_checkpoint(path)
+    executor = NativeExecutor(program, checkpoint, OPTIONS)
+    whole, digest = answer(executor, case), executor.weights_digest
+    degree = degrees_of(program)[0]
+    placement = placements_of(case, program, degree)[1]
+    log = io.StringIO()
+    cache = PackCache(tmp_path / "packed", Log("ranks", log))
+
+    def run(group: SharedMemoryRank) -> Float32s:
+        own = shard(program, degree=degree, rank=group.rank, placement=placement)
+        options = replace(OPTIONS, pack_cache=cache)
+        executor = RankExecutor(own, checkpoint, options, group, poison=True)
+        assert executor.weights_digest == digest
+        return answer(executor, case)
+
+    for _ in range(2):
+        for logits in on_all_ranks(shared_memory_ranks(degree), run):
+            np.testing.assert_array_equal(logits, whole, strict=True)
+    assert log.getvalue().count("packed weights are kept") == degree
+    assert log.getvalue().count("packed weights are mapped") == degree
+
+
 def linear_by_row(x: Float32s, weight: Float32s, bias: Float32s | None) -> Float32s:
     """Compute each output by itself: a BLAS product's last bits depend on the rows beside it."""
     y = np.stack([(weight * row).sum(axis=1) for row in x])
@@ -140,6 +213,70 @@ def test_reference_ranks_give_the_bits_of_one_reference(
     degree = degrees_of(program)[0]
     for logits in on_all_ranks(InProcessGroup(degree).ranks(), run):
         np.testing.assert_array_equal(logits, whole, strict=True)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_reference_ranks_distribute_experts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference_ops, "linear", linear_by_row)
+    case = BY_NAME[name]
+    program, checkpoint = make(case, tmp_path)
+    whole = answer(ReferenceExecutor(program, checkpoint, OPTIONS), case)
+    degree = degrees_of(program)[0]
+    placement = placements_of(case, program, degree)[1]
+
+    def run(group: InProcessRank) -> Float32s:
+        own = shard(program, degree=group.degree, rank=group.rank, placement=placement)
+        return answer(ReferenceExecutor(own, checkpoint, OPTIONS, group=group), case)
+
+    for logits in on_all_ranks(InProcessGroup(degree).ranks(), run):
+        np.testing.assert_array_equal(logits, whole, strict=True)
+
+
+@pytest.mark.parametrize("name", ["qwen2_tied", "gemma2_bf16", "mixtral", "qwen2_moe", "gpt2_bf16"])
+def test_sums_in_the_order_of_ranks_are_the_same_on_all_and_near_one_process(
+    name: str, tmp_path: Path
+) -> None:
+    case = BY_NAME[name]
+    program, checkpoint = make(case, tmp_path)
+    whole = answer(NativeExecutor(program, checkpoint, OPTIONS, poison=True), case)
+    degree = degrees_of(program)[0]
+    shares = [shard(program, degree=degree, rank=r, mode=TpMode.FAST) for r in range(degree)]
+    assert any(isinstance(op, AllReduce) for op in shares[0].segments["trunk"])
+
+    def run(group: SharedMemoryRank, chunk: int = CHUNK) -> tuple[Float32s, str]:
+        own = shares[group.rank]
+        executor = RankExecutor(own, checkpoint, OPTIONS, group, poison=True)
+        digest = executor.weights_digest
+        return answer(executor, case, chunk), digest
+
+    found = on_all_ranks(shared_memory_ranks(degree), run)
+    first = found[0][0]
+    assert len({digest for _, digest in found}) == 1
+    for logits, _ in found:
+        np.testing.assert_array_equal(logits, first, strict=True)
+    # Rows stay independent of each other: other chunks give the same bits.
+    for logits, _ in on_all_ranks(shared_memory_ranks(degree), lambda group: run(group, 5)):
+        np.testing.assert_array_equal(logits, first, strict=True)
+    allowed = 0.05 if case.stored == "bf16" else 1e-4
+    assert np.abs(first - whole).max() <= allowed * np.abs(whole).max()
+
+
+def test_reference_ranks_sum_as_the_compiled_ones(tmp_path: Path) -> None:
+    case = BY_NAME["qwen2_tied"]
+    program, checkpoint = make(case, tmp_path)
+    degree = degrees_of(program)[0]
+    shares = [shard(program, degree=degree, rank=r, mode=TpMode.FAST) for r in range(degree)]
+
+    def run(group: InProcessRank) -> Float32s:
+        return answer(ReferenceExecutor(shares[group.rank], checkpoint, OPTIONS, group=group), case)
+
+    one, *others = on_all_ranks(InProcessGroup(degree).ranks(), run)
+    for other in others:
+        np.testing.assert_array_equal(other, one, strict=True)
+    whole = answer(NativeExecutor(program, checkpoint, OPTIONS), case)
+    assert np.abs(one - whole).max() <= 1e-3 * np.abs(whole).max()
 
 
 def without_one_gather(program: Program) -> Program:

@@ -8,6 +8,7 @@
 #include <optional>
 #include <type_traits>
 #include <variant>
+#include <vector>
 
 #include "quire/kernels.h"
 #include "quire/weight.h"
@@ -235,12 +236,15 @@ struct ExpertsOp {
     Activation form;
     int64_t top_k;
     int64_t rank, degree, unit;
+    std::vector<uint64_t> holders;  // bit r of an expert's: rank r has it; empty: split by columns
+    int64_t load = -1;              // where its expert loads are counted (Program)
     template <class Self, class Visit>
     static void fields(Self& op, Visit&& visit) {
         visit("x", op.x), visit("routing", op.routing), visit("y", op.y);
         visit("gate_up", op.gate_up), visit("down", op.down), visit("form", op.form);
         visit("top_k", op.top_k);
         visit("rank", op.rank), visit("degree", op.degree), visit("unit", op.unit);
+        visit("holders", op.holders);
     }
 };
 
@@ -256,9 +260,21 @@ struct AllGatherOp {
     }
 };
 
+struct AllReduceOp {
+    static constexpr const char* kind = "all_reduce";
+    static constexpr bool is_row_wise = false;
+    ViewSpec x;
+    int64_t rank, degree, unit;
+    template <class Self, class Visit>
+    static void fields(Self& op, Visit&& visit) {
+        visit("x", op.x), visit("rank", op.rank), visit("degree", op.degree);
+        visit("unit", op.unit);
+    }
+};
+
 using Operation = std::variant<EmbedOp, FeedOp, NormOp, LinearOp, RopeOp, StoreKVOp, AttentionOp,
                                ActivationOp, AddOp, ScaleOp, SoftCapOp, CopyOp, GatherRowsOp,
-                               RouteOp, ExpertsOp, AllGatherOp>;
+                               RouteOp, ExpertsOp, AllGatherOp, AllReduceOp>;
 
 // Calls visit(name, field) for each field of an operation.
 template <class Visit>

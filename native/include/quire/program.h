@@ -92,6 +92,9 @@ class Program {
     int64_t pieces_read() const { return pieces_read_; }
     // Reads of an expert's weights so far, see ExpertRunner.
     int64_t experts_read() const { return experts_.experts_read(); }
+    // For each operation with several experts, the rows that chose each so far; on every rank the
+    // same.
+    const std::vector<std::vector<int64_t>>& expert_loads() const { return expert_loads_; }
 
     // Starts recording the time of each unit, from zero; or stops.
     void set_timed(bool timed);
@@ -127,10 +130,12 @@ class Program {
 
     const BufferSpec& buffer_at(int64_t index) const { return now_->at(index); }
     const Segment& segment_at(int64_t index) const;
-    void reserve_experts(const Operation& op);
+    void reserve_experts(Operation& op);
+    int64_t* load_of(int64_t load) { return expert_loads_[static_cast<size_t>(load)].data(); }
     std::vector<Unit> fuse(const std::vector<Operation>& ops) const;
     int64_t count_of(const ViewSpec& view, const StepInputs& inputs) const;
-    RankGroup::Columns columns_of(const AllGatherOp& op, const StepInputs& inputs) const;
+    RankGroup::Columns columns_of(const ViewSpec& view, int64_t unit,
+                                  const StepInputs& inputs) const;
     void check_group(const char* kind, int64_t rank, int64_t degree) const;
     // Defined in program_check.cc; each throws std::invalid_argument.
     void check_op(const Operation& op) const;  // when the program is built
@@ -152,6 +157,7 @@ class Program {
     Arena arena_, apart_;
     const Arena* now_ = &arena_;  // the arena that operations use
     ExpertRunner experts_;
+    std::vector<std::vector<int64_t>> expert_loads_;
     std::shared_ptr<Memory> cache_ = std::make_shared<Memory>();
     std::shared_ptr<RankGroup> group_;
     std::vector<Segment> segments_;

@@ -1,5 +1,7 @@
 // The ranks of one model on one machine, and what they exchange through shared memory: columns of
-// results (all_gather), and messages from rank 0 to the others. Moves bytes and computes nothing.
+// results (all_gather), each rank's part of results (all_to_all), sums of results (all_reduce), and
+// messages from rank 0 to the others. Bytes do not change, other than by all_reduce, which adds in
+// the order of ranks.
 //
 // Shared memory: a header; for each rank its words, each alone in a cache line; two slots per rank
 // for its parts; two buffers for messages. A rank writes its part into slot (n mod 2) of exchange n
@@ -19,6 +21,7 @@
 #include <thread>
 
 #include "quire/pool.h"
+#include "quire/types.h"
 
 namespace quire {
 
@@ -29,6 +32,7 @@ struct RankLost : std::runtime_error {
 
 class RankGroup {
   public:
+    static constexpr int kMaxDegree = 64;
     struct Sizes {
         int64_t slot_bytes, message_bytes;
     };
@@ -62,6 +66,23 @@ class RankGroup {
     void all_gather(const Columns& columns, Pool& pool);
     // Throws std::invalid_argument unless a row's largest part fits a slot.
     void check_fits(const Columns& columns) const;
+
+    // Sums what the ranks have in all of these columns, in the order of ranks in f32, rounded once:
+    // each rank its own columns, which all_gather then exchanges. Collective. Throws RankLost.
+    void all_reduce(const Columns& columns, Type type, Pool& pool);
+
+    // Each rank has counts[rank] rows of all columns, `own`, and receives its own columns of every
+    // rank's rows: those of a rank go to the rows firsts[rank] of `out` on. Collective. Throws
+    // RankLost.
+    struct Shares {
+        const char* own;
+        int64_t own_stride_bytes;
+        char* out;
+        int64_t out_stride_bytes, width, unit;
+        int64_t element_bytes;
+    };
+    void all_to_all(const Shares& shares, const int64_t* counts, const int64_t* firsts,
+                    Pool& pool);
 
     // Gathers `bytes` bytes of each rank, in the order of ranks. Collective.
     void all_gather(const char* own, char* out, int64_t bytes);

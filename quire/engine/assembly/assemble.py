@@ -71,6 +71,7 @@ from quire.weights.pack_cache import PackCache
 
 if TYPE_CHECKING:
     from quire.engine.assembly.drafting import SizedDrafting
+    from quire.engine.assembly.expert_loads import ExpertLoads
     from quire.runner.tapped_runner import Taps
     from quire.transfer.folder import TierFolder
 
@@ -162,11 +163,10 @@ def _assembled(
     record: BinaryIO | None,
     tier_folder: TierFolder | None,
 ) -> Engine:
-    num_threads = num_compute_threads(config.executor.num_threads)
     pack_cache = _pack_cache(config.executor)
     model = _sized_model(config)
     memory, program = model.memory, model.program
-    executor = _loaded_executor(config, model, progress, pack_cache, num_threads)
+    executor = _loaded_executor(config, model, progress, pack_cache)
     num_layers = executor.num_layers if isinstance(executor, LayeredExecutor) else 0
     limits = _limits(config, model, num_layers)
     fingerprint = _block_fingerprint(config, program, executor)
@@ -215,6 +215,7 @@ def _assembled(
         touch_ahead=_prefault(config, model, executor),
         grammars=Grammars(compiler, texts),
     )
+    core.expert_loads = _expert_loads(program, executor)
     return Engine(
         core=core,
         card=replace(
@@ -284,7 +285,6 @@ def _loaded_executor(
     model: _SizedModel,
     progress: Progress | None,
     pack_cache: PackCache | None,
-    num_threads: int,
 ) -> Executor:
     """Load the weights and allocate the KV cache."""
     executor = model.executor_class(
@@ -292,7 +292,7 @@ def _loaded_executor(
         model.checkpoint,
         ExecutorOptions(
             limits=model.step_limits,
-            num_threads=num_threads,
+            num_threads=num_compute_threads(config.executor.num_threads),
             progress=progress,
             pack_cache=pack_cache,
         ),
@@ -388,6 +388,19 @@ def _watched(config: EngineConfig, executor: Executor) -> Callable[[Inbox], Inbo
     from quire.engine.assembly.ranks import watched
 
     return partial(watched, executor)
+
+
+def _expert_loads(program: Program, executor: Executor) -> ExpertLoads | None:
+    if not any(weight.experts > 1 for weight in program.weights.values()):
+        return None
+    from quire.engine.assembly.expert_loads import expert_loads_of
+
+    return expert_loads_of(executor)
+
+
+def _split_degree(settings: ExecutorConfig) -> int:
+    """Return the degree of a parallelism that splits sums, on which answers depend."""
+    return settings.tensor_parallel_size if settings.tp_mode == "fast" else 1
 
 
 def _nothing() -> None:
@@ -531,6 +544,7 @@ def _card(
             weights_digest=executor.weights_digest,
             recipe=executor.recipe,
             max_model_len=memory.max_model_len,
+            parallel_degree=_split_degree(config.executor),
             chat_template=source_in_force(folder, config.model.chat_template),
         ),
         generation_defaults=dict(spec.generation.defaults),

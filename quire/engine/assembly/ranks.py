@@ -9,9 +9,12 @@ from __future__ import annotations
 from quire.base.errors import SettingError
 from quire.config.groups import ExecutorConfig
 from quire.config.machine import num_usable_cores
+from quire.engine.assembly.expert_loads import read_expert_loads
 from quire.engine.core import Inbox
 from quire.engine.process.messages import ToEngine
 from quire.execute.executor import Executor
+from quire.program.expert_parallel import ExpertPlan
+from quire.program.row_parallel import TpMode
 from quire.ranks.executor_class import RankedExecutor, RankedExecutorClass
 
 
@@ -23,7 +26,19 @@ def ranked_class(settings: ExecutorConfig) -> RankedExecutorClass:
             f"tensor_parallel_size is {degree}, and this process may use {cores} CPU cores; at "
             "most one rank per core is allowed, since ranks wait for each other in every layer"
         )
-    return RankedExecutorClass(degree=degree)
+    return RankedExecutorClass(
+        degree=degree, experts=expert_plan(settings), mode=TpMode(settings.tp_mode)
+    )
+
+
+def expert_plan(settings: ExecutorConfig) -> ExpertPlan | None:
+    """Return how whole experts are placed; None where each is split."""
+    if not settings.enable_expert_parallel:
+        return None
+    if settings.expert_load_file is None:
+        return ExpertPlan()
+    loads = read_expert_loads(settings.expert_load_file)
+    return ExpertPlan(loads=loads, redundant=settings.num_redundant_experts)
 
 
 def watched(executor: Executor, inbox: Inbox) -> Inbox:

@@ -332,6 +332,8 @@ class EngineClient:
         if isinstance(message, Outputs):
             if message.stats.steps_total != self.stats.steps_total:
                 self._progress_ms = self._clock.now_ms()
+            if not message.stats.expert_tokens_total:
+                message.stats.expert_tokens_total = self.stats.expert_tokens_total
             self.stats = message.stats
             if self.on_stats is not None:
                 self.on_stats(self.stats)

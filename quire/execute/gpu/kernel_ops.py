@@ -24,7 +24,7 @@ from quire.execute.gpu.kernels.byte_rows import ByteRows
 from quire.execute.gpu.ops import Call, Place, num_rows
 from quire.execute.gpu.products import Products
 from quire.execute.gpu.step_buffers import Counts
-from quire.program.comm_ops import AllGather
+from quire.program.comm_ops import AllGather, AllReduce
 from quire.program.expert_ops import Experts, Route
 from quire.program.forms import IdSource
 from quire.program.ops import (
@@ -87,7 +87,7 @@ class KernelOps:
                 return partial(_copy, self, step)
             case GatherRows():
                 return partial(_gather_rows, self, step)
-            case AllGather() | Feed() | Route() | Experts():
+            case AllGather() | AllReduce() | Feed() | Route() | Experts():
                 raise AssertionError(f"{step.kind}: check_program rejects programs with it")
             case _:
                 assert_never(step)

@@ -20,7 +20,7 @@ from quire.execute.gpu import plain, plain_attention
 from quire.execute.gpu.kernels.cache_layout import CachePool
 from quire.execute.gpu.load import TORCH_TYPES, Fp8Weight, IntWeight, Loaded
 from quire.execute.gpu.step_buffers import Counts, StepBuffers
-from quire.program.comm_ops import AllGather
+from quire.program.comm_ops import AllGather, AllReduce
 from quire.program.expert_ops import Experts, Route
 from quire.program.forms import IdSource
 from quire.program.ops import (
@@ -109,7 +109,7 @@ def _bound(op: Op, place: Place) -> Call:
             return partial(_copy, op, place)
         case GatherRows():
             return partial(_gather_rows, op, place)
-        case AllGather() | Feed() | Route() | Experts():
+        case AllGather() | AllReduce() | Feed() | Route() | Experts():
             raise AssertionError(f"{op.kind}: check_program rejects programs with it")
         case _:
             assert_never(op)

@@ -6,7 +6,7 @@ machines without it.
 
 from __future__ import annotations
 
-from quire.program.comm_ops import AllGather
+from quire.program.comm_ops import AllGather, AllReduce
 from quire.program.declarations import FP8_CACHE
 from quire.program.ops import Embed, Feed
 from quire.program.program import Program
@@ -29,7 +29,9 @@ def unsupported(program: Program, device: str, *, is_gpu: bool, has_fp8: bool) -
             "it is a mixture of experts, which this executor has no operations for "
             "(--executor native runs it, on CPUs)"
         )
-    if any(isinstance(op, AllGather) for ops in program.segments.values() for op in ops):
+    if any(
+        isinstance(op, AllGather | AllReduce) for ops in program.segments.values() for op in ops
+    ):
         problems.append(
             "it is a rank's share of a model, which this executor has no transport for "
             "(--executor native has one)"

@@ -120,3 +120,38 @@ def test_a_device_without_room_for_anything_is_no_error_of_the_command() -> None
     assert done.returncode == 1
     assert "0.0 KiB are available (--memory, without 1536.0 MiB" in done.stdout
     assert "Not even 32 such devices" in done.stdout
+
+
+def test_a_layout_is_recommended_with_its_reasons(tmp_path: Path) -> None:
+    model = config_folder(tmp_path / "m", LLAMA_3_70B | {"num_hidden_layers": 8})
+    few = ("--context", "4096", "--memory", "12GB", "--concurrency", "4")
+    words = (*H100, "--devices", "8", "--tensor-parallel-size", "8", *few)
+    done = quire_main("plan", model, *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    for said in ("It fits.", "TP 8", "PP 2", "Recommended: TP ", "Computed, not measured"):
+        assert said in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 110
+    fast = json.loads(quire_main("plan", model, *words, "--tp-mode", "fast", "--json").stdout)
+    exact = json.loads(quire_main("plan", model, *words, "--json").stdout)
+    received = [found["ranks"]["of_rank"][0]["received_bytes_per_token"] for found in (exact, fast)]
+    assert 1.2 < received[0] / received[1] < 1.625  # with the head, which both gather
+    assert {row["layout"] for row in exact["layouts"]["layouts"]} >= {"one device", "TP 4 x PP 2"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--devices-per-node", "4"), "describe where --devices are: give it too"),
+        (("--network-gb-per-s", "4"), "describe where --devices are: give it too"),
+        (("--link-gb-per-s", "4"), "give --devices or --tensor-parallel-size"),
+        (("--devices", "2", "--link-gb-per-s", "0"), "--link-gb-per-s is 0.0; it must be above 0"),
+        (("--devices", "5000"), "--devices is 5000; 1 to 1024 are allowed"),
+        (("--tensor-parallel-size", "3"), "these degrees work:"),
+        (("-tp", "2", "--enable-expert-parallel"), "has no mixture of experts; leave it out"),
+        (("--enable-expert-parallel",), "--tensor-parallel-size is 1"),
+    ],
+)
+def test_ranks_and_links_that_contradict_are_refused(words: tuple[str, ...], said: str) -> None:
+    done = quire_main("plan", *H100, *words)
+    assert done.returncode == 2
+    assert said in done.stderr

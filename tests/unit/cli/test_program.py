@@ -79,3 +79,18 @@ def test_a_directory_without_a_model_is_rejected(tmp_path: Path) -> None:
     done = quire_main("program", str(tmp_path))
     assert done.returncode == 2
     assert "config.json" in done.stderr
+
+
+def test_a_ranks_share_is_printed_in_both_modes() -> None:
+    words = ("program", "--tensor-parallel-size", "2", "--all-layers")
+    exact, fast = quire_main(*words), quire_main(*words, "--tp-mode", "fast")
+    assert "all_reduce" not in exact.stdout
+    assert "sum of 2 ranks, in their order" in fast.stdout
+    for wrong, said in (
+        (("program", "--tp-mode", "fast"), "give at least 2"),
+        (("program", "--enable-expert-parallel"), "give at least 2"),
+        ((*words, "--enable-expert-parallel"), "has no mixture of experts"),
+    ):
+        done = quire_main(*wrong)
+        assert done.returncode == 2
+        assert said in done.stderr

@@ -9,12 +9,13 @@ import pytest
 
 from quire.base.errors import SettingError
 from quire.models.registry import build_program, open_model
-from quire.program.comm_ops import AllGather, share_of
+from quire.program.comm_ops import AllGather, AllReduce, share_of
 from quire.program.cost import StepShape
 from quire.program.expert_ops import Experts
 from quire.program.ops import Attention, Embed, Linear
 from quire.program.program import Program
 from quire.program.quantize import quantize
+from quire.program.row_parallel import TpMode
 from quire.program.serialize import digest, from_plain, to_plain
 from quire.program.shard import shard
 from quire.program.table import format_program
@@ -127,6 +128,37 @@ def test_shares_of_a_rank_are_programs_like_any_other(tmp_path: Path) -> None:
 def test_degrees_that_do_not_divide_are_refused(tmp_path: Path, degree: int, words: str) -> None:
     with pytest.raises(SettingError, match=words):
         shard(llama(tmp_path), degree=degree, rank=0)
+
+
+def test_fast_products_are_split_by_inputs_and_summed(tmp_path: Path) -> None:
+    program = llama(tmp_path)
+    step = StepShape([1, 1, 1], [5, 6, 7])
+    shares = [shard(program, degree=2, rank=rank, mode=TpMode.FAST) for rank in range(2)]
+    for rank, own in enumerate(shares):
+        trunk = own.segments["trunk"]
+        assert [op.x.buffer.name.split(".")[0] for op in trunk if isinstance(op, AllReduce)] == [
+            *("o", "down"),
+            *("o", "down"),
+        ]
+        assert not any(isinstance(op, AllGather) for op in trunk)
+        assert own.weights["layers.0.o"].columns == 32
+        down = own.weights["layers.0.down"]
+        assert (down.rows, down.columns) == (96, 64 if rank == 0 else 33)
+        assert {(p.first_column, p.of_columns) for p in down.parts} == {(64 * rank, 97)}
+        assert own.source_shapes() == program.source_shapes()
+        assert from_plain(json.loads(json.dumps(to_plain(own)))) == own
+        # o and down, 96 columns of which a rank adds up 64 and 32: those of the other rank, and
+        # then the other's sums; in bf16.
+        assert own.segment_cost("trunk", step).comm_bytes == 2 * 3 * 2 * 2 * 96
+    products = sum(one.segment_cost("trunk", step).product_ops for one in shares)
+    assert products == program.segment_cost("trunk", step).product_ops
+    assert "sum of 2 ranks, in their order" in format_program(shares[1], step)
+
+
+def test_groups_of_integers_are_not_divided(tmp_path: Path) -> None:
+    program = quantize(llama(tmp_path), "int4-g128")
+    with pytest.raises(SettingError, match=r"integers in groups of 128 columns.*tp-mode exact"):
+        shard(program, degree=2, rank=0, mode=TpMode.FAST)
 
 
 def test_what_cannot_be_split_is_refused_by_name(tmp_path: Path) -> None:

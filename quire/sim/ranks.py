@@ -1,0 +1,101 @@
+"""Ranks of tensor and expert parallelism in predictions: their shares, memory and step times.
+
+Computed from each rank's program and the rates of its device; a device named `this` is one machine
+that all ranks share, so that each has a part of its rates. Nothing here was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.base.records import StepPlan
+from quire.config.groups import EngineConfig, ExecutorConfig
+from quire.engine.assembly.ranks import expert_plan
+from quire.execute.executor import ExecutorMemory, StepLimits
+from quire.program.comm_ops import num_exchanges
+from quire.program.program import Program
+from quire.program.row_parallel import TpMode
+from quire.ranks.executor_class import RankedExecutorClass
+from quire.scheduler.cost.step_cost import LinearCost
+from quire.sim.cost import RooflineCost
+
+
+def shares_of(program: Program, settings: ExecutorConfig) -> tuple[Program, ...]:
+    """Return each rank's program; the program itself for one. Raises SettingError."""
+    if settings.tensor_parallel_size == 1:
+        return (program,)
+    ranked = _ranked(settings)
+    ranked.check_program(program)
+    return tuple(ranked.programs(program))
+
+
+def largest_memory(parts: Sequence[ExecutorMemory]) -> ExecutorMemory:
+    """Return what a device of any rank needs, where each rank has its own."""
+    return ExecutorMemory(
+        weights_bytes=max(part.weights_bytes for part in parts),
+        step_bytes=max(part.step_bytes for part in parts),
+        token_bytes=max(part.token_bytes for part in parts),
+    )
+
+
+def shared_memory_of(
+    program: Program, settings: ExecutorConfig, limits: StepLimits
+) -> ExecutorMemory:
+    """Return what the ranks of an engine on one machine need, as the engine counts it."""
+    return _ranked(settings).memory_for(program, limits)
+
+
+def exchanges_of(share: Program) -> int:
+    """Return how often a rank waits for the others in a step."""
+    return sum(num_exchanges(ops) for ops in share.segments.values())
+
+
+class RanksCost:
+    """A StepCost of ranks that share a described machine: the slowest rank's operations and bytes
+    over its part of the rates, and what it receives over the link."""
+
+    def __init__(
+        self,
+        shares: Sequence[Program],
+        *,
+        gb_per_s: float,
+        gflop_per_s: float,
+        fixed_ms: float,
+        link_gb_per_s: float,
+        exchange_us: float,
+    ) -> None:
+        degree = len(shares)
+        waited_ms = exchange_us / 1e3
+        self._costs = [
+            RooflineCost(
+                share,
+                gb_per_s=gb_per_s / degree,
+                gflop_per_s=gflop_per_s / degree,
+                fixed_ms=fixed_ms + waited_ms * exchanges_of(share),
+                link_gb_per_s=link_gb_per_s,
+            )
+            for share in shares
+        ]
+
+    def step_ms(self, plan: StepPlan) -> float:
+        """See StepCost."""
+        return max(cost.step_ms(plan) for cost in self._costs)
+
+    def linear(self) -> LinearCost:
+        """See RooflineCost; of the rank with the largest fixed time."""
+        return max((cost.linear() for cost in self._costs), key=lambda one: one.fixed_ms)
+
+
+def token_bytes_of(config: EngineConfig, program: Program) -> int:
+    """Return the bytes of a token's keys and values over all ranks, copies included."""
+    return sum(
+        cache.token_bytes for share in shares_of(program, config.executor) for cache in share.caches
+    )
+
+
+def _ranked(settings: ExecutorConfig) -> RankedExecutorClass:
+    return RankedExecutorClass(
+        degree=settings.tensor_parallel_size,
+        experts=expert_plan(settings),
+        mode=TpMode(settings.tp_mode),
+    )
