@@ -24,6 +24,7 @@ from quire.base.log import Log
 from quire.base.report import Report
 from quire.base.user_path import user_path
 from quire.config.groups import EngineConfig, ExecutorConfig
+from quire.config.kv_events import read_kv_events
 from quire.config.machine import machine_memory, num_compute_threads
 from quire.config.memory import NO_DRAFT, DraftNeeds, MemoryPlan, mib, plan_memory
 from quire.engine.assembly.drafts import make_drafter
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from quire.engine.assembly.draft_model import SizedDraft
     from quire.engine.assembly.heads import SizedHeads
     from quire.engine.assembly.self_draft_size import SizedSelfDraft
+    from quire.engine.kv_events.publisher import KVEventPublisher
     from quire.runner.tapped_runner import Taps
     from quire.transfer.folder import TierFolder
 
@@ -91,6 +93,7 @@ class Engine:
     close_drafts: Callable[[], None]  # frees a draft model
     watched: Callable[[Inbox], Inbox]  # an inbox that also ends where a rank is lost
     trace: TraceFile | None = None
+    kv_events: KVEventPublisher | None = None
 
 
 def assemble(
@@ -196,6 +199,7 @@ def _assembled(
     warm_up(runner, limits, num_blocks=memory.num_blocks)
     cost = measure_cost(runner, limits, memory.num_blocks, clock) if limits.step_budget_ms else None
     drafter = _drafter(config, max_drafts, limits, model, executor, clock, report, taps)
+    kv_events = _kv_events(config, report)
     scheduler = make_scheduler(
         config,
         limits,
@@ -208,6 +212,7 @@ def _assembled(
         window=program.caches[0].window,
         operations=partial(BlockOperations, timed=True),
         draft_source=drafter,
+        events=kv_events,
     )
     runner.tables.grammars.wait = TimedMaskWaits(scheduler.history.mask_waits, clock)
     core = EngineCore(
@@ -236,6 +241,7 @@ def _assembled(
         ops_done=lambda: executor.ops_done,
         close_drafts=_nothing if drafter is None else drafter.close,
         watched=_watched(config, executor),
+        kv_events=kv_events,
     )
 
 
@@ -457,6 +463,26 @@ def _watched(config: EngineConfig, executor: Executor) -> Callable[[Inbox], Inbo
     from quire.engine.assembly.ranks import watched
 
     return partial(watched, executor)
+
+
+def _kv_events(config: EngineConfig, report: Report) -> KVEventPublisher | None:
+    if config.cache.kv_events_config is None:
+        return None
+    settings = read_kv_events(config.cache.kv_events_config)
+    if not settings.is_on:
+        return None
+    from quire.engine.kv_events.publisher import KVEventPublisher  # only if asked for
+
+    log = Log("engine")
+    for endpoint in settings.remote_endpoints:
+        log.warning("KV events hold prompt tokens, and other machines may read them", at=endpoint)
+    topic = settings.topic
+    if topic is None:
+        topic = f"kv@localhost@{model_name(config.model)}"
+    log.event("publishing KV events", endpoint=settings.endpoint, topic=topic)
+    return KVEventPublisher(
+        settings, topic=topic, block_size=config.cache.block_size, report=report
+    )
 
 
 def _nothing() -> None:
