@@ -24,7 +24,7 @@ _NAMES = re.compile(
 _HEARTBEAT = re.compile(rb"(?m)^: *\n\n")
 _PLAIN: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True}
 _CHAT: dict[str, Any] = {
-    "messages": [{"role": "user", "content": "Tell me of a dog"}],
+    "messages": [{"role": "user", "content": "Write of a dog"}],
     "max_tokens": 300,
 }
 _TOOL = {

@@ -191,7 +191,7 @@ class ServerConfig:
     )
     restart_limit: int = setting(
         5,
-        "restarts of the engine in a row, each within a minute of the last, after which the server "
+        "restarts of the engine in a row, each within 30 seconds of service, after which the server "
         "ends with exit code 1",
     )
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from tests.serve.running_server import RunningServer
+from tests.serve.running_server import RunningServer, kill
 
 BLOCK_SIZE = 16
 
@@ -117,44 +117,71 @@ def _fill(server: RunningServer, first: int, num_tokens: int, **fields: Any) -> 
     return tuple(prompt[: num_tokens // BLOCK_SIZE * BLOCK_SIZE])
 
 
+def _findable(server: RunningServer) -> int:
+    blocks: dict[str, int] = server.get("/v1/cache")[1]["blocks"]
+    return blocks["findable"]
+
+
 def test_events_rebuild_the_tree(tiny: Path, tmp_path: Path, subscriber: Subscriber) -> None:
-    # 64 blocks, so that prompts evict each other.
-    flags = (*_flags(tmp_path), "--max-model-len", "512")
-    with RunningServer(tiny, *flags, "--kv-cache-memory", "1MiB") as server:
-        prompts = [_fill(server, first, 100 + 40 * first) for first in range(6)]
+    # So few blocks that prompts evict each other.
+    flags = (*_flags(tmp_path), "--max-model-len", "512", "--kv-cache-memory", "1MiB")
+    with RunningServer(tiny, *flags) as server:
+        for first in range(6):
+            prompt = _fill(server, first, 100 + 40 * first)
+            subscriber.catch_up()
+            assert prompt in subscriber.paths()
+        assert len(subscriber.blocks) == _findable(server)
+        for number in range(40):
+            prompt = _fill(server, 7 * number + 1, 300)
         subscriber.read()
         subscriber.catch_up()
-        findable = server.get("/v1/cache")[1]["blocks_findable"]
-        assert len(subscriber.blocks) == findable
-        assert prompts[-1] in subscriber.paths()
-        [topic] = subscriber.topics or {f"kv@127.0.0.1:{server.port}@tiny".encode()}
-        assert topic == f"kv@127.0.0.1:{server.port}@tiny".encode()
-        for round_ in range(40):
-            _fill(server, 7 * round_ + 1, 300)
-        subscriber.read()
+        assert server.get("/v1/cache")[1]["evicted_blocks_total"] > 100
+        assert len(subscriber.blocks) == _findable(server)
+        assert prompt in subscriber.paths()
+        assert subscriber.topics <= {f"kv@127.0.0.1:{server.port}@tiny".encode()}
+        # Salted requests are isolated: their tokens are not published.
+        _fill(server, 150, 64, cache_salt="private")
         subscriber.catch_up()
-        assert len(subscriber.blocks) == server.get("/v1/cache")[1]["blocks_findable"]
-        assert server.request("POST", "/v1/cache/flush")[0] in (200, 404)
-        _fill(server, 5, 40, cache_salt="private")
-        _fill(server, 6, 40)
-        subscriber.read()
+        assert len(subscriber.blocks) < _findable(server)
+        assert server.request("POST", "/v1/cache/flush")[0] == 200
         subscriber.catch_up()
-        assert not any(path[:1] == (3 + 5,) for path in subscriber.paths())
+        assert subscriber.blocks == {}
+        assert _fill(server, 6, 64) is not None
+        subscriber.catch_up()
+        assert len(subscriber.blocks) == _findable(server) == 4
 
 
-def test_a_restarted_engine_begins_with_an_empty_tree(tmp_path: Path) -> None:
-    subscriber = Subscriber(tmp_path)
+def test_the_events_of_a_restarted_engine_begin_anew(tmp_path: Path) -> None:
     flags = (*_flags(tmp_path), "--restart-engine")
     with RunningServer("quire/models/box", *flags) as server:
-        _fill(server, 1, 64)
-        subscriber.catch_up()
-        assert subscriber.blocks
-        import os
-        import signal
-
-        os.kill(server.engine_pid, signal.SIGKILL)
+        before = Subscriber(tmp_path)
+        prompt = _fill(server, 1, 64)
+        before.catch_up()
+        assert prompt in before.paths()
+        before.close()
+        kill(server.engine_pid)
         server.until(lambda: server.metric("quire_engine_restarts_total") == 1, "restarted")
         server.until(lambda: server.get("/health")[0] == 200, "ready")
-    subscriber.close()
-    again = Subscriber(tmp_path)
-    again.close()
+        after = Subscriber(tmp_path)
+        after.catch_up()
+        assert after.blocks == {}
+        other = _fill(server, 2, 64)
+        after.catch_up()
+        assert after.paths() == {other[:16], other[:32], other[:48], other}
+        after.close()
+
+
+def test_isolated_tenants_are_published_only_if_asked_for(tmp_path: Path) -> None:
+    keys = ("--api-key", "one", "--api-key", "two")
+    for isolated in (False, True):
+        flags = (*_flags(tmp_path, isolated_tenants=isolated), *keys)
+        with RunningServer("quire/models/box", *flags) as server:
+            body = {"prompt": list(range(3, 67)), "max_tokens": 1}
+            status, _, raw = server.request(
+                "POST", "/v1/completions", body, authorization="Bearer one"
+            )
+            assert status == 200, raw
+            subscriber = Subscriber(tmp_path)
+            subscriber.catch_up()
+            assert len(subscriber.blocks) == (4 if isolated else 0)
+            subscriber.close()

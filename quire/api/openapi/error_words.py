@@ -104,8 +104,8 @@ ADVICE: Mapping[type[QuireError], str] = {
         "requests are unaffected."
     ),
     errors.PoisonRequest: (
-        "Do not send it again; report it with the lines of the server's log about the deaths of the "
-        "engine. Other requests went on."
+        "Do not send it again; report it with the lines of the server's log about the engine's "
+        "deaths. Other requests went on."
     ),
     errors.DeviceLost: "Restart the server after reading the system's log (`dmesg`).",
     errors.ModelError: _AT_START,

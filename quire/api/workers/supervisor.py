@@ -6,8 +6,8 @@ The supervisor serves no request. All processes inherit one listening socket, so
 a connection, and none waits for a process that has ended. When one ends by itself, the engine is
 notified and ends its requests, and another replaces it under a new number. SIGTERM or SIGINT: all
 drain; a second signal ends everything at once. SIGHUP: all reload their files. If the engine dies,
-all end; with --restart-engine it is started again, and all continue with the next one. Always holds: each wait during shutdown has a limit; when this process ends, in any way,
-all others do.
+all end; with --restart-engine it is started again, and all continue with the next one. Always
+holds: each wait during shutdown has a limit; when this process ends, in any way, all others do.
 """
 
 from __future__ import annotations

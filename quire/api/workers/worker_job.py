@@ -15,8 +15,8 @@ from typing import Any
 # Orders: lines of one word. ENGINE_ENDED is followed by the exit code, and by the failure report in
 # hex if there is one.
 STOP, RELOAD, ENGINE_ENDED = "stop", "reload", "engine-ended"
-# With a supervised engine: another one serves, followed by the number of restarts and its directory;
-# there will be no other, followed by the reason in hex.
+# With a supervised engine: another one serves, followed by the number of restarts and its
+# directory; there will be no other, followed by the reason in hex.
 ENGINE_STARTED, ENGINE_LOST = "engine-started", "engine-lost"
 # Reports: lines of JSON, an object of one key and its value. STALLED: the engine of this directory
 # makes no progress, and the reason.

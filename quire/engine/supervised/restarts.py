@@ -1,13 +1,13 @@
 """Restarts: whether an engine that died is started again, and after which delay.
 
 The first restart comes at once, the next after 1, 2, 4, ... 30 seconds. An engine that has served
-for a minute ends the row. Counts and durations only: knows no process and reads no clock.
+for half a minute ends the row. Counts and durations only: knows no process and reads no clock.
 """
 
 from __future__ import annotations
 
 _FIRST_S, _LONGEST_S = 1.0, 30.0
-SETTLED_S = 60.0
+SETTLED_S = 30.0
 
 
 class Restarts:
