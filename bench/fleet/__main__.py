@@ -98,7 +98,11 @@ def run(
         "seconds": seconds,
         "policy": policy,
         "stall_s": stall_s,
-        "done": {"answers": clients.num_done, "by_case": dict(clients.done)},
+        "done": {
+            "answers": clients.num_done,
+            "refused": clients.num_refused,
+            "by_case": dict(clients.done),
+        },
         "wrong": clients.wrong,
         "faults": faults.summary(),
         "router": {**cost, **_resumed(metrics)},

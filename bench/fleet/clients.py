@@ -18,6 +18,7 @@ from typing import Any
 from bench.soak.callers import Broken, body_of
 
 _MAX_KEPT = 20
+_AGAIN_S = 0.5
 _NAMES = re.compile(
     rb'"created":\d+|(?:cmpl|chatcmpl|gen|call)[-_][0-9a-f]{24}|"cached_tokens":\d+'
 )
@@ -116,6 +117,7 @@ class Clients:
     def __init__(self, port: int, cases: Sequence[Case], *, limit_s: float) -> None:
         self.done: Counter[str] = Counter()
         self.wrong: list[str] = []
+        self.num_refused = 0
         self._port = port
         self._cases = cases
         self._limit_s = limit_s
@@ -135,13 +137,22 @@ class Clients:
         for _ in range(count):
             await exchange(self._port, "/v1/completions", body)
 
+    async def _answer(self, case: Case) -> bytes:
+        """Return the answer; a refused request is sent again, as its client would."""
+        while True:
+            try:
+                return await exchange(self._port, case.path, case.body)
+            except Refused:
+                self.num_refused += 1
+                await asyncio.sleep(_AGAIN_S)
+
     async def _client(self, number: int, go_on: Callable[[int], bool]) -> None:
         num_done = 0
         while go_on(num_done):
             case = self._cases[(number + num_done) % len(self._cases)]
             try:
                 async with asyncio.timeout(self._limit_s):
-                    raw = normal(await exchange(self._port, case.path, case.body))
+                    raw = normal(await self._answer(case))
                 if raw != case.answer:
                     raise Broken(_difference(raw, case.answer))
             except (Broken, OSError, TimeoutError, ValueError, LookupError) as error:
@@ -150,14 +161,21 @@ class Clients:
             self.done[case.name] += 1
 
 
+class Refused(Exception):
+    """A request was refused with 503 and was not begun."""
+
+
 async def exchange(port: int, path: str, body: dict[str, Any]) -> bytes:
-    """Return the body of the answer to one POST. Raises Broken where it is no 200."""
+    """Return the body of the answer to one POST. Raises Refused, and Broken where it is no 200."""
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-        return body_of(await reader.read(-1))
+        raw = await reader.read(-1)
+        if raw.startswith(b"HTTP/1.1 503"):
+            raise Refused
+        return body_of(raw)
     finally:
         writer.transport.abort()
 

@@ -25,6 +25,7 @@ from bench.fleet.processes import Replica, Replicas, Router
 KINDS = ("kill", "stop", "drain", "engine", "hang")
 _STOPPED_S = (3.0, 8.0)
 _LOOK_S = 0.05
+_MIN_OPEN = 2
 _DETECT_S = 30.0
 _READY_S = 120.0
 
@@ -104,16 +105,20 @@ class Faults:
             raise SystemExit(f"a replica did not come back after {kind}")
 
     async def _others_serve(self, replica: Replica) -> bool:
-        return await asyncio.to_thread(
-            lambda: any(self._is_available(one) for one in self._replicas.all if one is not replica)
+        """Return whether the router sends requests to another replica: one that has just come back
+        may be available and have an open circuit breaker."""
+        states = await asyncio.to_thread(self._states)
+        return any(
+            state["available"] and state["open"] >= _MIN_OPEN
+            for url, state in states.items()
+            if url != replica.url
         )
 
+    def _states(self) -> dict[str, dict[str, Any]]:
+        return {one["url"]: one for one in json.loads(self._router.get("/health"))["replicas"]}
+
     def _is_available(self, replica: Replica) -> bool:
-        states = {
-            one["url"]: one["available"]
-            for one in json.loads(self._router.get("/health"))["replicas"]
-        }
-        return bool(states.get(replica.url))
+        return bool(self._states()[replica.url]["available"])
 
     async def _until(self, condition: Any, limit_s: float) -> bool:
         end_s = _now_s() + limit_s

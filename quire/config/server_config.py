@@ -183,7 +183,6 @@ class ServerConfig:
         "--restart-engine ends the engine",
         flag="watchdog-seconds",
     )
-    vllm_metrics: bool = setting(True, "show metrics by vLLM's names beside ours in /metrics")
     restart_engine: bool = setting(
         False,
         "start the engine again when it dies or makes no progress, and continue open requests "
@@ -191,8 +190,8 @@ class ServerConfig:
     )
     restart_limit: int = setting(
         5,
-        "restarts of the engine in a row, each within 30 seconds of service, after which the server "
-        "ends with exit code 1",
+        "restarts of the engine in a row, each within 30 seconds of service, after which the "
+        "server ends with exit code 1",
     )
 
     def __post_init__(self) -> None:

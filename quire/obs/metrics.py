@@ -66,7 +66,7 @@ class Metrics:
 
     def show_vllm_names(self, model_name: str) -> None:
         """Show metrics by vLLM's names too."""
-        from quire.obs.vllm_metrics import VllmMetrics  # only if asked for
+        from quire.obs.vllm_metrics import VllmMetrics  # the library has none
 
         self.vllm = VllmMetrics(self._shown)
         self.vllm.model_name = model_name
