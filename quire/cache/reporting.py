@@ -1,27 +1,33 @@
 """ReportingCacheManager: a CacheManager that reports which blocks can be found, and which no more.
 
-For external routers that follow the content of the cache (KV events). Knows no sockets, no clock
-and no format. Always holds: what was reported as stored and not as removed since, or cleared, is
-what the prefix index holds; blocks of isolated tenants and of salted requests are reported only if
-that is asked for.
+For external routers that follow the content of the cache (KV events). Reported hashes are those of
+the same tokens on every server: routers compare servers by them, and the digests of the index are
+keyed with a secret. Knows no sockets, no clock and no format. Always holds: what was reported as
+stored and not as removed since, or cleared, is what the prefix index holds; blocks of isolated
+tenants and of salted requests are reported only if that is asked for.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from quire.cache.chain import Uint64s, digests_of
+from quire._native import hash_chains
+from quire.cache.chain import FIXED_KEY, Uint64s, digests_of, keys_of, seed_of
 from quire.cache.manager import CacheManager
 from quire.cache.table import Index, Int32s
+
+# Public digests that are remembered of blocks that are gone, for each block of the pool.
+GONE_PER_BLOCK = 4
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """A run of blocks of one chain, in order. hashes: 64 bits of their digests. parent: of the
+    """A run of blocks of one chain, in order. hashes: of the chain up to each. parent: that of the
     block before the first; None at the beginning. token_ids: of all blocks, joined."""
 
     hashes: tuple[int, ...]
@@ -59,7 +65,9 @@ class ReportingCacheManager(CacheManager):
 
     def __init__(self, *arguments: Any, events: BlockEvents, **options: Any) -> None:
         self._events = events
-        self._reported: set[int] = set()
+        # Digests of reported chains by those of the index; of blocks that are gone, the latest.
+        self._public: dict[bytes, Uint64s] = {}
+        self._gone: OrderedDict[bytes, Uint64s] = OrderedDict()
         super().__init__(*arguments, **options)
 
     def register(self, slots: Index, computed: Int32s, tokens: Int32s) -> None:
@@ -71,17 +79,24 @@ class ReportingCacheManager(CacheManager):
     def flush(self) -> int:
         """See CacheManager."""
         num_findable = super().flush()
-        self._reported.clear()
+        self._public.clear()
+        self._gone.clear()
         self._events.put(CacheCleared())
         return num_findable
 
     def _save_evicted(self) -> None:
         super()._save_evicted()
         digests, _ = self._operations.last_evicted()
-        hashes = tuple(hash_ for hash_ in hashes_of(digests) if hash_ in self._reported)
+        hashes = []
+        for key in keys_of(digests):
+            public = self._public.pop(key, None)
+            if public is not None:
+                hashes.append(int(public[1]))
+                self._gone[key] = public
         if hashes:
-            self._reported.difference_update(hashes)
-            self._events.put(BlocksRemoved(hashes))
+            self._events.put(BlocksRemoved(tuple(hashes)))
+        while len(self._gone) > GONE_PER_BLOCK * self.num_blocks:
+            self._gone.popitem(last=False)
 
     def _insert_fetched(self, keys: list[bytes], blocks: Int32s) -> None:
         super()._insert_fetched(keys, blocks)
@@ -95,22 +110,42 @@ class ReportingCacheManager(CacheManager):
         reported = self._is_reported(blocks)
         if not reported.all():
             digests, blocks = digests[reported], blocks[reported]
-        hashes, parents = hashes_of(digests), hashes_of(self.lineage.parents[blocks])
+        keys, parents = keys_of(digests), keys_of(self.lineage.parents[blocks])
         depths = self.lineage.depths[blocks].tolist()
-        tokens = self.lineage.tokens[blocks]
         begin = 0
-        for end in range(1, len(hashes) + 1):
-            if end < len(hashes) and parents[end] == hashes[end - 1] and depths[end] > 1:
+        for end in range(1, len(keys) + 1):
+            if end < len(keys) and parents[end] == keys[end - 1] and depths[end] > 1:
                 continue
-            self._events.put(
-                BlocksStored(
-                    hashes=tuple(hashes[begin:end]),
-                    parent=parents[begin] if depths[begin] > 1 else None,
-                    token_ids=tuple(tokens[begin:end].ravel().tolist()),
-                )
-            )
+            self._report_run(keys[begin:end], blocks[begin:end], parents[begin], depths[begin])
             begin = end
-        self._reported.update(hashes)
+
+    def _report_run(
+        self, keys: Sequence[bytes], blocks: Int32s, parent_key: bytes, depth: int
+    ) -> None:
+        """Report consecutive blocks of one chain; depth: blocks of the chain up to the first."""
+        parent = self._parent_of(int(blocks[0]), parent_key, depth)
+        tokens = self.lineage.tokens[blocks].ravel()
+        public = hash_chains([tokens], [parent], self.block_size, FIXED_KEY)
+        for key, digest in zip(keys, public, strict=True):
+            self._public[key] = digest
+            self._gone.pop(key, None)
+        self._events.put(
+            BlocksStored(
+                hashes=tuple(public[:, 1].tolist()),
+                parent=int(parent[1]) if depth > 1 else None,
+                token_ids=tuple(tokens.tolist()),
+            )
+        )
+
+    def _parent_of(self, block: int, parent_key: bytes, depth: int) -> Uint64s:
+        """Return the public digest before a block; a private one where it is not known any more."""
+        if depth > 1:
+            known = self._public.get(parent_key)
+            if known is None:
+                known = self._gone.get(parent_key)
+            return digests_of([parent_key])[0] if known is None else known
+        owner = self.owners.by_number().get(int(self.lineage.owners[block]))
+        return digests_of([parent_key])[0] if owner is None else seed_of(owner.salt, FIXED_KEY)
 
     def _is_reported(self, blocks: Int32s) -> np.ndarray[Any, np.dtype[np.bool_]]:
         if self._events.reports_isolated:
@@ -119,9 +154,3 @@ class ReportingCacheManager(CacheManager):
         open_to_all = [number for number, owner in owners.items() if not owner.salt]
         # Owners without a number of their own (0) may be isolated.
         return np.isin(self.lineage.owners[blocks], open_to_all)
-
-
-def hashes_of(digests: Uint64s) -> Sequence[int]:
-    """Return the last 8 bytes of each digest, as numbers."""
-    hashes: list[int] = digests[:, 1].tolist()
-    return hashes

@@ -17,7 +17,6 @@ from quire.cache.reporting import (
     BlocksStored,
     CacheCleared,
     ReportingCacheManager,
-    hashes_of,
 )
 
 NUM_BLOCKS, SIZE, NUM_SLOTS = 8, 4, 3
@@ -48,10 +47,12 @@ class Tree:
 
 
 class Cache:
-    def __init__(self, *, reports_isolated: bool = False, is_plain: bool = False) -> None:
+    def __init__(
+        self, *, reports_isolated: bool = False, is_plain: bool = False, hash_key: bytes = bytes(16)
+    ) -> None:
         self.tree = Tree()
         self.tree.reports_isolated = reports_isolated
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"hash_key": hash_key}
         if is_plain:
             options["operations"] = _plain
         self.cache = ReportingCacheManager(
@@ -88,11 +89,14 @@ class Cache:
             owner = owners.get(int(cache.lineage.owners[block]))
             if (owner is None or owner.salt) and not self.tree.reports_isolated:
                 continue
-            hash_ = hashes_of(cache.index.digests[block : block + 1])[0]
-            parent = hashes_of(cache.lineage.parents[block : block + 1])[0]
-            is_first = cache.lineage.depths[block] == 1
-            tokens = tuple(cache.lineage.tokens[block].tolist())
-            found[hash_] = (None if is_first else parent, tokens)
+            hash_ = int(cache._public[cache.index.digests[block].tobytes()][1])
+            parent = None
+            if cache.lineage.depths[block] > 1:
+                key = cache.lineage.parents[block].tobytes()
+                known = cache._public.get(key, cache._gone.get(key))
+                assert known is not None
+                parent = int(known[1])
+            found[hash_] = (parent, tuple(cache.lineage.tokens[block].tolist()))
         return found
 
 
@@ -134,6 +138,18 @@ def test_events_rebuild_the_index(
             cache.cache.flush()
         assert cache.tree.blocks == cache.findable()
         assert cache.cache.check_integrity() == []
+
+
+def test_hashes_are_the_same_on_every_server() -> None:
+    trees = []
+    for key in (bytes(16), bytes(range(16, 32))):
+        cache = Cache(hash_key=key)
+        cache.begin(0, list(range(12)))
+        cache.end(0)
+        cache.begin(1, list(range(8)) + [50] * 8)
+        trees.append(cache.tree.blocks)
+    assert trees[0] == trees[1]
+    assert len(trees[0]) == 5
 
 
 def test_isolated_blocks_are_reported_only_if_asked_for() -> None:
