@@ -231,11 +231,7 @@ def _assembled(
             max_draft_tokens=max_drafts,
             speculates=config.scheduler.speculate != "off",
         ),
-        notes=(
-            *memory.text().splitlines(),
-            *(part.note(memory.max_model_len) for part in (model.draft, model.heads) if part),
-            *([] if tier is None else [tier.note]),
-        ),
+        notes=(*_notes(model), *([] if tier is None else [tier.note])),
         step_tokens=model.step_limits.max_tokens,
         num_layers=num_layers,
         ops_done=lambda: executor.ops_done,
@@ -455,6 +451,15 @@ def _loaded_proposer(
         limits=limits,
         clock=clock,
     )
+
+
+def _notes(model: _SizedModel) -> list[str]:
+    """Return lines about memory, and about what makes drafts."""
+    parts = [part for part in (model.draft, model.heads) if part]
+    return [
+        *model.memory.text().splitlines(),
+        *(part.note(model.memory.max_model_len) for part in parts),
+    ]
 
 
 def _watched(config: EngineConfig, executor: Executor) -> Callable[[Inbox], Inbox]:

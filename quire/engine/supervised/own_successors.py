@@ -1,4 +1,8 @@
-"""OwnSuccessors: start the next engine process of this server, after a back-off, up to a limit."""
+"""OwnSuccessors: start the next engine process of this server, after a back-off, up to a limit.
+
+An engine that cannot start counts as one that died. Knows no requests. Always holds: at most one
+engine process runs, since the one before has ended when the next is started.
+"""
 
 from __future__ import annotations
 
