@@ -425,7 +425,7 @@ class _Supervisor:
                 return
             reason = self._failure or "it ended while it was starting"
             self._log.error("the engine cannot be restarted", reason=reason)
-        message = self._restarts.given_up(reason)
+        message = self._restarts.given_up()
         self._die(fault_of(WorkerError(message)))
         self._engine_up.set()  # processes that wait for it see that the server ends
         self._order_all(f"{ENGINE_LOST} {message.encode().hex()}")

@@ -28,6 +28,7 @@ from quire.config.kv_events import KVEventsConfig
 MEDIUM = "GPU"
 END_OF_REPLAY = (2**64 - 1).to_bytes(8, "big")
 _MAX_EVENTS = 1024  # of a batch
+_MAX_KEPT_BYTES = 64 << 20  # of batches for replays
 _WAKE = "inproc://kv-events-wake"
 
 
@@ -47,6 +48,7 @@ class KVEventPublisher:
         self._num_dropped = 0
         self._sequence = 0
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self._kept_bytes = 0
         self._encode = msgspec.msgpack.Encoder().encode
         self._context = zmq.Context(io_threads=1)
         self._is_ending = False
@@ -114,9 +116,17 @@ class KVEventPublisher:
             self._sequence += 1
         events = [self._queue.popleft() for _ in range(min(len(self._queue), _MAX_EVENTS))]
         batch = self._encode([time.time(), [self._array(event) for event in events], 0])
-        self._kept.append((self._sequence, batch))
+        self._keep(batch)
         self._publisher.send_multipart((self._topic, self._sequence.to_bytes(8, "big"), batch))
         self._sequence += 1
+
+    def _keep(self, batch: bytes) -> None:
+        if len(self._kept) == self._kept.maxlen:
+            self._kept_bytes -= len(self._kept[0][1])
+        self._kept.append((self._sequence, batch))
+        self._kept_bytes += len(batch)
+        while self._kept_bytes > _MAX_KEPT_BYTES and len(self._kept) > 1:
+            self._kept_bytes -= len(self._kept.popleft()[1])
 
     def _array(self, event: BlockEvent) -> list[object]:
         if isinstance(event, BlocksStored):

@@ -53,7 +53,7 @@ class OwnSuccessors:
         while True:
             delay_s = self._restarts.next_delay_s(_now_s())
             if delay_s is None:
-                raise WorkerError(self._restarts.given_up(reason))
+                raise WorkerError(self._restarts.given_up())
             await asyncio.sleep(delay_s)
             try:
                 self._process = EngineProcess.launch(self._config, self._logging)
