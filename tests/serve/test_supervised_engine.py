@@ -48,7 +48,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         | {"presence_penalty": 0.4, "dry_multiplier": 0.8, "min_tokens": 400},
     ),
     ("/v1/completions", {**PLAIN, "seed": 4, "stop": ["the end of", "zebra", "\n\n\n"]}),
-    ("/v1/completions", {**PLAIN, "seed": 5, "n": 3, "logprobs": 1}),
+    ("/v1/completions", {**PLAIN, "seed": 5, "n": 3, "best_of": 3, "logprobs": 1}),
     ("/v1/completions", {**PLAIN, "seed": 6, "prompt": ["A dog", "A cat"], "max_tokens": 300}),
     ("/v1/completions", {**PLAIN, "seed": 7, "mirostat": 2, "max_tokens": 300}),
     ("/v1/completions", {**PLAIN, "seed": 8, "structured_outputs": {"regex": "[a-z ,]{900,1000}"}}),

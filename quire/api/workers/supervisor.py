@@ -398,12 +398,19 @@ class _Supervisor:
             self._die(fault_of(WorkerError(reason)))
         elif self._engine_up.is_set():
             self._engine_up.clear()
-            self._restarting = asyncio.ensure_future(self._restart(self._failure or reason))
+            self._restarting = asyncio.ensure_future(self._keep_engine(self._failure or reason))
         else:  # while it was started again
             self._engine_ended.set()
         self._order_all(f"{ENGINE_ENDED} {self._engine.wait(0)} {failure}")
 
     # ---- a supervised engine
+
+    async def _keep_engine(self, reason: str) -> None:
+        try:
+            await self._restart(reason)
+        except Exception as error:  # a bug: end the server rather than leave it without an engine
+            self._die(fault_of(error))
+            raise
 
     async def _restart(self, reason: str) -> None:
         """Start engines until one is ready, or end the server where the limit is reached."""

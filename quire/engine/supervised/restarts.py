@@ -37,8 +37,10 @@ class Restarts:
         return min(_FIRST_S * 2.0 ** (self._in_a_row - 2), _LONGEST_S)
 
     def given_up(self) -> str:
-        """Return the message of a server that ends because the limit is reached. Clients read it, so
-        the causes, which may name files, are in the log only."""
+        """Return the message of a server that ends because the limit is reached.
+
+        Clients read it, so the causes, which may name files, are in the log only.
+        """
         return (
             f"the engine has failed {self._in_a_row + 1} times in a row, and --restart-limit "
             f"{self.limit} allows no further restart; the log has the causes"

@@ -150,7 +150,7 @@ class SupervisedRequest:
 
     def _rest_of(self, stream: int, journal: ChoiceJournal) -> Call:
         """Return the call that continues one choice."""
-        call, sampling = self._call, replace(self._call.sampling, n=1)
+        call, sampling = self._call, replace(self._call.sampling, n=1, best_of=None)
         is_anew = bool(sampling.mirostat)
         journal.resume(is_anew=is_anew)
         if any(each.has_prompt_logprobs for each in self._journals.values()):
