@@ -121,7 +121,7 @@ def normal(raw: bytes) -> bytes:
     """Leave out what names an answer, and put the events of each choice together."""
     names = rb'"created":\d+|(?:cmpl|chatcmpl|gen|call|msg)[-_][0-9a-f]{24}(?::\d+)?'
     counts = rb'|"(?:cached_tokens|(?:cache_(?:read|creation)_)?input_tokens)":\d+'
-    raw = re.sub(rb"(?m)^: *\n\n", b"", re.sub(names + counts, b"", raw))
+    raw = re.sub(rb"(?m)^:[^\n]*\n\n", b"", re.sub(names + counts, b"", raw))
     lines = [line for line in raw.split(b"\n") if line and not line.startswith(b"id: ")]
     return b"\n".join(sorted(lines, key=_choice_of))
 
