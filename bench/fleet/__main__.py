@@ -79,7 +79,7 @@ def run(
     """Run all parts and return the result. max_faults: end after so many, whatever the time."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        Replicas(num_replicas, Path(folder), max_queued=2 * streams) as replicas,
+        Replicas(num_replicas, Path(folder), max_streams=streams) as replicas,
     ):
         cases = answers_alone(replicas.ports[0], CASES)
         flags = ("--policy", policy, "--stall-seconds", str(stall_s), "--probe-seconds", "0.25")

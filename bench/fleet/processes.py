@@ -31,10 +31,14 @@ _FLAGS = (
 class Replica:
     """One server of the built-in model at `port`."""
 
-    def __init__(self, port: int, log: Path, max_queued: int) -> None:
+    def __init__(self, port: int, log: Path, max_streams: int) -> None:
         self.port = port
         self._log = log
-        self._words = ("--port", str(port), "--max-queued-requests", str(max_queued), *_FLAGS)
+        # Any replica may have to take all streams, and one that continues should not wait for a slot.
+        self._words = (
+            *("--port", str(port), "--max-num-seqs", str(max_streams)),
+            *("--max-queued-requests", str(2 * max_streams), *_FLAGS),
+        )
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -104,9 +108,9 @@ class Replica:
 class Replicas:
     """`count` replicas, ready, and the file that names them."""
 
-    def __init__(self, count: int, folder: Path, *, max_queued: int) -> None:
+    def __init__(self, count: int, folder: Path, *, max_streams: int) -> None:
         self.ports = _free_ports(count)
-        self.all = [Replica(port, folder / f"{port}.log", max_queued) for port in self.ports]
+        self.all = [Replica(port, folder / f"{port}.log", max_streams) for port in self.ports]
         self.file = folder / "replicas"
         self.file.write_text("".join(f"{one.url}\n" for one in self.all))
         self._folder = folder
