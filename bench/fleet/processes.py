@@ -34,7 +34,7 @@ class Replica:
     def __init__(self, port: int, log: Path, max_streams: int) -> None:
         self.port = port
         self._log = log
-        # Any replica may have to take all streams, and one that continues should not wait for a slot.
+        # Any replica may have to take all streams; one that continues should not wait for a slot.
         self._words = (
             *("--port", str(port), "--max-num-seqs", str(max_streams)),
             *("--max-queued-requests", str(2 * max_streams), *_FLAGS),
