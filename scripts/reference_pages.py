@@ -37,6 +37,7 @@ from quire.cli.serve import add_arguments
 from quire.config.environment import FILE_VARIABLE
 from quire.config.foreign_flags import FOREIGN_SUBCOMMANDS, INSTEAD
 from quire.config.sources import SETTINGS
+from quire.obs import vllm_metrics as vllm_metrics_names
 from quire.obs.metrics import Metrics
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -250,6 +251,22 @@ def metrics() -> str:
     return table(("Name", "Type", "Meaning"), rows)
 
 
+def vllm_metrics() -> str:
+    """Return a table of vLLM's names of metrics and ours."""
+    source = Metrics()
+    source.show_vllm_names("box")
+    rows, ours = [], {theirs: name for name, theirs in vllm_metrics_names.NAMES.items()}
+    for family in text_string_to_metric_families(source.text().decode()):
+        if not family.name.startswith("vllm:"):
+            continue
+        shown = f"{family.name}_total" if family.type == "counter" else family.name
+        own = ours.get(family.name, "")
+        own = f"{own}_total" if family.type == "counter" else own
+        text = f"`{own}`" if own else "`quire_kv_blocks_used` of `quire_kv_blocks`, 0 to 1"
+        rows.append((f"`{shown}`", family.type, text))
+    return table(("vLLM's name", "Type", "Here"), rows)
+
+
 def foreign(use: str, rows: Iterable[tuple[str, str]]) -> str:
     """Return a table of names of other servers and what this one does with them."""
     return table((use, "Here"), [(name, _cell(text)) for name, text in rows])
@@ -329,7 +346,7 @@ PARTS: Mapping[str, tuple[tuple[str, Callable[[], str]], ...]] = {
     "routes.md": (("routes", routes),),
     "errors.md": (("errors", errors), ("exit codes", exit_codes)),
     "request-fields.md": (("fields", fields), ("other fields", other_fields)),
-    "metrics.md": (("metrics", metrics),),
+    "metrics.md": (("metrics", metrics), ("vllm names", vllm_metrics)),
     "compatibility.md": (
         ("foreign fields", lambda: foreign("Field", documented())),
         ("foreign paths", lambda: foreign("Path", _named(FOREIGN_PATHS))),

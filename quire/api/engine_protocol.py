@@ -13,6 +13,7 @@ from typing import Protocol
 from quire.base.cache_usage import CacheReport
 from quire.base.engine_snapshot import EngineSnapshot
 from quire.base.engine_stats import EngineStats
+from quire.base.errors import QuireError
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from quire.engine.model_card import Health, ModelCard
@@ -60,6 +61,8 @@ class Engine(Protocol):
     async def timelines(self, request_id: str) -> TimelinesReported: ...
 
     def health(self) -> Health: ...
+
+    def refusal(self) -> QuireError | None: ...
 
 
 class StartingEngine(Engine, Protocol):

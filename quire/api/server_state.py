@@ -30,7 +30,6 @@ from quire.base.errors import (
     OverloadedError,
     QuireError,
     TimedOut,
-    WorkerError,
 )
 from quire.base.log import Log
 from quire.base.log_process import dropped_lines
@@ -128,6 +127,7 @@ class ServerState:
             )
         engine.on_stats = self.metrics.see
         self.metrics.see(engine.stats)  # /metrics shows the KV blocks before the first step
+        self.metrics.show_vllm_names(engine.card.name)
 
     def serve_through(self, engine: Engine | None) -> None:
         """Send requests that arrive from now on through `engine`; None: to the engine itself."""
@@ -144,8 +144,8 @@ class ServerState:
             raise self.lifecycle.refusal()
         if self._engine is None or self._served is None:
             raise OverloadedError("the model is still loading; try again", retry_after_s=1.0)
-        if self._engine.dead.is_set():
-            raise WorkerError(f"the engine is gone: {self._engine.health().reason}")
+        if (refusal := self._engine.refusal()) is not None:
+            raise refusal
         return self._served
 
     def health(self) -> Health:

@@ -36,6 +36,7 @@ class EngineStats:
     allocated_blocks_total: int = 0
     block_allocation_ms_total: float = 0.0  # 0 where no clock is read (simulation)
     steps_total: int = 0
+    restarts_total: int = 0  # of a supervised engine; the other totals are those of one life
     device_busy_ms_total: float = 0.0  # during which at least one step was in flight
     step_rows: int = 0  # requests in the last step
     step_tokens: int = 0  # token rows in the last step; of a part by layers as large a share

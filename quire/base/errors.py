@@ -21,6 +21,7 @@
     │   └── TimedOut            the request ran past its time limit (HTTP 504)
     └── WorkerError             the engine or a worker failed or is gone (HTTP 500)
         ├── StepRowError        one request's row of a step failed; the others go on
+        ├── PoisonRequest       engines died with this request; it is not tried again
         └── DeviceLost          what computes is gone; the engine ends
 
 Wording: what was found, with its value; what is allowed; what to do. This file knows nothing
@@ -124,3 +125,7 @@ class DeviceLost(WorkerError):
 
 class StepRowError(WorkerError):
     """One request's row of a step failed; the other rows are unaffected."""
+
+
+class PoisonRequest(WorkerError):
+    """Engines died twice with this request, so it is not tried again."""

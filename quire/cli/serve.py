@@ -9,6 +9,7 @@ subcommand.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import socket
@@ -31,11 +32,13 @@ from quire.cli.pull import add_pull_flag, pull_if_asked
 from quire.config.admin_keys import read_admin_keys, read_api_keys
 from quire.config.flags import config_from_flags, engine_from_flags
 from quire.config.groups import EngineConfig
+from quire.config.kv_events import read_kv_events
 from quire.config.server_config import ServerConfig
 from quire.config.tenants import Tenant, read_tenants_of_server
 from quire.hub.cache import with_local_model
 
 if TYPE_CHECKING:
+    from quire.api.engine_protocol import StartingEngine
     from quire.engine.client.engine_client import EngineClient
     from quire.engine.client.launch import EngineProcess
     from quire.engine.model_card import ModelCard
@@ -87,6 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     listening = listen(server, has_tenants=tenants is not None)
     file = SocketFile(listening)
     try:
+        engine = _with_topic(engine, listening)
         process = EngineProcess.launch(engine, server.logging)
         urls = [url_of(listening, scheme="http" if server.tls_cert is None else "https")]
         urls += [] if for_admins is None else [url_of(for_admins)]
@@ -97,6 +101,23 @@ def run(arguments: argparse.Namespace) -> int:
         return _serve(server, engine, sockets, process, urls=urls, tenants=tenants)
     finally:
         file.remove()
+
+
+def _with_topic(engine: EngineConfig, listening: socket.socket) -> EngineConfig:
+    """Name this server in the topic of KV events, unless one is set."""
+    given = engine.cache.kv_events_config
+    if given is None or read_kv_events(given).topic is not None:
+        return engine
+    from quire.engine.assembly.model_files import model_name  # only with KV events
+
+    host, port = "localhost", 0
+    if listening.family != socket.AF_UNIX:
+        host, port = listening.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    topic = f"kv@{host}:{port}@{model_name(engine.model)}"
+    named = json.dumps({**json.loads(given), "topic": topic})
+    return replace(engine, cache=replace(engine.cache, kv_events_config=named))
 
 
 def _refuse_both(arguments: argparse.Namespace) -> None:
@@ -138,6 +159,9 @@ def _serve(
     from quire.engine.client.engine_client import EngineClient
 
     client = EngineClient.attach(process, config, watchdog_s=server.watchdog_s)
+    engine: StartingEngine = client
+    if server.restart_engine:
+        engine = _supervised(client, process, config, server, log)
     announced = threading.Event()
     _start_progress(lambda: client.loading, announced)
 
@@ -148,7 +172,7 @@ def _serve(
     try:
         path = config.scheduler.tenants
         return run_server(
-            client,
+            engine,
             server,
             listening,
             log,
@@ -160,6 +184,29 @@ def _serve(
         )
     finally:
         announced.set()
+
+
+def _supervised(
+    client: EngineClient,
+    process: EngineProcess,
+    config: EngineConfig,
+    server: ServerConfig,
+    log: Log,
+) -> StartingEngine:
+    """Return an engine that is started again when it dies."""
+    from quire.engine.supervised.own_successors import OwnSuccessors
+    from quire.engine.supervised.restarts import Restarts
+    from quire.engine.supervised.supervised_engine import SupervisedEngine
+
+    successors = OwnSuccessors(
+        process,
+        config,
+        server.logging,
+        Restarts(server.restart_limit),
+        watchdog_s=server.watchdog_s,
+        log=log,
+    )
+    return SupervisedEngine(client, successors, log)
 
 
 def _serve_with_workers(

@@ -13,6 +13,7 @@ from typing import Literal
 
 from quire.base.errors import SettingError
 from quire.base.speculation_params import MAX_DRAFT_TOKENS
+from quire.config.kv_events import read_kv_events
 from quire.config.settings import at_least, at_most, check_dimensions, one_of, setting
 
 # The lists below repeat names of packages that this package must not import.
@@ -149,6 +150,12 @@ class CacheConfig:
         "when to fetch blocks from a tier: cost, if it is predicted to be faster than recomputing "
         "them; always; never, the tier is only filled",
     )
+    kv_events_config: str | None = setting(
+        None,
+        "publish which KV blocks become findable, and which no more, over ZeroMQ: a JSON object "
+        'with vLLM\'s fields, as in \'{"enable_kv_cache_events": true, "endpoint": '
+        '"tcp://127.0.0.1:5557"}\'; events hold prompt tokens; default: none',
+    )
 
     def __post_init__(self) -> None:
         at_least("kv_touch_ahead_bytes", self.kv_touch_ahead_bytes, 0)
@@ -181,6 +188,13 @@ class CacheConfig:
                 "supported: leave one of them out (the disk tier survives a restart, host memory "
                 "is faster)"
             )
+        if self.kv_events_config is not None:
+            events = read_kv_events(self.kv_events_config)
+            if events.is_on and not self.enable_prefix_caching:
+                raise SettingError(
+                    "kv_events_config needs enable_prefix_caching, since events report what a "
+                    "prefix finds; leave one of them out"
+                )
         if self.block_size not in (4, 8, *range(16, 129, 16)):
             raise SettingError(
                 f"block_size is {self.block_size}; allowed are 4, 8, and multiples of 16 from 16 "

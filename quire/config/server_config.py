@@ -179,8 +179,19 @@ class ServerConfig:
     )
     watchdog_s: float = setting(
         60.0,
-        "seconds without progress, with work pending, after which /health reports failure",
+        "seconds without progress, with work pending, after which /health reports failure, and "
+        "--restart-engine ends the engine",
         flag="watchdog-seconds",
+    )
+    restart_engine: bool = setting(
+        False,
+        "start the engine again when it dies or makes no progress, and continue open requests "
+        "exactly",
+    )
+    restart_limit: int = setting(
+        5,
+        "restarts of the engine in a row, each within 30 seconds of service, after which the "
+        "server ends with exit code 1",
     )
 
     def __post_init__(self) -> None:
@@ -246,6 +257,7 @@ class ServerConfig:
             )
         at_least("max_body_bytes", self.max_body_bytes, 1024)
         at_least("watchdog_s", self.watchdog_s, 0.001)
+        at_least("restart_limit", self.restart_limit, 1)
 
     @property
     def logging(self) -> LogSettings:

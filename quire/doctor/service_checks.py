@@ -33,6 +33,7 @@ def check_health(situation: Situation) -> Finding:
         "starting": "wait until the model is loaded",
         "paused": "POST /admin/resume ends the pause",
         "draining": "POST /admin/resume takes requests again",
+        "restarting": "wait until the engine is loaded again; its log says why it died",
     }.get(state, "restart the server; its log says why")
     return problem("health", f"{state}: {reason}", action, **{"/health": state})
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from quire.models.pooling_files import PoolingSpec
 
-EngineState = Literal["starting", "ready", "paused", "draining", "dead"]
+EngineState = Literal["starting", "ready", "paused", "draining", "restarting", "dead"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,6 +139,11 @@ def _counters(stats: EngineStats) -> tuple[tuple[str, str, float], ...]:
     return (
         ("quire_steps", "Steps computed", stats.steps_total),
         (
+            "quire_engine_restarts",
+            "Engines that died and were replaced (--restart-engine)",
+            stats.restarts_total,
+        ),
+        (
             "quire_device_busy_seconds",
             "Time in which the device had a step",
             stats.device_busy_ms_total / 1000.0,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
@@ -19,6 +20,9 @@ from quire.base.records import RequestTimes
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, OBJECTIVES, SchedulingParams
 from quire.obs.engine_metrics import EngineCollector, TenantCollector
 from quire.obs.series import Series, restarts_counter
+
+if TYPE_CHECKING:
+    from quire.obs.vllm_metrics import VllmMetrics
 
 # Finish reasons of choices that are as long as they were to be.
 _COMPLETED = frozenset({"stop", "length"})
@@ -58,6 +62,14 @@ class Metrics:
             MultiProcessCollector(self._shown, str(shared))  # type: ignore[no-untyped-call]
         self._shown.register(EngineCollector(lambda: self._stats))
         self._shown.register(TenantCollector(lambda: self._stats, tuple(tenants)))
+        self.vllm: VllmMetrics | None = None
+
+    def show_vllm_names(self, model_name: str) -> None:
+        """Show metrics by vLLM's names too."""
+        from quire.obs.vllm_metrics import VllmMetrics  # the library has none
+
+        self.vllm = VllmMetrics(self._shown)
+        self.vllm.model_name = model_name
 
     def choice(
         self,
@@ -137,14 +149,15 @@ class Metrics:
     def see(self, stats: EngineStats) -> None:
         """The engine's latest counters. Each step is observed at most once."""
         self._stats = stats
-        if self._sees_steps and stats.steps_total > self._last_step:
+        if self._sees_steps and stats.steps_total != self._last_step:
             self._last_step = stats.steps_total
             self._series.batch_rows.observe(stats.step_rows)
             self._series.batch_tokens.observe(stats.step_tokens)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format, version 0.0.4."""
-        return generate_latest(self._shown)
+        other_names = b"" if self.vllm is None else self.vllm.text()
+        return generate_latest(self._shown) + other_names
 
 
 def missed_objectives(

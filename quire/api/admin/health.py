@@ -1,7 +1,8 @@
 """GET /health and /metrics: health as JSON, and metrics for Prometheus.
 
 Health means progress: 200 only in state "ready", and only while steps advance if work is pending;
-else 503 with the state ("starting", "ready", "paused", "draining", "dead") and the reason.
+else 503 with the state ("starting", "ready", "paused", "draining", "restarting", "dead") and the
+reason, and with `retry-after` where it is known when requests are taken again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.api.http.errors import error_headers
 from quire.api.server_state import ServerState
+from quire.base.errors import QuireError
 from quire.obs.metrics import CONTENT_TYPE
 
 
@@ -28,10 +31,18 @@ class HealthRoutes:
         return Response(
             msgspec.json.encode(dataclasses.asdict(health)),
             status_code=200 if health.ok else 503,
-            headers={"cache-control": "no-store"},
+            headers={"cache-control": "no-store"} | ({} if health.ok else self._retry_after()),
             media_type="application/json",
         )
 
     async def metrics(self, request: Request) -> Response:
         """Return all metrics in Prometheus' text format."""
         return Response(self._server_state.scrape(), headers={"content-type": CONTENT_TYPE})
+
+    def _retry_after(self) -> dict[str, str]:
+        """Return the header of a request that would be refused now."""
+        try:
+            self._server_state.engine()
+        except QuireError as refusal:
+            return error_headers(refusal)
+        return {}

@@ -23,7 +23,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.api.engine_protocol import Engine
-from quire.api.generation.interleaving import interleaved
 from quire.api.generation.recorder import Recorder, RecordingEngine
 from quire.api.http.request_io import (
     ClientDisconnected,
@@ -37,6 +36,7 @@ from quire.api.workers.relay import Exchange, SiblingGone
 from quire.api.workers.sibling_workers import SiblingWorkers
 from quire.base.errors import InvalidParameter, OverloadedError, ShuttingDown
 from quire.base.show import show
+from quire.engine.client.interleaving import interleaved
 from quire.obs.recording import HEARTBEAT_S, IDLE_S, VERSION, RecordingHeader, encode_line
 
 MEDIA_TYPE = "application/x-ndjson"

@@ -16,7 +16,6 @@ from typing import cast
 from msgspec import structs
 
 from quire.api.engine_protocol import Engine
-from quire.api.generation.interleaving import MAX_RUNS, SHORT_RUNS, interleaved
 from quire.api.generation.usage import (
     PLAIN_USAGE,
     Timings,
@@ -32,6 +31,7 @@ from quire.base.rare_records import PooledSums
 from quire.base.records import NOTHING_LEFT, FinishReason
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
+from quire.engine.client.interleaving import MAX_RUNS, SHORT_RUNS, interleaved
 from quire.engine.output.output_stream import PLAIN_TEXT, TextDelta, TextRules
 from quire.engine.output.token_text import TokenText
 from quire.obs.metrics import Metrics

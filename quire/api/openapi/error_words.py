@@ -103,6 +103,10 @@ ADVICE: Mapping[type[QuireError], str] = {
         "Send the request again; if it fails again, report it with the line of the log. Other "
         "requests are unaffected."
     ),
+    errors.PoisonRequest: (
+        "Do not send it again; report it with the lines of the server's log about the engine's "
+        "deaths. Other requests went on."
+    ),
     errors.DeviceLost: "Restart the server after reading the system's log (`dmesg`).",
     errors.ModelError: _AT_START,
     errors.SettingError: _AT_START,

@@ -19,6 +19,7 @@ from quire.base.errors import (
     InvalidParameter,
     ModelError,
     OverloadedError,
+    PoisonRequest,
     QueueTimedOut,
     QuireError,
     RequestError,
@@ -73,6 +74,7 @@ TOKENS: Errors = (
         DeadlineMissed,
         TenantLimit,
         StepRowError,
+        PoisonRequest,
     ),
 )
 HI = [{"role": "user", "content": "Write a story about a little dog."}]

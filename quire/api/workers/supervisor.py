@@ -6,8 +6,8 @@ The supervisor serves no request. All processes inherit one listening socket, so
 a connection, and none waits for a process that has ended. When one ends by itself, the engine is
 notified and ends its requests, and another replaces it under a new number. SIGTERM or SIGINT: all
 drain; a second signal ends everything at once. SIGHUP: all reload their files. If the engine dies,
-all end. Always holds: each wait during shutdown has a limit; when this process ends, in any way,
-all others do.
+all end; with --restart-engine it is started again, and all continue with the next one. Always
+holds: each wait during shutdown has a limit; when this process ends, in any way, all others do.
 """
 
 from __future__ import annotations
@@ -21,26 +21,32 @@ from asyncio.subprocess import PIPE
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from quire.api.service_manager import READY, STOPPING, notify, send_watchdog
 from quire.api.workers.worker_job import (
     ENGINE_ENDED,
+    ENGINE_LOST,
+    ENGINE_STARTED,
     FAILED,
     RELOAD,
     SERVES,
+    STALLED,
     STOP,
     WorkerJob,
     job_line,
     socket_path,
 )
 from quire.base.child_process import command_of, environment_of_ours
+from quire.base.clock import Clock
 from quire.base.errors import QuireError, SettingError, WorkerError
 from quire.base.log import Log
 from quire.config.groups import EngineConfig
 from quire.config.server_config import ServerConfig
 from quire.engine.client.launch import EngineProcess, config_to_json
 from quire.engine.client.process_link import ProcessLink
+from quire.engine.client.socket_directory import SocketDirectory
 from quire.engine.process.messages import (
     Failed,
     Fault,
@@ -52,6 +58,7 @@ from quire.engine.process.messages import (
     error_of,
     fault_of,
 )
+from quire.engine.supervised.restarts import Restarts
 from quire.obs.shared import forget_process, share_counts
 
 EXIT_DONE = 0
@@ -121,20 +128,30 @@ class _Supervisor:
         self._log = log
         self._on_loading = on_loading
         self._link = ProcessLink(engine)
-        self._counts = engine.folder / _COUNTS
+        self._restarts: Restarts | None = None
+        self._own_home: SocketDirectory | None = None
+        if server.restart_engine:
+            self._restarts, self._own_home = Restarts(server.restart_limit), SocketDirectory()
+        self._home = engine.folder if self._own_home is None else self._own_home.path
+        self._counts = self._home / _COUNTS
         self._children: dict[int, _Worker] = {}  # by slot
         self._num_started = 0
         self._ready: Ready | None = None
+        self._engine_loaded, self._engine_ended = asyncio.Event(), asyncio.Event()
+        self._failure = ""
         self._fault: Fault | None = None
         self._announced = False
         share_counts(self._counts)
         # Imported after share_counts, which sets where counts are kept.
         from quire.obs.series import restarts_counter
 
-        self._restarts = restarts_counter()
+        self._replaced = restarts_counter()
 
     async def run(self, announce: Callable[[Ready, Sequence[str]], None]) -> int:
         self._stopped, self._died, self._unable = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._engine_up = asyncio.Event()
+        self._engine_up.set()
+        self._restarting: asyncio.Future[None] | None = None
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -147,11 +164,15 @@ class _Supervisor:
             tasks = [asyncio.ensure_future(self._supervise_slot(slot)) for slot in self._children]
             return await self._serve(announce)
         finally:
+            if self._restarting is not None:
+                tasks.append(self._restarting)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._end_children()
             await self._link.close()
+            if self._own_home is not None:
+                self._own_home.remove()
 
     async def _serve(self, announce: Callable[[Ready, Sequence[str]], None]) -> int:
         server_state = asyncio.ensure_future(self._all_serve())
@@ -227,6 +248,8 @@ class _Supervisor:
         job = WorkerJob(
             number=number,
             folder=str(self._engine.folder),
+            home=str(self._home),
+            restarts=0 if self._restarts is None else self._restarts.num_total,
             counts=str(self._counts),
             listening=listening.fileno(),
             admins=None if admins is None else admins.fileno(),
@@ -276,7 +299,7 @@ class _Supervisor:
             self._log.error(
                 "an API process ended and is replaced", process=child.number, reason=reason
             )
-            self._restarts.inc()
+            self._replaced.inc()
             num_failed = 0 if child.serves.done() else num_failed + 1
             await self._replace(slot, num_failed)
 
@@ -285,6 +308,9 @@ class _Supervisor:
         while not self._is_ending:
             if num_failed:
                 await asyncio.sleep(min(_RETRY_S * 2 ** (num_failed - 1), _MAX_RETRY_S))
+            await self._engine_up.wait()
+            if self._is_ending:
+                return
             try:
                 child = self._children[slot] = await self._start(slot)
             except SettingError as error:  # no memory or descriptors: may be temporary
@@ -311,10 +337,12 @@ class _Supervisor:
                 elif what == FAILED:
                     child.fault = Fault(kind=value[0], message=value[1])
                     self._log.error("an API process cannot serve", reason=value[1])
+                elif what == STALLED:
+                    self._end_stalled(Path(value[0]), value[1])
 
     def _forget(self, child: _Worker) -> None:
         """Remove a process that has ended; the engine ends its requests."""
-        socket_path(self._engine.folder, child.number).unlink(missing_ok=True)
+        socket_path(self._home, child.number).unlink(missing_ok=True)
         forget_process(self._counts, child.process.pid)
         if self._ready is not None:
             self._link.send(Leave(client=child.number))
@@ -354,17 +382,89 @@ class _Supervisor:
     def _on_message(self, message: FromEngine) -> None:
         if isinstance(message, Ready):
             self._ready = message
+            self._engine_loaded.set()
             for child in self._children.values():
                 self._link.send(Join(client=child.number))
         elif isinstance(message, Loading):
             self._on_loading(message.done_bytes, message.total_bytes)
         elif isinstance(message, Failed):
-            self._die(message.fault)
+            if self._restarts is None or not self._announced:
+                self._die(message.fault)
+            self._failure = message.fault.message
 
     def _on_end(self, reason: str) -> None:
-        self._die(fault_of(WorkerError(reason)))
         failure = self._engine.failure().hex()
+        if self._restarts is None or not self._announced:
+            self._die(fault_of(WorkerError(reason)))
+        elif self._engine_up.is_set():
+            self._engine_up.clear()
+            self._restarting = asyncio.ensure_future(self._keep_engine(self._failure or reason))
+        else:  # while it was started again
+            self._engine_ended.set()
         self._order_all(f"{ENGINE_ENDED} {self._engine.wait(0)} {failure}")
+
+    # ---- a supervised engine
+
+    async def _keep_engine(self, reason: str) -> None:
+        try:
+            await self._restart(reason)
+        except Exception as error:  # a bug: end the server rather than leave it without an engine
+            self._die(fault_of(error))
+            raise
+
+    async def _restart(self, reason: str) -> None:
+        """Start engines until one is ready, or end the server where the limit is reached."""
+        assert self._restarts is not None, "it is supervised"
+        self._log.error("the engine died and is restarted", reason=reason)
+        while True:
+            self._ready = None
+            await self._link.close()
+            delay_s = self._restarts.next_delay_s(Clock().now_ms() / 1000.0)
+            if delay_s is None:
+                break
+            await asyncio.sleep(delay_s)
+            if await self._start_engine():
+                self._restarts.served(Clock().now_ms() / 1000.0)
+                self._engine_up.set()
+                num_restarts = self._restarts.num_total
+                self._log.event("the engine was restarted", restarts=num_restarts)
+                self._order_all(f"{ENGINE_STARTED} {num_restarts} {self._engine.folder}")
+                return
+            reason = self._failure or "it ended while it was starting"
+            self._log.error("the engine cannot be restarted", reason=reason)
+        message = self._restarts.given_up()
+        self._die(fault_of(WorkerError(message)))
+        self._engine_up.set()  # processes that wait for it see that the server ends
+        self._order_all(f"{ENGINE_LOST} {message.encode().hex()}")
+
+    async def _start_engine(self) -> bool:
+        """Start an engine and wait until it is ready or has ended."""
+        self._failure, self._engine_ended = "", asyncio.Event()
+        try:
+            self._engine = EngineProcess.launch(self._config, self._server.logging)
+        except SettingError as error:
+            self._failure = str(error)
+            return False
+        self._link = ProcessLink(self._engine)
+        self._engine_loaded = asyncio.Event()
+        self._link.open(asyncio.get_running_loop(), self._on_message, self._on_end)
+        ends = [
+            asyncio.ensure_future(event.wait())
+            for event in (self._engine_loaded, self._engine_ended)
+        ]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
+        return not self._engine_ended.is_set()
+
+    def _end_stalled(self, folder: Path, reason: str) -> None:
+        """End an engine that makes no progress, unless it was replaced in the meantime."""
+        if folder == self._engine.folder and self._engine_up.is_set():
+            self._log.error("the engine makes no progress", reason=reason)
+            self._failure = reason
+            self._engine.kill()
 
     def _die(self, fault: Fault) -> None:
         self._fault = self._fault or fault

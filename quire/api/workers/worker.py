@@ -18,10 +18,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from quire.api.engine_protocol import StartingEngine
 from quire.api.server import run
+from quire.api.workers.ordered_successors import OrderedSuccessors
 from quire.api.workers.sibling_workers import SiblingWorkers
 from quire.api.workers.worker_job import (
     ENGINE_ENDED,
+    ENGINE_LOST,
+    ENGINE_STARTED,
     FAILED,
     RELOAD,
     SERVES,
@@ -45,17 +49,22 @@ REFUSED = 2
 class PipeWorkerContext:
     """The WorkerContext (server.py) of a process that gets orders over standard input."""
 
-    def __init__(self, job: WorkerJob, engine: SharedEngine) -> None:
+    def __init__(
+        self, job: WorkerJob, engine: SharedEngine, successors: OrderedSuccessors | None
+    ) -> None:
         self.folder = Path(job.counts)
-        self.siblings = SiblingWorkers(engine.folder, job.number)
+        self.siblings = SiblingWorkers(Path(job.home), job.number)
         self.sees_steps = job.sees_steps
         self.replaces = job.replaces
         self._engine = engine
+        self._successors = successors
 
     def follow(self, *, stop: Callable[[], None], reload: Callable[[], None]) -> None:
         """Follow the orders of the supervisor from now on."""
         orders = {STOP: stop, RELOAD: reload}
         loop = asyncio.get_running_loop()
+        if self._successors is not None:
+            self._successors.follow(loop)
         threading.Thread(
             target=self._listen, args=(loop, orders), name="quire-supervisor-watch", daemon=True
         ).start()
@@ -69,10 +78,15 @@ class PipeWorkerContext:
         while piece := os.read(sys.stdin.fileno(), 4096):
             *lines, rest = (rest + piece).split(b"\n")
             for line in lines:
-                order, *details = line.decode().split()
+                order, *details = line.decode().split(" ", 2)
                 if order == ENGINE_ENDED:
                     exit_code, failure = int(details[0]), "".join(details[1:])
-                    self._engine.ended(exit_code, bytes.fromhex(failure))
+                    engine = self._engine if self._successors is None else self._successors
+                    engine.ended(exit_code, bytes.fromhex(failure))
+                elif order == ENGINE_STARTED and self._successors is not None:
+                    self._successors.started(int(details[0]), Path(details[1]))
+                elif order == ENGINE_LOST and self._successors is not None:
+                    self._successors.lost(bytes.fromhex(details[0]).decode())
                 else:
                     loop.call_soon_threadsafe(orders[order])
         os._exit(SUPERVISOR_GONE)
@@ -124,13 +138,22 @@ def _serve(job: WorkerJob, report: Callable[[str, Any], None]) -> int:
 
     engine = SharedEngine(Path(job.folder), job.number)
     client = EngineClient.attach(engine, config, watchdog_s=server.watchdog_s)
+    served: StartingEngine = client
+    successors = None
+    if server.restart_engine:
+        from quire.engine.supervised.supervised_engine import SupervisedEngine  # only if asked for
+
+        successors = OrderedSuccessors(
+            engine, config, report, num_restarts=job.restarts, watchdog_s=server.watchdog_s
+        )
+        served = SupervisedEngine(client, successors, Log(f"server {job.number}"))
 
     def announce() -> None:
         template = client.template
         report(SERVES, [] if template is None else list(template.problems.values()))
 
     return run(
-        client,
+        served,
         server,
         socket.socket(fileno=job.listening),
         Log(f"server {job.number}"),
@@ -139,7 +162,7 @@ def _serve(job: WorkerJob, report: Callable[[str, Any], None]) -> int:
         tenants=None if path is None else read(),
         read_tenants=None if path is None else read,
         tenants_file=path,
-        worker=PipeWorkerContext(job, engine),
+        worker=PipeWorkerContext(job, engine, successors),
     )
 
 

@@ -15,26 +15,32 @@ from typing import Any
 # Orders: lines of one word. ENGINE_ENDED is followed by the exit code, and by the failure report in
 # hex if there is one.
 STOP, RELOAD, ENGINE_ENDED = "stop", "reload", "engine-ended"
-# Reports: lines of JSON, an object of one key and its value.
-SERVES, FAILED = "serves", "failed"
+# With a supervised engine: another one serves, followed by the number of restarts and its
+# directory; there will be no other, followed by the reason in hex.
+ENGINE_STARTED, ENGINE_LOST = "engine-started", "engine-lost"
+# Reports: lines of JSON, an object of one key and its value. STALLED: the engine of this directory
+# makes no progress, and the reason.
+SERVES, FAILED, STALLED = "serves", "failed", "stalled"
 
 SOCKET_PREFIX = "peer."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerJob:
-    """The job of one process. number: never reused. folder: the engine's. listening, admins:
-    descriptors of sockets, the latter for the process with --admin-port. counts: the directory of
-    shared metrics. sees_steps: it observes the engine's steps. replaces: it replaces a process that
-    ended. engine: its config as a line."""
+    """The job of one process. number: never reused. folder: the engine's. home: of private sockets.
+    listening, admins: descriptors of sockets, the latter for the process with --admin-port. counts:
+    the directory of shared metrics. sees_steps: it observes the engine's steps. replaces: it
+    replaces a process that ended. restarts: of the engine, so far. engine: its config as a line."""
 
     number: int
     folder: str
+    home: str
     counts: str
     listening: int
     admins: int | None
     sees_steps: bool
     replaces: bool
+    restarts: int
     server: Mapping[str, Any]
     engine: str
 
@@ -49,6 +55,6 @@ def job_of(line: bytes) -> WorkerJob:
     return WorkerJob(**json.loads(line))
 
 
-def socket_path(folder: Path, number: int) -> Path:
+def socket_path(home: Path, number: int) -> Path:
     """Return the path of a process's private socket."""
-    return folder / f"{SOCKET_PREFIX}{number}"
+    return home / f"{SOCKET_PREFIX}{number}"

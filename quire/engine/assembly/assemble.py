@@ -24,6 +24,7 @@ from quire.base.log import Log
 from quire.base.report import Report
 from quire.base.user_path import user_path
 from quire.config.groups import EngineConfig, ExecutorConfig
+from quire.config.kv_events import read_kv_events
 from quire.config.machine import machine_memory, num_compute_threads
 from quire.config.memory import NO_DRAFT, DraftNeeds, MemoryPlan, mib, plan_memory
 from quire.engine.assembly.drafts import make_drafter
@@ -72,6 +73,7 @@ from quire.weights.pack_cache import PackCache
 if TYPE_CHECKING:
     from quire.engine.assembly.drafting import SizedDrafting
     from quire.engine.assembly.expert_loads import ExpertLoads
+    from quire.engine.kv_events.publisher import KVEventPublisher
     from quire.runner.tapped_runner import Taps
     from quire.transfer.folder import TierFolder
 
@@ -89,6 +91,7 @@ class Engine:
     close_drafts: Callable[[], None]  # frees a draft model
     watched: Callable[[Inbox], Inbox]  # an inbox that also ends where a rank is lost
     trace: TraceFile | None = None
+    kv_events: KVEventPublisher | None = None
 
 
 def assemble(
@@ -192,6 +195,7 @@ def _assembled(
     warm_up(runner, limits, num_blocks=memory.num_blocks)
     cost = measure_cost(runner, limits, memory.num_blocks, clock) if limits.step_budget_ms else None
     drafter = _drafter(config, limits, model, executor, clock, report, taps)
+    kv_events = _kv_events(config, report)
     scheduler = make_scheduler(
         config,
         limits,
@@ -204,6 +208,7 @@ def _assembled(
         window=program.caches[0].window,
         operations=partial(BlockOperations, timed=True),
         draft_source=drafter,
+        events=kv_events,
     )
     runner.tables.grammars.wait = TimedMaskWaits(scheduler.history.mask_waits, clock)
     core = EngineCore(
@@ -223,16 +228,13 @@ def _assembled(
             max_draft_tokens=config.scheduler.max_draft_tokens,
             speculates=config.scheduler.speculate != "off",
         ),
-        notes=(
-            *memory.text().splitlines(),
-            *([] if model.drafting is None else model.drafting.notes(memory.max_model_len)),
-            *([] if tier is None else [tier.note]),
-        ),
+        notes=(*_notes(model), *([] if tier is None else [tier.note])),
         step_tokens=model.step_limits.max_tokens,
         num_layers=num_layers,
         ops_done=lambda: executor.ops_done,
         close_drafts=_nothing if drafter is None else drafter.close,
         watched=_watched(config, executor),
+        kv_events=kv_events,
     )
 
 
@@ -382,6 +384,13 @@ def _drafter(
     return make(proposer=proposer, drafter=drafting.drafter_class)
 
 
+def _notes(model: _SizedModel) -> list[str]:
+    """Return lines about memory, and about what makes drafts."""
+    drafting, memory = model.drafting, model.memory
+    drafts = [] if drafting is None else drafting.notes(memory.max_model_len)
+    return [*memory.text().splitlines(), *drafts]
+
+
 def _watched(config: EngineConfig, executor: Executor) -> Callable[[Inbox], Inbox]:
     if config.executor.tensor_parallel_size == 1:
         return lambda inbox: inbox
@@ -401,6 +410,26 @@ def _expert_loads(program: Program, executor: Executor) -> ExpertLoads | None:
 def _split_degree(settings: ExecutorConfig) -> int:
     """Return the degree of a parallelism that splits sums, on which answers depend."""
     return settings.tensor_parallel_size if settings.tp_mode == "fast" else 1
+
+
+def _kv_events(config: EngineConfig, report: Report) -> KVEventPublisher | None:
+    if config.cache.kv_events_config is None:
+        return None
+    settings = read_kv_events(config.cache.kv_events_config)
+    if not settings.is_on:
+        return None
+    from quire.engine.kv_events.publisher import KVEventPublisher  # only if asked for
+
+    log = Log("engine")
+    for endpoint in settings.remote_endpoints:
+        log.warning("KV events hold prompt tokens, and other machines may read them", at=endpoint)
+    topic = settings.topic
+    if topic is None:
+        topic = f"kv@localhost@{model_name(config.model)}"
+    log.event("publishing KV events", endpoint=settings.endpoint, topic=topic)
+    return KVEventPublisher(
+        settings, topic=topic, block_size=config.cache.block_size, report=report
+    )
 
 
 def _nothing() -> None:

@@ -7,6 +7,8 @@ the executor and the clock. Reads the config, and the file of tenants it names.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
 from quire._native import BlockOperations
 from quire.cache.manager import CacheManager
@@ -22,6 +24,9 @@ from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step_budget import CostModel
+
+if TYPE_CHECKING:
+    from quire.cache.reporting import BlockEvents
 
 
 def scheduler_limits(
@@ -70,14 +75,21 @@ def make_scheduler(
     window: int = 0,
     operations: Callable[..., BlockOperations] = BlockOperations,
     draft_source: DraftSource | None = None,
+    events: BlockEvents | None = None,
 ) -> Scheduler:
     """Return a scheduler over a fresh cache of `num_blocks`.
 
     Only blocks that the model of `fingerprint` has computed are found. cost: where limits have a
     step_budget_ms. tier: the places of a tier, where there is one. prices: what steps cost, until
     some were timed. window, operations: see CacheManager. draft_source: see Scheduler.
+    events: receives which blocks become findable.
     """
-    cache = CacheManager(
+    make_cache: Callable[..., CacheManager] = CacheManager
+    if events is not None:
+        from quire.cache.reporting import ReportingCacheManager  # only if asked for
+
+        make_cache = partial(ReportingCacheManager, events=events)
+    cache = make_cache(
         num_blocks,
         config.cache.block_size,
         prefix_caching=config.cache.enable_prefix_caching,

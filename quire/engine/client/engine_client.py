@@ -298,6 +298,11 @@ class EngineClient:
             self._timelines.fail(_not_sent())
         return await answer
 
+    def refusal(self) -> QuireError | None:
+        """Return the error of requests that arrive now; None while the engine takes them."""
+        is_dead = self.dead.is_set()
+        return WorkerError(f"the engine is gone: {self.health().reason}") if is_dead else None
+
     def health(self) -> Health:
         """Progress: ok only in state ready, and if something is computed while work is pending."""
         reason = ""

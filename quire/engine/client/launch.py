@@ -107,6 +107,10 @@ class EngineProcess:
                 self._failure += os.read(self._failure_fd, MAX_FAILURE_BYTES)
         return self._failure
 
+    def kill(self) -> None:
+        """End the process at once; `wait` reports it."""
+        self._popen.kill()
+
     def end(self, timeout_s: float) -> None:
         """Close its input, give it `timeout_s` to exit, then kill it; remove the directory."""
         if self._popen.stdin is not None:

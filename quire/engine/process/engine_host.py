@@ -48,6 +48,8 @@ def run_engine(
             ending.callback(core.grammars.close)
         ending.callback(core.runner.close)
         ending.callback(engine.close_drafts)
+        if engine.kv_events is not None:
+            ending.callback(engine.kv_events.close)
         heartbeat = Heartbeat(
             core.steps,
             ops_done=engine.ops_done,

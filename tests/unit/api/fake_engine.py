@@ -28,6 +28,7 @@ from quire.base.engine_snapshot import (
     TierSnapshot,
 )
 from quire.base.engine_stats import EngineStats
+from quire.base.errors import QuireError, WorkerError
 from quire.base.log import Log
 from quire.base.rare_records import POOL_SCALE, PooledSums
 from quire.base.records import FinishReason, RequestTimes
@@ -244,6 +245,9 @@ class FakeEngine:
             pending=len(self.asked),
             steps_total=1,
         )
+
+    def refusal(self) -> QuireError | None:
+        return WorkerError("the engine is gone: it was killed") if self.dead.is_set() else None
 
     def num_waiting(self, request_id: str) -> int:
         return 0

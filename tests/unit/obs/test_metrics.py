@@ -86,6 +86,7 @@ MOVES: list[tuple[str, Callable[[Metrics], None], float]] = [
         lambda metrics: metrics.answered(route="/v1/models", status=200),
         1,
     ),
+    ("quire_engine_restarts_total", engine(restarts_total=2), 2),
     ("quire_batch_rows_sum", engine(steps_total=1, step_rows=3), 3),
     ("quire_batch_tokens_sum", engine(steps_total=1, step_tokens=40), 40),
     ("quire_running_requests", engine(running=4), 4),

@@ -1,0 +1,175 @@
+"""python -m bench.fleet: many streams through `quire route` while replicas die at random.
+
+Replicas are servers of the built-in model on this machine. A schedule drawn from a seed kills them,
+stops them, drains them and kills their engines; all are started again. Before, each request is sent
+alone to one replica; every answer through the router must have the same bytes. The router's
+processor time per request and per streamed token is taken without faults, before. Writes
+bench/results/fleet.json, and exits with 1 if an answer was wrong, lost or repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bench.compare import quire_state
+from bench.fleet.clients import CASES, Case, Clients, answers_alone
+from bench.fleet.faults import Faults
+from bench.fleet.processes import Replicas, Router
+from bench.frontend.servers import REPOSITORY
+from quire.bench.machine import machine_card
+
+# Without faults: requests of one token, and rounds of streams.
+SHORT_REQUESTS = 400
+QUIET_ROUNDS = 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--streams", type=int, default=1000, help="open at once")
+    parser.add_argument("--minutes", type=float, default=10.0, help="with faults")
+    parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=7, help="of the schedule of faults")
+    parser.add_argument("--pause-seconds", type=float, default=6.0, help="mean time between faults")
+    parser.add_argument("--stall-seconds", type=float, default=2.0, help="of the router")
+    parser.add_argument("--policy", default="least-tokens", help="of the router")
+    parser.add_argument(
+        "--limit-seconds", type=float, default=600.0, help="an answer that takes longer is lost"
+    )
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "bench/results/fleet.json")
+    args = parser.parse_args()
+    result = run(
+        streams=args.streams,
+        seconds=60 * args.minutes,
+        num_replicas=args.replicas,
+        seed=args.seed,
+        pause_s=args.pause_seconds,
+        stall_s=args.stall_seconds,
+        policy=args.policy,
+        limit_s=args.limit_seconds,
+    )
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({name: result[name] for name in ("done", "faults", "router")}, indent=1))
+    sys.exit(1 if result["wrong"] else 0)
+
+
+def run(
+    *,
+    streams: int,
+    seconds: float,
+    num_replicas: int,
+    seed: int,
+    pause_s: float,
+    stall_s: float,
+    policy: str = "least-tokens",
+    limit_s: float = 600.0,
+    max_faults: int | None = None,
+    short_requests: int = SHORT_REQUESTS,
+) -> dict[str, Any]:
+    """Run all parts and return the result. max_faults: end after so many, whatever the time."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Replicas(num_replicas, Path(folder), max_streams=streams) as replicas,
+    ):
+        cases = answers_alone(replicas.ports[0], CASES)
+        flags = ("--policy", policy, "--stall-seconds", str(stall_s), "--probe-seconds", "0.25")
+        with Router(replicas.file, "--max-open-requests", str(2 * streams + 64), *flags) as router:
+            cost = _cost(router, cases, streams, short_requests, limit_s)
+            clients = Clients(router.port, cases, limit_s=limit_s)
+            faults = Faults(replicas, router, seed=seed, pause_s=pause_s)
+            asyncio.run(_under_faults(clients, faults, streams, seconds, max_faults))
+            metrics = router.metrics()
+    return {
+        "bench": "fleet",
+        "machine": machine_card(),
+        "quire": quire_state(),
+        "replicas": num_replicas,
+        "streams": streams,
+        "seconds": seconds,
+        "policy": policy,
+        "stall_s": stall_s,
+        "done": {
+            "answers": clients.num_done,
+            "refused": clients.num_refused,
+            "by_case": dict(clients.done),
+        },
+        "wrong": clients.wrong,
+        "faults": faults.summary(),
+        "router": {**cost, **_resumed(metrics)},
+    }
+
+
+async def _under_faults(
+    clients: Clients, faults: Faults, streams: int, seconds: float, max_faults: int | None
+) -> None:
+    """Stream while faults happen; all replicas are back at the end."""
+    injecting = asyncio.ensure_future(faults.run(seconds, max_faults))
+    try:
+        await clients.run(streams, lambda _: not injecting.done())
+        await injecting
+    finally:
+        injecting.cancel()
+        await asyncio.gather(injecting, return_exceptions=True)
+        await faults.end()
+
+
+def _cost(
+    router: Router, cases: list[Case], streams: int, short_requests: int, limit_s: float
+) -> dict[str, Any]:
+    """Return the router's processor time per request and per streamed token, in microseconds."""
+    warm = Clients(router.port, cases, limit_s=limit_s)
+    asyncio.run(warm.run(min(streams, 32), lambda done: done < 1))
+    before_s = router.cpu_s()
+    short = Clients(router.port, cases, limit_s=limit_s)
+    asyncio.run(short.short_requests(short_requests))
+    short_s = router.cpu_s() - before_s
+    tokens, before_s = router.metrics()["quire_router_streamed_tokens_total"], router.cpu_s()
+    quiet = Clients(router.port, cases, limit_s=limit_s)
+    asyncio.run(quiet.run(streams, lambda done: done < QUIET_ROUNDS))
+    quiet_s = router.cpu_s() - before_s
+    tokens = router.metrics()["quire_router_streamed_tokens_total"] - tokens
+    request_s = short_s / max(short_requests, 1)
+    per_token_s = max(quiet_s - request_s * quiet.num_done, 0.0) / max(tokens, 1.0)
+    return {
+        "cpu_us_per_request": round(1e6 * request_s, 1),
+        "cpu_us_per_streamed_token": round(1e6 * per_token_s, 1),
+        "streamed_tokens_without_faults": int(tokens),
+        "wrong_without_faults": [*warm.wrong, *short.wrong, *quiet.wrong],
+    }
+
+
+def _resumed(metrics: Mapping[str, float]) -> dict[str, Any]:
+    """Return what the router counted."""
+    prefix = "quire_router_resume_seconds_bucket"
+    buckets = {
+        name.split('"')[1]: int(value) for name, value in metrics.items() if name.startswith(prefix)
+    }
+    return {
+        "resumed_streams": int(metrics.get("quire_router_resumed_streams_total", 0)),
+        "broken_streams": int(_sum(metrics, "quire_router_broken_streams_total")),
+        "retries": int(_sum(metrics, "quire_router_retries_total")),
+        "resume_seconds_at_most": buckets,
+        "resume_mean_s": round(
+            metrics.get("quire_router_resume_seconds_sum", 0.0)
+            / max(metrics.get("quire_router_resume_seconds_count", 0.0), 1.0),
+            4,
+        ),
+    }
+
+
+def _sum(metrics: Mapping[str, float], family: str) -> float:
+    return sum(value for name, value in metrics.items() if name.partition("{")[0] == family)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Faults: what happens to replicas while streams run, drawn from a seed.
+
+    kill      SIGKILL of the server; started again at once
+    stop      SIGSTOP of the server for some seconds
+    drain     SIGTERM; started again once it has ended
+    engine    SIGKILL of the engine; the server starts it again itself
+    hang      SIGSTOP of the engine; the server notices, and starts it again
+
+Always holds: a fault comes only while another replica is available to the router. The time until
+the router no longer uses the replica is its detection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import statistics
+from collections import Counter
+from typing import Any
+
+from bench.fleet.processes import Replica, Replicas, Router
+
+KINDS = ("kill", "stop", "drain", "engine", "hang")
+_STOPPED_S = (3.0, 8.0)
+_LOOK_S = 0.05
+_MIN_OPEN = 2
+_DETECT_S = 30.0
+_READY_S = 120.0
+
+
+class Faults:
+    """pause_s: mean time between two faults."""
+
+    def __init__(self, replicas: Replicas, router: Router, *, seed: int, pause_s: float) -> None:
+        self._replicas = replicas
+        self._router = router
+        self._chance = random.Random(seed)
+        self._pause_s = pause_s
+        self._count: Counter[str] = Counter()
+        self._detection_s: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        self._undetected: Counter[str] = Counter()
+
+    async def run(self, seconds: float, max_faults: int | None = None) -> None:
+        """Inject faults for some time, or so many. Each is over before the next begins."""
+        end_s = _now_s() + seconds
+        kinds: list[str] = []
+        while _now_s() < end_s and (max_faults is None or self.num_faults < max_faults):
+            await asyncio.sleep(self._chance.uniform(0.3, 1.7) * self._pause_s)
+            if not kinds:  # each kind as often as any other
+                kinds = self._chance.sample(KINDS, len(KINDS))
+            replica = self._chance.choice(self._replicas.all)
+            if await self._others_serve(replica):
+                await self._inject(kinds.pop(), replica)
+
+    async def end(self) -> None:
+        """Bring all replicas back."""
+        for replica in self._replicas.all:
+            replica.signal(signal.SIGCONT)
+            if not replica.is_running:
+                replica.start()
+
+    @property
+    def num_faults(self) -> int:
+        """Faults so far."""
+        return self._count.total()
+
+    def summary(self) -> dict[str, Any]:
+        """Return the counts, and the times until the router noticed."""
+        return {
+            kind: {
+                "count": self._count[kind],
+                "not_noticed": self._undetected[kind],
+                "detection_median_s": round(statistics.median(times), 3) if times else None,
+                "detection_max_s": round(max(times), 3) if times else None,
+            }
+            for kind, times in self._detection_s.items()
+        }
+
+    async def _inject(self, kind: str, replica: Replica) -> None:
+        self._count[kind] += 1
+        if kind == "kill":
+            replica.signal(signal.SIGKILL)
+        elif kind == "stop":
+            replica.signal(signal.SIGSTOP)
+        elif kind == "drain":
+            replica.signal(signal.SIGTERM)
+        else:
+            replica.signal_engine(signal.SIGKILL if kind == "engine" else signal.SIGSTOP)
+        began_s = _now_s()
+        limit_s = self._chance.uniform(*_STOPPED_S) if kind == "stop" else _DETECT_S
+        is_noticed = await self._until(lambda: not self._is_available(replica), limit_s)
+        if is_noticed:
+            self._detection_s[kind].append(_now_s() - began_s)
+        else:
+            self._undetected[kind] += 1
+        if kind == "stop":
+            await asyncio.sleep(max(limit_s - (_now_s() - began_s), 0.0))
+            replica.signal(signal.SIGCONT)
+        elif kind in ("kill", "drain"):
+            await asyncio.to_thread(replica.wait, _READY_S)
+            replica.start()
+        if not await self._until(lambda: self._is_available(replica), _READY_S):
+            raise SystemExit(f"a replica did not come back after {kind}")
+
+    async def _others_serve(self, replica: Replica) -> bool:
+        """Return whether the router sends requests to another replica: one that has just come back
+        may be available and have an open circuit breaker."""
+        states = await asyncio.to_thread(self._states)
+        return any(
+            state["available"] and state["open"] >= _MIN_OPEN
+            for url, state in states.items()
+            if url != replica.url
+        )
+
+    def _states(self) -> dict[str, dict[str, Any]]:
+        return {one["url"]: one for one in json.loads(self._router.get("/health"))["replicas"]}
+
+    def _is_available(self, replica: Replica) -> bool:
+        return bool(self._states()[replica.url]["available"])
+
+    async def _until(self, condition: Any, limit_s: float) -> bool:
+        end_s = _now_s() + limit_s
+        while not await asyncio.to_thread(condition):
+            if _now_s() > end_s:
+                return False
+            await asyncio.sleep(_LOOK_S)
+        return True
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

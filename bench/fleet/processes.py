@@ -1,0 +1,221 @@
+"""The processes of a fleet: replicas that can be killed, stopped and started again, and a router.
+
+A replica keeps its port, so that it comes back under its address. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from bench.frontend.servers import REPOSITORY, cpu_s
+
+_READY_S = 120.0
+_END_S = 20.0
+_FLAGS = (
+    *("--threads", "1", "--kv-touch-ahead", "0"),
+    *("--restart-engine", "--restart-limit", "1000", "--watchdog-seconds", "5"),
+)
+
+
+class Replica:
+    """One server of the built-in model at `port`."""
+
+    def __init__(self, port: int, log: Path, max_streams: int) -> None:
+        self.port = port
+        self._log = log
+        # Any replica may have to take all streams; one that continues should not wait for a slot.
+        self._words = (
+            *("--port", str(port), "--max-num-seqs", str(max_streams)),
+            *("--max-queued-requests", str(2 * max_streams), *_FLAGS),
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start the server; does not wait for it."""
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "quire", "serve", "", *self._words],
+                stdout=log,
+                stderr=log,
+                cwd=REPOSITORY,
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its process runs, stopped or not."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether /health answers 200."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+        finally:
+            connection.close()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the server's process."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def signal_engine(self, number: int) -> None:
+        """Send a signal to the engine process, which the server starts again."""
+        if self._process is None:
+            return
+        pid = self._process.pid
+        with suppress(OSError):
+            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                os.kill(int(child), number)
+
+    def wait(self, timeout_s: float = _END_S) -> None:
+        """Wait for its end; kill it where it does not come."""
+        if self._process is None:
+            return
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def close(self) -> None:
+        """End it, whatever its state."""
+        if self.is_running:
+            self.signal(signal.SIGKILL)
+        self.wait()
+
+
+class Replicas:
+    """`count` replicas, ready, and the file that names them."""
+
+    def __init__(self, count: int, folder: Path, *, max_streams: int) -> None:
+        self.ports = _free_ports(count)
+        self.all = [Replica(port, folder / f"{port}.log", max_streams) for port in self.ports]
+        self.file = folder / "replicas"
+        self.file.write_text("".join(f"{one.url}\n" for one in self.all))
+        self._folder = folder
+
+    def __enter__(self) -> Replicas:
+        try:
+            for replica in self.all:
+                replica.start()
+            end_s = time.monotonic() + _READY_S
+            while not all(replica.is_ready for replica in self.all):
+                if time.monotonic() > end_s or not all(one.is_running for one in self.all):
+                    raise SystemExit(f"a replica did not start: {self._logs()}")
+                time.sleep(0.1)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all."""
+        for replica in self.all:
+            replica.close()
+
+    def _logs(self) -> str:
+        return "\n".join(log.read_text()[-600:] for log in self._folder.glob("*.log"))
+
+
+class Router:
+    """`quire route` before the replicas of `file`."""
+
+    def __init__(self, file: Path, *flags: str) -> None:
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
+        words = ("--replicas-file", str(file), "--port", "0", *flags)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "quire", "route", *words],
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        )
+        assert self._process.stdout is not None, "it was asked for a pipe"
+        found = re.search(r":(\d+),", self._process.stdout.readline())
+        if found is None:
+            raise SystemExit(f"the router did not start: {self._output()}")
+        self.port = int(found[1])
+
+    def __enter__(self) -> Router:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdout is not None, "it was asked for a pipe"
+        self._process.stdout.close()
+        self._log.close()
+
+    def get(self, path: str) -> bytes:
+        """Return the body of a GET."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().read()
+        finally:
+            connection.close()
+
+    def metrics(self) -> dict[str, float]:
+        """Return all samples by name and labels."""
+        lines = self.get("/metrics").decode().splitlines()
+        pairs = [line.rpartition(" ") for line in lines if line and not line.startswith("#")]
+        return {name: float(value) for name, _, value in pairs}
+
+    def cpu_s(self) -> float:
+        """Return the processor time so far."""
+        return sum(cpu_s(self._process.pid).values())
+
+    def _output(self) -> str:
+        self._log.seek(0)
+        return self._log.read()[-600:]
+
+
+def _free_ports(count: int) -> list[int]:
+    """Return ports that are free now; the replicas take them at once and keep them."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()

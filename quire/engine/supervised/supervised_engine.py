@@ -1,0 +1,298 @@
+"""SupervisedEngine: an engine that is started again when it dies, seen from an event loop.
+
+It has the interface of EngineClient. A dead engine, or one that makes no progress while work is
+pending, is replaced by another that loads the same model; open requests go on there
+(supervised_request.py). Knows no HTTP, and no processes: Successors start them. Always holds: every
+open request ends, by a finish reason or by an error; answers come from one fingerprint only; `dead`
+is set when there will be no further engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Protocol
+
+from quire.base.cache_usage import CacheReport
+from quire.base.clock import Clock
+from quire.base.engine_snapshot import EngineSnapshot
+from quire.base.engine_stats import EngineStats
+from quire.base.errors import OverloadedError, QuireError, WorkerError
+from quire.base.log import Log
+from quire.base.sampling_params import SamplingParams
+from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.model_card import EngineState, Health, ModelCard
+from quire.engine.output.text_delta import PLAIN_TEXT, TextDelta, TextRules
+from quire.engine.process.messages import TimelinesReported
+from quire.engine.supervised.supervised_request import Call, Life, SupervisedRequest
+from quire.text.chat_template import ChatTemplate
+from quire.text.tokenizer import Tokenizer
+
+# How often progress is checked, at most.
+_LOOK_S = 0.25
+_MAX_STALLED = 3
+# A message that could not be sent is the first sign of a death; so long until the death is known.
+_DEATH_S = 2.0
+# `retry-after` before the duration of a start is known.
+_USUAL_START_S = 5.0
+
+
+class Successors(Protocol):
+    """Starts engines, or waits for those that a supervisor starts."""
+
+    @property
+    def num_restarts(self) -> int:
+        """Restarts so far."""
+
+    def kill(self, reason: str) -> None:
+        """End the engine that runs, which makes no progress."""
+
+    async def next(self, reason: str) -> EngineClient:
+        """Return a client of the next engine once it is ready. Raises QuireError if there will be
+        none. reason: of the death of the one before."""
+
+
+class SupervisedEngine:
+    """first: a client of the engine that was started first."""
+
+    card: ModelCard
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+    def __init__(self, first: EngineClient, successors: Successors, log: Log) -> None:
+        self.stats = EngineStats()
+        self.on_stats: Callable[[EngineStats], None] | None = None
+        self.dead = asyncio.Event()
+        self._successors = successors
+        self._log = log
+        self._clock = Clock()
+        self._life = Life(first, asyncio.Lock())
+        self._changed = asyncio.Event()  # another life has begun, or there will be none
+        self._fault: QuireError | None = None
+        self._reason = ""
+        self._start_s = _USUAL_START_S
+        self._num_open = 0
+        self._closed = False
+        self._supervising: asyncio.Future[None] | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines of the engine about its start."""
+        return self._life.client.notes
+
+    @property
+    def loading(self) -> tuple[int, int]:
+        """Bytes of the weights that are loaded, and all."""
+        return self._life.client.loading
+
+    async def ready(self) -> None:
+        """Wait for the first engine. Raises what kept it from starting."""
+        first = self._life.client
+        await first.ready()
+        self.card, self.tokenizer, self.template = first.card, first.tokenizer, first.template
+        self._follow(first)
+        self._supervising = asyncio.ensure_future(self._supervise())
+
+    def default_sampling(self) -> SamplingParams:
+        """Sampling parameters with the model's generation defaults."""
+        return self._life.client.default_sampling()
+
+    def check(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Raise the RequestError that `generate` would raise for these, if any."""
+        self._life.client.check(prompt_ids, sampling)
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        first_stream: int = 0,
+        cache_salt: str = "",
+        terms: SchedulingParams = DEFAULT_SCHEDULING,
+        text_rules: TextRules = PLAIN_TEXT,
+        output_ids: Sequence[int] = (),
+    ) -> AsyncGenerator[TextDelta, None]:
+        """As EngineClient.generate; also PoisonRequest, where engines die with the request."""
+        call = Call(
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            request_id=request_id,
+            first_stream=first_stream,
+            cache_salt=cache_salt,
+            terms=terms,
+            text_rules=text_rules,
+            output_ids=output_ids,
+        )
+        self._num_open += 1
+        try:
+            async with aclosing(SupervisedRequest(self, call).deltas()) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            self._num_open -= 1
+
+    def num_waiting(self, request_id: str) -> int:
+        """Return the number of unread deltas of a request; 0 where it is not known."""
+        return self._life.client.num_waiting(request_id)
+
+    async def cache_report(self, *, num_prefixes: int = 0) -> CacheReport:
+        """What the prefix cache of the running engine holds."""
+        return await self._running().cache_report(num_prefixes=num_prefixes)
+
+    async def flush_cache(self) -> int:
+        """Nothing computed until now is found again; how many blocks were findable."""
+        return await self._running().flush_cache()
+
+    async def engine_snapshot(self) -> EngineSnapshot:
+        """Return the queue, the running batch and the KV blocks as of now."""
+        return await self._running().engine_snapshot()
+
+    async def timelines(self, request_id: str) -> TimelinesReported:
+        """Return the timelines of the running engine's streams of a request."""
+        return await self._running().timelines(request_id)
+
+    def refusal(self) -> QuireError | None:
+        """Return the error of requests that arrive now; None while an engine runs."""
+        if self._fault is not None:
+            return WorkerError(f"the engine is gone: {self._fault}")
+        if self._life.client.dead.is_set():
+            return OverloadedError(
+                f"the engine is being restarted ({self._why_down()}); try again",
+                retry_after_s=max(self._start_s, 1.0),
+            )
+        return None
+
+    def health(self) -> Health:
+        """As EngineClient.health; between two engines the state is "restarting"."""
+        if self._fault is not None:
+            return self._health_of("dead", str(self._fault))
+        if self._life.client.dead.is_set():
+            return self._health_of("restarting", f"the engine is restarted: {self._why_down()}")
+        return self._life.client.health()
+
+    async def close(self) -> None:
+        """End the engine; open requests get WorkerError. Does not set `dead`."""
+        self._closed = True
+        if self._supervising is not None:
+            self._supervising.cancel()
+            await asyncio.gather(self._supervising, return_exceptions=True)
+        self._fault = self._fault or WorkerError("the engine was closed")
+        self._changed.set()
+        await self._life.client.close()
+
+    # ---- the engines, as SupervisedRequest sees them
+
+    async def now(self) -> Life:
+        """Return the engine that serves; waits while there is none. Raises QuireError."""
+        while True:
+            if self._fault is not None:
+                raise self._fault
+            if not self._life.client.dead.is_set():
+                return self._life
+            await self._changed.wait()
+
+    async def has_died(self, life: Life, error: QuireError) -> bool:
+        """Return whether an error of a request came from the death of its engine."""
+        dead = life.client.dead
+        if not dead.is_set() and isinstance(error, WorkerError) and not self._closed:
+            try:
+                await asyncio.wait_for(dead.wait(), _DEATH_S)
+            except TimeoutError:
+                return False
+        return dead.is_set()
+
+    # ---- supervision
+
+    async def _supervise(self) -> None:
+        try:
+            while True:
+                await self._until_dead(self._life.client)
+                self._reason = self._life.client.health().reason
+                self._log.error(
+                    "the engine died and is restarted", reason=self._reason, open=self._num_open
+                )
+                await self._life.client.close()
+                began_ms = self._clock.now_ms()
+                client = await self._next()
+                self._start_s = (self._clock.now_ms() - began_ms) / 1000.0
+                self._follow(client)
+                self._life = Life(client, asyncio.Lock())
+                self._changed.set()
+                self._changed = asyncio.Event()
+                self._log.event(
+                    "the engine was restarted",
+                    restarts=self._successors.num_restarts,
+                    took_ms=round(self._start_s * 1000),
+                    open=self._num_open,
+                )
+        except QuireError as error:
+            self._end(error)
+        except Exception as error:  # a bug: end the server rather than leave it without an engine
+            self._end(WorkerError(f"the engine cannot be restarted: {error!r}"))
+            raise
+
+    async def _until_dead(self, client: EngineClient) -> None:
+        """Wait for the death of an engine; end one that makes no progress."""
+        num_stalled = 0
+        while not client.dead.is_set():
+            try:
+                await asyncio.wait_for(client.dead.wait(), _LOOK_S)
+            except TimeoutError:
+                health = client.health()
+                # Once may be because this process was stopped and has read no messages since.
+                num_stalled = num_stalled + 1 if health.state == "ready" and not health.ok else 0
+                if num_stalled == _MAX_STALLED:
+                    self._log.error("the engine makes no progress", reason=health.reason)
+                    self._successors.kill(health.reason)
+
+    async def _next(self) -> EngineClient:
+        client = await self._successors.next(self._reason)
+        if client.card.fingerprint != self.card.fingerprint:
+            await client.close()
+            raise WorkerError(
+                f"the restarted engine has fingerprint {client.card.fingerprint} and open answers "
+                f"have {self.card.fingerprint}: the model's files have changed; start the server "
+                "again"
+            )
+        # Those that open requests and templates were read with.
+        client.tokenizer, client.template = self.tokenizer, self.template
+        return client
+
+    def _follow(self, client: EngineClient) -> None:
+        """Pass on the counters of an engine, beginning with the latest."""
+        client.on_stats = self._see
+        self._see(client.stats)
+
+    def _see(self, stats: EngineStats) -> None:
+        if self._successors.num_restarts:
+            stats = replace(stats, restarts_total=self._successors.num_restarts)
+        self.stats = stats
+        if self.on_stats is not None:
+            self.on_stats(stats)
+
+    def _end(self, error: QuireError) -> None:
+        self._fault = error
+        self._changed.set()
+        self.dead.set()
+
+    def _running(self) -> EngineClient:
+        refusal = self.refusal()
+        if refusal is not None:
+            raise refusal
+        return self._life.client
+
+    def _why_down(self) -> str:
+        return self._life.client.health().reason
+
+    def _health_of(self, state: EngineState, reason: str) -> Health:
+        return Health(
+            ok=False,
+            state=state,
+            reason=reason,
+            pending=self._num_open,
+            steps_total=self.stats.steps_total,
+        )

@@ -1,0 +1,217 @@
+"""SupervisedRequest: the deltas of one request, from as many engines as it takes.
+
+Where an engine dies, each choice continues at the next engine from what was delivered of it.
+Rankings (beams, best_of) and embeddings have delivered nothing before their end and are computed
+anew. Always holds: the client sees the deltas of one engine that never died; a request with which
+two engines in a row died, without a token between, is not tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from quire.base.errors import OverloadedError, PoisonRequest, QuireError
+from quire.base.sampling_params import SamplingParams
+from quire.base.scheduling_params import SchedulingParams
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.interleaving import interleaved
+from quire.engine.output.text_delta import TextDelta, TextRules
+from quire.engine.supervised.choice_journal import ChoiceJournal
+
+MAX_DEATHS = 2
+# Requests that continue are sent one after the other, each once the one before has a token, so that
+# an engine that dies again died with one of them. A long prompt or a full engine delays the next by
+# this much.
+_TURN_S = 1.0
+# So long a request that continues tries to enter a full queue.
+_FULL_S = 30.0
+_RETRY_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """The arguments of Engine.generate."""
+
+    prompt_ids: Sequence[int]
+    sampling: SamplingParams
+    request_id: str
+    first_stream: int
+    cache_salt: str
+    terms: SchedulingParams
+    text_rules: TextRules
+    output_ids: Sequence[int]
+
+
+@dataclass(slots=True, eq=False)
+class Life:
+    """One engine from its start to its death. turns: of requests that continue with it."""
+
+    client: EngineClient
+    turns: asyncio.Lock
+
+
+class Lives(Protocol):
+    """The engines, one after another."""
+
+    async def now(self) -> Life:
+        """Return the engine that serves; waits while there is none. Raises QuireError where there
+        will be none."""
+
+    async def has_died(self, life: Life, error: QuireError) -> bool:
+        """Return whether an error of a request came from the death of its engine."""
+
+
+class SupervisedRequest:
+    """One call of generate."""
+
+    def __init__(self, lives: Lives, call: Call) -> None:
+        self._lives = lives
+        # One seed for all engines; none is drawn for a request that has one.
+        self._call = replace(call, sampling=call.sampling.resolve())
+        self._journals: dict[int, ChoiceJournal] = {}  # by stream
+        self._num_deaths = 0
+        self._progress = 0  # prompt tokens that were reported
+        self._was_sent = False
+        self._has_moved = False  # since it was sent to the engine that runs
+        self._full_since_s: float | None = None
+
+    async def deltas(self) -> AsyncGenerator[TextDelta, None]:
+        """Yield the deltas. Raises as Engine.generate does."""
+        is_first = True
+        while True:
+            life = await self._lives.now()
+            self._was_sent = self._has_moved = False
+            run = self._sent(life) if is_first else self._resent(life)
+            is_first = False
+            try:
+                async with aclosing(run) as deltas:
+                    async for delta in deltas:
+                        yield delta
+                return
+            except QuireError as error:
+                if await self._lives.has_died(life, error):
+                    self._count_death(error)
+                else:
+                    await self._wait_for_room(error)
+
+    def _count_death(self, error: QuireError) -> None:
+        """Raises PoisonRequest at the second death without a token between."""
+        if not self._was_sent:
+            return
+        self._num_deaths = 1 if self._has_moved else self._num_deaths + 1
+        if self._num_deaths >= MAX_DEATHS:
+            raise PoisonRequest(
+                f"the engine died {self._num_deaths} times with this request, so it is not tried "
+                f"again; the last time because {error}"
+            ) from error
+
+    async def _wait_for_room(self, error: QuireError) -> None:
+        """Wait before the next try where an engine that is full refused what has begun; raise any
+        other error, and this one after some time."""
+        now_s = asyncio.get_running_loop().time()
+        if self._full_since_s is None:
+            self._full_since_s = now_s
+        has_begun = (self._journals or self._num_deaths) and isinstance(error, OverloadedError)
+        if not has_begun or now_s - self._full_since_s > _FULL_S:
+            raise error
+        await asyncio.sleep(_RETRY_S)
+
+    async def _resent(self, life: Life) -> AsyncGenerator[TextDelta, None]:
+        """Send the request when its turn has come; the turn ends with its first token."""
+        turn = Turn(life.turns)
+        await turn.take()
+        try:
+            async with aclosing(self._continued(life)) as deltas:
+                async for delta in deltas:
+                    if delta.prompt_progress is None:
+                        turn.leave()
+                    yield delta
+        finally:
+            turn.leave()
+
+    def _sent(self, life: Life) -> AsyncGenerator[TextDelta, None]:
+        return self._noted(life, self._call)
+
+    def _continued(self, life: Life) -> AsyncGenerator[TextDelta, None]:
+        """Return what follows the deltas that were delivered."""
+        if not self._journals:
+            return self._noted(life, self._call)
+        first, sampling = self._call.first_stream, self._call.sampling
+        runs = []
+        for stream in range(first, first + sampling.num_sequences):
+            journal = self._journals.setdefault(stream, ChoiceJournal(self._call.output_ids))
+            if not journal.has_ended:
+                runs.append(self._noted(life, self._rest_of(stream, journal)))
+        return runs[0] if len(runs) == 1 else interleaved(runs)
+
+    def _rest_of(self, stream: int, journal: ChoiceJournal) -> Call:
+        """Return the call that continues one choice."""
+        call, sampling = self._call, replace(self._call.sampling, n=1, best_of=None)
+        is_anew = bool(sampling.mirostat)
+        journal.resume(is_anew=is_anew)
+        if any(each.has_prompt_logprobs for each in self._journals.values()):
+            sampling = replace(sampling, prompt_logprobs=None)
+        return replace(
+            call,
+            sampling=sampling,
+            request_id=f"{call.request_id}.{stream}" if call.sampling.n > 1 else call.request_id,
+            first_stream=stream,
+            # It was admitted in time, and has begun.
+            terms=replace(call.terms, deadline_ms=None, ttft_slo_ms=None, report_progress=False),
+            text_rules=replace(call.text_rules, held_tokens=0 if is_anew else journal.held_tokens),
+            output_ids=() if is_anew else tuple(journal.output_ids),
+        )
+
+    async def _noted(self, life: Life, call: Call) -> AsyncGenerator[TextDelta, None]:
+        """Run a call, and note what it delivers."""
+        self._was_sent = not life.client.dead.is_set()
+        stream = life.client.generate(
+            call.prompt_ids,
+            call.sampling,
+            request_id=call.request_id,
+            first_stream=call.first_stream,
+            cache_salt=call.cache_salt,
+            terms=call.terms,
+            text_rules=call.text_rules,
+            output_ids=call.output_ids,
+        )
+        async with aclosing(stream) as deltas:
+            async for delta in deltas:
+                if delta.prompt_progress is not None:
+                    if delta.prompt_progress.processed > self._progress:
+                        self._progress = delta.prompt_progress.processed
+                        yield delta
+                    continue
+                self._full_since_s = None
+                journal = self._journals.get(delta.index)
+                if journal is None:
+                    journal = self._journals[delta.index] = ChoiceJournal(self._call.output_ids)
+                found = journal.continued(delta)
+                if found is not None:
+                    self._has_moved = True
+                    journal.delivered(found)
+                    yield found
+
+
+class Turn:
+    """The right to continue a request now; it is lost after a while, so that others go on."""
+
+    def __init__(self, turns: asyncio.Lock) -> None:
+        self._turns = turns
+        self._limit: asyncio.TimerHandle | None = None
+
+    async def take(self) -> None:
+        """Wait for it."""
+        await self._turns.acquire()
+        self._limit = asyncio.get_running_loop().call_later(_TURN_S, self.leave)
+
+    def leave(self) -> None:
+        """Let the next go on. A second call has no effect."""
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
+            self._turns.release()

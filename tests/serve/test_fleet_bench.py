@@ -1,0 +1,29 @@
+"""Streams through a router while replicas are killed, stopped, drained and hung: none is wrong.
+
+The short form of `python -m bench.fleet`, by counts: no time is judged.
+"""
+
+from __future__ import annotations
+
+from bench.fleet.__main__ import run
+from bench.fleet.faults import KINDS
+
+
+def test_every_answer_equals_the_answer_alone() -> None:
+    found = run(
+        streams=8,
+        seconds=600.0,
+        num_replicas=2,
+        seed=55,  # kills a server, then an engine
+        pause_s=0.2,
+        stall_s=2.0,
+        max_faults=2,
+        short_requests=4,
+    )
+    assert found["wrong"] == found["router"]["wrong_without_faults"] == []
+    assert found["done"]["answers"] >= 8
+    assert found["router"]["resumed_streams"] > 0
+    assert found["router"]["broken_streams"] == 0
+    assert found["router"]["streamed_tokens_without_faults"] > 1000
+    assert sum(found["faults"][kind]["count"] for kind in KINDS) == 2
+    assert found["machine"]["cores"] >= 1

@@ -1,0 +1,308 @@
+"""`quire serve --restart-engine`: answers survive a killed and a stopped engine, byte for byte.
+
+Streams and whole answers have seeds, penalties, grammars, log-probabilities, tools, stop strings,
+several choices, beams and mirostat. What may differ from the answer alone is what names it: its id,
+its time and its count of cached tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.running_server import RunningServer, kill
+
+MODEL = "quire/models/box"
+OPTIONS = {"include_usage": True}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "remember",
+            "parameters": {
+                "type": "object",
+                "properties": {"place": {"type": "string", "maxLength": 60}},
+                "required": ["place"],
+            },
+        },
+    }
+]
+PLAIN: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 440, "ignore_eos": True}
+CHAT: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Tell me of a dog"}],
+    "max_tokens": 300,
+}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {**PLAIN, "seed": 2, "logprobs": 3, "temperature": 1.4}),
+    (
+        "/v1/completions",
+        {**PLAIN, "seed": 3, "repetition_penalty": 1.3, "frequency_penalty": 0.6}
+        | {"presence_penalty": 0.4, "dry_multiplier": 0.8, "min_tokens": 400},
+    ),
+    ("/v1/completions", {**PLAIN, "seed": 4, "stop": ["the end of", "zebra", "\n\n\n"]}),
+    ("/v1/completions", {**PLAIN, "seed": 5, "n": 3, "best_of": 3, "logprobs": 1}),
+    ("/v1/completions", {**PLAIN, "seed": 6, "prompt": ["A dog", "A cat"], "max_tokens": 300}),
+    ("/v1/completions", {**PLAIN, "seed": 7, "mirostat": 2, "max_tokens": 300}),
+    ("/v1/completions", {**PLAIN, "seed": 8, "structured_outputs": {"regex": "[a-z ,]{900,1000}"}}),
+    ("/v1/chat/completions", {**CHAT, "seed": 9, "logprobs": True, "ignore_eos": True}),
+    ("/v1/chat/completions", {**CHAT, "seed": 10, "tools": TOOLS, "tool_choice": "required"}),
+    (
+        "/generate",
+        {"tokens": [5, 9, 11, 40], "seed": 11, "max_tokens": 440, "logprobs": 2}
+        | {"ignore_eos": True, "frequency_penalty": 0.9},
+    ),
+    ("/v1/messages", {**CHAT, "seed": 12, "ignore_eos": True}),
+]
+# Not streamed. Of beams and best_of nothing is known before the end.
+WHOLE: list[tuple[str, dict[str, Any]]] = [
+    CASES[1],
+    CASES[3],
+    CASES[5],
+    CASES[8],
+    ("/v1/completions", {**PLAIN, "use_beam_search": True, "n": 2, "temperature": 0, "seed": 1}),
+    ("/v1/completions", {**PLAIN, "seed": 13, "best_of": 3, "max_tokens": 200}),
+]
+FLAGS = ("--threads", "1", "--restart-engine", "--restart-limit", "50", "--watchdog-seconds", "5")
+
+
+class Streams:
+    """The streams of all cases, read at once by a thread each."""
+
+    def __init__(self, server: RunningServer, cases: list[tuple[str, dict[str, Any]]]) -> None:
+        self.raw = [b""] * len(cases)
+        self._server = server
+        self._threads = [
+            threading.Thread(target=self._read, args=(index, path, body))
+            for index, (path, body) in enumerate(cases)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def until_begun(self, num_bytes: int) -> None:
+        """Wait until each has so many bytes, or its end."""
+        self._server.until(
+            lambda: all(
+                len(raw) >= num_bytes or not thread.is_alive()
+                for raw, thread in zip(self.raw, self._threads, strict=True)
+            ),
+            "events of each stream",
+        )
+
+    def join(self) -> list[bytes]:
+        for thread in self._threads:
+            thread.join()
+        return self.raw
+
+    def _read(self, index: int, path: str, body: dict[str, Any]) -> None:
+        options = {} if path == "/v1/messages" else {"stream_options": OPTIONS}
+        with self._server.stream(path, {**body, **options}) as reader:
+            assert reader.status == 200
+            for line in reader._response:
+                self.raw[index] += line
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    store = tmp_path_factory.mktemp("batches") / "store"
+    flags = ("--convert", "embed", "--batch-store", str(store), "--batch-lines", "2")
+    with RunningServer(MODEL, *FLAGS, *flags) as server:
+        yield server
+
+
+def normal(raw: bytes) -> bytes:
+    """Leave out what names an answer, and put the events of each choice together."""
+    names = rb'"created":\d+|(?:cmpl|chatcmpl|gen|call|msg)[-_][0-9a-f]{24}(?::\d+)?'
+    counts = rb'|"(?:cached_tokens|(?:cache_(?:read|creation)_)?input_tokens)":\d+'
+    raw = re.sub(rb"(?m)^:[^\n]*\n\n", b"", re.sub(names + counts, b"", raw))
+    lines = [line for line in raw.split(b"\n") if line and not line.startswith(b"id: ")]
+    return b"\n".join(sorted(lines, key=_choice_of))
+
+
+def _choice_of(line: bytes) -> int:
+    found = re.search(rb'"index":(\d+)', line)
+    return int(found[1]) if found else -1
+
+
+def test_answers_survive_a_killed_engine(server: RunningServer) -> None:
+    alone = [_streamed(server, path, body) for path, body in CASES]
+    whole = [server.request("POST", path, body)[2] for path, body in WHOLE]
+    restarts = server.metric("quire_engine_restarts_total")
+    streams = Streams(server, CASES)
+    answers: dict[int, tuple[int, bytes]] = {}
+
+    def ask(index: int, path: str, body: dict[str, Any]) -> None:
+        status, _, raw = server.request("POST", path, body)
+        answers[index] = status, raw
+
+    threads = [
+        threading.Thread(target=ask, args=(index, path, body))
+        for index, (path, body) in enumerate(WHOLE)
+    ]
+    for thread in threads:
+        thread.start()
+    streams.until_begun(600)
+    kill(server.engine_pid)
+    for (path, body), got, wanted in zip(CASES, streams.join(), alone, strict=True):
+        assert normal(got) == normal(wanted), (path, body, got[-300:])
+        _check_numbers(got)
+    for thread in threads:
+        thread.join()
+    for index, wanted in enumerate(whole):
+        status, raw = answers[index]
+        assert status == 200, raw
+        assert normal(raw) == normal(wanted), WHOLE[index]
+    assert server.metric("quire_engine_restarts_total") > restarts
+    assert re.search(r"the engine died and is restarted .*open=[1-9]", server.stderr())
+    assert server.get("/health")[1]["state"] == "ready"
+
+
+def test_batches_background_responses_and_embeddings_go_on(server: RunningServer) -> None:
+    asked = {"model": "box", "input": "Once upon a time", "max_output_tokens": 400}
+    lines = [
+        {
+            "custom_id": str(number),
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {**PLAIN, "seed": number, "max_tokens": 150},
+        }
+        for number in range(4)
+    ]
+    texts = {"input": ["a dog", "rain"]}
+    vectors = server.post("/v1/embeddings", texts)[1]["data"]
+    server.until(lambda: server.get("/health")[0] == 200, "ready")
+    file = _uploaded(server, "\n".join(map(json.dumps, lines)).encode())
+    wanted = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+    status, batch = server.post("/v1/batches", wanted)
+    assert status == 200, batch
+    status, queued = server.post("/v1/responses", {**asked, "background": True})
+    assert status == 200, queued
+    server.until(lambda: server.metric("quire_running_requests") >= 1, "it runs")
+    kill(server.engine_pid)
+    path = f"/v1/responses/{queued['id']}"
+    done = ("completed", "failed", "incomplete")
+    server.until(lambda: server.get(path)[1]["status"] in done, "the response ends")
+    assert server.get(path)[1]["status"] in ("completed", "incomplete")
+    path = f"/v1/batches/{batch['id']}"
+    server.until(lambda: server.get(path)[1]["status"] == "completed", "the batch ends")
+    batch = server.get(path)[1]
+    assert batch["request_counts"] == {"total": 4, "completed": 4, "failed": 0}
+    answers = server.request("GET", f"/v1/files/{batch['output_file_id']}/content")[2]
+    for line in map(json.loads, answers.splitlines()):
+        got = line["response"]["body"]["choices"][0]["text"]
+        body = lines[int(line["custom_id"])]["body"]
+        assert got == server.post("/v1/completions", body)[1]["choices"][0]["text"]
+    assert server.post("/v1/embeddings", texts)[1]["data"] == vectors
+
+
+def test_restarting_is_reported_and_refuses(server: RunningServer) -> None:
+    """Requests that come while no engine serves get 503 with retry-after, as /health does."""
+    server.until(lambda: server.get("/health")[0] == 200, "ready")
+    if not server.metric("quire_engine_restarts_total"):  # the next comes after a delay
+        kill(server.engine_pid)
+        server.until(lambda: server.metric("quire_engine_restarts_total") > 0, "restarted")
+    kill(server.engine_pid)
+    server.until(lambda: server.get("/health")[1]["state"] == "restarting", "it is restarted")
+    status, headers, raw = server.request("GET", "/health")
+    assert (status, json.loads(raw)["ok"]) == (503, False)
+    assert int(headers["retry-after"]) >= 1
+    for stream in (False, True):
+        body = {**PLAIN, "stream": stream}
+        status, headers, raw = server.request("POST", "/v1/completions", body)
+        assert (status, json.loads(raw)["error"]["code"]) == (503, "overloaded")
+        assert int(headers["retry-after"]) >= 1
+    server.until(lambda: server.get("/health")[0] == 200, "ready")
+
+
+def test_the_limit_ends_the_server_with_an_error_event() -> None:
+    flags = ("--threads", "1", "--restart-engine", "--restart-limit", "1")
+    with RunningServer(MODEL, *flags) as server:
+        kill(server.engine_pid)
+        server.until(
+            lambda: (
+                server.metric("quire_engine_restarts_total") == 1
+                and server.get("/health")[0] == 200
+            ),
+            "it is restarted",
+        )
+        streams = Streams(server, CASES[:1])
+        streams.until_begun(600)
+        kill(server.engine_pid)
+        [raw] = streams.join()
+        assert b'"code":"worker_error"' in raw, raw[-500:]
+        assert b"--restart-limit 1 allows no further restart" in raw
+        assert server.exit_code() == 1
+
+
+def test_several_api_processes_share_the_restarted_engine() -> None:
+    """Also of a stopped engine, which only the missing progress shows."""
+    cases = [CASES[0], CASES[3], CASES[6], CASES[9]]
+    with RunningServer(MODEL, *FLAGS, "--api-processes", "2") as server:
+        alone = [_streamed(server, path, body) for path, body in cases]
+        streams = Streams(server, cases)
+        streams.until_begun(600)
+        os.kill(_engine_of(server), signal.SIGSTOP)
+        for (path, body), got, wanted in zip(cases, streams.join(), alone, strict=True):
+            assert normal(got) == normal(wanted), (path, body, got[-300:])
+            _check_numbers(got)
+        assert server.metric("quire_engine_restarts_total") >= 1
+        assert "the engine makes no progress" in server.stderr()
+        # An API process that is replaced uses the engine that runs now.
+        [first, *_] = _children_of(server) - {_engine_of(server)}
+        kill(first)
+        server.until(lambda: len(_children_of(server)) == 3, "it is replaced")
+        for _ in range(8):
+            assert server.post("/v1/completions", {**PLAIN, "max_tokens": 2})[0] == 200
+
+
+def _check_numbers(raw: bytes) -> None:
+    """Events are numbered from 1 without a gap, and the stream is complete."""
+    numbers = [int(number) for number in re.findall(rb"(?m)^id: [a-z]+-[0-9a-f]+:(\d+)$", raw)]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert b'"error"' not in raw
+    assert raw.rstrip().endswith((b"data: [DONE]", b'"type":"message_stop"}')), raw[-200:]
+
+
+def _streamed(server: RunningServer, path: str, body: dict[str, Any]) -> bytes:
+    return Streams(server, [(path, body)]).join()[0]
+
+
+def _children_of(server: RunningServer) -> set[int]:
+    pid = server.process.pid
+    return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
+
+def _engine_of(server: RunningServer) -> int:
+    found = [
+        pid
+        for pid in _children_of(server)
+        if b"quire.engine.process.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    assert len(found) == 1, found
+    return found[0]
+
+
+def _uploaded(server: RunningServer, raw: bytes) -> str:
+    border = "border"
+    parts = [
+        f'--{border}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'.encode(),
+        f'--{border}\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n'
+        "Content-Type: application/json\r\n\r\n".encode(),
+        raw,
+        f"\r\n--{border}--\r\n".encode(),
+    ]
+    status, _, answer = server.request(
+        "POST",
+        "/v1/files",
+        b"".join(parts),
+        **{"content-type": f"multipart/form-data; boundary={border}"},
+    )
+    assert status == 200, answer
+    return str(json.loads(answer)["id"])
