@@ -13,10 +13,10 @@ from collections.abc import Collection
 from quire.base.log import Log
 from quire.router.discovery import Discovery
 from quire.router.http_client import ConnectionPool
-from quire.router.policies.policy import Policy, RouteKey
-from quire.router.policies.registry import make_policy
+from quire.router.policies import make_policy
 from quire.router.replica import Replica
 from quire.router.settings import RouterSettings
+from quire.routing.policy import Policy, RouteKey
 
 _MAX_NAMED = 4
 

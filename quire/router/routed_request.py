@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from quire.router.event_blocks import CursorComment
-from quire.router.policies.policy import RouteKey
-from quire.router.prefix_history import block_names
 from quire.router.routes import ROUTES, Route
+from quire.routing.policy import RouteKey
+from quire.routing.prefix_history import block_names
 
 # Of the paths below /v1/responses: they compute nothing anew.
 _STORED = Route(generates=False, is_free=True)

@@ -17,13 +17,13 @@ from quire.base.server_url import server_url
 from quire.router.breaker import CircuitBreaker, RetryBudget
 from quire.router.discovery import WatchedFile
 from quire.router.event_blocks import EventBlocks
-from quire.router.policies.policy import RouteKey
-from quire.router.policies.power_of_two import PowerOfTwo
-from quire.router.policies.registry import make_policy
-from quire.router.prefix_history import BLOCK_BYTES, PrefixHistory, block_names
+from quire.router.policies import make_policy
 from quire.router.replica import Load, Replica
 from quire.router.routed_request import RoutedRequest
 from quire.router.settings import POLICIES, RouterSettings
+from quire.routing.policy import RouteKey
+from quire.routing.power_of_two import PowerOfTwo
+from quire.routing.prefix_history import BLOCK_BYTES, PrefixHistory, block_names
 
 
 def _replicas(count: int) -> list[Replica]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.router.policies.policy import PlainPolicy, RouteKey
-from quire.router.policies.round_robin import RoundRobin
-from quire.router.replica import Replica
+from quire.routing.policy import AnyReplica, PlainPolicy, RouteKey
+from quire.routing.round_robin import RoundRobin
 
 
 class FewestTokens(PlainPolicy):
@@ -19,7 +18,7 @@ class FewestTokens(PlainPolicy):
     def __init__(self) -> None:
         self._turns = RoundRobin()
 
-    def choose(self, replicas: Sequence[Replica], key: RouteKey) -> Replica:
+    def choose(self, replicas: Sequence[AnyReplica], key: RouteKey) -> AnyReplica:
         """Return the least loaded."""
         least = min(one.backlog_tokens for one in replicas)
         return self._turns.choose([one for one in replicas if one.backlog_tokens == least], key)

@@ -1,16 +1,38 @@
 """Policy: choose a replica for a request. The protocol, and what a policy may read.
 
-A policy sees only replicas that may take the request. Choices may depend on anything; answers do
-not, since every replica of a fingerprint gives the same.
+A replica is a server behind `quire route`, or an engine of --data-parallel-size: its maker counts
+what it has open. A policy sees only replicas that may take the request. Choices may depend on
+anything; answers do not, since every replica of a fingerprint gives the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
-from quire.router.replica import Replica
+
+class Replica(Protocol):
+    """What a policy reads of a replica. number: a bit of the masks in PrefixHistory."""
+
+    @property
+    def name(self) -> str:
+        """What sessions are hashed with: the same in every process."""
+
+    @property
+    def number(self) -> int:
+        """Unique among the replicas."""
+
+    @property
+    def backlog_tokens(self) -> int:
+        """Tokens of prompts without output yet, and of expected output."""
+
+    @property
+    def loads(self) -> Collection[Any]:
+        """Its open requests."""
+
+
+AnyReplica = TypeVar("AnyReplica", bound=Replica)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +48,7 @@ class RouteKey:
 class Policy(Protocol):
     """A way to choose. replicas is never empty."""
 
-    def choose(self, replicas: Sequence[Replica], key: RouteKey) -> Replica: ...
+    def choose(self, replicas: Sequence[AnyReplica], key: RouteKey) -> AnyReplica: ...
 
     def sent(self, replica: Replica, key: RouteKey) -> None:
         """Note that the request was sent there."""
@@ -45,6 +67,6 @@ class PlainPolicy:
         """Keep nothing."""
 
 
-def lightest(replicas: Sequence[Replica]) -> Replica:
+def lightest(replicas: Sequence[AnyReplica]) -> AnyReplica:
     """Return the replica with the fewest tokens, then requests; the first of equals."""
     return min(replicas, key=lambda one: (one.backlog_tokens, len(one.loads)))

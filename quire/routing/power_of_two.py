@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from quire.router.policies.policy import PlainPolicy, RouteKey, lightest
-from quire.router.replica import Replica
+from quire.routing.policy import AnyReplica, PlainPolicy, RouteKey, lightest
 
 
 class PowerOfTwo(PlainPolicy):
@@ -19,7 +18,7 @@ class PowerOfTwo(PlainPolicy):
     def __init__(self, seed: int | None = None) -> None:
         self._random = Random(seed)
 
-    def choose(self, replicas: Sequence[Replica], key: RouteKey) -> Replica:
+    def choose(self, replicas: Sequence[AnyReplica], key: RouteKey) -> AnyReplica:
         """Return the less loaded of two."""
         if len(replicas) < 3:
             return lightest(replicas)

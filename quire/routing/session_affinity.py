@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from quire.router.policies.fewest_tokens import FewestTokens
-from quire.router.policies.policy import PlainPolicy, RouteKey
-from quire.router.replica import Replica
+from quire.routing.fewest_tokens import FewestTokens
+from quire.routing.policy import AnyReplica, PlainPolicy, RouteKey
 
 
 class SessionAffinity(PlainPolicy):
@@ -20,7 +19,7 @@ class SessionAffinity(PlainPolicy):
     def __init__(self) -> None:
         self._others = FewestTokens()
 
-    def choose(self, replicas: Sequence[Replica], key: RouteKey) -> Replica:
+    def choose(self, replicas: Sequence[AnyReplica], key: RouteKey) -> AnyReplica:
         """Return the replica of the session."""
         if not key.session:
             return self._others.choose(replicas, key)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.router.policies.fewest_tokens import FewestTokens
-from quire.router.policies.policy import RouteKey
-from quire.router.prefix_history import PrefixHistory
-from quire.router.replica import Replica
+from quire.routing.fewest_tokens import FewestTokens
+from quire.routing.policy import AnyReplica, Replica, RouteKey
+from quire.routing.prefix_history import PrefixHistory
 
 
 class WarmCache:
@@ -25,7 +24,7 @@ class WarmCache:
         self.matched_blocks_total = 0
         self.blocks_total = 0
 
-    def choose(self, replicas: Sequence[Replica], key: RouteKey) -> Replica:
+    def choose(self, replicas: Sequence[AnyReplica], key: RouteKey) -> AnyReplica:
         """Return the warmest replica that keeps up, else the least loaded."""
         if not key.blocks or len(replicas) == 1:
             return self._others.choose(replicas, key)

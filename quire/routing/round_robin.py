@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.router.policies.policy import PlainPolicy, RouteKey
-from quire.router.replica import Replica
+from quire.routing.policy import AnyReplica, PlainPolicy, RouteKey
 
 
 class RoundRobin(PlainPolicy):
@@ -18,7 +17,7 @@ class RoundRobin(PlainPolicy):
     def __init__(self) -> None:
         self._last = -1
 
-    def choose(self, replicas: Sequence[Replica], key: RouteKey) -> Replica:
+    def choose(self, replicas: Sequence[AnyReplica], key: RouteKey) -> AnyReplica:
         """Return the next."""
         later = [one for one in replicas if one.number > self._last]
         chosen = min(later or replicas, key=lambda one: one.number)

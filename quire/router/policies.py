@@ -6,14 +6,14 @@ holds: each name there has a policy here.
 
 from __future__ import annotations
 
-from quire.router.policies.fewest_tokens import FewestTokens
-from quire.router.policies.policy import Policy
-from quire.router.policies.power_of_two import PowerOfTwo
-from quire.router.policies.round_robin import RoundRobin
-from quire.router.policies.session_affinity import SessionAffinity
-from quire.router.policies.warm_cache import WarmCache
-from quire.router.prefix_history import PrefixHistory
 from quire.router.settings import RouterSettings
+from quire.routing.fewest_tokens import FewestTokens
+from quire.routing.policy import Policy
+from quire.routing.power_of_two import PowerOfTwo
+from quire.routing.prefix_history import PrefixHistory
+from quire.routing.round_robin import RoundRobin
+from quire.routing.session_affinity import SessionAffinity
+from quire.routing.warm_cache import WarmCache
 
 
 def make_policy(settings: RouterSettings) -> Policy:
