@@ -38,11 +38,14 @@ from quire.config.tenants import Tenant, read_tenants_of_server
 from quire.hub.cache import with_local_model
 
 if TYPE_CHECKING:
-    from quire.api.engine_protocol import StartingEngine
     from quire.engine.client.engine_client import EngineClient
     from quire.engine.client.launch import EngineProcess
+    from quire.engine.data_parallel.data_parallel_engine import DataParallelEngine
     from quire.engine.model_card import ModelCard
     from quire.engine.process.messages import Ready
+    from quire.engine.supervised.supervised_engine import SupervisedEngine
+
+    ServedEngine = EngineClient | SupervisedEngine | DataParallelEngine
 
 _PROGRESS_S = 0.2
 
@@ -91,14 +94,18 @@ def run(arguments: argparse.Namespace) -> int:
     file = SocketFile(listening)
     try:
         engine = _with_topic(engine, listening)
-        process = EngineProcess.launch(engine, server.logging)
+        configs = [engine]
+        if engine.executor.data_parallel_size > 1:
+            configs = _configs_of_engines(engine, server)
+        processes = [EngineProcess.launch(config, server.logging) for config in configs]
         urls = [url_of(listening, scheme="http" if server.tls_cert is None else "https")]
         urls += [] if for_admins is None else [url_of(for_admins)]
         _log_start(server, engine, urls, is_open=not server.api_key and tenants is None)
         sockets = (listening, for_admins)
         if server.api_processes > 1:
-            return _serve_with_workers(server, engine, sockets, process, urls=urls)
-        return _serve(server, engine, sockets, process, urls=urls, tenants=tenants)
+            return _serve_with_workers(server, engine, sockets, processes[0], urls=urls)
+        engines = list(zip(configs, processes, strict=True))
+        return _serve(server, engines, sockets, urls=urls, tenants=tenants)
     finally:
         file.remove()
 
@@ -143,11 +150,22 @@ def _with_keys_of_file(server: ServerConfig) -> ServerConfig:
     return replace(server, api_key=(*server.api_key, *read_api_keys(server.api_key_file)))
 
 
+def _configs_of_engines(engine: EngineConfig, server: ServerConfig) -> list[EngineConfig]:
+    from quire.engine.data_parallel.engine_configs import engine_configs  # only if asked for
+
+    if server.api_processes > 1:
+        raise SettingError(
+            f"api_processes is {server.api_processes} and data_parallel_size is "
+            f"{engine.executor.data_parallel_size}: several engines have one API process so far; "
+            "leave one of them out"
+        )
+    return engine_configs(engine)
+
+
 def _serve(
     server: ServerConfig,
-    config: EngineConfig,
+    engines: Sequence[tuple[EngineConfig, EngineProcess]],
     sockets: tuple[socket.socket, socket.socket | None],
-    process: EngineProcess,
     *,
     urls: Sequence[str],
     tenants: tuple[Tenant, ...] | None,
@@ -156,21 +174,22 @@ def _serve(
     listening, for_admins = sockets
     # Imported only now, in parallel with the engine process's imports.
     from quire.api.server import run as run_server
-    from quire.engine.client.engine_client import EngineClient
 
-    client = EngineClient.attach(process, config, watchdog_s=server.watchdog_s)
-    engine: StartingEngine = client
-    if server.restart_engine:
-        engine = _supervised(client, process, config, server, log)
+    served = [_client(config, process, server, log) for config, process in engines]
+    engine: ServedEngine = served[0]
+    if len(served) > 1:
+        from quire.engine.data_parallel.data_parallel_engine import DataParallelEngine
+
+        engine = DataParallelEngine(served, log)
     announced = threading.Event()
-    _start_progress(lambda: client.loading, announced)
+    _start_progress(lambda: engine.loading, announced)
 
     def announce() -> None:
         announced.set()
-        _announce(client.card, client.notes, _template_problems(client), urls, log)
+        _announce(engine.card, engine.notes, _template_problems(engine), urls, log)
 
     try:
-        path = config.scheduler.tenants
+        path = engines[0][0].scheduler.tenants
         return run_server(
             engine,
             server,
@@ -186,13 +205,25 @@ def _serve(
         announced.set()
 
 
+def _client(
+    config: EngineConfig, process: EngineProcess, server: ServerConfig, log: Log
+) -> EngineClient | SupervisedEngine:
+    """Return a client of an engine, which is started again when it dies where that is set."""
+    from quire.engine.client.engine_client import EngineClient
+
+    client = EngineClient.attach(process, config, watchdog_s=server.watchdog_s)
+    if not server.restart_engine:
+        return client
+    return _supervised(client, process, config, server, log)
+
+
 def _supervised(
     client: EngineClient,
     process: EngineProcess,
     config: EngineConfig,
     server: ServerConfig,
     log: Log,
-) -> StartingEngine:
+) -> SupervisedEngine:
     """Return an engine that is started again when it dies."""
     from quire.engine.supervised.own_successors import OwnSuccessors
     from quire.engine.supervised.restarts import Restarts
@@ -295,9 +326,9 @@ def _summary(
     return "\n".join(lines)
 
 
-def _template_problems(client: EngineClient) -> list[str]:
+def _template_problems(engine: ServedEngine) -> list[str]:
     """Return why the model's chat templates are unusable; everything else is served."""
-    template = client.template
+    template = engine.template
     return [] if template is None else list(template.problems.values())
 
 

@@ -34,8 +34,8 @@ _ONE_DEVICE = (
     "it out"
 )
 _REPLICAS = (
-    "replicas are servers of their own behind one address: quire route; for more processes that "
-    "speak HTTP before one engine, --api-processes; leave it out"
+    "engines of one server are --data-parallel-size; servers of their own have one address by "
+    "quire route, and more processes that speak HTTP before one engine are --api-processes"
 )
 _RANKS = "the degree of tensor parallelism is --tensor-parallel-size"
 _EXPERT_RANKS = (
@@ -43,6 +43,10 @@ _EXPERT_RANKS = (
 )
 _DEVICE = "the GPU is chosen by --device"
 _LAYERS = "a GPU computes all layers (--executor torch) or none; leave it out"
+_OFFLOAD = (
+    "a GPU computes all layers; weights that a CPU's memory does not hold are read from disk by "
+    "--disk-offload-gb"
+)
 _KERNELS = "kernels are chosen by --executor and --numerics; leave it out"
 _DRAFT = (
     "speculative decoding is set by --speculate off, ngram, draft, self, medusa or eagle, with "
@@ -109,13 +113,11 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--kv-cache-memory-bytes": _MEMORY,
         "--num-gpu-blocks-override": _MEMORY,
         "--swap-space": _HOST,
-        "--cpu-offload-gb": _LAYERS,
+        "--cpu-offload-gb": _OFFLOAD,
         "--kv-offloading-size": _HOST,
         "--kv-transfer-config": "KV blocks on disk are set by --kv-tier-path; leave it out",
         "--pipeline-parallel-size": _ONE_DEVICE,
         "-pp": _ONE_DEVICE,
-        "--data-parallel-size": _REPLICAS,
-        "-dp": _REPLICAS,
         "--distributed-executor-backend": _ONE_DEVICE,
         "--speculative-config": _DRAFT,
         "--num-speculative-tokens": _DRAFT_TOKENS,

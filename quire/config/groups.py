@@ -461,6 +461,13 @@ class ExecutorConfig:
         "with --expert-load-file: further copies of the most chosen experts of each layer, on "
         "other ranks",
     )
+    data_parallel_size: int = setting(
+        1,
+        "data parallelism (quire serve): engine processes with the whole model behind one server, "
+        "each with a share of the threads and the memory; a request goes where its prompt's "
+        "beginning is cached, or to the least loaded one",
+        short_flag="-dp",
+    )
     pack_cache: str | None = setting(
         None,
         "directory that caches the packed weights, in a file of their size which the next start "
@@ -496,6 +503,8 @@ class ExecutorConfig:
                 "--executor native, or leave it out"
             )
         self._check_experts()
+        at_least("data_parallel_size", self.data_parallel_size, 1)
+        at_most("data_parallel_size", self.data_parallel_size, 64, "engines of one server")
         if self.trace_file == "":
             raise SettingError("trace_file is empty; give a file, or leave it out")
         if self.pack_cache == "":
@@ -577,6 +586,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.executor.tensor_parallel_size > 1:
             self._check_ranks()
+        if self.executor.data_parallel_size > 1:
+            self._check_engines()
         if self.executor.disk_offload_gb is not None:
             self._check_drafts("disk_offload_gb", "which read the weights in another order")
         if self.executor.trace_file is not None and not self.scheduler.timeline_steps:
@@ -584,6 +595,33 @@ class EngineConfig:
                 "trace_file is written from the steps kept for timelines, and timeline_steps is 0; "
                 "leave one of them out"
             )
+
+    def check_one_engine(self) -> None:
+        """Raise SettingError where several engines are asked for and one can be had."""
+        if self.executor.data_parallel_size > 1:
+            raise SettingError(
+                f"data_parallel_size is {self.executor.data_parallel_size}, and only quire serve "
+                "starts several engines; leave it out"
+            )
+
+    def _check_engines(self) -> None:
+        """Raise SettingError for what belongs to one engine process only."""
+        executor, cache = self.executor, self.cache
+        given = f"data_parallel_size is {executor.data_parallel_size}"
+        for what, is_given in (
+            ("tensor_parallel_size", executor.tensor_parallel_size > 1),
+            ("disk_offload_gb", executor.disk_offload_gb is not None),
+            ("record_plans", executor.record_plans is not None),
+            ("trace_file", executor.trace_file is not None),
+            ("kv_tier_path", cache.kv_tier_path is not None),
+            ("kv_tier_host_bytes", cache.kv_tier_host_bytes is not None),
+            ("kv_events_config", cache.kv_events_config is not None),
+        ):
+            if is_given:
+                raise SettingError(
+                    f"{given} and {what} is given, which several engines do not share yet: leave "
+                    "one of them out, or start several servers behind quire route"
+                )
 
     def _check_ranks(self) -> None:
         """Raise SettingError for what several ranks do not support yet."""

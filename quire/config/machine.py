@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.base.errors import SettingError
@@ -54,6 +54,17 @@ def machine_memory(root: Path = Path("/")) -> MachineMemory:
             available_bytes=left_bytes, limit=ADDRESS_SPACE, remedy=_RAISE_ADDRESS_SPACE
         )
     return lowest
+
+
+def shared_memory(memory: MachineMemory, num_engines: int) -> MachineMemory:
+    """Return the part of one of several engines; a device's memory is not divided."""
+    if num_engines == 1 or memory.is_own:
+        return memory
+    return replace(
+        memory,
+        available_bytes=memory.available_bytes // num_engines,
+        limit=f"{memory.limit}, for each of {num_engines} engines",
+    )
 
 
 def stores_files(path: Path) -> bool:

@@ -25,7 +25,7 @@ from quire.base.report import Report
 from quire.base.user_path import user_path
 from quire.config.groups import EngineConfig, ExecutorConfig
 from quire.config.kv_events import read_kv_events
-from quire.config.machine import machine_memory, num_compute_threads
+from quire.config.machine import machine_memory, num_compute_threads, shared_memory
 from quire.config.memory import NO_DRAFT, DraftNeeds, MemoryPlan, mib, plan_memory
 from quire.engine.assembly.drafts import make_drafter
 from quire.engine.assembly.initial_costs import initial_step_costs
@@ -477,7 +477,7 @@ def _memory(
     limits: StepLimits,
     draft: DraftNeeds,
 ) -> MemoryPlan:
-    memory = make.available_memory()
+    memory = shared_memory(make.available_memory(), config.executor.data_parallel_size)
     needs = memory_needs(
         config,
         program,

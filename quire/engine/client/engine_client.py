@@ -153,6 +153,7 @@ class EngineClient:
     @classmethod
     def in_process(cls, config: EngineConfig, *, watchdog_s: float = 60.0) -> EngineClient:
         """Start an engine in a thread of this process."""
+        config.check_one_engine()
         from quire.engine.client.thread_link import (
             ThreadLink,  # all that computes: a process's client needs none
         )

@@ -82,6 +82,7 @@ class LLM:
             self._start(with_local_model(engine_config({"model": model, **settings})))
 
     def _start(self, config: EngineConfig) -> None:
+        config.check_one_engine()
         self._clock = Clock()
         self._inbox: queue.SimpleQueue[FromEngine] = queue.SimpleQueue()
         self._engine = EngineThread(_with_room_for_any_request(config), self._inbox.put)

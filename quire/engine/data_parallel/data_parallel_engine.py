@@ -1,0 +1,348 @@
+"""DataParallelEngine: several engines with one model, as one, seen from an event loop.
+
+It has the interface of EngineClient. A request goes where the beginning of its prompt is cached,
+unless that engine has too much to do (quire/routing). Where an engine dies its requests go on at
+another (quire/engine/supervised). Knows no HTTP and no processes. Always holds: all engines have
+one fingerprint, so an answer does not depend on the engine that computes it; `dead` is set when no
+engine is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+from quire.base.cache_usage import CacheReport
+from quire.base.engine_snapshot import EngineSnapshot
+from quire.base.engine_stats import EngineStats
+from quire.base.errors import InvalidParameter, QuireError, SettingError, WorkerError
+from quire.base.log import Log
+from quire.base.sampling_params import SamplingParams
+from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.data_parallel.sums import sum_of_reports, sum_of_snapshots, sum_of_stats
+from quire.engine.model_card import Health, ModelCard
+from quire.engine.output.text_delta import PLAIN_TEXT, TextDelta, TextRules
+from quire.engine.process.messages import TimelinesReported
+from quire.engine.supervised.supervised_engine import SupervisedEngine
+from quire.engine.supervised.supervised_request import Call, Life, SupervisedRequest
+from quire.routing.policy import RouteKey
+from quire.routing.prefix_history import PrefixHistory, block_names
+from quire.routing.warm_cache import WarmCache
+from quire.text.chat_template import ChatTemplate
+from quire.text.tokenizer import Tokenizer
+
+MemberEngine = EngineClient | SupervisedEngine
+# An engine with the prompt's beginning is preferred while it has at most so many tokens more to
+# compute than the least loaded one.
+BACKLOG_TOKENS = 4096
+# Of prompts that are remembered for each engine; a block has 64 token ids.
+HISTORY_BLOCKS = 1 << 16
+# A message that could not be sent is the first sign of a death; so long until the death is known.
+_DEATH_S = 2.0
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One engine, as policies see it (a Replica of quire/routing/policy.py).
+
+    loads: tokens that each open request still expects.
+    """
+
+    number: int
+    engine: MemberEngine
+    life: Life
+    backlog_tokens: int = 0
+    loads: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Its number, in words."""
+        return f"engine {self.number}"
+
+    def begin(self, request_id: str, tokens: int) -> None:
+        """Count an open request."""
+        self.loads[request_id] = tokens
+        self.backlog_tokens += tokens
+
+    def reduce(self, request_id: str, tokens: int) -> None:
+        """Note that `tokens` of what is expected are computed."""
+        done = min(tokens, self.loads[request_id])
+        self.loads[request_id] -= done
+        self.backlog_tokens -= done
+
+    def end(self, request_id: str) -> None:
+        """Count it no more."""
+        self.backlog_tokens -= self.loads.pop(request_id)
+
+
+class DataParallelEngine:
+    """engines: clients of engines with one configuration, at least one."""
+
+    card: ModelCard
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+    def __init__(self, engines: Sequence[MemberEngine], log: Log) -> None:
+        self.stats = EngineStats()
+        self.on_stats: Callable[[EngineStats], None] | None = None
+        self.dead = asyncio.Event()
+        self._log = log
+        self._members = [
+            # A SupervisedEngine has the interface of a client.
+            Member(number, engine, Life(cast(EngineClient, engine), asyncio.Lock()))
+            for number, engine in enumerate(engines)
+        ]
+        self._policy = WarmCache(PrefixHistory(HISTORY_BLOCKS), BACKLOG_TOKENS)
+        self._open: dict[str, Member] = {}  # where each request is
+        self._watching: list[asyncio.Task[None]] = []
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines of the first engine about its start."""
+        return (
+            *self._members[0].engine.notes,
+            f"engines {len(self._members)}, each with as much memory",
+        )
+
+    @property
+    def loading(self) -> tuple[int, int]:
+        """Bytes of the weights that are loaded, and all, of all engines."""
+        done, total = zip(*(member.engine.loading for member in self._members), strict=True)
+        return sum(done), sum(total)
+
+    async def ready(self) -> None:
+        """Wait for all engines. Raises what kept one from starting; all are closed then."""
+        starts = [asyncio.ensure_future(member.engine.ready()) for member in self._members]
+        try:
+            await asyncio.gather(*starts)
+            self._take_card()
+        except QuireError:
+            await self.close()
+            await asyncio.gather(*starts, return_exceptions=True)
+            raise
+        for member in self._members:
+            member.engine.on_stats = lambda _: self._see()
+            self._watching.append(asyncio.ensure_future(self._watch(member)))
+        self._see()
+
+    def default_sampling(self) -> SamplingParams:
+        """Sampling parameters with the model's generation defaults."""
+        return self._members[0].engine.default_sampling()
+
+    def check(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Raise the RequestError that `generate` would raise for these, if any."""
+        self._members[0].engine.check(prompt_ids, sampling)
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        first_stream: int = 0,
+        cache_salt: str = "",
+        terms: SchedulingParams = DEFAULT_SCHEDULING,
+        text_rules: TextRules = PLAIN_TEXT,
+        output_ids: Sequence[int] = (),
+    ) -> AsyncGenerator[TextDelta, None]:
+        """As EngineClient.generate; also PoisonRequest, where two engines die with the request."""
+        call = Call(
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            request_id=request_id,
+            first_stream=first_stream,
+            cache_salt=cache_salt,
+            terms=terms,
+            text_rules=text_rules,
+            output_ids=output_ids,
+        )
+        route = _Route(self, call)
+        try:
+            async with aclosing(SupervisedRequest(route, call).deltas()) as deltas:
+                async for delta in deltas:
+                    route.see(delta)
+                    yield delta
+        finally:
+            route.leave()
+
+    def num_waiting(self, request_id: str) -> int:
+        """Return the number of unread deltas of a request; 0 where it is not open."""
+        member = self._open.get(request_id)
+        return 0 if member is None else member.engine.num_waiting(request_id)
+
+    async def cache_report(self, *, num_prefixes: int = 0) -> CacheReport:
+        """What the prefix caches hold together."""
+        reports = [
+            await member.engine.cache_report(num_prefixes=num_prefixes) for member in self._alive()
+        ]
+        return sum_of_reports(reports, num_prefixes)
+
+    async def flush_cache(self) -> int:
+        """Nothing computed until now is found again; how many blocks were findable."""
+        members = self._alive()
+        for member in members:
+            self._policy.forget(member)
+        return sum([await member.engine.flush_cache() for member in members])
+
+    async def engine_snapshot(self) -> EngineSnapshot:
+        """Return the queues, the running batches and the KV blocks as of now."""
+        return sum_of_snapshots([await member.engine.engine_snapshot() for member in self._alive()])
+
+    async def timelines(self, request_id: str) -> TimelinesReported:
+        """Return the timelines of the streams of a request, wherever it ran."""
+        found = [await member.engine.timelines(request_id) for member in self._alive()]
+        return TimelinesReported(
+            ask_id=found[0].ask_id,
+            reports=tuple(report for one in found for report in one.reports),
+            kept_steps=min(one.kept_steps for one in found),
+            kept_ms=max(one.kept_ms for one in found),
+        )
+
+    def refusal(self) -> QuireError | None:
+        """Return the error of requests that arrive now; None while any engine takes them."""
+        refusals = [member.engine.refusal() for member in self._members]
+        return None if None in refusals else refusals[0]
+
+    def health(self) -> Health:
+        """As EngineClient.health: ok while any engine is; the reason names those that are not."""
+        all_health = [member.engine.health() for member in self._members]
+        sick = [one for one in all_health if not one.ok]
+        reason = "; ".join(
+            f"{member.name}: {one.reason}"
+            for member, one in zip(self._members, all_health, strict=True)
+            if not one.ok
+        )
+        is_ok = len(sick) < len(all_health)
+        return Health(
+            ok=is_ok,
+            state="ready" if is_ok else sick[0].state,
+            reason="" if is_ok else reason,
+            pending=sum(one.pending for one in all_health),
+            steps_total=sum(one.steps_total for one in all_health),
+        )
+
+    async def close(self) -> None:
+        """End all engines; open requests get WorkerError. Does not set `dead`."""
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        self._watching.clear()
+        await asyncio.gather(*(member.engine.close() for member in self._members))
+
+    # ---- routing
+
+    def choose(self, key: RouteKey, request_id: str) -> Member:
+        """Return the engine for a request. Raises what all of them refuse it with."""
+        if request_id in self._open:
+            raise InvalidParameter(
+                f"request id {request_id!r} is in use by a request that still runs; use another",
+                param="request_id",
+            )
+        able = [member for member in self._members if member.engine.refusal() is None]
+        if not able:
+            raise self.refusal() or WorkerError("the engine is gone")
+        well = [member for member in able if member.engine.health().ok]
+        member = self._policy.choose(well or able, key)
+        self._policy.sent(member, key)
+        self._open[request_id] = member
+        member.begin(request_id, key.tokens)
+        return member
+
+    def forget(self, member: Member, request_id: str) -> None:
+        """A request has ended there."""
+        del self._open[request_id]
+        member.end(request_id)
+
+    # ---- the engines
+
+    def _take_card(self) -> None:
+        first, *others = (member.engine for member in self._members)
+        for other in others:
+            if other.card.fingerprint != first.card.fingerprint:
+                raise SettingError(
+                    f"engines of data_parallel_size differ: one has fingerprint "
+                    f"{first.card.fingerprint} and context {first.card.max_model_len}, another "
+                    f"{other.card.fingerprint} and {other.card.max_model_len}; give "
+                    "--max-model-len or --kv-cache-memory, so that all plan alike, and leave the "
+                    "model's files as they are during the start"
+                )
+            # One tokenizer: what a request was read with.
+            other.tokenizer, other.template = first.tokenizer, first.template
+        self.tokenizer, self.template = first.tokenizer, first.template
+        self.card = replace(
+            first.card,
+            num_blocks=sum(member.engine.card.num_blocks for member in self._members),
+            max_num_seqs=sum(member.engine.card.max_num_seqs for member in self._members),
+        )
+
+    def _alive(self) -> list[Member]:
+        alive = [member for member in self._members if member.engine.refusal() is None]
+        if not alive:
+            raise self.refusal() or WorkerError("the engine is gone")
+        return alive
+
+    def _see(self) -> None:
+        self.stats = sum_of_stats([member.engine.stats for member in self._members])
+        if self.on_stats is not None:
+            self.on_stats(self.stats)
+
+    async def _watch(self, member: Member) -> None:
+        await member.engine.dead.wait()
+        self._policy.forget(member)
+        left = sum(not one.engine.dead.is_set() for one in self._members)
+        self._log.error(
+            "an engine died", engine=member.number, reason=member.engine.health().reason, left=left
+        )
+        if not left:
+            self.dead.set()
+
+
+class _Route:
+    """Where one request is computed: the Lives of its SupervisedRequest."""
+
+    def __init__(self, engine: DataParallelEngine, call: Call) -> None:
+        self._engine = engine
+        self._call = call
+        ids = array("i", call.prompt_ids).tobytes()
+        expected = (call.sampling.max_tokens or 0) * call.sampling.num_sequences
+        self._prompt_tokens = len(call.prompt_ids)
+        self._key = RouteKey(
+            blocks=block_names(f"{call.terms.tenant}\0{call.cache_salt}", ids),
+            tokens=self._prompt_tokens + expected,
+        )
+        self._member: Member | None = None
+
+    async def now(self) -> Life:
+        """Return the engine that computes it, another one after a death."""
+        member = self._member
+        if member is None or member.engine.dead.is_set():
+            self.leave()
+            self._member = member = self._engine.choose(self._key, self._call.request_id)
+        return member.life
+
+    async def has_died(self, life: Life, error: QuireError) -> bool:
+        """Return whether an error of the request came from the death of its engine."""
+        dead = life.client.dead
+        if not dead.is_set() and isinstance(error, WorkerError):
+            try:
+                await asyncio.wait_for(dead.wait(), _DEATH_S)
+            except TimeoutError:
+                return False
+        return dead.is_set()
+
+    def see(self, delta: TextDelta) -> None:
+        """Note what is computed."""
+        if self._member is not None and (delta.token_ids or self._prompt_tokens):
+            self._member.reduce(self._call.request_id, self._prompt_tokens + len(delta.token_ids))
+            self._prompt_tokens = 0
+
+    def leave(self) -> None:
+        """It is computed there no more."""
+        if self._member is not None:
+            self._engine.forget(self._member, self._call.request_id)
+            self._member = None

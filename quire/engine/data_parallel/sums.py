@@ -1,0 +1,90 @@
+"""What several engines report, as one: counters and gauges added, lists joined.
+
+Frozen records in, frozen records out; knows no engine. Always holds: a sum of one is that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from quire.base.cache_usage import CacheReport, OwnerUsage
+from quire.base.engine_snapshot import EngineSnapshot, Int32s
+from quire.base.engine_stats import EngineStats
+
+# The greatest of all, not the sum.
+_LATEST = frozenset({"last_step_ms"})
+_NAMES = tuple(field.name for field in fields(EngineStats))
+
+
+def sum_of_stats(parts: Sequence[EngineStats]) -> EngineStats:
+    """Return the sum; tuples are added by place."""
+    if len(parts) == 1:
+        return parts[0]
+    return EngineStats(
+        **{name: _sum(name, [getattr(one, name) for one in parts]) for name in _NAMES}
+    )
+
+
+def _sum(name: str, values: list[Any]) -> Any:
+    if name in _LATEST:
+        return max(values)
+    if isinstance(values[0], tuple):
+        return tuple(map(sum, zip_longest(*values, fillvalue=0)))
+    return sum(values)
+
+
+def sum_of_reports(parts: Sequence[CacheReport], num_prefixes: int) -> CacheReport:
+    """Return the sum of what caches hold, with the prefixes that spared most tokens."""
+    first = parts[0]
+    counts = {
+        field.name: sum(getattr(one, field.name) for one in parts)
+        for field in fields(CacheReport)
+        if field.name not in ("prefix_caching", "block_size", "prefixes", "owners")
+    }
+    prefixes = sorted(
+        (prefix for one in parts for prefix in one.prefixes),
+        key=lambda prefix: prefix.tokens * prefix.hits,
+        reverse=True,
+    )
+    blocks: dict[tuple[str, str], int] = {}
+    for owner in (owner for one in parts for owner in one.owners):
+        key = owner.tenant, owner.salt
+        blocks[key] = blocks.get(key, 0) + owner.blocks
+    owners = tuple(
+        OwnerUsage(tenant=tenant, salt=salt, blocks=count)
+        for (tenant, salt), count in blocks.items()
+    )
+    return replace(first, **counts, prefixes=tuple(prefixes[:num_prefixes]), owners=owners)
+
+
+def sum_of_snapshots(parts: Sequence[EngineSnapshot]) -> EngineSnapshot:
+    """Return one snapshot: totals added, requests and maps one after the other.
+
+    Requests keep the number that their engine gave them. Limits and prices are those of the first.
+    """
+    counts = {
+        name: sum(getattr(one, name) for one in parts)
+        for name in (
+            *("steps_total", "steps_in_flight", "slots_total", "running_total"),
+            *("waiting_total", "held_total", "blocks_total"),
+        )
+    }
+    offsets = np.cumsum([0, *(len(one.owners) for one in parts)])
+    run_owners: list[Int32s] = [
+        one.run_owners + np.int32(offset) for one, offset in zip(parts, offsets, strict=False)
+    ]
+    return replace(
+        parts[0],
+        **counts,
+        running=tuple(request for one in parts for request in one.running),
+        waiting=tuple(request for one in parts for request in one.waiting),
+        owners=tuple(owner for one in parts for owner in one.owners),
+        run_lengths=np.concatenate([one.run_lengths for one in parts]),
+        run_owners=np.concatenate(run_owners),
+        tiers=tuple(tier for one in parts for tier in one.tiers),
+    )

@@ -1,0 +1,247 @@
+"""DataParallelEngine over scripted engines: where requests go, and what all report together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.base.cache_usage import CacheReport, OwnerUsage, PrefixUsage
+from quire.base.engine_stats import EngineStats
+from quire.base.errors import InvalidParameter, PoisonRequest, SettingError, WorkerError
+from quire.base.log import Log
+from quire.base.sampling_params import SamplingParams
+from quire.base.scheduling_params import DEFAULT_SCHEDULING
+from quire.config.flags import engine_config
+from quire.engine.data_parallel.data_parallel_engine import BACKLOG_TOKENS, DataParallelEngine
+from quire.engine.data_parallel.engine_configs import engine_configs
+from quire.engine.data_parallel.sums import sum_of_reports, sum_of_snapshots, sum_of_stats
+from quire.engine.output.text_delta import TextDelta
+from tests.unit.api.fake_engine import SNAPSHOT
+from tests.unit.engine.supervised.test_supervised_engine import FakeClient, run
+
+PARAMS = SamplingParams(seed=1, max_tokens=8)
+
+
+class Fake(FakeClient):
+    """A FakeClient that takes requests while it is not dead."""
+
+    def refusal(self) -> WorkerError | None:
+        return WorkerError("it is dead") if self.dead.is_set() else None
+
+    def default_sampling(self) -> SamplingParams:
+        return PARAMS
+
+    async def flush_cache(self) -> int:
+        return 7
+
+    gate: asyncio.Event | None = None
+
+    async def generate(
+        self, prompt_ids: Any, sampling: SamplingParams, **options: Any
+    ) -> AsyncGenerator[TextDelta, None]:
+        if self.gate is not None:
+            await self.gate.wait()
+        async for delta in super().generate(prompt_ids, sampling, **options):
+            yield delta
+
+
+def engine_of(*fakes: Fake) -> DataParallelEngine:
+    return DataParallelEngine(fakes, Log("test"))  # type: ignore[arg-type]
+
+
+async def answer(
+    engine: DataParallelEngine, prompt: list[int], request_id: str, **options: Any
+) -> str:
+    deltas = engine.generate(prompt, PARAMS, request_id=request_id, **options)
+    return "".join([delta.text async for delta in deltas])
+
+
+WHOLE = "".join(f"0.{token} " for token in range(6))
+
+
+def test_requests_are_spread_and_return_to_their_prefix() -> None:
+    async def check() -> None:
+        fakes = [Fake(), Fake(), Fake()]
+        engine = engine_of(*fakes)
+        await engine.ready()
+        prompts = [[first, *range(2, 200)] for first in range(6)]
+        for number, prompt in enumerate(prompts):
+            assert await answer(engine, prompt, f"a{number}") == WHOLE
+        assert [len(fake.asked) for fake in fakes] == [2, 2, 2]
+        for number, prompt in enumerate(prompts):
+            await answer(engine, [*prompt, 5, 6], f"b{number}")
+        for fake in fakes:
+            firsts = [asked["prompt"][0] for asked in fake.asked]
+            assert firsts[:2] == firsts[2:]
+        # Another tenant or salt shares no prefix with these.
+        salted = [len(fake.asked) for fake in fakes]
+        await answer(engine, prompts[0], "c", cache_salt="s")
+        await answer(engine, prompts[0], "d", terms=replace(DEFAULT_SCHEDULING, tenant="t"))
+        assert sum(len(fake.asked) for fake in fakes) == sum(salted) + 2
+        assert await engine.flush_cache() == 21
+        await engine.close()
+        assert all(fake.is_closed for fake in fakes)
+
+    run(check)
+
+
+def test_a_warm_engine_with_too_much_to_do_is_left_alone() -> None:
+    async def check() -> None:
+        fakes = [Fake(), Fake()]
+        engine = engine_of(*fakes)
+        await engine.ready()
+        prompt = list(range(200))
+        await answer(engine, prompt, "first")
+        warm, cold = fakes if fakes[0].asked else reversed(fakes)
+        warm.gate = asyncio.Event()
+        # Its prompt begins as the first one did, so it goes there, and stays.
+        long = asyncio.ensure_future(answer(engine, prompt + [7] * BACKLOG_TOKENS, "long"))
+        await asyncio.sleep(0)
+        assert await answer(engine, prompt, "next") == WHOLE
+        assert len(cold.asked) == 1
+        warm.gate.set()
+        assert await long == WHOLE
+        warm.gate = None
+        assert len(warm.asked) == 2
+        await answer(engine, [*prompt, 7], "last")
+        assert len(warm.asked) + len(cold.asked) == 4
+        await engine.close()
+
+    run(check)
+
+
+def test_a_request_goes_on_at_another_engine() -> None:
+    async def check() -> None:
+        fakes = [Fake(dies_at={4: 3}), Fake(dies_at={5: 2})]
+        engine = engine_of(*fakes)
+        await engine.ready()
+        assert await answer(engine, [4, 1], "a") == WHOLE
+        dead = [fake.dead.is_set() for fake in fakes]
+        assert dead == [True, False]
+        continued = fakes[1].asked[-1]
+        assert continued["output_ids"] == (0, 1, 2)
+        health = engine.health()
+        assert (health.ok, engine.refusal()) == (True, None)
+        with pytest.raises(WorkerError):
+            await answer(engine, [5, 1], "b")
+        await asyncio.wait_for(engine.dead.wait(), 5)
+        assert not engine.health().ok
+        assert "engine 0: signal 9; engine 1" in engine.health().reason
+        assert isinstance(engine.refusal(), WorkerError)
+        await engine.close()
+
+    run(check)
+
+
+def test_a_request_that_kills_two_engines_is_not_tried_at_a_third() -> None:
+    async def check() -> None:
+        fakes = [Fake(dies_at={4: 0}) for _ in range(3)]
+        engine = engine_of(*fakes)
+        await engine.ready()
+        with pytest.raises(PoisonRequest):
+            await answer(engine, [4, 1], "a")
+        assert sum(fake.dead.is_set() for fake in fakes) == 2
+        assert await answer(engine, [6, 1], "b") == WHOLE
+        await engine.close()
+
+    run(check)
+
+
+def test_an_id_in_use_is_refused_and_its_owner_goes_on() -> None:
+    async def check() -> None:
+        engine = engine_of(Fake(), Fake())
+        await engine.ready()
+        first = engine.generate([3, 1], PARAMS, request_id="a")
+        await anext(first)
+        with pytest.raises(InvalidParameter, match="'a' is in use"):
+            await answer(engine, [3, 1], "a")
+        assert len([delta async for delta in first]) == 5
+        assert await answer(engine, [3, 1], "a") == WHOLE
+        await engine.close()
+
+    run(check)
+
+
+def test_engines_that_differ_are_refused() -> None:
+    async def check() -> None:
+        fakes = [Fake(), Fake(fingerprint="other")]
+        with pytest.raises(SettingError, match="engines of data_parallel_size differ"):
+            await engine_of(*fakes).ready()
+        assert all(fake.is_closed for fake in fakes)
+
+    run(check)
+
+
+def test_counters_are_added() -> None:
+    async def check() -> None:
+        fakes = [Fake(), Fake()]
+        engine = engine_of(*fakes)
+        await engine.ready()
+        seen: list[EngineStats] = []
+        engine.on_stats = seen.append
+        for number, fake in enumerate(fakes):
+            fake.stats = EngineStats(
+                steps_total=10 + number,
+                tenant_running=(1, number),
+                draft_tokens_total=(5,) * number,
+                last_step_ms=3.0 + number,
+            )
+            assert fake.on_stats is not None
+            fake.on_stats(fake.stats)
+        assert (seen[-1].steps_total, seen[-1].last_step_ms) == (21, 4.0)
+        assert seen[-1].tenant_running == (2, 1)
+        assert seen[-1].draft_tokens_total == (5,)
+        assert engine.card.num_blocks == 2 * fakes[0].card.num_blocks
+        await engine.close()
+
+    run(check)
+    one = EngineStats(steps_total=4)
+    assert sum_of_stats([one]) is one
+
+
+def test_reports_and_snapshots_are_joined() -> None:
+    prefix = PrefixUsage(digest="d", tokens=10, hits=2, tenant="", salt="", protected=False)
+    counts = dict.fromkeys(
+        (
+            *("block_size", "blocks_total", "blocks_used", "blocks_once", "blocks_again"),
+            *("blocks_again_most", "blocks_plain", "blocks_findable", "ghosts", "ghosts_most"),
+            *("queried_tokens_total", "hit_tokens_total"),
+        ),
+        16,
+    )
+    report = CacheReport(
+        prefix_caching=True,
+        **counts,
+        prefixes=(prefix, replace(prefix, hits=5)),
+        owners=(OwnerUsage(tenant="t", salt="", blocks=3),),
+    )
+    both = sum_of_reports([report, report], 3)
+    assert (both.block_size, both.blocks_total, both.hit_tokens_total) == (16, 32, 32)
+    assert [one.hits for one in both.prefixes] == [5, 5, 2]
+    assert both.owners == (OwnerUsage(tenant="t", salt="", blocks=6),)
+    one = SNAPSHOT
+    joined = sum_of_snapshots([one, one])
+    assert joined.blocks_total == 2 * one.blocks_total
+    assert int(joined.run_lengths.sum()) == 2 * int(one.run_lengths.sum())
+    owners = [joined.owners[index] for index in joined.run_owners]
+    assert owners == [one.owners[index] for index in np.tile(one.run_owners, 2)]
+
+
+def test_threads_and_gpus_are_divided() -> None:
+    configs = engine_configs(engine_config({"data_parallel_size": 3, "num_threads": 8}))
+    assert [config.executor.num_threads for config in configs] == [3, 3, 2]
+    asked = {"data_parallel_size": 2, "executor": "torch", "device": "cuda"}
+    assert [one.executor.device for one in engine_configs(engine_config(asked))] == [
+        "cuda:0",
+        "cuda:1",
+    ]
+    with pytest.raises(SettingError, match="divided over the engines"):
+        engine_configs(engine_config({"data_parallel_size": 3, "num_threads": 2}))
+    for more in ({"kv_tier_host_bytes": 1 << 20}, {"tensor_parallel_size": 2}, {"trace_file": "x"}):
+        with pytest.raises(SettingError, match="which several engines do not share yet"):
+            engine_config({"data_parallel_size": 2, **more})
