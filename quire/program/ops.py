@@ -29,6 +29,7 @@ from quire.program.declarations import CacheSpec, Declarations, WeightForm
 from quire.program.expert_ops import Experts, Route
 from quire.program.forms import QUANTIZING_OPS, ActivationForm, IdSource, NormForm
 from quire.program.operation import Operation, WeightName, check_width
+from quire.program.stage_ops import Recv, Send
 from quire.program.tensors import Rows, View
 
 
@@ -442,6 +443,8 @@ Op = (
     | Route
     | Experts
     | AllGather
+    | Send
+    | Recv
 )
 OPERATIONS: Mapping[str, type[Op]] = MappingProxyType({op.kind: op for op in get_args(Op)})
 

@@ -25,7 +25,8 @@ class Program:
 
     segments: name -> operations; "trunk" runs on all token rows of a step, "head" on slices of
     the sample rows (after its gather_rows). outputs: named taps, at least "hidden" (trunk) and
-    "logits" (head, f32). vocab_size is the width of the logits.
+    "logits" (head, f32). vocab_size is the width of the logits. is_part: others have the rest of
+    the model (quire/program/split.py): its checkpoint has more than this needs.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Program:
     outputs: Mapping[str, View]
     vocab_size: int
     max_positions: int
+    is_part: bool = False
 
     def __post_init__(self) -> None:
         self._check_sources()

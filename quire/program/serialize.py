@@ -26,7 +26,7 @@ Plain = dict[str, Any]
 
 def to_plain(program: Program) -> Plain:
     """The program as what JSON can hold."""
-    return {
+    plain: Plain = {
         "format": FORMAT,
         "name": program.name,
         "vocab_size": program.vocab_size,
@@ -43,6 +43,7 @@ def to_plain(program: Program) -> Plain:
         "ropes": [[list(r.inv_freq), r.attention_scale] for r in program.ropes],
         "outputs": {name: _view_to_plain(view) for name, view in program.outputs.items()},
     }
+    return plain | {"is_part": True} if program.is_part else plain
 
 
 def from_plain(plain: Mapping[str, Any]) -> Program:
@@ -70,6 +71,7 @@ def from_plain(plain: Mapping[str, Any]) -> Program:
         outputs={name: _view_from_plain(view, buffers) for name, view in plain["outputs"].items()},
         vocab_size=plain["vocab_size"],
         max_positions=plain["max_positions"],
+        is_part=plain.get("is_part", False),
     )
 
 
