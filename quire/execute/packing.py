@@ -175,7 +175,7 @@ def _digest_of_sources(program: Program, binding: Binding, pool: _native.Pool) -
             if not digest.holds(stored := binding.content(part)):
                 digest.add(stored, _native.content_digest(stored.raw, pool))
             binding.release(part)
-    return digest.hexdigest()
+    return digest.text(is_part=program.is_part)
 
 
 def _recipe(program: Program, checkpoint: Path) -> Recipe:
@@ -226,7 +226,7 @@ def pack(
         if keeper is not None:
             keeper.add(name, native, pool)
     coarse = {name: native.coarse_rows for name, native in packed.items() if native.coarse_rows}
-    return Packed(weights=packed, digest=digest.hexdigest(), coarse_rows=coarse)
+    return Packed(weights=packed, digest=digest.text(is_part=program.is_part), coarse_rows=coarse)
 
 
 def _made_ahead(makers: Sequence[Callable[[], Piece]], num_threads: int) -> Iterator[Piece]:
