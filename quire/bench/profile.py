@@ -90,9 +90,9 @@ def measure_profile(
     config = with_local_model(engine_config({"model": model, **settings}))
     if config.executor.executor != "native":
         raise SettingError("executor is not native; only the native executor takes times")
-    if config.executor.tensor_parallel_size > 1:
+    if config.executor.num_ranks > 1:
         raise SettingError(
-            "tensor_parallel_size is above 1 and times are taken in one process: leave it out"
+            f"{config.executor.ranks_text} and times are taken in one process: leave it out"
         )
     progress.say("packing the weights")
     engine = assemble(config, clock=Clock(), report=_ignore)

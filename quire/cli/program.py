@@ -20,6 +20,7 @@ from quire.program.first_layers import first_layers, num_layers
 from quire.program.kv_cache import KV_CACHE_DTYPES, with_kv_cache_dtype
 from quire.program.quantize import AUTO
 from quire.program.shard import shard
+from quire.program.split import split
 from quire.program.table import format_program
 from quire.program.taps import with_taps
 from quire.program.tensors import DType
@@ -86,6 +87,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NUM",
         help="print the first layers with the head, which propose tokens with --speculate self",
     )
+    _add_parallelism(parser)
+    parser.add_argument(
+        "--all-layers", action="store_true", help="print every layer, not the first of its kind"
+    )
+
+
+def _add_parallelism(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tensor-parallel-size",
         type=int,
@@ -97,7 +105,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rank", type=int, default=0, help="which rank's share, from 0 (default 0)"
     )
     parser.add_argument(
-        "--all-layers", action="store_true", help="print every layer, not the first of its kind"
+        "--pipeline-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="print each of N stages, with the bytes it receives (default 1)",
+    )
+    parser.add_argument(
+        "--stage", type=int, metavar="STAGE", help="print this stage only, from 0 (default: all)"
     )
 
 
@@ -129,9 +144,20 @@ def run(args: argparse.Namespace) -> int:
             program = with_taps(program, args.taps)
         except ValueError as error:
             raise InvalidParameter(f"--taps: {error}", param="taps") from error
-    program = shard(program, degree=args.tensor_parallel_size, rank=args.rank)
+    stages = split(program, args.pipeline_parallel_size)
+    if args.stage is not None:
+        _check("stage", args.stage, 0, len(stages) - 1)
+        stages = stages[args.stage : args.stage + 1]
     step = StepShape([args.tokens] * args.sequences, [args.depth] * args.sequences)
-    sys.stdout.write(format_program(program, step, all_layers=args.all_layers))
+    tables = [
+        format_program(
+            shard(stage, degree=args.tensor_parallel_size, rank=args.rank),
+            step,
+            all_layers=args.all_layers,
+        )
+        for stage in stages
+    ]
+    sys.stdout.write("\n".join(tables))
     return 0
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _NOT_HERE = frozenset(
     {
         *("chat_template", "record_plans", "trace_file", "timeline_steps", "scheduling_policy"),
-        *("speculate", "draft_model", "tensor_parallel_size"),
+        *("speculate", "draft_model", "tensor_parallel_size", "pipeline_parallel_size"),
     }
 )
 

@@ -30,8 +30,8 @@ _THREADS = "threads are set by --threads N"
 _SEQS = "the maximum number of running requests is --max-num-seqs"
 _STEP = "the maximum number of tokens in a step is --max-num-batched-tokens"
 _ONE_DEVICE = (
-    "a model is served by one process, or by ranks on one machine (--tensor-parallel-size); leave "
-    "it out"
+    "a model is served by one process, or by ranks on one machine (--tensor-parallel-size, "
+    "--pipeline-parallel-size); leave it out"
 )
 _REPLICAS = (
     "replicas are servers of their own behind one address: quire route; for more processes that "
@@ -109,8 +109,6 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--cpu-offload-gb": _LAYERS,
         "--kv-offloading-size": _HOST,
         "--kv-transfer-config": "KV blocks on disk are set by --kv-tier-path; leave it out",
-        "--pipeline-parallel-size": _ONE_DEVICE,
-        "-pp": _ONE_DEVICE,
         "--data-parallel-size": _REPLICAS,
         "-dp": _REPLICAS,
         "--enable-expert-parallel": _ONE_DEVICE,
@@ -177,7 +175,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--tp-size": _RANKS,
         "--dp": _REPLICAS,
         "--dp-size": _REPLICAS,
-        "--pp-size": _ONE_DEVICE,
+        "--pp-size": "stages of a pipeline are set by --pipeline-parallel-size",
         "--ep-size": _ONE_DEVICE,
         "--nnodes": _ONE_DEVICE,
         "--dist-init-addr": _ONE_DEVICE,

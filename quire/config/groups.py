@@ -391,6 +391,13 @@ class ExecutorConfig:
         "the weights, the KV cache and the threads; answers do not change (native executor)",
         short_flag="-tp",
     )
+    pipeline_parallel_size: int = setting(
+        1,
+        "pipeline parallelism: groups of layers (stages) that compute several steps at once, each "
+        "in a process of its own, or in as many as tensor_parallel_size says; answers do not "
+        "change (native executor)",
+        short_flag="-pp",
+    )
     pack_cache: str | None = setting(
         None,
         "directory that caches the packed weights, in a file of their size which the next start "
@@ -413,10 +420,11 @@ class ExecutorConfig:
             at_least("num_threads", self.num_threads, 1)
             if self.num_threads > 1024:
                 raise SettingError(f"num_threads is {self.num_threads}; at most 1024 are allowed")
-        at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
-        if self.tensor_parallel_size > 1 and self.executor != "native":
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            at_least(name, getattr(self, name), 1)
+        if self.num_ranks > 1 and self.executor != "native":
             raise SettingError(
-                f"tensor_parallel_size is {self.tensor_parallel_size} and executor is "
+                f"{self.ranks_text} and executor is "
                 f"{self.executor}: only the native executor computes with several ranks; take "
                 "--executor native, or leave it out"
             )
@@ -424,6 +432,18 @@ class ExecutorConfig:
             raise SettingError("trace_file is empty; give a file, or leave it out")
         if self.pack_cache == "":
             raise SettingError("pack_cache is empty; give a directory, or leave it out")
+
+    @property
+    def num_ranks(self) -> int:
+        """How many processes compute a model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def ranks_text(self) -> str:
+        """The settings that ask for several ranks, in words."""
+        names = ("tensor_parallel_size", "pipeline_parallel_size")
+        asked = [(name, getattr(self, name)) for name in names]
+        return " and ".join(f"{name} is {value}" for name, value in asked if value > 1)
 
     def _check_device(self) -> None:
         for name, unset in (("device", None), ("numerics", None), ("enforce_eager", False)):
@@ -450,7 +470,7 @@ class EngineConfig:
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
 
     def __post_init__(self) -> None:
-        if self.executor.tensor_parallel_size > 1:
+        if self.executor.num_ranks > 1:
             self._check_ranks()
         if self.executor.trace_file is not None and not self.scheduler.timeline_steps:
             raise SettingError(
@@ -460,7 +480,7 @@ class EngineConfig:
 
     def _check_ranks(self) -> None:
         """Raise SettingError for what several ranks do not support yet."""
-        given = f"tensor_parallel_size is {self.executor.tensor_parallel_size}"
+        given = self.executor.ranks_text
         if self.cache.has_tier:
             raise SettingError(
                 f"{given}, and a KV tier is given (kv_tier_path or kv_tier_host_bytes), which "
@@ -473,10 +493,10 @@ class EngineConfig:
             raise SettingError(
                 f"{given}, and a draft model, draft heads or the model's first layers are asked "
                 "for, which several ranks do not support yet: take --speculate ngram or off, or "
-                "leave tensor_parallel_size out"
+                "leave the ranks out"
             )
         if (threads := self.executor.num_threads) is not None and (
-            threads < self.executor.tensor_parallel_size
+            threads < self.executor.num_ranks
         ):
             raise SettingError(
                 f"{given} and num_threads is {threads}, which are divided over the ranks: give at "

@@ -49,6 +49,7 @@ from quire.execute.executor import (
     ExecutorClass,
     ExecutorOptions,
     LayeredExecutor,
+    PipelinedExecutor,
     Progress,
     StepLimits,
 )
@@ -166,11 +167,10 @@ def _assembled(
     record: BinaryIO | None,
     tier_folder: TierFolder | None,
 ) -> Engine:
-    num_threads = num_compute_threads(config.executor.num_threads)
     pack_cache, max_drafts = _pack_cache(config.executor), config.scheduler.max_draft_tokens
     model = _sized_model(config)
     memory, program = model.memory, model.program
-    executor = _loaded_executor(config, model, progress, pack_cache, num_threads)
+    executor = _loaded_executor(config, model, progress, pack_cache)
     num_layers = executor.num_layers if isinstance(executor, LayeredExecutor) else 0
     limits = _limits(config, model, num_layers)
     fingerprint = _block_fingerprint(config, program, executor)
@@ -183,7 +183,7 @@ def _assembled(
         )
     texts, compiler = _text_sources(config, model.spec, clock)
     taps = None if model.heads is None else model.heads.taps(limits.max_num_seqs)
-    runner = _runner_class(taps)(
+    runner = _runner_class(config, taps)(
         executor,
         num_slots=limits.max_num_seqs,
         max_model_len=memory.max_model_len,
@@ -219,6 +219,7 @@ def _assembled(
         touch_ahead=_prefault(config, model, executor),
         grammars=Grammars(compiler, texts),
     )
+    core.waited_ms = _stage_wait(executor)
     return Engine(
         core=core,
         card=replace(
@@ -290,7 +291,6 @@ def _loaded_executor(
     model: _SizedModel,
     progress: Progress | None,
     pack_cache: PackCache | None,
-    num_threads: int,
 ) -> Executor:
     """Load the weights and allocate the KV cache."""
     executor = model.executor_class(
@@ -298,7 +298,7 @@ def _loaded_executor(
         model.checkpoint,
         ExecutorOptions(
             limits=model.step_limits,
-            num_threads=num_threads,
+            num_threads=num_compute_threads(config.executor.num_threads),
             progress=progress,
             pack_cache=pack_cache,
         ),
@@ -319,6 +319,7 @@ def _limits(config: EngineConfig, model: _SizedModel, num_layers: int) -> Schedu
         max_model_len=model.memory.max_model_len,
         step_tokens=model.step_limits.max_tokens,
         plans_in_flight=model.executor_class.plans_in_flight(),
+        is_pipelined=config.executor.pipeline_parallel_size > 1,
     )
 
 
@@ -343,7 +344,11 @@ def _sized_heads(
     return heads
 
 
-def _runner_class(taps: Taps | None) -> Callable[..., ModelRunner]:
+def _runner_class(config: EngineConfig, taps: Taps | None) -> Callable[..., ModelRunner]:
+    if config.executor.pipeline_parallel_size > 1:
+        from quire.engine.assembly.ranks import stage_runner
+
+        return stage_runner()
     if taps is None:
         return ModelRunner
     from quire.engine.assembly.heads import runner_class
@@ -452,11 +457,19 @@ def _loaded_proposer(
 
 
 def _watched(config: EngineConfig, executor: Executor) -> Callable[[Inbox], Inbox]:
-    if config.executor.tensor_parallel_size == 1:
+    if config.executor.num_ranks == 1:
         return lambda inbox: inbox
     from quire.engine.assembly.ranks import watched
 
     return partial(watched, executor)
+
+
+def _stage_wait(executor: Executor) -> Callable[[], float] | None:
+    """Return what gives the milliseconds the last stage waits, from now on; None without stages."""
+    if not isinstance(executor, PipelinedExecutor):
+        return None
+    before_ms = executor.waited_ms
+    return lambda: executor.waited_ms - before_ms
 
 
 def _nothing() -> None:
@@ -529,7 +542,7 @@ def _pack_cache(settings: ExecutorConfig) -> PackCache | None:
 
 def _executor_class(settings: ExecutorConfig) -> ExecutorClass:
     # One of them, and only when it is wanted: start-up is felt.
-    if settings.tensor_parallel_size > 1:
+    if settings.num_ranks > 1:
         from quire.engine.assembly.ranks import ranked_class
 
         return ranked_class(settings)
