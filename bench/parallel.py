@@ -2,6 +2,7 @@
 
     python -m bench.parallel [--shape qwen3-0.6b] [--degree 2] [--precision none] [--write]
                              [--experts whole|placed] [--mode exact|fast]
+    python -m bench.parallel --stages 2 --degree 1 [--write]
 
 Both executors have the same number of threads in all, are loaded at once, and run the same step in
 turn, the order changing from pair to pair; their logits must be equal bit for bit (other than with
@@ -10,9 +11,15 @@ copy for each rank; each rank's share of the pairs is printed. For each step:
 the median times, the median ratio within pairs (above 1: ranks are faster), the share of rank 0's
 time in exchanges, waiting included, and the bytes it receives, counted and by the cost model.
 
+With --stages the ranks are stages of a pipeline, of `degree` ranks each. A step alone passes them
+one after the other, so that it cannot be faster; in "micro_batches" the rows of a step are divided
+over as many steps in flight as stages, against one process that computes all of them at once.
+bubble is the share of the time in which the last stage waits for rows.
+
 Beside it, labelled as computed and measured nowhere: the same program on other machines, from their
 rates, with exchanges of columns (what is implemented) and with sums of parts (two all-reduces a
-layer, which would not keep the bits). Writes bench/results/parallel.json with --write.
+layer, which would not keep the bits), and as stages of a pipeline. Writes
+bench/results/parallel.json, or pipeline.json, with --write.
 """
 
 from __future__ import annotations
@@ -23,6 +30,7 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +50,17 @@ from quire.program.program import Program
 from quire.program.quantize import quantize
 from quire.program.row_parallel import TpMode
 from quire.program.shard import shard
+from quire.program.split import split
+from quire.program.stage_ops import Recv
 from quire.program.tensors import DType
 from quire.ranks.executor_class import RankedExecutor, RankedExecutorClass
+from quire.ranks.pipeline_class import PipelineExecutorClass, PipelineRanks
 from quire.weights.checkpoint import open_checkpoint
 
-RESULTS = Path(__file__).parent / "results" / "parallel.json"
+RESULTS = Path(__file__).parent / "results"
 BLOCK_SIZE, DEPTH = 16, 512
 PREFILL_TOKENS = 256
+ROUNDS = 8  # of micro-batches, one after the other without a gap
 DECODED_ROWS = (1, 4, 16, 64)
 # Between two steps: threads of the executor that waits have gone to sleep.
 PAUSE_S = 0.005
@@ -99,6 +111,14 @@ def run_step(executor: NativeExecutor, batch: ForwardBatch) -> tuple[float, byte
     return 1e3 * (time.perf_counter() - began_s), logits.tobytes()
 
 
+def received_by(ranks: RankedExecutor) -> int:
+    """Return the bytes that rank 0 has received from other ranks so far."""
+    received = ranks.group.native.received_bytes
+    if isinstance(ranks, PipelineRanks) and ranks.links.source is not None:
+        received += ranks.links.source.native.received_bytes
+    return received
+
+
 def in_pairs(
     whole: NativeExecutor,
     ranks: RankedExecutor,
@@ -114,7 +134,7 @@ def in_pairs(
         batch = step_batch(rows, tokens, whole.program.vocab_size, number + 2)
         if number == 0:
             ranks.set_timed(True)
-            received_bytes = ranks.group.native.received_bytes
+            received_bytes = received_by(ranks)
         order = (whole, ranks) if number % 2 else (ranks, whole)
         found = {id(executor): run_step(executor, batch) for executor in order}
         if mode is TpMode.EXACT and found[id(whole)][1] != found[id(ranks)][1]:
@@ -122,9 +142,9 @@ def in_pairs(
         if number >= 0:
             whole_ms.append(found[id(whole)][0])
             ranks_ms.append(found[id(ranks)][0])
-    received_bytes = ranks.group.native.received_bytes - received_bytes
+    received_bytes = received_by(ranks) - received_bytes
     seconds = [unit for segment in ("trunk", "head") for unit in ranks.times(segment)]
-    exchanged = sum(s for ops, s in seconds if isinstance(ops[0], AllGather | AllReduce))
+    exchanged = sum(s for ops, s in seconds if isinstance(ops[0], AllGather | AllReduce | Recv))
     ranks.set_timed(False)
     step = StepShape([tokens] * rows, [DEPTH] * rows)
     ratios = [one / other for one, other in zip(whole_ms, ranks_ms, strict=True)]
@@ -151,6 +171,65 @@ def expert_plan(experts: str, whole: NativeExecutor, degree: int) -> ExpertPlan 
     return ExpertPlan(loads=tuple(map(tuple, whole.expert_loads)), redundant=degree)
 
 
+def part_of(batch: ForwardBatch, first: int, end: int) -> ForwardBatch:
+    """Return sequences first .. end - 1 of a step of one token each."""
+    rows = slice(first, end)
+    (cache,) = batch.caches
+    return ForwardBatch(
+        token_ids=batch.token_ids[rows],
+        positions=batch.positions[rows],
+        rope_positions=batch.rope_positions[rows],
+        caches=(CacheRows(kv_slots=cache.kv_slots[rows], block_tables=cache.block_tables[rows]),),
+        seq_starts=np.arange(end - first + 1, dtype=np.int32),
+        sample_rows=np.arange(end - first, dtype=np.int32),
+    )
+
+
+def run_rounds(stages: PipelineRanks, batch: ForwardBatch) -> tuple[float, bytes]:
+    """Return the milliseconds of ROUNDS rounds of micro-batches, and the logits of the last."""
+    time.sleep(PAUSE_S)
+    rows, number = len(batch.sample_rows), stages.num_stages
+    edges = [rows * part // number for part in range(number + 1)]
+    parts = [part_of(batch, first, end) for first, end in pairwise(edges)] * ROUNDS
+    found: list[bytes] = []
+    began_s = time.perf_counter()
+    for at, part in enumerate([*parts, *[None] * (number - 1)]):
+        if part is not None:
+            stages.begin_trunk(part)
+        if at >= number - 1:
+            ready = parts[at - number + 1]
+            stages.run_trunk(ready, head_rows=len(ready.sample_rows))
+            found.append(stages.run_head(ready, 0, len(ready.sample_rows)).tobytes())
+    return 1e3 * (time.perf_counter() - began_s), b"".join(found[-number:])
+
+
+def micro_batches(
+    whole: NativeExecutor, stages: PipelineRanks, rows: int, pairs: int
+) -> dict[str, Any]:
+    """Return times of decode steps of `rows` rows, all stages busy. Exits where logits differ."""
+    whole_ms, stages_ms, bubbles = [], [], []
+    for number in range(-2, pairs):
+        batch = step_batch(rows, 1, whole.program.vocab_size, number + 2)
+        waited_ms = stages.waited_ms
+        all_ms, logits = run_rounds(stages, batch)
+        waited_ms = stages.waited_ms - waited_ms
+        one = [run_step(whole, batch) for _ in range(ROUNDS)]
+        if one[-1][1] != logits:
+            sys.exit(f"stages and one process differ in a step of {rows} rows")
+        if number >= 0:
+            whole_ms.append(statistics.fmean(ms for ms, _ in one))
+            stages_ms.append(all_ms / ROUNDS)
+            bubbles.append(waited_ms / all_ms)
+    ratios = [one / other for one, other in zip(whole_ms, stages_ms, strict=True)]
+    return {
+        "rows": rows,
+        "one_process_ms": statistics.median(whole_ms),
+        "stages_ms": statistics.median(stages_ms),
+        "ratio": statistics.median(ratios),
+        "bubble": statistics.median(bubbles),
+    }
+
+
 def computed(program: Program, machine: Described, rows: int) -> dict[str, Any]:
     """Return a decode step by the rates of a machine: computed, not measured."""
     step = StepShape([1] * rows, [DEPTH] * rows)
@@ -172,6 +251,17 @@ def computed(program: Program, machine: Described, rows: int) -> dict[str, Any]:
     def exchange_ms(number: int, num_bytes: int) -> float:
         return number * machine.exchange_us / 1e3 + num_bytes / machine.link_gb_per_s / 1e6
 
+    micro = StepShape(
+        [1] * max(rows // machine.degree, 1), [DEPTH] * max(rows // machine.degree, 1)
+    )
+    stages = [own.step_cost(micro) for own in split(program, machine.degree)]
+    stage_ms = max(
+        cost.memory_bytes / machine.rank_gb_per_s / 1e6 + exchange_ms(1, cost.comm_bytes)
+        for cost in stages
+    )
+    # All rows once: each micro-batch takes the time of the slowest stage; fewer rows than stages
+    # leave the others idle.
+    round_ms = stage_ms * machine.degree
     one_ms = program.step_cost(step).memory_bytes / machine.rank_gb_per_s / 1e6
     columns_ms = read_ms + exchange_ms(len(gathers), gathered_bytes)
     sums_ms = read_ms + exchange_ms(2 * layers + 1, summed_bytes)
@@ -181,6 +271,11 @@ def computed(program: Program, machine: Described, rows: int) -> dict[str, Any]:
         "one_rank_ms": one_ms,
         "columns": {"bytes": gathered_bytes, "step_ms": columns_ms, "speedup": one_ms / columns_ms},
         "sums": {"bytes": summed_bytes, "step_ms": sums_ms, "speedup": one_ms / sums_ms},
+        "stages": {
+            "bytes": max(cost.comm_bytes for cost in stages),
+            "step_ms": round_ms,
+            "speedup": one_ms / round_ms,
+        },
     }
 
 
@@ -196,23 +291,27 @@ def main() -> None:
     parser.add_argument("--degree", type=int, default=2)
     parser.add_argument("--mode", choices=list(map(str, TpMode)), default="exact")
     parser.add_argument("--experts", choices=("split", "whole", "placed"), default="split")
+    parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
-    if num_usable_cores() < asked.degree:
-        sys.exit(f"{asked.degree} ranks need as many cores; there are {num_usable_cores()}")
+    num_ranks = asked.degree * asked.stages
+    if num_usable_cores() < num_ranks:
+        sys.exit(f"{num_ranks} ranks need as many cores; there are {num_usable_cores()}")
     folder = random_checkpoint(asked.shape)
     plain = build_program(open_model(folder), dtype=DType.BF16, max_positions=1024)
     program, checkpoint = quantize(plain, asked.precision), open_checkpoint(folder)
     most = max(DECODED_ROWS)
     limits = StepLimits(max_tokens=PREFILL_TOKENS, max_samples=most, max_sequences=most)
-    options = ExecutorOptions(limits=limits, num_threads=asked.degree)
+    options = ExecutorOptions(limits=limits, num_threads=num_ranks)
     whole = NativeExecutor(program, checkpoint, options)
     num_blocks = most * (DEPTH // BLOCK_SIZE + 2)
     whole.allocate_cache(num_blocks, BLOCK_SIZE)
     mode, plan = TpMode(asked.mode), expert_plan(asked.experts, whole, asked.degree)
     whole.allocate_cache(num_blocks, BLOCK_SIZE)  # as empty as that of the ranks
     made = RankedExecutorClass(degree=asked.degree, experts=plan, mode=mode)
+    if asked.stages > 1:
+        made = PipelineExecutorClass(degree=asked.degree, stages=asked.stages)
     ranks = made(program, checkpoint, options)
     ranks.allocate_cache(num_blocks, BLOCK_SIZE)
     steps = [(rows, 1) for rows in DECODED_ROWS] + [(1, PREFILL_TOKENS)]
@@ -225,6 +324,7 @@ def main() -> None:
         "mode": asked.mode,
         "experts": asked.experts,
         "balance": None,
+        "stages": asked.stages,
         "steps": [],
         "computed": [computed(program, one, rows) for one in DESCRIBED for rows in (1, 64)],
     }
@@ -232,6 +332,13 @@ def main() -> None:
         entry = in_pairs(whole, ranks, rows, tokens, asked.pairs, mode)
         found["steps"].append(entry)
         print(json.dumps(entry))
+    if isinstance(ranks, PipelineRanks):
+        found["micro_batches"] = [
+            micro_batches(whole, ranks, rows, asked.pairs)
+            for rows in DECODED_ROWS
+            if rows >= asked.stages
+        ]
+        print(json.dumps(found["micro_batches"], indent=1))
     print(json.dumps(found["computed"], indent=1))
     if plan is not None:
         placement = plan.placement(program, asked.degree)
@@ -240,7 +347,8 @@ def main() -> None:
     ranks.close()
     whole.close()
     if asked.write:
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+        name = "parallel.json" if asked.stages == 1 else "pipeline.json"
+        (RESULTS / name).write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -476,6 +476,8 @@ void bind_interpreter(nb::module_& module) {
         .def("num_layers", &quire::Program::num_layers, "segment"_a)
         .def("set_group", &quire::Program::set_group, "group"_a,
              "The ranks that all_gather exchanges columns with.")
+        .def("set_links", &quire::Program::set_links, "source"_a.none(), "target"_a.none(),
+             "The links that recv and send move rows through; None for none.")
         .def("abort", &quire::Program::abort, "Stop the run in progress between two operations.")
         .def_prop_ro("ops_done", &quire::Program::ops_done)
         .def_prop_ro("pieces_read", &quire::Program::pieces_read,

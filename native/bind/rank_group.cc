@@ -25,33 +25,37 @@ void bind_rank_group(nb::module_& module) {
                                  "The ranks of a model on this machine, in shared memory.")
         .def("__init__",
              [](quire::RankGroup* self, const Shared& memory, int rank, int degree,
-                int64_t slot_bytes, int64_t message_bytes, double timeout_s) {
+                int64_t slot_bytes, int64_t message_bytes, double timeout_s, int members) {
                  new (self) quire::RankGroup(reinterpret_cast<char*>(memory.data()),
                                              static_cast<int64_t>(memory.size()), rank, degree,
-                                             {slot_bytes, message_bytes}, timeout_s);
+                                             {slot_bytes, message_bytes}, timeout_s, members);
              },
              "memory"_a, nb::kw_only(), "rank"_a, "degree"_a, "slot_bytes"_a, "message_bytes"_a,
-             "timeout_s"_a, nb::keep_alive<1, 2>(),
+             "timeout_s"_a, "members"_a = 0, nb::keep_alive<1, 2>(),
              "memory: shared by all ranks, zero at first. timeout_s: the longest wait for a rank "
-             "that responds.")
+             "that responds. members: how many ranks gather columns together; 0 for all.")
         .def_prop_ro("rank", &quire::RankGroup::rank)
         .def_prop_ro("degree", &quire::RankGroup::degree)
+        .def_prop_ro("members", &quire::RankGroup::members,
+                     "How many ranks gather columns with this one, itself included.")
+        .def_prop_ro("progress", &quire::RankGroup::progress,
+                     "Operations done by all ranks, modulo 2^32.")
         .def_prop_ro("num_gathers", &quire::RankGroup::num_gathers,
                      "Exchanges of columns so far.")
         .def_prop_ro("received_bytes", &quire::RankGroup::received_bytes,
                      "Bytes of columns received from other ranks so far.")
         .def("all_gather",
              [](quire::RankGroup& self, const Bytes& own, const Parts& out) {
-                 if (out.shape(0) != static_cast<size_t>(self.degree()) ||
+                 if (out.shape(0) != static_cast<size_t>(self.members()) ||
                      out.shape(1) != own.size()) {
-                     throw std::invalid_argument("out is not [degree, bytes of own]");
+                     throw std::invalid_argument("out is not [members, bytes of own]");
                  }
                  nb::gil_scoped_release release;
                  self.all_gather(reinterpret_cast<const char*>(own.data()),
                                  reinterpret_cast<char*>(out.data()),
                                  static_cast<int64_t>(own.size()));
              },
-             "own"_a, "out"_a, "Gather the bytes of all ranks in out [degree, bytes].")
+             "own"_a, "out"_a, "Gather the bytes of all members in out [members, bytes].")
         .def("barrier",
              [](quire::RankGroup& self) {
                  nb::gil_scoped_release release;

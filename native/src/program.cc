@@ -289,6 +289,13 @@ RankGroup::Columns Program::columns_of(const ViewSpec& view, int64_t unit,
             bytes};
 }
 
+RankLink::Block Program::block_of(const ViewSpec& view, const StepInputs& inputs) const {
+    const Rows all = rows(view);
+    const int64_t bytes = type_bytes(all.type);
+    return {static_cast<char*>(all.data), count_of(view, inputs), all.stride * bytes,
+            all.width * bytes};
+}
+
 void Program::poison(const Segment& segment) {
     for (int64_t index : segment.own_buffers) {
         const BufferSpec& buffer = buffer_at(index);
@@ -365,6 +372,7 @@ void Program::run_units(Segment& segment, size_t first, size_t end, const StepIn
             run_unit(segment, unit, inputs);
         }
         ops_done_.fetch_add(static_cast<int64_t>(unit.count), std::memory_order_relaxed);
+        if (group_ != nullptr) group_->note_progress(static_cast<int64_t>(unit.count));
         if (!timed_) continue;
         const int64_t now = nanoseconds();
         unit.nanoseconds += now - last;
@@ -436,6 +444,8 @@ void Program::run_op(const Operation& operation, const StepInputs& inputs) {
                 group_->all_reduce(columns_of(op.x, op.unit, inputs), buffer_at(op.x.buffer).type,
                                    *pool);
             },
+            [&](const SendOp& op) { to_->send(block_of(op.x, inputs), *pool); },
+            [&](const RecvOp& op) { from_->receive(block_of(op.y, inputs), *pool); },
             [](const auto& op) {
                 throw std::invalid_argument(std::string(op.kind) + " is row-wise");
             },

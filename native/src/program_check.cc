@@ -188,6 +188,8 @@ void Program::check_op(const Operation& operation) const {
             [](const AllReduceOp& op) {
                 check_ranks(op.kind, op.rank, op.degree, op.unit, op.x.width);
             },
+            [](const SendOp&) {},
+            [](const RecvOp&) {},
             // Their geometry is the cache's, which check_step uses.
             [](const StoreKVOp&) {},
             [](const AttentionOp&) {},
@@ -274,6 +276,14 @@ void Program::check_step(const Operation& operation, const StepInputs& inputs) c
                 const int64_t bytes = type_bytes(buffer_at(op.x.buffer).type);
                 group_->check_fits({nullptr, 1, 0, op.down->columns(), op.unit, bytes});
             },
+            [&](const SendOp& op) {
+                if (to_ == nullptr) refuse(op.kind, "there is no link to another stage");
+                to_->check_fits(block_of(op.x, inputs).row_bytes);
+            },
+            [&](const RecvOp& op) {
+                if (from_ == nullptr) refuse(op.kind, "there is no link from another stage");
+                from_->check_fits(block_of(op.y, inputs).row_bytes);
+            },
             [](const auto&) {},
         },
         operation);
@@ -281,7 +291,7 @@ void Program::check_step(const Operation& operation, const StepInputs& inputs) c
 
 void Program::check_group(const char* kind, int64_t rank, int64_t degree) const {
     if (group_ == nullptr) refuse(kind, "there are no ranks to exchange with");
-    if (group_->rank() != rank || group_->degree() != degree) {
+    if (group_->member() != rank || group_->members() != degree) {
         refuse(kind, "the program is another rank's, or for other ranks");
     }
 }

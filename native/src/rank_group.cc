@@ -84,12 +84,6 @@ bool reached(uint32_t value, uint32_t number) {
 
 }  // namespace
 
-// A number that one rank writes and others wait for, alone in a cache line.
-struct alignas(64) RankGroup::Word {
-    std::atomic<uint32_t> value;
-    mutable std::atomic<uint32_t> sleepers;
-};
-
 struct alignas(64) RankGroup::Header {
     Word aborted;
     Word sent;  // messages of rank 0
@@ -100,6 +94,7 @@ struct alignas(64) RankGroup::RankWords {
     Word ready;  // exchanges for which the rank's part is there
     Word taken;  // messages the rank has taken
     Word asked, answered;
+    Word done;  // operations of the rank
 };
 
 int64_t RankGroup::shared_bytes(int degree, const Sizes& sizes) {
@@ -117,8 +112,9 @@ int64_t RankGroup::shared_bytes(int degree, const Sizes& sizes) {
 }
 
 RankGroup::RankGroup(char* memory, int64_t bytes, int rank, int degree, const Sizes& sizes,
-                     double timeout_s)
-    : memory_(memory), rank_(rank), degree_(degree), sizes_(sizes), timeout_s_(timeout_s) {
+                     double timeout_s, int members)
+    : memory_(memory), rank_(rank), degree_(degree), members_(std::max(members > 0 ? members : degree, 1)),
+      first_(rank / members_ * members_), sizes_(sizes), timeout_s_(timeout_s) {
     const int64_t needed = shared_bytes(degree, sizes);
     if (bytes < needed) {
         throw std::invalid_argument(std::to_string(bytes) + " bytes of shared memory; " +
@@ -127,6 +123,10 @@ RankGroup::RankGroup(char* memory, int64_t bytes, int rank, int degree, const Si
     if (rank < 0 || rank >= degree) {
         throw std::invalid_argument("rank is " + std::to_string(rank) + " of " +
                                     std::to_string(degree));
+    }
+    if (members < 0 || degree % members_ != 0) {
+        throw std::invalid_argument(std::to_string(degree) + " ranks in groups of " +
+                                    std::to_string(members));
     }
     if (reinterpret_cast<uintptr_t>(memory) % kLine != 0) {
         throw std::invalid_argument("the shared memory is not aligned to 64 bytes");
@@ -171,6 +171,16 @@ bool RankGroup::is_aborted() const {
     return reinterpret_cast<const Header*>(memory_)->aborted.value.load() != 0;
 }
 
+void RankGroup::note_progress(int64_t operations) const {
+    words(rank_).done.value.fetch_add(static_cast<uint32_t>(operations), std::memory_order_relaxed);
+}
+
+int64_t RankGroup::progress() const {
+    uint32_t sum = 0;
+    for (int rank = 0; rank < degree_; ++rank) sum += words(rank).done.value.load();
+    return sum;
+}
+
 void RankGroup::abort() {
     auto& header = *reinterpret_cast<Header*>(memory_);
     header.aborted.value.store(1);
@@ -195,8 +205,8 @@ void RankGroup::answer() {
     }
 }
 
-// Waits until the word has reached `number`. bounded: see rank_group.h.
-void RankGroup::wait(const Word& word, uint32_t number, int peer, bool bounded) const {
+void RankGroup::wait(const Word& word, uint32_t number, int peer, Wait how) const {
+    const bool bounded = how != Wait::idle;
     const auto ready = [&] { return reached(word.value.load(std::memory_order_acquire), number); };
     if (ready()) return;
     const auto began = Clock::now();
@@ -225,7 +235,9 @@ void RankGroup::wait(const Word& word, uint32_t number, int peer, bool bounded) 
         if (!bounded) continue;
         const std::chrono::duration<double> took = Clock::now() - slept;
         waited_s += std::min(took.count(), kSleepCountsS);
-        if (waited_s > timeout_s_) lost(peer, "did not reach the same operation in time");
+        if (how == Wait::limited && waited_s > timeout_s_) {
+            lost(peer, "did not reach the same operation in time");
+        }
         if (asked_at_s >= 0 && reached(other.answered.value.load(), question)) asked_at_s = -1;
         if (asked_at_s < 0 && waited_s > kAskAfterS) {
             question = other.asked.value.fetch_add(1) + 1;
@@ -240,8 +252,8 @@ void RankGroup::wait(const Word& word, uint32_t number, int peer, bool bounded) 
 }
 
 void RankGroup::check_fits(const Columns& columns) const {
-    for (int rank = 0; rank < degree_; ++rank) {
-        const Share share = share_of(columns.width, columns.unit, rank, degree_);
+    for (int member = 0; member < members_; ++member) {
+        const Share share = share_of(columns.width, columns.unit, member, members_);
         const int64_t bytes = (share.end - share.start) * columns.element_bytes;
         if (bytes > sizes_.slot_bytes) {
             throw std::invalid_argument("a row's part of " + std::to_string(bytes) +
@@ -254,16 +266,16 @@ void RankGroup::all_gather(const Columns& columns, Pool& pool) {
     if (columns.rows == 0) return;
     ++num_gathers_;
     int64_t most = 1;  // bytes of a row's largest part
-    for (int rank = 0; rank < degree_; ++rank) {
-        const Share share = share_of(columns.width, columns.unit, rank, degree_);
+    for (int member = 0; member < members_; ++member) {
+        const Share share = share_of(columns.width, columns.unit, member, members_);
         most = std::max(most, (share.end - share.start) * columns.element_bytes);
     }
     const int64_t at_once = std::max<int64_t>(sizes_.slot_bytes / most, 1);
-    // Rows [first, first + count) of a rank's columns, to or from its slot.
-    const auto copy = [&](int rank, int64_t first, int64_t count, bool is_own) {
-        const Share share = share_of(columns.width, columns.unit, rank, degree_);
+    // Rows [first, first + count) of a member's columns, to or from its slot.
+    const auto copy = [&](int member, int64_t first, int64_t count, bool is_own) {
+        const Share share = share_of(columns.width, columns.unit, member, members_);
         const int64_t bytes = (share.end - share.start) * columns.element_bytes;
-        char* part = slot(rank, gathers_);
+        char* part = slot(first_ + member, gathers_);
         char* data = columns.data + first * columns.stride_bytes +
                      share.start * columns.element_bytes;
         pool.deal(count, std::max<int64_t>(kCopyGrain / bytes, 1),
@@ -280,11 +292,11 @@ void RankGroup::all_gather(const Columns& columns, Pool& pool) {
     for (int64_t first = 0; first < columns.rows; first += at_once) {
         const int64_t count = std::min(at_once, columns.rows - first);
         ++gathers_;
-        copy(rank_, first, count, true);
+        copy(member(), first, count, true);
         publish(words(rank_).ready, gathers_);
-        for (int next = 1; next < degree_; ++next) {
-            const int other = (rank_ + next) % degree_;
-            wait(words(other).ready, gathers_, other, true);
+        for (int next = 1; next < members_; ++next) {
+            const int other = (member() + next) % members_;
+            wait(words(first_ + other).ready, gathers_, first_ + other, Wait::limited);
             copy(other, first, count, false);
         }
     }
@@ -422,10 +434,11 @@ void RankGroup::all_gather(const char* own, char* out, int64_t bytes) {
             std::memcpy(slot(rank_, gathers_), own + first, static_cast<size_t>(count));
         }
         publish(words(rank_).ready, gathers_);
-        for (int rank = 0; rank < degree_; ++rank) {
-            wait(words(rank).ready, gathers_, rank, true);
+        for (int member = 0; member < members_; ++member) {
+            const int rank = first_ + member;
+            wait(words(rank).ready, gathers_, rank, Wait::limited);
             if (count > 0) {
-                std::memcpy(out + rank * bytes + first, slot(rank, gathers_),
+                std::memcpy(out + member * bytes + first, slot(rank, gathers_),
                             static_cast<size_t>(count));
             }
         }
@@ -442,8 +455,8 @@ void RankGroup::send(const char* bytes, int64_t size) {
     if (is_aborted()) throw RankLost("a rank cannot go on");
     auto& header = *reinterpret_cast<Header*>(memory_);
     ++messages_;
-    for (int rank = 1; rank < degree_; ++rank) {
-        wait(words(rank).taken, messages_ - 2, rank, true);
+    for (int rank = 1; rank < members_; ++rank) {
+        wait(words(rank).taken, messages_ - 2, rank, Wait::limited);
     }
     std::memcpy(message(messages_), bytes, static_cast<size_t>(size));
     header.message_sizes[messages_ & 1] = size;
@@ -452,11 +465,12 @@ void RankGroup::send(const char* bytes, int64_t size) {
 
 int64_t RankGroup::receive(const char** bytes) {
     if (rank_ == 0) throw std::invalid_argument("rank 0 sends messages and receives none");
+    if (first_ > 0) throw std::invalid_argument("rank 0 sends to ranks of its own group only");
     auto& header = *reinterpret_cast<Header*>(memory_);
     // The message before is given back.
     publish(words(rank_).taken, messages_);
     ++messages_;
-    wait(header.sent, messages_, 0, false);
+    wait(header.sent, messages_, 0, Wait::idle);
     *bytes = message(messages_);
     return header.message_sizes[messages_ & 1];
 }

@@ -38,6 +38,7 @@ class EngineStats:
     steps_total: int = 0
     restarts_total: int = 0  # of a supervised engine; the other totals are those of one life
     device_busy_ms_total: float = 0.0  # during which at least one step was in flight
+    stage_wait_ms_total: float = 0.0  # the last stage of a pipeline waited for rows
     step_rows: int = 0  # requests in the last step
     step_tokens: int = 0  # token rows in the last step; of a part by layers as large a share
     layered_tokens_total: int = 0  # prompt tokens that were computed by layers

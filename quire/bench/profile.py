@@ -90,6 +90,11 @@ def measure_profile(
     config = with_local_model(engine_config({"model": model, **settings}))
     if config.executor.executor != "native":
         raise SettingError("executor is not native; only the native executor takes times")
+    if config.executor.pipeline_parallel_size > 1:
+        raise SettingError(
+            f"pipeline_parallel_size is {config.executor.pipeline_parallel_size} and times are "
+            "taken of one stage: leave it out"
+        )
     progress.say("packing the weights")
     engine = assemble(config, clock=Clock(), report=_ignore)
     runner, card = engine.core.runner, engine.card

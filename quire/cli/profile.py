@@ -9,7 +9,9 @@ import argparse
 
 from quire.cli.options import add_engine_arguments, engine_settings
 
-_NOT_HERE = frozenset({"chat_template", "served_model_name"})
+_NOT_HERE = frozenset(
+    {"chat_template", "served_model_name", "pipeline_parallel_size", "data_parallel_size"}
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

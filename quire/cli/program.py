@@ -22,6 +22,7 @@ from quire.program.kv_cache import KV_CACHE_DTYPES, with_kv_cache_dtype
 from quire.program.quantize import AUTO
 from quire.program.row_parallel import TpMode
 from quire.program.shard import SPLIT_EXPERTS, shard
+from quire.program.split import split
 from quire.program.table import format_program
 from quire.program.taps import with_taps
 from quire.program.tensors import DType
@@ -88,14 +89,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NUM",
         help="print the first layers with the head, which propose tokens with --speculate self",
     )
-    _add_ranks(parser)
+    _add_parallelism(parser)
     parser.add_argument(
         "--all-layers", action="store_true", help="print every layer, not the first of its kind"
     )
 
 
-def _add_ranks(parser: argparse.ArgumentParser) -> None:
-    """Add what selects a rank's share."""
+def _add_parallelism(parser: argparse.ArgumentParser) -> None:
+    """Add what selects a rank's or a stage's share."""
     parser.add_argument(
         "--tensor-parallel-size",
         type=int,
@@ -116,6 +117,16 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--rank", type=int, default=0, help="which rank's share, from 0 (default 0)"
+    )
+    parser.add_argument(
+        "--pipeline-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="print each of N stages, with the bytes it receives (default 1)",
+    )
+    parser.add_argument(
+        "--stage", type=int, metavar="STAGE", help="print this stage only, from 0 (default: all)"
     )
 
 
@@ -162,9 +173,20 @@ def run(args: argparse.Namespace) -> int:
                 param="enable-expert-parallel",
             )
         placement = even_placement(program, degree)
-    program = shard(program, degree=degree, rank=args.rank, placement=placement, mode=mode)
+    stages = split(program, args.pipeline_parallel_size)
+    if args.stage is not None:
+        _check("stage", args.stage, 0, len(stages) - 1)
+        stages = stages[args.stage : args.stage + 1]
     step = StepShape([args.tokens] * args.sequences, [args.depth] * args.sequences)
-    sys.stdout.write(format_program(program, step, all_layers=args.all_layers))
+    tables = [
+        format_program(
+            shard(stage, degree=degree, rank=args.rank, placement=placement, mode=mode),
+            step,
+            all_layers=args.all_layers,
+        )
+        for stage in stages
+    ]
+    sys.stdout.write("\n".join(tables))
     return 0
 
 

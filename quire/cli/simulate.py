@@ -26,6 +26,7 @@ _NOT_HERE = frozenset(
     {
         *("chat_template", "record_plans", "trace_file", "timeline_steps", "scheduling_policy"),
         *("speculate", "draft_model", "self_draft_layers", "speculate_history_tokens"),
+        *("pipeline_parallel_size", "data_parallel_size", "disk_offload_gb"),
     }
 )
 

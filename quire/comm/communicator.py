@@ -40,3 +40,13 @@ class Communicator(Protocol):
 
     def close(self) -> None:
         """Leave; further calls are errors."""
+
+
+class RowLink(Protocol):
+    """From one rank to another, in one direction: rows of a step, in order."""
+
+    def send(self, rows: Bytes) -> None:
+        """Hand on the bytes of rows."""
+
+    def receive(self, num_bytes: int) -> Bytes:
+        """Return the next rows, of `num_bytes` together."""

@@ -1,10 +1,11 @@
-"""Ranks as threads of one process: the plain implementation of Communicator, for tests.
+"""Ranks as threads of one process: plain implementations of Communicator and RowLink, for tests.
 
 Always holds: what a rank receives is its own copy.
 """
 
 from __future__ import annotations
 
+import queue
 import threading
 
 import numpy as np
@@ -65,3 +66,25 @@ class InProcessRank:
 
     def close(self) -> None:
         """See Communicator."""
+
+
+class InProcessLink:
+    """A RowLink (see communicator.py). timeout_s: the longest wait for rows."""
+
+    def __init__(self, *, timeout_s: float = 30.0) -> None:
+        self._rows: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
+        self._timeout_s = timeout_s
+
+    def send(self, rows: Bytes) -> None:
+        """See RowLink."""
+        self._rows.put(rows.copy())
+
+    def receive(self, num_bytes: int) -> Bytes:
+        """See RowLink."""
+        try:
+            rows = self._rows.get(timeout=self._timeout_s)
+        except queue.Empty:
+            raise DeviceLost("the stage before sends nothing") from None
+        if len(rows) != num_bytes:
+            raise ValueError(f"{len(rows)} bytes of rows have come; {num_bytes} are meant")
+        return rows

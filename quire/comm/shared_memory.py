@@ -35,8 +35,10 @@ class SegmentSizes:
         )
 
 
-def create_segment(degree: int, sizes: SegmentSizes) -> int:
+def create_segment(degree: int, sizes: SegmentSizes, *, link_bytes: int = 0) -> int:
     """Return the descriptor of a new segment, zero-filled; the caller closes it.
+
+    link_bytes: of links between ranks, after the rest (quire/comm/links.py).
 
     Raises CapacityError where there is no memory for it.
     """
@@ -46,7 +48,7 @@ def create_segment(degree: int, sizes: SegmentSizes) -> int:
         else:
             descriptor, path = tempfile.mkstemp(prefix="quire-ranks-")
             os.unlink(path)
-        os.ftruncate(descriptor, sizes.total(degree))
+        os.ftruncate(descriptor, sizes.total(degree) + link_bytes)
     except OSError as error:
         raise _no_memory(degree, sizes, error) from error
     return descriptor
@@ -55,14 +57,15 @@ def create_segment(degree: int, sizes: SegmentSizes) -> int:
 def _no_memory(degree: int, sizes: SegmentSizes, error: Exception) -> CapacityError:
     return CapacityError(
         f"shared memory of {sizes.total(degree)} bytes for {degree} ranks cannot be made: {error}; "
-        "lower tensor_parallel_size, or max_num_seqs and max_model_len, by which it grows"
+        "lower the number of ranks, or max_num_seqs and max_model_len, by which it grows"
     )
 
 
 class SharedMemoryRank:
     """A Communicator (see communicator.py) on a segment; `native` is what kernels exchange with.
 
-    timeout_s: the longest wait for a rank that responds.
+    timeout_s: the longest wait for a rank that responds. members: how many ranks gather together,
+    from each multiple of it on; 0 for all. Rank 0 sends its messages to those of its own group.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class SharedMemoryRank:
         degree: int,
         sizes: SegmentSizes,
         timeout_s: float = TIMEOUT_S,
+        members: int = 0,
     ) -> None:
         self.rank, self.degree = rank, degree
         try:
@@ -86,11 +90,12 @@ class SharedMemoryRank:
             slot_bytes=sizes.slot_bytes,
             message_bytes=sizes.message_bytes,
             timeout_s=timeout_s,
+            members=members,
         )
 
     def all_gather(self, own: Bytes) -> Bytes:
         """See Communicator."""
-        gathered = np.empty((self.degree, len(own)), np.uint8)
+        gathered = np.empty((self.native.members, len(own)), np.uint8)
         try:
             self.native.all_gather(own, gathered)
         except _native.RankLost as error:

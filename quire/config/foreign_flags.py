@@ -30,8 +30,8 @@ _THREADS = "threads are set by --threads N"
 _SEQS = "the maximum number of running requests is --max-num-seqs"
 _STEP = "the maximum number of tokens in a step is --max-num-batched-tokens"
 _ONE_DEVICE = (
-    "a model is served by one process, or by ranks on one machine (--tensor-parallel-size); leave "
-    "it out"
+    "a model is served by one process, or by ranks on one machine (--tensor-parallel-size, "
+    "--pipeline-parallel-size); leave it out"
 )
 _REPLICAS = (
     "engines of one server are --data-parallel-size; servers of their own have one address by "
@@ -116,8 +116,6 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--cpu-offload-gb": _OFFLOAD,
         "--kv-offloading-size": _HOST,
         "--kv-transfer-config": "KV blocks on disk are set by --kv-tier-path; leave it out",
-        "--pipeline-parallel-size": _ONE_DEVICE,
-        "-pp": _ONE_DEVICE,
         "--distributed-executor-backend": _ONE_DEVICE,
         "--speculative-config": _DRAFT,
         "--num-speculative-tokens": _DRAFT_TOKENS,
@@ -181,7 +179,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--tp-size": _RANKS,
         "--dp": _REPLICAS,
         "--dp-size": _REPLICAS,
-        "--pp-size": _ONE_DEVICE,
+        "--pp-size": "stages of a pipeline are set by --pipeline-parallel-size",
         "--ep-size": _EXPERT_RANKS,
         "--nnodes": _ONE_DEVICE,
         "--dist-init-addr": _ONE_DEVICE,

@@ -468,6 +468,13 @@ class ExecutorConfig:
         "beginning is cached, or to the least loaded one",
         short_flag="-dp",
     )
+    pipeline_parallel_size: int = setting(
+        1,
+        "pipeline parallelism: groups of layers (stages) that compute several steps at once, each "
+        "in a process of its own, or in as many as tensor_parallel_size says; answers do not "
+        "change (native executor)",
+        short_flag="-pp",
+    )
     pack_cache: str | None = setting(
         None,
         "directory that caches the packed weights, in a file of their size which the next start "
@@ -495,10 +502,11 @@ class ExecutorConfig:
             at_least("num_threads", self.num_threads, 1)
             if self.num_threads > 1024:
                 raise SettingError(f"num_threads is {self.num_threads}; at most 1024 are allowed")
-        at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
-        if self.tensor_parallel_size > 1 and self.executor != "native":
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            at_least(name, getattr(self, name), 1)
+        if self.num_ranks > 1 and self.executor != "native":
             raise SettingError(
-                f"tensor_parallel_size is {self.tensor_parallel_size} and executor is "
+                f"{self.ranks_text} and executor is "
                 f"{self.executor}: only the native executor computes with several ranks; take "
                 "--executor native, or leave it out"
             )
@@ -522,10 +530,10 @@ class ExecutorConfig:
         given = f"disk_offload_gb is {size}"
         if size != "auto" and not re.fullmatch(r"\d{1,6}(\.\d{1,6})?", size):
             raise SettingError(f"{given}; a number of GiB, as in 12 or 1.5, or auto is needed")
-        if self.executor != "native" or self.tensor_parallel_size > 1:
+        if self.executor != "native" or self.num_ranks > 1:
             raise SettingError(
                 f"{given}: only the native executor with one rank reads weights from disk; take "
-                "--executor native and no --tensor-parallel-size, or leave it out"
+                "--executor native and one rank, or leave it out"
             )
         if self.pack_cache is None:
             raise SettingError(
@@ -545,6 +553,14 @@ class ExecutorConfig:
                 "enable_expert_parallel is given and tensor_parallel_size is 1: experts are "
                 "distributed over its ranks; give at least 2, or leave enable_expert_parallel out"
             )
+        if self.pipeline_parallel_size > 1 and (
+            self.enable_expert_parallel or self.tp_mode == "fast"
+        ):
+            raise SettingError(
+                f"pipeline_parallel_size is {self.pipeline_parallel_size}, and "
+                "enable_expert_parallel or tp_mode fast is given, which stages do not support yet: "
+                "leave one of them out"
+            )
         if self.expert_load_file == "":
             raise SettingError("expert_load_file is empty; give a file, or leave it out")
         if self.expert_load_file is not None and not self.enable_expert_parallel:
@@ -558,6 +574,18 @@ class ExecutorConfig:
                 f"num_redundant_experts is {self.num_redundant_experts} without expert_load_file, "
                 "by which the most chosen experts are found; give both, or leave it out"
             )
+
+    @property
+    def num_ranks(self) -> int:
+        """How many processes compute a model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def ranks_text(self) -> str:
+        """The settings that ask for several ranks, in words."""
+        names = ("tensor_parallel_size", "pipeline_parallel_size")
+        asked = [(name, getattr(self, name)) for name in names]
+        return " and ".join(f"{name} is {value}" for name, value in asked if value > 1)
 
     def _check_device(self) -> None:
         for name, unset in (("device", None), ("numerics", None), ("enforce_eager", False)):
@@ -584,12 +612,13 @@ class EngineConfig:
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
 
     def __post_init__(self) -> None:
-        if self.executor.tensor_parallel_size > 1:
+        if self.executor.num_ranks > 1:
             self._check_ranks()
         if self.executor.data_parallel_size > 1:
             self._check_engines()
         if self.executor.disk_offload_gb is not None:
-            self._check_drafts("disk_offload_gb", "which read the weights in another order")
+            given = f"disk_offload_gb is {self.executor.disk_offload_gb}"
+            self._check_drafts(given, "which read the weights in another order")
         if self.executor.trace_file is not None and not self.scheduler.timeline_steps:
             raise SettingError(
                 "trace_file is written from the steps kept for timelines, and timeline_steps is 0; "
@@ -610,6 +639,7 @@ class EngineConfig:
         given = f"data_parallel_size is {executor.data_parallel_size}"
         for what, is_given in (
             ("tensor_parallel_size", executor.tensor_parallel_size > 1),
+            ("pipeline_parallel_size", executor.pipeline_parallel_size > 1),
             ("disk_offload_gb", executor.disk_offload_gb is not None),
             ("record_plans", executor.record_plans is not None),
             ("trace_file", executor.trace_file is not None),
@@ -625,29 +655,28 @@ class EngineConfig:
 
     def _check_ranks(self) -> None:
         """Raise SettingError for what several ranks do not support yet."""
-        given = f"tensor_parallel_size is {self.executor.tensor_parallel_size}"
+        given = self.executor.ranks_text
         if self.cache.has_tier:
             raise SettingError(
                 f"{given}, and a KV tier is given (kv_tier_path or kv_tier_host_bytes), which "
                 "holds the blocks of one process only: leave one of them out"
             )
-        self._check_drafts("tensor_parallel_size", "which several ranks do not support yet")
+        self._check_drafts(given, "which several ranks do not support yet")
         if (threads := self.executor.num_threads) is not None and (
-            threads < self.executor.tensor_parallel_size
+            threads < self.executor.num_ranks
         ):
             raise SettingError(
                 f"{given} and num_threads is {threads}, which are divided over the ranks: give at "
                 "least one for each, or leave num_threads out"
             )
 
-    def _check_drafts(self, name: str, reason: str) -> None:
-        """Raise SettingError for drafts that are computed, with the setting `name`."""
+    def _check_drafts(self, given: str, reason: str) -> None:
+        """Raise SettingError for drafts that are computed. given: what they do not go with."""
         settings = self.scheduler
         if settings.speculate not in ("off", "ngram") or (
             settings.draft_model is not None or settings.self_draft_layers is not None
         ):
             raise SettingError(
-                f"{name} is {getattr(self.executor, name)}, and a draft model, draft heads or the "
-                f"model's first layers are asked for, {reason}: take --speculate ngram or off, or "
-                f"leave {name} out"
+                f"{given}, and a draft model, draft heads or the model's first layers are asked "
+                f"for, {reason}: take --speculate ngram or off, or leave the former out"
             )

@@ -134,6 +134,7 @@ class EngineCore:
         self.steps = StepCounts()
         self.timelines = TimelineAnswers(scheduler)
         self._flight: deque[tuple[StepPlan, Handle]] = deque()
+        self.waited_ms: Callable[[], float] | None = None  # of the last stage of a pipeline
         self._failed_steps = 0
         # When to look for leaks though there is work; None before the first step.
         self._look_at_ms: float | None = None
@@ -216,6 +217,8 @@ class EngineCore:
         stats = self.scheduler.stats()
         if self.expert_loads is not None:
             stats.expert_tokens_total = self.expert_loads(stats)
+        if self.waited_ms is not None:
+            stats.stage_wait_ms_total = self.waited_ms()
         return stats
 
     def ask_cache(self, ask: QueryCache) -> CacheReported:

@@ -203,6 +203,24 @@ class TappedExecutor(Protocol):
 
 
 @runtime_checkable
+class PipelinedExecutor(Protocol):
+    """An Executor of several stages: others compute the first layers of one step while its own
+    computes the last layers of another. Batches have no late_slots."""
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are, and steps that can be computed at once."""
+
+    @property
+    def waited_ms(self) -> float:
+        """Milliseconds that its own stage has waited for rows of the stage before."""
+
+    def begin_trunk(self, batch: ForwardBatch) -> None:
+        """Let the other stages begin a step, which run_trunk is called for later; steps are run in
+        the order in which they were begun."""
+
+
+@runtime_checkable
 class AsyncExecutor(Protocol):
     """An Executor with a device that runs asynchronously and keeps the last token of each slot:
     batches may have late_slots, and calls return once the work is queued."""

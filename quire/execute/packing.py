@@ -185,7 +185,7 @@ def _digest_of_sources(program: Program, binding: Binding, pool: _native.Pool) -
                 digest.add(stored, _native.content_digest(stored.raw, pool))
             binding.release(part)
     _digest_elsewhere(program, binding, pool, digest)
-    return digest.hexdigest()
+    return digest.text(is_part=program.is_part)
 
 
 def _digest_elsewhere(
@@ -252,7 +252,7 @@ def pack(
         if keeper is None or keeper.add(name, native, pool):
             packed[name] = native
     _digest_elsewhere(program, binding, pool, digest)
-    return Packed(weights=packed, digest=digest.hexdigest(), coarse_rows=coarse)
+    return Packed(weights=packed, digest=digest.text(is_part=program.is_part), coarse_rows=coarse)
 
 
 def _made_ahead(makers: Sequence[Callable[[], Piece]], num_threads: int) -> Iterator[Piece]:

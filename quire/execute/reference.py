@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.errors import CapacityError, SettingError, WorkerError
-from quire.comm.communicator import Communicator
+from quire.comm.communicator import Communicator, RowLink
 from quire.config.machine import MachineMemory, machine_memory
 from quire.execute import reference_ops as ops
 from quire.execute.batch_check import check_batch, check_range
@@ -55,6 +55,7 @@ from quire.program.ops import (
     StoreKV,
 )
 from quire.program.program import Program
+from quire.program.stage_ops import Recv, Send
 from quire.program.tensors import DType, Rows, View
 from quire.quant.fp8 import Fp8Matrix
 from quire.quant.int_weights import IntMatrix
@@ -86,8 +87,9 @@ class _Cache:
 class ReferenceExecutor:
     """An Executor (see executor.py).
 
-    group: the ranks, where the program is one rank's. Raises WeightsError where the checkpoint is
-    not what the program needs.
+    group: the ranks, where the program is one rank's. links: from the stage before and to the next
+    one, where it is a stage's. Raises WeightsError where the checkpoint is not what the program
+    needs.
     """
 
     name = "reference"
@@ -100,6 +102,7 @@ class ReferenceExecutor:
         options: ExecutorOptions,
         *,
         group: Communicator | None = None,
+        links: tuple[RowLink | None, RowLink | None] = (None, None),
     ) -> None:
         if options.pack_cache is not None:
             raise SettingError(
@@ -109,14 +112,14 @@ class ReferenceExecutor:
         binding = bind(program, checkpoint)
         if options.num_threads < 1:
             raise ValueError(f"num_threads is {options.num_threads}; at least 1 is allowed")
-        self._group = group
+        self._group, self._links = group, links
         digest = WeightsDigest()
         coarse: dict[str, int] = {}
         self._weights, self._few, self._experts = _load(
             program, binding, digest, coarse, options.progress
         )
         self.coarse_rows: Mapping[str, int] = coarse
-        self.weights_digest = digest.hexdigest()
+        self.weights_digest = digest.text(is_part=program.is_part)
         self._prepare(program, options.limits)
 
     def _prepare(self, program: Program, limits: StepLimits) -> None:
@@ -364,6 +367,10 @@ class ReferenceExecutor:
                 self._all_gather(op)
             case AllReduce():
                 self._all_reduce(op)
+            case Send():
+                self._link(op).send(self._read(op.x).astype(np.float32).reshape(-1).view(np.uint8))
+            case Recv():
+                self._recv(op)
             case _:
                 assert_never(op)
 
@@ -500,6 +507,16 @@ class ReferenceExecutor:
         for part in parts:  # in the order of ranks
             total += part.view(np.float32).reshape(own.shape)
         self._write(op.x, total)
+
+    def _recv(self, op: Recv) -> None:
+        y = self._read(op.y)
+        y[:] = self._link(op).receive(4 * y.size).view(np.float32).reshape(y.shape)
+
+    def _link(self, op: Send | Recv) -> RowLink:
+        link = self._links[isinstance(op, Send)]
+        if link is None:
+            raise ValueError(f"{op.kind}: there is no link to another stage")
+        return link
 
     def _gathered(self, op: AllGather | Experts, width: int, columns: Float32s) -> Float32s:
         """All `width` columns, from those of this rank."""

@@ -148,6 +148,11 @@ def _counters(stats: EngineStats) -> tuple[tuple[str, str, float], ...]:
             "Time in which the device had a step",
             stats.device_busy_ms_total / 1000.0,
         ),
+        (
+            "quire_stage_wait_seconds",
+            "Time in which the last stage of a pipeline waited for rows of the stage before",
+            stats.stage_wait_ms_total / 1000.0,
+        ),
         ("quire_kv_blocks_allocated", "KV blocks allocated", stats.allocated_blocks_total),
         (
             "quire_kv_block_allocation_seconds",

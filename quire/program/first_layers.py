@@ -22,7 +22,7 @@ _OF_LAYER = re.compile(r"^(?:layers|h)\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
+class LayerSpan:
     """Operations of a layer: those from its first weight to its last."""
 
     begin: int
@@ -43,7 +43,7 @@ def first_layers(program: Program, num: int) -> Program:
     if not 1 <= num <= total:
         raise ValueError(f"{program.name}: the first {num} of {total} layers; take 1 to {total}")
     trunk = program.segments["trunk"]
-    spans = _spans(program)
+    spans = layer_spans(program)
     kept, last = spans[num - 1], spans[-1]
     moved = _moved_views(program, trunk[kept.begin : kept.end], trunk[last.begin : last.end])
 
@@ -56,22 +56,22 @@ def first_layers(program: Program, num: int) -> Program:
         if name != "trunk"
     }
     ends = tuple(op.with_views(over) for op in trunk[last.end :])
-    return _pruned(
+    return pruned(
         replace(program, name=f"{program.name}, first {num} of {total} layers"),
         {"trunk": trunk[: kept.end] + ends, **segments},
         {name: over(view) for name, view in program.outputs.items()},
     )
 
 
-def _spans(program: Program) -> list[_Span]:
+def layer_spans(program: Program) -> list[LayerSpan]:
     """Return the operations of each layer. What lies between layers reads no weights."""
     trunk = program.segments["trunk"]
-    spans: dict[int, _Span] = {}
+    spans: dict[int, LayerSpan] = {}
     for at, op in enumerate(trunk):
         for name in op.weights:
             if found := _OF_LAYER.match(name):
                 begin = spans[layer].begin if (layer := int(found[1])) in spans else at
-                spans[layer] = _Span(begin, at + 1)
+                spans[layer] = LayerSpan(begin, at + 1)
     ordered = [spans[layer] for layer in sorted(spans)]
     firsts, ends = ordered[1:], ordered[:-1]
     is_split = all(one.end <= after.begin for one, after in zip(ends, firsts, strict=True))
@@ -109,7 +109,7 @@ def _alike(one: Buffer, other: Buffer) -> bool:
     return (one.rows, one.width) == (other.rows, other.width)
 
 
-def _pruned(
+def pruned(
     program: Program, segments: dict[str, tuple[Op, ...]], outputs: dict[str, View]
 ) -> Program:
     """Return the program without the weights, buffers and cache layers that nothing uses."""

@@ -29,6 +29,7 @@ from quire.program.declarations import CacheSpec, Declarations, WeightForm
 from quire.program.expert_ops import Experts, Route
 from quire.program.forms import QUANTIZING_OPS, ActivationForm, IdSource, NormForm
 from quire.program.operation import Operation, WeightName, check_width
+from quire.program.stage_ops import Recv, Send
 from quire.program.tensors import Rows, View
 
 
@@ -443,6 +444,8 @@ Op = (
     | Experts
     | AllGather
     | AllReduce
+    | Send
+    | Recv
 )
 OPERATIONS: Mapping[str, type[Op]] = MappingProxyType({op.kind: op for op in get_args(Op)})
 

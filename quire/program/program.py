@@ -26,7 +26,8 @@ class Program:
     segments: name -> operations; "trunk" runs on all token rows of a step, "head" on slices of
     the sample rows (after its gather_rows). outputs: named taps, at least "hidden" (trunk) and
     "logits" (head, f32). vocab_size is the width of the logits. elsewhere: tensors that other ranks
-    have instead, with their shapes; a checkpoint is compared and digested whole.
+    have instead, with their shapes; a checkpoint is compared and digested whole. is_part: others
+    have the rest of the model (quire/program/split.py): its checkpoint has more than this needs.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Program:
     vocab_size: int
     max_positions: int
     elsewhere: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    is_part: bool = False
 
     def __post_init__(self) -> None:
         self._check_sources()

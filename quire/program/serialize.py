@@ -26,7 +26,7 @@ Plain = dict[str, Any]
 
 def to_plain(program: Program) -> Plain:
     """The program as what JSON can hold."""
-    return {
+    plain: Plain = {
         "format": FORMAT,
         "name": program.name,
         "vocab_size": program.vocab_size,
@@ -49,6 +49,7 @@ def to_plain(program: Program) -> Plain:
             else {}
         ),
     }
+    return plain | {"is_part": True} if program.is_part else plain
 
 
 def from_plain(plain: Mapping[str, Any]) -> Program:
@@ -77,6 +78,7 @@ def from_plain(plain: Mapping[str, Any]) -> Program:
         vocab_size=plain["vocab_size"],
         max_positions=plain["max_positions"],
         elsewhere={name: tuple(shape) for name, shape in plain.get("elsewhere", {}).items()},
+        is_part=plain.get("is_part", False),
     )
 
 

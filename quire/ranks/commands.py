@@ -40,8 +40,10 @@ class CopyBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Run a segment on a batch, and `then` another; -1 for none."""
+    """Run a segment on a batch, and `then` another; -1 for none. step: its number, where ranks are
+    stages; else 0."""
 
+    step: int
     segment: int
     then: int
     batch: ForwardBatch

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from quire.base import log as log_module
 from quire.base.log import Log
@@ -40,7 +41,7 @@ from quire.ranks.commands import command_bytes
 from quire.ranks.placement import cpus_of_ranks, run_on
 from quire.ranks.processes import RankProcesses
 from quire.ranks.rank_executor import MirroredExecutor
-from quire.ranks.start import RankStart, check_ready, ready_of
+from quire.ranks.start import RankReady, RankStart, check_ready, ready_of
 from quire.weights.checkpoint import Checkpoint
 
 # Rows of a step that are exchanged at once: more than this are exchanged in parts.
@@ -70,6 +71,11 @@ class RankedExecutorClass:
     poison: bool = False
     timeout_s: float = TIMEOUT_S
 
+    @property
+    def num_ranks(self) -> int:
+        """How many processes there are."""
+        return self.degree
+
     def check_program(self, program: Program) -> None:
         """Raise SettingError where it cannot be split so, ModelError where a kernel lacks."""
         check_degree(program, self.degree, self.placement(program))
@@ -79,7 +85,7 @@ class RankedExecutorClass:
         """The memory of all ranks together."""
         programs = self.programs(program)
         parts = [NativeExecutor.memory_for(own, limits) for own in programs]
-        slots = 2 * self.degree * _slot_bytes(programs[0])
+        slots = 2 * self.num_ranks * max(map(_slot_bytes, programs))
         return ExecutorMemory(
             weights_bytes=sum(part.weights_bytes for part in parts),
             step_bytes=sum(part.step_bytes for part in parts) + slots,
@@ -119,38 +125,34 @@ class RankedExecutorClass:
     def __call__(
         self, program: Program, checkpoint: Checkpoint, options: ExecutorOptions
     ) -> RankedExecutor:
-        own, *others = self.programs(program)
-        sizes = SegmentSizes(
-            slot_bytes=_slot_bytes(own),
-            message_bytes=command_bytes(
-                tokens=max(options.limits.max_tokens, PART_TOKENS),
-                samples=options.limits.max_samples,
-                sequences=options.limits.max_sequences,
-                positions=program.max_positions,
-            ),
-        )
-        cpus = cpus_of_ranks(self.degree) if self.binds else [()] * self.degree
-        segment = create_segment(self.degree, sizes)
+        parts = self.programs(program)
+        sizes = self._sizes(parts, options.limits)
+        cpus = cpus_of_ranks(self.num_ranks) if self.binds else [()] * self.num_ranks
+        segment = create_segment(self.num_ranks, sizes, link_bytes=self._link_bytes(sizes))
         try:
             group = SharedMemoryRank(
-                segment, rank=0, degree=self.degree, sizes=sizes, timeout_s=self.timeout_s
+                segment,
+                rank=0,
+                degree=self.num_ranks,
+                sizes=sizes,
+                timeout_s=self.timeout_s,
+                members=self.degree,
             )
             with ExitStack() as undo:
                 processes = RankProcesses(group)
                 undo.callback(processes.end)
-                for rank, part in enumerate(others, start=1):
+                for rank, part in enumerate(parts[1:], start=1):
                     start = self._start(rank, part, checkpoint, options, sizes, cpus[rank])
                     processes.start(start, segment)
-                executor = self._rank_zero(own, checkpoint, options, group, cpus[0])
-                loaded = ready_of(executor.recipe, executor.weights_digest)
-                for rank, ready in processes.ready():
-                    check_ready(rank, ready, loaded)
+                run_on(cpus[0])
+                executor = self._rank_zero(parts, checkpoint, options, group, sizes, segment)
+                self._compare(executor, processes.ready())
                 undo.pop_all()
         finally:
             os.close(segment)
         Log("engine").event(
             "ranks are started",
-            ranks=self.degree,
+            ranks=self.num_ranks,
             threads_of_each=self._threads(options),
             cpus="; ".join(",".join(map(str, own_cpus)) or "any" for own_cpus in cpus),
         )
@@ -160,24 +162,40 @@ class RankedExecutorClass:
         return executor
 
     def _threads(self, options: ExecutorOptions) -> int:
-        return max(options.num_threads // self.degree, 1)
+        return max(options.num_threads // self.num_ranks, 1)
 
     def _rank_zero(
         self,
-        program: Program,
+        programs: Sequence[Program],
         checkpoint: Checkpoint,
         options: ExecutorOptions,
         group: SharedMemoryRank,
-        cpus: tuple[int, ...],
+        sizes: SegmentSizes,
+        segment: int,
     ) -> RankedExecutor:
-        run_on(cpus)
-        own = ExecutorOptions(
-            limits=options.limits,
-            num_threads=self._threads(options),
-            progress=options.progress,
-            pack_cache=options.pack_cache,
+        own = replace(options, num_threads=self._threads(options), beside=None)
+        return RankedExecutor(programs[0], checkpoint, own, group, poison=self.poison)
+
+    def _sizes(self, programs: Sequence[Program], limits: StepLimits) -> SegmentSizes:
+        return SegmentSizes(
+            slot_bytes=max(map(_slot_bytes, programs)),
+            message_bytes=command_bytes(
+                tokens=max(limits.max_tokens, PART_TOKENS),
+                samples=limits.max_samples,
+                sequences=limits.max_sequences,
+                positions=programs[0].max_positions,
+            ),
         )
-        return RankedExecutor(program, checkpoint, own, group, poison=self.poison)
+
+    def _link_bytes(self, sizes: SegmentSizes) -> int:
+        """Bytes of the segment beside what the group of ranks uses."""
+        return 0
+
+    def _compare(self, executor: RankedExecutor, ranks: Sequence[tuple[int, RankReady]]) -> None:
+        """Raise ModelError where a rank has loaded something else than rank 0."""
+        loaded = ready_of(executor.recipe, executor.weights_digest)
+        for rank, ready in ranks:
+            check_ready(rank, ready, loaded)
 
     def _start(
         self,
@@ -191,7 +209,7 @@ class RankedExecutorClass:
         cache = options.pack_cache
         return RankStart(
             rank=rank,
-            degree=self.degree,
+            degree=self.num_ranks,
             version=installed_version(),
             program=to_plain(program),
             checkpoint=str(checkpoint.path.resolve()),

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
@@ -26,7 +27,8 @@ from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.ranks.commands import Stop, command_wire
 from quire.ranks.placement import run_on
 from quire.ranks.rank_executor import RankExecutor
-from quire.ranks.start import RankStart, program_of, read_start, ready_of
+from quire.ranks.stage_executor import StageExecutor
+from quire.ranks.start import RankStart, links_of, program_of, read_start, ready_of
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.pack_cache import PackCache
 
@@ -64,30 +66,44 @@ def _run(start: RankStart, segment: int, answers: int) -> None:
         degree=start.degree,
         sizes=SegmentSizes(slot_bytes=start.slot_bytes, message_bytes=start.message_bytes),
         timeout_s=start.timeout_s,
+        members=start.degree // start.stages,
     )
     cache = None
     if start.pack_cache is not None:
         cache = PackCache(user_path(start.pack_cache), Log(f"rank {start.rank}"))
-    executor = RankExecutor(
-        program_of(start),
-        open_checkpoint(Path(start.checkpoint)),
-        ExecutorOptions(
-            limits=StepLimits(**start.limits), num_threads=start.num_threads, pack_cache=cache
-        ),
-        group,
-        isa=start.isa,
-        poison=start.poison,
+    options = ExecutorOptions(
+        limits=StepLimits(**start.limits), num_threads=start.num_threads, pack_cache=cache
     )
+    executor, next_command = _executor(start, options, group, segment)
     ready = ready_of(executor.recipe, executor.weights_digest)
     _answer(answers, {"ready": asdict(ready)})
     wire = command_wire()
     while True:
-        command = wire.decode(group.broadcast(None))
+        command = wire.decode(next_command())
         if isinstance(command, Stop):
             break
         with contextlib.suppress(ValueError):  # a batch that rank 0 rejects too
             executor.do(command)
     executor.close()
+
+
+def _executor(
+    start: RankStart, options: ExecutorOptions, group: SharedMemoryRank, segment: int
+) -> tuple[RankExecutor, Callable[[], bytes]]:
+    """Return the executor of the rank, and what waits for its next command."""
+    program, checkpoint = program_of(start), open_checkpoint(Path(start.checkpoint))
+    if start.stages == 1:
+        executor = RankExecutor(
+            program, checkpoint, options, group, isa=start.isa, poison=start.poison
+        )
+        return executor, lambda: group.broadcast(None)
+    links = links_of(start, group, segment)
+    stage = StageExecutor(
+        program, checkpoint, options, group, links, isa=start.isa, poison=start.poison
+    )
+    if links.commands is None:  # a rank of the last stage
+        return stage, lambda: group.broadcast(None)
+    return stage, links.commands.receive
 
 
 def _answer(descriptor: int, answer: dict[str, object]) -> None:

@@ -24,7 +24,8 @@ from quire.ranks.start import RankReady, RankStart, start_line
 # How long a process may take to end by itself, and how long its end is waited for as the reason
 # of a lost exchange.
 _END_S, _REASON_S = 2.0, 0.2
-_MAX_LINE_BYTES = 32 * 1024
+# A line names each tensor of a stage.
+_MAX_LINE_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
@@ -148,7 +149,7 @@ def _line_of(descriptor: int) -> bytes:
     """Read up to the end of a line, or to the end of the pipe."""
     line = b""
     while not line.endswith(b"\n") and len(line) < _MAX_LINE_BYTES:
-        part = os.read(descriptor, _MAX_LINE_BYTES)
+        part = os.read(descriptor, 1 << 16)
         if not part:
             break
         line += part

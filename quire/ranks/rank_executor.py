@@ -91,6 +91,7 @@ class MirroredExecutor(RankExecutor):
     ) -> None:
         super().__init__(program, checkpoint, options, group, poison=poison)
         self._wire = command_wire()
+        self.step = 0  # the number of the next Run
         self.reason: Callable[[str], str] = str
         self.end: Callable[[], None] = _nothing
 
@@ -133,7 +134,10 @@ class MirroredExecutor(RankExecutor):
             self._send(RunAgain(segment=segment, sample_rows=sample_rows))
         else:
             plain = replace(batch, sample_rows=sample_rows, late_slots=NO_SLOTS)
-            self._send(Run(segment=TRUNK, then=then, batch=plain, sample_rows=sample_rows))
+            command = Run(
+                step=self.step, segment=TRUNK, then=then, batch=plain, sample_rows=sample_rows
+            )
+            self._send(command)
         with _Lost(self):
             super()._run(segment, batch, sample_rows, then)
 

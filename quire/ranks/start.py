@@ -13,15 +13,19 @@ from typing import Any
 
 from quire.base.errors import ModelError, WorkerError
 from quire.base.version import installed_version
+from quire.comm.links import LinkSizes
+from quire.comm.shared_memory import SegmentSizes, SharedMemoryRank
 from quire.program.program import NUMERICS_VERSION, Program
 from quire.program.serialize import from_plain
+from quire.ranks.stages import StageLayout, StageLinks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStart:
     """How a rank begins. program: as plain values. cpus: the processors it may run on; empty: any.
     limits: the largest step. log_level, log_form: as rank 0 logs. poison: fill buffers with NaN
-    before each run (for tests)."""
+    before each run (for tests). stages: of the pipeline; degree is that of all ranks together.
+    row_slot_bytes, row_slots: of the links between stages."""
 
     rank: int
     degree: int
@@ -39,6 +43,9 @@ class RankStart:
     log_level: str
     log_form: str
     poison: bool
+    stages: int = 1
+    row_slot_bytes: int = 0
+    row_slots: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +78,17 @@ def read_start(line: bytes) -> RankStart:
 def program_of(start: RankStart) -> Program:
     """Return the rank's program."""
     return from_plain(start.program)
+
+
+def links_of(start: RankStart, group: SharedMemoryRank, segment: int) -> StageLinks:
+    """Return the links of a rank of a pipeline."""
+    return StageLinks(
+        segment,
+        group,
+        StageLayout(stages=start.stages, tp=start.degree // start.stages),
+        LinkSizes(slot_bytes=start.row_slot_bytes, slots=start.row_slots),
+        SegmentSizes(slot_bytes=start.slot_bytes, message_bytes=start.message_bytes),
+    )
 
 
 def checkpoint_of(start: RankStart) -> Path:

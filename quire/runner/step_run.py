@@ -74,7 +74,7 @@ class StepRun:
             unknown = num_unknown(rows.slots, self.positions, tables)
             self.reads_tokens |= bool((tables.has_penalty[rows.slots] & (unknown > 1)).any())
         self._is_late = is_late and not self.is_on_host
-        self._batch = forward_batch(plan, tables, rows, knows_tokens=knows_tokens)
+        self.batch = forward_batch(plan, tables, rows, knows_tokens=knows_tokens)
         self._masks: Future[Masks] | None = None
         self._made = NO_MASK
         self._scored: ScoredRows | None = None
@@ -89,7 +89,7 @@ class StepRun:
             self._masks = resources.tables.grammars.begin(rows.slots, self.positions)
         try:
             at_once = not self._scores and len(rows) <= resources.max_samples
-            resources.executor.run_trunk(self._batch, head_rows=len(rows) if at_once else 0)
+            resources.executor.run_trunk(self.batch, head_rows=len(rows) if at_once else 0)
         finally:
             if self._masks is not None:
                 # The masks read the tables, which change only when they are done.
@@ -103,7 +103,7 @@ class StepRun:
             self._masks = resources.tables.grammars.begin(rows.slots, self.positions)
         if self._scores:
             self._scored = score_prompts(
-                self._plan, self._batch, resources.tables, resources.executor, max_samples=most
+                self._plan, self.batch, resources.tables, resources.executor, max_samples=most
             )
         if self._masks is not None:
             resources.tables.grammars.wait(self._masks)
@@ -138,7 +138,7 @@ class StepRun:
     def _choose_slice(self, first: int, slots: Index, positions: Int32s, masks: Masks) -> None:
         """Choose the tokens of the sampled positions from `first` on."""
         resources = self._resources
-        logits = resources.executor.run_head(self._batch, first, len(slots))
+        logits = resources.executor.run_head(self.batch, first, len(slots))
         sampling = resources.sampling.of(slots, positions, masks, is_late=self._is_late)
         if self._is_late:
             later = cast(AsyncExecutor, resources.executor)

@@ -67,7 +67,7 @@ class _TappedRun(StepRun):
         if not self._taps.of_layers:
             return
         slots = np.repeat(self._plan.slots, self._plan.counts).astype(np.intp)
-        self._keep(TAPS, slots, self._batch.positions)
+        self._keep(TAPS, slots, self.batch.positions)
 
     def _choose_slice(self, first: int, slots: Index, positions: Int32s, masks: Masks) -> None:
         super()._choose_slice(first, slots, positions, masks)

@@ -26,6 +26,8 @@ class SchedulerLimits:
     ones, and others, may run at once. part_layers: into how many groups of layers a prompt chunk
     may be cut, to be computed one per step; layered_part_tokens: the most tokens of such a chunk.
     timeline_steps: steps kept for timelines; 0 keeps no timelines.
+    micro_batches: plans over which the requests that generate are divided, which stages of a
+    pipeline compute at once; 0: a plan may have all of them.
 
     Raises InvalidParameter, which names the field.
     """
@@ -45,6 +47,7 @@ class SchedulerLimits:
     part_layers: int = 0
     layered_part_tokens: int = 0
     timeline_steps: int = 0
+    micro_batches: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):

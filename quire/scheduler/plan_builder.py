@@ -47,9 +47,9 @@ class Step:
     """What the parts of the scheduler share while a step is put together.
 
     paused: slots of running requests that are left out. deferred: slots left out for an urgent
-    prompt, for as long as that advances. is_urgent: there is one; it may take what it wants.
-    has_room: whether there were blocks for every row that needed some. yielding: running requests
-    with prompts that rank behind a waiting one and get tokens after it.
+    prompt, or left to another plan, while others advance. is_urgent: there is such a prompt; it may
+    take what it wants. has_room: whether there were blocks for every row that needed some.
+    yielding: running requests with prompts that rank behind a waiting one and get tokens after it.
     """
 
     builder: PlanBuilder

@@ -21,6 +21,7 @@ from quire.scheduler.cost.speed import SpeedEstimate
 from quire.scheduler.cost.transfer_cost import RestoreMode, TransferCost
 from quire.scheduler.interfaces import DraftSource, Gate, StepExtension
 from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.micro_batches import MicroBatches
 from quire.scheduler.outcomes import Outcomes
 from quire.scheduler.policy.policy import Policy
 from quire.scheduler.preemption.backpressure import Backpressure
@@ -117,6 +118,8 @@ def wire(
     beams.connect(advance)
     backpressure = Backpressure(requests, preemptor)
     extensions: list[StepExtension] = [backpressure]
+    if limits.micro_batches:
+        extensions.append(MicroBatches(batch, preemptor, limits.micro_batches))
     if shares.has_ceilings:
         extensions.append(TenantCeilings(preemptor))
     by_priority = None

@@ -166,7 +166,8 @@ _LAYER = re.compile(r"(?:[\w-]+\.)*?(?:layers|h|blk|blocks)\.(\d{1,6})\.")
 
 
 def bind(program: Program, checkpoint: Checkpoint) -> Binding:
-    """Bind the program. Raises WeightsError unless the checkpoint matches it exactly."""
+    """Bind the program. Raises WeightsError unless the checkpoint matches it exactly; for a part of
+    a model, unless it has what the part needs."""
     shapes = program.source_shapes()
     names = _names(shapes, checkpoint)
     expected = {names[source]: shape for source, shape in shapes.items()}
@@ -193,7 +194,7 @@ def bind(program: Program, checkpoint: Checkpoint) -> Binding:
                     f"{TIED_COPY} differs from {tied_source}, but config.json ties them; "
                     "set tie_word_embeddings to false, or remove it"
                 )
-        elif not BUFFERS.fullmatch(name):
+        elif not (BUFFERS.fullmatch(name) or program.is_part):
             problems.append(f"{name} (shape {list(shape)}) is not part of {program.name}")
     cause, layers = _other_layers(set(expected), present, checkpoint.described_by)
     left = [one for one in problems if _layer_of(one) not in layers]

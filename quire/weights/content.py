@@ -9,10 +9,13 @@ still mean equal content.)
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.errors import WeightsError
 from quire.weights.safetensors import StoredTensor
 
 
@@ -33,10 +36,34 @@ class WeightsDigest:
 
     def hexdigest(self) -> str:
         """Return the digest of all added tensors, 32 hexadecimal digits."""
-        digest = hashlib.blake2b(digest_size=16)
-        for name in sorted(self._lines):
-            digest.update(f"{name}\0{self._lines[name]}\0".encode())
-        return digest.hexdigest()
+        return _digest_of(self._lines)
+
+    def text(self, *, is_part: bool) -> str:
+        """Return hexdigest(); for a part of a model what `joined_digest` takes."""
+        if not is_part:
+            return self.hexdigest()
+        return json.dumps(self._lines, sort_keys=True)
+
+
+def joined_digest(parts: Sequence[str]) -> str:
+    """Return the digest of a model by the texts of its parts. Raises WeightsError where two of them
+    have read different bytes of one tensor."""
+    lines: dict[str, str] = {}
+    for part in parts:
+        for name, line in json.loads(part).items():
+            if lines.setdefault(name, line) != line:
+                raise WeightsError(
+                    f"{name} was read twice and has changed in between; start again, from files "
+                    "that nothing writes to"
+                )
+    return _digest_of(lines)
+
+
+def _digest_of(lines: Mapping[str, str]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(lines):
+        digest.update(f"{name}\0{lines[name]}\0".encode())
+    return digest.hexdigest()
 
 
 def content_digest(raw: NDArray[np.uint8]) -> tuple[int, int]:

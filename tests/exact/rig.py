@@ -524,6 +524,7 @@ def make_core(
         long_prompt_tokens=int(settings.layered),
         part_layers=executor.num_layers if settings.layered and is_able else 0,
         layered_part_tokens=PART_TOKENS,
+        micro_batches=settings.micro_batches,
     )
     mover = runner.runner.mover
     cache = CacheManager(

@@ -272,9 +272,32 @@ struct AllReduceOp {
     }
 };
 
+// Rows to the next stage of a pipeline, and from the one before: quire/program/stage_ops.py.
+struct SendOp {
+    static constexpr const char* kind = "send";
+    static constexpr bool is_row_wise = false;
+    ViewSpec x;
+    int64_t stage;
+    template <class Self, class Visit>
+    static void fields(Self& op, Visit&& visit) {
+        visit("x", op.x), visit("stage", op.stage);
+    }
+};
+
+struct RecvOp {
+    static constexpr const char* kind = "recv";
+    static constexpr bool is_row_wise = false;
+    ViewSpec y;
+    int64_t stage;
+    template <class Self, class Visit>
+    static void fields(Self& op, Visit&& visit) {
+        visit("y", op.y), visit("stage", op.stage);
+    }
+};
+
 using Operation = std::variant<EmbedOp, FeedOp, NormOp, LinearOp, RopeOp, StoreKVOp, AttentionOp,
                                ActivationOp, AddOp, ScaleOp, SoftCapOp, CopyOp, GatherRowsOp,
-                               RouteOp, ExpertsOp, AllGatherOp, AllReduceOp>;
+                               RouteOp, ExpertsOp, AllGatherOp, AllReduceOp, SendOp, RecvOp>;
 
 // Calls visit(name, field) for each field of an operation.
 template <class Visit>

@@ -15,6 +15,7 @@
 #include "quire/kernels.h"
 #include "quire/operations.h"
 #include "quire/rank_group.h"
+#include "quire/rank_link.h"
 #include "quire/weight.h"
 
 namespace quire {
@@ -102,6 +103,10 @@ class Program {
 
     // The ranks that operations exchange columns with. Without it such a segment cannot be run.
     void set_group(std::shared_ptr<RankGroup> group) { group_ = std::move(group); }
+    // Where rows of the stage before come from, and where those for the next one go; null for none.
+    void set_links(std::shared_ptr<RankLink> from, std::shared_ptr<RankLink> to) {
+        from_ = std::move(from), to_ = std::move(to);
+    }
 
     // Fills the buffers that a segment writes first with NaN before each of its runs.
     void set_poison(bool poison) { poison_ = poison; }
@@ -136,6 +141,7 @@ class Program {
     int64_t count_of(const ViewSpec& view, const StepInputs& inputs) const;
     RankGroup::Columns columns_of(const ViewSpec& view, int64_t unit,
                                   const StepInputs& inputs) const;
+    RankLink::Block block_of(const ViewSpec& view, const StepInputs& inputs) const;
     void check_group(const char* kind, int64_t rank, int64_t degree) const;
     // Defined in program_check.cc; each throws std::invalid_argument.
     void check_op(const Operation& op) const;  // when the program is built
@@ -160,6 +166,7 @@ class Program {
     std::vector<std::vector<int64_t>> expert_loads_;
     std::shared_ptr<Memory> cache_ = std::make_shared<Memory>();
     std::shared_ptr<RankGroup> group_;
+    std::shared_ptr<RankLink> from_, to_;
     std::vector<Segment> segments_;
     std::vector<Rope> ropes_;
     CacheShape shape_{};

@@ -36,20 +36,31 @@ class RankGroup {
     struct Sizes {
         int64_t slot_bytes, message_bytes;
     };
+    // A number that one rank writes and others wait for, alone in a cache line.
+    struct alignas(64) Word {
+        std::atomic<uint32_t> value;
+        mutable std::atomic<uint32_t> sleepers;
+    };
+    // How long a wait lasts: to the time limit, while the other rank responds, or for ever.
+    enum class Wait { limited, while_it_responds, idle };
 
     // Bytes of shared memory. Throws std::invalid_argument.
     static int64_t shared_bytes(int degree, const Sizes& sizes);
 
     // memory: at least shared_bytes, zero when the first rank opens it, aligned to 64; the caller
-    // keeps it alive. timeout_s: of a wait for a rank that responds.
+    // keeps it alive. timeout_s: of a wait for a rank that responds. members: how many ranks gather
+    // columns together, from each multiple of it on; 0 for all.
     RankGroup(char* memory, int64_t bytes, int rank, int degree, const Sizes& sizes,
-              double timeout_s);
+              double timeout_s, int members = 0);
     ~RankGroup();
     RankGroup(const RankGroup&) = delete;
     RankGroup& operator=(const RankGroup&) = delete;
 
     int rank() const { return rank_; }
     int degree() const { return degree_; }
+    // How many ranks gather columns with this one, and its place among them.
+    int members() const { return members_; }
+    int member() const { return rank_ - first_; }
     int64_t slot_bytes() const { return sizes_.slot_bytes; }
     int64_t message_bytes() const { return sizes_.message_bytes; }
     // Exchanges so far, and the bytes received in them.
@@ -57,7 +68,7 @@ class RankGroup {
     int64_t received_bytes() const { return received_bytes_; }
 
     // Fills `rows` rows of `width` columns from `data` on: each rank has its own columns, as
-    // share_of gives them. Collective: all ranks call it with equal sizes. Throws RankLost.
+    // share_of gives them. Collective: all members call it with equal sizes. Throws RankLost.
     struct Columns {
         char* data;
         int64_t rows, stride_bytes, width, unit;
@@ -84,13 +95,14 @@ class RankGroup {
     void all_to_all(const Shares& shares, const int64_t* counts, const int64_t* firsts,
                     Pool& pool);
 
-    // Gathers `bytes` bytes of each rank, in the order of ranks. Collective.
+    // Gathers `bytes` bytes of each member, in their order. Collective.
     void all_gather(const char* own, char* out, int64_t bytes);
     void barrier() { all_gather(nullptr, nullptr, 0); }
 
-    // Rank 0: sends a message to all others; waits until they have taken the one before the last.
+    // Rank 0: sends a message to its other members; waits until they have taken the one before the
+    // last.
     void send(const char* message, int64_t bytes);
-    // Other ranks: waits for the next message, without limit, and returns its size; `message` stays
+    // The others: waits for the next message, without limit, and returns its size; `message` stays
     // until the next call.
     int64_t receive(const char** message);
 
@@ -98,21 +110,26 @@ class RankGroup {
     void abort();
     bool is_aborted() const;
 
+    // For what ranks exchange in other ways (rank_link.h): publishes a number, and waits until one
+    // has reached `number`. Throws RankLost.
+    void publish(Word& word, uint32_t value) const;
+    void wait(const Word& word, uint32_t number, int peer, Wait how) const;
+    // Counts operations done by this rank; their sum over all ranks, modulo 2^32. Any thread.
+    void note_progress(int64_t operations) const;
+    int64_t progress() const;
+
   private:
-    struct Word;
     struct Header;
     struct RankWords;
 
     RankWords& words(int rank) const;
     char* slot(int rank, uint32_t number) const;
     char* message(uint32_t number) const;
-    void publish(Word& word, uint32_t value) const;
-    void wait(const Word& word, uint32_t number, int peer, bool bounded) const;
     void answer();
     [[noreturn]] void lost(int peer, const char* why) const;
 
     char* memory_;
-    int rank_, degree_;
+    int rank_, degree_, members_, first_;
     Sizes sizes_;
     double timeout_s_;
     uint32_t gathers_ = 0, messages_ = 0;

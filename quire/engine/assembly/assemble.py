@@ -50,6 +50,7 @@ from quire.execute.executor import (
     ExecutorClass,
     ExecutorOptions,
     LayeredExecutor,
+    PipelinedExecutor,
     Progress,
     StepLimits,
 )
@@ -182,7 +183,7 @@ def _assembled(
         )
     texts, compiler = _text_sources(config, model.spec, clock)
     taps = None if model.drafting is None else model.drafting.taps(limits.max_num_seqs)
-    runner = _runner_class(taps)(
+    runner = _runner_class(config, taps)(
         executor,
         num_slots=limits.max_num_seqs,
         max_model_len=memory.max_model_len,
@@ -221,6 +222,7 @@ def _assembled(
         grammars=Grammars(compiler, texts),
     )
     core.expert_loads = _expert_loads(program, executor)
+    core.waited_ms = _stage_wait(executor)
     return Engine(
         core=core,
         card=replace(
@@ -315,6 +317,7 @@ def _limits(config: EngineConfig, model: _SizedModel, num_layers: int) -> Schedu
         max_model_len=model.memory.max_model_len,
         step_tokens=model.step_limits.max_tokens,
         plans_in_flight=model.executor_class.plans_in_flight(),
+        is_pipelined=config.executor.pipeline_parallel_size > 1,
     )
 
 
@@ -334,7 +337,11 @@ def _sized_drafting(
     return drafting
 
 
-def _runner_class(taps: Taps | None) -> Callable[..., ModelRunner]:
+def _runner_class(config: EngineConfig, taps: Taps | None) -> Callable[..., ModelRunner]:
+    if config.executor.pipeline_parallel_size > 1:
+        from quire.engine.assembly.ranks import stage_runner
+
+        return stage_runner()
     if taps is None:
         return ModelRunner
     from quire.engine.assembly.heads import runner_class  # only where it is used
@@ -392,7 +399,7 @@ def _notes(model: _SizedModel) -> list[str]:
 
 
 def _watched(config: EngineConfig, executor: Executor) -> Callable[[Inbox], Inbox]:
-    if config.executor.tensor_parallel_size == 1:
+    if config.executor.num_ranks == 1:
         return lambda inbox: inbox
     from quire.engine.assembly.ranks import watched
 
@@ -430,6 +437,14 @@ def _kv_events(config: EngineConfig, report: Report) -> KVEventPublisher | None:
     return KVEventPublisher(
         settings, topic=topic, block_size=config.cache.block_size, report=report
     )
+
+
+def _stage_wait(executor: Executor) -> Callable[[], float] | None:
+    """Return what gives the milliseconds the last stage waits, from now on; None without stages."""
+    if not isinstance(executor, PipelinedExecutor):
+        return None
+    before_ms = executor.waited_ms
+    return lambda: executor.waited_ms - before_ms
 
 
 def _nothing() -> None:
@@ -503,7 +518,7 @@ def _pack_cache(settings: ExecutorConfig) -> PackCache | None:
 def _executor_class(config: EngineConfig) -> ExecutorClass:
     settings = config.executor
     # One of them, and only when it is wanted: start-up is felt.
-    if settings.tensor_parallel_size > 1:
+    if settings.num_ranks > 1:
         from quire.engine.assembly.ranks import ranked_class
 
         return ranked_class(settings)

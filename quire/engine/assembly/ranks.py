@@ -1,5 +1,5 @@
-"""Tensor parallelism in an engine: the executor class of several ranks, and an inbox that notices
-when one is lost.
+"""Tensor and pipeline parallelism in an engine: the executor class of several ranks, and an inbox
+that notices when one is lost.
 
 A part of the wiring, like assemble.py. Knows the settings; the ranks are in quire/ranks.
 """
@@ -16,19 +16,27 @@ from quire.execute.executor import Executor
 from quire.program.expert_parallel import ExpertPlan
 from quire.program.row_parallel import TpMode
 from quire.ranks.executor_class import RankedExecutor, RankedExecutorClass
+from quire.ranks.pipeline_class import PipelineExecutorClass
+from quire.runner.model_runner import ModelRunner
+from quire.runner.pipelined_runner import PipelinedRunner
 
 
 def ranked_class(settings: ExecutorConfig) -> RankedExecutorClass:
     """Return the executor class. Raises SettingError for more ranks than cores."""
-    degree, cores = settings.tensor_parallel_size, num_usable_cores()
-    if degree > cores:
-        raise SettingError(
-            f"tensor_parallel_size is {degree}, and this process may use {cores} CPU cores; at "
-            "most one rank per core is allowed, since ranks wait for each other in every layer"
+    cores, degree = num_usable_cores(), settings.tensor_parallel_size
+    if settings.num_ranks > cores:
+        product = (
+            f", {settings.num_ranks} ranks together" if settings.num_ranks > degree > 1 else ""
         )
-    return RankedExecutorClass(
-        degree=degree, experts=expert_plan(settings), mode=TpMode(settings.tp_mode)
-    )
+        raise SettingError(
+            f"{settings.ranks_text}{product}, and this process may use {cores} CPU cores; at most "
+            "one rank per core is allowed, since ranks wait for each other"
+        )
+    if settings.pipeline_parallel_size == 1:
+        return RankedExecutorClass(
+            degree=degree, experts=expert_plan(settings), mode=TpMode(settings.tp_mode)
+        )
+    return PipelineExecutorClass(degree=degree, stages=settings.pipeline_parallel_size)
 
 
 def expert_plan(settings: ExecutorConfig) -> ExpertPlan | None:
@@ -39,6 +47,11 @@ def expert_plan(settings: ExecutorConfig) -> ExpertPlan | None:
         return ExpertPlan()
     loads = read_expert_loads(settings.expert_load_file)
     return ExpertPlan(loads=loads, redundant=settings.num_redundant_experts)
+
+
+def stage_runner() -> type[ModelRunner]:
+    """Return the runner of an executor of several stages."""
+    return PipelinedRunner
 
 
 def watched(executor: Executor, inbox: Inbox) -> Inbox:

@@ -37,17 +37,20 @@ def scheduler_limits(
     step_tokens: int,
     plans_in_flight: int = 1,
     num_layers: int = 0,
+    is_pipelined: bool = False,
 ) -> SchedulerLimits:
     """Return the limits of the scheduler.
 
     step_tokens: maximum token rows of one step. plans_in_flight: used where the configuration
     sets no number. num_layers: layers that the executor can compute separately, 0 for none.
+    is_pipelined: plans in flight are computed by different stages at the same time.
     """
+    num_plans = config.plans_in_flight or plans_in_flight
     return SchedulerLimits(
         max_num_seqs=min(config.max_num_seqs, num_blocks),
         max_num_batched_tokens=step_tokens,
         max_model_len=max_model_len,
-        plans_in_flight=config.plans_in_flight or plans_in_flight,
+        plans_in_flight=num_plans,
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
         step_budget_ms=config.step_budget_ms,
@@ -59,6 +62,7 @@ def scheduler_limits(
         part_layers=num_layers if config.layered_prefill else 0,
         layered_part_tokens=PART_TOKENS,
         timeline_steps=config.timeline_steps,
+        micro_batches=num_plans if is_pipelined and num_plans > 1 else 0,
     )
 
 

@@ -43,6 +43,7 @@ from quire.program.ops import (
     SoftCap,
     StoreKV,
 )
+from quire.program.stage_ops import Recv, Send
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class KernelOps:
                 return partial(_copy, self, step)
             case GatherRows():
                 return partial(_gather_rows, self, step)
-            case AllGather() | AllReduce() | Feed() | Route() | Experts():
+            case AllGather() | AllReduce() | Send() | Recv() | Feed() | Route() | Experts():
                 raise AssertionError(f"{step.kind}: check_program rejects programs with it")
             case _:
                 assert_never(step)

@@ -40,6 +40,7 @@ from quire.program.ops import (
     StoreKV,
 )
 from quire.program.program import Program
+from quire.program.stage_ops import Recv, Send
 from quire.program.tensors import Rows, View
 
 Call = Callable[[Counts], None]
@@ -109,7 +110,7 @@ def _bound(op: Op, place: Place) -> Call:
             return partial(_copy, op, place)
         case GatherRows():
             return partial(_gather_rows, op, place)
-        case AllGather() | AllReduce() | Feed() | Route() | Experts():
+        case AllGather() | AllReduce() | Send() | Recv() | Feed() | Route() | Experts():
             raise AssertionError(f"{op.kind}: check_program rejects programs with it")
         case _:
             assert_never(op)

@@ -10,6 +10,7 @@ from quire.program.comm_ops import AllGather, AllReduce
 from quire.program.declarations import FP8_CACHE
 from quire.program.ops import Embed, Feed
 from quire.program.program import Program
+from quire.program.stage_ops import Recv, Send
 
 
 def unsupported(program: Program, device: str, *, is_gpu: bool, has_fp8: bool) -> list[str]:
@@ -30,11 +31,13 @@ def unsupported(program: Program, device: str, *, is_gpu: bool, has_fp8: bool) -
             "(--executor native runs it, on CPUs)"
         )
     if any(
-        isinstance(op, AllGather | AllReduce) for ops in program.segments.values() for op in ops
+        isinstance(op, AllGather | AllReduce | Send | Recv)
+        for ops in program.segments.values()
+        for op in ops
     ):
         problems.append(
-            "it is a rank's share of a model, which this executor has no transport for "
-            "(--executor native has one)"
+            "it is a rank's or a stage's share of a model, which this executor has no transport "
+            "for (--executor native has one)"
         )
     if not has_fp8 and _uses_fp8(program):
         problems.append(

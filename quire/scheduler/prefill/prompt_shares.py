@@ -150,6 +150,7 @@ class PromptShares:
         target_ms = float(np.minimum.reduce(self._batch.tpot_slo_ms[ones]))
         if self._limits.tpot_target_ms:
             target_ms = min(target_ms, self._limits.tpot_target_ms)
+        target_ms /= max(self._limits.micro_batches, 1)  # so many plans for a token of each request
         ones_ms = self._speed.step_ms(len(ones), float(np.add.reduce(starts, dtype=np.float64)))
         # Where more wait for prompts than for tokens, the time is shared by heads.
         share = max(LONG_SHARE, min(num_prompts, self._limits.max_num_seqs) / len(ones))

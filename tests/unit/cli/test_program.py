@@ -94,3 +94,30 @@ def test_a_ranks_share_is_printed_in_both_modes() -> None:
         done = quire_main(*wrong)
         assert done.returncode == 2
         assert said in done.stderr
+
+
+def test_stages_are_printed_one_after_the_other_or_alone() -> None:
+    done = quire_main("program", "--pipeline-parallel-size", "2")
+    assert done.returncode == 0
+    assert done.stdout.count("stage 0 of 2, up to") == done.stdout.count("stage 1 of 2, up to") == 1
+    assert "to stage 1" in done.stdout
+    words = ("--pipeline-parallel-size", "2", "--tensor-parallel-size", "2", "--stage", "1")
+    alone = quire_main("program", *words, "--rank", "1")
+    assert "stage 0 of 2" not in alone.stdout
+    assert "from stage 0" in alone.stdout
+    assert "from rank 1 of 2" in alone.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--pipeline-parallel-size", "6"), "has 5 layers, of which each stage needs one: 1 to 5"),
+        (("--pipeline-parallel-size", "0"), "pipeline-parallel-size is 0"),
+        (("--pipeline-parallel-size", "2", "--stage", "2"), "--stage is 2; 0 to 1 is allowed"),
+        (("--pipeline-parallel-size", "2", "--taps", "1"), "hidden states are asked for (taps)"),
+    ],
+)
+def test_stages_that_do_not_exist_are_refused(words: tuple[str, ...], said: str) -> None:
+    done = quire_main("program", *words)
+    assert done.returncode == 2
+    assert said in done.stderr

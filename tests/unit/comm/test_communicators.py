@@ -134,7 +134,7 @@ def test_what_does_not_fit_is_refused() -> None:
         groups[1].broadcast(b"x")
     with pytest.raises(ValueError, match="receives none"):
         groups[0].broadcast(None)
-    with pytest.raises(ValueError, match="not \\[degree, bytes of own\\]"):
+    with pytest.raises(ValueError, match="not \\[members, bytes of own\\]"):
         groups[0].native.all_gather(np.zeros(3, np.uint8), np.zeros((2, 4), np.uint8))
     with pytest.raises(ValueError, match="rank is 2 of 2"):
         _native.RankGroup(

@@ -22,7 +22,7 @@ from quire.config.groups import (
 from quire.config.server_config import ServerConfig
 
 GROUPS = (ModelConfig, CacheConfig, SchedulerConfig, ExecutorConfig, ServerConfig)
-MAX_FIELDS = 97
+MAX_FIELDS = 98
 FIELD_FLAGS = """
     --max-model-len --max-num-seqs --max-num-batched-tokens --block-size --kv-cache-memory
     --served-model-name --api-key --host --port --max-output-tokens --dtype
@@ -58,6 +58,12 @@ def test_no_flags_give_the_defaults() -> None:
 def test_the_degree_of_tensor_parallelism_is_spelled_as_elsewhere(spelling: str) -> None:
     arguments = _parser().parse_args(spelling.split())
     assert config_from_flags(ExecutorConfig, arguments).tensor_parallel_size == 2
+
+
+@pytest.mark.parametrize("spelling", ["-pp 2", "--pipeline-parallel-size=2"])
+def test_the_number_of_stages_is_spelled_as_elsewhere(spelling: str) -> None:
+    arguments = _parser().parse_args(spelling.split())
+    assert config_from_flags(ExecutorConfig, arguments).pipeline_parallel_size == 2
 
 
 def test_a_flag_sets_its_group() -> None:
@@ -156,7 +162,7 @@ def test_keywords_accept_field_and_flag_names_and_sizes_as_text() -> None:
     ("name", "told"),
     [
         ("trust_remote_code", "code that comes with a model is never run"),
-        ("pipeline_parallel_size", "a model is served by one process, or by ranks"),
+        ("nnodes", "a model is served by one process, or by ranks"),
         ("gpu_memory_utilization", "the KV cache's size is kv_cache_memory, as in 2GiB"),
         ("max_seq_len", "is max_model_len"),
     ],

@@ -117,6 +117,7 @@ MOVES: list[tuple[str, Callable[[Metrics], None], float]] = [
     ("quire_kv_blocks_allocated_total", engine(allocated_blocks_total=26), 26),
     ("quire_kv_block_allocation_seconds_total", engine(block_allocation_ms_total=27.0), 0.027),
     ("quire_device_busy_seconds_total", engine(device_busy_ms_total=28_000.0), 28),
+    ("quire_stage_wait_seconds_total", engine(stage_wait_ms_total=2_900.0), 2.9),
     ("quire_device_busy_share", engine(device_busy_ms_total=1e9), 1.0),
     ("quire_steps_total", engine(steps_total=9), 9),
     ("quire_prefix_queried_tokens_total", engine(prefix_queried_tokens_total=10), 10),

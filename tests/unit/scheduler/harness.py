@@ -50,6 +50,7 @@ class Setup:
     max_num_batched_tokens: int = 16
     max_model_len: int = 64
     plans_in_flight: int = 1
+    micro_batches: int = 0
     prefix_caching: bool = True
     step_budget_ms: float = 0.0
     queue_timeout_ms: float = 0.0
@@ -97,6 +98,7 @@ class Harness:
             part_layers=setup.part_layers,
             layered_part_tokens=setup.layered_part_tokens,
             timeline_steps=setup.timeline_steps,
+            micro_batches=setup.micro_batches,
         )
         self.drafts: FakeDrafts | None = None
         if setup.max_drafts:
