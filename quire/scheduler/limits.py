@@ -25,7 +25,8 @@ class SchedulerLimits:
     known tokens on a request counts as long. max_long_prompts, max_short_prompts: how many long
     ones, and others, may run at once. part_layers: into how many groups of layers a prompt chunk
     may be cut, to be computed one per step; layered_part_tokens: the most tokens of such a chunk.
-    timeline_steps: steps kept for timelines; 0 keeps no timelines.
+    timeline_steps: steps kept for timelines; 0 keeps no timelines. pin_share: of the KV cache, that
+    a tenant's marked prefixes may pin; 0 pins none.
 
     Raises InvalidParameter, which names the field.
     """
@@ -45,6 +46,7 @@ class SchedulerLimits:
     part_layers: int = 0
     layered_part_tokens: int = 0
     timeline_steps: int = 0
+    pin_share: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -303,6 +303,7 @@ class Scheduler:
             prefix_hit_host_tokens_total=slots.tier_hit_tokens_total[Tier.HOST],
             prefix_hit_disk_tokens_total=slots.tier_hit_tokens_total[Tier.DISK],
             **self._preemptor.stats.fields,
+            **slots.pins.counts(self._last_step_ms),
             **({} if cache.tiers is None else self._kv_loads.stats()),
             watermark_blocks=self._preemptor.watermark.blocks(num_running, in_flight.step),
             held=self._backpressure.num_held if self._backpressure.is_active else 0,

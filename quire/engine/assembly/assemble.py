@@ -319,6 +319,7 @@ def _limits(config: EngineConfig, model: _SizedModel, num_layers: int) -> Schedu
         max_model_len=model.memory.max_model_len,
         step_tokens=model.step_limits.max_tokens,
         plans_in_flight=model.executor_class.plans_in_flight(),
+        pin_share=config.cache.cache_pin_share,
     )
 
 

@@ -32,11 +32,13 @@ def scheduler_limits(
     step_tokens: int,
     plans_in_flight: int = 1,
     num_layers: int = 0,
+    pin_share: float = 0.0,
 ) -> SchedulerLimits:
     """Return the limits of the scheduler.
 
     step_tokens: maximum token rows of one step. plans_in_flight: used where the configuration
     sets no number. num_layers: layers that the executor can compute separately, 0 for none.
+    pin_share: see SchedulerLimits.
     """
     return SchedulerLimits(
         max_num_seqs=min(config.max_num_seqs, num_blocks),
@@ -54,6 +56,7 @@ def scheduler_limits(
         part_layers=num_layers if config.layered_prefill else 0,
         layered_part_tokens=PART_TOKENS,
         timeline_steps=config.timeline_steps,
+        pin_share=pin_share,
     )
 
 

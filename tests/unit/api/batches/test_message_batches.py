@@ -1,4 +1,4 @@
-"""/v1/messages/batches with a scripted engine: results, cancels, deletion, pages, keys, restarts."""
+"""/v1/messages/batches with a scripted engine: results, cancels, pages, keys, restarts."""
 
 from __future__ import annotations
 
