@@ -46,8 +46,9 @@ fuzz: $(STAMP)-fuzz  ## requests made of the API's own document, against a live 
 browser: $(STAMP)-browser  ## the web page in a headless Chromium (needs chromium, chromedriver)
 	@$(BIN)/python -m pytest -W ignore -m browser tests/browser
 
-clients:  ## openai, langchain, instructor, litellm, lm-eval and ollama against live servers (own environment)
+clients:  ## clients from PyPI and, with Node.js, from npm against live servers (own environment)
 	@$(MAKE) --no-print-directory VENV=$(VENV)-clients clients-installed
+	@if command -v npm > /dev/null; then npm install --prefix tests/clients/js --no-audit --no-fund --no-package-lock --loglevel=error; fi
 	@$(VENV)-clients/bin/python -m pytest -W ignore tests/clients
 
 clean:  ## remove the environment and everything built

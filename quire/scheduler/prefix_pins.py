@@ -34,14 +34,14 @@ class _Marked:
 
 
 class PrefixPins(StepExtension):
-    """Of one scheduler."""
+    """Of one scheduler. fields: the counts as fields of EngineStats, renewed with each change."""
 
     def __init__(self, cache: CacheManager, share: float) -> None:
         self._cache, self._share = cache, share
         self._pins: Pins | None = None  # made with the first marked prefix
         self._marked: dict[str, _Marked] = {}
         self._tokens_total = self._num_evicted = 0
-        self._fields: dict[str, Any] = {}  # of EngineStats
+        self.fields: dict[str, Any] = {}
 
     def begin(
         self, sequence: SequenceState, num_found: int, now_ms: float
@@ -76,10 +76,9 @@ class PrefixPins(StepExtension):
         self._settle(step.now_ms)
 
     def counts(self, now_ms: float) -> dict[str, Any]:
-        """Return the counts as fields of EngineStats."""
-        if self.is_active:
-            self._settle(now_ms)
-        return self._fields
+        """Return `fields` as of now."""
+        self._settle(now_ms)
+        return self.fields
 
     def _settle(self, now_ms: float) -> None:
         """Pin the prefixes of requests that left their slots; end pins that are due."""
@@ -115,7 +114,7 @@ class PrefixPins(StepExtension):
 
     def _count(self, pins: Pins) -> None:
         self._num_evicted = self._cache.evicted_blocks_total
-        self._fields = {
+        self.fields = {
             "pinned_blocks": pins.num_blocks,
             "pinned_tokens_total": self._tokens_total,
             "expired_pins_total": pins.expired_total,

@@ -182,8 +182,6 @@ def sampling_of(
     for name in ("ignore_eos", "include_stop_str_in_output"):
         fields[name] = flag(given, name)
     fields["skip_special_tokens"] = flag(given, "skip_special_tokens", default=True)
-    if fields.get("stop_regex") == "":  # as some clients write none
-        del fields["stop_regex"]
     for name in ("stop", "stop_regex"):
         if name in fields:
             fields[name] = one_or_listed(name, fields[name])
