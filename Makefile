@@ -48,7 +48,7 @@ browser: $(STAMP)-browser  ## the web page in a headless Chromium (needs chromiu
 
 clients:  ## clients from PyPI and, with Node.js, from npm against live servers (own environment)
 	@$(MAKE) --no-print-directory VENV=$(VENV)-clients clients-installed
-	@if command -v npm > /dev/null; then npm install --prefix tests/clients/js --no-audit --no-fund --no-package-lock --loglevel=error; fi
+	@if command -v npm > /dev/null; then mkdir -p $(VENV)-clients/js && cp tests/clients/js/package.json $(VENV)-clients/js/ && npm install --prefix $(VENV)-clients/js --no-audit --no-fund --no-package-lock --loglevel=error; fi
 	@$(VENV)-clients/bin/python -m pytest -W ignore tests/clients
 
 clean:  ## remove the environment and everything built

@@ -1,4 +1,7 @@
-"""Open the gRPC server that --grpc-port asks for; gRPC is an optional dependency."""
+"""Open the gRPC server that --grpc-port asks for.
+
+gRPC is an optional dependency. Always holds: without the flag nothing of it is imported.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Clients from npm against live servers: each script in js/ prints what it received.
 
-`make clients` installs them; without Node.js, or what it installs, these tests are skipped.
+`make clients` installs the packages; without them, or Node.js, these tests are skipped.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,20 +21,22 @@ from tests.clients.scripts import TEMPLATE, call, pieces
 from tests.serve.running_server import RunningServer
 from tests.serve.scripted_server import ScriptedServer
 
-FOLDER = Path(__file__).parent / "js"
+SCRIPTS = Path(__file__).parent / "js"
+# Where `make clients` installs packages: scripts find them beside their own place only.
+FOLDER = Path(sys.prefix) / "js"
 GIVE_UP_S = 120.0
-# Node resolves names by itself, so the wall around Python's sockets does not hold it: no variable
-# points it elsewhere, and an unroutable proxy fails what would leave this machine.
+# The wall around Python's sockets does not hold Node; the scripts have no address but the server's.
 QUIET = {"NO_UPDATE_NOTIFIER": "1", "NEXT_TELEMETRY_DISABLED": "1", "AI_SDK_LOG_WARNINGS": "false"}
 
 pytestmark = pytest.mark.skipif(
     shutil.which("node") is None or not (FOLDER / "node_modules").is_dir(),
-    reason="needs Node.js and tests/clients/js/node_modules (make clients)",
+    reason="needs Node.js and the packages of js/package.json (make clients)",
 )
 
 
 def received(script: str, url: str, model: str, **environment: str) -> Any:
     """Return what a script printed."""
+    shutil.copy(SCRIPTS / script, FOLDER)
     done = subprocess.run(
         ["node", script],
         cwd=FOLDER,

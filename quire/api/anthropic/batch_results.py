@@ -1,4 +1,8 @@
-"""The lines of results of message batches."""
+"""The lines of results of message batches: the LineForm of Anthropic's API.
+
+Knows no journal. Always holds: a result has one of the types succeeded, errored, canceled and
+expired, and an error the form of the same error at /v1/messages.
+"""
 
 from __future__ import annotations
 

@@ -112,17 +112,17 @@ async def _end_of(
     """Return where the prefix of a breakpoint ends in the prompt; 0 if that is not found."""
     if point.path == "cache_control":
         return len(text)
-    end = await _common_end(context, fields, text, point)
+    end = await _shared_end(context, fields, text, point)
     system = context.given.get("system")
     if point.path.startswith("tools") and system is not None:
         # A template that writes tools behind the system has them in a prefix with both only.
         name = str(point.tools[-1].get("name"))
         if name not in text[:end]:
-            return await _common_end(context, fields, text, replace(point, system=system))
+            return await _shared_end(context, fields, text, replace(point, system=system))
     return end
 
 
-async def _common_end(
+async def _shared_end(
     context: RequestContext, fields: ConversationFields, text: str, point: Breakpoint
 ) -> int:
     """Return where the prompt begins to differ from that of a breakpoint's prefix."""
@@ -138,10 +138,10 @@ async def _common_end(
         beginning = await rendered(context, partial)
     except RequestError:  # a template may refuse what ends here
         return 0
-    return _common_chars(text, beginning.text)
+    return _num_shared_chars(text, beginning.text)
 
 
-def _common_chars(one: str, other: str) -> int:
+def _num_shared_chars(one: str, other: str) -> int:
     """Return how many characters both texts begin with."""
     low, high = 0, min(len(one), len(other))
     while low < high:

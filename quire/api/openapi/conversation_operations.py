@@ -1,4 +1,7 @@
-"""Rows of /v1/conversations; see operations.py."""
+"""Rows of /v1/conversations; see operations.py.
+
+Knows no HTTP.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""quire.v1.Generation: an answer as a stream of messages, a delta each."""
+"""quire.v1.Generation: an answer as a stream of messages, a delta each.
+
+Knows no tensors. Always holds: the messages of a choice joined are its answer over HTTP.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ class GenerationService:
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
 
-    def handler(self) -> grpc.GenericRpcHandler:
-        """Return the handler of its method."""
+    def methods(self) -> grpc.GenericRpcHandler:
+        """Return gRPC's entry of its method."""
         method = grpc.unary_stream_rpc_method_handler(
             self._generate,
             request_deserializer=messages.GenerateRequest.FromString,

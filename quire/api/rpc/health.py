@@ -1,4 +1,7 @@
-"""grpc.health.v1.Health: whether the server and its services answer; needs no key."""
+"""grpc.health.v1.Health: whether the server and its services answer.
+
+Needs no key. Always holds: the number of watchers is bounded, and they end with the server.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,8 @@ class HealthService:
         self._names = frozenset(("", SERVICE, *names))
         self._num_watchers = 0
 
-    def handler(self) -> grpc.GenericRpcHandler:
-        """Return the handler of its methods."""
+    def methods(self) -> grpc.GenericRpcHandler:
+        """Return gRPC's entry of its methods."""
         check = grpc.unary_unary_rpc_method_handler(
             self._check,
             request_deserializer=messages.HealthCheckRequest.FromString,

@@ -32,18 +32,18 @@ class KServeService:
         self._calls = calls
         self._server_state = calls.server_state
 
-    def handler(self) -> grpc.GenericRpcHandler:
-        """Return the handler of its methods."""
-        methods: dict[str, Callable[[Any, Context, Caller], Awaitable[Any]]] = {
+    def methods(self) -> grpc.GenericRpcHandler:
+        """Return gRPC's entry of its methods."""
+        works: dict[str, Callable[[Any, Context, Caller], Awaitable[Any]]] = {
             "ModelReady": self._model_ready,
             "ServerMetadata": self._server_metadata,
             "ModelMetadata": self._model_metadata,
             "ModelInfer": self._infer,
         }
-        handlers = {name: self._method(name, work) for name, work in methods.items()}
-        handlers["ServerLive"] = _unary("ServerLive", self._live)
-        handlers["ServerReady"] = _unary("ServerReady", self._ready)
-        return grpc.method_handlers_generic_handler(SERVICE, handlers)
+        entries = {name: self._method(name, work) for name, work in works.items()}
+        entries["ServerLive"] = _unary("ServerLive", self._live)
+        entries["ServerReady"] = _unary("ServerReady", self._ready)
+        return grpc.method_handlers_generic_handler(SERVICE, entries)
 
     def _method(
         self, name: str, work: Callable[[Any, Context, Caller], Awaitable[Any]]

@@ -41,9 +41,9 @@ class RpcServer:
         names = (generation.SERVICE, kserve.SERVICE)
         self._server.add_generic_rpc_handlers(
             (
-                generation.GenerationService(calls).handler(),
-                kserve.KServeService(calls).handler(),
-                health.HealthService(server_state, names).handler(),
+                generation.GenerationService(calls).methods(),
+                kserve.KServeService(calls).methods(),
+                health.HealthService(server_state, names).methods(),
             )
         )
         self.port = self._listen()

@@ -1,4 +1,7 @@
-"""gRPC's status codes of errors, by the HTTP status that the same error has."""
+"""gRPC's status codes of errors, by the HTTP status that the same error has.
+
+Knows no call. Always holds: metadata is ASCII, whatever a client sent.
+"""
 
 from __future__ import annotations
 

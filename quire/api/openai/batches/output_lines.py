@@ -1,4 +1,7 @@
-"""The lines of output files of OpenAI's batches."""
+"""The lines of output files of batches: the LineForm of OpenAI's API.
+
+Knows no journal. Always holds: a line has a response or an error, never both.
+"""
 
 from __future__ import annotations
 
