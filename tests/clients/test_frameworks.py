@@ -19,7 +19,7 @@ def test_openai_agents_run_tools_over_responses() -> None:
     cities: list[str] = []
 
     def weather(city: str) -> str:
-        """Tell the weather of a city."""
+        """Return the weather of a city."""
         cities.append(city)
         return "cold"
 
@@ -63,7 +63,7 @@ def test_pydantic_ai_runs_tools_over_three_apis(api: str) -> None:
 
         @agent.tool_plain  # type: ignore[untyped-decorator]
         def weather(city: str) -> str:
-            """Tell the weather of a city."""
+            """Return the weather of a city."""
             cities.append(city)
             return "cold"
 
@@ -77,7 +77,7 @@ def test_llama_index_chats_streams_and_calls_tools() -> None:
     tools = pytest.importorskip("llama_index.core.tools")
 
     def weather(city: str) -> str:
-        """Tell the weather of a city."""
+        """Return the weather of a city."""
         return "cold"
 
     said = [core.ChatMessage(role="user", content="Where is it cold?")]
