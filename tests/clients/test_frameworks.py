@@ -1,4 +1,7 @@
-"""openai-agents, pydantic-ai and llama-index against a scripted server: tools and answers."""
+"""openai-agents, pydantic-ai and llama-index against a scripted server: tools and answers.
+
+They need different versions of openai, so that `make clients` runs this file twice.
+"""
 
 from __future__ import annotations
 
