@@ -34,9 +34,14 @@ _USE_OPENAI = "; send it to a replica, or use /v1/chat/completions, /v1/completi
 )
 _OLLAMA = f"its streams and errors have Ollama's form{_USE_OPENAI}"
 _LLAMA_CPP = f"its streams and errors have llama.cpp's form{_USE_OPENAI}"
+_OF_ONE_SERVER = "are kept and run by one server; send the request to a replica"
 _NOT_ROUTED = {
     "/v1/responses": "stored responses are kept by one server; send the request to a replica, or "
     "use /v1/chat/completions here",
+    "/v1/conversations": "conversations are kept by one server; send the request to a replica",
+    "/v1/files": f"files {_OF_ONE_SERVER}",
+    "/v1/batches": f"batches {_OF_ONE_SERVER}",
+    "/v1/messages/batches": f"batches {_OF_ONE_SERVER}",
     "/v1/requests": "requests are listed by the replica that has them; ask each replica",
     "/v1/engine": "each replica has its own engine; ask each replica",
     "/v1/cache": "each replica has its own cache; ask each replica",
