@@ -50,9 +50,11 @@ fuzz: $(STAMP)-fuzz  ## requests made of the API's own document, against a live 
 browser: $(STAMP)-browser  ## the web page in a headless Chromium (needs chromium, chromedriver)
 	@$(BIN)/python -m pytest -W ignore -m browser tests/browser
 
-clients:  ## openai, langchain, instructor, litellm, lm-eval and ollama against live servers (own environment)
+clients:  ## clients from PyPI and, with Node.js, from npm against live servers (own environment)
 	@$(MAKE) --no-print-directory VENV=$(VENV)-clients clients-installed
 	@$(VENV)-clients/bin/python -m pytest -W ignore tests/clients
+	@PYTHONPATH=$(VENV)-clients/agents $(VENV)-clients/bin/python -m pytest -W ignore \
+		-k "agents or pydantic" tests/clients/test_frameworks.py
 
 clean:  ## remove the environment and everything built
 	rm -rf $(VENV) $(VENV)-clients build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -88,6 +90,16 @@ $(STAMP)-fuzz: $(BIN)/python $(NATIVE)
 	$(call install,[test$(comma)fuzz])
 $(STAMP)-browser: $(BIN)/python $(NATIVE)
 	$(call install,[test$(comma)browser])
-clients-installed: $(STAMP)-clients
+clients-installed: $(STAMP)-clients $(STAMP)-agents $(STAMP)-npm
+# They need openai 3, which others refuse: before it on the path, in a folder of their own.
+$(STAMP)-agents: $(STAMP)-clients
+	@$(BIN)/python -m pip install --quiet --target $(VENV)/agents \
+		"openai-agents>=0.24,<1" "pydantic-ai-slim[openai,anthropic]>=2,<3"
+	@touch $@
+$(STAMP)-npm: $(STAMP)-clients tests/clients/js/package.json
+	@if command -v npm > /dev/null; then \
+		mkdir -p $(VENV)/js && cp tests/clients/js/package.json $(VENV)/js/ && \
+		npm install --prefix $(VENV)/js --no-audit --no-fund --no-package-lock --loglevel=error; fi
+	@touch $@
 $(STAMP)-clients: $(BIN)/python $(NATIVE)
 	$(call install,[clients])

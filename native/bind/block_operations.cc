@@ -170,7 +170,7 @@ class Operations : private quire::BlockOperations {
     int64_t num_free() const { return pool.num_free(); }
     int64_t num_never_used() const { return pool.counts[quire::BlockPool::kMinStack]; }
     int64_t num_allocated() const { return pool.counts[quire::BlockPool::kAllocated]; }
-    int64_t num_free_findable() const { return pool.once.size() + pool.again.size(); }
+    int64_t num_free_findable() const { return pool.num_findable(); }
 
     int64_t num_unreferenced(const Int32s& blocks) const {
         check_blocks(blocks);
@@ -273,10 +273,12 @@ class Operations : private quire::BlockOperations {
         pool.references = data<int32_t>(owner, "references");
         pool.findable = data<bool>(owner, "findable");
         pool.is_protected = data<bool>(owner, "protected");
+        pool.is_pinned = data<bool>(owner, "pinned");
         pool.stack = data<int64_t>(owner, "stack");
         pool.counts = data<int64_t>(owner, "counts");
         pool.once = queue(owner.attr("once"));
         pool.again = queue(owner.attr("again"));
+        pool.kept = queue(owner.attr("kept"));
         pool.num_blocks = nb::cast<int64_t>(owner.attr("num_blocks"));
         pool.max_protected = nb::cast<int64_t>(owner.attr("max_protected"));
     }

@@ -59,8 +59,12 @@ int64_t BlockPool::allocate(int64_t count, int64_t* out) {
     counts[kEvicted] += count - plain;
     const int64_t num_once = std::min(count - plain, once.size());
     once.pop(num_once, out + plain);
-    again.pop(count - plain - num_once, out + plain + num_once);
-    for (int64_t i = plain; i < count; ++i) findable[out[i]] = is_protected[out[i]] = 0;
+    const int64_t num_again = std::min(count - plain - num_once, again.size());
+    again.pop(num_again, out + plain + num_once);
+    kept.pop(count - plain - num_once - num_again, out + plain + num_once + num_again);
+    for (int64_t i = plain; i < count; ++i) {
+        findable[out[i]] = is_protected[out[i]] = is_pinned[out[i]] = 0;
+    }
     for (int64_t i = 0; i < count; ++i) references[out[i]] = 1;
     return plain;
 }
@@ -68,7 +72,7 @@ int64_t BlockPool::allocate(int64_t count, int64_t* out) {
 void BlockPool::share(const int32_t* blocks, int64_t count) {
     for (int64_t i = 0; i < count; ++i) {
         const int32_t block = blocks[i];
-        if (references[block]++ == 0) (is_protected[block] ? again : once).take(block);
+        if (references[block]++ == 0) queue_of(block).take(block);
     }
 }
 
@@ -87,11 +91,12 @@ int64_t BlockPool::release(const int32_t* blocks, int64_t count) {
 }
 
 void BlockPool::push_findable(const std::vector<int64_t>& blocks) {
-    std::vector<int64_t> of_once, of_again;
+    std::vector<int64_t> of_once, of_again, of_kept;
     of_once.reserve(blocks.size());
     for (const int64_t block : blocks) {
-        (is_protected[block] ? of_again : of_once).push_back(block);
+        (is_pinned[block] ? of_kept : is_protected[block] ? of_again : of_once).push_back(block);
     }
+    kept.push(of_kept.data(), static_cast<int64_t>(of_kept.size()));
     once.push(of_once.data(), static_cast<int64_t>(of_once.size()));
     again.push(of_again.data(), static_cast<int64_t>(of_again.size()));
     const int64_t beyond = again.size() - max_protected;

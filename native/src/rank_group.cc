@@ -310,11 +310,11 @@ void RankGroup::all_to_all(const Shares& shares, const int64_t* counts, const in
                                     " bytes; slots have " + std::to_string(sizes_.slot_bytes));
     }
     ++num_gathers_;
-    const Share own = share_of(shares.width, shares.unit, rank_, degree_);
+    const Share own = share_of(shares.width, shares.unit, member(), members_);
     const int64_t first_byte = own.start * shares.element_bytes;
     const int64_t bytes = (own.end - own.start) * shares.element_bytes;
     const int64_t at_once = sizes_.slot_bytes / row_bytes;
-    const int64_t most = *std::max_element(counts, counts + degree_);
+    const int64_t most = *std::max_element(counts, counts + members_);
     const auto copy = [&](char* to, int64_t to_stride, const char* from, int64_t from_stride,
                           int64_t count, int64_t size) {
         if (count == 0) return;
@@ -326,24 +326,24 @@ void RankGroup::all_to_all(const Shares& shares, const int64_t* counts, const in
             }
         });
     };
-    const auto out = [&](int rank, int64_t row) {
-        return shares.out + (firsts[rank] + row) * shares.out_stride_bytes;
+    const auto out = [&](int of, int64_t row) {
+        return shares.out + (firsts[of] + row) * shares.out_stride_bytes;
     };
     for (int64_t first = 0; first < most; first += at_once) {
-        const auto rows_of = [&](int rank) {
-            return std::clamp<int64_t>(counts[rank] - first, 0, at_once);
+        const auto rows_of = [&](int of) {
+            return std::clamp<int64_t>(counts[of] - first, 0, at_once);
         };
         const char* rows = shares.own + first * shares.own_stride_bytes;
         ++gathers_;
-        copy(slot(rank_, gathers_), row_bytes, rows, shares.own_stride_bytes, rows_of(rank_),
+        copy(slot(rank_, gathers_), row_bytes, rows, shares.own_stride_bytes, rows_of(member()),
              row_bytes);
         publish(words(rank_).ready, gathers_);
-        copy(out(rank_, first), shares.out_stride_bytes, rows + first_byte,
-             shares.own_stride_bytes, rows_of(rank_), bytes);
-        for (int next = 1; next < degree_; ++next) {
-            const int other = (rank_ + next) % degree_;
-            wait(words(other).ready, gathers_, other, true);
-            copy(out(other, first), shares.out_stride_bytes, slot(other, gathers_) + first_byte,
+        copy(out(member(), first), shares.out_stride_bytes, rows + first_byte,
+             shares.own_stride_bytes, rows_of(member()), bytes);
+        for (int next = 1; next < members_; ++next) {
+            const int other = (member() + next) % members_;
+            wait(words(first_ + other).ready, gathers_, first_ + other, Wait::limited);
+            copy(out(other, first), shares.out_stride_bytes, slot(first_ + other, gathers_) + first_byte,
                  row_bytes, rows_of(other), bytes);
             received_bytes_ += rows_of(other) * bytes;
         }
@@ -385,7 +385,7 @@ void RankGroup::all_reduce(const Columns& columns, Type type, Pool& pool) {
                                     " bytes; slots have " + std::to_string(sizes_.slot_bytes));
     }
     ++num_gathers_;
-    const Share own = share_of(columns.width, columns.unit, rank_, degree_);
+    const Share own = share_of(columns.width, columns.unit, member(), members_);
     const int64_t at_once = sizes_.slot_bytes / row_bytes;
     for (int64_t first = 0; first < columns.rows; first += at_once) {
         const int64_t count = std::min(at_once, columns.rows - first);
@@ -399,24 +399,24 @@ void RankGroup::all_reduce(const Columns& columns, Type type, Pool& pool) {
             }
         });
         publish(words(rank_).ready, gathers_);
-        for (int next = 1; next < degree_; ++next) {
-            const int other = (rank_ + next) % degree_;
-            wait(words(other).ready, gathers_, other, true);
+        for (int next = 1; next < members_; ++next) {
+            const int other = (member() + next) % members_;
+            wait(words(first_ + other).ready, gathers_, first_ + other, Wait::limited);
             received_bytes_ += count * (own.end - own.start) * columns.element_bytes;
         }
         pool.deal(count, std::max<int64_t>(kCopyGrain / row_bytes, 1),
                   [&](int64_t begin, int64_t end, int) {
             for (int64_t row = begin; row < end; ++row) {
                 char* to = rows + row * columns.stride_bytes;
-                const auto part = [&](int rank) {
-                    return slot(rank, gathers_) + row * row_bytes;
+                const auto part = [&](int of) {
+                    return slot(first_ + of, gathers_) + row * row_bytes;
                 };
                 if (type == Type::f32) {
-                    sum_columns(reinterpret_cast<float*>(to), own.start, own.end, degree_,
-                                [&](int rank) { return reinterpret_cast<float*>(part(rank)); });
+                    sum_columns(reinterpret_cast<float*>(to), own.start, own.end, members_,
+                                [&](int of) { return reinterpret_cast<float*>(part(of)); });
                 } else {
-                    sum_columns(reinterpret_cast<bf16*>(to), own.start, own.end, degree_,
-                                [&](int rank) { return reinterpret_cast<bf16*>(part(rank)); });
+                    sum_columns(reinterpret_cast<bf16*>(to), own.start, own.end, members_,
+                                [&](int of) { return reinterpret_cast<bf16*>(part(of)); });
                 }
             }
         });

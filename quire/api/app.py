@@ -20,6 +20,7 @@ from quire.api.admin.routes import AdminRoutes
 from quire.api.admin.version import ADMIN_OVERVIEW, OVERVIEW, show_version
 from quire.api.anthropic.dialect import ANTHROPIC
 from quire.api.anthropic.messages import messages_routes
+from quire.api.batch_wiring import batch_routes
 from quire.api.embeddings.routes import embedding_routes
 from quire.api.embeddings.vectors import read_embeddings
 from quire.api.http.dialect import Dialect
@@ -34,7 +35,6 @@ from quire.api.native.token_generate import TokenGenerateRoute
 from quire.api.native.tokenize import TokenizeRoutes
 from quire.api.ollama.dialect import OLLAMA
 from quire.api.ollama.routes import ollama_routes
-from quire.api.openai.batches.routes import batch_routes
 from quire.api.openai.chat import ChatRoute
 from quire.api.openai.completions import CompletionsRoute
 from quire.api.openai.dialect import OPENAI

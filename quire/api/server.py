@@ -37,6 +37,7 @@ from quire.api.http.refusal import refusal_of_http
 from quire.api.http.sockets import tls_context
 from quire.api.http.tls import TlsListener
 from quire.api.request_spans import open_spans
+from quire.api.rpc_wiring import open_rpc
 from quire.api.server_state import ServerState
 from quire.api.service_manager import READY, STOPPING, notify, send_watchdog
 from quire.api.workers.private_app import build_private_app
@@ -132,6 +133,7 @@ class ServerProcess:
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(_NUM_THREADS, "quire-edge"))
         server_state = self._new_state()
+        self._rpc = open_rpc(server_state, self._log)
         spans = open_spans(server_state, self._config, self._log, os.environ)
         if spans is not None:
             server_state.on_begin, server_state.requests.on_end = spans.begin, spans.ended
@@ -154,6 +156,8 @@ class ServerProcess:
             return await self._serve(server_state, http)
         finally:
             reloader.close()
+            if self._rpc is not None:
+                await self._rpc.close()
             for server, _ in servers:
                 server.should_exit = True
             self._opened.set()
@@ -204,6 +208,8 @@ class ServerProcess:
             if self._worker is not None:
                 await self._worker.siblings.catch_up(server_state)
             server_state.start(self._engine)
+            if self._rpc is not None:
+                await self._rpc.start()
             self._opened.set()
             self._announce()
             if is_main:

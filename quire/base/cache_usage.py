@@ -37,12 +37,17 @@ class Miss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheUsage:
-    """Prompt tokens found at first admission, by tier; miss is None where all that could be was."""
+    """Prompt tokens found at first admission, by tier; miss is None where all that could be was.
+
+    pinned_tokens: tokens after those, in blocks that are pinned once they are computed, by
+    lifetime: (milliseconds, tokens).
+    """
 
     pool_tokens: int = 0
     host_tokens: int = 0
     disk_tokens: int = 0
     miss: Miss | None = None
+    pinned_tokens: tuple[tuple[float, int], ...] = ()
 
 
 def for_strangers(use: CacheUsage, block_size: int) -> CacheUsage:
@@ -84,8 +89,8 @@ class CacheReport:
     """The current state of one cache.
 
     The blocks of the pool are used (a live request names them), once or again (free, still
-    findable, by how often they were used) or plain (free). Counters only grow; those of tokens
-    count prompts that were looked up, those found in a tier among them.
+    findable, by how often they were used), pinned (free, allocated last) or plain (free). Counters
+    only grow; those of tokens count prompts that were looked up, those found in a tier among them.
     """
 
     prefix_caching: bool
@@ -104,5 +109,6 @@ class CacheReport:
     host_hit_tokens_total: int = 0
     disk_hit_tokens_total: int = 0
     evicted_blocks_total: int = 0
+    blocks_pinned: int = 0
     prefixes: tuple[PrefixUsage, ...] = ()
     owners: tuple[OwnerUsage, ...] = ()

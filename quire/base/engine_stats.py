@@ -46,6 +46,11 @@ class EngineStats:
     prefix_hit_tokens_total: int = 0
     prefix_hit_host_tokens_total: int = 0  # of those: fetched from a tier in the host's memory
     prefix_hit_disk_tokens_total: int = 0  # of those: fetched from a tier on disk
+    pinned_blocks: int = 0
+    pinned_tokens_total: int = 0  # of marked prefixes, not found in the cache before
+    expired_pins_total: int = 0  # blocks
+    dropped_pins_total: int = 0  # blocks beyond a tenant's share
+    evicted_pins_total: int = 0  # blocks that were needed
     preemptions_total: int = 0
     preemptions_moved_total: int = 0  # of those: their blocks went to the tier
     preemptions_for_prompts_total: int = 0  # of those: a prompt lacked blocks, not an answer

@@ -128,6 +128,14 @@ def no_candidates(num_rows: int) -> Candidates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CachePin:
+    """The first num_tokens of a prompt stay in the prefix cache for lifetime_ms after their use."""
+
+    num_tokens: int
+    lifetime_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
     """How tokens of a request are proposed.
 

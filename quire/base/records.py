@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from quire.base.block_copies import BlockCopies
 from quire.base.cache_usage import CacheUsage
 from quire.base.rare_records import NO_RULES as NO_RULES
+from quire.base.rare_records import CachePin, Speculation
 from quire.base.rare_records import Candidates as Candidates
 from quire.base.rare_records import PartLayers as PartLayers
 from quire.base.rare_records import PromptScores as PromptScores
-from quire.base.rare_records import Speculation
 from quire.base.rare_records import TokenRules as TokenRules
 from quire.base.sampling_params import SamplingParams
 
@@ -58,8 +58,9 @@ class Request:
     default one), `priority` (lower is served earlier), `deadline_ms` (the whole answer),
     `ttft_slo_ms` (its first token) and `tpot_slo_ms` (each further one, on average); deadline and
     ttft count from arrival_ms, None where not requested. explain_cache: its outputs have a
-    cache_use. report_progress: each chunk of its prompt but the last gives an output. output_ids:
-    tokens of the answer that are known already, as after a preemption; outputs begin after them.
+    cache_use. cache_pins: prefixes to keep. report_progress: each chunk of its prompt but the last
+    gives an output. output_ids: tokens of the answer that are known already, as after a preemption;
+    outputs begin after them.
     """
 
     request_id: str
@@ -78,6 +79,7 @@ class Request:
     ttft_slo_ms: float | None = None
     tpot_slo_ms: float | None = None
     explain_cache: bool = False
+    cache_pins: tuple[CachePin, ...] = ()
     report_progress: bool = False
     speculation: Speculation | None = None
     output_ids: Int32s = field(default_factory=lambda: NO_INTS)

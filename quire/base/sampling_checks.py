@@ -22,6 +22,8 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 1_024
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1_024
+MAX_STOP_PATTERNS = 4
+MAX_STOP_PATTERN_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1_024
 MAX_BAD_WORDS = 128
@@ -172,6 +174,8 @@ def checked_rare_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     values["stop"] = texts(
         "stop", values["stop"], most=MAX_STOP_STRINGS, max_chars=MAX_STOP_STRING_CHARS
     )
+    most, max_chars = MAX_STOP_PATTERNS, MAX_STOP_PATTERN_CHARS
+    values["stop_regex"] = texts("stop_regex", values["stop_regex"], most=most, max_chars=max_chars)
     for name, max_ids in _ID_LISTS:
         values[name] = token_ids(name, values[name], most=max_ids)
     if values["logprob_token_ids"] and values["logprobs"] is None:
@@ -358,6 +362,12 @@ def _check_beams(values: Mapping[str, Any]) -> None:
                     param=name,
                 )
         return
+    if values["stop_regex"]:
+        raise InvalidParameter(
+            "stop_regex is given and use_beam_search is true; beams end by stop strings only: "
+            "write the end as stop, or leave beam search out",
+            param="stop_regex",
+        )
     for name, off in BEAMS_OFF.items():
         value = values[name]
         if value != off and not (name == "top_k" and value == -1):

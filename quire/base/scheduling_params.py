@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from quire.base.errors import InvalidParameter
 from quire.base.parameter_checks import number, whole
+from quire.base.rare_records import CachePin
 from quire.base.show import show
 from quire.base.speculation_params import SpeculationParams
 
@@ -29,8 +30,8 @@ class SchedulingParams:
     ttft_slo_ms: its first token; both counted from the request's arrival. tpot_slo_ms: the mean
     time between its tokens after the first. return_cached_tokens_details: report where cached
     tokens were found, and why no more were. report_progress: report each chunk of the prompt that
-    is computed. speculation: how draft tokens are made; None: as the server is set. Raises
-    InvalidParameter naming the field.
+    is computed. speculation: how draft tokens are made; None: as the server is set. cache_pins:
+    prefixes of the prompt to keep, and to report. Raises InvalidParameter naming the field.
     """
 
     tenant: str = ""
@@ -41,6 +42,7 @@ class SchedulingParams:
     return_cached_tokens_details: bool = False
     report_progress: bool = False
     speculation: SpeculationParams | None = None
+    cache_pins: tuple[CachePin, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.tenant, str) or len(self.tenant) > MAX_TENANT_CHARS:

@@ -82,10 +82,14 @@ def _free_problems(pool: BlockPool, tables: BlockTable) -> list[str]:
         ),
     ]
     again = pool.protected_blocks()
-    if (pool.protected & ~pool.findable).any():
-        found.append("blocks are protected that cannot be found")
-    if np.count_nonzero(pool.protected[findable]) != len(again) or not pool.protected[again].all():
+    kept = pool.kept.blocks()
+    if ((pool.protected | pool.pinned) & ~pool.findable).any():
+        found.append("blocks are protected or pinned that cannot be found")
+    due = pool.protected & ~pool.pinned
+    if np.count_nonzero(due[findable]) != len(again) or not due[again].all():
         found.append("free blocks lie in the wrong queue (used once or again)")
+    if np.count_nonzero(pool.pinned[findable]) != len(kept) or not pool.pinned[kept].all():
+        found.append("free blocks lie in the wrong queue (pinned or not)")
     if pool.findable[plain].any() or not pool.findable[findable].all():
         found.append("free blocks lie in the wrong list (plain or findable)")
     if len(plain) + len(findable) != pool.num_free:

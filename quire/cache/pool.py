@@ -2,12 +2,12 @@
 
 Knows block numbers only: no tokens, no digests, no requests. Free blocks with content that can
 still be found by prefix (`findable`) are allocated last: of those used once the one freed longest
-ago first, and only then those that were used again (`protected`), in the same order. So what was
-used again is safe from a burst of requests that come once, as far as the share of it allows; beyond
-that its oldest blocks lose their protection (a segmented LRU). Always holds: a block is referenced
-(references > 0), or on the stack of plain free blocks, or in one of the two queues of findable free
-blocks; never two of these. One owner thread, no locks; all state lies in arrays made once, and
-every operation takes many blocks at a time.
+ago first, only then those that were used again (`protected`), and after all others those that are
+`pinned` (pins.py), in the same order. So what was used again is safe from a burst of requests that
+come once, as far as the share of it allows; beyond that its oldest blocks lose their protection (a
+segmented LRU). Always holds: a block is referenced (references > 0), or on the stack of plain free
+blocks, or in one of the three queues of findable free blocks; never two of these. One owner thread,
+no locks; all state lies in arrays made once, and every operation takes many blocks at a time.
 """
 
 from __future__ import annotations
@@ -45,18 +45,20 @@ class BlockPool:
         # Set by the owner of the prefix index, cleared here when such a block is handed out.
         self.findable: Bools = np.zeros(num_blocks, np.bool_)
         self.protected: Bools = np.zeros(num_blocks, np.bool_)  # findable ones only
+        self.pinned: Bools = np.zeros(num_blocks, np.bool_)  # findable ones only
         self.stack: Index = np.arange(num_blocks - 1, -1, -1, dtype=np.intp)
         # Size of the stack, its smallest until now, blocks allocated and evicted in all.
         self.counts = np.array([num_blocks, num_blocks, 0, 0], np.int64)
         self._values = memoryview(self.counts.data)  # reads faster
         self.once = AgeQueue(num_blocks)
         self.again = AgeQueue(num_blocks)
+        self.kept = AgeQueue(num_blocks)  # pinned ones
         self._scratch: Int32s = np.zeros(num_blocks, np.int32)
 
     @property
     def num_free(self) -> int:
         """Blocks that can be handed out now, findable ones included."""
-        return self._values[_STACK] + len(self.once) + len(self.again)
+        return self._values[_STACK] + self.num_free_findable
 
     @property
     def num_never_used(self) -> int:
@@ -66,12 +68,17 @@ class BlockPool:
     @property
     def num_free_findable(self) -> int:
         """Free blocks with content that a prefix match would still find."""
-        return len(self.once) + len(self.again)
+        return len(self.once) + len(self.again) + len(self.kept)
 
     @property
     def num_free_protected(self) -> int:
-        """Those of them that were used again, handed out after all others."""
+        """Those of them that were used again and are not pinned."""
         return len(self.again)
+
+    @property
+    def num_free_pinned(self) -> int:
+        """Those of them that are pinned, handed out after all others."""
+        return len(self.kept)
 
     @property
     def allocated_blocks_total(self) -> int:
@@ -110,8 +117,10 @@ class BlockPool:
             once = min(count - plain, len(self.once))
             evicted = self.once.pop(once)
             if plain + once < count:
-                evicted = np.concatenate((evicted, self.again.pop(count - plain - once)))
-                self.protected[evicted] = False
+                again = min(count - plain - once, len(self.again))
+                last = self.kept.pop(count - plain - once - again)
+                evicted = np.concatenate((evicted, self.again.pop(again), last))
+                self.protected[evicted] = self.pinned[evicted] = False
             self.findable[evicted] = False
             blocks = np.concatenate((blocks, evicted)) if plain else evicted
         self.references[blocks] = 1
@@ -122,14 +131,28 @@ class BlockPool:
         index = blocks.astype(np.intp)
         revived = index[self.references[index] == 0]
         if len(revived):
-            again = self.protected[revived]
-            self.once.take(revived[~again])
-            self.again.take(revived[again])
+            self._take(revived)
         self.references[index] += 1
 
     def protect(self, blocks: Int32s) -> None:
         """Note that `blocks` (referenced and findable) were used again: allocate them last."""
         self.protected[blocks] = True
+
+    def pin(self, blocks: Int32s) -> None:
+        """Allocate `blocks` (distinct and findable) after all others from now on."""
+        index = blocks.astype(np.intp)
+        index = index[~self.pinned[index]]
+        free = index[self.references[index] == 0]
+        self._take(free)
+        self.pinned[index] = True
+        self.kept.push(free)
+
+    def unpin(self, blocks: Index) -> None:
+        """Undo `pin` for `blocks` (distinct and pinned); free ones count as just used."""
+        free = blocks[self.references[blocks] == 0]
+        self.kept.take(free)
+        self.pinned[blocks] = False
+        self._push_findable(free)
 
     def release(self, blocks: Int32s) -> int:
         """Take one reference from each of `blocks` (a block may occur more than once).
@@ -156,8 +179,8 @@ class BlockPool:
         """Make no block findable: free ones become plain, others when they are released."""
         self._push_stack(self.once.clear())
         self._push_stack(self.again.clear())
-        self.findable[:] = False
-        self.protected[:] = False
+        self._push_stack(self.kept.clear())
+        self.findable[:] = self.protected[:] = self.pinned[:] = False
 
     def num_freed_by(self, blocks: Int32s) -> int:
         """Return how many of `blocks` (distinct) would become free by one reference less."""
@@ -169,18 +192,19 @@ class BlockPool:
 
     def free_blocks(self) -> tuple[Index, Index]:
         """Return plain free blocks, and findable ones in order of eviction."""
-        findable = np.concatenate((self.once.blocks(), self.again.blocks()))
+        findable = np.concatenate([each.blocks() for each in (self.once, self.again, self.kept)])
         return self.stack[: self._values[_STACK]].copy(), findable
 
     def protected_blocks(self) -> Index:
-        """Return free blocks that are allocated after all others, oldest first."""
+        """Return free blocks that were used again and are not pinned, oldest first."""
         return self.again.blocks()
 
     def rebuild(self, references: Int32s) -> None:
         """Replace the reference counts and derive the free blocks anew; keeps the order of age."""
-        aged = np.concatenate((self.once.clear(), self.again.clear()))
+        aged = np.concatenate([each.clear() for each in (self.once, self.again, self.kept)])
         self.references[:] = references
         self.protected &= self.findable
+        self.pinned &= self.findable
         free = (references == 0) & self.findable
         kept = aged[free[aged]]
         free[kept] = False
@@ -204,7 +228,18 @@ class BlockPool:
         self.stack[top : top + len(blocks)] = blocks[::-1]
         self.counts[_STACK] = top + len(blocks)
 
+    def _take(self, blocks: Index) -> None:
+        """Remove free, findable blocks from their queues."""
+        pinned, again = self.pinned[blocks], self.protected[blocks]
+        self.once.take(blocks[~again & ~pinned])
+        self.again.take(blocks[again & ~pinned])
+        self.kept.take(blocks[pinned])
+
     def _push_findable(self, blocks: Index) -> None:
+        pinned = self.pinned[blocks]
+        if np.count_nonzero(pinned):
+            self.kept.push(blocks[pinned])
+            blocks = blocks[~pinned]
         again = self.protected[blocks]
         if not np.count_nonzero(again):
             self.once.push(blocks)

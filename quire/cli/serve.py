@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         store_of(server).close()
     if server.batch_store is not None:
-        from quire.api.openai.batches.journal import BatchJournal  # not needed by other commands
+        from quire.api.batches.journal import BatchJournal  # not needed by other commands
 
         BatchJournal(server.batch_store).close()
     for_admins = listen_for_admins(server)

@@ -131,6 +131,11 @@ class CacheConfig:
         "keep the KV blocks of finished requests and reuse them for requests with the same prefix",
     )
 
+    cache_pin_share: float = setting(
+        0.25,
+        "share of the KV cache that the prefixes a tenant marks with cache_control (Anthropic's "
+        "API) may pin for their lifetime; they are evicted last; 0: none",
+    )
     kv_tier_path: str | None = setting(
         None,
         "directory of the disk tier: evicted KV blocks stay findable there, also after a restart, "
@@ -158,6 +163,8 @@ class CacheConfig:
     )
 
     def __post_init__(self) -> None:
+        at_least("cache_pin_share", self.cache_pin_share, 0)
+        at_most("cache_pin_share", self.cache_pin_share, 1, "the whole KV cache")
         at_least("kv_touch_ahead_bytes", self.kv_touch_ahead_bytes, 0)
         at_least("kv_tier_bytes", self.kv_tier_bytes, 1)
         one_of("kv_tier_fetch", self.kv_tier_fetch, ("cost", "always", "never"))

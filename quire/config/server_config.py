@@ -12,7 +12,7 @@ from typing import Literal
 
 from quire.base.errors import SettingError
 from quire.base.log_process import LogSettings
-from quire.config.settings import at_least, one_of, setting
+from quire.config.settings import at_least, at_most, one_of, setting
 
 # The lists below repeat names of a package that this package must not import.
 # quire/output_parsers/registry.py
@@ -51,6 +51,11 @@ class ServerConfig:
         "times then reveal which prompts others have sent",
     )
     insecure: bool = setting(False, "allow listening beyond loopback without an API key")
+    grpc_port: int | None = setting(
+        None,
+        "also serve gRPC at this port of --host (KServe v2, quire.v1.Generation, health); 0 takes "
+        "a free one; needs quire-llm[grpc]; default: none",
+    )
     uds: str | None = setting(
         None, "listen on a Unix socket at this path, instead of an address and a port"
     )
@@ -254,6 +259,14 @@ class ServerConfig:
             raise SettingError(
                 f"batch_store is given and api_processes is {self.api_processes}; one process has "
                 "the journal of batches: leave api_processes at 1, or leave batch_store out"
+            )
+        if self.grpc_port is not None:
+            at_least("grpc_port", self.grpc_port, 0)
+            at_most("grpc_port", self.grpc_port, 65_535, "the last port")
+        if self.grpc_port is not None and self.api_processes > 1:
+            raise SettingError(
+                f"grpc_port is given and api_processes is {self.api_processes}; one process serves "
+                "gRPC: leave api_processes at 1, or leave grpc_port out"
             )
         at_least("max_body_bytes", self.max_body_bytes, 1024)
         at_least("watchdog_s", self.watchdog_s, 0.001)

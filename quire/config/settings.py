@@ -37,7 +37,7 @@ def at_least(name: str, value: float, low: float) -> None:
         raise SettingError(f"{name} is {value}; at least {low} is needed")
 
 
-def at_most(name: str, value: int, high: int, reason: str) -> None:
+def at_most(name: str, value: float, high: float, reason: str) -> None:
     if value > high:
         raise SettingError(f"{name} is {value}; at most {high} is allowed ({reason})")
 

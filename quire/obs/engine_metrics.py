@@ -61,6 +61,7 @@ class EngineCollector:
             yield CounterMetricFamily(name, text, value=value)
         yield _hits_by_tier(stats)
         yield from _preemptions(stats)
+        yield _ended_pins(stats)
         yield from _drafts(stats)
         yield _expert_tokens(stats)
 
@@ -129,6 +130,7 @@ def _gauges(stats: EngineStats, busy_share: float) -> tuple[tuple[str, str, floa
             "KV blocks that admission leaves free for those that run",
             stats.watermark_blocks,
         ),
+        ("quire_pinned_blocks", "KV blocks of pinned prefixes", stats.pinned_blocks),
         ("quire_tier_blocks", "Places of the KV tier", stats.tier_blocks_total),
         ("quire_tier_blocks_used", "Places of the KV tier in use", stats.tier_blocks_used),
     )
@@ -168,6 +170,11 @@ def _counters(stats: EngineStats) -> tuple[tuple[str, str, float], ...]:
             "quire_prefix_hit_tokens",
             "Prompt tokens found in the prefix cache",
             stats.prefix_hit_tokens_total,
+        ),
+        (
+            "quire_pinned_tokens",
+            "Prompt tokens computed for prefixes that requests mark to be kept",
+            stats.pinned_tokens_total,
         ),
         (
             "quire_layered_tokens",
@@ -254,6 +261,19 @@ def _hits_by_tier(stats: EngineStats) -> Metric:
     family.add_metric(("pool",), stats.prefix_hit_tokens_total - host - disk)
     family.add_metric(("host",), host)
     family.add_metric(("disk",), disk)
+    return family
+
+
+def _ended_pins(stats: EngineStats) -> Metric:
+    family = CounterMetricFamily(
+        "quire_ended_pins",
+        "KV blocks that were pinned and are no longer, by why: their time was over, their tenant "
+        "pinned more than its share, or they were needed",
+        labels=("reason",),
+    )
+    family.add_metric(("expired",), stats.expired_pins_total)
+    family.add_metric(("share",), stats.dropped_pins_total)
+    family.add_metric(("evicted",), stats.evicted_pins_total)
     return family
 
 

@@ -65,6 +65,9 @@ NOT_ROUTED = {
     "/v1/cache": "each replica has its own cache; ask each replica",
     "/v1/files": "files are kept by one server; send them and their batches to one replica",
     "/v1/batches": "batches are kept by one server; send them and their files to one replica",
+    "/v1/messages/batches": "batches are kept by one server; send them to one replica",
+    "/v1/conversations": "conversations are kept by one server; send them, and the responses that "
+    "use them, to one replica",
     "/admin": "admin routes act on one server; send them to each replica",
     "/props": "each replica has its own settings; ask each replica",
     "/slots": "each replica has its own slots; ask each replica",

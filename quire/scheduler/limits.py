@@ -27,7 +27,8 @@ class SchedulerLimits:
     may be cut, to be computed one per step; layered_part_tokens: the most tokens of such a chunk.
     timeline_steps: steps kept for timelines; 0 keeps no timelines.
     micro_batches: plans over which the requests that generate are divided, which stages of a
-    pipeline compute at once; 0: a plan may have all of them.
+    pipeline compute at once; 0: a plan may have all of them. pin_share: of the KV
+    cache, that a tenant's marked prefixes may pin; 0 pins none.
 
     Raises InvalidParameter, which names the field.
     """
@@ -48,6 +49,7 @@ class SchedulerLimits:
     layered_part_tokens: int = 0
     timeline_steps: int = 0
     micro_batches: int = 0
+    pin_share: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -277,6 +277,7 @@ class Scheduler:
     def stats(self) -> EngineStats:
         """Return counters and gauges."""
         last, cache, slots = self._last_plan, self._cache, self._slot_allocator
+        pins = slots.pins
         num_running, num_free = len(self._batch.active), cache.num_free
         in_flight = self._requests.in_flight
         return EngineStats(
@@ -303,6 +304,7 @@ class Scheduler:
             prefix_hit_host_tokens_total=slots.tier_hit_tokens_total[Tier.HOST],
             prefix_hit_disk_tokens_total=slots.tier_hit_tokens_total[Tier.DISK],
             **self._preemptor.stats.fields,
+            **(pins.counts(self._last_step_ms) if pins.is_active else pins.fields),
             **({} if cache.tiers is None else self._kv_loads.stats()),
             watermark_blocks=self._preemptor.watermark.blocks(num_running, in_flight.step),
             held=self._backpressure.num_held if self._backpressure.is_active else 0,

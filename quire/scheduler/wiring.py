@@ -31,6 +31,7 @@ from quire.scheduler.preemption.priority_preemption import PriorityPreemption
 from quire.scheduler.preemption.victims import Victims
 from quire.scheduler.prefill.layered import LayeredChunks
 from quire.scheduler.prefill.prompt_shares import PromptShares
+from quire.scheduler.prefix_pins import PrefixPins
 from quire.scheduler.request_table import RequestTable
 from quire.scheduler.running_batch import RunningBatch
 from quire.scheduler.slo.admission_control import (
@@ -116,8 +117,8 @@ def wire(
     prompts = PromptShares(limits, batch, policy, speed, layered)
     advance = Advance(requests, batch, cache, shares, preemptor, prompts, layered, loads)
     beams.connect(advance)
-    backpressure = Backpressure(requests, preemptor)
-    extensions: list[StepExtension] = [backpressure]
+    backpressure, pins = Backpressure(requests, preemptor), PrefixPins(cache, limits.pin_share)
+    extensions: list[StepExtension] = [pins, backpressure]
     if limits.micro_batches:
         extensions.append(MicroBatches(batch, preemptor, limits.micro_batches))
     if shares.has_ceilings:
@@ -132,7 +133,7 @@ def wire(
         drafts = DraftRows(limits, requests, batch, cache, shares, speed, draft_source)
         extensions.append(drafts)  # last: drafts take what all rows leave
     gates = [*([loads] if cache.tiers is not None else []), *_length_gates(limits)]
-    slots = SlotAllocator(batch, cache, policy, shares, loads, stats)
+    slots = SlotAllocator(batch, cache, policy, shares, loads, stats, pins)
     obstacles = requests.history.obstacles
     rules = AdmissionRules(
         gates=gates, extensions=extensions, watermark=watermark, obstacles=obstacles

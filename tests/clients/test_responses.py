@@ -184,7 +184,7 @@ def test_a_background_response_is_polled_cancelled_and_resumed() -> None:
     [
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
-        ({"conversation": "conv_1"}, "conversation"),
+        ({"conversation": 5}, "conversation"),
         ({"truncation": "disabled", "input": "dog " * 600}, "input"),
     ],
 )

@@ -19,9 +19,10 @@ _NATIVE = "a compiled module that cannot be loaded is a finding"
 LATE_IMPORTS: Mapping[str, tuple[str, str]] = {
     "quire": ("quire.base quire.engine", "the library's names load the engine on first use"),
     "quire.api.generation.foreign_fields": ("quire.api.generation", "only refusals need it"),
-    "quire.api.openai.batches.routes": ("quire.api.openai", _ON_DEMAND),
+    "quire.api.batch_wiring": ("quire.api", _ON_DEMAND),
     "quire.api.openai.responses.open_store": ("quire.api.openai", _ON_DEMAND),
     "quire.api.openapi.routes": ("quire.api.openapi", _ON_DEMAND),
+    "quire.api.rpc_wiring": ("quire.api", "gRPC is optional and slow to import"),
     "quire.api.request_spans": ("quire.obs", "OpenTelemetry is optional and slow to import"),
     "quire.api.workers.supervisor": ("quire.obs", "prometheus_client: not in the supervisor alone"),
     "quire.api.workers.worker": ("quire.engine", _ON_DEMAND),

@@ -11,7 +11,11 @@ from tests.repository.source_files import ROOT, code_files, name_of
 
 PAGES = ROOT / "docs" / "packages"
 # Subpackages with a page of their own; their files are not listed on the parent's page.
-INNER = {"gpu": "quire/execute/gpu", "responses": "quire/api/openai/responses"}
+INNER = {
+    "gpu": "quire/execute/gpu",
+    "responses": "quire/api/openai/responses",
+    "rpc": "quire/api/rpc",
+}
 OUTER = {file.parent.name: f"quire/{file.parent.name}" for file in ROOT.glob("quire/*/__init__.py")}
 PACKAGES = dict(sorted((OUTER | INNER).items()))
 MAX_PAGE_LINES = 75

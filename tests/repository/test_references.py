@@ -13,6 +13,10 @@ from tests.repository.source_files import ROOT, code_files, name_of, nodes_of, t
 # Pages about the past, which may name removed files.
 HISTORY = frozenset({"CHANGELOG.md", "EXPERIMENTS.md"})
 HTTP_HEADERS = frozenset({"Forwarded", "Host", "Origin", "Via"})
+RPC_METHODS = frozenset(
+    {"Generate", "Check", "Watch", "ServerLive", "ServerReady", "ServerMetadata"}
+    | {"ModelReady", "ModelMetadata", "ModelInfer"}
+)
 # Files of other projects that docstrings cite.
 FOREIGN_FILES = frozenset(
     {"convert_hf_to_gguf.py", "convert_hf_to_gguf_update.py", "encoder.py", "tokenization_qwen.py"}
@@ -24,7 +28,7 @@ _FILE = re.compile(r"(?<![\w/*.-])([a-z]\w*\.py)\b")
 
 @cache
 def _known_names() -> frozenset[str]:
-    names = set(dir(builtins)) | HTTP_HEADERS
+    names = set(dir(builtins)) | HTTP_HEADERS | RPC_METHODS
     for file in code_files():
         if file.suffix != ".py":
             names |= set(re.findall(r"\w+", file.read_text(encoding="utf-8")))

@@ -83,7 +83,7 @@ def test_the_report_lists_prefixes_by_digest_and_a_flush_removes_them(
     assert all(len(prefix["digest"]) == 32 for prefix in report["prefixes"])
     assert "kept" not in str(report)
     blocks = report["blocks"]
-    parts = ("used", "free_used_once", "free_used_again", "free_plain")
+    parts = ("used", "free_used_once", "free_used_again", "free_pinned", "free_plain")
     assert sum(blocks[part] for part in parts) == blocks["total"]
     assert report["tokens"]["found_total"]["pool"] >= 2 * cached(answers[1])
 

@@ -61,3 +61,48 @@ def test_unreadable_bodies_disturb_no_other_request(
             said = json.loads(answer)
             kind = "request_too_large" if status == 413 else "invalid_request_error"
             assert (said["type"], said["error"]["type"]) == ("error", kind), case
+
+
+def test_a_marked_prefix_is_pinned_and_counted_once(server: RunningServer) -> None:
+    system = [{"type": "text", "text": "a river by the stone " * 12, "cache_control": EPHEMERAL}]
+    asked = {**ASKED, "system": system, "seed": 9}
+    status, first = server.post(MESSAGES, asked)
+    assert status == 200, first
+    usage = first["usage"]
+    made = usage["cache_creation_input_tokens"]
+    assert made > 100
+    assert made % BLOCK == 0
+    assert usage["cache_creation"] == {
+        "ephemeral_5m_input_tokens": made,
+        "ephemeral_1h_input_tokens": 0,
+    }
+    again = server.post(MESSAGES, asked)[1]
+    assert again["usage"]["cache_creation_input_tokens"] == 0
+    assert again["usage"]["cache_read_input_tokens"] >= made
+    assert again["content"] == first["content"]
+    assert sum(first["usage"][name] for name in INPUTS) == sum(
+        again["usage"][name] for name in INPUTS
+    )
+    server.until(lambda: server.metric("quire_pinned_blocks") >= made // BLOCK, "it is pinned")
+    assert server.metric("quire_pinned_tokens_total") >= made
+
+
+def test_a_stop_pattern_ends_the_same_answer_through_every_route(server: RunningServer) -> None:
+    fields = {"stop_regex": ["[aeiou][a-z]"], "seed": 4}
+    whole = server.post(CHAT, {**ASKED, "seed": 4})[1]["choices"][0]["message"]["content"]
+    choice = server.post(CHAT, {**ASKED, **fields})[1]["choices"][0]
+    text = choice["message"]["content"]
+    assert whole.startswith(text)
+    if choice["finish_reason"] == "stop":
+        assert choice["stop_reason"] == "[aeiou][a-z]"
+        assert text[-2] in "aeiou"
+    message = server.post(MESSAGES, {**ASKED, **fields})[1]
+    assert "".join(block["text"] for block in message["content"]) == text
+    _, _, raw = server.request(
+        "POST", CHAT, json.dumps({**ASKED, **fields, "stream": True}).encode()
+    )
+    events = [json.loads(line[6:]) for line in raw.decode().split("\n") if line[:7] == "data: {"]
+    parts = [event["choices"][0]["delta"].get("content") or "" for event in events]
+    assert "".join(parts) == text
+    status, refused = server.post(CHAT, {**ASKED, "stop_regex": "(a"})
+    assert (status, refused["error"]["param"]) == (400, "stop_regex")

@@ -37,12 +37,13 @@ struct AgeQueue {
 struct BlockPool {
     enum { kStackSize, kMinStack, kAllocated, kEvicted };
     int32_t* references;
-    uint8_t *findable, *is_protected;
+    uint8_t *findable, *is_protected, *is_pinned;
     int64_t *stack, *counts;
-    AgeQueue once, again;
+    AgeQueue once, again, kept;
     int64_t num_blocks, max_protected;
 
-    int64_t num_free() const { return counts[kStackSize] + once.size() + again.size(); }
+    int64_t num_findable() const { return once.size() + again.size() + kept.size(); }
+    int64_t num_free() const { return counts[kStackSize] + num_findable(); }
     // Write `count` blocks, at most num_free(), to `out`; return where those begin that were
     // findable until now.
     int64_t allocate(int64_t count, int64_t* out);
@@ -51,6 +52,9 @@ struct BlockPool {
     int64_t release(const int32_t* blocks, int64_t count);
 
   private:
+    AgeQueue& queue_of(int64_t block) {
+        return is_pinned[block] ? kept : is_protected[block] ? again : once;
+    }
     void push_findable(const std::vector<int64_t>& blocks);
 };
 

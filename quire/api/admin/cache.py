@@ -61,6 +61,7 @@ def report_json(report: CacheReport) -> dict[str, Any]:
             "free_used_once": report.blocks_once,
             "free_used_again": report.blocks_again,
             "free_used_again_most": report.blocks_again_most,
+            "free_pinned": report.blocks_pinned,
             "free_plain": report.blocks_plain,
             "findable": report.blocks_findable,
         },

@@ -48,10 +48,7 @@ class History:
 def history_of(system: Any, messages: Any) -> History:
     """Return the messages of a request. Raises InvalidParameter with the path of what is wrong."""
     turns = _turns(messages)
-    names: dict[str, str] = {}  # of tools, by the id of the call
-    said = [{"role": "system", "content": text} for text in _system(system)]
-    for role, blocks in turns:
-        said += _assistant(blocks, names) if role == "assistant" else _user(blocks, names)
+    said = _said(system, turns)
     role, blocks = turns[-1]
     if role == "assistant" and (not blocks or blocks[-1][1]["type"] != "text"):
         raise _fault(
@@ -59,6 +56,19 @@ def history_of(system: Any, messages: Any) -> History:
             "message does not end with text; end with a message of the user"
         )
     return History(said, role == "assistant")
+
+
+def beginning_of(system: Any, messages: Any) -> list[dict[str, Any]]:
+    """Return the messages of the beginning of a request, which may end after any block."""
+    return _said(system, _turns(messages))
+
+
+def _said(system: Any, turns: list[tuple[str, list[Block]]]) -> list[dict[str, Any]]:
+    names: dict[str, str] = {}  # of tools, by the id of the call
+    said = [{"role": "system", "content": text} for text in _system(system)]
+    for role, blocks in turns:
+        said += _assistant(blocks, names) if role == "assistant" else _user(blocks, names)
+    return said
 
 
 def check_cache_control(path: str, value: Any) -> None:

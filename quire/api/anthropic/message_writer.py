@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quire.api.anthropic.answer_blocks import BlockEvents, joined_blocks
+from quire.api.anthropic.cache_breakpoints import LIFETIMES_MS
 from quire.api.generation.chat_output import ChatOutputParser
 from quire.api.generation.choice_streams import Choice, PromptState
 from quire.api.generation.generate import Envelope
@@ -17,6 +18,8 @@ from quire.api.generation.usage import Usage
 from quire.base.records import FinishReason
 from quire.engine.output.output_stream import TextDelta
 from quire.output_parsers.parsed_answer import AnswerPiece
+
+_TTLS = {lifetime_ms: ttl for ttl, lifetime_ms in LIFETIMES_MS.items()}
 
 
 class MessageWriter:
@@ -52,6 +55,7 @@ class MessageWriter:
                 prompt_tokens=delta.num_prompt_tokens,
                 completion_tokens=delta.num_output_tokens,
                 cached_tokens=delta.cached_tokens,
+                cache_uses=() if delta.cache_use is None else (delta.cache_use,),
             )
             message = self._message([], self._end, _usage(usage))
             yield {"type": "message_start", "message": {**message, "seed": delta.seed}}
@@ -111,10 +115,20 @@ class MessageWriter:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Return the object of `usage`; input_tokens are those that were not cached."""
+    """Return the object of `usage`.
+
+    cache_creation has the tokens that were not cached and are pinned; input_tokens are the others
+    that were not cached.
+    """
+    created = dict.fromkeys(LIFETIMES_MS, 0)
+    for use in usage.cache_uses:
+        for lifetime_ms, tokens in use.pinned_tokens:
+            created[_TTLS[lifetime_ms]] += tokens
+    total = sum(created.values())
     return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens - total,
+        "cache_creation_input_tokens": total,
         "cache_read_input_tokens": usage.cached_tokens,
+        "cache_creation": {f"ephemeral_{ttl}_input_tokens": n for ttl, n in created.items()},
         "output_tokens": usage.completion_tokens,
     }

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from quire.api.anthropic.cache_breakpoints import pins_of
 from quire.api.anthropic.count_tokens import CountTokensRoute, with_id_header
 from quire.api.anthropic.dialect import ANTHROPIC
 from quire.api.anthropic.fields import MESSAGES
@@ -35,6 +36,7 @@ from quire.api.generation.generate import (
 from quire.api.generation.request_context import encode
 from quire.api.server_state import ServerState
 from quire.base.errors import InvalidParameter
+from quire.base.rare_records import CachePin
 from quire.engine.output.output_stream import PLAIN_TEXT
 
 CALL_PREFIX = "toolu_"
@@ -103,7 +105,12 @@ async def _read_job(request: GenerationRequest) -> GenerationJob:
         sampling = replace(sampling, max_tokens=room_tokens)
     text_rules = PLAIN_TEXT if parser is None else parser.text_rules(engine.tokenizer)
     writer = MessageWriter(request.envelope, parser, fills_context=fills_context)
+    points, conversation = prompt.breakpoints, prompt.conversation
+    pins: tuple[CachePin, ...] = ()
+    if points:
+        pins = await pins_of(request.context, prompt.fields, conversation, points, token_ids)
     return GenerationJob(
         prompts=[Prompt(token_ids=token_ids, sampling=sampling, text_rules=text_rules)],
         writer=writer,
+        cache_pins=pins,
     )

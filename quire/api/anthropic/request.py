@@ -7,12 +7,13 @@ code. Always holds: a field is honoured, without effect by its nature, or refuse
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quire.api.anthropic.cache_breakpoints import Breakpoint, breakpoints_of
 from quire.api.anthropic.fields import OWN_NAMES
-from quire.api.anthropic.history import check_cache_control, history_of
+from quire.api.anthropic.history import history_of
 from quire.api.anthropic.tool_fields import tool_offer
 from quire.api.generation.chat_output import Conversation
 from quire.api.generation.conversation import EFFORTS, ConversationFields, rendered
@@ -27,17 +28,19 @@ _MAX_USER_CHARS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessagePrompt:
-    """The rendered conversation, and the tools that it offers."""
+    """The rendered conversation, the tools that it offers, and where its cached prefixes end."""
 
     conversation: Conversation
     offer: ToolOffer | None
+    fields: ConversationFields
+    breakpoints: Sequence[Breakpoint]
 
 
 async def read_prompt(context: RequestContext) -> MessagePrompt:
     """Check the fields that make the prompt, and render it. Raises RequestError."""
     given = context.given
-    check_cache_control("cache_control", given.get("cache_control"))
     history, offer = history_of(given.get("system"), given.get("messages")), tool_offer(given)
+    breakpoints = breakpoints_of(given)
     variables = given.get("chat_template_kwargs", {})
     if not isinstance(variables, dict):
         raise InvalidParameter(
@@ -52,7 +55,12 @@ async def read_prompt(context: RequestContext) -> MessagePrompt:
         variables=variables,
     )
     try:
-        return MessagePrompt(conversation=await rendered(context, fields), offer=offer)
+        return MessagePrompt(
+            conversation=await rendered(context, fields),
+            offer=offer,
+            fields=fields,
+            breakpoints=breakpoints,
+        )
     except InvalidParameter as error:
         if error.param != "continue_final_message":
             raise

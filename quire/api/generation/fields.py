@@ -40,6 +40,7 @@ SAMPLING = frozenset(
         "max_tokens",
         "min_tokens",
         "stop",
+        "stop_regex",
         "stop_token_ids",
         "include_stop_str_in_output",
         "ignore_eos",
@@ -181,8 +182,9 @@ def sampling_of(
     for name in ("ignore_eos", "include_stop_str_in_output"):
         fields[name] = flag(given, name)
     fields["skip_special_tokens"] = flag(given, "skip_special_tokens", default=True)
-    if "stop" in fields:
-        fields["stop"] = one_or_listed("stop", fields["stop"])
+    for name in ("stop", "stop_regex"):
+        if name in fields:
+            fields[name] = one_or_listed(name, fields[name])
     if "stop_token_ids" in fields:
         fields["stop_token_ids"] = listed("stop_token_ids", fields["stop_token_ids"])
     if "logprob_token_ids" in fields:

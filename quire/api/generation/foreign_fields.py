@@ -164,10 +164,6 @@ UNSERVED: Mapping[str, Unserved] = {
     "return_routed_experts": Unserved(allowed=(False,), why="routed experts are not returned"),
     "return_meta_info": Unserved(allowed=(False,), why="usage has the counts and timings"),
     "lora_path": Unserved(allowed=(), why="LoRA adapters are not implemented"),
-    "stop_regex": Unserved(
-        allowed=([], ""),
-        why="write the end as stop, or the form of the answer as structured_outputs.regex",
-    ),
     "custom_logit_processor": Unserved(allowed=(), why="code in requests is never run"),
     # Anthropic
     "container": Unserved(allowed=(), why="code of the model is not run"),

@@ -39,6 +39,7 @@ from quire.api.streaming.continuable_events import continuable
 from quire.api.streaming.event_stream import Events, EventStream, Writer
 from quire.api.streaming.resumable_stream import FollowStream, ResumableStream
 from quire.base.errors import InvalidParameter, QuireError
+from quire.base.rare_records import CachePin
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from quire.base.show import show
@@ -124,11 +125,12 @@ class ChunkWriter:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationJob:
     """A request after the check of all its fields. respond: returns the response, if the request
-    continues without its client."""
+    continues without its client. cache_pins: prefixes of the prompt to keep."""
 
     prompts: Sequence[Prompt]
     writer: Writer
     respond: Callable[[ChoiceStreams], Response] | None = None
+    cache_pins: tuple[CachePin, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +215,7 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
             job.prompts,
             context.request_id,
             cache_salt=cache_salt,
-            terms=terms,
+            terms=replace(terms, cache_pins=job.cache_pins) if job.cache_pins else terms,
             usage_options=usage_options,
         )
         request.state.answers = answers

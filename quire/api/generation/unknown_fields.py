@@ -59,7 +59,6 @@ _OF_RESPONSES = {
     "thinking": "reasoning.effort",
     "verbosity": "text.verbosity",
     "logprobs": 'include: ["message.output_text.logprobs"]',
-    "conversation": "previous_response_id, or send its items as input",
 }
 _MESSAGES = '"messages": [{"role": "user", "content": "..."}]'
 # Where a field may belong, the most usual route first.

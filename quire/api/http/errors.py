@@ -83,6 +83,10 @@ class UnknownResponse(RequestError):
     """No response with that id is stored for this key."""
 
 
+class UnknownConversation(RequestError):
+    """No conversation, or no item of it, with that id is stored for this key."""
+
+
 class UnknownFile(RequestError):
     """No file with that id is stored for this key."""
 
@@ -126,6 +130,7 @@ SHAPES: dict[type[QuireError], ErrorShape] = {
     MethodNotAllowed: ErrorShape(status=405, code="method_not_allowed"),
     UnknownRequest: ErrorShape(status=404, code="unknown_request"),
     UnknownResponse: ErrorShape(status=404, code="response_not_found"),
+    UnknownConversation: ErrorShape(status=404, code="conversation_not_found"),
     UnknownFile: ErrorShape(status=404, code="file_not_found"),
     UnknownBatch: ErrorShape(status=404, code="batch_not_found"),
     ResumeGone: ErrorShape(status=410, code="resume_gone"),

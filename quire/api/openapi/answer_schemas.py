@@ -356,7 +356,7 @@ def _cache() -> Schema:
     share = or_null(NUMBER)
     blocks = (
         *("total", "used", "free_used_once", "free_used_again", "free_used_again_most"),
-        *("free_plain", "findable"),
+        *("free_pinned", "free_plain", "findable"),
     )
     return whole_object(
         object={"const": "cache"},

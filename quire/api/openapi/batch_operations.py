@@ -1,4 +1,4 @@
-"""Rows of /v1/files and /v1/batches; see operations.py.
+"""Rows of /v1/files, /v1/batches and /v1/messages/batches; see operations.py.
 
 Knows no HTTP.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from quire.api.anthropic.batch_routes import MAX_LISTED as MAX_MESSAGE_BATCHES
 from quire.api.http.errors import UnknownBatch, UnknownFile
 from quire.api.openai.batches.batch_routes import MAX_LISTED as MAX_BATCHES_LISTED
 from quire.api.openai.batches.batch_routes import NUM_LISTED
 from quire.api.openai.batches.file_routes import MAX_LISTED, ORDERS, PURPOSES
-from quire.api.openapi.batch_schemas import batch_body, file_form
+from quire.api.openapi.batch_schemas import batch_body, file_form, message_batch_body
 from quire.api.openapi.field_schemas import TEXT, Schema
-from quire.api.openapi.operation import OBJECT, Operation
+from quire.api.openapi.operation import HI, OBJECT, Operation
 from quire.base.errors import BodyTooLarge, InvalidParameter, ShuttingDown, TenantLimit, TimedOut
 
 _TAG = "Files and batches"
@@ -98,5 +99,59 @@ BATCH_OPERATIONS: Mapping[str, Operation] = {
         tag=_TAG,
         answer="Batch",
         errors=(InvalidParameter, UnknownBatch),
+    ),
+    "POST /v1/messages/batches": Operation(
+        says="Answer messages within 24 hours, while the server has little else to do.",
+        tag=_TAG,
+        answer="MessageBatch",
+        title="MessageBatchRequest",
+        plain=message_batch_body(),
+        example={
+            "requests": [
+                {"custom_id": "a-1", "params": {"model": "box", "max_tokens": 48, "messages": HI}}
+            ]
+        },
+        errors=(*OBJECT, TenantLimit, TimedOut, ShuttingDown),
+        form="messages",
+    ),
+    "GET /v1/messages/batches": Operation(
+        says="The message batches of a key, the newest first.",
+        tag=_TAG,
+        answer="MessageBatchList",
+        errors=(InvalidParameter, UnknownBatch),
+        others=(
+            _query("limit", "Number of batches.", _page(MAX_MESSAGE_BATCHES, NUM_LISTED)),
+            _query("after_id", "The last_id of the page before.", TEXT),
+            _query("before_id", "The first_id of the page after.", TEXT),
+        ),
+        form="messages",
+    ),
+    "GET /v1/messages/batches/{id}": Operation(
+        says="The state of a message batch.",
+        tag=_TAG,
+        answer="MessageBatch",
+        errors=(UnknownBatch,),
+        form="messages",
+    ),
+    "DELETE /v1/messages/batches/{id}": Operation(
+        says="Remove a message batch that has ended.",
+        tag=_TAG,
+        answer="MessageBatchDeleted",
+        errors=(InvalidParameter, UnknownBatch),
+        form="messages",
+    ),
+    "POST /v1/messages/batches/{id}/cancel": Operation(
+        says="Cancel a message batch; messages that have ended keep their results.",
+        tag=_TAG,
+        answer="MessageBatch",
+        errors=(UnknownBatch,),
+        form="messages",
+    ),
+    "GET /v1/messages/batches/{id}/results": Operation(
+        says="The results of a message batch that has ended, one JSON object a line.",
+        tag=_TAG,
+        media="application/x-jsonl",
+        errors=(InvalidParameter, UnknownBatch),
+        form="messages",
     ),
 }

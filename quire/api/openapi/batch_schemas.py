@@ -5,10 +5,11 @@ Knows no route.
 
 from __future__ import annotations
 
+from quire.api.anthropic.batch_routes import CUSTOM_ID, MAX_REQUESTS
+from quire.api.batch_wiring import ENDPOINTS
+from quire.api.batches.stored_batches import ENDED, TIMES
 from quire.api.openai.batches.batch_routes import MAX_KEY_CHARS, MAX_PAIRS, MAX_VALUE_CHARS
 from quire.api.openai.batches.file_routes import PURPOSES
-from quire.api.openai.batches.routes import ENDPOINTS
-from quire.api.openai.batches.stored_batches import ENDED, TIMES
 from quire.api.openapi.field_schemas import (
     FLAG,
     TEXT,
@@ -21,6 +22,7 @@ from quire.api.openapi.field_schemas import (
 
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 _NULL: Schema = {"type": "null"}
+_RESULTS = ("processing", "succeeded", "errored", "canceled", "expired")
 
 
 def batch_answers() -> dict[str, Schema]:
@@ -58,6 +60,25 @@ def batch_answers() -> dict[str, Schema]:
             metadata=or_null({"type": "object", "additionalProperties": TEXT}),
         ),
         "BatchList": _page("Batch"),
+        "MessageBatch": whole_object(
+            id=TEXT,
+            type={"const": "message_batch"},
+            processing_status={"enum": ["in_progress", "canceling", "ended"]},
+            request_counts=whole_object(**dict.fromkeys(_RESULTS, _COUNT)),
+            created_at=TEXT,
+            expires_at=TEXT,
+            ended_at=or_null(TEXT),
+            cancel_initiated_at=or_null(TEXT),
+            archived_at=_NULL,
+            results_url=or_null(TEXT),
+        ),
+        "MessageBatchDeleted": whole_object(id=TEXT, type={"const": "message_batch_deleted"}),
+        "MessageBatchList": whole_object(
+            data=list_of({"$ref": "#/components/schemas/MessageBatch"}),
+            has_more=FLAG,
+            first_id=or_null(TEXT),
+            last_id=or_null(TEXT),
+        ),
     }
 
 
@@ -94,6 +115,20 @@ def batch_body() -> Schema:
         },
         needed=("input_file_id", "endpoint", "completion_window"),
     )
+
+
+def message_batch_body() -> Schema:
+    """Return the schema of the body of POST /v1/messages/batches."""
+    entry = object_of(
+        {
+            "custom_id": {"type": "string", "pattern": f"^{CUSTOM_ID.pattern}$"},
+            "params": {"type": "object", "description": "A request of POST /v1/messages."},
+        },
+        needed=("custom_id", "params"),
+    )
+    requests = list_of(entry, least=1, most=MAX_REQUESTS)
+    described = {**requests, "description": "Messages with ids that differ."}
+    return object_of({"requests": described}, needed=("requests",))
 
 
 def _page(name: str) -> Schema:

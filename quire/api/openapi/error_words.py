@@ -23,6 +23,7 @@ from quire.api.http.errors import (
     ResumeGone,
     SlowReader,
     UnknownBatch,
+    UnknownConversation,
     UnknownFile,
     UnknownRequest,
     UnknownResponse,
@@ -55,6 +56,7 @@ ADVICE: Mapping[type[QuireError], str] = {
         "Check the id and the key: a request is visible to the key that sent it, until a minute "
         "after its end."
     ),
+    UnknownConversation: "Check the id and the key; `GET /v1/conversations/ID/items` has items.",
     UnknownFile: "List the files of the key with GET /v1/files.",
     UnknownBatch: "List the batches of the key with GET /v1/batches.",
     UnknownResponse: (

@@ -197,11 +197,13 @@ def sampling_rows(known: Known) -> dict[str, Schema]:
     rows["max_completion_tokens"] = rows["max_tokens"]
     rows["min_tokens"]["maximum"] = max_output(known)
     stop = _text(1, sampling.MAX_STOP_STRING_CHARS)
+    pattern = _text(1, sampling.MAX_STOP_PATTERN_CHARS)
     word = {**_text(1, sampling.MAX_BAD_WORD_CHARS), "pattern": r"\S"}
     breaker = _text(1, sampling.MAX_DRY_BREAKER_CHARS)
     token_id = token_id_row(known)
     rows |= {
         "stop": _one_or_list(stop, sampling.MAX_STOP_STRINGS),
+        "stop_regex": _one_or_list(pattern, sampling.MAX_STOP_PATTERNS),
         "bad_words": _one_or_list(word, sampling.MAX_BAD_WORDS),
         "dry_sequence_breakers": list_of(breaker, most=sampling.MAX_DRY_BREAKERS),
         "stop_token_ids": list_of(token_id, most=sampling.MAX_STOP_TOKEN_IDS),

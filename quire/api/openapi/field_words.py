@@ -19,6 +19,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "input": "A text, or the items of a conversation: messages, function_call, "
         "function_call_output, reasoning, item_reference.",
         "previous_response_id": "Continue the conversation of this stored response.",
+        "conversation": "Continue this conversation (POST /v1/conversations), and add to it.",
         "instructions": "A system message before the input.",
         "truncation": "auto: leave out the oldest items if all do not fit the context; disabled: "
         "refuse the request.",
@@ -99,6 +100,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     },
     "End and content of the answer": {
         "stop": "End before one of these strings.",
+        "stop_regex": "End after the first text that matches one of these regular expressions.",
         "stop_sequences": "End before one of these strings.",
         "stop_token_ids": "End with one of these tokens.",
         "output_ids": "Tokens of the answer that the client has: the answer continues after them. "

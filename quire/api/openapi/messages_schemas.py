@@ -77,7 +77,12 @@ def messages_answers() -> dict[str, Schema]:
     return {
         "AnthropicMessage": whole_object(**answer),
         "AnswerBlock": {"anyOf": blocks},
-        "MessageUsage": whole_object(**dict.fromkeys((*counts, *cached), _COUNT)),
+        "MessageUsage": whole_object(
+            **dict.fromkeys((*counts, *cached), _COUNT),
+            cache_creation=whole_object(
+                ephemeral_5m_input_tokens=_COUNT, ephemeral_1h_input_tokens=_COUNT
+            ),
+        ),
         "MessageEvent": {"anyOf": _events()},
         "TokenCount": whole_object(input_tokens=_COUNT),
         "AnthropicError": _error(),

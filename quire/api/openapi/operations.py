@@ -36,6 +36,7 @@ from quire.api.openai.responses.stored_routes import (
     ORDERS,
 )
 from quire.api.openapi.batch_operations import BATCH_OPERATIONS
+from quire.api.openapi.conversation_operations import CONVERSATION_OPERATIONS
 from quire.api.openapi.field_schemas import TEXT, Schema, object_of
 from quire.api.openapi.llama_cpp_operations import LLAMA_CPP_OPERATIONS
 from quire.api.openapi.ollama_operations import OLLAMA_OPERATIONS
@@ -204,6 +205,7 @@ OPERATIONS: Mapping[str, Operation] = {
         form="messages",
     ),
     **BATCH_OPERATIONS,
+    **CONVERSATION_OPERATIONS,
     **OLLAMA_OPERATIONS,
     **LLAMA_CPP_OPERATIONS,
     "POST /generate": Operation(
@@ -417,6 +419,7 @@ OPERATIONS: Mapping[str, Operation] = {
 # Parameters in paths, by name.
 PATH_WORDS: Mapping[str, tuple[str, Schema]] = {
     "id": ("The answer's id; for requests also the x-request-id that they were sent with.", TEXT),
+    "item_id": ("The item's id.", TEXT),
     "name": ("The model's name.", TEXT),
     "file": ("The name of a file.", TEXT),
 }

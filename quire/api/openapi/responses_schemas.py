@@ -38,9 +38,8 @@ _ENDED = ("completed", "incomplete", "failed", "cancelled")
 def responses_rows(known: Known) -> dict[str, Schema]:
     """Return the fields that have another form than in other APIs, or exist here only."""
     summary = or_null({"enum": list(SUMMARIES)})
-    value: Schema = {**TEXT, "maxLength": MAX_VALUE_CHARS}
     return {
-        "input": {"anyOf": [TEXT, list_of({"anyOf": _input_items()}, least=1, most=MAX_MESSAGES)]},
+        "input": {"anyOf": [TEXT, list_of({"anyOf": input_items()}, least=1, most=MAX_MESSAGES)]},
         "instructions": TEXT,
         "tools": list_of(_tool(), most=MAX_TOOLS),
         "tool_choice": _tool_choice(),
@@ -57,16 +56,22 @@ def responses_rows(known: Known) -> dict[str, Schema]:
         "include": list_of({"enum": list(INCLUDABLE)}),
         "truncation": {"enum": list(TRUNCATIONS)},
         "previous_response_id": TEXT,
+        "conversation": {"anyOf": [TEXT, whole_object(id=TEXT)]},
         "store": FLAG,
         "background": FLAG,
-        "metadata": {
-            "type": "object",
-            "maxProperties": MAX_PAIRS,
-            "propertyNames": {"maxLength": MAX_KEY_CHARS},
-            "additionalProperties": value,
-        },
+        "metadata": metadata(),
         "max_output_tokens": {"type": "integer", "minimum": 1, "maximum": max_output(known)},
         "stream_options": object_of({"include_obfuscation": or_null(FLAG)}),
+    }
+
+
+def metadata() -> Schema:
+    """Return the schema of labels."""
+    return {
+        "type": "object",
+        "maxProperties": MAX_PAIRS,
+        "propertyNames": {"maxLength": MAX_KEY_CHARS},
+        "additionalProperties": {**TEXT, "maxLength": MAX_VALUE_CHARS},
     }
 
 
@@ -88,10 +93,17 @@ def responses_answers() -> dict[str, Schema]:
             whole_object(**token, top_logprobs=list_of(whole_object(**token)))
         ),
         "ResponseEvent": {"anyOf": _events()},
+        "Conversation": whole_object(
+            id=TEXT, object={"const": "conversation"}, created_at=_COUNT, metadata=metadata()
+        ),
+        "ConversationDeleted": whole_object(
+            id=TEXT, object={"const": "conversation.deleted"}, deleted=FLAG
+        ),
+        "ConversationItem": {"anyOf": input_items()},
         "ResponseDeleted": whole_object(id=TEXT, object={"const": "response"}, deleted=FLAG),
         "InputItemList": whole_object(
             object={"const": "list"},
-            data=list_of({"anyOf": _input_items()}),
+            data=list_of({"anyOf": input_items()}),
             first_id=or_null(TEXT),
             last_id=or_null(TEXT),
             has_more=FLAG,
@@ -115,7 +127,8 @@ def _text_part(kind: str, key: str = "text") -> Schema:
     return object_of({"type": {"const": kind}, key: TEXT, **unread}, needed=("type", key))
 
 
-def _input_items() -> list[Schema]:
+def input_items() -> list[Schema]:
+    """Return the schemas of items of input."""
     said = {"anyOf": [TEXT, list_of(_text_part("input_text"))]}
     parts = [_text_part("output_text"), _text_part("refusal", "refusal")]
     wrote = {"anyOf": [TEXT, list_of({"anyOf": parts})]}
@@ -200,6 +213,7 @@ def _response() -> Schema:
         completed_at=or_null(_COUNT),
         status={"enum": ["queued", "in_progress", *_ENDED]},
         background=FLAG,
+        conversation=or_null(whole_object(id=TEXT)),
         error=or_null(error),
         incomplete_details=or_null(whole_object(reason={"const": "max_output_tokens"})),
         instructions=or_null(TEXT),

@@ -318,6 +318,7 @@ def _limits(config: EngineConfig, model: _SizedModel, num_layers: int) -> Schedu
         step_tokens=model.step_limits.max_tokens,
         plans_in_flight=model.executor_class.plans_in_flight(),
         is_pipelined=config.executor.pipeline_parallel_size > 1,
+        pin_share=config.cache.cache_pin_share,
     )
 
 

@@ -38,12 +38,14 @@ def scheduler_limits(
     plans_in_flight: int = 1,
     num_layers: int = 0,
     is_pipelined: bool = False,
+    pin_share: float = 0.0,
 ) -> SchedulerLimits:
     """Return the limits of the scheduler.
 
     step_tokens: maximum token rows of one step. plans_in_flight: used where the configuration
     sets no number. num_layers: layers that the executor can compute separately, 0 for none.
-    is_pipelined: plans in flight are computed by different stages at the same time.
+    is_pipelined: plans in flight are computed by different stages at the same time. pin_share:
+    see SchedulerLimits.
     """
     num_plans = config.plans_in_flight or plans_in_flight
     return SchedulerLimits(
@@ -63,6 +65,7 @@ def scheduler_limits(
         layered_part_tokens=PART_TOKENS,
         timeline_steps=config.timeline_steps,
         micro_batches=num_plans if is_pipelined and num_plans > 1 else 0,
+        pin_share=pin_share,
     )
 
 

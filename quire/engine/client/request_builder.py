@@ -19,6 +19,7 @@ from quire.engine.client.pooling_checks import check_task
 from quire.engine.client.speculation import NO_WISHES, speculation_of
 from quire.engine.client.token_rules import Encoder, token_rules
 from quire.engine.model_card import ModelCard
+from quire.structured.stop_patterns import check_patterns
 
 
 def make_requests(
@@ -60,6 +61,8 @@ def make_requests(
     stop_ids = tuple(dict.fromkeys((*eos_ids, *sampling.stop_token_ids)))
     rules = _rules(card, sampling, encoder, shown_ids)
     _check_choosable(sampling, rules, stop_ids)
+    if sampling.stop_regex:
+        check_patterns(sampling.stop_regex)
     speculation = None
     if terms.speculation is not None or card.speculates:
         speculation = speculation_of(card, terms.speculation or NO_WISHES)
@@ -83,7 +86,8 @@ def make_requests(
             deadline_ms=terms.deadline_ms,
             ttft_slo_ms=terms.ttft_slo_ms,
             tpot_slo_ms=terms.tpot_slo_ms,
-            explain_cache=terms.return_cached_tokens_details,
+            explain_cache=terms.return_cached_tokens_details or bool(terms.cache_pins),
+            cache_pins=terms.cache_pins,
             report_progress=terms.report_progress and stream == first_stream,
             speculation=speculation,
             output_ids=np.array(output_ids, np.int32),

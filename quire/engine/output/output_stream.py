@@ -18,6 +18,7 @@ import msgspec
 from quire.base.cache_usage import CacheUsage
 from quire.base.rare_records import PooledSums
 from quire.base.records import FinishReason, Request, RequestOutput, RequestTimes, TokenLogprobs
+from quire.engine.output.stop_conditions import stops_of
 from quire.engine.output.text_delta import PLAIN_TEXT as PLAIN_TEXT
 from quire.engine.output.text_delta import PromptProgress as PromptProgress
 from quire.engine.output.text_delta import TextDelta as TextDelta
@@ -49,9 +50,8 @@ class OutputStream:
         self._tells_chars = rules.counts_chars
         self._counts_chars = rules.counts_chars or sampling.logprobs is not None
         self._stops: StopStrings | None = None
-        if sampling.stop:
-            include = sampling.include_stop_str_in_output
-            self._stops = StopStrings(sampling.stop, include=include)
+        if sampling.stop or sampling.stop_regex:
+            self._stops = stops_of(sampling)
         self.is_plain = not (self._stops or self._counts_chars)
         self._num_prompt_tokens = len(prompt)
         self._held: deque[tuple[int, int]] = deque()  # held characters: how many, of which token

@@ -21,6 +21,7 @@ from quire.cache.explain import miss_of
 from quire.cache.manager import CacheManager
 from quire.scheduler.interfaces import BlockLoads, Returns
 from quire.scheduler.plan_builder import PlanBuilder
+from quire.scheduler.prefix_pins import PrefixPins
 from quire.scheduler.request_history import MissPoint
 from quire.scheduler.running_batch import RunningBatch
 from quire.scheduler.sequence import NO_SLOT, SequenceState
@@ -100,6 +101,7 @@ class SlotAllocator:
         shares: BlockShares,
         loads: BlockLoads,
         returns: Returns,
+        pins: PrefixPins,
     ) -> None:
         self._batch = batch
         self._cache = cache
@@ -107,6 +109,7 @@ class SlotAllocator:
         self._shares = shares
         self._loads = loads
         self._returns = returns
+        self.pins = pins
         self._tier = Tier.DISK if cache.tiers is None else cache.tiers.tier.kind
         self.queried_tokens_total = 0
         self.hit_tokens_total = 0
@@ -126,7 +129,7 @@ class SlotAllocator:
         if source.match is not None and not sequence.has_positions_to_score:  # so it was looked up
             self._count_prefix(sequence, source.stored)
         if sequence.request.explain_cache and not returned and source.leader_slot is None:
-            sequence.kv.cache_use = self._cache_use(sequence, source)
+            sequence.kv.cache_use = self._cache_use(sequence, source, now_ms)
         if not returned:
             sequence.times.first_scheduled_ms = now_ms
             if source.match is not None:
@@ -187,7 +190,7 @@ class SlotAllocator:
             chain.owner,
         )
 
-    def _cache_use(self, sequence: SequenceState, source: KVSource) -> CacheUsage:
+    def _cache_use(self, sequence: SequenceState, source: KVSource, now_ms: float) -> CacheUsage:
         """Return where the stored tokens of `source` were found, and why no more were."""
         cache = self._cache
         found = source.match.num_blocks if source.match is not None else 0
@@ -196,11 +199,13 @@ class SlotAllocator:
         else:
             miss = miss_of(cache, sequence.chain, found, sequence.token_ids)
         fetched = min(sequence.kv.num_fetched_blocks, found)  # they are in the pool by now
+        is_marked = bool(sequence.request.cache_pins)
         return CacheUsage(
             pool_tokens=(found - fetched) * cache.block_size,
             host_tokens=fetched * cache.block_size if self._tier is Tier.HOST else 0,
             disk_tokens=fetched * cache.block_size if self._tier is Tier.DISK else 0,
             miss=miss,
+            pinned_tokens=self.pins.begin(sequence, found, now_ms) if is_marked else (),
         )
 
     def _count_prefix(self, sequence: SequenceState, num_found: int) -> None:

@@ -98,9 +98,16 @@ def test_grammars_of_sglang_are_those_of_structured_outputs() -> None:
         texts.append((grammar.kind, grammar.text))
     assert texts[0] == texts[1] != texts[2] == texts[3]
     assert ask({"prompt": "a", "ebnf": ""}, COMPLETIONS).status == 200
-    refused = ask({"prompt": "a", "stop_regex": "a+"}, COMPLETIONS).error
-    assert refused["param"] == "stop_regex"
-    assert "structured_outputs.regex" in refused["message"]
+
+
+def test_stop_patterns_of_sglang_are_one_or_a_list() -> None:
+    for given, wanted in (("[0-9]+", ("[0-9]+",)), (["a", "b"], ("a", "b")), ([], ())):
+        engine = FakeEngine()
+        assert ask({"prompt": "a", "stop_regex": given}, COMPLETIONS, engine).status == 200
+        assert engine.asked[0].sampling.stop_regex == wanted
+    for wrong in ("", 5, "a" * 257, ["a"] * 5):
+        refused = ask({"prompt": "a", "stop_regex": wrong}, COMPLETIONS).error
+        assert refused["param"] == "stop_regex", wrong
 
 
 def test_listed_ids_replace_the_most_probable_ones() -> None:

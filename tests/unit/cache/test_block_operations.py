@@ -95,6 +95,11 @@ class Parts:
             computed = np.maximum(ends, 0).astype(np.int32)
             number = operations.register(slots, computed, self.tokens)
             return number, plain(operations.last_inserted())
+        if name == "pin":
+            findable = np.flatnonzero(self.pool.findable).astype(np.int32)
+            return self.pool.pin(findable[:count])
+        if name == "unpin":
+            return self.pool.unpin(np.flatnonzero(self.pool.pinned)[:count])
         every = self.tables.blocks[slot, : self.tables.counts[slot]]
         counts = operations.num_free, operations.num_never_used, operations.allocated_blocks_total
         return counts, operations.num_unreferenced(every), plain(operations.entries(slots))
@@ -106,6 +111,7 @@ class Parts:
             *(pool.references, pool.findable, pool.protected, pool.counts),
             *(pool.stack[: pool.counts[0]], *pool.free_blocks(), pool.protected_blocks()),
             *(pool.once.state, pool.again.state, pool.once.stamps, pool.again.stamps),
+            *(pool.pinned, pool.kept.state, pool.kept.stamps),
             *(tables.blocks, tables.firsts, tables.counts, tables.capacities),
             *(tables.holders_by_block, self.chains.registered, self.chains.ends),
             *(self.chains.seeds, self.chains.owners, self.chains.returned),
@@ -126,6 +132,7 @@ def plain(*parts: tuple[np.ndarray, ...]) -> list[list[object]]:
 
 
 NAMES = ("begin", "allocate", "extend", "take", "release", "clear", "free", "register", "read")
+NAMES += ("pin", "unpin")
 
 
 FREQUENT = ("begin", "begin", "extend", "register", "register", "free", "free")

@@ -130,16 +130,17 @@ def test_a_cleared_pool_has_only_plain_blocks() -> None:
     assert sorted(pool.allocate(4)[0].tolist()) == [0, 1, 2, 3]
 
 
-_OPERATIONS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 8)), max_size=80)
+_OPERATIONS = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 8)), max_size=80)
 
 
 @given(st.integers(1, 9), st.sampled_from((0.0, 0.3, 0.8, 1.0)), _OPERATIONS)
 def test_the_pool_behaves_like_its_plain_model(
     num_blocks: int, share: float, operations: list
 ) -> None:
-    """The model: a list of references, and lists of blocks used once and again, by age."""
+    """The model: a list of references, and lists of blocks used once, again and pinned, by age."""
     pool = BlockPool(num_blocks, protected_share=share)
     references, protected = [0] * num_blocks, [False] * num_blocks
+    pinned, kept = [False] * num_blocks, list[int]()
     once: list[int] = []
     again: list[int] = []
     for kind, number in operations:
@@ -149,21 +150,23 @@ def test_the_pool_behaves_like_its_plain_model(
             for taken in blocks.tolist():
                 assert references[taken] == 0
                 references[taken] = 1
-            assert evicted.tolist() == (once + again)[: len(evicted)]
-            num_once = min(len(evicted), len(once))
-            for taken in again[: len(evicted) - num_once]:
-                protected[taken] = False
-            del again[: len(evicted) - num_once], once[:num_once]
+            assert evicted.tolist() == (once + again + kept)[: len(evicted)]
+            for taken in evicted.tolist():
+                protected[taken] = pinned[taken] = False
+                for queue in (once, again, kept):
+                    if taken in queue:
+                        queue.remove(taken)
         elif kind == 1 and references[block]:
             references[block] -= 1
             pool.release(ints(block))
             if references[block] == 0 and pool.findable[block]:
-                (again if protected[block] else once).append(block)
+                queue = kept if pinned[block] else again if protected[block] else once
+                queue.append(block)
             while len(again) > int(share * num_blocks):
                 protected[again[0]] = False
                 once.append(again.pop(0))
-        elif kind == 2 and (references[block] or block in once + again):
-            for queue in (once, again):
+        elif kind == 2 and (references[block] or block in once + again + kept):
+            for queue in (once, again, kept):
                 if block in queue:
                     queue.remove(block)
             references[block] += 1
@@ -174,16 +177,33 @@ def test_the_pool_behaves_like_its_plain_model(
             protected[block] = True
             pool.protect(ints(block))
         elif kind == 5 and number == 8:
-            once, again, protected = [], [], [False] * num_blocks
+            once, again, kept, protected = [], [], [], [False] * num_blocks
+            pinned = [False] * num_blocks
             pool.forget_all()
+        elif kind == 6 and pool.findable[block]:
+            pool.pin(ints(block))
+            if not pinned[block] and not references[block]:
+                (again if protected[block] else once).remove(block)
+                kept.append(block)
+            pinned[block] = True
+        elif kind == 7 and pinned[block]:
+            pool.unpin(ints(block).astype(np.intp))
+            pinned[block] = False
+            if not references[block]:
+                kept.remove(block)
+                (again if protected[block] else once).append(block)
+                while protected[block] and len(again) > int(share * num_blocks):
+                    protected[again[0]] = False
+                    once.append(again.pop(0))
         assert pool.references.tolist() == references
         assert pool.protected.tolist() == protected
         plain, findable = pool.free_blocks()
-        assert findable.tolist() == once + again
-        assert sorted(plain.tolist() + once + again) == [
+        assert findable.tolist() == once + again + kept
+        assert pool.pinned.tolist() == pinned
+        assert sorted(plain.tolist() + once + again + kept) == [
             b for b in range(num_blocks) if not references[b]
         ]
-        assert pool.num_free == len(plain) + len(once) + len(again)
+        assert pool.num_free == len(plain) + len(once) + len(again) + len(kept)
 
 
 def test_the_queue_of_findable_blocks_has_a_bounded_array() -> None:

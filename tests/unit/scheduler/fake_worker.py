@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from quire.base.rare_records import Speculation
+from quire.base.rare_records import CachePin, Speculation
 from quire.base.records import (
     Admission,
     Candidates,
@@ -421,6 +421,7 @@ def make_request(
     tpot_slo_ms: float | None = None,
     explain_cache: bool = False,
     max_drafts: int = 0,
+    cache_pins: tuple[CachePin, ...] = (),
     **sampling: Any,
 ) -> Request:
     """Return a request as the engine would build it."""
@@ -445,5 +446,6 @@ def make_request(
         ttft_slo_ms=ttft_slo_ms,
         tpot_slo_ms=tpot_slo_ms,
         explain_cache=explain_cache,
+        cache_pins=cache_pins,
         speculation=Speculation(max_drafts=max_drafts) if max_drafts else None,
     )

@@ -67,6 +67,7 @@ class Setup:
     tenants: tuple[TenantLimits, ...] = ()
     window: int = 0  # visible positions of a token; 0: all
     timeline_steps: int = 4096
+    pin_share: float = 0.0
     max_drafts: int = 0  # of a request in a step
     drafts_in_cache: bool = False  # drafts are computed in the requests' blocks
 
@@ -99,6 +100,7 @@ class Harness:
             layered_part_tokens=setup.layered_part_tokens,
             timeline_steps=setup.timeline_steps,
             micro_batches=setup.micro_batches,
+            pin_share=setup.pin_share,
         )
         self.drafts: FakeDrafts | None = None
         if setup.max_drafts:

@@ -13,9 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from quire.api.http.request_io import Deadline, body_in_time, read_object
-from quire.api.openai.batches.file_routes import page_of
-from quire.api.openai.batches.stored_batches import (
+from quire.api.batches.message_batches import ENDPOINT as MESSAGES
+from quire.api.batches.stored_batches import (
     ENDED,
     StoredBatch,
     create_batch,
@@ -23,6 +22,9 @@ from quire.api.openai.batches.stored_batches import (
     list_batches,
     move_to,
 )
+from quire.api.http.errors import UnknownBatch
+from quire.api.http.request_io import Deadline, body_in_time, read_object
+from quire.api.openai.batches.file_routes import page_of
 from quire.api.openai.responses.stored_routes import whole_of
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
@@ -30,8 +32,8 @@ from quire.base.show import show
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
-    from quire.api.openai.batches.journal import BatchJournal
-    from quire.api.openai.batches.worker import BatchWorker
+    from quire.api.batches.journal import BatchJournal
+    from quire.api.batches.worker import BatchWorker
     from quire.api.server_state import ServerState
 
 MAX_LISTED, NUM_LISTED = 100, 20
@@ -85,7 +87,7 @@ class BatchRoutes:
     async def one(self, request: Request) -> Response:
         """Return one batch."""
         id_, key = request.path_params["id"], request.state.key
-        batch = await self._journal.run(lambda db: find_batch(db, key, id_))
+        batch = await self._journal.run(lambda db: _find(db, key, id_))
         return JSONResponse(batch.as_json())
 
     async def list(self, request: Request) -> Response:
@@ -102,7 +104,7 @@ class BatchRoutes:
         id_, key = request.path_params["id"], request.state.key
 
         def begin_cancel(database: Connection) -> StoredBatch:
-            batch = find_batch(database, key, id_)
+            batch = _find(database, key, id_)
             if batch.status in ENDED:
                 raise InvalidParameter(
                     f"batch {id_} is {batch.status}; one that has not ended can be cancelled",
@@ -142,6 +144,16 @@ class BatchRoutes:
                 f'completion_window is {show(window)}; "24h" is allowed', param="completion_window"
             )
         return str(endpoint), input_id, _metadata(body.get("metadata"))
+
+
+def _find(database: Connection, key: bytes, id_: str) -> StoredBatch:
+    """Return a batch of this API. Raises UnknownBatch."""
+    batch = find_batch(database, key, id_)
+    if batch.endpoint == MESSAGES:
+        raise UnknownBatch(
+            f"batch {show(id_)} is a message batch; GET /v1/messages/batches/{id_} has it"
+        )
+    return batch
 
 
 def _metadata(value: Any) -> dict[str, str] | None:

@@ -16,9 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from quire.api.http.request_io import BODY_TIME_S, ClientDisconnected, disconnect_of
-from quire.api.openai.batches.multipart import MultipartReader, Part, boundary_of
-from quire.api.openai.batches.stored_files import (
+from quire.api.batches.stored_files import (
     CHUNK_BYTES,
     StoredFile,
     add_chunk,
@@ -30,12 +28,14 @@ from quire.api.openai.batches.stored_files import (
     finish_file,
     list_files,
 )
+from quire.api.http.request_io import BODY_TIME_S, ClientDisconnected, disconnect_of
+from quire.api.openai.batches.multipart import MultipartReader, Part, boundary_of
 from quire.api.openai.responses.stored_routes import whole_of
 from quire.base.errors import BodyTooLarge, InvalidParameter, ShuttingDown, TimedOut
 from quire.base.show import show
 
 if TYPE_CHECKING:
-    from quire.api.openai.batches.journal import BatchJournal
+    from quire.api.batches.journal import BatchJournal
     from quire.api.server_state import ServerState
 
 MAX_FILE_BYTES = 512 * 1024 * 1024

@@ -20,6 +20,7 @@ from quire.api.generation.generate import (
     GenerationRoute,
     generate,
 )
+from quire.api.openai.responses.conversations import ConversationRoutes, Conversations
 from quire.api.openai.responses.dialect import RESPONSES_DIALECT
 from quire.api.openai.responses.fields import RESPONSES
 from quire.api.openai.responses.item_ids import RESPONSE_PREFIX
@@ -34,19 +35,23 @@ def responses_routes(
     server_state: ServerState, store: ResponseStore, forward: Forward | None = None
 ) -> list[Route]:
     """Return the routes of this API. forward: asks the other API processes."""
-    create = ResponsesRoute(server_state, store)
+    conversations = Conversations(store)
+    create = ResponsesRoute(server_state, store, conversations)
     return [
         Route("/v1/responses", create.post, methods=["POST"]),
         *StoredRoutes(server_state, store, forward).routes(),
+        *ConversationRoutes(server_state, store, conversations).routes(),
     ]
 
 
 class ResponsesRoute:
     """The route."""
 
-    def __init__(self, server_state: ServerState, store: ResponseStore) -> None:
+    def __init__(
+        self, server_state: ServerState, store: ResponseStore, conversations: Conversations
+    ) -> None:
         self._server_state = server_state
-        self._store = store
+        self._store, self._conversations = store, conversations
         # Each request replaces `read` and `dialect` by its own.
         self._route = GenerationRoute(
             honoured=RESPONSES,
@@ -57,7 +62,7 @@ class ResponsesRoute:
 
     async def post(self, request: Request) -> Response:
         """Answer one request."""
-        asked = ResponseRequest(self._server_state, self._store, request)
+        asked = ResponseRequest(self._server_state, self._store, self._conversations, request)
         route = replace(self._route, read=asked.read, dialect=asked.dialect)
         response = await generate(self._server_state, request, route)
         if asked.is_background:

@@ -35,6 +35,7 @@ RESPONSES = ((SAMPLING | SCHEDULING) - _NOT_CARRIED) | {
     "truncation",
     "metadata",
     "previous_response_id",
+    "conversation",
     "store",
     "background",
     "max_output_tokens",

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 RESPONSE_PREFIX = "resp_"
-_PREFIXES = {
+PREFIXES = {
     "message": "msg_",
     "function_call": "fc_",
     "function_call_output": "fco_",
@@ -32,7 +32,7 @@ class ItemPlace:
 def item_id(kind: str, response_id: str, index: int, *, is_output: bool) -> str:
     """Return the id of an item of this type."""
     digits = response_id.removeprefix(RESPONSE_PREFIX)
-    return f"{_PREFIXES[kind]}{digits}{'o' if is_output else 'i'}{index}"
+    return f"{PREFIXES[kind]}{digits}{'o' if is_output else 'i'}{index}"
 
 
 def place_of(id_: str) -> ItemPlace | None:

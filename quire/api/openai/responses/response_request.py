@@ -23,6 +23,7 @@ from quire.api.openai.responses.background import (
     BackgroundResponse,
     QueuedResponse,
 )
+from quire.api.openai.responses.conversations import Conversations, items_before
 from quire.api.openai.responses.dialect import ResponsesDialect
 from quire.api.openai.responses.fields import ENCRYPTED, LOGPROBS
 from quire.api.openai.responses.input_items import Item, checked_items, fault
@@ -45,7 +46,7 @@ from quire.api.openai.responses.stored_items import earlier_items, resolved, wit
 from quire.api.openai.responses.tool_fields import tool_offer
 from quire.api.server_state import ServerState
 from quire.api.streaming.resumable_stream import FollowStream
-from quire.base.errors import InvalidParameter, OverloadedError
+from quire.base.errors import InvalidParameter, OverloadedError, RequestError
 from quire.base.sampling_params import SamplingParams
 from quire.engine.client.request_builder import default_sampling
 from quire.engine.output.output_stream import PLAIN_TEXT
@@ -54,16 +55,23 @@ from quire.engine.output.output_stream import PLAIN_TEXT
 class ResponseRequest:
     """See the top of this file. The response is stored under the key of `request`."""
 
-    def __init__(self, server_state: ServerState, store: ResponseStore, request: Request) -> None:
+    def __init__(
+        self,
+        server_state: ServerState,
+        store: ResponseStore,
+        conversations: Conversations,
+        request: Request,
+    ) -> None:
         self.dialect = ResponsesDialect(self.fail)
         self.is_background = False
         self._server_state = server_state
-        self._store = store
+        self._store, self._conversations = store, conversations
         self._request = request
         self._key: bytes = request.state.key
         self._writer: ResponseWriter | None = None
         self._items: list[Item] = []  # of its own input
         self._stores = False
+        self._conversation_id: str | None = None  # until its items are added
 
     async def read(self, request: GenerationRequest) -> GenerationJob:
         """Check all fields. Raises RequestError naming the field."""
@@ -86,10 +94,13 @@ class ResponseRequest:
 
         A failure is logged: the client has the answer.
         """
-        if not self._stores or self._writer is None:
+        if self._writer is None:
             return
         response = self._writer.snapshot() if self.is_background else self._writer.final
         if response is None:
+            return
+        await self._add_to_conversation(response)
+        if not self._stores:
             return
         stored = StoredResponse(
             id=response["id"],
@@ -102,6 +113,23 @@ class ResponseRequest:
         except StoreError as error:
             self._server_state.log.error(
                 "response not stored", request=response["id"], reason=str(error)
+            )
+
+    async def _add_to_conversation(self, response: dict[str, Any]) -> None:
+        """Add the input and the output of a complete response to its conversation, once."""
+        id_ = self._conversation_id
+        if id_ is None or response["status"] not in ("completed", "incomplete"):
+            return
+        self._conversation_id = None
+        added = [*with_ids(response["id"], self._items), *response["output"]]
+        try:
+            await self._conversations.add(self._key, id_, added)
+        except (StoreError, RequestError) as error:
+            self._server_state.log.error(
+                "response not added to its conversation",
+                request=response["id"],
+                conversation=id_,
+                reason=str(error),
             )
 
     def _stored(self, given: Mapping[str, Any]) -> bool:
@@ -124,14 +152,24 @@ class ResponseRequest:
     async def _conversation(self, given: Mapping[str, Any]) -> list[Item]:
         """Return the items of the conversation: those of earlier responses, and of the input."""
         self._items = await resolved(self._store, self._key, checked_items(given.get("input")))
-        previous_id = given.get("previous_response_id")
-        if previous_id is None:
+        previous_id, conversation = given.get("previous_response_id"), given.get("conversation")
+        if previous_id is None and conversation is None:
             return self._items
-        earlier = await earlier_items(self._store, self._key, previous_id)
+        if conversation is None:
+            earlier = await earlier_items(self._store, self._key, previous_id)
+        elif previous_id is not None:
+            raise InvalidParameter(
+                "previous_response_id and conversation are both given; give one of them",
+                param="previous_response_id",
+            )
+        else:
+            self._conversation_id, earlier = await items_before(
+                self._conversations, self._key, conversation
+            )
         if len(earlier) + len(self._items) > MAX_MESSAGES:
             raise fault(
-                f"input has {len(self._items)} items after the {len(earlier)} of the responses "
-                f"before it; at most {MAX_MESSAGES} are allowed"
+                f"input has {len(self._items)} items after the {len(earlier)} before it; at most "
+                f"{MAX_MESSAGES} are allowed"
             )
         return [*earlier, *self._items]
 
@@ -151,7 +189,8 @@ class ResponseRequest:
         self.is_background = flag(given, "background")
         items = await self._conversation(given)
         prompt = await PromptMaker(context, offer, sampling.max_tokens).make(items)
-        frame = {**_frame(request, sampling, offer), "store": self._stores}
+        shown = None if self._conversation_id is None else {"id": self._conversation_id}
+        frame = {**_frame(request, sampling, offer), "store": self._stores, "conversation": shown}
         sampling, parser = parsing_of(
             context,
             offer,

@@ -38,27 +38,42 @@ class SqliteStore:
 
     def __init__(self, path: str, max_bytes: int, max_responses: int = MAX_RESPONSES) -> None:
         self.is_on = max_bytes > 0
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._max_responses = max_responses
         self._database = _opened(path)
         self._thread = ThreadPoolExecutor(1, "quire-responses")
 
     async def save(self, key: bytes, stored: StoredResponse) -> None:
         """See ResponseStore."""
-        row = (key, stored.id, stored.previous, stored.response, stored.items, stored.num_bytes)
 
         def save() -> None:
             with self._database as database:
                 database.execute("BEGIN IMMEDIATE")
-                if stored.num_bytes > self._max_bytes:
-                    database.execute(_DELETE, (key, stored.id))
-                    return
-                database.execute(
-                    f"REPLACE INTO responses VALUES (?1, ?2, ?3, ?4, ?5, ?6, {_NEXT_USE})", row
-                )
-                self._evict(database, key)
+                self._put(database, key, stored)
 
         await self._run(save)
+
+    async def change(
+        self, key: bytes, id_: str, change: Callable[[StoredResponse], StoredResponse]
+    ) -> StoredResponse | None:
+        """See ResponseStore."""
+
+        def replace() -> StoredResponse | None:
+            with self._database as database:
+                database.execute("BEGIN IMMEDIATE")
+                row = database.execute(
+                    "SELECT previous, response, items FROM responses WHERE key = ? AND id = ?",
+                    (key, id_),
+                ).fetchone()
+                if row is None:
+                    return None
+                previous, response, items = row
+                found = StoredResponse(id=id_, previous=previous, response=response, items=items)
+                changed = change(found)
+                self._put(database, key, changed)
+                return changed
+
+        return await self._run(replace)
 
     async def find(self, key: bytes, id_: str) -> StoredResponse | None:
         """See ResponseStore."""
@@ -91,6 +106,16 @@ class SqliteStore:
         self._thread.shutdown()
         self._database.close()
 
+    def _put(self, database: sqlite3.Connection, key: bytes, stored: StoredResponse) -> None:
+        if stored.num_bytes > self.max_bytes:
+            database.execute(_DELETE, (key, stored.id))
+            return
+        row = (key, stored.id, stored.previous, stored.response, stored.items, stored.num_bytes)
+        database.execute(
+            f"REPLACE INTO responses VALUES (?1, ?2, ?3, ?4, ?5, ?6, {_NEXT_USE})", row
+        )
+        self._evict(database, key)
+
     def _evict(self, database: sqlite3.Connection, key: bytes) -> None:
         """Remove the responses of a key that are beyond its bounds, the newest uses first."""
         database.execute(
@@ -98,7 +123,7 @@ class SqliteStore:
             "SELECT used, sum(bytes) OVER (ORDER BY used DESC) AS total, "
             "row_number() OVER (ORDER BY used DESC) AS place FROM responses WHERE key = ?1"
             ") WHERE total > ?2 OR place > ?3)",
-            (key, self._max_bytes, self._max_responses),
+            (key, self.max_bytes, self._max_responses),
         )
 
     async def _run(self, work: Callable[[], T]) -> T:

@@ -106,10 +106,11 @@ def with_ids(response_id: str, items: Sequence[Item]) -> list[Item]:
 
 def listed_items(stored: StoredResponse) -> list[Item]:
     """Return the input items of a response in the form of the API: messages have parts."""
-    return [_listed(item) for item in msgspec.json.decode(stored.items)]
+    return [listed(item) for item in msgspec.json.decode(stored.items)]
 
 
-def _listed(item: Item) -> Item:
+def listed(item: Item) -> Item:
+    """Return a stored item in the form of the API."""
     shown = {**item, "status": item.get("status", "completed")}
     if isinstance(item.get("content"), str):
         kind = "output_text" if item["role"] == "assistant" else "input_text"

@@ -117,36 +117,7 @@ class StoredRoutes:
 
     async def input_items(self, request: Request) -> Response:
         """Return the items of the input, without those of earlier responses."""
-        query = query_of(request, ("limit", "order", "after", "include", "include[]"))
-        limit, order = _limit(query), query.get("order", "desc")
-        if order not in ORDERS:
-            raise InvalidParameter(
-                f"order is {show(order)}; {' and '.join(ORDERS)} are allowed", param="order"
-            )
-        items = listed_items(await self._found(request))
-        if order == "desc":
-            items.reverse()
-        if "after" in query:
-            ids = [item["id"] for item in items]
-            if query["after"] not in ids:
-                raise InvalidParameter(
-                    f"after is {show(query['after'])}, which is no item of this response's input; "
-                    "give the last_id of the page before",
-                    param="after",
-                )
-            items = items[ids.index(query["after"]) + 1 :]
-        page = items[:limit]
-        return json_of(
-            msgspec.json.encode(
-                {
-                    "object": "list",
-                    "data": page,
-                    "first_id": page[0]["id"] if page else None,
-                    "last_id": page[-1]["id"] if page else None,
-                    "has_more": len(items) > limit,
-                }
-            )
-        )
+        return page_of_items(request, listed_items(await self._found(request)))
 
     def _private(self, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
         async def answered(request: Request) -> Response:
@@ -213,6 +184,39 @@ class StoredRoutes:
         if found is None:
             raise unknown_response(id_)
         return found
+
+
+def page_of_items(request: Request, items: list[dict[str, Any]]) -> Response:
+    """Return the page of items that a query asks for. Raises InvalidParameter."""
+    query = query_of(request, ("limit", "order", "after", "include", "include[]"))
+    limit, order = _limit(query), query.get("order", "desc")
+    if order not in ORDERS:
+        raise InvalidParameter(
+            f"order is {show(order)}; {' and '.join(ORDERS)} are allowed", param="order"
+        )
+    if order == "desc":
+        items.reverse()
+    if "after" in query:
+        ids = [item["id"] for item in items]
+        if query["after"] not in ids:
+            raise InvalidParameter(
+                f"after is {show(query['after'])}, which is none of these items; give the last_id "
+                "of the page before",
+                param="after",
+            )
+        items = items[ids.index(query["after"]) + 1 :]
+    page = items[:limit]
+    return json_of(
+        msgspec.json.encode(
+            {
+                "object": "list",
+                "data": page,
+                "first_id": page[0]["id"] if page else None,
+                "last_id": page[-1]["id"] if page else None,
+                "has_more": len(items) > limit,
+            }
+        )
+    )
 
 
 def query_of(request: Request, allowed: tuple[str, ...]) -> Mapping[str, str]:

@@ -158,6 +158,7 @@ def test_the_report_has_sizes_states_and_rates_and_no_text() -> None:
         "free_used_once": 3,
         "free_used_again": 1,
         "free_used_again_most": 7,
+        "free_pinned": 0,
         "free_plain": 3,
         "findable": 5,
     }

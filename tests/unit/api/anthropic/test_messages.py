@@ -36,6 +36,7 @@ CHAT_TOOL = {
 }
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
 EPHEMERAL = {"type": "ephemeral", "ttl": "1h"}
+NOTHING_MADE = {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0}
 
 
 def engine(*script: str, reason: FinishReason = FinishReason.STOP) -> Any:
@@ -105,6 +106,7 @@ def test_a_whole_answer_is_a_message() -> None:
             "input_tokens": prompt - 2,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 2,
+            "cache_creation": NOTHING_MADE,
             "output_tokens": 2,
         },
         "seed": 7,
@@ -435,7 +437,7 @@ def test_an_unreadable_body_is_an_invalid_request(raw: bytes, path: str) -> None
 
 
 def test_errors_of_the_edge_have_this_apis_form() -> None:
-    assert refusal(b"", path=f"{PATH}/batches")[:2] == (404, "not_found_error")
+    assert refusal(b"", path=f"{PATH}/none")[:2] == (404, "not_found_error")
     assert refusal(b"", method="GET")[:2] == (405, "invalid_request_error")
     assert refusal({**ASKED, "model": "other"})[:2] == (404, "not_found_error")
     assert refusal(b"x" * 9999, max_body_bytes=4096)[:2] == (413, "request_too_large")

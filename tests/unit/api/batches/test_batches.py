@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quire.api.openai.batches import input_lines, stored_batches
+from quire.api.batches import input_lines, stored_batches
 from quire.api.openai.batches.multipart import MultipartReader, Part, boundary_of
 from quire.api.server_state import OpenRequest, Requester
 from quire.base.errors import OverloadedError, RequestError, SettingError

@@ -373,7 +373,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "max_output_tokens of 0": ({"max_output_tokens": 0}, "max_output_tokens is 0"),
     "the name of chats": ({"max_tokens": 5}, "write it as max_output_tokens"),
     "messages": ({"messages": []}, "write it as input"),
-    "a conversation": ({"conversation": "conv_1"}, "previous_response_id"),
+    "a conversation": ({"conversation": 5}, "the id of a conversation"),
     "a response_format": ({"response_format": {}}, "write it as text.format"),
     "n": ({"n": 2}, '"n" is not a field'),
     "options of other streams": (

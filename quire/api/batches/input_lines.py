@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.api.openai.batches.stored_batches import StoredBatch, add_line, forget_lines
+from quire.api.batches.stored_batches import StoredBatch, add_line, forget_lines
 from quire.base.show import show
 
 if TYPE_CHECKING:
-    from quire.api.openai.batches.journal import BatchJournal
+    from quire.api.batches.journal import BatchJournal
 
 MAX_LINES = 1_000_000
 MAX_FAULTS = 100

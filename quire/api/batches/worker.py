@@ -15,12 +15,11 @@ from contextlib import ExitStack
 from sqlite3 import Connection
 from typing import TYPE_CHECKING, TypeVar
 
-import msgspec
-from starlette.routing import Route
-
-from quire.api.openai.batches.input_lines import InputCheck, decode_line
-from quire.api.openai.batches.line_runner import NotNow, run_line
-from quire.api.openai.batches.stored_batches import (
+from quire.api.batches.input_lines import InputCheck, decode_line
+from quire.api.batches.line_form import CANCELLED, EXPIRED, BatchEndpoint
+from quire.api.batches.line_runner import NotNow, run_line
+from quire.api.batches.message_batches import keep_counts
+from quire.api.batches.stored_batches import (
     ENDED,
     MAX_ATTEMPTS,
     Line,
@@ -35,10 +34,10 @@ from quire.api.openai.batches.stored_batches import (
     save_result,
     unfinished,
 )
-from quire.api.openai.batches.stored_files import new_id, read_span
+from quire.api.batches.stored_files import read_span
 
 if TYPE_CHECKING:
-    from quire.api.openai.batches.journal import BatchJournal
+    from quire.api.batches.journal import BatchJournal
     from quire.api.server_state import ServerState
 
 T = TypeVar("T")
@@ -50,15 +49,20 @@ _AGAIN_S = 1.0
 # After a failure of the journal, as with a full disk, a batch waits this long.
 _AFTER_FAULT_S = 10.0
 _LINES_READ = 64
+# How a line without an answer failed; see message_batches.py.
+_KINDS = {CANCELLED: 2, EXPIRED: 3}
 
 
 class BatchWorker:
-    """Runs batches until the server stops. routes: of the lines, by endpoint."""
+    """Runs batches until the server stops. endpoints: of the lines, by path."""
 
     def __init__(
-        self, server_state: ServerState, journal: BatchJournal, routes: Mapping[str, Route]
+        self,
+        server_state: ServerState,
+        journal: BatchJournal,
+        endpoints: Mapping[str, BatchEndpoint],
     ) -> None:
-        self._server_state, self._journal, self._routes = server_state, journal, routes
+        self._server_state, self._journal, self._endpoints = server_state, journal, endpoints
         self._num_running = 0
         self._turn = asyncio.Lock()
         self._key_turns: dict[bytes, asyncio.Lock] = {}
@@ -144,9 +148,18 @@ class BatchWorker:
         return "completed"
 
     async def _finish(self, batch: StoredBatch, end: str) -> None:
+        form = self._endpoints[batch.endpoint].form
         if end == "expired":
-            await self._expire(batch)
-        await self._in_journal(end_batch, batch.id, end)
+            await self._leave_unanswered(batch, EXPIRED, "this line did not run within 24 hours")
+        elif not form.has_files:
+            await self._leave_unanswered(batch, CANCELLED, "the batch was cancelled")
+
+        def end_rows(database: Connection) -> None:
+            end_batch(database, batch.id, end, has_files=form.has_files)
+            if not form.has_files:
+                keep_counts(database, batch.id)
+
+        await self._journal.run(end_rows)
         self._server_state.log.event("batch ended", batch=batch.id, status=end)
 
     async def _run_lines(self, batch: StoredBatch) -> None:
@@ -200,7 +213,7 @@ class BatchWorker:
             return
         await self._in_journal(begin_attempt, batch.id, line.number)
         raw = await self._in_journal(read_span, batch.input, line.start, line.size)
-        body = bytes(decode_line(raw).body)
+        body, endpoint = bytes(decode_line(raw).body), self._endpoints[batch.endpoint]
         while True:
             caller = self._server_state.keys.owner(batch.key)
             if caller is None:
@@ -208,39 +221,27 @@ class BatchWorker:
                 await self._save_error(batch, line, "invalid_api_key", message)
                 return
             try:
-                route = self._routes[batch.endpoint]
-                status, request_id, answer = await run_line(self._server_state, route, caller, body)
+                answer = await run_line(self._server_state, endpoint, caller, body)
                 break
             except NotNow:
                 await asyncio.sleep(_AGAIN_S)
-        response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(answer)}
-        result = _result(line.custom_id, response, None)
-        await self._in_journal(save_result, batch.id, line.number, result, status != 200)
+        result, failed = endpoint.form.answered(line.custom_id, *answer), int(answer[0] != 200)
+        await self._in_journal(save_result, batch.id, line.number, result, failed)
 
     async def _save_error(self, batch: StoredBatch, line: Line, code: str, message: str) -> None:
-        result = _result(line.custom_id, None, {"code": code, "message": message})
-        await self._in_journal(save_result, batch.id, line.number, result, True)
+        form = self._endpoints[batch.endpoint].form
+        result, failed = form.unanswered(line.custom_id, code, message), _KINDS.get(code, 1)
+        if form.has_files:
+            failed = 1
+        await self._in_journal(save_result, batch.id, line.number, result, failed)
 
-    async def _expire(self, batch: StoredBatch) -> None:
-        """Write an error for each line that did not run in time."""
+    async def _leave_unanswered(self, batch: StoredBatch, code: str, message: str) -> None:
+        """Write an error for each line without a result."""
         first = 0
         while lines := await self._in_journal(next_lines, batch.id, first, _LINES_READ):
             for line in lines:
-                await self._save_error(
-                    batch, line, "batch_expired", "this line did not run within 24 hours"
-                )
+                await self._save_error(batch, line, code, message)
             first = lines[-1].number + 1
 
     async def _in_journal(self, work: Callable[..., T], *args: object) -> T:
         return await self._journal.run(lambda database: work(database, *args))
-
-
-def _result(custom_id: str, response: object, error: object) -> bytes:
-    """Return a line of an output file."""
-    entry = {
-        "id": new_id("batch_req_"),
-        "custom_id": custom_id,
-        "response": response,
-        "error": error,
-    }
-    return msgspec.json.encode(entry) + b"\n"

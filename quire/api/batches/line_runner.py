@@ -18,11 +18,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from quire.api.batches.line_form import BatchEndpoint
+from quire.api.batches.stored_files import new_id
 from quire.api.generation.foreign_fields import as_sent
 from quire.api.http.auth import Caller
-from quire.api.http.dialect import error_response
-from quire.api.openai.batches.stored_files import new_id
-from quire.api.openai.dialect import OPENAI
+from quire.api.http.dialect import Dialect, error_response
 from quire.base.errors import (
     DeadlineMissed,
     InvalidParameter,
@@ -47,30 +47,30 @@ class NotNow(Exception):
 
 
 async def run_line(
-    server_state: ServerState, route: Route, caller: Caller, body: bytes
+    server_state: ServerState, endpoint: BatchEndpoint, caller: Caller, body: bytes
 ) -> tuple[int, str, bytes]:
     """Return the status, request id and body of a line's answer. Raises NotNow."""
-    request = _request_of(route, caller, body)
+    request, dialect = _request_of(endpoint.route, caller, body), endpoint.form.dialect
     try:
         _check(body)
-        response: Response = await route.endpoint(request)
+        response: Response = await endpoint.route.endpoint(request)
     except QuireError as error:
         if isinstance(error, OverloadedError | WorkerError) and not isinstance(error, _OF_THE_LINE):
             raise NotNow from error
         sent = request.scope["state"].get("body")
         if sent is not None and isinstance(error, InvalidParameter):
             error = as_sent(error, sent)
-        response = _refusal(server_state, error)
+        response = _refusal(server_state, error, dialect)
     except Exception as error:  # noqa: BLE001  a bug: report it, and run other lines
         server_state.log.error("line of a batch failed", traceback=traceback.format_exc())
         fault = QuireError(f"internal error ({type(error).__name__}); the server's log has it")
-        response = _refusal(server_state, fault)
+        response = _refusal(server_state, fault, dialect)
     return response.status_code, response.headers.get("x-request-id", ""), bytes(response.body)
 
 
-def _refusal(server_state: ServerState, error: QuireError) -> Response:
+def _refusal(server_state: ServerState, error: QuireError, dialect: Dialect) -> Response:
     server_state.count_error(error)
-    return error_response(error, OPENAI, request_id=new_id("req-"))
+    return error_response(error, dialect, request_id=new_id("req-"))
 
 
 def _check(body: bytes) -> None:

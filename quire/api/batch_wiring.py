@@ -1,4 +1,4 @@
-"""The routes of /v1/files and /v1/batches, with the worker that runs batches.
+"""The routes of files and batches, of OpenAI's and Anthropic's API, with the worker of both.
 
 Without --batch-store each of them answers with how to turn it on, and nothing of SQLite is
 imported.
@@ -23,6 +23,10 @@ _PATHS = (
     ("/v1/batches", ("POST", "GET")),
     ("/v1/batches/{id}", ("GET",)),
     ("/v1/batches/{id}/cancel", ("POST",)),
+    ("/v1/messages/batches", ("POST", "GET")),
+    ("/v1/messages/batches/{id}", ("GET", "DELETE")),
+    ("/v1/messages/batches/{id}/cancel", ("POST",)),
+    ("/v1/messages/batches/{id}/results", ("GET",)),
 )
 
 
@@ -37,16 +41,25 @@ def batch_routes(server_state: ServerState, routes: Sequence[Route]) -> list[Rou
             Route(path, _refuse, methods=[method]) for path, methods in _PATHS for method in methods
         ]
     # Only if it is used.
+    from quire.api.anthropic.batch_results import BatchResults
+    from quire.api.anthropic.batch_routes import MessageBatchRoutes
+    from quire.api.batches.journal import BatchJournal
+    from quire.api.batches.line_form import by_path
+    from quire.api.batches.message_batches import ENDPOINT
+    from quire.api.batches.worker import BatchWorker
     from quire.api.openai.batches.batch_routes import BatchRoutes
     from quire.api.openai.batches.file_routes import FileRoutes
-    from quire.api.openai.batches.journal import BatchJournal
-    from quire.api.openai.batches.worker import BatchWorker
+    from quire.api.openai.batches.output_lines import OutputLines
 
     journal = BatchJournal(path)
-    by_endpoint = {route.path: route for route in routes if route.path in ENDPOINTS}
-    worker = BatchWorker(server_state, journal, by_endpoint)
-    batches = BatchRoutes(server_state, journal, worker, ENDPOINTS)
-    return [*FileRoutes(server_state, journal).routes(), *batches.routes()]
+    endpoints = by_path(routes, ENDPOINTS, OutputLines())
+    endpoints |= by_path(routes, (ENDPOINT,), BatchResults())
+    worker = BatchWorker(server_state, journal, endpoints)
+    return [
+        *FileRoutes(server_state, journal).routes(),
+        *BatchRoutes(server_state, journal, worker, ENDPOINTS).routes(),
+        *MessageBatchRoutes(server_state, journal, worker).routes(),
+    ]
 
 
 async def _refuse(request: Request) -> Response:

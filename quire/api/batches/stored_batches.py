@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from sqlite3 import Connection
 from typing import Any
 
+from quire.api.batches.stored_files import find_file, new_id
 from quire.api.http.errors import UnknownBatch
-from quire.api.openai.batches.stored_files import find_file, new_id
 from quire.base.errors import InvalidParameter, TenantLimit
 from quire.base.show import show
 
@@ -26,7 +26,7 @@ _ENDED = str(ENDED)
 MAX_ATTEMPTS = 3
 _OUTPUT, _ERROR = 0, 1
 TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
-_COLUMNS = (
+COLUMNS = (
     "seq, id, key, endpoint, input, status, created, expires, metadata, times, errors, output, "
     "error, total, completed, failed"
 )
@@ -116,7 +116,7 @@ def create_batch(
         "INSERT INTO batches (id, key, endpoint, input, status, created, expires, metadata, times, "
         "errors, total, completed, failed, output_bytes, error_bytes) "
         "VALUES (?, ?, ?, ?, 'validating', ?, ?, ?, '{}', '[]', 0, 0, 0, 0, 0) "
-        f"RETURNING {_COLUMNS}",
+        f"RETURNING {COLUMNS}",
         (new_id("batch_"), key, endpoint, input_id, now_s, now_s + WINDOW_S, json.dumps(metadata)),
     ).fetchone()
     return StoredBatch(*row)
@@ -126,7 +126,8 @@ def _forget_oldest(database: Connection, key: bytes) -> None:
     """Remove the oldest batch that has ended and has no files. Raises TenantLimit."""
     found = database.execute(
         f"DELETE FROM batches WHERE seq = (SELECT min(seq) FROM batches WHERE key = ? "
-        f"AND status IN {_ENDED} AND NOT EXISTS (SELECT 1 FROM files WHERE batch = batches.id))",
+        f"AND endpoint != '/v1/messages' AND status IN {_ENDED} "
+        "AND NOT EXISTS (SELECT 1 FROM files WHERE batch = batches.id))",
         (key,),
     )
     if not found.rowcount:
@@ -141,7 +142,7 @@ def find_batch(
 ) -> StoredBatch:
     """Return a batch. Raises UnknownBatch."""
     row = database.execute(
-        f"SELECT {_COLUMNS} FROM batches WHERE key = ? AND id = ?", (key, id_)
+        f"SELECT {COLUMNS} FROM batches WHERE key = ? AND id = ?", (key, id_)
     ).fetchone()
     if row is None:
         raise UnknownBatch(
@@ -154,11 +155,14 @@ def find_batch(
 def list_batches(
     database: Connection, key: bytes, *, after: str | None, limit: int
 ) -> list[StoredBatch]:
-    """Return up to `limit` batches of a key, the newest first. Raises UnknownBatch."""
+    """Return up to `limit` batches of a key, the newest first, without message batches.
+
+    Raises UnknownBatch.
+    """
     seq = None if after is None else find_batch(database, key, after, param="after").seq
     rows = database.execute(
-        f"SELECT {_COLUMNS} FROM batches WHERE key = ?1 AND (?2 IS NULL OR seq < ?2) "
-        "ORDER BY seq DESC LIMIT ?3",
+        f"SELECT {COLUMNS} FROM batches WHERE key = ?1 AND (?2 IS NULL OR seq < ?2) "
+        "AND endpoint != '/v1/messages' ORDER BY seq DESC LIMIT ?3",
         (key, seq, limit),
     )
     return [StoredBatch(*row) for row in rows]
@@ -167,7 +171,7 @@ def list_batches(
 def unfinished(database: Connection) -> list[StoredBatch]:
     """Return the batches that have not ended, the oldest first."""
     rows = database.execute(
-        f"SELECT {_COLUMNS} FROM batches WHERE status NOT IN {_ENDED} ORDER BY seq"
+        f"SELECT {COLUMNS} FROM batches WHERE status NOT IN {_ENDED} ORDER BY seq"
     )
     return [StoredBatch(*row) for row in rows]
 
@@ -182,7 +186,7 @@ def move_to(
     row = database.execute(
         "UPDATE batches SET status = ?1, times = json_set(times, '$.' || ?1, ?2), errors = ?3 "
         f"WHERE id = ?4 AND status NOT IN {_ENDED} "
-        f"AND (status != 'cancelling' OR ?1 = 'cancelled') RETURNING {_COLUMNS}",
+        f"AND (status != 'cancelling' OR ?1 = 'cancelled') RETURNING {COLUMNS}",
         (status, int(time.time()), json.dumps(list(errors)), id_),
     ).fetchone()
     return None if row is None else StoredBatch(*row)
@@ -228,11 +232,11 @@ def begin_attempt(database: Connection, id_: str, number: int) -> None:
     )
 
 
-def save_result(database: Connection, id_: str, number: int, result: bytes, failed: bool) -> None:
-    """Write the result of a line, unless it has one."""
+def save_result(database: Connection, id_: str, number: int, result: bytes, failed: int) -> None:
+    """Write the result of a line, unless it has one. failed: 0 if the line succeeded."""
     saved = database.execute(
         "UPDATE lines SET result = ?, failed = ? WHERE batch = ? AND number = ? AND result IS NULL",
-        (result, int(failed), id_, number),
+        (result, failed, id_, number),
     )
     if saved.rowcount:
         count, size = ("failed", "error_bytes") if failed else ("completed", "output_bytes")
@@ -242,10 +246,11 @@ def save_result(database: Connection, id_: str, number: int, result: bytes, fail
         )
 
 
-def end_batch(database: Connection, id_: str, status: str) -> None:
+def end_batch(database: Connection, id_: str, status: str, *, has_files: bool = True) -> None:
     """End a batch: make its files, and remove the lines without a result.
 
-    A batch that is being cancelled is cancelled, whatever its last lines did.
+    A batch that is being cancelled is cancelled, whatever its last lines did. has_files: see
+    LineForm.
     """
     batch = move_to(database, id_, status) or move_to(database, id_, "cancelled")
     if batch is None:
@@ -255,7 +260,7 @@ def end_batch(database: Connection, id_: str, status: str) -> None:
         "SELECT output_bytes, error_bytes FROM batches WHERE id = ?", (id_,)
     ).fetchone()
     for failed, column, size in zip((_OUTPUT, _ERROR), ("output", "error"), sizes, strict=True):
-        if not size:
+        if not size or not has_files:
             continue
         file_id = new_id("file-")
         database.execute(

@@ -1,0 +1,56 @@
+"""What an API adds to batches: the route that answers a line, and the form of its result.
+
+The journal and the worker are the same for all APIs. Always holds: a result is one line of JSON
+with a line break.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from starlette.routing import Route
+
+from quire.api.http.dialect import Dialect
+
+
+class LineForm(Protocol):
+    """The form of the results of one API's batches.
+
+    dialect: of errors. has_files: results are two files, of lines that succeeded and of others;
+    else every line has a result, also after a cancel, and they are read in order.
+    """
+
+    @property
+    def dialect(self) -> Dialect: ...
+
+    @property
+    def has_files(self) -> bool: ...
+
+    def answered(self, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
+        """Return the result of a line that its route answered."""
+
+    def unanswered(self, custom_id: str, code: str, message: str) -> bytes:
+        """Return the result of a line that has no answer. code: of CODES."""
+
+
+# Why a line has no answer; beside these, "batch_expired" and "batch_cancelled".
+CODES = ("server_ended", "invalid_api_key")
+EXPIRED, CANCELLED = "batch_expired", "batch_cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchEndpoint:
+    """The route of a line, and the form of its result."""
+
+    route: Route
+    form: LineForm
+
+
+def by_path(
+    routes: Iterable[Route], paths: Iterable[str], form: LineForm
+) -> dict[str, BatchEndpoint]:
+    """Return the endpoints at these paths."""
+    wanted = set(paths)
+    return {route.path: BatchEndpoint(route, form) for route in routes if route.path in wanted}
