@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quire.base.kv_transfer import TransferStats
+
 # Upper ends of the histogram of what preemptions cost.
 PREEMPTION_COSTS_MS = (
     *(1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1_000.0, 3_000.0, 10_000.0, 30_000.0, 100_000.0),
@@ -63,4 +65,5 @@ class EngineStats:
     # Of these drafts, by position in the row: how many there were, and how many were accepted.
     draft_tokens_total: tuple[int, ...] = ()
     accepted_draft_tokens_total: tuple[int, ...] = ()
+    transfer: TransferStats | None = None  # None where no blocks are exchanged
     last_step_ms: float = 0.0  # engine clock when the last step ended

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from quire.base.block_copies import BlockCopies
 from quire.base.cache_usage import CacheUsage
+from quire.base.kv_transfer import KVTransfer
 from quire.base.rare_records import NO_RULES as NO_RULES
 from quire.base.rare_records import Candidates as Candidates
 from quire.base.rare_records import PartLayers as PartLayers
@@ -60,6 +61,7 @@ class Request:
     ttft count from arrival_ms, None where not requested. explain_cache: its outputs have a
     cache_use. report_progress: each chunk of its prompt but the last gives an output. output_ids:
     tokens of the answer that are known already, as after a preemption; outputs begin after them.
+    transfer: KV blocks of its prompt go to another engine, or come from one.
     """
 
     request_id: str
@@ -81,6 +83,7 @@ class Request:
     report_progress: bool = False
     speculation: Speculation | None = None
     output_ids: Int32s = field(default_factory=lambda: NO_INTS)
+    transfer: KVTransfer | None = None
 
     @property
     def known_ids(self) -> Int32s:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.base.errors import InvalidParameter
+from quire.base.kv_transfer import KVTransfer
 from quire.base.parameter_checks import number, whole
 from quire.base.show import show
 from quire.base.speculation_params import SpeculationParams
@@ -29,8 +30,9 @@ class SchedulingParams:
     ttft_slo_ms: its first token; both counted from the request's arrival. tpot_slo_ms: the mean
     time between its tokens after the first. return_cached_tokens_details: report where cached
     tokens were found, and why no more were. report_progress: report each chunk of the prompt that
-    is computed. speculation: how draft tokens are made; None: as the server is set. Raises
-    InvalidParameter naming the field.
+    is computed. speculation: how draft tokens are made; None: as the server is set. kv_transfer:
+    blocks of the prompt go to another engine, or come from one. Raises InvalidParameter naming the
+    field.
     """
 
     tenant: str = ""
@@ -41,6 +43,7 @@ class SchedulingParams:
     return_cached_tokens_details: bool = False
     report_progress: bool = False
     speculation: SpeculationParams | None = None
+    kv_transfer: KVTransfer | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.tenant, str) or len(self.tenant) > MAX_TENANT_CHARS:

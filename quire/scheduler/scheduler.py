@@ -88,6 +88,7 @@ class Scheduler:
         self._beams, self._backpressure = parts.beams, parts.backpressure
         self._preemptor, self._kv_loads = parts.preemptor, parts.kv_loads
         self._extensions, self._drafts = parts.extensions, parts.drafts
+        self.hand_overs = parts.hand_overs  # None unless engines exchange blocks
         self.lengths, self.predictor = parts.lengths, parts.predictor
         self._num_arrivals = 0
         self._last_plan: StepPlan | None = None  # the last that was updated

@@ -29,6 +29,7 @@ from quire.api.generation.continued_answer import (
     read_cursor,
 )
 from quire.api.generation.fields import SCHEDULING, flag, limited
+from quire.api.generation.kv_transfer import kv_transfer_of, with_transfer
 from quire.api.generation.request_context import RequestContext, open_request
 from quire.api.generation.speculation_fields import speculation_params
 from quire.api.generation.usage import Usage, UsageOptions
@@ -183,6 +184,8 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
     terms, cache_salt = scheduling_params_of(given, tenant), cache_salt_of(given, tenant)
     if "speculation" in given or "prediction" in given:
         terms = replace(terms, speculation=await speculation_params(context))
+    if "kv_transfer_params" in given:
+        terms = replace(terms, kv_transfer=kv_transfer_of(given, engine.card))
     stream = flag(given, "stream")
     options = _stream_options(given, stream=stream)
     cursor = read_cursor(given, context) if "output_cursor" in given else None
@@ -207,6 +210,10 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
             await server_state.lifecycle.wait_while_paused()
             server_state.engine()  # it may have died meanwhile
         job = await route.read(generation_request)
+        if terms.kv_transfer is not None:
+            job = replace(
+                job, **with_transfer(job.prompts, job.writer, terms.kv_transfer, engine.card)
+            )
         answers = _streams_of(job, given, cursor, engine)(
             engine,
             server_state.metrics,

@@ -72,8 +72,11 @@ from quire.weights.pack_cache import PackCache
 
 if TYPE_CHECKING:
     from quire.engine.assembly.draft_model import SizedDraft
+    from quire.engine.assembly.exchange import ExchangePort
     from quire.engine.assembly.heads import SizedHeads
     from quire.engine.assembly.self_draft_size import SizedSelfDraft
+    from quire.engine.assembly.tier import OpenTier
+    from quire.engine.transfer.exchange import Exchange
     from quire.runner.tapped_runner import Taps
     from quire.transfer.folder import TierFolder
 
@@ -91,6 +94,7 @@ class Engine:
     close_drafts: Callable[[], None]  # frees a draft model
     watched: Callable[[Inbox], Inbox]  # an inbox that also ends where a rank is lost
     trace: TraceFile | None = None
+    exchange: Exchange | None = None  # of KV blocks with other engines
 
 
 def assemble(
@@ -120,6 +124,12 @@ def assemble(
             tier_folder = TierFolder(user_path(config.cache.kv_tier_path))
             undo.callback(tier_folder.close)
             tier_folder.check_room(config.cache.kv_tier_bytes)
+        exchange_port = None
+        if config.transfer.is_on:  # likewise
+            from quire.engine.assembly.exchange import ExchangePort
+
+            exchange_port = ExchangePort(config.transfer)
+            undo.callback(exchange_port.close)
         engine = _assembled(
             config,
             clock=clock,
@@ -127,6 +137,7 @@ def assemble(
             progress=progress,
             record=record,
             tier_folder=tier_folder,
+            exchange_port=exchange_port,
         )
         undo.pop_all()
         if trace is None:
@@ -165,6 +176,7 @@ def _assembled(
     progress: Progress | None,
     record: BinaryIO | None,
     tier_folder: TierFolder | None,
+    exchange_port: ExchangePort | None,
 ) -> Engine:
     num_threads = num_compute_threads(config.executor.num_threads)
     pack_cache, max_drafts = _pack_cache(config.executor), config.scheduler.max_draft_tokens
@@ -174,13 +186,9 @@ def _assembled(
     num_layers = executor.num_layers if isinstance(executor, LayeredExecutor) else 0
     limits = _limits(config, model, num_layers)
     fingerprint = _block_fingerprint(config, program, executor)
-    tier = None
-    if config.cache.has_tier:
-        from quire.engine.assembly.tier import open_tier
-
-        tier = open_tier(
-            tier_folder, config.cache, executor, fingerprint=fingerprint, clock=clock, report=report
-        )
+    tier = _tier(
+        config, executor, tier_folder, exchange_port, fingerprint, clock=clock, report=report
+    )
     texts, compiler = _text_sources(config, model.spec, clock)
     taps = None if model.heads is None else model.heads.taps(limits.max_num_seqs)
     runner = _runner_class(taps)(
@@ -219,13 +227,22 @@ def _assembled(
         touch_ahead=_prefault(config, model, executor),
         grammars=Grammars(compiler, texts),
     )
+    card = replace(
+        _card(config, model, executor, max_num_seqs=limits.max_num_seqs),
+        max_draft_tokens=max_drafts,
+        speculates=config.scheduler.speculate != "off",
+    )
+    exchange = None
+    if exchange_port is not None:
+        from quire.engine.assembly.exchange import ExchangeStore, start_exchange
+
+        opened = cast(ExchangeStore, tier)
+        exchange, card = start_exchange(
+            opened, core, card, config, fingerprint=fingerprint, clock=clock, report=report
+        )
     return Engine(
         core=core,
-        card=replace(
-            _card(config, model, executor, max_num_seqs=limits.max_num_seqs),
-            max_draft_tokens=max_drafts,
-            speculates=config.scheduler.speculate != "off",
-        ),
+        card=card,
         notes=(
             *memory.text().splitlines(),
             *(part.note(memory.max_model_len) for part in (model.draft, model.heads) if part),
@@ -236,6 +253,31 @@ def _assembled(
         ops_done=lambda: executor.ops_done,
         close_drafts=_nothing if drafter is None else drafter.close,
         watched=_watched(config, executor),
+        exchange=exchange,
+    )
+
+
+def _tier(
+    config: EngineConfig,
+    executor: Executor,
+    folder: TierFolder | None,
+    port: ExchangePort | None,
+    fingerprint: bytes,
+    *,
+    clock: Clock,
+    report: Report,
+) -> OpenTier | None:
+    """Open what keeps blocks beside the pool: a tier, or the store of an exchange."""
+    if port is not None:
+        from quire.engine.assembly.exchange import open_store
+
+        return open_store(config, port, executor, clock=clock, report=report)
+    if not config.cache.has_tier:
+        return None
+    from quire.engine.assembly.tier import open_tier
+
+    return open_tier(
+        folder, config.cache, executor, fingerprint=fingerprint, clock=clock, report=report
     )
 
 
