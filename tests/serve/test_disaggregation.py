@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.flawed_link import Change, flawed_link
+from tests.flawed_link import Change, cutting, flawed_link, flipping
 from tests.serve.running_server import RunningServer, alive, kill
 from tests.tiny_models import write_tiny_llama
 
@@ -54,7 +54,7 @@ def start(folder: Path, role: str, *flags: str) -> RunningServer:
 
 
 def transfer_port(server: RunningServer) -> int:
-    found = re.search(r"transfer_address=[^ ]*:(\d+)", server.stderr())
+    found = re.search(r"transfer_address=[^ \n]*:(\d+)", server.stderr())
     assert found is not None, server.stderr()
     return int(found[1])
 
@@ -216,25 +216,21 @@ def test_requests_at_once_share_what_they_begin_with(
 
 @pytest.mark.parametrize(
     ("harm", "reason"),
-    [
-        ({"flip_after": 60_000}, "bad_bytes"),
-        ({"cut_after": 40_000}, "cut"),
-        ({"cut_after": 5}, "cut"),
-    ],
+    [(flipping(20_000), "bad_bytes"), (cutting(20_000), "cut"), (cutting(5), "cut")],
+    ids=["flips a bit", "is cut", "is cut at once"],
 )
 def test_a_bad_link_costs_time_and_no_token(
-    prefill: RunningServer, decode: RunningServer, harm: Change, reason: str, folder: Path
+    prefill: RunningServer, asking: RunningServer, harm: Change, reason: str
 ) -> None:
-    # Through a link the memory is this machine's still, so this engine takes TCP only.
-    with start(folder, "decode", "--kv-transfer-backend", "tcp") as server:
-        body = drawn(Random(6), 390)
-        wanted = alone(prefill, body, f"link {reason}")
-        _, params = handed_over(prefill, body)
-        with flawed_link(transfer_port(prefill), harm) as port:
-            params |= {"remote_port": port}
-            assert answer_of(server.post("/v1/completions", {**body, PARAMS: params})) == wanted
-        assert failures(server) == {reason: 1}
-        prefill.until(lambda: is_quiet(prefill, server), "the lease ends")
+    body = drawn(Random(6), 390)
+    wanted, before = alone(prefill, body, "link"), failures(asking).get(reason, 0)
+    # A salt of its own for each case, so that no block is there already.
+    body["cache_salt"] = f"link {id(harm)}"
+    _, params = handed_over(prefill, body)
+    with flawed_link(transfer_port(prefill), harm) as port:
+        params |= {"remote_port": port}
+        assert answer_of(asking.post("/v1/completions", {**body, PARAMS: params})) == wanted
+    assert failures(asking)[reason] == before + 1
 
 
 def test_what_is_gone_is_computed(prefill: RunningServer, decode: RunningServer) -> None:
@@ -279,11 +275,22 @@ def test_a_client_that_leaves_frees_both_sides(
     prefill: RunningServer, asking: RunningServer
 ) -> None:
     body = {**drawn(Random(9), 3000), "max_tokens": 400}
+    leases = prefill.metric("quire_kv_transfer_leases")  # of what was never fetched, until they end
+
+    def is_free() -> bool:
+        running = (one.metric("quire_running_requests") for one in (prefill, asking))
+        fetching = asking.metric("quire_kv_transfer_fetching")
+        return (
+            not any(running)
+            and not fetching
+            and (prefill.metric("quire_kv_transfer_leases") <= leases)
+        )
+
     for wait in (False, True):
         with asking.stream("/v1/completions", {**body, "cache_salt": f"leaves {wait}"}) as reader:
             if wait:
                 reader.next()
-        prefill.until(lambda: is_quiet(prefill, asking), "both sides are free again")
+        prefill.until(is_free, "both sides are free again")
     wanted = alone(prefill, {**body, "max_tokens": 5}, "after leaving")
     assert answer_of(asking.post("/v1/completions", {**body, "max_tokens": 5})) == wanted
 
@@ -297,39 +304,33 @@ def test_a_store_without_room_fetches_what_fits(folder: Path, prefill: RunningSe
         assert failures(server)["no_room"] == 1
 
 
-def test_random_kills_of_either_side_change_no_answer(folder: Path) -> None:
+def test_random_kills_of_either_side_change_no_answer(
+    folder: Path, prefill: RunningServer, decode: RunningServer
+) -> None:
     """A few of the kills that bench/disaggregation_kills.py makes by the thousand."""
     random, shared = Random(11), set(os.listdir("/dev/shm"))
-    with start(folder, "prefill") as keeper:
-        bodies = [drawn(random, random.randrange(300, 900)) for _ in range(4)]
-        wanted = [alone(keeper, body, f"kill {at}") for at, body in enumerate(bodies)]
-        for at, body in enumerate(bodies):
-            victim = start(folder, "prefill" if at % 2 else "decode")
-            pid = victim.engine_pid
-            try:
-                if at % 2:  # the handing side dies while or before it is asked
-                    _, params = handed_over(victim, body)
-                    timer = threading.Timer(random.random() * 0.03, kill, (pid,))
-                    with start(folder, "decode") as server:
-                        timer.start()
-                        answer = server.post("/v1/completions", {**body, PARAMS: params})
-                        timer.join()
-                        assert answer_of(answer) == wanted[at]
-                        server.until(lambda: is_quiet(server), "nothing is left at the survivor")
-                else:
-                    _, params = handed_over(keeper, body)
-                    timer = threading.Timer(random.random() * 0.03, kill, (pid,))
-                    timer.start()
-                    with suppress(OSError, ValueError):
-                        victim.post("/v1/completions", {**body, PARAMS: params})
-                    timer.join()
-                    again = keeper.post("/v1/completions", {**body, PARAMS: TO_HAND_OVER})
-                    assert answer_of(again)["token_ids"] == wanted[at]["token_ids"][:1]
-            finally:
-                victim.kill()
-            assert not alive(pid)
-        status, _ = keeper.post("/v1/completions", bodies[0])
-        assert status == 200
+    for number, role in enumerate(("prefill", "decode")):
+        body = drawn(random, random.randrange(300, 900))
+        wanted = alone(prefill, body, f"kill {number}")
+        victim = start(folder, role)
+        pid = victim.engine_pid
+        timer = threading.Timer(random.random() * 0.03, kill, (pid,))
+        try:
+            _, params = handed_over(victim if role == "prefill" else prefill, body)
+            timer.start()
+            if role == "prefill":  # the handing side dies while or before it is asked
+                answer = decode.post("/v1/completions", {**body, PARAMS: params})
+                assert answer_of(answer) == wanted
+            else:
+                with suppress(OSError, ValueError):
+                    victim.post("/v1/completions", {**body, PARAMS: params})
+                again = handed_over(prefill, body)[0]["choices"][0]
+                assert again["token_ids"] == wanted["token_ids"][:1]
+        finally:
+            timer.join()
+            victim.kill()
+        assert not alive(pid)
+    decode.until(lambda: decode.metric("quire_kv_transfer_fetching") == 0, "nothing is fetched")
     assert set(os.listdir("/dev/shm")) <= shared
 
 

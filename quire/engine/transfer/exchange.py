@@ -54,6 +54,8 @@ _OF_THE_PEER = frozenset(
 )
 # A transfer also takes a connection, and a plan to begin and one to go on.
 _ROUND_TRIP_MS = 3.0
+# How often an idle engine looks for leases that have ended.
+_LOOK_EVERY_S = 0.5
 _KEEP = 0.9  # what a transferred block leaves of the estimate before it
 _NOTHING_MOVED = CopiesEnded(to_tiers=NO_INTS, to_blocks=NO_INTS, arrived=NO_BOOLS)
 
@@ -122,6 +124,8 @@ class Exchange:
         self._job_of: dict[bytes, FetchJob] = {}  # by the digest of a block on its way
         self._waiting: dict[str, _Waiting] = {}
         self._has_news = False
+        self._emit: Callable[[FromEngine], None] = lambda message: None
+        self._reported = TransferStats()
         self._failures: Counter[Failure] = Counter()
         self._received_blocks = self._num_transfers = 0
         self._receive_ms = 0.0
@@ -211,16 +215,26 @@ class Exchange:
                 if message.request_ids[0].startswith(_OWN_PREFIX):
                     return
             elif isinstance(message, Outputs):
-                message.stats.transfer = self.stats()
+                message.stats.transfer = self._reported = self.stats()
                 message = self._seen(message)
             emit(message)
 
+        self._emit = watched
         return watched
+
+    def shortened(self, wait_s: float | None) -> float | None:
+        """Return how long an idle engine may wait: leases end by time."""
+        if not len(self._leases):
+            return wait_s
+        return _LOOK_EVERY_S if wait_s is None else min(wait_s, _LOOK_EVERY_S)
 
     def take(self, messages: list[ToEngine]) -> list[ToEngine]:
         """Notice transfers in messages that the engine handles next; return them and own ones."""
         while not self._orders.empty():
-            messages.append(self._orders.get())
+            order = self._orders.get()
+            messages.append(order)
+            if isinstance(order, Abort):  # its connection has ended
+                self._leases.give_up(bytes.fromhex(order.request_ids[0].removeprefix(_OWN_PREFIX)))
         for message in messages:
             if isinstance(message, Submit):
                 self._begin(message.requests[0])
@@ -231,6 +245,8 @@ class Exchange:
                 live = (*self._waiting, *self._handing)
                 self._drop([request_id for request_id in live if request_id.startswith(prefix)])
         self._take_in()
+        if not messages and not self._scheduler.has_work and self.stats() != self._reported:
+            self._emit(Outputs(outputs=None, stats=self._scheduler.stats()))
         return messages
 
     def stats(self) -> TransferStats:
@@ -282,6 +298,8 @@ class Exchange:
     def _hand_over(self, request: Request, transfer_id: bytes) -> None:
         chain = self._hand_overs.chain(request, request.prompt_ids)
         keys = chain.keys
+        if not keys:
+            return  # shorter than a block
         if self._leases.open(transfer_id, keys) is None:
             self._report("KV transfer: too many leases are open; a prompt is not kept")
             return
@@ -492,7 +510,7 @@ class _ExchangeInbox:
 
     def take(self, wait_s: float | None) -> list[ToEngine]:
         """See Inbox."""
-        return self._exchange.take(self._inbox.take(wait_s))
+        return self._exchange.take(self._inbox.take(self._exchange.shortened(wait_s)))
 
     def wake(self) -> None:
         """See Inbox."""

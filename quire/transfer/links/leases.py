@@ -104,6 +104,13 @@ class LeaseBook:
                 lease.is_complete = True
                 self._changed.notify_all()
 
+    def give_up(self, transfer_id: bytes) -> None:
+        """End a lease that no connection uses."""
+        with self._changed:
+            lease = self._open.get(transfer_id)
+            if lease is not None and not lease.users:
+                self._end(transfer_id)
+
     def complete(self) -> list[Lease]:
         """Return the leases of ended requests with blocks that have not come."""
         with self._changed:
