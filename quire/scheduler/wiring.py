@@ -136,9 +136,7 @@ def wire(
         extensions.append(drafts)  # last: drafts take what all rows leave
     hand_overs = None
     if cache.tiers is not None and not keeps_evicted:
-        from quire.scheduler.prefill.hand_over import HandOvers  # only where engines exchange
-
-        hand_overs = HandOvers(batch, cache)
+        hand_overs = _hand_overs(batch, cache)
         extensions.append(hand_overs)
     gates = [*([loads] if cache.tiers is not None else []), *_length_gates(limits)]
     slots = SlotAllocator(batch, cache, policy, shares, loads, stats)
@@ -168,6 +166,12 @@ def wire(
         hand_overs=hand_overs,
         extensions=tuple(extensions),
     )
+
+
+def _hand_overs(batch: RunningBatch, cache: CacheManager) -> HandOvers:
+    from quire.scheduler.prefill.hand_over import HandOvers  # only where engines exchange blocks
+
+    return HandOvers(batch, cache)
 
 
 def _check_budget(limits: SchedulerLimits, cost: CostModel | None) -> None:

@@ -29,7 +29,7 @@ from quire.api.generation.continued_answer import (
     read_cursor,
 )
 from quire.api.generation.fields import SCHEDULING, flag, limited
-from quire.api.generation.kv_transfer import kv_transfer_of, with_transfer
+from quire.api.generation.kv_transfer import with_transfer
 from quire.api.generation.request_context import RequestContext, open_request
 from quire.api.generation.speculation_fields import speculation_params
 from quire.api.generation.usage import Usage, UsageOptions
@@ -185,9 +185,8 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
     if "speculation" in given or "prediction" in given:
         terms = replace(terms, speculation=await speculation_params(context))
     if "kv_transfer_params" in given:
-        terms = replace(terms, kv_transfer=kv_transfer_of(given, engine.card))
-    stream = flag(given, "stream")
-    options = _stream_options(given, stream=stream)
+        terms, route = with_transfer(given, terms, route, engine.card)
+    options = _stream_options(given, stream=(stream := flag(given, "stream")))
     cursor = read_cursor(given, context) if "output_cursor" in given else None
     generation_request = GenerationRequest(
         context=context,
@@ -210,10 +209,6 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
             await server_state.lifecycle.wait_while_paused()
             server_state.engine()  # it may have died meanwhile
         job = await route.read(generation_request)
-        if terms.kv_transfer is not None:
-            job = replace(
-                job, **with_transfer(job.prompts, job.writer, terms.kv_transfer, engine.card)
-            )
         answers = _streams_of(job, given, cursor, engine)(
             engine,
             server_state.metrics,
@@ -252,9 +247,8 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
             cut=open_.cut,
         )
     except BaseException as error:
-        server_state.requests.end(
-            open_, error if isinstance(error, QuireError) else QuireError("gone")
-        )
+        known = error if isinstance(error, QuireError) else QuireError("gone")
+        server_state.requests.end(open_, known)
         raise
     if isinstance(answered, Response):
         return answered

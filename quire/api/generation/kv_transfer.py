@@ -12,16 +12,19 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, TypeVar
 
 from quire.api.generation.choice_streams import Choice, Prompt, PromptState
 from quire.api.generation.usage import Usage
 from quire.api.streaming.event_stream import Writer
 from quire.base.errors import InvalidParameter
 from quire.base.kv_transfer import KVTransfer, TransferCard
+from quire.base.scheduling_params import SchedulingParams
 from quire.base.show import show
 from quire.engine.model_card import ModelCard
 from quire.engine.output.text_delta import TextDelta
+
+Route = TypeVar("Route")
 
 PARAM = "kv_transfer_params"
 _FLAGS = ("do_remote_prefill", "do_remote_decode")
@@ -32,6 +35,27 @@ _NAMES = (
 )
 _ID_BYTES = 16
 _MAX_ID_CHARS = 256
+
+
+def with_transfer(
+    given: Mapping[str, Any], terms: SchedulingParams, route: Route, card: ModelCard
+) -> tuple[SchedulingParams, Route]:
+    """Return terms and route of a request with the field. Raises InvalidParameter.
+
+    route: a GenerationRoute; its `read` then checks the job too, which may raise InvalidParameter.
+    """
+    transfer = kv_transfer_of(given, card)
+    if transfer is None:
+        return terms, route
+    generation_route: Any = route
+    read = generation_route.read
+
+    async def read_job(request: Any) -> Any:
+        job = await read(request)
+        return replace(job, **_changed(job.prompts, job.writer, transfer, card))
+
+    changed: Route = replace(generation_route, read=read_job)
+    return replace(terms, kv_transfer=transfer), changed
 
 
 def kv_transfer_of(given: Mapping[str, Any], card: ModelCard) -> KVTransfer | None:
@@ -61,7 +85,7 @@ def kv_transfer_of(given: Mapping[str, Any], card: ModelCard) -> KVTransfer | No
     return _fetch(fields, value, card.transfer)
 
 
-def with_transfer(
+def _changed(
     prompts: Sequence[Prompt], writer: Writer, transfer: KVTransfer, card: ModelCard
 ) -> dict[str, Any]:
     """Return the fields of a job that a transfer changes. Raises InvalidParameter."""

@@ -186,9 +186,7 @@ def _assembled(
     num_layers = executor.num_layers if isinstance(executor, LayeredExecutor) else 0
     limits = _limits(config, model, num_layers)
     fingerprint = _block_fingerprint(config, program, executor)
-    tier = _tier(
-        config, executor, tier_folder, exchange_port, fingerprint, clock=clock, report=report
-    )
+    tier = _tier(config, executor, tier_folder, exchange_port, fingerprint, clock, report)
     texts, compiler = _text_sources(config, model.spec, clock)
     taps = None if model.heads is None else model.heads.taps(limits.max_num_seqs)
     runner = _runner_class(taps)(
@@ -234,12 +232,7 @@ def _assembled(
     )
     exchange = None
     if exchange_port is not None:
-        from quire.engine.assembly.exchange import ExchangeStore, start_exchange
-
-        opened = cast(ExchangeStore, tier)
-        exchange, card = start_exchange(
-            opened, core, card, config, fingerprint=fingerprint, clock=clock, report=report
-        )
+        exchange, card = _start_exchange(tier, core, card, config, fingerprint, clock, report)
     return Engine(
         core=core,
         card=card,
@@ -263,7 +256,6 @@ def _tier(
     folder: TierFolder | None,
     port: ExchangePort | None,
     fingerprint: bytes,
-    *,
     clock: Clock,
     report: Report,
 ) -> OpenTier | None:
@@ -278,6 +270,23 @@ def _tier(
 
     return open_tier(
         folder, config.cache, executor, fingerprint=fingerprint, clock=clock, report=report
+    )
+
+
+def _start_exchange(
+    tier: OpenTier | None,
+    core: EngineCore,
+    card: ModelCard,
+    config: EngineConfig,
+    fingerprint: bytes,
+    clock: Clock,
+    report: Report,
+) -> tuple[Exchange, ModelCard]:
+    from quire.engine.assembly.exchange import ExchangeStore, start_exchange
+
+    assert isinstance(tier, ExchangeStore), "opened before the scheduler was made"
+    return start_exchange(
+        tier, core, card, config, fingerprint=fingerprint, clock=clock, report=report
     )
 
 
