@@ -31,6 +31,8 @@ from quire.api.openapi.error_words import error_rows
 from quire.api.openapi.field_schemas import Known
 from quire.api.openapi.field_words import GROUPS
 from quire.api.openapi.operations import OPERATIONS
+from quire.base.engine_stats import EngineStats
+from quire.base.kv_transfer import Failure, TransferStats
 from quire.cli.exit_codes import EXIT_CODES, SIGNALLED
 from quire.cli.serve import add_arguments
 from quire.config.environment import FILE_VARIABLE
@@ -235,6 +237,8 @@ def _values(schema: Mapping[str, Any]) -> str:
 def metrics() -> str:
     """Return a table of the metrics a server shows."""
     rows, source = [], Metrics(("name",))
+    counted = TransferStats(failures_total=tuple((one.value, 0) for one in Failure))
+    source.see(EngineStats(transfer=counted))  # shown only where blocks are exchanged
     # A labelled metric that has counted nothing has no sample to read its labels from.
     collectors = source._shown._names_to_collectors
     for family in text_string_to_metric_families(source.text().decode()):
