@@ -11,6 +11,7 @@ whatever fails, the blocks that lack are computed.
 
 from __future__ import annotations
 
+import math
 import queue
 import secrets
 from collections import Counter
@@ -22,7 +23,7 @@ import numpy as np
 from quire.base.block_copies import CopiesEnded
 from quire.base.kv_transfer import Failure, KVTransfer, TransferStats
 from quire.base.records import NO_BOOLS, NO_INTS, FinishReason, Request, RequestOutput
-from quire.base.report import Report
+from quire.base.report import Field, Report
 from quire.base.sampling_params import SamplingParams
 from quire.base.timeline import WaitReason
 from quire.cache.exchange_map import ExchangeMap
@@ -56,6 +57,8 @@ _OF_THE_PEER = frozenset(
 _ROUND_TRIP_MS = 3.0
 # How often an idle engine looks for leases that have ended.
 _LOOK_EVERY_S = 0.5
+# Failures for one reason are logged at most so often; all are counted.
+_REPORT_EVERY_MS = 1_000.0
 _KEEP = 0.9  # what a transferred block leaves of the estimate before it
 _NOTHING_MOVED = CopiesEnded(to_tiers=NO_INTS, to_blocks=NO_INTS, arrived=NO_BOOLS)
 
@@ -126,6 +129,7 @@ class Exchange:
         self._has_news = False
         self._emit: Callable[[FromEngine], None] = lambda message: None
         self._reported = TransferStats()
+        self._reported_ms: dict[str, float] = {}
         self._failures: Counter[Failure] = Counter()
         self._received_blocks = self._num_transfers = 0
         self._receive_ms = 0.0
@@ -345,7 +349,10 @@ class Exchange:
     def _fetch(
         self, request: Request, keys: Sequence[bytes], source: Source, peer: Peer | None
     ) -> bool:
-        """Begin to fetch blocks; return whether any are on their way because of this."""
+        """Begin to fetch blocks; return whether any are on their way because of this.
+
+        A peer computes the whole prompt, so it is not asked for less than half of the blocks.
+        """
         waiting, own, places = _Waiting(), [], []
         for key in keys:
             if (job := self._job_of.get(key)) is not None:
@@ -357,6 +364,10 @@ class Exchange:
                 break
             own.append(key)
             places.append(place)
+        if peer is not None and 2 * len(own) < len(keys):
+            for place in places:
+                self._tier.land(place, arrived=False)
+            own.clear()
         if own and self.client is not None:
             job = FetchJob(source, own, places)
             self._jobs[job] = _Fetch(job, peer)
@@ -471,7 +482,7 @@ class Exchange:
             self._block_ms = keep * self._block_ms + (1.0 - keep) * block_ms
         if job.failure is not None:
             self._failures[job.failure] += 1
-            self._report(
+            self._report_failure(
                 "KV transfer failed; the blocks that lack are computed here",
                 reason=job.failure.value,
                 detail=job.detail,
@@ -482,6 +493,13 @@ class Exchange:
         if fetch.peer is not None:
             failed = job.failure in _OF_THE_PEER
             self._peers.ended(fetch.peer, self._now_ms(), failed=failed)
+
+    def _report_failure(self, what: str, *, reason: str, **fields: Field) -> None:
+        """Report a failure, unless one for this reason was reported a moment ago."""
+        now_ms = self._now_ms()
+        if now_ms - self._reported_ms.get(reason, -math.inf) >= _REPORT_EVERY_MS:
+            self._reported_ms[reason] = now_ms
+            self._report(what, reason=reason, **fields)
 
     def _release(self, waiting: _Waiting) -> None:
         for place in waiting.held:
