@@ -44,6 +44,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a file with one address a line, read again when it changes, instead of URLs",
     )
+    parser.add_argument(
+        "--prefill",
+        metavar="URL",
+        action="append",
+        default=[],
+        help="a server of role prefill, which computes long prompts for the replicas; may be "
+        "repeated",
+    )
+    parser.add_argument(
+        "--prefill-file",
+        metavar="FILE",
+        help="a file with their addresses, like --replicas-file, instead of --prefill",
+    )
+    parser.add_argument(
+        "--min-prefill-tokens",
+        type=int,
+        default=_DEFAULTS.min_prefill_tokens,
+        metavar="N",
+        help="shorter prompts (estimated) are not sent to prefill servers "
+        f"(default {_DEFAULTS.min_prefill_tokens})",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
     parser.add_argument("--port", type=int, default=8080, help="port to listen at; 0: a free one")
     parser.add_argument(
@@ -109,9 +130,10 @@ def run(arguments: argparse.Namespace) -> int:
         max_open=arguments.max_open_requests,
         max_open_per_key=arguments.max_open_per_key,
         replica_key=_key(arguments.replica_key_file),
+        min_prefill_tokens=arguments.min_prefill_tokens,
         **{name: getattr(arguments, name) for name in _SECONDS},
     )
-    discovery = _discovery(arguments, log)
+    discovery, prefill = _discovery(arguments, log), _prefill_discovery(arguments, log)
     _check_exposure(arguments, settings)
     listening = _listen(arguments.host, arguments.port)
     host, port = listening.getsockname()[:2]
@@ -124,7 +146,7 @@ def run(arguments: argparse.Namespace) -> int:
             flush=True,
         )
 
-    return serve(settings, discovery, listening, log, announce)
+    return serve(settings, discovery, listening, log, announce, prefill)
 
 
 def _discovery(arguments: argparse.Namespace, log: Log) -> Discovery:
@@ -135,8 +157,20 @@ def _discovery(arguments: argparse.Namespace, log: Log) -> Discovery:
         )
     if arguments.replicas_file:
         return WatchedFile(Path(arguments.replicas_file), log)
+    return _listed(arguments.replicas)
+
+
+def _prefill_discovery(arguments: argparse.Namespace, log: Log) -> Discovery | None:
+    if arguments.prefill and arguments.prefill_file:
+        raise SettingError("--prefill and --prefill-file are both given; give one of them")
+    if arguments.prefill_file:
+        return WatchedFile(Path(arguments.prefill_file), log)
+    return _listed(arguments.prefill) if arguments.prefill else None
+
+
+def _listed(texts: list[str]) -> StaticList:
     try:
-        urls = [replica_url(url) for url in arguments.replicas]
+        urls = [replica_url(url) for url in texts]
     except InvalidParameter as error:
         raise SettingError(str(error)) from error
     return StaticList(tuple({url.shown + url.path: url for url in urls}.values()))

@@ -16,7 +16,7 @@ import msgspec
 from quire.base.log import Log
 from quire.router.admission import Admission
 from quire.router.client_response import ClientResponse, Message, Receive, Send
-from quire.router.dispatcher import Dispatcher
+from quire.router.dispatcher import Dispatcher, HandOver
 from quire.router.faults import ClientGone, Refusal
 from quire.router.fleet import Fleet
 from quire.router.routed_request import RoutedRequest
@@ -53,12 +53,17 @@ class RouterApp:
     """The application."""
 
     def __init__(
-        self, fleet: Fleet, admission: Admission, metrics: RouterMetrics, log: Log
+        self,
+        fleet: Fleet,
+        admission: Admission,
+        metrics: RouterMetrics,
+        log: Log,
+        hand_over: HandOver | None = None,
     ) -> None:
         self._fleet = fleet
         self._admission = admission
         self._metrics = metrics
-        self._dispatcher = Dispatcher(fleet, admission, metrics)
+        self._dispatcher = Dispatcher(fleet, admission, metrics, hand_over)
         self._log = log
         self._max_body_bytes = fleet.settings.max_body_bytes
         self.cut: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -9,8 +9,10 @@ third replica after two failed with it; what was refused was not computed, so re
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import Any
 
 from quire.router.admission import Admission
 from quire.router.breaker import RetryBudget
@@ -31,6 +33,9 @@ _FAILED = frozenset({"worker_error", "device_lost", "step_row_error", "internal_
 _RETRY_EVERY_S = 0.25
 # So long a stream waits for another replica before it goes on at the one that failed.
 _RETURN_S = 1.0
+
+
+HandOver = Callable[[RoutedRequest, ClientResponse], Awaitable[dict[str, Any] | None]]
 
 
 class Attempt(AbstractContextManager["Attempt"]):
@@ -100,9 +105,16 @@ class Attempt(AbstractContextManager["Attempt"]):
 
 
 class Dispatcher:
-    """Answers the requests of clients."""
+    """Answers requests of clients. hand_over: has a prompt computed first (prefill_pairs.py)."""
 
-    def __init__(self, fleet: Fleet, admission: Admission, metrics: RouterMetrics) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        admission: Admission,
+        metrics: RouterMetrics,
+        hand_over: HandOver | None = None,
+    ) -> None:
+        self._hand_over = hand_over
         self._fleet = fleet
         self._admission = admission
         self._metrics = metrics
@@ -112,6 +124,8 @@ class Dispatcher:
     async def answer(self, request: RoutedRequest, client: ClientResponse) -> None:
         """Answer one request. Raises Refusal and ClientGone."""
         self._budget.requested()
+        if self._hand_over is not None:
+            request.transfer = await self._hand_over(request, client)
         await Answer(self, request, client).run()
 
 

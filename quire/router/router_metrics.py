@@ -35,6 +35,7 @@ class RouterMetrics:
         self.broken = counter("quire_router_broken_streams", "Streams ended by an error", "reason")
         self.faults = counter("quire_router_replica_faults", "Failed exchanges", "replica")
         self.refused = counter("quire_router_refused_requests", "Refused by the router", "code")
+        self.prefills = counter("quire_router_prefills", "Prompts for prefill replicas", "outcome")
         self.resume_seconds = Histogram(
             "quire_router_resume_seconds",
             "From the failure of a replica to the next event of a stream",

@@ -7,6 +7,7 @@ whole request alone, under a cache salt of its own.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 
 from tests.flawed_link import Change, cutting, flawed_link, flipping
+from tests.serve.running_router import RunningRouter
 from tests.serve.running_server import RunningServer, alive, kill
 from tests.tiny_models import write_tiny_llama
 
@@ -380,3 +382,18 @@ def test_a_server_without_a_key_says_how_to_exchange_blocks(folder: Path) -> Non
         assert status == 400
         assert "--kv-transfer-key-file" in answer["error"]["message"]
         assert "quire_kv_transfer" not in server.request("GET", "/metrics")[2].decode()
+
+
+def test_a_router_sends_long_prompts_through_the_pair(
+    prefill: RunningServer, decode: RunningServer
+) -> None:
+    body = drawn(Random(12), 400)
+    wanted = alone(prefill, body, "routed")
+    before = decode.metric("quire_kv_transfer_received_blocks_total")
+    arguments = (decode.url, "--prefill", prefill.url, "--min-prefill-tokens", "64")
+    with RunningRouter(*arguments) as router:
+        status, raw = router.request("POST", "/v1/completions", body)
+        assert answer_of((status, json.loads(raw))) == wanted
+        metrics = router.request("GET", "/metrics")[1].decode()
+    assert 'quire_router_prefills_total{outcome="handed_over"} 1.0' in metrics
+    assert decode.metric("quire_kv_transfer_received_blocks_total") == before + 400 // 16
