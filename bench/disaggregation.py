@@ -192,7 +192,7 @@ def gaps_beside(server: Server, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def prompt_body(args: argparse.Namespace, number: int) -> dict[str, Any]:
-    """Return the request of a long prompt, whose time is that of its first token."""
+    """Return the request of a long prompt, which ends with its first token."""
     prompt = ids(f"prompt {number}", args.prompt)
     wanted = {"max_tokens": 1, "temperature": 0.0, "return_token_ids": True}
     return {"prompt": prompt, **wanted}

@@ -44,27 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a file with one address a line, read again when it changes, instead of URLs",
     )
-    parser.add_argument(
-        "--prefill",
-        metavar="URL",
-        action="append",
-        default=[],
-        help="a server of role prefill, which computes long prompts for the replicas; may be "
-        "repeated",
-    )
-    parser.add_argument(
-        "--prefill-file",
-        metavar="FILE",
-        help="a file with their addresses, like --replicas-file, instead of --prefill",
-    )
-    parser.add_argument(
-        "--min-prefill-tokens",
-        type=int,
-        default=_DEFAULTS.min_prefill_tokens,
-        metavar="N",
-        help="shorter prompts (estimated) are not sent to prefill servers "
-        f"(default {_DEFAULTS.min_prefill_tokens})",
-    )
+    _add_prefill(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
     parser.add_argument("--port", type=int, default=8080, help="port to listen at; 0: a free one")
     parser.add_argument(
@@ -116,6 +96,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--insecure",
         action="store_true",
         help="listen at an address that is not loopback although the replicas need no key",
+    )
+
+
+def _add_prefill(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prefill",
+        metavar="URL",
+        action="append",
+        default=[],
+        help="a server of role prefill, which computes long prompts for the replicas; may be "
+        "repeated",
+    )
+    parser.add_argument(
+        "--prefill-file",
+        metavar="FILE",
+        help="a file with their addresses, like --replicas-file, instead of --prefill",
+    )
+    parser.add_argument(
+        "--min-prefill-tokens",
+        type=int,
+        default=_DEFAULTS.min_prefill_tokens,
+        metavar="N",
+        help="shorter prompts (estimated) are not sent to prefill servers "
+        f"(default {_DEFAULTS.min_prefill_tokens})",
     )
 
 
