@@ -108,7 +108,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--swap-space": _HOST,
         "--cpu-offload-gb": _LAYERS,
         "--kv-offloading-size": _HOST,
-        "--kv-transfer-config": "KV blocks on disk are set by --kv-tier-path; leave it out",
+        "--kv-transfer-config": "engines that exchange KV blocks are set by --role and "
+        "--kv-transfer-key-file, KV blocks on disk by --kv-tier-path",
         "--pipeline-parallel-size": _ONE_DEVICE,
         "-pp": _ONE_DEVICE,
         "--data-parallel-size": _REPLICAS,

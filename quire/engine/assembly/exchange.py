@@ -140,6 +140,7 @@ def start_exchange(
         now_ms=clock.now_ms,
         report=report,
     )
+    exchange.segment = opened.segment
     engine_id = secrets.token_hex(8)
     identity = _identity(card, engine_id, fingerprint, _backends(settings, has_segment=True))
     if port.listening is not None:

@@ -48,6 +48,7 @@ from quire.transfer.links.block_client import BlockClient, FetchJob, Source
 from quire.transfer.links.block_server import BlockServer
 from quire.transfer.links.leases import LeaseBook
 from quire.transfer.links.messages import TRANSFER_ID_BYTES, MessageError
+from quire.transfer.links.shared_memory import OwnSegment
 
 # Failures of which the peer is the cause, so that it is not asked again at once.
 _OF_THE_PEER = frozenset(
@@ -120,6 +121,7 @@ class Exchange:
         self._block_ms = terms.block_ms
         self.server: BlockServer | None = None
         self.client: BlockClient | None = None
+        self.segment: OwnSegment | None = None  # the store's memory, where others may map it
         self._wake: Callable[[], None] = lambda: None
         self._orders: queue.SimpleQueue[Submit | Abort] = queue.SimpleQueue()
         self._handing: dict[str, bytes] = {}  # transfer ids of live requests, by request id
@@ -246,8 +248,9 @@ class Exchange:
                 self._drop(message.request_ids)
             elif isinstance(message, Leave):
                 prefix = id_prefix(message.client)
-                live = (*self._waiting, *self._handing)
-                self._drop([request_id for request_id in live if request_id.startswith(prefix)])
+                for request_id in [*self._waiting, *self._handing]:
+                    if request_id.startswith(prefix):  # no output says that it has ended
+                        self._refused(request_id, "its client is gone")
         self._take_in()
         if not messages and not self._scheduler.has_work and self.stats() != self._reported:
             self._emit(Outputs(outputs=None, stats=self._scheduler.stats()))
@@ -274,6 +277,8 @@ class Exchange:
             self.server.close()
         if self.client is not None:
             self.client.close()
+        if self.segment is not None:
+            self.segment.close()
 
     # ---- requests
 

@@ -215,7 +215,7 @@ class Prefill:
     token_ids: bytes
 
     kind = 5
-    max_bytes = 64 << 20
+    max_bytes = 16 << 20
 
     def pack(self) -> bytes:
         """See Message."""
