@@ -42,7 +42,7 @@ Bytes = NDArray[np.uint8]
 MAX_CONNECTIONS = 64
 # Signs of life are sent so often while there is nothing else to send, and missed after so long.
 BEAT_S = 0.5
-LOST_S = 5.0
+LOST_S = 10.0
 # A fetching side has so long to ask for blocks, and a lease to be opened by the engine.
 ASK_S = 10.0
 _CLOSE_S = 2.0
