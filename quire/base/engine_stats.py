@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quire.base.kv_transfer import TransferStats
+
 # Upper ends of the histogram of what preemptions cost.
 PREEMPTION_COSTS_MS = (
     *(1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1_000.0, 3_000.0, 10_000.0, 30_000.0, 100_000.0),
@@ -75,4 +77,5 @@ class EngineStats:
     # By mixture and expert, the rows that chose it; empty where there is none, and mostly (they are
     # added from time to time).
     expert_tokens_total: tuple[tuple[int, ...], ...] = ()
+    transfer: TransferStats | None = None  # None where no blocks are exchanged
     last_step_ms: float = 0.0  # engine clock when the last step ended

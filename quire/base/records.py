@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from quire.base.block_copies import BlockCopies
 from quire.base.cache_usage import CacheUsage
+from quire.base.kv_transfer import KVTransfer
 from quire.base.rare_records import NO_RULES as NO_RULES
 from quire.base.rare_records import CachePin, Speculation
 from quire.base.rare_records import Candidates as Candidates
@@ -60,7 +61,8 @@ class Request:
     ttft count from arrival_ms, None where not requested. explain_cache: its outputs have a
     cache_use. cache_pins: prefixes to keep. report_progress: each chunk of its prompt but the last
     gives an output. output_ids: tokens of the answer that are known already, as after a preemption;
-    outputs begin after them.
+    outputs begin after them. transfer: KV blocks of its prompt go to another engine, or come
+    from one.
     """
 
     request_id: str
@@ -83,6 +85,7 @@ class Request:
     report_progress: bool = False
     speculation: Speculation | None = None
     output_ids: Int32s = field(default_factory=lambda: NO_INTS)
+    transfer: KVTransfer | None = None
 
     @property
     def known_ids(self) -> Int32s:

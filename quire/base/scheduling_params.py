@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.base.errors import InvalidParameter
+from quire.base.kv_transfer import KVTransfer
 from quire.base.parameter_checks import number, whole
 from quire.base.rare_records import CachePin
 from quire.base.show import show
@@ -31,7 +32,8 @@ class SchedulingParams:
     time between its tokens after the first. return_cached_tokens_details: report where cached
     tokens were found, and why no more were. report_progress: report each chunk of the prompt that
     is computed. speculation: how draft tokens are made; None: as the server is set. cache_pins:
-    prefixes of the prompt to keep, and to report. Raises InvalidParameter naming the field.
+    prefixes of the prompt to keep, and to report. kv_transfer: blocks of the prompt go to another
+    engine, or come from one. Raises InvalidParameter naming the field.
     """
 
     tenant: str = ""
@@ -43,6 +45,7 @@ class SchedulingParams:
     report_progress: bool = False
     speculation: SpeculationParams | None = None
     cache_pins: tuple[CachePin, ...] = ()
+    kv_transfer: KVTransfer | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.tenant, str) or len(self.tenant) > MAX_TENANT_CHARS:

@@ -23,8 +23,11 @@ class TierMap:
     """`num_blocks` places of a tier of that kind; lower ones are filled first.
 
     Memory grows with those that were used. block_ms: expected time to move one block, until it is
-    measured. max_saving: blocks that may be on their way there at once.
+    measured. max_saving: blocks that may be on their way there at once. keeps_evicted: whether
+    blocks that leave the pool are saved here.
     """
+
+    keeps_evicted = True
 
     def __init__(
         self,
@@ -60,6 +63,10 @@ class TierMap:
     def knows(self, key: bytes) -> bool:
         """Return whether a block of this digest is there or on its way there."""
         return key in self._place_of or key in self._awaited_keys
+
+    def wants(self, key: bytes) -> bool:
+        """Return whether a block of this digest is saved in any case."""
+        return False
 
     def run(self, keys: Sequence[bytes]) -> list[int]:
         """Return places of the longest run of digests from the first on."""

@@ -71,7 +71,7 @@ class TierTransfers:
         insert: Insert,
     ) -> None:
         self.tier = tier
-        self.saves_evicted = True
+        self.saves_evicted = tier.keeps_evicted
         self.is_broken = False
         self.unsaved_total = 0  # evicted while too many were on their way
         self._pool, self._index, self._insert = pool, index, insert
@@ -91,6 +91,11 @@ class TierTransfers:
         return bool(self._num_saving or self._fetch_of or self._idle or self._swapped)
 
     @property
+    def num_to_save(self) -> int:
+        """Blocks that the next plans save."""
+        return len(self._swapped)
+
+    @property
     def num_fetching(self) -> int:
         """Blocks on their way into the pool."""
         return len(self._fetch_of)
@@ -102,14 +107,21 @@ class TierTransfers:
 
     def evicted(self, keys: Sequence[bytes], blocks: Int32s) -> None:
         """Save blocks that the pool allocates anew before the next plan."""
-        if self.is_broken or not self.saves_evicted:
+        if self.is_broken:
             return
         for key, block in zip(keys, blocks.tolist(), strict=True):
+            if not (self.saves_evicted or self.tier.wants(key)):
+                continue
             if not self.tier.knows(key) and not self._save(key, block, self._max_saving):
                 self.unsaved_total += 1
 
     def swap_out(self, blocks: Int32s) -> None:
         """Save those findable of `blocks`, soon; their owner gives them back."""
+        if self.tier.keeps_evicted:
+            self.save_soon(blocks)
+
+    def save_soon(self, blocks: Int32s) -> None:
+        """Save those findable of `blocks` with the next plans."""
         if self.is_broken:
             return
         for block in blocks.tolist():

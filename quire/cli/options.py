@@ -19,6 +19,7 @@ from quire.base.grammar import Grammar, grammar_of
 from quire.config.flags import add_flags
 from quire.config.groups import CacheConfig, ExecutorConfig, ModelConfig, SchedulerConfig
 from quire.config.server_config import ServerConfig
+from quire.config.transfer import TransferConfig
 
 
 def positive_int(text: str) -> int:
@@ -77,7 +78,7 @@ def add_engine_arguments(
 def add_all_settings(parser: argparse.ArgumentParser) -> None:
     """Add MODEL and the flags of all config groups, those of the server included."""
     _add_model_and_file(parser)
-    add_flags(parser, ServerConfig, *_ENGINE_GROUPS, skip=frozenset({"model"}))
+    add_flags(parser, ServerConfig, *_ENGINE_GROUPS, TransferConfig, skip=frozenset({"model"}))
 
 
 def _add_model_and_file(parser: argparse.ArgumentParser) -> None:

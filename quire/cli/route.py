@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a file with one address a line, read again when it changes, instead of URLs",
     )
+    _add_prefill(parser)
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -115,6 +116,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_prefill(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prefill",
+        metavar="URL",
+        action="append",
+        default=[],
+        help="a server of role prefill, which computes long prompts for the replicas; may be "
+        "repeated",
+    )
+    parser.add_argument(
+        "--prefill-file",
+        metavar="FILE",
+        help="a file with their addresses, like --replicas-file, instead of --prefill",
+    )
+    parser.add_argument(
+        "--min-prefill-tokens",
+        type=int,
+        default=_DEFAULTS.min_prefill_tokens,
+        metavar="N",
+        help="shorter prompts (estimated) are not sent to prefill servers "
+        f"(default {_DEFAULTS.min_prefill_tokens})",
+    )
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Route until a signal. Raises SettingError."""
     from quire.router.server import run as serve  # imports uvicorn
@@ -123,6 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
     file = RouteFile() if arguments.config is None else read_route_file(arguments.config)
     settings = _settings(arguments, file)
     discovery, features = _parts(arguments, file, log)
+    prefill = _prefill_discovery(arguments, log)
     host = _given(arguments.host, file.host, _DEFAULT_HOST)
     _check_exposure(host, settings, is_insecure=arguments.insecure)
     port = _given(arguments.port, file.port, _DEFAULT_PORT)
@@ -137,7 +163,7 @@ def run(arguments: argparse.Namespace) -> int:
             flush=True,
         )
 
-    return serve(settings, discovery, listening, log, announce, features)
+    return serve(settings, discovery, listening, log, announce, features, prefill)
 
 
 def _given(flag: Any, in_file: Any, default: Any) -> Any:
@@ -166,7 +192,11 @@ def _settings(arguments: argparse.Namespace, file: RouteFile) -> RouterSettings:
         for name, value in in_file.items()
     }
     key_file = _given(arguments.replica_key_file, file.replica_key_file, None)
-    return RouterSettings(**values, replica_key=_key(key_file))
+    return RouterSettings(
+        **values,
+        replica_key=_key(key_file),
+        min_prefill_tokens=arguments.min_prefill_tokens,
+    )
 
 
 def _parts(arguments: argparse.Namespace, file: RouteFile, log: Log) -> tuple[Discovery, Features]:
@@ -217,8 +247,20 @@ def _discovery(replicas: list[str], replicas_file: str | None, log: Log) -> Disc
         )
     if replicas_file:
         return WatchedFile(Path(replicas_file), log)
+    return _listed(replicas)
+
+
+def _prefill_discovery(arguments: argparse.Namespace, log: Log) -> Discovery | None:
+    if arguments.prefill and arguments.prefill_file:
+        raise SettingError("--prefill and --prefill-file are both given; give one of them")
+    if arguments.prefill_file:
+        return WatchedFile(Path(arguments.prefill_file), log)
+    return _listed(arguments.prefill) if arguments.prefill else None
+
+
+def _listed(texts: list[str]) -> StaticList:
     try:
-        urls = [replica_url(url) for url in replicas]
+        urls = [replica_url(url) for url in texts]
     except InvalidParameter as error:
         raise SettingError(str(error)) from error
     return StaticList(tuple({url.shown + url.path: url for url in urls}.values()))

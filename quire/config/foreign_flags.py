@@ -115,7 +115,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--swap-space": _HOST,
         "--cpu-offload-gb": _OFFLOAD,
         "--kv-offloading-size": _HOST,
-        "--kv-transfer-config": "KV blocks on disk are set by --kv-tier-path; leave it out",
+        "--kv-transfer-config": "engines that exchange KV blocks are set by --role and "
+        "--kv-transfer-key-file, KV blocks on disk by --kv-tier-path",
         "--distributed-executor-backend": _ONE_DEVICE,
         "--speculative-config": _DRAFT,
         "--num-speculative-tokens": _DRAFT_TOKENS,

@@ -15,6 +15,7 @@ from quire.base.errors import SettingError
 from quire.base.speculation_params import MAX_DRAFT_TOKENS
 from quire.config.kv_events import read_kv_events
 from quire.config.settings import at_least, at_most, check_dimensions, one_of, setting
+from quire.config.transfer import TransferConfig
 
 # The lists below repeat names of packages that this package must not import.
 # quire/program/kv_cache.py
@@ -617,8 +618,11 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
 
     def __post_init__(self) -> None:
+        if self.transfer.is_on:
+            self._check_transfer()
         if self.executor.num_ranks > 1:
             self._check_ranks()
         if self.executor.data_parallel_size > 1:
@@ -653,12 +657,37 @@ class EngineConfig:
             ("kv_tier_path", cache.kv_tier_path is not None),
             ("kv_tier_host_bytes", cache.kv_tier_host_bytes is not None),
             ("kv_events_config", cache.kv_events_config is not None),
+            ("kv_transfer_key_file", self.transfer.is_on),
         ):
             if is_given:
                 raise SettingError(
                     f"{given} and {what} is given, which several engines do not share yet: leave "
                     "one of them out, or start several servers behind quire route"
                 )
+
+    def _check_transfer(self) -> None:
+        """Raise SettingError for what an exchange of KV blocks does not support yet."""
+        given = "kv_transfer_key_file is given"
+        if not self.cache.enable_prefix_caching:
+            raise SettingError(
+                f"{given} and enable_prefix_caching is false, but blocks from other engines are "
+                "found by their prefix; leave one of them out"
+            )
+        if self.cache.has_tier:
+            raise SettingError(
+                f"{given}, and so is a KV tier (kv_tier_path or kv_tier_host_bytes); an engine has "
+                "one store beside its pool for now: leave one of them out"
+            )
+        if self.executor.executor == "torch":
+            raise SettingError(
+                f"{given} and executor is torch; blocks are exchanged between engines on CPUs for "
+                "now: take --executor native, or leave it out"
+            )
+        if self.executor.num_ranks > 1:
+            raise SettingError(
+                f"{given} and {self.executor.ranks_text}; blocks of several ranks are not "
+                "exchanged yet: leave one of them out"
+            )
 
     def _check_ranks(self) -> None:
         """Raise SettingError for what several ranks do not support yet."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from quire.base.kv_transfer import TransferCard
 from quire.models.pooling_files import PoolingSpec
 
 EngineState = Literal["starting", "ready", "paused", "draining", "restarting", "dead"]
@@ -28,6 +29,7 @@ class ModelCard:
     max_draft_tokens: most draft tokens of a request in a step, 0 where none are verified.
     speculates: whether requests have drafts unless they say otherwise. pooling: how embeddings are
     made; None where none are. generates: whether the model has a head, so that it writes text.
+    transfer: how KV blocks are exchanged with other engines; None where they are not.
     """
 
     name: str
@@ -52,6 +54,7 @@ class ModelCard:
     speculates: bool = False
     pooling: PoolingSpec | None = None
     generates: bool = True
+    transfer: TransferCard | None = None
 
     @property
     def names(self) -> tuple[str, ...]:

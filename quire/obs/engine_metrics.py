@@ -19,6 +19,7 @@ from prometheus_client.metrics_core import (
 
 from quire.base.clock import Clock
 from quire.base.engine_stats import EXPERT_TOKENS, PREEMPTION_COSTS_MS, EngineStats
+from quire.base.kv_transfer import TransferStats
 
 # The device's busy share is of so much time before a scrape, from samples so far apart.
 BUSY_WINDOW_MS, BUSY_SAMPLE_MS = 60_000.0, 1_000.0
@@ -64,6 +65,8 @@ class EngineCollector:
         yield _ended_pins(stats)
         yield from _drafts(stats)
         yield _expert_tokens(stats)
+        if stats.transfer is not None:
+            yield from _transfers(stats.transfer)
 
 
 class TenantCollector:
@@ -249,6 +252,36 @@ def _expert_tokens(stats: EngineStats) -> Metric:
         for expert, count in enumerate(counts):
             family.add_metric((str(layer), str(expert)), count)
     return family
+
+
+def _transfers(stats: TransferStats) -> Iterable[Metric]:
+    """Exchange of KV blocks with other engines; only where there is one."""
+    for name, text, gauge in (
+        ("leases", "Prompts that are kept for other engines", stats.leases),
+        ("fetching", "Transfers from other engines under way", stats.fetching),
+    ):
+        yield GaugeMetricFamily(f"quire_kv_transfer_{name}", text, value=gauge)
+    for name, text, value in (
+        ("requests", "Transfers begun from other engines", stats.transfers_total),
+        ("sent_blocks", "KV blocks sent to other engines", stats.sent_blocks_total),
+        ("sent_bytes", "Bytes of KV blocks sent to other engines", stats.sent_bytes_total),
+        ("received_blocks", "KV blocks received", stats.received_blocks_total),
+        ("received_bytes", "Bytes of KV blocks received", stats.received_bytes_total),
+        (
+            "receive_seconds",
+            "Time spent on the bytes of received KV blocks",
+            stats.receive_ms_total / 1000.0,
+        ),
+    ):
+        yield CounterMetricFamily(f"quire_kv_transfer_{name}", text, value=value)
+    failures = CounterMetricFamily(
+        "quire_kv_transfer_failures",
+        "Transfers that ended early; the blocks that lacked were computed here",
+        labels=("reason",),
+    )
+    for reason, count in stats.failures_total:
+        failures.add_metric((reason,), count)
+    yield failures
 
 
 def _hits_by_tier(stats: EngineStats) -> Metric:

@@ -15,7 +15,7 @@ import msgspec
 from quire.base.log import Log
 from quire.router.admission import Admission
 from quire.router.client_response import ClientResponse, Message, Receive, Send
-from quire.router.dispatcher import Dispatcher
+from quire.router.dispatcher import Dispatcher, HandOver
 from quire.router.faults import ClientGone, Refusal
 from quire.router.features import Features
 from quire.router.fleet import Fleet
@@ -39,12 +39,13 @@ class RouterApp:
         metrics: RouterMetrics,
         log: Log,
         features: Features | None = None,
+        hand_over: HandOver | None = None,
     ) -> None:
         self._fleet = fleet
         self._admission = admission
         self._metrics = metrics
         self._features = features or Features()
-        self._dispatcher = Dispatcher(fleet, admission, metrics, self._features)
+        self._dispatcher = Dispatcher(fleet, admission, metrics, self._features, hand_over)
         self._watch_features()
         self._lists = ModelLists(fleet, self._features.names, list(self._features.cascades))
         self._log = log

@@ -6,6 +6,9 @@ are. Knows no HTTP. Always holds: a request that needs a stored response goes wh
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from typing import Any
+
 from quire.router.admission import Admission
 from quire.router.answer import Answer, AnswerParts
 from quire.router.breaker import RetryBudget
@@ -20,13 +23,21 @@ from quire.router.stored_responses import (
     needed_id,
 )
 
+HandOver = Callable[[RoutedRequest, ClientResponse], Awaitable[dict[str, Any] | None]]
+
 
 class Dispatcher:
-    """Answers the requests of clients."""
+    """Answers requests of clients. hand_over: has a prompt computed first (prefill_pairs.py)."""
 
     def __init__(
-        self, fleet: Fleet, admission: Admission, metrics: RouterMetrics, features: Features
+        self,
+        fleet: Fleet,
+        admission: Admission,
+        metrics: RouterMetrics,
+        features: Features,
+        hand_over: HandOver | None = None,
     ) -> None:
+        self._hand_over = hand_over
         self._shared = AnswerParts(
             fleet=fleet,
             admission=admission,
@@ -44,6 +55,8 @@ class Dispatcher:
             shared.features.hedger.budget.requested(request.prompt_tokens)
             shared.metrics.hedgeable_tokens.inc(request.prompt_tokens)
         choice = ModelChoice(shared.fleet, shared.features, shared.metrics, request)
+        if self._hand_over is not None:
+            request.transfer = await self._hand_over(request, client)
         home = None
         if id_ := needed_id(request):
             home = await shared.responses.holder(key, id_, request)

@@ -72,6 +72,7 @@ class RoutedRequest:
         self.output_ids = array("q", given or ())
         self.cursor: str | None = None
         self.num_delivered = 0
+        self.transfer: dict[str, Any] | None = None  # of the prompt's blocks (prefill_pairs.py)
         if not self.why_not and self.fields.get("seed") is None:
             self.fields["seed"] = secrets.randbits(31)
         self.prompt_tokens = _prompt_tokens(self.fields, raw)
@@ -123,10 +124,12 @@ class RoutedRequest:
 
     def body(self) -> bytes:
         """Return the body for the next replica: the client's, or one that continues the stream."""
+        transfer = {} if self.transfer is None else {"kv_transfer_params": self.transfer}
         if self.why_not:
-            return self.raw
+            return _encode({**self.fields, **transfer}) if transfer else self.raw
         fields = {
             **self.fields,
+            **transfer,
             "stream_options": {**self._options, "include_output_ids": True},
         }
         if self.num_delivered:  # the prompt's progress was reported
@@ -134,6 +137,7 @@ class RoutedRequest:
         if self.cursor is not None:
             fields["output_ids"] = self.output_ids.tolist()
             fields["output_cursor"] = self.cursor
+            fields.pop("kv_transfer_params", None)  # another replica continues without them
         return _encode(fields)
 
     def delivered(self, cursor: CursorComment) -> None:

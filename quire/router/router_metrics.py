@@ -54,6 +54,7 @@ class RouterMetrics:
         self.quota_tokens = counter(
             "quire_router_quota_tokens", "Tokens that quotas were charged", "kind"
         )
+        self.prefills = counter("quire_router_prefills", "Prompts for prefill replicas", "outcome")
         self.resume_seconds = Histogram(
             "quire_router_resume_seconds",
             "From the failure of a replica to the next event of a stream",

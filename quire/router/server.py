@@ -12,6 +12,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 
@@ -22,6 +23,7 @@ from quire.router.discovery import Discovery
 from quire.router.features import Features
 from quire.router.fleet import Fleet
 from quire.router.head_bounds import BoundedHeads
+from quire.router.prefill_pairs import PrefillPairs
 from quire.router.prober import Prober
 from quire.router.router_metrics import RouterMetrics
 from quire.router.settings import RouterSettings
@@ -45,13 +47,14 @@ def run(
     log: Log,
     announce: Callable[[int], None],
     features: Features,
+    prefill: Discovery | None = None,
 ) -> int:
     """Serve until a signal; return the exit code. announce: called with the number of available
-    replicas once requests are accepted."""
+    replicas once requests are accepted. prefill: replicas that compute prompts for the others."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(settings, discovery, listening, log, announce, features))
+        return runner.run(_serve(settings, discovery, listening, log, announce, features, prefill))
 
 
 async def _serve(
@@ -61,12 +64,17 @@ async def _serve(
     log: Log,
     announce: Callable[[int], None],
     features: Features,
+    prefill: Discovery | None,
 ) -> int:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     await discovery.read()
     fleet = Fleet(settings, discovery, log)
     admission, metrics = Admission(fleet), RouterMetrics(fleet)
-    app = RouterApp(fleet, admission, metrics, log, features)
+    pairs = None
+    if prefill is not None:
+        tokens = settings.min_prefill_tokens
+        pairs = PrefillPairs(Fleet(settings, prefill, log), metrics, min_tokens=tokens)
+    app = RouterApp(fleet, admission, metrics, log, features, pairs.hand_over if pairs else None)
     config = uvicorn.Config(
         app,
         http=BoundedHeads,
@@ -89,9 +97,9 @@ async def _serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
-    prober = Prober(fleet)
-    await prober.first_round()
-    probing = asyncio.ensure_future(prober.run())
+    probers = [Prober(one) for one in (fleet, *([pairs.fleet] if pairs else []))]
+    await asyncio.gather(*(prober.first_round() for prober in probers))
+    probing: asyncio.Future[Any] = asyncio.gather(*(prober.run() for prober in probers))
     watching = asyncio.ensure_future(discovery.watch(fleet.probe_now.set))
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
     if not fleet.num_available:
@@ -117,6 +125,8 @@ async def _serve(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         fleet.close()
+        if pairs is not None:
+            pairs.fleet.close()
 
 
 def _check_watch(task: asyncio.Task[None], log: Log) -> None:

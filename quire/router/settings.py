@@ -18,6 +18,7 @@ class RouterSettings:
     replica one may have and still be preferred for its cache. stall_s: the shortest time without
     progress after which a replica counts as stalled; it grows with the gaps that are usual for the
     replica, to six times this. max_open_per_key: 0 for no limit. max_retry_share: of all requests.
+    min_prefill_tokens: shorter prompts are not sent to prefill replicas.
     """
 
     policy: str = "warm-cache"
@@ -34,6 +35,7 @@ class RouterSettings:
     history_blocks: int = 65536
     max_retry_share: float = 0.2
     replica_key: str | None = None
+    min_prefill_tokens: int = 512
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -45,7 +47,7 @@ class RouterSettings:
         _check("grace_s", self.grace_s, above=-1e-9)
         for name in ("max_open", "history_blocks", "max_body_bytes"):
             _check(name, getattr(self, name), above=0)
-        for name in ("backlog_tokens", "max_open_per_key", "max_retry_share"):
+        for name in ("backlog_tokens", "max_open_per_key", "max_retry_share", "min_prefill_tokens"):
             _check(name, getattr(self, name), above=-1)
         if self.stall_s < 2 * self.probe_s:
             raise SettingError(

@@ -81,7 +81,7 @@ class Scheduler:
         self._limits, self._cache, self._policy, self._cost = limits, cache, policy, cost
         self._batch, self._tenants = parts.batch, parts.shares
         self._requests, self._queue = parts.requests, parts.requests.queue
-        self.history = parts.requests.history
+        self.history, self.hand_overs = parts.requests.history, parts.hand_overs
         self._advance, self._prompts, self._layered = parts.advance, parts.prompts, parts.layered
         self._admitter, self._slot_allocator = parts.admitter, parts.slot_allocator
         self._outcomes, self._expiry = parts.outcomes, parts.expiry

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from quire.base.errors import InvalidParameter
 from quire.cache.manager import CacheManager
@@ -47,6 +48,9 @@ from quire.scheduler.step_budget import BlockShares, CostModel
 from quire.scheduler.tenants.tenant_ceilings import TenantCeilings
 from quire.scheduler.tenants.tenant_usage import TenantLimits, TenantUsage
 
+if TYPE_CHECKING:
+    from quire.scheduler.prefill.hand_over import HandOvers
+
 __all__ = [
     "Expired",
     "Policy",
@@ -81,6 +85,7 @@ class Parts:
     lengths: LengthHistory
     predictor: TTFTPredictor
     drafts: DraftRows | None
+    hand_overs: HandOvers | None
     extensions: tuple[StepExtension, ...]
 
 
@@ -109,7 +114,8 @@ def wire(
         limits, batch, cache, policy, shares, groups=beams, loads=loads, lengths=lengths
     )
     watermark, stats = Watermark(cache.num_blocks), PreemptionStats(speed)
-    victims = Victims(policy, batch, cache, speed, transfer)
+    keeps_evicted = cache.tiers is not None and cache.tiers.tier.keeps_evicted
+    victims = Victims(policy, batch, cache, speed, transfer if keeps_evicted else None)
     preemptor = Preemptor(
         requests, batch, cache, shares, beams, victims=victims, watermark=watermark, stats=stats
     )
@@ -132,6 +138,10 @@ def wire(
     if draft_source is not None:
         drafts = DraftRows(limits, requests, batch, cache, shares, speed, draft_source)
         extensions.append(drafts)  # last: drafts take what all rows leave
+    hand_overs = None
+    if cache.tiers is not None and not keeps_evicted:
+        hand_overs = _hand_overs(batch, cache)
+        extensions.append(hand_overs)
     gates = [*([loads] if cache.tiers is not None else []), *_length_gates(limits)]
     slots = SlotAllocator(batch, cache, policy, shares, loads, stats, pins)
     obstacles = requests.history.obstacles
@@ -157,8 +167,15 @@ def wire(
         lengths=lengths,
         predictor=predictor,
         drafts=drafts,
+        hand_overs=hand_overs,
         extensions=tuple(extensions),
     )
+
+
+def _hand_overs(batch: RunningBatch, cache: CacheManager) -> HandOvers:
+    from quire.scheduler.prefill.hand_over import HandOvers  # only where engines exchange blocks
+
+    return HandOvers(batch, cache)
 
 
 def _check_budget(limits: SchedulerLimits, cost: CostModel | None) -> None:
@@ -178,6 +195,8 @@ def _transfer_cost(
     if cache.tiers is None:
         return None
     block_ms = cache.tiers.tier.block_ms
+    if not cache.tiers.tier.keeps_evicted:
+        bring_back = RestoreMode.MOVE  # what another engine sent was paid for when it was asked
     return TransferCost(speed, cache.block_size, block_ms=block_ms, choice=bring_back)
 
 

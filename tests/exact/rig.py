@@ -171,6 +171,7 @@ class Model:
         self.name = f"{folder.name} {dtype} {precision} {kv_cache_dtype}"
         self.folder = folder
         self.dtype = dtype
+        self.precision, self.kv_cache_dtype = precision, kv_cache_dtype
         is_rounded = precision != "none" or kv_cache_dtype == "int8"
         kept = DType.BF16 if kv_cache_dtype == "bf16" else dtype
         self.tolerance = INTEGER_TOLERANCE if is_rounded else TOLERANCES[kept]

@@ -49,6 +49,7 @@ LATE_IMPORTS: Mapping[str, tuple[str, str]] = {
     "quire.execute.gpu": ("quire.execute.gpu quire.sampling quire._native", _GPU),
     "quire.hub.cache": ("quire.weights", "NumPy, before the engine process is started"),
     "quire.obs.metrics": ("quire.obs", "a server shows vLLM's names; the library needs none"),
+    "quire.scheduler.wiring": ("quire.scheduler", _ON_DEMAND),
     "quire.structured.compiler": ("quire.structured", _ON_DEMAND),
     "quire.text.sources": ("quire.text", _FORMATS),
     "quire.text.template_files": ("quire.text", _FORMATS),

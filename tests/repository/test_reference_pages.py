@@ -11,6 +11,8 @@ from types import ModuleType
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.base.engine_stats import EngineStats
+from quire.base.kv_transfer import TransferStats
 from quire.cli.serve import add_arguments
 from quire.obs.metrics import Metrics
 from tests.repository.source_files import ROOT
@@ -36,7 +38,9 @@ def _text(page: str) -> str:
 
 
 def _metric_names() -> Iterable[str]:
-    for family in text_string_to_metric_families(Metrics(("name",)).text().decode()):
+    shown = Metrics(("name",))
+    shown.see(EngineStats(transfer=TransferStats()))
+    for family in text_string_to_metric_families(shown.text().decode()):
         if not family.name.endswith("_created"):
             yield f"{family.name}_total" if family.type == "counter" else family.name
 

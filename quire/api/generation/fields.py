@@ -102,7 +102,7 @@ _EVERYWHERE = (
 # Routes with texts as answers.
 _CONTINUED = {"output_ids", "output_cursor"}
 _TEXTS = _EVERYWHERE | _CONTINUED | {"add_special_tokens", "response_format", "return_token_ids"}
-_TEXTS |= {"echo", "return_tokens_as_token_ids"}
+_TEXTS |= {"echo", "return_tokens_as_token_ids", "kv_transfer_params"}
 COMPLETIONS = _TEXTS | {"prompt", "suffix"}
 # Fields beside messages that change the prompt.
 _TEMPLATE = frozenset(

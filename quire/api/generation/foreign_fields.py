@@ -151,7 +151,6 @@ UNSERVED: Mapping[str, Unserved] = {
         allowed=(True, False), why="special tokens are written as the tokenizer's decoder says"
     ),
     "mm_processor_kwargs": Unserved(allowed=({},), why="the model reads text only"),
-    "kv_transfer_params": Unserved(allowed=({},), why="KV blocks are not transferred"),
     "vllm_xargs": Unserved(allowed=({},), why="write each parameter as a field of its own"),
     # SGLang
     "return_logprob": Unserved(allowed=(False,), why="write it as logprobs"),

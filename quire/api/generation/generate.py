@@ -29,6 +29,7 @@ from quire.api.generation.continued_answer import (
     read_cursor,
 )
 from quire.api.generation.fields import SCHEDULING, flag, limited
+from quire.api.generation.kv_transfer import with_transfer
 from quire.api.generation.request_context import RequestContext, open_request
 from quire.api.generation.speculation_fields import speculation_params
 from quire.api.generation.usage import Usage, UsageOptions
@@ -185,8 +186,9 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
     terms, cache_salt = scheduling_params_of(given, tenant), cache_salt_of(given, tenant)
     if "speculation" in given or "prediction" in given:
         terms = replace(terms, speculation=await speculation_params(context))
-    stream = flag(given, "stream")
-    options = _stream_options(given, stream=stream)
+    if "kv_transfer_params" in given:
+        terms, route = with_transfer(given, terms, route, engine.card)
+    options = _stream_options(given, stream=(stream := flag(given, "stream")))
     cursor = read_cursor(given, context) if "output_cursor" in given else None
     generation_request = GenerationRequest(
         context=context,
@@ -247,9 +249,8 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
             cut=open_.cut,
         )
     except BaseException as error:
-        server_state.requests.end(
-            open_, error if isinstance(error, QuireError) else QuireError("gone")
-        )
+        known = error if isinstance(error, QuireError) else QuireError("gone")
+        server_state.requests.end(open_, known)
         raise
     if isinstance(answered, Response):
         return answered

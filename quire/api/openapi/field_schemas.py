@@ -306,6 +306,19 @@ def _conversation_rows() -> dict[str, Schema]:
     }
 
 
+def _kv_transfer_params() -> Schema:
+    port = {"type": "integer", "minimum": 1, "maximum": 65535}
+    block_ids = list_of({"type": "integer", "minimum": 0})
+    rows: dict[str, Schema] = {
+        **dict.fromkeys(("do_remote_prefill", "do_remote_decode"), FLAG),
+        **dict.fromkeys(("remote_engine_id", "remote_host", "remote_request_id"), TEXT),
+        "remote_port": port,
+        "remote_block_ids": block_ids,
+        "tp_size": {"const": 1},
+    }
+    return object_of({name: or_null(schema) for name, schema in rows.items()})
+
+
 def _other_rows(known: Known) -> dict[str, Schema]:
     token_id = token_id_row(known)
     return {
@@ -341,6 +354,7 @@ def _other_rows(known: Known) -> dict[str, Schema]:
         "timings": FLAG,
         "timings_per_token": FLAG,
         "return_progress": FLAG,
+        "kv_transfer_params": _kv_transfer_params(),
         "speculation": {
             "anyOf": [
                 {"enum": ["off", "auto"]},

@@ -128,6 +128,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "speculation": "Propose tokens and verify them, for speed only: off, auto, or at most so "
         "many a step.",
         "prediction": "A text that the answer may repeat; for speed only.",
+        "kv_transfer_params": "Hand the prompt's KV blocks over to another engine, or fetch them, "
+        "in vLLM's form; see docs/disaggregation.md.",
     },
     "Embeddings and scores": {
         "encoding_format": "float: vectors are lists of numbers (default); base64: their "

@@ -73,8 +73,11 @@ from quire.weights.pack_cache import PackCache
 
 if TYPE_CHECKING:
     from quire.engine.assembly.drafting import SizedDrafting
+    from quire.engine.assembly.exchange import ExchangePort
     from quire.engine.assembly.expert_loads import ExpertLoads
+    from quire.engine.assembly.tier import OpenTier
     from quire.engine.kv_events.publisher import KVEventPublisher
+    from quire.engine.transfer.exchange import Exchange
     from quire.runner.tapped_runner import Taps
     from quire.transfer.folder import TierFolder
 
@@ -93,6 +96,7 @@ class Engine:
     watched: Callable[[Inbox], Inbox]  # an inbox that also ends where a rank is lost
     trace: TraceFile | None = None
     kv_events: KVEventPublisher | None = None
+    exchange: Exchange | None = None  # of KV blocks with other engines
 
 
 def assemble(
@@ -122,6 +126,12 @@ def assemble(
             tier_folder = TierFolder(user_path(config.cache.kv_tier_path))
             undo.callback(tier_folder.close)
             tier_folder.check_room(config.cache.kv_tier_bytes)
+        exchange_port = None
+        if config.transfer.is_on:  # likewise
+            from quire.engine.assembly.exchange import ExchangePort
+
+            exchange_port = ExchangePort(config.transfer)
+            undo.callback(exchange_port.close)
         engine = _assembled(
             config,
             clock=clock,
@@ -129,6 +139,7 @@ def assemble(
             progress=progress,
             record=record,
             tier_folder=tier_folder,
+            exchange_port=exchange_port,
         )
         undo.pop_all()
         if trace is None:
@@ -166,6 +177,7 @@ def _assembled(
     progress: Progress | None,
     record: BinaryIO | None,
     tier_folder: TierFolder | None,
+    exchange_port: ExchangePort | None,
 ) -> Engine:
     pack_cache = _pack_cache(config.executor)
     model = _sized_model(config)
@@ -174,13 +186,7 @@ def _assembled(
     num_layers = executor.num_layers if isinstance(executor, LayeredExecutor) else 0
     limits = _limits(config, model, num_layers)
     fingerprint = _block_fingerprint(config, program, executor)
-    tier = None
-    if config.cache.has_tier:
-        from quire.engine.assembly.tier import open_tier
-
-        tier = open_tier(
-            tier_folder, config.cache, executor, fingerprint=fingerprint, clock=clock, report=report
-        )
+    tier = _tier(config, executor, tier_folder, exchange_port, fingerprint, clock, report)
     texts, compiler = _text_sources(config, model.spec, clock)
     taps = None if model.drafting is None else model.drafting.taps(limits.max_num_seqs)
     runner = _runner_class(config, taps)(
@@ -223,13 +229,17 @@ def _assembled(
     )
     core.expert_loads = _expert_loads(program, executor)
     core.waited_ms = _stage_wait(executor)
+    card = replace(
+        _card(config, model, executor, max_num_seqs=limits.max_num_seqs),
+        max_draft_tokens=config.scheduler.max_draft_tokens,
+        speculates=config.scheduler.speculate != "off",
+    )
+    exchange = None
+    if exchange_port is not None:
+        exchange, card = _start_exchange(tier, core, card, config, fingerprint, clock, report)
     return Engine(
         core=core,
-        card=replace(
-            _card(config, model, executor, max_num_seqs=limits.max_num_seqs),
-            max_draft_tokens=config.scheduler.max_draft_tokens,
-            speculates=config.scheduler.speculate != "off",
-        ),
+        card=card,
         notes=(*_notes(model), *([] if tier is None else [tier.note])),
         step_tokens=model.step_limits.max_tokens,
         num_layers=num_layers,
@@ -237,6 +247,47 @@ def _assembled(
         close_drafts=_nothing if drafter is None else drafter.close,
         watched=_watched(config, executor),
         kv_events=kv_events,
+        exchange=exchange,
+    )
+
+
+def _tier(
+    config: EngineConfig,
+    executor: Executor,
+    folder: TierFolder | None,
+    port: ExchangePort | None,
+    fingerprint: bytes,
+    clock: Clock,
+    report: Report,
+) -> OpenTier | None:
+    """Open what keeps blocks beside the pool: a tier, or the store of an exchange."""
+    if port is not None:
+        from quire.engine.assembly.exchange import open_store
+
+        return open_store(config, port, executor, clock=clock, report=report)
+    if not config.cache.has_tier:
+        return None
+    from quire.engine.assembly.tier import open_tier
+
+    return open_tier(
+        folder, config.cache, executor, fingerprint=fingerprint, clock=clock, report=report
+    )
+
+
+def _start_exchange(
+    tier: OpenTier | None,
+    core: EngineCore,
+    card: ModelCard,
+    config: EngineConfig,
+    fingerprint: bytes,
+    clock: Clock,
+    report: Report,
+) -> tuple[Exchange, ModelCard]:
+    from quire.engine.assembly.exchange import ExchangeStore, start_exchange
+
+    assert isinstance(tier, ExchangeStore), "opened before the scheduler was made"
+    return start_exchange(
+        tier, core, card, config, fingerprint=fingerprint, clock=clock, report=report
     )
 
 

@@ -52,6 +52,8 @@ def memory_needs(
 
         block_bytes = needed.token_bytes * config.cache.block_size
         buffer_bytes = moving_bytes(block_bytes, config.cache, beside_host=device_is_own)
+    if config.transfer.is_on:
+        buffer_bytes += config.transfer.kv_transfer_bytes
     return MemoryNeeds(
         weights_bytes=needed.weights_bytes,
         step_bytes=needed.step_bytes + buffer_bytes,

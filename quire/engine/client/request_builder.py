@@ -91,6 +91,7 @@ def make_requests(
             report_progress=terms.report_progress and stream == first_stream,
             speculation=speculation,
             output_ids=np.array(output_ids, np.int32),
+            transfer=terms.kv_transfer,
         )
         for stream in range(first_stream, first_stream + num_streams)
     )

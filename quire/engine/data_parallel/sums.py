@@ -33,9 +33,18 @@ def sum_of_stats(parts: Sequence[EngineStats]) -> EngineStats:
 def _sum(name: str, values: list[Any]) -> Any:
     if name in _LATEST:
         return max(values)
-    if isinstance(values[0], tuple):
-        return tuple(map(sum, zip_longest(*values, fillvalue=0)))
-    return sum(values)
+    return _added(values)
+
+
+def _added(values: list[Any]) -> Any:
+    """Add numbers, and tuples of them by place; None where no engine has the counts."""
+    present = [one for one in values if one is not None]
+    if not present:
+        return None
+    if isinstance(present[0], tuple):
+        places = zip_longest(*present)
+        return tuple(_added(list(place)) for place in places)
+    return sum(present)
 
 
 def sum_of_reports(parts: Sequence[CacheReport], num_prefixes: int) -> CacheReport:

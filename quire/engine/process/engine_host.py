@@ -60,9 +60,13 @@ def run_engine(
             emit = engine.trace.watch(emit)
             engine.trace.start()
             ending.callback(engine.trace.close)
+        inbox = engine.watched(inbox)
+        if engine.exchange is not None:
+            emit, inbox = engine.exchange.watch(emit), engine.exchange.watched(inbox)
+            ending.callback(engine.exchange.close)
         emit(Outputs(outputs=None, stats=core.stats()))  # gauges are right before the first step
         emit(Ready(card=engine.card, notes=engine.notes))
-        serve(core, engine.watched(inbox), emit, clock.now_ms)
+        serve(core, inbox, emit, clock.now_ms)
         return True
     except MemoryError:
         emit(Failed(fault=fault_of(out_of_memory())))

@@ -90,7 +90,8 @@ class KVLoads:
         self.fetched_blocks_total += copies.fetched
         self.saved_blocks_total += copies.saved
         self.bad_blocks_total += copies.num_bad
-        tiers.saves_evicted = self.cost.return_ms(0, self._cache.block_size)[1]
+        if tiers.tier.keeps_evicted:
+            tiers.saves_evicted = self.cost.return_ms(0, self._cache.block_size)[1]
 
     def drop(self, sequence: SequenceState) -> None:
         """Note that `sequence` no longer waits for its load."""

@@ -189,6 +189,7 @@ def test_counters_are_added() -> None:
                 steps_total=10 + number,
                 tenant_running=(1, number),
                 draft_tokens_total=(5,) * number,
+                expert_tokens_total=((1, number), (2, 3)),
                 last_step_ms=3.0 + number,
             )
             assert fake.on_stats is not None
@@ -196,6 +197,7 @@ def test_counters_are_added() -> None:
         assert (seen[-1].steps_total, seen[-1].last_step_ms) == (21, 4.0)
         assert seen[-1].tenant_running == (2, 1)
         assert seen[-1].draft_tokens_total == (5,)
+        assert seen[-1].expert_tokens_total == ((2, 1), (4, 6))
         assert engine.card.num_blocks == 2 * fakes[0].card.num_blocks
         await engine.close()
 

@@ -1,0 +1,228 @@
+"""The field `kv_transfer_params`: a prompt's KV blocks go to another engine, or come from one.
+
+The names are vLLM's, so that orchestrators can drive a pair: a request with do_remote_decode is
+answered with one token and the parameters that make another engine fetch the prompt's blocks. Knows
+no socket. Always holds: an engine connects to loopback and to the hosts of its configuration only,
+whatever a request names; no token depends on the field.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from ipaddress import ip_address
+from typing import Any, TypeVar
+
+from quire.api.generation.choice_streams import Choice, Prompt, PromptState
+from quire.api.generation.usage import Usage
+from quire.api.streaming.event_stream import Writer
+from quire.base.errors import InvalidParameter
+from quire.base.kv_transfer import KVTransfer, TransferCard
+from quire.base.scheduling_params import SchedulingParams
+from quire.base.show import show
+from quire.engine.model_card import ModelCard
+from quire.engine.output.text_delta import TextDelta
+
+Route = TypeVar("Route")
+
+PARAM = "kv_transfer_params"
+_FLAGS = ("do_remote_prefill", "do_remote_decode")
+_NAMES = (
+    *_FLAGS,
+    *("remote_engine_id", "remote_block_ids", "remote_host", "remote_port", "remote_request_id"),
+    "tp_size",
+)
+_ID_BYTES = 16
+_MAX_ID_CHARS = 256
+
+
+def with_transfer(
+    given: Mapping[str, Any], terms: SchedulingParams, route: Route, card: ModelCard
+) -> tuple[SchedulingParams, Route]:
+    """Return terms and route of a request with the field. Raises InvalidParameter.
+
+    route: a GenerationRoute; its `read` then checks the job too, which may raise InvalidParameter.
+    """
+    transfer = kv_transfer_of(given, card)
+    if transfer is None:
+        return terms, route
+    generation_route: Any = route
+    read = generation_route.read
+
+    async def read_job(request: Any) -> Any:
+        job = await read(request)
+        return replace(job, **_changed(job.prompts, job.writer, transfer, card))
+
+    changed: Route = replace(generation_route, read=read_job)
+    return replace(terms, kv_transfer=transfer), changed
+
+
+def kv_transfer_of(given: Mapping[str, Any], card: ModelCard) -> KVTransfer | None:
+    """Return what a request wants transferred; None for nothing. Raises InvalidParameter."""
+    value = given[PARAM]
+    if not isinstance(value, dict):
+        raise _wrong("", value, "an object is allowed")
+    fields = {name: one for name, one in value.items() if one is not None}
+    for name, one in fields.items():
+        if name not in _NAMES:
+            raise _wrong(f".{name}", one, f"allowed names are {', '.join(_NAMES)}")
+        if name in _FLAGS and not isinstance(one, bool):
+            raise _wrong(f".{name}", one, "true or false is allowed")
+    if fields.get("tp_size", 1) != 1:
+        raise _wrong(".tp_size", fields["tp_size"], "only blocks of one rank are exchanged: 1")
+    fetches, hands_over = (fields.get(name, False) for name in _FLAGS)
+    if not fetches and not hands_over:
+        return None
+    if fetches and hands_over:
+        raise _wrong("", value, "do_remote_prefill or do_remote_decode can be true, not both")
+    if card.transfer is None:
+        raise _wrong(
+            "", value, "this server exchanges no KV blocks; start it with --kv-transfer-key-file"
+        )
+    if hands_over:
+        return _hand_over(value, given, card.transfer)
+    return _fetch(fields, value, card.transfer)
+
+
+def _changed(
+    prompts: Sequence[Prompt], writer: Writer, transfer: KVTransfer, card: ModelCard
+) -> dict[str, Any]:
+    """Return the fields of a job that a transfer changes. Raises InvalidParameter."""
+    sampling = prompts[0].sampling
+    if len(prompts) != 1 or sampling.num_sequences != 1 or sampling.use_beam_search:
+        raise InvalidParameter(
+            f"{PARAM} is given with {len(prompts)} prompts and {sampling.num_sequences} choices; "
+            "one prompt and one choice are allowed: leave n, best_of and beams out, and send each "
+            "prompt by itself",
+            param=PARAM,
+        )
+    if not transfer.hand_over:
+        return {}
+    if sampling.max_tokens == 0:
+        raise InvalidParameter(
+            f"{PARAM}.do_remote_decode is given with max_tokens 0; a prompt that is handed over "
+            "has one token: set max_tokens to 1",
+            param=PARAM,
+        )
+    one_token = replace(sampling, max_tokens=1, min_tokens=min(sampling.min_tokens, 1))
+    prompt = replace(prompts[0], sampling=one_token)
+    offer = _offer(transfer, card, len(prompt.token_ids))
+    return {"prompts": (prompt,), "writer": _HandOverWriter(writer, offer)}
+
+
+class _HandOverWriter:
+    """A Writer that adds the parameters of the other engine's request to an answer."""
+
+    def __init__(self, writer: Writer, offer: dict[str, Any]) -> None:
+        self._writer, self._offer = writer, {PARAM: offer}
+
+    def whole(self, choices: Sequence[Sequence[Choice]], usage: Usage) -> dict[str, Any]:
+        """See Writer."""
+        return {**self._writer.whole(choices, usage), **self._offer}
+
+    def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
+        """See Writer; chunks with a finish reason have the parameters."""
+        for chunk in self._writer.of_delta(prompt, delta):
+            ends = any(choice.get("finish_reason") for choice in chunk["choices"])
+            yield {**chunk, **self._offer} if ends else chunk
+
+    def of_text(self, prompt: int, index: int, text: str) -> dict[str, Any] | None:
+        """See Writer."""
+        return self._writer.of_text(prompt, index, text)
+
+    def of_progress(self, progress: PromptState) -> dict[str, Any]:
+        """See Writer."""
+        return self._writer.of_progress(progress)
+
+    def so_far(self, usage: Usage) -> dict[str, Any]:
+        """See Writer."""
+        return self._writer.so_far(usage)
+
+    def of_usage(self, usage: Usage) -> dict[str, Any] | None:
+        """See Writer."""
+        return self._writer.of_usage(usage)
+
+
+def _hand_over(value: Any, given: Mapping[str, Any], offer: TransferCard) -> KVTransfer:
+    if not offer.port:
+        raise _wrong(
+            ".do_remote_decode", True, "this server's role is decode; ask one of role prefill"
+        )
+    if "output_ids" in given:
+        raise _wrong("", value, "a continued answer is not handed over: leave output_ids out")
+    return KVTransfer(transfer_id=secrets.token_hex(_ID_BYTES), hand_over=True)
+
+
+def _fetch(fields: Mapping[str, Any], value: Any, offer: TransferCard) -> KVTransfer:
+    if offer.role == "prefill":
+        raise _wrong(
+            ".do_remote_prefill", True, "this server's role is prefill; ask one of role decode"
+        )
+    host, port = fields.get("remote_host"), fields.get("remote_port")
+    if not isinstance(host, str) or not _may_connect(host, offer):
+        allowed = ", ".join(("loopback", *offer.peer_hosts))
+        raise _wrong(
+            ".remote_host", host, f"allowed are {allowed}; add hosts with --kv-transfer-peer"
+        )
+    if type(port) is not int or not 1 <= port <= 65535:
+        raise _wrong(".remote_port", port, "a number from 1 to 65535 is allowed")
+    transfer_id = fields.get("remote_request_id")
+    if not _is_hex(transfer_id, _ID_BYTES):
+        raise _wrong(
+            ".remote_request_id",
+            transfer_id,
+            "the one of the prefill engine's answer is needed; pass its kv_transfer_params on",
+        )
+    engine_id = fields.get("remote_engine_id", "")
+    if not isinstance(engine_id, str) or len(engine_id) > _MAX_ID_CHARS:
+        raise _wrong(".remote_engine_id", engine_id, "the one of the prefill engine is allowed")
+    block_ids = fields.get("remote_block_ids")
+    if block_ids is not None and not (
+        isinstance(block_ids, list) and all(type(one) is int and one >= 0 for one in block_ids)
+    ):
+        raise _wrong(".remote_block_ids", block_ids, "a list of block numbers from 0 is allowed")
+    return KVTransfer(
+        transfer_id=str(transfer_id),
+        hand_over=False,
+        host=host,
+        port=port,
+        engine_id=engine_id,
+        block_ids=None if block_ids is None else tuple(block_ids),
+    )
+
+
+def _offer(transfer: KVTransfer, card: ModelCard, num_prompt_tokens: int) -> dict[str, Any]:
+    """Return the parameters that make another engine fetch what is handed over."""
+    offer = card.transfer
+    assert offer is not None, "checked when the request was read"
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": offer.engine_id,
+        "remote_block_ids": list(range(num_prompt_tokens // card.block_size)),
+        "remote_host": offer.host,
+        "remote_port": offer.port,
+        "remote_request_id": transfer.transfer_id,
+    }
+
+
+def _may_connect(host: str, offer: TransferCard) -> bool:
+    if host == "localhost" or host in offer.peer_hosts:
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_hex(value: Any, num_bytes: int) -> bool:
+    return (
+        isinstance(value, str)
+        and len(value) == 2 * num_bytes
+        and set(value) <= set("0123456789abcdef")
+    )
+
+
+def _wrong(name: str, value: Any, advice: str) -> InvalidParameter:
+    return InvalidParameter(f"{PARAM}{name} is {show(value)}; {advice}", param=PARAM)

@@ -1,0 +1,274 @@
+"""BlockClient: the fetching side of transfers: threads that bring blocks of other engines here.
+
+A job names blocks by digest and the places they go to. Its thread connects, shakes hands, has the
+prompt computed where that is asked for, and copies each block that matches its checksum into its
+place. Knows no scheduler and no map. Always holds: a job ends once, with its first `num_landed`
+blocks whole in their places; after `cancel` has returned nothing is written into a place; a job
+ends within its time limits, whatever the other side does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.kv_transfer import Failure
+from quire.base.report import Report
+from quire.transfer.links.block_server import BEAT_S, LOST_S
+from quire.transfer.links.channel import Channel, LinkTimeout
+from quire.transfer.links.handshake import Refused, greet_as_fetcher
+from quire.transfer.links.messages import (
+    Beat,
+    Block,
+    Done,
+    End,
+    Fetch,
+    Identity,
+    MessageError,
+    Prefill,
+    Refusal,
+    Segment,
+)
+from quire.transfer.links.shared_memory import MappedSegment
+
+Bytes = NDArray[np.uint8]
+
+MAX_THREADS = 16
+CONNECT_S = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where blocks are fetched. engine_id: "" for any. salt, token_ids: of a prompt (int32 bytes)
+    that the other engine computes first; no token_ids: it has, under the transfer id."""
+
+    host: str
+    port: int
+    transfer_id: bytes
+    engine_id: str = ""
+    salt: str = ""
+    token_ids: bytes = b""
+
+
+@dataclass(slots=True, eq=False)
+class FetchJob:
+    """Blocks on their way. places[i] is for the block of digests[i].
+
+    num_landed: leading blocks that are in their places. failure: why they are fewer; None where all
+    are there, or the job was cancelled. receive_ms: time spent on their bytes.
+    """
+
+    source: Source
+    digests: Sequence[bytes]
+    places: Sequence[int]
+    began_s: float = field(default_factory=time.monotonic)
+    num_landed: int = 0
+    failure: Failure | None = None
+    detail: str = ""
+    receive_ms: float = 0.0
+    is_cancelled: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    channel: Channel | None = None
+
+    def cancel(self) -> None:
+        """End the job; its thread writes nothing more."""
+        with self.lock:
+            self.is_cancelled = True
+            channel = self.channel
+        if channel is not None:
+            channel.close()
+
+
+class _Gave(Exception):
+    """A job ends with a failure."""
+
+    def __init__(self, failure: Failure, detail: str) -> None:
+        super().__init__(detail)
+        self.failure, self.detail = failure, detail
+
+
+class BlockClient:
+    """Fetches for one engine. room: returns the memory of a place. wake: called when a job ends.
+
+    timeout_s: the longest wait for a block.
+    """
+
+    def __init__(
+        self,
+        *,
+        key: bytes,
+        identity: Identity,
+        room: Callable[[int], Bytes],
+        wake: Callable[[], None],
+        report: Report,
+        timeout_s: float,
+    ) -> None:
+        self._key, self._identity, self._room = key, identity, room
+        self._wake, self._report, self._timeout_s = wake, report, timeout_s
+        self._jobs: queue.SimpleQueue[FetchJob | None] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[FetchJob] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._live: set[FetchJob] = set()
+
+    @property
+    def num_live(self) -> int:
+        """Jobs that have not been taken back."""
+        return len(self._live)
+
+    def start(self, job: FetchJob) -> None:
+        """Begin a job; called by one thread, as `ended` is."""
+        self._live.add(job)
+        self._jobs.put(job)
+        if len(self._threads) < min(MAX_THREADS, len(self._live)):
+            thread = threading.Thread(target=self._work, name="quire-kv-fetch", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def ended(self) -> list[FetchJob]:
+        """Return the jobs that have ended since the last call."""
+        found = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._ended.get_nowait())
+        self._live.difference_update(found)
+        return found
+
+    def close(self) -> None:
+        """Cancel all jobs and end the threads."""
+        for job in self._live:
+            job.cancel()
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(CONNECT_S + 1.0)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._run(job)
+            except _Gave as gave:
+                job.failure, job.detail = gave.failure, gave.detail
+            except Exception as error:  # noqa: BLE001  ends this job; what lacks is computed
+                job.failure, job.detail = Failure.CUT, repr(error)
+            if job.is_cancelled:
+                job.failure = None
+            self._ended.put(job)
+            self._wake()
+
+    def _run(self, job: FetchJob) -> None:
+        if time.monotonic() - job.began_s > self._timeout_s:
+            raise _Gave(Failure.TIMEOUT, "other transfers took all threads")
+        channel = self._connected(job)
+        try:
+            with job.lock:
+                if job.is_cancelled:
+                    return
+                job.channel = channel
+            self._fetch(job, channel)
+        except Refused as error:
+            raise _Gave(Failure.REFUSED, str(error)) from error
+        except LinkTimeout as error:
+            raise _Gave(Failure.TIMEOUT, str(error)) from error
+        except (OSError, MessageError) as error:
+            raise _Gave(Failure.CUT, str(error)) from error
+        finally:
+            channel.close()
+
+    def _connected(self, job: FetchJob) -> Channel:
+        source = job.source
+        try:
+            connection = socket.create_connection((source.host, source.port), CONNECT_S)
+        except (OSError, UnicodeError) as error:
+            raise _Gave(Failure.UNREACHABLE, str(error)) from error
+        return Channel(connection)
+
+    def _fetch(self, job: FetchJob, channel: Channel) -> None:
+        source = job.source
+        other = greet_as_fetcher(channel, self._key, self._identity)
+        if source.engine_id and other.engine_id != source.engine_id:
+            raise _Gave(Failure.EXPIRED, "another engine is at this address now; it was restarted")
+        mapped = self._mapped(channel, other)
+        with contextlib.ExitStack() as ending:
+            if mapped is not None:
+                ending.callback(mapped.close)
+            if source.token_ids:
+                prompt = Prefill(source.transfer_id, source.salt, source.token_ids)
+                channel.send(prompt, within_s=LOST_S)
+            asked = Fetch(source.transfer_id, tuple(job.digests), mapped is None)
+            channel.send(asked, within_s=LOST_S)
+            self._receive(job, channel, mapped)
+            with contextlib.suppress(OSError):
+                channel.send(Done(), within_s=LOST_S)
+
+    def _mapped(self, channel: Channel, other: Identity) -> MappedSegment | None:
+        """Map the other side's memory, where both sides can; None: bytes come on the connection."""
+        own = self._identity.backends
+        if not set(own) & set(other.backends):
+            refusal = channel.receive(Refusal, within_s=LOST_S)
+            assert isinstance(refusal, Refusal)
+            raise Refused(refusal.reason)
+        if "shm" not in own or "shm" not in other.backends:
+            return None
+        segment = channel.receive(Segment, within_s=LOST_S)
+        assert isinstance(segment, Segment)
+        try:
+            return MappedSegment(segment)
+        except OSError as error:
+            if "tcp" in own and "tcp" in other.backends:
+                return None  # another machine, or a container without a view of the process
+            raise Refused(f"the other engine's memory cannot be mapped: {error}") from error
+
+    def _receive(self, job: FetchJob, channel: Channel, mapped: MappedSegment | None) -> None:
+        """Take in blocks until there are no more. Raises _Gave where they are too few."""
+        raw = np.empty(self._identity.block_bytes, np.uint8)
+        last_s = time.monotonic()
+        while job.num_landed < len(job.digests):
+            said = channel.receive(Block, Beat, End, within_s=LOST_S)
+            if isinstance(said, End):
+                raise _Gave(*_shortage(said.reason))
+            if isinstance(said, Beat):
+                channel.send(Beat(), within_s=LOST_S)
+                if time.monotonic() - last_s > self._timeout_s:
+                    raise _Gave(Failure.TIMEOUT, f"no block came for {self._timeout_s:g} s")
+                continue
+            assert isinstance(said, Block)
+            last_s = time.monotonic()
+            self._read(said, channel, mapped, raw)
+            if said.index != job.num_landed:
+                raise MessageError(f"block {said.index} came in place of {job.num_landed}")
+            if zlib.crc32(raw.data) != said.checksum:
+                raise _Gave(Failure.BAD_BYTES, f"block {said.index} does not match its checksum")
+            with job.lock:
+                if job.is_cancelled:
+                    return
+                self._room(job.places[said.index])[:] = raw
+                job.num_landed += 1
+            job.receive_ms += (time.monotonic() - last_s) * 1000.0
+
+    def _read(
+        self, said: Block, channel: Channel, mapped: MappedSegment | None, raw: Bytes
+    ) -> None:
+        if (said.offset == Block.INLINE) != (mapped is None):
+            raise MessageError("a block comes in another way than it was asked for")
+        if mapped is None:
+            channel.receive_inline(raw.data, within_s=LOST_S)
+        else:
+            mapped.read(said.offset, raw)
+
+
+def _shortage(reason: str) -> tuple[Failure, str]:
+    """Return the failure for the reason of an End that came too early."""
+    known = {"expired": Failure.EXPIRED, "missing": Failure.MISSING, "done": Failure.CUT}
+    return known.get(reason, Failure.REFUSED), reason
+
+
+__all__ = ["BEAT_S", "BlockClient", "FetchJob", "Source"]

@@ -1,0 +1,268 @@
+"""BlockServer: the handing side of transfers: accepts connections and sends blocks of leases.
+
+A thread accepts, and one thread a connection sends blocks in the order asked for, each as soon as
+the engine has it, so that a transfer runs beside the prefill. Knows leases, places and bytes; no
+scheduler. Always holds: at most MAX_CONNECTIONS are open; nothing is sent before the handshake; a
+connection without a sign of life for LOST_S ends, and its lease with it; a checksum is sent only if
+the lease was valid after the bytes were summed.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.report import Report
+from quire.transfer.links.channel import Channel, LinkClosed, LinkTimeout
+from quire.transfer.links.handshake import Refused, greet_as_server
+from quire.transfer.links.leases import Lease, LeaseBook
+from quire.transfer.links.messages import (
+    Beat,
+    Block,
+    Done,
+    End,
+    Fetch,
+    Identity,
+    MessageError,
+    Prefill,
+    Refusal,
+)
+from quire.transfer.links.shared_memory import OwnSegment
+
+Bytes = NDArray[np.uint8]
+
+MAX_CONNECTIONS = 64
+# Signs of life are sent so often while there is nothing else to send, and missed after so long.
+BEAT_S = 0.5
+LOST_S = 10.0
+# A fetching side has so long to ask for blocks, and a lease to be opened by the engine.
+ASK_S = 10.0
+_CLOSE_S = 2.0
+
+
+class PrefillDesk(Protocol):
+    """Takes prompts to compute for other engines."""
+
+    def prefill(self, transfer_id: bytes, salt: str, token_ids: bytes) -> None:
+        """Have a prompt (int32 bytes) computed and its blocks kept under `transfer_id`."""
+
+    def cancel(self, transfer_id: bytes) -> None:
+        """Note that the prompt is not needed any more."""
+
+    def settle(self) -> None:
+        """Have the engine look at its leases soon."""
+
+
+@dataclass(slots=True)
+class SentCounts:
+    """Counters of one server; connections add to them under its lock."""
+
+    blocks_total: int = 0
+    bytes_total: int = 0
+
+
+class BlockServer:
+    """Serves the store of one engine at `listening`, which it closes.
+
+    room: returns the memory of a place. offset: returns where that lies in `segment`.
+    """
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        *,
+        key: bytes,
+        identity: Identity,
+        leases: LeaseBook,
+        room: Callable[[int], Bytes],
+        desk: PrefillDesk,
+        segment: OwnSegment | None,
+        report: Report,
+    ) -> None:
+        self._listening = listening
+        self._key, self._identity = key, identity
+        self._leases, self._room, self._desk = leases, room, desk
+        self._segment, self._report = segment, report
+        self.counts = SentCounts()
+        self._lock = threading.Lock()
+        self._open: dict[Channel, threading.Thread] = {}
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._accept, name="quire-kv-accept", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End all connections and their threads."""
+        with self._lock:
+            self._is_closing = True
+            threads = dict(self._open)
+        # A connection of our own ends the wait for the next one.
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        for channel in threads:
+            channel.close()
+        for thread in (self._thread, *threads.values()):
+            thread.join(_CLOSE_S)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError as error:
+                if self._is_closing:
+                    return
+                self._report("KV transfer: a connection was not accepted", error=str(error))
+                time.sleep(BEAT_S)  # descriptors are short: others may end
+                continue
+            channel = Channel(connection)
+            with self._lock:
+                if self._is_closing or len(self._open) >= MAX_CONNECTIONS:
+                    channel.close()
+                    continue
+                thread = threading.Thread(
+                    target=self._serve, args=(channel,), name="quire-kv-send", daemon=True
+                )
+                self._open[channel] = thread
+            thread.start()
+
+    def _serve(self, channel: Channel) -> None:
+        try:
+            self._answer(channel)
+        except Refused as error:
+            self._report("KV transfer: a connection was refused", reason=str(error))
+        except (OSError, MessageError):
+            pass  # the other side is gone or of another kind; its lease has ended
+        except Exception as error:  # noqa: BLE001  a connection's thread: others go on
+            self._report("KV transfer: a connection failed", error=repr(error))
+        finally:
+            channel.close()
+            with self._lock:
+                self._open.pop(channel, None)
+
+    def _answer(self, channel: Channel) -> None:
+        """Serve one request of one connection."""
+        other = greet_as_server(channel, self._key, self._identity)
+        if not set(other.backends) & set(self._identity.backends):
+            why = (
+                f"the fetching engine takes {', '.join(other.backends)} and this one gives "
+                f"{', '.join(self._identity.backends)}; set --kv-transfer-backend auto on both"
+            )
+            channel.send(Refusal(why), within_s=LOST_S)
+            raise Refused(why)
+        if self._segment is not None and "shm" in other.backends:
+            channel.send(self._segment.message(), within_s=LOST_S)
+        asked = channel.receive(Prefill, Fetch, Done, within_s=ASK_S)
+        if isinstance(asked, Done):
+            return
+        is_prefill = isinstance(asked, Prefill)
+        if isinstance(asked, Prefill):
+            self._desk.prefill(asked.transfer_id, asked.salt, asked.token_ids)
+            transfer_id = asked.transfer_id
+        try:
+            if is_prefill:
+                asked = channel.receive(Fetch, within_s=ASK_S)
+            assert isinstance(asked, Fetch)
+            if is_prefill and asked.transfer_id != transfer_id:
+                raise MessageError("the blocks of another transfer than the prefill's are fetched")
+            self._send_lease(channel, asked, ASK_S if is_prefill else 0.0)
+        finally:
+            if is_prefill:
+                self._desk.cancel(transfer_id)
+
+    def _send_lease(self, channel: Channel, asked: Fetch, wait_s: float) -> None:
+        lease = self._claimed(channel, asked.transfer_id, wait_s)
+        if lease is None:
+            channel.send(End("expired"), within_s=LOST_S)
+            return
+        is_over = False
+        try:
+            life = _SignsOfLife(channel)
+            reason = self._send_blocks(life, lease, asked)
+            channel.send(End(reason), within_s=LOST_S)
+            life.wait_for_end()
+            is_over = True
+        except (OSError, MessageError):
+            is_over = True  # the other side computes by itself, or will never come back
+            raise
+        finally:
+            self._leases.let_go(asked.transfer_id, lease, is_over=is_over)
+            self._desk.settle()
+
+    def _claimed(self, channel: Channel, transfer_id: bytes, wait_s: float) -> Lease | None:
+        """Return the lease, once the engine has opened it; it may be in a long step."""
+        deadline_s = time.monotonic() + wait_s
+        while (lease := self._leases.claim(transfer_id, min(wait_s, BEAT_S))) is None:
+            if time.monotonic() >= deadline_s:
+                return None
+            channel.send(Beat(), within_s=LOST_S)
+        return lease
+
+    def _send_blocks(self, life: _SignsOfLife, lease: Lease, asked: Fetch) -> str:
+        """Send the blocks that come; return "", or why they are fewer than asked for."""
+        for index, digest in enumerate(asked.digests):
+            while True:
+                try:
+                    place = self._leases.place(lease, digest, BEAT_S)
+                except KeyError:
+                    # What comes after a gap is of no use: a prefix is read up to it.
+                    return lease.failure or ("missing" if lease.valid else "expired")
+                if place is not None:
+                    break
+                self._desk.settle()
+                life.beat()
+                if life.is_done:
+                    return "done"
+            raw = self._room(place)
+            checksum = zlib.crc32(raw.data)
+            if not self._leases.is_valid(lease):
+                return "expired"
+            offset, inline = place * len(raw), raw[:0].data
+            if asked.is_inline:
+                offset, inline = Block.INLINE, raw.data
+            elif self._segment is None:
+                raise MessageError("blocks in shared memory are asked for, and there is none")
+            life.channel.send(Block(index, checksum, offset), inline, within_s=LOST_S)
+            with self._lock:
+                self.counts.blocks_total += 1
+                self.counts.bytes_total += len(raw)
+            life.read()
+            if life.is_done:
+                return "done"
+        return ""
+
+
+class _SignsOfLife:
+    """Beats in both directions of a connection. is_done: the other side needs nothing more."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.is_done = False
+        self._heard_s = time.monotonic()
+
+    def beat(self) -> None:
+        """Send a sign of life. Raises LinkTimeout where the other side sent none for long."""
+        self.channel.send(Beat(), within_s=LOST_S)
+        self.read()
+        if time.monotonic() - self._heard_s > LOST_S:
+            raise LinkTimeout("the fetching engine shows no sign of life")
+
+    def read(self) -> None:
+        """Take in what came; does not wait."""
+        while not self.is_done and self.channel.has_input():
+            self.is_done = isinstance(self.channel.receive(Beat, Done, within_s=LOST_S), Done)
+            self._heard_s = time.monotonic()
+
+    def wait_for_end(self) -> None:
+        """Wait until the other side has all: it may still copy from shared memory."""
+        try:
+            while not self.is_done:
+                self.is_done = isinstance(self.channel.receive(Beat, Done, within_s=LOST_S), Done)
+        except LinkClosed:
+            pass  # as good as Done: it has what it needs, or is gone

@@ -1,0 +1,158 @@
+"""Handshake: both sides of a connection prove the shared key, then say what their blocks are.
+
+    fetching side                        handing side
+    Hello(version, nonce)          ->
+                                   <-    Hello(version, nonce)
+    Proof                          ->
+                                   <-    Proof, or Refusal
+    Identity                       ->
+                                   <-    Identity, or Refusal
+
+A proof is an HMAC-SHA-256 of the side's name and both nonces under a key derived from the shared
+key, so that neither the key nor a proof of the other side can be replayed. Always holds: before
+the other side has proved the key, it learns the protocol's version and nothing else; nothing is
+transferred between engines that compute different blocks. Messages are not encrypted: a network
+that others can read needs a tunnel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from dataclasses import dataclass
+
+from quire.transfer.links.channel import Channel
+from quire.transfer.links.messages import (
+    NONCE_BYTES,
+    VERSION,
+    Hello,
+    Identity,
+    MessageError,
+    Proof,
+    Refusal,
+)
+
+# All of a handshake's messages are small; an engine that takes longer is taken for gone.
+STEP_S = 5.0
+
+
+class Refused(Exception):
+    """The two sides cannot exchange blocks, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferKeys:
+    """Keys derived from the shared key. links: of proofs. digests: of the names of blocks."""
+
+    links: bytes
+    digests: bytes
+
+    @classmethod
+    def derive(cls, shared: bytes) -> TransferKeys:
+        """Return the keys of a shared key."""
+        return cls(
+            hashlib.blake2b(shared, digest_size=32, person=b"quire-kv-links").digest(),
+            hashlib.blake2b(shared, digest_size=16, person=b"quire-kv-names").digest(),
+        )
+
+
+def greet_as_fetcher(channel: Channel, key: bytes, own: Identity) -> Identity:
+    """Open a connection from the fetching side; return the other side's identity.
+
+    Raises Refused, MessageError and OSError.
+    """
+    mine = secrets.token_bytes(NONCE_BYTES)
+    channel.send(Hello(VERSION, mine), within_s=STEP_S)
+    hello = channel.receive(Hello, within_s=STEP_S)
+    assert isinstance(hello, Hello)
+    if hello.version != VERSION:
+        raise Refused(_versions(other=hello.version))
+    channel.send(Proof(_proof(key, b"fetch", mine, hello.nonce)), within_s=STEP_S)
+    proof = channel.receive(Proof, Refusal, within_s=STEP_S)
+    if isinstance(proof, Refusal):
+        raise Refused(proof.reason)
+    assert isinstance(proof, Proof)
+    if not hmac.compare_digest(proof.proof, _proof(key, b"hand", mine, hello.nonce)):
+        raise Refused("the other side does not have this engine's transfer key")
+    channel.send(own, within_s=STEP_S)
+    other = channel.receive(Identity, Refusal, within_s=STEP_S)
+    if isinstance(other, Refusal):
+        raise Refused(other.reason)
+    assert isinstance(other, Identity)
+    if why := mismatch(own, other):
+        raise Refused(why)
+    return other
+
+
+def greet_as_server(channel: Channel, key: bytes, own: Identity) -> Identity:
+    """Open a connection from the handing side; return the other side's identity.
+
+    Raises Refused, which the other side was sent too, MessageError and OSError.
+    """
+    hello = channel.receive(Hello, within_s=STEP_S)
+    assert isinstance(hello, Hello)
+    mine = secrets.token_bytes(NONCE_BYTES)
+    channel.send(Hello(VERSION, mine), within_s=STEP_S)
+    if hello.version != VERSION:
+        raise Refused(_versions(other=hello.version))
+    proof = channel.receive(Proof, within_s=STEP_S)
+    assert isinstance(proof, Proof)
+    if not hmac.compare_digest(proof.proof, _proof(key, b"fetch", hello.nonce, mine)):
+        raise _refuse(channel, "the transfer keys of the two engines differ; give both one file")
+    channel.send(Proof(_proof(key, b"hand", hello.nonce, mine)), within_s=STEP_S)
+    other = channel.receive(Identity, within_s=STEP_S)
+    assert isinstance(other, Identity)
+    if why := mismatch(other, own):
+        raise _refuse(channel, why)
+    channel.send(own, within_s=STEP_S)
+    return other
+
+
+def mismatch(fetching: Identity, handing: Identity) -> str:
+    """Return why blocks of the handing side are not those of the fetching side; "" if they are."""
+    for what, here, there in (
+        ("tokens per block", fetching.block_size, handing.block_size),
+        ("dtypes of keys and values", fetching.kv_dtype, handing.kv_dtype),
+        ("bytes per block", fetching.block_bytes, handing.block_bytes),
+        ("instruction sets", fetching.recipe, handing.recipe),
+    ):
+        if here != there:
+            return (
+                f"{what} differ: {here} at the fetching engine ({fetching.model}), {there} at the "
+                f"other ({handing.model}); start both with the same settings, on like machines"
+            )
+    if fetching.fingerprint != handing.fingerprint:
+        return (
+            f"the engines compute different blocks ({fetching.model} and {handing.model}): "
+            "weights, precision, context length or version of quire differ; start both with the "
+            "same model"
+        )
+    return ""
+
+
+def _proof(key: bytes, side: bytes, fetcher_nonce: bytes, server_nonce: bytes) -> bytes:
+    return hmac.digest(key, side + b"\0" + fetcher_nonce + server_nonce, "sha256")
+
+
+def _refuse(channel: Channel, why: str) -> Refused:
+    channel.send(Refusal(why), within_s=STEP_S)
+    return Refused(why)
+
+
+def _versions(other: int) -> str:
+    return (
+        f"the other side speaks version {other} of the transfer protocol, this engine {VERSION}; "
+        "run one version of quire on both"
+    )
+
+
+__all__ = [
+    "STEP_S",
+    "MessageError",
+    "Refused",
+    "TransferKeys",
+    "greet_as_fetcher",
+    "greet_as_server",
+    "mismatch",
+]

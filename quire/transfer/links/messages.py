@@ -1,0 +1,385 @@
+"""Messages of a transfer connection: a kind, a length and a fixed layout each; nothing is pickled.
+
+    Hello, Challenge, Proof    version, nonces and proofs of the shared key
+    Identity, Refusal          what computes the blocks on this side; why the other side is refused
+    Prefill, Fetch             compute a prompt for me; send me the blocks with these digests
+    Block, End                 a block or where it lies, with its checksum; no more blocks follow
+    Beat, Done                 a sign of life; the blocks are here, the lease can end
+
+Integers are little-endian, texts UTF-8 with a 16-bit length. Always holds: `unpack` accepts exactly
+what `pack` gives, checks every length, and raises MessageError for anything else.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, Self
+
+VERSION = 1
+MAGIC = b"QuireKVX"
+NONCE_BYTES = PROOF_BYTES = FINGERPRINT_BYTES = 32
+DIGEST_BYTES = 16
+TRANSFER_ID_BYTES = 16
+MAX_TEXT_BYTES = 4096
+
+_TEXT = struct.Struct("<H")
+
+
+class MessageError(ValueError):
+    """Bytes that are no message, or not the one that must come now."""
+
+
+class Message(Protocol):
+    """A message. max_bytes: the longest payload that is read."""
+
+    kind: ClassVar[int]
+    max_bytes: ClassVar[int]
+
+    def pack(self) -> bytes:
+        """Return the payload."""
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Self:
+        """Return the message of a payload. Raises MessageError."""
+
+
+class _Reader:
+    """Reads a payload from front to back."""
+
+    def __init__(self, payload: bytes) -> None:
+        self._payload, self._at = payload, 0
+
+    def take(self, count: int) -> bytes:
+        """Return the next `count` bytes."""
+        found = self._payload[self._at : self._at + count]
+        if len(found) != count:
+            raise MessageError(f"a message ends after {len(self._payload)} bytes; it is cut")
+        self._at += count
+        return found
+
+    def fields(self, layout: struct.Struct) -> tuple[int, ...]:
+        """Return the next integers."""
+        return layout.unpack(self.take(layout.size))
+
+    def text(self) -> str:
+        """Return the next text."""
+        (count,) = self.fields(_TEXT)
+        if count > MAX_TEXT_BYTES:
+            raise MessageError(f"a text has {count} bytes; at most {MAX_TEXT_BYTES} are allowed")
+        try:
+            return self.take(count).decode()
+        except UnicodeDecodeError as error:
+            raise MessageError("a text is not UTF-8") from error
+
+    def rest(self) -> bytes:
+        """Return what is left."""
+        return self.take(len(self._payload) - self._at)
+
+    def end(self) -> None:
+        """Raise MessageError unless all was read."""
+        if self._at != len(self._payload):
+            raise MessageError(f"a message has {len(self._payload) - self._at} bytes too many")
+
+
+def _text(text: str) -> bytes:
+    raw = text.encode("utf-8", "replace")[:MAX_TEXT_BYTES]
+    return _TEXT.pack(len(raw)) + raw
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first message of both sides, before anything is known of the other."""
+
+    version: int
+    nonce: bytes
+
+    kind = 1
+    max_bytes = 64
+    _LAYOUT: ClassVar[struct.Struct] = struct.Struct("<H")
+
+    def pack(self) -> bytes:
+        """See Message."""
+        return MAGIC + self._LAYOUT.pack(self.version) + self.nonce
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Hello:
+        """See Message."""
+        reader = _Reader(payload)
+        if reader.take(len(MAGIC)) != MAGIC:
+            raise MessageError("the other side is no KV transfer port of quire")
+        (version,) = reader.fields(cls._LAYOUT)
+        nonce = reader.take(NONCE_BYTES)
+        reader.end()
+        return cls(version, nonce)
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """A proof that a side has the shared key (handshake.py)."""
+
+    proof: bytes
+
+    kind = 2
+    max_bytes = PROOF_BYTES
+
+    def pack(self) -> bytes:
+        """See Message."""
+        return self.proof
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Proof:
+        """See Message."""
+        reader = _Reader(payload)
+        proof = reader.take(PROOF_BYTES)
+        reader.end()
+        return cls(proof)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a side's blocks are. backends: how it can hand bytes over, the preferred one first.
+
+    fingerprint: of all that a block's bytes depend on (quire/runner/fingerprint.py). model, recipe
+    and kv_dtype name a difference of fingerprints.
+    """
+
+    engine_id: str
+    fingerprint: bytes
+    block_size: int
+    block_bytes: int
+    model: str
+    recipe: str
+    kv_dtype: str
+    backends: tuple[str, ...]
+
+    kind = 3
+    max_bytes = 8 * MAX_TEXT_BYTES
+    _LAYOUT: ClassVar[struct.Struct] = struct.Struct("<IQ")
+
+    def pack(self) -> bytes:
+        """See Message."""
+        texts = (self.engine_id, self.model, self.recipe, self.kv_dtype, ",".join(self.backends))
+        numbers = self._LAYOUT.pack(self.block_size, self.block_bytes)
+        return self.fingerprint + numbers + b"".join(map(_text, texts))
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Identity:
+        """See Message."""
+        reader = _Reader(payload)
+        fingerprint = reader.take(FINGERPRINT_BYTES)
+        block_size, block_bytes = reader.fields(cls._LAYOUT)
+        engine_id, model, recipe, kv_dtype, backends = (reader.text() for _ in range(5))
+        reader.end()
+        return cls(
+            engine_id=engine_id,
+            fingerprint=fingerprint,
+            block_size=block_size,
+            block_bytes=block_bytes,
+            model=model,
+            recipe=recipe,
+            kv_dtype=kv_dtype,
+            backends=tuple(backends.split(",")),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a side goes no further."""
+
+    reason: str
+
+    kind = 4
+    max_bytes = MAX_TEXT_BYTES + 2
+
+    def pack(self) -> bytes:
+        """See Message."""
+        return _text(self.reason)
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Refusal:
+        """See Message."""
+        reader = _Reader(payload)
+        reason = reader.text()
+        reader.end()
+        return cls(reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Compute a prompt and keep its blocks under `transfer_id`. token_ids: int32 bytes."""
+
+    transfer_id: bytes
+    salt: str
+    token_ids: bytes
+
+    kind = 5
+    max_bytes = 16 << 20
+
+    def pack(self) -> bytes:
+        """See Message."""
+        return self.transfer_id + _text(self.salt) + self.token_ids
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Prefill:
+        """See Message."""
+        reader = _Reader(payload)
+        transfer_id, salt, token_ids = reader.take(TRANSFER_ID_BYTES), reader.text(), reader.rest()
+        if not token_ids or len(token_ids) % 4:
+            raise MessageError(f"a prompt has {len(token_ids)} bytes; int32 ids are expected")
+        return cls(transfer_id, salt, token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Send the blocks of `transfer_id` with these digests, in this order.
+
+    is_inline: with their bytes; otherwise with where they lie in shared memory.
+    """
+
+    transfer_id: bytes
+    digests: tuple[bytes, ...]
+    is_inline: bool
+
+    kind = 6
+    max_bytes = 16 << 20
+
+    def pack(self) -> bytes:
+        """See Message."""
+        return self.transfer_id + bytes((self.is_inline,)) + b"".join(self.digests)
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Fetch:
+        """See Message."""
+        reader = _Reader(payload)
+        transfer_id, flag, rest = reader.take(TRANSFER_ID_BYTES), reader.take(1), reader.rest()
+        if flag not in (b"\0", b"\1"):
+            raise MessageError(f"a flag is {flag[0]}; 0 or 1 is expected")
+        if not rest or len(rest) % DIGEST_BYTES:
+            raise MessageError(f"digests have {len(rest)} bytes; {DIGEST_BYTES} each are expected")
+        digests = (rest[at : at + DIGEST_BYTES] for at in range(0, len(rest), DIGEST_BYTES))
+        return cls(transfer_id, tuple(digests), flag == b"\1")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Block `index` of those fetched. offset: where it lies in shared memory; INLINE: its bytes
+    follow. checksum: CRC-32 of its bytes."""
+
+    index: int
+    checksum: int
+    offset: int
+
+    kind = 7
+    INLINE: ClassVar[int] = (1 << 64) - 1
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<IIQ")
+    max_bytes = LAYOUT.size
+
+    def pack(self) -> bytes:
+        """See Message; inline bytes are sent after these."""
+        return self.LAYOUT.pack(self.index, self.checksum, self.offset)
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Block:
+        """See Message."""
+        reader = _Reader(payload)
+        index, checksum, offset = reader.fields(cls.LAYOUT)
+        reader.end()
+        return cls(index, checksum, offset)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """No more blocks follow. reason: "", or why there are fewer than asked for."""
+
+    reason: str
+
+    kind = 8
+    max_bytes = MAX_TEXT_BYTES + 2
+
+    def pack(self) -> bytes:
+        """See Message."""
+        return _text(self.reason)
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> End:
+        """See Message."""
+        reader = _Reader(payload)
+        reason = reader.text()
+        reader.end()
+        return cls(reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The shared memory in which blocks lie: a descriptor of a process on the same machine.
+
+    secret: what the segment begins with.
+    """
+
+    process_id: int
+    descriptor: int
+    num_bytes: int
+    secret: bytes
+
+    kind = 9
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<IIQ32s")
+    max_bytes = LAYOUT.size
+
+    def pack(self) -> bytes:
+        """See Message."""
+        return self.LAYOUT.pack(self.process_id, self.descriptor, self.num_bytes, self.secret)
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Segment:
+        """See Message."""
+        if len(payload) != cls.LAYOUT.size:
+            raise MessageError(
+                f"a segment has {len(payload)} bytes; {cls.LAYOUT.size} are expected"
+            )
+        process_id, descriptor, num_bytes, secret = cls.LAYOUT.unpack(payload)
+        return cls(process_id, descriptor, num_bytes, secret)
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A sign of life."""
+
+    kind = 10
+    max_bytes = 0
+
+    def pack(self) -> bytes:
+        """See Message."""
+        return b""
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Beat:
+        """See Message."""
+        _Reader(payload).end()
+        return cls()
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The fetching side needs nothing more."""
+
+    kind = 11
+    max_bytes = 0
+
+    def pack(self) -> bytes:
+        """See Message."""
+        return b""
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Done:
+        """See Message."""
+        _Reader(payload).end()
+        return cls()
+
+
+AnyMessage = (
+    Hello | Proof | Identity | Refusal | Prefill | Fetch | Block | End | Segment | Beat | Done
+)
+_ALL = (Hello, Proof, Identity, Refusal, Prefill, Fetch, Block, End, Segment, Beat, Done)
+KINDS: Mapping[int, type[AnyMessage]] = {message.kind: message for message in _ALL}

@@ -1,0 +1,83 @@
+"""Shared memory of two engines on one machine: the store of one, read by the other.
+
+The memory is a file in memory without a name (memfd), which the other process opens through
+/proc. So there is nothing to unlink: the system frees it when the last of the two processes has
+closed it, however each of them ends. Knows no block. Always holds: what is mapped is the segment
+that the other side has made, checked by a secret in its first page.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.errors import CapacityError
+from quire.transfer.links.messages import Segment
+
+Bytes = NDArray[np.uint8]
+
+# The first page has the secret; blocks begin after it.
+PAGE = 4096
+SECRET_BYTES = 32
+
+
+class OwnSegment:
+    """Memory that other processes of this user can map. memory: the bytes after the first page."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = PAGE + num_bytes
+        try:
+            self._descriptor = os.memfd_create("quire-kv", os.MFD_CLOEXEC)
+            os.ftruncate(self._descriptor, self._num_bytes)
+            whole = np.frombuffer(mmap.mmap(self._descriptor, self._num_bytes), np.uint8)
+        except (OSError, ValueError, OverflowError) as error:
+            raise CapacityError(
+                f"shared memory of {num_bytes} bytes for KV transfers cannot be made: {error}; "
+                "lower --kv-transfer-size"
+            ) from error
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        whole[:SECRET_BYTES] = np.frombuffer(self._secret, np.uint8)
+        self.memory: Bytes = whole[PAGE:]
+
+    def message(self) -> Segment:
+        """Return what the other side needs to map it."""
+        return Segment(os.getpid(), self._descriptor, self._num_bytes, self._secret)
+
+    def close(self) -> None:
+        """Close the descriptor; the memory is freed with its last mapping."""
+        os.close(self._descriptor)
+
+
+class MappedSegment:
+    """The memory of another process, for reading. Raises OSError where it cannot be mapped."""
+
+    def __init__(self, segment: Segment) -> None:
+        path = f"/proc/{segment.process_id}/fd/{segment.descriptor}"
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if os.fstat(descriptor).st_size != segment.num_bytes:
+                raise OSError("the segment of the other side has another size")
+            self._map = mmap.mmap(descriptor, segment.num_bytes, prot=mmap.PROT_READ)
+        except ValueError as error:
+            raise OSError(str(error)) from error
+        finally:
+            os.close(descriptor)
+        if self._map[:SECRET_BYTES] != segment.secret:
+            self._map.close()
+            raise OSError("the segment is not that of the other side")
+        self.num_bytes = segment.num_bytes - PAGE
+
+    def read(self, offset: int, out: Bytes) -> None:
+        """Copy bytes from an offset after the first page. Raises OSError beyond the end."""
+        if not 0 <= offset <= self.num_bytes - len(out):
+            raise OSError(f"a block lies at {offset}, beyond {self.num_bytes} shared bytes")
+        begin = PAGE + offset
+        out[:] = np.frombuffer(self._map, np.uint8, len(out), begin)
+
+    def close(self) -> None:
+        """Unmap it."""
+        self._map.close()

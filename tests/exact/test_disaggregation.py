@@ -1,0 +1,231 @@
+"""Prefill and decode in two engines: the tokens and logprobs of one engine, for every model.
+
+Drawn requests of One Answer run on three engines: one that computes them whole, one that hands
+their prompts over, and one that fetches these while it decodes others. Every third case loses its
+prefill engine on the way.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.base.engine_stats import EngineStats
+from quire.base.kv_transfer import KVTransfer
+from quire.base.records import Request
+from quire.config.flags import engine_config
+from quire.engine.client.thread_link import EngineThread
+from quire.engine.model_card import ModelCard
+from quire.engine.process.messages import Failed, FromEngine, Outputs, Ready, Refused, Submit
+from tests.exact.rig import Model, Stream
+from tests.exact.workload import MAX_MODEL_LEN, VOCAB_SIZE, draw_case
+
+FIRST_CASE = int(os.environ.get("QUIRE_DISAGGREGATION_FIRST", "700"))
+NUM_CASES = int(os.environ.get("QUIRE_DISAGGREGATION_CASES", "12"))
+GIVE_UP_S = 120.0
+MIN_FETCHED_BLOCKS = 60  # of all cases
+
+
+class Engine:
+    """An engine in a thread, and the streams that it has given."""
+
+    def __init__(self, model: Model, **settings: Any) -> None:
+        self._changed = threading.Condition()
+        self.streams: dict[str, Stream] = {}
+        self.stats = EngineStats()
+        self.card: ModelCard | None = None
+        self.failed = ""
+        config = engine_config(
+            {
+                "model": str(model.folder),
+                "dtype": model.dtype.value,
+                "quantization": model.precision,
+                "kv_cache_dtype": model.kv_cache_dtype,
+                "threads": 1,
+                "max_model_len": MAX_MODEL_LEN,
+                "max_num_seqs": 6,
+                "kv_touch_ahead": 0,
+                "kv_cache_memory": "16MiB",
+                **settings,
+            }
+        )
+        self._thread = EngineThread(config, self._take)
+        self._wait(lambda: self.card is not None)
+
+    def start(self, requests: Sequence[Request]) -> None:
+        """Submit the streams of one request."""
+        for request in requests:
+            self.streams[request.request_id] = Stream()
+        self._thread.send(Submit(requests=tuple(requests)))
+
+    def finish(self, ids: Sequence[str]) -> None:
+        """Wait until these streams have ended."""
+        self._wait(lambda: all(self.streams[id_].finish_reason is not None for id_ in ids))
+
+    def end(self) -> None:
+        """Stop the engine."""
+        self._thread.end()
+
+    def _wait(self, condition: Any) -> None:
+        with self._changed:
+            done = self._changed.wait_for(lambda: condition() or self.failed, GIVE_UP_S)
+        assert not self.failed, self.failed
+        assert done, self.streams
+
+    def _take(self, message: FromEngine) -> None:
+        with self._changed:
+            if isinstance(message, Ready):
+                self.card = message.card
+            elif isinstance(message, Failed | Refused):
+                self.failed = message.fault.message
+            elif isinstance(message, Outputs):
+                self.stats = message.stats
+                for output in message.outputs or ():
+                    self.streams[output.request_id].take(output)
+            self._changed.notify_all()
+
+
+@contextmanager
+def running(*engines: Engine) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for engine in engines:
+            engine.end()
+
+
+@pytest.fixture(scope="module")
+def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "key"
+    path.write_text("a key that both sides have")
+    path.chmod(0o600)
+    return path
+
+
+def drawn(number: int, num_models: int) -> tuple[int, list[tuple[Request, ...]]]:
+    """Return the number of a model, and the requests of a case without what needs a tokenizer."""
+    case = draw_case(number, num_models=num_models, vocab_size=VOCAB_SIZE)
+    found, random = [], Random(f"prompts {number}")
+    for arrival in case.arrivals:
+        sampling = arrival.requests[0].sampling
+        needs_text = sampling.structured_outputs is not None or sampling.use_beam_search
+        if not needs_text and sampling.max_tokens != 0 and sampling.pooling is None:
+            found.append(_longer(arrival.requests, random))
+    return case.model, found
+
+
+def _longer(requests: tuple[Request, ...], random: Random) -> tuple[Request, ...]:
+    """Return requests with a longer prompt, which has some blocks, and no objectives."""
+    room = max(MAX_MODEL_LEN - max(one.max_total_tokens for one in requests), 0)
+    more = [random.randrange(VOCAB_SIZE) for _ in range(random.randrange(room + 1))]
+    return tuple(
+        replace(
+            one,
+            prompt_ids=np.concatenate((np.array(more, np.int32), one.prompt_ids)),
+            max_total_tokens=one.max_total_tokens + len(more),
+            deadline_ms=None,
+            ttft_slo_ms=None,
+            tenant="",
+            speculation=None,
+        )
+        for one in requests
+    )
+
+
+def hand_over(request: Request, transfer_id: str) -> Request:
+    """Return the request of a prefill engine."""
+    return replace(
+        request,
+        request_id=f"p {request.request_id}",
+        group_id=f"p {request.group_id}",
+        sampling=replace(request.sampling, max_tokens=1, min_tokens=0, prompt_logprobs=None),
+        max_total_tokens=len(request.prompt_ids) + 1,
+        transfer=KVTransfer(transfer_id=transfer_id, hand_over=True),
+    )
+
+
+def test_two_engines_give_the_answers_of_one(models: list[Model], key: Path) -> None:
+    lines: list[str] = []
+    seen: Counter[str] = Counter()
+    by_model: dict[int, list[int]] = {}
+    for number in range(FIRST_CASE, FIRST_CASE + NUM_CASES):
+        by_model.setdefault(drawn(number, len(models))[0], []).append(number)
+    for at, numbers in by_model.items():
+        shared = {"kv_transfer_key_file": str(key), "kv_transfer_size": "4MiB"}
+        whole = Engine(models[at])
+        assert whole.card is not None
+        few = {"kv_cache_memory": 36 * whole.card.block_bytes, "max_num_batched_tokens": 40}
+        prefill = Engine(models[at], role="prefill", **shared, max_num_batched_tokens=48)
+        decode = Engine(models[at], role="decode", **shared, **few)
+        with running(whole, prefill, decode):
+            for number in numbers:
+                is_lost = number % 3 == 0
+                lines += _compare(number, len(models), whole, prefill, decode, is_lost=is_lost)
+                if is_lost and number != numbers[-1]:
+                    prefill = Engine(models[at], role="prefill", **shared)
+            prefill.end()
+            transfer = decode.stats.transfer
+            assert transfer is not None
+            seen["fetched"] += transfer.received_blocks_total
+            seen["transfers"] += transfer.transfers_total
+            seen.update(dict(transfer.failures_total))
+    assert not lines, "\n".join(lines[:5])
+    if NUM_CASES >= 12:
+        assert seen["fetched"] >= MIN_FETCHED_BLOCKS, seen
+        assert seen["unreachable"] + seen["cut"], seen
+
+
+def _compare(
+    number: int,
+    num_models: int,
+    whole: Engine,
+    prefill: Engine,
+    decode: Engine,
+    *,
+    is_lost: bool,
+) -> list[str]:
+    """Run one case on the pair and on one engine; return the streams that differ."""
+    random, requests = Random(number), drawn(number, num_models)[1]
+    card = prefill.card
+    assert card is not None
+    assert card.transfer is not None
+    fetched = []
+    for streams in requests:
+        transfer_id = random.randbytes(16).hex()
+        first = hand_over(streams[0], transfer_id)
+        prefill.start((first,))
+        if random.random() < 0.7:  # else it is fetched while it is computed
+            prefill.finish([first.request_id])
+        source = KVTransfer(
+            transfer_id=transfer_id,
+            hand_over=False,
+            host=card.transfer.host,
+            port=card.transfer.port,
+            engine_id=card.transfer.engine_id,
+        )
+        fetched.append(tuple(replace(one, transfer=source) for one in streams))
+    for at, streams in enumerate(fetched):
+        whole.start([replace(one, transfer=None) for one in streams])
+        decode.start(streams)
+        if is_lost and at == len(fetched) // 2:
+            prefill.end()
+    ids = [one.request_id for streams in fetched for one in streams]
+    whole.finish(ids)
+    decode.finish(ids)
+    return [
+        f"case {number}, {id_}: {decode.streams[id_]}, wanted {whole.streams[id_]}"
+        for id_ in ids
+        if (decode.streams[id_].tokens, decode.streams[id_].finish_reason)
+        != (whole.streams[id_].tokens, whole.streams[id_].finish_reason)
+        or repr(decode.streams[id_].scores) != repr(whole.streams[id_].scores)
+    ]

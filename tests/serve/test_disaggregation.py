@@ -1,0 +1,397 @@
+"""Prefill and decode in engines of their own: equal answers, whatever happens to either side.
+
+Three servers of one model: one hands prompts over, one fetches them through shared memory or TCP,
+one asks the first by itself. Answers are compared with those of the prefill engine computing the
+whole request alone, under a cache salt of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.flawed_link import Change, cutting, flawed_link, flipping
+from tests.serve.running_router import RunningRouter
+from tests.serve.running_server import RunningServer, alive, kill
+from tests.tiny_models import write_tiny_llama
+
+PARAMS = "kv_transfer_params"
+TO_HAND_OVER = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+FLAGS = ("--threads", "1", "--max-num-seqs", "8", "--kv-cache-memory", "24MiB")
+TRANSFER = ("--kv-transfer-size", "8MiB", "--kv-transfer-timeout", "20")
+FAILURES = "quire_kv_transfer_failures_total"
+VOCAB = 96
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("disaggregation")
+    key = root / "key"
+    key.write_text("a key that both sides have\n")
+    key.chmod(0o600)
+    write_tiny_llama(root / "model", seed=12, max_position_embeddings=4096)
+    return root
+
+
+def start(folder: Path, role: str, *flags: str) -> RunningServer:
+    key = ("--kv-transfer-key-file", str(folder / "key"))
+    return RunningServer(folder / "model", *FLAGS, *TRANSFER, *key, "--role", role, *flags)
+
+
+def transfer_port(server: RunningServer) -> int:
+    found = re.search(r"transfer_address=[^ \n]*:(\d+)", server.stderr())
+    assert found is not None, server.stderr()
+    return int(found[1])
+
+
+@pytest.fixture(scope="module")
+def prefill(folder: Path) -> Iterator[RunningServer]:
+    with start(folder, "prefill") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def decode(folder: Path) -> Iterator[RunningServer]:
+    with start(folder, "decode") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def asking(folder: Path, prefill: RunningServer) -> Iterator[RunningServer]:
+    """An engine that has its prompts computed by the prefill engine, over TCP."""
+    peer = ("--kv-transfer-peer", f"127.0.0.1:{transfer_port(prefill)}")
+    wanted = ("--kv-transfer-fetch", "always", "--kv-transfer-backend", "tcp")
+    with start(folder, "both", *peer, *wanted) as server:
+        yield server
+
+
+def drawn(random: Random, num_tokens: int) -> dict[str, Any]:
+    """Return a request with drawn parameters; none of them is deterministic by itself."""
+    body: dict[str, Any] = {
+        "prompt": [random.randrange(3, VOCAB) for _ in range(num_tokens)],
+        "max_tokens": random.randrange(2, 24),
+        "seed": random.randrange(1 << 30),
+        "temperature": random.choice([0.0, 0.7, 1.3]),
+        "logprobs": random.randrange(4),
+        "return_token_ids": True,
+        "ignore_eos": True,
+    }
+    if random.random() < 0.4:
+        body |= {"repetition_penalty": 1.3, "presence_penalty": 0.4, "min_tokens": 2}
+    if random.random() < 0.3:
+        body |= {"top_k": 20, "top_p": 0.9}
+    return body
+
+
+def answer_of(found: tuple[int, Any]) -> Any:
+    """Return all of an answer that must not differ."""
+    status, answer = found
+    assert status == 200, answer
+    choice = answer["choices"][0]
+    return {
+        name: choice[name] for name in ("text", "token_ids", "logprobs", "finish_reason", "seed")
+    }
+
+
+def alone(prefill: RunningServer, body: dict[str, Any], name: str) -> Any:
+    """Return the answer of one engine without help and without cached blocks."""
+    return answer_of(prefill.post("/v1/completions", {**body, "cache_salt": f"alone {name}"}))
+
+
+def handed_over(prefill: RunningServer, body: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    status, answer = prefill.post("/v1/completions", {**body, PARAMS: TO_HAND_OVER})
+    assert status == 200, answer
+    return answer, answer[PARAMS]
+
+
+def failures(server: RunningServer) -> dict[str, float]:
+    text = server.request("GET", "/metrics")[2].decode()
+    found = re.findall(rf'^{FAILURES}{{reason="(\w+)"}} (\S+)$', text, re.MULTILINE)
+    return {reason: float(count) for reason, count in found if float(count)}
+
+
+def is_quiet(*servers: RunningServer) -> bool:
+    """Return whether nothing of a transfer is left."""
+    names = ("quire_kv_transfer_leases", "quire_kv_transfer_fetching", "quire_running_requests")
+    return all(server.metric(name) == 0 for server in servers for name in names)
+
+
+def test_a_pair_driven_by_an_orchestrator_gives_the_answer_of_one_engine(
+    prefill: RunningServer, decode: RunningServer
+) -> None:
+    random, received = Random(1), decode.metric("quire_kv_transfer_received_blocks_total")
+    num_blocks = 0
+    for number in range(10):
+        body = drawn(random, random.randrange(1, 400))
+        wanted = alone(prefill, body, f"pair {number}")
+        first, params = handed_over(prefill, body)
+        assert first["choices"][0]["token_ids"] == wanted["token_ids"][:1]
+        assert params["do_remote_prefill"] is True
+        assert len(params["remote_block_ids"]) == len(body["prompt"]) // 16
+        num_blocks += len(params["remote_block_ids"])
+        assert answer_of(decode.post("/v1/completions", {**body, PARAMS: params})) == wanted
+    assert decode.metric("quire_kv_transfer_received_blocks_total") == received + num_blocks
+    assert failures(decode) == {}
+    prefill.until(lambda: is_quiet(prefill, decode), "the leases end")
+
+
+def test_a_continuation_takes_the_first_token_of_the_prefill_engine(
+    prefill: RunningServer, decode: RunningServer
+) -> None:
+    body = {**drawn(Random(2), 200), "max_tokens": 12}
+    wanted = alone(prefill, body, "continued")
+    first, params = handed_over(prefill, body)
+    known = first["choices"][0]["token_ids"]
+    rest = decode.post("/v1/completions", {**body, "output_ids": known, PARAMS: params})
+    assert answer_of(rest)["token_ids"] == wanted["token_ids"][1:]
+
+
+def test_chats_and_streams_carry_the_parameters(
+    prefill: RunningServer, decode: RunningServer
+) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "Once upon a time there was a hedgehog. " * 4}],
+        "max_tokens": 9,
+        "seed": 3,
+        "logprobs": True,
+    }
+    path = "/v1/chat/completions"
+    wanted = prefill.post(path, {**body, "cache_salt": "alone chat"})[1]["choices"]
+    with prefill.stream(path, {**body, PARAMS: TO_HAND_OVER}) as reader:
+        chunks = [event for event in reader if event != "[DONE]"]
+    offers = [chunk[PARAMS] for chunk in chunks if PARAMS in chunk]
+    assert len(offers) == 1
+    assert chunks[-1][PARAMS] == offers[0]
+    answer = decode.post(path, {**body, PARAMS: offers[0]})[1]
+    assert answer["choices"] == wanted
+    assert PARAMS not in answer
+
+
+def test_an_engine_asks_its_peer_by_itself(prefill: RunningServer, asking: RunningServer) -> None:
+    random = Random(3)
+    for number in range(6):
+        body = drawn(random, random.randrange(20, 300))
+        wanted = alone(prefill, body, f"asked {number}")
+        assert answer_of(asking.post("/v1/completions", body)) == wanted
+    assert asking.metric("quire_kv_transfer_received_blocks_total") > 0
+    assert failures(asking) == {}
+    prefill.until(lambda: is_quiet(prefill, asking), "the prompts at the peer end")
+
+
+def test_requests_at_once_share_what_they_begin_with(
+    prefill: RunningServer, asking: RunningServer
+) -> None:
+    random, beginning = Random(4), [Random(5).randrange(3, VOCAB) for _ in range(160)]
+    bodies = [drawn(random, 30) for _ in range(8)]
+    for body in bodies:
+        body["prompt"] = beginning + body["prompt"]
+    wanted = [alone(prefill, body, f"shared {at}") for at, body in enumerate(bodies)]
+    answers: list[Any] = [None] * len(bodies)
+
+    def ask(at: int) -> None:
+        answers[at] = answer_of(asking.post("/v1/completions", bodies[at]))
+
+    threads = [threading.Thread(target=ask, args=(at,)) for at in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == wanted
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [(flipping(20_000), "bad_bytes"), (cutting(20_000), "cut"), (cutting(5), "cut")],
+    ids=["flips a bit", "is cut", "is cut at once"],
+)
+def test_a_bad_link_costs_time_and_no_token(
+    prefill: RunningServer, asking: RunningServer, harm: Change, reason: str
+) -> None:
+    body = drawn(Random(6), 390)
+    wanted, before = alone(prefill, body, "link"), failures(asking).get(reason, 0)
+    # A salt of its own for each case, so that no block is there already.
+    body["cache_salt"] = f"link {id(harm)}"
+    _, params = handed_over(prefill, body)
+    with flawed_link(transfer_port(prefill), harm) as port:
+        params |= {"remote_port": port}
+        assert answer_of(asking.post("/v1/completions", {**body, PARAMS: params})) == wanted
+    assert failures(asking)[reason] == before + 1
+
+
+def test_what_is_gone_is_computed(prefill: RunningServer, decode: RunningServer) -> None:
+    body = drawn(Random(7), 200)
+    wanted = alone(prefill, body, "gone")
+    _, params = handed_over(prefill, body)
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        closed = unused.getsockname()[1]
+    for number, (change, reason) in enumerate(
+        (
+            ({"remote_port": closed}, "unreachable"),
+            ({"remote_engine_id": "an engine before"}, "expired"),
+            ({"remote_request_id": "0" * 32}, "expired"),
+        )
+    ):
+        before = failures(decode).get(reason, 0)
+        changed = {**body, "cache_salt": f"gone {number}", PARAMS: {**params, **change}}
+        assert answer_of(decode.post("/v1/completions", changed)) == wanted
+        assert failures(decode)[reason] == before + 1
+    # Blocks of another prompt, or another salt, have other digests.
+    other = {**body, "prompt": body["prompt"][::-1], PARAMS: params}
+    assert answer_of(decode.post("/v1/completions", other)) == alone(
+        prefill, {**body, "prompt": body["prompt"][::-1]}, "reversed"
+    )
+
+
+def test_another_model_is_refused_and_computed_here(
+    folder: Path, prefill: RunningServer, tmp_path: Path
+) -> None:
+    other = write_tiny_llama(tmp_path / "other", seed=13, max_position_embeddings=4096)
+    key = ("--kv-transfer-key-file", str(folder / "key"), "--role", "decode")
+    with RunningServer(other, *FLAGS, *TRANSFER, *key) as server:
+        body = drawn(Random(8), 120)
+        wanted = answer_of(server.post("/v1/completions", {**body, "cache_salt": "alone"}))
+        _, params = handed_over(prefill, body)
+        assert answer_of(server.post("/v1/completions", {**body, PARAMS: params})) == wanted
+        assert failures(server) == {"refused": 1}
+        assert "same model" in server.stderr()
+
+
+def test_a_client_that_leaves_frees_both_sides(
+    prefill: RunningServer, asking: RunningServer
+) -> None:
+    body = {**drawn(Random(9), 3000), "max_tokens": 400}
+    leases = prefill.metric("quire_kv_transfer_leases")  # of what was never fetched, until they end
+
+    def is_free() -> bool:
+        running = (one.metric("quire_running_requests") for one in (prefill, asking))
+        fetching = asking.metric("quire_kv_transfer_fetching")
+        return (
+            not any(running)
+            and not fetching
+            and (prefill.metric("quire_kv_transfer_leases") <= leases)
+        )
+
+    for wait in (False, True):
+        with asking.stream("/v1/completions", {**body, "cache_salt": f"leaves {wait}"}) as reader:
+            if wait:
+                reader.next()
+        prefill.until(is_free, "both sides are free again")
+    wanted = alone(prefill, {**body, "max_tokens": 5}, "after leaving")
+    assert answer_of(asking.post("/v1/completions", {**body, "max_tokens": 5})) == wanted
+
+
+def test_a_store_without_room_fetches_what_fits(folder: Path, prefill: RunningServer) -> None:
+    with start(folder, "decode", "--kv-transfer-size", "64KiB") as server:
+        body = drawn(Random(10), 600)
+        wanted = alone(prefill, body, "no room")
+        _, params = handed_over(prefill, body)
+        assert answer_of(server.post("/v1/completions", {**body, PARAMS: params})) == wanted
+        assert failures(server)["no_room"] == 1
+
+
+def test_random_kills_of_either_side_change_no_answer(
+    folder: Path, prefill: RunningServer, decode: RunningServer
+) -> None:
+    """A few of the kills that bench/disaggregation_kills.py makes by the thousand."""
+    random = Random(11)
+    for number, role in enumerate(("prefill", "decode")):
+        body = drawn(random, random.randrange(300, 900))
+        wanted = alone(prefill, body, f"kill {number}")
+        victim = start(folder, role)
+        pid = victim.engine_pid
+        timer = threading.Timer(random.random() * 0.03, kill, (pid,))
+        try:
+            _, params = handed_over(victim if role == "prefill" else prefill, body)
+            timer.start()
+            if role == "prefill":  # the handing side dies while or before it is asked
+                answer = decode.post("/v1/completions", {**body, PARAMS: params})
+                assert answer_of(answer) == wanted
+            else:
+                with suppress(OSError, ValueError):
+                    victim.post("/v1/completions", {**body, PARAMS: params})
+                again = handed_over(prefill, body)[0]["choices"][0]
+                assert again["token_ids"] == wanted["token_ids"][:1]
+        finally:
+            timer.join()
+            victim.kill()
+        assert not alive(pid)
+    decode.until(lambda: decode.metric("quire_kv_transfer_fetching") == 0, "nothing is fetched")
+    assert not [name for name in os.listdir("/dev/shm") if "quire" in name]
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        (7, "an object"),
+        ({"do_remote_prefill": 1}, "true or false"),
+        ({"do_remote_prefill": True, "do_remote_decode": True}, "not both"),
+        ({"remote_hots": "x"}, "allowed names"),
+        ({"do_remote_prefill": True}, "remote_host"),
+        ({"do_remote_prefill": True, "remote_host": "10.1.2.3", "remote_port": 1}, "loopback"),
+        ({"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 0}, "65535"),
+        ({"do_remote_prefill": True, "remote_host": "::1", "remote_port": 9}, "remote_request_id"),
+        ({"do_remote_decode": True}, "role is decode"),
+        ({"do_remote_decode": True, "tp_size": 2}, "one rank"),
+    ],
+)
+def test_malformed_parameters_are_refused_by_name(
+    decode: RunningServer, params: Any, words: str
+) -> None:
+    status, answer = decode.post("/v1/completions", {"prompt": [5, 6], PARAMS: params})
+    assert status == 400
+    assert words in answer["error"]["message"]
+    assert answer["error"]["param"] == PARAMS
+
+
+def test_what_cannot_be_handed_over_is_refused(prefill: RunningServer) -> None:
+    for change, words in (
+        ({"n": 2}, "one choice"),
+        ({"prompt": [[5], [6]]}, "2 prompts"),
+        ({"output_ids": [5], "seed": 1}, "output_ids"),
+        ({"max_tokens": 0, "echo": True}, "max_tokens"),
+    ):
+        body = {"prompt": [5, 6], PARAMS: TO_HAND_OVER, **change}
+        status, answer = prefill.post("/v1/completions", body)
+        assert (status, words in answer["error"]["message"]) == (400, True), answer
+    both_false = {"do_remote_decode": False, "do_remote_prefill": False}
+    for params in ({}, both_false):
+        assert prefill.post("/v1/completions", {"prompt": [5, 6], PARAMS: params})[0] == 200
+
+
+def test_a_server_without_a_key_says_how_to_exchange_blocks(server: RunningServer) -> None:
+    status, answer = server.post("/v1/completions", {"prompt": [5, 6], PARAMS: TO_HAND_OVER})
+    assert status == 400
+    assert "--kv-transfer-key-file" in answer["error"]["message"]
+    assert "quire_kv_transfer" not in server.request("GET", "/metrics")[2].decode()
+
+
+def test_a_router_sends_long_prompts_through_the_pair(
+    prefill: RunningServer, decode: RunningServer
+) -> None:
+    body = drawn(Random(12), 400)
+    wanted = alone(prefill, body, "routed")
+    before = decode.metric("quire_kv_transfer_received_blocks_total")
+    arguments = (decode.url, "--prefill", prefill.url, "--min-prefill-tokens", "64")
+    with RunningRouter(*arguments) as router:
+        status, raw = router.request("POST", "/v1/completions", body)
+        assert answer_of((status, json.loads(raw))) == wanted
+        metrics = router.request("GET", "/metrics")[1].decode()
+    assert 'quire_router_prefills_total{outcome="handed_over"} 1.0' in metrics
+    assert decode.metric("quire_kv_transfer_received_blocks_total") == before + 400 // 16

@@ -1,0 +1,98 @@
+"""Settings of the exchange of KV blocks: values, combinations, peers and the key file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.base.errors import SettingError
+from quire.config.flags import engine_config
+from quire.config.transfer import TransferConfig, peer_address, read_transfer_key
+
+KEY = {"kv_transfer_key_file": "key"}
+
+
+def test_roles_say_who_hands_over_and_who_fetches() -> None:
+    assert not TransferConfig().is_on
+    for role, hands_over, fetches in (
+        ("prefill", True, False),
+        ("decode", False, True),
+        ("both", True, True),
+    ):
+        config = TransferConfig(role=role, **KEY)  # type: ignore[arg-type]
+        assert (config.hands_over, config.fetches) == (hands_over, fetches)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"role": "server"}, "prefill, decode, both"),
+        ({"role": "prefill"}, "add kv_transfer_key_file"),
+        ({"kv_transfer_port": 7001}, "add kv_transfer_key_file"),
+        ({"kv_transfer_peer": ("a:1",)}, "add kv_transfer_key_file"),
+        (KEY | {"kv_transfer_key_file": ""}, "empty"),
+        (KEY | {"kv_transfer_host": "0.0.0.0"}, "network card"),
+        (KEY | {"kv_transfer_host": "::"}, "network card"),
+        (KEY | {"kv_transfer_port": 65536}, "65535"),
+        (KEY | {"kv_transfer_bytes": 0}, "at least 1"),
+        (KEY | {"kv_transfer_timeout_s": 0.0}, "at least"),
+        (KEY | {"kv_transfer_backend": "nixl"}, "auto, tcp, shm"),
+        (KEY | {"kv_transfer_peer": ("a:b",)}, "HOST:PORT"),
+        (KEY | {"role": "prefill", "kv_transfer_peer": ("a:1",)}, "fetches no blocks"),
+    ],
+)
+def test_wrong_values_are_refused_with_what_is_allowed(settings: Any, words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        TransferConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"enable_prefix_caching": False}, "found by their prefix"),
+        ({"kv_tier_path": "/tmp/x"}, "one store"),
+        ({"executor": "torch"}, "on CPUs"),
+        ({"tensor_parallel_size": 2}, "several ranks"),
+    ],
+)
+def test_unsupported_combinations_are_refused_by_name(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        engine_config({**KEY, **settings})
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("10.0.0.7:7777", ("10.0.0.7", 7777)),
+        ("prefill.local", ("prefill.local", 0)),
+        ("[fd00::7]:7777", ("fd00::7", 7777)),
+        ("[fd00::7]", ("fd00::7", 0)),
+        ("fd00::7", ("fd00::7", 0)),
+    ],
+)
+def test_peers_are_hosts_with_or_without_a_port(text: str, address: tuple[str, int]) -> None:
+    assert peer_address(text) == address
+
+
+@pytest.mark.parametrize("text", ["", ":1", "a:", "a:70000", "a:1x", "[::1", "[::1]x", "a:\u0661"])
+def test_malformed_peers_are_refused(text: str) -> None:
+    with pytest.raises(SettingError, match="HOST:PORT"):
+        peer_address(text)
+
+
+def test_a_key_file_must_be_secret_and_long(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    with pytest.raises(SettingError, match="cannot be read"):
+        read_transfer_key(str(path))
+    path.write_text("a key of some length\n")
+    path.chmod(0o640)
+    with pytest.raises(SettingError, match="chmod 600"):
+        read_transfer_key(str(path))
+    path.chmod(0o600)
+    assert read_transfer_key(str(path)) == b"a key of some length"
+    for content in ("short", "x" * 5000):
+        path.write_text(content)
+        with pytest.raises(SettingError, match="16 to 4096"):
+            read_transfer_key(str(path))

@@ -1,0 +1,223 @@
+"""Prefill replicas before decode replicas: what each is sent, and what happens without them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from quire.base.server_url import server_url
+from quire.router.app import RouterApp
+from quire.router.discovery import StaticList
+from quire.router.fleet import Fleet
+from quire.router.prefill_pairs import PARAMS, PrefillPairs
+from quire.router.prober import Prober
+from tests.unit.router.fake_replica import FakeReplica, Router
+
+OFFER = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 7001}
+LONG = {"prompt": "word " * 800, "max_tokens": 40, "min_tokens": 3}
+
+
+class PairRouter(Router):
+    """A router over decode replicas, with prefill replicas."""
+
+    def __init__(self, decode: list[FakeReplica], prefill: list[FakeReplica]) -> None:
+        super().__init__(decode)
+        urls = tuple(server_url(one.url) for one in prefill)
+        fleet = Fleet(self.fleet.settings, StaticList(urls), self.fleet.log)
+        self.pairs = PrefillPairs(fleet, self.metrics, min_tokens=512)
+        self.app = RouterApp(
+            self.fleet, self.admission, self.metrics, self.fleet.log, self.pairs.hand_over
+        )
+
+    async def start(self) -> None:
+        await super().start()
+        await Prober(self.pairs.fleet).first_round()
+
+    async def close(self) -> None:
+        self.pairs.fleet.close()
+        await super().close()
+
+
+def run(
+    decode: FakeReplica, prefill: FakeReplica, story: Callable[[PairRouter], Awaitable[Any]]
+) -> PairRouter:
+    """Run a story; no request may be left open at either side."""
+
+    async def go() -> PairRouter:
+        for replica in (decode, prefill):
+            await replica.start()
+        router = PairRouter([decode], [prefill])
+        try:
+            await router.start()
+            async with asyncio.timeout(20):
+                await story(router)
+            for fleet in (router.fleet, router.pairs.fleet):
+                assert not any(one.loads for one in fleet.replicas.values())
+            return router
+        finally:
+            await router.close()
+            for one in (decode, prefill):
+                one.stop_listening(cuts=True)
+            await asyncio.sleep(0.01)
+
+    return asyncio.run(go())
+
+
+def handing(**answer: Any) -> FakeReplica:
+    replica = FakeReplica()
+    replica.body = json.dumps({"choices": [], PARAMS: OFFER, **answer}).encode()
+    return replica
+
+
+def outcomes(router: PairRouter) -> dict[str, float]:
+    found = {}
+    for line in router.metrics.text().decode().splitlines():
+        if line.startswith("quire_router_prefills_total{"):
+            found[line.split('"')[1]] = float(line.rpartition(" ")[2])
+    return found
+
+
+def test_a_long_prompt_goes_to_a_prefill_replica_first() -> None:
+    decode, prefill = FakeReplica(), handing()
+    body = {**LONG, "temperature": 0.5}
+    router = run(decode, prefill, lambda router: router.post("/v1/completions", body))
+    assert len(prefill.requests) == len(decode.requests) == 1
+    first, second = prefill.requests[0], decode.requests[0]
+    assert first[PARAMS] == {"do_remote_decode": True}
+    assert (first["max_tokens"], first["prompt"], first["temperature"]) == (1, LONG["prompt"], 0.5)
+    assert "min_tokens" not in first
+    assert second == {**body, PARAMS: OFFER}
+    assert outcomes(router) == {"handed_over": 1}
+
+
+def test_a_stream_is_one_whole_token_at_the_prefill_replica() -> None:
+    decode, prefill = FakeReplica(), handing()
+    body = {**LONG, "stream": True, "stream_options": {"include_usage": True}}
+
+    async def story(router: PairRouter) -> None:
+        status, _, raw = await router.post("/v1/completions", body)
+        assert (status, raw.count(b"token")) == (200, 12)
+
+    run(decode, prefill, story)
+    assert not {"stream", "stream_options"} & prefill.requests[0].keys()
+    assert decode.requests[0][PARAMS] == OFFER
+
+
+def test_a_stream_that_continues_elsewhere_fetches_nothing() -> None:
+    decode, prefill = FakeReplica(), handing()
+    decode.fails_after = 3
+
+    async def story(router: PairRouter) -> None:
+        def again(token: int) -> None:
+            decode.fails_after = None
+
+        decode.before_token = again
+        await router.post("/v1/completions", {**LONG, "stream": True})
+
+    run(decode, prefill, story)
+    assert len(prefill.requests) == 1
+    for later in decode.requests[1:]:
+        assert later["output_ids"]
+        assert PARAMS not in later
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt": "short"},
+        {"prompt": ["a" * 4000, "b" * 4000]},
+        {"n": 2},
+        {"best_of": 3},
+        {"echo": True},
+        {"max_tokens": 0},
+        {"prompt_logprobs": 1},
+        {"output_ids": [5]},
+        {PARAMS: {"do_remote_prefill": True}},
+    ],
+    ids=str,
+)
+def test_other_requests_go_to_the_decode_replica_as_they_are(change: dict[str, Any]) -> None:
+    decode, prefill = FakeReplica(), handing()
+    body = {**LONG, **change}
+    router = run(decode, prefill, lambda router: router.post("/v1/completions", body))
+    assert not prefill.requests
+    assert decode.requests == [body]
+    assert not outcomes(router)
+
+
+def _refuses(replica: FakeReplica) -> None:
+    replica.status = 400
+
+
+def _says_nothing(replica: FakeReplica) -> None:
+    replica.body = b'{"choices": []}'
+
+
+def _is_no_json(replica: FakeReplica) -> None:
+    replica.body = b"[" * 3000
+
+
+def _is_no_http(replica: FakeReplica) -> None:
+    replica.raw_answer = b"SSH-2.0-OpenSSH\r\n"
+
+
+@pytest.mark.parametrize(
+    ("harm", "outcome"),
+    [
+        (_refuses, "refused"),
+        (_says_nothing, "refused"),
+        (_is_no_json, "refused"),
+        (_is_no_http, "failed"),
+    ],
+)
+def test_a_prefill_replica_that_fails_is_done_without(
+    harm: Callable[[FakeReplica], None], outcome: str
+) -> None:
+    decode, prefill = FakeReplica(), handing()
+    harm(prefill)
+
+    async def story(router: PairRouter) -> None:
+        status, _, _ = await router.post("/v1/completions", LONG)
+        assert status == 200
+
+    router = run(decode, prefill, story)
+    assert decode.requests == [LONG]
+    assert outcomes(router) == {outcome: 1}
+
+
+def test_without_an_available_prefill_replica_requests_are_decoded() -> None:
+    decode, prefill = FakeReplica(), handing()
+    prefill.health["ok"] = False
+    prefill.health["state"] = "draining"
+    router = run(decode, prefill, lambda router: router.post("/v1/completions", LONG))
+    assert decode.requests == [LONG]
+    assert outcomes(router) == {"no_replica": 1}
+
+
+def test_a_client_that_leaves_ends_the_prefill() -> None:
+    decode, prefill = FakeReplica(), handing()
+
+    async def story(router: PairRouter) -> None:
+        began = asyncio.Event()
+        waits = asyncio.Event()
+        exchange = prefill._exchange
+
+        async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+            if not began.is_set():
+                began.set()
+                await waits.wait()
+            return await exchange(reader, writer)
+
+        prefill._exchange = slow  # type: ignore[method-assign]
+        task = asyncio.ensure_future(router.post("/v1/completions", LONG))
+        await began.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        waits.set()
+
+    run(decode, prefill, story)
+    assert not decode.requests

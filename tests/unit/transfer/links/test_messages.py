@@ -1,0 +1,79 @@
+"""Messages of a transfer connection: what was packed is read back, and nothing else is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from quire.transfer.links.messages import (
+    KINDS,
+    MAX_TEXT_BYTES,
+    AnyMessage,
+    Beat,
+    Block,
+    Done,
+    End,
+    Fetch,
+    Hello,
+    Identity,
+    MessageError,
+    Prefill,
+    Proof,
+    Refusal,
+    Segment,
+)
+
+EXAMPLES: tuple[AnyMessage, ...] = (
+    Hello(1, bytes(range(32))),
+    Proof(b"p" * 32),
+    Identity("abc", b"f" * 32, 16, 1 << 20, "box", "avx2", "bf16", ("shm", "tcp")),
+    Refusal("because ä"),
+    Prefill(b"t" * 16, "salt\0é", b"\1\0\0\0\2\0\0\0"),
+    Fetch(b"t" * 16, (b"a" * 16, b"b" * 16), True),
+    Block(3, 0xFFFFFFFF, Block.INLINE),
+    End(""),
+    Segment(1 << 22, 7, 1 << 40, b"s" * 32),
+    Beat(),
+    Done(),
+)
+
+
+def test_the_examples_are_of_all_kinds() -> None:
+    assert {type(one) for one in EXAMPLES} == set(KINDS.values())
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda one: type(one).__name__)
+def test_a_message_is_read_as_it_was_packed(message: AnyMessage) -> None:
+    raw = message.pack()
+    assert len(raw) <= message.max_bytes
+    assert KINDS[message.kind].unpack(raw) == message
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda one: type(one).__name__)
+def test_cut_lengthened_and_random_payloads_are_message_errors_or_messages(
+    message: AnyMessage,
+) -> None:
+    raw, kind, random = message.pack(), KINDS[message.kind], Random(message.kind)
+    payloads = [raw[:cut] for cut in range(len(raw))] + [raw + b"x"]
+    payloads += [random.randbytes(random.randrange(100)) for _ in range(300)]
+    for payload in payloads:
+        try:
+            found = kind.unpack(payload)
+        except MessageError:
+            continue
+        assert found.pack() == payload  # read as the one message that has these bytes
+
+
+def test_long_texts_are_cut_when_packed_and_refused_when_read() -> None:
+    assert len(Refusal("x" * 100_000).pack()) == MAX_TEXT_BYTES + 2
+    with pytest.raises(MessageError, match="at most"):
+        Refusal.unpack(b"\xff\xff" + b"x" * 65535)
+
+
+def test_another_service_is_named_as_such() -> None:
+    raw = Hello(1, b"n" * 32).pack()
+    with pytest.raises(MessageError, match="no KV transfer port"):
+        Hello.unpack(b"HTTP/1.1" + raw[8:])
+    assert replace(Hello.unpack(raw), version=2).version == 2
