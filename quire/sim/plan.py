@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.base.errors import CapacityError, ModelError, SettingError
+from quire.config.executor_config import ExecutorConfig
 from quire.config.flags import engine_config
-from quire.config.groups import EngineConfig, ExecutorConfig
+from quire.config.groups import EngineConfig
 from quire.config.machine import MachineMemory, machine_memory
 from quire.config.memory import MemoryNeeds, MemoryPlan, mib, num_blocks_of, plan_memory
 from quire.engine.assembly.drafting import sized_drafting

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.base.records import StepPlan
-from quire.config.groups import EngineConfig, ExecutorConfig
+from quire.config.executor_config import ExecutorConfig
+from quire.config.groups import EngineConfig
 from quire.engine.assembly.ranks import expert_plan
 from quire.execute.executor import ExecutorMemory, StepLimits
 from quire.program.comm_ops import num_exchanges

@@ -23,7 +23,8 @@ from quire.base.gguf_open import gguf_read_once
 from quire.base.log import Log
 from quire.base.report import Report
 from quire.base.user_path import user_path
-from quire.config.groups import EngineConfig, ExecutorConfig
+from quire.config.executor_config import ExecutorConfig
+from quire.config.groups import EngineConfig
 from quire.config.kv_events import read_kv_events
 from quire.config.machine import machine_memory, num_compute_threads, shared_memory
 from quire.config.memory import NO_DRAFT, DraftNeeds, MemoryPlan, mib, plan_memory

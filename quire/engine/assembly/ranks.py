@@ -7,7 +7,7 @@ A part of the wiring, like assemble.py. Knows the settings; the ranks are in qui
 from __future__ import annotations
 
 from quire.base.errors import SettingError
-from quire.config.groups import ExecutorConfig
+from quire.config.executor_config import ExecutorConfig
 from quire.config.machine import num_usable_cores
 from quire.engine.assembly.expert_loads import read_expert_loads
 from quire.engine.core import Inbox

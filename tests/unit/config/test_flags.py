@@ -11,14 +11,9 @@ import pytest
 
 from quire.base.errors import SettingError
 from quire.config import flags
+from quire.config.executor_config import ExecutorConfig
 from quire.config.flags import add_flags, config_from_flags, engine_config, flag_of, parse_bytes
-from quire.config.groups import (
-    CacheConfig,
-    EngineConfig,
-    ExecutorConfig,
-    ModelConfig,
-    SchedulerConfig,
-)
+from quire.config.groups import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from quire.config.server_config import ServerConfig
 
 GROUPS = (ModelConfig, CacheConfig, SchedulerConfig, ExecutorConfig, ServerConfig)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from quire.base.errors import SettingError
-from quire.config.groups import CacheConfig, ExecutorConfig, ModelConfig, SchedulerConfig
+from quire.config.executor_config import ExecutorConfig
+from quire.config.groups import CacheConfig, ModelConfig, SchedulerConfig
 from quire.config.server_config import ServerConfig
 
 

@@ -11,8 +11,8 @@ import pytest
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.base.engine_stats import EXPERT_TOKENS, EngineStats
 from quire.base.errors import SettingError
+from quire.config.executor_config import ExecutorConfig
 from quire.config.flags import engine_config
-from quire.config.groups import ExecutorConfig
 from quire.config.machine import num_usable_cores
 from quire.engine.assembly import ranks
 from quire.engine.assembly.expert_loads import read_expert_loads

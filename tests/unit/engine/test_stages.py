@@ -9,8 +9,8 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.base.errors import SettingError
+from quire.config.executor_config import ExecutorConfig
 from quire.config.flags import engine_config
-from quire.config.groups import ExecutorConfig
 from quire.config.machine import num_usable_cores
 from quire.engine.assembly import ranks
 from quire.ranks.pipeline_class import PipelineExecutorClass

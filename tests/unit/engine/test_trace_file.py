@@ -14,7 +14,8 @@ import pytest
 from quire.base.engine_stats import EngineStats
 from quire.base.errors import SettingError
 from quire.base.report import Field
-from quire.config.groups import EngineConfig, ExecutorConfig, SchedulerConfig
+from quire.config.executor_config import ExecutorConfig
+from quire.config.groups import EngineConfig, SchedulerConfig
 from quire.engine import new_file, trace_file
 from quire.engine.new_file import open_new
 from quire.engine.process.messages import Outputs
