@@ -114,8 +114,7 @@ def wire(
         limits, batch, cache, policy, shares, groups=beams, loads=loads, lengths=lengths
     )
     watermark, stats = Watermark(cache.num_blocks), PreemptionStats(speed)
-    keeps_evicted = cache.tiers is not None and cache.tiers.tier.keeps_evicted
-    victims = Victims(policy, batch, cache, speed, transfer if keeps_evicted else None)
+    victims = Victims(policy, batch, cache, speed, transfer if _keeps_evicted(cache) else None)
     preemptor = Preemptor(
         requests, batch, cache, shares, beams, victims=victims, watermark=watermark, stats=stats
     )
@@ -139,7 +138,7 @@ def wire(
         drafts = DraftRows(limits, requests, batch, cache, shares, speed, draft_source)
         extensions.append(drafts)  # last: drafts take what all rows leave
     hand_overs = None
-    if cache.tiers is not None and not keeps_evicted:
+    if cache.tiers is not None and not _keeps_evicted(cache):
         hand_overs = _hand_overs(batch, cache)
         extensions.append(hand_overs)
     gates = [*([loads] if cache.tiers is not None else []), *_length_gates(limits)]
@@ -176,6 +175,11 @@ def _hand_overs(batch: RunningBatch, cache: CacheManager) -> HandOvers:
     from quire.scheduler.prefill.hand_over import HandOvers  # only where engines exchange blocks
 
     return HandOvers(batch, cache)
+
+
+def _keeps_evicted(cache: CacheManager) -> bool:
+    """Return whether blocks that leave the pool go to a tier."""
+    return cache.tiers is not None and cache.tiers.tier.keeps_evicted
 
 
 def _check_budget(limits: SchedulerLimits, cost: CostModel | None) -> None:

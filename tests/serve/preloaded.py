@@ -4,14 +4,14 @@
 
 Nearly all of a start's CPU time is imports, and the suite starts dozens of servers: here the
 imports happen once in each process of tests. Everything after them is as in a start of its own:
-the server's process and its children, their arguments, environment, descriptors, signals and exit
-codes. The engine and the API workers are forked as well, before the server has run a line, and
-each waits until the server starts it; any further child (a replaced worker, a rank) is a fresh
-interpreter.
+the server's process and its engine, their arguments, environment, descriptors, signals and exit
+codes. The engine is forked as well, before the server has run a line, and waits until the server
+starts it; any further child (a restarted engine, a rank) is a fresh interpreter.
 
-`shared_server`, and every start that is about loading, environment variables or limits, has a fresh
-interpreter (see running_server.py). Always holds: the preloading process has one thread and has
-opened nothing, so a fork of it is a fresh start. It ends with the process that uses it.
+`shared_server`, and every start that is about loading, environment variables, limits or several API
+processes, has a fresh interpreter (see running_server.py). Always holds: the preloading process has
+one thread and has opened nothing, so a fork of it is a fresh start. It ends with the process that
+uses it.
 """
 
 from __future__ import annotations
@@ -35,18 +35,15 @@ from typing import IO, Any
 
 ROOT = Path(__file__).parents[2]
 GIVE_UP_S = 60.0
-ENGINE, WORKER = "quire.engine.process.main", "quire.api.workers.worker"
-# What a server, its engine and its workers import; the rest comes with these.
+ENGINE = "quire.engine.process.main"
+# What a server and its engine import; the rest comes with these.
 MODULES = (
     "quire.cli.main",
     "quire.cli.serve",
     "quire.api.server",
-    "quire.api.workers.supervisor",
     "quire.engine.client.engine_client",
     ENGINE,
-    WORKER,
 )
-WORKERS_FLAG = "--api-processes"  # its value is the next word
 _MAX_BYTES = 1 << 17
 _MAX_DESCRIPTORS = 16
 _ABOVE = 200  # descriptors that a process receives are first moved beyond those it needs
@@ -168,23 +165,15 @@ def main() -> int:
 
 
 def _serve(words: list[str], environment: Mapping[str, str], descriptors: list[int]) -> int:
-    """Be the server of an order; or one of its children, which it forks first."""
+    """Be the server of an order; or its engine, which it forks first."""
     _become(environment, dict(zip((1, 2), descriptors, strict=True)))
-    num_workers = int(words[words.index(WORKERS_FLAG) + 1]) if WORKERS_FLAG in words else 1
-    modules = [ENGINE] + [WORKER] * num_workers * (num_workers > 1)
-    waiting: list[_Waiting] = []
-    for module in modules:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pid = os.fork()
-        if pid == 0:
-            for other in (ours, *(one.orders for one in waiting)):
-                other.close()
-            return _wait_for_start(module, theirs)
-        theirs.close()
-        waiting.append(_Waiting(module, pid, ours))
-    if num_workers > 1:
-        _share_counts()
-    _start_from(waiting)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        return _wait_for_start(ENGINE, theirs)
+    theirs.close()
+    _start_from([_Waiting(ENGINE, pid, ours)])
     sys.argv = ["quire", *words]
     code: int = import_module("quire.cli.main").main(words)
     return code
@@ -238,8 +227,6 @@ def _wait_for_start(module: str, orders: socket.socket) -> int:
         return 0
     order = json.loads(raw)
     _become(order["environment"], dict(zip(order["numbers"], descriptors, strict=True)))
-    if module == WORKER:
-        _share_counts()
     sys.argv = ["-c", *order["words"]]
     code: int = import_module(module).main()
     return code
@@ -256,12 +243,6 @@ def _become(environment: Mapping[str, str], descriptors: Mapping[int, int]) -> N
     for number, received in moved.items():
         os.dup2(received, number)
         os.close(received)
-
-
-def _share_counts() -> None:
-    """Choose the mode of prometheus_client that quire.obs.shared chooses before the import."""
-    values = import_module("prometheus_client.values")
-    values.ValueClass = values.MultiProcessValue()
 
 
 if __name__ == "__main__":

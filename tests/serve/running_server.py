@@ -35,8 +35,8 @@ ROOT = Path(__file__).parents[2]
 class RunningServer:
     """A server at a free loopback port; ready once constructed, unless wait is False.
 
-    Its modules are preloaded (preloaded.py), except with `fresh`, without `wait`, and with its own
-    environment or limit of files.
+    Its modules are preloaded (preloaded.py), except with `fresh`, without `wait`, with several API
+    processes, and with its own environment or limit of files.
     """
 
     def __init__(
@@ -53,7 +53,8 @@ class RunningServer:
         self._err = tempfile.TemporaryFile("w+")  # noqa: SIM115
         words = ["serve", str(model), *at, *NO_PREFAULT, *flags]
         self.process: subprocess.Popen[bytes] | preloaded.Preloaded
-        if fresh or not wait or environment is not None or files is not None:
+        several = "--api-processes" in flags
+        if fresh or several or not wait or environment is not None or files is not None:
             command = [sys.executable, "-m", "quire", *words]
             if files is not None:
                 command = ["/bin/sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]

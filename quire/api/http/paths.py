@@ -47,7 +47,6 @@ FOREIGN_PATHS: Mapping[str, str] = {
     "/abort_request": "use DELETE /v1/requests/ID",
     "/inference/v1/generate": f"use {_TOKENS}",
     # Anthropic, text-generation-inference, KoboldCpp
-    "/v1/messages/batches": "use POST /v1/batches with OpenAI's forms",
     "/messages": "the base URL of Anthropic's clients ends before /v1; use POST /v1/messages",
     "/generate_stream": f"use {_COMPLETE} with stream: true",
     "/info": f"use {_MODELS}",

@@ -30,7 +30,11 @@ class PairRouter(Router):
         fleet = Fleet(self.fleet.settings, StaticList(urls), self.fleet.log)
         self.pairs = PrefillPairs(fleet, self.metrics, min_tokens=512)
         self.app = RouterApp(
-            self.fleet, self.admission, self.metrics, self.fleet.log, self.pairs.hand_over
+            self.fleet,
+            self.admission,
+            self.metrics,
+            self.fleet.log,
+            hand_over=self.pairs.hand_over,
         )
 
     async def start(self) -> None:
