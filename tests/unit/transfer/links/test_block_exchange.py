@@ -241,10 +241,7 @@ def test_engines_with_other_blocks_are_refused_with_the_difference(
     job = pair.finished(pair.start())
     assert job.failure is Failure.REFUSED
     assert words in job.detail
-    until = time.monotonic() + GIVE_UP_S  # the other side reports it by itself
-    while not any("refused" in report for report in pair.reports):
-        assert time.monotonic() < until, pair.reports
-        time.sleep(0.005)
+    pair.until(lambda: any("refused" in report for report in pair.reports))
 
 
 def test_another_key_is_refused_before_anything_is_said() -> None:
