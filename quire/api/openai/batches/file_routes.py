@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import TYPE_CHECKING
 
+from starlette.datastructures import QueryParams
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -113,11 +114,12 @@ class FileRoutes:
             raise InvalidParameter(
                 f'order is {show(order)}; "asc" or "desc" is allowed', param="order"
             )
+        purpose = _purpose_in(query)
         files = await self._journal.run(
             lambda db: list_files(
                 db,
                 key,
-                purpose=query.get("purpose"),
+                purpose=purpose,
                 after=query.get("after"),
                 limit=limit + 1,
                 oldest=order == "asc",
@@ -248,6 +250,18 @@ def _label_of(filename: str) -> str:
     last = filename.replace("\\", "/").rpartition("/")[2]
     shown = "".join(c for c in last if c.isprintable())[:_MAX_NAME_CHARS]
     return "file" if shown in ("", ".", "..") else shown
+
+
+def _purpose_in(query: QueryParams) -> str | None:
+    """Return the purpose that is asked for. Raises InvalidParameter."""
+    found = query.getlist("purpose")
+    if len(found) > 1 or not set(found) <= set(PURPOSES):
+        raise InvalidParameter(
+            f"purpose is {show(found[0] if len(found) == 1 else found)}; one of "
+            f"{', '.join(PURPOSES)} is allowed",
+            param="purpose",
+        )
+    return found[0] if found else None
 
 
 def _wrong_purpose(purpose: bytes | None) -> InvalidParameter:
