@@ -35,7 +35,8 @@ def questions(num: int) -> list[str]:
         lines = outside(f"prompts/{name}").read_text(encoding="utf-8").splitlines()
         found = [json.loads(line) for line in lines if line.strip()]
         sets.append([one["question"] if "question" in one else one["turns"][0] for one in found])
-    return [sets[at % len(sets)][at // len(sets)] for at in range(num)]
+    chosen = [(sets[at % len(sets)], at // len(sets)) for at in range(num)]
+    return [texts[at % len(texts)] for texts, at in chosen]  # again from the first, where few
 
 
 def word_ids(text: str, vocab_size: int) -> Int32s:
