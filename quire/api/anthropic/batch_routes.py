@@ -6,7 +6,6 @@ only; the journal has a batch, with all of its lines, before its client knows it
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Mapping
@@ -18,11 +17,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from quire.api.batches import message_batches as rows
+from quire.api.batches.parted_response import PartedResponse
 from quire.api.batches.stored_batches import ENDED, StoredBatch, move_to
-from quire.api.http.request_io import Deadline, body_in_time, disconnect_of, read_object
+from quire.api.http.request_io import Deadline, body_in_time, read_object
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
 
@@ -138,38 +137,14 @@ class MessageBatchRoutes:
                 'its processing_status is "ended"',
                 param="id",
             )
-        return _Results(self._journal, batch)
+        return PartedResponse(
+            lambda at: self._journal.run(partial(rows.results_part, id_=batch.id, at=at)),
+            media_type="application/x-jsonl",
+        )
 
     async def _find(self, request: Request) -> StoredBatch:
         id_, key = request.path_params["id"], request.state.key
         return await self._journal.run(lambda db: rows.find(db, key, id_))
-
-
-class _Results(Response):
-    """Lines of results, read part by part while the client reads them."""
-
-    def __init__(self, journal: BatchJournal, batch: StoredBatch) -> None:
-        super().__init__(media_type="application/x-jsonl")
-        del self.headers["content-length"]
-        self._journal, self._batch = journal, batch
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(start)
-        disconnected = disconnect_of(scope, receive)
-        try:
-            part = await self._part(0)
-            while part is not None and not disconnected.done():
-                content, at = part
-                part = await self._part(at)
-                more = part is not None
-                await send({"type": "http.response.body", "body": content, "more_body": more})
-        finally:
-            if isinstance(disconnected, asyncio.Task):
-                disconnected.cancel()
-
-    async def _part(self, at: int) -> tuple[bytes, int] | None:
-        return await self._journal.run(partial(rows.results_part, id_=self._batch.id, at=at))
 
 
 def _lines_of(body: dict[str, Any]) -> list[tuple[str, bytes]]:

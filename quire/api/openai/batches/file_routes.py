@@ -15,8 +15,8 @@ from starlette.datastructures import QueryParams
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
+from quire.api.batches.parted_response import PartedResponse
 from quire.api.batches.stored_files import (
     CHUNK_BYTES,
     StoredFile,
@@ -29,7 +29,7 @@ from quire.api.batches.stored_files import (
     finish_file,
     list_files,
 )
-from quire.api.http.request_io import BODY_TIME_S, ClientDisconnected, disconnect_of
+from quire.api.http.request_io import BODY_TIME_S, ClientDisconnected
 from quire.api.openai.batches.multipart import MultipartReader, Part, boundary_of
 from quire.api.openai.responses.stored_routes import whole_of
 from quire.base.errors import BodyTooLarge, InvalidParameter, ShuttingDown, TimedOut
@@ -135,7 +135,11 @@ class FileRoutes:
         """Return the bytes of a file."""
         file = await self._find(request)
 
-        return _Content(self._journal, file)
+        return PartedResponse(
+            lambda at: self._journal.run(partial(content_part, file=file, at=at)),
+            media_type="application/octet-stream",
+            headers={"content-length": str(file.num_bytes), "x-content-type-options": "nosniff"},
+        )
 
     async def delete(self, request: Request) -> Response:
         """Remove a file."""
@@ -146,35 +150,6 @@ class FileRoutes:
     async def _find(self, request: Request) -> StoredFile:
         id_, key = request.path_params["id"], request.state.key
         return await self._journal.run(lambda db: find_file(db, key, id_))
-
-
-class _Content(Response):
-    """The content of a file, read part by part while the client reads it."""
-
-    def __init__(self, journal: BatchJournal, file: StoredFile) -> None:
-        size = str(file.num_bytes)
-        headers = {"content-length": size, "x-content-type-options": "nosniff"}
-        super().__init__(headers=headers, media_type="application/octet-stream")
-        self._journal, self._file = journal, file
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(start)
-        disconnected = disconnect_of(scope, receive)
-        try:
-            part = await self._part(0)
-            while part is not None and not disconnected.done():
-                content, at = part
-                part = await self._part(at)
-                # The last part is marked: a client that has it may send its next request at once.
-                more = part is not None
-                await send({"type": "http.response.body", "body": content, "more_body": more})
-        finally:
-            if isinstance(disconnected, asyncio.Task):
-                disconnected.cancel()
-
-    async def _part(self, at: int) -> tuple[bytes, int] | None:
-        return await self._journal.run(partial(content_part, file=self._file, at=at))
 
 
 class _Upload:
