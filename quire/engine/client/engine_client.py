@@ -417,10 +417,7 @@ class EngineClient:
     def _check_takes_requests(self, request_id: str) -> None:
         self._check_answers()
         if request_id in self._callers:
-            raise InvalidParameter(
-                f"request id {request_id!r} is in use by a request that still runs; use another",
-                param="request_id",
-            )
+            raise id_in_use(request_id)
 
     def _register(
         self, request_id: str, requests: tuple[Request, ...], text_rules: TextRules
@@ -460,6 +457,14 @@ class EngineClient:
     def _send_abort(self, stream_ids: tuple[str, ...]) -> None:
         if stream_ids and self._state != "dead":
             self._link.send(Abort(request_ids=stream_ids))
+
+
+def id_in_use(request_id: str) -> InvalidParameter:
+    """The error of a request with the id of one that runs."""
+    return InvalidParameter(
+        f"request id {request_id!r} is in use by a request that still runs; use another",
+        param="request_id",
+    )
 
 
 def _not_sent() -> WorkerError:

@@ -19,17 +19,17 @@ from typing import cast
 from quire.base.cache_usage import CacheReport
 from quire.base.engine_snapshot import EngineSnapshot
 from quire.base.engine_stats import EngineStats
-from quire.base.errors import InvalidParameter, QuireError, SettingError, WorkerError
+from quire.base.errors import QuireError, SettingError, WorkerError
 from quire.base.log import Log
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
-from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.engine_client import EngineClient, id_in_use
 from quire.engine.data_parallel.sums import sum_of_reports, sum_of_snapshots, sum_of_stats
 from quire.engine.model_card import Health, ModelCard
 from quire.engine.output.text_delta import PLAIN_TEXT, TextDelta, TextRules
 from quire.engine.process.messages import TimelinesReported
 from quire.engine.supervised.supervised_engine import SupervisedEngine
-from quire.engine.supervised.supervised_request import Call, Life, SupervisedRequest
+from quire.engine.supervised.supervised_request import Call, Life, SupervisedRequest, has_died
 from quire.routing.policy import RouteKey
 from quire.routing.prefix_history import PrefixHistory, block_names
 from quire.routing.warm_cache import WarmCache
@@ -42,8 +42,6 @@ MemberEngine = EngineClient | SupervisedEngine
 BACKLOG_TOKENS = 4096
 # Of prompts that are remembered for each engine; a block has 64 token ids.
 HISTORY_BLOCKS = 1 << 16
-# A message that could not be sent is the first sign of a death; so long until the death is known.
-_DEATH_S = 2.0
 
 
 @dataclass(slots=True, eq=False)
@@ -239,10 +237,7 @@ class DataParallelEngine:
     def choose(self, key: RouteKey, request_id: str) -> Member:
         """Return the engine for a request. Raises what all of them refuse it with."""
         if request_id in self._open:
-            raise InvalidParameter(
-                f"request id {request_id!r} is in use by a request that still runs; use another",
-                param="request_id",
-            )
+            raise id_in_use(request_id)
         able = [member for member in self._members if member.engine.refusal() is None]
         if not able:
             raise self.refusal() or WorkerError("the engine is gone")
@@ -327,13 +322,7 @@ class _Route:
 
     async def has_died(self, life: Life, error: QuireError) -> bool:
         """Return whether an error of the request came from the death of its engine."""
-        dead = life.client.dead
-        if not dead.is_set() and isinstance(error, WorkerError):
-            try:
-                await asyncio.wait_for(dead.wait(), _DEATH_S)
-            except TimeoutError:
-                return False
-        return dead.is_set()
+        return await has_died(life, error)
 
     def see(self, delta: TextDelta) -> None:
         """Note what is computed."""

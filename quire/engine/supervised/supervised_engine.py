@@ -27,15 +27,13 @@ from quire.engine.client.engine_client import EngineClient
 from quire.engine.model_card import EngineState, Health, ModelCard
 from quire.engine.output.text_delta import PLAIN_TEXT, TextDelta, TextRules
 from quire.engine.process.messages import TimelinesReported
-from quire.engine.supervised.supervised_request import Call, Life, SupervisedRequest
+from quire.engine.supervised.supervised_request import Call, Life, SupervisedRequest, has_died
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
 # How often progress is checked, at most.
 _LOOK_S = 0.25
 _MAX_STALLED = 3
-# A message that could not be sent is the first sign of a death; so long until the death is known.
-_DEATH_S = 2.0
 # `retry-after` before the duration of a start is known.
 _USUAL_START_S = 5.0
 
@@ -197,13 +195,7 @@ class SupervisedEngine:
 
     async def has_died(self, life: Life, error: QuireError) -> bool:
         """Return whether an error of a request came from the death of its engine."""
-        dead = life.client.dead
-        if not dead.is_set() and isinstance(error, WorkerError) and not self._closed:
-            try:
-                await asyncio.wait_for(dead.wait(), _DEATH_S)
-            except TimeoutError:
-                return False
-        return dead.is_set()
+        return life.client.dead.is_set() if self._closed else await has_died(life, error)
 
     # ---- supervision
 

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from quire.base.errors import OverloadedError, PoisonRequest, QuireError
+from quire.base.errors import OverloadedError, PoisonRequest, QuireError, WorkerError
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import SchedulingParams
 from quire.engine.client.engine_client import EngineClient
@@ -30,6 +30,8 @@ _TURN_S = 1.0
 # So long a request that continues tries to enter a full queue.
 _FULL_S = 30.0
 _RETRY_S = 0.25
+# After an error that may come from a death, so long until the death is known.
+_DEATH_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,20 @@ class Lives(Protocol):
 
     async def has_died(self, life: Life, error: QuireError) -> bool:
         """Return whether an error of a request came from the death of its engine."""
+
+
+async def has_died(life: Life, error: QuireError) -> bool:
+    """Return whether an error of a request came from the death of its engine.
+
+    A message that could not be sent is the first sign of a death: that is waited for.
+    """
+    dead = life.client.dead
+    if not dead.is_set() and isinstance(error, WorkerError):
+        try:
+            await asyncio.wait_for(dead.wait(), _DEATH_S)
+        except TimeoutError:
+            return False
+    return dead.is_set()
 
 
 class SupervisedRequest:
