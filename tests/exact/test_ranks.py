@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import pytest
 
-from quire.execute.executor import Executor, ExecutorOptions, StepLimits
 from quire.program.comm_ops import AllGather
 from quire.program.expert_parallel import ExpertPlan
 from quire.program.expert_parallel import mixtures as mixtures_of
@@ -22,7 +21,8 @@ from quire.program.row_parallel import TpMode
 from quire.program.tensors import DType
 from quire.ranks.executor_class import RankedExecutorClass
 from tests.conftest import SHOWN
-from tests.exact.rig import MAX_ROWS, MAX_SEQUENCES, AloneRuns, Model, differences, run_case
+from tests.exact.divided_models import DividedModel, compare_with_one_process
+from tests.exact.rig import AloneRuns, Model, differences, run_case
 from tests.exact.workload import VOCAB_SIZE, Case, draw_case
 from tests.models.cases_experts import MIXTRAL, QWEN3_MOE
 from tests.models.cases_gemma import GEMMA3
@@ -35,26 +35,6 @@ COMPUTED = ("model", "self", "medusa", "eagle")  # proposers that one process co
 GOALS = ("preempted", "prefix_hit", "chunked", "layered", "structured", "accepted", "rejected")
 MAX_SHOWN = 10
 SIZE = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 512, "num_hidden_layers": 2}
-LIMITS = StepLimits(max_tokens=MAX_ROWS, max_samples=MAX_SEQUENCES, max_sequences=MAX_SEQUENCES)
-
-
-class Ranks(Model):
-    """A model over several ranks, with the name of the model in one process: AloneRuns returns what
-    that has answered."""
-
-    def __init__(self, whole: Model, executor_class: RankedExecutorClass) -> None:
-        super().__init__(whole.folder, whole.dtype)
-        self.name, self.program = whole.name, whole.program
-        self.whole, self._class = whole, executor_class
-
-    def executor(self, num_threads: int) -> Executor:
-        """Return the one executor: each rank has one thread."""
-        return super().executor(1)
-
-    def make_executor(self, num_threads: int) -> Executor:
-        """Start the ranks."""
-        options = ExecutorOptions(limits=LIMITS, num_threads=num_threads)
-        return self._class(self.program, self.checkpoint, options)
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +66,9 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
         model.close()
 
 
-def ranks(whole: Model, degree: int) -> Ranks:
+def ranks(whole: Model, degree: int) -> DividedModel:
     """Return a model over ranks, with buffers full of NaN before each run."""
-    return Ranks(whole, RankedExecutorClass(degree=degree, binds=False, poison=True))
+    return DividedModel(whole, RankedExecutorClass(degree=degree, binds=False, poison=True))
 
 
 def case_for_ranks(number: int, num_models: int) -> Case:
@@ -104,22 +84,10 @@ def case_for_ranks(number: int, num_models: int) -> Case:
 def test_ranks_answer_as_one_process(
     wholes: list[Model], degree: int, num_cases: int, record_property: object
 ) -> None:
-    alone, lines, reached = AloneRuns(), [], dict.fromkeys(GOALS, 0)
     # More ranks than cores wait for each other: fewer models of them.
     models = [ranks(whole, degree) for whole in (wholes if degree == 2 else wholes[-2:])]
-    try:
-        for number in range(num_cases):
-            case = case_for_ranks(number, len(models))
-            model = models[case.model]
-            for request in case.requests:
-                alone.of(model.whole, request)
-            outcome = run_case(model, case, alone=alone)
-            lines += differences(model.whole, outcome, alone)
-            for goal in GOALS:
-                reached[goal] += getattr(outcome, goal)
-    finally:
-        for model in models:
-            model.close()
+    cases = (case_for_ranks(number, len(models)) for number in range(num_cases))
+    lines, reached = compare_with_one_process(models, cases, GOALS)
     record_property(SHOWN, f"{degree} ranks: {num_cases} cases; {reached}")  # type: ignore[operator]
     assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
     if degree == 2:
@@ -145,10 +113,10 @@ def mixtures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
         model.close()
 
 
-def distributed(whole: Model, degree: int, plan: ExpertPlan) -> Ranks:
+def distributed(whole: Model, degree: int, plan: ExpertPlan) -> DividedModel:
     """Return a mixture with its experts distributed over ranks."""
     made = RankedExecutorClass(degree=degree, experts=plan, binds=False, poison=True)
-    return Ranks(whole, made)
+    return DividedModel(whole, made)
 
 
 def skewed(whole: Model) -> ExpertPlan:
@@ -164,24 +132,12 @@ def skewed(whole: Model) -> ExpertPlan:
 def test_distributed_experts_answer_as_one_process(
     mixtures: list[Model], degree: int, num_cases: int, record_property: object
 ) -> None:
-    alone, lines, reached = AloneRuns(), [], dict.fromkeys(GOALS, 0)
     models = [
         distributed(whole, degree, ExpertPlan() if number % 2 else skewed(whole))
         for number, whole in enumerate(mixtures if degree == 2 else mixtures[:2])
     ]
-    try:
-        for number in range(num_cases):
-            case = case_for_ranks(number, len(models))
-            model = models[case.model]
-            for request in case.requests:
-                alone.of(model.whole, request)
-            outcome = run_case(model, case, alone=alone)
-            lines += differences(model.whole, outcome, alone)
-            for goal in GOALS:
-                reached[goal] += getattr(outcome, goal)
-    finally:
-        for model in models:
-            model.close()
+    cases = (case_for_ranks(number, len(models)) for number in range(num_cases))
+    lines, reached = compare_with_one_process(models, cases, GOALS)
     record_property(SHOWN, f"experts on {degree} ranks: {num_cases} cases; {reached}")  # type: ignore[operator]
     assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
     if degree == 2:
@@ -192,7 +148,7 @@ def test_sums_in_the_order_of_ranks_depend_on_nothing_but_the_degree(wholes: lis
     alone, lines = AloneRuns(), []
     for whole in (wholes[4], wholes[6]):  # int8, and a mixture
         fast = RankedExecutorClass(degree=2, mode=TpMode.FAST, binds=False, poison=True)
-        model = Ranks(whole, fast)
+        model = DividedModel(whole, fast)
         model.name += " fast"
         try:
             for number in range(2):
@@ -256,7 +212,7 @@ class OtherExperts(RankedExecutorClass):
 
 def test_experts_of_other_weights_are_detected(mixtures: list[Model]) -> None:
     alone = AloneRuns()
-    model = Ranks(mixtures[0], OtherExperts(degree=2, experts=ExpertPlan(), binds=False))
+    model = DividedModel(mixtures[0], OtherExperts(degree=2, experts=ExpertPlan(), binds=False))
     try:
         case = case_for_ranks(0, 1)
         for request in case.requests:
@@ -269,7 +225,7 @@ def test_experts_of_other_weights_are_detected(mixtures: list[Model]) -> None:
 @pytest.mark.parametrize("fault", [InAnotherOrder, Stale])
 def test_a_fault_in_an_exchange_is_detected(wholes: list[Model], fault: type[_Faulty]) -> None:
     alone = AloneRuns()
-    model = Ranks(wholes[0], fault(degree=2, binds=False))
+    model = DividedModel(wholes[0], fault(degree=2, binds=False))
     try:
         for number in range(0, 6 * len(wholes), len(wholes)):
             case = case_for_ranks(number, len(wholes))

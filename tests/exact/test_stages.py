@@ -15,18 +15,17 @@ from dataclasses import replace
 import pytest
 
 from quire.base.records import StepPlan
-from quire.execute.executor import Executor, ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.program.ops import Add
 from quire.program.program import Program
 from quire.program.tensors import DType
-from quire.ranks.executor_class import RankedExecutorClass
 from quire.ranks.pipeline_class import PipelineExecutorClass
 from quire.ranks.stage_executor import PipelineExecutor
 from quire.runner.handle import Handle
 from quire.runner.pipelined_runner import PipelinedRunner
 from tests.conftest import SHOWN
-from tests.exact.rig import MAX_ROWS, MAX_SEQUENCES, AloneRuns, Model, differences, run_case
+from tests.exact.divided_models import DividedModel, compare_with_one_process
+from tests.exact.rig import AloneRuns, Model, differences, run_case
 from tests.exact.workload import VOCAB_SIZE, Case, draw_case
 from tests.models.cases_experts import MIXTRAL, QWEN3_MOE
 from tests.models.cases_gemma import GEMMA3
@@ -39,26 +38,6 @@ GOALS = ("preempted", "prefix_hit", "chunked", "forked", "structured", "accepted
 MAX_SHOWN = 10
 SIZE = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 512, "num_hidden_layers": 3}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
-LIMITS = StepLimits(max_tokens=MAX_ROWS, max_samples=MAX_SEQUENCES, max_sequences=MAX_SEQUENCES)
-
-
-class Stages(Model):
-    """A model over stages, with the name of the model in one process: AloneRuns returns what that
-    has answered."""
-
-    def __init__(self, whole: Model, executor_class: RankedExecutorClass) -> None:
-        super().__init__(whole.folder, whole.dtype)
-        self.name, self.program = whole.name, whole.program
-        self.whole, self._class = whole, executor_class
-
-    def executor(self, num_threads: int) -> Executor:
-        """Return the one executor: each rank has one thread."""
-        return super().executor(1)
-
-    def make_executor(self, num_threads: int) -> Executor:
-        """Start the ranks."""
-        options = ExecutorOptions(limits=LIMITS, num_threads=num_threads)
-        return self._class(self.program, self.checkpoint, options)
 
 
 @pytest.fixture(scope="module")
@@ -139,23 +118,11 @@ def test_stages_answer_as_one_process(
     num_cases: int,
     record_property: object,
 ) -> None:
-    alone, lines, reached = AloneRuns(), [], dict.fromkeys(GOALS, 0)
     CountingRunner.overlapped = 0
     executor_class = PipelineExecutorClass(stages=stages, degree=degree, binds=False, poison=True)
-    split = [Stages(whole, executor_class) for whole in wholes[models]]
-    try:
-        for number in range(num_cases):
-            case = case_for_stages(number, len(split), stages)
-            model = split[case.model]
-            for request in case.requests:
-                alone.of(model.whole, request)
-            outcome = run_case(model, case, alone=alone, runner_type=CountingRunner)
-            lines += differences(model.whole, outcome, alone)
-            for goal in GOALS:
-                reached[goal] += getattr(outcome, goal)
-    finally:
-        for model in split:
-            model.close()
+    split = [DividedModel(whole, executor_class) for whole in wholes[models]]
+    cases = (case_for_stages(number, len(split), stages) for number in range(num_cases))
+    lines, reached = compare_with_one_process(split, cases, GOALS, runner_type=CountingRunner)
     reached["overlapped"] = CountingRunner.overlapped
     record_property(SHOWN, f"{stages} x {degree}: {num_cases} cases; {reached}")  # type: ignore[operator]
     assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
@@ -191,7 +158,7 @@ def test_a_fault_is_detected(wholes: list[Model], fault: str) -> None:
     alone = AloneRuns()
     made = WithoutTheSum if fault == "sum" else PipelineExecutorClass
     runner = PipelinedRunner if fault == "sum" else OutOfOrder
-    model = Stages(wholes[0], made(stages=2, degree=1, binds=False))
+    model = DividedModel(wholes[0], made(stages=2, degree=1, binds=False))
     try:
         for number in range(0, 40 * len(wholes), len(wholes)):
             case = case_for_stages(number, len(wholes), 2)
