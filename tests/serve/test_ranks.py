@@ -34,11 +34,9 @@ def rank_pid(engine: int) -> int:
     return int(children[0])
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "hung"])
-def test_a_lost_rank_is_an_error_of_every_open_stream_and_a_failed_exit(
-    even: Path, number: signal.Signals
-) -> None:
-    with RunningServer(even, *RANKS) as server:
+def check_lost_rank(model: Path, flags: tuple[str, ...], number: signal.Signals) -> None:
+    """Send a signal to rank 1 while two streams are open; all must end with the reason."""
+    with RunningServer(model, *flags) as server:
         engine = server.engine_pid
         rank = rank_pid(engine)
         with server.stream(COMPLETIONS, LONG) as first, server.stream(COMPLETIONS, LONG) as second:
@@ -52,6 +50,13 @@ def test_a_lost_rank_is_an_error_of_every_open_stream_and_a_failed_exit(
         how = "was ended by signal 9" if number is signal.SIGKILL else "does not respond"
         assert how in server.stderr()
         server.until(lambda: not alive(engine) and not alive(rank), "all processes end")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "hung"])
+def test_a_lost_rank_is_an_error_of_every_open_stream_and_a_failed_exit(
+    even: Path, number: signal.Signals
+) -> None:
+    check_lost_rank(even, RANKS, number)
 
 
 def test_a_rank_lost_while_idle_ends_the_server(even: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from quire.config.machine import num_usable_cores
 from tests.serve.running_server import RunningServer, alive
-from tests.serve.test_ranks import COMPLETIONS, LONG
+from tests.serve.test_ranks import COMPLETIONS, check_lost_rank, rank_pid
 from tests.tiny_models import write_tiny_llama
 
 pytestmark = pytest.mark.skipif(num_usable_cores() < 2, reason="two ranks need two cores")
@@ -25,30 +25,11 @@ def layered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(folder, seed=5, max_position_embeddings=32768)
 
 
-def rank_pid(engine: int) -> int:
-    """Return the process of rank 1: the engine's only child."""
-    (child,) = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
-    return int(child)
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "hung"])
 def test_a_lost_stage_is_an_error_of_every_open_stream_and_a_failed_exit(
     layered: Path, number: signal.Signals
 ) -> None:
-    with RunningServer(layered, *STAGES) as server:
-        engine = server.engine_pid
-        rank = rank_pid(engine)
-        with server.stream(COMPLETIONS, LONG) as first, server.stream(COMPLETIONS, LONG) as second:
-            first.next()
-            second.next()
-            os.kill(rank, number)
-            for reader in (first, second):
-                *_, last = reader
-                assert last["error"]["code"] == "device_lost"
-        assert server.exit_code() == 1
-        how = "was ended by signal 9" if number is signal.SIGKILL else "does not respond"
-        assert how in server.stderr()
-        server.until(lambda: not alive(engine) and not alive(rank), "all processes end")
+    check_lost_rank(layered, STAGES, number)
 
 
 def test_a_stage_lost_while_idle_ends_the_server_and_none_outlives_it(layered: Path) -> None:
