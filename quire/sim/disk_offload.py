@@ -20,11 +20,13 @@ from quire.sim.plan import Planner, SizedModel, fitted
 # A network disk or SATA, and two generations of NVMe.
 DISK_GB_PER_S = (0.5, 3.0, 7.0)
 MAX_BATCH = 4096
-COMPARED_TOKENS = 1024
 
 
-def disk_offload(planner: Planner, sized: SizedModel) -> dict[str, Any] | None:
-    """Return what --disk-offload-gb auto would do; None on GPUs, or where it would not help."""
+def disk_offload(planner: Planner, sized: SizedModel, length: int) -> dict[str, Any] | None:
+    """Return what --disk-offload-gb auto would do; None on GPUs, or where it would not help.
+
+    length: tokens of the requests that the speeds are for.
+    """
     if planner.device.is_gpu or sized.config.executor.tensor_parallel_size > 1:
         return None
     needs = sized.needs
@@ -45,7 +47,6 @@ def disk_offload(planner: Planner, sized: SizedModel) -> dict[str, Any] | None:
         return None
     if not stream.streamed_bytes:  # the weights fit, something else does not
         return None
-    length = planner.context or min(COMPARED_TOKENS, planner.spec.max_positions)
     return {
         "gib": math.ceil(stream.streamed_bytes / 2**30 * 100) / 100,
         "streamed_bytes": stream.streamed_bytes,

@@ -76,7 +76,7 @@ def plan_outcome(planner: Planner, *, num_devices: int = 0) -> dict[str, Any]:
         "lengths": [_at_length(planner, shown, length) for length in _lengths(planner, shown)],
         "compared_tokens": _compared_tokens(planner),
         "changes": [] if fits else list(_changes(planner)),
-        "disk_offload": None if fits else disk_offload(planner, asked),
+        "disk_offload": None if fits else disk_offload(planner, asked, _compared_tokens(planner)),
         "tensor_parallel": None if fits or len(asked.shares) > 1 else _parallel(planner, asked),
         "ranks": _ranks(planner, asked) if len(asked.shares) > 1 else None,
         "layouts": _layouts(planner, asked, num_devices) if num_devices else None,
