@@ -124,7 +124,7 @@ std::string WeightStream::acquire(int64_t index, const std::function<bool()>& is
             error_.clear();
             to_readers_.notify_all();
         }
-        if (failed.empty() && is_stopped()) failed = "the step was told to stop";
+        if (failed.empty() && is_stopped()) failed = "the step was aborted";
         if (!failed.empty()) {
             --kept.users;
             return failed;

@@ -192,8 +192,8 @@ def test_answers_equal_those_of_weights_in_memory(
     expected = answers(model, quantization=quantization)
     folder = str(tmp_path / "packed")
     for size in ("0.0001", "0.00005"):  # the first makes the file, the second finds it
-        told = answers(model, quantization=quantization, pack_cache=folder, disk_offload_gb=size)
-        assert told == expected
+        found = answers(model, quantization=quantization, pack_cache=folder, disk_offload_gb=size)
+        assert found == expected
 
 
 def test_mixtures_and_layered_prefill_answer_alike(tmp_path: Path) -> None:
@@ -201,8 +201,10 @@ def test_mixtures_and_layered_prefill_answer_alike(tmp_path: Path) -> None:
     model = write_tiny(tmp_path / "mixture", config, seed=1)
     settings = {"long_prompt_tokens": 20, "layered_prefill": True}
     expected = answers(model, **settings)
-    told = answers(model, pack_cache=str(tmp_path / "packed"), disk_offload_gb="0.0002", **settings)
-    assert told == expected
+    found = answers(
+        model, pack_cache=str(tmp_path / "packed"), disk_offload_gb="0.0002", **settings
+    )
+    assert found == expected
 
 
 def open_streamed(model: Path, folder: Path, log: io.StringIO) -> NativeExecutor:
