@@ -54,7 +54,7 @@ def main() -> None:
     args = parser.parse_args()
     end_cleanly_on_sigterm()
     checkpoint = random_checkpoint(args.shape)
-    vocab_size = open_model(checkpoint).spec.vocab_size
+    vocab_size = open_model(checkpoint).vocab_size
     settings = {"batch_lines": args.lines, "scheduling_policy": args.policy}
     result: dict[str, Any] = {
         "bench": "batches",
