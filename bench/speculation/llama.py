@@ -1,8 +1,9 @@
 """Quire and llama.cpp, each with and without speculation, on the same prompts in turn.
 
-llama.cpp is its server (bench/peers): a draft model by -md, prompt lookup by --spec-type. A build
-without these options refuses them, and the cell says so. Both answer greedily, each with the tokens
-of its own arithmetic; Quire's must be the same with drafts and without.
+llama.cpp is its server (bench/peers): a draft model by -md, prompt lookup by --spec-type with its
+own lengths and with those of Quire; the comparison is with the faster one. A build without these
+options refuses them, and the cell says so. Both answer greedily, each with the tokens of its own
+arithmetic; Quire's must be the same with drafts and without.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from bench.speculation.engines import MAX_DRAFTS, model_path, proposer_settings
 from bench.speculation.measure import Extent
 from bench.speculation.texts import repeated_passages
 from quire.bench.machine import machine_card
+from quire.speculative.suffix import MIN_MATCH
 
 LIMIT_S = 300.0
 PRECISION = "f32", "bf16"  # of small models, and of shapes
@@ -73,11 +75,17 @@ def _rounds(cell: Cell, num_tokens: int, extent: Extent, sides: dict[str, Peer])
     return {
         "rounds": rounds,
         "speedups": {
-            name: round(statistics.median(one[f"{name} plain"] / one[name] for one in rounds), 3)
-            for name in ("quire", "llama.cpp")
+            name: round(statistics.median(one[f"{engine} plain"] / one[name] for one in rounds), 3)
+            for name, (engine, _) in settings.items()
+            if not name.endswith("plain")
         },
         "over_llama": round(
-            statistics.median(one["llama.cpp"] / one["quire"] for one in rounds), 3
+            statistics.median(
+                min(one[name] for name, (engine, _) in settings.items() if engine == "llama.cpp")
+                / one["quire"]
+                for one in rounds
+            ),
+            3,
         ),
     }
 
@@ -86,15 +94,30 @@ def _settings(cell: Cell, precision: str) -> dict[str, tuple[str, dict[str, Any]
     """Return engine and settings of each side."""
     ours = {"dtype": precision, "max_num_seqs": 1, "enable_prefix_caching": False}
     theirs: dict[str, Any] = {"-c": 2048, "-np": 1}
-    drafts: dict[str, Any] = {"--draft-max": MAX_DRAFTS}
+    drafts: dict[str, dict[str, Any]]
     if cell.proposer == "draft":
         draft = Path(str(proposer_settings(cell)["draft_model"]))
-        drafts["-md"] = str(converted("llama.cpp", draft, precision))
+        model = str(converted("llama.cpp", draft, precision))
+        drafts = {
+            "llama.cpp": {"--spec-type": "draft-simple", "-md": model},
+            "llama.cpp, drafts as quire": {
+                "--spec-type": "draft-simple",
+                "-md": model,
+                "--spec-draft-n-max": MAX_DRAFTS,
+            },
+        }
     else:
-        drafts["--spec-type"] = "ngram-simple"
+        drafts = {
+            "llama.cpp": {"--spec-type": "ngram-simple"},
+            "llama.cpp, drafts as quire": {
+                "--spec-type": "ngram-simple",
+                "--spec-ngram-simple-size-n": MIN_MATCH,
+                "--spec-ngram-simple-size-m": MAX_DRAFTS,
+            },
+        }
     return {
         "quire plain": ("quire", ours),
         "quire": ("quire", {**ours, **proposer_settings(cell), "max_draft_tokens": MAX_DRAFTS}),
         "llama.cpp plain": ("llama.cpp", theirs),
-        "llama.cpp": ("llama.cpp", {**theirs, **drafts}),
+        **{name: ("llama.cpp", {**theirs, **more}) for name, more in drafts.items()},
     }
