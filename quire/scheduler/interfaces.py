@@ -59,13 +59,16 @@ class DraftSource(Protocol):
 
     max_drafts: most drafts of a request in one step. drafting_ms: milliseconds that computing them
     took so far, inside `propose`. learns: whether `learn` is called. notes_plain_steps: whether
-    `note_step` is called for steps without drafts.
+    `note_step` is called for steps without drafts. rests: nothing is proposed in this step.
     """
 
     max_drafts: int
     drafting_ms: float
     learns: bool
     notes_plain_steps: bool
+
+    @property
+    def rests(self) -> bool: ...
 
     def begin(self, slot: int, request: Request) -> None:
         """Note that `request` runs in `slot`, from its start or again after a preemption."""

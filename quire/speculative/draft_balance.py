@@ -15,8 +15,10 @@ LOSS_SHARE = 0.01
 # Gains and losses are remembered up to the time of so many steps, and a step counts as a loss of so
 # many at most: it may have been held up by something else.
 MAX_GAIN_STEPS, MAX_LOSS_STEPS, MAX_LOST_STEPS = 16.0, 3.0, 2.0
-# Of the time that computing drafts took, a step counts so much of what is not counted yet.
+# Of the time that computing drafts took, a step counts so much of what is not counted yet. Steps
+# without drafts are counted so many at once.
 PAID_PER_STEP = 1 / 64
+PLAIN_STEPS = 8
 
 
 class DraftBalance:
@@ -30,6 +32,7 @@ class DraftBalance:
         self.allows_drafts = self.is_settled = True
         self._ms = self._unpaid_ms = 0.0
         self._is_new = True
+        self._plain_ms, self._num_plain = 0.0, 0  # not counted yet
 
     def drafted(self, gained_ms: float, step_ms: float) -> None:
         """Note a step with drafts, which would have taken `step_ms` without. A loss is negative."""
@@ -37,19 +40,24 @@ class DraftBalance:
 
     def plain(self, step_ms: float) -> None:
         """Note a step without drafts."""
-        if not self.is_settled:
-            self._add(LOSS_SHARE * step_ms, step_ms)
+        if self.is_settled:
+            return
+        self._plain_ms += step_ms
+        self._num_plain += 1
+        if self._num_plain == PLAIN_STEPS:
+            plain_ms, self._plain_ms, self._num_plain = self._plain_ms, 0.0, 0
+            self._add(LOSS_SHARE * plain_ms, plain_ms / PLAIN_STEPS, PLAIN_STEPS)
 
     def computed(self, ms: float) -> None:
         """Note that computing drafts took so long."""
         self._unpaid_ms += ms
         self.is_settled = False
 
-    def _add(self, gained_ms: float, step_ms: float) -> None:
+    def _add(self, gained_ms: float, step_ms: float, num_steps: int = 1) -> None:
         if self._is_new:
             self._is_new, self._ms = False, MAX_GAIN_STEPS * step_ms
-        due_ms = PAID_PER_STEP * self._unpaid_ms
-        self._unpaid_ms = self._unpaid_ms - due_ms if due_ms > 1e-3 * step_ms else 0.0
+        due_ms = num_steps * PAID_PER_STEP * self._unpaid_ms
+        self._unpaid_ms = self._unpaid_ms - due_ms if due_ms > 1e-3 * num_steps * step_ms else 0.0
         ms = self._ms + gained_ms - due_ms
         self._ms = min(max(ms, -MAX_LOSS_STEPS * step_ms), MAX_GAIN_STEPS * step_ms)
         self.allows_drafts = self._ms > 0.0

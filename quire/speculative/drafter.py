@@ -143,6 +143,13 @@ class Drafter:
             balance.drafted(gained_ms, step_ms)
         self.notes_plain_steps = not balance.is_settled
 
+    @property
+    def rests(self) -> bool:
+        """See DraftSource."""
+        if self._num_predicting:
+            return False
+        return self._rests.left > 0 or not (self._balance is None or self._balance.allows_drafts)
+
     def skips_step(self, tokens: TokenTable) -> bool:
         """See DraftSource."""
         rests, balance = self._rests, self._balance
@@ -162,8 +169,7 @@ class Drafter:
 
     def would_propose(self, tokens: TokenTable, index: Index, limits: Int32s) -> Bools:
         """See DraftSource."""
-        is_off = self._balance is not None and not self._balance.allows_drafts
-        if (self._rests.left or is_off) and not self._num_predicting:
+        if self.rests:
             return np.zeros(len(index), np.bool_)
         drafts, may_compute = self._found(tokens, index, limits)
         limits = drafts.counts + may_compute

@@ -10,6 +10,7 @@ block with a rejected token becomes findable.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -95,14 +96,18 @@ class DraftRows(StepExtension):
 
         Passes of a draft model are no cost of rows, and steps with drafts have prices of their own.
         """
-        before, self._drafting_ms = self._drafting_ms, self._source.drafting_ms
-        computed_ms = self._drafting_ms - before
-        ms -= computed_ms
+        source = self._source
+        computed_ms = source.drafting_ms - self._drafting_ms
         predicted = self._predicted.pop(plan.step, None) if self._predicted else None
-        if predicted is None:
+        if predicted is None and not computed_ms:
             self._knows_plain = self._knows_plain or bool((plan.counts == 1).all())
-            if computed_ms or self._source.notes_plain_steps:
-                self._source.note_step(ms, None, computed_ms)
+            if source.notes_plain_steps:
+                source.note_step(ms, None, 0.0)
+            return ms
+        self._drafting_ms = source.drafting_ms
+        ms -= computed_ms
+        if predicted is None:
+            source.note_step(ms, None, computed_ms)
             return ms
         if self._knows_plain:  # before, the prediction that drafts are compared with is a guess
             self._prices.note(predicted, ms)
@@ -130,7 +135,7 @@ class DraftRows(StepExtension):
             if self._source.learns:
                 self._learn_outputs()
             self._enter_slots()
-        if not self._overlaps or not self.is_active:
+        if not self._overlaps or not self._num_speculating or self._source.rests:
             return
         index = batch.active
         late = batch.scheduled[index] >= batch.tokens.lengths[index]
@@ -224,13 +229,12 @@ class DraftRows(StepExtension):
             drafted, accepted = drafted[has_drafts], accepted[has_drafts]
             index, starts = index[has_drafts], starts[has_drafts]
         self.was_used = True
-        for slot, num, good in zip(
-            index.tolist(), drafted.tolist(), accepted.tolist(), strict=True
-        ):
+        nums, goods = drafted.tolist(), accepted.tolist()
+        for slot, num, good in zip(index.tolist(), nums, goods, strict=True):
             sequence = self._batch.sequence(slot)
             sequence.accepted_drafts += good
             sequence.rejected_drafts += num - good
-            self._stats.count(num, good)
+        self._stats.count(nums, goods)
         slots = index.astype(np.intp)
         self._source.verified(slots, drafted, accepted)
         if self._timed is not None:
@@ -280,13 +284,12 @@ class DraftRows(StepExtension):
         """Note which requests are in the slots now."""
         batch = self._batch
         self._active = batch.active
-        for slot, known in enumerate(self._sequences):
-            sequence = batch.sequences[slot]
-            if sequence is not known:
-                if known is not None and self._max_drafts[slot]:
-                    self._source.end(slot)
-                self._sequences[slot] = sequence
-                self._max_drafts[slot] = 0 if sequence is None else self._begin(slot, sequence)
+        before, now = self._sequences, batch.sequences
+        for slot in [slot for slot, known in enumerate(before) if known is not now[slot]]:
+            if before[slot] is not None and self._max_drafts[slot]:
+                self._source.end(slot)
+            before[slot] = sequence = now[slot]
+            self._max_drafts[slot] = 0 if sequence is None else self._begin(slot, sequence)
         self._num_speculating = int(np.count_nonzero(self._max_drafts))
         if not self._num_speculating:
             live = self._requests.sequences.values()
@@ -355,32 +358,25 @@ class DraftRows(StepExtension):
 
 
 class DraftStats:
-    """Drafts in all, of rows with at most `max_drafts`."""
+    """Drafts in all, of rows with at most `max_drafts`.
+
+    drafted_at: how many drafts there were at each position in the draft, from 0 on; as long as the
+    longest one. accepted_at: how many of them were accepted.
+    """
 
     def __init__(self, max_drafts: int) -> None:
         self.rows_total = 0
-        # Rows with so many drafts, and with so many accepted ones.
-        self._drafted, self._accepted = [0] * (max_drafts + 1), [0] * (max_drafts + 1)
+        self.drafted_at: tuple[int, ...] = ()
+        self.accepted_at: tuple[int, ...] = ()
+        self._drafted, self._accepted = [0] * max_drafts, [0] * max_drafts
 
-    def count(self, drafted: int, accepted: int) -> None:
-        """Add a row with so many drafts, of which the first `accepted` were right."""
-        self.rows_total += 1
-        self._drafted[drafted] += 1
-        self._accepted[accepted] += 1
-
-    @property
-    def drafted_at(self) -> tuple[int, ...]:
-        """Return how many drafts there were at each position in the draft, from 0 on."""
-        return _at_least(self._drafted, self._drafted)
-
-    @property
-    def accepted_at(self) -> tuple[int, ...]:
-        """Return how many of them were accepted."""
-        return _at_least(self._accepted, self._drafted)
-
-
-def _at_least(rows: list[int], drafted: list[int]) -> tuple[int, ...]:
-    """Return how many rows have more than 0, 1, ... of what rows[n] rows have n of, as far as
-    there were drafts."""
-    longest = max((num for num, count in enumerate(drafted) if count), default=0)
-    return tuple(sum(rows[num + 1 :]) for num in range(longest))
+    def count(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Add rows with so many drafts, of which the first accepted[i] were right."""
+        self.rows_total += len(drafted)
+        for counts, added in ((self._drafted, drafted), (self._accepted, accepted)):
+            for num in added:
+                for place in range(num):
+                    counts[place] += 1
+        longest = max(len(self.drafted_at), *drafted)
+        self.drafted_at = tuple(self._drafted[:longest])
+        self.accepted_at = tuple(self._accepted[:longest])

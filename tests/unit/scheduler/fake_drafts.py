@@ -43,6 +43,10 @@ class FakeDrafts:
     def end(self, slot: int) -> None:
         del self._live[slot]
 
+    @property
+    def rests(self) -> bool:
+        return False
+
     def skips_step(self, tokens: TokenTable) -> bool:
         return False
 
