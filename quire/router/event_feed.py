@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from quire.base.log import Log
-from quire.router.event_order import Change, EventOrder
+from quire.router.event_order import CLEARED, Change, EventOrder
 
 # Hashes that the loop takes at a time, and changes that may wait for it.
 _HASHES_AT_ONCE = 1000
@@ -100,6 +100,14 @@ class EventFeed:
     # ---- in the thread
 
     def _run(self) -> None:
+        try:
+            self._receive()
+        except Exception as error:  # noqa: BLE001  requests are routed without events
+            self._log.error("KV events are no longer followed", reason=repr(error))
+            for name in list(self._publishers):
+                self._hand_over(name, [CLEARED])
+
+    def _receive(self) -> None:
         poller = zmq.Poller()
         poller.register(self._woken, zmq.POLLIN)
         checked_s = time.monotonic()

@@ -1,9 +1,9 @@
 """ExactPrefixes: which replicas have how much of a prompt cached, by the KV events they publish.
 
-The token ids of a prompt are those of the request, or come from `POST /tokenize` of a
-replica, which gives exactly what the engine computes. Whatever fails or takes too long, the
-request is routed by what was sent where. Always holds: a prompt with a cache_salt is not looked up,
-since its blocks are not published.
+The token ids of a prompt are those of the request, or come from `POST /tokenize` of a replica,
+which gives exactly what the engine computes. Whatever fails or takes too long, the request is
+routed by what was sent where. Always holds: a prompt with a cache_salt is not looked up, since its
+blocks are not published.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ TOKENIZE_FIELDS = (
 _NOT_LOOKED_UP = ("cache_salt", "truncate_prompt_tokens", "suffix")
 _FORWARDED = (b"authorization", b"x-api-key", b"host", b"origin", b"x-forwarded-for")
 _MAX_TOKEN = 2**31 - 1
+# Of a prompt that are looked up, so that a long one does not hold up the event loop.
+_MAX_TOKENS = 65_536
 
 
 class _Tokens(msgspec.Struct):
@@ -166,6 +168,7 @@ def given_ids(fields: dict[str, Any]) -> array[int] | None:
 
 
 def _array(ids: list[Any]) -> array[int] | None:
+    ids = ids[:_MAX_TOKENS]
     if not all(type(one) is int and 0 <= one <= _MAX_TOKEN for one in ids):
         return None
     return array("i", ids)

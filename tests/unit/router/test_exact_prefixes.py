@@ -20,6 +20,7 @@ from quire.config.kv_events import KVEventsConfig
 from quire.engine.kv_events.publisher import KVEventPublisher
 from quire.router.block_hashes import block_hashes
 from quire.router.event_feed import Endpoints
+from quire.router.event_order import EventOrder
 from quire.router.exact_prefixes import TOKENIZE_FIELDS, ExactPrefixes, endpoints_of, given_ids
 from quire.router.features import Features
 from quire.router.route_file import KVEndpointsTable, KVEventsTable
@@ -242,3 +243,19 @@ def test_token_ids_in_requests() -> None:
     assert given_ids({"prompt": [[1, 2]]}) == array("i", [1, 2])
     for fields in ({"prompt": "text"}, {"prompt": ["a"]}, {"tokens": [1, True]}, {"tokens": [-1]}):
         assert given_ids(fields) is None
+
+
+def test_an_error_of_the_feed_ends_it_and_forgets_what_it_said(
+    published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published.publishers[1].put(stored(HASHES))
+
+    async def story(router: Router) -> None:
+        await published.until(1, len(HASHES))
+        monkeypatch.setattr(EventOrder, "live", lambda *_: 1 / 0)
+        published.publishers[1].put(stored([1]))
+        await published.until(1, 0)
+        assert any("no longer followed" in line for line in router.lines)
+        assert (await router.post("/generate", {"tokens": PROMPT}))[0] == 200
+
+    published.run(story)
