@@ -2,7 +2,7 @@
 
 Other bad input has its test beside what it is meant for: fingerprints and poison requests in
 test_failover.py, KV events in test_event_order.py, discovery files in test_choice.py, Redis in
-test_redis.py, ids of other clients in test_responses.py.
+test_redis.py, ids of other clients in test_responses.py and tests/serve/test_continuation.py.
 """
 
 from __future__ import annotations
