@@ -15,15 +15,17 @@ from typing import Any
 
 import msgspec
 
+from quire.base.errors import InvalidParameter, SettingError
 from quire.base.server_url import ServerUrl
 from quire.router.block_hashes import block_hashes
+from quire.router.discovery import replica_url
 from quire.router.event_feed import Endpoints, EventFeed
 from quire.router.event_order import Change
 from quire.router.faults import ReplicaFault
 from quire.router.fleet import Fleet
 from quire.router.http_client import ConnectionPool
 from quire.router.replica import Replica
-from quire.router.route_file import KVEventsTable
+from quire.router.route_file import KVEndpointsTable, KVEventsTable
 from quire.router.routed_request import RoutedRequest
 from quire.routing.block_sets import BlockSets
 
@@ -53,11 +55,14 @@ class ExactPrefixes:
         self._fleet = fleet
         self._table = table
         self._sets = sets
+        self._own = {_name_of(name): own for name, own in table.replicas.items()}
         self._feed = EventFeed(asyncio.get_running_loop(), self._apply, fleet.log)
         self._followed: dict[str, Endpoints] = {}
         fleet.on_changed = self._follow
         fleet.on_fenced = self._begin_anew
         self._follow()
+        for name in self._own.keys() - fleet.replicas.keys():
+            fleet.log.warning("[kv-events] names a replica that is not there yet", replica=name)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -116,7 +121,7 @@ class ExactPrefixes:
     def _follow(self) -> None:
         """Follow the replicas that there are now."""
         wanted = {
-            name: endpoints_of(replica.url, name, self._table)
+            name: endpoints_of(replica.url, self._own.get(name), self._table)
             for name, replica in self._fleet.replicas.items()
         }
         for name in self._followed.keys() - wanted.keys():
@@ -146,9 +151,17 @@ class ExactPrefixes:
                 self._sets.remove(replica.number, change.hashes)
 
 
-def endpoints_of(url: ServerUrl, name: str, table: KVEventsTable) -> Endpoints:
-    """Return where a replica publishes: as the table says, else at its host and the usual ports."""
-    own = table.replicas.get(name)
+def _name_of(address: str) -> str:
+    """Return the name of the replica with an address. Raises SettingError."""
+    try:
+        url = replica_url(address)
+    except InvalidParameter as error:
+        raise SettingError(f"[kv-events.replicas]: {error}") from error
+    return url.shown + url.path
+
+
+def endpoints_of(url: ServerUrl, own: KVEndpointsTable | None, table: KVEventsTable) -> Endpoints:
+    """Return where a replica publishes: its own places, else at its host and the usual ports."""
     if own is not None:
         return Endpoints(own.endpoint, own.replay_endpoint)
     host = f"[{url.host}]" if ":" in url.host else url.host

@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from quire.api.generation.fields import TOKENIZE
+from quire.base.errors import SettingError
 from quire.base.server_url import server_url
 from quire.cache.reporting import BlocksRemoved, BlocksStored, CacheCleared
 from quire.config.kv_events import KVEventsConfig
@@ -58,7 +59,7 @@ class Published:
     def run(self, story: Callable[[Router], Any], **settings: Any) -> None:
         def make(fleet: Any) -> ExactPrefixes:
             tables = {
-                replica.url: KVEndpointsTable(
+                f"{replica.url}/v1": KVEndpointsTable(
                     endpoint=config.endpoint, replay_endpoint=str(config.replay_endpoint)
                 )
                 for replica, config in zip(self.replicas, self.configs, strict=True)
@@ -232,9 +233,9 @@ def test_frames_that_are_no_batch_are_logged_once(published: Published, tmp_path
 
 
 def test_where_replicas_publish() -> None:
-    table = KVEventsTable(replicas={"http://a:1": KVEndpointsTable(endpoint="tcp://b:7")})
-    assert endpoints_of(server_url("http://a:1"), "http://a:1", table) == Endpoints("tcp://b:7")
-    usual = endpoints_of(server_url("http://[::1]:2"), "http://[::1]:2", table)
+    table, own = KVEventsTable(), KVEndpointsTable(endpoint="tcp://b:7")
+    assert endpoints_of(server_url("http://a:1"), own, table) == Endpoints("tcp://b:7")
+    usual = endpoints_of(server_url("http://[::1]:2"), None, table)
     assert usual == Endpoints("tcp://[::1]:5557", "tcp://[::1]:5558")
 
 
@@ -257,5 +258,18 @@ def test_an_error_of_the_feed_ends_it_and_forgets_what_it_said(
         await published.until(1, 0)
         assert any("no longer followed" in line for line in router.lines)
         assert (await router.post("/generate", {"tokens": PROMPT}))[0] == 200
+
+    published.run(story)
+
+
+def test_addresses_in_the_table_are_checked(published: Published) -> None:
+    table = KVEndpointsTable(endpoint="tcp://b:7")
+
+    async def story(router: Router) -> None:
+        with pytest.raises(SettingError, match=r"kv-events.replicas.*ftp"):
+            ExactPrefixes(router.fleet, KVEventsTable(replicas={"ftp://a": table}), published.sets)
+        other = KVEventsTable(replicas={"http://10.0.0.9:1": table})
+        ExactPrefixes(router.fleet, other, published.sets).close()
+        assert any("not there yet" in line and "10.0.0.9" in line for line in router.lines)
 
     published.run(story)
