@@ -3,14 +3,16 @@
 For the built-in model and for a random 0.6B bf16 checkpoint in the page cache, packed at each start
 and mapped from a pack cache that the first, uncounted start has filled. Beside each stands the
 floor of the imports: a bare interpreter that imports what the server imports. Refuses to report if
-two starts answer the same greedy request differently. Uses the command line and HTTP only.
+two starts answer the same greedy request differently. Also the time of a request that wakes a
+sleeping engine. Uses the command line and HTTP only.
 
-Run: python -m bench.startup [--starts 7] [--out bench/results/startup.json]
+Run: python -m bench.startup [--starts 7] [--only-wake] [--out bench/results/startup.json]
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import statistics
 import subprocess
@@ -20,6 +22,7 @@ import time
 from pathlib import Path
 
 from bench.checkpoints import random_checkpoint
+from bench.frontend.servers import Child
 from quire.base.errors import WorkerError
 from quire.bench.machine import machine_card
 from quire.bench.startup import check_same, one_start, spread
@@ -85,18 +88,61 @@ def measure(name: str, model: list[str], starts: int) -> dict[str, object]:
     }
 
 
+def wakes(model: list[str], times: int) -> dict[str, object]:
+    """Return the times of a request of one token that wakes the engine; exit if answers differ."""
+    body = json.dumps({"prompt": "Once upon a time", "max_tokens": 1, "temperature": 0})
+    seconds, answers = list[float](), set[str]()
+
+    def post(port: int, path: str, content: str | None) -> bytes:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+        try:
+            connection.request("POST", path, content, {"content-type": "application/json"})
+            response = connection.getresponse()
+            raw = response.read()
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise SystemExit(f"{path} answered {response.status}: {raw[:500]!r}")
+        return raw
+
+    with Child("quire", "serve", *model, "--restart-engine", "--port", "0") as server:
+        for _ in range(times + 2):  # the first fills the pack cache
+            started = time.perf_counter()
+            answer = json.loads(post(server.port, "/v1/completions", body))
+            seconds.append(time.perf_counter() - started)
+            answers.add(answer["choices"][0]["text"])
+            post(server.port, "/admin/sleep", None)
+    if len(answers) > 1:
+        raise SystemExit(f"a woken engine answers otherwise: {answers}")
+    counted = spread(seconds[2:])
+    return {
+        "wakes": times,
+        "first_token_s": counted["median"],
+        "first_token_s_range": [counted["least"], counted["most"]],
+        "goal_first_token_s": 1.0,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--starts", type=int, default=7)
+    parser.add_argument("--only-wake", action="store_true", help="keep what else the file has")
     parser.add_argument("--no-size", action="store_true", help="keep the size the file has")
     parser.add_argument("--out", type=Path, default=Path("bench/results/startup.json"))
     args = parser.parse_args()
-    result: dict[str, object] = {"bench": "startup", "machine": machine_card()}
+    large = str(random_checkpoint("qwen3-0.6b"))
+    with tempfile.TemporaryDirectory() as packed:
+        wake = wakes([large, "--pack-cache", packed], args.starts)
+    if args.only_wake:
+        known = json.loads(args.out.read_text()) if args.out.exists() else {}
+        args.out.write_text(json.dumps({**known, "wake": wake}, indent=1) + "\n")
+        print(json.dumps(wake, indent=1))
+        return
+    result: dict[str, object] = {"bench": "startup", "machine": machine_card(), "wake": wake}
     result["import_floor_s"] = {
         "api_process": import_floor_s(SERVER_IMPORTS, args.starts),
         "engine_process": import_floor_s(ENGINE_IMPORTS, args.starts),
     }
-    large = str(random_checkpoint("qwen3-0.6b"))
     with tempfile.TemporaryDirectory() as packed:
         models = [
             ("box", []),

@@ -3,8 +3,10 @@
 Replicas are servers of the built-in model on this machine. A schedule drawn from a seed kills them,
 stops them, drains them and kills their engines; all are started again. Before, each request is sent
 alone to one replica; every answer through the router must have the same bytes. The router's
-processor time per request and per streamed token is taken without faults, before. Writes
-bench/results/fleet.json, and exits with 1 if an answer was wrong, lost or repeated.
+processor time per request and per streamed token is taken without faults, before. With `--beside
+smg` the same replicas, requests and schedule follow behind that gateway, and its broken streams are
+counted. Writes bench/results/fleet.json, and exits with 1 if an answer through the router was
+wrong, lost or repeated.
 """
 
 from __future__ import annotations
@@ -14,20 +16,23 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.compare import quire_state
 from bench.fleet.clients import CASES, Case, Clients, answers_alone
 from bench.fleet.faults import Faults
-from bench.fleet.processes import Replicas, Router
+from bench.fleet.processes import Front, Replicas, Router, Smg
 from bench.frontend.servers import REPOSITORY
 from quire.bench.machine import machine_card
 
 # Without faults: requests of one token, and rounds of streams.
 SHORT_REQUESTS = 400
 QUIET_ROUNDS = 1
+# Routes that a gateway for several engines has.
+OPENAI_PATHS = ("/v1/completions", "/v1/chat/completions")
+_NAMES = [case.name for case in CASES]
 
 
 def main() -> None:
@@ -46,8 +51,13 @@ def main() -> None:
     parser.add_argument(
         "--limit-seconds", type=float, default=600.0, help="an answer that takes longer is lost"
     )
+    parser.add_argument("--cases", help=f"as in seed,tools (default: {','.join(_NAMES)})")
+    parser.add_argument("--beside", choices=("smg",), help="another gateway, afterwards")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "bench/results/fleet.json")
     args = parser.parse_args()
+    names = args.cases.split(",") if args.cases else _NAMES
+    if unknown := set(names) - set(_NAMES):
+        parser.error(f"{', '.join(sorted(unknown))}: known are {', '.join(_NAMES)}")
     result = run(
         streams=args.streams,
         seconds=60 * args.minutes,
@@ -57,9 +67,12 @@ def main() -> None:
         stall_s=args.stall_seconds,
         policy=args.policy,
         limit_s=args.limit_seconds,
+        cases=[case for case in CASES if case.name in names],
+        beside=args.beside,
     )
     args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({name: result[name] for name in ("done", "faults", "router")}, indent=1))
+    shown = ("done", "num_wrong", "wrong", "faults", "silences_s", "router", "beside")
+    print(json.dumps({name: result[name] for name in shown if name in result}, indent=1))
     sys.exit(1 if result["wrong"] else 0)
 
 
@@ -75,20 +88,30 @@ def run(
     limit_s: float = 600.0,
     max_faults: int | None = None,
     short_requests: int = SHORT_REQUESTS,
+    cases: Sequence[Case] = CASES,
+    beside: str | None = None,
 ) -> dict[str, Any]:
     """Run all parts and return the result. max_faults: end after so many, whatever the time."""
+    other: dict[str, Any] = {}
     with (
         tempfile.TemporaryDirectory() as folder,
         Replicas(num_replicas, Path(folder), max_streams=streams) as replicas,
     ):
-        cases = answers_alone(replicas.ports[0], CASES)
+        cases = answers_alone(replicas.ports[0], cases)
         flags = ("--policy", policy, "--stall-seconds", str(stall_s), "--probe-seconds", "0.25")
         with Router(replicas.file, "--max-open-requests", str(2 * streams + 64), *flags) as router:
-            cost = _cost(router, cases, streams, short_requests, limit_s)
+            cost, quiet = _cost(router, cases, streams, short_requests, limit_s)
             clients = Clients(router.port, cases, limit_s=limit_s)
             faults = Faults(replicas, router, seed=seed, pause_s=pause_s)
             asyncio.run(_under_faults(clients, faults, streams, seconds, max_faults))
             metrics = router.metrics()
+        if beside == "smg":
+            schedule = (seed, pause_s, seconds, max_faults)
+            try:
+                with Smg(replicas) as smg:
+                    other = {beside: _beside(smg, replicas, cases, streams, limit_s, schedule)}
+            except SystemExit as error:  # the router's own result counts without it
+                other = {beside: {"failed": str(error)}}
     return {
         "bench": "fleet",
         "machine": machine_card(),
@@ -103,10 +126,55 @@ def run(
             "refused": clients.num_refused,
             "by_case": dict(clients.done),
         },
+        "num_wrong": clients.num_wrong,
         "wrong": clients.wrong,
         "faults": faults.summary(),
+        "silences_s": {
+            "without_faults": _spread(quiet.silences_s),
+            "with_faults": _spread(clients.silences_s),
+        },
         "router": {**cost, **_resumed(metrics)},
+        **({"beside": other} if other else {}),
     }
+
+
+def _beside(
+    front: Front,
+    replicas: Replicas,
+    cases: Sequence[Case],
+    streams: int,
+    limit_s: float,
+    schedule: tuple[int, float, float, int | None],
+) -> dict[str, Any]:
+    """Return what another gateway does with the same requests and faults.
+
+    Its answers are compared with its own without faults, since it may write them anew.
+    """
+    seed, pause_s, seconds, max_faults = schedule
+    known = [case for case in cases if case.path in OPENAI_PATHS]
+    known = answers_alone(front.port, known)
+    steady = Clients(front.port, known, limit_s=limit_s)
+    asyncio.run(steady.run(len(known), lambda done: done < 1))
+    clients = Clients(front.port, known, limit_s=limit_s)
+    faults = Faults(replicas, front, seed=seed, pause_s=pause_s)
+    asyncio.run(_under_faults(clients, faults, streams, seconds, max_faults))
+    return {
+        "answers": clients.num_done,
+        "by_case": dict(clients.done),
+        "refused": clients.num_refused,
+        "broken": clients.num_wrong,
+        "broken_without_faults": steady.num_wrong,
+        "examples": clients.wrong[:5],
+        "faults": faults.summary(),
+        "silences_s": _spread(clients.silences_s),
+    }
+
+
+def _spread(times_s: list[float]) -> dict[str, float]:
+    """Return median, 99th percentile and maximum."""
+    ordered = sorted(times_s) or [0.0]
+    at = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+    return {name: round(ordered[int(part * (len(ordered) - 1))], 3) for name, part in at.items()}
 
 
 async def _under_faults(
@@ -125,8 +193,9 @@ async def _under_faults(
 
 def _cost(
     router: Router, cases: list[Case], streams: int, short_requests: int, limit_s: float
-) -> dict[str, Any]:
-    """Return the router's processor time per request and per streamed token, in microseconds."""
+) -> tuple[dict[str, Any], Clients]:
+    """Return the router's processor time per request and per streamed token, in microseconds, and
+    the clients of the streams without faults."""
     warm = Clients(router.port, cases, limit_s=limit_s)
     asyncio.run(warm.run(min(streams, 32), lambda done: done < 1))
     before_s = router.cpu_s()
@@ -140,12 +209,13 @@ def _cost(
     tokens = router.metrics()["quire_router_streamed_tokens_total"] - tokens
     request_s = short_s / max(short_requests, 1)
     per_token_s = max(quiet_s - request_s * quiet.num_done, 0.0) / max(tokens, 1.0)
-    return {
+    result = {
         "cpu_us_per_request": round(1e6 * request_s, 1),
         "cpu_us_per_streamed_token": round(1e6 * per_token_s, 1),
         "streamed_tokens_without_faults": int(tokens),
         "wrong_without_faults": [*warm.wrong, *short.wrong, *quiet.wrong],
     }
+    return result, quiet
 
 
 def _resumed(metrics: Mapping[str, float]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,8 +24,14 @@ _NAMES = re.compile(
     rb'"created":\d+|(?:cmpl|chatcmpl|gen|call)[-_][0-9a-f]{24}|"cached_tokens":\d+'
 )
 _COMMENT = re.compile(rb"(?m)^:[^\n]*\n\n")
-_PLAIN: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True}
+_PLAIN: dict[str, Any] = {
+    "model": "box",
+    "prompt": "Once upon a time",
+    "max_tokens": 400,
+    "ignore_eos": True,
+}
 _CHAT: dict[str, Any] = {
+    "model": "box",
     "messages": [{"role": "user", "content": "Write of a dog"}],
     "max_tokens": 300,
 }
@@ -112,11 +119,14 @@ def answers_alone(port: int, cases: Sequence[Case]) -> list[Case]:
 
 
 class Clients:
-    """limit_s: an answer that takes longer is wrong. wrong: the first failures, in words."""
+    """limit_s: an answer that takes longer is wrong. wrong: the first failures, in words;
+    num_wrong: all of them. silences_s: of each stream, the longest time between two pieces."""
 
     def __init__(self, port: int, cases: Sequence[Case], *, limit_s: float) -> None:
         self.done: Counter[str] = Counter()
         self.wrong: list[str] = []
+        self.num_wrong = 0
+        self.silences_s: list[float] = []
         self.num_refused = 0
         self._port = port
         self._cases = cases
@@ -141,7 +151,7 @@ class Clients:
         """Return the answer; a refused request is sent again, as its client would."""
         while True:
             try:
-                return await exchange(self._port, case.path, case.body)
+                return await exchange(self._port, case.path, case.body, self.silences_s)
             except Refused:
                 self.num_refused += 1
                 await asyncio.sleep(_AGAIN_S)
@@ -156,6 +166,7 @@ class Clients:
                 if raw != case.answer:
                     raise Broken(_difference(raw, case.answer))
             except (Broken, OSError, TimeoutError, ValueError, LookupError) as error:
+                self.num_wrong += 1
                 self.wrong = [*self.wrong, f"{case.name}: {error!r}"][:_MAX_KEPT]
             num_done += 1
             self.done[case.name] += 1
@@ -165,14 +176,29 @@ class Refused(Exception):
     """A request was refused with 503 and was not begun."""
 
 
-async def exchange(port: int, path: str, body: dict[str, Any]) -> bytes:
-    """Return the body of the answer to one POST. Raises Refused, and Broken where it is no 200."""
+async def exchange(
+    port: int, path: str, body: dict[str, Any], silences_s: list[float] | None = None
+) -> bytes:
+    """Return the body of the answer to one POST. Raises Refused, and Broken where it is no 200.
+
+    silences_s: gets the longest time between two pieces of a stream.
+    """
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
+    head += "Content-Type: application/json\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-        raw = await reader.read(-1)
+        longest_s = last_s = 0.0
+        pieces = list[bytes]()
+        while piece := await reader.read(1 << 16):
+            now_s = time.monotonic()
+            longest_s = max(longest_s, now_s - last_s) if last_s else 0.0
+            last_s = now_s
+            pieces.append(piece)
+        raw = b"".join(pieces)
+        if silences_s is not None and body.get("stream") and len(pieces) > 2:
+            silences_s.append(longest_s)
         if raw.startswith(b"HTTP/1.1 503"):
             raise Refused
         return body_of(raw)

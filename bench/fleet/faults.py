@@ -6,21 +6,20 @@
     engine    SIGKILL of the engine; the server starts it again itself
     hang      SIGSTOP of the engine; the server notices, and starts it again
 
-Always holds: a fault comes only while another replica is available to the router. The time until
-the router no longer uses the replica is its detection.
+Always holds: a fault comes only while another replica is available to the front. The time until
+the front no longer uses the replica is its detection.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import signal
 import statistics
 from collections import Counter
 from typing import Any
 
-from bench.fleet.processes import Replica, Replicas, Router
+from bench.fleet.processes import Front, Replica, Replicas
 
 KINDS = ("kill", "stop", "drain", "engine", "hang")
 _STOPPED_S = (3.0, 8.0)
@@ -33,9 +32,9 @@ _READY_S = 120.0
 class Faults:
     """pause_s: mean time between two faults."""
 
-    def __init__(self, replicas: Replicas, router: Router, *, seed: int, pause_s: float) -> None:
+    def __init__(self, replicas: Replicas, front: Front, *, seed: int, pause_s: float) -> None:
         self._replicas = replicas
-        self._router = router
+        self._front = front
         self._chance = random.Random(seed)
         self._pause_s = pause_s
         self._count: Counter[str] = Counter()
@@ -105,20 +104,17 @@ class Faults:
             raise SystemExit(f"a replica did not come back after {kind}")
 
     async def _others_serve(self, replica: Replica) -> bool:
-        """Return whether the router sends requests to another replica: one that has just come back
+        """Return whether the front sends requests to another replica: one that has just come back
         may be available and have an open circuit breaker."""
-        states = await asyncio.to_thread(self._states)
+        states = await asyncio.to_thread(self._front.states)
         return any(
             state["available"] and state["open"] >= _MIN_OPEN
             for url, state in states.items()
             if url != replica.url
         )
 
-    def _states(self) -> dict[str, dict[str, Any]]:
-        return {one["url"]: one for one in json.loads(self._router.get("/health"))["replicas"]}
-
     def _is_available(self, replica: Replica) -> bool:
-        return bool(self._states()[replica.url]["available"])
+        return bool(self._front.states()[replica.url]["available"])
 
     async def _until(self, condition: Any, limit_s: float) -> bool:
         end_s = _now_s() + limit_s

@@ -6,6 +6,7 @@ A replica keeps its port, so that it comes back under its address. Knows nothing
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import re
 import signal
@@ -17,11 +18,19 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Protocol
 
 from bench.frontend.servers import REPOSITORY, cpu_s
+from bench.peers.places import environment_python, is_installed
 
 _READY_S = 120.0
 _END_S = 20.0
+# Probes as often as the router's; its own defaults are 30 s and three failures.
+_SMG_FLAGS = (
+    *("--health-check-interval-secs", "1", "--health-check-timeout-secs", "2"),
+    *("--health-failure-threshold", "1", "--health-success-threshold", "1"),
+    *("--log-level", "error"),
+)
 _FLAGS = (
     *("--threads", "1", "--kv-touch-ahead", "0"),
     *("--restart-engine", "--restart-limit", "1000", "--watchdog-seconds", "5"),
@@ -65,12 +74,18 @@ class Replica:
     @property
     def is_ready(self) -> bool:
         """Whether /health answers 200."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+        return bool(self.state(5.0)["available"])
+
+    def state(self, limit_s: float) -> dict[str, Any]:
+        """Return whether it takes requests, and how many are open, by its /health."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=limit_s)
         try:
             connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except OSError:
-            return False
+            response = connection.getresponse()
+            body = json.loads(response.read())
+            return {"available": response.status == 200, "open": body.get("pending", 0)}
+        except (OSError, http.client.HTTPException, ValueError):
+            return {"available": False, "open": 0}
         finally:
             connection.close()
 
@@ -146,6 +161,15 @@ class Replicas:
         return "\n".join(log.read_text()[-600:] for log in self._folder.glob("*.log"))
 
 
+class Front(Protocol):
+    """What clients send their requests to."""
+
+    port: int
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Return by address whether a replica takes requests, and how many are open there."""
+
+
 class Router:
     """`quire route` before the replicas of `file`."""
 
@@ -184,6 +208,10 @@ class Router:
         self._process.stdout.close()
         self._log.close()
 
+    def states(self) -> dict[str, dict[str, Any]]:
+        """See Front: as the router knows it."""
+        return {one["url"]: one for one in json.loads(self.get("/health"))["replicas"]}
+
     def get(self, path: str) -> bytes:
         """Return the body of a GET."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
@@ -206,6 +234,71 @@ class Router:
     def _output(self) -> str:
         self._log.seek(0)
         return self._log.read()[-600:]
+
+
+class Smg:
+    """SMG before the same replicas, from an environment of its own (bench/peers/setup smg)."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        if not is_installed("smg"):
+            raise SystemExit("smg is not installed; run bench/peers/setup smg")
+        self._replicas = replicas
+        [self.port] = _free_ports(1)
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
+        command = environment_python("smg").parent / "smg"
+        self._process = subprocess.Popen(
+            [
+                *(str(command), "launch", "--host", "127.0.0.1", "--port", str(self.port)),
+                *("--worker-urls", *(one.url for one in replicas.all)),
+                *("--policy", "round_robin", *_SMG_FLAGS),
+            ],
+            stdout=self._log,
+            stderr=self._log,
+        )
+
+    def __enter__(self) -> Smg:
+        end_s = time.monotonic() + _READY_S
+        while not self._is_ready():
+            if time.monotonic() > end_s or self._process.poll() is not None:
+                self.close()
+                raise SystemExit(f"smg did not start: {self.log()}")
+            time.sleep(0.2)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """See Front: by the replicas themselves, since it does not report theirs."""
+        return {one.url: one.state(1.0) for one in self._replicas.all}
+
+    def log(self) -> str:
+        """Return the end of its log."""
+        return os.pread(self._log.fileno(), 1 << 20, 0).decode(errors="replace")[-2000:]
+
+    def _is_ready(self) -> bool:
+        """Whether it answers a request through a replica."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        body = json.dumps({"model": "box", "prompt": "Once", "max_tokens": 1, "seed": 1})
+        try:
+            connection.request(
+                "POST", "/v1/completions", body, {"content-type": "application/json"}
+            )
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
 
 
 def _free_ports(count: int) -> list[int]:

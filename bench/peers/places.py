@@ -18,7 +18,7 @@ def peers_folder() -> Path:
 
 
 def environment_python(name: str) -> Path:
-    """Return a peer's interpreter: "openvino", "vllm", "transformers", "export"."""
+    """Return a peer's interpreter: "openvino", "vllm", "transformers", "smg", "export"."""
     return peers_folder() / name / "env" / "bin" / "python"
 
 

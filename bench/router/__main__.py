@@ -2,9 +2,13 @@
 
     python -m bench.router --part cost       processor time per token and per request
     python -m bench.router --part hedging    first tokens with one slow replica of four
+    python -m bench.router --part decision   a choice among 100 replicas of 1,000,000 known blocks
+    python -m bench.router --part prefixes   hit rates and first tokens of shared prefixes by policy
+    python -m bench.router --part cascade    tokens saved at an equal score, with two real models
 
 Replicas are scripted processes that compute nothing, so that the router is what is measured.
-Streams are checked: a number of a wrong answer is not written. Writes bench/results/router.json.
+Streams are checked: a number of a wrong answer is not written. Dynamo's selection is compared where
+`ai-dynamo-runtime` is installed. Writes bench/results/router.json.
 """
 
 from __future__ import annotations
@@ -15,7 +19,6 @@ import json
 import os
 import re
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,33 +27,15 @@ from typing import Any
 
 from bench.compare import quire_state
 from bench.frontend.servers import REPOSITORY, Child
+from bench.router.cascade import cascade
+from bench.router.clients import first_token_s
+from bench.router.decision import decision
+from bench.router.prefixes import prefixes
+from bench.router.processes import Router
 from quire.bench.machine import machine_card
 
-PARTS = ("cost", "hedging")
-PROMPT_TOKENS = 64
+PARTS = ("cost", "hedging", "decision", "prefixes", "cascade")
 REPLICA = "bench.router.scripted_replica"
-
-
-async def first_token_s(port: int, num_tokens: int) -> float:
-    """Stream one answer; return the time to its first token. Raises SystemExit if it is wrong."""
-    body = {"tokens": [1] * PROMPT_TOKENS, "max_tokens": num_tokens, "stream": True, "seed": 1}
-    raw = json.dumps(body).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    start_s = time.monotonic()
-    writer.write(
-        b"POST /generate HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-        b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(raw), raw)
-    )
-    first_s, answer = 0.0, b""
-    while piece := await reader.read(65536):
-        answer += piece
-        if not first_s and b'"token":' in answer:
-            first_s = time.monotonic() - start_s
-    writer.close()
-    found = [int(number) for number in re.findall(rb'"token":(\d+)', answer)]
-    if found != list(range(num_tokens)) or b"[DONE]" not in answer:
-        raise SystemExit(f"a stream was wrong: {answer[:300]!r} ... {answer[-300:]!r}")
-    return first_s
 
 
 async def load(port: int, *, streams: int, rounds: int, num_tokens: int) -> list[float]:
@@ -93,18 +78,6 @@ class Fleet:
 
         found = re.findall(rf"(?m)^{name}(?:{{[^}}]*}})? (\S+)\r?$", asyncio.run(read()).decode())
         return sum(map(float, found))
-
-
-class Router(Child):
-    """`quire route`, ready once it routes."""
-
-    READY = "routing at "
-
-    def __init__(self, *words: str) -> None:
-        super().__init__("quire", "route", *words)
-        found = re.search(r"routing at http://[0-9.]+:(\d+)", self.output())
-        assert found is not None
-        self.port = int(found[1])
 
 
 def cost(rounds: int) -> dict[str, Any]:
@@ -156,11 +129,19 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--part", choices=PARTS, action="append")
-    parser.add_argument("--rounds", type=int, default=250, help="requests of each client")
+    parser.add_argument(
+        "--rounds", type=int, default=250, help="requests of each client; sessions; tasks"
+    )
     parser.add_argument("--out", type=Path, default=REPOSITORY / "bench/results/router.json")
     arguments = parser.parse_args()
     result: dict[str, Any] = {"bench": "router", "machine": machine_card(), "quire": quire_state()}
-    measures = {"cost": cost, "hedging": hedging}
+    measures = {
+        "cost": cost,
+        "hedging": hedging,
+        "decision": decision,
+        "prefixes": prefixes,
+        "cascade": cascade,
+    }
     for part in arguments.part or PARTS:
         result[part] = measures[part](arguments.rounds)
         print(part, json.dumps(result[part]))

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 from dataclasses import dataclass
+from typing import Any
 
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 _HEALTH = {"ok": True, "state": "ready", "reason": "", "pending": 0, "steps_total": 1}
@@ -47,21 +48,28 @@ class ScriptedReplica:
                 if path == b"/generate":
                     await self._stream(json.loads(raw), writer)
                 else:
-                    _whole(writer, _HEALTH if path == b"/health" else _MODELS)
+                    _whole(writer, self.answer(path))
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
             writer.close()
 
-    async def _stream(self, request: dict[str, object], writer: asyncio.StreamWriter) -> None:
+    def answer(self, path: bytes) -> object:
+        """Return the answer to a GET."""
+        return _HEALTH if path == b"/health" else _MODELS
+
+    async def first_token(self, request: dict[str, Any]) -> None:
+        """Wait as long as the first token takes."""
         times, place = self._times, self._num_requests % 100
         self._num_requests += 1
         is_slow = place >= 100 * (1 - times.slow_share)
-        num_tokens = request["max_tokens"]
-        assert isinstance(num_tokens, int)
-        writer.write(_HEAD)
         await asyncio.sleep((times.slow_ms if is_slow else times.first_ms) / 1000)
+
+    async def _stream(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        times, num_tokens = self._times, request["max_tokens"]
+        writer.write(_HEAD)
+        await self.first_token(request)
         for number in range(num_tokens):
             cursor = f"gen-{'0' * 24}:1:{number + 1}:0"
             event = b'id: gen-%024d:%d\ndata: {"token":%d,"text":" word"}\n\n' % (0, number, number)
@@ -83,8 +91,9 @@ def _chunk(writer: asyncio.StreamWriter, piece: bytes) -> None:
     writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
 
-async def _serve(times: Times) -> None:
-    server = await asyncio.start_server(ScriptedReplica(times).connection, "127.0.0.1", 0)
+async def serve(replica: ScriptedReplica) -> None:
+    """Serve at a free port, which is printed."""
+    server = await asyncio.start_server(replica.connection, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     print(f"ready in 0 s at http://127.0.0.1:{port}", flush=True)
     await server.serve_forever()
@@ -97,11 +106,8 @@ def main() -> None:
     parser.add_argument("--slow-share", type=float, default=0.0)
     parser.add_argument("--token-ms", type=float, default=2.0)
     arguments = parser.parse_args()
-    asyncio.run(
-        _serve(
-            Times(arguments.first_ms, arguments.slow_ms, arguments.slow_share, arguments.token_ms)
-        )
-    )
+    times = Times(arguments.first_ms, arguments.slow_ms, arguments.slow_share, arguments.token_ms)
+    asyncio.run(serve(ScriptedReplica(times)))
 
 
 if __name__ == "__main__":

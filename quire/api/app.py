@@ -148,6 +148,8 @@ def _admin_routes(server_state: ServerState, siblings: SiblingWorkers | None) ->
         Route("/admin/pause", admin.pause, methods=["POST"]),
         Route("/admin/drain", admin.drain, methods=["POST"]),
         Route("/admin/resume", admin.resume, methods=["POST"]),
+        Route("/admin/sleep", admin.sleep, methods=["POST"]),
+        Route("/admin/wake", admin.wake, methods=["POST"]),
         Route("/admin/log-level", admin.log_level, methods=["PUT"]),
         Route("/admin/record", RecordRoutes(server_state, siblings).get, methods=["GET"]),
     ]

@@ -20,8 +20,9 @@ from quire.base.server_url import key_headers
 from quire.router.discovery import Discovery, StaticList, WatchedFile, replica_url
 from quire.router.features import Features, features_of
 from quire.router.quotas import Buckets, LocalBuckets, Quotas
-from quire.router.route_file import RouteFile, read_route_file
+from quire.router.route_file import KVEventsTable, RouteFile, read_route_file
 from quire.router.settings import POLICIES, RouterSettings
+from quire.routing.block_sets import BlockSets
 
 _DEFAULT_HOST, _DEFAULT_PORT = "127.0.0.1", 8080
 _DEFAULTS = RouterSettings()
@@ -148,6 +149,11 @@ def run(arguments: argparse.Namespace) -> int:
     file = RouteFile() if arguments.config is None else read_route_file(arguments.config)
     settings = _settings(arguments, file)
     discovery, features = _parts(arguments, file, log)
+    if features.sets is not None and settings.policy != "warm-cache":
+        raise SettingError(
+            f"[kv-events] is for the policy warm-cache and the policy is {settings.policy}; leave "
+            "one of the two out"
+        )
     prefill = _prefill_discovery(arguments, log)
     host = _given(arguments.host, file.host, _DEFAULT_HOST)
     _check_exposure(host, settings, is_insecure=arguments.insecure)
@@ -236,7 +242,18 @@ def _parts(arguments: argparse.Namespace, file: RouteFile, log: Log) -> tuple[Di
     else:
         discovery = _discovery(list(file.replicas), file.replicas_file, log)
     is_down = None if buckets is None or quotas is None else (lambda: buckets.is_down)
-    return discovery, features_of(file, quotas, is_down)
+    features = features_of(file, quotas, is_down)
+    if file.kv_events is not None:
+        _follow_events(features, file.kv_events)
+    return discovery, features
+
+
+def _follow_events(features: Features, table: KVEventsTable) -> None:
+    """Let the policy know what replicas publish."""
+    from quire.router.exact_prefixes import ExactPrefixes  # imports ZeroMQ
+
+    features.sets = sets = BlockSets(table.max_blocks)
+    features.make_look_up = lambda fleet: ExactPrefixes(fleet, table, sets)
 
 
 def _discovery(replicas: list[str], replicas_file: str | None, log: Log) -> Discovery:

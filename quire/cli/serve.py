@@ -237,7 +237,7 @@ def _supervised(
         watchdog_s=server.watchdog_s,
         log=log,
     )
-    return SupervisedEngine(client, successors, log)
+    return SupervisedEngine(client, successors, log, wakers=successors)
 
 
 def _serve_with_workers(

@@ -12,7 +12,7 @@ from typing import Literal
 from quire.base.kv_transfer import TransferCard
 from quire.models.pooling_files import PoolingSpec
 
-EngineState = Literal["starting", "ready", "paused", "draining", "restarting", "dead"]
+EngineState = Literal["starting", "ready", "paused", "draining", "restarting", "asleep", "dead"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 A whole answer is passed on once it is complete, so it can be computed anew at any time. A stream
 that has output goes on at another replica of its fingerprint, from the tokens that were delivered.
 Always holds: the client gets each byte of an answer once and in order; a request is tried on no
-third replica after two failed with it; what was refused was not computed, so refusals do not count.
+third replica after two failed with it (failures.py).
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from quire.router.attempt import Attempt
 from quire.router.breaker import RetryBudget
 from quire.router.client_response import ClientResponse
 from quire.router.event_blocks import ErrorBody, EventBlocks, error_in
+from quire.router.failures import Failures
 from quire.router.faults import ClientGone, Refusal, ReplicaFault
 from quire.router.features import Features
 from quire.router.fleet import Fleet
 from quire.router.hedge_race import OVERLOADED, Race
 from quire.router.hedging import Hedger
 from quire.router.model_choice import ModelChoice
-from quire.router.replica import Replica
+from quire.router.replica import ASLEEP, Replica
 from quire.router.routed_request import RoutedRequest
 from quire.router.router_metrics import RouterMetrics
 from quire.router.routes import RESPONSES
@@ -36,7 +37,6 @@ from quire.router.stored_responses import (
 )
 from quire.router.usage import used_tokens
 
-MAX_FAILURES = 2
 # Error codes of a replica that is ending: another can go on, and the request is not the cause.
 _LEAVING = frozenset({"shutting_down", "overloaded", "queue_timeout"})
 # Error codes of a replica that failed with the request.
@@ -89,8 +89,7 @@ class Answer:
         self._is_long = lanes is not None and lanes.is_long(request.prompt_tokens)
         self._key = request.key()
         self._tried: set[Replica] = set()
-        self._failed: list[str] = []
-        self._failed_at: set[Replica] = set()
+        self._failures = Failures()
         self._resume_until_s = 0.0
         self._is_refused = False
         self._refused: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
@@ -106,6 +105,9 @@ class Answer:
                 return
             self._tried.add(replica)
             try:
+                sleepers = self._features.sleepers
+                if sleepers is not None and replica.state == ASLEEP:
+                    await sleepers.wake(self._fleet, replica, lambda: self._client.is_gone)
                 with self._attempt(replica) as attempt:
                     self._fleet.policy.sent(replica, self._key)
                     if await self._try(attempt):
@@ -116,7 +118,7 @@ class Answer:
     async def _try(self, attempt: Attempt) -> bool:
         """Run one attempt; return whether the client has its answer. Raises ReplicaFault."""
         hedger = self._features.hedger
-        if hedger is not None and not (self._request.why_not or self._client.started):
+        if hedger is not None and hedger.hedges(self._request) and not self._client.started:
             return await self._race(hedger, attempt)
         await attempt.send(self._request.body())
         return await self._take(attempt)
@@ -125,7 +127,7 @@ class Answer:
         """Run an attempt, and a second one where its first tokens are late; as _try."""
         race = Race(hedger, first, self._request.body())
         try:
-            if await race.is_late(self._request.prompt_tokens):
+            if await race.is_late(self._request):
                 spare = self._spare(hedger, first.replica)
                 if spare is not None:
                     return await self._hedge(race, spare)
@@ -142,7 +144,7 @@ class Answer:
             winner = await race.run(second, self._failed_in_race)
             await race.close()
             for attempt in (race.first, second):
-                if attempt is not winner and attempt.replica not in self._failed_at:
+                if attempt is not winner and attempt.replica not in self._failures.at:
                     self._note_first_tokens(attempt)  # or for how long it was waited for
                     attempt.cancel()
                     self._tried.discard(attempt.replica)
@@ -173,22 +175,26 @@ class Answer:
         )
         if found is None:
             self._metrics.hedges.labels("no_replica").inc()
-        elif not hedger.budget.take(request.prompt_tokens):
+        elif not hedger.budget.take(hedger.cost_tokens(request)):
             self._metrics.hedges.labels("no_budget").inc()
             return None
         else:
-            self._metrics.hedged_tokens.inc(request.prompt_tokens)
+            self._metrics.hedged_tokens.inc(hedger.cost_tokens(request))
         return found
 
     def _note_first_tokens(self, attempt: Attempt) -> None:
         """Learn how long a replica takes to the first token."""
-        attempt.replica.first_token_times.note(self._request.prompt_tokens, attempt.age_s)
+        request, times = self._request, attempt.replica.first_token_times
+        times.note(request.prompt_tokens, attempt.age_s, request.whole_tokens)
 
     def _begin_output(self, attempt: Attempt) -> None:
         """A stream has its first tokens."""
         load, lanes = attempt.load, self._features.lanes
         load.is_new = False
+        if attempt.replica.breaker.gave_output():
+            self._fleet.became_available()
         if not self._request.num_delivered:
+            self._request.first_token_s = self._loop.time()
             self._note_first_tokens(attempt)
         if load.is_long:
             attempt.replica.computed_prompt(load)
@@ -222,6 +228,8 @@ class Answer:
         if self._choice.is_changed_by(status, error, body):
             self._begin_anew()
             return False
+        if status == 200 and request.route.generates:
+            self._note_first_tokens(attempt)
         self._read_whole(attempt.replica, status, body)
         await client.whole(status, exchange.headers, self._choice.shown(body))
         return True
@@ -349,9 +357,7 @@ class Answer:
             tokens=self._request.num_delivered,
             started=self._client.started,
         )
-        if fault.is_suspect:
-            self._failed.append(f"{replica.name}: {fault}")
-        self._failed_at.add(replica)
+        self._failures.note(replica, fault, self._request.num_delivered)
         if self._client.started:
             now_s = self._loop.time()
             self._failed_s = self._failed_s or now_s
@@ -359,7 +365,7 @@ class Answer:
 
     async def _replica(self) -> Replica | None:
         """Return the next replica to try; None where the request ends here."""
-        if len(self._failed) >= MAX_FAILURES:
+        if self._failures.are_final:
             return None
         if self._client.started:
             return await self._successor()
@@ -370,7 +376,7 @@ class Answer:
         if found is not None and self._tried:
             if not self._budget.take():
                 return None
-            self._metrics.retries.labels("failed" if self._failed else "refused").inc()
+            self._metrics.retries.labels("failed" if self._failures.reasons else "refused").inc()
         return found
 
     async def _place(self) -> Replica | None:
@@ -412,8 +418,9 @@ class Answer:
                 raise ClientGone("the client has closed its connection")
             now_s = self._loop.time()
             # A replica that failed is the last choice: it was fenced and checked since.
-            may_return = self._failed_s and now_s - self._failed_s > _RETURN_S
-            for exclude in (self._failed_at, ()) if may_return else (self._failed_at,):
+            barred, failed_at = self._failures.barred(fleet.replicas.values()), self._failures.at
+            may_return = barred or (self._failed_s and now_s - self._failed_s > _RETURN_S)
+            for exclude in (barred | failed_at, barred) if may_return else (barred | failed_at,):
                 found = fleet.choose(
                     self._key, request.model, fingerprint=self._fingerprint, exclude=exclude
                 )
@@ -431,23 +438,24 @@ class Answer:
         client = self._client
         if client.started:
             raise self._broken()
-        if len(self._failed) >= MAX_FAILURES:
+        reasons = self._failures.reasons
+        if self._failures.are_final:
             raise Refusal(
                 502,
                 "replicas_failed",
-                f"{len(self._failed)} replicas failed with this request, so it is tried on no "
-                f"other ({'; '.join(self._failed)})",
+                f"{len(reasons)} replicas failed with this request, so it is tried on no "
+                f"other ({'; '.join(reasons)})",
             )
         if self._refused is not None:
             status, headers, body = self._refused
             await client.whole(status, headers, body)
             return
-        if self._failed:
+        if reasons:
             raise Refusal(
                 503,
                 "replica_failed",
                 f"a replica failed with this request and no other is available "
-                f"({self._failed[0]}); try again",
+                f"({reasons[0]}); try again",
                 retry_after_s=self._admission.retry_after_s(),
             )
         if self._home is not None:
@@ -457,12 +465,13 @@ class Answer:
     def _broken(self) -> Refusal:
         """Return the error event of a stream that cannot go on."""
         request = self._request
-        if len(self._failed) >= MAX_FAILURES:
-            reason = "two_failures"
-            why = f"two replicas failed with it ({'; '.join(self._failed)})"
+        if self._failures.are_final:
+            reason, why = "failures", self._failures.summary
         elif request.why_not:
             reason = "not_continuable"
             why = f"its replica failed, and it cannot be continued exactly: {request.why_not}"
+        elif self._failures.barred(self._fleet.replicas.values()):
+            reason, why = "failures", "two replicas failed with it, and neither has returned"
         else:
             reason = "no_equal_replica"
             why = (

@@ -8,6 +8,7 @@ once, with the aliases; health and metrics are the router's own. Routes with sta
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ import msgspec
 from quire.base.log import Log
 from quire.router.admission import Admission
 from quire.router.client_response import ClientResponse, Message, Receive, Send
-from quire.router.dispatcher import Dispatcher, HandOver
+from quire.router.dispatcher import Dispatcher, HandOver, LookUp
 from quire.router.faults import ClientGone, Refusal
 from quire.router.features import Features
 from quire.router.fleet import Fleet
@@ -24,6 +25,7 @@ from quire.router.quotas import Reservation, key_in
 from quire.router.routed_request import RoutedRequest
 from quire.router.router_metrics import CONTENT_TYPE, RouterMetrics
 from quire.router.routes import LISTS, NOT_ROUTED, RESPONSES, ROUTES, STORED_PATH
+from quire.router.tiers import LIMITED
 
 _JSON = [(b"content-type", b"application/json")]
 _STORED_METHODS = ("GET", "POST", "DELETE")
@@ -40,12 +42,13 @@ class RouterApp:
         log: Log,
         features: Features | None = None,
         hand_over: HandOver | None = None,
+        look_up: LookUp | None = None,
     ) -> None:
         self._fleet = fleet
         self._admission = admission
         self._metrics = metrics
         self._features = features or Features()
-        self._dispatcher = Dispatcher(fleet, admission, metrics, self._features, hand_over)
+        self._dispatcher = Dispatcher(fleet, admission, metrics, self._features, hand_over, look_up)
         self._watch_features()
         self._lists = ModelLists(fleet, self._features.names, list(self._features.cascades))
         self._log = log
@@ -58,6 +61,12 @@ class RouterApp:
         if lanes is not None:
             watch("long_prompt_limit", "Long prompts a replica computes", lambda: lanes.limit)
             watch("long_prompts_waiting", "Long prompts that wait", lambda: lanes.num_waiting)
+        if (tiers := self._features.tiers) is not None:
+            for tier in LIMITED:
+                what = f"requests of tier {tier}"
+                watch(f"{tier}_limit", f"Open {what} for a replica", partial(tiers.limit, tier))
+                watch(f"{tier}_open", f"Open {what}", partial(tiers.num_open, tier))
+                watch(f"{tier}_waiting", f"Waiting {what}", partial(tiers.num_waiting, tier))
         if is_down is not None:
             watch("redis_down", "Whether quotas are local", lambda: float(is_down()))
 
@@ -200,7 +209,7 @@ class RouterApp:
             {
                 "url": one.name,
                 "state": one.state,
-                "available": one.state == "ready" and not one.is_fenced,
+                "available": one.is_up,
                 "reason": one.reason,
                 "open": len(one.loads),
                 "backlog_tokens": one.backlog_tokens,

@@ -13,7 +13,10 @@ _FREE_RETRIES = 10.0
 
 
 class CircuitBreaker:
-    """Opens after three failures in a row; then lets one request try after 1, 2, 4, ... 30 s."""
+    """Opens after three failures in a row; then lets one request try after 1, 2, 4, ... 30 s.
+
+    Once that request has output, others may be sent too; after its end the times begin anew.
+    """
 
     def __init__(self) -> None:
         self._num_failures = 0
@@ -30,6 +33,19 @@ class CircuitBreaker:
     def began(self) -> None:
         """Note that a request is sent; through an open breaker, one at a time."""
         self._is_trying = self._num_failures >= _FAILURES
+
+    def gave_output(self) -> bool:
+        """Let others in beside the request that tries; return whether the breaker was open."""
+        if self._num_failures < _FAILURES:
+            return False
+        self._num_failures = _FAILURES - 1  # the next failure opens it again, for longer
+        self._is_trying = False
+        return True
+
+    def returned(self) -> None:
+        """Let a request try at once: the replica was away and is checked."""
+        self._open_s = self._until_s = 0.0
+        self._is_trying = False
 
     def succeeded(self) -> None:
         """Close the breaker."""

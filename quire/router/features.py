@@ -8,25 +8,51 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from quire.router.cascade import Cascade
+from quire.router.fleet import Fleet
 from quire.router.hedging import Hedger
 from quire.router.lanes import Lanes
 from quire.router.model_names import ModelNames
 from quire.router.quotas import Quotas
 from quire.router.route_file import RouteFile
+from quire.router.routed_request import RoutedRequest
+from quire.router.sleepers import Sleepers
+from quire.router.tiers import Tiers
+from quire.routing.block_sets import BlockSets
+
+
+class PrefixLookUp(Protocol):
+    """Finds the KV blocks of prompts (exact_prefixes.py)."""
+
+    async def look_up(self, request: RoutedRequest) -> None:
+        """Set the block hashes of a request, where they are known."""
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Gauges by name."""
+
+    def close(self) -> None:
+        """End what follows the replicas."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Features:
-    """hedger, lanes, quotas: None where they are off. is_redis_down: None without Redis."""
+    """hedger, lanes, tiers, sleepers, quotas: None where they are off. is_redis_down: None without
+    Redis. sets: of the KV blocks that replicas report; make_look_up: returns what follows the
+    replicas of a fleet; both None without KV events."""
 
     names: ModelNames = field(default_factory=lambda: ModelNames({}))
     cascades: Mapping[str, Cascade] = field(default_factory=dict)
     hedger: Hedger | None = None
     lanes: Lanes | None = None
+    tiers: Tiers | None = None
+    sleepers: Sleepers | None = None
     quotas: Quotas | None = None
     is_redis_down: Callable[[], bool] | None = None
+    sets: BlockSets | None = None
+    make_look_up: Callable[[Fleet], PrefixLookUp] | None = None
 
     @property
     def counts_usage(self) -> bool:
@@ -42,8 +68,12 @@ def features_of(
     return Features(
         names=ModelNames(file.models, file.default_model),
         cascades={name: Cascade(name, table) for name, table in file.cascades.items()},
-        hedger=None if hedging is None else Hedger(hedging.share, hedging.percentile),
+        hedger=None
+        if hedging is None
+        else Hedger(hedging.share, hedging.percentile, whole_answers=hedging.whole_answers),
         lanes=None if file.lanes is None else Lanes(file.lanes),
+        tiers=None if file.tiers is None else Tiers(file.tiers),
+        sleepers=None if file.sleep is None else Sleepers(file.sleep),
         quotas=quotas,
         is_redis_down=is_redis_down,
     )

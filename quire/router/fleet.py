@@ -8,26 +8,37 @@ replica of its fingerprint.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from quire.base.log import Log
 from quire.router.discovery import Discovery
 from quire.router.http_client import ConnectionPool
 from quire.router.policies import make_policy
-from quire.router.replica import Replica
+from quire.router.replica import ASLEEP, Replica
 from quire.router.settings import RouterSettings
+from quire.routing.block_sets import BlockSets
 from quire.routing.policy import Policy, RouteKey
 
 _MAX_NAMED = 4
 
 
 class Fleet:
-    """replicas: by name, those that the discovery names."""
+    """replicas: by name, those that the discovery names. sets: what replicas report to have cached,
+    for the policy. on_changed: called after replicas came or left. on_fenced: called with a replica
+    that is fenced."""
 
-    def __init__(self, settings: RouterSettings, discovery: Discovery, log: Log) -> None:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        discovery: Discovery,
+        log: Log,
+        sets: BlockSets | None = None,
+    ) -> None:
         self.settings = settings
         self.log = log
-        self.policy: Policy = make_policy(settings)
+        self.policy: Policy = make_policy(settings, sets)
+        self.on_changed: Callable[[], None] = lambda: None
+        self.on_fenced: Callable[[Replica], None] = lambda replica: None
         self.replicas: dict[str, Replica] = {}
         self._pools: dict[Replica, ConnectionPool] = {}
         self._discovery = discovery
@@ -41,6 +52,7 @@ class Fleet:
     def follow(self) -> None:
         """Take over the addresses of the discovery."""
         urls = {url.shown + url.path: url for url in self._discovery.poll()}
+        is_changed = urls.keys() != self.replicas.keys()
         for name, url in urls.items():
             if name not in self.replicas:
                 number = self._free_numbers.pop() if self._free_numbers else self._num_numbers
@@ -56,6 +68,8 @@ class Fleet:
             self.policy.forget(replica)
             self._free_numbers.append(replica.number)
             self.log.event("replica removed", replica=name, open=len(replica.loads))
+        if is_changed:
+            self.on_changed()
 
     def leaving(self) -> list[Replica]:
         """Return removed replicas with open requests; forget those without."""
@@ -96,7 +110,8 @@ class Fleet:
             and (not fingerprint or one.fingerprint(model) == fingerprint)
             and (max_long is None or one.num_long < max_long)
         ]
-        return self.policy.choose(able, key) if able else None
+        awake = [one for one in able if one.state != ASLEEP]
+        return self.policy.choose(awake or able, key) if able else None
 
     def has_fingerprint(self, model: str, fingerprint: str) -> bool:
         """Return whether a replica of this fingerprint is known, available or not."""
@@ -169,6 +184,7 @@ class Fleet:
 
     def _fenced(self, replica: Replica) -> None:
         self.policy.forget(replica)
+        self.on_fenced(replica)
         self.pool(replica).close()
         self.log.warning(
             "replica fenced", replica=replica.name, state=replica.state, reason=replica.reason

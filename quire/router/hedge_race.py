@@ -12,6 +12,7 @@ from collections.abc import Callable
 from quire.router.attempt import Attempt
 from quire.router.faults import ReplicaFault
 from quire.router.hedging import Hedger
+from quire.router.routed_request import RoutedRequest
 
 # Statuses of a replica that is full; Anthropic's API has one of its own.
 OVERLOADED = (503, 529)
@@ -26,10 +27,10 @@ class Race:
         self._body = body
         self._opening = {first: asyncio.ensure_future(first.open(body))}
 
-    async def is_late(self, prompt_tokens: int) -> bool:
+    async def is_late(self, request: RoutedRequest) -> bool:
         """Wait for the first attempt as long as is usual; return whether it needs longer."""
         opening = self._opening[self.first]
-        delay_s = self._hedger.delay_s(self.first.replica, prompt_tokens)
+        delay_s = self._hedger.delay_s(self.first.replica, request)
         if delay_s is None:
             return False
         usual = asyncio.ensure_future(self._hedger.wait(delay_s))

@@ -3,7 +3,7 @@
 That is when the first token is later than nearly all of the same replica for such prompts. Both
 replicas give the same bytes, so the one that begins first is passed on and the other is cancelled.
 Knows no request. Always holds: the prompt tokens that hedges compute again are at most the given
-share of the prompt tokens of all requests so far.
+share of the tokens of all requests so far: those of prompts, and of whole answers.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from quire.router.replica import Replica
+from quire.router.routed_request import RoutedRequest
 
 # Unused work adds up to this, so that a burst of hedges cannot double the load.
 _MAX_SAVED_TOKENS = 262_144
 
 
 class HedgeBudget:
-    """share: of the prompt tokens of all requests."""
+    """share: of the tokens of all requests that hedges may compute again."""
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -37,18 +38,33 @@ class HedgeBudget:
 
 
 class Hedger:
-    """wait: returns after so many seconds; tests replace it."""
+    """whole_answers: hedge those too. wait: returns after so many seconds; tests replace it."""
 
     def __init__(
         self,
         share: float,
         percentile: float,
         wait: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        *,
+        whole_answers: bool = False,
     ) -> None:
         self.budget = HedgeBudget(share)
         self._percentile = percentile
+        self._whole_answers = whole_answers
         self.wait = wait
 
-    def delay_s(self, replica: Replica, prompt_tokens: int) -> float | None:
+    def hedges(self, request: RoutedRequest) -> bool:
+        """Return whether a request may be sent twice: what it computes leaves nothing behind."""
+        if request.is_stream:
+            return not request.why_not
+        return self._whole_answers and request.route.is_continuable and bool(request.fields)
+
+    def cost_tokens(self, request: RoutedRequest) -> int:
+        """Return what a hedge computes again before it is decided, at most."""
+        return request.prompt_tokens + request.whole_tokens
+
+    def delay_s(self, replica: Replica, request: RoutedRequest) -> float | None:
         """Return after how long a request is hedged; None: never."""
-        return replica.first_token_times.predicted_s(prompt_tokens, self._percentile)
+        return replica.first_token_times.predicted_s(
+            request.prompt_tokens, self._percentile, request.whole_tokens
+        )

@@ -7,6 +7,7 @@ holds: each name there has a policy here.
 from __future__ import annotations
 
 from quire.router.settings import RouterSettings
+from quire.routing.block_sets import BlockSets
 from quire.routing.fewest_tokens import FewestTokens
 from quire.routing.policy import Policy
 from quire.routing.power_of_two import PowerOfTwo
@@ -16,8 +17,8 @@ from quire.routing.session_affinity import SessionAffinity
 from quire.routing.warm_cache import WarmCache
 
 
-def make_policy(settings: RouterSettings) -> Policy:
-    """Return the policy of the settings."""
+def make_policy(settings: RouterSettings, sets: BlockSets | None = None) -> Policy:
+    """Return the policy of the settings. sets: what replicas report by KV events."""
     if settings.policy == "round-robin":
         return RoundRobin()
     if settings.policy == "least-tokens":
@@ -26,4 +27,4 @@ def make_policy(settings: RouterSettings) -> Policy:
         return PowerOfTwo()
     if settings.policy == "session-affinity":
         return SessionAffinity()
-    return WarmCache(PrefixHistory(settings.history_blocks), settings.backlog_tokens)
+    return WarmCache(PrefixHistory(settings.history_blocks), settings.backlog_tokens, sets)

@@ -16,7 +16,7 @@ import msgspec
 from quire.base.server_url import key_headers
 from quire.router.faults import ReplicaFault
 from quire.router.fleet import Fleet
-from quire.router.replica import Replica
+from quire.router.replica import ASLEEP, Replica
 
 # States in which a replica takes no requests but finishes those it has.
 _LEAVING = ("draining", "paused")
@@ -128,7 +128,11 @@ class Prober:
         if health.steps_total != replica.steps_total or not health.pending:
             replica.progressed(now_s)
         replica.steps_total = health.steps_total
-        if not health.ok or status != 200:
+        is_asleep = health.state == ASLEEP
+        if is_asleep:
+            replica.steps_total = -1  # the next engine begins anew
+            replica.progressed(now_s)
+        elif not health.ok or status != 200:
             if health.state in _LEAVING:
                 if replica.state != health.state:
                     self._fleet.log.event(
@@ -142,12 +146,15 @@ class Prober:
         old = now_s - self._read_models_s.get(replica, -_MODELS_EVERY_S) >= _MODELS_EVERY_S
         if (replica.is_fenced or old) and not await self._read_models(replica):
             return
-        if replica.is_fenced or replica.state != "ready":
+        if not replica.is_up:
             self._fleet.log.event(
                 "replica ready", replica=replica.name, models=",".join(replica.models)
             )
             replica.progressed(now_s)
-        replica.state, replica.reason, replica.is_fenced = "ready", "", False
+        if replica.state not in ("ready", ASLEEP):  # it was away, and not only suspected
+            replica.breaker.returned()
+        state = ASLEEP if is_asleep else "ready"
+        replica.state, replica.reason, replica.is_fenced = state, "", False
         self._fleet.became_available()
 
     async def _read_models(self, replica: Replica) -> bool:

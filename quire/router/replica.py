@@ -21,6 +21,8 @@ _NUM_GAPS = 512
 _SHORTEST_GAP_S = 0.01
 _STALL_MULTIPLE = 8.0
 _MAX_STALL_FACTOR = 6.0
+# The state of a server without an engine: a request starts one.
+ASLEEP = "asleep"
 
 
 @dataclass(slots=True, eq=False)
@@ -61,12 +63,18 @@ class Replica:
         self.num_long = 0
         self.steps_total = -1
         self.progress_s = 0.0
+        self.used_s = 0.0
         self._gaps: deque[float] = deque(maxlen=_NUM_GAPS)
         self.on_fenced: Callable[[Replica], None] | None = None
 
     def is_available(self, now_s: float) -> bool:
         """Return whether a request may be sent."""
-        return self.state == "ready" and not self.is_fenced and self.breaker.allows(now_s)
+        return self.is_up and self.breaker.allows(now_s)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it takes requests, its breaker aside."""
+        return self.state in ("ready", ASLEEP) and not self.is_fenced
 
     def serves(self, model: str) -> bool:
         """Return whether it serves `model`; "" is any."""
@@ -79,6 +87,7 @@ class Replica:
     def begin(self, load: Load) -> None:
         """Count an open request."""
         self.loads.add(load)
+        self.used_s = load.began_s
         self.backlog_tokens += load.tokens
         self.num_long += load.is_long
         self.breaker.began()

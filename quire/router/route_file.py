@@ -33,6 +33,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Pattern = Annotated[str, Meta(min_length=1, max_length=1000)]
 Reason = Literal["low-confidence", "failed-grammar", "refusal", "length"]
+Endpoint = Annotated[str, Meta(pattern=r"^(tcp://[^\s/]+:[0-9]{1,5}|ipc://[^\s]+)$")]
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
@@ -73,10 +74,12 @@ class CascadeTable(Table, frozen=True):
 
 
 class HedgingTable(Table, frozen=True):
-    """share: of the prompt tokens of all requests, which hedges may compute again."""
+    """share: of the tokens of all requests, which hedges may compute again. whole_answers: also
+    hedge answers that are not streamed."""
 
     share: Annotated[float, Meta(gt=0, le=0.5)] = 0.03
     percentile: Annotated[float, Meta(ge=50, le=99.9)] = 95.0
+    whole_answers: bool = False
 
 
 class LanesTable(Table, frozen=True):
@@ -128,6 +131,53 @@ class KubernetesTable(Table, frozen=True):
     secure: bool = False
 
 
+class TiersTable(Table, frozen=True):
+    """Limits of open requests by service_tier, for each replica.
+
+    preset: how the limits follow the targets. ttft_ms, tpot_ms: targets of streams above flex; 0
+    for none, and without either the limits are fixed.
+    """
+
+    preset: Literal["latency-first", "throughput-first"] = "latency-first"
+    ttft_ms: Annotated[int, Meta(ge=0, le=3_600_000)] = 0
+    tpot_ms: Annotated[int, Meta(ge=0, le=3_600_000)] = 0
+    max_default: Annotated[int, Meta(ge=1, le=100_000)] = 256
+    max_flex: Annotated[int, Meta(ge=1, le=100_000)] = 64
+    max_wait_seconds: Seconds = 60.0
+    max_waiting: Annotated[int, Meta(ge=0, le=1_000_000)] = 10_000
+
+
+class SleepTable(Table, frozen=True):
+    """How many of the replicas are awake at a time; the least recently used sleep."""
+
+    max_awake: Annotated[int, Meta(ge=1, le=10_000)]
+    max_wait_seconds: Seconds = 60.0
+
+
+class KVEndpointsTable(Table, frozen=True):
+    """Where one replica publishes its KV events. replay_endpoint: "" for nowhere."""
+
+    endpoint: Endpoint
+    replay_endpoint: Endpoint | Literal[""] = ""
+
+
+class KVEventsTable(Table, frozen=True):
+    """KV events of the replicas, by which the policy warm-cache knows what they have cached.
+
+    port, replay_port: at the host of each replica; replay_port 0: missing events are not asked for.
+    replicas: by address, those that publish elsewhere. max_blocks: remembered of each replica.
+    min_prompt_tokens: shorter prompts (estimated) are not looked up. tokenize_ms: a text is looked
+    up if a replica gives its token ids within this time.
+    """
+
+    port: Annotated[int, Meta(ge=1, le=65535)] = 5557
+    replay_port: Port = 5558
+    replicas: dict[Name, KVEndpointsTable] = {}
+    max_blocks: Annotated[int, Meta(ge=1, le=2**30)] = 1_000_000
+    min_prompt_tokens: Annotated[int, Meta(ge=0, le=2**31)] = 256
+    tokenize_ms: Annotated[int, Meta(ge=1, le=10_000)] = 100
+
+
 class RouteFile(Table, frozen=True):
     """The whole file. What is not set is the flag's default."""
 
@@ -152,10 +202,13 @@ class RouteFile(Table, frozen=True):
     cascades: dict[Name, CascadeTable] = {}
     hedging: HedgingTable | None = None
     lanes: LanesTable | None = None
+    tiers: TiersTable | None = None
+    sleep: SleepTable | None = None
     quotas: QuotaTable | None = None
     tenants: dict[Name, TenantTable] = {}
     redis: RedisTable | None = None
     kubernetes: KubernetesTable | None = None
+    kv_events: KVEventsTable | None = None
 
 
 def read_route_file(path: str) -> RouteFile:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -35,9 +35,11 @@ class RoutedRequest:
 
     model: "" for any. is_stream: whether its answer is streamed. why_not: why its stream cannot be
     continued; "" if it can. output_ids: of the answer so far; cursor: where its stream stands.
-    output_tokens: expected, for the load of a replica. reserved_tokens: as many as it may use.
+    output_tokens: expected, for the load of a replica. whole_tokens: that a whole answer may have;
+    0 for a stream. reserved_tokens: as many as it may use.
     used_prompt_tokens, used_output_tokens: as far as they are known; -1 before. replaced_tokens: of
-    an answer that a cascade has replaced.
+    an answer that a cascade has replaced. block_hashes: of the prompt's KV blocks of block_size
+    tokens, where they are known. first_token_s: when a stream had its first tokens; 0 before.
     """
 
     def __init__(
@@ -78,17 +80,22 @@ class RoutedRequest:
         self.prompt_tokens = _prompt_tokens(self.fields, raw)
         asked = _asked_tokens(self.fields)
         self.output_tokens = min(asked, _USUAL_TOKENS) if self.route.generates else 0
+        self.whole_tokens = 0 if self.is_stream else self.output_tokens * _num_answers(self.fields)
         self.reserved_tokens = 0
         if not self.route.is_free:
             output = asked * _num_answers(self.fields) if self.route.generates else 0
             self.reserved_tokens = self.prompt_tokens + output
         self.used_prompt_tokens = self.used_output_tokens = -1
         self.replaced_tokens = 0
+        self.block_hashes: Sequence[int] = ()
+        self.block_size = 0
+        self.first_token_s = 0.0
 
     def use_model(self, model: str) -> None:
         """Ask replicas for another model than the client named."""
         if model != self.model:
             self.model = model
+            self.block_hashes = ()  # of another tokenizer
             self.fields["model"] = model
             if self.path == "/api/show":
                 self.fields.pop("name", None)
@@ -120,6 +127,8 @@ class RoutedRequest:
             blocks=block_names(scope, prompt),
             session=self.session,
             tokens=self.prompt_tokens + self.output_tokens,
+            hashes=self.block_hashes,
+            block_size=self.block_size,
         )
 
     def body(self) -> bytes:

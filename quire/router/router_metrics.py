@@ -91,7 +91,7 @@ class _FleetCollector(Collector):
         )
         for replica in self._fleet.replicas.values():
             names = (replica.name,)
-            up.add_metric(names, float(replica.state == "ready" and not replica.is_fenced))
+            up.add_metric(names, float(replica.is_up))
             open_.add_metric(names, len(replica.loads))
             backlog.add_metric(names, replica.backlog_tokens)
         yield from (up, open_, backlog)

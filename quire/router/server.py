@@ -20,7 +20,7 @@ from quire.base.log import Log
 from quire.router.admission import Admission
 from quire.router.app import RouterApp
 from quire.router.discovery import Discovery
-from quire.router.features import Features
+from quire.router.features import Features, PrefixLookUp
 from quire.router.fleet import Fleet
 from quire.router.head_bounds import BoundedHeads
 from quire.router.prefill_pairs import PrefillPairs
@@ -68,27 +68,17 @@ async def _serve(
 ) -> int:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     await discovery.read()
-    fleet = Fleet(settings, discovery, log)
+    fleet = Fleet(settings, discovery, log, features.sets)
     admission, metrics = Admission(fleet), RouterMetrics(fleet)
+    prefixes = _follow_prefixes(features, fleet, metrics)
     pairs = None
     if prefill is not None:
         tokens = settings.min_prefill_tokens
         pairs = PrefillPairs(Fleet(settings, prefill, log), metrics, min_tokens=tokens)
-    app = RouterApp(fleet, admission, metrics, log, features, pairs.hand_over if pairs else None)
-    config = uvicorn.Config(
-        app,
-        http=BoundedHeads,
-        ws="none",
-        lifespan="off",
-        interface="asgi3",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        timeout_graceful_shutdown=1,
-    )
-    server = _Server(config)
+    hand_over = None if pairs is None else pairs.hand_over
+    look_up = None if prefixes is None else prefixes.look_up
+    app = RouterApp(fleet, admission, metrics, log, features, hand_over, look_up)
+    server = _Server(_uvicorn_config(app))
 
     def on_signal(number: int) -> None:
         if stop.is_set():
@@ -125,8 +115,42 @@ async def _serve(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         fleet.close()
+        if prefixes is not None:
+            prefixes.close()
         if pairs is not None:
             pairs.fleet.close()
+
+
+def _uvicorn_config(app: RouterApp) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=BoundedHeads,
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=1,
+    )
+
+
+def _follow_prefixes(
+    features: Features, fleet: Fleet, metrics: RouterMetrics
+) -> PrefixLookUp | None:
+    """Follow the KV events of the replicas, where that is configured."""
+    if features.make_look_up is None:
+        return None
+    prefixes = features.make_look_up(fleet)
+    for name, text in (
+        ("known_blocks", "KV blocks of all replicas, by their events"),
+        ("kv_event_gaps", "Gaps in the KV events of the replicas"),
+        ("kv_event_invalid_batches", "Batches of KV events that could not be read"),
+    ):
+        metrics.watch(name, text, lambda name=name: prefixes.counts[name])  # type: ignore[misc]
+    return prefixes
 
 
 def _check_watch(task: asyncio.Task[None], log: Log) -> None:

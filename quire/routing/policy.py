@@ -38,11 +38,14 @@ AnyReplica = TypeVar("AnyReplica", bound=Replica)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteKey:
     """What of a request a policy reads. blocks: names of its prompt's blocks. session: the
-    client's key for affinity, "" without one. tokens: of prompt and expected output, estimated."""
+    client's key for affinity, "" without one. tokens: of prompt and expected output, estimated.
+    hashes: of the prompt's KV blocks of block_size tokens, where they are known."""
 
     blocks: Sequence[int] = ()
     session: str = ""
     tokens: int = 0
+    hashes: Sequence[int] = ()
+    block_size: int = 0
 
 
 class Policy(Protocol):

@@ -1,24 +1,32 @@
 """Warm cache: stay with the replica that has the beginning of the prompt, while it keeps up.
 
-Of the available replicas the one with the most known blocks is chosen, unless it has more than
+Of the available replicas the one with the longest known prefix is chosen, unless it has more than
 `backlog_tokens` more open tokens than the least loaded one; then the least loaded is. What a
-replica has is known from what was sent there (PrefixHistory).
+replica has is known from its KV events (BlockSets), else from what was sent there (PrefixHistory).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quire.routing.block_sets import BlockSets
 from quire.routing.fewest_tokens import FewestTokens
 from quire.routing.policy import AnyReplica, Replica, RouteKey
-from quire.routing.prefix_history import PrefixHistory
+from quire.routing.prefix_history import BLOCK_BYTES, PrefixHistory
+
+# Of the history's blocks, as the router estimates the lengths of prompts.
+_TOKENS_PER_BLOCK = BLOCK_BYTES // 4
 
 
 class WarmCache:
-    """matched_blocks_total, blocks_total: of the chosen replicas, and of all prompts."""
+    """sets: what replicas report; None where they report nothing. matched_blocks_total,
+    blocks_total: of the chosen replicas, and of all prompts, by the history."""
 
-    def __init__(self, history: PrefixHistory, backlog_tokens: int) -> None:
+    def __init__(
+        self, history: PrefixHistory, backlog_tokens: int, sets: BlockSets | None = None
+    ) -> None:
         self._history = history
+        self.sets = sets
         self._backlog_tokens = backlog_tokens
         self._others = FewestTokens()
         self.matched_blocks_total = 0
@@ -26,12 +34,9 @@ class WarmCache:
 
     def choose(self, replicas: Sequence[AnyReplica], key: RouteKey) -> AnyReplica:
         """Return the warmest replica that keeps up, else the least loaded."""
-        if not key.blocks or len(replicas) == 1:
+        if not (key.blocks or key.hashes) or len(replicas) == 1:
             return self._others.choose(replicas, key)
-        mask = 0
-        for one in replicas:
-            mask |= 1 << one.number
-        matched = self._history.matched_blocks(key.blocks, mask)
+        matched = self._matched_tokens(replicas, key)
         most = max(matched.values())
         if most:
             warm = [one for one in replicas if matched[one.number] == most]
@@ -41,8 +46,24 @@ class WarmCache:
                 return chosen
         return self._others.choose(replicas, key)
 
+    def _matched_tokens(self, replicas: Sequence[AnyReplica], key: RouteKey) -> dict[int, int]:
+        """Return how much of the prompt each replica has, by its number."""
+        mask = 0
+        for one in replicas:
+            mask |= 1 << one.number
+        blocks = self._history.matched_blocks(key.blocks, mask)
+        matched = {number: count * _TOKENS_PER_BLOCK for number, count in blocks.items()}
+        if self.sets is None or not key.hashes:
+            return matched
+        reported = self.sets.matched_tokens(key.hashes, key.block_size)
+        if not any(reported.get(one.number) for one in replicas):
+            return matched  # blocks of isolated tenants are not reported
+        return {number: reported.get(number, count) for number, count in matched.items()}
+
     def sent(self, replica: Replica, key: RouteKey) -> None:
         """Note that the replica has the prompt now."""
+        if self.sets is not None and key.hashes:
+            self.sets.sent(replica.number, key.hashes)
         if key.blocks:
             bit = 1 << replica.number
             matched = self._history.matched_blocks(key.blocks, bit)
@@ -53,3 +74,5 @@ class WarmCache:
     def forget(self, replica: Replica) -> None:
         """Its cache is empty."""
         self._history.forget(replica.number)
+        if self.sets is not None:
+            self.sets.forget(replica.number)

@@ -1,8 +1,8 @@
 """WaitingQueue: the waiting requests, sorted by the policy's keys, in one or several lanes.
 
 Knows keys, lanes and sequences only. Each lane is kept sorted: adding and removing cost a binary
-search, and walking in order touches only what is looked at. `Order` and `Lanes` are the parts of a
-policy that the queue needs; their defaults are first come, first served, in one lane.
+search, and walking in order touches only what is looked at. Streams that continue come first. A
+policy is an `Order` and `Lanes`; their defaults are first come, first served, in one lane.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from quire.scheduler.sequence import SequenceState
 
-_Key = tuple[tuple[float, ...], int]
+_Place = tuple[bool, tuple[float, ...], int]
 
 
 class Order:
@@ -76,20 +76,25 @@ class QueuePolicy(Order, Lanes):
     """The part of a policy that the core uses."""
 
 
+def _place(sequence: SequenceState) -> _Place:
+    """Return where a sequence stands in its lane: a stream that continues was admitted before."""
+    return (not len(sequence.request.output_ids), sequence.entry.key, sequence.arrival)
+
+
 class _Lane:
-    """Sequences by (key, arrival); no two compare equal because arrivals differ."""
+    """Sequences by place; no two compare equal because arrivals differ."""
 
     def __init__(self) -> None:
-        self.keys: list[_Key] = []
-        self.sequences: dict[_Key, SequenceState] = {}
+        self.keys: list[_Place] = []
+        self.sequences: dict[_Place, SequenceState] = {}
 
     def add(self, sequence: SequenceState) -> None:
-        key = (sequence.entry.key, sequence.arrival)
+        key = _place(sequence)
         insort(self.keys, key)
         self.sequences[key] = sequence
 
     def remove(self, sequence: SequenceState) -> None:
-        key = (sequence.entry.key, sequence.arrival)
+        key = _place(sequence)
         del self.sequences[key]
         del self.keys[bisect_left(self.keys, key)]
 
@@ -165,7 +170,7 @@ class WaitingQueue:
     def remove_all(self, sequences: Sequence[SequenceState]) -> None:
         """Remove several sequences; those at the head of the only lane in one operation."""
         (lane,) = self._lanes.values() if len(self._lanes) == 1 else (None,)
-        keys = [(sequence.entry.key, sequence.arrival) for sequence in sequences]
+        keys = [_place(sequence) for sequence in sequences]
         if lane is None or lane.keys[: len(keys)] != keys:
             for sequence in sequences:
                 self.remove(sequence)
@@ -175,12 +180,8 @@ class WaitingQueue:
             del lane.sequences[key]
         if not lane.keys:
             self._lanes.clear()
-        self._num_sequences -= len(sequences)
         for sequence in sequences:
-            self.num_tokens -= len(sequence.token_ids)
-            self.likely_tokens -= sequence.entry.likely_tokens
-        if not self._num_sequences:
-            self.likely_tokens = 0.0  # removes rounding errors
+            self._count(sequence, -1)
 
     def num_before(self, sequence: SequenceState) -> int:
         """Return about how many waiting requests are admitted before `sequence`.
@@ -189,7 +190,7 @@ class WaitingQueue:
         as served one after the other.
         """
         own = self._policy.lane(sequence)
-        place = bisect_left(self._lanes[own].keys, (sequence.entry.key, sequence.arrival))
+        place = bisect_left(self._lanes[own].keys, _place(sequence))
         if len(self._lanes) == 1:
             return place
         names = list(self._lanes)

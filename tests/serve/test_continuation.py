@@ -115,6 +115,24 @@ def test_a_stream_cut_after_any_delta_continues_byte_for_byte(
         assert [_without_cached(one) for one in rest] == [_without_cached(one) for one in wanted]
 
 
+def test_the_event_id_of_another_client_s_stream_gives_nothing_but_its_name(
+    server: RunningServer,
+) -> None:
+    """What goes on is decided by the tokens that the request has, not by the id in its cursor."""
+    other = {**COMPLETION, "prompt": "a word of another client", "seed": 9, "max_tokens": 300}
+    own = {**COMPLETION, "output_ids": [7, 8, 9]}
+    alone = _text(_events(_stream(server, "/v1/completions", own)))
+    whole = _text(_events(_stream(server, "/v1/completions", other)))
+    with server.stream("/v1/completions", other) as reader:
+        first = reader.next()
+        cursor = f"{first['id']}:{first['created']}:3:0"
+        blocks = _stream(server, "/v1/completions", {**own, "output_cursor": cursor})
+        assert _text(_events(blocks)) == alone
+        assert first["id"].encode() in blocks[0], "it is named so"
+        rest = _text(_events([one for one in reader.read().split(b"\n\n") if b"data: " in one]))
+    assert first["choices"][0]["text"] + rest == whole, "the other stream has not noticed"
+
+
 def _text(events: list[bytes]) -> str:
     chunks = [json.loads(one.partition(b"data: ")[2]) for one in events if b"[DONE]" not in one]
     return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])

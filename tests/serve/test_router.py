@@ -309,6 +309,40 @@ def test_cascades_before_a_real_server(servers: list[RunningServer], tmp_path: P
             assert f"quire_router_cascade_decisions_total{{{labels}}} 2.0" in text
 
 
+def test_texts_go_where_their_prompt_is_cached(tmp_path: Path) -> None:
+    """Each server computed its prompt before the router came, so only its events say so."""
+    texts = [f"{animal} went home. " * 30 for animal in ("A dog", "A cat")]
+    bodies = [{"messages": [{"role": "user", "content": text}], "max_tokens": 1} for text in texts]
+    path, lines = "/v1/chat/completions", ["[kv-events]", "tokenize-ms = 10000"]
+    lines.append("min-prompt-tokens = 0")
+    with ExitStack() as stack:
+        servers = []
+        for at in range(2):
+            places = {
+                "endpoint": f"ipc://{tmp_path}/{at}",
+                "replay_endpoint": f"ipc://{tmp_path}/r{at}",
+            }
+            events = json.dumps({"enable_kv_cache_events": True, **places})
+            flags = ("--threads", "1", "--kv-events-config", events)
+            servers.append(stack.enter_context(RunningServer(MODEL, *flags)))
+            assert servers[at].post(path, bodies[at])[0] == 200
+            lines += [
+                f'[kv-events.replicas."{servers[at].url}"]',
+                f'endpoint = "{places["endpoint"]}"',
+            ]
+            lines.append(f'replay-endpoint = "{places["replay_endpoint"]}"')
+        file = tmp_path / "route.toml"
+        file.write_text("\n".join(lines))
+        urls = [server.url for server in servers]
+        router = stack.enter_context(RunningRouter("--config", str(file), *urls))
+        router.until(lambda: router.metric("quire_router_known_blocks") > 10, "events of both")
+        for at in (0, 1, 1, 0, 1, 0):
+            status, raw = router.request("POST", path, bodies[at])
+            assert status == 200
+            assert json.loads(raw)["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+        assert router.metric("quire_router_kv_event_invalid_batches") == 0
+
+
 def _alone(server: RunningServer, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
     """Return status and body of a server without the router."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=GIVE_UP_S)

@@ -306,3 +306,33 @@ def _uploaded(server: RunningServer, raw: bytes) -> str:
     )
     assert status == 200, answer
     return str(json.loads(answer)["id"])
+
+
+def test_an_engine_sleeps_until_a_request_or_an_admin_wakes_it() -> None:
+    with RunningServer(MODEL, *FLAGS) as server:
+        body = {**PLAIN, "seed": 21, "max_tokens": 40}
+        alone = server.post("/v1/completions", body)[1]["choices"]
+        engine = server.engine_pid
+        assert server.post("/admin/sleep", None)[1]["asleep"] is True
+        assert server.get("/health")[1]["state"] == "asleep"
+        assert not Path(f"/proc/{engine}").exists(), "its memory is free"
+        assert server.post("/admin/sleep", None)[0] == 200, "twice is once"
+        assert server.post("/v1/completions", body)[1]["choices"] == alone
+        assert server.get("/health")[1]["state"] == "ready"
+        assert server.engine_pid != engine
+        assert server.post("/admin/sleep", None)[1]["asleep"] is True
+        assert server.post("/admin/wake", None)[1]["asleep"] is False
+        assert server.post("/v1/completions", body)[1]["choices"] == alone
+        with server.stream("/v1/completions", {**body, "max_tokens": 400}) as reader:
+            reader.next()
+            status, refused = server.post("/admin/sleep", None)
+            assert status == 503
+            assert "requests are open" in refused["error"]["message"]
+        assert server.metric("quire_engine_restarts_total") == 0, "sleep is no failure"
+
+
+def test_servers_that_cannot_sleep_say_so() -> None:
+    with RunningServer(MODEL, "--threads", "1") as server:
+        status, refused = server.post("/admin/sleep", None)
+        assert status == 400
+        assert "--restart-engine" in refused["error"]["message"]

@@ -1,8 +1,8 @@
 """GET /health and /metrics: health as JSON, and metrics for Prometheus.
 
 Health means progress: 200 only in state "ready", and only while steps advance if work is pending;
-else 503 with the state ("starting", "ready", "paused", "draining", "restarting", "dead") and the
-reason, and with `retry-after` where it is known when requests are taken again.
+else 503 with the state ("starting", "ready", "paused", "draining", "restarting", "asleep", "dead")
+and the reason, and with `retry-after` where it is known when requests are taken again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""/admin: pause, drain and resume a running server, for admins (auth.py guards the paths).
+"""/admin: pause, drain, resume and wake a server, or let it sleep (auth.py guards the paths).
 
 While the server is paused, generation requests wait in the HTTP server, and running ones continue;
 while it is drained, new requests get 503. Resume ends both. The log level is that of the API
@@ -9,6 +9,7 @@ Knows no engine. Always holds: a server that is stopping is not resumed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import msgspec
 from starlette.requests import Request
@@ -21,6 +22,15 @@ from quire.api.workers.sibling_workers import SiblingWorkers, WorkerState
 from quire.base.errors import InvalidParameter
 from quire.base.log import LEVELS
 from quire.base.show import show
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """An engine that can be ended and started again."""
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
 
 
 class AdminRoutes:
@@ -52,6 +62,27 @@ class AdminRoutes:
         await refuse_parameters(request)
         self._server_state.lifecycle.resume()
         return await self._changed()
+
+    async def sleep(self, request: Request) -> Response:
+        """End the engine, which frees its memory, until it is woken."""
+        await refuse_parameters(request)
+        await self._sleeper().sleep()
+        return await self._changed()
+
+    async def wake(self, request: Request) -> Response:
+        """Start an engine that sleeps, and wait until it is ready."""
+        await refuse_parameters(request)
+        await self._sleeper().wake()
+        return await self._changed()
+
+    def _sleeper(self) -> Sleeper:
+        """Return the engine as one that can sleep. Raises InvalidParameter."""
+        engine = self._server_state.engine()
+        if not isinstance(engine, Sleeper):
+            raise InvalidParameter(
+                "this server cannot put its engine to sleep; start it with --restart-engine"
+            )
+        return engine
 
     async def log_level(self, request: Request) -> Response:
         """Set the lowest level that is logged."""
@@ -88,6 +119,7 @@ class AdminRoutes:
             + sum(one.open_requests for one in others),
             "held_requests": server_state.lifecycle.num_held
             + sum(one.held_requests for one in others),
+            "asleep": server_state.health().state == "asleep",
             "log_level": server_state.log.level,
         }
         return Response(

@@ -21,7 +21,7 @@ GET  /v1/models, /tokenizer_info, /v1/requests/ID, /v1/requests/ID/timeline,
 ADMIN_OVERVIEW = """Quire's routes for admins are here; its API is at another port.
 
 GET  /v1/engine, /v1/cache, /admin, /admin/record, /metrics, /health, /version
-POST /v1/cache/flush, /admin/pause, /admin/drain, /admin/resume
+POST /v1/cache/flush, /admin/pause, /admin/drain, /admin/resume, /admin/sleep, /admin/wake
 PUT  /admin/log-level
      /docs: a page of all of them; /openapi.json
 """

@@ -303,6 +303,7 @@ def _route_answers() -> dict[str, Schema]:
             draining=FLAG,
             open_requests=COUNT,
             held_requests=COUNT,
+            asleep=FLAG,
             log_level={"enum": list(LEVELS)},
         ),
         "Flushed": whole_object(flushed_blocks=COUNT),

@@ -363,6 +363,10 @@ OPERATIONS: Mapping[str, Operation] = {
     ),
     "POST /admin/drain": replace(_ADMIN, says="Refuse new requests; open ones continue."),
     "POST /admin/resume": replace(_ADMIN, says="Accept requests again after a pause or a drain."),
+    "POST /admin/sleep": replace(
+        _ADMIN, says="End the idle engine, which frees its memory; a request wakes it."
+    ),
+    "POST /admin/wake": replace(_ADMIN, says="Start an engine that sleeps."),
     "PUT /admin/log-level": replace(
         _ADMIN,
         says="Set the lowest level that is logged.",

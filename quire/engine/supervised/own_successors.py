@@ -56,14 +56,17 @@ class OwnSuccessors:
                 raise WorkerError(self._restarts.given_up())
             await asyncio.sleep(delay_s)
             try:
-                self._process = EngineProcess.launch(self._config, self._logging)
-                client = await self._ready()
+                return await self.wake()
             except QuireError as error:
                 reason = str(error)
                 self._log.error("the engine cannot be restarted", reason=reason)
-                continue
-            self._restarts.served(_now_s())
-            return client
+
+    async def wake(self) -> EngineClient:
+        """Start the next engine after one that was ended. Raises what kept it from starting."""
+        self._process = EngineProcess.launch(self._config, self._logging)
+        client = await self._ready()
+        self._restarts.served(_now_s())
+        return client
 
     async def _ready(self) -> EngineClient:
         client = EngineClient.attach(self._process, self._config, watchdog_s=self._watchdog_s)

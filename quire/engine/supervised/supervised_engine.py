@@ -19,7 +19,7 @@ from quire.base.cache_usage import CacheReport
 from quire.base.clock import Clock
 from quire.base.engine_snapshot import EngineSnapshot
 from quire.base.engine_stats import EngineStats
-from quire.base.errors import OverloadedError, QuireError, WorkerError
+from quire.base.errors import InvalidParameter, OverloadedError, QuireError, WorkerError
 from quire.base.log import Log
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
@@ -53,18 +53,36 @@ class Successors(Protocol):
         none. reason: of the death of the one before."""
 
 
+class Wakers(Protocol):
+    """Starts the engine again that was put to sleep."""
+
+    async def wake(self) -> EngineClient:
+        """Return a client of the next engine once it is ready. Raises QuireError."""
+
+
 class SupervisedEngine:
-    """first: a client of the engine that was started first."""
+    """first: a client of the engine that was started first. wakers: None where it cannot sleep."""
 
     card: ModelCard
     tokenizer: Tokenizer
     template: ChatTemplate | None
 
-    def __init__(self, first: EngineClient, successors: Successors, log: Log) -> None:
+    def __init__(
+        self,
+        first: EngineClient,
+        successors: Successors,
+        log: Log,
+        wakers: Wakers | None = None,
+    ) -> None:
         self.stats = EngineStats()
         self.on_stats: Callable[[EngineStats], None] | None = None
         self.dead = asyncio.Event()
         self._successors = successors
+        self._wakers = wakers
+        self._is_asleep = False
+        self._to_sleep = asyncio.Event()
+        self._to_wake = asyncio.Event()
+        self._has_ended = asyncio.Event()  # the engine that was put to sleep
         self._log = log
         self._clock = Clock()
         self._life = Life(first, asyncio.Lock())
@@ -153,10 +171,45 @@ class SupervisedEngine:
         """Return the timelines of the running engine's streams of a request."""
         return await self._running().timelines(request_id)
 
+    async def sleep(self) -> None:
+        """End the engine, which frees its memory, until `wake` or a request starts another.
+
+        Raises InvalidParameter where the server cannot, and OverloadedError while requests are
+        open.
+        """
+        if self._wakers is None:
+            raise InvalidParameter(
+                "a server with several API processes cannot sleep; start it with --api-processes 1"
+            )
+        if (refusal := self.refusal()) is not None:
+            raise refusal
+        if self._num_open:
+            raise OverloadedError(
+                f"{self._num_open} requests are open, and only an idle engine is put to sleep; "
+                "drain the server or try again",
+                retry_after_s=1.0,
+            )
+        if not self._is_asleep:
+            self._to_wake.clear()
+            self._has_ended.clear()
+            self._is_asleep = True  # before the engine ends, so that its end is no death
+            self._to_sleep.set()
+            try:
+                await self._life.client.close()
+            finally:
+                self._has_ended.set()
+            self._log.event("the engine sleeps")
+
+    async def wake(self) -> None:
+        """Start the engine if it sleeps, and wait until it is ready. Raises QuireError."""
+        await self.now()
+
     def refusal(self) -> QuireError | None:
-        """Return the error of requests that arrive now; None while an engine runs."""
+        """Return the error of requests that arrive now; None while an engine runs or sleeps."""
         if self._fault is not None:
             return WorkerError(f"the engine is gone: {self._fault}")
+        if self._is_asleep:
+            return None  # the request wakes it
         if self._life.client.dead.is_set():
             return OverloadedError(
                 f"the engine is being restarted ({self._why_down()}); try again",
@@ -168,6 +221,9 @@ class SupervisedEngine:
         """As EngineClient.health; between two engines the state is "restarting"."""
         if self._fault is not None:
             return self._health_of("dead", str(self._fault))
+        if self._is_asleep:
+            doing = "is being started" if self._to_wake.is_set() else "is started by a request"
+            return self._health_of("asleep", f"the engine sleeps and {doing}")
         if self._life.client.dead.is_set():
             return self._health_of("restarting", f"the engine is restarted: {self._why_down()}")
         return self._life.client.health()
@@ -189,7 +245,9 @@ class SupervisedEngine:
         while True:
             if self._fault is not None:
                 raise self._fault
-            if not self._life.client.dead.is_set():
+            if self._is_asleep:
+                self._to_wake.set()
+            elif not self._life.client.dead.is_set():
                 return self._life
             await self._changed.wait()
 
@@ -203,6 +261,9 @@ class SupervisedEngine:
         try:
             while True:
                 await self._until_dead(self._life.client)
+                if self._is_asleep and self._wakers is not None:
+                    await self._sleep_until_woken(self._wakers)
+                    continue
                 self._reason = self._life.client.health().reason
                 self._log.error(
                     "the engine died and is restarted", reason=self._reason, open=self._num_open
@@ -210,11 +271,7 @@ class SupervisedEngine:
                 await self._life.client.close()
                 began_ms = self._clock.now_ms()
                 client = await self._next()
-                self._start_s = (self._clock.now_ms() - began_ms) / 1000.0
-                self._follow(client)
-                self._life = Life(client, asyncio.Lock())
-                self._changed.set()
-                self._changed = asyncio.Event()
+                self._begin(client, began_ms)
                 self._log.event(
                     "the engine was restarted",
                     restarts=self._successors.num_restarts,
@@ -227,13 +284,38 @@ class SupervisedEngine:
             self._end(WorkerError(f"the engine cannot be restarted: {error!r}"))
             raise
 
+    async def _sleep_until_woken(self, wakers: Wakers) -> None:
+        await self._to_wake.wait()
+        await self._has_ended.wait()
+        began_ms = self._clock.now_ms()
+        try:
+            client = await self._checked(await wakers.wake())
+        except QuireError as error:
+            self._reason = str(error)
+            self._log.error("the engine does not wake and is restarted", reason=self._reason)
+            client = await self._next()
+        self._is_asleep = False
+        self._to_sleep.clear()
+        self._begin(client, began_ms)
+        self._log.event("the engine woke", took_ms=round(self._start_s * 1000))
+
+    def _begin(self, client: EngineClient, began_ms: float) -> None:
+        """Serve with another engine, which was started at began_ms."""
+        self._start_s = (self._clock.now_ms() - began_ms) / 1000.0
+        self._follow(client)
+        self._life = Life(client, asyncio.Lock())
+        self._changed.set()
+        self._changed = asyncio.Event()
+
     async def _until_dead(self, client: EngineClient) -> None:
-        """Wait for the death of an engine; end one that makes no progress."""
+        """Wait for the death or the sleep of an engine; end one that makes no progress."""
         num_stalled = 0
-        while not client.dead.is_set():
-            try:
-                await asyncio.wait_for(client.dead.wait(), _LOOK_S)
-            except TimeoutError:
+        while not (client.dead.is_set() or self._is_asleep):
+            ends = [asyncio.ensure_future(one.wait()) for one in (client.dead, self._to_sleep)]
+            await asyncio.wait(ends, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            for end in ends:
+                end.cancel()
+            if not (client.dead.is_set() or self._is_asleep):
                 health = client.health()
                 # Once may be because this process was stopped and has read no messages since.
                 num_stalled = num_stalled + 1 if health.state == "ready" and not health.ok else 0
@@ -242,7 +324,10 @@ class SupervisedEngine:
                     self._successors.kill(health.reason)
 
     async def _next(self) -> EngineClient:
-        client = await self._successors.next(self._reason)
+        return await self._checked(await self._successors.next(self._reason))
+
+    async def _checked(self, client: EngineClient) -> EngineClient:
+        """Return the client of an engine that gives the same answers. Raises WorkerError."""
         if client.card.fingerprint != self.card.fingerprint:
             await client.close()
             raise WorkerError(
@@ -273,6 +358,8 @@ class SupervisedEngine:
 
     def _running(self) -> EngineClient:
         refusal = self.refusal()
+        if refusal is None and self._is_asleep:
+            refusal = OverloadedError("the engine sleeps; wake it (POST /admin/wake)")
         if refusal is not None:
             raise refusal
         return self._life.client

@@ -88,7 +88,9 @@ def check_queue_room(
     request: Request,
 ) -> None:
     """Raise OverloadedError where the queue has no place for `request`."""
-    most = limits.max_queued_requests
+    # A stream that continues was admitted elsewhere: as many again may wait.
+    factor = 2 if len(request.output_ids) else 1
+    most = factor * limits.max_queued_requests
     if len(queue) >= most + num_free_slots:
         raise OverloadedError(
             f"{len(queue)} requests are waiting, at most {most} may beside those that can start; "
@@ -96,7 +98,7 @@ def check_queue_room(
             retry_after_s=predictor.retry_after_s(),
         )
     tokens = len(request.prompt_ids) + len(request.output_ids)
-    max_tokens = limits.max_queued_tokens
+    max_tokens = factor * limits.max_queued_tokens
     # A prompt longer than all that may wait has its turn when nothing else waits.
     if max_tokens and len(queue) and queue.num_tokens + tokens > max_tokens:
         raise OverloadedError(

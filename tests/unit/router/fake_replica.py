@@ -39,11 +39,13 @@ class FakeReplica:
             lambda method, path, fields: None
         )
         self.gate: asyncio.Event | None = None
+        self.whole_gate: asyncio.Event | None = None
         self.began = asyncio.Event()
         self.prompt_tokens: int | None = None
         self.fails_after: int | None = None
         self.says = b""
         self.silent_after: int | None = None
+        self.length = LENGTH
         self.status = 200
         self.body = b'{"choices":[]}'
         self.health: dict[str, Any] = {"ok": True, "state": "ready", "reason": "", "pending": 0}
@@ -125,6 +127,9 @@ class FakeReplica:
             await writer.drain()
             return False
         if self.status != 200 or not request.get("stream"):
+            self.began.set()
+            if self.whole_gate is not None:
+                await self.whole_gate.wait()
             _whole(writer, self.status, self.body)
             return True
         return await self._stream(request, writer) and not self.closes_idle
@@ -139,7 +144,7 @@ class FakeReplica:
         if self.gate is not None:
             await self.gate.wait()
         known = request.get("output_ids", [])
-        for count, token in enumerate(range(100 + len(known), 100 + LENGTH)):
+        for count, token in enumerate(range(100 + len(known), 100 + self.length)):
             if self.silent_after == count:
                 await asyncio.Event().wait()
             if self.fails_after == count:
@@ -188,12 +193,23 @@ class Router:
         urls = tuple(server_url(one.url) for one in replicas)
         options = {"probe_s": 0.05, "stall_s": 0.4, "resume_s": 2.0, "policy": "round-robin"}
         self.lines: list[str] = []
+        log = Log("router", _Lines(self))
+        features = features or Features()
         self.fleet = Fleet(
-            RouterSettings(**{**options, **settings}), StaticList(urls), Log("router", _Lines(self))
+            RouterSettings(**{**options, **settings}), StaticList(urls), log, features.sets
         )
+        make_look_up = features.make_look_up
+        self.prefixes = None if make_look_up is None else make_look_up(self.fleet)
         self.admission = Admission(self.fleet)
         self.metrics = RouterMetrics(self.fleet)
-        self.app = RouterApp(self.fleet, self.admission, self.metrics, self.fleet.log, features)
+        self.app = RouterApp(
+            self.fleet,
+            self.admission,
+            self.metrics,
+            log,
+            features,
+            look_up=None if self.prefixes is None else self.prefixes.look_up,
+        )
         self.prober = Prober(self.fleet)
         self._probing: asyncio.Task[None] | None = None
 
@@ -210,6 +226,8 @@ class Router:
             self._probing.cancel()
             await asyncio.gather(self._probing, return_exceptions=True)
         self.fleet.close()
+        if self.prefixes is not None:
+            self.prefixes.close()
 
     async def post(
         self,

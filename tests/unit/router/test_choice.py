@@ -244,6 +244,32 @@ def test_a_breaker_opens_after_three_failures_and_lets_one_request_try() -> None
     assert breaker.allows(3.0)
 
 
+def test_a_breaker_lets_others_in_once_the_request_that_tries_has_output() -> None:
+    breaker = CircuitBreaker()
+    for _ in range(3):
+        breaker.failed(0.0)
+    assert not CircuitBreaker().gave_output()
+    breaker.began()
+    assert breaker.gave_output()
+    assert breaker.allows(1.0)
+    breaker.failed(1.0)
+    assert not breaker.allows(2.9), "it opens again for longer: no request has ended well"
+    assert breaker.allows(3.0)
+
+
+def test_a_replica_that_was_away_is_tried_at_once_by_one_request() -> None:
+    breaker = CircuitBreaker()
+    for now_s in (0.0, 0.0, 0.0, 1.0, 3.0):
+        breaker.failed(now_s)
+    assert not breaker.allows(6.9)
+    breaker.returned()
+    assert breaker.allows(4.0)
+    breaker.began()
+    assert not breaker.allows(4.0)
+    breaker.failed(4.0)
+    assert breaker.allows(5.0), "the times begin anew"
+
+
 def test_a_retry_budget_is_a_share_of_the_requests() -> None:
     budget = RetryBudget(0.25)
     assert [budget.take() for _ in range(11)] == [True] * 10 + [False]

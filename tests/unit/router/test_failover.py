@@ -126,17 +126,18 @@ def test_a_request_is_tried_on_no_third_replica_after_two_failed() -> None:
     replicas = [FakeReplica() for _ in range(4)]
     for replica in replicas:
         replica.fails_after = 3
+        replica.length = 30
 
     async def story(router: Router) -> bytes:
         return (await stream(router))[2]
 
-    body = run(replicas, story)
-    assert sum(len(one.requests) for one in replicas) == 2
+    body = run(replicas, story, resume_s=10.0)
+    assert [len(one.requests) for one in replicas if one.requests] == [2, 2], "and on no third"
     *events, last, _ = body.split(b"\n\n")
-    assert len(events) == 6
+    assert len(events) == 12
     error = json.loads(last.removeprefix(b"data: "))["error"]
     assert error["code"] == "stream_broken"
-    assert "two replicas failed" in error["message"]
+    assert "replicas failed with it 4 times" in error["message"]
 
 
 def test_whole_answers_are_tried_on_two_replicas_at_most() -> None:

@@ -27,10 +27,10 @@ ANSWER = (
 class Late:
     """A hedger for which the usual time has passed once the test says so."""
 
-    def __init__(self, share: float = 0.5) -> None:
+    def __init__(self, share: float = 0.5, *, whole_answers: bool = False) -> None:
         self.has_passed = asyncio.Event()
         self.asked_s: list[float] = []
-        self.hedger = Hedger(share, 95.0, self._wait)
+        self.hedger = Hedger(share, 95.0, self._wait, whole_answers=whole_answers)
         self.features = Features(hedger=self.hedger)
 
     async def _wait(self, seconds: float) -> None:
@@ -315,3 +315,74 @@ def test_the_budget_never_exceeds_its_share() -> None:
             used += tokens
         assert used <= 0.03 * asked + 1e-6
     assert used > 0.025 * asked
+
+
+WHOLE: dict[str, Any] = {"tokens": [1, 2], "seed": 5, "max_tokens": 60}
+
+
+def _learn_whole(router: Router, answer_tokens: int) -> None:
+    for replica in router.fleet.replicas.values():
+        for _ in range(MIN_SAMPLES):
+            replica.first_token_times.note(2, 0.5, answer_tokens)
+
+
+@pytest.mark.parametrize("whole_answers", [True, False])
+def test_late_whole_answers_are_hedged_where_that_is_set(whole_answers: bool) -> None:
+    first, second = FakeReplica(), FakeReplica()
+    late = Late(whole_answers=whole_answers)
+
+    async def story(router: Router) -> None:
+        first.whole_gate = asyncio.Event()
+        _learn_whole(router, 60)
+        _fill(late)
+        late.has_passed.set()
+        answering = asyncio.ensure_future(router.post("/generate", WHOLE))
+        await first.began.wait()
+        if not whole_answers:
+            await asyncio.sleep(0.05)
+            assert not second.requests
+            first.whole_gate.set()
+        status, _, body = await answering
+        assert (status, body) == (200, second.body)
+        assert _count(router, "won") == int(whole_answers)
+        tokens = 62 if whole_answers else 0
+        assert router.count("quire_router_hedged_tokens_total") == tokens
+        assert router.count("quire_router_replica_faults_total") == 0
+        first.whole_gate.set()
+
+    run([first, second], story, late.features)
+    assert len(second.requests) == int(whole_answers)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [("/v1/responses", {"input": "a", "model": "box"}), ("/v1/embeddings", {"input": "a"})],
+)
+def test_what_leaves_something_behind_or_computes_no_answer_is_not_hedged(
+    path: str, fields: dict[str, Any]
+) -> None:
+    first, second = FakeReplica(), FakeReplica()
+    late = Late(whole_answers=True)
+
+    async def story(router: Router) -> None:
+        first.whole_gate = asyncio.Event()
+        _fill(late, 1e6)
+        late.has_passed.set()
+        answering = asyncio.ensure_future(router.post(path, fields))
+        await first.began.wait()
+        await asyncio.sleep(0.05)
+        first.whole_gate.set()
+        assert (await answering)[0] == 200
+
+    run([first, second], story, late.features)
+    assert not second.requests
+
+
+def test_whole_answers_are_predicted_by_their_own_class() -> None:
+    times = FirstTokenTimes()
+    for _ in range(MIN_SAMPLES):
+        times.note(100, 0.1)
+        times.note(100, 2.0, 256)
+    assert times.predicted_s(100, 95.0) == 0.1
+    assert times.predicted_s(100, 95.0, 300) == 2.0
+    assert times.predicted_s(100, 95.0, 100) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import get_args, get_type_hints
@@ -51,6 +52,21 @@ def ask(name: str, **fields: object) -> Request:
 def test_fcfs_serves_by_arrival() -> None:
     asked = (ask("a", priority=9), ask("b", priority=-9), ask("c", ttft_slo_ms=1.0))
     assert served(harness_of("fcfs"), *asked) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_streams_that_continue_are_admitted_before_those_that_wait(name: str) -> None:
+    """They were admitted elsewhere before; among themselves they keep the policy's order."""
+    again = [replace(ask(f"r{at}"), output_ids=np.array([5], np.int32)) for at in range(2)]
+    asked = (ask("a"), ask("b", priority=-9), *again)
+    harness = harness_of(name)
+    for request in asked:
+        harness.scheduler.add(request)
+        harness.requests[request.request_id], harness.tokens[request.request_id] = request, []
+    harness.drain()
+    order = order_of(harness)
+    assert order[0] in ("a", "r0"), "what runs is not preempted for them"
+    assert order.index("r0") < order.index("r1") < order.index("b")
 
 
 def test_priority_serves_the_smallest_number_first_and_ties_by_arrival() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 
 from quire.base.errors import DeadlineMissed, OverloadedError, TimedOut
@@ -49,6 +51,20 @@ def test_a_queue_at_its_token_limit_rejects_with_retry_after() -> None:
     assert 1.0 <= retry_after_s <= 3.0
     harness.drain()
     harness.check_end()
+
+
+def test_as_many_streams_that_continue_may_wait_beyond_the_limit() -> None:
+    harness = harness_of(max_queued_tokens=100, max_num_seqs=1)
+    for name in ("a", "b", "c"):
+        harness.add(make_request(name, [1] * 30, max_tokens=20))
+    again = [
+        replace(make_request(name, [1] * 29, max_tokens=20), output_ids=np.array([5], np.int32))
+        for name in ("d", "e", "f", "g")
+    ]
+    for request in again[:3]:
+        harness.scheduler.add(request)
+    with pytest.raises(OverloadedError, match="with 180 tokens are waiting"):
+        harness.scheduler.add(again[3])
 
 
 def test_a_prompt_longer_than_the_queue_limit_is_accepted_by_an_empty_queue() -> None:

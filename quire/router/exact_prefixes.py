@@ -1,0 +1,200 @@
+"""ExactPrefixes: which replicas have how much of a prompt cached, by the KV events they publish.
+
+The token ids of a prompt are those of the request, or come from `POST /tokenize` of a replica,
+which gives exactly what the engine computes. Whatever fails or takes too long, the request is
+routed by what was sent where. Always holds: a prompt with a cache_salt is not looked up, since its
+blocks are not published.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from quire.base.errors import InvalidParameter, SettingError
+from quire.base.server_url import ServerUrl
+from quire.router.block_hashes import block_hashes
+from quire.router.discovery import replica_url
+from quire.router.event_feed import Endpoints, EventFeed
+from quire.router.event_order import Change
+from quire.router.faults import ReplicaFault
+from quire.router.fleet import Fleet
+from quire.router.http_client import ConnectionPool
+from quire.router.replica import Replica
+from quire.router.route_file import KVEndpointsTable, KVEventsTable
+from quire.router.routed_request import RoutedRequest
+from quire.routing.block_sets import BlockSets
+
+_PATHS = ("/v1/chat/completions", "/v1/completions", "/generate")
+# Fields of a request that decide its prompt, as /tokenize takes them.
+TOKENIZE_FIELDS = (
+    *("model", "prompt", "messages", "tools", "tool_choice", "reasoning_effort"),
+    *("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"),
+    *("documents", "add_special_tokens"),
+)
+# Fields with which the prompt is another one, or its blocks are not published.
+_NOT_LOOKED_UP = ("cache_salt", "truncate_prompt_tokens", "suffix")
+_FORWARDED = (b"authorization", b"x-api-key", b"host", b"origin", b"x-forwarded-for")
+_MAX_TOKEN = 2**31 - 1
+# Of a prompt that are looked up, so that a long one does not hold up the event loop.
+_MAX_TOKENS = 65_536
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+class ExactPrefixes:
+    """sets: what replicas have, also read by the policy."""
+
+    def __init__(self, fleet: Fleet, table: KVEventsTable, sets: BlockSets) -> None:
+        self._fleet = fleet
+        self._table = table
+        self._sets = sets
+        self._own = {_name_of(name): own for name, own in table.replicas.items()}
+        self._feed = EventFeed(asyncio.get_running_loop(), self._apply, fleet.log)
+        self._followed: dict[str, Endpoints] = {}
+        fleet.on_changed = self._follow
+        fleet.on_fenced = self._begin_anew
+        self._follow()
+        for name in self._own.keys() - fleet.replicas.keys():
+            fleet.log.warning("[kv-events] names a replica that is not there yet", replica=name)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Blocks that are known, gaps in the events, and batches that could not be read."""
+        numbers = [one.number for one in self._fleet.replicas.values()]
+        return {
+            "known_blocks": sum(map(self._sets.num_blocks, numbers)),
+            "kv_event_gaps": self._feed.num_gaps,
+            "kv_event_invalid_batches": self._feed.num_invalid,
+        }
+
+    def close(self) -> None:
+        """Follow no replica any more."""
+        self._feed.close()
+
+    async def look_up(self, request: RoutedRequest) -> None:
+        """Set the block hashes of a request with a prompt that may be cached somewhere."""
+        size = self._sets.block_size
+        if not size or request.path not in _PATHS or not self._is_worth_it(request):
+            return
+        token_ids = given_ids(request.fields)
+        if token_ids is None:
+            token_ids = await self._tokenized(request)
+        if token_ids is not None:
+            request.block_hashes, request.block_size = block_hashes(token_ids, size), size
+
+    def _is_worth_it(self, request: RoutedRequest) -> bool:
+        if request.prompt_tokens < self._table.min_prompt_tokens:
+            return False
+        if any(request.fields.get(name) is not None for name in _NOT_LOOKED_UP):
+            return False
+        return self._fleet.num_available > 1
+
+    async def _tokenized(self, request: RoutedRequest) -> array[int] | None:
+        """Ask the replica with the fewest open requests for the ids; None: in vain."""
+        fleet, now_s = self._fleet, asyncio.get_running_loop().time()
+        able = [
+            one
+            for one in fleet.replicas.values()
+            if one.is_available(now_s) and one.serves(request.model)
+        ]
+        if not able or not isinstance(request.fields.get("prompt", ""), str):
+            return None
+        replica = min(able, key=lambda one: len(one.loads))
+        fields = {name: request.fields[name] for name in TOKENIZE_FIELDS if name in request.fields}
+        headers = [header for header in request.headers if header[0] in _FORWARDED]
+        headers.append((b"content-type", b"application/json"))
+        try:
+            async with asyncio.timeout(self._table.tokenize_ms / 1000):
+                status, raw = await _post(fleet.pool(replica), headers, fields)
+            found = msgspec.json.decode(raw, type=_Tokens) if status == 200 else None
+        except (ReplicaFault, TimeoutError, msgspec.MsgspecError):
+            return None
+        return None if found is None else _array(found.tokens)
+
+    def _follow(self) -> None:
+        """Follow the replicas that there are now."""
+        wanted = {
+            name: endpoints_of(replica.url, self._own.get(name), self._table)
+            for name, replica in self._fleet.replicas.items()
+        }
+        for name in self._followed.keys() - wanted.keys():
+            self._feed.leave(name)
+        for name, endpoints in wanted.items():
+            if self._followed.get(name) != endpoints:
+                self._feed.follow(name, endpoints)
+        self._followed = wanted
+
+    def _begin_anew(self, replica: Replica) -> None:
+        """Forget a replica that lost its cache, and follow it from its first event on."""
+        self._sets.forget(replica.number)
+        endpoints = self._followed.get(replica.name)
+        if endpoints is not None and replica.name in self._fleet.replicas:
+            self._feed.follow(replica.name, endpoints)
+
+    def _apply(self, name: str, changes: Sequence[Change]) -> None:
+        replica = self._fleet.replicas.get(name)
+        if replica is None:
+            return
+        for change in changes:
+            if not change.hashes:
+                self._sets.clear(replica.number)
+            elif change.block_size:
+                self._sets.store(replica.number, change.hashes, change.block_size)
+            else:
+                self._sets.remove(replica.number, change.hashes)
+
+
+def _name_of(address: str) -> str:
+    """Return the name of the replica with an address. Raises SettingError."""
+    try:
+        url = replica_url(address)
+    except InvalidParameter as error:
+        raise SettingError(f"[kv-events.replicas]: {error}") from error
+    return url.shown + url.path
+
+
+def endpoints_of(url: ServerUrl, own: KVEndpointsTable | None, table: KVEventsTable) -> Endpoints:
+    """Return where a replica publishes: its own places, else at its host and the usual ports."""
+    if own is not None:
+        return Endpoints(own.endpoint, own.replay_endpoint)
+    host = f"[{url.host}]" if ":" in url.host else url.host
+    replay = f"tcp://{host}:{table.replay_port}" if table.replay_port else ""
+    return Endpoints(f"tcp://{host}:{table.port}", replay)
+
+
+def given_ids(fields: dict[str, Any]) -> array[int] | None:
+    """Return the token ids of a request that has them in place of a text."""
+    for name in ("tokens", "prompt"):
+        given = fields.get(name)
+        if isinstance(given, list) and len(given) == 1 and isinstance(given[0], list):
+            given = given[0]
+        if isinstance(given, list) and given:
+            return _array(given)
+    return None
+
+
+def _array(ids: list[Any]) -> array[int] | None:
+    ids = ids[:_MAX_TOKENS]
+    if not all(type(one) is int and 0 <= one <= _MAX_TOKEN for one in ids):
+        return None
+    return array("i", ids)
+
+
+async def _post(
+    pool: ConnectionPool, headers: list[tuple[bytes, bytes]], fields: dict[str, Any]
+) -> tuple[int, bytes]:
+    exchange = await pool.send(
+        b"POST", b"/tokenize", headers, msgspec.json.encode(fields), is_fresh=False
+    )
+    try:
+        await exchange.head()
+        return exchange.status, await exchange.body()
+    finally:
+        exchange.close()

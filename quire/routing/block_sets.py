@@ -1,0 +1,187 @@
+"""BlockSets: which KV blocks each replica has, by the public hashes of KV events.
+
+A block's hash stands for all tokens up to its end, so the longest cached prefix of a prompt is
+found by a binary search over the hashes of its blocks. A set takes 8 bytes a place and is at most
+two thirds full. Knows no events and no sockets. Always holds: each set is bounded, whatever is
+reported; places are spread by a secret factor, so that no reported hashes can crowd together.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+_EMPTY, _GONE = 0, 1
+_BITS, _FIRST_BITS = 64, 10
+_MAX_HASH = 2**_BITS - 1
+# Blocks of prompts that were sent and are not reported yet: they will be, unless evicted at once.
+_MAX_COMING = 4096
+
+
+class BlockSet:
+    """A set of 64-bit numbers. max_blocks: further ones are left out."""
+
+    def __init__(self, max_blocks: int) -> None:
+        self._max_blocks = max_blocks
+        self._factor = secrets.randbits(_BITS) | 1
+        self._places = array("Q")
+        self.clear()
+
+    def __len__(self) -> int:
+        return self._num
+
+    def clear(self) -> None:
+        """Remove all."""
+        self._num = self._num_used = 0
+        self._resize(_FIRST_BITS)
+
+    def __contains__(self, number: int) -> bool:
+        number = number if number > _GONE else number + 2
+        places, mask = self._places, self._mask
+        at = (number * self._factor & _MAX_HASH) >> self._shift
+        while found := places[at]:
+            if found == number:
+                return True
+            at = (at + 1) & mask
+        return False
+
+    def add(self, number: int) -> None:
+        """Add a number, unless the set is full."""
+        number = number if number > _GONE else number + 2
+        places, mask, free = self._places, self._mask, -1
+        at = (number * self._factor & _MAX_HASH) >> self._shift
+        while found := places[at]:
+            if found == number:
+                return
+            if found == _GONE and free < 0:
+                free = at
+            at = (at + 1) & mask
+        if self._num >= self._max_blocks:
+            return
+        self._num += 1
+        if free >= 0:
+            places[free] = number
+            return
+        places[at] = number
+        self._num_used += 1
+        if 3 * self._num_used > 2 * len(places):
+            self._resize(self._bits + (2 * self._num > len(places) // 2))
+
+    def discard(self, number: int) -> None:
+        """Remove a number if it is there."""
+        number = number if number > _GONE else number + 2
+        places, mask = self._places, self._mask
+        at = (number * self._factor & _MAX_HASH) >> self._shift
+        while found := places[at]:
+            if found == number:
+                places[at] = _GONE
+                self._num -= 1
+                return
+            at = (at + 1) & mask
+
+    def _resize(self, bits: int) -> None:
+        """Take 2**bits places, without those of numbers that are gone."""
+        old = self._places if self._num else ()
+        self._bits, self._shift, self._mask = bits, _BITS - bits, (1 << bits) - 1
+        self._places = places = array("Q", bytes(8 << bits))
+        factor, shift, mask = self._factor, self._shift, self._mask
+        for number in old:
+            if number > _GONE:
+                at = (number * factor & _MAX_HASH) >> shift
+                while places[at]:
+                    at = (at + 1) & mask
+                places[at] = number
+        self._num_used = self._num
+
+
+class _Blocks:
+    """What one replica has. block_size: 0 until it was reported."""
+
+    def __init__(self, max_blocks: int) -> None:
+        self.stored = BlockSet(max_blocks)
+        self.coming: OrderedDict[int, None] = OrderedDict()
+        self.block_size = 0
+
+    def matched(self, hashes: Sequence[int]) -> int:
+        """Return how many of the first blocks are there."""
+        stored, coming = self.stored, self.coming
+        if not (hashes and (hashes[0] in stored or hashes[0] in coming)):
+            return 0  # as most replicas
+        low, high = 1, len(hashes)  # hashes[:low] are there; hashes[high:] are not
+        while low < high:
+            middle = (low + high) // 2
+            if hashes[middle] in stored or hashes[middle] in coming:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+
+class BlockSets:
+    """max_blocks: remembered of each replica."""
+
+    def __init__(self, max_blocks: int) -> None:
+        self._max_blocks = max_blocks
+        self._of: dict[int, _Blocks] = {}
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block, as most replicas report; 0 before any has."""
+        sizes = [one.block_size for one in self._of.values() if one.block_size]
+        return max(set(sizes), key=sizes.count) if sizes else 0
+
+    def num_blocks(self, number: int) -> int:
+        """Return how many blocks replica `number` has reported."""
+        found = self._of.get(number)
+        return 0 if found is None else len(found.stored)
+
+    def store(self, number: int, hashes: Iterable[int], block_size: int) -> None:
+        """Replica `number` has these blocks now."""
+        blocks = self._of.get(number)
+        if blocks is None:
+            blocks = self._of[number] = _Blocks(self._max_blocks)
+        if blocks.block_size != block_size:
+            blocks.stored.clear()
+            blocks.block_size = block_size
+        for one in hashes:
+            blocks.stored.add(one)
+            blocks.coming.pop(one, None)
+
+    def remove(self, number: int, hashes: Iterable[int]) -> None:
+        """Replica `number` has these blocks no more."""
+        blocks = self._of.get(number)
+        if blocks is not None:
+            for one in hashes:
+                blocks.stored.discard(one)
+                blocks.coming.pop(one, None)
+
+    def clear(self, number: int) -> None:
+        """Replica `number` has no block."""
+        blocks = self._of.get(number)
+        if blocks is not None:
+            blocks.stored.clear()
+            blocks.coming.clear()
+
+    def forget(self, number: int) -> None:
+        """Nothing is known of replica `number`."""
+        self._of.pop(number, None)
+
+    def sent(self, number: int, hashes: Sequence[int]) -> None:
+        """A prompt of these blocks was sent to replica `number`, which will report them."""
+        blocks = self._of.get(number)
+        if blocks is None:
+            return
+        for one in hashes[blocks.matched(hashes) :]:
+            blocks.coming[one] = None
+        while len(blocks.coming) > _MAX_COMING:
+            blocks.coming.popitem(last=False)
+
+    def matched_tokens(self, hashes: Sequence[int], block_size: int) -> dict[int, int]:
+        """Return the cached tokens of a prompt by replica, for those that report such blocks."""
+        return {
+            number: blocks.matched(hashes) * block_size
+            for number, blocks in self._of.items()
+            if blocks.block_size == block_size
+        }

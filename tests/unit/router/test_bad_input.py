@@ -1,0 +1,170 @@
+"""What must not mislead a router: lying replicas, skewed clocks, partitions, many sessions.
+
+Other bad input has its test beside what it is meant for: fingerprints and poison requests in
+test_failover.py, KV events in test_event_order.py, discovery files in test_choice.py, Redis in
+test_redis.py, ids of other clients in test_responses.py and tests/serve/test_continuation.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections import Counter
+from random import Random
+from typing import Any
+
+import pytest
+
+from quire.base.log import Log
+from quire.base.server_url import server_url
+from quire.router.policies import make_policy
+from quire.router.quotas import LocalBuckets, Quota, Reservation
+from quire.router.redis_buckets import RedisBuckets
+from quire.router.redis_link import RedisLink
+from quire.router.replica import Replica
+from quire.router.routed_request import RoutedRequest
+from quire.router.settings import POLICIES, RouterSettings
+from tests.unit.router.fake_redis import FakeRedis
+from tests.unit.router.fake_replica import LENGTH, FakeReplica, Router, run
+
+STREAM: dict[str, Any] = {"tokens": [1, 2], "seed": 5, "stream": True, "max_tokens": LENGTH}
+ANSWER = (
+    b"".join(b'data: {"token": %d}\n\n' % token for token in range(100, 100 + LENGTH))
+    + b"data: [DONE]\n\n"
+)
+MINUTE_S = 60
+
+
+@pytest.mark.parametrize("pending", [0, 10**9])
+def test_reports_of_load_change_no_choice(pending: int) -> None:
+    """Load is what the router itself has sent, whatever a replica says of its queue."""
+    replicas = [FakeReplica() for _ in range(3)]
+    replicas[0].health["pending"] = pending
+
+    async def story(router: Router) -> None:
+        before_token = replicas[0].before_token
+        replicas[0].before_token = lambda token: before_token(token)
+        for turn in range(9):
+            replicas[0].steps_total += 1  # it makes progress, so it is no stall
+            assert (await router.post("/generate", {**STREAM, "seed": turn}))[0] == 200
+
+    run(replicas, story, policy="least-tokens")
+    assert [len(one.requests) for one in replicas] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("health", [{"ok": "yes"}, {"state": 5}, {"pending": "many"}, {"ok": None}])
+def test_a_replica_with_a_report_of_no_sense_gets_nothing(health: dict[str, Any]) -> None:
+    liar, honest = FakeReplica(), FakeReplica()
+    liar.health |= health
+
+    async def story(router: Router) -> None:
+        for _ in range(4):
+            assert (await router.post("/generate", STREAM))[2] == ANSWER
+
+    run([liar, honest], story)
+    assert (len(liar.requests), len(honest.requests)) == (0, 4)
+
+
+def test_a_replica_behind_a_partition_adds_nothing_when_it_is_over() -> None:
+    """Its stream goes on elsewhere; what it still sends of its own is not passed on."""
+    first, second = FakeReplica(), FakeReplica()
+
+    async def story(router: Router) -> None:
+        held = asyncio.Event()
+        first.silent_after = 4
+        first.health["pending"] = 1
+        status, _, body = await router.post("/generate", STREAM)
+        assert (status, body) == (200, ANSWER)
+        assert second.requests[0]["output_ids"] == [100, 101, 102, 103]
+        first.silent_after = None
+        first.health["pending"] = 0
+        first.steps_total += 1
+        held.set()
+        async with asyncio.timeout(15):
+            while not all(one.state == "ready" for one in router.fleet.replicas.values()):
+                await asyncio.sleep(0.02)
+        for _ in range(4):
+            assert (await router.post("/generate", STREAM))[2] == ANSWER
+        assert len(first.requests) >= 3, "it is used again"
+
+    run([first, second], story)
+
+
+def test_quotas_of_routers_with_skewed_clocks_are_one() -> None:
+    """Redis' clock counts: a router an hour ahead gets no more than one with the right time."""
+    quota = Quota("tenant:acme", 10.0, 1000)
+
+    async def story() -> None:
+        fake = FakeRedis()
+        await fake.start()
+        links = [RedisLink(fake.url, 5.0) for _ in range(3)]
+        log = Log("router", io.StringIO())
+        routers = [
+            RedisBuckets(link, "q:", LocalBuckets(clock, 1), log, clock)
+            for link, clock in zip(
+                links, (lambda: 0.0, lambda: 3600.0, lambda: -3600.0), strict=True
+            )
+        ]
+        taken = 0
+        for second in range(30):
+            for router in routers:
+                while isinstance(await router.reserve(quota, 100), Reservation):
+                    taken += 100
+            fake.now_s += 1
+            assert taken <= 1000 + 10 * (second + 1)
+        assert taken >= 1200
+        for link in links:
+            await link.close()
+        await fake.stop()
+
+    asyncio.run(story())
+
+
+def test_while_redis_is_down_for_a_minute_each_router_allows_its_part() -> None:
+    quota, now_s = Quota("tenant:acme", 20.0, 1000), [0.0]
+
+    async def story() -> None:
+        fake = FakeRedis()
+        await fake.start()
+        link = RedisLink(fake.url, 0.2)
+        local = LocalBuckets(lambda: now_s[0], 2)
+        buckets = RedisBuckets(link, "q:", local, Log("router", io.StringIO()), lambda: now_s[0])
+        assert isinstance(await buckets.reserve(quota, 1), Reservation)
+        await fake.stop()
+        taken = 0
+        for _ in range(MINUTE_S):
+            while isinstance(await buckets.reserve(quota, 10), Reservation):
+                taken += 10
+            now_s[0] += 1.0
+        part = (1000 + 20 * MINUTE_S) / 2
+        assert part - 20 <= taken <= part
+        await fake.start()
+        now_s[0] += 1.1
+        assert isinstance(await buckets.reserve(quota, 900), Reservation)
+        assert not buckets.is_down
+        await link.close()
+        await fake.stop()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_ten_thousand_sessions_are_spread_and_remembered_within_bounds(name: str) -> None:
+    settings = RouterSettings(policy=name, history_blocks=2000)
+    policy, drawn = make_policy(settings), Random(9)
+    replicas = [Replica(server_url(f"http://10.0.0.{at}:8000"), at) for at in range(8)]
+    used: Counter[int] = Counter()
+    for at in range(10_000):
+        raw = b'{"prompt":"%b","prompt_cache_key":"user-%d"}' % (b"%05d" % at * 60, at)
+        key = RoutedRequest("/v1/completions", [], raw).key()
+        chosen = policy.choose(replicas, key)
+        policy.sent(chosen, key)
+        used[chosen.number] += 1
+        if name == "session-affinity" and at % 100 == 0:
+            drawn.shuffle(replicas)
+            assert policy.choose(replicas, key) is chosen
+    assert len(used) == 8
+    assert max(used.values()) < 1.25 * min(used.values()), used
+    history = getattr(policy, "_history", None)
+    if history is not None:
+        assert len(history._masks) <= 8 * 2000

@@ -1,0 +1,134 @@
+"""Replicas that sleep: which is put to sleep for a request, and what keeps one awake."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from quire.router.features import Features
+from quire.router.replica import ASLEEP
+from quire.router.route_file import SleepTable
+from quire.router.sleepers import Sleepers
+from tests.unit.router.fake_replica import FakeReplica, Router, run
+
+AWAKE = {"ok": True, "state": "ready", "reason": "", "pending": 0}
+SLEEPING = {"ok": False, "state": "asleep", "reason": "the engine sleeps", "pending": 0}
+
+
+class Sleeper(FakeReplica):
+    """A replica of its own model. obeys: whether it can be put to sleep."""
+
+    def __init__(self, model: str, *, is_asleep: bool, obeys: bool = True) -> None:
+        super().__init__("fp_" + model, model)
+        self.obeys = obeys
+        self.health = dict(SLEEPING if is_asleep else AWAKE)
+        self.said: list[str] = []
+        self.answer = self._obey
+
+    @property
+    def is_asleep(self) -> bool:
+        return self.health["state"] == ASLEEP
+
+    def _obey(self, method: str, path: str, fields: dict[str, Any]) -> tuple[int, bytes] | None:
+        if path not in ("/admin/sleep", "/admin/wake"):
+            assert not self.is_asleep, "the router wakes it first"
+            return None
+        self.said.append(path.removeprefix("/admin/"))
+        if path == "/admin/sleep" and not self.obeys:
+            return 400, b"{}"
+        self.health = dict(SLEEPING if path == "/admin/sleep" else AWAKE)
+        return 200, b"{}"
+
+
+def ask(router: Router, model: str, **fields: Any) -> Any:
+    return router.post("/generate", {"tokens": [1], "model": model, **fields})
+
+
+def test_the_least_recently_used_replica_sleeps_for_another() -> None:
+    names = ("a", "b", "c")
+    replicas = [Sleeper(name, is_asleep=name == "c") for name in names]
+    first, second, third = replicas
+
+    async def story(router: Router) -> None:
+        for model in ("b", "a"):
+            assert (await ask(router, model))[0] == 200
+        assert (await ask(router, "c"))[0] == 200
+        assert [one.is_asleep for one in replicas] == [False, True, False]
+        for _ in range(3):
+            assert (await ask(router, "a"))[0] == 200
+        assert first.said == []
+        answers = await asyncio.gather(*(ask(router, "b") for _ in range(4)))
+        assert {status for status, _, _ in answers} == {200}
+        assert third.said == ["wake", "sleep"]
+        assert second.said == ["sleep", "wake"], "once for all of them"
+
+    run(replicas, story, Features(sleepers=Sleepers(SleepTable(max_awake=2))))
+
+
+def test_replicas_with_open_requests_stay_awake() -> None:
+    busy, other = Sleeper("a", is_asleep=False), Sleeper("b", is_asleep=True)
+
+    async def story(router: Router) -> None:
+        busy.gate = asyncio.Event()
+        stream = asyncio.ensure_future(ask(router, "a", stream=True))
+        async with asyncio.timeout(10):
+            await busy.began.wait()
+        waiting = asyncio.ensure_future(ask(router, "b"))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        assert busy.said == []
+        busy.gate.set()
+        assert (await stream)[0] == (await waiting)[0] == 200
+        assert busy.said == ["sleep"]
+
+    run([busy, other], story, Features(sleepers=Sleepers(SleepTable(max_awake=1))))
+
+
+def test_a_request_waits_only_so_long_for_a_place() -> None:
+    busy, other = Sleeper("a", is_asleep=False), Sleeper("b", is_asleep=True)
+
+    async def story(router: Router) -> None:
+        busy.gate = asyncio.Event()
+        stream = asyncio.ensure_future(ask(router, "a", stream=True))
+        await busy.began.wait()
+        status, headers, body = await ask(router, "b")
+        assert status == 503
+        assert b"retry-after" in headers
+        assert "max-awake" in json.loads(body)["error"]["message"]
+        busy.gate.set()
+        await stream
+
+    table = SleepTable(max_awake=1, max_wait_seconds=0.2)
+    run([busy, other], story, Features(sleepers=Sleepers(table)))
+
+
+def test_replicas_that_cannot_sleep_are_an_error_with_advice() -> None:
+    stubborn = Sleeper("a", is_asleep=False, obeys=False)
+
+    async def story(router: Router) -> None:
+        status, _, body = await ask(router, "b")
+        assert status == 503
+        assert "--restart-engine" in json.loads(body)["error"]["message"]
+        assert (await ask(router, "a"))[0] == 200
+
+    replicas = [stubborn, Sleeper("b", is_asleep=True)]
+    run(replicas, story, Features(sleepers=Sleepers(SleepTable(max_awake=1))))
+
+
+def test_without_a_limit_the_request_itself_wakes_the_replica() -> None:
+    replicas = [FakeReplica(), FakeReplica()]
+    replicas[0].health = dict(SLEEPING)
+
+    async def story(router: Router) -> None:
+        for _ in range(2):
+            assert (await router.post("/generate", {"tokens": [1]}))[0] == 200
+        assert not replicas[0].requests, "one that is awake is preferred"
+        replicas[1].health = {**AWAKE, "ok": False, "state": "draining"}
+        async with asyncio.timeout(10):
+            while router.fleet.num_available != 1:
+                await asyncio.sleep(0.01)
+        assert (await router.post("/generate", {"tokens": [1]}))[0] == 200
+        assert len(replicas[0].requests) == 1
+
+    run(replicas, story)

@@ -1,0 +1,124 @@
+"""Tiers: which requests wait, what replicas see of it, and how limits follow the targets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from quire.router.features import Features
+from quire.router.route_file import TiersTable
+from quire.router.tiers import LIMITED, PRESETS, Tiers
+from tests.unit.router.fake_replica import LENGTH, FakeReplica, Router, run
+
+STREAM: dict[str, Any] = {"tokens": [1, 2], "seed": 5, "stream": True, "max_tokens": LENGTH}
+
+
+def feed(tiers: Tiers, windows: int, *, ttft_s: float, tier: str = "default") -> None:
+    for _ in range(windows * PRESETS[tiers._table.preset].window):
+        tiers.ended(tier, ttft_s, 0.01)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_limits_give_way_from_the_lowest_tier_on_and_come_back(preset: Any) -> None:
+    tiers = Tiers(TiersTable(preset=preset, ttft_ms=100, max_default=40, max_flex=40))
+    floors = {tier: int(PRESETS[preset].floors[tier] * 40) for tier in LIMITED}
+    seen = []
+    for _ in range(40):
+        feed(tiers, 1, ttft_s=0.2)
+        seen.append(dict(tiers.limits))
+    assert tiers.limits == floors
+    first_cut = next(at for at, one in enumerate(seen) if one["default"] < 40)
+    assert seen[first_cut]["flex"] == floors["flex"], "the lower tier first"
+    feed(tiers, 200, ttft_s=0.05)
+    assert tiers.limits == {"default": 40, "flex": 40}
+
+
+def test_presets_differ_in_what_they_protect() -> None:
+    tables = [TiersTable(preset=name, ttft_ms=100, max_flex=40) for name in PRESETS]
+    latency, throughput = map(Tiers, tables)
+    for tiers in (latency, throughput):
+        for at in range(320):  # one in ten is late
+            tiers.ended("default", 0.2 if at % 10 == 0 else 0.05, 0.0)
+    assert latency.limits["flex"] < 40
+    assert throughput.limits["flex"] == 40
+
+
+def test_slow_tokens_count_and_flex_streams_do_not() -> None:
+    tiers = Tiers(TiersTable(tpot_ms=50, max_flex=40))
+    for _ in range(40):
+        tiers.ended("flex", 9.0, 9.0)
+    assert tiers.limits["flex"] == 40
+    for _ in range(20):
+        tiers.ended("default", 9.0, 0.06)
+    assert tiers.limits["flex"] == 20
+
+
+def test_flex_waits_and_other_tiers_pass() -> None:
+    replica = FakeReplica()
+
+    async def story(router: Router) -> None:
+        replica.gate = asyncio.Event()
+        ask = [
+            asyncio.ensure_future(router.post("/generate", {**STREAM, "service_tier": tier}))
+            for tier in ("flex", "flex", "default", "priority", "flex")
+        ]
+        async with asyncio.timeout(10):
+            while len(replica.requests) < 3:
+                await asyncio.sleep(0.01)
+        assert router.count("quire_router_flex_waiting") == 2
+        assert router.count("quire_router_flex_open") == 1
+        assert [one.get("priority") for one in replica.requests] == [1, None, -1]
+        replica.gate.set()
+        answers = await asyncio.gather(*ask)
+        assert {status for status, _, _ in answers} == {200}
+        assert len({body for _, _, body in answers}) == 1
+        assert not any("service_tier" in one for one in replica.requests)
+        assert router.count("quire_router_flex_waiting") == 0
+
+    run([replica], story, Features(tiers=Tiers(TiersTable(max_flex=1))))
+
+
+def test_refusals_and_clients_that_leave() -> None:
+    replica = FakeReplica()
+    tiers = Tiers(TiersTable(max_flex=1, max_waiting=1, max_wait_seconds=0.3))
+
+    async def story(router: Router) -> None:
+        replica.gate = asyncio.Event()
+        flex = {**STREAM, "service_tier": "flex"}
+        first = asyncio.ensure_future(router.post("/generate", flex))
+        async with asyncio.timeout(10):
+            while not replica.requests:
+                await asyncio.sleep(0.01)
+        second = asyncio.ensure_future(router.post("/generate", flex))
+        while not tiers.num_waiting("flex"):
+            await asyncio.sleep(0)
+        status, headers, body = await router.post("/generate", flex)
+        assert status == 503
+        assert b"retry-after" in headers
+        assert "max-waiting" in json.loads(body)["error"]["message"]
+        assert "no place for tier flex" in json.loads((await second)[2])["error"]["message"]
+        status, _, body = await router.post("/generate", {**STREAM, "service_tier": "gold"})
+        assert status == 400
+        assert "auto, priority, default, flex" in json.loads(body)["error"]["message"]
+        replica.gate.set()
+        await first
+        assert tiers.num_open("flex") == 0
+
+    run([replica], story, Features(tiers=tiers))
+
+
+def test_streams_teach_the_controller() -> None:
+    replica = FakeReplica()
+    tiers = Tiers(TiersTable(ttft_ms=1, max_flex=40))
+
+    async def story(router: Router) -> None:
+        for _ in range(PRESETS["latency-first"].window):
+            replica.gate = asyncio.Event()
+            asyncio.get_running_loop().call_later(0.01, replica.gate.set)
+            assert (await router.post("/generate", STREAM))[0] == 200
+        assert tiers.limits["flex"] == 20
+
+    run([replica], story, Features(tiers=tiers))
