@@ -6,7 +6,8 @@ first token, and the prompts' times to first token: of one engine with two cores
 and a decode engine with one core each (processes are bound to cores; this one runs beside them).
 Each prompt's tokens must be equal in both, or the run is refused. hidden_share: how much of the
 bytes' time was covered by the prefill, from the prompt's time at the prefill engine alone.
-`links`: GB/s of each backend between two processes' stores, beside memcpy of the same blocks.
+`links`: GB/s of each backend between two stores (nixl where it is installed), beside memcpy of the
+same blocks.
 
 Run: python -m bench.disaggregation [--runs links,serving] [--model FOLDER] [--prompt 8192]
      [--prompts 4] [--decoding 16] [--backend auto] [--out FILE] [--smoke]
@@ -35,14 +36,18 @@ from typing import Any
 import numpy as np
 
 from bench.checkpoints import random_checkpoint
+from quire.base.errors import SettingError
 from quire.bench.machine import machine_card
 from quire.obs.timing import percentiles
 from quire.transfer.links.block_client import BlockClient, FetchJob, Source
 from quire.transfer.links.block_server import BlockServer
 from quire.transfer.links.handshake import TransferKeys
 from quire.transfer.links.leases import LeaseBook
-from quire.transfer.links.messages import Identity
-from quire.transfer.links.shared_memory import OwnSegment
+from quire.transfer.links.messages import Identity, Segment
+from quire.transfer.links.nixl import NixlAgent, bindings
+from quire.transfer.links.security import LinkSecurity
+from quire.transfer.links.shared_memory import MappedSegment, OwnSegment
+from quire.transfer.links.ways import Opener, OwnMemory
 
 SHAPE = "qwen3-0.6b"
 READY_S = 600.0
@@ -272,7 +277,7 @@ def links(args: argparse.Namespace) -> dict[str, Any]:
     for place in range(num_blocks):
         got[place] = sent[place]
     result["memcpy_gb_per_s"] = total / (time.monotonic() - began_s) / 1e9
-    for backend in ("tcp", "shm"):
+    for backend in ("tcp", "shm", *(["nixl"] if _has_nixl() else [])):
         got[:] = 0
         seconds = _moved(backend, segment, sent, got)
         if not np.array_equal(sent, got):
@@ -286,6 +291,16 @@ def links(args: argparse.Namespace) -> dict[str, Any]:
 def _moved(backend: str, segment: OwnSegment, sent: np.ndarray, got: np.ndarray) -> float:
     """Return the seconds from a job's start to its end."""
     keys, ended = TransferKeys.derive(secrets.token_bytes(32)), threading.Event()
+    security = LinkSecurity(keys.links)
+    shared: dict[str, OwnMemory] = {}
+    openers: dict[str, Opener] = {}
+    agents: list[NixlAgent] = []
+    if backend == "shm":
+        shared["shm"], openers["shm"] = segment, Opener(Segment, MappedSegment)
+    elif backend == "nixl":
+        agents = [NixlAgent(name) for name in ("handing", "fetching")]
+        shared["nixl"] = agents[0].own(sent.reshape(-1))
+        openers["nixl"] = agents[1].opener(LINK_BLOCK_BYTES)
     digests = tuple(at.to_bytes(16, "little") for at in range(len(sent)))
     leases = LeaseBook(lambda: time.monotonic() * 1000.0, 600_000.0)
     leases.open(b"t" * 16, digests)
@@ -295,20 +310,20 @@ def _moved(backend: str, segment: OwnSegment, sent: np.ndarray, got: np.ndarray)
     listening = socket.create_server(("127.0.0.1", 0))
     server = BlockServer(
         listening,
-        key=keys.links,
+        security=security,
         identity=identity,
         leases=leases,
         room=lambda place: sent[place],
         desk=_NoDesk(),
-        segment=segment if backend == "shm" else None,
+        shared=shared,
         report=lambda what, **fields: print(what, fields),
     )
     client = BlockClient(
-        key=keys.links,
+        security=security,
         identity=identity,
         room=lambda place: got[place],
         wake=ended.set,
-        report=lambda what, **fields: print(what, fields),
+        openers=openers,
         timeout_s=600.0,
     )
     source = Source(host="127.0.0.1", port=listening.getsockname()[1], transfer_id=b"t" * 16)
@@ -319,9 +334,19 @@ def _moved(backend: str, segment: OwnSegment, sent: np.ndarray, got: np.ndarray)
     seconds = time.monotonic() - began_s
     server.close()
     client.close()
+    for agent in agents:
+        agent.close()
     if job.failure is not None:
         raise SystemExit(f"{backend}: {job.failure} {job.detail}")
     return seconds
+
+
+def _has_nixl() -> bool:
+    try:
+        bindings()
+    except SettingError:
+        return False
+    return True
 
 
 class _NoDesk:

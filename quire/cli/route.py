@@ -10,7 +10,7 @@ import argparse
 import socket
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 
@@ -22,6 +22,9 @@ from quire.router.features import Features, features_of
 from quire.router.quotas import Buckets, LocalBuckets, Quotas
 from quire.router.route_file import RouteFile, read_route_file
 from quire.router.settings import POLICIES, RouterSettings
+
+if TYPE_CHECKING:
+    from quire.router.role_balance import MovableServers
 
 _DEFAULT_HOST, _DEFAULT_PORT = "127.0.0.1", 8080
 _DEFAULTS = RouterSettings()
@@ -138,6 +141,23 @@ def _add_prefill(parser: argparse.ArgumentParser) -> None:
         help="shorter prompts (estimated) are not sent to prefill servers "
         f"(default {_DEFAULTS.min_prefill_tokens})",
     )
+    parser.add_argument(
+        "--movable",
+        metavar="URL",
+        action="append",
+        default=[],
+        help="a server of role both, used for prompts or for answers, whichever lacks servers; "
+        "changes over after draining; may be repeated",
+    )
+    parser.add_argument(
+        "--role-seconds",
+        dest="role_hold_s",
+        type=float,
+        default=_DEFAULTS.role_hold_s,
+        metavar="S",
+        help="prompts or answers lack servers for so long before a movable one changes over "
+        f"(default {_DEFAULTS.role_hold_s:g})",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -148,7 +168,13 @@ def run(arguments: argparse.Namespace) -> int:
     file = RouteFile() if arguments.config is None else read_route_file(arguments.config)
     settings = _settings(arguments, file)
     discovery, features = _parts(arguments, file, log)
-    prefill = _prefill_discovery(arguments, log)
+    prefill, movable = _prefill_discovery(arguments, log), None
+    if arguments.movable:
+        from quire.router.role_balance import Side, SideDiscovery  # only where it is wanted
+
+        movable = _movable(arguments)
+        discovery = SideDiscovery(discovery, movable, Side.DECODE)
+        prefill = SideDiscovery(prefill, movable, Side.PREFILL)
     host = _given(arguments.host, file.host, _DEFAULT_HOST)
     _check_exposure(host, settings, is_insecure=arguments.insecure)
     port = _given(arguments.port, file.port, _DEFAULT_PORT)
@@ -163,7 +189,7 @@ def run(arguments: argparse.Namespace) -> int:
             flush=True,
         )
 
-    return serve(settings, discovery, listening, log, announce, features, prefill)
+    return serve(settings, discovery, listening, log, announce, features, prefill, movable)
 
 
 def _given(flag: Any, in_file: Any, default: Any) -> Any:
@@ -196,6 +222,7 @@ def _settings(arguments: argparse.Namespace, file: RouteFile) -> RouterSettings:
         **values,
         replica_key=_key(key_file),
         min_prefill_tokens=arguments.min_prefill_tokens,
+        role_hold_s=arguments.role_hold_s,
     )
 
 
@@ -256,6 +283,20 @@ def _prefill_discovery(arguments: argparse.Namespace, log: Log) -> Discovery | N
     if arguments.prefill_file:
         return WatchedFile(Path(arguments.prefill_file), log)
     return _listed(arguments.prefill) if arguments.prefill else None
+
+
+def _movable(arguments: argparse.Namespace) -> MovableServers:
+    """Return the movable servers; the first computes prompts where no other server does."""
+    from quire.router.role_balance import MovableServers, Side
+
+    has_prefill = bool(arguments.prefill or arguments.prefill_file)
+    urls = _listed(arguments.movable).poll()
+    fixed = {one.shown for one in _listed([*arguments.replicas, *arguments.prefill]).poll()}
+    if twice := [one.shown for one in urls if one.shown in fixed]:
+        raise SettingError(
+            f"--movable {twice[0]} is given as a replica or prefill server too; give it once"
+        )
+    return MovableServers(urls, Side.DECODE if has_prefill else Side.PREFILL)
 
 
 def _listed(texts: list[str]) -> StaticList:

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.certificates import authority, key_of, signed
 from tests.flawed_link import Change, cutting, flawed_link, flipping
 from tests.serve.running_router import RunningRouter
 from tests.serve.running_server import RunningServer, alive, kill
@@ -273,6 +274,35 @@ def test_another_model_is_refused_and_computed_here(
         assert "same model" in server.stderr()
 
 
+def test_a_pair_with_certificates_of_both_sides(folder: Path, prefill: RunningServer) -> None:
+    """By TCP, over TLS; an engine without a certificate computes its prompts."""
+    signer = authority(folder, "authority")
+    tls: list[str] = ["--kv-transfer-backend", "tcp", "--kv-transfer-tls-ca", str(signer)]
+    own = [signed(folder, name, signer) for name in ("handing", "fetching")]
+    certs = [
+        ("--kv-transfer-tls-cert", str(one), "--kv-transfer-tls-key", str(key_of(one)))
+        for one in own
+    ]
+    body = drawn(Random(13), 200)
+    wanted = alone(prefill, body, "certificates")
+    with start(folder, "prefill", *tls, *certs[0]) as handing:
+        with start(folder, "decode", *tls, *certs[1]) as fetching:
+            _, params = handed_over(handing, body)
+            assert answer_of(fetching.post("/v1/completions", {**body, PARAMS: params})) == wanted
+            assert fetching.metric("quire_kv_transfer_received_blocks_total") == 200 // 16
+            assert failures(fetching) == {}
+            # All blocks are there: the lease ends without a fetch.
+            _, params = handed_over(handing, body)
+            assert answer_of(fetching.post("/v1/completions", {**body, PARAMS: params})) == wanted
+            assert fetching.metric("quire_kv_transfer_received_blocks_total") == 200 // 16
+            handing.until(lambda: is_quiet(handing, fetching), "both leases end")
+        with start(folder, "decode", *tls) as stranger:
+            _, params = handed_over(handing, body)
+            assert answer_of(stranger.post("/v1/completions", {**body, PARAMS: params})) == wanted
+            assert set(failures(stranger)) <= {"refused", "cut"}
+            assert sum(failures(stranger).values()) == 1
+
+
 def test_a_client_that_leaves_frees_both_sides(
     prefill: RunningServer, asking: RunningServer
 ) -> None:
@@ -348,7 +378,7 @@ def test_random_kills_of_either_side_change_no_answer(
         ({"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 0}, "65535"),
         ({"do_remote_prefill": True, "remote_host": "::1", "remote_port": 9}, "remote_request_id"),
         ({"do_remote_decode": True}, "role is decode"),
-        ({"do_remote_decode": True, "tp_size": 2}, "one rank"),
+        ({"do_remote_decode": True, "tp_size": 0}, "1 to 64"),
     ],
 )
 def test_malformed_parameters_are_refused_by_name(

@@ -12,10 +12,11 @@ from __future__ import annotations
 import contextlib
 import queue
 import socket
+import ssl
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,9 +37,10 @@ from quire.transfer.links.messages import (
     MessageError,
     Prefill,
     Refusal,
-    Segment,
+    Release,
 )
-from quire.transfer.links.shared_memory import MappedSegment
+from quire.transfer.links.security import TLS_S, LinkSecurity
+from quire.transfer.links.ways import INLINE, Opener, Reader, way_of
 
 Bytes = NDArray[np.uint8]
 
@@ -61,7 +63,8 @@ class Source:
 
 @dataclass(slots=True, eq=False)
 class FetchJob:
-    """Blocks on their way. places[i] is for the block of digests[i].
+    """Blocks on their way. places[i] is for the block of digests[i]; no digests: nothing is fetched
+    of the transfer, and the other engine can end its lease.
 
     num_landed: leading blocks that are in their places. failure: why they are fewer; None where all
     are there, or the job was cancelled. receive_ms: time spent on their bytes.
@@ -99,21 +102,21 @@ class _Gave(Exception):
 class BlockClient:
     """Fetches for one engine. room: returns the memory of a place. wake: called when a job ends.
 
-    timeout_s: the longest wait for a block.
+    openers: how other engines' memory is read, by backend. timeout_s: the longest wait for a block.
     """
 
     def __init__(
         self,
         *,
-        key: bytes,
+        security: LinkSecurity,
         identity: Identity,
         room: Callable[[int], Bytes],
         wake: Callable[[], None],
-        report: Report,
+        openers: Mapping[str, Opener],
         timeout_s: float,
     ) -> None:
-        self._key, self._identity, self._room = key, identity, room
-        self._wake, self._report, self._timeout_s = wake, report, timeout_s
+        self._security, self._identity, self._room = security, identity, room
+        self._wake, self._openers, self._timeout_s = wake, openers, timeout_s
         self._jobs: queue.SimpleQueue[FetchJob | None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[FetchJob] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -149,7 +152,7 @@ class BlockClient:
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
-            thread.join(CONNECT_S + 1.0)
+            thread.join(CONNECT_S + TLS_S + 1.0)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -174,7 +177,7 @@ class BlockClient:
                     return
                 job.channel = channel
             self._fetch(job, channel)
-        except Refused as error:
+        except (Refused, ssl.SSLError) as error:
             raise _Gave(Failure.REFUSED, str(error)) from error
         except LinkTimeout as error:
             raise _Gave(Failure.TIMEOUT, str(error)) from error
@@ -189,45 +192,53 @@ class BlockClient:
             connection = socket.create_connection((source.host, source.port), CONNECT_S)
         except (OSError, UnicodeError) as error:
             raise _Gave(Failure.UNREACHABLE, str(error)) from error
-        return Channel(connection)
+        try:
+            return Channel(self._security.connected(connection, source.host))
+        except OSError as error:
+            connection.close()
+            is_refused = isinstance(error, ssl.SSLError)
+            raise _Gave(Failure.REFUSED if is_refused else Failure.CUT, str(error)) from error
 
     def _fetch(self, job: FetchJob, channel: Channel) -> None:
         source = job.source
-        other = greet_as_fetcher(channel, self._key, self._identity)
+        other = greet_as_fetcher(channel, self._security.key, self._identity)
         if source.engine_id and other.engine_id != source.engine_id:
             raise _Gave(Failure.EXPIRED, "another engine is at this address now; it was restarted")
-        mapped = self._mapped(channel, other)
+        reader = self._reader(channel, other)
         with contextlib.ExitStack() as ending:
-            if mapped is not None:
-                ending.callback(mapped.close)
+            if reader is not None:
+                ending.callback(reader.close)
+            if not job.digests:
+                channel.send(Release(source.transfer_id), within_s=LOST_S)
+                return
             if source.token_ids:
                 prompt = Prefill(source.transfer_id, source.salt, source.token_ids)
                 channel.send(prompt, within_s=LOST_S)
-            asked = Fetch(source.transfer_id, tuple(job.digests), mapped is None)
+            asked = Fetch(source.transfer_id, tuple(job.digests), reader is None)
             channel.send(asked, within_s=LOST_S)
-            self._receive(job, channel, mapped)
+            self._receive(job, channel, reader)
             with contextlib.suppress(OSError):
                 channel.send(Done(), within_s=LOST_S)
 
-    def _mapped(self, channel: Channel, other: Identity) -> MappedSegment | None:
-        """Map the other side's memory, where both sides can; None: bytes come on the connection."""
-        own = self._identity.backends
-        if not set(own) & set(other.backends):
+    def _reader(self, channel: Channel, other: Identity) -> Reader | None:
+        """Read the other side's memory, where both can; None: bytes come on the connection."""
+        way = way_of(handing=other, fetching=self._identity)
+        if way is None:
             refusal = channel.receive(Refusal, within_s=LOST_S)
             assert isinstance(refusal, Refusal)
             raise Refused(refusal.reason)
-        if "shm" not in own or "shm" not in other.backends:
+        opener = self._openers.get(way)
+        if opener is None:
             return None
-        segment = channel.receive(Segment, within_s=LOST_S)
-        assert isinstance(segment, Segment)
+        described = channel.receive(opener.message, within_s=LOST_S)
         try:
-            return MappedSegment(segment)
+            return opener.open(described)
         except OSError as error:
-            if "tcp" in own and "tcp" in other.backends:
+            if INLINE in self._identity.backends and INLINE in other.backends:
                 return None  # another machine, or a container without a view of the process
-            raise Refused(f"the other engine's memory cannot be mapped: {error}") from error
+            raise Refused(f"the other engine's memory cannot be read by {way}: {error}") from error
 
-    def _receive(self, job: FetchJob, channel: Channel, mapped: MappedSegment | None) -> None:
+    def _receive(self, job: FetchJob, channel: Channel, reader: Reader | None) -> None:
         """Take in blocks until there are no more. Raises _Gave where they are too few."""
         raw = np.empty(self._identity.block_bytes, np.uint8)
         last_s = time.monotonic()
@@ -242,7 +253,7 @@ class BlockClient:
                 continue
             assert isinstance(said, Block)
             last_s = time.monotonic()
-            self._read(said, channel, mapped, raw)
+            self._read(said, channel, reader, raw)
             if said.index != job.num_landed:
                 raise MessageError(f"block {said.index} came in place of {job.num_landed}")
             if zlib.crc32(raw.data) != said.checksum:
@@ -255,14 +266,14 @@ class BlockClient:
             job.receive_ms += (time.monotonic() - last_s) * 1000.0
 
     def _read(
-        self, said: Block, channel: Channel, mapped: MappedSegment | None, raw: Bytes
+        self, said: Block, channel: Channel, reader: Reader | None, raw: Bytes
     ) -> None:
-        if (said.offset == Block.INLINE) != (mapped is None):
+        if (said.offset == Block.INLINE) != (reader is None):
             raise MessageError("a block comes in another way than it was asked for")
-        if mapped is None:
+        if reader is None:
             channel.receive_inline(raw.data, within_s=LOST_S)
         else:
-            mapped.read(said.offset, raw)
+            reader.read(said.offset, raw)
 
 
 def _shortage(reason: str) -> tuple[Failure, str]:

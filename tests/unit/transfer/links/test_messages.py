@@ -10,6 +10,7 @@ import pytest
 from quire.transfer.links.messages import (
     KINDS,
     MAX_TEXT_BYTES,
+    Agent,
     AnyMessage,
     Beat,
     Block,
@@ -22,6 +23,7 @@ from quire.transfer.links.messages import (
     Prefill,
     Proof,
     Refusal,
+    Release,
     Segment,
 )
 
@@ -37,6 +39,8 @@ EXAMPLES: tuple[AnyMessage, ...] = (
     Segment(1 << 22, 7, 1 << 40, b"s" * 32),
     Beat(),
     Done(),
+    Release(b"t" * 16),
+    Agent(1 << 47, 1 << 40, b"metadata of NIXL"),
 )
 
 
@@ -68,6 +72,8 @@ def test_cut_lengthened_and_random_payloads_are_message_errors_or_messages(
 
 def test_long_texts_are_cut_when_packed_and_refused_when_read() -> None:
     assert len(Refusal("x" * 100_000).pack()) == MAX_TEXT_BYTES + 2
+    assert Refusal.unpack(Refusal("ä" * 5000 + "x").pack()).reason == "ä" * (MAX_TEXT_BYTES // 2)
+    assert Refusal.unpack(Refusal("x" + "ä" * 5000).pack()).reason[-1] == "ä"
     with pytest.raises(MessageError, match="at most"):
         Refusal.unpack(b"\xff\xff" + b"x" * 65535)
 

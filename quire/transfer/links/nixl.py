@@ -1,0 +1,229 @@
+"""NIXL: memory of another engine read by RDMA, or what else UCX finds, through the NIXL library.
+
+The handing side registers its store, and describes it in a message of ours: an address, a size and
+the metadata of its agent. The fetching side reads blocks from there by itself. NIXL has no
+authentication, so nothing of this is sent before the handshake (handshake.py). Only the compiled
+bindings are loaded: the library's Python layer needs PyTorch, and unpickles descriptors. Knows
+memory and agents, no store. Always holds: a read ends within READ_S, or its buffer is never used
+again; what was read is checked by its checksum like any other block.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.errors import SettingError
+from quire.transfer.links.channel import LinkTimeout
+from quire.transfer.links.messages import Agent
+from quire.transfer.links.ways import Opener
+
+Bytes = NDArray[np.uint8]
+
+# What UCX may use on machines without network cards of its own; the environment wins.
+CPU_TRANSPORTS = "cma,sysv,posix,self,tcp"
+# Packages with the bindings, one for each version of CUDA; none of them needs a GPU.
+_PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
+_BACKEND = "UCX"
+READ_S = 10.0
+_SPINS = 200  # of checks without a pause: a block of a local memory takes some of them
+_PAUSE_S = 0.0002
+
+
+def bindings() -> Any:
+    """Return the library's compiled bindings. Raises SettingError where it is not installed."""
+    for package in _PACKAGES:
+        try:
+            return importlib.import_module(f"{package}._bindings")
+        except ModuleNotFoundError:
+            continue
+        except ImportError as error:
+            raise SettingError(
+                f"kv_transfer_backend is nixl and its library cannot be loaded ({error}); install "
+                "it anew, or take --kv-transfer-backend auto"
+            ) from error
+    raise SettingError(
+        "kv_transfer_backend is nixl and NIXL is not installed; install it: pip install "
+        "'quire-llm[nixl]', or take --kv-transfer-backend auto"
+    )
+
+
+class NixlAgent:
+    """The agent of one engine. name: of no other agent that it meets. Raises SettingError."""
+
+    def __init__(self, name: str) -> None:
+        os.environ.setdefault("UCX_TLS", CPU_TRANSPORTS)
+        self._library = library = bindings()
+        # A thread of its own answers reads of other agents, and several of ours call it.
+        config = library.nixlAgentConfig(True, False, 0, library.NIXL_THREAD_SYNC_STRICT)
+        try:
+            self._agent = library.nixlAgent(name, config)
+            self._agent.createBackend(_BACKEND, {})
+        except RuntimeError as error:
+            raise SettingError(
+                f"kv_transfer_backend is nixl and its backend {_BACKEND} cannot start ({error}); "
+                f"UCX_TLS is {os.environ['UCX_TLS']}: take transports that this machine has, or "
+                "--kv-transfer-backend auto"
+            ) from error
+        self._registered: list[Any] = []
+        self._lock = threading.Lock()
+        self._readers: Counter[str] = Counter()  # of the agents that are known now
+        self._lost: list[Bytes] = []  # buffers that a read may still write
+
+    def own(self, memory: Bytes) -> NixlMemory:
+        """Return memory that other agents can read. Raises SettingError."""
+        try:
+            self._register(memory)
+            metadata = bytes(self._agent.getLocalMD())
+        except RuntimeError as error:
+            raise SettingError(
+                f"kv_transfer_bytes is {memory.nbytes} and NIXL cannot register it ({error}); "
+                "lower --kv-transfer-size, or raise what a process may lock (ulimit -l)"
+            ) from error
+        return NixlMemory(Agent(memory.ctypes.data, memory.nbytes, metadata))
+
+    def opener(self, block_bytes: int) -> Opener:
+        """Return what opens the memory of other agents, to read blocks of that size."""
+        return Opener(Agent, lambda agent: NixlReader(self, agent, block_bytes))
+
+    def close(self) -> None:
+        """Withdraw all memory."""
+        with self._lock:
+            for registered in self._registered:
+                self._agent.deregisterMem(registered)
+            self._registered.clear()
+
+    # ---- for readers
+
+    def meet(self, metadata: bytes) -> str:
+        """Load the metadata of another agent; return its name. Raises OSError."""
+        with self._lock:
+            try:
+                name = _text(self._agent.loadRemoteMD(metadata))
+            except RuntimeError as error:
+                raise OSError(f"NIXL: the metadata of the other agent: {error}") from error
+            self._readers[name] += 1
+            return name
+
+    def part(self, name: str) -> None:
+        """Forget another agent with its last reader."""
+        with self._lock:
+            self._readers[name] -= 1
+            if self._readers[name] > 0:
+                return
+            del self._readers[name]
+            with suppress(RuntimeError):  # it is gone by itself
+                self._agent.invalidateRemoteMD(name)
+
+    def buffer(self, num_bytes: int) -> tuple[Bytes, Any]:
+        """Return memory that reads may write, and what `release` takes. Raises OSError."""
+        memory = np.empty(num_bytes, np.uint8)
+        with self._lock:
+            try:
+                return memory, self._register(memory)
+            except RuntimeError as error:
+                raise OSError(f"NIXL: a buffer of {num_bytes} bytes: {error}") from error
+
+    def release(self, registered: Any) -> None:
+        """Withdraw a buffer."""
+        with self._lock:
+            if registered in self._registered:
+                self._registered.remove(registered)
+                self._agent.deregisterMem(registered)
+
+    def abandon(self, memory: Bytes) -> None:
+        """Keep a buffer as it is for good: a read that did not end may still write it."""
+        self._lost.append(memory)
+
+    def read(self, name: str, address: int, out: Bytes) -> None:
+        """Read bytes at an address of another agent into a buffer. Raises OSError."""
+        library, agent = self._library, self._agent
+        local, remote = (
+            library.nixlXferDList(library.DRAM_SEG, [(at, out.nbytes, 0)])
+            for at in (out.ctypes.data, address)
+        )
+        try:
+            with self._lock:
+                request = agent.createXferReq(library.NIXL_READ, local, remote, name)
+            try:
+                status = agent.postXferReq(request)
+                deadline_s, spins = time.monotonic() + READ_S, 0
+                while status == library.NIXL_IN_PROG:
+                    if time.monotonic() > deadline_s:
+                        raise LinkTimeout(f"NIXL: a block was not read within {READ_S:g} s")
+                    spins += 1
+                    if spins > _SPINS:
+                        time.sleep(_PAUSE_S)
+                    status = agent.getXferStatus(request)
+            finally:
+                agent.releaseXferReq(request)  # which cancels it, if it is under way
+        except RuntimeError as error:
+            raise OSError(f"NIXL: {error}") from error
+
+    def _register(self, memory: Bytes) -> Any:
+        library = self._library
+        described = library.nixlRegDList(
+            library.DRAM_SEG, [(memory.ctypes.data, memory.nbytes, 0, "")]
+        )
+        self._agent.registerMem(described)
+        self._registered.append(described)
+        return described
+
+
+class NixlMemory:
+    """An OwnMemory: registered until its agent closes."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def message(self) -> Agent:
+        """See OwnMemory."""
+        return self._agent
+
+    def close(self) -> None:
+        """See OwnMemory; the agent withdraws it."""
+
+
+class NixlReader:
+    """A Reader of another agent's memory. Raises OSError where that cannot be met."""
+
+    def __init__(self, agent: NixlAgent, other: Agent, block_bytes: int) -> None:
+        self._agent, self._other, self._is_lost = agent, other, False
+        self._name = agent.meet(other.metadata)
+        try:
+            self._buffer, self._registered = agent.buffer(block_bytes)
+        except OSError:
+            agent.part(self._name)
+            raise
+
+    def read(self, offset: int, out: Bytes) -> None:
+        """See Reader."""
+        if len(out) != len(self._buffer):
+            raise OSError(f"{len(out)} bytes are read; blocks have {len(self._buffer)}")
+        if not 0 <= offset <= self._other.num_bytes - len(out):
+            raise OSError(f"a block lies at {offset}, beyond {self._other.num_bytes} shared bytes")
+        try:
+            self._agent.read(self._name, self._other.address + offset, self._buffer)
+        except LinkTimeout:
+            self._agent.abandon(self._buffer)
+            self._is_lost = True
+            raise
+        out[:] = self._buffer
+
+    def close(self) -> None:
+        """See Reader."""
+        if not self._is_lost:
+            self._agent.release(self._registered)
+        self._agent.part(self._name)
+
+
+def _text(name: bytes | str) -> str:
+    return name if isinstance(name, str) else name.decode()
