@@ -5,7 +5,8 @@ are the gaps between the tokens of the streams from the first prompt's arrival t
 first token, and the prompts' times to first token: of one engine with two cores, and of a prefill
 and a decode engine with one core each (processes are bound to cores; this one runs beside them).
 Each prompt's tokens must be equal in both, or the run is refused. hidden_share: how much of the
-bytes' time was covered by the prefill, from the prompt's time at the prefill engine alone.
+bytes' time was covered by the prefill, from the prompts' times at the prefill engine itself beside
+the same streams.
 `links`: GB/s of each backend between two stores (nixl where it is installed), beside memcpy of the
 same blocks.
 
@@ -162,8 +163,13 @@ def ids(name: str, count: int) -> list[int]:
     return [int(one) for one in drawn.integers(2, _VOCAB, count)]
 
 
-def gaps_beside(server: Server, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure streams beside prompts at one server, which may have its prompts computed."""
+def gaps_beside(
+    server: Server, args: argparse.Namespace, prefill: Server | None = None
+) -> dict[str, Any]:
+    """Measure streams beside prompts at one server, which may have its prompts computed.
+
+    prefill: where they are computed; prompts are then sent there too, beside the same streams.
+    """
     server.post(prompt_body(args, args.prompts))  # memory is in use, and step costs are known
     stop = threading.Event()
     streams = [Stream(server, number, stop) for number in range(args.decoding)]
@@ -178,6 +184,7 @@ def gaps_beside(server: Server, args: argparse.Namespace) -> dict[str, Any]:
         ttfts_s.append(time.monotonic() - sent_s)
         tokens.append(answer["choices"][0]["token_ids"])
     ended_s = time.monotonic()
+    alone_s = [] if prefill is None else [prompt_s(prefill, args, at) for at in range(args.prompts)]
     stop.set()
     for stream in streams:
         stream.join(60)
@@ -193,6 +200,7 @@ def gaps_beside(server: Server, args: argparse.Namespace) -> dict[str, Any]:
         "most_ms": max(gaps_ms),
         "ttft_s": statistics.median(ttfts_s),
         "num_gaps": len(gaps_ms),
+        **({"prefill_s": statistics.median(alone_s)} if alone_s else {}),
     }
 
 
@@ -227,9 +235,8 @@ def serving(args: argparse.Namespace) -> dict[str, Any]:
         flags = ("--role", "decode", "--kv-transfer-peer", address, "--kv-transfer-fetch", "always")
         decode = Server(args.model, folder, cores[1:], *context, *shared, *flags)
         ending.callback(decode.end)
-        alone_s = prompt_alone_s(prefill, args)
-        result["two engines"] = gaps_beside(decode, args)
-        result["two engines"] |= transfer_of(decode, args.prompts, alone_s)
+        result["two engines"] = gaps_beside(decode, args, prefill)
+        result["two engines"] |= transfer_of(decode, args.prompts)
     if result["one engine"].pop("tokens") != result["two engines"].pop("tokens"):
         raise SystemExit("the prompts' first tokens differ: the run is wrong")
     one_ms, two_ms = (result[name]["tpot_ms"]["p99"] for name in ("one engine", "two engines"))
@@ -237,14 +244,14 @@ def serving(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def prompt_alone_s(prefill: Server, args: argparse.Namespace) -> float:
-    """Return the time of a prompt at the idle prefill engine."""
+def prompt_s(prefill: Server, args: argparse.Namespace, number: int) -> float:
+    """Return the time of a prompt at the prefill engine, which has it not yet."""
     began_s = time.monotonic()
-    prefill.post({**prompt_body(args, 0), "cache_salt": "alone"})
+    prefill.post({**prompt_body(args, number), "cache_salt": "alone"})
     return time.monotonic() - began_s
 
 
-def transfer_of(decode: Server, num_prompts: int, alone_s: float) -> dict[str, Any]:
+def transfer_of(decode: Server, num_prompts: int) -> dict[str, Any]:
     """Return what was moved, and how fast."""
     num_bytes = decode.metric("quire_kv_transfer_received_bytes_total")
     seconds = decode.metric("quire_kv_transfer_receive_seconds_total")
@@ -252,14 +259,13 @@ def transfer_of(decode: Server, num_prompts: int, alone_s: float) -> dict[str, A
         "received_bytes": num_bytes,
         "gb_per_s": num_bytes / seconds / 1e9 if seconds else 0.0,
         "receive_s_per_prompt": seconds / (num_prompts + 1),
-        "prompt_alone_s": alone_s,
         "failures": decode.metric("quire_kv_transfer_failures_total"),
     }
 
 
 def hidden_share(two: dict[str, Any]) -> float:
     """Return the share of the bytes' time that did not delay the first token."""
-    exposed_s = max(two["ttft_s"] - two["prompt_alone_s"], 0.0)
+    exposed_s = max(two["ttft_s"] - two["prefill_s"], 0.0)
     moved_s = two["receive_s_per_prompt"]
     return max(1.0 - exposed_s / moved_s, 0.0) if moved_s else 0.0
 

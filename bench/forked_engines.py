@@ -223,7 +223,6 @@ def _holdings(engine: Engine) -> Holdings:
         kept=exchange.handing.num_kept,
         used_blocks=stats.blocks_used,
         descriptors=len(os.listdir("/proc/self/fd")),
-        num_bytes=int(Path("/proc/self/statm").read_text().split()[1])
-        * os.sysconf("SC_PAGE_SIZE"),
+        num_bytes=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
         problems=tuple(scheduler.check_integrity()),
     )

@@ -137,12 +137,14 @@ class TransferConfig:
                 raise SettingError(f"{name} is empty; give a file, or leave it out")
         if self.kv_transfer_tls_key is not None and cert is None:
             raise SettingError(
-                "kv_transfer_tls_key is given without kv_transfer_tls_cert; give the certificate too"
+                "kv_transfer_tls_key is given without kv_transfer_tls_cert; give the certificate "
+                "too"
             )
         if self.hands_over and authorities is not None and cert is None:
             raise SettingError(
-                f"kv_transfer_tls_ca is given and role is {self.role}, which hands blocks over, but "
-                "there is no certificate to do so by TLS; add kv_transfer_tls_cert, or leave it out"
+                f"kv_transfer_tls_ca is given and role is {self.role}, which hands blocks over, "
+                "but there is no certificate to do so by TLS; add kv_transfer_tls_cert, or leave "
+                "it out"
             )
         if self.fetches and cert is not None and authorities is None:
             raise SettingError(

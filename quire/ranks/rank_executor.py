@@ -118,8 +118,10 @@ class MirroredExecutor(RankExecutor):
         self.end: Callable[[], None] = _nothing
 
     def share_blocks(self, pool_file: int, heads: Sequence[tuple[int, int]]) -> None:
-        """Keep the pools of all ranks in a file, so that blocks are whole here. heads: of each rank,
-        the first and the one after the last. Before the cache is allocated."""
+        """Keep the pools of all ranks in a file, so that blocks are whole here.
+
+        Before the cache is allocated. heads: of each rank, the first and the one after the last.
+        """
         self._pool_file, self._heads = os.dup(pool_file), heads
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
@@ -137,7 +139,9 @@ class MirroredExecutor(RankExecutor):
 
     def touch_blocks(self, layer: int, first: int, last: int) -> None:
         """See Executor."""
-        if self._pools is not None:  # here: another rank may be late, and the block imported by then
+        if (
+            self._pools is not None
+        ):  # here: another rank may be late, and the block imported by then
             self._pools.touch(layer, first, last)
             return
         self._send(Touch(layer=layer, first=first, last=last))

@@ -81,7 +81,7 @@ class _Pool:
 
     @property
     def end(self) -> int:
-        return self.first + self.blocks.shape[2]
+        return self.first + int(self.blocks.shape[2])
 
 
 class SharedPools:
@@ -105,7 +105,7 @@ class SharedPools:
     @property
     def block_bytes(self) -> int:
         """Bytes of a whole block over all layers."""
-        return self._layers * self._num_heads * self._head_bytes
+        return int(self._layers * self._num_heads * self._head_bytes)
 
     def export_block(self, block: int, out: Bytes) -> None:
         """Copy a whole block to out [block_bytes]."""

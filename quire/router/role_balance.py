@@ -160,7 +160,10 @@ class RoleBalance:
         giving.fleet.follow()
         self._draining, self._short = (chosen, side), None
         self._log.event(
-            "a server changes its role", replica=chosen.name, role=side.value, open=len(chosen.loads)
+            "a server changes its role",
+            replica=chosen.name,
+            role=side.value,
+            open=len(chosen.loads),
         )
         self._end_change(chosen, side)
 

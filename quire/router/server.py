@@ -109,7 +109,9 @@ async def _serve(
     if movable is not None and pairs is not None:
         balance = RoleBalance(fleet, pairs.fleet, movable, hold_s=settings.role_hold_s)
         running.append(balance.run())
-        metrics.watch("role_changes", "Servers that changed their role", lambda: balance.num_changes)
+        metrics.watch(
+            "role_changes", "Servers that changed their role", lambda: balance.num_changes
+        )
     probing: asyncio.Future[Any] = asyncio.gather(*running)
     watching = asyncio.ensure_future(discovery.watch(fleet.probe_now.set))
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))

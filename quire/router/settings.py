@@ -18,8 +18,8 @@ class RouterSettings:
     replica one may have and still be preferred for its cache. stall_s: the shortest time without
     progress after which a replica counts as stalled; it grows with the gaps that are usual for the
     replica, to six times this. max_open_per_key: 0 for no limit. max_retry_share: of all requests.
-    min_prefill_tokens: shorter prompts are not sent to prefill replicas. role_hold_s: how long a side
-    is short of servers before a movable one changes its role.
+    min_prefill_tokens: shorter prompts are not sent to prefill replicas. role_hold_s: how long a
+    side is short of servers before a movable one changes its role.
     """
 
     policy: str = "warm-cache"

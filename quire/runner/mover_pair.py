@@ -92,9 +92,7 @@ class MoverPair:
         self._exchange.close()
 
 
-def _part(
-    copies: BlockCopies, chosen: np.ndarray, leaves: np.ndarray, first: int
-) -> BlockCopies:
+def _part(copies: BlockCopies, chosen: np.ndarray, leaves: np.ndarray, first: int) -> BlockCopies:
     """Return the chosen copies, with places counted from `first`."""
     is_save = leaves[chosen]
     from_blocks, to_blocks = copies.from_blocks[chosen], copies.to_blocks[chosen]

@@ -75,8 +75,8 @@ def open_tier(
 ) -> OpenTier:
     """Open the tier in `folder`, or in host memory where `folder` is None.
 
-    The executor's cache must be allocated. fingerprint: of its blocks. exchange: with other engines,
-    which goes on in the tier's map. Raises SettingError and CapacityError.
+    The executor's cache must be allocated. fingerprint: of its blocks. exchange: with other
+    engines, which goes on in the tier's map. Raises SettingError and CapacityError.
     """
     block_bytes = executor.block_bytes
     store: DiskStore | HostStore

@@ -1,4 +1,4 @@
-"""Fetching: requests whose prompt's KV blocks come from other engines.
+"""Fetching: requests for which KV blocks of the prompt come from other engines.
 
 A request says where its blocks are, or a prefill engine among the peers is asked to compute them
 where that is predicted to be faster than computing them here. What is fetched arrives in the

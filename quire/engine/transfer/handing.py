@@ -1,4 +1,4 @@
-"""Handing: prompts whose KV blocks this engine hands over to other engines.
+"""Handing: prompts that have their KV blocks handed over to other engines.
 
 What is handed over is saved to the exchange's store as the scheduler computes it, and kept there
 under a lease until the other engine has it or does not come. Other engines order prompts through

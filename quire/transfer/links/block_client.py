@@ -15,7 +15,6 @@ import socket
 import ssl
 import threading
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -23,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.kv_transfer import Failure
-from quire.base.report import Report
 from quire.transfer.links.block_server import BEAT_S, LOST_S
 from quire.transfer.links.channel import Channel, LinkTimeout
+from quire.transfer.links.checksum import checksum_of
 from quire.transfer.links.handshake import Refused, greet_as_fetcher
 from quire.transfer.links.messages import (
     Beat,
@@ -240,7 +239,7 @@ class BlockClient:
 
     def _receive(self, job: FetchJob, channel: Channel, reader: Reader | None) -> None:
         """Take in blocks until there are no more. Raises _Gave where they are too few."""
-        raw = np.empty(self._identity.block_bytes, np.uint8)
+        buffer = np.empty(self._identity.block_bytes if reader is None else 0, np.uint8)
         last_s = time.monotonic()
         while job.num_landed < len(job.digests):
             said = channel.receive(Block, Beat, End, within_s=LOST_S)
@@ -253,27 +252,41 @@ class BlockClient:
                 continue
             assert isinstance(said, Block)
             last_s = time.monotonic()
-            self._read(said, channel, reader, raw)
+            raw = self._read(said, channel, reader, buffer)
             if said.index != job.num_landed:
                 raise MessageError(f"block {said.index} came in place of {job.num_landed}")
-            if zlib.crc32(raw.data) != said.checksum:
-                raise _Gave(Failure.BAD_BYTES, f"block {said.index} does not match its checksum")
-            with job.lock:
-                if job.is_cancelled:
-                    return
-                self._room(job.places[said.index])[:] = raw
-                job.num_landed += 1
+            if not self._place(job, said, raw):
+                return
             job.receive_ms += (time.monotonic() - last_s) * 1000.0
 
-    def _read(
-        self, said: Block, channel: Channel, reader: Reader | None, raw: Bytes
-    ) -> None:
+    def _read(self, said: Block, channel: Channel, reader: Reader | None, buffer: Bytes) -> Bytes:
+        """Return where the bytes of a block are now."""
         if (said.offset == Block.INLINE) != (reader is None):
             raise MessageError("a block comes in another way than it was asked for")
         if reader is None:
-            channel.receive_inline(raw.data, within_s=LOST_S)
-        else:
-            reader.read(said.offset, raw)
+            channel.receive_inline(buffer.data, within_s=LOST_S)
+            return buffer
+        return reader.view(said.offset, self._identity.block_bytes)
+
+    def _place(self, job: FetchJob, said: Block, raw: Bytes) -> bool:
+        """Copy a block into its place, and check what is there; return False after `cancel`.
+
+        The other side may change its memory at any time, so what was copied is summed.
+        """
+        with job.lock:
+            if job.is_cancelled:
+                return False
+            place = self._room(job.places[said.index])
+            place[:] = raw
+        is_whole = checksum_of(place) == said.checksum
+        with job.lock:
+            if job.is_cancelled:
+                return False  # and the place may be another block's by now
+            if not is_whole:
+                reason = f"block {said.index} does not match its checksum"
+                raise _Gave(Failure.BAD_BYTES, reason)
+            job.num_landed += 1
+        return True
 
 
 def _shortage(reason: str) -> tuple[Failure, str]:

@@ -13,7 +13,6 @@ import socket
 import ssl
 import threading
 import time
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.report import Report
+from quire.transfer.links import checksum
 from quire.transfer.links.channel import Channel, LinkClosed, LinkTimeout
 from quire.transfer.links.handshake import Refused, greet_as_server
 from quire.transfer.links.leases import Lease, LeaseBook
@@ -228,7 +228,7 @@ class BlockServer:
                 if life.is_done:
                     return "done"
             raw = self._room(place)
-            checksum = zlib.crc32(raw.data)
+            summed = checksum.checksum_of(raw)
             if not self._leases.is_valid(lease):
                 return "expired"
             offset, inline = place * len(raw), raw[:0].data
@@ -236,7 +236,7 @@ class BlockServer:
                 offset, inline = Block.INLINE, raw.data
             elif not self._shared:
                 raise MessageError("blocks in memory are asked for, and none is shared")
-            life.channel.send(Block(index, checksum, offset), inline, within_s=LOST_S)
+            life.channel.send(Block(index, summed, offset), inline, within_s=LOST_S)
             with self._lock:
                 self.counts.blocks_total += 1
                 self.counts.bytes_total += len(raw)

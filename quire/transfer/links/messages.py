@@ -274,7 +274,7 @@ class Fetch:
 @dataclass(frozen=True, slots=True)
 class Block:
     """Block `index` of those fetched. offset: where it lies in shared memory; INLINE: its bytes
-    follow. checksum: CRC-32 of its bytes."""
+    follow. checksum: of its bytes (checksum.py)."""
 
     index: int
     checksum: int
@@ -282,7 +282,7 @@ class Block:
 
     kind = 7
     INLINE: ClassVar[int] = (1 << 64) - 1
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<IIQ")
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<IQQ")
     max_bytes = LAYOUT.size
 
     def pack(self) -> bytes:

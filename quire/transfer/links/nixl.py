@@ -204,11 +204,10 @@ class NixlReader:
             agent.part(self._name)
             raise
 
-    def read(self, offset: int, out: Bytes) -> None:
-        """See Reader."""
-        if len(out) != len(self._buffer):
-            raise OSError(f"{len(out)} bytes are read; blocks have {len(self._buffer)}")
-        if not 0 <= offset <= self._other.num_bytes - len(out):
+    def view(self, offset: int, num_bytes: int) -> Bytes:
+        """See Reader; num_bytes are those of a block."""
+        assert num_bytes == len(self._buffer), "blocks have one size"
+        if not 0 <= offset <= self._other.num_bytes - num_bytes:
             raise OSError(f"a block lies at {offset}, beyond {self._other.num_bytes} shared bytes")
         try:
             self._agent.read(self._name, self._other.address + offset, self._buffer)
@@ -216,7 +215,7 @@ class NixlReader:
             self._agent.abandon(self._buffer)
             self._is_lost = True
             raise
-        out[:] = self._buffer
+        return self._buffer
 
     def close(self) -> None:
         """See Reader."""

@@ -23,6 +23,7 @@ Bytes = NDArray[np.uint8]
 # The first page has the secret; blocks begin after it.
 PAGE = 4096
 SECRET_BYTES = 32
+NO_BYTES: Bytes = np.zeros(0, np.uint8)
 
 
 class OwnSegment:
@@ -61,23 +62,22 @@ class MappedSegment:
         try:
             if os.fstat(descriptor).st_size != segment.num_bytes:
                 raise OSError("the segment of the other side has another size")
-            self._map = mmap.mmap(descriptor, segment.num_bytes, prot=mmap.PROT_READ)
+            shared = mmap.mmap(descriptor, segment.num_bytes, prot=mmap.PROT_READ)
         except ValueError as error:
             raise OSError(str(error)) from error
         finally:
             os.close(descriptor)
-        if self._map[:SECRET_BYTES] != segment.secret:
-            self._map.close()
+        if shared[:SECRET_BYTES] != segment.secret:
             raise OSError("the segment is not that of the other side")
+        self._bytes: Bytes = np.frombuffer(shared, np.uint8)
         self.num_bytes = segment.num_bytes - PAGE
 
-    def read(self, offset: int, out: Bytes) -> None:
-        """Copy bytes from an offset after the first page. Raises OSError beyond the end."""
-        if not 0 <= offset <= self.num_bytes - len(out):
+    def view(self, offset: int, num_bytes: int) -> Bytes:
+        """Return bytes at an offset after the first page. Raises OSError beyond the end."""
+        if not 0 <= offset <= self.num_bytes - num_bytes:
             raise OSError(f"a block lies at {offset}, beyond {self.num_bytes} shared bytes")
-        begin = PAGE + offset
-        out[:] = np.frombuffer(self._map, np.uint8, len(out), begin)
+        return self._bytes[PAGE + offset : PAGE + offset + num_bytes]
 
     def close(self) -> None:
-        """Unmap it."""
-        self._map.close()
+        """Let it be unmapped, with the last view."""
+        self._bytes = NO_BYTES

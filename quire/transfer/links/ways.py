@@ -34,8 +34,11 @@ class OwnMemory(Protocol):
 class Reader(Protocol):
     """Reads the memory of one handing side."""
 
-    def read(self, offset: int, out: Bytes) -> None:
-        """Copy bytes from an offset in the other side's places. Raises OSError."""
+    def view(self, offset: int, num_bytes: int) -> Bytes:
+        """Return bytes at an offset in the other side's places, until the next call.
+
+        Raises OSError.
+        """
 
     def close(self) -> None:
         """Read nothing any more."""

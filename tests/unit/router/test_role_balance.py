@@ -120,9 +120,7 @@ def test_a_burst_or_a_small_difference_moves_nothing() -> None:
 def test_a_server_drains_before_it_changes_over() -> None:
     def story(made: Story) -> None:
         made.ready()
-        load = Load(
-            tokens=10, cut=print, began_s=0.0, last_s=lambda: 0.0, is_paused=lambda: False
-        )
+        load = Load(tokens=10, cut=print, began_s=0.0, last_s=lambda: 0.0, is_paused=lambda: False)
         replicas = made.fleets[Side.DECODE].replicas.values()
         busy = [one for one in replicas if one.url in MOVABLE]
         for replica in busy:

@@ -13,7 +13,7 @@ FIRST = 10
 
 
 class FakeMover:
-    """Notes what it is asked, and says what it is told to."""
+    """Notes its calls, and returns what a test has set."""
 
     def __init__(self) -> None:
         self.begun: list[BlockCopies] = []

@@ -1,7 +1,7 @@
 """The part of NIXL's compiled bindings that quire uses, within one process.
 
 Agents find each other by their metadata; a read copies bytes. As in the library, only registered
-memory can be read or written, and agents whose metadata was not loaded cannot be read.
+memory can be read or written, and only of agents with metadata that was loaded.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ DRAM_SEG = "dram"
 _AGENTS: dict[bytes, nixlAgent] = {}
 
 
-class nixlAgentConfig:  # noqa: N801  the library's name
+class nixlAgentConfig:
     def __init__(self, *settings: Any) -> None:
         self.settings = settings
 
 
-class nixlRegDList:  # noqa: N801
+class nixlRegDList:
     def __init__(self, kind: str, descriptors: list[tuple[int, int, int, str]]) -> None:
         self.spans = [(address, address + size) for address, size, _, _ in descriptors]
 
 
-class nixlXferDList:  # noqa: N801
+class nixlXferDList:
     def __init__(self, kind: str, descriptors: list[tuple[int, int, int]]) -> None:
         self.spans = [(address, address + size) for address, size, _ in descriptors]
 
 
-class nixlAgent:  # noqa: N801
+class nixlAgent:
     """num_pending: how often a read is under way before it is done; -1: always."""
 
     def __init__(self, name: str, config: nixlAgentConfig) -> None:
@@ -40,38 +40,38 @@ class nixlAgent:  # noqa: N801
         self.known: dict[str, nixlAgent] = {}
         self.requests: dict[int, list[Any]] = {}
 
-    def createBackend(self, backend: str, settings: dict[str, str]) -> int:  # noqa: N802
+    def createBackend(self, backend: str, settings: dict[str, str]) -> int:
         if backend != "UCX":
             raise RuntimeError("NIXL_ERR_NOT_FOUND")
         return 1
 
-    def registerMem(self, memory: nixlRegDList) -> int:  # noqa: N802
+    def registerMem(self, memory: nixlRegDList) -> int:
         self.registered += memory.spans
         return NIXL_SUCCESS
 
-    def deregisterMem(self, memory: nixlRegDList) -> int:  # noqa: N802
+    def deregisterMem(self, memory: nixlRegDList) -> int:
         for span in memory.spans:
             self.registered.remove(span)
         return NIXL_SUCCESS
 
-    def getLocalMD(self) -> bytes:  # noqa: N802
+    def getLocalMD(self) -> bytes:
         metadata = b"md " + self.name.encode()
         _AGENTS[metadata] = self
         return metadata
 
-    def loadRemoteMD(self, metadata: bytes) -> bytes:  # noqa: N802
+    def loadRemoteMD(self, metadata: bytes) -> bytes:
         if metadata not in _AGENTS:
             raise RuntimeError("NIXL_ERR_MISMATCH")
         other = _AGENTS[metadata]
         self.known[other.name] = other
         return other.name.encode()
 
-    def invalidateRemoteMD(self, name: str) -> int:  # noqa: N802
+    def invalidateRemoteMD(self, name: str) -> int:
         if self.known.pop(name, None) is None:
             raise RuntimeError("NIXL_ERR_NOT_FOUND")
         return NIXL_SUCCESS
 
-    def createXferReq(  # noqa: N802
+    def createXferReq(
         self, operation: str, local: nixlXferDList, remote: nixlXferDList, name: str
     ) -> int:
         other = self.known.get(name)
@@ -81,10 +81,10 @@ class nixlAgent:  # noqa: N801
         self.requests[number] = [local, remote, self.num_pending]
         return number
 
-    def postXferReq(self, request: int) -> int:  # noqa: N802
+    def postXferReq(self, request: int) -> int:
         return self.getXferStatus(request)
 
-    def getXferStatus(self, request: int) -> int:  # noqa: N802
+    def getXferStatus(self, request: int) -> int:
         local, remote, num_pending = self.requests[request]
         if num_pending:
             self.requests[request][2] -= 1
@@ -93,7 +93,7 @@ class nixlAgent:  # noqa: N801
             ctypes.memmove(to, start, end - start)
         return NIXL_SUCCESS
 
-    def releaseXferReq(self, request: int) -> int:  # noqa: N802
+    def releaseXferReq(self, request: int) -> int:
         del self.requests[request]
         return NIXL_SUCCESS
 

@@ -34,7 +34,7 @@ EXAMPLES: tuple[AnyMessage, ...] = (
     Refusal("because ä"),
     Prefill(b"t" * 16, "salt\0é", b"\1\0\0\0\2\0\0\0"),
     Fetch(b"t" * 16, (b"a" * 16, b"b" * 16), True),
-    Block(3, 0xFFFFFFFF, Block.INLINE),
+    Block(3, (1 << 64) - 1, Block.INLINE),
     End(""),
     Segment(1 << 22, 7, 1 << 40, b"s" * 32),
     Beat(),

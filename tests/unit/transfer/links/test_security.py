@@ -1,4 +1,4 @@
-"""TLS of transfer connections: who is accepted, what is refused with words, and cut connections."""
+"""TLS of transfer connections: certificates that are accepted, refusals, and cut connections."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_both_sides_can_ask_for_certificates(folder: Path) -> None:
             job = made.finished(made.start())
             assert job.failure in (Failure.REFUSED, Failure.CUT)
             assert made.server.counts.blocks_total == 0
-            made.until(lambda: any("refused" in one for one in made.reports))  # noqa: B023
+            made.until(lambda: any("refused" in one for one in made.reports))
 
 
 @pytest.mark.parametrize(
