@@ -222,7 +222,10 @@ def compare_pairs(
         shared = {"kv_transfer_key_file": str(key), "kv_transfer_size": "4MiB"}
         whole = Engine(models[at])
         assert whole.card is not None
-        few = {"kv_cache_memory": 36 * whole.card.block_bytes, "max_num_batched_tokens": 40}
+        # Ranks may have the same heads, in as much memory each.
+        blocks = 36 * of_decode.get("tensor_parallel_size", 1)
+        memory = blocks * whole.card.block_bytes
+        few = {"kv_cache_memory": memory, "max_num_batched_tokens": 40}
         handing = {"role": "prefill", **shared, "max_num_batched_tokens": 48, **of_prefill}
         if "kv_tier_path" in of_prefill:
             handing["kv_cache_memory"] = few["kv_cache_memory"]
