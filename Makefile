@@ -45,7 +45,7 @@ gpu: $(STAMP)-gpu  ## the GPU's kernels and executor, without a GPU (installs Py
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m gpu tests/gpu
 
 nixl: $(STAMP)-nixl  ## KV blocks through the NIXL library (without a GPU)
-	@$(BIN)/python -m pytest tests/unit/transfer/links/test_nixl.py
+	@$(BIN)/python -m pytest tests/unit/transfer/links/test_nixl.py tests/exact/test_disaggregation.py -k nixl
 
 fuzz: $(STAMP)-fuzz  ## requests made of the API's own document, against a live server
 	@$(BIN)/python -m pytest -m fuzz tests/fuzz

@@ -28,6 +28,9 @@ from quire.engine.process.messages import FromEngine, Outputs, Refused, Stop, Su
 
 Answer = list[tuple[int, Any]]
 
+# The parent's ends of all pipes: a child that kept them would keep others from seeing its end.
+_ENDS: set[Connection] = set()
+
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
@@ -56,9 +59,11 @@ class ForkedEngine:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._pipe, theirs = Pipe()
+        _ENDS.add(self._pipe)
         self.process_id = os.fork()
         if not self.process_id:
-            self._pipe.close()
+            for end in _ENDS:
+                end.close()
             _run_child(settings, theirs)
         theirs.close()
         self._came: dict[str, deque[Any]] = {}
@@ -96,6 +101,7 @@ class ForkedEngine:
 
     def _reap(self) -> None:
         os.waitpid(self.process_id, 0)
+        _ENDS.discard(self._pipe)
         self._pipe.close()
 
     def _send(self, message: tuple[str, Any]) -> None:
@@ -124,8 +130,9 @@ class EngineGone(Exception):
 
 
 def _run_child(settings: dict[str, Any], pipe: Connection) -> None:
-    """Be the engine; never returns."""
+    """Be the engine, without its log; never returns."""
     try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         _serve_pipe(settings, pipe)
     except BaseException as error:  # noqa: BLE001  nothing of the parent may run on here
         with suppress(OSError):

@@ -8,6 +8,7 @@ of two ranks.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import threading
 from collections import Counter
@@ -29,6 +30,7 @@ from quire.engine.client.thread_link import EngineThread
 from quire.engine.model_card import ModelCard
 from quire.engine.process.messages import Failed, FromEngine, Outputs, Ready, Refused, Submit
 from quire.program.tensors import DType
+from quire.transfer.links import nixl
 from tests.exact.rig import Model, Stream
 from tests.exact.workload import MAX_MODEL_LEN, VOCAB_SIZE, draw_case
 from tests.tiny_models import write_tiny_llama
@@ -157,6 +159,10 @@ def hand_over(request: Request, transfer_id: str) -> Request:
     )
 
 
+def nixl_is_installed() -> bool:
+    return any(importlib.util.find_spec(name) is not None for name in nixl.PACKAGES)
+
+
 Settings = dict[str, Any]
 
 
@@ -200,6 +206,16 @@ def test_ranks_of_either_side_change_no_answer(
     ranks = [{"tensor_parallel_size": degree, "threads": degree} for degree in degrees]
     numbers = range(FIRST_CASE + 300, FIRST_CASE + 300 + max(NUM_CASES // 3, 1))
     seen = compare_pairs(numbers, models, key, *ranks)
+    if NUM_CASES >= 12:
+        assert seen["fetched"], seen
+        assert not seen["refused"], seen
+
+
+@pytest.mark.skipif(not nixl_is_installed(), reason="NIXL is not installed")
+def test_blocks_through_nixl_change_no_answer(models: list[Model], key: Path) -> None:
+    backend = {"kv_transfer_backend": "nixl"}
+    numbers = range(FIRST_CASE + 400, FIRST_CASE + 400 + max(NUM_CASES // 4, 1))
+    seen = compare_pairs(numbers, models[3:4], key, backend, backend)
     if NUM_CASES >= 12:
         assert seen["fetched"], seen
         assert not seen["refused"], seen

@@ -425,3 +425,17 @@ def test_a_router_sends_long_prompts_through_the_pair(
         metrics = router.request("GET", "/metrics")[1].decode()
     assert 'quire_router_prefills_total{outcome="handed_over"} 1.0' in metrics
     assert decode.metric("quire_kv_transfer_received_blocks_total") == before + 400 // 16
+
+
+def test_a_movable_server_computes_prompts_where_no_other_does(
+    asking: RunningServer, decode: RunningServer
+) -> None:
+    body = drawn(Random(14), 400)
+    wanted = alone(asking, body, "movable")
+    arguments = (decode.url, "--movable", asking.url, "--min-prefill-tokens", "64")
+    with RunningRouter(*arguments) as router:
+        status, raw = router.request("POST", "/v1/completions", body)
+        assert answer_of((status, json.loads(raw))) == wanted
+        metrics = router.request("GET", "/metrics")[1].decode()
+    assert 'quire_router_prefills_total{outcome="handed_over"} 1.0' in metrics
+    assert "quire_router_role_changes 0.0" in metrics

@@ -214,14 +214,20 @@ def start_exchange(
         engine_id=engine_id,
         **({"transfer_address": _address(settings, port)} if port.number else {}),
     )
-    offer = TransferCard(
+    hosts = tuple(host for host, _ in addresses)
+    return exchange, replace(card, transfer=_offer(settings, port, engine_id, hosts))
+
+
+def _offer(
+    settings: TransferConfig, port: ExchangePort, engine_id: str, peer_hosts: tuple[str, ...]
+) -> TransferCard:
+    return TransferCard(
         engine_id=engine_id,
         role=settings.role,
         host=settings.kv_transfer_host,
         port=port.number,
-        peer_hosts=tuple(host for host, _ in addresses),
+        peer_hosts=peer_hosts,
     )
-    return exchange, replace(card, transfer=offer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ Bytes = NDArray[np.uint8]
 # What UCX may use on machines without network cards of its own; the environment wins.
 CPU_TRANSPORTS = "cma,sysv,posix,self,tcp"
 # Packages with the bindings, one for each version of CUDA; none of them needs a GPU.
-_PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
+PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
 _BACKEND = "UCX"
 READ_S = 10.0
 _SPINS = 200  # of checks without a pause: a block of a local memory takes some of them
@@ -40,7 +40,7 @@ _PAUSE_S = 0.0002
 
 def bindings() -> Any:
     """Return the library's compiled bindings. Raises SettingError where it is not installed."""
-    for package in _PACKAGES:
+    for package in PACKAGES:
         try:
             return importlib.import_module(f"{package}._bindings")
         except ModuleNotFoundError:

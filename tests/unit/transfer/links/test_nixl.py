@@ -17,7 +17,7 @@ from quire.transfer.links.nixl import NixlAgent
 from tests.unit.transfer.links import fake_nixl
 from tests.unit.transfer.links.test_block_exchange import BLOCK_BYTES, NUM_BLOCKS, Pair
 
-IS_INSTALLED = any(importlib.util.find_spec(name) for name in nixl._PACKAGES)
+IS_INSTALLED = any(importlib.util.find_spec(name) for name in nixl.PACKAGES)
 NAMES = iter(range(1000))
 
 
@@ -135,7 +135,7 @@ def test_a_read_that_does_not_end_keeps_its_buffer(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_lacks_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl, "_PACKAGES", ("no_such_package",))
+    monkeypatch.setattr(nixl, "PACKAGES", ("no_such_package",))
     with pytest.raises(SettingError, match=r"quire-llm\[nixl\]"):
         NixlAgent("one")
     monkeypatch.setattr(nixl, "bindings", lambda: fake_nixl)
