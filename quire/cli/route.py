@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,7 +173,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.movable:
         from quire.router.role_balance import Side, SideDiscovery  # only where it is wanted
 
-        movable = _movable(arguments)
+        movable = _movable(arguments, [discovery, *([] if prefill is None else [prefill])])
         discovery = SideDiscovery(discovery, movable, Side.DECODE)
         prefill = SideDiscovery(prefill, movable, Side.PREFILL)
     host = _given(arguments.host, file.host, _DEFAULT_HOST)
@@ -285,14 +286,14 @@ def _prefill_discovery(arguments: argparse.Namespace, log: Log) -> Discovery | N
     return _listed(arguments.prefill) if arguments.prefill else None
 
 
-def _movable(arguments: argparse.Namespace) -> MovableServers:
+def _movable(arguments: argparse.Namespace, fixed: Sequence[Discovery]) -> MovableServers:
     """Return the movable servers; the first computes prompts where no other server does."""
     from quire.router.role_balance import MovableServers, Side
 
-    has_prefill = bool(arguments.prefill or arguments.prefill_file)
+    has_prefill = len(fixed) > 1
     urls = _listed(arguments.movable).poll()
-    fixed = {one.shown for one in _listed([*arguments.replicas, *arguments.prefill]).poll()}
-    if twice := [one.shown for one in urls if one.shown in fixed]:
+    known = {url.shown for one in fixed for url in one.poll()}
+    if twice := [one.shown for one in urls if one.shown in known]:
         raise SettingError(
             f"--movable {twice[0]} is given as a replica or prefill server too; give it once"
         )

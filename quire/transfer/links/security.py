@@ -35,7 +35,9 @@ class LinkSecurity:
             return connection
         connection.settimeout(TLS_S)
         first = connection.recv(1, socket.MSG_PEEK)
-        if first and first != _TLS_HANDSHAKE:
+        if not first:
+            raise ConnectionAbortedError("the other side has closed the connection")
+        if first != _TLS_HANDSHAKE:
             raise ssl.SSLError(
                 "the fetching engine speaks no TLS; give it --kv-transfer-tls-ca with the "
                 "authority of this engine's certificate"
