@@ -41,16 +41,18 @@ class MoverPair:
         self._tier.wake = self._exchange.wake = wake
 
     def begin(self, copies: BlockCopies) -> None:
-        """See BlockMover; saves come first in each part, as they do in the whole."""
+        """See BlockMover; a block that leaves may be the target of a fetch: saves begin first."""
         leaves = copies.from_tiers == Tier.POOL
         places = np.where(leaves, copies.to_blocks, copies.from_blocks)
         is_exchange = places >= self._first
-        for mover, chosen, first in (
-            (self._tier, ~is_exchange, 0),
-            (self._exchange, is_exchange, self._first),
-        ):
-            if chosen.any():
-                mover.begin(_part(copies, chosen, leaves, first))
+        for is_kind in (leaves, ~leaves):
+            for mover, is_own, first in (
+                (self._tier, ~is_exchange, 0),
+                (self._exchange, is_exchange, self._first),
+            ):
+                chosen = is_kind & is_own
+                if chosen.any():
+                    mover.begin(_part(copies, chosen, leaves, first))
 
     def wait_for(self, blocks: Int32s) -> None:
         """See BlockMover."""

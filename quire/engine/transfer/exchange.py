@@ -187,7 +187,7 @@ class Exchange:
     def _seen(self, message: Outputs) -> Outputs:
         """Take note of a step's events; return them without those of own requests."""
         outputs = message.outputs
-        if outputs is None or not (self.fetching.request_ids or self.handing.request_ids):
+        if outputs is None or not (self.fetching.has_requests or self.handing.has_requests):
             return message
         has_own = False
         for event in outputs.events:

@@ -107,6 +107,11 @@ class Fetching:
         return len(self._jobs)
 
     @property
+    def has_requests(self) -> bool:
+        """Whether a request has not begun because of a transfer."""
+        return bool(self._waiting)
+
+    @property
     def request_ids(self) -> list[str]:
         """The requests that have not begun because of a transfer."""
         return [*self._waiting]

@@ -50,6 +50,11 @@ class Handing:
         tier.on_landed = self._landed
 
     @property
+    def has_requests(self) -> bool:
+        """Whether a live request is handed over."""
+        return bool(self._transfers)
+
+    @property
     def request_ids(self) -> list[str]:
         """The live requests that are handed over."""
         return [*self._transfers]

@@ -15,14 +15,16 @@ FIRST = 10
 class FakeMover:
     """Notes its calls, and returns what a test has set."""
 
-    def __init__(self) -> None:
+    def __init__(self, order: list[BlockCopies]) -> None:
         self.begun: list[BlockCopies] = []
+        self._order = order
         self.to_say: CopiesEnded | None = None
         self.calls: list[str] = []
         self.wake: Any = None
 
     def begin(self, copies: BlockCopies) -> None:
         self.begun.append(copies)
+        self._order.append(copies)
 
     def wait_for(self, blocks: Any) -> None:
         self.calls.append("wait_for")
@@ -39,7 +41,8 @@ class FakeMover:
 
 
 def pair() -> tuple[MoverPair, FakeMover, FakeMover, list[str]]:
-    tier, exchange, lost = FakeMover(), FakeMover(), list[str]()
+    order, lost = list[BlockCopies](), list[str]()
+    tier, exchange = FakeMover(order), FakeMover(order)
     made = MoverPair(
         tier,  # type: ignore[arg-type]
         exchange,  # type: ignore[arg-type]
@@ -76,10 +79,16 @@ def test_each_copy_goes_to_the_mover_of_its_place() -> None:
             (Tier.DISK, FIRST, Tier.POOL, 33),
         )
     )
-    assert [listed(one) for one in tier.begun] == [[(30, 2, 0), (3, 32, 2)]]
-    assert [listed(one) for one in exchange.begun] == [[(31, 2, 1), (0, 33, 3)]]
+    assert [listed(one) for one in tier.begun] == [[(30, 2, 0)], [(3, 32, 2)]]
+    assert [listed(one) for one in exchange.begun] == [[(31, 2, 1)], [(0, 33, 3)]]
     made.begin(copies((Tier.POOL, 34, Tier.DISK, 1)))
-    assert (len(tier.begun), len(exchange.begun)) == (2, 1)
+    assert (len(tier.begun), len(exchange.begun)) == (3, 2)
+
+
+def test_a_block_is_saved_before_another_is_fetched_into_it() -> None:
+    made, tier, exchange, _ = pair()
+    made.begin(copies((Tier.POOL, 30, Tier.DISK, FIRST), (Tier.DISK, 3, Tier.POOL, 30)))
+    assert tier._order == [exchange.begun[0], tier.begun[0]]
 
 
 def said(*parts: tuple[Tier, int, bool], **more: Any) -> CopiesEnded:
