@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from quire import _native
 from tests.certificates import authority, key_of, signed
 from tests.flawed_link import Change, cutting, flawed_link, flipping
 from tests.serve.running_router import RunningRouter
@@ -272,6 +273,25 @@ def test_another_model_is_refused_and_computed_here(
         assert answer_of(server.post("/v1/completions", {**body, PARAMS: params})) == wanted
         assert failures(server) == {"refused": 1}
         assert "same model" in server.stderr()
+
+
+def test_another_instruction_set_is_refused_with_the_reason(
+    folder: Path, prefill: RunningServer
+) -> None:
+    """As of unlike machines, which round differently: the answer is the decode engine's own."""
+    machine = _native.Pool(1).isa
+    other = "portable" if machine != "portable" else ""
+    if not other:
+        pytest.skip("this machine has one instruction set only")
+    key = ("--kv-transfer-key-file", str(folder / "key"), "--role", "decode")
+    flags = (*FLAGS, *TRANSFER, *key)
+    with RunningServer(folder / "model", *flags, environment={"QUIRE_ISA": other}) as server:
+        body = drawn(Random(15), 120)
+        wanted = answer_of(server.post("/v1/completions", {**body, "cache_salt": "alone"}))
+        _, params = handed_over(prefill, body)
+        assert answer_of(server.post("/v1/completions", {**body, PARAMS: params})) == wanted
+        assert failures(server) == {"refused": 1}
+        assert f"instruction sets differ: {other} at the fetching engine" in server.stderr()
 
 
 def test_a_pair_with_certificates_of_both_sides(folder: Path, prefill: RunningServer) -> None:
