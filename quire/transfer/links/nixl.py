@@ -10,12 +10,14 @@ again; what was read is checked by its checksum like any other block.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import threading
 import time
 from collections import Counter
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -67,6 +69,7 @@ class NixlAgent:
         try:
             self._agent = library.nixlAgent(name, config)
             self._agent.createBackend(_BACKEND, {})
+            _skip_destructors()
         except RuntimeError as error:
             raise SettingError(
                 f"kv_transfer_backend is nixl and its backend {_BACKEND} cannot start ({error}); "
@@ -222,6 +225,18 @@ class NixlReader:
         if not self._is_lost:
             self._agent.release(self._registered)
         self._agent.part(self._name)
+
+
+@cache
+def _skip_destructors() -> None:
+    """Let this process end without the destructors of libraries.
+
+    One that UCX loads (libnl-route, as NIXL 1.5 packs it) crashes in its own, after everything else
+    has ended well. on_exit calls _exit with the exit code, before any of them.
+    """
+    with suppress(OSError, AttributeError):  # another C library than that of NIXL's packages
+        system = ctypes.CDLL(None)
+        system.on_exit(ctypes.cast(system._exit, ctypes.c_void_p), None)
 
 
 def _text(name: bytes | str) -> str:

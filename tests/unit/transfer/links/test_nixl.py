@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -152,6 +154,16 @@ def test_the_environment_chooses_transports(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("UCX_TLS")
     NixlAgent("four")
     assert nixl.os.environ["UCX_TLS"] == nixl.CPU_TRANSPORTS
+
+
+@pytest.mark.skipif(not IS_INSTALLED, reason="no NIXL")
+def test_a_process_with_an_agent_ends_with_its_own_exit_code() -> None:
+    code = (
+        "import sys; from quire.transfer.links.nixl import NixlAgent; "
+        "agent = NixlAgent('one'); print('said'); sys.exit(7)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (7, "said\n"), done.stderr
 
 
 class _Says:
