@@ -15,7 +15,7 @@ import importlib
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -38,6 +38,8 @@ _BACKEND = "UCX"
 READ_S = 10.0
 _SPINS = 200  # of checks without a pause: a block of a local memory takes some of them
 _PAUSE_S = 0.0002
+# Agents that stay connected without a transfer: to meet one again takes a fifth of a second.
+MAX_UNREAD = 16
 
 
 def bindings() -> Any:
@@ -78,7 +80,9 @@ class NixlAgent:
             ) from error
         self._registered: list[Any] = []
         self._lock = threading.Lock()
-        self._readers: Counter[str] = Counter()  # of the agents that are known now
+        self._names: OrderedDict[bytes, str] = OrderedDict()  # of known agents, by their metadata
+        self._readers: Counter[str] = Counter()
+        self._lost_names: set[str] = set()  # a read of these has failed
         self._lost: list[Bytes] = []  # buffers that a read may still write
 
     def own(self, memory: Bytes) -> NixlMemory:
@@ -107,24 +111,28 @@ class NixlAgent:
     # ---- for readers
 
     def meet(self, metadata: bytes) -> str:
-        """Load the metadata of another agent; return its name. Raises OSError."""
+        """Return the name of another agent; one that is known stays connected. Raises OSError."""
         with self._lock:
-            try:
-                name = _text(self._agent.loadRemoteMD(metadata))
-            except RuntimeError as error:
-                raise OSError(f"NIXL: the metadata of the other agent: {error}") from error
+            name = self._names.get(metadata)
+            if name is None:
+                try:
+                    name = _text(self._agent.loadRemoteMD(metadata))
+                except RuntimeError as error:
+                    raise OSError(f"NIXL: the metadata of the other agent: {error}") from error
+                self._names[metadata] = name
+            self._names.move_to_end(metadata)
             self._readers[name] += 1
+            self._forget_some()
             return name
 
-    def part(self, name: str) -> None:
-        """Forget another agent with its last reader."""
+    def part(self, name: str, *, is_lost: bool) -> None:
+        """Note that a reader of another agent has ended; forget an agent that is lost."""
         with self._lock:
             self._readers[name] -= 1
-            if self._readers[name] > 0:
-                return
-            del self._readers[name]
-            with suppress(RuntimeError):  # it is gone by itself
-                self._agent.invalidateRemoteMD(name)
+            if is_lost:
+                self._lost_names.add(name)
+            if not self._readers[name] and name in self._lost_names:
+                self._forget(name)
 
     def buffer(self, num_bytes: int) -> tuple[Bytes, Any]:
         """Return memory that reads may write, and what `release` takes. Raises OSError."""
@@ -171,6 +179,20 @@ class NixlAgent:
         except RuntimeError as error:
             raise OSError(f"NIXL: {error}") from error
 
+    def _forget_some(self) -> None:
+        """Keep few agents without a reader, those that were met last."""
+        unread = [name for name in self._names.values() if not self._readers[name]]
+        for name in unread[: max(len(unread) - MAX_UNREAD, 0)]:
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        for metadata in [one for one, known in self._names.items() if known == name]:
+            del self._names[metadata]
+        self._lost_names.discard(name)
+        del self._readers[name]
+        with suppress(RuntimeError):  # it is gone by itself
+            self._agent.invalidateRemoteMD(name)
+
     def _register(self, memory: Bytes) -> Any:
         library = self._library
         described = library.nixlRegDList(
@@ -199,12 +221,13 @@ class NixlReader:
     """A Reader of another agent's memory. Raises OSError where that cannot be met."""
 
     def __init__(self, agent: NixlAgent, other: Agent, block_bytes: int) -> None:
-        self._agent, self._other, self._is_lost = agent, other, False
+        self._agent, self._other = agent, other
+        self._is_lost = self._is_open = False  # the other agent; a read that may still go on
         self._name = agent.meet(other.metadata)
         try:
             self._buffer, self._registered = agent.buffer(block_bytes)
         except OSError:
-            agent.part(self._name)
+            agent.part(self._name, is_lost=False)
             raise
 
     def view(self, offset: int, num_bytes: int) -> Bytes:
@@ -216,15 +239,18 @@ class NixlReader:
             self._agent.read(self._name, self._other.address + offset, self._buffer)
         except LinkTimeout:
             self._agent.abandon(self._buffer)
+            self._is_lost = self._is_open = True
+            raise
+        except OSError:
             self._is_lost = True
             raise
         return self._buffer
 
     def close(self) -> None:
         """See Reader."""
-        if not self._is_lost:
+        if not self._is_open:
             self._agent.release(self._registered)
-        self._agent.part(self._name)
+        self._agent.part(self._name, is_lost=self._is_lost)
 
 
 @cache

@@ -58,8 +58,13 @@ def test_blocks_are_read_from_the_other_sides_memory(pair: NixlPair) -> None:
     job = pair.finished(pair.start())
     assert (job.failure, job.detail, job.num_landed) == (None, "", NUM_BLOCKS)
     pair.until(lambda: not len(pair.leases))
-    assert not pair.fetching._readers
+    assert not pair.fetching._readers.total()
     assert not pair.fetching._registered
+    # The agent stays known: the next transfer needs no new connection.
+    assert len(pair.fetching._names) == 1
+    pair.lease()
+    assert pair.finished(pair.start()).failure is None
+    assert len(pair.fetching._names) == 1
 
 
 def test_blocks_are_read_while_others_are_still_computed(pair: NixlPair) -> None:
@@ -94,7 +99,7 @@ def test_metadata_of_no_agent_ends_the_job(pair: NixlPair) -> None:
         pair.server._shared = {"nixl": _Says(wrong)}
         job = pair.finished(pair.start())
         assert job.failure in (Failure.REFUSED, Failure.CUT)
-    assert not pair.fetching._readers
+    assert not pair.fetching._names
 
 
 def test_places_beyond_the_memory_are_not_read(pair: NixlPair) -> None:
@@ -105,6 +110,30 @@ def test_places_beyond_the_memory_are_not_read(pair: NixlPair) -> None:
     job = pair.finished(pair.start())
     assert (job.failure, job.num_landed) == (Failure.CUT, 2)
     assert "beyond" in job.detail
+
+
+def test_few_agents_are_kept_and_one_that_failed_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "bindings", lambda: fake_nixl)
+    own = NixlAgent("own")
+    others = [NixlAgent(f"other {at}") for at in range(nixl.MAX_UNREAD + 5)]
+    memories = [np.full(BLOCK_BYTES, at, np.uint8) for at in range(len(others))]
+    described = [one.own(memory).message() for one, memory in zip(others, memories, strict=True)]
+    opener = own.opener(BLOCK_BYTES)
+    for at, message in enumerate(described):
+        reader = opener.open(message)
+        assert (reader.view(0, BLOCK_BYTES) == at).all()
+        reader.close()
+    assert len(own._names) <= nixl.MAX_UNREAD + 1
+    assert len(own._agent.known) == len(own._names)
+    first, second = opener.open(described[-1]), opener.open(described[-1])
+    others[-1].close()  # its memory is withdrawn: reads fail
+    with pytest.raises(OSError, match="NIXL"):
+        first.view(0, BLOCK_BYTES)
+    first.close()
+    assert described[-1].metadata in own._names  # another reader has it
+    second.close()
+    assert described[-1].metadata not in own._names
+    assert "other" not in "".join(one for one in own._readers if own._readers[one])
 
 
 def test_stale_bytes_are_not_taken_for_a_block(pair: NixlPair) -> None:
