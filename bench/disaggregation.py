@@ -7,8 +7,8 @@ and a decode engine with one core each (processes are bound to cores; this one r
 Each prompt's tokens must be equal in both, or the run is refused. hidden_share: how much of the
 bytes' time was covered by the prefill, from the prompts' times at the prefill engine itself beside
 the same streams.
-`links`: GB/s of each backend between two stores (nixl where it is installed), beside memcpy of the
-same blocks.
+`links`: GB/s of each backend between the stores of two processes (nixl where it is installed),
+beside memcpy of the same blocks.
 
 Run: python -m bench.disaggregation [--runs links,serving] [--model FOLDER] [--prompt 8192]
      [--prompts 4] [--decoding 16] [--backend auto] [--out FILE] [--smoke]
@@ -22,6 +22,7 @@ import json
 import os
 import re
 import secrets
+import signal
 import socket
 import statistics
 import subprocess
@@ -295,26 +296,77 @@ def links(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _moved(backend: str, segment: OwnSegment, sent: np.ndarray, got: np.ndarray) -> float:
-    """Return the seconds from a job's start to its end."""
-    keys, ended = TransferKeys.derive(secrets.token_bytes(32)), threading.Event()
-    security = LinkSecurity(keys.links)
-    shared: dict[str, OwnMemory] = {}
-    openers: dict[str, Opener] = {}
-    agents: list[NixlAgent] = []
-    if backend == "shm":
-        shared["shm"], openers["shm"] = segment, Opener(Segment, MappedSegment)
-    elif backend == "nixl":
-        agents = [NixlAgent(name) for name in ("handing", "fetching")]
-        shared["nixl"] = agents[0].own(sent.reshape(-1))
-        openers["nixl"] = agents[1].opener(LINK_BLOCK_BYTES)
-    digests = tuple(at.to_bytes(16, "little") for at in range(len(sent)))
-    leases = LeaseBook(lambda: time.monotonic() * 1000.0, 600_000.0)
-    leases.open(b"t" * 16, digests)
-    for place, digest in enumerate(digests):
-        leases.landed(digest, place)
+    """Return the seconds from a job's start to its end, from the store of a process of its own.
+
+    Before that one block is moved, which connects what is connected once.
+    """
+    security = LinkSecurity(TransferKeys.derive(secrets.token_bytes(32)).links)
     identity = Identity("a", b"f" * 32, 16, LINK_BLOCK_BYTES, "m", "r", "bf16", (backend,))
     listening = socket.create_server(("127.0.0.1", 0))
-    server = BlockServer(
+    ready, is_ready = os.pipe()
+    child = os.fork()
+    if not child:
+        _hand_over(backend, security, identity, listening, segment, sent, is_ready)
+    address = listening.getsockname()[1]
+    listening.close()
+    try:
+        os.read(ready, 1)
+        ended = threading.Event()
+        agent = NixlAgent("fetching") if backend == "nixl" else None
+        openers = {"shm": Opener(Segment, MappedSegment)} if backend == "shm" else {}
+        if agent is not None:
+            openers["nixl"] = agent.opener(LINK_BLOCK_BYTES)
+        client = BlockClient(
+            security=security,
+            identity=identity,
+            room=lambda place: got[place],
+            wake=ended.set,
+            openers=openers,
+            timeout_s=600.0,
+        )
+        for number, count in enumerate((1, len(sent))):
+            source = Source(host="127.0.0.1", port=address, transfer_id=bytes([number]) * 16)
+            job = FetchJob(source, _digests(count), range(count))
+            ended.clear()
+            began_s = time.monotonic()
+            client.start(job)
+            ended.wait(600)
+            seconds = time.monotonic() - began_s
+            if job.failure is not None:
+                raise SystemExit(f"{backend}: {job.failure} {job.detail}")
+        client.close()
+        if agent is not None:
+            agent.close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+        os.close(is_ready)
+    return seconds
+
+
+def _hand_over(
+    backend: str,
+    security: LinkSecurity,
+    identity: Identity,
+    listening: socket.socket,
+    segment: OwnSegment,
+    sent: np.ndarray,
+    is_ready: int,
+) -> None:
+    """Serve `sent` until this process is killed."""
+    shared: dict[str, OwnMemory] = {}
+    if backend == "shm":
+        shared["shm"] = segment
+    elif backend == "nixl":
+        shared["nixl"] = NixlAgent("handing").own(sent.reshape(-1))
+    digests = _digests(len(sent))
+    leases = LeaseBook(lambda: time.monotonic() * 1000.0, 600_000.0)
+    for number in range(2):
+        leases.open(bytes([number]) * 16, digests)
+    for place, digest in enumerate(digests):
+        leases.landed(digest, place)
+    BlockServer(
         listening,
         security=security,
         identity=identity,
@@ -324,27 +376,13 @@ def _moved(backend: str, segment: OwnSegment, sent: np.ndarray, got: np.ndarray)
         shared=shared,
         report=lambda what, **fields: print(what, fields),
     )
-    client = BlockClient(
-        security=security,
-        identity=identity,
-        room=lambda place: got[place],
-        wake=ended.set,
-        openers=openers,
-        timeout_s=600.0,
-    )
-    source = Source(host="127.0.0.1", port=listening.getsockname()[1], transfer_id=b"t" * 16)
-    job = FetchJob(source, digests, range(len(sent)))
-    began_s = time.monotonic()
-    client.start(job)
-    ended.wait(600)
-    seconds = time.monotonic() - began_s
-    server.close()
-    client.close()
-    for agent in agents:
-        agent.close()
-    if job.failure is not None:
-        raise SystemExit(f"{backend}: {job.failure} {job.detail}")
-    return seconds
+    os.write(is_ready, b"r")
+    while True:
+        signal.pause()
+
+
+def _digests(count: int) -> tuple[bytes, ...]:
+    return tuple(at.to_bytes(16, "little") for at in range(count))
 
 
 def _has_nixl() -> bool:

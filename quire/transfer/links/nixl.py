@@ -66,13 +66,14 @@ class NixlAgent:
     def __init__(self, name: str) -> None:
         os.environ.setdefault("UCX_TLS", CPU_TRANSPORTS)
         self._library = library = bindings()
+        self._errors = _errors_of(library)
         # A thread of its own answers reads of other agents, and several of ours call it.
         config = library.nixlAgentConfig(True, False, 0, library.NIXL_THREAD_SYNC_STRICT)
         try:
             self._agent = library.nixlAgent(name, config)
             self._agent.createBackend(_BACKEND, {})
             _skip_destructors()
-        except RuntimeError as error:
+        except self._errors as error:
             raise SettingError(
                 f"kv_transfer_backend is nixl and its backend {_BACKEND} cannot start ({error}); "
                 f"UCX_TLS is {os.environ['UCX_TLS']}: take transports that this machine has, or "
@@ -90,12 +91,12 @@ class NixlAgent:
         try:
             self._register(memory)
             metadata = bytes(self._agent.getLocalMD())
-        except RuntimeError as error:
+        except self._errors as error:
             raise SettingError(
                 f"kv_transfer_bytes is {memory.nbytes} and NIXL cannot register it ({error}); "
                 "lower --kv-transfer-size, or raise what a process may lock (ulimit -l)"
             ) from error
-        return NixlMemory(Agent(memory.ctypes.data, memory.nbytes, metadata))
+        return NixlMemory(self, Agent(memory.ctypes.data, memory.nbytes, metadata))
 
     def opener(self, block_bytes: int) -> Opener:
         """Return what opens the memory of other agents, to read blocks of that size."""
@@ -117,7 +118,7 @@ class NixlAgent:
             if name is None:
                 try:
                     name = _text(self._agent.loadRemoteMD(metadata))
-                except RuntimeError as error:
+                except self._errors as error:
                     raise OSError(f"NIXL: the metadata of the other agent: {error}") from error
                 self._names[metadata] = name
             self._names.move_to_end(metadata)
@@ -140,7 +141,7 @@ class NixlAgent:
         with self._lock:
             try:
                 return memory, self._register(memory)
-            except RuntimeError as error:
+            except self._errors as error:
                 raise OSError(f"NIXL: a buffer of {num_bytes} bytes: {error}") from error
 
     def release(self, registered: Any) -> None:
@@ -176,7 +177,7 @@ class NixlAgent:
                     status = agent.getXferStatus(request)
             finally:
                 agent.releaseXferReq(request)  # which cancels it, if it is under way
-        except RuntimeError as error:
+        except self._errors as error:
             raise OSError(f"NIXL: {error}") from error
 
     def _forget_some(self) -> None:
@@ -190,7 +191,7 @@ class NixlAgent:
             del self._names[metadata]
         self._lost_names.discard(name)
         del self._readers[name]
-        with suppress(RuntimeError):  # it is gone by itself
+        with suppress(*self._errors):  # it is gone by itself
             self._agent.invalidateRemoteMD(name)
 
     def _register(self, memory: Bytes) -> Any:
@@ -204,14 +205,14 @@ class NixlAgent:
 
 
 class NixlMemory:
-    """An OwnMemory: registered until its agent closes."""
+    """An OwnMemory: registered until its agent closes, which lives as long as this."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(self, agent: NixlAgent, described: Agent) -> None:
+        self._agent, self._described = agent, described
 
     def message(self) -> Agent:
         """See OwnMemory."""
-        return self._agent
+        return self._described
 
     def close(self) -> None:
         """See OwnMemory; the agent withdraws it."""
@@ -251,6 +252,13 @@ class NixlReader:
         if not self._is_open:
             self._agent.release(self._registered)
         self._agent.part(self._name, is_lost=self._is_lost)
+
+
+def _errors_of(library: Any) -> tuple[type[Exception], ...]:
+    """Return the exceptions of the bindings, which have no base of their own."""
+    named = (getattr(library, name) for name in dir(library))
+    own = [one for one in named if isinstance(one, type) and issubclass(one, Exception)]
+    return (RuntimeError, *own)
 
 
 @cache

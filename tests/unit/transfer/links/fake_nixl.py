@@ -16,6 +16,10 @@ DRAM_SEG = "dram"
 _AGENTS: dict[bytes, nixlAgent] = {}
 
 
+class nixlBackendError(Exception):
+    pass
+
+
 class nixlAgentConfig:
     def __init__(self, *settings: Any) -> None:
         self.settings = settings
@@ -42,7 +46,7 @@ class nixlAgent:
 
     def createBackend(self, backend: str, settings: dict[str, str]) -> int:
         if backend != "UCX":
-            raise RuntimeError("NIXL_ERR_NOT_FOUND")
+            raise nixlBackendError("NIXL_ERR_NOT_FOUND")
         return 1
 
     def registerMem(self, memory: nixlRegDList) -> int:
@@ -61,14 +65,14 @@ class nixlAgent:
 
     def loadRemoteMD(self, metadata: bytes) -> bytes:
         if metadata not in _AGENTS:
-            raise RuntimeError("NIXL_ERR_MISMATCH")
+            raise nixlBackendError("NIXL_ERR_MISMATCH")
         other = _AGENTS[metadata]
         self.known[other.name] = other
         return other.name.encode()
 
     def invalidateRemoteMD(self, name: str) -> int:
         if self.known.pop(name, None) is None:
-            raise RuntimeError("NIXL_ERR_NOT_FOUND")
+            raise nixlBackendError("NIXL_ERR_NOT_FOUND")
         return NIXL_SUCCESS
 
     def createXferReq(
@@ -76,7 +80,7 @@ class nixlAgent:
     ) -> int:
         other = self.known.get(name)
         if other is None or not (_covers(self, local) and _covers(other, remote)):
-            raise RuntimeError("NIXL_ERR_NOT_FOUND")
+            raise nixlBackendError("NIXL_ERR_NOT_FOUND")
         number = len(self.requests) + 1
         self.requests[number] = [local, remote, self.num_pending]
         return number
