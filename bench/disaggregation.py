@@ -5,8 +5,10 @@ are the gaps between the tokens of the streams from the first prompt's arrival t
 first token, and the prompts' times to first token: of one engine with two cores, and of a prefill
 and a decode engine with one core each (processes are bound to cores; this one runs beside them).
 Each prompt's tokens must be equal in both, or the run is refused. hidden_share: how much of the
-bytes' time was covered by the prefill, from the prompt's time at the prefill engine alone.
-`links`: GB/s of each backend between two processes' stores, beside memcpy of the same blocks.
+bytes' time was covered by the prefill, from the prompts' times at the prefill engine itself beside
+the same streams.
+`links`: GB/s of each backend between the stores of two processes (nixl where it is installed),
+beside memcpy of the same blocks.
 
 Run: python -m bench.disaggregation [--runs links,serving] [--model FOLDER] [--prompt 8192]
      [--prompts 4] [--decoding 16] [--backend auto] [--out FILE] [--smoke]
@@ -20,6 +22,7 @@ import json
 import os
 import re
 import secrets
+import signal
 import socket
 import statistics
 import subprocess
@@ -35,14 +38,18 @@ from typing import Any
 import numpy as np
 
 from bench.checkpoints import random_checkpoint
+from quire.base.errors import SettingError
 from quire.bench.machine import machine_card
 from quire.obs.timing import percentiles
 from quire.transfer.links.block_client import BlockClient, FetchJob, Source
 from quire.transfer.links.block_server import BlockServer
 from quire.transfer.links.handshake import TransferKeys
 from quire.transfer.links.leases import LeaseBook
-from quire.transfer.links.messages import Identity
-from quire.transfer.links.shared_memory import OwnSegment
+from quire.transfer.links.messages import Identity, Segment
+from quire.transfer.links.nixl import NixlAgent, bindings
+from quire.transfer.links.security import LinkSecurity
+from quire.transfer.links.shared_memory import MappedSegment, OwnSegment
+from quire.transfer.links.ways import Opener, OwnMemory
 
 SHAPE = "qwen3-0.6b"
 READY_S = 600.0
@@ -157,8 +164,13 @@ def ids(name: str, count: int) -> list[int]:
     return [int(one) for one in drawn.integers(2, _VOCAB, count)]
 
 
-def gaps_beside(server: Server, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure streams beside prompts at one server, which may have its prompts computed."""
+def gaps_beside(
+    server: Server, args: argparse.Namespace, prefill: Server | None = None
+) -> dict[str, Any]:
+    """Measure streams beside prompts at one server, which may have its prompts computed.
+
+    prefill: where they are computed; prompts are then sent there too, beside the same streams.
+    """
     server.post(prompt_body(args, args.prompts))  # memory is in use, and step costs are known
     stop = threading.Event()
     streams = [Stream(server, number, stop) for number in range(args.decoding)]
@@ -173,6 +185,7 @@ def gaps_beside(server: Server, args: argparse.Namespace) -> dict[str, Any]:
         ttfts_s.append(time.monotonic() - sent_s)
         tokens.append(answer["choices"][0]["token_ids"])
     ended_s = time.monotonic()
+    alone_s = [] if prefill is None else [prompt_s(prefill, args, at) for at in range(args.prompts)]
     stop.set()
     for stream in streams:
         stream.join(60)
@@ -188,6 +201,7 @@ def gaps_beside(server: Server, args: argparse.Namespace) -> dict[str, Any]:
         "most_ms": max(gaps_ms),
         "ttft_s": statistics.median(ttfts_s),
         "num_gaps": len(gaps_ms),
+        **({"prefill_s": statistics.median(alone_s)} if alone_s else {}),
     }
 
 
@@ -222,9 +236,8 @@ def serving(args: argparse.Namespace) -> dict[str, Any]:
         flags = ("--role", "decode", "--kv-transfer-peer", address, "--kv-transfer-fetch", "always")
         decode = Server(args.model, folder, cores[1:], *context, *shared, *flags)
         ending.callback(decode.end)
-        alone_s = prompt_alone_s(prefill, args)
-        result["two engines"] = gaps_beside(decode, args)
-        result["two engines"] |= transfer_of(decode, args.prompts, alone_s)
+        result["two engines"] = gaps_beside(decode, args, prefill)
+        result["two engines"] |= transfer_of(decode, args.prompts)
     if result["one engine"].pop("tokens") != result["two engines"].pop("tokens"):
         raise SystemExit("the prompts' first tokens differ: the run is wrong")
     one_ms, two_ms = (result[name]["tpot_ms"]["p99"] for name in ("one engine", "two engines"))
@@ -232,14 +245,14 @@ def serving(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def prompt_alone_s(prefill: Server, args: argparse.Namespace) -> float:
-    """Return the time of a prompt at the idle prefill engine."""
+def prompt_s(prefill: Server, args: argparse.Namespace, number: int) -> float:
+    """Return the time of a prompt at the prefill engine, which has it not yet."""
     began_s = time.monotonic()
-    prefill.post({**prompt_body(args, 0), "cache_salt": "alone"})
+    prefill.post({**prompt_body(args, number), "cache_salt": "alone"})
     return time.monotonic() - began_s
 
 
-def transfer_of(decode: Server, num_prompts: int, alone_s: float) -> dict[str, Any]:
+def transfer_of(decode: Server, num_prompts: int) -> dict[str, Any]:
     """Return what was moved, and how fast."""
     num_bytes = decode.metric("quire_kv_transfer_received_bytes_total")
     seconds = decode.metric("quire_kv_transfer_receive_seconds_total")
@@ -247,14 +260,13 @@ def transfer_of(decode: Server, num_prompts: int, alone_s: float) -> dict[str, A
         "received_bytes": num_bytes,
         "gb_per_s": num_bytes / seconds / 1e9 if seconds else 0.0,
         "receive_s_per_prompt": seconds / (num_prompts + 1),
-        "prompt_alone_s": alone_s,
         "failures": decode.metric("quire_kv_transfer_failures_total"),
     }
 
 
 def hidden_share(two: dict[str, Any]) -> float:
     """Return the share of the bytes' time that did not delay the first token."""
-    exposed_s = max(two["ttft_s"] - two["prompt_alone_s"], 0.0)
+    exposed_s = max(two["ttft_s"] - two["prefill_s"], 0.0)
     moved_s = two["receive_s_per_prompt"]
     return max(1.0 - exposed_s / moved_s, 0.0) if moved_s else 0.0
 
@@ -272,7 +284,7 @@ def links(args: argparse.Namespace) -> dict[str, Any]:
     for place in range(num_blocks):
         got[place] = sent[place]
     result["memcpy_gb_per_s"] = total / (time.monotonic() - began_s) / 1e9
-    for backend in ("tcp", "shm"):
+    for backend in ("tcp", "shm", *(["nixl"] if _has_nixl() else [])):
         got[:] = 0
         seconds = _moved(backend, segment, sent, got)
         if not np.array_equal(sent, got):
@@ -284,44 +296,101 @@ def links(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _moved(backend: str, segment: OwnSegment, sent: np.ndarray, got: np.ndarray) -> float:
-    """Return the seconds from a job's start to its end."""
-    keys, ended = TransferKeys.derive(secrets.token_bytes(32)), threading.Event()
-    digests = tuple(at.to_bytes(16, "little") for at in range(len(sent)))
-    leases = LeaseBook(lambda: time.monotonic() * 1000.0, 600_000.0)
-    leases.open(b"t" * 16, digests)
-    for place, digest in enumerate(digests):
-        leases.landed(digest, place)
+    """Return the seconds from a job's start to its end, from the store of a process of its own.
+
+    Before that one block is moved, which connects what is connected once.
+    """
+    security = LinkSecurity(TransferKeys.derive(secrets.token_bytes(32)).links)
     identity = Identity("a", b"f" * 32, 16, LINK_BLOCK_BYTES, "m", "r", "bf16", (backend,))
     listening = socket.create_server(("127.0.0.1", 0))
-    server = BlockServer(
+    ready, is_ready = os.pipe()
+    child = os.fork()
+    if not child:
+        _hand_over(backend, security, identity, listening, segment, sent, is_ready)
+    address = listening.getsockname()[1]
+    listening.close()
+    try:
+        os.read(ready, 1)
+        ended = threading.Event()
+        agent = NixlAgent("fetching") if backend == "nixl" else None
+        openers = {"shm": Opener(Segment, MappedSegment)} if backend == "shm" else {}
+        if agent is not None:
+            openers["nixl"] = agent.opener(LINK_BLOCK_BYTES)
+        client = BlockClient(
+            security=security,
+            identity=identity,
+            room=lambda place: got[place],
+            wake=ended.set,
+            openers=openers,
+            timeout_s=600.0,
+        )
+        for number, count in enumerate((1, len(sent))):
+            source = Source(host="127.0.0.1", port=address, transfer_id=bytes([number]) * 16)
+            job = FetchJob(source, _digests(count), range(count))
+            ended.clear()
+            began_s = time.monotonic()
+            client.start(job)
+            ended.wait(600)
+            seconds = time.monotonic() - began_s
+            if job.failure is not None:
+                raise SystemExit(f"{backend}: {job.failure} {job.detail}")
+        client.close()
+        if agent is not None:
+            agent.close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+        os.close(is_ready)
+    return seconds
+
+
+def _hand_over(
+    backend: str,
+    security: LinkSecurity,
+    identity: Identity,
+    listening: socket.socket,
+    segment: OwnSegment,
+    sent: np.ndarray,
+    is_ready: int,
+) -> None:
+    """Serve `sent` until this process is killed."""
+    shared: dict[str, OwnMemory] = {}
+    if backend == "shm":
+        shared["shm"] = segment
+    elif backend == "nixl":
+        shared["nixl"] = NixlAgent("handing").own(sent.reshape(-1))
+    digests = _digests(len(sent))
+    leases = LeaseBook(lambda: time.monotonic() * 1000.0, 600_000.0)
+    for number in range(2):
+        leases.open(bytes([number]) * 16, digests)
+    for place, digest in enumerate(digests):
+        leases.landed(digest, place)
+    BlockServer(
         listening,
-        key=keys.links,
+        security=security,
         identity=identity,
         leases=leases,
         room=lambda place: sent[place],
         desk=_NoDesk(),
-        segment=segment if backend == "shm" else None,
+        shared=shared,
         report=lambda what, **fields: print(what, fields),
     )
-    client = BlockClient(
-        key=keys.links,
-        identity=identity,
-        room=lambda place: got[place],
-        wake=ended.set,
-        report=lambda what, **fields: print(what, fields),
-        timeout_s=600.0,
-    )
-    source = Source(host="127.0.0.1", port=listening.getsockname()[1], transfer_id=b"t" * 16)
-    job = FetchJob(source, digests, range(len(sent)))
-    began_s = time.monotonic()
-    client.start(job)
-    ended.wait(600)
-    seconds = time.monotonic() - began_s
-    server.close()
-    client.close()
-    if job.failure is not None:
-        raise SystemExit(f"{backend}: {job.failure} {job.detail}")
-    return seconds
+    os.write(is_ready, b"r")
+    while True:
+        signal.pause()
+
+
+def _digests(count: int) -> tuple[bytes, ...]:
+    return tuple(at.to_bytes(16, "little") for at in range(count))
+
+
+def _has_nixl() -> bool:
+    try:
+        bindings()
+    except SettingError:
+        return False
+    return True
 
 
 class _NoDesk:

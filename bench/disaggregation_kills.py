@@ -3,39 +3,46 @@
 A prefill engine and a decode engine answer drawn requests. In each round one of them (drawn) is
 killed with SIGKILL at a drawn time after the transfer has begun, and started again. Checked in each
 round: the answer is that of one engine where the decode engine lives, and at the survivor no lease,
-transfer or running request is left. Checked at the end: no process, no directory of sockets, no
-file in shared memory, and no more descriptors and memory of a survivor than its first rounds took.
-Exits with 1 on any difference.
+transfer, request, block or kept place is left, its books agree, and it has no more descriptors and
+memory than after its first rounds. Checked at the end: no process, and no file in shared memory or
+the directory of temporary files. Exits with 1 on any difference.
 
-Run: python -m bench.disaggregation_kills [--kills 1000] [--model FOLDER] [--seed 1] [--out FILE]
+Engines are forked from this process (bench/forked_engines.py), which makes a thousand kills in
+minutes. `--servers` kills whole servers instead: the HTTP process and its engine.
+
+Run: python -m bench.disaggregation_kills [--kills 1000] [--servers] [--model FOLDER] [--seed 1]
+     [--backend auto] [--out FILE]
 """
 
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import os
 import random
 import secrets
-import signal
+import sys
 import tempfile
-import threading
 import time
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench.disaggregation import Server, ids
+import numpy as np
+
+from bench.forked_engines import Answer, EngineGone, ForkedEngine, Holdings
+from bench.server_kills import run_servers
+from quire.base.kv_transfer import KVTransfer
+from quire.base.records import Request
+from quire.base.sampling_params import SamplingParams
 from quire.bench.machine import machine_card
 
-PARAMS = "kv_transfer_params"
-HAND_OVER = {"do_remote_decode": True}
-QUIET_S = 30.0
-# What a surviving engine process may have more than after its first round.
+ANSWER_S, QUIET_S = 60.0, 30.0
+# What a surviving engine may have more than after its first round.
 MAX_GROWTH_DESCRIPTORS, MAX_GROWTH_BYTES = 4, 64 << 20
-_LEFT = ("quire_kv_transfer_leases", "quire_kv_transfer_fetching", "quire_running_requests")
+MAX_PROBLEMS = 5
+_VOCAB = 1000  # ids that every checkpoint has
+_SETTLE_S = 0.002
 
 
 @dataclass
@@ -43,140 +50,181 @@ class Side:
     """An engine of one role, which is killed and started again."""
 
     role: str
-    model: str
-    folder: Path
-    server: Server | None = None
-    holdings: list[tuple[int, int]] = field(default_factory=list)
+    settings: dict[str, Any]
+    engine: ForkedEngine | None = None
+    first: Holdings | None = None  # after its first round
 
-    def start(self) -> Server:
+    def start(self) -> ForkedEngine:
         """Start it, if it does not run."""
-        if self.server is None:
-            key = ("--kv-transfer-key-file", str(self.folder / "key"), "--role", self.role)
-            sizes = ("--kv-transfer-size", "16MiB", "--kv-cache-memory", "64MiB")
-            sizes += ("--kv-touch-ahead", "0", "--kv-transfer-timeout", "10", "--access-log", "off")
-            cores = sorted(os.sched_getaffinity(0))
-            self.server = Server(self.model, self.folder, cores[:1], *key, *sizes)
-            self.holdings.clear()
-        return self.server
+        if self.engine is None:
+            self.engine = ForkedEngine({**self.settings, "role": self.role})
+            self.first = None
+        return self.engine
 
     def kill(self) -> None:
-        """End its engine process and its server at once."""
-        assert self.server is not None
-        for pid in (self.server.engine_pid, self.server.pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.server.wait()
-        self.server = None
+        """End its process at once."""
+        assert self.engine is not None
+        self.engine.kill()
+        self.engine = None
 
-    def note_holdings(self) -> None:
-        """Note the descriptors and the memory of its engine process."""
-        assert self.server is not None
-        pid = self.server.engine_pid
-        descriptors = len(os.listdir(f"/proc/{pid}/fd"))
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        self.holdings.append((descriptors, pages * os.sysconf("SC_PAGE_SIZE")))
+    def left(self) -> list[str]:
+        """Return what of a round is left where it lives, after some time."""
+        engine, deadline_s = self.start(), time.monotonic() + QUIET_S
+        while not (found := engine.holdings()).is_quiet:
+            if time.monotonic() > deadline_s:
+                return [f"{self.role}: {found}"]
+            time.sleep(_SETTLE_S)
+        self.first = self.first or found
+        return [f"{self.role}: {one}" for one in (*found.problems, *_growth(self.first, found))]
 
 
-def body_of(chance: random.Random) -> dict[str, Any]:
+@dataclass
+class Drill:
+    """Rounds of kills. num_answers: those of decode engines that lost their prefill engine."""
+
+    chance: random.Random
+    prefill: Side
+    decode: Side
+    whole: ForkedEngine
+    problems: list[str] = field(default_factory=list)
+    num_answers: int = 0
+
+    def round(self) -> None:
+        """Kill one side in the middle of a transfer; note what is wrong."""
+        request = _drawn(self.chance)
+        victim = self.chance.choice([self.prefill, self.decode])
+        survivor = self.decode if victim is self.prefill else self.prefill
+        self.whole.start(request)
+        handing, fetching = self.prefill.start(), self.decode.start()
+        transfer_id = self.chance.randbytes(16).hex()
+        prompt = _handed_over(request, transfer_id)
+        handing.start(prompt)
+        if self.chance.random() < 0.5:  # else it is fetched while it is computed
+            handing.finish(prompt, ANSWER_S)
+        offer = handing.offer
+        source = KVTransfer(
+            transfer_id=transfer_id,
+            hand_over=False,
+            host=offer["host"],
+            port=offer["port"],
+            engine_id=offer["engine_id"],
+        )
+        fetching.start(replace(request, transfer=source))
+        fetching.wait(self.chance.random() * 0.02)
+        victim.kill()
+        wanted = self.whole.finish(request, ANSWER_S)
+        if victim is self.prefill:
+            self._compare(fetching, request, wanted)
+        self.problems += survivor.left()
+
+    def _compare(self, fetching: ForkedEngine, request: Request, wanted: Answer) -> None:
+        try:
+            found = fetching.finish(request, ANSWER_S)
+        except EngineGone as error:
+            self.problems.append(f"prefill killed: the decode engine did not answer: {error}")
+            return
+        self.num_answers += 1
+        if found != wanted:
+            self.problems.append("prefill killed: the answer differs")
+
+
+def _drawn(chance: random.Random) -> Request:
     """Return a drawn request."""
-    return {
-        "prompt": ids(f"kill {chance.random()}", chance.randrange(60, 480)),
-        "max_tokens": chance.randrange(2, 12),
-        "seed": chance.randrange(1 << 30),
-        "temperature": chance.choice([0.0, 1.0]),
-        "logprobs": 2,
-        "return_token_ids": True,
-        "ignore_eos": True,
-    }
+    draw = np.random.default_rng(chance.randrange(1 << 30))
+    prompt = draw.integers(2, _VOCAB, chance.randrange(60, 480)).astype(np.int32)
+    sampling = SamplingParams(
+        max_tokens=chance.randrange(2, 12),
+        seed=chance.randrange(1 << 30),
+        temperature=chance.choice([0.0, 1.0]),
+        logprobs=2,
+    )
+    name = f"r{chance.randrange(1 << 60):x}"
+    return Request(
+        request_id=name,
+        group_id=name,
+        stream=0,
+        prompt_ids=prompt,
+        sampling=sampling.resolve(),
+        stop_ids=(),
+        max_total_tokens=len(prompt) + sampling.max_tokens,
+        arrival_ms=0.0,
+    )
 
 
-def told_by(answer: dict[str, Any]) -> Any:
-    """Return what must not differ."""
-    choice = answer["choices"][0]
-    return choice["token_ids"], choice["logprobs"]
+def _handed_over(request: Request, transfer_id: str) -> Request:
+    """Return the request of the prefill engine: one token, and its blocks kept."""
+    return replace(
+        request,
+        sampling=replace(request.sampling, max_tokens=1),
+        max_total_tokens=len(request.prompt_ids) + 1,
+        transfer=KVTransfer(transfer_id=transfer_id, hand_over=True),
+    )
 
 
-def one_kill(prefill: Side, decode: Side, whole: Server, chance: random.Random) -> list[str]:
-    """Kill one side in the middle of a transfer; return what is wrong."""
-    body, victim = body_of(chance), chance.choice([prefill, decode])
-    survivor = decode if victim is prefill else prefill
-    wanted = told_by(whole.post(body))
-    handing, fetching = prefill.start(), decode.start()
-    offer = handing.post({**body, PARAMS: HAND_OVER})[PARAMS]
-    timer = threading.Timer(chance.random() * 0.02, victim.kill)
-    timer.start()
-    problems = []
-    try:
-        answer = fetching.post({**body, PARAMS: offer})
-        if told_by(answer) != wanted:
-            problems.append(f"{victim.role} killed: the answer differs")
-    except (OSError, http.client.HTTPException, SystemExit) as error:
-        if victim is prefill:
-            problems.append(f"prefill killed: the decode engine did not answer: {error}")
-    timer.join()
-    problems += left_at(survivor)
-    return problems
-
-
-def left_at(survivor: Side) -> list[str]:
-    """Return what of the transfer is left at the side that lives, after some time."""
-    server, deadline_s = survivor.start(), time.monotonic() + QUIET_S
-    while any(server.metric(name) for name in _LEFT):
-        if time.monotonic() > deadline_s:
-            return [f"{survivor.role}: {name} is {server.metric(name)}" for name in _LEFT]
-        time.sleep(0.02)
-    survivor.note_holdings()
-    return []
-
-
-def grown(side: Side) -> list[str]:
-    """Return what a side has more of than after its first round."""
-    if len(side.holdings) < 2:
-        return []
-    (descriptors, num_bytes), last = side.holdings[0], side.holdings[-1]
+def _growth(first: Holdings, last: Holdings) -> list[str]:
     found = []
-    if last[0] > descriptors + MAX_GROWTH_DESCRIPTORS:
-        found.append(f"{side.role}: {last[0]} descriptors, {descriptors} after its first round")
-    if last[1] > num_bytes + MAX_GROWTH_BYTES:
-        found.append(f"{side.role}: {last[1]} bytes, {num_bytes} after its first round")
+    if last.descriptors > first.descriptors + MAX_GROWTH_DESCRIPTORS:
+        found.append(f"{last.descriptors} descriptors, {first.descriptors} after its first round")
+    if last.num_bytes > first.num_bytes + MAX_GROWTH_BYTES:
+        found.append(f"{last.num_bytes} bytes, {first.num_bytes} after its first round")
     return found
+
+
+def run_engines(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Make all kills of engines; return the result."""
+    shared = {
+        "model": args.model,
+        "threads": 1,
+        "kv_cache_memory": "64MiB",
+        "kv_touch_ahead": 0,
+    }
+    exchange = {
+        "kv_transfer_key_file": str(folder / "key"),
+        "kv_transfer_size": "16MiB",
+        "kv_transfer_timeout": 0.5,  # how long the lease of a killed engine is kept
+        "kv_transfer_backend": args.backend,
+    }
+    whole = ForkedEngine(shared)
+    sides = [Side(role, {**shared, **exchange}) for role in ("prefill", "decode")]
+    drill = Drill(random.Random(args.seed), *sides, whole)
+    began_s = time.monotonic()
+    try:
+        for number in range(args.kills):
+            drill.round()
+            if drill.problems or (number + 1) % 100 == 0:
+                print(f"{number + 1} kills, {len(drill.problems)} problems", flush=True)
+                print(*drill.problems, sep="\n", end="", flush=True)
+            if len(drill.problems) > MAX_PROBLEMS:
+                break
+        seconds = time.monotonic() - began_s
+    finally:
+        for engine in (whole, *(side.engine for side in sides if side.engine is not None)):
+            engine.end()
+    return {
+        "seconds": seconds,
+        "problems": drill.problems,
+        "compared_answers": drill.num_answers,
+    }
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Make all kills; return the result."""
-    chance, problems = random.Random(args.seed), list[str]()
     shared_before = set(os.listdir("/dev/shm"))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "sockets").mkdir()
-        os.environ["TMPDIR"] = str(folder / "sockets")  # of the servers
+        (folder / "temporary").mkdir()
+        os.environ["TMPDIR"] = str(folder / "temporary")  # of the engines
         key = folder / "key"
         key.touch(0o600)
         key.write_text(secrets.token_hex(32))
-        whole = Server(args.model, folder, sorted(os.sched_getaffinity(0))[-1:])
-        prefill, decode = (Side(role, args.model, folder) for role in ("prefill", "decode"))
-        began_s = time.monotonic()
-        try:
-            for number in range(args.kills):
-                problems += one_kill(prefill, decode, whole, chance)
-                problems += grown(prefill) + grown(decode)
-                if problems or (number + 1) % 50 == 0:
-                    print(f"{number + 1} kills, {len(problems)} problems", *problems, flush=True)
-                if len(problems) > 5:
-                    break
-            seconds = time.monotonic() - began_s
-            for side in (prefill, decode):  # a start removes the directories of killed servers
-                side.start()
-        finally:
-            for side in (prefill, decode):
-                if side.server is not None:
-                    side.server.end()
-            whole.end()
-        left = sorted(path.name for path in (folder / "sockets").iterdir())
-        problems += [f"left in the directory of temporary files: {left}"] if left else []
+        result = (run_servers if args.servers else run_engines)(args, folder)
+        left = sorted(path.name for path in (folder / "temporary").iterdir())
+        if left:
+            result["problems"].append(f"left in the directory of temporary files: {left}")
     if new := set(os.listdir("/dev/shm")) - shared_before:
-        problems.append(f"left in shared memory: {sorted(new)}")
-    return {"kills": args.kills, "seed": args.seed, "seconds": seconds, "problems": problems}
+        result["problems"].append(f"left in shared memory: {sorted(new)}")
+    of = "servers" if args.servers else "engines"
+    return {"kills": args.kills, "of": of, "seed": args.seed, **result}
 
 
 def main(arguments: list[str]) -> int:
@@ -187,7 +235,9 @@ def main(arguments: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--servers", action="store_true", help="kill whole servers")
     parser.add_argument("--model", default="")
+    parser.add_argument("--backend", default="auto")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("bench/results/disaggregation_kills.json"))
     args = parser.parse_args(arguments)
@@ -198,6 +248,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    import sys
-
     sys.exit(main(sys.argv[1:]))

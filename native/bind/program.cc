@@ -26,6 +26,7 @@ using Int32s = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device:
 using Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using MutableBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using View = std::tuple<int64_t, int64_t, int64_t>;
 
 quire::Type type_named(const std::string& name) {
@@ -452,6 +453,13 @@ void bind_interpreter(nb::module_& module) {
              nb::kw_only(), "dtype"_a, "kv_heads"_a, "head_dim"_a, "block_size"_a, "layers"_a,
              "num_blocks"_a, "ints"_a = false,
              "dtype: of queries, keys and values. ints: keep them as int8 with a scale a row.")
+        .def("place_cache",
+             [](quire::Program& self, const MutableBytes& memory) {
+                 self.place_cache(reinterpret_cast<char*>(memory.data()),
+                                  static_cast<int64_t>(memory.size()));
+             },
+             "memory"_a,
+             "Keep the KV pool in zero-filled memory, 64 bytes longer; the caller keeps it alive.")
         .def("share_cache", &quire::Program::share_cache, "other"_a, "layers"_a,
              "Use the first layers of another program's KV pool.")
         .def("copy_blocks",

@@ -235,6 +235,15 @@ void Program::allocate_cache(const CacheShape& shape, int64_t layers, int64_t nu
     num_blocks_ = num_blocks;
 }
 
+void Program::place_cache(char* memory, int64_t bytes) {
+    if (bytes < cache_bytes() + 64) {
+        throw std::invalid_argument("a cache of " + std::to_string(cache_bytes()) +
+                                    " bytes, and 64 after it, in " + std::to_string(bytes));
+    }
+    cache_ = std::make_shared<Memory>(
+        Memory::borrowed(memory, static_cast<size_t>(cache_bytes())));
+}
+
 void Program::share_cache(const Program& other, int64_t layers) {
     if (layers < 1 || layers > other.layers_) {
         throw std::invalid_argument(std::to_string(layers) + " layers of a cache of " +

@@ -11,19 +11,30 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quire.base.block_copies import Tier
 from quire.cache.tier_map import TierMap
+
+Int32s = NDArray[np.int32]
 
 
 class ExchangeMap(TierMap):
     """`num_blocks` places in memory of the host. on_landed: called with a digest and its place."""
 
     keeps_evicted = False
+    exchanges = True
 
     def __init__(self, num_blocks: int, *, max_saving: int) -> None:
         super().__init__(num_blocks, Tier.HOST, block_ms=0.0, max_saving=max_saving)
         self._wanted: Counter[bytes] = Counter()
         self.on_landed: Callable[[bytes, int], None] = lambda key, place: None
+
+    @property
+    def num_kept(self) -> int:
+        """Places that stay as they are: held, or being fetched."""
+        return int(np.count_nonzero(self._fetching))
 
     def want(self, keys: Iterable[bytes]) -> None:
         """Save these blocks when the pool has them."""
@@ -39,6 +50,10 @@ class ExchangeMap(TierMap):
     def wants(self, key: bytes) -> bool:
         """See TierMap."""
         return key in self._wanted
+
+    def is_paid(self, places: Int32s) -> bool:
+        """See TierMap."""
+        return True
 
     def land(self, place: int, *, arrived: bool) -> None:
         """See TierMap."""

@@ -24,10 +24,13 @@ class TierMap:
 
     Memory grows with those that were used. block_ms: expected time to move one block, until it is
     measured. max_saving: blocks that may be on their way there at once. keeps_evicted: whether
-    blocks that leave the pool are saved here.
+    blocks that leave the pool are saved here. exchanges: whether blocks of other engines come here.
+    is_lost: whether what stored the blocks has failed, and others go on.
     """
 
     keeps_evicted = True
+    exchanges = False
+    is_lost = False
 
     def __init__(
         self,
@@ -66,6 +69,10 @@ class TierMap:
 
     def wants(self, key: bytes) -> bool:
         """Return whether a block of this digest is saved in any case."""
+        return False
+
+    def is_paid(self, places: Int32s) -> bool:
+        """Return whether these are loaded whatever it costs: their transfer was paid for."""
         return False
 
     def run(self, keys: Sequence[bytes]) -> list[int]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 
@@ -23,6 +24,9 @@ from quire.router.quotas import Buckets, LocalBuckets, Quotas
 from quire.router.route_file import KVEventsTable, RouteFile, read_route_file
 from quire.router.settings import POLICIES, RouterSettings
 from quire.routing.block_sets import BlockSets
+
+if TYPE_CHECKING:
+    from quire.router.role_balance import MovableServers
 
 _DEFAULT_HOST, _DEFAULT_PORT = "127.0.0.1", 8080
 _DEFAULTS = RouterSettings()
@@ -139,6 +143,23 @@ def _add_prefill(parser: argparse.ArgumentParser) -> None:
         help="shorter prompts (estimated) are not sent to prefill servers "
         f"(default {_DEFAULTS.min_prefill_tokens})",
     )
+    parser.add_argument(
+        "--movable",
+        metavar="URL",
+        action="append",
+        default=[],
+        help="a server of role both, used for prompts or for answers, whichever lacks servers; "
+        "changes over after draining; may be repeated",
+    )
+    parser.add_argument(
+        "--role-seconds",
+        dest="role_hold_s",
+        type=float,
+        default=_DEFAULTS.role_hold_s,
+        metavar="S",
+        help="prompts or answers lack servers for so long before a movable one changes over "
+        f"(default {_DEFAULTS.role_hold_s:g})",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -154,7 +175,13 @@ def run(arguments: argparse.Namespace) -> int:
             f"[kv-events] is for the policy warm-cache and the policy is {settings.policy}; leave "
             "one of the two out"
         )
-    prefill = _prefill_discovery(arguments, log)
+    prefill, movable = _prefill_discovery(arguments, log), None
+    if arguments.movable:
+        from quire.router.role_balance import Side, SideDiscovery  # only where it is wanted
+
+        movable = _movable(arguments, [discovery, *([] if prefill is None else [prefill])])
+        discovery = SideDiscovery(discovery, movable, Side.DECODE)
+        prefill = SideDiscovery(prefill, movable, Side.PREFILL)
     host = _given(arguments.host, file.host, _DEFAULT_HOST)
     _check_exposure(host, settings, is_insecure=arguments.insecure)
     port = _given(arguments.port, file.port, _DEFAULT_PORT)
@@ -169,7 +196,7 @@ def run(arguments: argparse.Namespace) -> int:
             flush=True,
         )
 
-    return serve(settings, discovery, listening, log, announce, features, prefill)
+    return serve(settings, discovery, listening, log, announce, features, prefill, movable)
 
 
 def _given(flag: Any, in_file: Any, default: Any) -> Any:
@@ -202,6 +229,7 @@ def _settings(arguments: argparse.Namespace, file: RouteFile) -> RouterSettings:
         **values,
         replica_key=_key(key_file),
         min_prefill_tokens=arguments.min_prefill_tokens,
+        role_hold_s=arguments.role_hold_s,
     )
 
 
@@ -273,6 +301,20 @@ def _prefill_discovery(arguments: argparse.Namespace, log: Log) -> Discovery | N
     if arguments.prefill_file:
         return WatchedFile(Path(arguments.prefill_file), log)
     return _listed(arguments.prefill) if arguments.prefill else None
+
+
+def _movable(arguments: argparse.Namespace, fixed: Sequence[Discovery]) -> MovableServers:
+    """Return the movable servers; the first computes prompts where no other server does."""
+    from quire.router.role_balance import MovableServers, Side
+
+    has_prefill = len(fixed) > 1
+    urls = _listed(arguments.movable).poll()
+    known = {url.shown for one in fixed for url in one.poll()}
+    if twice := [one.shown for one in urls if one.shown in known]:
+        raise SettingError(
+            f"--movable {twice[0]} is given as a replica or prefill server too; give it once"
+        )
+    return MovableServers(urls, Side.DECODE if has_prefill else Side.PREFILL)
 
 
 def _listed(texts: list[str]) -> StaticList:

@@ -480,20 +480,16 @@ class EngineConfig:
                 f"{given} and enable_prefix_caching is false, but blocks from other engines are "
                 "found by their prefix; leave one of them out"
             )
-        if self.cache.has_tier:
-            raise SettingError(
-                f"{given}, and so is a KV tier (kv_tier_path or kv_tier_host_bytes); an engine has "
-                "one store beside its pool for now: leave one of them out"
-            )
         if self.executor.executor == "torch":
             raise SettingError(
                 f"{given} and executor is torch; blocks are exchanged between engines on CPUs for "
                 "now: take --executor native, or leave it out"
             )
-        if self.executor.num_ranks > 1:
+        if self.executor.pipeline_parallel_size > 1:
             raise SettingError(
-                f"{given} and {self.executor.ranks_text}; blocks of several ranks are not "
-                "exchanged yet: leave one of them out"
+                f"{given} and pipeline_parallel_size is {self.executor.pipeline_parallel_size}; "
+                "blocks of several stages are not exchanged yet: take --tensor-parallel-size, or "
+                "leave one of them out"
             )
 
     def _check_ranks(self) -> None:

@@ -16,7 +16,7 @@ from quire.base.user_path import user_path
 from quire.config.settings import at_least, one_of, setting
 
 ROLES = ("prefill", "decode", "both")
-BACKENDS = ("auto", "tcp", "shm")
+BACKENDS = ("auto", "tcp", "shm", "nixl")
 MIN_KEY_BYTES = 16
 _MAX_KEY_BYTES = 4096
 
@@ -47,10 +47,25 @@ class TransferConfig:
         "computed by the decode engine",
         flag="kv-transfer-size",
     )
-    kv_transfer_backend: Literal["auto", "tcp", "shm"] = setting(
+    kv_transfer_backend: Literal["auto", "tcp", "shm", "nixl"] = setting(
         "auto",
         "how the bytes travel: tcp; shm, shared memory of two engines on one machine; auto, shm "
-        "where the other engine's memory can be mapped, else tcp",
+        "where the other engine's memory can be mapped, else tcp; nixl, the NIXL library (RDMA; "
+        "quire-llm[nixl])",
+    )
+    kv_transfer_tls_cert: str | None = setting(
+        None,
+        "PEM file with this engine's certificate chain: blocks are handed over by TLS, and the "
+        "certificate is shown where the engine fetches; default: no TLS",
+    )
+    kv_transfer_tls_key: str | None = setting(
+        None,
+        "PEM file with the certificate's private key; default: the file of --kv-transfer-tls-cert",
+    )
+    kv_transfer_tls_ca: str | None = setting(
+        None,
+        "PEM file with the authorities that sign the other engines' certificates: blocks are "
+        "fetched by TLS, and handed over to engines with such a certificate only",
     )
     kv_transfer_timeout_s: float = setting(
         60.0,
@@ -92,6 +107,7 @@ class TransferConfig:
             )
         for peer in self.kv_transfer_peer:
             peer_address(peer)
+        self._check_tls()
         if self.kv_transfer_peer and self.role == "prefill":
             raise SettingError(
                 "kv_transfer_peer is given and role is prefill, which fetches no blocks; leave it "
@@ -112,6 +128,29 @@ class TransferConfig:
     def fetches(self) -> bool:
         """Return whether this engine fetches blocks."""
         return self.is_on and self.role != "prefill"
+
+    def _check_tls(self) -> None:
+        """Raise SettingError where one direction would go without the TLS of the other."""
+        cert, authorities = self.kv_transfer_tls_cert, self.kv_transfer_tls_ca
+        for name in ("kv_transfer_tls_cert", "kv_transfer_tls_key", "kv_transfer_tls_ca"):
+            if getattr(self, name) == "":
+                raise SettingError(f"{name} is empty; give a file, or leave it out")
+        if self.kv_transfer_tls_key is not None and cert is None:
+            raise SettingError(
+                "kv_transfer_tls_key is given without kv_transfer_tls_cert; give the certificate "
+                "too"
+            )
+        if self.hands_over and authorities is not None and cert is None:
+            raise SettingError(
+                f"kv_transfer_tls_ca is given and role is {self.role}, which hands blocks over, "
+                "but there is no certificate to do so by TLS; add kv_transfer_tls_cert, or leave "
+                "it out"
+            )
+        if self.fetches and cert is not None and authorities is None:
+            raise SettingError(
+                f"kv_transfer_tls_cert is given and role is {self.role}, which fetches blocks, but "
+                "there are no authorities to do so by TLS; add kv_transfer_tls_ca, or leave it out"
+            )
 
     def _check_off(self) -> None:
         given = [one.name for one in fields(self) if getattr(self, one.name) != one.default]

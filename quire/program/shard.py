@@ -133,8 +133,8 @@ def _divides(program: Program, degree: int) -> bool:
     )
 
 
-def _kv_span(kv_heads: int, rank: int, degree: int) -> Span:
-    """The KV heads of a rank."""
+def kv_span(kv_heads: int, rank: int, degree: int) -> Span:
+    """Return the KV heads of a rank; where there are fewer than ranks, several have the same."""
     first = rank * kv_heads // degree
     return first, first + max(kv_heads // degree, 1)
 
@@ -224,7 +224,7 @@ class _Sharding:
                 heads[_region(op.q)] = self._rank * size, (self._rank + 1) * size
             elif isinstance(op, StoreKV):
                 cache = self._source.caches[op.cache]
-                first, end = _kv_span(cache.kv_heads, self._rank, self._degree)
+                first, end = kv_span(cache.kv_heads, self._rank, self._degree)
                 for view in (op.k, op.v):
                     heads[_region(view)] = first * cache.head_dim, end * cache.head_dim
         for op in reversed(list(_ops(self._source))):
@@ -281,7 +281,7 @@ class _Sharding:
         return replace(buffer, width=sum(end - start for start, end in (t.span for t in tiles)))
 
     def _cache(self, cache: CacheSpec) -> CacheSpec:
-        first, end = _kv_span(cache.kv_heads, self._rank, self._degree)
+        first, end = kv_span(cache.kv_heads, self._rank, self._degree)
         return replace(cache, kv_heads=end - first)
 
     # ---- operation by operation
@@ -370,7 +370,7 @@ class _Sharding:
 
     def _attention(self, op: Attention) -> Attention:
         unit = op.heads // self._degree * op.head_dim
-        first, end = _kv_span(op.kv_heads, self._rank, self._degree)
+        first, end = kv_span(op.kv_heads, self._rank, self._degree)
         self._note_split(op.y, unit)
         return replace(
             op,

@@ -32,15 +32,17 @@ from quire.execute.executor import (
 from quire.execute.native import NativeExecutor
 from quire.program.comm_ops import AllGather, AllReduce, share_of
 from quire.program.expert_ops import Experts
-from quire.program.expert_parallel import ExpertPlacement, ExpertPlan
+from quire.program.expert_parallel import ExpertPlacement, ExpertPlan, Span
 from quire.program.program import Program
 from quire.program.row_parallel import TpMode
 from quire.program.serialize import to_plain
-from quire.program.shard import SPLIT_EXPERTS, check_degree, shard
+from quire.program.shard import SPLIT_EXPERTS, check_degree, kv_span, shard
 from quire.ranks.commands import command_bytes
 from quire.ranks.placement import cpus_of_ranks, run_on
 from quire.ranks.processes import RankProcesses
 from quire.ranks.rank_executor import MirroredExecutor
+from quire.ranks.shared_pools import NONE as NO_FILE
+from quire.ranks.shared_pools import create_file
 from quire.ranks.start import RankReady, RankStart, check_ready, ready_of
 from quire.weights.checkpoint import Checkpoint
 
@@ -61,7 +63,7 @@ class RankedExecutorClass:
     experts: how whole experts are placed on ranks; None: each expert is split by columns. mode:
     whether products are split by inputs too. binds: whether ranks are bound to processors. poison:
     fill buffers with NaN before each run, for tests. timeout_s: the longest wait for a rank that
-    responds.
+    responds. shares_blocks: whether blocks leave and enter the pool, whole, as of one process.
     """
 
     degree: int
@@ -70,6 +72,7 @@ class RankedExecutorClass:
     binds: bool = True
     poison: bool = False
     timeout_s: float = TIMEOUT_S
+    shares_blocks: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -129,7 +132,10 @@ class RankedExecutorClass:
         sizes = self._sizes(parts, options.limits)
         cpus = cpus_of_ranks(self.num_ranks) if self.binds else [()] * self.num_ranks
         segment = create_segment(self.num_ranks, sizes, link_bytes=self._link_bytes(sizes))
+        pool_file = NO_FILE
         try:
+            if self.shares_blocks:
+                pool_file = create_file()
             group = SharedMemoryRank(
                 segment,
                 rank=0,
@@ -143,13 +149,17 @@ class RankedExecutorClass:
                 undo.callback(processes.end)
                 for rank, part in enumerate(parts[1:], start=1):
                     start = self._start(rank, part, checkpoint, options, sizes, cpus[rank])
-                    processes.start(start, segment)
+                    processes.start(replace(start, pool_file=pool_file), segment)
                 run_on(cpus[0])
                 executor = self._rank_zero(parts, checkpoint, options, group, sizes, segment)
+                if self.shares_blocks:
+                    executor.share_blocks(pool_file, self._heads(program))
                 self._compare(executor, processes.ready())
                 undo.pop_all()
         finally:
             os.close(segment)
+            if pool_file != NO_FILE:
+                os.close(pool_file)
         Log("engine").event(
             "ranks are started",
             ranks=self.num_ranks,
@@ -186,6 +196,11 @@ class RankedExecutorClass:
                 positions=programs[0].max_positions,
             ),
         )
+
+    def _heads(self, program: Program) -> list[Span]:
+        """Return the KV heads of each rank."""
+        kv_heads = program.caches[0].kv_heads
+        return [kv_span(kv_heads, rank, self.degree) for rank in range(self.degree)]
 
     def _link_bytes(self, sizes: SegmentSizes) -> int:
         """Bytes of the segment beside what the group of ranks uses."""

@@ -94,7 +94,13 @@ def _executor(
     program, checkpoint = program_of(start), open_checkpoint(Path(start.checkpoint))
     if start.stages == 1:
         executor = RankExecutor(
-            program, checkpoint, options, group, isa=start.isa, poison=start.poison
+            program,
+            checkpoint,
+            options,
+            group,
+            isa=start.isa,
+            poison=start.poison,
+            pool_file=start.pool_file,
         )
         return executor, lambda: group.broadcast(None)
     links = links_of(start, group, segment)

@@ -58,7 +58,7 @@ class RankProcesses:
                 stdin=subprocess.PIPE,
                 bufsize=0,
                 env=environment_of_ours(),
-                pass_fds=[segment, child_end],
+                pass_fds=[fd for fd in (segment, child_end, start.pool_file) if fd >= 0],
             )
         except OSError as error:
             os.close(answers)

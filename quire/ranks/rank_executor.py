@@ -8,8 +8,12 @@ lost a rank never computes again (DeviceLost).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.base.errors import DeviceLost
 from quire.comm.shared_memory import SharedMemoryRank
@@ -28,11 +32,16 @@ from quire.ranks.commands import (
     Touch,
     command_wire,
 )
+from quire.ranks.shared_pools import NONE as NO_FILE
+from quire.ranks.shared_pools import SharedPools, make_room, mapped
 from quire.weights.checkpoint import Checkpoint
 
 
 class RankExecutor(NativeExecutor):
-    """A NativeExecutor of a rank's program, with the group its exchanges go through."""
+    """A NativeExecutor of a rank's program, with the group its exchanges go through.
+
+    pool_file: a descriptor of the file that the KV pools of all ranks lie in; NO_FILE: in none.
+    """
 
     def __init__(
         self,
@@ -43,9 +52,10 @@ class RankExecutor(NativeExecutor):
         *,
         isa: str = "",
         poison: bool = False,
+        pool_file: int = NO_FILE,
     ) -> None:
         super().__init__(program, checkpoint, options, isa=isa, poison=poison)
-        self.group = group
+        self.group, self._pool_file = group, pool_file
         self._native.set_group(group.native)
         self._last: ForwardBatch | None = None  # of the last Run
 
@@ -54,6 +64,7 @@ class RankExecutor(NativeExecutor):
         match command:
             case Allocate():
                 NativeExecutor.allocate_cache(self, command.num_blocks, command.block_size)
+                self._place_pool()
             case Touch():
                 NativeExecutor.touch_blocks(self, command.layer, command.first, command.last)
             case CopyBlocks():
@@ -71,6 +82,15 @@ class RankExecutor(NativeExecutor):
                 NativeExecutor.run_layers(self, command.batch, command.first, command.end)
             case Stop():
                 raise AssertionError("Stop ends the loop")
+
+    def _place_pool(self) -> None:
+        """Keep the pool in the file of all ranks, where there is one."""
+        if self._pool_file != NO_FILE:
+            memory = mapped(self._pool_file, self.group.rank, self._pool_bytes.size)
+            self._native.place_cache(memory)
+            self._placed = memory
+            used = memory[: self._pool_bytes.size]
+            self._pool_bytes = used.reshape(self._pool_bytes.shape)
 
 
 class MirroredExecutor(RankExecutor):
@@ -90,20 +110,61 @@ class MirroredExecutor(RankExecutor):
         poison: bool = False,
     ) -> None:
         super().__init__(program, checkpoint, options, group, poison=poison)
+        self._heads: Sequence[tuple[int, int]] = ()
+        self._pools: SharedPools | None = None
         self._wire = command_wire()
         self.step = 0  # the number of the next Run
         self.reason: Callable[[str], str] = str
         self.end: Callable[[], None] = _nothing
 
+    def share_blocks(self, pool_file: int, heads: Sequence[tuple[int, int]]) -> None:
+        """Keep the pools of all ranks in a file, so that blocks are whole here.
+
+        Before the cache is allocated. heads: of each rank, the first and the one after the last.
+        """
+        self._pool_file, self._heads = os.dup(pool_file), heads
+
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         """See Executor."""
+        if self._pool_file != NO_FILE:
+            super().allocate_cache(num_blocks, block_size)
+            shape = self._pool_bytes.shape
+            make_room(self._pool_file, self._pool_bytes.size, len(self._heads))
         self._send(Allocate(num_blocks=num_blocks, block_size=block_size))
-        super().allocate_cache(num_blocks, block_size)
+        if self._pool_file == NO_FILE:
+            super().allocate_cache(num_blocks, block_size)
+        else:
+            self._place_pool()
+            self._pools = SharedPools(self._pool_file, self._heads, shape)
 
     def touch_blocks(self, layer: int, first: int, last: int) -> None:
         """See Executor."""
+        if (
+            self._pools is not None
+        ):  # here: another rank may be late, and the block imported by then
+            self._pools.touch(layer, first, last)
+            return
         self._send(Touch(layer=layer, first=first, last=last))
         super().touch_blocks(layer, first, last)
+
+    @property
+    def block_bytes(self) -> int:
+        """See Executor; of a whole block, where pools are in a file."""
+        return super().block_bytes if self._pools is None else self._pools.block_bytes
+
+    def export_block(self, block: int, out: NDArray[np.uint8]) -> None:
+        """See Executor."""
+        if self._pools is None:
+            super().export_block(block, out)
+        else:
+            self._pools.export_block(block, out)
+
+    def import_block(self, block: int, raw: NDArray[np.uint8]) -> None:
+        """See Executor."""
+        if self._pools is None:
+            super().import_block(block, raw)
+        else:
+            self._pools.import_block(block, raw)
 
     def copy_blocks(self, copy_from: Int32s, copy_to: Int32s) -> None:
         """See Executor."""
@@ -126,6 +187,9 @@ class MirroredExecutor(RankExecutor):
             pass  # it is over in any case
         self.end()
         super().close()
+        if self._pool_file != NO_FILE:
+            os.close(self._pool_file)
+            self._pool_file = NO_FILE
 
     def _run(
         self, segment: int, batch: ForwardBatch, sample_rows: Int32s, then: int = NONE

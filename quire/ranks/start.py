@@ -25,7 +25,8 @@ class RankStart:
     """How a rank begins. program: as plain values. cpus: the processors it may run on; empty: any.
     limits: the largest step. log_level, log_form: as rank 0 logs. poison: fill buffers with NaN
     before each run (for tests). stages: of the pipeline; degree is that of all ranks together.
-    row_slot_bytes, row_slots: of the links between stages."""
+    row_slot_bytes, row_slots: of the links between stages. pool_file: a descriptor of the file
+    for all ranks' KV pools; -1 for none."""
 
     rank: int
     degree: int
@@ -46,6 +47,7 @@ class RankStart:
     stages: int = 1
     row_slot_bytes: int = 0
     row_slots: int = 0
+    pool_file: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

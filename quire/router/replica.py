@@ -60,6 +60,7 @@ class Replica:
         self.first_token_times = FirstTokenTimes()
         self.loads: set[Load] = set()
         self.backlog_tokens = 0
+        self.computed_tokens = 0  # of all requests, as far as the router has noticed
         self.num_long = 0
         self.steps_total = -1
         self.progress_s = 0.0
@@ -97,6 +98,7 @@ class Replica:
         if load in self.loads:
             self.loads.discard(load)
             self.backlog_tokens -= load.tokens
+            self.computed_tokens += load.tokens if load.is_new else 0
             self.computed_prompt(load)
 
     def computed_prompt(self, load: Load) -> None:
@@ -109,6 +111,7 @@ class Replica:
         done = min(tokens, load.tokens)
         load.tokens -= done
         self.backlog_tokens -= done
+        self.computed_tokens += done
 
     def progressed(self, now_s: float) -> None:
         """Note that the replica computes."""

@@ -25,6 +25,7 @@ from quire.router.fleet import Fleet
 from quire.router.head_bounds import BoundedHeads
 from quire.router.prefill_pairs import PrefillPairs
 from quire.router.prober import Prober
+from quire.router.role_balance import MovableServers, RoleBalance
 from quire.router.router_metrics import RouterMetrics
 from quire.router.settings import RouterSettings
 
@@ -48,13 +49,17 @@ def run(
     announce: Callable[[int], None],
     features: Features,
     prefill: Discovery | None = None,
+    movable: MovableServers | None = None,
 ) -> int:
     """Serve until a signal; return the exit code. announce: called with the number of available
-    replicas once requests are accepted. prefill: replicas that compute prompts for the others."""
+    replicas once requests are accepted. prefill: replicas that compute prompts for the others.
+    movable: those that both discoveries divide among themselves."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(settings, discovery, listening, log, announce, features, prefill))
+        return runner.run(
+            _serve(settings, discovery, listening, log, announce, features, prefill, movable)
+        )
 
 
 async def _serve(
@@ -65,6 +70,7 @@ async def _serve(
     announce: Callable[[int], None],
     features: Features,
     prefill: Discovery | None,
+    movable: MovableServers | None,
 ) -> int:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     await discovery.read()
@@ -89,7 +95,14 @@ async def _serve(
         loop.add_signal_handler(number, on_signal, number)
     probers = [Prober(one) for one in (fleet, *([pairs.fleet] if pairs else []))]
     await asyncio.gather(*(prober.first_round() for prober in probers))
-    probing: asyncio.Future[Any] = asyncio.gather(*(prober.run() for prober in probers))
+    running = [prober.run() for prober in probers]
+    if movable is not None and pairs is not None:
+        balance = RoleBalance(fleet, pairs.fleet, movable, hold_s=settings.role_hold_s)
+        running.append(balance.run())
+        metrics.watch(
+            "role_changes", "Servers that changed their role", lambda: balance.num_changes
+        )
+    probing: asyncio.Future[Any] = asyncio.gather(*running)
     watching = asyncio.ensure_future(discovery.watch(fleet.probe_now.set))
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
     if not fleet.num_available:

@@ -18,7 +18,8 @@ class RouterSettings:
     replica one may have and still be preferred for its cache. stall_s: the shortest time without
     progress after which a replica counts as stalled; it grows with the gaps that are usual for the
     replica, to six times this. max_open_per_key: 0 for no limit. max_retry_share: of all requests.
-    min_prefill_tokens: shorter prompts are not sent to prefill replicas.
+    min_prefill_tokens: shorter prompts are not sent to prefill replicas. role_hold_s: how long a
+    side is short of servers before a movable one changes its role.
     """
 
     policy: str = "warm-cache"
@@ -36,13 +37,15 @@ class RouterSettings:
     max_retry_share: float = 0.2
     replica_key: str | None = None
     min_prefill_tokens: int = 512
+    role_hold_s: float = 30.0
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise SettingError(
                 f"--policy is {self.policy!r}; one of {', '.join(POLICIES)} is allowed"
             )
-        for name in ("probe_s", "stall_s", "silence_s", "connect_s", "resume_s"):
+        times = ("probe_s", "stall_s", "silence_s", "connect_s", "resume_s", "role_hold_s")
+        for name in times:
             _check(name, getattr(self, name), above=0.0)
         _check("grace_s", self.grace_s, above=-1e-9)
         for name in ("max_open", "history_blocks", "max_body_bytes"):

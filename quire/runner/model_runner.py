@@ -28,7 +28,7 @@ from quire.runner.slot_tables import SlotTables
 from quire.runner.split_step import computed_by_halves
 from quire.runner.step_result import Computed, no_rows, step_result, without_part
 from quire.runner.step_run import RunnerResources, StepRun
-from quire.runner.tier_mover import TierMover
+from quire.runner.tier_mover import BlockMover
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class ModelRunner:
         block_size: int,
         max_samples: int,
         overlap: bool = False,
-        mover: TierMover | None = None,
+        mover: BlockMover | None = None,
         constraints: OutputConstraints = NO_CONSTRAINTS,
     ) -> None:
         self.executor = executor

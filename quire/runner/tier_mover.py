@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,6 +73,27 @@ class _Ended:
     fetch_ms: float = 0.0
     saved: int = 0
     save_ms: float = 0.0
+
+
+class BlockMover(Protocol):
+    """What copies the blocks of plans beside their steps. wake: called when no copy is left."""
+
+    wake: Callable[[], None]
+
+    def begin(self, copies: BlockCopies) -> None:
+        """See TierMover."""
+
+    def wait_for(self, blocks: Int32s) -> None:
+        """See TierMover."""
+
+    def ended(self) -> CopiesEnded | None:
+        """See TierMover."""
+
+    def clear(self) -> None:
+        """See TierMover."""
+
+    def close(self) -> None:
+        """See TierMover."""
 
 
 class TierMover:

@@ -138,7 +138,7 @@ def wire(
         drafts = DraftRows(limits, requests, batch, cache, shares, speed, draft_source)
         extensions.append(drafts)  # last: drafts take what all rows leave
     hand_overs = None
-    if cache.tiers is not None and not _keeps_evicted(cache):
+    if cache.tiers is not None and cache.tiers.tier.exchanges:
         hand_overs = _hand_overs(batch, cache)
         extensions.append(hand_overs)
     gates = [*([loads] if cache.tiers is not None else []), *_length_gates(limits)]
@@ -199,8 +199,6 @@ def _transfer_cost(
     if cache.tiers is None:
         return None
     block_ms = cache.tiers.tier.block_ms
-    if not cache.tiers.tier.keeps_evicted:
-        bring_back = RestoreMode.MOVE  # what another engine sent was paid for when it was asked
     return TransferCost(speed, cache.block_size, block_ms=block_ms, choice=bring_back)
 
 

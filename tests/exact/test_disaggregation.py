@@ -2,11 +2,13 @@
 
 Drawn requests of One Answer run on three engines: one that computes them whole, one that hands
 their prompts over, and one that fetches these while it decodes others. Every third case loses its
-prefill engine on the way.
+prefill engine on the way. The same with disk tiers beside the exchange, and with engines of one and
+of two ranks.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import threading
 from collections import Counter
@@ -27,8 +29,11 @@ from quire.config.flags import engine_config
 from quire.engine.client.thread_link import EngineThread
 from quire.engine.model_card import ModelCard
 from quire.engine.process.messages import Failed, FromEngine, Outputs, Ready, Refused, Submit
+from quire.program.tensors import DType
+from quire.transfer.links import nixl
 from tests.exact.rig import Model, Stream
 from tests.exact.workload import MAX_MODEL_LEN, VOCAB_SIZE, draw_case
+from tests.tiny_models import write_tiny_llama
 
 FIRST_CASE = int(os.environ.get("QUIRE_DISAGGREGATION_FIRST", "700"))
 NUM_CASES = int(os.environ.get("QUIRE_DISAGGREGATION_CASES", "12"))
@@ -154,35 +159,110 @@ def hand_over(request: Request, transfer_id: str) -> Request:
     )
 
 
+def nixl_is_installed() -> bool:
+    return any(importlib.util.find_spec(name) is not None for name in nixl.PACKAGES)
+
+
+Settings = dict[str, Any]
+
+
 def test_two_engines_give_the_answers_of_one(models: list[Model], key: Path) -> None:
+    numbers = range(FIRST_CASE, FIRST_CASE + NUM_CASES)
+    seen = compare_pairs(numbers, models, key, {}, {})
+    if NUM_CASES >= 12:
+        assert seen["fetched"] >= MIN_FETCHED_BLOCKS, seen
+        assert seen["unreachable"] + seen["cut"], seen
+
+
+@pytest.mark.parametrize("with_tiers", ["prefill", "decode", "both"])
+def test_disk_tiers_beside_the_exchange_change_no_answer(
+    models: list[Model], key: Path, tmp_path: Path, with_tiers: str
+) -> None:
+    """Pools are small, so that blocks go to the tier and come back in the middle of a prompt."""
+
+    def tier(role: str) -> Settings:
+        if with_tiers not in (role, "both"):
+            return {}
+        settings = {"kv_tier_path": str(tmp_path / role), "kv_tier_size": "4MiB"}
+        return {**settings, "kv_tier_fetch": "always"}
+
+    numbers = range(FIRST_CASE + 200, FIRST_CASE + 200 + max(NUM_CASES // 3, 1))
+    seen = compare_pairs(numbers, models[3:4], key, tier("prefill"), tier("decode"))
+    if NUM_CASES >= 12:
+        assert seen["fetched"], seen
+        assert seen["saved to disk"], seen
+
+
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 2), (2, 2)], ids=str)
+def test_ranks_of_either_side_change_no_answer(
+    key: Path, tmp_path: Path, degrees: tuple[int, int]
+) -> None:
+    """Blocks are the same bytes at every degree: heads divided over ranks, or the same at both."""
+    divided = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    shared = {"num_attention_heads": 4, "num_key_value_heads": 1}
+    llama = write_tiny_llama(tmp_path / "divided", seed=25, hidden_size=68, **divided)
+    other = write_tiny_llama(tmp_path / "shared", seed=26, dtype="bf16", **shared)
+    models = [Model(llama, DType.F32, "none", "int8"), Model(other, DType.BF16)]
+    ranks = [{"tensor_parallel_size": degree, "threads": degree} for degree in degrees]
+    numbers = range(FIRST_CASE + 300, FIRST_CASE + 300 + max(NUM_CASES // 3, 1))
+    seen = compare_pairs(numbers, models, key, *ranks)
+    if NUM_CASES >= 12:
+        assert seen["fetched"], seen
+        assert not seen["refused"], seen
+
+
+@pytest.mark.skipif(not nixl_is_installed(), reason="NIXL is not installed")
+def test_blocks_through_nixl_change_no_answer(models: list[Model], key: Path) -> None:
+    backend = {"kv_transfer_backend": "nixl"}
+    numbers = range(FIRST_CASE + 400, FIRST_CASE + 400 + max(NUM_CASES // 4, 1))
+    seen = compare_pairs(numbers, models[3:4], key, backend, backend)
+    if NUM_CASES >= 12:
+        assert seen["fetched"], seen
+        assert not seen["refused"], seen
+
+
+def compare_pairs(
+    numbers: Sequence[int],
+    models: Sequence[Model],
+    key: Path,
+    of_prefill: Settings,
+    of_decode: Settings,
+) -> Counter[str]:
+    """Compare the cases on pairs with one engine each; return what happened."""
     lines: list[str] = []
     seen: Counter[str] = Counter()
     by_model: dict[int, list[int]] = {}
-    for number in range(FIRST_CASE, FIRST_CASE + NUM_CASES):
+    for number in numbers:
         by_model.setdefault(drawn(number, len(models))[0], []).append(number)
-    for at, numbers in by_model.items():
+    for at, cases in by_model.items():
         shared = {"kv_transfer_key_file": str(key), "kv_transfer_size": "4MiB"}
         whole = Engine(models[at])
         assert whole.card is not None
-        few = {"kv_cache_memory": 36 * whole.card.block_bytes, "max_num_batched_tokens": 40}
-        prefill = Engine(models[at], role="prefill", **shared, max_num_batched_tokens=48)
-        decode = Engine(models[at], role="decode", **shared, **few)
+        # Ranks may have the same heads, in as much memory each.
+        blocks = 36 * of_decode.get("tensor_parallel_size", 1)
+        memory = blocks * whole.card.block_bytes
+        few = {"kv_cache_memory": memory, "max_num_batched_tokens": 40}
+        handing = {"role": "prefill", **shared, "max_num_batched_tokens": 48, **of_prefill}
+        if "kv_tier_path" in of_prefill:
+            handing["kv_cache_memory"] = few["kv_cache_memory"]
+        prefill = Engine(models[at], **handing)
+        decode = Engine(models[at], **{"role": "decode", **shared, **few, **of_decode})
         with running(whole, prefill, decode):
-            for number in numbers:
+            for number in cases:
                 is_lost = number % 3 == 0
                 lines += _compare(number, len(models), whole, prefill, decode, is_lost=is_lost)
-                if is_lost and number != numbers[-1]:
-                    prefill = Engine(models[at], role="prefill", **shared)
+                if is_lost and number != cases[-1]:
+                    prefill = Engine(models[at], **handing)
             prefill.end()
             transfer = decode.stats.transfer
             assert transfer is not None
             seen["fetched"] += transfer.received_blocks_total
             seen["transfers"] += transfer.transfers_total
+            for engine in (prefill, decode):
+                seen["saved to disk"] += engine.stats.tier_saved_blocks_total
             seen.update(dict(transfer.failures_total))
     assert not lines, "\n".join(lines[:5])
-    if NUM_CASES >= 12:
-        assert seen["fetched"] >= MIN_FETCHED_BLOCKS, seen
-        assert seen["unreachable"] + seen["cut"], seen
+    return seen
 
 
 def _compare(

@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from quire import _native
+from tests.certificates import authority, key_of, signed
 from tests.flawed_link import Change, cutting, flawed_link, flipping
 from tests.serve.running_router import RunningRouter
 from tests.serve.running_server import RunningServer, alive, kill
@@ -273,6 +275,54 @@ def test_another_model_is_refused_and_computed_here(
         assert "same model" in server.stderr()
 
 
+def test_another_instruction_set_is_refused_with_the_reason(
+    folder: Path, prefill: RunningServer
+) -> None:
+    """As of unlike machines, which round differently: the answer is the decode engine's own."""
+    machine = _native.Pool(1).isa
+    other = "portable" if machine != "portable" else ""
+    if not other:
+        pytest.skip("this machine has one instruction set only")
+    key = ("--kv-transfer-key-file", str(folder / "key"), "--role", "decode")
+    flags = (*FLAGS, *TRANSFER, *key)
+    with RunningServer(folder / "model", *flags, environment={"QUIRE_ISA": other}) as server:
+        body = drawn(Random(15), 120)
+        wanted = answer_of(server.post("/v1/completions", {**body, "cache_salt": "alone"}))
+        _, params = handed_over(prefill, body)
+        assert answer_of(server.post("/v1/completions", {**body, PARAMS: params})) == wanted
+        assert failures(server) == {"refused": 1}
+        assert f"instruction sets differ: {other} at the fetching engine" in server.stderr()
+
+
+def test_a_pair_with_certificates_of_both_sides(folder: Path, prefill: RunningServer) -> None:
+    """By TCP, over TLS; an engine without a certificate computes its prompts."""
+    signer = authority(folder, "authority")
+    tls: list[str] = ["--kv-transfer-backend", "tcp", "--kv-transfer-tls-ca", str(signer)]
+    own = [signed(folder, name, signer) for name in ("handing", "fetching")]
+    certs = [
+        ("--kv-transfer-tls-cert", str(one), "--kv-transfer-tls-key", str(key_of(one)))
+        for one in own
+    ]
+    body = drawn(Random(13), 200)
+    wanted = alone(prefill, body, "certificates")
+    with start(folder, "prefill", *tls, *certs[0]) as handing:
+        with start(folder, "decode", *tls, *certs[1]) as fetching:
+            _, params = handed_over(handing, body)
+            assert answer_of(fetching.post("/v1/completions", {**body, PARAMS: params})) == wanted
+            assert fetching.metric("quire_kv_transfer_received_blocks_total") == 200 // 16
+            assert failures(fetching) == {}
+            # All blocks are there: the lease ends without a fetch.
+            _, params = handed_over(handing, body)
+            assert answer_of(fetching.post("/v1/completions", {**body, PARAMS: params})) == wanted
+            assert fetching.metric("quire_kv_transfer_received_blocks_total") == 200 // 16
+            handing.until(lambda: is_quiet(handing, fetching), "both leases end")
+        with start(folder, "decode", *tls) as stranger:
+            _, params = handed_over(handing, body)
+            assert answer_of(stranger.post("/v1/completions", {**body, PARAMS: params})) == wanted
+            assert set(failures(stranger)) <= {"refused", "cut"}
+            assert sum(failures(stranger).values()) == 1
+
+
 def test_a_client_that_leaves_frees_both_sides(
     prefill: RunningServer, asking: RunningServer
 ) -> None:
@@ -348,7 +398,7 @@ def test_random_kills_of_either_side_change_no_answer(
         ({"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 0}, "65535"),
         ({"do_remote_prefill": True, "remote_host": "::1", "remote_port": 9}, "remote_request_id"),
         ({"do_remote_decode": True}, "role is decode"),
-        ({"do_remote_decode": True, "tp_size": 2}, "one rank"),
+        ({"do_remote_decode": True, "tp_size": 0}, "1 to 64"),
     ],
 )
 def test_malformed_parameters_are_refused_by_name(
@@ -395,3 +445,17 @@ def test_a_router_sends_long_prompts_through_the_pair(
         metrics = router.request("GET", "/metrics")[1].decode()
     assert 'quire_router_prefills_total{outcome="handed_over"} 1.0' in metrics
     assert decode.metric("quire_kv_transfer_received_blocks_total") == before + 400 // 16
+
+
+def test_a_movable_server_computes_prompts_where_no_other_does(
+    asking: RunningServer, decode: RunningServer
+) -> None:
+    body = drawn(Random(14), 400)
+    wanted = alone(asking, body, "movable")
+    arguments = (decode.url, "--movable", asking.url, "--min-prefill-tokens", "64")
+    with RunningRouter(*arguments) as router:
+        status, raw = router.request("POST", "/v1/completions", body)
+        assert answer_of((status, json.loads(raw))) == wanted
+        metrics = router.request("GET", "/metrics")[1].decode()
+    assert 'quire_router_prefills_total{outcome="handed_over"} 1.0' in metrics
+    assert "quire_router_role_changes 0.0" in metrics

@@ -69,6 +69,9 @@ class Program {
                   int64_t half);
     // Allocates the KV pool, zero-filled. Throws std::bad_alloc.
     void allocate_cache(const CacheShape& shape, int64_t layers, int64_t num_blocks);
+    // Keeps the KV pool that was just allocated in `memory`, zero-filled, of which the caller keeps
+    // `bytes` alive: cache_bytes() and 64 readable ones at least. Throws std::invalid_argument.
+    void place_cache(char* memory, int64_t bytes);
     // Uses the first `layers` layers of another program's KV pool, which lives as long as either.
     // Neither may store where the other reads or stores meanwhile. Throws std::invalid_argument.
     void share_cache(const Program& other, int64_t layers);

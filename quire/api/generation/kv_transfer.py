@@ -35,6 +35,7 @@ _NAMES = (
 )
 _ID_BYTES = 16
 _MAX_ID_CHARS = 256
+_MAX_DEGREE = 64  # quire/program/shard.py; blocks are the same at every degree
 
 
 def with_transfer(
@@ -69,8 +70,9 @@ def kv_transfer_of(given: Mapping[str, Any], card: ModelCard) -> KVTransfer | No
             raise _wrong(f".{name}", one, f"allowed names are {', '.join(_NAMES)}")
         if name in _FLAGS and not isinstance(one, bool):
             raise _wrong(f".{name}", one, "true or false is allowed")
-    if fields.get("tp_size", 1) != 1:
-        raise _wrong(".tp_size", fields["tp_size"], "only blocks of one rank are exchanged: 1")
+    degree = fields.get("tp_size", 1)
+    if type(degree) is not int or not 1 <= degree <= _MAX_DEGREE:
+        raise _wrong(".tp_size", degree, f"a number of ranks from 1 to {_MAX_DEGREE} is allowed")
     fetches, hands_over = (fields.get(name, False) for name in _FLAGS)
     if not fetches and not hands_over:
         return None

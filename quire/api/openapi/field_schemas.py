@@ -314,7 +314,7 @@ def _kv_transfer_params() -> Schema:
         **dict.fromkeys(("remote_engine_id", "remote_host", "remote_request_id"), TEXT),
         "remote_port": port,
         "remote_block_ids": block_ids,
-        "tp_size": {"const": 1},
+        "tp_size": {"type": ["integer", "null"], "minimum": 1, "maximum": 64},
     }
     return object_of({name: or_null(schema) for name, schema in rows.items()})
 

@@ -261,11 +261,13 @@ def _tier(
     clock: Clock,
     report: Report,
 ) -> OpenTier | None:
-    """Open what keeps blocks beside the pool: a tier, or the store of an exchange."""
+    """Open what keeps blocks beside the pool: a tier, the store of an exchange, or both."""
     if port is not None:
         from quire.engine.assembly.exchange import open_store
 
-        return open_store(config, port, executor, clock=clock, report=report)
+        return open_store(
+            config, port, executor, folder, fingerprint=fingerprint, clock=clock, report=report
+        )
     if not config.cache.has_tier:
         return None
     from quire.engine.assembly.tier import open_tier
@@ -505,10 +507,11 @@ def _nothing() -> None:
 
 
 def _block_fingerprint(config: EngineConfig, program: Program, executor: Executor) -> bytes:
+    degree = _split_degree(config.executor)
     return block_fingerprint(
         program,
         executor=executor.name,
-        recipe=executor.recipe,
+        recipe=executor.recipe if degree == 1 else f"{executor.recipe}, sums of {degree} parts",
         weights_digest=executor.weights_digest,
         block_size=config.cache.block_size,
         block_bytes=executor.block_bytes,
@@ -574,7 +577,7 @@ def _executor_class(config: EngineConfig) -> ExecutorClass:
     if settings.num_ranks > 1:
         from quire.engine.assembly.ranks import ranked_class
 
-        return ranked_class(settings)
+        return ranked_class(settings, shares_blocks=config.transfer.is_on)
     if settings.disk_offload_gb is not None:
         from quire.execute.streamed_weights import StreamingExecutorClass
 

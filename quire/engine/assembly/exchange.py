@@ -9,32 +9,42 @@ from __future__ import annotations
 
 import secrets
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.base.clock import Clock
 from quire.base.errors import CapacityError, SettingError
 from quire.base.kv_transfer import TransferCard
 from quire.base.log import Log
 from quire.base.report import Report
+from quire.cache.exchange_beside_tier import TierBesideExchange
 from quire.cache.exchange_map import ExchangeMap
 from quire.config.groups import EngineConfig
 from quire.config.transfer import TransferConfig, peer_address, read_transfer_key
-from quire.engine.assembly.tier import OpenTier
+from quire.engine.assembly.tier import OpenTier, open_tier
 from quire.engine.core import EngineCore
 from quire.engine.model_card import ModelCard
-from quire.engine.transfer.exchange import Exchange, Terms
+from quire.engine.transfer.exchange import Exchange, Shared
+from quire.engine.transfer.fetching import Fetching, FetchTerms
+from quire.engine.transfer.handing import Handing
 from quire.engine.transfer.peers import Peers
 from quire.execute.executor import Executor
+from quire.runner.mover_pair import MoverPair
 from quire.runner.tier_mover import TierMover, num_buffers
+from quire.transfer.folder import TierFolder
 from quire.transfer.host import HostStore
 from quire.transfer.links.block_client import BlockClient
 from quire.transfer.links.block_server import BlockServer
 from quire.transfer.links.handshake import TransferKeys
 from quire.transfer.links.leases import LeaseBook
-from quire.transfer.links.messages import Identity
-from quire.transfer.links.shared_memory import OwnSegment
+from quire.transfer.links.messages import Identity, Segment
+from quire.transfer.links.nixl import NixlAgent, bindings
+from quire.transfer.links.security import LinkSecurity, connecting_context, serving_context
+from quire.transfer.links.shared_memory import MappedSegment, OwnSegment
+from quire.transfer.links.ways import INLINE, Opener, OwnMemory
 
 _BACKLOG = 64
 # What a connection is thought to move in a millisecond, until that is measured.
@@ -42,14 +52,17 @@ _BYTES_A_MS = 1_000_000
 
 
 class ExchangePort:
-    """The shared key, and the socket at which blocks are handed over, if they are.
+    """Keys and certificates, and the socket at which blocks are handed over, if they are.
 
-    Raises SettingError where the key cannot be used or the address is not free.
+    Raises SettingError where a file or library cannot be used, or the address is not free.
     """
 
     def __init__(self, config: TransferConfig) -> None:
         assert config.kv_transfer_key_file is not None, "blocks are exchanged"
-        self.keys = TransferKeys.derive(read_transfer_key(config.kv_transfer_key_file))
+        keys = TransferKeys.derive(read_transfer_key(config.kv_transfer_key_file))
+        self.hash_key, self.security = keys.digests, _security(config, keys.links)
+        if config.kv_transfer_backend == "nixl":
+            bindings()
         self.listening = _listen(config) if config.hands_over else None
 
     @property
@@ -65,17 +78,30 @@ class ExchangePort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeStore(OpenTier):
-    """The store as a tier. segment: its memory, where other processes may map it."""
+    """The store as a tier, or as a part of one. exchange: the map of its own places. memory: all of
+    it; segment: the same, where other processes may map it."""
 
     port: ExchangePort
     store: HostStore
+    exchange: ExchangeMap
+    memory: NDArray[np.uint8]
     segment: OwnSegment | None
 
 
 def open_store(
-    config: EngineConfig, port: ExchangePort, executor: Executor, *, clock: Clock, report: Report
+    config: EngineConfig,
+    port: ExchangePort,
+    executor: Executor,
+    folder: TierFolder | None,
+    *,
+    fingerprint: bytes,
+    clock: Clock,
+    report: Report,
 ) -> ExchangeStore:
-    """Allocate the memory for blocks on their way. Raises SettingError and CapacityError."""
+    """Allocate the memory for blocks on their way, and open the tier in `folder` beside it.
+
+    Raises SettingError and CapacityError.
+    """
     settings, block_bytes = config.transfer, executor.block_bytes
     num_blocks = settings.kv_transfer_bytes // block_bytes
     if not num_blocks:
@@ -83,29 +109,36 @@ def open_store(
             f"kv_transfer_bytes is {settings.kv_transfer_bytes}; a block takes {block_bytes} "
             "bytes: give at least some blocks"
         )
-    segment = None
-    if settings.hands_over and settings.kv_transfer_backend != "tcp":
-        segment = OwnSegment(num_blocks * block_bytes)
-        memory = segment.memory
-    else:
-        try:
-            memory = np.empty(num_blocks * block_bytes, np.uint8)
-        except MemoryError as error:
-            raise CapacityError(
-                f"kv_transfer_bytes is {settings.kv_transfer_bytes} and there is no memory for "
-                "it; lower --kv-transfer-size"
-            ) from error
+    memory, segment = _memory(settings, num_blocks * block_bytes)
     store = HostStore([memory], block_bytes)
-    tier = ExchangeMap(num_blocks, max_saving=num_buffers(block_bytes, store.tier))
-    return ExchangeStore(
-        tier=tier,
-        mover=TierMover(executor, store, now_ms=clock.now_ms, report=report),
-        hash_key=port.keys.digests,
+    exchange = ExchangeMap(num_blocks, max_saving=num_buffers(block_bytes, store.tier))
+    mover = TierMover(executor, store, now_ms=clock.now_ms, report=report)
+    opened = ExchangeStore(
+        tier=exchange,
+        mover=mover,
+        hash_key=port.hash_key,
         note=_note(settings, port, num_blocks * config.cache.block_size),
         port=port,
         store=store,
+        exchange=exchange,
+        memory=memory,
         segment=segment,
     )
+    if not config.cache.has_tier:
+        return opened
+    own = open_tier(
+        folder,
+        config.cache,
+        executor,
+        fingerprint=fingerprint,
+        clock=clock,
+        report=report,
+        exchange=exchange,
+    )
+    assert isinstance(own.tier, TierBesideExchange), "opened with an exchange"
+    assert isinstance(own.mover, TierMover), "of one store"
+    pair = MoverPair(own.mover, mover, first=own.tier.first, on_lost=own.tier.forget_tier)
+    return replace(opened, tier=own.tier, mover=pair, note=f"{opened.note}\n{own.note}")
 
 
 def start_exchange(
@@ -121,47 +154,57 @@ def start_exchange(
     """Connect store, scheduler and sockets; return the exchange, and the card that names it."""
     settings, port = config.transfer, opened.port
     addresses = [peer_address(peer) for peer in settings.kv_transfer_peer]
+    engine_id = secrets.token_hex(8)
+    ways = _ways(settings, opened, engine_id)
     leases = LeaseBook(clock.now_ms, 1000.0 * settings.kv_transfer_timeout_s)
-    assert isinstance(opened.tier, ExchangeMap), "made by open_store"
-    exchange = Exchange(
-        scheduler=core.scheduler,
-        mover=opened.mover,
-        store=opened.store,
-        tier=opened.tier,
+    assert core.scheduler.hand_overs is not None, "the scheduler has an ExchangeMap"
+    handing = Handing(
+        hand_overs=core.scheduler.hand_overs,
+        tier=opened.exchange,
         leases=leases,
+        vocab_size=card.vocab_size,
+        now_ms=clock.now_ms,
+        report=report,
+    )
+    fetching = Fetching(
+        scheduler=core.scheduler,
+        store=opened.store,
+        tier=opened.exchange,
         peers=Peers([(host, number) for host, number in addresses if number]),
-        terms=Terms(
-            vocab_size=card.vocab_size,
+        terms=FetchTerms(
             block_size=card.block_size,
-            block_bytes=card.block_bytes,
             fetch=settings.kv_transfer_fetch,
             block_ms=card.block_bytes / _BYTES_A_MS,
         ),
         now_ms=clock.now_ms,
         report=report,
     )
-    exchange.segment = opened.segment
-    engine_id = secrets.token_hex(8)
-    identity = _identity(card, engine_id, fingerprint, _backends(settings, has_segment=True))
+    exchange = Exchange(
+        scheduler=core.scheduler,
+        mover=opened.mover,
+        handing=handing,
+        fetching=fetching,
+        block_bytes=card.block_bytes,
+        shared=ways.to_close,
+    )
     if port.listening is not None:
-        backends = _backends(settings, has_segment=opened.segment is not None)
         exchange.server = BlockServer(
             port.listening,
-            key=port.keys.links,
-            identity=_identity(card, engine_id, fingerprint, backends),
+            security=port.security,
+            identity=_identity(card, engine_id, fingerprint, ways.handing),
             leases=leases,
             room=opened.store.room,
-            desk=exchange,
-            segment=opened.segment,
+            desk=handing,
+            shared=ways.shared,
             report=report,
         )
     if settings.fetches:
-        exchange.client = BlockClient(
-            key=port.keys.links,
-            identity=identity,
+        fetching.client = BlockClient(
+            security=port.security,
+            identity=_identity(card, engine_id, fingerprint, ways.fetching),
             room=opened.store.room,
             wake=lambda: exchange.wake(),
-            report=report,
+            openers=ways.openers,
             timeout_s=settings.kv_transfer_timeout_s,
         )
     core.tier = exchange
@@ -171,14 +214,87 @@ def start_exchange(
         engine_id=engine_id,
         **({"transfer_address": _address(settings, port)} if port.number else {}),
     )
-    offer = TransferCard(
+    hosts = tuple(host for host, _ in addresses)
+    return exchange, replace(card, transfer=_offer(settings, port, engine_id, hosts))
+
+
+def _offer(
+    settings: TransferConfig, port: ExchangePort, engine_id: str, peer_hosts: tuple[str, ...]
+) -> TransferCard:
+    return TransferCard(
         engine_id=engine_id,
         role=settings.role,
         host=settings.kv_transfer_host,
         port=port.number,
-        peer_hosts=tuple(host for host, _ in addresses),
+        peer_hosts=peer_hosts,
     )
-    return exchange, replace(card, transfer=offer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ways:
+    """How bytes travel, by name, the preferred one first. shared, openers: see BlockServer and
+    BlockClient."""
+
+    handing: tuple[str, ...]
+    fetching: tuple[str, ...]
+    shared: Mapping[str, OwnMemory]
+    openers: Mapping[str, Opener]
+    to_close: tuple[Shared, ...]
+
+
+def _ways(settings: TransferConfig, opened: ExchangeStore, engine_id: str) -> _Ways:
+    """Return the ways that settings allow here. Raises SettingError where a library lacks."""
+    wanted = {"auto": ("shm", "tcp")}.get(
+        settings.kv_transfer_backend, (settings.kv_transfer_backend,)
+    )
+    shared: dict[str, OwnMemory] = {}
+    openers: dict[str, Opener] = {}
+    to_close: list[Shared] = []
+    if "shm" in wanted:
+        openers["shm"] = Opener(Segment, MappedSegment)
+    if opened.segment is not None:
+        shared["shm"] = opened.segment
+        to_close.append(opened.segment)
+    if "nixl" in wanted:
+        agent = NixlAgent(engine_id)
+        shared["nixl"] = agent.own(opened.memory)
+        openers["nixl"] = agent.opener(opened.store.block_bytes)
+        to_close.append(agent)
+    return _Ways(
+        handing=tuple(one for one in wanted if one in shared or one == INLINE),
+        fetching=wanted,
+        shared=shared,
+        openers=openers,
+        to_close=tuple(to_close),
+    )
+
+
+def _memory(
+    settings: TransferConfig, num_bytes: int
+) -> tuple[NDArray[np.uint8], OwnSegment | None]:
+    """Return memory for blocks on their way, and the segment that it is, if others may map it."""
+    if settings.hands_over and settings.kv_transfer_backend in ("auto", "shm"):
+        segment = OwnSegment(num_bytes)
+        return segment.memory, segment
+    try:
+        return np.empty(num_bytes, np.uint8), None
+    except MemoryError as error:
+        raise CapacityError(
+            f"kv_transfer_bytes is {settings.kv_transfer_bytes} and there is no memory for "
+            "it; lower --kv-transfer-size"
+        ) from error
+
+
+def _security(config: TransferConfig, key: bytes) -> LinkSecurity:
+    """Return the key and the TLS of connections. Raises SettingError."""
+    cert, authorities = config.kv_transfer_tls_cert, config.kv_transfer_tls_ca
+    cert_key = config.kv_transfer_tls_key
+    serving = connecting = None
+    if config.hands_over and cert is not None:
+        serving = serving_context(cert, cert_key, authorities)
+    if config.fetches and authorities is not None:
+        connecting = connecting_context(authorities, cert, cert_key)
+    return LinkSecurity(key, serving, connecting)
 
 
 def _identity(
@@ -194,11 +310,6 @@ def _identity(
         kv_dtype=card.kv_cache_dtype,
         backends=backends,
     )
-
-
-def _backends(settings: TransferConfig, *, has_segment: bool) -> tuple[str, ...]:
-    wanted = {"auto": ("shm", "tcp"), "tcp": ("tcp",), "shm": ("shm",)}
-    return tuple(one for one in wanted[settings.kv_transfer_backend] if one != "shm" or has_segment)
 
 
 def _listen(config: TransferConfig) -> socket.socket:

@@ -21,8 +21,11 @@ from quire.runner.model_runner import ModelRunner
 from quire.runner.pipelined_runner import PipelinedRunner
 
 
-def ranked_class(settings: ExecutorConfig) -> RankedExecutorClass:
-    """Return the executor class. Raises SettingError for more ranks than cores."""
+def ranked_class(settings: ExecutorConfig, *, shares_blocks: bool = False) -> RankedExecutorClass:
+    """Return the executor class. Raises SettingError for more ranks than cores.
+
+    shares_blocks: blocks leave and enter the pool whole, to be exchanged with other engines.
+    """
     cores, degree = num_usable_cores(), settings.tensor_parallel_size
     if settings.num_ranks > cores:
         product = (
@@ -34,7 +37,10 @@ def ranked_class(settings: ExecutorConfig) -> RankedExecutorClass:
         )
     if settings.pipeline_parallel_size == 1:
         return RankedExecutorClass(
-            degree=degree, experts=expert_plan(settings), mode=TpMode(settings.tp_mode)
+            degree=degree,
+            experts=expert_plan(settings),
+            mode=TpMode(settings.tp_mode),
+            shares_blocks=shares_blocks,
         )
     return PipelineExecutorClass(degree=degree, stages=settings.pipeline_parallel_size)
 

@@ -7,18 +7,22 @@ A part of the wiring, like assemble.py. Always holds: blocks of another fingerpr
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from quire.base.block_copies import Tier
 from quire.base.clock import Clock
 from quire.base.errors import CapacityError, SettingError
 from quire.base.report import Report
+from quire.cache.exchange_beside_tier import TierBesideExchange
+from quire.cache.exchange_map import ExchangeMap
 from quire.cache.tier_map import TierMap
 from quire.config.groups import CacheConfig
 from quire.config.machine import MachineMemory
 from quire.config.memory import mib
 from quire.execute.executor import AsyncExecutor, Executor
-from quire.runner.tier_mover import TierMover, num_buffers
+from quire.runner.tier_mover import BlockMover, TierMover, num_buffers
 from quire.transfer.disk import DiskStore
 from quire.transfer.folder import TierFolder
 from quire.transfer.host import HostStore, piece_sizes
@@ -35,7 +39,7 @@ class OpenTier:
     """tier: the map of its places, filled with what lies there."""
 
     tier: TierMap
-    mover: TierMover
+    mover: BlockMover
     hash_key: bytes
     note: str
 
@@ -67,11 +71,12 @@ def open_tier(
     fingerprint: bytes,
     clock: Clock,
     report: Report,
+    exchange: ExchangeMap | None = None,
 ) -> OpenTier:
     """Open the tier in `folder`, or in host memory where `folder` is None.
 
-    The executor's cache must be allocated. fingerprint: of its blocks. Raises SettingError and
-    CapacityError.
+    The executor's cache must be allocated. fingerprint: of its blocks. exchange: with other
+    engines, which goes on in the tier's map. Raises SettingError and CapacityError.
     """
     block_bytes = executor.block_bytes
     store: DiskStore | HostStore
@@ -89,7 +94,10 @@ def open_tier(
         where, note = str(folder.path), folder.note
     block_ms = block_bytes / _BYTES_A_MS[store.tier]
     max_saving = num_buffers(block_bytes, store.tier)
-    tier = TierMap(store.num_blocks, store.tier, block_ms=block_ms, max_saving=max_saving)
+    make: Callable[..., TierMap] = TierMap
+    if exchange is not None:
+        make = partial(TierBesideExchange, exchange=exchange)
+    tier = make(store.num_blocks, store.tier, block_ms=block_ms, max_saving=max_saving)
     tier.load(store.held())
     mover = TierMover(executor, store, now_ms=clock.now_ms, report=report)
     return OpenTier(

@@ -61,7 +61,9 @@ class KVLoads:
             return False
         if self._num_fetches.get(sequence, 0) >= MAX_LOADS:
             return False
-        if not self.cost.fetch_pays(source.stored, len(places), tiers.num_fetching):
+        if not tiers.tier.is_paid(places) and not self.cost.fetch_pays(
+            source.stored, len(places), tiers.num_fetching
+        ):
             return False
         self.any_used = True
         self.drop(sequence)  # what it was kept before is found, and counted again
@@ -133,7 +135,7 @@ class KVLoads:
             "tier_fetched_blocks_total": self.fetched_blocks_total,
             "tier_unsaved_blocks_total": tiers.unsaved_total,
             "tier_bad_blocks_total": self.bad_blocks_total,
-            "tier_failures_total": int(tiers.is_broken),
+            "tier_failures_total": int(tiers.is_broken or tiers.tier.is_lost),
         }
 
     def _release(self, fetch: Fetch) -> None:

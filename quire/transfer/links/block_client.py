@@ -12,19 +12,19 @@ from __future__ import annotations
 import contextlib
 import queue
 import socket
+import ssl
 import threading
 import time
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.kv_transfer import Failure
-from quire.base.report import Report
 from quire.transfer.links.block_server import BEAT_S, LOST_S
 from quire.transfer.links.channel import Channel, LinkTimeout
+from quire.transfer.links.checksum import checksum_of
 from quire.transfer.links.handshake import Refused, greet_as_fetcher
 from quire.transfer.links.messages import (
     Beat,
@@ -36,9 +36,10 @@ from quire.transfer.links.messages import (
     MessageError,
     Prefill,
     Refusal,
-    Segment,
+    Release,
 )
-from quire.transfer.links.shared_memory import MappedSegment
+from quire.transfer.links.security import TLS_S, LinkSecurity
+from quire.transfer.links.ways import INLINE, Opener, Reader, way_of
 
 Bytes = NDArray[np.uint8]
 
@@ -61,7 +62,8 @@ class Source:
 
 @dataclass(slots=True, eq=False)
 class FetchJob:
-    """Blocks on their way. places[i] is for the block of digests[i].
+    """Blocks on their way. places[i] is for the block of digests[i]; no digests: nothing is fetched
+    of the transfer, and the other engine can end its lease.
 
     num_landed: leading blocks that are in their places. failure: why they are fewer; None where all
     are there, or the job was cancelled. receive_ms: time spent on their bytes.
@@ -99,21 +101,21 @@ class _Gave(Exception):
 class BlockClient:
     """Fetches for one engine. room: returns the memory of a place. wake: called when a job ends.
 
-    timeout_s: the longest wait for a block.
+    openers: how other engines' memory is read, by backend. timeout_s: the longest wait for a block.
     """
 
     def __init__(
         self,
         *,
-        key: bytes,
+        security: LinkSecurity,
         identity: Identity,
         room: Callable[[int], Bytes],
         wake: Callable[[], None],
-        report: Report,
+        openers: Mapping[str, Opener],
         timeout_s: float,
     ) -> None:
-        self._key, self._identity, self._room = key, identity, room
-        self._wake, self._report, self._timeout_s = wake, report, timeout_s
+        self._security, self._identity, self._room = security, identity, room
+        self._wake, self._openers, self._timeout_s = wake, openers, timeout_s
         self._jobs: queue.SimpleQueue[FetchJob | None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[FetchJob] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -149,7 +151,7 @@ class BlockClient:
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
-            thread.join(CONNECT_S + 1.0)
+            thread.join(CONNECT_S + TLS_S + 1.0)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -174,7 +176,7 @@ class BlockClient:
                     return
                 job.channel = channel
             self._fetch(job, channel)
-        except Refused as error:
+        except (Refused, ssl.SSLError) as error:
             raise _Gave(Failure.REFUSED, str(error)) from error
         except LinkTimeout as error:
             raise _Gave(Failure.TIMEOUT, str(error)) from error
@@ -189,47 +191,55 @@ class BlockClient:
             connection = socket.create_connection((source.host, source.port), CONNECT_S)
         except (OSError, UnicodeError) as error:
             raise _Gave(Failure.UNREACHABLE, str(error)) from error
-        return Channel(connection)
+        try:
+            return Channel(self._security.connected(connection, source.host))
+        except OSError as error:
+            connection.close()
+            is_refused = isinstance(error, ssl.SSLError)
+            raise _Gave(Failure.REFUSED if is_refused else Failure.CUT, str(error)) from error
 
     def _fetch(self, job: FetchJob, channel: Channel) -> None:
         source = job.source
-        other = greet_as_fetcher(channel, self._key, self._identity)
+        other = greet_as_fetcher(channel, self._security.key, self._identity)
         if source.engine_id and other.engine_id != source.engine_id:
             raise _Gave(Failure.EXPIRED, "another engine is at this address now; it was restarted")
-        mapped = self._mapped(channel, other)
+        reader = self._reader(channel, other)
         with contextlib.ExitStack() as ending:
-            if mapped is not None:
-                ending.callback(mapped.close)
+            if reader is not None:
+                ending.callback(reader.close)
+            if not job.digests:
+                channel.send(Release(source.transfer_id), within_s=LOST_S)
+                return
             if source.token_ids:
                 prompt = Prefill(source.transfer_id, source.salt, source.token_ids)
                 channel.send(prompt, within_s=LOST_S)
-            asked = Fetch(source.transfer_id, tuple(job.digests), mapped is None)
+            asked = Fetch(source.transfer_id, tuple(job.digests), reader is None)
             channel.send(asked, within_s=LOST_S)
-            self._receive(job, channel, mapped)
+            self._receive(job, channel, reader)
             with contextlib.suppress(OSError):
                 channel.send(Done(), within_s=LOST_S)
 
-    def _mapped(self, channel: Channel, other: Identity) -> MappedSegment | None:
-        """Map the other side's memory, where both sides can; None: bytes come on the connection."""
-        own = self._identity.backends
-        if not set(own) & set(other.backends):
+    def _reader(self, channel: Channel, other: Identity) -> Reader | None:
+        """Read the other side's memory, where both can; None: bytes come on the connection."""
+        way = way_of(handing=other, fetching=self._identity)
+        if way is None:
             refusal = channel.receive(Refusal, within_s=LOST_S)
             assert isinstance(refusal, Refusal)
             raise Refused(refusal.reason)
-        if "shm" not in own or "shm" not in other.backends:
+        opener = self._openers.get(way)
+        if opener is None:
             return None
-        segment = channel.receive(Segment, within_s=LOST_S)
-        assert isinstance(segment, Segment)
+        described = channel.receive(opener.message, within_s=LOST_S)
         try:
-            return MappedSegment(segment)
+            return opener.open(described)
         except OSError as error:
-            if "tcp" in own and "tcp" in other.backends:
+            if INLINE in self._identity.backends and INLINE in other.backends:
                 return None  # another machine, or a container without a view of the process
-            raise Refused(f"the other engine's memory cannot be mapped: {error}") from error
+            raise Refused(f"the other engine's memory cannot be read by {way}: {error}") from error
 
-    def _receive(self, job: FetchJob, channel: Channel, mapped: MappedSegment | None) -> None:
+    def _receive(self, job: FetchJob, channel: Channel, reader: Reader | None) -> None:
         """Take in blocks until there are no more. Raises _Gave where they are too few."""
-        raw = np.empty(self._identity.block_bytes, np.uint8)
+        buffer = np.empty(self._identity.block_bytes if reader is None else 0, np.uint8)
         last_s = time.monotonic()
         while job.num_landed < len(job.digests):
             said = channel.receive(Block, Beat, End, within_s=LOST_S)
@@ -242,27 +252,41 @@ class BlockClient:
                 continue
             assert isinstance(said, Block)
             last_s = time.monotonic()
-            self._read(said, channel, mapped, raw)
+            raw = self._read(said, channel, reader, buffer)
             if said.index != job.num_landed:
                 raise MessageError(f"block {said.index} came in place of {job.num_landed}")
-            if zlib.crc32(raw.data) != said.checksum:
-                raise _Gave(Failure.BAD_BYTES, f"block {said.index} does not match its checksum")
-            with job.lock:
-                if job.is_cancelled:
-                    return
-                self._room(job.places[said.index])[:] = raw
-                job.num_landed += 1
+            if not self._place(job, said, raw):
+                return
             job.receive_ms += (time.monotonic() - last_s) * 1000.0
 
-    def _read(
-        self, said: Block, channel: Channel, mapped: MappedSegment | None, raw: Bytes
-    ) -> None:
-        if (said.offset == Block.INLINE) != (mapped is None):
+    def _read(self, said: Block, channel: Channel, reader: Reader | None, buffer: Bytes) -> Bytes:
+        """Return where the bytes of a block are now."""
+        if (said.offset == Block.INLINE) != (reader is None):
             raise MessageError("a block comes in another way than it was asked for")
-        if mapped is None:
-            channel.receive_inline(raw.data, within_s=LOST_S)
-        else:
-            mapped.read(said.offset, raw)
+        if reader is None:
+            channel.receive_inline(buffer.data, within_s=LOST_S)
+            return buffer
+        return reader.view(said.offset, self._identity.block_bytes)
+
+    def _place(self, job: FetchJob, said: Block, raw: Bytes) -> bool:
+        """Copy a block into its place, and check what is there; return False after `cancel`.
+
+        The other side may change its memory at any time, so what was copied is summed.
+        """
+        with job.lock:
+            if job.is_cancelled:
+                return False
+            place = self._room(job.places[said.index])
+            place[:] = raw
+        is_whole = checksum_of(place) == said.checksum
+        with job.lock:
+            if job.is_cancelled:
+                return False  # and the place may be another block's by now
+            if not is_whole:
+                reason = f"block {said.index} does not match its checksum"
+                raise _Gave(Failure.BAD_BYTES, reason)
+            job.num_landed += 1
+        return True
 
 
 def _shortage(reason: str) -> tuple[Failure, str]:

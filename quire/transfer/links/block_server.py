@@ -10,10 +10,10 @@ the lease was valid after the bytes were summed.
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 import time
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.report import Report
+from quire.transfer.links import checksum
 from quire.transfer.links.channel import Channel, LinkClosed, LinkTimeout
 from quire.transfer.links.handshake import Refused, greet_as_server
 from quire.transfer.links.leases import Lease, LeaseBook
@@ -34,8 +35,10 @@ from quire.transfer.links.messages import (
     MessageError,
     Prefill,
     Refusal,
+    Release,
 )
-from quire.transfer.links.shared_memory import OwnSegment
+from quire.transfer.links.security import LinkSecurity
+from quire.transfer.links.ways import OwnMemory, way_of
 
 Bytes = NDArray[np.uint8]
 
@@ -72,25 +75,26 @@ class SentCounts:
 class BlockServer:
     """Serves the store of one engine at `listening`, which it closes.
 
-    room: returns the memory of a place. offset: returns where that lies in `segment`.
+    room: returns the memory of a place. shared: the memory of all places, in their order, by the
+    name of the backend that reads it from elsewhere.
     """
 
     def __init__(
         self,
         listening: socket.socket,
         *,
-        key: bytes,
+        security: LinkSecurity,
         identity: Identity,
         leases: LeaseBook,
         room: Callable[[int], Bytes],
         desk: PrefillDesk,
-        segment: OwnSegment | None,
+        shared: Mapping[str, OwnMemory],
         report: Report,
     ) -> None:
         self._listening = listening
-        self._key, self._identity = key, identity
+        self._security, self._identity = security, identity
         self._leases, self._room, self._desk = leases, room, desk
-        self._segment, self._report = segment, report
+        self._shared, self._report = shared, report
         self.counts = SentCounts()
         self._lock = threading.Lock()
         self._open: dict[Channel, threading.Thread] = {}
@@ -135,7 +139,7 @@ class BlockServer:
     def _serve(self, channel: Channel) -> None:
         try:
             self._answer(channel)
-        except Refused as error:
+        except (Refused, ssl.SSLError) as error:
             self._report("KV transfer: a connection was refused", reason=str(error))
         except (OSError, MessageError):
             pass  # the other side is gone or of another kind; its lease has ended
@@ -148,18 +152,22 @@ class BlockServer:
 
     def _answer(self, channel: Channel) -> None:
         """Serve one request of one connection."""
-        other = greet_as_server(channel, self._key, self._identity)
-        if not set(other.backends) & set(self._identity.backends):
+        channel.secure(self._security.served)
+        other = greet_as_server(channel, self._security.key, self._identity)
+        way = way_of(handing=self._identity, fetching=other)
+        if way is None:
             why = (
                 f"the fetching engine takes {', '.join(other.backends)} and this one gives "
                 f"{', '.join(self._identity.backends)}; set --kv-transfer-backend auto on both"
             )
             channel.send(Refusal(why), within_s=LOST_S)
             raise Refused(why)
-        if self._segment is not None and "shm" in other.backends:
-            channel.send(self._segment.message(), within_s=LOST_S)
-        asked = channel.receive(Prefill, Fetch, Done, within_s=ASK_S)
-        if isinstance(asked, Done):
+        if way in self._shared:
+            channel.send(self._shared[way].message(), within_s=LOST_S)
+        asked = channel.receive(Prefill, Fetch, Release, within_s=ASK_S)
+        if isinstance(asked, Release):
+            self._leases.give_up(asked.transfer_id)
+            self._desk.settle()
             return
         is_prefill = isinstance(asked, Prefill)
         if isinstance(asked, Prefill):
@@ -220,15 +228,15 @@ class BlockServer:
                 if life.is_done:
                     return "done"
             raw = self._room(place)
-            checksum = zlib.crc32(raw.data)
+            summed = checksum.checksum_of(raw)
             if not self._leases.is_valid(lease):
                 return "expired"
             offset, inline = place * len(raw), raw[:0].data
             if asked.is_inline:
                 offset, inline = Block.INLINE, raw.data
-            elif self._segment is None:
-                raise MessageError("blocks in shared memory are asked for, and there is none")
-            life.channel.send(Block(index, checksum, offset), inline, within_s=LOST_S)
+            elif not self._shared:
+                raise MessageError("blocks in memory are asked for, and none is shared")
+            life.channel.send(Block(index, summed, offset), inline, within_s=LOST_S)
             with self._lock:
                 self.counts.blocks_total += 1
                 self.counts.bytes_total += len(raw)

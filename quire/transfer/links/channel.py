@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import select
 import socket
+import ssl
 import struct
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from quire.transfer.links.messages import KINDS, AnyMessage, MessageError
@@ -36,6 +38,16 @@ class Channel:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+        self._is_closed = False
+        self._tls = connection if isinstance(connection, ssl.SSLSocket) else None
+
+    def secure(self, secured: Callable[[socket.socket], socket.socket]) -> None:
+        """Go on over what `secured` makes of the connection. Raises OSError."""
+        self._socket = secured(self._socket)
+        self._tls = self._socket if isinstance(self._socket, ssl.SSLSocket) else None
+        if self._is_closed:
+            self.close()
+            raise LinkClosed("the connection was closed during its handshake")
 
     def send(
         self, message: AnyMessage, inline: bytes | memoryview = b"", *, within_s: float
@@ -81,14 +93,18 @@ class Channel:
 
     def has_input(self, wait_s: float = 0.0) -> bool:
         """Return whether a message, or the end of the connection, can be received."""
+        if self._tls is not None and self._tls.pending():
+            return True
         poller = select.poll()  # unlike select, for any number of descriptors
         poller.register(self._socket, select.POLLIN)
         return bool(poller.poll(wait_s * 1000))
 
     def close(self) -> None:
         """End both directions, which ends a call in another thread too."""
+        self._is_closed = True
         with suppress(OSError):  # it is not connected any more
-            self._socket.shutdown(socket.SHUT_RDWR)
+            # Below TLS: what another thread reads next is the end, and never what is not decrypted.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
         self._socket.close()
 
     def _read(self, view: memoryview, deadline_s: float) -> None:

@@ -11,8 +11,8 @@
 A proof is an HMAC-SHA-256 of the side's name and both nonces under a key derived from the shared
 key, so that neither the key nor a proof of the other side can be replayed. Always holds: before
 the other side has proved the key, it learns the protocol's version and nothing else; nothing is
-transferred between engines that compute different blocks. Messages are not encrypted: a network
-that others can read needs a tunnel.
+transferred between engines that compute different blocks. Messages are encrypted only where the
+connection is secured before (security.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import hmac
 import secrets
 from dataclasses import dataclass
 
-from quire.transfer.links.channel import Channel
+from quire.transfer.links.channel import Channel, LinkClosed
 from quire.transfer.links.messages import (
     NONCE_BYTES,
     VERSION,
@@ -64,7 +64,13 @@ def greet_as_fetcher(channel: Channel, key: bytes, own: Identity) -> Identity:
     """
     mine = secrets.token_bytes(NONCE_BYTES)
     channel.send(Hello(VERSION, mine), within_s=STEP_S)
-    hello = channel.receive(Hello, within_s=STEP_S)
+    try:
+        hello = channel.receive(Hello, within_s=STEP_S)
+    except LinkClosed as error:
+        raise LinkClosed(
+            "the other engine closed the connection at once: it has too many, or takes them by TLS "
+            "only (give this engine --kv-transfer-tls-ca)"
+        ) from error
     assert isinstance(hello, Hello)
     if hello.version != VERSION:
         raise Refused(_versions(other=hello.version))

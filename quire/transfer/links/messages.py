@@ -1,8 +1,10 @@
 """Messages of a transfer connection: a kind, a length and a fixed layout each; nothing is pickled.
 
-    Hello, Challenge, Proof    version, nonces and proofs of the shared key
+    Hello, Proof               version, nonces and proofs of the shared key
     Identity, Refusal          what computes the blocks on this side; why the other side is refused
+    Segment, Agent             where this side's blocks lie in shared memory, or for NIXL
     Prefill, Fetch             compute a prompt for me; send me the blocks with these digests
+    Release                    nothing is fetched of a transfer, its lease can end
     Block, End                 a block or where it lies, with its checksum; no more blocks follow
     Beat, Done                 a sign of life; the blocks are here, the lease can end
 
@@ -17,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, Self
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"QuireKVX"
 NONCE_BYTES = PROOF_BYTES = FINGERPRINT_BYTES = 32
 DIGEST_BYTES = 16
@@ -85,6 +87,7 @@ class _Reader:
 
 def _text(text: str) -> bytes:
     raw = text.encode("utf-8", "replace")[:MAX_TEXT_BYTES]
+    raw = raw.decode("utf-8", "ignore").encode()  # a character is not cut
     return _TEXT.pack(len(raw)) + raw
 
 
@@ -185,25 +188,31 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a side goes no further."""
+class _Reason:
+    """One text."""
 
     reason: str
 
-    kind = 4
-    max_bytes = MAX_TEXT_BYTES + 2
+    max_bytes: ClassVar[int] = MAX_TEXT_BYTES + _TEXT.size
 
     def pack(self) -> bytes:
         """See Message."""
         return _text(self.reason)
 
     @classmethod
-    def unpack(cls, payload: bytes) -> Refusal:
+    def unpack(cls, payload: bytes) -> Self:
         """See Message."""
         reader = _Reader(payload)
         reason = reader.text()
         reader.end()
         return cls(reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal(_Reason):
+    """Why a side goes no further."""
+
+    kind = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +274,7 @@ class Fetch:
 @dataclass(frozen=True, slots=True)
 class Block:
     """Block `index` of those fetched. offset: where it lies in shared memory; INLINE: its bytes
-    follow. checksum: CRC-32 of its bytes."""
+    follow. checksum: of its bytes (checksum.py)."""
 
     index: int
     checksum: int
@@ -273,7 +282,7 @@ class Block:
 
     kind = 7
     INLINE: ClassVar[int] = (1 << 64) - 1
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<IIQ")
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<IQQ")
     max_bytes = LAYOUT.size
 
     def pack(self) -> bytes:
@@ -290,25 +299,10 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class End(_Reason):
     """No more blocks follow. reason: "", or why there are fewer than asked for."""
 
-    reason: str
-
     kind = 8
-    max_bytes = MAX_TEXT_BYTES + 2
-
-    def pack(self) -> bytes:
-        """See Message."""
-        return _text(self.reason)
-
-    @classmethod
-    def unpack(cls, payload: bytes) -> End:
-        """See Message."""
-        reader = _Reader(payload)
-        reason = reader.text()
-        reader.end()
-        return cls(reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,8 +372,72 @@ class Done:
         return cls()
 
 
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Nothing more is fetched of a transfer: its lease can end."""
+
+    transfer_id: bytes
+
+    kind = 12
+    max_bytes = TRANSFER_ID_BYTES
+
+    def pack(self) -> bytes:
+        """See Message."""
+        return self.transfer_id
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Release:
+        """See Message."""
+        reader = _Reader(payload)
+        transfer_id = reader.take(TRANSFER_ID_BYTES)
+        reader.end()
+        return cls(transfer_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """The memory in which blocks lie, registered with NIXL. metadata: NIXL's own, of this agent."""
+
+    address: int
+    num_bytes: int
+    metadata: bytes
+
+    kind = 13
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<QQ")
+    max_bytes = 1 << 20
+
+    def pack(self) -> bytes:
+        """See Message."""
+        return self.LAYOUT.pack(self.address, self.num_bytes) + self.metadata
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Agent:
+        """See Message."""
+        reader = _Reader(payload)
+        address, num_bytes = reader.fields(cls.LAYOUT)
+        metadata = reader.rest()
+        if not metadata:
+            raise MessageError("an agent has no metadata")
+        return cls(address, num_bytes, metadata)
+
+
 AnyMessage = (
-    Hello | Proof | Identity | Refusal | Prefill | Fetch | Block | End | Segment | Beat | Done
+    Hello
+    | Proof
+    | Identity
+    | Refusal
+    | Prefill
+    | Fetch
+    | Block
+    | End
+    | Segment
+    | Beat
+    | Done
+    | Release
+    | Agent
 )
-_ALL = (Hello, Proof, Identity, Refusal, Prefill, Fetch, Block, End, Segment, Beat, Done)
+_ALL = (
+    *(Hello, Proof, Identity, Refusal, Prefill, Fetch, Block, End),
+    *(Segment, Beat, Done, Release, Agent),
+)
 KINDS: Mapping[int, type[AnyMessage]] = {message.kind: message for message in _ALL}

@@ -3,11 +3,12 @@
 The memory is a file in memory without a name (memfd), which the other process opens through
 /proc. So there is nothing to unlink: the system frees it when the last of the two processes has
 closed it, however each of them ends. Knows no block. Always holds: what is mapped is the segment
-that the other side has made, checked by a secret in its first page.
+that the other side has made, checked by a secret in its first page, and keeps its size.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import secrets
@@ -23,6 +24,9 @@ Bytes = NDArray[np.uint8]
 # The first page has the secret; blocks begin after it.
 PAGE = 4096
 SECRET_BYTES = 32
+# A mapping beyond the end of a file ends the process that reads it.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+NO_BYTES: Bytes = np.zeros(0, np.uint8)
 
 
 class OwnSegment:
@@ -31,8 +35,9 @@ class OwnSegment:
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = PAGE + num_bytes
         try:
-            self._descriptor = os.memfd_create("quire-kv", os.MFD_CLOEXEC)
+            self._descriptor = os.memfd_create("quire-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self._descriptor, self._num_bytes)
+            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
             whole = np.frombuffer(mmap.mmap(self._descriptor, self._num_bytes), np.uint8)
         except (OSError, ValueError, OverflowError) as error:
             raise CapacityError(
@@ -57,27 +62,29 @@ class MappedSegment:
 
     def __init__(self, segment: Segment) -> None:
         path = f"/proc/{segment.process_id}/fd/{segment.descriptor}"
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # What is no file does not answer an open at once.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
+            if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                raise OSError("the segment could become smaller, which ends what reads it")
             if os.fstat(descriptor).st_size != segment.num_bytes:
                 raise OSError("the segment of the other side has another size")
-            self._map = mmap.mmap(descriptor, segment.num_bytes, prot=mmap.PROT_READ)
+            shared = mmap.mmap(descriptor, segment.num_bytes, prot=mmap.PROT_READ)
         except ValueError as error:
             raise OSError(str(error)) from error
         finally:
             os.close(descriptor)
-        if self._map[:SECRET_BYTES] != segment.secret:
-            self._map.close()
+        if shared[:SECRET_BYTES] != segment.secret:
             raise OSError("the segment is not that of the other side")
+        self._bytes: Bytes = np.frombuffer(shared, np.uint8)
         self.num_bytes = segment.num_bytes - PAGE
 
-    def read(self, offset: int, out: Bytes) -> None:
-        """Copy bytes from an offset after the first page. Raises OSError beyond the end."""
-        if not 0 <= offset <= self.num_bytes - len(out):
+    def view(self, offset: int, num_bytes: int) -> Bytes:
+        """Return bytes at an offset after the first page. Raises OSError beyond the end."""
+        if not 0 <= offset <= self.num_bytes - num_bytes:
             raise OSError(f"a block lies at {offset}, beyond {self.num_bytes} shared bytes")
-        begin = PAGE + offset
-        out[:] = np.frombuffer(self._map, np.uint8, len(out), begin)
+        return self._bytes[PAGE + offset : PAGE + offset + num_bytes]
 
     def close(self) -> None:
-        """Unmap it."""
-        self._map.close()
+        """Let it be unmapped, with the last view."""
+        self._bytes = NO_BYTES

@@ -33,6 +33,10 @@ def _run(*words: str) -> int:
         (["http://a:1", "--host", "192.0.2.1", "--insecure"], "cannot listen"),
         (["--replicas-file", "/nowhere/replicas"], "No such file"),
         (["http://a:1", "--replica-key-file", "/nowhere/key"], "--replica-key-file"),
+        (["http://a:1", "--movable", "http://a:1"], "give it once"),
+        (["http://a:1", "--prefill", "http://b:1", "--movable", "b:1"], "give it once"),
+        (["http://a:1", "--movable", "ftp://b:1"], "http://"),
+        (["http://a:1", "--movable", "b:1", "--role-seconds", "0"], "role_hold_s"),
     ],
 )
 def test_wrong_arguments_say_what_is_allowed(words: list[str], message: str) -> None:

@@ -38,7 +38,13 @@ def test_roles_say_who_hands_over_and_who_fetches() -> None:
         (KEY | {"kv_transfer_port": 65536}, "65535"),
         (KEY | {"kv_transfer_bytes": 0}, "at least 1"),
         (KEY | {"kv_transfer_timeout_s": 0.0}, "at least"),
-        (KEY | {"kv_transfer_backend": "nixl"}, "auto, tcp, shm"),
+        (KEY | {"kv_transfer_backend": "rdma"}, "auto, tcp, shm, nixl"),
+        ({"kv_transfer_tls_ca": "a.pem"}, "add kv_transfer_key_file"),
+        (KEY | {"kv_transfer_tls_ca": ""}, "empty"),
+        (KEY | {"role": "decode", "kv_transfer_tls_key": "k"}, "without kv_transfer_tls_cert"),
+        (KEY | {"role": "prefill", "kv_transfer_tls_ca": "a"}, "add kv_transfer_tls_cert"),
+        (KEY | {"role": "both", "kv_transfer_tls_ca": "a"}, "add kv_transfer_tls_cert"),
+        (KEY | {"role": "both", "kv_transfer_tls_cert": "c"}, "add kv_transfer_tls_ca"),
         (KEY | {"kv_transfer_peer": ("a:b",)}, "HOST:PORT"),
         (KEY | {"role": "prefill", "kv_transfer_peer": ("a:1",)}, "fetches no blocks"),
     ],
@@ -52,9 +58,8 @@ def test_wrong_values_are_refused_with_what_is_allowed(settings: Any, words: str
     ("settings", "words"),
     [
         ({"enable_prefix_caching": False}, "found by their prefix"),
-        ({"kv_tier_path": "/tmp/x"}, "one store"),
         ({"executor": "torch"}, "on CPUs"),
-        ({"tensor_parallel_size": 2}, "several ranks"),
+        ({"pipeline_parallel_size": 2}, "several stages"),
     ],
 )
 def test_unsupported_combinations_are_refused_by_name(settings: dict[str, Any], words: str) -> None:

@@ -74,7 +74,7 @@ class Stepped:
 
     def num_kept(self) -> int:
         """Return the blocks that leases have."""
-        return sum(len(lease.places) for lease in self.exchange._leases._open.values())
+        return sum(len(lease.places) for lease in self.exchange.handing._leases._open.values())
 
     def close(self) -> None:
         self.exchange.close()
@@ -153,7 +153,7 @@ def test_an_aborted_prompt_keeps_what_it_had_and_loses_the_rest(prefill: Stepped
     assert ended[0].finish_reason is not None
     none = StepOutputs(step=-1, request_ids=[], token_ids=NO_INTS, events=tuple(ended))
     prefill.emit(Outputs(outputs=none, stats=prefill.engine.core.stats()))
-    lease = next(iter(prefill.exchange._leases._open.values()))
+    lease = next(iter(prefill.exchange.handing._leases._open.values()))
     prefill.until(lambda: not lease.pending, steps=True)
     assert lease.is_complete
     assert lease.lost
@@ -164,7 +164,7 @@ def test_a_client_that_is_gone_fails_its_leases(prefill: Stepped) -> None:
     prefill.submit(request_of("7/one"))
     prefill.step()
     prefill.exchange.take([Leave(client=7)])
-    lease = next(iter(prefill.exchange._leases._open.values()))
+    lease = next(iter(prefill.exchange.handing._leases._open.values()))
     assert lease.is_complete
     assert not lease.pending
     assert lease.failure
@@ -182,7 +182,7 @@ def test_a_flush_ends_all_leases(prefill: Stepped) -> None:
 
 def test_requests_of_other_engines_are_not_shown_to_clients(prefill: Stepped) -> None:
     tokens = np.arange(3, 3 + 2 * BLOCK, dtype="<i4").tobytes()
-    prefill.exchange.prefill(bytes.fromhex(TRANSFER), "", tokens)
+    prefill.exchange.handing.prefill(bytes.fromhex(TRANSFER), "", tokens)
     messages = prefill.exchange.take([])
     assert len(messages) == 1
     assert isinstance(messages[0], Submit)
@@ -190,7 +190,7 @@ def test_requests_of_other_engines_are_not_shown_to_clients(prefill: Stepped) ->
     prefill.until(lambda: prefill.num_kept() == 2, steps=True)
     shown = [one for one in prefill.said if isinstance(one, Outputs) and one.outputs]
     assert not [event for one in shown for event in one.outputs or ()]
-    prefill.exchange.cancel(bytes.fromhex(TRANSFER))
+    prefill.exchange.handing.cancel(bytes.fromhex(TRANSFER))
     prefill.exchange.take([])
     assert prefill.exchange.stats().leases == 0
 

@@ -10,6 +10,7 @@ import pytest
 from quire.transfer.links.messages import (
     KINDS,
     MAX_TEXT_BYTES,
+    Agent,
     AnyMessage,
     Beat,
     Block,
@@ -22,6 +23,7 @@ from quire.transfer.links.messages import (
     Prefill,
     Proof,
     Refusal,
+    Release,
     Segment,
 )
 
@@ -32,11 +34,13 @@ EXAMPLES: tuple[AnyMessage, ...] = (
     Refusal("because ä"),
     Prefill(b"t" * 16, "salt\0é", b"\1\0\0\0\2\0\0\0"),
     Fetch(b"t" * 16, (b"a" * 16, b"b" * 16), True),
-    Block(3, 0xFFFFFFFF, Block.INLINE),
+    Block(3, (1 << 64) - 1, Block.INLINE),
     End(""),
     Segment(1 << 22, 7, 1 << 40, b"s" * 32),
     Beat(),
     Done(),
+    Release(b"t" * 16),
+    Agent(1 << 47, 1 << 40, b"metadata of NIXL"),
 )
 
 
@@ -68,6 +72,8 @@ def test_cut_lengthened_and_random_payloads_are_message_errors_or_messages(
 
 def test_long_texts_are_cut_when_packed_and_refused_when_read() -> None:
     assert len(Refusal("x" * 100_000).pack()) == MAX_TEXT_BYTES + 2
+    assert Refusal.unpack(Refusal("ä" * 5000 + "x").pack()).reason == "ä" * (MAX_TEXT_BYTES // 2)
+    assert Refusal.unpack(Refusal("x" + "ä" * 5000).pack()).reason[-1] == "ä"
     with pytest.raises(MessageError, match="at most"):
         Refusal.unpack(b"\xff\xff" + b"x" * 65535)
 

@@ -1,0 +1,307 @@
+"""Fetching: requests for which KV blocks of the prompt come from other engines.
+
+A request says where its blocks are, or a prefill engine among the peers is asked to compute them
+where that is predicted to be faster than computing them here. What is fetched arrives in the
+exchange's store, and is loaded into the pool as from any tier; until it has arrived, or failed to,
+its request waits at a gate. Knows jobs, peers, the map of places and requests; all of it in the
+engine's thread. Always holds: a request waits for jobs that are under way, and these end in time;
+whatever fails, the blocks that lack are computed.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from quire.base.kv_transfer import Failure, KVTransfer
+from quire.base.records import Request, RequestOutput
+from quire.base.report import Field, Report
+from quire.base.timeline import WaitReason
+from quire.cache.exchange_map import ExchangeMap
+from quire.engine.transfer.peers import Peer, Peers
+from quire.scheduler.running_batch import RunningBatch
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.sequence import SequenceState
+from quire.transfer.host import HostStore
+from quire.transfer.links.block_client import BlockClient, FetchJob, Source
+from quire.transfer.links.messages import TRANSFER_ID_BYTES
+
+# Failures of which the peer is the cause, so that it is not asked again at once.
+_OF_THE_PEER = frozenset(
+    {Failure.UNREACHABLE, Failure.REFUSED, Failure.CUT, Failure.TIMEOUT, Failure.BAD_BYTES}
+)
+# A transfer also takes a connection, and a plan to begin and one to go on.
+_ROUND_TRIP_MS = 3.0
+# Failures for one reason are logged at most so often; all are counted.
+_REPORT_EVERY_MS = 1_000.0
+_KEEP = 0.9  # what a transferred block leaves of the estimate before it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchTerms:
+    """When peers are asked. fetch: as in the configuration.
+
+    block_ms: how long a block takes on its way, until that is measured.
+    """
+
+    block_size: int
+    fetch: str
+    block_ms: float
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """One job and the peer that was asked by this engine itself, if any."""
+
+    job: FetchJob
+    peer: Peer | None
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request that has not begun. jobs: what it waits for; held: places kept for it."""
+
+    jobs: set[FetchJob] = field(default_factory=set)
+    held: list[int] = field(default_factory=list)
+
+
+class Fetching:
+    """A Gate of `scheduler`. client: of connections; None for an engine that fetches nothing."""
+
+    until_event = True
+    reason = WaitReason.KV_LOAD
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        store: HostStore,
+        tier: ExchangeMap,
+        peers: Peers,
+        terms: FetchTerms,
+        now_ms: Callable[[], float],
+        report: Report,
+    ) -> None:
+        assert scheduler.hand_overs is not None, "the scheduler has an ExchangeMap"
+        self._scheduler, self._hand_overs = scheduler, scheduler.hand_overs
+        self._store, self._tier = store, tier
+        self._peers, self._terms = peers, terms
+        self._now_ms, self._report = now_ms, report
+        self._block_ms = terms.block_ms
+        self.client: BlockClient | None = None
+        self._jobs: dict[FetchJob, _Fetch] = {}  # those under way
+        self._job_of: dict[bytes, FetchJob] = {}  # by the digest of a block on its way
+        self._waiting: dict[str, _Waiting] = {}
+        self._reported_ms: dict[str, float] = {}
+        self.failures: Counter[Failure] = Counter()
+        self.num_received = self.num_transfers = 0
+        self.receive_ms = 0.0
+        scheduler.add_gate(self)
+
+    @property
+    def num_jobs(self) -> int:
+        """Transfers that are under way."""
+        return len(self._jobs)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a request has not begun because of a transfer."""
+        return bool(self._waiting)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The requests that have not begun because of a transfer."""
+        return [*self._waiting]
+
+    # ---- Gate
+
+    def holds(self, sequence: SequenceState, batch: RunningBatch, now_ms: float) -> bool:
+        """Return whether blocks for `sequence` are on their way from another engine."""
+        waiting = self._waiting.get(sequence.request.request_id)
+        return waiting is not None and any(job in self._jobs for job in waiting.jobs)
+
+    # ---- requests
+
+    def begin(self, request: Request, wish: KVTransfer) -> None:
+        """Fetch the blocks of a request from the engine that it names."""
+        transfer_id = bytes.fromhex(wish.transfer_id)
+        source = Source(
+            host=wish.host, port=wish.port, transfer_id=transfer_id, engine_id=wish.engine_id
+        )
+        keys: Sequence[bytes] = ()
+        if not _is_suited(request):
+            self.failures[Failure.UNSUITED] += 1
+        else:
+            chain = self._hand_overs.chain(request, request.known_ids)
+            keys = self._hand_overs.lacking(chain)
+            if wish.block_ids is not None:
+                first, offered = len(chain.digests) - len(keys), set(wish.block_ids)
+                here = (at for at in range(len(keys)) if first + at not in offered)
+                keys = keys[: next(here, len(keys))]
+        if not self._fetch(request, keys, source, None) and self.client is not None:
+            self.client.start(FetchJob(source, (), ()))  # so that the lease ends now
+
+    def ask_peer(self, request: Request) -> None:
+        """Have a peer compute what this engine lacks of a prompt, where that pays."""
+        if not len(self._peers) or self.client is None or self._terms.fetch == "never":
+            return
+        if not _is_suited(request):
+            return
+        chain = self._hand_overs.chain(request, request.known_ids)
+        keys = self._hand_overs.lacking(chain)
+        if not keys or not self._pays(len(chain.digests), len(keys)):
+            return
+        peer = self._peers.choose(self._now_ms())
+        if peer is None:
+            self.failures[Failure.NO_PEER] += 1
+            return
+        num_tokens = len(chain.digests) * self._terms.block_size
+        source = Source(
+            host=peer.host,
+            port=peer.port,
+            transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
+            salt=request.cache_salt,
+            token_ids=request.known_ids[:num_tokens].astype("<i4").tobytes(),
+        )
+        if not self._fetch(request, keys, source, peer):
+            self._peers.ended(peer, self._now_ms(), failed=False)
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Note that requests are aborted. A job goes on only while another request waits for it."""
+        for request_id in request_ids:
+            waiting = self._waiting.pop(request_id, None)
+            if waiting is None:
+                continue
+            self._release(waiting)
+            for job in waiting.jobs & self._jobs.keys():
+                if not any(job in other.jobs for other in self._waiting.values()):
+                    job.cancel()
+                    self._resolve(job)
+
+    def note_event(self, event: RequestOutput) -> None:
+        """Note that a request has begun or ended, and waits no longer."""
+        if event.request_id in self._waiting and (
+            event.finish_reason is not None or event.token_ids
+        ):
+            self.drop((event.request_id,))
+
+    def take_in(self) -> bool:
+        """Take in ended jobs; return whether there were any."""
+        has_news = False
+        for job in self.client.ended() if self.client is not None else ():
+            if job in self._jobs:  # not cancelled before
+                self._resolve(job)
+                has_news = True
+        return has_news
+
+    def clear(self) -> None:
+        """End all jobs: the map has forgotten all places, on their way or not."""
+        for fetch in list(self._jobs.values()):
+            fetch.job.cancel()
+            self._note_end(fetch)
+        self._job_of.clear()
+
+    # ---- jobs
+
+    def _pays(self, num_blocks: int, num_lacking: int) -> bool:
+        if self._terms.fetch == "always":
+            return True
+        size = self._terms.block_size
+        compute_ms = self._scheduler.speed.span_ms(
+            (num_blocks - num_lacking) * size, num_blocks * size
+        )
+        return _ROUND_TRIP_MS + num_lacking * self._block_ms < compute_ms
+
+    def _fetch(
+        self, request: Request, keys: Sequence[bytes], source: Source, peer: Peer | None
+    ) -> bool:
+        """Begin to fetch blocks; return whether any are on their way because of this.
+
+        A peer computes the whole prompt, so it is not asked for less than half of the blocks.
+        """
+        waiting, own, places = _Waiting(), [], []
+        for key in keys:
+            if (job := self._job_of.get(key)) is not None:
+                waiting.jobs.add(job)  # for another request that begins alike
+                continue
+            place = self._tier.await_block(key)
+            if place is None:
+                self.failures[Failure.NO_ROOM] += 1
+                break
+            own.append(key)
+            places.append(place)
+        if peer is not None and 2 * len(own) < len(keys):
+            for place in places:
+                self._tier.land(place, arrived=False)
+            own.clear()
+        if own and self.client is not None:
+            job = FetchJob(source, own, places)
+            self._jobs[job] = _Fetch(job, peer)
+            self._job_of |= dict.fromkeys(own, job)
+            waiting.jobs.add(job)
+            self.num_transfers += 1
+            self.client.start(job)
+        if waiting.jobs:
+            self._waiting[request.request_id] = waiting
+        return bool(own)
+
+    def _resolve(self, job: FetchJob) -> None:
+        """Enter what a job brought into the map, kept for the requests that wait for it."""
+        fetch = self._jobs[job]
+        for at, (key, place) in enumerate(zip(job.digests, job.places, strict=True)):
+            self._job_of.pop(key, None)
+            arrived = at < job.num_landed
+            if arrived:
+                self._store.save(place, key, self._store.room(place))
+            self._tier.land(place, arrived=arrived)
+            if arrived and self._tier.run((key,)) == [place]:
+                for waiting in self._waiting.values():
+                    if job in waiting.jobs:
+                        self._tier.hold((place,))
+                        waiting.held.append(place)
+        self._note_end(fetch)
+
+    def _note_end(self, fetch: _Fetch) -> None:
+        """Count what a job brought, and why it brought no more."""
+        job = fetch.job
+        del self._jobs[job]
+        self.num_received += job.num_landed
+        self.receive_ms += job.receive_ms
+        if job.num_landed:
+            keep = _KEEP**job.num_landed
+            block_ms = job.receive_ms / job.num_landed
+            self._block_ms = keep * self._block_ms + (1.0 - keep) * block_ms
+        if job.failure is not None:
+            self.failures[job.failure] += 1
+            self._report_failure(
+                "KV transfer failed; the blocks that lack are computed here",
+                reason=job.failure.value,
+                detail=job.detail,
+                peer=f"{job.source.host}:{job.source.port}",
+                arrived_blocks=job.num_landed,
+                wanted_blocks=len(job.digests),
+            )
+        if fetch.peer is not None:
+            failed = job.failure in _OF_THE_PEER
+            self._peers.ended(fetch.peer, self._now_ms(), failed=failed)
+
+    def _report_failure(self, what: str, *, reason: str, **fields: Field) -> None:
+        """Report a failure, unless one for this reason was reported a moment ago."""
+        now_ms = self._now_ms()
+        if now_ms - self._reported_ms.get(reason, -math.inf) >= _REPORT_EVERY_MS:
+            self._reported_ms[reason] = now_ms
+            self._report(what, reason=reason, **fields)
+
+    def _release(self, waiting: _Waiting) -> None:
+        for place in waiting.held:
+            self._tier.end_fetch(place)
+        waiting.held.clear()
+
+
+def _is_suited(request: Request) -> bool:
+    """Return whether blocks that another engine computed are of use to a request."""
+    sampling = request.sampling
+    return sampling.prompt_logprobs is None and sampling.pooling is None

@@ -1,0 +1,61 @@
+"""Shared memory of two engines: what is mapped is what was made, and nothing else."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from quire.transfer.links.messages import Segment
+from quire.transfer.links.shared_memory import PAGE, MappedSegment, OwnSegment
+
+
+def test_bytes_are_those_of_the_other_side() -> None:
+    own = OwnSegment(10_000)
+    own.memory[:] = np.arange(10_000) % 251
+    mapped = MappedSegment(own.message())
+    assert np.array_equal(mapped.view(100, 900), own.memory[100:1000])
+    own.memory[200] ^= 1
+    assert np.array_equal(mapped.view(100, 900), own.memory[100:1000])
+    assert not mapped.view(0, 10).flags.writeable
+    for offset, num_bytes in ((-1, 10), (9_991, 10), (1 << 60, 1), (0, 10_001)):
+        with pytest.raises(OSError, match="beyond"):
+            mapped.view(offset, num_bytes)
+    mapped.close()
+    own.close()
+
+
+def test_what_another_process_may_not_be_is_refused() -> None:
+    """Of descriptors that the other side names: another secret, size, a pipe, none, a file."""
+    own = OwnSegment(5_000)
+    message = own.message()
+    reading, writing = os.pipe()
+    plain = os.memfd_create("plain")
+    os.ftruncate(plain, message.num_bytes)
+    os.pwrite(plain, message.secret, 0)
+    changes = (
+        {"secret": b"x" * 32},
+        {"num_bytes": message.num_bytes - PAGE},
+        {"num_bytes": 0},
+        {"descriptor": reading},
+        {"descriptor": plain},  # which could be cut while it is read
+        {"descriptor": 1 << 30},
+        {"process_id": (1 << 32) - 1},
+    )
+    for change in changes:
+        wrong: Segment = replace(message, **change)  # type: ignore[arg-type]
+        with pytest.raises(OSError, match=r"."):
+            MappedSegment(wrong)
+    for descriptor in (reading, writing, plain):
+        os.close(descriptor)
+    MappedSegment(message).close()
+    own.close()
+
+
+def test_a_segment_keeps_its_size() -> None:
+    own = OwnSegment(5_000)
+    with pytest.raises(PermissionError):
+        os.ftruncate(own.message().descriptor, 100)
+    own.close()
