@@ -8,7 +8,8 @@ replica of its fingerprint.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 from quire.base.log import Log
 from quire.router.discovery import Discovery
@@ -22,7 +23,7 @@ _MAX_NAMED = 4
 
 
 class Fleet:
-    """replicas: by name, those that the discovery names."""
+    """replicas: by name, those that the discovery names. num_waiting: requests that wait for one."""
 
     def __init__(self, settings: RouterSettings, discovery: Discovery, log: Log) -> None:
         self.settings = settings
@@ -36,6 +37,7 @@ class Fleet:
         self._waiting: set[asyncio.Future[None]] = set()
         self._loop = asyncio.get_running_loop()
         self.probe_now = asyncio.Event()
+        self.num_waiting = 0
         self.follow()
 
     def follow(self) -> None:
@@ -147,6 +149,15 @@ class Fleet:
         for future in waiting:
             if not future.done():
                 future.set_result(None)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count a request that waits for a replica."""
+        self.num_waiting += 1
+        try:
+            yield
+        finally:
+            self.num_waiting -= 1
 
     async def wait_for_change(self, limit_s: float) -> None:
         """Wait until a replica became available, at most so long."""

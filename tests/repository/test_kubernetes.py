@@ -28,6 +28,7 @@ FILES = sorted(path.name for path in MANIFESTS.glob("*.yaml"))
 _DEFINITIONS = {
     "InferencePool": "inferencepools.yaml",
     "LeaderWorkerSet": "leaderworkersets.yaml",
+    "RayService": "rayservices.yaml",
     "ScaledObject": "scaledobjects.yaml",
 }
 
@@ -241,6 +242,30 @@ def test_scaling_reads_exported_metrics() -> None:
         for metric in one["spec"]["metrics"]:
             assert metric["pods"]["metric"]["name"] in exported()
 
+
+
+def test_ray_pods_have_the_variables_and_the_rights_that_the_page_says() -> None:
+    [service] = of_kind("RayService")
+    cluster = service["spec"]["rayClusterConfig"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    config = yaml.safe_load(service["spec"]["serveConfigV2"])
+    [application] = config["applications"]
+    grace_s = application["args"]["settings"]["grace_seconds"]
+    for group in groups:
+        spec = group["template"]["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        [container] = spec["containers"]
+        env = {entry["name"]: entry["value"] for entry in container["env"]}
+        assert env["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+        assert env["RAY_USAGE_STATS_ENABLED"] == "0"
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert "memory" in container["resources"]["limits"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == {
+            volume["name"] for volume in spec["volumes"]
+        }
+        if group is not cluster["headGroupSpec"]:
+            assert spec["terminationGracePeriodSeconds"] >= grace_s + 15
 
 # ---- the chart
 

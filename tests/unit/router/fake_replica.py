@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from quire.base.log import Log
-from quire.base.server_url import server_url
+from quire.base.server_url import ServerUrl, server_url
 from quire.router.admission import Admission
 from quire.router.app import RouterApp
-from quire.router.discovery import StaticList
+from quire.router.discovery import Unwatched
 from quire.router.features import Features
 from quire.router.fleet import Fleet
 from quire.router.prober import Prober
@@ -179,6 +179,16 @@ def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
     writer.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
+class Listed(Unwatched):
+    """A discovery of addresses that a test changes."""
+
+    def __init__(self, urls: tuple[ServerUrl, ...]) -> None:
+        self.urls = urls
+
+    def poll(self) -> tuple[ServerUrl, ...]:
+        return self.urls
+
+
 class Router:
     """A router's application over fake replicas, and a client of it without sockets."""
 
@@ -188,8 +198,9 @@ class Router:
         urls = tuple(server_url(one.url) for one in replicas)
         options = {"probe_s": 0.05, "stall_s": 0.4, "resume_s": 2.0, "policy": "round-robin"}
         self.lines: list[str] = []
+        self.discovery = Listed(urls)
         self.fleet = Fleet(
-            RouterSettings(**{**options, **settings}), StaticList(urls), Log("router", _Lines(self))
+            RouterSettings(**{**options, **settings}), self.discovery, Log("router", _Lines(self))
         )
         self.admission = Admission(self.fleet)
         self.metrics = RouterMetrics(self.fleet)

@@ -1,0 +1,173 @@
+"""The deployments of an application: engines, the directory of their addresses, and routers.
+
+The only file that imports Ray. What each deployment does is in files that know no Ray; here are the
+ways between them, their resources and their scaling. Always holds: only control messages pass
+through Ray (leases, reports of load, calls that wake an engine); requests and tokens do not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+from ray.serve.handle import DeploymentHandle
+
+from quire.base.log import Log
+from quire.deploy.ray.app_args import STOP_MARGIN_S, AppArgs
+from quire.deploy.ray.directory import ReplicaDirectory
+from quire.deploy.ray.engine_replica import EngineReplica
+from quire.deploy.ray.environment import check_environment
+from quire.deploy.ray.ingress import Ingress
+from quire.deploy.ray.scaling import ScalingTarget, replicas_needed
+
+ENGINES, DIRECTORY, ROUTERS = "Engine", "Directory", "Router"
+# Calls of an actor that may be open at once: leases, reports and wake-ups only.
+_MAX_CALLS = 10_000
+_CHECK_S = 5.0
+_METRICS_S = 1.0
+
+# The router of this process. Serve copies the application object, which therefore holds nothing.
+_routers: list[Ingress] = []
+
+
+async def _front(scope: Any, receive: Any, send: Any) -> None:
+    """Answer a request by the router of this process."""
+    if scope["type"] != "lifespan":
+        await _routers[0](scope, receive, send)
+        return
+    for answer in ("lifespan.startup.complete", "lifespan.shutdown.complete"):
+        await receive()
+        await send({"type": answer})
+
+
+class _DirectoryHandle:
+    """The directory, as an engine sees it."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    async def hold(self, address: str) -> None:
+        """Take or renew the lease of an address."""
+        await self._handle.hold.remote(address)
+
+    async def give_up(self, address: str) -> None:
+        """End the lease of an address."""
+        await self._handle.give_up.remote(address)
+
+
+class EngineDeployment:
+    """An engine. Serve calls `check_health`, `record_autoscaling_stats` and `__del__`."""
+
+    async def __init__(self, args: AppArgs, directory: DeploymentHandle) -> None:  # type: ignore[misc]
+        host = args.host or ray.util.get_node_ip_address()
+        threads = max(int(args.num_cpus), 1)
+        self._replica = EngineReplica(args, _DirectoryHandle(directory), host, threads)
+        await self._replica.start()
+
+    async def wake(self) -> str:
+        """Return the address; a call that waits makes Serve start an engine."""
+        return self._replica.address
+
+    async def check_health(self) -> None:
+        """Raise RuntimeError where the engine must be replaced."""
+        self._replica.check()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return the load, for the scaling policy."""
+        return await self._replica.load()
+
+    async def __del__(self) -> None:
+        await self._replica.stop()
+
+
+class RouterDeployment:
+    """A router."""
+
+    async def __init__(  # type: ignore[misc]
+        self, args: AppArgs, engines: DeploymentHandle, directory: DeploymentHandle
+    ) -> None:
+        for advice in check_environment(os.environ, args.ingress):
+            Log("router").warning(advice)
+
+        async def read_addresses() -> list[str]:
+            found: list[str] = await directory.addresses.remote()
+            return found
+
+        async def ask_for_engine() -> None:
+            await engines.wake.remote()
+
+        self._router = Ingress(args, read_addresses, ask_for_engine)
+        await self._router.start()
+        _routers[:] = [self._router]
+
+    async def check_health(self) -> None:
+        """Raise RuntimeError where the router must be replaced."""
+        self._router.check()
+
+    async def __del__(self) -> None:
+        await self._router.stop()
+
+
+def application(args: AppArgs) -> serve.Application:
+    """Return the application of these arguments."""
+    server, _ = args.configs("127.0.0.1")
+    engine_stop_s = server.grace_s + STOP_MARGIN_S
+    router_stop_s = args.router_settings().grace_s + STOP_MARGIN_S
+    calls = {"max_ongoing_requests": _MAX_CALLS, "health_check_period_s": _CHECK_S}
+    directory = serve.deployment(
+        ReplicaDirectory,
+        name=DIRECTORY,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=1.0,
+        **calls,
+    ).bind()
+    engines = serve.deployment(
+        EngineDeployment,
+        name=ENGINES,
+        ray_actor_options={
+            "num_cpus": args.num_cpus,
+            "num_gpus": args.num_gpus,
+            "resources": dict(args.resources),
+        },
+        autoscaling_config=_autoscaling(args),
+        graceful_shutdown_wait_loop_s=1.0,
+        graceful_shutdown_timeout_s=engine_stop_s,
+        **calls,
+    ).bind(args, directory)
+    router = serve.deployment(
+        serve.ingress(_front)(RouterDeployment),
+        name=ROUTERS,
+        num_replicas=args.num_routers,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=router_stop_s,
+        **{**calls, "max_ongoing_requests": args.router_settings().max_open + _MAX_CALLS},
+    )
+    return router.bind(args, engines, directory)
+
+
+def _autoscaling(args: AppArgs) -> AutoscalingConfig:
+    scaling = args.scaling
+    return AutoscalingConfig(
+        min_replicas=scaling.min_replicas,
+        max_replicas=scaling.max_replicas,
+        upscale_delay_s=scaling.upscale_delay_s,
+        downscale_delay_s=scaling.downscale_delay_s,
+        downscale_to_zero_delay_s=scaling.to_zero_delay_s,
+        look_back_period_s=scaling.look_back_s,
+        metrics_interval_s=min(_METRICS_S, scaling.look_back_s),
+        policy=AutoscalingPolicy(policy_function=_policy(scaling.target)),
+    )
+
+
+def _policy(target: ScalingTarget) -> Callable[[Any], tuple[float, dict[str, Any]]]:
+    """Return the function that Serve's controller asks for the number of engines."""
+
+    def replicas_for_load(context: Any) -> tuple[float, dict[str, Any]]:
+        reports = context.aggregated_metrics or {}
+        return replicas_needed(reports, context.current_num_replicas, target), {}
+
+    return replicas_for_load

@@ -1,0 +1,88 @@
+"""Ingress: the router of `quire route` as the ASGI application of a Ray Serve deployment.
+
+It sends requests to the engines' own ports and continues the streams of engines that die, stop or
+drain. Knows Ray as two functions: one reads the addresses of the engines, one asks Serve for an
+engine. Always holds: while requests wait for an engine, Serve is asked for one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from quire.base.log import Log
+from quire.deploy.ray.app_args import AppArgs
+from quire.deploy.ray.directory_discovery import DirectoryDiscovery
+from quire.router.features import features_of
+from quire.router.quotas import LocalBuckets, Quotas
+from quire.router.service import RouterService
+
+_CHECK_S = 0.1
+
+
+class Ingress:
+    """read_addresses: of the engines. ask_for_engine: returns once Serve has one."""
+
+    def __init__(
+        self,
+        args: AppArgs,
+        read_addresses: Callable[[], Awaitable[Sequence[str]]],
+        ask_for_engine: Callable[[], Awaitable[Any]],
+    ) -> None:
+        self._args = args
+        self._read_addresses = read_addresses
+        self._ask_for_engine = ask_for_engine
+        self._log = Log("router")
+        self._service: RouterService | None = None
+        self._asking: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Read the directory, probe the engines, and accept requests."""
+        file = self._args.route_file()
+        quotas = None
+        if file.quotas is not None or file.tenants:
+            # Each router allows its part of a quota.
+            buckets = LocalBuckets(time.monotonic, self._args.num_routers)
+            quotas = Quotas(file.quotas, file.tenants, buckets)
+        discovery = DirectoryDiscovery(self._read_addresses, self._log, time.monotonic)
+        self._service = await RouterService.open(
+            self._args.router_settings(), discovery, self._log, features_of(file, quotas)
+        )
+        self._asking = asyncio.create_task(self._ask_while_requests_wait())
+
+    async def stop(self) -> None:
+        """Drain, and stop probing."""
+        if self._service is None or self._asking is None:
+            return
+        await self._service.drain()
+        self._asking.cancel()
+        await asyncio.gather(self._asking, return_exceptions=True)
+        service, self._service = self._service, None
+        await service.close()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer one request."""
+        if self._service is None:
+            raise RuntimeError("the router is not started, or has stopped")
+        await self._service.app(scope, receive, send)
+
+    def check(self) -> None:
+        """Raise RuntimeError where the router must be replaced."""
+        if self._service is not None and self._service.probing.done():
+            raise RuntimeError("the prober has ended")
+
+    async def _ask_while_requests_wait(self) -> None:
+        """Call the engines' deployment while requests wait: Serve counts calls that wait, and
+        starts a first engine for them."""
+        while True:
+            await asyncio.sleep(_CHECK_S)
+            if self._service is None or not self._service.fleet.num_waiting:
+                continue
+            try:
+                await self._ask_for_engine()
+            except Exception as error:  # noqa: BLE001  Ray's errors have no common class
+                self._log.warning("no engine could be asked for", reason=str(error))
+                await asyncio.sleep(1.0)
+            self._service.fleet.probe_now.set()

@@ -1,0 +1,122 @@
+"""RouterService: a router without a listener: its application, its prober and its discovery.
+
+    service = await RouterService.open(settings, discovery, log, features)
+    ... serve service.app ...
+    await service.drain()
+    await service.close()
+
+Knows no signal, no socket and no process. Always holds: replicas are probed from `open` to `close`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from quire.base.log import Log
+from quire.router.admission import Admission
+from quire.router.app import RouterApp
+from quire.router.discovery import Discovery
+from quire.router.features import Features
+from quire.router.fleet import Fleet
+from quire.router.prefill_pairs import PrefillPairs
+from quire.router.prober import Prober
+from quire.router.router_metrics import RouterMetrics
+from quire.router.settings import RouterSettings
+
+# Open requests have so long to write their last events once they are ended.
+LAST_EVENTS_S = 2.0
+_IDLE_CHECK_S = 0.05
+
+
+class RouterService:
+    """app: the ASGI application. probing: done only where the prober has failed."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        discovery: Discovery,
+        log: Log,
+        features: Features | None = None,
+        prefill: Discovery | None = None,
+    ) -> None:
+        self._settings = settings
+        self._log = log
+        self.fleet = Fleet(settings, discovery, log)
+        self._fleets = [self.fleet]
+        self._admission = Admission(self.fleet)
+        metrics = RouterMetrics(self.fleet)
+        metrics.watch(
+            "waiting_requests", "Requests without an available replica", self._num_waiting
+        )
+        hand_over = None
+        if prefill is not None:
+            pairs = PrefillPairs(
+                Fleet(settings, prefill, log), metrics, min_tokens=settings.min_prefill_tokens
+            )
+            self._fleets.append(pairs.fleet)
+            hand_over = pairs.hand_over
+        self.app = RouterApp(self.fleet, self._admission, metrics, log, features, hand_over)
+        self._probers = [Prober(one) for one in self._fleets]
+        self._watching = asyncio.ensure_future(discovery.watch(self.fleet.probe_now.set))
+        self._watching.add_done_callback(self._check_watch)
+
+    @classmethod
+    async def open(
+        cls,
+        settings: RouterSettings,
+        discovery: Discovery,
+        log: Log,
+        features: Features | None = None,
+        prefill: Discovery | None = None,
+    ) -> RouterService:
+        """Read the discovery, probe each replica once, and go on probing.
+
+        prefill: replicas that compute prompts for the others.
+        """
+        await discovery.read()
+        service = cls(settings, discovery, log, features, prefill)
+        probers = service._probers
+        await asyncio.gather(*(prober.first_round() for prober in probers))
+        service.probing: asyncio.Future[Any] = asyncio.gather(
+            *(prober.run() for prober in probers)
+        )
+        return service
+
+    async def drain(self) -> None:
+        """Refuse new requests, let open ones end within the grace time, then end them."""
+        admission, grace_s = self._admission, self._settings.grace_s
+        admission.is_draining = True
+        self._log.event("draining", grace_s=grace_s, open=admission.num_open)
+        await self._wait_until_idle(grace_s)
+        if admission.num_open:
+            self._log.warning(
+                "grace time is over; open requests are ended", open=admission.num_open
+            )
+            self.app.cut.set_result(None)
+            await self._wait_until_idle(LAST_EVENTS_S)
+        self._log.event("stopped")
+
+    async def close(self) -> None:
+        """Stop probing and close kept connections."""
+        tasks = (self.probing, self._watching)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for fleet in self._fleets:
+            fleet.close()
+
+    def _num_waiting(self) -> float:
+        return float(self.fleet.num_waiting)
+
+    async def _wait_until_idle(self, limit_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + limit_s
+        while self._admission.num_open and loop.time() < until_s:
+            await asyncio.sleep(_IDLE_CHECK_S)
+
+    def _check_watch(self, task: asyncio.Task[None]) -> None:
+        """Log that a discovery failed; the last addresses stay."""
+        if not task.cancelled() and task.exception() is not None:
+            reason = str(task.exception())
+            self._log.error("the discovery ended; replicas stay as they are", reason=reason)
