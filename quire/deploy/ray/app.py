@@ -8,7 +8,7 @@ through Ray (leases, reports of load, calls that wake an engine); requests and t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -22,26 +22,13 @@ from quire.deploy.ray.directory import ReplicaDirectory
 from quire.deploy.ray.engine_replica import EngineReplica
 from quire.deploy.ray.environment import check_environment
 from quire.deploy.ray.ingress import Ingress
-from quire.deploy.ray.scaling import ScalingTarget, replicas_needed
+from quire.deploy.ray.scaling import ScalingPolicy
 
 ENGINES, DIRECTORY, ROUTERS = "Engine", "Directory", "Router"
 # Calls of an actor that may be open at once: leases, reports and wake-ups only.
 _MAX_CALLS = 10_000
 _CHECK_S = 5.0
 _METRICS_S = 1.0
-
-# The router of this process. Serve copies the application object, which therefore holds nothing.
-_routers: list[Ingress] = []
-
-
-async def _front(scope: Any, receive: Any, send: Any) -> None:
-    """Answer a request by the router of this process."""
-    if scope["type"] != "lifespan":
-        await _routers[0](scope, receive, send)
-        return
-    for answer in ("lifespan.startup.complete", "lifespan.shutdown.complete"):
-        await receive()
-        await send({"type": answer})
 
 
 class _DirectoryHandle:
@@ -102,7 +89,10 @@ class RouterDeployment:
 
         self._router = Ingress(args, read_addresses, ask_for_engine)
         await self._router.start()
-        _routers[:] = [self._router]
+
+    def __serve_build_asgi_app__(self) -> Any:  # noqa: PLW3201  Serve's name
+        """Return the application that Serve's ingress calls."""
+        return self._router
 
     async def check_health(self) -> None:
         """Raise RuntimeError where the router must be replaced."""
@@ -139,7 +129,7 @@ def application(args: AppArgs) -> serve.Application:
         **calls,
     ).bind(args, directory)
     router = serve.deployment(
-        serve.ingress(_front)(RouterDeployment),
+        serve.ingress()(RouterDeployment),
         name=ROUTERS,
         num_replicas=args.num_routers,
         ray_actor_options={"num_cpus": 0},
@@ -159,15 +149,8 @@ def _autoscaling(args: AppArgs) -> AutoscalingConfig:
         downscale_to_zero_delay_s=scaling.to_zero_delay_s,
         look_back_period_s=scaling.look_back_s,
         metrics_interval_s=min(_METRICS_S, scaling.look_back_s),
-        policy=AutoscalingPolicy(policy_function=_policy(scaling.target)),
+        policy=AutoscalingPolicy(
+            policy_function=f"{ScalingPolicy.__module__}:{ScalingPolicy.__name__}",
+            policy_kwargs=asdict(scaling.target),
+        ),
     )
-
-
-def _policy(target: ScalingTarget) -> Callable[[Any], tuple[float, dict[str, Any]]]:
-    """Return the function that Serve's controller asks for the number of engines."""
-
-    def replicas_for_load(context: Any) -> tuple[float, dict[str, Any]]:
-        reports = context.aggregated_metrics or {}
-        return replicas_needed(reports, context.current_num_replicas, target), {}
-
-    return replicas_for_load

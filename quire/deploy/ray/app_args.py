@@ -7,7 +7,6 @@ name their place, before anything is deployed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
@@ -114,7 +113,7 @@ class AppArgs(Struct, frozen=True, forbid_unknown_fields=True):
         except ValueError as error:
             raise SettingError(f"router: {error}") from error
 
-    def router_settings(self) -> RouterSettings:
+    def router_settings(self, replica_key: str | None = None) -> RouterSettings:
         """Return the router's settings; requests wait for engines that are started on demand."""
         file = self.route_file()
         settings = settings_in(file)
@@ -122,10 +121,13 @@ class AppArgs(Struct, frozen=True, forbid_unknown_fields=True):
             settings["wait_s"] = _WAIT_S
         if "resume-seconds" not in self.router:
             settings["resume_s"] = _RESUME_S
-        return replace(RouterSettings(**settings), replica_key=self.replica_key())
+        return RouterSettings(**settings, replica_key=replica_key)
 
     def replica_key(self) -> str | None:
-        """Return a key of the engines, for the router's own requests; None without keys."""
+        """Return a key of the engines, for the router's own requests; None without keys.
+
+        Reads the key file. Raises SettingError.
+        """
         file = self.route_file().replica_key_file
         server, _ = self.configs("127.0.0.1")
         keys = (*server.api_key, *read_api_keys(server.api_key_file))
@@ -139,7 +141,7 @@ _WAIT_S, _RESUME_S = 300.0, 120.0
 
 
 def read_args(args: Mapping[str, Any]) -> AppArgs:
-    """Return the arguments of build_app, checked as far as this machine can. Raises SettingError."""
+    """Return the arguments of build_app. Raises SettingError; reads no file."""
     try:
         found = msgspec.convert(dict(args), AppArgs)
     except msgspec.ValidationError as error:
@@ -151,7 +153,7 @@ def read_args(args: Mapping[str, Any]) -> AppArgs:
             f"{scaling.max_replicas}; raise max_replicas"
         )
     found.configs("127.0.0.1")
-    found.route_file()
+    found.router_settings()
     return found
 
 

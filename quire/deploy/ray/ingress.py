@@ -47,9 +47,9 @@ class Ingress:
             buckets = LocalBuckets(time.monotonic, self._args.num_routers)
             quotas = Quotas(file.quotas, file.tenants, buckets)
         discovery = DirectoryDiscovery(self._read_addresses, self._log, time.monotonic)
-        self._service = await RouterService.open(
-            self._args.router_settings(), discovery, self._log, features_of(file, quotas)
-        )
+        settings = self._args.router_settings(self._args.replica_key())
+        features = features_of(file, quotas)
+        self._service = await RouterService.open(settings, discovery, self._log, features)
         self._asking = asyncio.create_task(self._ask_while_requests_wait())
 
     async def stop(self) -> None:
@@ -63,7 +63,12 @@ class Ingress:
         await service.close()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer one request."""
+        """Answer one request; `start` and `stop` do what a lifespan would."""
+        if scope["type"] == "lifespan":
+            for answer in ("lifespan.startup.complete", "lifespan.shutdown.complete"):
+                await receive()
+                await send({"type": answer})
+            return
         if self._service is None:
             raise RuntimeError("the router is not started, or has stopped")
         await self._service.app(scope, receive, send)

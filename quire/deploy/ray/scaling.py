@@ -1,8 +1,9 @@
 """How many replicas a load needs: by running requests, waiting tokens and the predicted TTFT.
 
-Numbers in, a number out; Ray Serve applies the bounds, the delays and the way from zero. Knows no
-request. Always holds: an idle application needs zero replicas, and a waiting token more than that;
-replicas that have not reported yet change nothing.
+Numbers in, a number out; Ray Serve applies the bounds, the delays and the way from zero. Ray copies
+this file's code to its controller, so it imports the standard library only. Knows no request.
+Always holds: an idle application needs zero replicas, and a waiting token more than that; replicas
+that have not reported yet change nothing.
 """
 
 from __future__ import annotations
@@ -47,3 +48,15 @@ def replicas_needed(reports: Reports, num_replicas: int, target: ScalingTarget) 
         if mean_ms > target.ttft_ms:
             needed = max(needed, num_replicas * mean_ms / target.ttft_ms)
     return needed
+
+
+class ScalingPolicy:
+    """The policy of Ray Serve's autoscaling_config; the arguments are those of ScalingTarget."""
+
+    def __init__(self, **target: Any) -> None:
+        self._target = ScalingTarget(**target)
+
+    def __call__(self, context: Any) -> tuple[float, dict[str, Any]]:
+        """Return the number of replicas for an AutoscalingContext, and no state."""
+        reports = context.aggregated_metrics or {}
+        return replicas_needed(reports, context.current_num_replicas, self._target), {}

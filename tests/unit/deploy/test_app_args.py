@@ -28,7 +28,6 @@ from tests.repository.source_files import ROOT
         ({"settings": {"max_num_seqs": "four"}}, "max_num_seqs"),
         ({"settings": {"port": 8000}}, "routers learn"),
         ({"settings": {"tls-cert": "x.pem"}}, "private network"),
-        ({"settings": {"api_key_file": "/no/such/file"}}, "cannot be read"),
         ({"router": {"polic": "warm-cache"}}, "did you mean policy"),
         ({"router": {"policy": "cold"}}, "--policy"),
         ({"router": {"replicas": ["http://127.0.0.1:1"]}}, "directory of replicas"),
@@ -53,23 +52,25 @@ def test_an_engine_gets_its_settings_and_its_address() -> None:
 def test_requests_wait_for_engines_that_are_started_on_demand(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("first\nsecond\n")
-    settings = read_args({"settings": {"api_key_file": str(keys)}}).router_settings()
-    assert settings.wait_s > 0
-    assert settings.replica_key == "first"
+    args = read_args({"settings": {"api_key_file": str(keys)}})
+    assert args.router_settings().wait_s > 0
+    assert args.replica_key() == "first"
     router = {"wait-seconds": 0, "resume-seconds": 7, "policy": "least-tokens"}
-    settings = read_args({"router": router}).router_settings()
+    args = read_args({"router": router})
+    settings = args.router_settings()
     assert (settings.wait_s, settings.resume_s, settings.policy) == (0.0, 7.0, "least-tokens")
-    assert settings.replica_key is None
+    assert args.replica_key() is None
+    keys.unlink()
+    args = read_args({"settings": {"api_key_file": str(keys)}})  # the nodes have it, or not
+    with pytest.raises(SettingError, match="cannot be read"):
+        args.replica_key()
 
 
 @pytest.mark.parametrize("name", ["deploy/ray/serve.yaml", "deploy/kubernetes/ray-service.yaml"])
-def test_the_arguments_of_the_examples_are_accepted(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_arguments_of_the_examples_are_accepted(name: str) -> None:
     found = yaml.safe_load((ROOT / name).read_text("utf-8"))
     if found.get("kind") == "RayService":
         found = yaml.safe_load(found["spec"]["serveConfigV2"])
-    monkeypatch.setattr("quire.deploy.ray.app_args.read_api_keys", lambda path: ("key",))
     [application] = found["applications"]
     assert application["import_path"] == "quire.deploy.ray:build_app"
     read_args(application["args"])

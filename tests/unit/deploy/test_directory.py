@@ -68,7 +68,7 @@ def test_a_directory_that_is_away_or_empty_keeps_the_replicas_for_a_while() -> N
         answers.append([A])
         assert await discovery.read()
         assert shown() == [A]
-        answers.append(["no address at all"])
+        answers.append(["ftp://10.0.0.1"])
         assert not await discovery.read()
         assert shown() == [A]
 
