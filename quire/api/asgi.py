@@ -24,8 +24,8 @@ from quire.api.app import build_app
 from quire.api.draining import drain, end_streams_of_dead_engine
 from quire.api.engine_protocol import StartingEngine
 from quire.api.request_spans import check_spans, open_spans
-from quire.api.server_state import ServerState
 from quire.api.served_engine import served_engine
+from quire.api.server_state import ServerState
 from quire.base.errors import QuireError, SettingError
 from quire.base.log import Log
 from quire.base.native_module import require_native

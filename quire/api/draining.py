@@ -33,9 +33,7 @@ async def end_streams_of_dead_engine(server_state: ServerState) -> None:
     server_state.lifecycle.end_all()
 
 
-async def _is_idle(
-    server_state: ServerState, limit_s: float, *ends: asyncio.Future[Any]
-) -> bool:
+async def _is_idle(server_state: ServerState, limit_s: float, *ends: asyncio.Future[Any]) -> bool:
     """Wait until no request is open, one of `ends` is done or the time is over; return the first."""
     idle = asyncio.ensure_future(server_state.idle.wait())
     await asyncio.wait({idle, *ends}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)

@@ -23,7 +23,7 @@ _MAX_NAMED = 4
 
 
 class Fleet:
-    """replicas: by name, those that the discovery names. num_waiting: requests that wait for one."""
+    """replicas: by name, those that the discovery names. num_waiting: requests without one."""
 
     def __init__(self, settings: RouterSettings, discovery: Discovery, log: Log) -> None:
         self.settings = settings

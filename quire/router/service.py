@@ -78,9 +78,7 @@ class RouterService:
         service = cls(settings, discovery, log, features, prefill)
         probers = service._probers
         await asyncio.gather(*(prober.first_round() for prober in probers))
-        service.probing: asyncio.Future[Any] = asyncio.gather(
-            *(prober.run() for prober in probers)
-        )
+        service.probing: asyncio.Future[Any] = asyncio.gather(*(prober.run() for prober in probers))
         return service
 
     async def drain(self) -> None:

@@ -243,7 +243,6 @@ def test_scaling_reads_exported_metrics() -> None:
             assert metric["pods"]["metric"]["name"] in exported()
 
 
-
 def test_ray_pods_have_the_variables_and_the_rights_that_the_page_says() -> None:
     [service] = of_kind("RayService")
     cluster = service["spec"]["rayClusterConfig"]
@@ -266,6 +265,7 @@ def test_ray_pods_have_the_variables_and_the_rights_that_the_page_says() -> None
         }
         if group is not cluster["headGroupSpec"]:
             assert spec["terminationGracePeriodSeconds"] >= grace_s + 15
+
 
 # ---- the chart
 

@@ -15,6 +15,7 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import LoggingConfig
 
 from quire.base.log import Log
 from quire.deploy.ray.app_args import STOP_MARGIN_S, AppArgs
@@ -49,30 +50,36 @@ class _DirectoryHandle:
 class EngineDeployment:
     """An engine. Serve calls `check_health`, `record_autoscaling_stats` and `__del__`."""
 
+    _replica: EngineReplica | None = None
+
     async def __init__(self, args: AppArgs, directory: DeploymentHandle) -> None:  # type: ignore[misc]
         host = args.host or ray.util.get_node_ip_address()
         threads = max(int(args.num_cpus), 1)
-        self._replica = EngineReplica(args, _DirectoryHandle(directory), host, threads)
-        await self._replica.start()
+        replica = EngineReplica(args, _DirectoryHandle(directory), host, threads)
+        await replica.start()
+        self._replica = replica
 
-    async def wake(self) -> str:
-        """Return the address; a call that waits makes Serve start an engine."""
-        return self._replica.address
+    async def wake(self) -> None:
+        """Return; a call that waits makes Serve start an engine."""
 
     async def check_health(self) -> None:
         """Raise RuntimeError where the engine must be replaced."""
-        self._replica.check()
+        if self._replica is not None:
+            self._replica.check()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the load, for the scaling policy."""
-        return await self._replica.load()
+        return {} if self._replica is None else await self._replica.load()
 
     async def __del__(self) -> None:
-        await self._replica.stop()
+        if self._replica is not None:
+            await self._replica.stop()
 
 
 class RouterDeployment:
     """A router."""
+
+    _router: Ingress | None = None
 
     async def __init__(  # type: ignore[misc]
         self, args: AppArgs, engines: DeploymentHandle, directory: DeploymentHandle
@@ -87,19 +94,22 @@ class RouterDeployment:
         async def ask_for_engine() -> None:
             await engines.wake.remote()
 
-        self._router = Ingress(args, read_addresses, ask_for_engine)
-        await self._router.start()
+        router = Ingress(args, read_addresses, ask_for_engine)
+        await router.start()
+        self._router = router
 
-    def __serve_build_asgi_app__(self) -> Any:  # noqa: PLW3201  Serve's name
+    def __serve_build_asgi_app__(self) -> Any:
         """Return the application that Serve's ingress calls."""
         return self._router
 
     async def check_health(self) -> None:
         """Raise RuntimeError where the router must be replaced."""
-        self._router.check()
+        if self._router is not None:
+            self._router.check()
 
     async def __del__(self) -> None:
-        await self._router.stop()
+        if self._router is not None:
+            await self._router.stop()
 
 
 def application(args: AppArgs) -> serve.Application:
@@ -107,13 +117,17 @@ def application(args: AppArgs) -> serve.Application:
     server, _ = args.configs("127.0.0.1")
     engine_stop_s = server.grace_s + STOP_MARGIN_S
     router_stop_s = args.router_settings().grace_s + STOP_MARGIN_S
-    calls = {"max_ongoing_requests": _MAX_CALLS, "health_check_period_s": _CHECK_S}
+    shared = {
+        "max_ongoing_requests": _MAX_CALLS,
+        "health_check_period_s": _CHECK_S,
+        "logging_config": LoggingConfig(enable_access_log=False),  # leases are renewed all the time
+    }
     directory = serve.deployment(
         ReplicaDirectory,
         name=DIRECTORY,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=1.0,
-        **calls,
+        **shared,
     ).bind()
     engines = serve.deployment(
         EngineDeployment,
@@ -126,7 +140,7 @@ def application(args: AppArgs) -> serve.Application:
         autoscaling_config=_autoscaling(args),
         graceful_shutdown_wait_loop_s=1.0,
         graceful_shutdown_timeout_s=engine_stop_s,
-        **calls,
+        **shared,
     ).bind(args, directory)
     router = serve.deployment(
         serve.ingress()(RouterDeployment),
@@ -134,7 +148,7 @@ def application(args: AppArgs) -> serve.Application:
         num_replicas=args.num_routers,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=router_stop_s,
-        **{**calls, "max_ongoing_requests": args.router_settings().max_open + _MAX_CALLS},
+        **{**shared, "max_ongoing_requests": args.router_settings().max_open + _MAX_CALLS},
     )
     return router.bind(args, engines, directory)
 
