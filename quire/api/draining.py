@@ -34,7 +34,10 @@ async def end_streams_of_dead_engine(server_state: ServerState) -> None:
 
 
 async def _is_idle(server_state: ServerState, limit_s: float, *ends: asyncio.Future[Any]) -> bool:
-    """Wait until no request is open, one of `ends` is done or the time is over; return the first."""
+    """Wait until no request is open, one of `ends` is done or the time is over.
+
+    Return whether no request is open.
+    """
     idle = asyncio.ensure_future(server_state.idle.wait())
     await asyncio.wait({idle, *ends}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
     idle.cancel()

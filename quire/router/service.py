@@ -57,7 +57,6 @@ class RouterService:
             self._fleets.append(pairs.fleet)
             hand_over = pairs.hand_over
         self.app = RouterApp(self.fleet, self._admission, metrics, log, features, hand_over)
-        self._probers = [Prober(one) for one in self._fleets]
         self._watching = asyncio.ensure_future(discovery.watch(self.fleet.probe_now.set))
         self._watching.add_done_callback(self._check_watch)
 
@@ -76,10 +75,13 @@ class RouterService:
         """
         await discovery.read()
         service = cls(settings, discovery, log, features, prefill)
-        probers = service._probers
-        await asyncio.gather(*(prober.first_round() for prober in probers))
-        service.probing: asyncio.Future[Any] = asyncio.gather(*(prober.run() for prober in probers))
+        await service._begin_probing()
         return service
+
+    async def _begin_probing(self) -> None:
+        probers = [Prober(one) for one in self._fleets]
+        await asyncio.gather(*(prober.first_round() for prober in probers))
+        self.probing: asyncio.Future[Any] = asyncio.gather(*(one.run() for one in probers))
 
     async def drain(self) -> None:
         """Refuse new requests, let open ones end within the grace time, then end them."""

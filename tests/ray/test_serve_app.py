@@ -62,9 +62,8 @@ LONG: dict[str, Any] = {
     "logprobs": 20,
     "seed": 7,
     "frequency_penalty": 0.5,
-    "stream": True,
-    "stream_options": {"include_usage": True},
 }
+STREAM = {**LONG, "stream": True, "stream_options": {"include_usage": True}}
 SHORT = {"prompt": "Once upon a time", "max_tokens": 30, "seed": 1, "ignore_eos": True}
 
 
@@ -135,7 +134,7 @@ def test_streams_survive_and_engines_follow_the_load(nodes: TwoNodes, client: Cl
     short = json.loads(client.read("/v1/completions", SHORT))  # it waits for a first engine
     assert num_engines() == 1
     assert short["usage"]["completion_tokens"] == 30
-    alone = client.read("/v1/completions", LONG)
+    alone = client.read("/v1/completions", STREAM)
     assert alone.rstrip().endswith(b"data: [DONE]")
 
     _scale_up(client)
@@ -177,7 +176,7 @@ def _stop(pid: int) -> None:
 
 def _open_stream(client: Client) -> tuple[http.client.HTTPResponse, dict[str, Any]]:
     """Begin a stream; return it, unread, and the engine that has most open requests."""
-    stream = client.open("/v1/completions", LONG)
+    stream = client.open("/v1/completions", STREAM)
     assert stream.status == 200
     replica = max(client.replicas(), key=lambda one: one["open"])
     assert replica["open"]
@@ -190,8 +189,7 @@ def _scale_up(client: Client) -> None:
 
     def load() -> None:
         while not is_enough.is_set():
-            with client.open("/v1/completions", {**LONG, "stream": False}) as response:
-                response.read()
+            client.read("/v1/completions", LONG)
 
     threads = [threading.Thread(target=load) for _ in range(12)]
     for thread in threads:

@@ -6,17 +6,14 @@ Importing this package does not import Ray, so that arguments can be checked wit
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire.base.errors import SettingError
 from quire.deploy.ray.app_args import read_args
 
-if TYPE_CHECKING:
-    from ray.serve import Application
 
-
-def build_app(args: Mapping[str, Any]) -> Application:
-    """Return an application of engines, a directory of them, and routers as its ingress.
+def build_app(args: Mapping[str, Any]) -> Any:
+    """Return a ray.serve.Application: engines, a directory of them, and routers as its ingress.
 
     args: the keys of AppArgs (docs/ray.md). Raises SettingError.
     """

@@ -24,6 +24,8 @@ from quire.deploy.ray.directory import RENEW_EVERY_S
 from quire.deploy.ray.load_report import LoadReport
 
 _LAST_EVENTS_S = 3.0
+# So long a replica that drains answers at least, so that routers read it in /health.
+_NOTICE_S = 1.0
 
 
 class Directory(Protocol):
@@ -78,7 +80,10 @@ class EngineReplica:
         await asyncio.gather(leasing, return_exceptions=True)
         with contextlib.suppress(Exception):  # it expires by itself
             await asyncio.wait_for(self._directory.give_up(self.address), 2.0)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
         await self._app.drain()
+        await asyncio.sleep(began_s + _NOTICE_S - loop.time())
         self._server.should_exit = True
         await asyncio.wait({serving}, timeout=_LAST_EVENTS_S)
         serving.cancel()
