@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def served_engine(
     engines: Sequence[tuple[EngineConfig, EngineProcess]], server: ServerConfig, log: Log
 ) -> ServedEngine:
-    """Return the engine of a server whose processes were launched with these configurations."""
+    """Return the engine of a server. engines: the configurations and their processes."""
     clients = [_client(config, process, server, log) for config, process in engines]
     if len(clients) == 1:
         return clients[0]

@@ -1,4 +1,4 @@
-"""A program whose ASGI server serves the built-in model: `uvicorn tests.serve.asgi_program:app`."""
+"""The built-in model for another ASGI server: `uvicorn tests.serve.asgi_program:app`."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from quire.base.errors import SettingError
-from quire.deploy.ray.app_args import read_args
+from quire.deploy.ray_serve.app_args import read_args
 from tests.repository.source_files import ROOT
 
 

@@ -6,8 +6,8 @@ import asyncio
 import io
 
 from quire.base.log import Log
-from quire.deploy.ray.directory import LEASE_S, ReplicaDirectory
-from quire.deploy.ray.directory_discovery import ABSENT_S, DirectoryDiscovery
+from quire.deploy.ray_serve.directory import LEASE_S, ReplicaDirectory
+from quire.deploy.ray_serve.directory_discovery import ABSENT_S, DirectoryDiscovery
 
 A, B = "http://10.0.0.1:4001", "http://10.0.0.2:4002"
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from quire.base.errors import SettingError
-from quire.deploy.ray.environment import check_environment
+from quire.deploy.ray_serve.environment import check_environment
 from tests.repository.source_files import ROOT
 
 

@@ -12,8 +12,8 @@ import pytest
 from quire.base.engine_snapshot import StepPrices
 from quire.base.engine_stats import EngineStats
 from quire.base.errors import WorkerError
-from quire.deploy.ray.load_report import LoadReport, predicted_ttft_ms
-from quire.deploy.ray.scaling import (
+from quire.deploy.ray_serve.load_report import LoadReport, predicted_ttft_ms
+from quire.deploy.ray_serve.scaling import (
     RUNNING,
     SLOTS,
     TTFT_MS,

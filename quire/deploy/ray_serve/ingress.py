@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from quire.base.log import Log
-from quire.deploy.ray.app_args import AppArgs
-from quire.deploy.ray.directory_discovery import DirectoryDiscovery
+from quire.deploy.ray_serve.app_args import AppArgs
+from quire.deploy.ray_serve.directory_discovery import DirectoryDiscovery
 from quire.router.features import features_of
 from quire.router.quotas import LocalBuckets, Quotas
 from quire.router.service import RouterService

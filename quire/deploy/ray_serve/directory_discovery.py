@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from quire.base.log import Log
 from quire.base.server_url import ServerUrl
-from quire.deploy.ray.directory import RENEW_EVERY_S
+from quire.deploy.ray_serve.directory import RENEW_EVERY_S
 from quire.router.discovery import replica_url
 from quire.router.lease_list import LeaseList
 

@@ -18,12 +18,12 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
 from quire.base.log import Log
-from quire.deploy.ray.app_args import STOP_MARGIN_S, AppArgs
-from quire.deploy.ray.directory import ReplicaDirectory
-from quire.deploy.ray.engine_replica import EngineReplica
-from quire.deploy.ray.environment import check_environment
-from quire.deploy.ray.ingress import Ingress
-from quire.deploy.ray.scaling import ScalingPolicy
+from quire.deploy.ray_serve.app_args import STOP_MARGIN_S, AppArgs
+from quire.deploy.ray_serve.directory import ReplicaDirectory
+from quire.deploy.ray_serve.engine_replica import EngineReplica
+from quire.deploy.ray_serve.environment import check_environment
+from quire.deploy.ray_serve.ingress import Ingress
+from quire.deploy.ray_serve.scaling import ScalingPolicy
 
 ENGINES, DIRECTORY, ROUTERS = "Engine", "Directory", "Router"
 # Calls of an actor that may be open at once: leases, reports and wake-ups only.

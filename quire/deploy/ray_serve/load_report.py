@@ -16,7 +16,7 @@ from quire.api.engine_protocol import Engine
 from quire.base.engine_snapshot import EngineSnapshot
 from quire.base.engine_stats import EngineStats
 from quire.base.errors import QuireError
-from quire.deploy.ray.scaling import RUNNING, SLOTS, TTFT_MS, WAITING_TOKENS
+from quire.deploy.ray_serve.scaling import RUNNING, SLOTS, TTFT_MS, WAITING_TOKENS
 
 _PRICES_S = 10.0
 

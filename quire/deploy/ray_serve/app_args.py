@@ -18,7 +18,7 @@ from quire.config.admin_keys import read_api_keys
 from quire.config.flags import keywords_in_errors, server_and_engine_config
 from quire.config.groups import EngineConfig
 from quire.config.server_config import ServerConfig
-from quire.deploy.ray.scaling import ScalingTarget
+from quire.deploy.ray_serve.scaling import ScalingTarget
 from quire.router.features import settings_in
 from quire.router.route_file import RouteFile, route_file_of
 from quire.router.settings import RouterSettings

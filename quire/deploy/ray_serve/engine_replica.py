@@ -19,9 +19,9 @@ from quire.api.asgi import ServedApp
 from quire.api.http.sockets import listen, url_of
 from quire.api.server import new_http_server
 from quire.base.log import Log
-from quire.deploy.ray.app_args import AppArgs
-from quire.deploy.ray.directory import RENEW_EVERY_S
-from quire.deploy.ray.load_report import LoadReport
+from quire.deploy.ray_serve.app_args import AppArgs
+from quire.deploy.ray_serve.directory import RENEW_EVERY_S
+from quire.deploy.ray_serve.load_report import LoadReport
 
 _LAST_EVENTS_S = 3.0
 # So long a replica that drains answers at least, so that routers read it in /health.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.base.errors import SettingError
-from quire.deploy.ray.app_args import read_args
+from quire.deploy.ray_serve.app_args import read_args
 
 
 def build_app(args: Mapping[str, Any]) -> Any:
@@ -19,7 +19,7 @@ def build_app(args: Mapping[str, Any]) -> Any:
     """
     given = read_args(args)
     try:
-        from quire.deploy.ray.app import application
+        from quire.deploy.ray_serve.app import application
     except ModuleNotFoundError as error:
         raise SettingError(
             f"the package {error.name} is not installed; pip install 'quire-llm[ray]'"
