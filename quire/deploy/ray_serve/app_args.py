@@ -152,7 +152,14 @@ def read_args(args: Mapping[str, Any]) -> AppArgs:
             f"args: scaling.min_replicas is {scaling.min_replicas} and max_replicas is "
             f"{scaling.max_replicas}; raise max_replicas"
         )
-    found.configs("127.0.0.1")
+    server, engine = found.configs("127.0.0.1")
+    has_keys = server.api_key or server.api_key_file or engine.scheduler.tenants
+    if not (has_keys or found.insecure):
+        raise SettingError(
+            "args: no key is set, and Serve listens on all interfaces, so any client that reaches a "
+            "node could use the engines; give settings.api_key_file, a file on each node, or "
+            "insecure: true"
+        )
     found.router_settings()
     return found
 

@@ -36,12 +36,23 @@ from tests.repository.source_files import ROOT
 )
 def test_wrong_arguments_are_refused_with_their_place(args: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingError, match=said):
-        read_args(args)
+        read_args({"insecure": True, **args})
+
+
+def test_an_application_without_keys_is_refused() -> None:
+    for args in ({}, {"host": "127.0.0.1"}, {"settings": {"api_key": []}}):
+        with pytest.raises(SettingError, match="no key is set"):
+            read_args(args)
+    for name, value in (("api_key", "a"), ("api_key_file", "keys"), ("tenants", "tenants.toml")):
+        read_args({"settings": {name: value}})
 
 
 def test_an_engine_gets_its_settings_and_its_address() -> None:
     args = read_args(
-        {"settings": {"max-num-seqs": 3, "kv_cache_memory": "8MiB", "grace_seconds": 5}}
+        {
+            "insecure": True,
+            "settings": {"max-num-seqs": 3, "kv_cache_memory": "8MiB", "grace_seconds": 5},
+        }
     )
     server, engine = args.configs("10.0.0.7")
     assert (server.host, server.port, server.grace_s) == ("10.0.0.7", 0, 5.0)
@@ -56,7 +67,7 @@ def test_requests_wait_for_engines_that_are_started_on_demand(tmp_path: Path) ->
     assert args.router_settings().wait_s > 0
     assert args.replica_key() == "first"
     router = {"wait-seconds": 0, "resume-seconds": 7, "policy": "least-tokens"}
-    args = read_args({"router": router})
+    args = read_args({"router": router, "insecure": True})
     settings = args.router_settings()
     assert (settings.wait_s, settings.resume_s, settings.policy) == (0.0, 7.0, "least-tokens")
     assert args.replica_key() is None
