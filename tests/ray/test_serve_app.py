@@ -48,11 +48,11 @@ ARGS: dict[str, Any] = {
         "max_replicas": 3,
         "waiting_tokens": 20,
         "upscale_delay_s": 0,
-        "downscale_delay_s": 20,
+        "downscale_delay_s": 30,
         "to_zero_delay_s": 5,
         "look_back_s": 2,
     },
-    "router": {"stall-seconds": 2, "probe-seconds": 0.5, "grace-seconds": 2},
+    "router": {"stall-seconds": 6, "probe-seconds": 0.5, "grace-seconds": 2},
 }
 # An event has some 2 KB, so that the buffers on the way hold a part of the stream only.
 LONG: dict[str, Any] = {
@@ -189,7 +189,8 @@ def _scale_up(client: Client) -> None:
 
     def load() -> None:
         while not is_enough.is_set():
-            client.read("/v1/completions", LONG)
+            with client.open("/v1/completions", LONG) as response:  # it may be refused
+                response.read()
 
     threads = [threading.Thread(target=load) for _ in range(12)]
     for thread in threads:

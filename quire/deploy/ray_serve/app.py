@@ -28,7 +28,8 @@ from quire.deploy.ray_serve.scaling import ScalingPolicy
 ENGINES, DIRECTORY, ROUTERS = "Engine", "Directory", "Router"
 # Calls of an actor that may be open at once: leases, reports and wake-ups only.
 _MAX_CALLS = 10_000
-_CHECK_S = 5.0
+# A stopped actor is replaced after three checks without an answer.
+_CHECK_S, _ANSWER_S = 5.0, 10.0
 _METRICS_S = 1.0
 
 
@@ -120,6 +121,7 @@ def application(args: AppArgs) -> serve.Application:
     shared = {
         "max_ongoing_requests": _MAX_CALLS,
         "health_check_period_s": _CHECK_S,
+        "health_check_timeout_s": _ANSWER_S,
         "logging_config": LoggingConfig(enable_access_log=False),  # leases are renewed all the time
     }
     directory = serve.deployment(

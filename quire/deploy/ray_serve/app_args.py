@@ -156,8 +156,8 @@ def read_args(args: Mapping[str, Any]) -> AppArgs:
     has_keys = server.api_key or server.api_key_file or engine.scheduler.tenants
     if not (has_keys or found.insecure):
         raise SettingError(
-            "args: no key is set, and Serve listens on all interfaces, so any client that reaches a "
-            "node could use the engines; give settings.api_key_file, a file on each node, or "
+            "args: no key is set, and Serve listens on all interfaces, so any client that reaches "
+            "a node could use the engines; give settings.api_key_file, a file on each node, or "
             "insecure: true"
         )
     found.router_settings()

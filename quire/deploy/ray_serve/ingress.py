@@ -20,6 +20,7 @@ from quire.router.quotas import LocalBuckets, Quotas
 from quire.router.service import RouterService
 
 _CHECK_S = 0.1
+_ASK_S = 30.0
 
 
 class Ingress:
@@ -86,7 +87,10 @@ class Ingress:
             if self._service is None or not self._service.fleet.num_waiting:
                 continue
             try:
-                await self._ask_for_engine()
+                async with asyncio.timeout(_ASK_S):
+                    await self._ask_for_engine()
+            except TimeoutError:  # it waits still, or went to an engine that is stopped
+                continue
             except Exception as error:  # noqa: BLE001  Ray's errors have no common class
                 self._log.warning("no engine could be asked for", reason=str(error))
                 await asyncio.sleep(1.0)

@@ -2,8 +2,8 @@
 
 Numbers in, a number out; Ray Serve applies the bounds, the delays and the way from zero. Ray copies
 this file's code to its controller, so it imports the standard library only. Knows no request.
-Always holds: an idle application needs zero replicas, and a waiting token more than that; replicas
-that have not reported yet change nothing.
+Always holds: an idle application needs zero replicas, and a waiting token more than that; a replica
+that reports nothing serves nothing.
 """
 
 from __future__ import annotations
@@ -29,14 +29,20 @@ class ScalingTarget:
     ttft_ms: float = 0.0
 
 
-def replicas_needed(reports: Reports, num_replicas: int, target: ScalingTarget) -> float:
+def replicas_needed(
+    reports: Reports, num_replicas: int, target: ScalingTarget, *, num_calls: float = 0.0
+) -> float:
     """Return how many replicas the load needs, as a fraction that is rounded up later.
 
-    reports: by name and replica, as Ray Serve aggregates them. num_replicas: that run now.
+    reports: by name and replica, as Ray Serve aggregates them. num_replicas: that run now; one
+    without a report is stopped or new, and counts beside those that the load needs. num_calls: that
+    wait for a replica.
     """
     slots = reports.get(SLOTS, {})
+    num_silent = max(num_replicas - len(slots), 0)
+    first = 1.0 if num_calls else 0.0
     if not slots:
-        return float(num_replicas)
+        return first + num_silent
     slots_each = max(sum(slots.values()) / len(slots), 1.0)
     running = sum(reports.get(RUNNING, {}).values())
     waiting = sum(reports.get(WAITING_TOKENS, {}).values())
@@ -46,8 +52,8 @@ def replicas_needed(reports: Reports, num_replicas: int, target: ScalingTarget) 
         # Waiting requests are divided among the replicas, so their wait falls in proportion.
         mean_ms = sum(waits_ms.values()) / len(waits_ms)
         if mean_ms > target.ttft_ms:
-            needed = max(needed, num_replicas * mean_ms / target.ttft_ms)
-    return needed
+            needed = max(needed, len(slots) * mean_ms / target.ttft_ms)
+    return max(needed, first) + num_silent
 
 
 class ScalingPolicy:
@@ -59,4 +65,9 @@ class ScalingPolicy:
     def __call__(self, context: Any) -> tuple[float, dict[str, Any]]:
         """Return the number of replicas for an AutoscalingContext, and no state."""
         reports = context.aggregated_metrics or {}
-        return replicas_needed(reports, context.current_num_replicas, self._target), {}
+        num_running, num_wanted = context.current_num_replicas, context.target_num_replicas
+        calls = context.total_num_requests
+        needed = replicas_needed(reports, num_running, self._target, num_calls=calls)
+        if not reports.get(SLOTS):  # engines are starting, or the only one is stopped
+            needed = max(needed, float(num_wanted))
+        return needed, {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from quire.deploy.ray_serve.scaling import (
     TTFT_MS,
     WAITING_TOKENS,
     Reports,
+    ScalingPolicy,
     ScalingTarget,
     replicas_needed,
 )
@@ -51,13 +53,44 @@ def reports(*replicas: tuple[float, float, float], slots: float = 8.0) -> Report
         (reports((4, 1001, 0)), 3),
         (reports((4, 0, 0), (0, 0, 0)), 1),
         (reports((4, 0, 0), (4, 0, 0)), 2),
-        ({}, 1),
-        ({RUNNING: {0: 4.0}}, 1),
     ],
 )
 def test_replicas_follow_running_requests_and_waiting_tokens(load: Reports, count: int) -> None:
-    replicas = max(len(load.get(SLOTS, {})), 1)
-    assert math.ceil(replicas_needed(load, replicas, TARGET)) == count
+    assert math.ceil(replicas_needed(load, len(load[SLOTS]), TARGET)) == count
+
+
+def test_replicas_that_report_nothing_are_replaced_where_there_is_load() -> None:
+    busy = reports((4, 0, 0), (4, 0, 0))
+    assert replicas_needed(busy, 3, TARGET) == 2 + 1
+    assert replicas_needed({}, 1, TARGET) == 1
+    assert replicas_needed({}, 1, TARGET, num_calls=0.5) == 2
+    assert replicas_needed(reports((0, 0, 0)), 1, TARGET, num_calls=0.5) == 1
+
+
+@pytest.mark.parametrize(
+    ("running", "wanted", "calls", "load", "count"),
+    [
+        (0, 0, 0.0, {}, 0),
+        (0, 1, 0.0, {}, 1),  # one is starting
+        (0, 1, 1.0, {}, 1),
+        (1, 1, 1.0, {}, 2),  # the only one is stopped
+        (1, 1, 0.0, {}, 1),
+        (2, 2, 0.0, reports((0, 0, 0), (0, 0, 0)), 0),
+        (1, 1, 0.0, reports((8, 0, 0)), 2),
+    ],
+)
+def test_the_policy_keeps_what_is_starting(
+    running: int, wanted: int, calls: float, load: Reports, count: int
+) -> None:
+    policy = ScalingPolicy(busy_share=0.5, waiting_tokens=1000, ttft_ms=0.0)
+    context = SimpleNamespace(
+        aggregated_metrics=load,
+        current_num_replicas=running,
+        target_num_replicas=wanted,
+        total_num_requests=calls,
+    )
+    needed, state = policy(context)
+    assert (math.ceil(needed), state) == (count, {})
 
 
 def test_replicas_follow_the_predicted_time_to_first_token() -> None:
