@@ -2,7 +2,8 @@
 
 It sends requests to the engines' own ports and continues the streams of engines that die, stop or
 drain. Knows Ray as two functions: one reads the addresses of the engines, one asks Serve for an
-engine. Always holds: while requests wait for an engine, Serve is asked for one.
+engine. Always holds: while requests wait for an engine, Serve is asked for one; a request without
+a key makes no engine start.
 """
 
 from __future__ import annotations
@@ -15,10 +16,16 @@ from typing import Any
 from quire.base.log import Log
 from quire.deploy.ray_serve.app_args import AppArgs
 from quire.deploy.ray_serve.directory_discovery import DirectoryDiscovery
+from quire.deploy.ray_serve.wake_keys import WakeKeys
+from quire.router.client_response import ClientResponse
+from quire.router.faults import Refusal
 from quire.router.features import features_of
 from quire.router.quotas import LocalBuckets, Quotas
 from quire.router.service import RouterService
 
+_NO_KEY = Refusal(
+    401, "invalid_api_key", "the API key is missing or not known; send Authorization: Bearer KEY"
+)
 _CHECK_S = 0.1
 _ASK_S = 30.0
 
@@ -36,6 +43,7 @@ class Ingress:
         self._read_addresses = read_addresses
         self._ask_for_engine = ask_for_engine
         self._log = Log("router")
+        self._wake_keys = WakeKeys(args, self._log)
         self._service: RouterService | None = None
         self._asking: asyncio.Task[None] | None = None
 
@@ -72,6 +80,10 @@ class Ingress:
             return
         if self._service is None:
             raise RuntimeError("the router is not started, or has stopped")
+        may_wait = scope["method"] == "POST" and not self._service.fleet.num_available
+        if may_wait and not self._wake_keys.accept(scope["headers"]):
+            await ClientResponse(receive, send, scope["path"]).refuse(_NO_KEY)
+            return
         await self._service.app(scope, receive, send)
 
     def check(self) -> None:
