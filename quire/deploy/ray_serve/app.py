@@ -26,6 +26,8 @@ from quire.deploy.ray_serve.ingress import Ingress
 from quire.deploy.ray_serve.scaling import ScalingPolicy
 
 ENGINES, DIRECTORY, ROUTERS = "Engine", "Directory", "Router"
+# The resource that Ray gives the head node.
+_HEAD = "node:__internal_head__"
 # Calls of an actor that may be open at once: leases, reports and wake-ups only.
 _MAX_CALLS = 10_000
 # A stopped actor is replaced after three checks without an answer.
@@ -124,10 +126,13 @@ def application(args: AppArgs) -> serve.Application:
         "health_check_timeout_s": _ANSWER_S,
         "logging_config": LoggingConfig(enable_access_log=False),  # leases are renewed all the time
     }
+    at_front: dict[str, Any] = {"num_cpus": 0}
+    if args.router_nodes == "head":
+        at_front["resources"] = {_HEAD: 0.001}
     directory = serve.deployment(
         ReplicaDirectory,
         name=DIRECTORY,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options=at_front,
         graceful_shutdown_timeout_s=1.0,
         **shared,
     ).bind()
@@ -148,7 +153,7 @@ def application(args: AppArgs) -> serve.Application:
         serve.ingress()(RouterDeployment),
         name=ROUTERS,
         num_replicas=args.num_routers,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options=at_front,
         graceful_shutdown_timeout_s=router_stop_s,
         **{**shared, "max_ongoing_requests": args.router_settings().max_open + _MAX_CALLS},
     )

@@ -76,6 +76,7 @@ class AppArgs(Struct, frozen=True, forbid_unknown_fields=True):
     a router's configuration file. num_cpus, num_gpus, resources: of each engine. host: the address
     at which engines listen, by default that of their node. ingress: direct, or through Serve's
     Python proxy. insecure: accept requests without a key. num_routers: replicas of the router.
+    router_nodes: head, which outlives nodes that come and go, or any.
     """
 
     model: str = ""
@@ -88,6 +89,7 @@ class AppArgs(Struct, frozen=True, forbid_unknown_fields=True):
     insecure: bool = False
     ingress: Literal["direct", "proxy"] = "direct"
     num_routers: Count = 1
+    router_nodes: Literal["head", "any"] = "head"
     router: dict[str, Any] = {}
 
     def configs(self, host: str) -> tuple[ServerConfig, EngineConfig]:
