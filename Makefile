@@ -11,7 +11,7 @@ STAMP   = $(VENV)/.quire
 COMPILER = $(shell for c in $${CXX:-c++ g++ clang++}; do command -v $$c && break; done 2>/dev/null)
 NATIVE  = CMakeLists.txt pyproject.toml $(shell find native -name '*.cc' -o -name '*.h')
 
-.PHONY: demo test exact lint docs parity gpu nixl fuzz browser clients clients-installed bench clean help
+.PHONY: demo test exact lint docs parity gpu nixl fuzz browser ray manifests clients clients-installed bench clean help
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | sort
@@ -52,6 +52,12 @@ fuzz: $(STAMP)-fuzz  ## requests made of the API's own document, against a live 
 
 browser: $(STAMP)-browser  ## the web page in a headless Chromium (needs chromium, chromedriver)
 	@$(BIN)/python -m pytest -W ignore -m browser tests/browser
+
+manifests: $(STAMP)-manifests  ## manifests and the rendered chart against the strict schemas
+	@$(BIN)/python -m pytest tests/repository/test_kubernetes.py
+
+ray: $(STAMP)-ray  ## an application of Ray Serve on a cluster of two nodes on this machine
+	@$(BIN)/python -m pytest -W ignore -m ray tests/ray
 
 clients:  ## clients from PyPI and, with Node.js, from npm against live servers (own environment)
 	@$(MAKE) --no-print-directory VENV=$(VENV)-clients clients-installed
@@ -96,6 +102,10 @@ $(STAMP)-fuzz: $(BIN)/python $(NATIVE)
 	$(call install,[test$(comma)fuzz])
 $(STAMP)-browser: $(BIN)/python $(NATIVE)
 	$(call install,[test$(comma)browser])
+$(STAMP)-manifests: $(BIN)/python $(NATIVE)
+	$(call install,[test$(comma)manifests])
+$(STAMP)-ray: $(BIN)/python $(NATIVE)
+	$(call install,[test$(comma)ray])
 clients-installed: $(STAMP)-clients $(STAMP)-agents $(STAMP)-npm
 # They need openai 3, which others refuse: before it on the path, in a folder of their own.
 $(STAMP)-agents: $(STAMP)-clients

@@ -19,7 +19,12 @@ from typing import Any
 import pytest
 
 SHOWN = "shown in the summary"
-MARKED_FOLDERS = ("browser", "fuzz", "gpu")  # all tests of each have its name as their marker
+MARKED_FOLDERS = (
+    "browser",
+    "fuzz",
+    "gpu",
+    "ray",
+)  # all tests of each have its name as their marker
 # Files of these folders share models, syntax trees or tokenizers within a process.
 SHARED_FOLDERS = ("tests/exact/", "tests/repository/", "tests/unit/text/")
 LONGEST_UNITS = (

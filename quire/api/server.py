@@ -31,6 +31,7 @@ from starlette.types import ASGIApp
 
 from quire.api.admin.reload import Reloader, sources_of
 from quire.api.app import DEFAULT_DIALECT, build_admin_app, build_app
+from quire.api.draining import LAST_EVENTS_S, drain, end_streams_of_dead_engine
 from quire.api.engine_protocol import StartingEngine
 from quire.api.http.connection import Connection, max_connections
 from quire.api.http.refusal import refusal_of_http
@@ -50,8 +51,6 @@ from quire.obs.metrics import Metrics
 EXIT_DONE = 0
 EXIT_FAILED = 1
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Open requests have so long to write their last events once they are ended.
-_LAST_EVENTS_S = 3.0
 # After the engine's death /health answers for so long, so that a monitor can see the reason.
 _LINGER_S = 1.0
 # Threads for large bodies and long prompts; server_state.ThreadPools has others.
@@ -161,7 +160,7 @@ class ServerProcess:
             for server, _ in servers:
                 server.should_exit = True
             self._opened.set()
-            await asyncio.wait({http}, timeout=_LAST_EVENTS_S)
+            await asyncio.wait({http}, timeout=LAST_EVENTS_S)
             server_state.thread_pools.close()
             if spans is not None:
                 await spans.close()
@@ -229,31 +228,19 @@ class ServerProcess:
 
     async def _drain(self, server_state: ServerState, died: asyncio.Future[Any]) -> int:
         """Let open requests finish within the grace time, then end them."""
-        server_state.lifecycle.drain()
         if self._worker is None:
             notify(STOPPING)
-        self._log.event("draining", grace_s=self._config.grace_s)
-        idle = asyncio.ensure_future(server_state.idle.wait())
-        await _first(idle, died, timeout_s=self._config.grace_s)
+        await drain(server_state, died)
         if died.done():
-            idle.cancel()
             return await self._end_after_engine_death(server_state)
-        if not idle.done():
-            self._log.warning("grace time is over; open requests are ended")
-            server_state.lifecycle.end_all()
-            await _first(idle, timeout_s=_LAST_EVENTS_S)
-        idle.cancel()
         self._log.event("stopped")
         return EXIT_DONE
 
     async def _end_after_engine_death(self, server_state: ServerState) -> int:
-        """Let open streams end with an error, which their generators raise, and exit."""
+        """End open streams with an error, show the reason for a moment, and exit."""
         reason = self._engine.health().reason
         self._log.error("the engine is dead; the server ends", reason=reason)
-        idle = asyncio.ensure_future(server_state.idle.wait())
-        await _first(idle, timeout_s=_LAST_EVENTS_S)
-        idle.cancel()
-        server_state.lifecycle.end_all()
+        await end_streams_of_dead_engine(server_state)
         await asyncio.sleep(_LINGER_S)
         return EXIT_FAILED
 
@@ -330,7 +317,7 @@ async def _serve_all(
 
 def public_server(server_state: ServerState, siblings: SiblingWorkers | None = None) -> _Server:
     """Return the server of the public listener."""
-    server = _uvicorn_server(build_app(server_state, siblings), server_state)
+    server = new_http_server(build_app(server_state, siblings), server_state)
     if server_state.config.tls_cert is not None:
         server.tls = tls_context(server_state.config)
     return server
@@ -338,18 +325,19 @@ def public_server(server_state: ServerState, siblings: SiblingWorkers | None = N
 
 def _admin_server(server_state: ServerState, siblings: SiblingWorkers | None) -> _Server:
     """Return the server of --admin-port: plain HTTP at a loopback address."""
-    return _uvicorn_server(build_admin_app(server_state, siblings), server_state)
+    return new_http_server(build_admin_app(server_state, siblings), server_state)
 
 
 def _private_server(server_state: ServerState, siblings: SiblingWorkers) -> _Server:
     """Return the server of this API process's private socket."""
     app = build_private_app(server_state, siblings, DEFAULT_DIALECT)
-    server = _uvicorn_server(app, server_state)
+    server = new_http_server(app, server_state)
     server.is_private = True
     return server
 
 
-def _uvicorn_server(app: ASGIApp, server_state: ServerState) -> _Server:
+def new_http_server(app: ASGIApp, server_state: ServerState) -> _Server:
+    """Return a server of `app` with the bounds on connections, heads and idle time."""
     return _Server(
         uvicorn.Config(
             app,
@@ -369,5 +357,5 @@ def _uvicorn_server(app: ASGIApp, server_state: ServerState) -> _Server:
     )
 
 
-async def _first(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:
-    await asyncio.wait(set(futures), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+async def _first(*futures: asyncio.Future[Any]) -> None:
+    await asyncio.wait(set(futures), return_when=asyncio.FIRST_COMPLETED)

@@ -19,7 +19,7 @@ from quire.base.errors import InvalidParameter, SettingError
 from quire.base.log import Log
 from quire.base.server_url import key_headers
 from quire.router.discovery import Discovery, StaticList, WatchedFile, replica_url
-from quire.router.features import Features, features_of
+from quire.router.features import Features, features_of, settings_in
 from quire.router.quotas import Buckets, LocalBuckets, Quotas
 from quire.router.route_file import KVEventsTable, RouteFile, read_route_file
 from quire.router.settings import POLICIES, RouterSettings
@@ -40,6 +40,11 @@ _SECONDS = {
     "silence_s": ("--silence-seconds", "a stream without any byte for so long is given up"),
     "connect_s": ("--connect-seconds", "time to connect to a replica"),
     "resume_s": ("--resume-seconds", "an interrupted stream waits so long for another replica"),
+    "wait_s": (
+        "--wait-seconds",
+        "a request waits so long for a first replica, where they are started on demand; 0: it is "
+        "refused at once",
+    ),
     "grace_s": ("--grace-seconds", "open requests may end within this time after SIGTERM"),
 }
 
@@ -208,25 +213,11 @@ def _given(flag: Any, in_file: Any, default: Any) -> Any:
 
 def _settings(arguments: argparse.Namespace, file: RouteFile) -> RouterSettings:
     """Return the settings of the flags and of the file. Raises SettingError."""
-    in_file = {
-        "policy": file.policy,
-        "backlog_tokens": file.backlog_tokens,
-        "max_open": file.max_open_requests,
-        "max_open_per_key": file.max_open_per_key,
-        "probe_s": file.probe_seconds,
-        "stall_s": file.stall_seconds,
-        "silence_s": file.silence_seconds,
-        "connect_s": file.connect_seconds,
-        "resume_s": file.resume_seconds,
-        "grace_s": file.grace_seconds,
-    }
-    values = {
-        name: _given(getattr(arguments, name), value, getattr(_DEFAULTS, name))
-        for name, value in in_file.items()
-    }
+    flags = {name: getattr(arguments, name) for name in settings_in(RouteFile())}
+    in_flags = {name: value for name, value in flags.items() if value is not None}
     key_file = _given(arguments.replica_key_file, file.replica_key_file, None)
     return RouterSettings(
-        **values,
+        **(settings_in(file) | in_flags),
         replica_key=_key(key_file),
         min_prefill_tokens=arguments.min_prefill_tokens,
         role_hold_s=arguments.role_hold_s,

@@ -38,14 +38,10 @@ from quire.config.tenants import Tenant, read_tenants_of_server
 from quire.hub.cache import with_local_model
 
 if TYPE_CHECKING:
-    from quire.engine.client.engine_client import EngineClient
+    from quire.api.served_engine import ServedEngine
     from quire.engine.client.launch import EngineProcess
-    from quire.engine.data_parallel.data_parallel_engine import DataParallelEngine
     from quire.engine.model_card import ModelCard
     from quire.engine.process.messages import Ready
-    from quire.engine.supervised.supervised_engine import SupervisedEngine
-
-    ServedEngine = EngineClient | SupervisedEngine | DataParallelEngine
 
 _PROGRESS_S = 0.2
 
@@ -173,14 +169,10 @@ def _serve(
     log = Log("server")
     listening, for_admins = sockets
     # Imported only now, in parallel with the engine process's imports.
+    from quire.api.served_engine import served_engine
     from quire.api.server import run as run_server
 
-    served = [_client(config, process, server, log) for config, process in engines]
-    engine: ServedEngine = served[0]
-    if len(served) > 1:
-        from quire.engine.data_parallel.data_parallel_engine import DataParallelEngine
-
-        engine = DataParallelEngine(served, log)
+    engine = served_engine(engines, server, log)
     announced = threading.Event()
     _start_progress(lambda: engine.loading, announced)
 
@@ -203,41 +195,6 @@ def _serve(
         )
     finally:
         announced.set()
-
-
-def _client(
-    config: EngineConfig, process: EngineProcess, server: ServerConfig, log: Log
-) -> EngineClient | SupervisedEngine:
-    """Return a client of an engine, which is started again when it dies where that is set."""
-    from quire.engine.client.engine_client import EngineClient
-
-    client = EngineClient.attach(process, config, watchdog_s=server.watchdog_s)
-    if not server.restart_engine:
-        return client
-    return _supervised(client, process, config, server, log)
-
-
-def _supervised(
-    client: EngineClient,
-    process: EngineProcess,
-    config: EngineConfig,
-    server: ServerConfig,
-    log: Log,
-) -> SupervisedEngine:
-    """Return an engine that is started again when it dies."""
-    from quire.engine.supervised.own_successors import OwnSuccessors
-    from quire.engine.supervised.restarts import Restarts
-    from quire.engine.supervised.supervised_engine import SupervisedEngine
-
-    successors = OwnSuccessors(
-        process,
-        config,
-        server.logging,
-        Restarts(server.restart_limit),
-        watchdog_s=server.watchdog_s,
-        log=log,
-    )
-    return SupervisedEngine(client, successors, log, wakers=successors)
 
 
 def _serve_with_workers(

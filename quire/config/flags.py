@@ -137,39 +137,64 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
     Strings are parsed as their flags would parse them ("2GiB"). Raises SettingError for an unknown
     name, with the nearest known name.
     """
-    left = dict(settings)
-    parts = {}
-    known: list[str] = []
-    for part in fields(EngineConfig):
-        group = get_type_hints(EngineConfig)[part.name]
-        hints = get_type_hints(group)
-        values, called = dict[str, Any](), dict[str, str]()
-        for setting in fields(group):
-            as_flag = flag_of(setting)[2:].replace("-", "_")  # as docs/flags.md has it
-            known.append(as_flag)
-            for name in dict.fromkeys((as_flag, setting.name)):
-                if name in left:
-                    if setting.name in values:
-                        raise SettingError(
-                            f"{as_flag} and {setting.name} are the same setting; give one of them"
-                        )
-                    called[setting.name] = name
-                    values[setting.name] = checked(
-                        setting, hints[setting.name], left.pop(name), called=name
+    left, known = dict(settings), list[str]()
+    config = _engine_of(left, known)
+    _refuse_unknown(left, known, of="the engine")
+    return config
+
+
+def server_and_engine_config(settings: Mapping[str, Any]) -> tuple[ServerConfig, EngineConfig]:
+    """Build the configurations of a server and its engine, as engine_config builds the latter."""
+    left, known = dict(settings), list[str]()
+    server: ServerConfig = _group_of(ServerConfig, left, known)
+    engine = _engine_of(left, known)
+    _refuse_unknown(left, known, of="a server")
+    return server, engine
+
+
+def _engine_of(left: dict[str, Any], known: list[str]) -> EngineConfig:
+    """Build an EngineConfig of its settings in `left`, which are taken out; add all to `known`."""
+    hints = get_type_hints(EngineConfig)
+    return EngineConfig(
+        **{part.name: _group_of(hints[part.name], left, known) for part in fields(EngineConfig)}
+    )
+
+
+def _group_of(group: type[Any], left: dict[str, Any], known: list[str]) -> Any:
+    """Build a group of its settings in `left`, which are taken out; add their names to `known`."""
+    hints = get_type_hints(group)
+    values, called = dict[str, Any](), dict[str, str]()
+    for setting in fields(group):
+        as_flag = flag_of(setting)[2:].replace("-", "_")  # as docs/flags.md has it
+        known.append(as_flag)
+        for name in dict.fromkeys((as_flag, setting.name)):
+            if name in left:
+                if setting.name in values:
+                    raise SettingError(
+                        f"{as_flag} and {setting.name} are the same setting; give one of them"
                     )
-        parts[part.name] = _made(group, values, called)
+                called[setting.name] = name
+                values[setting.name] = checked(
+                    setting, hints[setting.name], left.pop(name), called=name
+                )
+    return _made(group, values, called)
+
+
+def _refuse_unknown(left: Mapping[str, Any], known: Sequence[str], *, of: str) -> None:
+    """Raise SettingError for settings that no group has taken."""
     if left:
         raise SettingError(
-            "; ".join(_unknown_setting(name, sorted(known), alone=len(left) == 1) for name in left)
+            "; ".join(
+                _unknown_setting(name, sorted(known), of=of, alone=len(left) == 1) for name in left
+            )
         )
-    return EngineConfig(**parts)
 
 
-def _unknown_setting(name: str, known: Sequence[str], *, alone: bool) -> str:
+def _unknown_setting(name: str, known: Sequence[str], *, of: str, alone: bool) -> str:
     near = get_close_matches(name, known, 1)
     listed = f"known: {', '.join(known)}" if alone else "leave it out"
     hint = instead_of_setting(name) or (f"did you mean {near[0]!r}?" if near else listed)
-    return f"{name!r} is not a setting of the engine; {hint}"
+    return f"{name!r} is not a setting of {of}; {hint}"
 
 
 def _add_flag(section: Any, setting: Field[Any], hint: Any) -> None:

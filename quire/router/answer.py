@@ -218,6 +218,8 @@ class Answer:
         if status in OVERLOADED or code in _LEAVING:
             self._refused = (status, exchange.headers, body)
             self._is_refused = True
+            if code == "shutting_down":  # known before the next probe
+                attempt.replica.state = "draining"
             return False
         if code in _FAILED or (status >= 500 and status != 504):
             self._refused = (status, exchange.headers, body)
@@ -388,6 +390,8 @@ class Answer:
                 self._key, model, exclude=self._tried, max_long=self._max_long
             )
 
+        if self._fleet.settings.wait_s and not self._failures.reasons:
+            await self._wait_for_first(model)
         if lanes is None or not self._is_long:
             return choose()
         return await lanes.place(
@@ -396,6 +400,19 @@ class Answer:
             lambda: self._fleet.is_served(model, self._tried),
             lambda: self._client.is_gone,
         )
+
+    async def _wait_for_first(self, model: str) -> None:
+        """Wait while no replica is available, such as one that is still to be started."""
+        fleet = self._fleet
+        until_s = self._loop.time() + fleet.settings.wait_s
+        with fleet.waiting():
+            while not fleet.is_served(model) and self._choice.may_be_served():
+                if self._client.is_gone:
+                    raise ClientGone("the client has closed its connection")
+                left_s = until_s - self._loop.time()
+                if left_s <= 0:
+                    return
+                await fleet.wait_for_change(min(left_s, _RETRY_EVERY_S))
 
     @property
     def _max_long(self) -> int | None:
@@ -427,11 +444,15 @@ class Answer:
                 if found is not None:
                     self._metrics.resumed.inc()
                     return found
-            if now_s >= self._resume_until_s or not fleet.has_fingerprint(
-                request.model, self._fingerprint
+            left_s = self._resume_until_s - now_s
+            # Where replicas are started on demand, one that is not known yet may have it.
+            is_coming = fleet.settings.wait_s > 0
+            if left_s <= 0 or not (
+                is_coming or fleet.has_fingerprint(request.model, self._fingerprint)
             ):
                 return None
-            await fleet.wait_for_change(min(self._resume_until_s - now_s, _RETRY_EVERY_S))
+            with fleet.waiting():
+                await fleet.wait_for_change(min(left_s, _RETRY_EVERY_S))
 
     async def _give_up(self) -> None:
         """End a request that no replica has answered. Raises Refusal."""

@@ -1,4 +1,4 @@
-"""Features: the parts of a router that its configuration file adds, and their neutral forms.
+"""Features: the parts of a router that its configuration file adds; the settings in that file.
 
 A router without a file has no aliases, no hedging, no quotas and no cascades. Knows how the parts
 are made of the file, and nothing of requests.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
+
+from msgspec import UNSET
 
 from quire.router.cascade import Cascade
 from quire.router.fleet import Fleet
@@ -18,9 +20,12 @@ from quire.router.model_names import ModelNames
 from quire.router.quotas import Quotas
 from quire.router.route_file import RouteFile
 from quire.router.routed_request import RoutedRequest
+from quire.router.settings import RouterSettings
 from quire.router.sleepers import Sleepers
 from quire.router.tiers import Tiers
 from quire.routing.block_sets import BlockSets
+
+_DEFAULTS = RouterSettings()
 
 
 class PrefixLookUp(Protocol):
@@ -58,6 +63,26 @@ class Features:
     def counts_usage(self) -> bool:
         """Whether the usage of answers is read."""
         return self.quotas is not None or bool(self.cascades)
+
+
+def settings_in(file: RouteFile) -> dict[str, Any]:
+    """Return the arguments of RouterSettings that a file sets, and the defaults of the others."""
+    found = {
+        "policy": file.policy,
+        "backlog_tokens": file.backlog_tokens,
+        "max_open": file.max_open_requests,
+        "max_open_per_key": file.max_open_per_key,
+        "probe_s": file.probe_seconds,
+        "stall_s": file.stall_seconds,
+        "silence_s": file.silence_seconds,
+        "connect_s": file.connect_seconds,
+        "resume_s": file.resume_seconds,
+        "wait_s": file.wait_seconds,
+        "grace_s": file.grace_seconds,
+    }
+    return {
+        name: getattr(_DEFAULTS, name) if value is UNSET else value for name, value in found.items()
+    }
 
 
 def features_of(

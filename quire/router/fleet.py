@@ -8,7 +8,8 @@ replica of its fingerprint.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 
 from quire.base.log import Log
 from quire.router.discovery import Discovery
@@ -25,7 +26,7 @@ _MAX_NAMED = 4
 class Fleet:
     """replicas: by name, those that the discovery names. sets: what replicas report to have cached,
     for the policy. on_changed: called after replicas came or left. on_fenced: called with a replica
-    that is fenced."""
+    that is fenced. num_waiting: requests without one."""
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class Fleet:
         self._waiting: set[asyncio.Future[None]] = set()
         self._loop = asyncio.get_running_loop()
         self.probe_now = asyncio.Event()
+        self.num_waiting = 0
         self.follow()
 
     def follow(self) -> None:
@@ -162,6 +164,15 @@ class Fleet:
         for future in waiting:
             if not future.done():
                 future.set_result(None)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count a request that waits for a replica."""
+        self.num_waiting += 1
+        try:
+            yield
+        finally:
+            self.num_waiting -= 1
 
     async def wait_for_change(self, limit_s: float) -> None:
         """Wait until a replica became available, at most so long."""

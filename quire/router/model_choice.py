@@ -110,10 +110,18 @@ class ModelChoice:
             tokens = self._request.used_tokens() - self._request.replaced_tokens
             self._metrics.cascade_tokens.labels(self._cascade.name, which, "answered").inc(tokens)
 
+    def may_be_served(self) -> bool:
+        """Return whether a replica may serve the model, now or once one is there."""
+        return self._asked in self._names or self._fleet.knows(self._request.model)
+
     def unavailable(self, admission: Admission) -> Refusal:
         """Return the refusal of a request that no replica can take now."""
-        names = [*self._features.names.names, *self._features.cascades]
-        return admission.unavailable(self._request.model, self._asked, names)
+        return admission.unavailable(self._request.model, self._asked, self._names)
+
+    @property
+    def _names(self) -> list[str]:
+        """The names that are no model of a replica."""
+        return [*self._features.names.names, *self._features.cascades]
 
     def _begin_cascade(self, cascade: Cascade) -> None:
         rule = cascade.rule(self._request)

@@ -15,6 +15,7 @@ from quire.base.errors import InvalidParameter
 from quire.base.log import Log
 from quire.base.server_url import ServerUrl
 from quire.router.discovery import replica_url
+from quire.router.lease_list import LeaseList
 from quire.router.redis_link import RedisDown, RedisLink
 
 LEASE_S = 15.0
@@ -30,15 +31,12 @@ class RedisLeases:
         self._link = link
         self._prefix = f"{prefix}replica:"
         self._log = log
-        self._now = now
-        self._urls: dict[str, ServerUrl] = {}
-        self._absent_since_s: dict[str, float] = {}
-        self._is_down = False
+        self._list = LeaseList(ABSENT_S, now)
         self._refused: set[str] = set()
 
     def poll(self) -> tuple[ServerUrl, ...]:
         """Return the addresses of the last reading."""
-        return tuple(self._urls.values())
+        return self._list.addresses()
 
     async def watch(self, changed: Callable[[], None]) -> None:
         """Read the leases again and again until cancelled."""
@@ -52,28 +50,16 @@ class RedisLeases:
         try:
             keys = await self._link.keys(self._prefix)
         except RedisDown as error:
-            if not self._is_down:
+            if self._list.went_down():
                 self._log.warning(
                     "replicas stay as they are while Redis is down",
                     reason=str(error),
-                    kept=len(self._urls),
+                    kept=len(self.poll()),
                 )
-            self._is_down = True
             return False
-        now_s = self._now()
-        if self._is_down:
-            self._is_down = False
-            self._absent_since_s.clear()
+        if self._list.came_back():
             self._log.event("leases are read again", replicas=len(keys))
-        found = self._parsed(keys)
-        absent = self._urls.keys() - found.keys()
-        since_s = self._absent_since_s = {
-            name: self._absent_since_s.get(name, now_s) for name in absent
-        }
-        found |= {name: self._urls[name] for name in absent if now_s - since_s[name] < ABSENT_S}
-        has_changed = found.keys() != self._urls.keys()
-        self._urls = found
-        return has_changed
+        return self._list.update(self._parsed(keys))
 
     def _parsed(self, keys: list[str]) -> dict[str, ServerUrl]:
         found: dict[str, ServerUrl] = {}

@@ -194,6 +194,7 @@ class RouteFile(Table, frozen=True):
     connect_seconds: Seconds | UnsetType = msgspec.UNSET
     resume_seconds: Seconds | UnsetType = msgspec.UNSET
     grace_seconds: Annotated[float, Meta(ge=0, le=86400)] | UnsetType = msgspec.UNSET
+    wait_seconds: Annotated[float, Meta(ge=0, le=86400)] | UnsetType = msgspec.UNSET
     max_open_requests: Count | UnsetType = msgspec.UNSET
     max_open_per_key: Annotated[int, Meta(ge=0)] | UnsetType = msgspec.UNSET
     replica_key_file: str | UnsetType = msgspec.UNSET
@@ -243,6 +244,11 @@ def parse_route_file(text: str) -> RouteFile:
         raise ValueError(
             f"it is not valid TOML: {error}; write each setting once, as in port = 8080"
         ) from error
+    return route_file_of(document)
+
+
+def route_file_of(document: Mapping[str, Any]) -> RouteFile:
+    """Return the settings of a parsed file. Raises ValueError that says what is wrong where."""
     _check_names(RouteFile, document, "")
     try:
         found = msgspec.convert(document, RouteFile)

@@ -19,7 +19,8 @@ class RouterSettings:
     progress after which a replica counts as stalled; it grows with the gaps that are usual for the
     replica, to six times this. max_open_per_key: 0 for no limit. max_retry_share: of all requests.
     min_prefill_tokens: shorter prompts are not sent to prefill replicas. role_hold_s: how long a
-    side is short of servers before a movable one changes its role.
+    side is short of servers before a movable one changes its role. wait_s: a request waits so long
+    for a first replica that is available; 0: it is refused at once.
     """
 
     policy: str = "warm-cache"
@@ -38,6 +39,7 @@ class RouterSettings:
     replica_key: str | None = None
     min_prefill_tokens: int = 512
     role_hold_s: float = 30.0
+    wait_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -47,7 +49,8 @@ class RouterSettings:
         times = ("probe_s", "stall_s", "silence_s", "connect_s", "resume_s", "role_hold_s")
         for name in times:
             _check(name, getattr(self, name), above=0.0)
-        _check("grace_s", self.grace_s, above=-1e-9)
+        for name in ("grace_s", "wait_s"):
+            _check(name, getattr(self, name), above=-1e-9)
         for name in ("max_open", "history_blocks", "max_body_bytes"):
             _check(name, getattr(self, name), above=0)
         for name in ("backlog_tokens", "max_open_per_key", "max_retry_share", "min_prefill_tokens"):

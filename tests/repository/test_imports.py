@@ -27,6 +27,8 @@ LATE_IMPORTS: Mapping[str, tuple[str, str]] = {
     "quire.api.workers.supervisor": ("quire.obs", "prometheus_client: not in the supervisor alone"),
     "quire.api.workers.worker": ("quire.engine", _ON_DEMAND),
     "quire.bench.serve": ("quire.obs", _ON_DEMAND),
+    "quire.api.served_engine": ("quire.engine", _ON_DEMAND),
+    "quire.deploy.ray": ("quire.deploy.ray_serve", "Ray is optional and slow to import"),
     "quire.doctor.machine_exam": ("quire.doctor", _NATIVE),
     "quire.doctor.machine_facts": ("quire._native", _NATIVE),
     "quire.doctor.probes": ("quire.base quire.bench quire.engine", _ON_DEMAND),

@@ -1,12 +1,14 @@
-"""deploy/kubernetes and the chart: strictly valid, and true to the flags and metrics they name."""
+"""deploy/kubernetes and the chart: strictly valid, and true to the flags and metrics they name.
+
+With the extra `manifests` (`make manifests`) Kubernetes' own schemas are checked, and Helm's own
+engine renders the chart; no cluster is needed.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import re
-import shutil
-import subprocess
 from functools import cache
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 import yaml
 
 from quire.cli import route, serve
+from quire.deploy.ray_serve.app_args import read_args
 from quire.engine.model_card import EngineState
 from tests.data import outside
 from tests.repository.kubernetes_schemas import problems_of
@@ -28,6 +31,7 @@ FILES = sorted(path.name for path in MANIFESTS.glob("*.yaml"))
 _DEFINITIONS = {
     "InferencePool": "inferencepools.yaml",
     "LeaderWorkerSet": "leaderworkersets.yaml",
+    "RayService": "rayservices.yaml",
     "ScaledObject": "scaledobjects.yaml",
 }
 
@@ -162,7 +166,7 @@ def test_settings_and_arguments_are_those_of_the_commands() -> None:
         for word in words:
             if word.startswith("-"):
                 assert word.partition("=")[0] in known, word
-    text = "".join((CHART / "templates" / "server.yaml").read_text("utf-8"))
+    text = "".join((CHART / "templates" / "_helpers.tpl").read_text("utf-8"))
     for name in re.findall(r"QUIRE_[A-Z_]+[A-Z]", text):
         assert name in variables
 
@@ -199,7 +203,7 @@ def test_probes_judge_progress() -> None:
             assert container["startupProbe"]["httpGet"]["path"] == "/health"
             [_, _, script] = container["livenessProbe"]["exec"]["command"]
             _check_liveness(script)
-    chart = (CHART / "templates" / "server.yaml").read_text("utf-8")
+    chart = (CHART / "templates" / "_helpers.tpl").read_text("utf-8")
     [script] = re.findall(r"- '(import http\.client.*)'", chart)
     _check_liveness(script)
 
@@ -242,6 +246,30 @@ def test_scaling_reads_exported_metrics() -> None:
             assert metric["pods"]["metric"]["name"] in exported()
 
 
+def test_ray_pods_have_the_variables_and_the_rights_that_the_page_says() -> None:
+    [service] = of_kind("RayService")
+    cluster = service["spec"]["rayClusterConfig"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    config = yaml.safe_load(service["spec"]["serveConfigV2"])
+    [application] = config["applications"]
+    grace_s = application["args"]["settings"]["grace_seconds"]
+    for group in groups:
+        spec = group["template"]["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        [container] = spec["containers"]
+        env = {entry["name"]: entry["value"] for entry in container["env"]}
+        assert env["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+        assert env["RAY_USAGE_STATS_ENABLED"] == "0"
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert "memory" in container["resources"]["limits"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == {
+            volume["name"] for volume in spec["volumes"]
+        }
+        if group is not cluster["headGroupSpec"]:
+            assert spec["terminationGracePeriodSeconds"] >= grace_s + 15
+
+
 # ---- the chart
 
 
@@ -278,23 +306,85 @@ def test_templates_read_defined_values_and_are_balanced() -> None:
                 at = at[name]
 
 
-@pytest.mark.parametrize("kind", ["none", "hpa", "keda"])
-def test_the_rendered_chart_is_strictly_valid(kind: str) -> None:
-    helm = shutil.which("helm")
-    if helm is None:
-        pytest.skip("helm is not installed; the manifests are the tested form")
+def rendered(sets: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the objects that Helm's own engine renders with these values, without a cluster."""
+    helm = pytest.importorskip("helm_python")
+    with helm.Chart.load(str(CHART)) as chart:
+        files: dict[str, str] = chart.render(sets, name="llm", namespace="default")
+    return [one for text in files.values() for one in yaml.safe_load_all(text) if one]
+
+
+def check_objects(objects: list[dict[str, Any]]) -> None:
+    """Check objects strictly: unknown keys are refused, custom ones by their definitions."""
     validate = pytest.importorskip("kubernetes_validate")
-    sets = f"autoscaling.kind={kind},inferencePool.enabled=true"
-    done = subprocess.run(
-        [helm, "template", "llm", str(CHART), "--set", sets],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    rendered = [one for one in yaml.safe_load_all(done.stdout) if one]
-    assert {"Deployment", "Service", "InferencePool"} <= {one["kind"] for one in rendered}
-    for one in rendered:
+    for one in objects:
         if one["kind"] in _DEFINITIONS:
             assert problems_of(one, definition_of(one["kind"])) == []
         else:
             validate.validate(one, validate.latest_version(), strict=True)
+
+
+_ALL = {"inferencePool": {"enabled": True}, "fleet": {"enabled": True}, "ray": {"enabled": True}}
+_CHART_CASES: list[tuple[dict[str, Any], set[str]]] = [
+    ({}, set()),
+    ({"autoscaling": {"kind": "hpa"}}, {"HorizontalPodAutoscaler"}),
+    ({"autoscaling": {"kind": "keda"}, **_ALL}, {"ScaledObject", *_DEFINITIONS}),
+]
+
+
+@pytest.mark.parametrize(("sets", "kinds"), _CHART_CASES)
+def test_the_rendered_chart_is_strictly_valid(sets: dict[str, Any], kinds: set[str]) -> None:
+    objects = rendered(sets)
+    found = {one["kind"] for one in objects}
+    always = {"Deployment", "Service", "PersistentVolumeClaim", "PodDisruptionBudget"}
+    assert found == always | kinds
+    check_objects(objects)
+    [server] = [one for one in objects if one["kind"] == "Deployment"]
+    assert ("replicas" in server["spec"]) == ("autoscaling" not in sets)  # else the scaler has it
+
+
+def test_a_misspelt_key_of_a_rendered_object_is_found() -> None:
+    validate = pytest.importorskip("kubernetes_validate")
+    [service] = [one for one in rendered({}) if one["kind"] == "Service"]
+    service["spec"]["portz"] = service["spec"].pop("ports")
+    with pytest.raises(validate.ValidationError):
+        check_objects([service])
+
+
+def test_rendered_names_and_selectors_fit_together() -> None:
+    pool = {"inferencePool": {"enabled": True, "endpointPicker": "chat-picker"}}
+    objects = rendered({**_ALL, **pool, "name": "chat", "secretName": "chat-keys"})
+    assert {one["metadata"]["name"].split("-")[0] for one in objects} == {"chat"}
+    templates = [one["spec"]["template"] for one in objects if one["kind"] == "Deployment"]
+    for one in objects:
+        if one["kind"] == "LeaderWorkerSet":
+            group = one["spec"]["leaderWorkerTemplate"]
+            templates += [group["leaderTemplate"], group["workerTemplate"]]
+    labels = [template["metadata"]["labels"].items() for template in templates]
+    for one in objects:
+        if one["kind"] in ("Service", "PodDisruptionBudget", "InferencePool"):
+            selector = one["spec"]["selector"]
+            wanted = selector.get("matchLabels", selector).items()
+            assert sum(wanted <= found for found in labels) == 1, one["metadata"]["name"]
+    text = json.dumps(objects)
+    assert "llm" not in text
+    assert text.count('"secretKeyRef": {"name": "chat-keys"') == 2  # server and fleet
+
+
+def test_the_rendered_ray_application_is_accepted() -> None:
+    sets = {**_ALL, "model": "ORG/OTHER", "settings": {"KV_CACHE_MEMORY": "2GiB"}}
+    [service] = [one for one in rendered(sets) if one["kind"] == "RayService"]
+    [application] = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    args = read_args(application["args"])
+    assert args.model == "ORG/OTHER"
+    assert args.configs("10.0.0.1")[1].cache.kv_cache_memory_bytes == 2 * 2**30
+
+
+def test_values_that_the_schema_refuses_are_not_rendered() -> None:
+    helm = pytest.importorskip("helm_python")
+    for wrong in ({"name": "quire"}, {"replica": 1}, {"autoscaling": {"kind": "both"}}):
+        with pytest.raises(helm.HelmValuesError):
+            rendered(wrong)
+    report = helm.lint(str(CHART), strict=True)
+    assert [one for one in report["messages"] if one["severity"] > 1] == []
+    assert report["errors"] == []

@@ -100,7 +100,7 @@ def test_streams_survive_a_killed_and_a_stopped_server(servers: list[RunningServ
 
             answers = _at_once(router, interrupt)
             for (path, body), got, wanted in zip(CASES, answers, alone, strict=True):
-                assert _normal(got) == _normal(wanted), (how, path, body, got[-600:])
+                assert normal(got) == normal(wanted), (how, path, body, got[-600:])
                 _check_names(got)
             assert router.metric("quire_router_resumed_streams_total") > resumed, router.stderr()
         assert router.metric("quire_router_broken_streams_total") == 0
@@ -139,7 +139,8 @@ def _streamed(server: RunningServer, path: str, body: dict[str, Any]) -> bytes:
         return reader.read()
 
 
-def _normal(raw: bytes) -> bytes:
+def normal(raw: bytes) -> bytes:
+    """Return a stream without what names it: ids, times and cached tokens; and heartbeats."""
     names = rb'"created":\d+|(?:cmpl|chatcmpl|gen|call)[-_][0-9a-f]{24}|"cached_tokens":\d+'
     return re.sub(rb"(?m)^: *\n\n", b"", re.sub(names, b"", raw))
 
@@ -260,7 +261,7 @@ def test_a_conversation_of_responses_stays_at_its_server(
                 assert second.request("GET", f"/v1/responses/{id_}")[0] == 404
         stream = {"model": "story", "prompt": "Once", "seed": 1, "max_tokens": 8, "stream": True}
         status, raw = router.request("POST", "/v1/completions", stream)
-        assert _normal(raw) == _normal(
+        assert normal(raw) == normal(
             _streamed(servers[0], "/v1/completions", {**stream, "model": "box"})
         )
         text = router.request("GET", "/metrics")[1].decode()

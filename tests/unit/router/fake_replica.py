@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from quire.base.log import Log
-from quire.base.server_url import server_url
+from quire.base.server_url import ServerUrl, server_url
 from quire.router.admission import Admission
 from quire.router.app import RouterApp
-from quire.router.discovery import StaticList
+from quire.router.discovery import Unwatched
 from quire.router.features import Features
 from quire.router.fleet import Fleet
 from quire.router.prober import Prober
@@ -184,6 +184,16 @@ def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
     writer.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
+class Listed(Unwatched):
+    """A discovery of addresses that a test changes."""
+
+    def __init__(self, urls: tuple[ServerUrl, ...]) -> None:
+        self.urls = urls
+
+    def poll(self) -> tuple[ServerUrl, ...]:
+        return self.urls
+
+
 class Router:
     """A router's application over fake replicas, and a client of it without sockets."""
 
@@ -193,10 +203,11 @@ class Router:
         urls = tuple(server_url(one.url) for one in replicas)
         options = {"probe_s": 0.05, "stall_s": 0.4, "resume_s": 2.0, "policy": "round-robin"}
         self.lines: list[str] = []
+        self.discovery = Listed(urls)
         log = Log("router", _Lines(self))
         features = features or Features()
         self.fleet = Fleet(
-            RouterSettings(**{**options, **settings}), StaticList(urls), log, features.sets
+            RouterSettings(**{**options, **settings}), self.discovery, log, features.sets
         )
         make_look_up = features.make_look_up
         self.prefixes = None if make_look_up is None else make_look_up(self.fleet)

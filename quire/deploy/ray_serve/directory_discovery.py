@@ -1,0 +1,63 @@
+"""DirectoryDiscovery: the replicas that a ReplicaDirectory lists, as a Discovery of the router.
+
+Knows the directory as a function that returns addresses. Always holds: a directory that is down, or
+was restarted empty, takes no replica away (LeaseList).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from quire.base.log import Log
+from quire.base.server_url import ServerUrl
+from quire.deploy.ray_serve.directory import RENEW_EVERY_S
+from quire.router.discovery import replica_url
+from quire.router.lease_list import LeaseList
+
+READ_EVERY_S = 0.5
+ABSENT_S = RENEW_EVERY_S + 1.0
+# So long a reading waits for a directory that is starting.
+_ANSWER_S = 5.0
+
+
+class DirectoryDiscovery:
+    """read_addresses: asks the directory. now_s: the clock."""
+
+    def __init__(
+        self,
+        read_addresses: Callable[[], Awaitable[Sequence[str]]],
+        log: Log,
+        now_s: Callable[[], float],
+    ) -> None:
+        self._read_addresses = read_addresses
+        self._log = log
+        self._list = LeaseList(ABSENT_S, now_s)
+
+    def poll(self) -> tuple[ServerUrl, ...]:
+        """Return the addresses of the last reading."""
+        return self._list.addresses()
+
+    async def watch(self, changed: Callable[[], None]) -> None:
+        """Read the directory again and again until cancelled."""
+        while True:
+            if await self.read():
+                changed()
+            await asyncio.sleep(READ_EVERY_S)
+
+    async def read(self) -> bool:
+        """Read the directory once; return whether the list has changed."""
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                found = {one: replica_url(one) for one in await self._read_addresses()}
+        except Exception as error:  # noqa: BLE001  Ray's errors have no common class
+            if self._list.went_down():
+                self._log.warning(
+                    "replicas stay as they are while the directory does not answer",
+                    reason=str(error) or type(error).__name__,
+                    kept=len(self.poll()),
+                )
+            return False
+        if self._list.came_back():
+            self._log.event("the directory answers again", replicas=len(found))
+        return self._list.update(found)

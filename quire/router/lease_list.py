@@ -1,0 +1,52 @@
+"""LeaseList: addresses that hold leases, as they are read again and again.
+
+Always holds: an address leaves the list only after its lease was absent for `absent_s` in a row, as
+read from a source that answers; so a source that is down, or was restarted empty, takes none away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from quire.base.server_url import ServerUrl
+
+
+class LeaseList:
+    """absent_s: longer than holders need to renew their leases. now_s: the clock."""
+
+    def __init__(self, absent_s: float, now_s: Callable[[], float]) -> None:
+        self._absent_s = absent_s
+        self._now_s = now_s
+        self._urls: dict[str, ServerUrl] = {}
+        self._absent_since_s: dict[str, float] = {}
+        self._is_down = False
+
+    def addresses(self) -> tuple[ServerUrl, ...]:
+        """Return the addresses of the last reading."""
+        return tuple(self._urls.values())
+
+    def went_down(self) -> bool:
+        """Note that the source does not answer; return whether it answered before."""
+        was_down, self._is_down = self._is_down, True
+        return not was_down
+
+    def came_back(self) -> bool:
+        """Note that the source answers; return whether it did not before."""
+        was_down, self._is_down = self._is_down, False
+        if was_down:
+            self._absent_since_s.clear()
+        return was_down
+
+    def update(self, found: Mapping[str, ServerUrl]) -> bool:
+        """Take over a reading; return whether the list has changed."""
+        now_s, read = self._now_s(), dict(found)
+        absent = self._urls.keys() - read.keys()
+        since_s = self._absent_since_s = {
+            name: self._absent_since_s.get(name, now_s) for name in absent
+        }
+        read |= {
+            name: self._urls[name] for name in absent if now_s - since_s[name] < self._absent_s
+        }
+        has_changed = read.keys() != self._urls.keys()
+        self._urls = read
+        return has_changed
