@@ -264,6 +264,9 @@ def expert_bytes(
     degree: int = 0,
     share: int = 0,
 ) -> int: ...
+def context_bytes(
+    tokens: int, *, heads: int, head_dim: int, rank: int, degree: int
+) -> int: ...
 def siphash128(message: bytes, key: bytes) -> tuple[int, int]: ...
 def hash_chains(
     token_ids: list[_Int32s], seeds: list[NDArray[np.uint64]], block_size: int, key: bytes

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.program.declarations import PIECE_POSITIONS
 from quire.program.tensors import Rows
 
 Int64s = NDArray[np.int64]
@@ -56,6 +57,15 @@ class StepShape:
             hidden = _triangle(np.maximum(reach - window, 0))
             seen -= hidden - _triangle(np.maximum(self.starts - window, 0))
         return int(seen.sum())
+
+    def attended_pieces(self, window: int) -> int:
+        """Pairs of a token row and a piece of the cache that it attends to, over all rows."""
+        reach = self.starts + self.counts
+        num = _pieces_before(reach) - _pieces_before(self.starts) + self.counts
+        if window:  # whole pieces before the first position that a row attends to
+            num -= _pieces_before(np.maximum(reach - window + 1, 0))
+            num += _pieces_before(np.maximum(self.starts - window + 1, 0))
+        return int(num.sum())
 
     def read_positions(self, window: int) -> int:
         """Cached positions that any row attends to, counted once per sequence."""
@@ -106,4 +116,11 @@ class Cost:
 def _triangle(length: Int64s) -> Int64s:
     """1 + 2 + ... + length."""
     total: Int64s = length * (length + 1) // 2
+    return total
+
+
+def _pieces_before(end: Int64s) -> Int64s:
+    """The sum of position // PIECE_POSITIONS over the positions before `end`."""
+    whole, rest = np.divmod(end, PIECE_POSITIONS)
+    total: Int64s = whole * (whole - 1) // 2 * PIECE_POSITIONS + whole * rest
     return total

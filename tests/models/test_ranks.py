@@ -35,7 +35,8 @@ from quire.program.kv_cache import with_kv_cache_dtype
 from quire.program.program import Program
 from quire.program.quantize import quantize
 from quire.program.row_parallel import TpMode
-from quire.program.shard import check_degree, shard
+from quire.program.degrees import check_degree
+from quire.program.shard import shard
 from quire.program.tensors import DType
 from quire.ranks.rank_executor import RankExecutor
 from quire.weights.checkpoint import Checkpoint, open_checkpoint

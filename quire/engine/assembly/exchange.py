@@ -101,7 +101,7 @@ def open_store(
         tier=tier,
         mover=TierMover(executor, store, now_ms=clock.now_ms, report=report),
         hash_key=port.keys.digests,
-        note=_note(settings, port, num_blocks * config.cache.block_size),
+        note=_note(settings, port, num_blocks * config.kv_block_tokens),
         port=port,
         store=store,
         segment=segment,
