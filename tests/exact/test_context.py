@@ -95,7 +95,7 @@ def long_case(number: int, num_models: int, ranks: int, stages: int) -> Case:
         case.settings,
         block_size=block_size,
         num_blocks=-(-longest // block_size) + rng.choice((0, 0, 1, 2)),
-        max_num_batched_tokens=rng.choice((64, 160, 300)),
+        max_num_batched_tokens=rng.choice((24, 48, 160)),
         max_samples=8,
         max_model_len=MAX_MODEL_LEN,
         tenants=(),

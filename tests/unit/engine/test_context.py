@@ -37,7 +37,7 @@ def test_two_ranks_with_pieces_answer_as_one_process(tmp_path: Path) -> None:
     prompts = [long, "One day", long + "The dog barked.", long[:200]]
     sampling = [
         SamplingParams(max_tokens=40, seed=1, logprobs=3),
-        SamplingParams(max_tokens=8, prompt_logprobs=1),
+        SamplingParams(max_tokens=8, seed=3, prompt_logprobs=1),
         SamplingParams(max_tokens=40, temperature=0.0, repetition_penalty=1.2),
         SamplingParams(max_tokens=12, seed=2, structured_outputs={"regex": "[a-z ]+"}),
     ]
