@@ -21,7 +21,7 @@ int64_t numbers(const ContextShape& shape, int64_t heads) {
     return heads * (shape.head_dim + kPartNumbers);
 }
 
-// Pairs of a token and a piece whose parts a rank computes in a round.
+// Pairs of a token and a piece of which a rank computes the parts in a round.
 int64_t pairs_of(const ContextShape& shape) {
     const int64_t bytes = numbers(shape, shape.heads) * static_cast<int64_t>(sizeof(float));
     return std::max<int64_t>(kPartBytes / bytes, 1);

@@ -16,13 +16,12 @@ from quire.hub.cache import local_model
 from quire.models.model_folder import box_path
 from quire.models.registry import build_program, compute_dtype, open_model
 from quire.program.cost import StepShape
-from quire.program.expert_parallel import even_placement
+from quire.program.degrees import MAX_DEGREE
+from quire.program.expert_parallel import SPLIT_EXPERTS, even_placement
 from quire.program.first_layers import first_layers, num_layers
 from quire.program.kv_cache import KV_CACHE_DTYPES, with_kv_cache_dtype
 from quire.program.quantize import AUTO
 from quire.program.row_parallel import TpMode
-from quire.program.degrees import MAX_DEGREE
-from quire.program.expert_parallel import SPLIT_EXPERTS
 from quire.program.shard import shard
 from quire.program.split import split
 from quire.program.table import format_program

@@ -1,4 +1,4 @@
-"""Attention over a cache whose pieces several ranks have by turns, the plain twin of the native
+"""Attention over a cache of which several ranks have the pieces by turns, the twin of the native
 one (native/src/context_attention.cc): each rank computes the parts of its pieces, the ranks
 exchange them, and each merges those of its heads in the order of positions.
 
@@ -81,4 +81,3 @@ def context_attention(
         assert merged is not None, "a row sees its own position"
         y[row] = (merged.y / merged.total).reshape(-1)
     return y
-

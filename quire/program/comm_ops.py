@@ -45,7 +45,8 @@ class ColumnExchange(Operation):
             raise ValueError(f"rank is {self.rank}; there are {self.degree} ranks")
         if self.unit < 1 or -(-self.x.width // self.unit) < self.degree:
             raise ValueError(
-                f"{self.x.width} columns in units of {self.unit} are too few for {self.degree} ranks"
+                f"{self.x.width} columns in units of {self.unit} are too few for {self.degree} "
+                "ranks"
             )
 
 

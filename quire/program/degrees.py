@@ -46,9 +46,7 @@ def kv_span(kv_heads: int, rank: int, degree: int) -> Span:
     return first, first + max(kv_heads // degree, 1)
 
 
-def _problems(
-    program: Program, degree: int, placement: ExpertPlacement, context: int
-) -> list[str]:
+def _problems(program: Program, degree: int, placement: ExpertPlacement, context: int) -> list[str]:
     problems = []
     fewest = min((heads for heads, _ in _head_counts(program)), default=degree)
     if context > 1 and fewest < degree:

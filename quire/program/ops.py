@@ -253,9 +253,9 @@ class Attention(Operation):
 
     cache, layer: see StoreKV. window: positions a row attends to, its own included; 0 for all.
     soft_cap: 0 for none. Of several ranks (degree > 1) each has the pieces of PIECE_POSITIONS
-    positions of the cache whose number modulo `degree` is its rank, and attends to them for all
-    heads; the ranks exchange what each piece gives, and y has the rank's heads, `share_of`(heads,
-    1, ...), merged in the order of positions.
+    positions of the cache with a number that is its rank, modulo `degree`, and attends to them for
+    all heads; the ranks exchange what each piece gives, and y has the rank's heads,
+    `share_of`(heads, 1, ...), merged in the order of positions.
     """
 
     kind = "attention"

@@ -13,8 +13,18 @@ from quire.program.comm_ops import share_of
 from quire.program.declarations import CacheSpec
 from quire.program.degrees import kv_span
 from quire.program.expert_parallel import Span
-from quire.program.ops import Activation, Attention, Copy, Linear, Norm, Op, Rope, Scale, SoftCap
-from quire.program.ops import StoreKV
+from quire.program.ops import (
+    Activation,
+    Attention,
+    Copy,
+    Linear,
+    Norm,
+    Op,
+    Rope,
+    Scale,
+    SoftCap,
+    StoreKV,
+)
 from quire.program.program import Program
 from quire.program.tensors import Buffer, View
 

@@ -1,4 +1,4 @@
-"""shard: a rank's share of a program under tensor and context parallelism. A rewrite; loads nothing.
+"""shard: a rank's share of a program under tensor and context parallelism; loads nothing.
 
     shard(program, degree=2, rank=0)
     shard(program, degree=2, rank=0, context=2)

@@ -31,14 +31,13 @@ from quire.execute.executor import (
 )
 from quire.execute.native import NativeExecutor
 from quire.program.comm_ops import AllGather, AllReduce, share_of
+from quire.program.degrees import check_degree
 from quire.program.expert_ops import Experts
-from quire.program.expert_parallel import ExpertPlacement, ExpertPlan
+from quire.program.expert_parallel import SPLIT_EXPERTS, ExpertPlacement, ExpertPlan
 from quire.program.ops import Attention
 from quire.program.program import Program
 from quire.program.row_parallel import TpMode
 from quire.program.serialize import to_plain
-from quire.program.degrees import check_degree
-from quire.program.expert_parallel import SPLIT_EXPERTS
 from quire.program.shard import shard
 from quire.program.tensors import DType
 from quire.ranks.commands import command_bytes
@@ -103,9 +102,7 @@ class RankedExecutorClass:
     def programs(self, program: Program) -> list[Program]:
         """Return each rank's share."""
         placement = self.placement(program)
-        return [
-            self._share(program, rank, placement) for rank in range(self.degree)
-        ]
+        return [self._share(program, rank, placement) for rank in range(self.degree)]
 
     def _share(self, program: Program, rank: int, placement: ExpertPlacement) -> Program:
         return shard(

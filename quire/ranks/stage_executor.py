@@ -65,8 +65,8 @@ class StageExecutor(RankExecutor):
 
 
 class PipelineExecutor(MirroredExecutor):
-    """The Executor of rank 0. layers: how many each stage has; `tp` ranks are in each. early_experts:
-    experts of each mixture before its own stage.
+    """The Executor of rank 0. layers: how many each stage has; `tp` ranks are in each.
+    early_experts: experts of each mixture before its own stage.
 
     A PipelinedExecutor (see quire/execute/executor.py).
     """
@@ -97,7 +97,7 @@ class PipelineExecutor(MirroredExecutor):
 
     @property
     def expert_loads(self) -> list[list[int]]:
-        """See NativeExecutor; zeros for the mixtures of other stages, which count for themselves."""
+        """See NativeExecutor; zeros for the mixtures of other stages."""
         return [[0] * experts for experts in self.early_experts] + super().expert_loads
 
     def begin_trunk(self, batch: ForwardBatch) -> None:

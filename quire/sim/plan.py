@@ -89,8 +89,8 @@ class DeviceSizing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedModel:
-    """A model with its settings on a device, or on one for each rank. shares: the ranks' programs, by
-    rank. plan: None where it does not fit; see problem."""
+    """A model with its settings on a device, or on one for each rank. shares: the ranks' programs,
+    by rank. plan: None where it does not fit; see problem."""
 
     config: EngineConfig
     program: Program
@@ -184,15 +184,13 @@ class Planner:
             problem=problem,
         )
 
-    def stage_times_s(
-        self, sized: SizedModel, counts: list[int], starts: list[int]
-    ) -> list[float]:
+    def stage_times_s(self, sized: SizedModel, counts: list[int], starts: list[int]) -> list[float]:
         """Return the least seconds of a step in each stage: of its largest rank, with what it
         exchanges and receives. Without stages there is one."""
         if len(sized.shares) == 1:
             return [self.step_s(sized.program, counts, starts)]
         ranks = len(sized.shares) if self.device.name == THIS else 1  # they share its rates
-        links, times_s = self.links, []
+        links, times_s = self.links, list[float]()
         for stage in sized.stages:
             share = max(stage, key=lambda one: one.weight_bytes)
             cost = share.step_cost(StepShape(counts, starts))

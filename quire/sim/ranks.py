@@ -90,4 +90,3 @@ def token_bytes_of(config: EngineConfig, program: Program) -> int:
     return sum(
         cache.token_bytes for share in shares_of(program, config.executor) for cache in share.caches
     )
-

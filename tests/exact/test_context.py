@@ -85,9 +85,7 @@ def long_case(number: int, num_models: int, ranks: int, stages: int) -> Case:
 
     # A search needs a block of each beam; prompt scores of long prompts take many slices.
     arrivals = tuple(
-        longer(one)
-        for one in case.arrivals
-        if not one.requests[0].sampling.use_beam_search
+        longer(one) for one in case.arrivals if not one.requests[0].sampling.use_beam_search
     )
     block_size = ranks * PIECE_POSITIONS
     longest = max(one.max_total_tokens for arrival in arrivals for one in arrival.requests)

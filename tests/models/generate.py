@@ -91,9 +91,7 @@ def logits_of(
     """Return logits [len(token_ids), vocab] of every position, fed `chunk` tokens at a time."""
     rows = []
     for start in range(0, len(token_ids), chunk):
-        batch = sequence_batch(
-            token_ids[start : start + chunk], start, max_positions, block_size
-        )
+        batch = sequence_batch(token_ids[start : start + chunk], start, max_positions, block_size)
         executor.run_trunk(batch)
         rows.append(executor.run_head(batch, 0, len(batch.token_ids)).copy())
     return np.concatenate(rows)

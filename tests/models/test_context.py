@@ -24,13 +24,12 @@ from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.declarations import PIECE_POSITIONS
-from quire.program.expert_parallel import even_placement
+from quire.program.degrees import check_degree
+from quire.program.expert_parallel import SPLIT_EXPERTS, even_placement
 from quire.program.kv_cache import with_kv_cache_dtype
 from quire.program.ops import Attention
 from quire.program.program import Program
 from quire.program.quantize import quantize
-from quire.program.degrees import check_degree
-from quire.program.expert_parallel import SPLIT_EXPERTS
 from quire.program.shard import shard
 from quire.program.tensors import DType
 from quire.ranks.own_pieces import OwnPieces

@@ -71,8 +71,8 @@ class Walk {
         }
     }
 
-    // Of a row that has attended to one piece: the weighted sum of its values [head_dim], the largest
-    // score, and the sum of the probabilities.
+    // Of a row that has attended to one piece: the weighted sum of its values [head_dim], the
+    // largest score, and the sum of the probabilities.
     bool has_part(int row) const { return num_pieces_[row] > 0; }
     void write_part(int row, float* to) const {
         const int64_t dim = args_.shape.head_dim;

@@ -1,4 +1,4 @@
-// Attention over a cache whose pieces of 256 positions belong to several ranks by turns (context
+// Attention over a cache of which several ranks have the pieces of 256 positions by turns (context
 // parallelism): each rank attends to its own pieces, the ranks exchange the parts (all_to_all: a
 // rank receives those of its own heads), and each merges its heads in the order of positions.
 // Rounds of some tokens and pieces bound the memory.
@@ -15,7 +15,7 @@
 
 namespace quire {
 
-// Sizes of an operation. heads: whose parts are computed; own_heads: of these, merged here.
+// Sizes of an operation. heads: of which parts are computed; own_heads: of these, merged here.
 struct ContextShape {
     int64_t tokens, heads, own_heads, head_dim, degree;
 };

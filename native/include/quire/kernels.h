@@ -251,8 +251,8 @@ struct AttentionArgs {
     Pool* pool;
 };
 
-// Where several ranks have the pieces of 256 positions of a cache by turns, piece p rank p % degree:
-// a part is what one piece gives for one head of a token, `head_dim` weighted values, the largest
+// Where several ranks have the pieces of 256 positions of a cache by turns (p, rank p % degree),
+// a part is what one piece gives for one head of a token: `head_dim` weighted values, the largest
 // score and the sum of the probabilities. A token has a part of each head for each piece it sees.
 constexpr int64_t kPiecePositions = 256;
 constexpr int64_t kPartNumbers = 2;  // of a part, beside the values
@@ -279,8 +279,8 @@ struct AttentionPartsArgs {
     const int64_t* starts;  // [num_tokens] where a token has its parts, piece by piece
 };
 
-// Merges parts of all ranks by piece, in the order of attention. A token whose last piece is before
-// end_piece is written to y; the others go on where the next call begins.
+// Merges parts of all ranks by piece, in the order of attention. Tokens with all their
+// pieces before end_piece are written to y; the others go on where the next call begins.
 struct MergePartsArgs {
     Rows y;  // heads * head_dim columns
     int64_t begin, count;  // tokens

@@ -96,8 +96,8 @@ class RankGroup {
     void all_reduce(const Columns& columns, Type type, Pool& pool);
 
     // Each rank has counts[rank] rows of all columns, `own`, and receives its own columns of every
-    // rank's rows: those of a rank go to the rows firsts[rank] of `out` on. received: these columns,
-    // where they are not share_of over all members. Collective. Throws RankLost.
+    // rank's rows: those of a rank go to the rows firsts[rank] of `out` on. received: these
+    // columns, where they are not share_of over all members. Collective. Throws RankLost.
     struct Shares {
         const char* own;
         int64_t own_stride_bytes;

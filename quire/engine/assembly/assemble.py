@@ -487,9 +487,7 @@ def _kv_events(config: EngineConfig, report: Report) -> KVEventPublisher | None:
     if topic is None:
         topic = f"kv@localhost@{model_name(config.model)}"
     log.event("publishing KV events", endpoint=settings.endpoint, topic=topic)
-    return KVEventPublisher(
-        settings, topic=topic, block_size=config.kv_block_tokens, report=report
-    )
+    return KVEventPublisher(settings, topic=topic, block_size=config.kv_block_tokens, report=report)
 
 
 def _stage_wait(executor: Executor) -> Callable[[], float] | None:

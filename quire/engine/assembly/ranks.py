@@ -1,5 +1,5 @@
-"""Several ranks in an engine: the executor class of tensor, context and pipeline parallelism, and an
-inbox that notices when a rank is lost.
+"""Several ranks in an engine: the executor class of tensor, context and pipeline parallelism, and
+an inbox that notices when a rank is lost.
 
 A part of the wiring, like assemble.py. Knows the settings; the ranks are in quire/ranks.
 """

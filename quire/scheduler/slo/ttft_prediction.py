@@ -222,6 +222,7 @@ class TTFTPredictor:
             room_ms = max(target_ms - beside_ms, 0.1 * beside_ms)
             parts = max(parts, span_ms / room_ms)
         return span_ms + parts * beside_ms
+
     def _num_plans(self, num_rows: int) -> int:
         """Return over how many plans the rows that generate are divided: see MicroBatches."""
         return max(min(self._limits.micro_batches, num_rows), 1)
@@ -231,4 +232,3 @@ class TTFTPredictor:
         them attend to."""
         num_plans = self._num_plans(num_rows)
         return num_plans * self._speed.step_ms(num_rows / num_plans, positions / num_plans)
-

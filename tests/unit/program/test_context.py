@@ -92,7 +92,9 @@ def test_heads_need_not_divide(tmp_path: Path) -> None:
     program = llama(tmp_path, hidden_size=48, num_attention_heads=3, num_key_value_heads=1)
     widths = [attention_of(shard(program, degree=2, rank=r, context=2)).y.width for r in (0, 1)]
     assert widths == [2 * 16, 16]
-    with pytest.raises(SettingError, match="3 heads over 1 KV heads.*context_parallel_size divides"):
+    with pytest.raises(
+        SettingError, match=r"3 heads over 1 KV heads.*context_parallel_size divides"
+    ):
         shard(program, degree=2, rank=0)
 
 

@@ -59,9 +59,7 @@ def test_slots_that_store_nothing_and_blocks_that_are_copied() -> None:
         positions=step.positions,
         rope_positions=step.positions,
         caches=(
-            CacheRows(
-                kv_slots=np.array([-1], np.int32), block_tables=step.caches[0].block_tables
-            ),
+            CacheRows(kv_slots=np.array([-1], np.int32), block_tables=step.caches[0].block_tables),
         ),
         seq_starts=step.seq_starts,
         sample_rows=step.sample_rows,

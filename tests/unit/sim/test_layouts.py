@@ -211,7 +211,9 @@ def test_a_plan_of_stages_passes_them_one_after_the_other(tmp_path: Path) -> Non
     # Sixteen requests: two steps of eight rows in flight.
     times_s = one.stage_times_s(sized, [1] * 8, [1023] * 8)
     assert one.decode_tokens_per_s(sized, 1024, 16) == pytest.approx(16 / (2 * max(times_s)))
-    chunks = [one.stage_times_s(sized, [sized.step_tokens], [at * sized.step_tokens]) for at in (0, 1)]
+    chunks = [
+        one.stage_times_s(sized, [sized.step_tokens], [at * sized.step_tokens]) for at in (0, 1)
+    ]
     assert one.prefill_s(sized, 2 * sized.step_tokens) == pytest.approx(
         max(chunks[0]) + sum(chunks[1])
     )

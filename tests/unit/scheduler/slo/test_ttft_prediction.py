@@ -105,11 +105,11 @@ def test_a_round_of_a_pipeline_is_a_plan_for_each_stage() -> None:
             harness.add(make_request(f"r{number}", [1] * 10, max_tokens=100))
         for _ in range(12):
             harness.step()
-        running = harness.scheduler._requests.sequences["r0"]
-        rest_ms[stages] = harness.scheduler.predictor.rest_ms(running)
-        harness.add(make_request("late", [2] * 62, max_tokens=5))
-        first_ms[stages] = harness.scheduler.predict_ttft_ms("late")
-    # A token of each of four requests: a step of four rows, or two of two rows.
-    assert rest_ms[2] / rest_ms[1] == pytest.approx((2 * 12) / 14)
-    # A prompt of 62 tokens, in steps of 64: two beside four rows, or one beside two.
-    assert first_ms == {1: pytest.approx(62 + 2 * 14), 2: pytest.approx(62 + 12)}
+        harness.add(make_request("late", [2] * 10, max_tokens=5))
+        late = harness.scheduler._requests.sequences["late"]
+        first_ms[stages] = harness.scheduler.predictor.first_token(late, 0, 0.0).ms
+        rest_ms[stages] = harness.scheduler.predictor.rest_ms(late)
+    # Four more tokens, each of five requests at once: a step of five rows, or two of 2.5.
+    assert rest_ms == {1: pytest.approx(4 * 15), 2: pytest.approx(4 * 2 * 12.5)}
+    # The tokens of four others that are due, then the prompt beside four rows, or beside two.
+    assert first_ms == {1: pytest.approx(4 + 10 + 14), 2: pytest.approx(4 + 10 + 12)}
