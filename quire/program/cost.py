@@ -58,13 +58,14 @@ class StepShape:
             seen -= hidden - _triangle(np.maximum(self.starts - window, 0))
         return int(seen.sum())
 
-    def attended_pieces(self, window: int) -> int:
-        """Pairs of a token row and a piece of the cache that it attends to, over all rows."""
+    def attended_pieces(self, window: int, rank: int = 0, ranks: int = 1) -> int:
+        """Pairs of a token row and a piece of the cache that it attends to, over all rows; of the
+        pieces that `rank` of several ranks has."""
         reach = self.starts + self.counts
-        num = _pieces_before(reach) - _pieces_before(self.starts) + self.counts
-        if window:  # whole pieces before the first position that a row attends to
-            num -= _pieces_before(np.maximum(reach - window + 1, 0))
-            num += _pieces_before(np.maximum(self.starts - window + 1, 0))
+        num = _own_pieces(reach, rank, ranks) - _own_pieces(self.starts, rank, ranks)
+        if window:  # pieces before that of the first position that a row attends to
+            hidden = _own_pieces(np.maximum(reach - window + 1, 0), rank + 1, ranks)
+            num -= hidden - _own_pieces(np.maximum(self.starts - window + 1, 0), rank + 1, ranks)
         return int(num.sum())
 
     def read_positions(self, window: int) -> int:
@@ -119,8 +120,12 @@ def _triangle(length: Int64s) -> Int64s:
     return total
 
 
-def _pieces_before(end: Int64s) -> Int64s:
-    """The sum of position // PIECE_POSITIONS over the positions before `end`."""
-    whole, rest = np.divmod(end, PIECE_POSITIONS)
-    total: Int64s = whole * (whole - 1) // 2 * PIECE_POSITIONS + whole * rest
+def _own_pieces(end: Int64s, rank: int, ranks: int) -> Int64s:
+    """The pieces that a rank has up to that of a position, summed over the positions before `end`;
+    piece p is rank p modulo `ranks`'."""
+    piece, rest = np.divmod(end, PIECE_POSITIONS)
+    turns, left = np.divmod(np.maximum(piece - rank, 0), ranks)
+    whole = ranks * _triangle(turns) + left * (turns + 1)
+    own = np.where(piece < rank, 0, turns + 1)
+    total: Int64s = PIECE_POSITIONS * whole + rest * own
     return total

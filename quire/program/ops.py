@@ -319,9 +319,10 @@ class Attention(Operation):
         token_bytes = declared.caches[self.cache].layer_token_bytes
         parts, merged_ops = 0, 0
         if self.degree > 1:
-            pieces = step.attended_pieces(self.window) * self.own_heads
-            parts = pieces * (self.degree - 1) // self.degree
-            merged_ops = 2 * pieces * self.head_dim
+            pieces = step.attended_pieces(self.window)
+            own = step.attended_pieces(self.window, self.rank, self.degree)
+            parts = (pieces - own) * self.own_heads
+            merged_ops = 2 * pieces * self.own_heads * self.head_dim
         return Cost(
             attention_ops=4 * pairs * self.head_dim,
             other_ops=4 * pairs + merged_ops,

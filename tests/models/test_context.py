@@ -23,6 +23,7 @@ from quire.execute.executor import Executor, ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
+from quire.program.cost import StepShape
 from quire.program.declarations import PIECE_POSITIONS
 from quire.program.degrees import check_degree
 from quire.program.expert_parallel import SPLIT_EXPERTS, even_placement
@@ -239,11 +240,11 @@ def test_a_fault_in_attention_is_detected(tmp_path: Path) -> None:
     assert not any(np.array_equal(logits, whole) for logits in wrong)
 
 
-def test_each_rank_stores_its_pieces_only(tmp_path: Path) -> None:
+def test_each_rank_stores_its_pieces_and_receives_the_others_parts(tmp_path: Path) -> None:
     case = BY_NAME["qwen2_tied"]
     program, checkpoint = make(case, tmp_path)
 
-    def run(group: SharedMemoryRank) -> tuple[int, list[bool]]:
+    def run(group: SharedMemoryRank) -> tuple[int, list[bool], int]:
         own = shard(program, degree=2, rank=group.rank, context=2)
         executor = RankExecutor(own, checkpoint, OPTIONS, group)
         executor.allocate_cache(3, 2 * PIECE_POSITIONS)
@@ -256,12 +257,20 @@ def test_each_rank_stores_its_pieces_only(tmp_path: Path) -> None:
         )
         # Blocks of 16: pieces of the engine's blocks 0 (unused), 1 (second) and 2 (first).
         written = [bool(executor._pool_bytes[:, block].any()) for block in range(3 * 16)]
-        shape = executor._pool_bytes.shape
+        blocks = executor._pool_bytes.shape[1]
         executor.close()
-        return shape[1], written
+        counted = sum(
+            own.step_cost(
+                StepShape([count := min(CHUNK, TOKENS - start)], [start], num_samples=count)
+            ).comm_bytes
+            for start in range(0, TOKENS, CHUNK)
+        )
+        assert group.native.received_bytes == counted  # as the cost model has it
+        return blocks, written, counted
 
-    (blocks, first), (_, second) = on_all_ranks(shared_memory_ranks(2), run)
+    (blocks, first, received), (_, second, other) = on_all_ranks(shared_memory_ranks(2), run)
     assert blocks == 3 * PIECE_POSITIONS // 16  # half of the positions of three blocks
+    assert received < other  # rank 0 has two pieces of three
     # Piece 0 and the 30 tokens of piece 2 on rank 0, piece 1 on rank 1.
     assert first == [False] * 16 + [True, True] + [False] * 14 + [True] * 16
     assert second == [False] * 32 + [True] * 16

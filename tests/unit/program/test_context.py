@@ -68,10 +68,10 @@ def test_a_layer_exchanges_queries_keys_values_and_parts(tmp_path: Path) -> None
     assert sum(isinstance(op, AllGather) for op in trunk[:stored]) == 3
     q = next(op for op in trunk if isinstance(op, Linear))
     assert own.weights[q.weight].rows == 32
-    # Position 700 sees three pieces; a rank merges two heads, and receives half of their parts:
+    # Position 700 sees three pieces, of which the other rank has two: the parts of two heads each,
     # 16 values, the largest score and the sum, in f32.
     cost = attention_of(own).cost(own, StepShape([1], [700]))
-    assert cost.comm_bytes == 3 * 18 * 4
+    assert cost.comm_bytes == 2 * 2 * 18 * 4
     assert cost.kv_bytes == 701 * 2 * 2 * 16 * 2 // 2
 
 
@@ -101,12 +101,17 @@ def test_heads_need_not_divide(tmp_path: Path) -> None:
 @pytest.mark.parametrize("window", [0, 1, 100, 256, 257, 300])
 def test_pieces_are_counted_for_each_row(window: int) -> None:
     counts, starts = [1, 5, 300, 0, 513], [0, 254, 511, 90, 700]
-    pairs = 0
+    pairs, own = 0, [0, 0, 0]
     for count, start in zip(counts, starts, strict=True):
         for position in range(start, start + count):
             first = max(position - window + 1, 0) if window else 0
-            pairs += position // PIECE_POSITIONS - first // PIECE_POSITIONS + 1
-    assert StepShape(counts, starts).attended_pieces(window) == pairs
+            seen = range(first // PIECE_POSITIONS, position // PIECE_POSITIONS + 1)
+            pairs += len(seen)
+            for piece in seen:
+                own[piece % 3] += 1
+    step = StepShape(counts, starts)
+    assert step.attended_pieces(window) == pairs
+    assert [step.attended_pieces(window, rank, 3) for rank in range(3)] == own
 
 
 def test_the_table_names_the_pieces(tmp_path: Path) -> None:
