@@ -1,4 +1,4 @@
-"""Context parallelism: models of all kinds give the bits of one process, at every degree that works.
+"""Context parallelism: models of all kinds give the bits of one process at each degree that works.
 
 Each rank runs its share of the program on an executor of its own, in a thread of its own, with the
 pieces of 256 positions that are its own. Prompts have three pieces, so that some ranks have more
