@@ -310,8 +310,8 @@ def computed(program: Program, machine: Described, rows: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Measure, write, print."""
+def arguments() -> argparse.Namespace:
+    """Return what is asked for."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
         description=__doc__,
@@ -327,7 +327,12 @@ def main() -> None:
     parser.add_argument("--depth", type=int)
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--write", action="store_true")
-    asked = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, write, print."""
+    asked = arguments()
     degree = asked.degree * asked.context
     num_ranks = degree * asked.stages
     depth = asked.depth or (DEPTH if asked.context == 1 else CONTEXT_DEPTH)
