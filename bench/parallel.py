@@ -3,6 +3,7 @@
     python -m bench.parallel [--shape qwen3-0.6b] [--degree 2] [--precision none] [--write]
                              [--experts whole|placed] [--mode exact|fast]
     python -m bench.parallel --stages 2 --degree 1 [--write]
+    python -m bench.parallel --context 2 --degree 1 [--depth 4096] [--write]
 
 Both executors have the same number of threads in all, are loaded at once, and run the same step in
 turn, the order changing from pair to pair; their logits must be equal bit for bit (other than with
@@ -16,10 +17,14 @@ one after the other, so that it cannot be faster; in "micro_batches" the rows of
 over as many steps in flight as stages, against one process that computes all of them at once.
 bubble is the share of the time in which the last stage waits for rows.
 
+With --context ranks divide the positions of the KV cache, beside the `degree` that divides heads;
+steps have few rows at a large depth. The exchange of parts is a part of attention, so that its time
+is in share_of_attention.
+
 Beside it, labelled as computed and measured nowhere: the same program on other machines, from their
 rates, with exchanges of columns (what is implemented) and with sums of parts (two all-reduces a
 layer, which would not keep the bits), and as stages of a pipeline. Writes
-bench/results/parallel.json, or pipeline.json, with --write.
+bench/results/parallel.json, pipeline.json or context.json with --write.
 """
 
 from __future__ import annotations
@@ -45,7 +50,9 @@ from quire.models.registry import build_program, open_model
 from quire.program.batch import CacheRows, ForwardBatch
 from quire.program.comm_ops import AllGather, AllReduce
 from quire.program.cost import StepShape
+from quire.program.declarations import PIECE_POSITIONS
 from quire.program.expert_parallel import ExpertPlan, balance
+from quire.program.ops import Attention
 from quire.program.program import Program
 from quire.program.quantize import quantize
 from quire.program.row_parallel import TpMode
@@ -62,6 +69,8 @@ BLOCK_SIZE, DEPTH = 16, 512
 PREFILL_TOKENS = 256
 ROUNDS = 8  # of micro-batches, one after the other without a gap
 DECODED_ROWS = (1, 4, 16, 64)
+# With context parallelism: fewer rows, with more positions before them.
+CONTEXT_ROWS, CONTEXT_DEPTH = (1, 4), 4096
 # Between two steps: threads of the executor that waits have gone to sleep.
 PAUSE_S = 0.005
 
@@ -83,13 +92,21 @@ DESCRIBED = (
 )
 
 
-def step_batch(rows: int, tokens: int, vocab_size: int, seed: int) -> ForwardBatch:
-    """Return a step of `rows` sequences that compute `tokens` tokens each after DEPTH others."""
-    rng, columns = np.random.default_rng(seed), (DEPTH + tokens) // BLOCK_SIZE + 1
-    positions = np.tile(np.arange(DEPTH, DEPTH + tokens, dtype=np.int32), rows)
+def step_batch(
+    rows: int,
+    tokens: int,
+    vocab_size: int,
+    seed: int,
+    *,
+    depth: int = DEPTH,
+    block_size: int = BLOCK_SIZE,
+) -> ForwardBatch:
+    """Return a step of `rows` sequences that compute `tokens` tokens each after `depth` others."""
+    rng, columns = np.random.default_rng(seed), (depth + tokens) // block_size + 1
+    positions = np.tile(np.arange(depth, depth + tokens, dtype=np.int32), rows)
     tables = np.arange(rows * columns, dtype=np.int32).reshape(rows, columns)
     owner = np.repeat(np.arange(rows), tokens)
-    slots = tables[owner, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    slots = tables[owner, positions // block_size] * block_size + positions % block_size
     starts = np.arange(rows + 1, dtype=np.int32) * tokens
     return ForwardBatch(
         token_ids=rng.integers(0, vocab_size, rows * tokens).astype(np.int32),
@@ -126,17 +143,26 @@ def in_pairs(
     tokens: int,
     pairs: int,
     mode: TpMode,
+    depth: int,
+    block_size: int,
 ) -> dict[str, Any]:
-    """Return times of both executors. Exits where their logits differ, in the mode `exact`."""
+    """Return times of both executors. Exits where their logits differ, in the mode `exact`.
+
+    block_size: of the ranks' cache.
+    """
     whole_ms, ranks_ms = [], []
     received_bytes = 0
     for number in range(-2, pairs):  # the first ones warm up
-        batch = step_batch(rows, tokens, whole.program.vocab_size, number + 2)
+        size = rows, tokens, whole.program.vocab_size, number + 2
+        batches = {
+            id(whole): step_batch(*size, depth=depth),
+            id(ranks): step_batch(*size, depth=depth, block_size=block_size),
+        }
         if number == 0:
             ranks.set_timed(True)
             received_bytes = received_by(ranks)
         order = (whole, ranks) if number % 2 else (ranks, whole)
-        found = {id(executor): run_step(executor, batch) for executor in order}
+        found = {id(one): run_step(one, batches[id(one)]) for one in order}
         if mode is TpMode.EXACT and found[id(whole)][1] != found[id(ranks)][1]:
             sys.exit(f"ranks and one process differ in a step of {rows} x {tokens} tokens")
         if number >= 0:
@@ -145,16 +171,19 @@ def in_pairs(
     received_bytes = received_by(ranks) - received_bytes
     seconds = [unit for segment in ("trunk", "head") for unit in ranks.times(segment)]
     exchanged = sum(s for ops, s in seconds if isinstance(ops[0], AllGather | AllReduce | Recv))
+    attended = sum(s for ops, s in seconds if isinstance(ops[0], Attention))
     ranks.set_timed(False)
-    step = StepShape([tokens] * rows, [DEPTH] * rows)
+    step = StepShape([tokens] * rows, [depth] * rows)
     ratios = [one / other for one, other in zip(whole_ms, ranks_ms, strict=True)]
     return {
         "rows": rows,
         "tokens": tokens,
+        "depth": depth,
         "one_process_ms": statistics.median(whole_ms),
         "ranks_ms": statistics.median(ranks_ms),
         "ratio": statistics.median(ratios),
         "share_of_exchanges": exchanged / sum(s for _, s in seconds),
+        "share_of_attention": attended / sum(s for _, s in seconds),
         "received_bytes": received_bytes // pairs,
         "received_bytes_by_cost": ranks.program.step_cost(step).comm_bytes,
     }
@@ -251,17 +280,18 @@ def computed(program: Program, machine: Described, rows: int) -> dict[str, Any]:
     def exchange_ms(number: int, num_bytes: int) -> float:
         return number * machine.exchange_us / 1e3 + num_bytes / machine.link_gb_per_s / 1e6
 
-    micro = StepShape(
-        [1] * max(rows // machine.degree, 1), [DEPTH] * max(rows // machine.degree, 1)
-    )
-    stages = [own.step_cost(micro) for own in split(program, machine.degree)]
+    # A stage needs a layer: fewer stages than ranks where there are fewer layers.
+    num_stages = min(machine.degree, layers)
+    group = max(rows // num_stages, 1)
+    micro = StepShape([1] * group, [DEPTH] * group)
+    stages = [own.step_cost(micro) for own in split(program, num_stages)]
     stage_ms = max(
         cost.memory_bytes / machine.rank_gb_per_s / 1e6 + exchange_ms(1, cost.comm_bytes)
         for cost in stages
     )
     # All rows once: each micro-batch takes the time of the slowest stage; fewer rows than stages
     # leave the others idle.
-    round_ms = stage_ms * machine.degree
+    round_ms = stage_ms * num_stages
     one_ms = program.step_cost(step).memory_bytes / machine.rank_gb_per_s / 1e6
     columns_ms = read_ms + exchange_ms(len(gathers), gathered_bytes)
     sums_ms = read_ms + exchange_ms(2 * layers + 1, summed_bytes)
@@ -272,6 +302,7 @@ def computed(program: Program, machine: Described, rows: int) -> dict[str, Any]:
         "columns": {"bytes": gathered_bytes, "step_ms": columns_ms, "speedup": one_ms / columns_ms},
         "sums": {"bytes": summed_bytes, "step_ms": sums_ms, "speedup": one_ms / sums_ms},
         "stages": {
+            "number": num_stages,
             "bytes": max(cost.comm_bytes for cost in stages),
             "step_ms": round_ms,
             "speedup": one_ms / round_ms,
@@ -279,8 +310,8 @@ def computed(program: Program, machine: Described, rows: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Measure, write, print."""
+def arguments() -> argparse.Namespace:
+    """Return what is asked for."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
         description=__doc__,
@@ -292,29 +323,45 @@ def main() -> None:
     parser.add_argument("--mode", choices=list(map(str, TpMode)), default="exact")
     parser.add_argument("--experts", choices=("split", "whole", "placed"), default="split")
     parser.add_argument("--stages", type=int, default=1)
+    parser.add_argument("--context", type=int, default=1)
+    parser.add_argument("--depth", type=int)
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--write", action="store_true")
-    asked = parser.parse_args()
-    num_ranks = asked.degree * asked.stages
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, write, print."""
+    asked = arguments()
+    degree = asked.degree * asked.context
+    num_ranks = degree * asked.stages
+    depth = asked.depth or (DEPTH if asked.context == 1 else CONTEXT_DEPTH)
+    decoded_rows = DECODED_ROWS if asked.context == 1 else CONTEXT_ROWS
     if num_usable_cores() < num_ranks:
         sys.exit(f"{num_ranks} ranks need as many cores; there are {num_usable_cores()}")
     folder = random_checkpoint(asked.shape)
-    plain = build_program(open_model(folder), dtype=DType.BF16, max_positions=1024)
+    plain = build_program(open_model(folder), dtype=DType.BF16, max_positions=depth + 512)
     program, checkpoint = quantize(plain, asked.precision), open_checkpoint(folder)
-    most = max(DECODED_ROWS)
+    most = max(decoded_rows)
     limits = StepLimits(max_tokens=PREFILL_TOKENS, max_samples=most, max_sequences=most)
     options = ExecutorOptions(limits=limits, num_threads=num_ranks)
     whole = NativeExecutor(program, checkpoint, options)
-    num_blocks = most * (DEPTH // BLOCK_SIZE + 2)
+    block_size = BLOCK_SIZE if asked.context == 1 else asked.context * PIECE_POSITIONS
+    num_blocks = most * (depth // BLOCK_SIZE + 2 + PREFILL_TOKENS // BLOCK_SIZE)
     whole.allocate_cache(num_blocks, BLOCK_SIZE)
-    mode, plan = TpMode(asked.mode), expert_plan(asked.experts, whole, asked.degree)
+    mode, plan = TpMode(asked.mode), expert_plan(asked.experts, whole, degree)
     whole.allocate_cache(num_blocks, BLOCK_SIZE)  # as empty as that of the ranks
-    made = RankedExecutorClass(degree=asked.degree, experts=plan, mode=mode)
+    made = RankedExecutorClass(degree=degree, context=asked.context, experts=plan, mode=mode)
     if asked.stages > 1:
-        made = PipelineExecutorClass(degree=asked.degree, stages=asked.stages)
+        made = PipelineExecutorClass(degree=degree, context=asked.context, stages=asked.stages)
     ranks = made(program, checkpoint, options)
-    ranks.allocate_cache(num_blocks, BLOCK_SIZE)
-    steps = [(rows, 1) for rows in DECODED_ROWS] + [(1, PREFILL_TOKENS)]
+    num_own = most * ((depth + PREFILL_TOKENS) // block_size + 2)
+    ranks.allocate_cache(num_own, block_size)
+    if asked.context > 1:  # pages that were never written are one page of zeros, always in a cache
+        for layer in range(program.caches[0].layers):
+            whole.touch_blocks(layer, 0, num_blocks)
+            ranks.touch_blocks(layer, 0, num_own)
+    steps = [(rows, 1) for rows in decoded_rows] + [(1, PREFILL_TOKENS)]
     found: dict[str, Any] = {
         "bench": "parallel",
         "machine": machine_card(),
@@ -325,29 +372,31 @@ def main() -> None:
         "experts": asked.experts,
         "balance": None,
         "stages": asked.stages,
+        "context": asked.context,
         "steps": [],
         "computed": [computed(program, one, rows) for one in DESCRIBED for rows in (1, 64)],
     }
     for rows, tokens in steps:
-        entry = in_pairs(whole, ranks, rows, tokens, asked.pairs, mode)
+        entry = in_pairs(whole, ranks, rows, tokens, asked.pairs, mode, depth, block_size)
         found["steps"].append(entry)
         print(json.dumps(entry))
     if isinstance(ranks, PipelineRanks):
         found["micro_batches"] = [
             micro_batches(whole, ranks, rows, asked.pairs)
             for rows in DECODED_ROWS
-            if rows >= asked.stages
+            if rows >= asked.stages and asked.context == 1
         ]
         print(json.dumps(found["micro_batches"], indent=1))
     print(json.dumps(found["computed"], indent=1))
     if plan is not None:
-        placement = plan.placement(program, asked.degree)
-        found["balance"] = balance(ranks.expert_loads, placement, asked.degree)
+        placement = plan.placement(program, degree)
+        found["balance"] = balance(ranks.expert_loads, placement, degree)
         print(f"mean load of a rank over the largest: {found['balance']:.3f}")
     ranks.close()
     whole.close()
     if asked.write:
         name = "parallel.json" if asked.stages == 1 else "pipeline.json"
+        name = "context.json" if asked.context > 1 else name
         (RESULTS / name).write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -546,5 +546,14 @@ void bind_program(nb::module_& module) {
         "rows"_a, nb::kw_only(), "experts"_a, "top_k"_a, "hidden"_a, "inner"_a, "own"_a, "dtype"_a,
         "num_threads"_a, "degree"_a = 0, "share"_a = 0,
         "Bytes of scratch memory of an operation with experts.");
+    module.def(
+        "context_bytes",
+        [](int64_t tokens, int64_t heads, int64_t head_dim, int64_t rank, int64_t degree) {
+            const quire::Share own = quire::share_of(heads, 1, rank, degree);
+            return quire::ContextRunner::bytes({tokens, heads, own.end - own.start, head_dim,
+                                                degree});
+        },
+        "tokens"_a, nb::kw_only(), "heads"_a, "head_dim"_a, "rank"_a, "degree"_a,
+        "Bytes of scratch memory of attention over the pieces of several ranks.");
     nb::exception<quire::Aborted>(module, "Aborted", PyExc_RuntimeError);
 }

@@ -92,7 +92,7 @@ std::array<int64_t, RankGroup::kMaxDegree> ExpertRunner::place_by_rank(const Exp
 // The pairs first .. end of this rank as pieces; returns how many there are.
 int64_t ExpertRunner::own_pieces(const ExpertsArgs& args, const Pairs& pairs, int64_t first,
                                  int64_t end) const {
-    const int64_t experts = args.routing.width, rank = args.group->rank();
+    const int64_t experts = args.routing.width, rank = args.group->member();
     int64_t count = 0, own = 0;
     for (int64_t expert = 0; expert < experts; ++expert) {
         if (!holds(args.holders[expert], rank)) continue;
@@ -108,7 +108,7 @@ int64_t ExpertRunner::own_pieces(const ExpertsArgs& args, const Pairs& pairs, in
 void ExpertRunner::run_distributed(const ExpertsArgs& args, const ExpertShape& shape,
                                    const Pairs& pairs) {
     const int64_t experts = shape.experts, degree = shape.degree, most = batch_pairs(shape);
-    const auto own = static_cast<size_t>(args.group->rank());
+    const auto own = static_cast<size_t>(args.group->member());
     deal(args, degree, pairs);
     const auto ends = place_by_rank(args, degree, pairs);
     const Rows all = rows_at(pairs.all, line(shape.share, Type::f32), Type::f32, shape.share);

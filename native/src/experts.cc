@@ -159,7 +159,7 @@ void ExpertRunner::run(const ExpertsArgs& args) {
     const int64_t inner = args.down.columns(), share = args.share.end - args.share.start;
     const ExpertShape shape{args.rows, args.routing.width, args.top_k, args.x.width, inner,
                             is_distributed ? inner : share, args.x.type,
-                            is_distributed ? args.group->degree() : 0,
+                            is_distributed ? args.group->members() : 0,
                             is_distributed ? share : 0};
     if (args.rows == 0) return;
     const Pairs pairs = place(shape);

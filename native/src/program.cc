@@ -94,6 +94,7 @@ void Program::add_segment(std::vector<Operation> ops) {
     for (Operation& op : ops) {
         check_op(op);
         reserve_experts(op);
+        reserve_context(op);
         segment.uses_samples |= std::holds_alternative<GatherRowsOp>(op);
         segment.uses_cache |= std::holds_alternative<AttentionOp>(op) ||
                               std::holds_alternative<StoreKVOp>(op);
@@ -146,6 +147,9 @@ Share inner_share(const ExpertsOp& op) {
     return share_of(inner, op.unit, op.rank, op.degree);
 }
 
+// The heads of which a rank has the columns.
+Share own_heads(const AttentionOp& op) { return share_of(op.heads, 1, op.rank, op.degree); }
+
 }  // namespace
 
 // Takes the scratch memory of an operation with experts, for the largest step of either arena.
@@ -165,6 +169,17 @@ void Program::reserve_experts(Operation& operation) {
                       share.end - share.start, arena_.at(op->x.buffer).type,
                       is_distributed ? op->degree : 0, is_distributed ? op->y.width : 0},
                      *pool_);
+}
+
+// Takes the scratch memory of attention over several ranks' pieces, for the largest step of either
+// arena.
+void Program::reserve_context(const Operation& operation) {
+    const auto* op = std::get_if<AttentionOp>(&operation);
+    if (op == nullptr || op->degree == 1) return;
+    int64_t rows = arena_.at(op->q.buffer).max_rows;
+    if (apart_.num_buffers() > 0) rows = std::max(rows, apart_.at(op->q.buffer).max_rows);
+    const Share heads = own_heads(*op);
+    context_.reserve({rows, op->heads, heads.end - heads.start, op->head_dim, op->degree});
 }
 
 std::vector<Program::Unit> Program::fuse(const std::vector<Operation>& ops) const {
@@ -311,6 +326,7 @@ void Program::poison(const Segment& segment) {
         std::memset(now_->data(buffer), 0xff, static_cast<size_t>(bytes_of(buffer)));
     }
     experts_.poison();
+    context_.poison();
 }
 
 const Program::Segment& Program::segment_at(int64_t index) const {
@@ -424,12 +440,14 @@ void Program::run_op(const Operation& operation, const StepInputs& inputs) {
                 }
             },
             [&](const AttentionOp& op) {
-                kernels.attention({rows(op.q), rows(op.y), count_of(op.q, inputs),
-                                   inputs.num_sequences, inputs.seq_starts, inputs.positions,
-                                   inputs.block_tables, inputs.table_columns,
-                                   layer_cache(op.layer), shape_, op.heads,
-                                   static_cast<float>(op.scale), op.window,
-                                   static_cast<float>(op.soft_cap), &pieces_read_, pool});
+                const AttentionArgs args{rows(op.q), rows(op.y), count_of(op.q, inputs),
+                                         inputs.num_sequences, inputs.seq_starts,
+                                         inputs.positions, inputs.block_tables,
+                                         inputs.table_columns, layer_cache(op.layer), shape_,
+                                         op.heads, static_cast<float>(op.scale), op.window,
+                                         static_cast<float>(op.soft_cap), &pieces_read_, pool};
+                if (op.degree == 1) return kernels.attention(args);
+                context_.run({args, op.rank, op.degree, own_heads(op), *group_});
             },
             [&](const GatherRowsOp& op) {
                 kernels.gather_rows({rows(op.x), rows(op.y), count_of(op.y, inputs),

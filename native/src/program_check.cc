@@ -192,7 +192,7 @@ void Program::check_op(const Operation& operation) const {
             [](const RecvOp&) {},
             // Their geometry is the cache's, which check_step uses.
             [](const StoreKVOp&) {},
-            [](const AttentionOp&) {},
+            [](const AttentionOp& op) { check_ranks(op.kind, op.rank, op.degree, 1, op.heads); },
             [](const ScaleOp&) {},
         },
         operation);
@@ -254,8 +254,10 @@ void Program::check_step(const Operation& operation, const StepInputs& inputs) c
                 }
                 if (op.heads % op.kv_heads != 0) refuse(op.kind, "heads is no multiple of kv_heads");
                 check_heads(op.kind, op.q, op.heads);
-                check_heads(op.kind, op.y, op.heads);
+                const Share heads = share_of(op.heads, 1, op.rank, op.degree);
+                check_heads(op.kind, op.y, heads.end - heads.start);
                 check_type(op.kind, op.q);
+                if (op.degree > 1) check_context(op);
             },
             [&](const AllGatherOp& op) {
                 check_group(op.kind, op.rank, op.degree);
@@ -294,6 +296,16 @@ void Program::check_group(const char* kind, int64_t rank, int64_t degree) const 
     if (group_->member() != rank || group_->members() != degree) {
         refuse(kind, "the program is another rank's, or for other ranks");
     }
+}
+
+void Program::check_context(const AttentionOp& op) const {
+    if (group_ == nullptr) refuse(op.kind, "there are no ranks to exchange with");
+    if (group_->members() % op.degree != 0 || group_->member() % op.degree != op.rank) {
+        refuse(op.kind, "the program is another rank's, or for other ranks");
+    }
+    const auto numbers = op.heads * (op.head_dim + kPartNumbers);
+    group_->check_fits({nullptr, 1, 0, group_->members(), 1,
+                        numbers * static_cast<int64_t>(sizeof(float))});
 }
 
 void Program::check(const Segment& segment, const StepInputs& inputs) const {

@@ -310,7 +310,8 @@ void RankGroup::all_to_all(const Shares& shares, const int64_t* counts, const in
                                     " bytes; slots have " + std::to_string(sizes_.slot_bytes));
     }
     ++num_gathers_;
-    const Share own = share_of(shares.width, shares.unit, member(), members_);
+    Share own = shares.received;
+    if (own.end == 0) own = share_of(shares.width, shares.unit, member(), members_);
     const int64_t first_byte = own.start * shares.element_bytes;
     const int64_t bytes = (own.end - own.start) * shares.element_bytes;
     const int64_t at_once = sizes_.slot_bytes / row_bytes;

@@ -128,7 +128,7 @@ def measure_profile(
     return result(
         "profile",
         {"model": card.name, "depth": depth, "sequences": sequences, **settings},
-        ranks=config.executor.tensor_parallel_size,
+        ranks=config.executor.ranks_of_stage,
         threads=threads,
         usable_cores=num_usable_cores(),
         recipe=card.recipe,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from quire.base.errors import CapacityError, SettingError
 from quire.cli.exit_codes import FAILED, SUCCESS
 from quire.cli.options import add_engine_arguments, engine_settings, positive_int
-from quire.config.flags import parse_bytes
+from quire.config.flags import engine_config, parse_bytes
 
 if TYPE_CHECKING:
     from quire.sim.hardware import Device
@@ -32,6 +32,7 @@ _SIZING = frozenset(
         *("max_num_batched_tokens", "num_threads"),
         *("speculate", "draft_model", "self_draft_layers", "speculate_history_tokens"),
         *("tensor_parallel_size", "tp_mode", "enable_expert_parallel"),
+        *("context_parallel_size", "pipeline_parallel_size"),
         *("expert_load_file", "num_redundant_experts"),
     }
 )
@@ -127,8 +128,8 @@ def run(arguments: argparse.Namespace) -> int:
                 node_gb_per_s=arguments.link_gb_per_s,
                 network_gb_per_s=arguments.network_gb_per_s,
             )
-            ranks = settings.get("tensor_parallel_size", 1)
-            if arguments.link_gb_per_s is not None and not arguments.devices and ranks == 1:
+            is_alone = engine_config(settings).executor.num_ranks == 1
+            if arguments.link_gb_per_s is not None and not arguments.devices and is_alone:
                 raise SettingError(
                     "--link-gb-per-s is between devices: give --devices or --tensor-parallel-size"
                 )

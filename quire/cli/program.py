@@ -16,12 +16,13 @@ from quire.hub.cache import local_model
 from quire.models.model_folder import box_path
 from quire.models.registry import build_program, compute_dtype, open_model
 from quire.program.cost import StepShape
-from quire.program.expert_parallel import even_placement
+from quire.program.degrees import MAX_DEGREE
+from quire.program.expert_parallel import SPLIT_EXPERTS, even_placement
 from quire.program.first_layers import first_layers, num_layers
 from quire.program.kv_cache import KV_CACHE_DTYPES, with_kv_cache_dtype
 from quire.program.quantize import AUTO
 from quire.program.row_parallel import TpMode
-from quire.program.shard import SPLIT_EXPERTS, shard
+from quire.program.shard import shard
 from quire.program.split import split
 from quire.program.table import format_program
 from quire.program.taps import with_taps
@@ -105,6 +106,14 @@ def _add_parallelism(parser: argparse.ArgumentParser) -> None:
         help="print the share of one of N ranks, with the bytes it receives (default 1)",
     )
     parser.add_argument(
+        "--context-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="N ranks divide the positions of the KV cache instead of its heads; together with "
+        "--tensor-parallel-size there are as many ranks as both multiplied (default 1)",
+    )
+    parser.add_argument(
         "--enable-expert-parallel",
         action="store_true",
         help="with --tensor-parallel-size: whole experts are distributed over the ranks",
@@ -158,7 +167,9 @@ def run(args: argparse.Namespace) -> int:
             program = with_taps(program, args.taps)
         except ValueError as error:
             raise InvalidParameter(f"--taps: {error}", param="taps") from error
-    degree, placement, mode = args.tensor_parallel_size, SPLIT_EXPERTS, TpMode(args.tp_mode)
+    _check("context-parallel-size", args.context_parallel_size, 1, MAX_DEGREE)
+    context, mode = args.context_parallel_size, TpMode(args.tp_mode)
+    degree, placement = args.tensor_parallel_size * context, SPLIT_EXPERTS
     if mode is TpMode.FAST and degree < 2:
         raise InvalidParameter(
             "--tp-mode fast splits products over the ranks of --tensor-parallel-size; give at "
@@ -180,7 +191,14 @@ def run(args: argparse.Namespace) -> int:
     step = StepShape([args.tokens] * args.sequences, [args.depth] * args.sequences)
     tables = [
         format_program(
-            shard(stage, degree=degree, rank=args.rank, placement=placement, mode=mode),
+            shard(
+                stage,
+                degree=degree,
+                rank=args.rank,
+                placement=placement,
+                mode=mode,
+                context=context,
+            ),
             step,
             all_layers=args.all_layers,
         )

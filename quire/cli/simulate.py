@@ -241,10 +241,10 @@ def _machine(arguments: argparse.Namespace, config: EngineConfig) -> Machine:
         )
     if arguments.profile:
         machine = read_machine(Path(arguments.profile))
-        asked, measured = config.executor.tensor_parallel_size, machine.about["ranks"]
+        asked, measured = config.executor.ranks_of_stage, machine.about["ranks"]
         if asked not in (1, measured):
             raise SettingError(
-                f"tensor_parallel_size is {asked} and {arguments.profile} was measured with "
+                f"{config.executor.ranks_text} and {arguments.profile} was measured with "
                 f"{measured}: leave it out, or measure such a profile with --save-profile"
             )
         return machine
@@ -253,7 +253,7 @@ def _machine(arguments: argparse.Namespace, config: EngineConfig) -> Machine:
         for name, value in vars(arguments).items()
         if name in ("link_gb_per_s", "exchange_us") and value is not None
     }
-    if links and (not described or config.executor.tensor_parallel_size == 1):
+    if links and (not described or config.executor.ranks_of_stage == 1):
         raise SettingError(
             "--link-gb-per-s and --exchange-us describe the links of ranks: give them with "
             "--gb-per-s, --gflop-per-s and --tensor-parallel-size"

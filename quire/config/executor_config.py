@@ -13,6 +13,8 @@ from typing import Literal
 from quire.base.errors import SettingError
 from quire.config.settings import at_least, at_most, one_of, setting
 
+_DEGREES = ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorConfig:
@@ -80,6 +82,12 @@ class ExecutorConfig:
         "change (native executor)",
         short_flag="-pp",
     )
+    context_parallel_size: int = setting(
+        1,
+        "context parallelism: ranks that divide the positions of the KV cache, in pieces of 256 "
+        "tokens, instead of its heads; products are divided as by tensor_parallel_size, with "
+        "which it is multiplied; answers do not change (native executor)",
+    )
     pack_cache: str | None = setting(
         None,
         "directory that caches the packed weights, in a file of their size which the next start "
@@ -107,7 +115,7 @@ class ExecutorConfig:
             at_least("num_threads", self.num_threads, 1)
             if self.num_threads > 1024:
                 raise SettingError(f"num_threads is {self.num_threads}; at most 1024 are allowed")
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        for name in _DEGREES:
             at_least(name, getattr(self, name), 1)
         if self.num_ranks > 1 and self.executor != "native":
             raise SettingError(
@@ -153,18 +161,15 @@ class ExecutorConfig:
                 "tp_mode is fast and tensor_parallel_size is 1: one process splits no product; "
                 "give at least 2, or leave tp_mode out"
             )
-        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+        if self.tp_mode == "fast" and self.context_parallel_size > 1:
+            raise SettingError(
+                f"tp_mode is fast and context_parallel_size is {self.context_parallel_size}, which "
+                "keeps sums whole; leave one of them out"
+            )
+        if self.enable_expert_parallel and self.ranks_of_stage == 1:
             raise SettingError(
                 "enable_expert_parallel is given and tensor_parallel_size is 1: experts are "
                 "distributed over its ranks; give at least 2, or leave enable_expert_parallel out"
-            )
-        if self.pipeline_parallel_size > 1 and (
-            self.enable_expert_parallel or self.tp_mode == "fast"
-        ):
-            raise SettingError(
-                f"pipeline_parallel_size is {self.pipeline_parallel_size}, and "
-                "enable_expert_parallel or tp_mode fast is given, which stages do not support yet: "
-                "leave one of them out"
             )
         if self.expert_load_file == "":
             raise SettingError("expert_load_file is empty; give a file, or leave it out")
@@ -183,13 +188,17 @@ class ExecutorConfig:
     @property
     def num_ranks(self) -> int:
         """How many processes compute a model."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.ranks_of_stage * self.pipeline_parallel_size
+
+    @property
+    def ranks_of_stage(self) -> int:
+        """How many processes share each layer."""
+        return self.tensor_parallel_size * self.context_parallel_size
 
     @property
     def ranks_text(self) -> str:
         """The settings that ask for several ranks, in words."""
-        names = ("tensor_parallel_size", "pipeline_parallel_size")
-        asked = [(name, getattr(self, name)) for name in names]
+        asked = [(name, getattr(self, name)) for name in _DEGREES]
         return " and ".join(f"{name} is {value}" for name, value in asked if value > 1)
 
     def _check_device(self) -> None:

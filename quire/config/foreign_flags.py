@@ -38,6 +38,7 @@ _REPLICAS = (
     "quire route, and more processes that speak HTTP before one engine are --api-processes"
 )
 _RANKS = "the degree of tensor parallelism is --tensor-parallel-size"
+_PIECES = "positions of the KV cache are divided over ranks by --context-parallel-size"
 _EXPERT_RANKS = (
     "experts are distributed over the ranks of --tensor-parallel-size by --enable-expert-parallel"
 )
@@ -118,6 +119,10 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--kv-transfer-config": "engines that exchange KV blocks are set by --role and "
         "--kv-transfer-key-file, KV blocks on disk by --kv-tier-path",
         "--distributed-executor-backend": _ONE_DEVICE,
+        "--decode-context-parallel-size": _PIECES,
+        "-dcp": _PIECES,
+        "--prefill-context-parallel-size": _PIECES,
+        "-pcp": _PIECES,
         "--speculative-config": _DRAFT,
         "--num-speculative-tokens": _DRAFT_TOKENS,
         "--speculative-num-draft-tokens": _DRAFT_TOKENS,

@@ -24,6 +24,8 @@ KV_CACHE_DTYPES = ("auto", "f32", "bf16", "int8", "fp8")
 POLICIES = ("fcfs", "priority", "sjf", "fair", "edf")
 # Proposers of draft tokens, and none.
 SPECULATE = ("off", "ngram", "draft", "self", "medusa", "eagle")
+# quire/program/declarations.py: tokens of a piece of the KV cache
+PIECE_TOKENS = 256
 # The default size of the disk tier.
 KV_TIER_BYTES = 8 * 1024**3
 # Names that checkpoints and other engines use.
@@ -443,6 +445,13 @@ class EngineConfig:
                 "leave one of them out"
             )
 
+    @property
+    def kv_block_tokens(self) -> int:
+        """Tokens of a block that the KV cache allocates: under context parallelism a piece on each
+        rank, which keeps it in blocks of block_size."""
+        ranks = self.executor.context_parallel_size
+        return self.cache.block_size if ranks == 1 else ranks * PIECE_TOKENS
+
     def check_one_engine(self) -> None:
         """Raise SettingError where several engines are asked for and one can be had."""
         if self.executor.data_parallel_size > 1:
@@ -457,6 +466,7 @@ class EngineConfig:
         given = f"data_parallel_size is {executor.data_parallel_size}"
         for what, is_given in (
             ("tensor_parallel_size", executor.tensor_parallel_size > 1),
+            ("context_parallel_size", executor.context_parallel_size > 1),
             ("pipeline_parallel_size", executor.pipeline_parallel_size > 1),
             ("disk_offload_gb", executor.disk_offload_gb is not None),
             ("record_plans", executor.record_plans is not None),
@@ -485,12 +495,13 @@ class EngineConfig:
                 f"{given} and executor is torch; blocks are exchanged between engines on CPUs for "
                 "now: take --executor native, or leave it out"
             )
-        if self.executor.pipeline_parallel_size > 1:
-            raise SettingError(
-                f"{given} and pipeline_parallel_size is {self.executor.pipeline_parallel_size}; "
-                "blocks of several stages are not exchanged yet: take --tensor-parallel-size, or "
-                "leave one of them out"
-            )
+        for name in ("pipeline_parallel_size", "context_parallel_size"):
+            if (size := getattr(self.executor, name)) > 1:
+                raise SettingError(
+                    f"{given} and {name} is {size}; blocks of several stages, or divided by "
+                    "positions, are not exchanged yet: take --tensor-parallel-size, or leave one "
+                    "of them out"
+                )
 
     def _check_ranks(self) -> None:
         """Raise SettingError for what several ranks do not support yet."""
@@ -501,6 +512,11 @@ class EngineConfig:
                 "holds the blocks of one process only: leave one of them out"
             )
         self._check_drafts(given, "which several ranks do not support yet")
+        if self.executor.context_parallel_size > 1 and PIECE_TOKENS % self.cache.block_size:
+            raise SettingError(
+                f"{given} and block_size is {self.cache.block_size}; ranks have whole pieces of "
+                f"{PIECE_TOKENS} tokens, which 4, 8, 16, 32, 64 and 128 divide: take one of them"
+            )
         if (threads := self.executor.num_threads) is not None and (
             threads < self.executor.num_ranks
         ):

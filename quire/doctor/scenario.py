@@ -14,7 +14,8 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from quire.base.errors import InvalidParameter, SettingError
-from quire.config.groups import CacheConfig, EngineConfig, SchedulerConfig
+from quire.config.executor_config import ExecutorConfig
+from quire.config.groups import PIECE_TOKENS, CacheConfig, EngineConfig, SchedulerConfig
 from quire.doctor.situation import MIN_FINISHED, Situation
 from quire.obs.timing import percentiles
 from quire.scheduler.cost.step_cost import LinearCost
@@ -134,9 +135,12 @@ def scenario_metrics(scenario: Scenario, *, saturated: bool = False) -> dict[str
 
 
 def _config(scenario: Scenario) -> EngineConfig:
+    # Blocks of whole pieces are those of ranks that divide positions.
+    ranks = max(scenario.block_size // PIECE_TOKENS, 1)
     return EngineConfig(
+        executor=ExecutorConfig(context_parallel_size=ranks),
         cache=CacheConfig(
-            block_size=scenario.block_size,
+            block_size=scenario.block_size if ranks == 1 else CacheConfig().block_size,
             # A token of the simulated machine has one byte.
             kv_cache_memory_bytes=int(scenario.num_blocks) * scenario.block_size,
         ),

@@ -16,7 +16,7 @@ from quire.execute.layout import lay_out
 from quire.execute.rope_table import rope_bytes
 from quire.program.declarations import FP8_CACHE
 from quire.program.expert_ops import Experts
-from quire.program.ops import Linear
+from quire.program.ops import Attention, Linear
 from quire.program.program import Program
 
 MAX_ROPES = 256
@@ -48,7 +48,8 @@ def memory_of(program: Program, limits: StepLimits) -> ExecutorMemory:
         + lay_out(program, PART_LIMITS).arena_bytes
         + rope_bytes(program)
         + int_row_bytes(program, limits)
-        + expert_bytes(program, limits),
+        + expert_bytes(program, limits)
+        + context_bytes(program, limits),
         token_bytes=sum(cache.token_bytes for cache in program.caches),
     )
 
@@ -86,6 +87,20 @@ def expert_bytes(program: Program, limits: StepLimits) -> int:
         for ops in program.segments.values()
         for op in ops
         if isinstance(op, Experts)
+    ]
+    return max(sizes, default=0)
+
+
+def context_bytes(program: Program, limits: StepLimits) -> int:
+    """Scratch memory of attention over the pieces of several ranks:
+    native/include/quire/context_attention.h."""
+    tokens = max(limits.max_tokens, PART_TOKENS)
+    sizes = [
+        _native.context_bytes(
+            tokens, heads=op.heads, head_dim=op.head_dim, rank=op.rank, degree=op.degree
+        )
+        for op in program.segments["trunk"]
+        if isinstance(op, Attention) and op.degree > 1
     ]
     return max(sizes, default=0)
 

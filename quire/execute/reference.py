@@ -31,6 +31,7 @@ from quire.execute.executor import (
 )
 from quire.execute.quantized_weights import quantize_weight, read_f32
 from quire.execute.reference_attention import PagedRows, attention
+from quire.execute.reference_context import context_attention
 from quire.execute.reference_experts import distributed_experts, experts, route
 from quire.execute.rope_table import RopeTable, rope_bytes
 from quire.program.batch import ForwardBatch
@@ -464,6 +465,9 @@ class ReferenceExecutor:
             paged.layer(op.layer).store(self._read(view), kv_slots, spec.dtype, spec.scheme)
 
     def _attention(self, op: Attention, batch: ForwardBatch) -> None:
+        if op.degree > 1:
+            self._context_attention(op, batch)
+            return
         layer, cache = op.layer, self._caches[op.cache]
         y = attention(
             self._read(op.q),
@@ -477,6 +481,24 @@ class ReferenceExecutor:
             window=op.window,
             soft_cap=op.soft_cap,
             dtype=self._program.caches[op.cache].dtype,
+        )
+        self._write(op.y, y)
+
+    def _context_attention(self, op: Attention, batch: ForwardBatch) -> None:
+        cache, group = self._caches[op.cache], self._group
+        if group is None or group.degree % op.degree or group.rank % op.degree != op.rank:
+            raise ValueError(f"{op.kind}: there are no ranks, or others, to exchange with")
+        y = context_attention(
+            op,
+            self._read(op.q),
+            cache.keys.layer(op.layer),
+            cache.values.layer(op.layer),
+            seq_starts=batch.seq_starts,
+            positions=batch.positions,
+            block_tables=batch.caches[op.cache].block_tables,
+            dtype=self._program.caches[op.cache].dtype,
+            first_rank=group.rank - op.rank,
+            all_ranks=group.all_gather,
         )
         self._write(op.y, y)
 

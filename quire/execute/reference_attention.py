@@ -12,13 +12,14 @@ positions of a piece.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.program.declarations import FP8_CACHE
+from quire.program.declarations import FP8_CACHE, PIECE_POSITIONS
 from quire.program.tensors import DType
 from quire.quant.fp8 import LARGEST, e4m3
 from quire.quant.int_rows import scale_and_inverse
@@ -26,8 +27,6 @@ from quire.weights.dtypes import round_to_bf16
 
 Float32s = NDArray[np.float32]
 Int32s = NDArray[np.int32]
-
-PIECE_POSITIONS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,32 +130,66 @@ def _attend_row(
     dtype: DType,
 ) -> Float32s:
     """One row's heads [heads, D] over its sequence."""
-    first = max(0, position - window + 1) if window else 0
-    maximum = np.full((len(q), 1), -np.inf, np.float32)
-    total = np.zeros((len(q), 1), np.float32)
-    y = np.zeros(q.shape, np.float32)
-    for piece in range(first - first % PIECE_POSITIONS, position + 1, PIECE_POSITIONS):
-        seen = np.arange(max(piece, first), min(piece + PIECE_POSITIONS, position + 1))
-        keys = _gather(cache_k.values, table, seen, len(q))  # [heads, P, D]
-        values = _gather(cache_v.values, table, seen, len(q))
-        scores = np.matmul(keys, q[:, :, None])[:, :, 0]  # [heads, P]
-        scores = scores * _gather(cache_k.scales, table, seen, len(q)) * scale
-        if soft_cap:
-            scores = soft_cap * np.tanh(scores / soft_cap)
-        piece_highest = scores.max(axis=1, keepdims=True)
-        weights = np.exp(scores - piece_highest)
-        piece_total = weights.sum(axis=1, keepdims=True)
-        weights = weights * _gather(cache_v.scales, table, seen, len(q))
-        if dtype is DType.BF16:
-            weights = round_to_bf16(weights)
-        piece_y = np.matmul(weights[:, None, :], values)[:, 0, :]
+    merged: Part | None = None
+    for _, seen in pieces_seen(position, window):
+        part = part_of_piece(
+            q, cache_k, cache_v, table, seen, scale=scale, soft_cap=soft_cap, dtype=dtype
+        )
+        merged = part if merged is None else merged.merged(part)
+    assert merged is not None, "a row sees its own position"
+    return merged.y / merged.total
 
-        highest = np.maximum(maximum, piece_highest)
-        kept, added = np.exp(maximum - highest), np.exp(piece_highest - highest)
-        total = total * kept + piece_total * added
-        y = y * kept + piece_y * added
-        maximum = highest
-    return y / total
+
+def pieces_seen(position: int, window: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Yield the pieces that a row sees, by number, each with the positions it sees of it."""
+    first = max(0, position - window + 1) if window else 0
+    for piece in range(first // PIECE_POSITIONS, position // PIECE_POSITIONS + 1):
+        start = piece * PIECE_POSITIONS
+        yield piece, np.arange(max(start, first), min(start + PIECE_POSITIONS, position + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What some pieces give for the heads of a row: the largest score [heads, 1], the sum of the
+    probabilities, and the weighted values [heads, D]."""
+
+    highest: Float32s
+    total: Float32s
+    y: Float32s
+
+    def merged(self, other: Part) -> Part:
+        """Return this part with that of the next piece."""
+        highest = np.maximum(self.highest, other.highest)
+        kept, added = np.exp(self.highest - highest), np.exp(other.highest - highest)
+        total = self.total * kept + other.total * added
+        return Part(highest, total, self.y * kept + other.y * added)
+
+
+def part_of_piece(
+    q: Float32s,
+    cache_k: PagedRows,
+    cache_v: PagedRows,
+    table: Int32s,
+    seen: NDArray[np.int64],
+    *,
+    scale: np.float32,
+    soft_cap: np.float32,
+    dtype: DType,
+) -> Part:
+    """Return the part of a row's heads [heads, D] over the positions `seen` of one piece."""
+    keys = _gather(cache_k.values, table, seen, len(q))  # [heads, P, D]
+    values = _gather(cache_v.values, table, seen, len(q))
+    scores = np.matmul(keys, q[:, :, None])[:, :, 0]  # [heads, P]
+    scores = scores * _gather(cache_k.scales, table, seen, len(q)) * scale
+    if soft_cap:
+        scores = soft_cap * np.tanh(scores / soft_cap)
+    highest = scores.max(axis=1, keepdims=True)
+    weights = np.exp(scores - highest)
+    total = weights.sum(axis=1, keepdims=True)
+    weights = weights * _gather(cache_v.scales, table, seen, len(q))
+    if dtype is DType.BF16:
+        weights = round_to_bf16(weights)
+    return Part(highest, total, np.matmul(weights[:, None, :], values)[:, 0, :])
 
 
 def _gather(cache: Float32s, table: Int32s, positions: NDArray[np.int64], heads: int) -> Float32s:

@@ -18,13 +18,12 @@ from quire.program.tensors import View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AllGather(Operation):
-    """Fill x[R, N] on all ranks: each has computed its own columns, `share_of`(N, unit, ...).
+class ColumnExchange(Operation):
+    """What ranks exchange of x[R, N], in place: each has its own columns, `share_of`(N, unit, ...).
 
-    In place. A rank sends its columns and receives those of the others.
+    The part that AllGather and AllReduce have in common.
     """
 
-    kind = "all_gather"
     reads = ("x",)
     writes = ("x",)
     is_row_wise = False
@@ -35,19 +34,35 @@ class AllGather(Operation):
     unit: int
 
     @property
-    def exchanges(self) -> int:
-        """See Operation."""
-        return 1
-
-    @property
     def own(self) -> View:
-        """The columns that this rank has computed."""
+        """The columns of this rank."""
         start, end = share_of(self.x.width, self.unit, self.rank, self.degree)
         return self.x.columns(start, end - start)
 
     def check(self, declared: Declarations) -> None:
         """The rank is one of the ranks, and each of them has a column."""
-        _check_columns(self)
+        if not 0 <= self.rank < self.degree:
+            raise ValueError(f"rank is {self.rank}; there are {self.degree} ranks")
+        if self.unit < 1 or -(-self.x.width // self.unit) < self.degree:
+            raise ValueError(
+                f"{self.x.width} columns in units of {self.unit} are too few for {self.degree} "
+                "ranks"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllGather(ColumnExchange):
+    """Fill x[R, N] on all ranks: each has computed its own columns.
+
+    A rank sends its columns and receives those of the others.
+    """
+
+    kind = "all_gather"
+
+    @property
+    def exchanges(self) -> int:
+        """See Operation."""
+        return 1
 
     def detail(self, declared: Declarations) -> str:
         """See Operation."""
@@ -59,51 +74,29 @@ class AllGather(Operation):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AllReduce(Operation):
+class AllReduce(ColumnExchange):
     """x[R, N] = the sum of what the ranks have in x, in f32 in the order of ranks, rounded once.
 
-    In place. A rank receives its own columns (`share_of`(N, unit, ...)) of all other ranks and adds
-    them up; the sums are then exchanged like those of AllGather.
+    A rank receives its own columns of all other ranks and adds them up; the sums are then exchanged
+    like those of AllGather.
     """
 
     kind = "all_reduce"
-    reads = ("x",)
-    writes = ("x",)
-    is_row_wise = False
-
-    x: View
-    rank: int
-    degree: int
-    unit: int
 
     @property
     def exchanges(self) -> int:
         """See Operation."""
         return 2
 
-    def check(self, declared: Declarations) -> None:
-        """The rank is one of the ranks, and each of them has a column."""
-        _check_columns(self)
-
     def detail(self, declared: Declarations) -> str:
         """See Operation."""
         return f"sum of {self.degree} ranks, in their order"
 
     def _cost(self, declared: Declarations, step: StepShape) -> Cost:
-        start, end = share_of(self.x.width, self.unit, self.rank, self.degree)
-        rows, own, others = step.rows(self.x.buffer.rows), end - start, self.degree - 1
+        rows, own, others = step.rows(self.x.buffer.rows), self.own.width, self.degree - 1
         received = own * others + self.x.width - own
         return Cost(
             other_ops=rows * own * others, comm_bytes=rows * received * self.x.dtype.itemsize
-        )
-
-
-def _check_columns(op: AllGather | AllReduce) -> None:
-    if not 0 <= op.rank < op.degree:
-        raise ValueError(f"rank is {op.rank}; there are {op.degree} ranks")
-    if op.unit < 1 or -(-op.x.width // op.unit) < op.degree:
-        raise ValueError(
-            f"{op.x.width} columns in units of {op.unit} are too few for {op.degree} ranks"
         )
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.program.declarations import PIECE_POSITIONS
 from quire.program.tensors import Rows
 
 Int64s = NDArray[np.int64]
@@ -56,6 +57,16 @@ class StepShape:
             hidden = _triangle(np.maximum(reach - window, 0))
             seen -= hidden - _triangle(np.maximum(self.starts - window, 0))
         return int(seen.sum())
+
+    def attended_pieces(self, window: int, rank: int = 0, ranks: int = 1) -> int:
+        """Pairs of a token row and a piece of the cache that it attends to, over all rows; of the
+        pieces that `rank` of several ranks has."""
+        reach = self.starts + self.counts
+        num = _own_pieces(reach, rank, ranks) - _own_pieces(self.starts, rank, ranks)
+        if window:  # pieces before that of the first position that a row attends to
+            hidden = _own_pieces(np.maximum(reach - window + 1, 0), rank + 1, ranks)
+            num -= hidden - _own_pieces(np.maximum(self.starts - window + 1, 0), rank + 1, ranks)
+        return int(num.sum())
 
     def read_positions(self, window: int) -> int:
         """Cached positions that any row attends to, counted once per sequence."""
@@ -106,4 +117,15 @@ class Cost:
 def _triangle(length: Int64s) -> Int64s:
     """1 + 2 + ... + length."""
     total: Int64s = length * (length + 1) // 2
+    return total
+
+
+def _own_pieces(end: Int64s, rank: int, ranks: int) -> Int64s:
+    """The pieces that a rank has up to that of a position, summed over the positions before `end`;
+    piece p is rank p modulo `ranks`'."""
+    piece, rest = np.divmod(end, PIECE_POSITIONS)
+    turns, left = np.divmod(np.maximum(piece - rank, 0), ranks)
+    whole = ranks * _triangle(turns) + left * (turns + 1)
+    own = np.where(piece < rank, 0, turns + 1)
+    total: Int64s = PIECE_POSITIONS * whole + rest * own
     return total

@@ -16,6 +16,9 @@ from quire.quant.scheme import SCHEMES, Scheme
 # Schemes of a KV cache: each head's row as int8 or e4m3 values, with one f32 scale per row.
 INT8_CACHE, FP8_CACHE = "int8", "fp8"
 KV_SCALE_BYTES = 4
+# Positions of a piece of a cache: attention is computed piece by piece, aligned to position 0, and
+# merged in their order.
+PIECE_POSITIONS = 256
 
 
 class WeightForm(StrEnum):
@@ -141,7 +144,8 @@ class CacheSpec:
     block tables.
 
     dtype is that of queries, keys and values. Keys and values are kept in it, or, where `scheme`
-    is "int8" or "fp8", in one byte each.
+    is "int8" or "fp8", in one byte each. Several `ranks` have its pieces by turns: piece p is rank
+    p modulo `ranks`'.
     """
 
     kind: str  # "paged"
@@ -151,6 +155,7 @@ class CacheSpec:
     dtype: DType
     window: int = 0  # positions that any layer attends to, the newest; 0: all
     scheme: str = ""
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         if self.scheme not in ("", INT8_CACHE, FP8_CACHE):
@@ -173,8 +178,8 @@ class CacheSpec:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token over all layers."""
-        return self.layers * self.layer_token_bytes
+        """Bytes of one token over all layers, in the mean over all ranks."""
+        return -(-self.layers * self.layer_token_bytes // self.ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,10 @@ class ExpertPlacement:
         return self.holders.get(op.gate_up, ())
 
 
+# Of no mixture: every expert is split by columns.
+SPLIT_EXPERTS = ExpertPlacement({})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertPlan:
     """How experts are to be placed. loads: the rows that chose each expert, by mixture; None: even

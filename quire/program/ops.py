@@ -23,14 +23,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import get_args
 
-from quire.program.comm_ops import AllGather, AllReduce
+from quire.program.comm_ops import AllGather, AllReduce, share_of
 from quire.program.cost import Cost, StepShape
 from quire.program.declarations import CacheSpec, Declarations, WeightForm
 from quire.program.expert_ops import Experts, Route
 from quire.program.forms import QUANTIZING_OPS, ActivationForm, IdSource, NormForm
 from quire.program.operation import Operation, WeightName, check_width
 from quire.program.stage_ops import Recv, Send
-from quire.program.tensors import Rows, View
+from quire.program.tensors import DType, Rows, View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,8 +242,9 @@ class StoreKV(Operation):
         return _layer_text(self.cache, self.layer)
 
     def _cost(self, declared: Declarations, step: StepShape) -> Cost:
-        token_bytes = declared.caches[self.cache].layer_token_bytes
-        return Cost(kv_bytes=step.rows(Rows.TOKENS) * token_bytes)
+        cache = declared.caches[self.cache]
+        stored = step.rows(Rows.TOKENS) * cache.layer_token_bytes
+        return Cost(kv_bytes=-(-stored // cache.ranks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +252,10 @@ class Attention(Operation):
     """Causal attention of q over a layer of a cache; fresh keys are read from there too.
 
     cache, layer: see StoreKV. window: positions a row attends to, its own included; 0 for all.
-    soft_cap: 0 for none.
+    soft_cap: 0 for none. Of several ranks (degree > 1) each has the pieces of PIECE_POSITIONS
+    positions of the cache with a number that is its rank, modulo `degree`, and attends to them for
+    all heads; the ranks exchange what each piece gives, and y has the rank's heads,
+    `share_of`(heads, 1, ...), merged in the order of positions.
     """
 
     kind = "attention"
@@ -269,6 +273,19 @@ class Attention(Operation):
     window: int
     soft_cap: float
     cache: int = 0
+    rank: int = 0
+    degree: int = 1
+
+    @property
+    def exchanges(self) -> int:
+        """See Operation."""
+        return 1 if self.degree > 1 else 0
+
+    @property
+    def own_heads(self) -> int:
+        """How many heads y has."""
+        start, end = share_of(self.heads, 1, self.rank, self.degree)
+        return end - start
 
     def check(self, declared: Declarations) -> None:
         """Heads have the geometry of the cache and divide evenly over its KV heads."""
@@ -280,23 +297,37 @@ class Attention(Operation):
             )
         if self.heads < 1 or self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} heads are no multiple of {self.kv_heads} KV heads")
-        for name, view in (("q", self.q), ("y", self.y)):
-            check_width(name, view, self.heads * self.head_dim)
+        if not 0 <= self.rank < self.degree <= max(self.heads, 1):
+            raise ValueError(f"rank is {self.rank} of {self.degree}; there are {self.heads} heads")
+        if cache.ranks != self.degree:
+            raise ValueError(f"{self.degree} ranks; the cache is divided over {cache.ranks}")
+        check_width("q", self.q, self.heads * self.head_dim)
+        check_width("y", self.y, self.own_heads * self.head_dim)
 
     def detail(self, declared: Declarations) -> str:
         """See Operation."""
         words = f"{self.heads} heads over {self.kv_heads} of {self.head_dim}"
         words += f" window {self.window}" if self.window else ""
         words += f" capped at {self.soft_cap:g}" if self.soft_cap else ""
-        return f"{words} {_layer_text(self.cache, self.layer)}"
+        words += f" {_layer_text(self.cache, self.layer)}"
+        if self.degree == 1:
+            return words
+        return f"{words}, pieces of rank {self.rank} of {self.degree}, all_to_all of parts"
 
     def _cost(self, declared: Declarations, step: StepShape) -> Cost:
-        pairs = step.attended_positions(self.window) * self.heads
+        pairs = -(-step.attended_positions(self.window) * self.heads // self.degree)
         token_bytes = declared.caches[self.cache].layer_token_bytes
+        parts, merged_ops = 0, 0
+        if self.degree > 1:
+            pieces = step.attended_pieces(self.window)
+            own = step.attended_pieces(self.window, self.rank, self.degree)
+            parts = (pieces - own) * self.own_heads
+            merged_ops = 2 * pieces * self.own_heads * self.head_dim
         return Cost(
             attention_ops=4 * pairs * self.head_dim,
-            other_ops=4 * pairs,
-            kv_bytes=step.read_positions(self.window) * token_bytes,
+            other_ops=4 * pairs + merged_ops,
+            kv_bytes=-(-step.read_positions(self.window) * token_bytes // self.degree),
+            comm_bytes=parts * (self.head_dim + 2) * DType.F32.itemsize,
         )
 
 

@@ -7,7 +7,7 @@ buffer, every weight an operation names is in the table, every buffer read was w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 from quire.program.cost import Cost, StepShape
@@ -58,6 +58,11 @@ class Program:
     def weight_bytes(self) -> int:
         """Bytes of all weights as they are kept."""
         return sum(weight.num_bytes for weight in self.weights.values())
+
+    def operations(self) -> Iterator[Op]:
+        """Yield the operations of all segments, in order."""
+        for ops in self.segments.values():
+            yield from ops
 
     def segment_cost(self, segment: str, step: StepShape) -> Cost:
         """Return the sum over a segment's operations."""

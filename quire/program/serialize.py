@@ -36,10 +36,7 @@ def to_plain(program: Program) -> Plain:
             name: [_op_to_plain(op) for op in ops] for name, ops in program.segments.items()
         },
         "weights": [_weight_to_plain(weight) for weight in program.weights.values()],
-        "caches": [
-            [c.kind, c.layers, c.kv_heads, c.head_dim, c.dtype.value, c.window, c.scheme]
-            for c in program.caches
-        ],
+        "caches": [_cache_to_plain(cache) for cache in program.caches],
         "ropes": [[list(r.inv_freq), r.attention_scale] for r in program.ropes],
         "outputs": {name: _view_to_plain(view) for name, view in program.outputs.items()},
         # Left out where it is empty, so that digests of whole programs stay what they are.
@@ -70,8 +67,8 @@ def from_plain(plain: Mapping[str, Any]) -> Program:
         },
         weights={weight.name: weight for weight in weights},
         caches=tuple(
-            CacheSpec(kind, layers, kv_heads, head_dim, DType(dtype), window, scheme)
-            for kind, layers, kv_heads, head_dim, dtype, window, scheme in plain["caches"]
+            CacheSpec(kind, layers, kv_heads, head_dim, DType(dtype), *more)
+            for kind, layers, kv_heads, head_dim, dtype, *more in plain["caches"]
         ),
         ropes=tuple(RopeSpec(tuple(inv_freq), scale) for inv_freq, scale in plain["ropes"]),
         outputs={name: _view_from_plain(view, buffers) for name, view in plain["outputs"].items()},
@@ -136,6 +133,11 @@ def _view_from_plain(plain: list[int], buffers: tuple[Buffer, ...]) -> View:
     if not 0 <= index < len(buffers):
         raise ValueError(f"a view names buffer {index}; there are {len(buffers)}")
     return View(buffers[index], offset, width)
+
+
+def _cache_to_plain(c: CacheSpec) -> list[Any]:
+    fields = [c.kind, c.layers, c.kv_heads, c.head_dim, c.dtype.value, c.window, c.scheme]
+    return [*fields, c.ranks] if c.ranks > 1 else fields
 
 
 def _weight_to_plain(weight: Weight) -> Plain:

@@ -15,10 +15,12 @@ from quire.program.batch import ForwardBatch, Int32s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocate:
-    """Make the KV pool."""
+    """Make the KV pool. own_block_size: positions of a block in it, where the blocks of the engine
+    are divided over ranks (own_pieces.py)."""
 
     num_blocks: int
     block_size: int
+    own_block_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,12 +31,15 @@ from quire.execute.executor import (
 )
 from quire.execute.native import NativeExecutor
 from quire.program.comm_ops import AllGather, AllReduce, share_of
+from quire.program.degrees import check_degree, kv_span
 from quire.program.expert_ops import Experts
-from quire.program.expert_parallel import ExpertPlacement, ExpertPlan, Span
+from quire.program.expert_parallel import SPLIT_EXPERTS, ExpertPlacement, ExpertPlan, Span
+from quire.program.ops import Attention
 from quire.program.program import Program
 from quire.program.row_parallel import TpMode
 from quire.program.serialize import to_plain
-from quire.program.shard import SPLIT_EXPERTS, check_degree, kv_span, shard
+from quire.program.shard import shard
+from quire.program.tensors import DType
 from quire.ranks.commands import command_bytes
 from quire.ranks.placement import cpus_of_ranks, run_on
 from quire.ranks.processes import RankProcesses
@@ -60,13 +63,17 @@ class RankedExecutor(MirroredExecutor):
 class RankedExecutorClass:
     """An ExecutorClass (see quire/execute/executor.py).
 
-    experts: how whole experts are placed on ranks; None: each expert is split by columns. mode:
-    whether products are split by inputs too. binds: whether ranks are bound to processors. poison:
+    degree: of all ranks of a stage; `context` of them at a time have the same heads and divide the
+    positions of the KV cache, in blocks of block_size (context parallelism). experts: how whole
+    experts are placed on ranks; None: each expert is split by columns. mode: whether products are
+    split by inputs too. binds: whether ranks are bound to processors. poison:
     fill buffers with NaN before each run, for tests. timeout_s: the longest wait for a rank that
     responds. shares_blocks: whether blocks leave and enter the pool, whole, as of one process.
     """
 
     degree: int
+    context: int = 1
+    block_size: int = 16
     experts: ExpertPlan | None = None
     mode: TpMode = TpMode.EXACT
     binds: bool = True
@@ -81,7 +88,7 @@ class RankedExecutorClass:
 
     def check_program(self, program: Program) -> None:
         """Raise SettingError where it cannot be split so, ModelError where a kernel lacks."""
-        check_degree(program, self.degree, self.placement(program))
+        check_degree(program, self.degree, self.placement(program), self.context)
         NativeExecutor.check_program(program)
 
     def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
@@ -98,10 +105,17 @@ class RankedExecutorClass:
     def programs(self, program: Program) -> list[Program]:
         """Return each rank's share."""
         placement = self.placement(program)
-        return [
-            shard(program, degree=self.degree, rank=rank, placement=placement, mode=self.mode)
-            for rank in range(self.degree)
-        ]
+        return [self._share(program, rank, placement) for rank in range(self.degree)]
+
+    def _share(self, program: Program, rank: int, placement: ExpertPlacement) -> Program:
+        return shard(
+            program,
+            degree=self.degree,
+            rank=rank,
+            placement=placement,
+            mode=self.mode,
+            context=self.context,
+        )
 
     def placement(self, program: Program) -> ExpertPlacement:
         """Return the ranks of whole experts. Raises SettingError."""
@@ -152,6 +166,7 @@ class RankedExecutorClass:
                     processes.start(replace(start, pool_file=pool_file), segment)
                 run_on(cpus[0])
                 executor = self._rank_zero(parts, checkpoint, options, group, sizes, segment)
+                executor.own_block_size = self.block_size
                 if self.shares_blocks:
                     executor.share_blocks(pool_file, self._heads(program))
                 self._compare(executor, processes.ready())
@@ -250,6 +265,8 @@ def _slot_bytes(program: Program) -> int:
             if isinstance(op, AllGather):
                 start, end = share_of(op.x.width, op.unit, 0, op.degree)  # rank 0's is the largest
                 parts.append((end - start) * op.x.dtype.itemsize)
+            if isinstance(op, Attention) and op.degree > 1:
+                parts.append(op.heads * (op.head_dim + 2) * DType.F32.itemsize)
             if isinstance(op, AllReduce):
                 parts.append(op.x.width * op.x.dtype.itemsize)
             if isinstance(op, Experts) and op.holders:

@@ -17,8 +17,8 @@ from quire.base.log import Log
 from quire.comm.links import LinkSizes
 from quire.comm.shared_memory import SegmentSizes, SharedMemoryRank
 from quire.execute.executor import ExecutorMemory, ExecutorOptions, StepLimits
+from quire.program.expert_parallel import mixtures
 from quire.program.program import Program
-from quire.program.shard import shard
 from quire.program.split import check_stages, layers_of_stages, split
 from quire.ranks.executor_class import RankedExecutor, RankedExecutorClass
 from quire.ranks.stage_executor import PipelineExecutor
@@ -64,8 +64,9 @@ class PipelineExecutorClass(RankedExecutorClass):
     def programs(self, program: Program) -> list[Program]:
         """Return each rank's program, by rank."""
         stages, layout = split(program, self.stages), self.layout
+        placement = self.placement(program)
         return [
-            shard(stages[layout.stage_of(rank)], degree=self.degree, rank=rank % self.degree)
+            self._share(stages[layout.stage_of(rank)], rank % self.degree, placement)
             for rank in range(self.num_ranks)
         ]
 
@@ -104,7 +105,7 @@ class PipelineExecutorClass(RankedExecutorClass):
         layers = tuple(
             programs[layout.rank_at(stage, 0)].caches[0].layers for stage in range(self.stages)
         )
-        return PipelineRanks(
+        executor = PipelineRanks(
             programs[0],
             checkpoint,
             replace(options, num_threads=self._threads(options), beside=None),
@@ -113,6 +114,12 @@ class PipelineExecutorClass(RankedExecutorClass):
             layers,
             poison=self.poison,
         )
+        executor.early_experts = tuple(
+            mixture.routing.width
+            for stage in range(self.stages - 1)
+            for mixture in mixtures(programs[layout.rank_at(stage, 0)])
+        )
+        return executor
 
     def _sizes(self, programs: Sequence[Program], limits: StepLimits) -> SegmentSizes:
         plain = super()._sizes(programs, limits)

@@ -32,6 +32,7 @@ from quire.ranks.commands import (
     Touch,
     command_wire,
 )
+from quire.ranks.own_pieces import OwnPieces
 from quire.ranks.shared_pools import NONE as NO_FILE
 from quire.ranks.shared_pools import SharedPools, make_room, mapped
 from quire.weights.checkpoint import Checkpoint
@@ -40,8 +41,11 @@ from quire.weights.checkpoint import Checkpoint
 class RankExecutor(NativeExecutor):
     """A NativeExecutor of a rank's program, with the group its exchanges go through.
 
+    own_block_size: positions of a block in the pool, where blocks of the engine are divided.
     pool_file: a descriptor of the file that the KV pools of all ranks lie in; NO_FILE: in none.
     """
+
+    own_block_size = 16
 
     def __init__(
         self,
@@ -58,28 +62,72 @@ class RankExecutor(NativeExecutor):
         self.group, self._pool_file = group, pool_file
         self._native.set_group(group.native)
         self._last: ForwardBatch | None = None  # of the last Run
+        self.pieces: OwnPieces | None = None  # under context parallelism, once there is a cache
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> None:
+        """See Executor. Under context parallelism a rank has its pieces of each block."""
+        cache = self._program.caches[0]
+        if cache.ranks == 1:
+            super().allocate_cache(num_blocks, block_size)
+            return
+        rank = self.group.rank % cache.ranks
+        pieces = OwnPieces(ranks=cache.ranks, rank=rank, block_size=self.own_block_size)
+        if block_size != pieces.engine_block_size:
+            raise ValueError(f"blocks of {block_size} positions over {cache.ranks} ranks")
+        super().allocate_cache(num_blocks * pieces.blocks_of_each, self.own_block_size)
+        self.pieces = pieces
+
+    def touch_blocks(self, layer: int, first: int, last: int) -> None:
+        """See Executor."""
+        times = 1 if self.pieces is None else self.pieces.blocks_of_each
+        super().touch_blocks(layer, first * times, last * times)
+
+    def copy_blocks(self, copy_from: Int32s, copy_to: Int32s) -> None:
+        """See Executor."""
+        if self.pieces is not None:
+            copy_from, copy_to = self.pieces.blocks(copy_from), self.pieces.blocks(copy_to)
+        super().copy_blocks(copy_from, copy_to)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block over the layers of this rank."""
+        return super().block_bytes * (1 if self.pieces is None else self.pieces.blocks_of_each)
+
+    def run_layers(self, batch: ForwardBatch, first: int, end: int) -> None:
+        """See LayeredExecutor."""
+        super().run_layers(self._own(batch), first, end)
+
+    def _run(
+        self, segment: int, batch: ForwardBatch, sample_rows: Int32s, then: int = NONE
+    ) -> None:
+        own = self._own(batch) if segment == TRUNK else batch
+        super()._run(segment, own, sample_rows, then)
+
+    def _own(self, batch: ForwardBatch) -> ForwardBatch:
+        return batch if self.pieces is None else self.pieces.batch(batch)
 
     def do(self, command: Command) -> None:
         """Do what rank 0 does."""
         match command:
             case Allocate():
-                NativeExecutor.allocate_cache(self, command.num_blocks, command.block_size)
+                self.own_block_size = command.own_block_size
+                RankExecutor.allocate_cache(self, command.num_blocks, command.block_size)
                 self._place_pool()
             case Touch():
-                NativeExecutor.touch_blocks(self, command.layer, command.first, command.last)
+                RankExecutor.touch_blocks(self, command.layer, command.first, command.last)
             case CopyBlocks():
-                NativeExecutor.copy_blocks(self, command.copy_from, command.copy_to)
+                RankExecutor.copy_blocks(self, command.copy_from, command.copy_to)
             case Run():
                 self._last = command.batch
                 self._reserve_angles(command.batch)
-                NativeExecutor._run(
+                RankExecutor._run(
                     self, command.segment, command.batch, command.sample_rows, command.then
                 )
             case RunAgain():
                 assert self._last is not None, "rank 0 runs the trunk first"
-                NativeExecutor._run(self, command.segment, self._last, command.sample_rows)
+                RankExecutor._run(self, command.segment, self._last, command.sample_rows)
             case RunLayers():
-                NativeExecutor.run_layers(self, command.batch, command.first, command.end)
+                RankExecutor.run_layers(self, command.batch, command.first, command.end)
             case Stop():
                 raise AssertionError("Stop ends the loop")
 
@@ -130,12 +178,18 @@ class MirroredExecutor(RankExecutor):
             super().allocate_cache(num_blocks, block_size)
             shape = self._pool_bytes.shape
             make_room(self._pool_file, self._pool_bytes.size, len(self._heads))
-        self._send(Allocate(num_blocks=num_blocks, block_size=block_size))
+        self._send(self.allocation(num_blocks, block_size))
         if self._pool_file == NO_FILE:
             super().allocate_cache(num_blocks, block_size)
         else:
             self._place_pool()
             self._pools = SharedPools(self._pool_file, self._heads, shape)
+
+    def allocation(self, num_blocks: int, block_size: int) -> Allocate:
+        """Return the command that allocates the cache of another rank."""
+        return Allocate(
+            num_blocks=num_blocks, block_size=block_size, own_block_size=self.own_block_size
+        )
 
     def touch_blocks(self, layer: int, first: int, last: int) -> None:
         """See Executor."""

@@ -21,7 +21,7 @@ from quire.execute.executor import ExecutorOptions
 from quire.execute.native import NONE, TRUNK, Int32s
 from quire.program.batch import NO_SLOTS, ForwardBatch
 from quire.program.program import Program
-from quire.ranks.commands import Allocate, Command, CopyBlocks, Run, Stop, Touch
+from quire.ranks.commands import Command, CopyBlocks, Run, Stop, Touch
 from quire.ranks.rank_executor import MirroredExecutor, RankExecutor
 from quire.ranks.stages import StageLinks
 from quire.weights.checkpoint import Checkpoint
@@ -66,6 +66,7 @@ class StageExecutor(RankExecutor):
 
 class PipelineExecutor(MirroredExecutor):
     """The Executor of rank 0. layers: how many each stage has; `tp` ranks are in each.
+    early_experts: experts of each mixture before its own stage.
 
     A PipelinedExecutor (see quire/execute/executor.py).
     """
@@ -85,6 +86,7 @@ class PipelineExecutor(MirroredExecutor):
         self.links, self.layers = links, layers
         self.num_layers = 0  # none are computed by themselves: see LayeredExecutor
         self._num_begun = 0
+        self.early_experts: tuple[int, ...] = ()
         self._due: deque[_Begun | CopyBlocks] = deque()  # what this rank has still to do, in order
         self._native.set_links(*links.ends)
 
@@ -92,6 +94,11 @@ class PipelineExecutor(MirroredExecutor):
     def num_stages(self) -> int:
         """See PipelinedExecutor."""
         return len(self.layers)
+
+    @property
+    def expert_loads(self) -> list[list[int]]:
+        """See NativeExecutor; zeros for the mixtures of other stages."""
+        return [[0] * experts for experts in self.early_experts] + super().expert_loads
 
     def begin_trunk(self, batch: ForwardBatch) -> None:
         """See PipelinedExecutor."""
@@ -123,7 +130,7 @@ class PipelineExecutor(MirroredExecutor):
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         """See Executor."""
         self._due.clear()
-        self._send_ahead(Allocate(num_blocks=num_blocks, block_size=block_size))
+        self._send_ahead(self.allocation(num_blocks, block_size))
         super().allocate_cache(num_blocks, block_size)
 
     def touch_blocks(self, layer: int, first: int, last: int) -> None:

@@ -27,7 +27,7 @@ def disk_offload(planner: Planner, sized: SizedModel, length: int) -> dict[str, 
 
     length: tokens of the requests that the speeds are for.
     """
-    if planner.device.is_gpu or sized.config.executor.tensor_parallel_size > 1:
+    if planner.device.is_gpu or sized.config.executor.num_ranks > 1:
         return None
     needs = sized.needs
     whole = ExecutorMemory(

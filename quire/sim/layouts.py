@@ -17,11 +17,12 @@ from quire.base.errors import SettingError
 from quire.config.memory import MemoryNeeds
 from quire.program.comm_ops import num_exchanges
 from quire.program.cost import StepShape
-from quire.program.expert_parallel import even_placement, mixtures
+from quire.program.degrees import check_degree
+from quire.program.expert_parallel import SPLIT_EXPERTS, even_placement, mixtures
 from quire.program.ops import Embed
 from quire.program.program import Program
 from quire.program.row_parallel import TpMode
-from quire.program.shard import SPLIT_EXPERTS, check_degree, shard
+from quire.program.shard import shard
 from quire.sim.cost import roofline_ms
 from quire.sim.links import Links
 from quire.sim.plan import Planner, SizedModel, fitted, product_precision

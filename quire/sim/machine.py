@@ -50,7 +50,7 @@ class Machine:
 
     def num_blocks(self, config: EngineConfig) -> int:
         """Return the number of KV blocks, at most what all running requests can use."""
-        size, asked = config.cache.block_size, config.cache.kv_cache_memory_bytes
+        size, asked = config.kv_block_tokens, config.cache.kv_cache_memory_bytes
         blocks = (DEFAULT_KV_BYTES if asked is None else asked) // (size * self.token_bytes)
         if blocks < 1:
             raise SettingError(

@@ -35,6 +35,7 @@ from quire.models.registry import open_model
 from quire.program.cost import Cost, StepShape
 from quire.program.declarations import WeightForm
 from quire.program.program import Program
+from quire.ranks.stages import StageLayout
 from quire.sim.cost import roofline_ms
 from quire.sim.hardware import THIS, Device
 from quire.sim.links import Links, links_of
@@ -59,7 +60,7 @@ class DeviceSizing:
 
     def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
         """See ExecutorSizing."""
-        if self.settings.tensor_parallel_size == 1:
+        if self.settings.num_ranks == 1:
             return self._memory_of(program, limits)
         if self.device.name == THIS:
             return shared_memory_of(program, self.settings, limits)
@@ -88,8 +89,8 @@ class DeviceSizing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedModel:
-    """A model with its settings on a device, or on one for each rank. shares: the ranks' programs.
-    plan: None where it does not fit; see problem."""
+    """A model with its settings on a device, or on one for each rank. shares: the ranks' programs,
+    by rank. plan: None where it does not fit; see problem."""
 
     config: EngineConfig
     program: Program
@@ -98,6 +99,16 @@ class SizedModel:
     step_tokens: int
     plan: MemoryPlan | None
     problem: str
+
+    @property
+    def stages(self) -> tuple[tuple[Program, ...], ...]:
+        """The shares of each stage, in the order in which a step passes them."""
+        stages = self.config.executor.pipeline_parallel_size
+        layout = StageLayout(stages=stages, tp=len(self.shares) // stages)
+        return tuple(
+            tuple(self.shares[layout.rank_at(stage, place)] for place in range(layout.tp))
+            for stage in range(stages)
+        )
 
     @property
     def max_context(self) -> int:
@@ -173,16 +184,21 @@ class Planner:
             problem=problem,
         )
 
-    def sized_step_s(self, sized: SizedModel, counts: list[int], starts: list[int]) -> float:
-        """Return the least seconds of a step of all ranks: of the largest, with its exchanges."""
+    def stage_times_s(self, sized: SizedModel, counts: list[int], starts: list[int]) -> list[float]:
+        """Return the least seconds of a step in each stage: of its largest rank, with what it
+        exchanges and receives. Without stages there is one."""
         if len(sized.shares) == 1:
-            return self.step_s(sized.program, counts, starts)
+            return [self.step_s(sized.program, counts, starts)]
         ranks = len(sized.shares) if self.device.name == THIS else 1  # they share its rates
-        share = max(sized.shares, key=lambda one: one.weight_bytes)
-        cost = share.step_cost(StepShape(counts, starts))
-        received_s = cost.comm_bytes / self.links.node_gb_per_s / 1e9
-        waited_s = 1e-6 * self.links.exchange_us * exchanges_of(share)
-        return ranks * self._cost_s(share, cost) + received_s + waited_s
+        links, times_s = self.links, list[float]()
+        for stage in sized.stages:
+            share = max(stage, key=lambda one: one.weight_bytes)
+            cost = share.step_cost(StepShape(counts, starts))
+            received_s = cost.comm_bytes / links.node_gb_per_s / 1e9
+            waited_us = links.exchange_us * exchanges_of(share)
+            waited_us += links.message_us * (len(times_s) > 0)
+            times_s.append(ranks * self._cost_s(share, cost) + received_s + 1e-6 * waited_us)
+        return times_s
 
     def step_s(self, program: Program, counts: list[int], starts: list[int]) -> float:
         """Return the least seconds of a step with these rows."""
@@ -199,17 +215,22 @@ class Planner:
         return ms / 1e3
 
     def prefill_s(self, sized: SizedModel, num_tokens: int) -> float:
-        """Return the least seconds to compute a prompt alone, in steps of the largest size."""
-        starts = range(0, num_tokens, sized.step_tokens)
-        return sum(
-            self.sized_step_s(sized, [min(sized.step_tokens, num_tokens - start)], [start])
-            for start in starts
-        )
+        """Return the least seconds to compute a prompt alone, in steps of the largest size, which
+        follow each other through the stages."""
+        slowest_s, last = 0.0, [0.0]
+        for start in range(0, num_tokens, sized.step_tokens):
+            count = min(sized.step_tokens, num_tokens - start)
+            last = self.stage_times_s(sized, [count], [start])
+            slowest_s += max(last)
+        return slowest_s + sum(last) - max(last)
 
     def decode_tokens_per_s(self, sized: SizedModel, num_tokens: int, requests: int = 1) -> float:
-        """Return the most tokens per second of so many requests, all at a depth of num_tokens."""
-        starts = [num_tokens - 1] * requests
-        return requests / self.sized_step_s(sized, [1] * requests, starts)
+        """Return the most tokens per second of so many requests, all at a depth of num_tokens,
+        divided over as many steps in flight as stages."""
+        groups = min(len(sized.stages), requests)
+        rows = -(-requests // groups)
+        times_s = self.stage_times_s(sized, [1] * rows, [num_tokens - 1] * rows)
+        return requests / max(groups * max(times_s), sum(times_s))
 
     def parallel_degree(self, sized: SizedModel) -> tuple[int, MemoryNeeds] | None:
         """Return the fewest equal devices that the model fits on when its tensors are split.

@@ -255,11 +255,13 @@ def _ranks(planner: Planner, sized: SizedModel) -> dict[str, Any]:
     depth = _compared_tokens(planner) - 1
     token, step = StepShape([1], [depth]), StepShape([sized.step_tokens], [0])
     return {
-        "tensor_parallel_size": len(sized.shares),
+        "tensor_parallel_size": sized.config.executor.tensor_parallel_size,
+        "context_parallel_size": sized.config.executor.context_parallel_size,
+        "pipeline_parallel_size": sized.config.executor.pipeline_parallel_size,
         "enable_expert_parallel": sized.config.executor.enable_expert_parallel,
         "tp_mode": sized.config.executor.tp_mode,
         "links": planner.links.about,
-        "exchanges_per_step": exchanges_of(sized.shares[0]),
+        "exchanges_per_step": sum(exchanges_of(stage[0]) for stage in sized.stages),
         "step_tokens": sized.step_tokens,
         "of_rank": [
             {
@@ -276,6 +278,8 @@ def _ranks(planner: Planner, sized: SizedModel) -> dict[str, Any]:
 def _layouts(planner: Planner, sized: SizedModel, num_devices: int) -> dict[str, Any]:
     whole = planner.size(
         tensor_parallel_size=None,
+        context_parallel_size=None,
+        pipeline_parallel_size=None,
         tp_mode=None,
         enable_expert_parallel=None,
         expert_load_file=None,

@@ -77,7 +77,7 @@ def measure_machine(config: EngineConfig, *, progress: Progress | None = None) -
         "max_model_len": card.max_model_len,
         "step_tokens": engine.step_tokens,
         "num_layers": engine.num_layers,
-        "ranks": config.executor.tensor_parallel_size,
+        "ranks": config.executor.ranks_of_stage,
         "token_bytes": token_bytes,
         **measured,
         "linear": asdict(linear),

@@ -1,4 +1,4 @@
-"""Ranks of tensor and expert parallelism in predictions: their shares, memory and step times.
+"""Ranks in predictions: their shares, memory and step times.
 
 Computed from each rank's program and the rates of its device; a device named `this` is one machine
 that all ranks share, so that each has a part of its rates. Nothing here was measured.
@@ -11,21 +11,19 @@ from collections.abc import Sequence
 from quire.base.records import StepPlan
 from quire.config.executor_config import ExecutorConfig
 from quire.config.groups import EngineConfig
-from quire.engine.assembly.ranks import expert_plan
+from quire.engine.assembly.ranks import class_of
 from quire.execute.executor import ExecutorMemory, StepLimits
 from quire.program.comm_ops import num_exchanges
 from quire.program.program import Program
-from quire.program.row_parallel import TpMode
-from quire.ranks.executor_class import RankedExecutorClass
 from quire.scheduler.cost.step_cost import LinearCost
 from quire.sim.cost import RooflineCost
 
 
 def shares_of(program: Program, settings: ExecutorConfig) -> tuple[Program, ...]:
     """Return each rank's program; the program itself for one. Raises SettingError."""
-    if settings.tensor_parallel_size == 1:
+    if settings.num_ranks == 1:
         return (program,)
-    ranked = _ranked(settings)
+    ranked = class_of(settings)
     ranked.check_program(program)
     return tuple(ranked.programs(program))
 
@@ -43,7 +41,7 @@ def shared_memory_of(
     program: Program, settings: ExecutorConfig, limits: StepLimits
 ) -> ExecutorMemory:
     """Return what the ranks of an engine on one machine need, as the engine counts it."""
-    return _ranked(settings).memory_for(program, limits)
+    return class_of(settings).memory_for(program, limits)
 
 
 def exchanges_of(share: Program) -> int:
@@ -91,12 +89,4 @@ def token_bytes_of(config: EngineConfig, program: Program) -> int:
     """Return the bytes of a token's keys and values over all ranks, copies included."""
     return sum(
         cache.token_bytes for share in shares_of(program, config.executor) for cache in share.caches
-    )
-
-
-def _ranked(settings: ExecutorConfig) -> RankedExecutorClass:
-    return RankedExecutorClass(
-        degree=settings.tensor_parallel_size,
-        experts=expert_plan(settings),
-        mode=TpMode(settings.tp_mode),
     )

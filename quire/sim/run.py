@@ -89,7 +89,7 @@ def simulate(
     limits = scheduler_limits(
         config.scheduler,
         num_blocks=num_blocks,
-        max_model_len=min(defaults.max_model_len, num_blocks * config.cache.block_size),
+        max_model_len=min(defaults.max_model_len, num_blocks * config.kv_block_tokens),
         step_tokens=machine.step_tokens_of(config),
         num_layers=machine.num_layers,
     )

@@ -22,7 +22,7 @@ class DividedModel(Model):
     what that has answered."""
 
     def __init__(self, whole: Model, executor_class: RankedExecutorClass) -> None:
-        super().__init__(whole.folder, whole.dtype)
+        super().__init__(whole.folder, whole.dtype, max_model_len=whole.max_model_len)
         self.name, self.program = whole.name, whole.program
         self.whole, self._class = whole, executor_class
 

@@ -166,10 +166,15 @@ class Model:
     """A model and its executors, one per thread count."""
 
     def __init__(
-        self, folder: Path, dtype: DType, precision: str = "none", kv_cache_dtype: str = "auto"
+        self,
+        folder: Path,
+        dtype: DType,
+        precision: str = "none",
+        kv_cache_dtype: str = "auto",
+        max_model_len: int = MAX_MODEL_LEN,
     ) -> None:
         self.name = f"{folder.name} {dtype} {precision} {kv_cache_dtype}"
-        self.folder = folder
+        self.folder, self.max_model_len = folder, max_model_len
         self.dtype = dtype
         self.precision, self.kv_cache_dtype = precision, kv_cache_dtype
         is_rounded = precision != "none" or kv_cache_dtype == "int8"
@@ -180,7 +185,7 @@ class Model:
         # activations differ by more: such logits cannot be compared row by row.
         self.is_comparable = spec.experts is None or (dtype is DType.F32 and not is_rounded)
         self.vocab_size = spec.vocab_size
-        plain = build_program(spec, dtype=dtype, max_positions=MAX_MODEL_LEN)
+        plain = build_program(spec, dtype=dtype, max_positions=max_model_len)
         kept_in = with_kv_cache_dtype(quantize(plain, precision), kv_cache_dtype)
         self.program: Program = with_pooling(kept_in)
         self.checkpoint: Checkpoint = open_checkpoint(folder)
@@ -413,11 +418,11 @@ def make_drafts(model: Model, case: Case, alone: AloneRuns) -> tuple[Drafter | N
     settings, taps = case.settings, None
     drafts: CostlyProposer | None = None
     if settings.proposer == "model":
-        drafts = model_proposer(model.draft_executor(), settings, MAX_MODEL_LEN)
+        drafts = model_proposer(model.draft_executor(), settings, settings.max_model_len)
     if settings.proposer == "self":
-        drafts = self_proposer(first_layers_of(model, settings), settings, MAX_MODEL_LEN)
+        drafts = self_proposer(first_layers_of(model, settings), settings, settings.max_model_len)
     if settings.proposer in HEADS and isinstance(model.executor(1), NativeExecutor):
-        drafts, taps = model.heads(settings.proposer).proposer(settings, MAX_MODEL_LEN)
+        drafts, taps = model.heads(settings.proposer).proposer(settings, settings.max_model_len)
     return draft_source(settings, lambda request: answers[request.request_id], drafts), taps
 
 
@@ -457,7 +462,7 @@ def make_runner(
     return make(
         executor,
         num_slots=settings.max_num_seqs,
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=settings.max_model_len,
         block_size=settings.block_size,
         max_samples=settings.max_samples,
         overlap=settings.plans_in_flight > 1,
@@ -520,7 +525,7 @@ def make_core(
     limits = SchedulerLimits(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=settings.max_model_len,
         plans_in_flight=settings.plans_in_flight,
         long_prompt_tokens=int(settings.layered),
         part_layers=executor.num_layers if settings.layered and is_able else 0,
@@ -576,6 +581,12 @@ class AloneRuns:
                     replace(request, request_id=f"{request.group_id}/{stream}", stream=stream)
                     for stream in range(request.sampling.n)
                 )
+            longer = model.max_model_len // MAX_MODEL_LEN
+            settings = replace(
+                settings,
+                max_model_len=model.max_model_len,
+                num_blocks=longer * settings.num_blocks,
+            )
             arrival = Arrival(at_step=0, requests=requests, cancel_at=(None,) * len(requests))
             case = Case(number=-1, model=0, settings=settings, arrivals=(arrival,))
             streams = run_case(model, case).streams

@@ -66,6 +66,7 @@ class Settings:
     plans_in_flight: int
     prefix_caching: bool
     num_threads: int
+    max_model_len: int = MAX_MODEL_LEN
     micro_batches: int = 0  # of a pipeline
     policy: str = "fcfs"
     tier_blocks: int = 0  # places of the tier, which is used whenever possible

@@ -156,6 +156,8 @@ class PagedCache:
             "window": geometry.window,
             "soft_cap": geometry.soft_cap,
             "cache": 0,
+            "rank": 0,
+            "degree": 1,
         }
         self._program.add_segment([("store_kv", {"k": k, "v": v, "layer": 0, "cache": 0})])
         self._program.add_segment([("attention", attended)])

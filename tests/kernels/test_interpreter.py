@@ -20,7 +20,7 @@ ANGLES = np.ones((8, 4), np.float32)  # must outlive the program
 X, Y = (0, 0, WIDTH), (1, 0, WIDTH)
 ATTENTION = {
     "layer": 0, "heads": 1, "kv_heads": 1, "head_dim": WIDTH,
-    "scale": 1.0, "window": 0, "soft_cap": 0.0, "cache": 0,
+    "scale": 1.0, "window": 0, "soft_cap": 0.0, "cache": 0, "rank": 0, "degree": 1,
 }  # fmt: skip
 Int32s = NDArray[np.int32]
 

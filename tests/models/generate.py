@@ -58,10 +58,12 @@ def executor_of(
     return executor
 
 
-def sequence_batch(token_ids: Sequence[int], start: int, max_positions: int) -> ForwardBatch:
+def sequence_batch(
+    token_ids: Sequence[int], start: int, max_positions: int, block_size: int = BLOCK_SIZE
+) -> ForwardBatch:
     """Return `token_ids` at positions from `start` of the only sequence; every row samples."""
     positions = np.arange(start, start + len(token_ids), dtype=np.int32)
-    num_blocks = -(-max_positions // BLOCK_SIZE)
+    num_blocks = -(-max_positions // block_size)
     table = np.arange(num_blocks, 0, -1, dtype=np.int32)
     return ForwardBatch(
         token_ids=np.array(token_ids, np.int32),
@@ -69,7 +71,7 @@ def sequence_batch(token_ids: Sequence[int], start: int, max_positions: int) -> 
         rope_positions=positions,
         caches=(
             CacheRows(
-                kv_slots=table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
+                kv_slots=table[positions // block_size] * block_size + positions % block_size,
                 block_tables=table[None, :].copy(),
             ),
         ),
@@ -79,12 +81,17 @@ def sequence_batch(token_ids: Sequence[int], start: int, max_positions: int) -> 
 
 
 def logits_of(
-    executor: Executor, token_ids: Sequence[int], *, max_positions: int, chunk: int = 128
+    executor: Executor,
+    token_ids: Sequence[int],
+    *,
+    max_positions: int,
+    chunk: int = 128,
+    block_size: int = BLOCK_SIZE,
 ) -> NDArray[np.float32]:
     """Return logits [len(token_ids), vocab] of every position, fed `chunk` tokens at a time."""
     rows = []
     for start in range(0, len(token_ids), chunk):
-        batch = sequence_batch(token_ids[start : start + chunk], start, max_positions)
+        batch = sequence_batch(token_ids[start : start + chunk], start, max_positions, block_size)
         executor.run_trunk(batch)
         rows.append(executor.run_head(batch, 0, len(batch.token_ids)).copy())
     return np.concatenate(rows)

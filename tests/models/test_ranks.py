@@ -25,6 +25,7 @@ from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.comm_ops import AllGather, AllReduce
+from quire.program.degrees import check_degree
 from quire.program.expert_parallel import (
     ExpertPlacement,
     even_placement,
@@ -35,7 +36,7 @@ from quire.program.kv_cache import with_kv_cache_dtype
 from quire.program.program import Program
 from quire.program.quantize import quantize
 from quire.program.row_parallel import TpMode
-from quire.program.shard import check_degree, shard
+from quire.program.shard import shard
 from quire.program.tensors import DType
 from quire.ranks.rank_executor import RankExecutor
 from quire.weights.checkpoint import Checkpoint, open_checkpoint

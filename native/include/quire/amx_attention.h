@@ -122,6 +122,16 @@ class TileWalk {
         if (c < dim_) store_n(y + c, div(load(o + c), l), static_cast<int>(dim_ - c));
     }
 
+    // Of a row that has attended to one piece: the weighted sum of its values [head_dim], the
+    // largest score, and the sum of the probabilities.
+    bool has_part(int row) const { return num_pieces_[row] > 0; }
+    void write_part(int row, float* to) const {
+        const int64_t dim = args_.shape.head_dim;
+        __builtin_memcpy(to, out_ + row * stride_, static_cast<size_t>(dim) * sizeof(float));
+        to[dim] = largest_[row];
+        to[dim + 1] = sum_[row];
+    }
+
     int num_rows() const { return num_rows_; }
     void clear() { num_rows_ = 0; }
 

@@ -251,6 +251,51 @@ struct AttentionArgs {
     Pool* pool;
 };
 
+// Where several ranks have the pieces of 256 positions of a cache by turns (p, rank p % degree),
+// a part is what one piece gives for one head of a token: `head_dim` weighted values, the largest
+// score and the sum of the probabilities. A token has a part of each head for each piece it sees.
+constexpr int64_t kPiecePositions = 256;
+constexpr int64_t kPartNumbers = 2;  // of a part, beside the values
+
+// Tokens begin .. end, all of one sequence.
+struct TokenRun {
+    int32_t begin, end, sequence;
+};
+
+// The first piece that a token at `position` sees.
+static inline int64_t first_piece_of(int64_t position, int64_t window) {
+    const int64_t first = window > 0 ? position - window + 1 : 0;
+    return first > 0 ? first / kPiecePositions : 0;
+}
+
+// Parts of one rank: of its pieces from first_piece on and before end_piece. y is not written.
+struct AttentionPartsArgs {
+    AttentionArgs attention;
+    const TokenRun* runs;
+    int64_t num_runs;
+    int64_t rank, degree;
+    int64_t first_piece, end_piece;
+    float* parts;           // [parts of tokens, heads, head_dim + kPartNumbers]
+    const int64_t* starts;  // [num_tokens] where a token has its parts, piece by piece
+};
+
+// Merges parts of all ranks by piece, in the order of attention. Tokens with all their
+// pieces before end_piece are written to y; the others go on where the next call begins.
+struct MergePartsArgs {
+    Rows y;  // heads * head_dim columns
+    int64_t begin, count;  // tokens
+    int64_t heads, head_dim;
+    int64_t window;
+    const int32_t* positions;  // [num_tokens]
+    int64_t degree;
+    int64_t first_piece, end_piece;
+    const float* parts;     // [parts of tokens, heads, head_dim + kPartNumbers]
+    const int64_t* starts;  // [degree, num_tokens] where a token has its parts of a rank
+    int64_t num_tokens;
+    float* sums;  // [count, heads, head_dim + kPartNumbers] merged so far
+    Pool* pool;
+};
+
 // Measures limits of the machine: bytes read, operations (a multiplication and an addition are
 // two), or pieces of work distributed to all threads. `done` is the amount; 0: this instruction set
 // has no such loop.
@@ -269,26 +314,28 @@ struct LimitArgs {
 struct ChooseArgs;  // token choice: quire/sampling.h
 struct ScoreArgs;   // scores of known tokens: quire/sampling_score.h
 
-#define QUIRE_KERNELS(KERNEL)               \
-    KERNEL(embed, EmbedArgs)                \
-    KERNEL(embed_ints, EmbedIntsArgs)       \
-    KERNEL(linear, LinearArgs)              \
-    KERNEL(linear_ints, LinearIntsArgs)     \
-    KERNEL(pack_ints, PackIntsArgs)         \
-    KERNEL(norm, NormArgs)                  \
-    KERNEL(rope, RopeArgs)                  \
-    KERNEL(activation, ActivationArgs)      \
-    KERNEL(add, AddArgs)                    \
-    KERNEL(scale, ScaleArgs)                \
-    KERNEL(soft_cap, SoftCapArgs)           \
-    KERNEL(copy, CopyArgs)                  \
-    KERNEL(gather_rows, GatherRowsArgs)     \
-    KERNEL(route, RouteArgs)                \
-    KERNEL(sum_experts, SumExpertsArgs)     \
-    KERNEL(store_kv, StoreKvArgs)           \
-    KERNEL(attention, AttentionArgs)        \
-    KERNEL(limit, LimitArgs)                \
-    KERNEL(choose, ChooseArgs)              \
+#define QUIRE_KERNELS(KERNEL)                   \
+    KERNEL(embed, EmbedArgs)                    \
+    KERNEL(embed_ints, EmbedIntsArgs)           \
+    KERNEL(linear, LinearArgs)                  \
+    KERNEL(linear_ints, LinearIntsArgs)         \
+    KERNEL(pack_ints, PackIntsArgs)             \
+    KERNEL(norm, NormArgs)                      \
+    KERNEL(rope, RopeArgs)                      \
+    KERNEL(activation, ActivationArgs)          \
+    KERNEL(add, AddArgs)                        \
+    KERNEL(scale, ScaleArgs)                    \
+    KERNEL(soft_cap, SoftCapArgs)               \
+    KERNEL(copy, CopyArgs)                      \
+    KERNEL(gather_rows, GatherRowsArgs)         \
+    KERNEL(route, RouteArgs)                    \
+    KERNEL(sum_experts, SumExpertsArgs)         \
+    KERNEL(store_kv, StoreKvArgs)               \
+    KERNEL(attention, AttentionArgs)            \
+    KERNEL(attention_parts, AttentionPartsArgs) \
+    KERNEL(merge_parts, MergePartsArgs)         \
+    KERNEL(limit, LimitArgs)                    \
+    KERNEL(choose, ChooseArgs)                  \
     KERNEL(score, ScoreArgs)
 
 // One instruction set's kernels. Each is defined in its own file, inside

@@ -136,12 +136,13 @@ struct AttentionOp {
     int64_t window;
     double soft_cap;
     int64_t cache;
+    int64_t rank, degree;  // of several, the ranks that have pieces of the cache by turns
     template <class Self, class Visit>
     static void fields(Self& op, Visit&& visit) {
         visit("q", op.q), visit("y", op.y), visit("layer", op.layer), visit("heads", op.heads);
         visit("kv_heads", op.kv_heads), visit("head_dim", op.head_dim), visit("scale", op.scale);
         visit("window", op.window), visit("soft_cap", op.soft_cap);
-        visit("cache", op.cache);
+        visit("cache", op.cache), visit("rank", op.rank), visit("degree", op.degree);
     }
 };
 
@@ -248,8 +249,8 @@ struct ExpertsOp {
     }
 };
 
-struct AllGatherOp {
-    static constexpr const char* kind = "all_gather";
+// Columns of a view, of which each rank has its own: quire/program/comm_ops.py.
+struct ColumnExchange {
     static constexpr bool is_row_wise = false;
     ViewSpec x;
     int64_t rank, degree, unit;
@@ -260,16 +261,12 @@ struct AllGatherOp {
     }
 };
 
-struct AllReduceOp {
+struct AllGatherOp : ColumnExchange {
+    static constexpr const char* kind = "all_gather";
+};
+
+struct AllReduceOp : ColumnExchange {
     static constexpr const char* kind = "all_reduce";
-    static constexpr bool is_row_wise = false;
-    ViewSpec x;
-    int64_t rank, degree, unit;
-    template <class Self, class Visit>
-    static void fields(Self& op, Visit&& visit) {
-        visit("x", op.x), visit("rank", op.rank), visit("degree", op.degree);
-        visit("unit", op.unit);
-    }
 };
 
 // Rows to the next stage of a pipeline, and from the one before: quire/program/stage_ops.py.

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "quire/arena.h"
+#include "quire/context_attention.h"
 #include "quire/experts.h"
 #include "quire/kernels.h"
 #include "quire/operations.h"
@@ -139,6 +140,7 @@ class Program {
     const BufferSpec& buffer_at(int64_t index) const { return now_->at(index); }
     const Segment& segment_at(int64_t index) const;
     void reserve_experts(Operation& op);
+    void reserve_context(const Operation& op);
     int64_t* load_of(int64_t load) { return expert_loads_[static_cast<size_t>(load)].data(); }
     std::vector<Unit> fuse(const std::vector<Operation>& ops) const;
     int64_t count_of(const ViewSpec& view, const StepInputs& inputs) const;
@@ -146,6 +148,7 @@ class Program {
                                   const StepInputs& inputs) const;
     RankLink::Block block_of(const ViewSpec& view, const StepInputs& inputs) const;
     void check_group(const char* kind, int64_t rank, int64_t degree) const;
+    void check_context(const AttentionOp& op) const;
     // Defined in program_check.cc; each throws std::invalid_argument.
     void check_op(const Operation& op) const;  // when the program is built
     void check(const Segment& segment, const StepInputs& inputs) const;  // before each run
@@ -166,6 +169,7 @@ class Program {
     Arena arena_, apart_;
     const Arena* now_ = &arena_;  // the arena that operations use
     ExpertRunner experts_;
+    ContextRunner context_;
     std::vector<std::vector<int64_t>> expert_loads_;
     std::shared_ptr<Memory> cache_ = std::make_shared<Memory>();
     std::shared_ptr<RankGroup> group_;

@@ -30,6 +30,19 @@ struct RankLost : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+// The columns [start, end) of `width` that belong to a rank: quire/program/comm_ops.py.
+struct Share {
+    int64_t start, end;
+};
+inline Share share_of(int64_t width, int64_t unit, int64_t rank, int64_t degree) {
+    const int64_t units = (width + unit - 1) / unit;
+    const auto edge = [&](int64_t at) {
+        const int64_t column = (units * at + degree - 1) / degree * unit;
+        return column < width ? column : width;
+    };
+    return {edge(rank), edge(rank + 1)};
+}
+
 class RankGroup {
   public:
     static constexpr int kMaxDegree = 64;
@@ -83,14 +96,15 @@ class RankGroup {
     void all_reduce(const Columns& columns, Type type, Pool& pool);
 
     // Each rank has counts[rank] rows of all columns, `own`, and receives its own columns of every
-    // rank's rows: those of a rank go to the rows firsts[rank] of `out` on. Collective. Throws
-    // RankLost.
+    // rank's rows: those of a rank go to the rows firsts[rank] of `out` on. received: these
+    // columns, where they are not share_of over all members. Collective. Throws RankLost.
     struct Shares {
         const char* own;
         int64_t own_stride_bytes;
         char* out;
         int64_t out_stride_bytes, width, unit;
         int64_t element_bytes;
+        Share received{0, 0};
     };
     void all_to_all(const Shares& shares, const int64_t* counts, const int64_t* firsts,
                     Pool& pool);
@@ -138,18 +152,5 @@ class RankGroup {
     std::atomic<bool> stopping_{false};
     std::thread answering_;
 };
-
-// The columns [start, end) of `width` that belong to a rank: quire/program/comm_ops.py.
-struct Share {
-    int64_t start, end;
-};
-inline Share share_of(int64_t width, int64_t unit, int64_t rank, int64_t degree) {
-    const int64_t units = (width + unit - 1) / unit;
-    const auto edge = [&](int64_t at) {
-        const int64_t column = (units * at + degree - 1) / degree * unit;
-        return column < width ? column : width;
-    };
-    return {edge(rank), edge(rank + 1)};
-}
 
 }  // namespace quire

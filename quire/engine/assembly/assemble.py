@@ -194,7 +194,7 @@ def _assembled(
         executor,
         num_slots=limits.max_num_seqs,
         max_model_len=memory.max_model_len,
-        block_size=config.cache.block_size,
+        block_size=config.kv_block_tokens,
         max_samples=model.step_limits.max_samples,
         overlap=limits.plans_in_flight > 1,
         mover=None if tier is None else tier.mover,
@@ -359,7 +359,7 @@ def _loaded_executor(
     for warning in model.spec.generation.warnings:
         log.warning(warning)
     warn_of_coarse(log, model.program, executor.coarse_rows)
-    executor.allocate_cache(model.memory.num_blocks, config.cache.block_size)
+    executor.allocate_cache(model.memory.num_blocks, config.kv_block_tokens)
     return executor
 
 
@@ -489,9 +489,7 @@ def _kv_events(config: EngineConfig, report: Report) -> KVEventPublisher | None:
     if topic is None:
         topic = f"kv@localhost@{model_name(config.model)}"
     log.event("publishing KV events", endpoint=settings.endpoint, topic=topic)
-    return KVEventPublisher(
-        settings, topic=topic, block_size=config.cache.block_size, report=report
-    )
+    return KVEventPublisher(settings, topic=topic, block_size=config.kv_block_tokens, report=report)
 
 
 def _stage_wait(executor: Executor) -> Callable[[], float] | None:
@@ -513,7 +511,7 @@ def _block_fingerprint(config: EngineConfig, program: Program, executor: Executo
         executor=executor.name,
         recipe=executor.recipe if degree == 1 else f"{executor.recipe}, sums of {degree} parts",
         weights_digest=executor.weights_digest,
-        block_size=config.cache.block_size,
+        block_size=config.kv_block_tokens,
         block_bytes=executor.block_bytes,
     )
 
@@ -577,7 +575,7 @@ def _executor_class(config: EngineConfig) -> ExecutorClass:
     if settings.num_ranks > 1:
         from quire.engine.assembly.ranks import ranked_class
 
-        return ranked_class(settings, shares_blocks=config.transfer.is_on)
+        return ranked_class(settings, config.cache.block_size, shares_blocks=config.transfer.is_on)
     if settings.disk_offload_gb is not None:
         from quire.execute.streamed_weights import StreamingExecutorClass
 
@@ -654,7 +652,7 @@ def _card(
         kv_cache_dtype=kv_cache_text(program),
         recipe=executor.recipe,
         num_blocks=memory.num_blocks,
-        block_size=config.cache.block_size,
+        block_size=config.kv_block_tokens,
         block_bytes=executor.block_bytes,
         max_num_seqs=max_num_seqs,
         created_s=int(time.time()),

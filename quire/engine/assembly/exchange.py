@@ -117,7 +117,7 @@ def open_store(
         tier=exchange,
         mover=mover,
         hash_key=port.hash_key,
-        note=_note(settings, port, num_blocks * config.cache.block_size),
+        note=_note(settings, port, num_blocks * config.kv_block_tokens),
         port=port,
         store=store,
         exchange=exchange,

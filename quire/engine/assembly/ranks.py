@@ -1,10 +1,12 @@
-"""Tensor and pipeline parallelism in an engine: the executor class of several ranks, and an inbox
-that notices when one is lost.
+"""Several ranks in an engine: the executor class of tensor, context and pipeline parallelism, and
+an inbox that notices when a rank is lost.
 
 A part of the wiring, like assemble.py. Knows the settings; the ranks are in quire/ranks.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from quire.base.errors import SettingError
 from quire.config.executor_config import ExecutorConfig
@@ -21,28 +23,38 @@ from quire.runner.model_runner import ModelRunner
 from quire.runner.pipelined_runner import PipelinedRunner
 
 
-def ranked_class(settings: ExecutorConfig, *, shares_blocks: bool = False) -> RankedExecutorClass:
+def ranked_class(
+    settings: ExecutorConfig, block_size: int = 16, *, shares_blocks: bool = False
+) -> RankedExecutorClass:
     """Return the executor class. Raises SettingError for more ranks than cores.
 
-    shares_blocks: blocks leave and enter the pool whole, to be exchanged with other engines.
+    block_size: of the KV cache. shares_blocks: blocks leave and enter the pool whole, to be
+    exchanged with other engines.
     """
-    cores, degree = num_usable_cores(), settings.tensor_parallel_size
+    cores = num_usable_cores()
     if settings.num_ranks > cores:
-        product = (
-            f", {settings.num_ranks} ranks together" if settings.num_ranks > degree > 1 else ""
-        )
+        product = f", {settings.num_ranks} ranks together" if " and " in settings.ranks_text else ""
         raise SettingError(
             f"{settings.ranks_text}{product}, and this process may use {cores} CPU cores; at most "
             "one rank per core is allowed, since ranks wait for each other"
         )
+    return class_of(settings, block_size, shares_blocks=shares_blocks)
+
+
+def class_of(
+    settings: ExecutorConfig, block_size: int = 16, *, shares_blocks: bool = False
+) -> RankedExecutorClass:
+    """Return the executor class, however many cores there are."""
+    shared: dict[str, Any] = {
+        "degree": settings.ranks_of_stage,
+        "context": settings.context_parallel_size,
+        "block_size": block_size,
+        "experts": expert_plan(settings),
+        "mode": TpMode(settings.tp_mode),
+    }
     if settings.pipeline_parallel_size == 1:
-        return RankedExecutorClass(
-            degree=degree,
-            experts=expert_plan(settings),
-            mode=TpMode(settings.tp_mode),
-            shares_blocks=shares_blocks,
-        )
-    return PipelineExecutorClass(degree=degree, stages=settings.pipeline_parallel_size)
+        return RankedExecutorClass(**shared, shares_blocks=shares_blocks)
+    return PipelineExecutorClass(stages=settings.pipeline_parallel_size, **shared)
 
 
 def expert_plan(settings: ExecutorConfig) -> ExpertPlan | None:

@@ -98,7 +98,7 @@ def make_scheduler(
         make_cache = partial(ReportingCacheManager, events=events)
     cache = make_cache(
         num_blocks,
-        config.cache.block_size,
+        config.kv_block_tokens,
         prefix_caching=config.cache.enable_prefix_caching,
         fingerprint=fingerprint,
         hash_key=hash_key,

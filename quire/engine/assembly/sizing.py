@@ -50,7 +50,7 @@ def memory_needs(
     if config.cache.has_tier:
         from quire.engine.assembly.tier import moving_bytes  # only where a tier is used
 
-        block_bytes = needed.token_bytes * config.cache.block_size
+        block_bytes = needed.token_bytes * config.kv_block_tokens
         buffer_bytes = moving_bytes(block_bytes, config.cache, beside_host=device_is_own)
     if config.transfer.is_on:
         buffer_bytes += config.transfer.kv_transfer_bytes
@@ -58,7 +58,7 @@ def memory_needs(
         weights_bytes=needed.weights_bytes,
         step_bytes=needed.step_bytes + buffer_bytes,
         token_bytes=needed.token_bytes,
-        block_size=config.cache.block_size,
+        block_size=config.kv_block_tokens,
         max_num_seqs=config.scheduler.max_num_seqs,
         model_max_len=model_max_len,
         max_model_len=config.model.max_model_len,

@@ -39,6 +39,11 @@ def unsupported(program: Program, device: str, *, is_gpu: bool, has_fp8: bool) -
             "it is a rank's or a stage's share of a model, which this executor has no transport "
             "for (--executor native has one)"
         )
+    if any(cache.ranks > 1 for cache in program.caches):
+        problems.append(
+            "positions of its KV cache are divided over ranks, which only the native executor "
+            "attends to (--context-parallel-size 1, or --executor native)"
+        )
     if not has_fp8 and _uses_fp8(program):
         problems.append(
             f"its weights, or keys and values, are kept in fp8, which {device} cannot "

@@ -86,7 +86,7 @@ class SpeedEstimate(StepTimes):
         """See CostModel."""
         return self.now.max_tokens(start, budget_ms, scored=scored)
 
-    def step_ms(self, num_rows: int, positions: float) -> float:
+    def step_ms(self, num_rows: float, positions: float) -> float:
         """Return the time of `num_rows` rows of one token each, with `positions` in all."""
         price = self.now
         each_ms = price.token_ms + price.score_ms

@@ -85,7 +85,7 @@ class TTFTPredictor:
         self._requests.predict_lengths()
         speed, prompt = self._speed, len(sequence.token_ids)
         rows = max(len(self._batch.active), 1)
-        each_ms = speed.step_ms(rows, rows * (prompt + sequence.entry.likely_tokens / 2)) / rows
+        each_ms = self._round_ms(rows, rows * (prompt + sequence.entry.likely_tokens / 2)) / rows
         work_ms = sequence.entry.likely_tokens * each_ms
         if sequence.leader is None:
             work_ms += speed.span_ms(0, prompt)
@@ -132,8 +132,8 @@ class TTFTPredictor:
         """Return the time from the first token of `sequence` to its end."""
         load = self._load()
         depth = len(sequence.token_ids) + sequence.entry.likely_tokens / 2
-        step_ms = self._speed.step_ms(load.rows, (load.rows - 1) * load.depth + depth)
-        return (sequence.entry.likely_tokens - 1) * step_ms
+        round_ms = self._round_ms(load.rows, (load.rows - 1) * load.depth + depth)
+        return (sequence.entry.likely_tokens - 1) * round_ms
 
     def _load(self) -> _Load:
         self._requests.predict_lengths()
@@ -148,7 +148,7 @@ class TTFTPredictor:
         fit = self._cache.num_tokens / max(mean_known + mean_likely, 1.0)
         most = min(self._limits.max_num_seqs, num_running + len(self._queue), int(fit))
         rows = max(most, num_running, 1)
-        token_ms = speed.step_ms(rows, rows * depth) / rows
+        token_ms = self._round_ms(rows, rows * depth) / rows
         left = min(running.room, num_running * max(self._lengths.typical(), 1.0) / 2)
         prompts_ms = running.unscheduled * speed.now.token_ms
         return _Load(
@@ -211,12 +211,24 @@ class TTFTPredictor:
         if not num_beside:
             num_steps = math.ceil(num * (end - start) / self._limits.max_num_batched_tokens)
             return span_ms + num_steps * self._speed.now.fixed_ms
-        beside_ms = self._speed.step_ms(num_beside, num_beside * load.depth)
-        step_tokens = max(self._limits.max_num_batched_tokens - num_beside, 1)
+        num_plans = self._num_plans(num_beside)
+        beside_ms = self._round_ms(num_beside, num_beside * load.depth) / num_plans
+        step_tokens = max(self._limits.max_num_batched_tokens - num_beside // num_plans, 1)
         parts = float(math.ceil(num * (end - start) / step_tokens))
         if is_long and not num_back:
             parts = max(parts, span_ms / (LONG_SHARE * beside_ms))
         if self._limits.tpot_target_ms:
-            room_ms = max(self._limits.tpot_target_ms - beside_ms, 0.1 * beside_ms)
+            target_ms = self._limits.tpot_target_ms / num_plans
+            room_ms = max(target_ms - beside_ms, 0.1 * beside_ms)
             parts = max(parts, span_ms / room_ms)
         return span_ms + parts * beside_ms
+
+    def _num_plans(self, num_rows: int) -> int:
+        """Return over how many plans the rows that generate are divided: see MicroBatches."""
+        return max(min(self._limits.micro_batches, num_rows), 1)
+
+    def _round_ms(self, num_rows: int, positions: float) -> float:
+        """Return the time in which each of `num_rows` rows computes a token. positions: that all of
+        them attend to."""
+        num_plans = self._num_plans(num_rows)
+        return num_plans * self._speed.step_ms(num_rows / num_plans, positions / num_plans)

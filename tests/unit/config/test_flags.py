@@ -17,7 +17,7 @@ from quire.config.groups import CacheConfig, EngineConfig, ModelConfig, Schedule
 from quire.config.server_config import ServerConfig
 
 GROUPS = (ModelConfig, CacheConfig, SchedulerConfig, ExecutorConfig, ServerConfig)
-MAX_FIELDS = 100
+MAX_FIELDS = 102
 FIELD_FLAGS = """
     --max-model-len --max-num-seqs --max-num-batched-tokens --block-size --kv-cache-memory
     --served-model-name --api-key --host --port --max-output-tokens --dtype

@@ -55,6 +55,9 @@ def test_without_load_times_are_those_of_single_steps() -> None:
     faster = scenario_metrics(quiet.changed({"fixed_price": 0.5}))
     assert faster["tpot_p50_ms"] == pytest.approx(4.2)
     assert scenario_metrics(quiet) == found
+    # Blocks of ranks that divide positions: as many tokens in larger blocks.
+    pieces = replace(quiet, block_size=512, num_blocks=-(-int(quiet.num_blocks) * 16 // 512))
+    assert scenario_metrics(pieces)
 
 
 def test_more_slots_help_a_queue_for_slots_and_more_blocks_do_not() -> None:

@@ -123,7 +123,14 @@ def test_shares_of_a_rank_are_programs_like_any_other(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("degree", "words"),
-    [(3, "4 heads over 2 KV heads.*these degrees work: 1, 2, 4$"), (0, "1 to 64"), (65, "1 to 64")],
+    [
+        (
+            3,
+            "4 heads over 2 KV heads.*degrees work: 1, 2, 4; context_parallel_size divides",
+        ),
+        (0, "1 to 64"),
+        (65, "1 to 64"),
+    ],
 )
 def test_degrees_that_do_not_divide_are_refused(tmp_path: Path, degree: int, words: str) -> None:
     with pytest.raises(SettingError, match=words):

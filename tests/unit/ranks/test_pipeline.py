@@ -17,15 +17,19 @@ from quire.base.log import Log
 from quire.execute.executor import ExecutorOptions, PipelinedExecutor, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.models.registry import build_program, open_model
+from quire.program.expert_parallel import ExpertPlan
 from quire.program.program import Program
+from quire.program.row_parallel import TpMode
 from quire.program.tensors import DType
+from quire.ranks.executor_class import RankedExecutorClass
 from quire.ranks.pipeline_class import PipelineExecutorClass, PipelineRanks
 from quire.ranks.stages import StageLayout, row_sizes
 from quire.ranks.start import RankStart
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.pack_cache import PackCache
+from tests.models.cases_experts import MIXTRAL
 from tests.models.generate import logits_of, sequence_batch
-from tests.tiny_models import write_tiny_llama
+from tests.tiny_models import write_tiny, write_tiny_llama
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
 LIMITS = StepLimits(max_tokens=16, max_samples=16, max_sequences=1)
@@ -191,3 +195,38 @@ def test_a_lost_rank_of_a_stage_ends_the_group(
         executor.copy_blocks(np.array([1], np.int32), np.array([2], np.int32))
     executor.close()
     assert not executor.processes.process_ids
+
+
+def test_stages_distribute_experts_and_count_those_of_the_last_stage(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 307, "max_position_embeddings": 64, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    folder = write_tiny(tmp_path, MIXTRAL | sizes | heads, seed=4)
+    program = build_program(open_model(folder), dtype=DType.F32, max_positions=64)
+    one = NativeExecutor(program, open_checkpoint(folder), OPTIONS)
+    one.allocate_cache(5, 16)
+    wanted = logits_of(one, IDS, max_positions=64, chunk=16)
+    four = PipelineExecutorClass(stages=2, degree=2, experts=ExpertPlan(), binds=False)
+    executor = four(program, open_checkpoint(folder), OPTIONS)
+    executor.allocate_cache(5, 16)
+    assert logits_of(executor, IDS, max_positions=64, chunk=16).tobytes() == wanted.tobytes()
+    assert executor.weights_digest == one.weights_digest
+    held = [weight.experts for weight in executor.program.weights.values() if weight.experts]
+    assert set(held) == {4}  # of eight
+    early = 3 - len(executor.program.layer_starts)
+    assert executor.expert_loads[:early] == [[0] * 8] * early
+    assert executor.expert_loads[early:] == one.expert_loads[early:]
+    executor.close()
+    one.close()
+
+
+def test_stages_sum_in_the_order_of_ranks_as_ranks_alone_do(folder: Path, program: Program) -> None:
+    found = []
+    for made in (
+        RankedExecutorClass(degree=2, mode=TpMode.FAST, binds=False),
+        PipelineExecutorClass(degree=2, stages=2, mode=TpMode.FAST, binds=False),
+    ):
+        executor = made(program, open_checkpoint(folder), OPTIONS)
+        executor.allocate_cache(5, 16)
+        found.append(logits_of(executor, IDS, max_positions=64, chunk=16).tobytes())
+        executor.close()
+    assert found[0] == found[1]

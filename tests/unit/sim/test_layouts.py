@@ -77,7 +77,11 @@ def test_a_plan_of_ranks_is_that_of_the_largest_rank(tmp_path: Path) -> None:
     # A step takes as long as the rank's bytes, those it receives, and its exchanges.
     slower = planner(tmp_path, replace(LINKS, exchange_us=1000.0), tensor_parallel_size=4)
     step = ([1], [1023])
-    added_s = slower.sized_step_s(slower.size(), *step) - one.sized_step_s(sized, *step)
+    (slow_s,), (fast_s,) = (
+        slower.stage_times_s(slower.size(), *step),
+        one.stage_times_s(sized, *step),
+    )
+    added_s = slow_s - fast_s
     assert added_s == pytest.approx(321 * 990e-6)
 
 
@@ -199,3 +203,38 @@ def test_ranks_share_a_described_machine(tmp_path: Path) -> None:
     assert two.linear.fixed_ms > one.linear.fixed_ms
     with pytest.raises(SettingError, match="link_gb_per_s is 0; it must be above 0"):
         described_machine(engine_config(ranked), **rates, link_gb_per_s=0)
+
+
+def test_a_plan_of_stages_passes_them_one_after_the_other(tmp_path: Path) -> None:
+    one = planner(tmp_path, pipeline_parallel_size=2, tensor_parallel_size=4)
+    sized = one.size()
+    assert [len(stage) for stage in sized.stages] == [4, 4]
+    assert sized.needs.weights_bytes == max(share.weight_bytes for share in sized.shares)
+    early, late = one.stage_times_s(sized, [1], [1023])
+    assert one.decode_tokens_per_s(sized, 1024) == pytest.approx(1 / (early + late))
+    # Sixteen requests: two steps of eight rows in flight.
+    times_s = one.stage_times_s(sized, [1] * 8, [1023] * 8)
+    assert one.decode_tokens_per_s(sized, 1024, 16) == pytest.approx(16 / (2 * max(times_s)))
+    chunks = [
+        one.stage_times_s(sized, [sized.step_tokens], [at * sized.step_tokens]) for at in (0, 1)
+    ]
+    assert one.prefill_s(sized, 2 * sized.step_tokens) == pytest.approx(
+        max(chunks[0]) + sum(chunks[1])
+    )
+    outcome = plan_outcome(one)
+    assert outcome["ranks"]["pipeline_parallel_size"] == 2
+    assert len(outcome["ranks"]["of_rank"]) == 8
+
+
+def test_a_plan_of_positions_divides_the_cache(tmp_path: Path) -> None:
+    whole = planner(tmp_path).size()
+    one = planner(tmp_path, context_parallel_size=4)
+    sized = one.size()
+    assert sized.needs.token_bytes == whole.needs.token_bytes // 4
+    assert sized.needs.block_size == 4 * 256
+    outcome = plan_outcome(one)
+    ranks = outcome["ranks"]
+    assert (ranks["tensor_parallel_size"], ranks["context_parallel_size"]) == (1, 4)
+    step = StepShape([1], [outcome["compared_tokens"] - 1])
+    received = [share.step_cost(step).comm_bytes for share in sized.shares]
+    assert [of_rank["received_bytes_per_token"] for of_rank in ranks["of_rank"]] == received

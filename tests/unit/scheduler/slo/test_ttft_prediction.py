@@ -94,3 +94,22 @@ def test_lanes_of_a_kind_take_turns_and_flooded_ones_come_first() -> None:
     waiting = [name for name in sequences if name[0] == "f" and sequences[name].slot < 0]
     places = [queue.num_before(sequences[name]) for name in waiting]
     assert places == [3 + place for place in range(len(waiting))]
+
+
+def test_a_round_of_a_pipeline_is_a_plan_for_each_stage() -> None:
+    rest_ms, first_ms = {}, {}
+    for stages in (1, 2):
+        settings = {"plans_in_flight": 2, "micro_batches": 2, "run_late": True}
+        harness = harness_of(max_num_seqs=8, **(settings if stages > 1 else {}))
+        for number in range(4):
+            harness.add(make_request(f"r{number}", [1] * 10, max_tokens=100))
+        for _ in range(12):
+            harness.step()
+        harness.add(make_request("late", [2] * 10, max_tokens=5))
+        late = harness.scheduler._requests.sequences["late"]
+        first_ms[stages] = harness.scheduler.predictor.first_token(late, 0, 0.0).ms
+        rest_ms[stages] = harness.scheduler.predictor.rest_ms(late)
+    # Four more tokens, each of five requests at once: a step of five rows, or two of 2.5.
+    assert rest_ms == {1: pytest.approx(4 * 15), 2: pytest.approx(4 * 2 * 12.5)}
+    # The tokens of four others that are due, then the prompt beside four rows, or beside two.
+    assert first_ms == {1: pytest.approx(4 + 10 + 14), 2: pytest.approx(4 + 10 + 12)}
