@@ -11,7 +11,7 @@ STAMP   = $(VENV)/.quire
 COMPILER = $(shell for c in $${CXX:-c++ g++ clang++}; do command -v $$c && break; done 2>/dev/null)
 NATIVE  = CMakeLists.txt pyproject.toml $(shell find native -name '*.cc' -o -name '*.h')
 
-.PHONY: demo test exact lint docs parity gpu fuzz browser clients clients-installed bench clean help
+.PHONY: demo test exact lint docs parity gpu ray fuzz browser clients clients-installed bench clean help
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | sort
@@ -43,6 +43,9 @@ parity: $(STAMP)-parity  ## live comparison with transformers (installs PyTorch)
 
 gpu: $(STAMP)-gpu  ## the GPU's kernels and executor, without a GPU (installs PyTorch and Triton)
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m gpu tests/gpu
+
+ray: $(STAMP)-ray  ## ranks as actors of a Ray cluster of two nodes on this machine (installs Ray)
+	@$(BIN)/python -m pytest -W ignore -m ray tests/ray
 
 fuzz: $(STAMP)-fuzz  ## requests made of the API's own document, against a live server
 	@$(BIN)/python -m pytest -m fuzz tests/fuzz
@@ -86,6 +89,8 @@ $(STAMP)-parity: $(BIN)/python $(NATIVE)
 	$(call install,[test$(comma)parity])
 $(STAMP)-gpu: $(BIN)/python $(NATIVE)
 	$(call install,[test$(comma)gpu])
+$(STAMP)-ray: $(BIN)/python $(NATIVE)
+	$(call install,[test$(comma)ray])
 $(STAMP)-fuzz: $(BIN)/python $(NATIVE)
 	$(call install,[test$(comma)fuzz])
 $(STAMP)-browser: $(BIN)/python $(NATIVE)

@@ -437,6 +437,9 @@ class EngineConfig:
         if self.executor.disk_offload_gb is not None:
             given = f"disk_offload_gb is {self.executor.disk_offload_gb}"
             self._check_drafts(given, "which read the weights in another order")
+        if self.executor.cpu_offload_gb is not None:
+            given = f"cpu_offload_gb is {self.executor.cpu_offload_gb}"
+            self._check_drafts(given, "which read the weights in another order")
         if self.executor.trace_file is not None and not self.scheduler.timeline_steps:
             raise SettingError(
                 "trace_file is written from the steps kept for timelines, and timeline_steps is 0; "
@@ -506,7 +509,7 @@ class EngineConfig:
             )
         self._check_drafts(given, "which several ranks do not support yet")
         if (threads := self.executor.num_threads) is not None and (
-            threads < self.executor.num_ranks
+            threads < self.executor.num_ranks and self.executor.distributed_executor_backend == "mp"
         ):
             raise SettingError(
                 f"{given} and num_threads is {threads}, which are divided over the ranks: give at "

@@ -6,6 +6,8 @@ A part of the wiring, like assemble.py. Knows the settings; the ranks are in qui
 
 from __future__ import annotations
 
+import os
+
 from quire.base.errors import SettingError
 from quire.config.executor_config import ExecutorConfig
 from quire.config.machine import num_usable_cores
@@ -16,27 +18,42 @@ from quire.execute.executor import Executor
 from quire.program.expert_parallel import ExpertPlan
 from quire.program.row_parallel import TpMode
 from quire.ranks.executor_class import RankedExecutor, RankedExecutorClass
+from quire.ranks.launched import launched_site
+from quire.ranks.other_ranks import RankSite
 from quire.ranks.pipeline_class import PipelineExecutorClass
+from quire.ranks.ray_cluster import ray_site
 from quire.runner.model_runner import ModelRunner
 from quire.runner.pipelined_runner import PipelinedRunner
 
 
 def ranked_class(settings: ExecutorConfig) -> RankedExecutorClass:
     """Return the executor class. Raises SettingError for more ranks than cores."""
-    cores, degree = num_usable_cores(), settings.tensor_parallel_size
-    if settings.num_ranks > cores:
+    site, degree = rank_site(settings), settings.tensor_parallel_size
+    cores, here = num_usable_cores(), settings.num_ranks if site is None else site.here
+    if here > cores:
         product = (
             f", {settings.num_ranks} ranks together" if settings.num_ranks > degree > 1 else ""
         )
+        of_them = "" if here == settings.num_ranks else f", {here} of them on this machine"
         raise SettingError(
-            f"{settings.ranks_text}{product}, and this process may use {cores} CPU cores; at most "
-            "one rank per core is allowed, since ranks wait for each other"
+            f"{settings.ranks_text}{product}{of_them}, and this process may use {cores} CPU cores; "
+            "at most one rank per core is allowed, since ranks wait for each other"
         )
     if settings.pipeline_parallel_size == 1:
         return RankedExecutorClass(
-            degree=degree, experts=expert_plan(settings), mode=TpMode(settings.tp_mode)
+            degree=degree, experts=expert_plan(settings), mode=TpMode(settings.tp_mode), site=site
         )
-    return PipelineExecutorClass(degree=degree, stages=settings.pipeline_parallel_size)
+    return PipelineExecutorClass(degree=degree, stages=settings.pipeline_parallel_size, site=site)
+
+
+def rank_site(settings: ExecutorConfig) -> RankSite | None:
+    """Return where the ranks run; None: in processes that this one starts."""
+    match settings.distributed_executor_backend:
+        case "external_launcher":
+            return launched_site(settings, os.environ)
+        case "ray":
+            return ray_site(settings)
+    return None
 
 
 def expert_plan(settings: ExecutorConfig) -> ExpertPlan | None:
@@ -65,7 +82,7 @@ class _WatchedInbox:
 
     def __init__(self, executor: RankedExecutor, inbox: Inbox) -> None:
         self._executor, self._inbox = executor, inbox
-        executor.processes.on_lost = inbox.wake
+        executor.processes.notify(inbox.wake)
         if executor.processes.lost:  # before there was a wait to end
             inbox.wake()
 
