@@ -8,6 +8,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -22,7 +23,7 @@ using Parts = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 void bind_rank_group(nb::module_& module) {
     nb::class_<quire::RankGroup>(module, "RankGroup",
-                                 "The ranks of a model on this machine, in shared memory.")
+                                 "The ranks of a model, in shared memory or connected by sockets.")
         .def("__init__",
              [](quire::RankGroup* self, const Shared& memory, int rank, int degree,
                 int64_t slot_bytes, int64_t message_bytes, double timeout_s, int members) {
@@ -79,7 +80,16 @@ void bind_rank_group(nb::module_& module) {
                  return nb::bytes(message, static_cast<size_t>(size));
              },
              "Other ranks: wait for the next message, without limit, and return it.")
-        .def("abort", &quire::RankGroup::abort, "Let the waits of all ranks end with RankLost.")
+        .def("connect", &quire::RankGroup::connect, "sockets"_a,
+             "Exchange with ranks that do not share the memory through these sockets, by rank, -1 "
+             "for the others; they belong to the group from now on.")
+        .def("leave", &quire::RankGroup::leave, nb::call_guard<nb::gil_scoped_release>(),
+             "End by agreement: the end of this process is no loss to the ranks connected.")
+        .def("wait_until_over", &quire::RankGroup::wait_until_over,
+             nb::call_guard<nb::gil_scoped_release>(),
+             "Wait until a rank connected is lost and return why, or an empty text after leave.")
+        .def("abort", &quire::RankGroup::abort, nb::call_guard<nb::gil_scoped_release>(),
+             "Let the waits of all ranks end with RankLost.")
         .def_prop_ro("is_aborted", &quire::RankGroup::is_aborted);
     module.def(
         "rank_group_bytes",

@@ -3,6 +3,7 @@
 // the system only if another rank sleeps.
 
 #include "quire/rank_group.h"
+#include "quire/rank_sockets.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -35,6 +36,8 @@ constexpr auto kSleep = std::chrono::milliseconds(50);
 constexpr double kSleepCountsS = 0.25;
 // An unbounded wait looks this often whether the group was aborted.
 constexpr auto kIdleSleep = std::chrono::seconds(2);
+// With sockets an abort wakes no wait for a link's number: nothing else of a rank looks.
+constexpr auto kIdleSleepBySockets = std::chrono::milliseconds(250);
 constexpr auto kUntilAsked = std::chrono::hours(1);
 // After so many seconds a rank is asked whether it is there, and it has so many to answer.
 constexpr double kAskAfterS = 0.2, kAnswerWithinS = 1.0;
@@ -113,7 +116,8 @@ int64_t RankGroup::shared_bytes(int degree, const Sizes& sizes) {
 
 RankGroup::RankGroup(char* memory, int64_t bytes, int rank, int degree, const Sizes& sizes,
                      double timeout_s, int members)
-    : memory_(memory), rank_(rank), degree_(degree), members_(std::max(members > 0 ? members : degree, 1)),
+    : memory_(memory), bytes_(bytes), rank_(rank), degree_(degree),
+      members_(std::max(members > 0 ? members : degree, 1)),
       first_(rank / members_ * members_), sizes_(sizes), timeout_s_(timeout_s) {
     const int64_t needed = shared_bytes(degree, sizes);
     if (bytes < needed) {
@@ -141,6 +145,7 @@ RankGroup::~RankGroup() {
     stopping_.store(true);
     words(rank_).asked.value.fetch_add(1);  // so that a sleep that begins now does not last
     wake_all(words(rank_).asked.value);
+    if (sockets_) sockets_->close();
     answering_.join();
 }
 
@@ -158,13 +163,49 @@ char* RankGroup::message(uint32_t number) const {
            static_cast<int64_t>(number & 1) * round_up_to(sizes_.message_bytes, kLine);
 }
 
-void RankGroup::publish(Word& word, uint32_t value) const {
+void RankGroup::raise(Word& word, uint32_t value) {
     word.value.store(value);
     if (word.sleepers.load() > 0) wake_all(word.value);
 }
 
+void RankGroup::publish(Word& word, uint32_t value, int to, std::initializer_list<Part> parts) const {
+    raise(word, value);
+    if (!sockets_) return;
+    const int first = to == kMembers ? first_ : to, end = to == kMembers ? first_ + members_ : to + 1;
+    for (int rank = first; rank < end; ++rank) {
+        if (!sockets_->has(rank)) continue;
+        sockets_->publish(rank, word, value, parts.begin(), static_cast<int>(parts.size()));
+    }
+}
+
+// The number of this exchange, with the bytes of this rank's slot.
+void RankGroup::publish_part(int64_t bytes) const {
+    publish(words(rank_).ready, gathers_, kMembers, {{slot(rank_, gathers_), bytes}});
+}
+
+void RankGroup::connect(const std::vector<int>& sockets) {
+    if (sockets_) throw std::invalid_argument("the ranks are connected already");
+    if (static_cast<int>(sockets.size()) != degree_ || sockets[rank_] != -1) {
+        throw std::invalid_argument("a socket for each other rank is needed, in the order of ranks");
+    }
+    sockets_ = std::make_unique<RankSockets>(
+        memory_, bytes_, sockets,
+        RankSockets::Hooks{
+            [this] { abort(); },
+            [this] { return words(rank_).done.value.load(std::memory_order_relaxed); },
+            [this](int rank, uint32_t done) { words(rank).done.value.store(done); }});
+    sockets_->start();
+}
+
+void RankGroup::leave() {
+    if (sockets_) sockets_->leave();
+}
+
+std::string RankGroup::wait_until_over() { return sockets_ ? sockets_->wait_until_over() : ""; }
+
 void RankGroup::lost(int peer, const char* why) const {
-    throw RankLost("rank " + std::to_string(peer) + " " + why);
+    const std::string found = sockets_ ? sockets_->lost() : "";
+    throw RankLost(found.empty() ? "rank " + std::to_string(peer) + " " + why : found);
 }
 
 bool RankGroup::is_aborted() const {
@@ -189,6 +230,7 @@ void RankGroup::abort() {
         wake_all(words(rank).ready.value);
         wake_all(words(rank).taken.value);
     }
+    if (sockets_) sockets_->abort();
 }
 
 // Answers other ranks in a thread of its own, so that a rank that computes for long is not taken
@@ -221,6 +263,11 @@ void RankGroup::wait(const Word& word, uint32_t number, int peer, Wait how) cons
     double waited_s = 0, asked_at_s = -1;
     uint32_t question = 0;
     RankWords& other = words(peer);
+    const bool is_far = sockets_ && sockets_->has(peer);
+    const auto has_answered = [&] {
+        return is_far ? sockets_->heard(peer) != question
+                      : reached(other.answered.value.load(), question);
+    };
     for (;;) {
         if (is_aborted()) lost(peer, "or another one cannot go on");
         const uint32_t seen = word.value.load();
@@ -228,8 +275,10 @@ void RankGroup::wait(const Word& word, uint32_t number, int peer, Wait how) cons
         const auto slept = Clock::now();
         word.sleepers.fetch_add(1);
         if (!reached(word.value.load(), number)) {
-            sleep_on(word.value, seen, bounded ? std::chrono::nanoseconds(kSleep)
-                                               : std::chrono::nanoseconds(kIdleSleep));
+            sleep_on(word.value, seen,
+                     bounded    ? std::chrono::nanoseconds(kSleep)
+                     : sockets_ ? std::chrono::nanoseconds(kIdleSleepBySockets)
+                                : std::chrono::nanoseconds(kIdleSleep));
         }
         word.sleepers.fetch_sub(1);
         if (!bounded) continue;
@@ -238,14 +287,17 @@ void RankGroup::wait(const Word& word, uint32_t number, int peer, Wait how) cons
         if (how == Wait::limited && waited_s > timeout_s_) {
             lost(peer, "did not reach the same operation in time");
         }
-        if (asked_at_s >= 0 && reached(other.answered.value.load(), question)) asked_at_s = -1;
+        if (asked_at_s >= 0 && has_answered()) asked_at_s = -1;
         if (asked_at_s < 0 && waited_s > kAskAfterS) {
-            question = other.asked.value.fetch_add(1) + 1;
+            question = is_far ? sockets_->heard(peer) : other.asked.value.fetch_add(1) + 1;
             asked_at_s = waited_s;
-            wake_all(other.asked.value);
+            if (is_far) {
+                sockets_->ask(peer);
+            } else {
+                wake_all(other.asked.value);
+            }
         }
-        if (asked_at_s >= 0 && waited_s - asked_at_s > kAnswerWithinS &&
-            !reached(other.answered.value.load(), question)) {
+        if (asked_at_s >= 0 && waited_s - asked_at_s > kAnswerWithinS && !has_answered()) {
             lost(peer, "does not respond");
         }
     }
@@ -293,7 +345,8 @@ void RankGroup::all_gather(const Columns& columns, Pool& pool) {
         const int64_t count = std::min(at_once, columns.rows - first);
         ++gathers_;
         copy(member(), first, count, true);
-        publish(words(rank_).ready, gathers_);
+        const Share own = share_of(columns.width, columns.unit, member(), members_);
+        publish_part(count * (own.end - own.start) * columns.element_bytes);
         for (int next = 1; next < members_; ++next) {
             const int other = (member() + next) % members_;
             wait(words(first_ + other).ready, gathers_, first_ + other, Wait::limited);
@@ -338,7 +391,7 @@ void RankGroup::all_to_all(const Shares& shares, const int64_t* counts, const in
         ++gathers_;
         copy(slot(rank_, gathers_), row_bytes, rows, shares.own_stride_bytes, rows_of(member()),
              row_bytes);
-        publish(words(rank_).ready, gathers_);
+        publish_part(rows_of(member()) * row_bytes);
         copy(out(member(), first), shares.out_stride_bytes, rows + first_byte,
              shares.own_stride_bytes, rows_of(member()), bytes);
         for (int next = 1; next < members_; ++next) {
@@ -399,7 +452,7 @@ void RankGroup::all_reduce(const Columns& columns, Type type, Pool& pool) {
                             rows + row * columns.stride_bytes, static_cast<size_t>(row_bytes));
             }
         });
-        publish(words(rank_).ready, gathers_);
+        publish_part(count * row_bytes);
         for (int next = 1; next < members_; ++next) {
             const int other = (member() + next) % members_;
             wait(words(first_ + other).ready, gathers_, first_ + other, Wait::limited);
@@ -434,7 +487,7 @@ void RankGroup::all_gather(const char* own, char* out, int64_t bytes) {
         if (count > 0) {
             std::memcpy(slot(rank_, gathers_), own + first, static_cast<size_t>(count));
         }
-        publish(words(rank_).ready, gathers_);
+        publish_part(count);
         for (int member = 0; member < members_; ++member) {
             const int rank = first_ + member;
             wait(words(rank).ready, gathers_, rank, Wait::limited);
@@ -461,7 +514,9 @@ void RankGroup::send(const char* bytes, int64_t size) {
     }
     std::memcpy(message(messages_), bytes, static_cast<size_t>(size));
     header.message_sizes[messages_ & 1] = size;
-    publish(header.sent, messages_);
+    publish(header.sent, messages_, kMembers,
+            {{reinterpret_cast<const char*>(&header.message_sizes[messages_ & 1]), sizeof(int64_t)},
+             {message(messages_), size}});
 }
 
 int64_t RankGroup::receive(const char** bytes) {
@@ -469,11 +524,13 @@ int64_t RankGroup::receive(const char** bytes) {
     if (first_ > 0) throw std::invalid_argument("rank 0 sends to ranks of its own group only");
     auto& header = *reinterpret_cast<Header*>(memory_);
     // The message before is given back.
-    publish(words(rank_).taken, messages_);
+    publish(words(rank_).taken, messages_, 0);
     ++messages_;
     wait(header.sent, messages_, 0, Wait::idle);
+    const int64_t size = header.message_sizes[messages_ & 1];
+    if (size < 0 || size > sizes_.message_bytes) lost(0, "sent a message of an impossible size");
     *bytes = message(messages_);
-    return header.message_sizes[messages_ & 1];
+    return size;
 }
 
 }  // namespace quire

@@ -105,6 +105,13 @@ void RankLink::await_slot() {
     waited_ns_ += nanoseconds() - began;
 }
 
+// Lets the other end have slot number_, with `bytes` bytes.
+void RankLink::publish_slot(int64_t bytes) {
+    group_->publish(header().sent, static_cast<uint32_t>(number_), peer_,
+                    {{reinterpret_cast<const char*>(&head(number_)), sizeof(SlotHead)},
+                     {slot(number_), bytes}});
+}
+
 void RankLink::send(const Block& block, Pool& pool) {
     check_end(true);
     check_fits(block.row_bytes);
@@ -123,7 +130,7 @@ void RankLink::send(const Block& block, Pool& pool) {
             }
         });
         head(number_) = {step_, count * block.row_bytes, block.rows * block.row_bytes};
-        group_->publish(header().sent, static_cast<uint32_t>(number_));
+        publish_slot(count * block.row_bytes);
     }
 }
 
@@ -132,7 +139,7 @@ void RankLink::receive(const Block& block, Pool& pool) {
     check_fits(block.row_bytes);
     const int64_t at_once = sizes_.slot_bytes / block.row_bytes;
     const auto give_back = [&] {
-        group_->publish(header().taken, static_cast<uint32_t>(number_));
+        group_->publish(header().taken, static_cast<uint32_t>(number_), peer_);
     };
     int64_t first = 0;
     while (first < block.rows) {
@@ -178,7 +185,7 @@ void RankLink::reject() {
     await_room();
     ++number_;
     head(number_) = {step_, kRejected, 0};
-    group_->publish(header().sent, static_cast<uint32_t>(number_));
+    publish_slot(0);
 }
 
 void RankLink::send_message(const char* message, int64_t bytes) {
@@ -192,18 +199,22 @@ void RankLink::send_message(const char* message, int64_t bytes) {
     ++number_;
     std::memcpy(slot(number_), message, static_cast<size_t>(bytes));
     head(number_) = {step_, bytes, bytes};
-    group_->publish(header().sent, static_cast<uint32_t>(number_));
+    publish_slot(bytes);
 }
 
 int64_t RankLink::receive_message(const char** message) {
     check_end(false);
-    if (has_message_) group_->publish(header().taken, static_cast<uint32_t>(number_));
+    if (has_message_) group_->publish(header().taken, static_cast<uint32_t>(number_), peer_);
     has_message_ = false;
     group_->wait(header().sent, static_cast<uint32_t>(number_ + 1), peer_, RankGroup::Wait::idle);
     ++number_;
+    const int64_t bytes = head(number_).bytes;
+    if (bytes < 0 || bytes > sizes_.slot_bytes) {
+        throw RankLost("rank " + std::to_string(peer_) + " sent a message of an impossible size");
+    }
     has_message_ = true;
     *message = slot(number_);
-    return head(number_).bytes;
+    return bytes;
 }
 
 }  // namespace quire

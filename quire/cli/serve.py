@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.base.errors import SettingError
+from quire.base.errors import SettingError, WorkerError
 from quire.base.log import Log
 from quire.base.log_process import start_logging
 from quire.base.log_sink import can_write
@@ -33,6 +33,7 @@ from quire.config.admin_keys import read_admin_keys, read_api_keys
 from quire.config.flags import config_from_flags, engine_from_flags
 from quire.config.groups import EngineConfig
 from quire.config.kv_events import read_kv_events
+from quire.config.launch_environment import read_launch_environment
 from quire.config.server_config import ServerConfig
 from quire.config.tenants import Tenant, read_tenants_of_server
 from quire.hub.cache import with_local_model
@@ -69,6 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
     engine = engine_from_flags(arguments)
     pull_if_asked(arguments)
     engine = with_local_model(engine)
+    if engine.executor.distributed_executor_backend == "external_launcher":
+        _check_launched(server)
+        if read_launch_environment(os.environ).rank > 0:
+            return _be_a_rank(engine)
     path = engine.scheduler.tenants
     tenants = None if path is None else _tenants_of(path, server)
     check_tls(server)
@@ -104,6 +109,30 @@ def run(arguments: argparse.Namespace) -> int:
         return _serve(server, engines, sockets, urls=urls, tenants=tenants)
     finally:
         file.remove()
+
+
+def _check_launched(server: ServerConfig) -> None:
+    """Raise SettingError for what a server of ranks that were started with it cannot do."""
+    if server.restart_engine:
+        raise SettingError(
+            "restart_engine is given and distributed_executor_backend is external_launcher: "
+            "its ranks end with the engine; leave it out, and let the launcher start all ranks "
+            "again"
+        )
+
+
+def _be_a_rank(engine: EngineConfig) -> int:
+    """Compute what rank 0 asks for instead of serving, until it ends this rank."""
+    from quire.engine.assembly.model_files import model_folder  # not needed by a server
+    from quire.ranks.launched import run_launched
+
+    folder = model_folder(engine.model)
+    try:
+        run_launched(engine.executor, os.environ, checkpoint=str(folder))
+    except WorkerError as error:
+        Log("rank").error("this rank ends", reason=str(error))
+        return 1
+    return 0
 
 
 def _with_topic(engine: EngineConfig, listening: socket.socket) -> EngineConfig:

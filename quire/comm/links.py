@@ -7,7 +7,6 @@ process. Always holds: a wait ends with DeviceLost if the rank at the other end 
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,12 +34,12 @@ class LinkSizes:
 
 
 class LinkMemory:
-    """The links of a segment in this process: `num_rows` for rows, then `num_messages` for
-    messages, by number."""
+    """The links in the segment of a group, from `first_byte` on: `num_rows` for rows, then
+    `num_messages` for messages, by number."""
 
     def __init__(
         self,
-        descriptor: int,
+        group: SharedMemoryRank,
         *,
         first_byte: int,
         rows: LinkSizes,
@@ -50,14 +49,14 @@ class LinkMemory:
     ) -> None:
         self._rows, self._messages, self._num_rows = rows, messages, num_rows
         total = first_byte + num_rows * rows.total + num_messages * messages.total
-        try:
-            memory = np.frombuffer(mmap.mmap(descriptor, total), np.uint8)
-        except (OSError, ValueError) as error:
+        if total > len(group.memory):
             raise CapacityError(
-                f"shared memory of {total} bytes for links between ranks cannot be used: {error}; "
-                "lower pipeline_parallel_size, or max_num_seqs and max_model_len, by which it grows"
-            ) from error
-        self._memory: NDArray[np.uint8] = memory[first_byte:]
+                f"shared memory of {total} bytes for links between ranks cannot be used: there are "
+                f"{len(group.memory)}; lower pipeline_parallel_size, or max_num_seqs and "
+                "max_model_len, by which it grows"
+            )
+        # Of the same mapping as the group: ranks without this memory get it by its place there.
+        self._memory: NDArray[np.uint8] = group.memory[first_byte:]
 
     def rows(self, number: int, group: SharedMemoryRank, *, peer: int, sends: bool) -> Link:
         """Return an end of a link for rows."""

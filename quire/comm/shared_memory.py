@@ -66,6 +66,7 @@ class SharedMemoryRank:
 
     timeout_s: the longest wait for a rank that responds. members: how many ranks gather together,
     from each multiple of it on; 0 for all. Rank 0 sends its messages to those of its own group.
+    memory: of the whole segment, links included.
     """
 
     def __init__(
@@ -80,11 +81,11 @@ class SharedMemoryRank:
     ) -> None:
         self.rank, self.degree = rank, degree
         try:
-            memory = np.frombuffer(mmap.mmap(descriptor, sizes.total(degree)), np.uint8)
+            self.memory = np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)
         except (OSError, ValueError) as error:
             raise _no_memory(degree, sizes, error) from error
         self.native = _native.RankGroup(
-            memory,
+            self.memory,
             rank=rank,
             degree=degree,
             slot_bytes=sizes.slot_bytes,

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quire.base.errors import SettingError
+from quire.config.key_file import MIN_KEY_BYTES
 from quire.config.settings import at_least, at_most, one_of, setting
 
 _DEGREES = ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size")
+_GIB = r"\d{1,6}(\.\d{1,6})?"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,9 @@ class ExecutorConfig:
         "slower, but without the memory of the graphs",
     )
     num_threads: int | None = setting(
-        None, "compute threads; default: the cores this process may use", flag="threads"
+        None,
+        "compute threads of this machine; default: the cores this process may use",
+        flag="threads",
     )
     tensor_parallel_size: int = setting(
         1,
@@ -88,6 +92,24 @@ class ExecutorConfig:
         "tokens, instead of its heads; products are divided as by tensor_parallel_size, with "
         "which it is multiplied; answers do not change (native executor)",
     )
+    distributed_executor_backend: Literal["mp", "ray", "external_launcher"] = setting(
+        "mp",
+        "how several ranks are started: mp, as processes of this machine; ray, as actors of a Ray "
+        "cluster; external_launcher, by torchrun, Slurm or a script, which runs this command for "
+        "each rank with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment",
+    )
+    distributed_key_file: str | None = setting(
+        None,
+        "with --distributed-executor-backend external_launcher: a file that only its owner can "
+        f"read, with at least {MIN_KEY_BYTES} random bytes, the same for all ranks; needed unless "
+        "MASTER_ADDR is this machine's loopback address",
+    )
+    distributed_timeout_s: float = setting(
+        300.0,
+        "with --distributed-executor-backend ray or external_launcher: seconds that the start "
+        "waits for all ranks",
+        flag="distributed-timeout-seconds",
+    )
     pack_cache: str | None = setting(
         None,
         "directory that caches the packed weights, in a file of their size which the next start "
@@ -97,6 +119,12 @@ class ExecutorConfig:
         None,
         "GiB of weights that stay in the file of pack_cache and are read from it in each step, for "
         "models larger than memory; auto: as many as do not fit (native executor)",
+    )
+    cpu_offload_gb: str | None = setting(
+        None,
+        "with --executor torch: GiB of the GPU's memory to save by weights that stay in host "
+        "memory and are copied in each step, two layers ahead, for models larger than the GPU; "
+        "auto: as many as do not fit",
     )
     record_plans: str | None = setting(
         None, "record every step's plan and result in this file, for replay"
@@ -124,6 +152,7 @@ class ExecutorConfig:
                 "--executor native, or leave it out"
             )
         self._check_experts()
+        self._check_backend()
         at_least("data_parallel_size", self.data_parallel_size, 1)
         at_most("data_parallel_size", self.data_parallel_size, 64, "engines of one server")
         if self.trace_file == "":
@@ -132,6 +161,8 @@ class ExecutorConfig:
             raise SettingError("pack_cache is empty; give a directory, or leave it out")
         if self.disk_offload_gb is not None:
             self._check_offload(self.disk_offload_gb)
+        if self.cpu_offload_gb is not None:
+            self._check_cpu_offload(self.cpu_offload_gb)
 
     @property
     def disk_offload_bytes(self) -> int | None:
@@ -139,9 +170,25 @@ class ExecutorConfig:
         assert self.disk_offload_gb is not None, "there is an offload"
         return None if self.disk_offload_gb == "auto" else int(float(self.disk_offload_gb) * 2**30)
 
+    @property
+    def cpu_offload_bytes(self) -> int | None:
+        """The bytes of cpu_offload_gb, None where it is auto."""
+        assert self.cpu_offload_gb is not None, "there is an offload"
+        return None if self.cpu_offload_gb == "auto" else int(float(self.cpu_offload_gb) * 2**30)
+
+    def _check_cpu_offload(self, size: str) -> None:
+        given = f"cpu_offload_gb is {size}"
+        if size != "auto" and not re.fullmatch(_GIB, size):
+            raise SettingError(f"{given}; a number of GiB, as in 12 or 1.5, or auto is needed")
+        if self.executor != "torch" or self.num_ranks > 1:
+            raise SettingError(
+                f"{given}: it is memory of a GPU that is saved; take --executor torch and one "
+                "rank, or --disk-offload-gb for a model larger than a CPU's memory"
+            )
+
     def _check_offload(self, size: str) -> None:
         given = f"disk_offload_gb is {size}"
-        if size != "auto" and not re.fullmatch(r"\d{1,6}(\.\d{1,6})?", size):
+        if size != "auto" and not re.fullmatch(_GIB, size):
             raise SettingError(f"{given}; a number of GiB, as in 12 or 1.5, or auto is needed")
         if self.executor != "native" or self.num_ranks > 1:
             raise SettingError(
@@ -152,6 +199,26 @@ class ExecutorConfig:
             raise SettingError(
                 f"{given} and pack_cache is not given: the weights are read from its file; give "
                 "--pack-cache DIRECTORY, on a fast disk"
+            )
+
+    def _check_backend(self) -> None:
+        backends = ("mp", "ray", "external_launcher")
+        one_of("distributed_executor_backend", self.distributed_executor_backend, backends)
+        backend = f"distributed_executor_backend is {self.distributed_executor_backend}"
+        if self.distributed_executor_backend != "mp" and self.num_ranks == 1:
+            raise SettingError(
+                f"{backend} and there is one rank, which this process is: give "
+                "tensor_parallel_size or pipeline_parallel_size, or leave it out"
+            )
+        at_least("distributed_timeout_s", self.distributed_timeout_s, 1)
+        if self.distributed_key_file == "":
+            raise SettingError("distributed_key_file is empty; give a file, or leave it out")
+        if self.distributed_key_file is not None and (
+            self.distributed_executor_backend != "external_launcher"
+        ):
+            raise SettingError(
+                f"distributed_key_file is given and {backend}: its ranks get a new key at each "
+                "start; leave it out"
             )
 
     def _check_experts(self) -> None:

@@ -30,8 +30,12 @@ _THREADS = "threads are set by --threads N"
 _SEQS = "the maximum number of running requests is --max-num-seqs"
 _STEP = "the maximum number of tokens in a step is --max-num-batched-tokens"
 _ONE_DEVICE = (
-    "a model is served by one process, or by ranks on one machine (--tensor-parallel-size, "
+    "a model is served by one process, or by ranks of equal shares (--tensor-parallel-size, "
     "--pipeline-parallel-size); leave it out"
+)
+_MACHINES = (
+    "ranks on several machines are started by torchrun, Slurm or Ray: "
+    "--distributed-executor-backend"
 )
 _REPLICAS = (
     "engines of one server are --data-parallel-size; servers of their own have one address by "
@@ -44,10 +48,6 @@ _EXPERT_RANKS = (
 )
 _DEVICE = "the GPU is chosen by --device"
 _LAYERS = "a GPU computes all layers (--executor torch) or none; leave it out"
-_OFFLOAD = (
-    "a GPU computes all layers; weights that a CPU's memory does not hold are read from disk by "
-    "--disk-offload-gb"
-)
 _KERNELS = "kernels are chosen by --executor and --numerics; leave it out"
 _DRAFT = (
     "speculative decoding is set by --speculate off, ngram, draft, self, medusa or eagle, with "
@@ -114,11 +114,9 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--kv-cache-memory-bytes": _MEMORY,
         "--num-gpu-blocks-override": _MEMORY,
         "--swap-space": _HOST,
-        "--cpu-offload-gb": _OFFLOAD,
         "--kv-offloading-size": _HOST,
         "--kv-transfer-config": "engines that exchange KV blocks are set by --role and "
         "--kv-transfer-key-file, KV blocks on disk by --kv-tier-path",
-        "--distributed-executor-backend": _ONE_DEVICE,
         "--decode-context-parallel-size": _PIECES,
         "-dcp": _PIECES,
         "--prefill-context-parallel-size": _PIECES,
@@ -187,8 +185,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--dp-size": _REPLICAS,
         "--pp-size": "stages of a pipeline are set by --pipeline-parallel-size",
         "--ep-size": _EXPERT_RANKS,
-        "--nnodes": _ONE_DEVICE,
-        "--dist-init-addr": _ONE_DEVICE,
+        "--nnodes": _MACHINES,
+        "--dist-init-addr": _MACHINES,
         "--max-running-requests": _SEQS,
         "--chunked-prefill-size": _STEP,
         "--max-prefill-tokens": _STEP,

@@ -439,6 +439,9 @@ class EngineConfig:
         if self.executor.disk_offload_gb is not None:
             given = f"disk_offload_gb is {self.executor.disk_offload_gb}"
             self._check_drafts(given, "which read the weights in another order")
+        if self.executor.cpu_offload_gb is not None:
+            given = f"cpu_offload_gb is {self.executor.cpu_offload_gb}"
+            self._check_drafts(given, "which read the weights in another order")
         if self.executor.trace_file is not None and not self.scheduler.timeline_steps:
             raise SettingError(
                 "trace_file is written from the steps kept for timelines, and timeline_steps is 0; "
@@ -495,6 +498,12 @@ class EngineConfig:
                 f"{given} and executor is torch; blocks are exchanged between engines on CPUs for "
                 "now: take --executor native, or leave it out"
             )
+        backend = self.executor.distributed_executor_backend
+        if backend != "mp":
+            raise SettingError(
+                f"{given} and distributed_executor_backend is {backend}; blocks of ranks that rank "
+                "0 has not started are not exchanged yet: leave one of them out"
+            )
         for name in ("pipeline_parallel_size", "context_parallel_size"):
             if (size := getattr(self.executor, name)) > 1:
                 raise SettingError(
@@ -518,7 +527,7 @@ class EngineConfig:
                 f"{PIECE_TOKENS} tokens, which 4, 8, 16, 32, 64 and 128 divide: take one of them"
             )
         if (threads := self.executor.num_threads) is not None and (
-            threads < self.executor.num_ranks
+            threads < self.executor.num_ranks and self.executor.distributed_executor_backend == "mp"
         ):
             raise SettingError(
                 f"{given} and num_threads is {threads}, which are divided over the ranks: give at "

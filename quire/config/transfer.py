@@ -6,19 +6,16 @@ that uses it.
 
 from __future__ import annotations
 
-import stat
 from dataclasses import dataclass, fields
 from ipaddress import ip_address
 from typing import Literal
 
 from quire.base.errors import SettingError
-from quire.base.user_path import user_path
+from quire.config.key_file import MIN_KEY_BYTES, read_shared_key
 from quire.config.settings import at_least, one_of, setting
 
 ROLES = ("prefill", "decode", "both")
 BACKENDS = ("auto", "tcp", "shm", "nixl")
-MIN_KEY_BYTES = 16
-_MAX_KEY_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,23 +190,4 @@ def is_wildcard(host: str) -> bool:
 
 def read_transfer_key(path: str) -> bytes:
     """Return the shared key in a file. Raises SettingError where it is not secret, or short."""
-    file = user_path(path)
-    advice = f"make one: (umask 077; head -c 32 /dev/urandom | base64 > {path})"
-    try:
-        with file.open("rb") as opened:
-            mode = stat.S_IMODE(file.stat().st_mode)
-            key = opened.read(_MAX_KEY_BYTES + 1).strip()
-    except OSError as error:
-        raise SettingError(
-            f"kv_transfer_key_file {path} cannot be read ({error.strerror}); {advice}"
-        ) from error
-    if mode & 0o077:
-        raise SettingError(
-            f"kv_transfer_key_file {path} can be read by other users (mode {mode:o}); chmod 600 it"
-        )
-    if not MIN_KEY_BYTES <= len(key) <= _MAX_KEY_BYTES:
-        raise SettingError(
-            f"kv_transfer_key_file {path} has {len(key)} bytes; {MIN_KEY_BYTES} to "
-            f"{_MAX_KEY_BYTES} are allowed; {advice}"
-        )
-    return key
+    return read_shared_key(path, "kv_transfer_key_file")

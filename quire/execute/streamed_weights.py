@@ -18,8 +18,9 @@ from quire import _native
 from quire.base.errors import CapacityError, SettingError
 from quire.base.log import Log
 from quire.config.machine import MachineMemory
-from quire.config.memory import DEFAULT_SHARE, RESERVE_BYTES, mib
+from quire.config.memory import mib
 from quire.execute.executor import ExecutorMemory, ExecutorOptions, Progress, StepLimits
+from quire.execute.missing_memory import missing_bytes
 from quire.execute.native import NativeExecutor
 from quire.execute.packing import (
     Packed,
@@ -43,9 +44,6 @@ from quire.weights.pack_cache import (
 
 # Read ahead at least, where so much is streamed: a fast disk's bytes of some ten milliseconds.
 WINDOW_BYTES = 128 << 20
-# Of a token of a running request in the tables of scheduler and worker: its id and its share of a
-# block's entries (quire/config/memory.py).
-TABLE_ENTRY_BYTES = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,14 +197,10 @@ def fitting_stream(
     whole: what the program takes with all weights in memory. kv_bytes: of the KV cache; None: the
     default share of what is left beside the buffers, and of the tables of max_sequences requests.
     """
-    left = max(available_bytes - RESERVE_BYTES - whole.step_bytes, 0)
-    if kv_bytes is None:
-        kv_bytes = int(left * (1 - DEFAULT_SHARE))
-    else:
-        num_tokens = min(program.max_positions, kv_bytes // whole.token_bytes)
-        kv_bytes += max_sequences * num_tokens * TABLE_ENTRY_BYTES
-    excess = whole.weights_bytes + kv_bytes - left
     plan, everything = plan_stream(program, 0), streamable_bytes(program)
+    excess = missing_bytes(
+        program, whole, available_bytes, kv_bytes=kv_bytes, max_sequences=max_sequences
+    )
     while plan.saved_bytes < excess and plan.streamed_bytes < everything:
         # The window takes a part of what is saved.
         wanted = plan.streamed_bytes + excess - plan.saved_bytes

@@ -1,6 +1,6 @@
 """RankedExecutorClass: an executor of several ranks, as one to what uses it.
 
-Sizes the sum of all ranks' memory, since they share a machine; starts the other ranks' processes
+Sizes the memory of the ranks that share a machine; lets the other ranks begin
 and loads rank 0's share meanwhile. Always holds: its answers are those of the native executor, bit
 for bit (quire/program/shard.py).
 """
@@ -41,6 +41,7 @@ from quire.program.serialize import to_plain
 from quire.program.shard import shard
 from quire.program.tensors import DType
 from quire.ranks.commands import command_bytes
+from quire.ranks.other_ranks import OtherRanks, RankSite
 from quire.ranks.placement import cpus_of_ranks, run_on
 from quire.ranks.processes import RankProcesses
 from quire.ranks.rank_executor import MirroredExecutor
@@ -56,7 +57,7 @@ _SLOT_BYTES = 1 << 20
 class RankedExecutor(MirroredExecutor):
     """The executor of rank 0, with the processes of the others."""
 
-    processes: RankProcesses
+    processes: OtherRanks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,7 @@ class RankedExecutorClass:
     split by inputs too. binds: whether ranks are bound to processors. poison:
     fill buffers with NaN before each run, for tests. timeout_s: the longest wait for a rank that
     responds. shares_blocks: whether blocks leave and enter the pool, whole, as of one process.
+    site: where the ranks run; None: in processes of this machine that rank 0 starts.
     """
 
     degree: int
@@ -80,6 +82,7 @@ class RankedExecutorClass:
     poison: bool = False
     timeout_s: float = TIMEOUT_S
     shares_blocks: bool = False
+    site: RankSite | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -92,14 +95,22 @@ class RankedExecutorClass:
         NativeExecutor.check_program(program)
 
     def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
-        """The memory of all ranks together."""
+        """The memory of all ranks together; where they have several machines, of as many of the
+        largest ones as share this machine."""
         programs = self.programs(program)
         parts = [NativeExecutor.memory_for(own, limits) for own in programs]
         slots = 2 * self.num_ranks * max(map(_slot_bytes, programs))
+        if self.site is None:
+            return ExecutorMemory(
+                weights_bytes=sum(part.weights_bytes for part in parts),
+                step_bytes=sum(part.step_bytes for part in parts) + slots,
+                token_bytes=sum(part.token_bytes for part in parts),
+            )
+        here = self.site.here  # each has its own slots
         return ExecutorMemory(
-            weights_bytes=sum(part.weights_bytes for part in parts),
-            step_bytes=sum(part.step_bytes for part in parts) + slots,
-            token_bytes=sum(part.token_bytes for part in parts),
+            weights_bytes=here * max(part.weights_bytes for part in parts),
+            step_bytes=here * (max(part.step_bytes for part in parts) + slots),
+            token_bytes=here * max(part.token_bytes for part in parts),
         )
 
     def programs(self, program: Program) -> list[Program]:
@@ -144,7 +155,8 @@ class RankedExecutorClass:
     ) -> RankedExecutor:
         parts = self.programs(program)
         sizes = self._sizes(parts, options.limits)
-        cpus = cpus_of_ranks(self.num_ranks) if self.binds else [()] * self.num_ranks
+        site = self.site or RankSite(launch=RankProcesses, here=self.num_ranks)
+        cpus = cpus_of_ranks(site.here) if self.binds else [()] * site.here
         segment = create_segment(self.num_ranks, sizes, link_bytes=self._link_bytes(sizes))
         pool_file = NO_FILE
         try:
@@ -159,17 +171,18 @@ class RankedExecutorClass:
                 members=self.degree,
             )
             with ExitStack() as undo:
-                processes = RankProcesses(group)
-                undo.callback(processes.end)
+                others = site.launch(group)
+                undo.callback(others.end)
                 for rank, part in enumerate(parts[1:], start=1):
-                    start = self._start(rank, part, checkpoint, options, sizes, cpus[rank])
-                    processes.start(replace(start, pool_file=pool_file), segment)
-                run_on(cpus[0])
-                executor = self._rank_zero(parts, checkpoint, options, group, sizes, segment)
+                    own_cpus = () if self.site is not None else cpus[rank]
+                    start = self._start(rank, part, checkpoint, options, sizes, own_cpus)
+                    others.start(replace(start, pool_file=pool_file), segment)
+                run_on(cpus[site.local])
+                executor = self._rank_zero(parts, checkpoint, options, group, sizes)
                 executor.own_block_size = self.block_size
                 if self.shares_blocks:
                     executor.share_blocks(pool_file, self._heads(program))
-                self._compare(executor, processes.ready())
+                self._compare(executor, others.ready())
                 undo.pop_all()
         finally:
             os.close(segment)
@@ -181,13 +194,15 @@ class RankedExecutorClass:
             threads_of_each=self._threads(options),
             cpus="; ".join(",".join(map(str, own_cpus)) or "any" for own_cpus in cpus),
         )
-        weakref.finalize(executor, processes.end)  # where a later part of the start fails
-        executor.processes = processes
-        executor.reason, executor.end = processes.reason, processes.end
+        weakref.finalize(executor, others.end)  # where a later part of the start fails
+        executor.processes = others
+        executor.reason, executor.end = others.reason, others.end
         return executor
 
     def _threads(self, options: ExecutorOptions) -> int:
-        return max(options.num_threads // self.num_ranks, 1)
+        if self.site is None:
+            return max(options.num_threads // self.num_ranks, 1)
+        return self.site.threads or max(options.num_threads // self.site.here, 1)
 
     def _rank_zero(
         self,
@@ -196,7 +211,6 @@ class RankedExecutorClass:
         options: ExecutorOptions,
         group: SharedMemoryRank,
         sizes: SegmentSizes,
-        segment: int,
     ) -> RankedExecutor:
         own = replace(options, num_threads=self._threads(options), beside=None)
         return RankedExecutor(programs[0], checkpoint, own, group, poison=self.poison)

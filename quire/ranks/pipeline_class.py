@@ -99,7 +99,6 @@ class PipelineExecutorClass(RankedExecutorClass):
         options: ExecutorOptions,
         group: SharedMemoryRank,
         sizes: SegmentSizes,
-        segment: int,
     ) -> RankedExecutor:
         layout, rows = self.layout, _rows_of(sizes)
         layers = tuple(
@@ -110,7 +109,7 @@ class PipelineExecutorClass(RankedExecutorClass):
             checkpoint,
             replace(options, num_threads=self._threads(options), beside=None),
             group,
-            StageLinks(segment, group, layout, rows, sizes),
+            StageLinks(group, layout, rows, sizes),
             layers,
             poison=self.poison,
         )

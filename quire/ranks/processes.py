@@ -91,6 +91,10 @@ class RankProcesses:
             process.watcher.start()
         return found
 
+    def notify(self, on_lost: Callable[[], None]) -> None:
+        """See OtherRanks."""
+        self.on_lost = on_lost
+
     def reason(self, found: str) -> str:
         """Return why the group is lost: a process's end, if there is one, else what was found."""
         for process in self._processes:

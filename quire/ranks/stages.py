@@ -83,7 +83,6 @@ class StageLinks:
 
     def __init__(
         self,
-        segment: int,
         group: SharedMemoryRank,
         layout: StageLayout,
         rows: LinkSizes,
@@ -91,7 +90,7 @@ class StageLinks:
     ) -> None:
         used = sizes.total(layout.num_ranks)
         memory = LinkMemory(
-            segment,
+            group,
             first_byte=used + _alignment(used),
             rows=rows,
             messages=layout.message_sizes(sizes),

@@ -11,13 +11,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.base.errors import ModelError, WorkerError
+from quire.base.errors import ModelError, QuireError, WorkerError
 from quire.base.version import installed_version
 from quire.comm.links import LinkSizes
 from quire.comm.shared_memory import SegmentSizes, SharedMemoryRank
 from quire.program.program import NUMERICS_VERSION, Program
 from quire.program.serialize import from_plain
 from quire.ranks.stages import StageLayout, StageLinks
+
+_MAX_FAILURE = 4000  # characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,15 +84,29 @@ def program_of(start: RankStart) -> Program:
     return from_plain(start.program)
 
 
-def links_of(start: RankStart, group: SharedMemoryRank, segment: int) -> StageLinks:
+def sizes_of(start: RankStart) -> SegmentSizes:
+    """Return the sizes of the rank's segment without its links."""
+    return SegmentSizes(slot_bytes=start.slot_bytes, message_bytes=start.message_bytes)
+
+
+def links_of(start: RankStart, group: SharedMemoryRank) -> StageLinks:
     """Return the links of a rank of a pipeline."""
-    return StageLinks(
-        segment,
-        group,
-        StageLayout(stages=start.stages, tp=start.degree // start.stages),
-        LinkSizes(slot_bytes=start.row_slot_bytes, slots=start.row_slots),
-        SegmentSizes(slot_bytes=start.slot_bytes, message_bytes=start.message_bytes),
-    )
+    return StageLinks(group, _layout_of(start), _rows_of(start), sizes_of(start))
+
+
+def link_bytes_of(start: RankStart) -> int:
+    """Return the bytes of the segment beside what the group of ranks uses."""
+    if start.stages == 1:
+        return 0
+    return _layout_of(start).link_bytes(_rows_of(start), sizes_of(start))
+
+
+def _layout_of(start: RankStart) -> StageLayout:
+    return StageLayout(stages=start.stages, tp=start.degree // start.stages)
+
+
+def _rows_of(start: RankStart) -> LinkSizes:
+    return LinkSizes(slot_bytes=start.row_slot_bytes, slots=start.row_slots)
 
 
 def checkpoint_of(start: RankStart) -> Path:
@@ -120,3 +136,9 @@ def check_ready(rank: int, ready: RankReady, own: RankReady) -> None:
             f"rank {rank} has loaded something else than rank 0: {'; '.join(differing)}; the "
             "model's files have changed during the start, or the installation: start again"
         )
+
+
+def failure_text(error: Exception) -> str:
+    """Return why a rank fails, in as many characters as a pipe that is read later can hold."""
+    text = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
+    return text[:_MAX_FAILURE]

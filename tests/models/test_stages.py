@@ -120,7 +120,7 @@ def answers_of_stages(
             group = SharedMemoryRank(
                 segment, rank=rank, degree=layout.num_ranks, sizes=SIZES, members=tp
             )
-            links, stage = StageLinks(segment, group, layout, rows, SIZES), layout.stage_of(rank)
+            links, stage = StageLinks(group, layout, rows, SIZES), layout.stage_of(rank)
             own = shard(parts[stage], degree=tp, rank=rank % tp)
             executor = RankExecutor(own, checkpoint, OPTIONS, group, poison=True)
             executor._native.set_links(*links.ends)

@@ -1,4 +1,4 @@
-// The ranks of one model on one machine, and what they exchange through shared memory: columns of
+// The ranks of one model, and what they exchange through shared memory: columns of
 // results (all_gather), each rank's part of results (all_to_all), sums of results (all_reduce), and
 // messages from rank 0 to the others. Bytes do not change, other than by all_reduce, which adds in
 // the order of ranks.
@@ -17,8 +17,12 @@
 
 #include <atomic>
 #include <cstdint>
+#include <initializer_list>
+#include <memory>
 #include <stdexcept>
+#include <string>
 #include <thread>
+#include <vector>
 
 #include "quire/pool.h"
 #include "quire/types.h"
@@ -43,6 +47,8 @@ inline Share share_of(int64_t width, int64_t unit, int64_t rank, int64_t degree)
     return {edge(rank), edge(rank + 1)};
 }
 
+class RankSockets;
+
 class RankGroup {
   public:
     static constexpr int kMaxDegree = 64;
@@ -56,6 +62,11 @@ class RankGroup {
     };
     // How long a wait lasts: to the time limit, while the other rank responds, or for ever.
     enum class Wait { limited, while_it_responds, idle };
+    // Bytes of the memory that a published number stands for.
+    struct Part {
+        const char* data;
+        int64_t bytes;
+    };
 
     // Bytes of shared memory. Throws std::invalid_argument.
     static int64_t shared_bytes(int degree, const Sizes& sizes);
@@ -66,6 +77,13 @@ class RankGroup {
     RankGroup(char* memory, int64_t bytes, int rank, int degree, const Sizes& sizes,
               double timeout_s, int members = 0);
     ~RankGroup();
+    // sockets: a connection to each rank that does not share this memory, -1 to the others
+    // (rank_sockets.h). Before the first exchange.
+    void connect(const std::vector<int>& sockets);
+    // Ends by agreement: the end of this process is no loss to the ranks connected.
+    void leave();
+    // Waits until a rank connected is lost and returns why, or until `leave` with an empty text.
+    std::string wait_until_over();
     RankGroup(const RankGroup&) = delete;
     RankGroup& operator=(const RankGroup&) = delete;
 
@@ -123,11 +141,17 @@ class RankGroup {
     // Any thread: lets all ranks' waits end with RankLost.
     void abort();
     bool is_aborted() const;
+    // Bytes of the memory, links between ranks included.
+    int64_t bytes() const { return bytes_; }
 
-    // For what ranks exchange in other ways (rank_link.h): publishes a number, and waits until one
-    // has reached `number`. Throws RankLost.
-    void publish(Word& word, uint32_t value) const;
+    // For what ranks exchange in other ways (rank_link.h): publishes a number that stands for the
+    // bytes of up to two parts, to one rank or to all members, and waits until one has reached
+    // `number`. Throws RankLost.
+    static constexpr int kMembers = -1;
+    void publish(Word& word, uint32_t value, int to, std::initializer_list<Part> parts = {}) const;
     void wait(const Word& word, uint32_t number, int peer, Wait how) const;
+    // Stores a number and wakes what waits for it in this memory.
+    static void raise(Word& word, uint32_t value);
     // Counts operations done by this rank; their sum over all ranks, modulo 2^32. Any thread.
     void note_progress(int64_t operations) const;
     int64_t progress() const;
@@ -139,10 +163,12 @@ class RankGroup {
     RankWords& words(int rank) const;
     char* slot(int rank, uint32_t number) const;
     char* message(uint32_t number) const;
+    void publish_part(int64_t bytes) const;
     void answer();
     [[noreturn]] void lost(int peer, const char* why) const;
 
     char* memory_;
+    int64_t bytes_;
     int rank_, degree_, members_, first_;
     Sizes sizes_;
     double timeout_s_;
@@ -151,6 +177,7 @@ class RankGroup {
     int64_t spin_us_;
     std::atomic<bool> stopping_{false};
     std::thread answering_;
+    std::unique_ptr<RankSockets> sockets_;  // to ranks that do not share the memory
 };
 
 }  // namespace quire

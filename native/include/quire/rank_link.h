@@ -72,6 +72,7 @@ class RankLink {
     void check_end(bool sends) const;
     void await_room();
     void await_slot();
+    void publish_slot(int64_t bytes);
 
     std::shared_ptr<RankGroup> group_;
     char* memory_;

@@ -587,13 +587,14 @@ def _executor_class(config: EngineConfig) -> ExecutorClass:
 
         return NativeExecutor
     if settings.executor == "torch":
-        return _torch_class(settings)
+        return _torch_class(config)
     from quire.execute.reference import ReferenceExecutor
 
     return ReferenceExecutor
 
 
-def _torch_class(settings: ExecutorConfig) -> ExecutorClass:
+def _torch_class(config: EngineConfig) -> ExecutorClass:
+    settings, offload = config.executor, None
     try:
         from quire.execute.gpu.device import choose, has_fp8, look, reason
         from quire.execute.gpu.executor_class import TorchExecutorClass
@@ -616,12 +617,19 @@ def _torch_class(settings: ExecutorConfig) -> ExecutorClass:
         **({"card": card} if card else {}),
         because=reason(wanted, device, machine),
     )
+    if settings.cpu_offload_gb is not None:
+        from quire.execute.gpu.offload_plan import OffloadSize
+
+        offload = OffloadSize(
+            saved_bytes=settings.cpu_offload_bytes, kv_bytes=config.cache.kv_cache_memory_bytes
+        )
     exact = settings.numerics != "fast"
     return TorchExecutorClass(
         device,
         exact=exact,
         has_fp8=has_fp8(device, machine),
         captures=not settings.enforce_eager,
+        offload=offload,
     )
 
 

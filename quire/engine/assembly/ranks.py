@@ -6,6 +6,7 @@ A part of the wiring, like assemble.py. Knows the settings; the ranks are in qui
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from quire.base.errors import SettingError
@@ -18,7 +19,10 @@ from quire.execute.executor import Executor
 from quire.program.expert_parallel import ExpertPlan
 from quire.program.row_parallel import TpMode
 from quire.ranks.executor_class import RankedExecutor, RankedExecutorClass
+from quire.ranks.launched import launched_site
+from quire.ranks.other_ranks import RankSite
 from quire.ranks.pipeline_class import PipelineExecutorClass
+from quire.ranks.ray_cluster import ray_site
 from quire.runner.model_runner import ModelRunner
 from quire.runner.pipelined_runner import PipelinedRunner
 
@@ -31,18 +35,24 @@ def ranked_class(
     block_size: of the KV cache. shares_blocks: blocks leave and enter the pool whole, to be
     exchanged with other engines.
     """
-    cores = num_usable_cores()
-    if settings.num_ranks > cores:
+    site = rank_site(settings)
+    cores, here = num_usable_cores(), settings.num_ranks if site is None else site.here
+    if here > cores:
         product = f", {settings.num_ranks} ranks together" if " and " in settings.ranks_text else ""
+        of_them = "" if here == settings.num_ranks else f", {here} of them on this machine"
         raise SettingError(
-            f"{settings.ranks_text}{product}, and this process may use {cores} CPU cores; at most "
-            "one rank per core is allowed, since ranks wait for each other"
+            f"{settings.ranks_text}{product}{of_them}, and this process may use {cores} CPU cores; "
+            "at most one rank per core is allowed, since ranks wait for each other"
         )
-    return class_of(settings, block_size, shares_blocks=shares_blocks)
+    return class_of(settings, block_size, site, shares_blocks=shares_blocks)
 
 
 def class_of(
-    settings: ExecutorConfig, block_size: int = 16, *, shares_blocks: bool = False
+    settings: ExecutorConfig,
+    block_size: int = 16,
+    site: RankSite | None = None,
+    *,
+    shares_blocks: bool = False,
 ) -> RankedExecutorClass:
     """Return the executor class, however many cores there are."""
     shared: dict[str, Any] = {
@@ -51,10 +61,21 @@ def class_of(
         "block_size": block_size,
         "experts": expert_plan(settings),
         "mode": TpMode(settings.tp_mode),
+        "site": site,
     }
     if settings.pipeline_parallel_size == 1:
         return RankedExecutorClass(**shared, shares_blocks=shares_blocks)
     return PipelineExecutorClass(stages=settings.pipeline_parallel_size, **shared)
+
+
+def rank_site(settings: ExecutorConfig) -> RankSite | None:
+    """Return where the ranks run; None: in processes that this one starts."""
+    match settings.distributed_executor_backend:
+        case "external_launcher":
+            return launched_site(settings, os.environ)
+        case "ray":
+            return ray_site(settings)
+    return None
 
 
 def expert_plan(settings: ExecutorConfig) -> ExpertPlan | None:
@@ -83,7 +104,7 @@ class _WatchedInbox:
 
     def __init__(self, executor: RankedExecutor, inbox: Inbox) -> None:
         self._executor, self._inbox = executor, inbox
-        executor.processes.on_lost = inbox.wake
+        executor.processes.notify(inbox.wake)
         if executor.processes.lost:  # before there was a wait to end
             inbox.wake()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,9 @@ from quire.execute.gpu.host_choice import choose_on_host, score_on_host
 from quire.execute.gpu.kv_pool import KvPool
 from quire.execute.gpu.last_tokens import LastTokens
 from quire.execute.gpu.load import Loaded
-from quire.execute.gpu.ops import Call, Place, bind_plain
+from quire.execute.gpu.offload import LayerStream, parts_of
+from quire.execute.gpu.offload_plan import NO_OFFLOAD, OffloadPlan
+from quire.execute.gpu.ops import Call, Place, bind_plain, products_of
 from quire.execute.gpu.step_buffers import Counts, StepBuffers
 from quire.execute.gpu.step_sizes import Size, Sizes, max_mixed
 from quire.execute.gpu.stream import Stream, stream_of
@@ -50,12 +53,14 @@ class LaunchOptions:
 
     kernels: whether Triton kernels compute them, in its interpreter if the device is the CPU; None:
     on a GPU only. capture: how steps are captured, to be replayed; None: each is launched kernel by
-    kernel. stream: in place of the device's own, for tests.
+    kernel. stream: in place of the device's own, for tests. offload: layers with matrices in host
+    memory, where `load` has kept them; their steps are not captured.
     """
 
     kernels: bool | None = None
     capture: Capture | None = None
     stream: Stream | None = None
+    offload: OffloadPlan = NO_OFFLOAD
 
 
 DEFAULT_LAUNCH = LaunchOptions()
@@ -97,6 +102,10 @@ class TorchExecutor:
         self._last = LastTokens(limits.max_sequences, self._stream, device, by_kernels=runs_kernels)
         self._pool = KvPool(program, device, self._stream) if pool is None else pool
         self._port: BlockPort | None = None
+        self.layer_stream: LayerStream | None = None
+        if launch.offload.layers:
+            self.layer_stream = LayerStream(launch.offload, weights, device, self._stream)
+            weights = self.layer_stream.weights
         self._place = Place(
             program=program,
             buffers=buffers,
@@ -110,6 +119,7 @@ class TorchExecutor:
         self._calls: dict[str, list[Call]] = {
             segment: bind_segment(segment) for segment in SEGMENTS
         }
+        self._parts = self._trunk_parts()
         self._counts: Counts | None = None
         self._head_of: tuple[ForwardBatch, int] | None = None  # its logits are computed already
         self.sizes = Sizes(limits, mixed=max_mixed(program, len(self._calls["trunk"])))
@@ -294,7 +304,7 @@ class TorchExecutor:
     def close(self) -> None:
         """Let go of weights, buffers and cache; further calls are errors."""
         self._pool.free()
-        self._port = self._attention = self._graphs = None
+        self._port = self._attention = self._graphs = self.layer_stream = None
         self._calls, self._counts, self._head_of = {}, None, None
         del self._place, self._arena, self._step, self._last
 
@@ -345,14 +355,42 @@ class TorchExecutor:
 
     def _run(self, segment: str, counts: Counts) -> None:
         """Have a segment computed."""
-        self._stream.do(lambda: self._launch(segment, counts))
+        if segment != "trunk" or self.layer_stream is None:
+            self._stream.do(lambda: self._launch(segment, counts))
+            return
+        self._stream.do(lambda: self._take_last(counts))
+        calls = self._calls["trunk"]
+        self.layer_stream.run(
+            [
+                (layer, partial(self._launch_calls, calls[first:end], counts))
+                for layer, first, end in self._parts
+            ]
+        )
 
     def _launch(self, segment: str, counts: Counts) -> None:
         if segment == "trunk":
-            self._last.take(self._step.token_ids, self._step.late_slots, counts.tokens)
-        for call in self._calls[segment]:
+            self._take_last(counts)
+        self._launch_calls(self._calls[segment], counts)
+
+    def _take_last(self, counts: Counts) -> None:
+        self._last.take(self._step.token_ids, self._step.late_slots, counts.tokens)
+
+    def _launch_calls(self, calls: Sequence[Call], counts: Counts) -> None:
+        for call in calls:
             call(counts)
             self.ops_done += 1
+
+    def _trunk_parts(self) -> list[tuple[int | None, int, int]]:
+        """Return runs of the trunk's calls, with the offloaded layer that each reads, if any."""
+        if self.layer_stream is None:
+            return []
+        if self._attention is None:
+            weights = products_of(self._program.segments["trunk"])
+        else:
+            from quire.execute.gpu.kernel_ops import products_of_launches
+
+            weights = products_of_launches(self._program, "trunk")
+        return parts_of(weights, self.layer_stream.layer_of)
 
     def _fill_with_nan(self) -> None:
         for buffer in self._place.buffers:

@@ -5,7 +5,7 @@ Knows a device and a mode; no steps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,7 +19,10 @@ from quire.execute.gpu.graphs import capture_of
 from quire.execute.gpu.limits import FULL_STEP_TOKENS
 from quire.execute.gpu.load import IntWeight, Pack, load
 from quire.execute.gpu.memory import device_memory
+from quire.execute.gpu.offload import to_host
+from quire.execute.gpu.offload_plan import NO_OFFLOAD, OffloadPlan, OffloadSize
 from quire.execute.gpu.step_buffers import StepBuffers
+from quire.execute.gpu.stream import stream_of
 from quire.execute.gpu.support import unsupported
 from quire.execute.layout import lay_out
 from quire.execute.rope_table import rope_bytes
@@ -33,13 +36,15 @@ class TorchExecutorClass:
     """An ExecutorClass (see quire/execute/executor.py) for a device, in a mode.
 
     exact: a row's bits do not depend on the rows beside it. has_fp8: its kernels know it.
-    captures: whether a GPU's steps are replayed from graphs.
+    captures: whether a GPU's steps are replayed from graphs. offload: device memory that weights in
+    host memory save.
     """
 
     device: torch.device
     exact: bool = True
     has_fp8: bool = True
     captures: bool = True
+    offload: OffloadSize | None = None
 
     def check_program(self, program: Program) -> None:
         """Raise ModelError listing what cannot be held, before anything is loaded."""
@@ -56,7 +61,13 @@ class TorchExecutorClass:
             )
 
     def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
-        """Weights and cache as the program says; buffers share one arena."""
+        """Weights and cache as the program says, without what is in host memory; buffers share one
+        arena."""
+        whole = self._whole_memory(program, limits)
+        saved = self._offloaded(program, limits).saved_bytes
+        return replace(whole, weights_bytes=whole.weights_bytes - saved)
+
+    def _whole_memory(self, program: Program, limits: StepLimits) -> ExecutorMemory:
         return ExecutorMemory(
             weights_bytes=self._weight_bytes(program),
             step_bytes=lay_out(program, limits).arena_bytes
@@ -64,6 +75,18 @@ class TorchExecutorClass:
             + StepBuffers.num_bytes(**step_sizes(program, limits))
             + self._kernel_bytes(program, limits),
             token_bytes=sum(cache.token_bytes for cache in program.caches),
+        )
+
+    def _offloaded(self, program: Program, limits: StepLimits) -> OffloadPlan:
+        """Return which layers are in host memory. Raises SettingError, CapacityError."""
+        if self.offload is None:
+            return NO_OFFLOAD
+        return self.offload.plan(
+            program,
+            self._whole_memory(program, limits),
+            self.available_memory,
+            max_sequences=limits.max_sequences,
+            is_gpu=self.device.type != "cpu",
         )
 
     def _weight_bytes(self, program: Program) -> int:
@@ -116,14 +139,27 @@ class TorchExecutorClass:
         try:
             pack = _pack(runs_kernels=self.device.type != "cpu")
             binding = bind(program, checkpoint)
-            weights = load(program, binding, self.device, options.progress, pack=pack)
+            offload = self._offloaded(program, options.limits)
+            in_host = {name for layer in offload.layers for name in layer}
+            stream = stream_of(self.device)
+            weights = load(
+                program,
+                binding,
+                self.device,
+                options.progress,
+                pack=pack,
+                kept=lambda name, weight: to_host(weight, stream) if name in in_host else weight,
+            )
+            captures = self.captures and not offload.layers
             return TorchExecutor(
                 program,
                 weights,
                 device=self.device,
                 exact=self.exact,
                 limits=options.limits,
-                launch=LaunchOptions(capture=capture_of(self.device) if self.captures else None),
+                launch=LaunchOptions(
+                    capture=capture_of(self.device) if captures else None, offload=offload
+                ),
             )
         except RuntimeError as error:
             if not lacks_memory(error):

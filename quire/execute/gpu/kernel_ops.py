@@ -43,6 +43,7 @@ from quire.program.ops import (
     SoftCap,
     StoreKV,
 )
+from quire.program.program import Program
 from quire.program.stage_ops import Recv, Send
 
 
@@ -131,6 +132,13 @@ class KernelOps:
             )
 
         return call
+
+
+def products_of_launches(program: Program, segment: str) -> list[str | None]:
+    """Return the weight of each launch that has a product, None for the others."""
+    steps = launches(program, segment)
+    ops = [step.product if isinstance(step, BytesToProduct) else step for step in steps]
+    return [op.weight if isinstance(op, Linear) else None for op in ops]
 
 
 def _embed(ops: KernelOps, op: Embed, counts: Counts) -> None:

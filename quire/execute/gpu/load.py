@@ -112,6 +112,8 @@ class Loaded:
     coarse_rows: Mapping[str, int] = field(default_factory=dict)
 
 
+# A weight by name as it is kept: on the device, or elsewhere.
+Kept = Callable[[str, Any], Any]
 # An integer weight as a device's products take it.
 Pack = Callable[[IntMatrix, torch.device], Any]
 
@@ -124,8 +126,10 @@ def load(
     *,
     pack: Pack = IntWeight.of,
     stream: Stream | None = None,
+    kept: Kept = lambda name, weight: weight,
 ) -> Loaded:
-    """Raises torch.OutOfMemoryError where the device has no room. stream: of the device, where a
+    """Raises torch.OutOfMemoryError where the device has no room. kept: what becomes of each weight
+    once it is on the device. stream: of the device, where a
     test has its own."""
     plain: dict[str, Tensor] = {}
     few: dict[str, Any] = {}
@@ -143,6 +147,8 @@ def load(
                 few[name] = pack(matrix, device)
                 if count:
                     coarse[name] = count
+            found = few if name in few else plain
+            found[name] = kept(name, found[name])
             for part in weight.parts:
                 digesting.add(part)
             done += weight.num_bytes

@@ -84,6 +84,11 @@ def bind_plain(segment: str, place: Place) -> list[Call]:
     return [_bound(op, place) for op in ops]
 
 
+def products_of(ops: Sequence[Op]) -> list[str | None]:
+    """Return the weight of each operation that is a product, None for the others."""
+    return [op.weight if isinstance(op, Linear) else None for op in ops]
+
+
 def _bound(op: Op, place: Place) -> Call:
     match op:
         case Embed():

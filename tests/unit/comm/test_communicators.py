@@ -1,4 +1,4 @@
-"""Both transports, by one contract: bytes arrive unchanged, in the order of ranks; lost ranks end
+"""All transports, by one contract: bytes arrive unchanged, in the order of ranks; lost ranks end
 waits."""
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import pytest
 from quire import _native
 from quire.base.errors import CapacityError, DeviceLost
 from quire.comm.communicator import Communicator
-from quire.comm.in_process import InProcessGroup
+from quire.comm.in_process import InProcessGroup, InProcessRank
 from quire.comm.shared_memory import SegmentSizes, SharedMemoryRank, create_segment
-from tests.rank_threads import on_all_ranks, shared_memory_ranks
+from tests.rank_threads import connected_ranks, on_all_ranks, shared_memory_ranks
 
 SMALL = SegmentSizes(slot_bytes=64, message_bytes=64)
 Make = Callable[[int], Sequence[Communicator]]
@@ -25,10 +25,19 @@ def _shared(degree: int) -> list[SharedMemoryRank]:
     return shared_memory_ranks(degree, SMALL)
 
 
-@pytest.fixture(params=["in process", "shared memory"])
+def _in_process(degree: int) -> list[InProcessRank]:
+    return InProcessGroup(degree).ranks()
+
+
+def _connected(degree: int) -> list[SharedMemoryRank]:
+    return connected_ranks(degree, SMALL)
+
+
+@pytest.fixture(params=[_in_process, _shared, _connected], ids=["in process", "shared", "sockets"])
 def make(request: pytest.FixtureRequest) -> Make:
     """Return what makes the ranks of a group."""
-    return _shared if request.param == "shared memory" else lambda n: InProcessGroup(n).ranks()
+    made: Make = request.param
+    return made
 
 
 def _bytes(rank: int, size: int, turn: int) -> np.ndarray:

@@ -15,6 +15,7 @@ from quire.base.errors import CapacityError, DeviceLost
 from quire.comm.in_process import InProcessLink
 from quire.comm.links import Link, LinkMemory, LinkSizes
 from quire.comm.shared_memory import SegmentSizes, SharedMemoryRank, create_segment
+from tests.rank_threads import connected_ranks
 
 GROUP = SegmentSizes(slot_bytes=64, message_bytes=64)
 MESSAGES = LinkSizes(slot_bytes=64, slots=3)
@@ -25,26 +26,29 @@ ROWS = 40
 class Ends:
     """Both ends of a link for rows and of one for messages, from rank 0 to rank 1."""
 
-    def __init__(self, sizes: LinkSizes, ranks: tuple[int, ...] = (0, 1)) -> None:
-        first = GROUP.total(2)
-        segment = create_segment(2, GROUP, link_bytes=64 + sizes.total + MESSAGES.total)
-        try:
+    def __init__(
+        self, sizes: LinkSizes, ranks: tuple[int, ...] = (0, 1), *, by_sockets: bool = False
+    ) -> None:
+        first, link_bytes = GROUP.total(2), 64 + sizes.total + MESSAGES.total
+        if by_sockets:
+            self.groups = dict(enumerate(connected_ranks(2, GROUP, link_bytes=link_bytes)))
+        else:
+            segment = create_segment(2, GROUP, link_bytes=link_bytes)
             self.groups = {
                 rank: SharedMemoryRank(segment, rank=rank, degree=2, sizes=GROUP) for rank in ranks
             }
-            memories = {
-                rank: LinkMemory(
-                    segment,
-                    first_byte=first + -first % 64,
-                    rows=sizes,
-                    messages=MESSAGES,
-                    num_rows=1,
-                    num_messages=1,
-                )
-                for rank in ranks
-            }
-        finally:
             os.close(segment)
+        memories = {
+            rank: LinkMemory(
+                group,
+                first_byte=first + -first % 64,
+                rows=sizes,
+                messages=MESSAGES,
+                num_rows=1,
+                num_messages=1,
+            )
+            for rank, group in self.groups.items()
+        }
         self.rows = {rank: self._end(memories[rank].rows, rank) for rank in ranks}
         self.messages = {rank: self._end(memories[rank].messages, rank) for rank in ranks}
 
@@ -74,10 +78,14 @@ def program_of(kind: str, link: Link) -> tuple[_native.Program, np.ndarray, Call
     return program, data, run
 
 
-@pytest.fixture(params=[1, 3, 64], ids=lambda rows: f"{rows} rows a slot")
+@pytest.fixture(
+    params=[(1, False), (3, False), (64, False), (1, True), (64, True)],
+    ids=lambda made: f"{made[0]} rows a slot{' by sockets' if made[1] else ''}",
+)
 def ends(request: pytest.FixtureRequest) -> Ends:
     """Return ends of links with slots for one row, a few, or all of a step."""
-    return Ends(LinkSizes(slot_bytes=request.param * WIDTH // 2 * 4, slots=4))
+    rows, by_sockets = request.param
+    return Ends(LinkSizes(slot_bytes=rows * WIDTH // 2 * 4, slots=4), by_sockets=by_sockets)
 
 
 def test_rows_of_many_steps_arrive_unchanged(ends: Ends) -> None:
@@ -194,20 +202,19 @@ def test_what_does_not_fit_is_refused() -> None:
         run(1)
 
 
-def test_memory_that_cannot_be_mapped_is_refused() -> None:
+def test_links_that_do_not_fit_the_segment_are_refused() -> None:
     segment = create_segment(2, GROUP)
-    try:
-        with pytest.raises(CapacityError, match="for links between ranks cannot be used"):
-            LinkMemory(
-                segment,
-                first_byte=GROUP.total(2),
-                rows=MESSAGES,
-                messages=MESSAGES,
-                num_rows=1 << 40,
-                num_messages=0,
-            )
-    finally:
-        os.close(segment)
+    group = SharedMemoryRank(segment, rank=0, degree=2, sizes=GROUP)
+    os.close(segment)
+    with pytest.raises(CapacityError, match="for links between ranks cannot be used"):
+        LinkMemory(
+            group,
+            first_byte=GROUP.total(2),
+            rows=MESSAGES,
+            messages=MESSAGES,
+            num_rows=1 << 40,
+            num_messages=0,
+        )
 
 
 def test_rows_between_threads_are_copies_of_the_meant_size() -> None:

@@ -17,7 +17,7 @@ from quire.config.groups import CacheConfig, EngineConfig, ModelConfig, Schedule
 from quire.config.server_config import ServerConfig
 
 GROUPS = (ModelConfig, CacheConfig, SchedulerConfig, ExecutorConfig, ServerConfig)
-MAX_FIELDS = 102
+MAX_FIELDS = 106
 FIELD_FLAGS = """
     --max-model-len --max-num-seqs --max-num-batched-tokens --block-size --kv-cache-memory
     --served-model-name --api-key --host --port --max-output-tokens --dtype
@@ -157,7 +157,7 @@ def test_keywords_accept_field_and_flag_names_and_sizes_as_text() -> None:
     ("name", "told"),
     [
         ("trust_remote_code", "code that comes with a model is never run"),
-        ("nnodes", "a model is served by one process, or by ranks"),
+        ("nnodes", "ranks on several machines are started by torchrun, Slurm or Ray"),
         ("gpu_memory_utilization", "the KV cache's size is kv_cache_memory, as in 2GiB"),
         ("max_seq_len", "is max_model_len"),
     ],

@@ -14,6 +14,7 @@ from quire import _native
 from quire.base.errors import CapacityError, SettingError
 from quire.base.log import Log
 from quire.base.sampling_params import SamplingParams
+from quire.config.memory import RESERVE_BYTES
 from quire.engine.library.llm import LLM
 from quire.execute import streamed_weights
 from quire.execute.executor import ExecutorOptions, StepLimits
@@ -154,7 +155,7 @@ def test_memory_is_planned_without_what_stays_on_disk(
     assert some.weights_bytes == whole.weights_bytes - plan.streamed_bytes + plan.window_bytes
     ample = StreamingExecutorClass(offload_bytes=None).memory_for(program, LIMITS)
     assert ample.weights_bytes == whole.weights_bytes
-    room = whole.step_bytes + streamed_weights.RESERVE_BYTES + 1000
+    room = whole.step_bytes + RESERVE_BYTES + 1000
     tight = StreamingExecutorClass(offload_bytes=None, kv_bytes=1000)
     memory = NativeExecutor.available_memory()
     monkeypatch.setattr(

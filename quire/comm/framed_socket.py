@@ -1,0 +1,141 @@
+"""FramedSocket: an authenticated connection to another rank, for messages of the start.
+
+Both ends prove that they have the same key (HMAC-SHA256 over the other's random bytes); the key
+itself is never sent. A message is its length and its bytes. Knows no program, no process and no
+rendezvous. Always holds: before the other end has proved the key, at most some hundred bytes of it
+are read; a message above the limit is refused before it is read. Bytes are not encrypted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import socket
+import struct
+from typing import Any
+
+# Ranks of another protocol are recognised by these bytes.
+MAGIC = b"quire-ranks-1\n\0\0"
+_NONCE_BYTES = 32
+_LENGTH = struct.Struct(">Q")
+# A start has a whole program; an answer names each tensor of a stage.
+_MAX_MESSAGE_BYTES = 256 << 20
+# A connection without traffic is checked after so many seconds, as often, and so many times.
+_KEEPALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3))
+
+
+class WrongKey(Exception):
+    """The other end has another key, or is no rank."""
+
+
+class FramedSocket:
+    """One end. host: the address of the other one."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE:
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self.host: str = connection.getpeername()[0]
+
+    @property
+    def own_host(self) -> str:
+        """The address of this end."""
+        return str(self._socket.getsockname()[0])
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the other end has closed the connection, as far as is known here."""
+        before = self._socket.gettimeout()
+        try:
+            self._socket.setblocking(False)
+            return not self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        finally:
+            self._socket.settimeout(before)
+
+    def prove(self, key: bytes, *, is_server: bool) -> None:
+        """Prove the key and check the other end's proof. Raises WrongKey, OSError.
+
+        A proof is of the side's role and both nonces, so that it can be used nowhere else.
+        """
+        own = os.urandom(_NONCE_BYTES)
+        if is_server:
+            other = self._greeting()
+            self._socket.sendall(MAGIC + own + _proof(key, b"accepts", other, own))
+            try:
+                proof = self._read(32)
+            except ConnectionError:  # the other end has found the key to differ
+                raise WrongKey from None
+            if not hmac.compare_digest(proof, _proof(key, b"connects", own, other)):
+                raise WrongKey
+            return
+        self._socket.sendall(MAGIC + own)
+        other = self._greeting()
+        if not hmac.compare_digest(self._read(32), _proof(key, b"accepts", own, other)):
+            raise WrongKey
+        self._socket.sendall(_proof(key, b"connects", other, own))
+
+    def send(self, message: bytes) -> None:
+        """Send a message. Raises OSError."""
+        self._socket.sendall(_LENGTH.pack(len(message)) + message)
+
+    def receive(self, *, max_bytes: int = _MAX_MESSAGE_BYTES) -> bytes:
+        """Return the next message. Raises OSError, also where it has more than `max_bytes`."""
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        if length > max_bytes:
+            raise OSError(f"a message of {length} bytes; at most {max_bytes} are allowed")
+        return self._read(length)
+
+    def send_fields(self, fields: dict[str, Any]) -> None:
+        """Send a message of JSON."""
+        self.send(json.dumps(fields).encode())
+
+    def receive_fields(self, *, max_bytes: int = _MAX_MESSAGE_BYTES) -> dict[str, Any]:
+        """Return the next message of JSON. Raises OSError."""
+        message = self.receive(max_bytes=max_bytes)
+        try:
+            fields = json.loads(message)
+        except ValueError as error:
+            raise OSError("a message is not JSON") from error
+        if not isinstance(fields, dict):
+            raise OSError("a message is not an object of JSON")
+        return fields
+
+    def set_timeout(self, seconds: float | None) -> None:
+        """Limit each call from now on; None: no limit. Calls then raise TimeoutError."""
+        self._socket.settimeout(seconds)
+
+    def detach(self) -> int:
+        """Return the descriptor, blocking, which belongs to the caller; this object is closed."""
+        self._socket.settimeout(None)
+        return self._socket.detach()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+    def _greeting(self) -> bytes:
+        if self._read(len(MAGIC)) != MAGIC:
+            raise WrongKey
+        return self._read(_NONCE_BYTES)
+
+    def _read(self, num_bytes: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < num_bytes:
+            part = self._socket.recv(min(num_bytes - len(parts), 1 << 20))
+            if not part:
+                raise ConnectionError("the connection was closed by the other end")
+            parts += part
+        return bytes(parts)
+
+
+def _proof(key: bytes, role: bytes, asked: bytes, own: bytes) -> bytes:
+    return hmac.new(key, role + asked + own, hashlib.sha256).digest()

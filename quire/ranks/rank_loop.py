@@ -1,0 +1,78 @@
+"""What a rank above 0 does from its start to its end, however its process was made: load its share
+of the weights, then do what rank 0 does, until Stop.
+
+Knows no process and no connection. Always holds: a batch that rank 0 rejects is rejected here too
+and ends nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from quire.base.log import Log
+from quire.base.user_path import user_path
+from quire.comm.shared_memory import SharedMemoryRank
+from quire.execute.executor import ExecutorOptions, StepLimits
+from quire.ranks.commands import Stop, command_wire
+from quire.ranks.rank_executor import RankExecutor
+from quire.ranks.stage_executor import StageExecutor
+from quire.ranks.start import RankStart, links_of, program_of, sizes_of
+from quire.weights.checkpoint import open_checkpoint
+from quire.weights.pack_cache import PackCache
+
+NextCommand = Callable[[], bytes]
+
+
+def group_of(start: RankStart, segment: int) -> SharedMemoryRank:
+    """Return the rank's end of a segment."""
+    return SharedMemoryRank(
+        segment,
+        rank=start.rank,
+        degree=start.degree,
+        sizes=sizes_of(start),
+        timeout_s=start.timeout_s,
+        members=start.degree // start.stages,
+    )
+
+
+def load(start: RankStart, group: SharedMemoryRank) -> tuple[RankExecutor, NextCommand]:
+    """Load the weights; return the executor, and what waits for its next command."""
+    cache = None
+    if start.pack_cache is not None:
+        cache = PackCache(user_path(start.pack_cache), Log(f"rank {start.rank}"))
+    options = ExecutorOptions(
+        limits=StepLimits(**start.limits), num_threads=start.num_threads, pack_cache=cache
+    )
+    program, checkpoint = program_of(start), open_checkpoint(Path(start.checkpoint))
+    if start.stages == 1:
+        executor = RankExecutor(
+            program,
+            checkpoint,
+            options,
+            group,
+            isa=start.isa,
+            poison=start.poison,
+            pool_file=start.pool_file,
+        )
+        return executor, lambda: group.broadcast(None)
+    links = links_of(start, group)
+    stage = StageExecutor(
+        program, checkpoint, options, group, links, isa=start.isa, poison=start.poison
+    )
+    if links.commands is None:  # a rank of the last stage
+        return stage, lambda: group.broadcast(None)
+    return stage, links.commands.receive
+
+
+def do_commands(executor: RankExecutor, next_command: NextCommand) -> None:
+    """Do what rank 0 does until Stop. Raises DeviceLost where the group is lost."""
+    wire = command_wire()
+    while True:
+        command = wire.decode(next_command())
+        if isinstance(command, Stop):
+            break
+        with contextlib.suppress(ValueError):  # a batch that rank 0 rejects too
+            executor.do(command)
+    executor.close()

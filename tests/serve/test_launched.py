@@ -1,0 +1,230 @@
+"""A server with ranks that a launcher has started: each runs one command, with RANK and WORLD_SIZE
+in its environment, as under torchrun. Rank 0 serves; a lost rank ends all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.serve.running_server import GIVE_UP_S, ROOT, RunningServer
+from tests.serve.serve_command import serve
+from tests.serve.test_ranks import COMPLETIONS, LONG
+from tests.tiny_models import write_tiny_llama
+
+BACKEND = ("--distributed-executor-backend", "external_launcher")
+ASKED = {"prompt": "abc", "max_tokens": 20, "logprobs": 5, "seed": 3, "temperature": 0.8}
+# Under --executor native one process per core is allowed; each rank counts its own machine.
+LAYOUTS = {
+    "two ranks": ("-tp", "2"),
+    "two stages": ("-pp", "2"),
+    "two stages of two ranks": ("-tp", "2", "-pp", "2"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with heads and layers for two."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    folder = tmp_path_factory.mktemp("models") / "even"
+    return write_tiny_llama(folder, seed=5, max_position_embeddings=32768, **heads)
+
+
+def free_port() -> int:
+    """Return a port that nothing listens at."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Return what a launcher sets, as if each rank had a machine of its own."""
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+    }
+
+
+class Rank:
+    """A process of a rank above 0."""
+
+    def __init__(self, model: Path, *flags: str, **variables: str) -> None:
+        self._err = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "quire", "serve", str(model), *BACKEND, *flags],
+            stdout=self._err,
+            stderr=self._err,
+            cwd=ROOT,
+            env={**os.environ, **variables},
+        )
+
+    def exit_code(self) -> int:
+        """Return the exit code; fail instead of waiting forever."""
+        return self.process.wait(GIVE_UP_S)
+
+    def stderr(self) -> str:
+        """Return what it has printed."""
+        self._err.seek(0)
+        return self._err.read()
+
+    def kill(self) -> None:
+        """End it, if it has not ended."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._err.close()
+
+
+@contextmanager
+def launched(
+    model: Path, world_size: int, *flags: str
+) -> Iterator[tuple[RunningServer, list[Rank]]]:
+    """Run a server of so many ranks, and these ranks."""
+    port = free_port()
+    ranks = [
+        Rank(model, *flags, **environment(rank, world_size, port)) for rank in range(1, world_size)
+    ]
+    try:
+        own = environment(0, world_size, port)
+        with RunningServer(model, *BACKEND, *flags, environment=own) as server:
+            yield server, ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+@pytest.fixture(scope="module")
+def wanted(model: Path) -> dict[str, object]:
+    """Return the answer of one process."""
+    with RunningServer(model) as server:
+        return answer_of(server)
+
+
+def answer_of(server: RunningServer) -> dict[str, object]:
+    """Return tokens, log-probabilities and fingerprint of an answer."""
+    status, answer = server.post(COMPLETIONS, ASKED)
+    assert status == 200, answer
+    return {"choices": answer["choices"], "fingerprint": answer["system_fingerprint"]}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_of_a_launcher_answer_as_one_process_and_end_together(
+    model: Path, wanted: dict[str, object], layout: str
+) -> None:
+    world_size = 4 if len(LAYOUTS[layout]) > 2 else 2
+    with launched(model, world_size, *LAYOUTS[layout]) as (server, ranks):
+        assert answer_of(server) == wanted
+        for rank in ranks:
+            rank.process.send_signal(signal.SIGTERM)  # as a launcher does to all: rank 0 ends them
+        assert answer_of(server) == wanted
+        server.process.send_signal(signal.SIGTERM)
+        assert server.exit_code() == 0
+        assert [rank.exit_code() for rank in ranks] == [0] * len(ranks)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "hung"])
+def test_a_lost_rank_is_an_error_of_every_open_stream_and_a_failed_exit(
+    model: Path, number: signal.Signals
+) -> None:
+    with launched(model, 2, "-tp", "2") as (server, (rank,)):
+        with server.stream(COMPLETIONS, LONG) as first, server.stream(COMPLETIONS, LONG) as second:
+            first.next()
+            second.next()
+            rank.process.send_signal(number)
+            for reader in (first, second):
+                *_, last = reader
+                assert last["error"]["code"] == "device_lost"
+        assert server.exit_code() == 1
+        dead = number is signal.SIGKILL
+        assert ("has closed its connection" if dead else "does not respond") in server.stderr()
+
+
+def test_a_rank_lost_while_idle_ends_the_server_and_all_ranks(model: Path) -> None:
+    with launched(model, 4, "-tp", "2", "-pp", "2") as (server, ranks):
+        assert server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 3})[0] == 200
+        ranks[1].process.kill()
+        assert server.exit_code() == 1
+        assert [ranks[0].exit_code(), ranks[2].exit_code()] == [1, 1]
+        assert "rank 2 has closed its connection" in server.stderr()
+
+
+def test_ranks_end_with_rank_zero(model: Path) -> None:
+    with launched(model, 2, "-tp", "2") as (server, (rank,)):
+        os.kill(server.engine_pid, signal.SIGKILL)
+        assert server.exit_code() == 1
+        assert rank.exit_code() == 1
+        assert "rank 0 has closed its connection" in rank.stderr()
+
+
+def test_another_key_and_a_missing_rank_are_named(model: Path, tmp_path: Path) -> None:
+    keys = [tmp_path / "one", tmp_path / "other"]
+    for number, key in enumerate(keys):
+        key.write_bytes(bytes([65 + number]) * 32)
+        key.chmod(0o600)
+    port, flags = free_port(), ("-tp", "2", "--distributed-timeout-seconds", "3")
+    rank = Rank(model, *flags, "--distributed-key-file", str(keys[1]), **environment(1, 2, port))
+    server = RunningServer(
+        model,
+        *BACKEND,
+        *flags,
+        *("--distributed-key-file", str(keys[0])),
+        wait=False,
+        environment=environment(0, 2, port),
+    )
+    assert server.exit_code() == 1
+    assert rank.exit_code() == 1
+    assert "of 2 ranks, rank 1 did not connect" in server.stderr()
+    assert "connections with another key came from 127.0.0.1" in server.stderr()
+    assert "has another key" in rank.stderr()
+    rank.kill()
+    server.kill()
+
+
+def test_a_port_in_use_is_refused(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = RunningServer(
+            model, *BACKEND, "-tp", "2", wait=False, environment=environment(0, 2, port)
+        )
+        assert server.exit_code() != 0
+        assert f"rank 0 cannot listen at 127.0.0.1:{port}" in server.stderr()
+        server.kill()
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "found"),
+    [
+        (("-tp", "2"), {"RANK": ""}, "RANK is not set: start the ranks with torchrun"),
+        (("-tp", "2"), {"RANK": "2"}, "RANK is '2'; a number from 0 to 1 is allowed"),
+        (("-tp", "2"), {"MASTER_PORT": "x"}, "MASTER_PORT is 'x'; a number from 1 to 65535"),
+        (("-tp", "2"), {"LOCAL_RANK": "1"}, "LOCAL_WORLD_SIZE says how many ranks"),
+        (("-pp", "2", "-tp", "2"), {}, "WORLD_SIZE is 2 and --tensor-parallel-size is 2 and"),
+        (("-tp", "2"), {"MASTER_ADDR": "10.1.2.3"}, "--distributed-key-file is not given"),
+        (("-tp", "2", "--restart-engine"), {}, "let the launcher start all ranks again"),
+        ((), {}, "there is one rank, which this process is"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    model: Path,
+    flags: tuple[str, ...],
+    variables: dict[str, str],
+    found: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (environment(1, 2, 29500) | variables).items():
+        monkeypatch.setenv(name, value)
+    failed = serve(str(model), *BACKEND, *flags)
+    assert failed.returncode != 0
+    assert found in failed.stderr
