@@ -116,7 +116,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--cpu-offload-gb": _OFFLOAD,
         "--kv-offloading-size": _HOST,
         "--kv-transfer-config": "engines that exchange KV blocks are set by --role and "
-        "--kv-transfer-key-file, KV blocks on disk by --kv-tier-path",
+        "--kv-transfer-key-file, KV blocks on disk by --kv-tier-path, and a store that engines "
+        "share by --kv-store",
         "--distributed-executor-backend": _ONE_DEVICE,
         "--speculative-config": _DRAFT,
         "--num-speculative-tokens": _DRAFT_TOKENS,

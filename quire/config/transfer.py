@@ -152,7 +152,7 @@ def is_wildcard(host: str) -> bool:
         return False
 
 
-def read_transfer_key(path: str) -> bytes:
+def read_transfer_key(path: str, setting_name: str = "kv_transfer_key_file") -> bytes:
     """Return the shared key in a file. Raises SettingError where it is not secret, or short."""
     file = user_path(path)
     advice = f"make one: (umask 077; head -c 32 /dev/urandom | base64 > {path})"
@@ -162,15 +162,15 @@ def read_transfer_key(path: str) -> bytes:
             key = opened.read(_MAX_KEY_BYTES + 1).strip()
     except OSError as error:
         raise SettingError(
-            f"kv_transfer_key_file {path} cannot be read ({error.strerror}); {advice}"
+            f"{setting_name} {path} cannot be read ({error.strerror}); {advice}"
         ) from error
     if mode & 0o077:
         raise SettingError(
-            f"kv_transfer_key_file {path} can be read by other users (mode {mode:o}); chmod 600 it"
+            f"{setting_name} {path} can be read by other users (mode {mode:o}); chmod 600 it"
         )
     if not MIN_KEY_BYTES <= len(key) <= _MAX_KEY_BYTES:
         raise SettingError(
-            f"kv_transfer_key_file {path} has {len(key)} bytes; {MIN_KEY_BYTES} to "
+            f"{setting_name} {path} has {len(key)} bytes; {MIN_KEY_BYTES} to "
             f"{_MAX_KEY_BYTES} are allowed; {advice}"
         )
     return key
