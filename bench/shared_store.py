@@ -3,9 +3,9 @@
 Each engine is a process of its own with an empty pool. The first computes a prompt and stores its
 blocks; each of the others then gets a prompt with the same beginning and another end (`fetched`),
 and one that is stored nowhere (`computed`). At last all four get one new beginning at once
-(`at_once`): one computes it, the others wait for it. The tokens of each fetched prompt must be those
-of the first engine, which computed its blocks itself, or the run is refused; so it is where blocks
-were not fetched. times_sooner: median of computed over median of fetched.
+(`at_once`): one computes it, the others wait for it. The tokens of each fetched prompt must be
+those of the first engine, which computed its blocks itself, or the run is refused; so it is where
+blocks were not fetched. times_sooner: median of computed over median of fetched.
 
 Run: python -m bench.shared_store [--model FOLDER] [--prompt 4096] [--engines 4] [--store FOLDER]
      [--encoding none] [--cold] [--out bench/results/shared-store.json] [--smoke]

@@ -19,8 +19,8 @@ from quire.base.grammar import Grammar, grammar_of
 from quire.config.executor_config import ExecutorConfig
 from quire.config.flags import add_flags
 from quire.config.groups import CacheConfig, ModelConfig, SchedulerConfig
-from quire.config.server_config import ServerConfig
 from quire.config.kv_store import KVStoreConfig
+from quire.config.server_config import ServerConfig
 from quire.config.transfer import TransferConfig
 
 

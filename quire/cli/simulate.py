@@ -253,8 +253,8 @@ def _compare_stores(
     from quire.base.errors import SettingError
     from quire.config.flags import parse_bytes
     from quire.obs.report import show
-    from quire.sim.fleet import compare_stores, stores_text
     from quire.sim.compare import with_policy
+    from quire.sim.fleet import compare_stores, stores_text
     from quire.sim.load import trace_requests
     from quire.sim.shared_store import StoreSpec
 

@@ -58,7 +58,7 @@ class KVStoreConfig:
     kv_store_key_file: str | None = setting(
         None,
         "key that all engines of a Mooncake store have, by which they find and check blocks: a "
-        "file that only its owner can read, with at least 16 random bytes (a directory has its own)",
+        "file that only its owner can read, with at least 16 random bytes (a directory has one)",
     )
     kv_store_host: str = setting(
         "127.0.0.1",

@@ -14,6 +14,7 @@ import os
 import stat
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from quire.base.file_ownership import danger
@@ -117,10 +118,8 @@ class DirectoryStore:
         with self._files.open_folder(CLAIMS) as claims:
             found = _claim(claims, key.hex())
             if found is not None and found[0] == record:
-                try:
+                with suppress(FileNotFoundError):
                     os.utime(key.hex(), dir_fd=claims, follow_symlinks=False)
-                except FileNotFoundError:
-                    pass
 
     def release(self, key: bytes, record: bytes) -> None:
         """See SharedStore."""
@@ -235,10 +234,8 @@ def _claim(folder: int, name: str) -> tuple[bytes, int] | None:
 
 
 def _unlink(name: str, folder: int) -> None:
-    try:
+    with suppress(FileNotFoundError):
         os.unlink(name, dir_fd=folder)
-    except FileNotFoundError:
-        pass
 
 
 def _read_all(descriptor: int, room: Parts) -> int:

@@ -19,7 +19,7 @@ import secrets
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from quire.base.errors import SettingError
@@ -78,10 +78,8 @@ class StoreFiles:
         try:
             for name in names:
                 if make:
-                    try:
+                    with suppress(FileExistsError):
                         os.mkdir(name, 0o700, dir_fd=descriptor)
-                    except FileExistsError:
-                        pass
                 descriptor = os.open(name, _DIRECTORY, dir_fd=descriptor)
                 opened.append(descriptor)
                 if why := danger(os.fstat(descriptor)):

@@ -1,8 +1,8 @@
 """Eviction: keep a store directory below its size, with other processes that do the same.
 
 What lies in the directory is the only record, because others write there too. It is looked through
-after this process has written a share of the limit, or half a minute after it wrote: files that were
-not used for longest are removed until a tenth is free. One process does so at a time; a second one
+after this process has written a share of the limit, or half a minute after it wrote: the files not
+used for longest are removed until a tenth is free. One process does so at a time; a second one
 that cannot get the lock leaves it to the first. Also removes what writers that were killed left.
 Knows no entries. Always holds: each writing process may exceed the limit by one share at most,
 which is 1/32 of it, or by one file if that is larger.
@@ -16,6 +16,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from quire.kv_store.directory_files import (
@@ -130,11 +131,11 @@ class Eviction:
                     raise
 
     def _remove(self, file: _File) -> None:
-        try:
-            with self._files.open_folder(BLOCKS, file.shard) as folder:
-                os.unlink(file.name, dir_fd=folder)
-        except FileNotFoundError:
-            pass  # another process removed it
+        with (
+            suppress(FileNotFoundError),  # another process removed it
+            self._files.open_folder(BLOCKS, file.shard) as folder,
+        ):
+            os.unlink(file.name, dir_fd=folder)
 
     def _sweep(self, name: str, before_ns: int) -> int:
         """Remove files older than that; return the bytes of the others."""
@@ -144,10 +145,8 @@ class Eviction:
                 if found.st_mtime_ns >= before_ns:
                     left += file_bytes(found.st_size)
                     continue
-                try:
+                with suppress(FileNotFoundError):
                     os.unlink(file, dir_fd=folder)
-                except FileNotFoundError:
-                    pass
         return left
 
 

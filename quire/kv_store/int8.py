@@ -29,7 +29,9 @@ class Int8Encoding:
 
     def __init__(self, block_bytes: int, width: int) -> None:
         if width < 1 or block_bytes % (2 * width):
-            raise ValueError(f"a block of {block_bytes} bytes has no vectors of {width} bf16 values")
+            raise ValueError(
+                f"a block of {block_bytes} bytes has no vectors of {width} bf16 values"
+            )
         self._width = width
         self._num_vectors = block_bytes // (2 * width)
         self.payload_bytes = self._num_vectors * (SCALE_BYTES + width)
@@ -42,7 +44,7 @@ class Int8Encoding:
             return False
         scales = largest / _MOST
         inverse = np.divide(_MOST, largest, out=np.zeros_like(largest), where=largest > 0)
-        if not np.isfinite(inverse).all():  # subnormal values, whose inverse overflows
+        if not np.isfinite(inverse).all():  # the inverse of subnormal values
             return False
         first = self._num_vectors * SCALE_BYTES
         out[:first].view(np.float32)[:] = scales

@@ -103,8 +103,7 @@ class SharedLevel:
         heads = [bytearray(HEAD_BYTES) for _ in keys]
         payloads = [self._room(out) for out in outs]
         rooms: list[Parts] = [
-            (memoryview(head), memoryview(payload))
-            for head, payload in zip(heads, payloads, strict=True)
+            (memoryview(head), payload.data) for head, payload in zip(heads, payloads, strict=True)
         ]
         sizes: list[int | None] | None = self._ask(lambda: self.store.get(keys, rooms))
         if sizes is None:
@@ -135,7 +134,7 @@ class SharedLevel:
         able = [at for at, payload in enumerate(payloads) if payload is not None]
         values = []
         for at in able:
-            payload = memoryview(payloads[at])  # type: ignore[arg-type]
+            payload = payloads[at].data  # type: ignore[union-attr]
             values.append((memoryview(self._entries.head(keys[at], payload)), payload))
         asked = [keys[at] for at in able]
         stored: list[bool] | None = self._ask(lambda: self.store.put(asked, values))

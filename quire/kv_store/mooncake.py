@@ -1,10 +1,10 @@
-"""MooncakeStore: a SharedStore in Mooncake Store, whose master knows which client holds what.
+"""MooncakeStore: a SharedStore in Mooncake Store, with a master that knows where values are.
 
 The only file that imports mooncake. The client library runs in this process: it gives a part of the
 store's memory, and moves values over TCP between the memories of all clients; no etcd is needed. A
 library call with a dead master blocks for seconds, so the master's port is tried before, at most
 once a second. A claim is a value too: its name has the time it was made in, rounded, because values
-cannot be overwritten, and may not be removed soon after they were read. Knows no blocks. Always
+cannot be overwritten. Knows no blocks. Always
 holds: the library is set up in the first call that finds the master, in a thread that may wait.
 """
 
@@ -23,7 +23,7 @@ from quire.config.kv_store import StorePlace
 from quire.kv_store.shared_store import CLAIM_LEASE_S, Parts
 
 PROTOCOL = "tcp"
-# Peers tell each other their addresses; no metadata server.
+# Clients exchange their addresses themselves; there is no metadata server.
 METADATA = "P2PHANDSHAKE"
 # The master's port is tried again where its last answer is older than this.
 ASK_AGAIN_S = 1.0
@@ -80,8 +80,8 @@ class MooncakeStore:
         return found
 
     def remove(self, key: bytes) -> None:
-        """See SharedStore: a value that was read a moment ago stays for some seconds."""
-        self._ready().remove(_entry(key))
+        """See SharedStore; also of a value that was read a moment ago, which the library keeps."""
+        self._ready().remove(_entry(key), True)
 
     def claim(self, key: bytes, record: bytes) -> bool:
         """See SharedStore."""
@@ -96,7 +96,9 @@ class MooncakeStore:
         client, now = self._ready(), _now()
         names = [_claim(key, moment) for moment in (now, now - 1) for key in keys]
         found = self._exist(names)
-        records = [client.get(name) for name, is_there in zip(names, found, strict=True) if is_there]
+        records = [
+            client.get(name) for name, is_there in zip(names, found, strict=True) if is_there
+        ]
         return [bytes(record) for record in records if record]
 
     def renew(self, key: bytes, record: bytes) -> None:
@@ -106,11 +108,11 @@ class MooncakeStore:
             client.put(name, record)
 
     def release(self, key: bytes, record: bytes) -> None:
-        """See SharedStore: as far as it may be removed; else it ends with its time."""
+        """See SharedStore."""
         client, now = self._ready(), _now()
         for name in (_claim(key, now), _claim(key, now - 1)):
             if client.get(name) == record:
-                client.remove(name)
+                client.remove(name, True)
 
     def close(self) -> None:
         """Leave the store, with what this client's memory holds."""

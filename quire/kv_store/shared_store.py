@@ -15,7 +15,7 @@ from typing import Protocol
 Parts = Sequence[memoryview]
 
 KEY_BYTES = 16
-# A claim that was not renewed for so long is nobody's: its engine has ended or hangs.
+# A claim that was not renewed for so long has ended: its engine is gone, or hangs.
 CLAIM_LEASE_S = 10.0
 MAX_CLAIM_BYTES = 1 << 16
 

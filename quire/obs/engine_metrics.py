@@ -292,7 +292,11 @@ def _kv_store(stats: KVStoreStats) -> Iterable[Metric]:
     for name, text, value in (
         ("lookups", "Requests for which the shared store was asked", stats.lookups_total),
         ("hit_blocks", "KV blocks that were asked for and stored", stats.hit_blocks_total),
-        ("missed_blocks", "KV blocks that were asked for and not stored", stats.missed_blocks_total),
+        (
+            "missed_blocks",
+            "KV blocks that were asked for and not stored",
+            stats.missed_blocks_total,
+        ),
         ("fetched_blocks", "KV blocks fetched from the store", stats.fetched_blocks_total),
         ("fetched_bytes", "Bytes fetched from the store", stats.fetched_bytes_total),
         (

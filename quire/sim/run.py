@@ -139,8 +139,8 @@ class TraceReplay:
     """Adds requests to the engine core as they arrive, steps it, and records results.
 
     Arrival times and `clock` share their zero. on_accepted: called with the number of each accepted
-    request. on_outputs: called with the outputs of each step. wakes_at_ms: returns when something is
-    due that neither a step nor an arrival brings. busy_ms: returns for how long steps were computed.
+    request. on_outputs: called with the outputs of each step. wakes_at_ms: returns when something
+    is due that neither a step nor an arrival brings. busy_ms: returns how long steps took.
     """
 
     def __init__(

@@ -63,9 +63,7 @@ class StorePort:
         if not self.place.port:
             files = self._files = StoreFiles(user_path(self.place.directory))
             self.hash_key = files.hash_key
-            self._open = lambda entry_bytes: DirectoryStore(
-                files, max_bytes=config.kv_store_bytes
-            )
+            self._open = lambda entry_bytes: DirectoryStore(files, max_bytes=config.kv_store_bytes)
             return
         from quire.kv_store.mooncake import MooncakeStore, check_installed
 
@@ -143,7 +141,8 @@ class StorePort:
             tier=StoreMap(store.num_blocks, max_saving=num_buffers(block_bytes, store.tier)),
             mover=TierMover(executor, store, now_ms=clock.now_ms, report=report),
             hash_key=self.hash_key,
-            note=f"shared KV store: {self.note}; room for {num_tokens} tokens on their way{on_disk}",
+            note=f"shared KV store: {self.note}; room for {num_tokens} tokens on their way"
+            + on_disk,
             store=store,
             shared=shared,
             disk=disk,
@@ -229,9 +228,7 @@ def _host_memory(settings: KVStoreConfig, block_bytes: int) -> HostStore:
     return HostStore([memory], block_bytes)
 
 
-def _encoding(
-    settings: KVStoreConfig, program: Program, block_bytes: int
-) -> Int8Encoding | None:
+def _encoding(settings: KVStoreConfig, program: Program, block_bytes: int) -> Int8Encoding | None:
     if settings.kv_store_encoding == "none":
         return None
     found = sorted({cache.precision for cache in program.caches})

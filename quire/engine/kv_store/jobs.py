@@ -2,8 +2,8 @@
 
 A Lookup finds how far the levels hold a chain, and claims what they lack, unless another engine is
 computing it. A FetchJob reads blocks into places of the host memory, in slices that several threads
-share. Knows levels and keys; no scheduler. Always holds: a job is handed back exactly once, slice by
-slice; a thread that hangs in a store holds up only what waits for it there.
+share. Knows levels and keys; no scheduler. Always holds: each part of a job ends exactly once; a
+thread that hangs in a store holds up only what waits for it there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SLICE_BLOCKS = 4
 ENGINE_ID_BYTES = 8
 _OWNER_BYTES = 16  # the engine, and a number of the claim
 # How many keys are asked for at once: a chain often has none, or all.
-_FIRST_ASKED, _MOST_ASKED = 4, 256
+_FIRST_ASKED, _MAX_ASKED = 4, 256
 _CLOSE_S = 1.0
 
 
@@ -56,7 +56,9 @@ class Workers:
             try:
                 call()
             except Exception as error:  # noqa: BLE001  of one job; the others go on
-                self._report("a job of the KV store failed", error=f"{type(error).__name__}: {error}")
+                self._report(
+                    "a job of the KV store failed", error=f"{type(error).__name__}: {error}"
+                )
 
 
 @dataclass(slots=True, eq=False)
@@ -108,9 +110,7 @@ class Lookup:
         """Return how many of the missing keys, from the first on, a claim of others lists."""
         if record[:ENGINE_ID_BYTES] == self.owner[:ENGINE_ID_BYTES]:
             return 0
-        listed = {
-            record[at : at + KEY_BYTES] for at in range(_OWNER_BYTES, len(record), KEY_BYTES)
-        }
+        listed = {record[at : at + KEY_BYTES] for at in range(_OWNER_BYTES, len(record), KEY_BYTES)}
         return next((at for at, key in enumerate(missing) if key not in listed), len(missing))
 
 
@@ -140,9 +140,7 @@ class FetchJob:
         found, first = [], 0
         for _, run in groupby(self.levels):
             end = first + len(list(run))
-            found += [
-                (at, min(at + SLICE_BLOCKS, end)) for at in range(first, end, SLICE_BLOCKS)
-            ]
+            found += [(at, min(at + SLICE_BLOCKS, end)) for at in range(first, end, SLICE_BLOCKS)]
             first = end
         return found
 
@@ -177,7 +175,7 @@ def _run(keys: Sequence[bytes], levels: Sequence[Level]) -> list[int]:
         found += [place for place in places[:run] if place is not None]
         if run < len(asked):
             break
-        count = min(4 * count, _MOST_ASKED)
+        count = min(4 * count, _MAX_ASKED)
     return found
 
 

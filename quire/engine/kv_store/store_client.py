@@ -275,8 +275,8 @@ class StoreClient:
             job.is_cancelled = True
         for key, record in self._claims.values():
             self._release_claim(key, record)
-        groups = (self._lookers, self._fetchers, self._putter)
-        if all([workers.close() for workers in groups]):  # else files are still in use
+        ended = [one.close() for one in (self._lookers, self._fetchers, self._putter)]
+        if all(ended):  # else files are still in use
             if self._disk is not None:
                 self._disk.close()
             self._shared.store.close()
@@ -560,7 +560,8 @@ class StoreClient:
                 known_ms = self._block_ms[level]
                 self._block_ms[level] = keep * known_ms + (1.0 - keep) * took_ms / num_whole
         if num_whole < len(job.keys):
-            lacking = job.keys[num_whole:]
+            first = next(at for at, one in enumerate(job.outcomes) if one is not Fetched.WHOLE)
+            lacking = job.keys[first:]
             for key in lacking:
                 self._stored.pop(key, None)
             for asked in waiting:
@@ -641,9 +642,7 @@ class StoreClient:
         """End what has no block left to save or to put."""
         for request_id, published in list(self._published.items()):
             if published.pending and published.has_ended and not self._hand_overs.num_to_save:
-                published.pending = {
-                    key for key in published.pending if self._tier.is_awaited(key)
-                }
+                published.pending = {key for key in published.pending if self._tier.is_awaited(key)}
             if not published.putting and (
                 not published.pending and (published.has_ended or self._is_whole(published))
             ):

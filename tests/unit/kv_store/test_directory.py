@@ -100,7 +100,7 @@ def test_nothing_is_reached_through_links(tmp_path: Path) -> None:
     shard.rename(tmp_path / "elsewhere")
     shard.symlink_to(tmp_path / "elsewhere")
     assert got(store, 2) is None
-    with pytest.raises(OSError, match="Not a directory|symbolic links"):
+    with pytest.raises(OSError, match="Not a directory"):
         put(store, 2)
 
 

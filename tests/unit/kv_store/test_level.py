@@ -21,7 +21,7 @@ KEYS = [bytes([at]) * 16 for at in range(8)]
 
 
 class MemoryStore:
-    """A SharedStore in a dictionary, which can be told to fail. before: called in each call."""
+    """A SharedStore in a dictionary, which can be made to fail. before: called in each call."""
 
     def __init__(self) -> None:
         self.values: dict[bytes, bytes] = {}
