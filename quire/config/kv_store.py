@@ -130,6 +130,6 @@ def store_place(text: str) -> StorePlace:
     elif text and "://" not in text:
         return StorePlace(directory=text)
     raise SettingError(
-        f"kv_store is {text!r}; a directory (/mnt/kv, or file:///mnt/kv) or the address of a "
+        f"kv_store is {text!r}; a directory (/shared/kv, or file:///shared/kv) or the address of a "
         "Mooncake master (mooncakestore://10.0.0.7:50051) is expected"
     )

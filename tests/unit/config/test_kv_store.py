@@ -10,16 +10,16 @@ from quire.base.errors import SettingError
 from quire.config.flags import engine_config
 from quire.config.kv_store import KVStoreConfig, StorePlace, store_place
 
-ON = {"kv_store": "/mnt/kv"}
+ON = {"kv_store": "/shared/kv"}
 MOONCAKE = {"kv_store": "mooncakestore://10.0.0.7:50051", "kv_store_key_file": "key"}
 
 
 @pytest.mark.parametrize(
     ("text", "place"),
     [
-        ("/mnt/kv", StorePlace(directory="/mnt/kv")),
+        ("/shared/kv", StorePlace(directory="/shared/kv")),
         ("~/kv", StorePlace(directory="~/kv")),
-        ("file:///mnt/kv", StorePlace(directory="/mnt/kv")),
+        ("file:///shared/kv", StorePlace(directory="/shared/kv")),
         ("mooncakestore://10.0.0.7:50051", StorePlace(host="10.0.0.7", port=50051)),
         ("mooncakestore://master.local:50051/", StorePlace(host="master.local", port=50051)),
         ("mooncakestore://[fd00::7]:1", StorePlace(host="[fd00::7]", port=1)),
