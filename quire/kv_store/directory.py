@@ -22,7 +22,6 @@ from quire.kv_store.directory_files import (
     ABSENT,
     BLOCKS,
     CLAIMS,
-    CREATE,
     NAME,
     PARTIAL,
     READ,
@@ -36,6 +35,7 @@ USED_AGAIN_NS = 30 * 10**9
 # Where engines claim so much at once, further claims are not seen, and computed twice.
 MAX_CLAIMS = 256
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class DirectoryStore:
@@ -83,20 +83,21 @@ class DirectoryStore:
         """See SharedStore."""
         if not self.can_write:
             return False
-        with self._files.open_folder(CLAIMS, make=True) as claims:
-            for _ in range(2):
-                try:
-                    descriptor = os.open(key.hex(), CREATE, 0o600, dir_fd=claims)
-                except FileExistsError:
-                    if self._is_alive(claims, key.hex()):
+        name = key.hex()
+        with (
+            self._files.open_folder(PARTIAL, make=True) as partial,
+            self._files.open_folder(CLAIMS, make=True) as claims,
+        ):
+            written = self._files.write(partial, [memoryview(record[:MAX_CLAIM_BYTES])])
+            try:
+                for _ in range(2):
+                    if _link(written, partial, name, claims):
+                        return True
+                    if self._is_alive(claims, name):
                         return False
-                    _unlink(key.hex(), claims)
-                    continue
-                try:
-                    os.write(descriptor, record[:MAX_CLAIM_BYTES])
-                finally:
-                    os.close(descriptor)
-                return True
+                    _unlink(name, claims)
+            finally:
+                _unlink(written, partial)
         return False
 
     def claims(self, keys: Sequence[bytes]) -> list[bytes]:
@@ -214,6 +215,22 @@ class DirectoryStore:
         if found is None:
             return False
         return self._files.now_ns() - found[1] <= round(CLAIM_LEASE_S * 1e9)
+
+
+def _link(written: str, partial: int, name: str, claims: int) -> bool:
+    """Give a claim its name; return False where there is one of that name."""
+    try:
+        os.link(written, name, src_dir_fd=partial, dst_dir_fd=claims, follow_symlinks=False)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # Two may claim at the same time, and both compute.
+        if _claim(claims, name) is not None:
+            return False
+        os.rename(written, name, src_dir_fd=partial, dst_dir_fd=claims)
+    return True
 
 
 def _claim(folder: int, name: str) -> tuple[bytes, int] | None:

@@ -83,7 +83,8 @@ class _Asked:
     until_ms: float
     lookup: Lookup | None = None
     levels: Sequence[int] = ()
-    waits_for: int = 0  # blocks that another engine computes
+    target: int = 0  # leading keys that will be stored when another engine has computed them
+    num_seen: int = 0  # of these, stored when the limit was set
     poll_ms: float = 0.0
     jobs: set[FetchJob] = field(default_factory=set)
     held: list[int] = field(default_factory=list)
@@ -358,14 +359,14 @@ class StoreClient:
         asked.lookup, asked.levels = None, lookup.levels
         took_ms = lookup.ended_ms - lookup.began_ms
         self._lookup_ms = _KEEP * self._lookup_ms + (1.0 - _KEEP) * took_ms
-        is_first = not asked.waits_for
+        is_first = not asked.target
         if is_first:
             self._counts["lookups"] += 1
         if lookup.num_elsewhere and self._waiting_pays(asked, lookup):
             if is_first:
                 self._counts["waited"] += 1
-                asked.waits_for = lookup.num_elsewhere
-                asked.until_ms = self._now_ms() + self._wait_limit_ms(asked, lookup)
+                asked.target = len(lookup.levels) + lookup.num_elsewhere
+                self._limit_wait(asked)
             asked.poll_ms = self._now_ms() + POLL_MS
             return
         self._fetch(asked)
@@ -379,13 +380,13 @@ class StoreClient:
             asked, num_blocks
         )
 
-    def _wait_limit_ms(self, asked: _Asked, lookup: Lookup) -> float:
-        """Return how long to wait for another engine: as long as computing would take."""
+    def _limit_wait(self, asked: _Asked) -> None:
+        """Set how long to wait for another engine: as long as computing would take."""
+        asked.num_seen = len(asked.levels)
+        limit_ms = self._compute_ms(asked, asked.target) - self._compute_ms(asked, asked.num_seen)
         if self._terms.fetch == "always":
-            return self._terms.timeout_ms
-        num_blocks = len(lookup.levels) + lookup.num_elsewhere
-        have_ms = self._compute_ms(asked, len(lookup.levels))
-        return self._compute_ms(asked, num_blocks) - have_ms
+            limit_ms = self._terms.timeout_ms
+        asked.until_ms = self._now_ms() + limit_ms
 
     def _compute_ms(self, asked: _Asked, num_blocks: int) -> float:
         size, first = self._terms.block_size, len(asked.before)
@@ -510,7 +511,7 @@ class StoreClient:
     def _look_at(self, asked: _Asked, now_ms: float) -> None:
         """Decide about a request that waits."""
         if asked.lookup is not None:
-            if now_ms >= asked.until_ms and not asked.waits_for:
+            if now_ms >= asked.until_ms and not asked.target:
                 self._slow += 1
                 self._publish(asked, 0)
                 self._open(asked)
@@ -529,7 +530,10 @@ class StoreClient:
             self._look_up(asked)
 
     def _stop_waiting(self, asked: _Asked) -> None:
-        """Compute what another engine did not deliver in time."""
+        """Compute what another engine did not deliver in time, unless it makes progress."""
+        if asked.num_seen < len(asked.levels) < asked.target:
+            self._limit_wait(asked)
+            return
         self._counts["waited in vain"] += 1
         if asked.lookup is not None:
             asked.lookup.is_abandoned = True
