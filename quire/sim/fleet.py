@@ -34,12 +34,11 @@ ROUTINGS = ("turn", "prefix")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """Engines, and the store that they share; None: none. buffer_bytes: of each, for the store."""
+    """Engines, how requests are divided among them, and their store; None: none."""
 
     num_engines: int
     routing: str
     store: StoreSpec | None
-    buffer_bytes: int
 
 
 class _FleetFactory(RequestFactory):
@@ -117,8 +116,8 @@ def _replay(
         num_layers=machine.num_layers,
     )
     clock, tier = VirtualClock(), None
-    if store is not None:
-        tier = StoreMap(max(fleet.buffer_bytes // block_bytes, 1), max_saving=MAX_SAVING)
+    if fleet.store is not None:
+        tier = StoreMap(max(fleet.store.buffer_bytes // block_bytes, 1), max_saving=MAX_SAVING)
     scheduler = make_scheduler(
         config,
         limits,
@@ -192,7 +191,6 @@ def compare_stores(
                 num_engines=num_engines,
                 routing=routing,
                 store=spec,
-                buffer_bytes=config.kv_store.kv_store_buffer_bytes,
             )
             found, kept = simulate_fleet(
                 requests, defaults, machine, config, fleet, should_stop=should_stop
