@@ -53,7 +53,7 @@ class KVStoreConfig:
     kv_store_encoding: Literal["none", "int8"] = setting(
         "none",
         "how blocks travel: none, as they are; int8, the keys and values of a bf16 cache in 8 bits "
-        "with a scale a head, half the bytes: answers then depend on what was fetched",
+        "with a scale for each group, half the bytes: answers then depend on what was fetched",
     )
     kv_store_key_file: str | None = setting(
         None,
